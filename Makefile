@@ -1,0 +1,46 @@
+# make serve    set up, make a tiny checkpoint, serve it with this package's cache
+# make test     set up, format and lint checks, types, tests
+# make demo     like serve, with one completion over HTTP, then stop
+# make bench    the benchmarks
+# Variables: PYTHON (interpreter to make the environment with), RECIPE (cpu or cuda; default: what the machine has),
+# MODEL (checkpoint folder of serve and demo), ARGS (more arguments for serve, or for pytest in test).
+
+VENV ?= .venv
+MODEL ?= .cache/tiny
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+ARGS ?=
+
+export PYTHON
+
+.PHONY: setup test lint format serve demo bench
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml tools/setup.sh tools/requirements-cpu.txt tools/patch_torchvision_cpu.py
+	tools/setup.sh $(VENV) $(RECIPE)
+	touch $@
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+$(MODEL)/config.json: | $(STAMP)
+	$(BIN)/dsv4-sglang make-tiny $(MODEL)
+
+serve: $(STAMP) $(MODEL)/config.json
+	$(BIN)/dsv4-sglang serve --model-path $(MODEL) $(ARGS)
+
+demo: $(STAMP) $(MODEL)/config.json
+	$(BIN)/dsv4-sglang demo --model-path $(MODEL) $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -1,0 +1,36 @@
+"""Order and selection of the tests: GPU tests are skipped without CUDA, servers start after everything else."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+import torch
+
+# CI runs the same examples every time; elsewhere hypothesis explores.
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("default")
+
+LATER = ("slow", "sanitize", "server")
+
+
+def _rank(item: pytest.Item) -> int:
+    """0 for a plain test, then 1, 2, 3 for those marked slow, sanitize, server."""
+    return max((LATER.index(name) + 1 for name in LATER if item.get_closest_marker(name)), default=0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_rank)
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Runs a test on the CPU, and on the GPU where there is one."""
+    return torch.device(request.param)

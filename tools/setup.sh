@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Create a virtual environment and install this package with everything it needs to run and to be tested.
+#
+#   tools/setup.sh VENV [cpu|cuda]
+#
+# Without a second argument the recipe follows the machine: cuda where nvidia-smi lists a GPU, else cpu.
+# Running it again is safe: an existing VENV is kept and only what is missing is installed.
+set -euo pipefail
+
+venv=${1:?usage: tools/setup.sh VENV [cpu|cuda]}
+recipe=${2:-}
+root=$(cd "$(dirname "$0")/.." && pwd)
+torch=2.13.0
+sglang=0.5.17
+torchvision=0.28.0
+
+if [ -z "$recipe" ]; then
+  if nvidia-smi -L 2>/dev/null | grep -q GPU; then recipe=cuda; else recipe=cpu; fi
+fi
+
+# The first interpreter among the candidates that runs and whose version satisfies the Python expression $1.
+find_python() {
+  local wanted=$1 candidate
+  shift
+  for candidate in ${PYTHON:-} "$@"; do
+    if "$candidate" -c "import sys; v = sys.version_info[:2]; sys.exit(not ($wanted))" 2>/dev/null; then
+      command -v "$candidate"
+      return 0
+    fi
+  done
+  return 1
+}
+
+case $recipe in
+  cpu)
+    python=$(find_python "v == (3, 11)" python3.11 python3) || {
+      echo "setup: the CPU recipe needs Python 3.11 (its torch $torch CPU wheel is for 3.11); none of" \
+        "'python3.11', 'python3' is one. Install it, or name it: make setup PYTHON=/path/to/python3.11" >&2
+      exit 1
+    }
+    ;;
+  cuda)
+    python=$(find_python "(3, 10) <= v <= (3, 13)" python3.12 python3.11 python3.13 python3.10 python3) || {
+      echo "setup: needs Python 3.10 to 3.13. Install one, or name it: make setup PYTHON=/path/to/python3" >&2
+      exit 1
+    }
+    ;;
+  *)
+    echo "setup: the recipe is 'cpu' or 'cuda', not '$recipe'" >&2
+    exit 1
+    ;;
+esac
+
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+if [ "$recipe" = cuda ]; then
+  pip install -q -e "$root[dev]"
+else
+  # A local or mirrored CPU wheel first; PyPI has only the CUDA build, so otherwise PyTorch's own index.
+  pip install -q "torch==$torch+cpu" 2>/dev/null ||
+    pip install -q "torch==$torch" --index-url https://download.pytorch.org/whl/cpu
+  pip install -q -r "$root/tools/requirements-cpu.txt"
+  # Without dependencies: theirs pin the CUDA build of torch.
+  pip install -q --no-deps "sglang==$sglang" "torchvision==$torchvision"
+  "$venv/bin/python" "$root/tools/patch_torchvision_cpu.py"
+  pip install -q --no-deps --no-build-isolation -e "$root"
+fi
+"$venv/bin/python" -c "import torch, sglang.version; print('setup: torch', torch.__version__, 'sglang', sglang.version.__version__)"
