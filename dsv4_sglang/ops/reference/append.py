@@ -1,0 +1,291 @@
+"""`append`: everything a layer writes for the tokens of a step, and `append_swa`: window rows that are already final.
+
+Who reads what when. A decode step has one token a request and no `window`: append writes ring and tails, readers of the step
+read the ring afterwards. A prefill step passes `window`: append copies the ring's old rows and the chunk's rows there and only then
+replaces ring rows; readers of the step read `window`, because the chunk's early queries still need rows that its late tokens replace
+in the ring (SPEC 6.4). Entries whose window of tokens closes in the step are written in the step and visible to its readers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4_sglang.ops.index_keys import INDEX_DIM, hadamard, write_keys
+from dsv4_sglang.ops.rope import rms_norm, rotate, rounding
+from dsv4_sglang.ops.rows import ENTRY_DIM, copy_rows, exp2_of_biased, quantise_nope, write_rows
+from dsv4_sglang.ops.schemas import NAMESPACE
+
+WINDOW = 128
+CSA_RATIO, HCA_RATIO = 4, 128
+CSA_TAIL_ROWS = 24  # 4 current k, 4 current z, 8 previous k, 8 previous z
+HCA_ONLINE_ROWS = 3  # max, sum, accumulator
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """The tokens of one request in the step: rows `begin..end` of the inputs, positions `length..length + count`."""
+
+    request: int
+    slot: int
+    begin: int
+    end: int
+    length: int
+
+    @property
+    def count(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def positions(self) -> Tensor:
+        return torch.arange(self.length, self.length + self.count)
+
+    def latest(self, keep: int) -> tuple[Tensor, slice]:
+        """Positions of the last `keep` tokens of the chunk and where their inputs are."""
+        kept = min(keep, self.count)
+        return self.positions[self.count - kept :], slice(self.end - kept, self.end)
+
+
+def _chunks(slots: Tensor, prefix_lens: Tensor, query_start: Tensor) -> list[_Chunk]:
+    starts, lengths = query_start.tolist(), prefix_lens.tolist()
+    return [
+        _Chunk(b, slot, starts[b], starts[b + 1], lengths[b])
+        for b, slot in enumerate(slots.tolist())
+        if slot >= 0 and starts[b + 1] > starts[b]
+    ]
+
+
+def _check(ok: bool, message: Callable[[], str]) -> None:
+    if not ok:
+        raise ValueError("append: " + message())
+
+
+def _write_window(chunk: _Chunk, rows: Tensor, ring: Tensor, window: Tensor | None, track: Tensor | None) -> None:
+    slot, length = chunk.slot, chunk.length
+    if window is not None:
+        base = chunk.begin + WINDOW * chunk.request + WINDOW
+        old = torch.arange(max(0, length - WINDOW), length)
+        copy_rows(ring, slot * WINDOW + old % WINDOW, window, base + old - length)
+        write_rows(window, base + torch.arange(chunk.count), rows[chunk.begin : chunk.end])
+    positions, at = chunk.latest(WINDOW)
+    write_rows(ring, slot * WINDOW + positions % WINDOW, rows[at])
+    if track is not None:
+        tracked = track[chunk.begin : chunk.end] >= 0
+        target = track[chunk.begin : chunk.end][tracked].long()
+        write_rows(ring, target * WINDOW + chunk.positions[tracked] % WINDOW, rows[chunk.begin : chunk.end][tracked])
+
+
+def _pool(z: Tensor, k: Tensor) -> Tensor:
+    """Per-channel softmax over the rows of each window: z, k [windows, rows, D] -> [windows, D] (SPEC 3.2, 3.3)."""
+    return (z.softmax(1) * k).sum(1)
+
+
+def _csa_pool(chunk: _Chunk, score: Tensor, ape: Tensor, tail: Tensor, tracked: Tensor | None) -> Tensor:
+    """Pool the CSA windows that close in the chunk, then move the tails on. `tail` [slots, 24, D] of one compressor."""
+    dim = tail.shape[-1]
+    positions = chunk.positions
+    k_prev, k_cur, z_prev, z_cur = score[chunk.begin : chunk.end].float().split(dim, -1)
+    bias = ape.float()[positions % CSA_RATIO]
+    z_prev, z_cur = z_prev + bias[:, :dim], z_cur + bias[:, dim:]
+    state = tail[chunk.slot]
+    first = chunk.length // CSA_RATIO  # the window that is open at `length`
+    # Lay previous and current streams out from position 4 (first - 1), the first row that pooling can touch.
+    start = CSA_RATIO * (first - 1)
+    stop = chunk.length + chunk.count
+    k_p, k_c = score.new_zeros(2, stop - start, dim, dtype=torch.float32).unbind(0)
+    z_p, z_c = score.new_full((2, stop - start, dim), NEG_INF, dtype=torch.float32).unbind(0)
+    old = torch.arange(max(0, start), chunk.length)
+    k_p[old - start], z_p[old - start] = state[8 + (old & 7)], state[16 + (old & 7)]
+    old = torch.arange(CSA_RATIO * first, chunk.length)
+    k_c[old - start], z_c[old - start] = state[old & 3], state[4 + (old & 3)]
+    new = positions - start
+    k_p[new], z_p[new], k_c[new], z_c[new] = k_prev, z_prev, k_cur, z_cur
+
+    count = stop // CSA_RATIO - first
+    windows = CSA_RATIO * torch.arange(count)[:, None] + torch.arange(CSA_RATIO)
+    pooled = _pool(
+        torch.cat([z_p[windows], z_c[windows + CSA_RATIO]], 1), torch.cat([k_p[windows], k_c[windows + CSA_RATIO]], 1)
+    )
+
+    at, rows = chunk.latest(4)
+    at, rows = at & 3, slice(rows.start - chunk.begin, None)
+    state[at], state[4 + at] = k_cur[rows], z_cur[rows]
+    at, rows = chunk.latest(8)
+    at, rows = at & 7, slice(rows.start - chunk.begin, None)
+    state[8 + at], state[16 + at] = k_prev[rows], z_prev[rows]
+    if tracked is not None:  # a checkpoint ends at a multiple of 128: only its last 4 previous-window rows live on
+        mine = tracked[chunk.begin : chunk.end]
+        last = torch.nonzero((mine >= 0) & (positions % WINDOW >= WINDOW - CSA_RATIO)).squeeze(-1)
+        target, at = mine[last].long(), positions[last] & 7
+        tail[target, 8 + at], tail[target, 16 + at] = k_prev[last], z_prev[last]
+    return pooled
+
+
+def _hca_pool(chunk: _Chunk, score: Tensor, ape: Tensor, tail: Tensor) -> Tensor:
+    """Pool the HCA windows that close in the chunk, then move the tail (raw or online) on."""
+    dim = tail.shape[-1]
+    k, z = score[chunk.begin : chunk.end].float().split(dim, -1)
+    z = z + ape.float()[chunk.positions % HCA_RATIO]
+    state = tail[chunk.slot]
+    online = state.shape[0] == HCA_ONLINE_ROWS
+    open_rows = chunk.length % HCA_RATIO
+    pooled, begin = [], 0
+    while begin < chunk.count:
+        end = min(chunk.count, begin + HCA_RATIO - open_rows)
+        k_w, z_w = k[begin:end], z[begin:end]
+        if online:
+            peak, total, acc = state if open_rows else (k.new_full((dim,), NEG_INF), k.new_zeros(dim), k.new_zeros(dim))
+            new_peak = torch.maximum(peak, z_w.amax(0))
+            weight = (z_w - new_peak).exp()
+            keep = (peak - new_peak).exp()
+            total = total * keep + weight.sum(0)
+            acc = acc * keep + (weight * k_w).sum(0)
+            state[0], state[1], state[2] = new_peak, total, acc
+            entry = acc / total
+        else:
+            if open_rows:
+                k_w, z_w = torch.cat([state[:open_rows], k_w]), torch.cat([state[128 : 128 + open_rows], z_w])
+            state[: len(k_w)], state[128 : 128 + len(z_w)] = k_w.clone(), z_w.clone()
+            entry = _pool(z_w[None], k_w[None])[0]
+        if open_rows + end - begin == HCA_RATIO:
+            pooled.append(entry)
+        open_rows, begin = 0, end
+    return torch.stack(pooled) if pooled else k.new_empty(0, dim)
+
+
+def append(
+    kv: Tensor,
+    kv_score: Tensor | None,
+    index_kv_score: Tensor | None,
+    kv_norm: Tensor,
+    entry_norm: Tensor | None,
+    index_norm: Tensor | None,
+    ape: Tensor | None,
+    index_ape: Tensor | None,
+    rope: Tensor,
+    eps: float,
+    ratio: int,
+    index_format: int,
+    slots: Tensor,
+    prefix_lens: Tensor,
+    query_start: Tensor,
+    token_request: Tensor,
+    out_loc: Tensor,
+    track_slots: Tensor | None,
+    ring: Tensor,
+    tail: Tensor | None,
+    entries: Tensor | None,
+    index_keys: Tensor | None,
+    window: Tensor | None,
+    swa_pos: Tensor | None,
+    swa_head: Tensor | None,
+    tail_len: Tensor | None,
+) -> None:
+    """Write one layer's cache for T tokens of B requests, from the raw projections (SPEC 2.1, 2.4, 2.5, 3.1 to 3.7).
+
+    Projections: `kv` [T, 512] bf16 or fp32 (its dtype sets the rounding between stages); `kv_score` fp32, CSA [T, 2048] =
+    [k_prev | k_cur | z_prev | z_cur], HCA [T, 1024] = [k | z]; `index_kv_score` [T, 512] fp32 like CSA's with 128 a column group.
+    Weights: `kv_norm`, `entry_norm` [512], `index_norm` [128], `ape` fp32 [4, 1024] = [prev | cur] or [128, 512], `index_ape` [4, 256];
+    `rope` [positions, 64] fp32, interleaved cos and sin. `ratio` 0 (SWA), 4 (CSA) or 128 (HCA).
+    Batch: `slots` [B] int32 state slots, -1 skips the request; `prefix_lens` [B] int32 tokens before the step; `query_start` [B + 1]
+    int32; `token_request` [T] int32; `out_loc` [T] int64 pool slots, congruent to the positions modulo 128; `track_slots` [T] int32,
+    the state slot of the checkpoint that this token's row belongs to, or -1.
+    Written: `ring` [slots, 128, w]; `tail` fp32, CSA [slots, 24, 640], HCA [slots, 256, 512] raw or [slots, 3, 512] online;
+    `entries` (CSA [blocks, 32, w] at out_loc // 4, HCA [1, blocks, w] at out_loc // 128); `index_keys` [blocks, 32, w];
+    `window` [1, T + 128 B, w] (prefill); `swa_pos` [slots, 128], `swa_head` [slots], `tail_len` [slots] int32 where given.
+    """
+    _check(ratio in (0, CSA_RATIO, HCA_RATIO), lambda: f"ratio is {ratio}; expected 0, 4 or 128")
+    tokens = kv.shape[0]
+    if window is None:
+        _check(
+            tokens == slots.shape[0],
+            lambda: f"{tokens} tokens for {slots.shape[0]} requests without `window`; a step with chunks needs one",
+        )
+    round_stage = rounding(kv.dtype)
+    positions = prefix_lens.long()[token_request.long()] + torch.arange(tokens) - query_start.long()[token_request.long()]
+    rows = round_stage(rotate(round_stage(rms_norm(kv, kv_norm, eps)), positions, rope))
+
+    def finish(pooled: Tensor, norm: Tensor, first: int) -> Tensor:
+        """Pooled entries `first`, `first + 1`, ... -> normalised, rotated at the first token of their window (SPEC 3.4)."""
+        at = ratio * (first + torch.arange(pooled.shape[0]))
+        return round_stage(rotate(round_stage(rms_norm(round_stage(pooled), norm, eps)), at, rope))
+
+    for chunk in _chunks(slots, prefix_lens, query_start):
+        _write_window(chunk, rows, ring, window, track_slots)
+        stop = chunk.length + chunk.count
+        if swa_pos is not None:
+            at, _ = chunk.latest(WINDOW)
+            swa_pos[chunk.slot, at % WINDOW] = at.to(swa_pos.dtype)
+        if swa_head is not None:
+            swa_head[chunk.slot] = stop % WINDOW
+        if ratio == 0:
+            continue
+        if tail_len is not None:
+            tail_len[chunk.slot] = stop % ratio
+        assert kv_score is not None and ape is not None and entry_norm is not None
+        assert tail is not None and entries is not None
+        first = chunk.length // ratio
+        closing = ratio * (torch.arange(first, stop // ratio) + 1) - 1  # the token that closes each window
+        entry_rows = out_loc[chunk.begin + closing - chunk.length] // ratio
+        if ratio == HCA_RATIO:
+            pooled = _hca_pool(chunk, kv_score, ape, tail)
+            write_rows(entries, entry_rows, finish(pooled, entry_norm, first))
+            continue
+        assert index_kv_score is not None and index_ape is not None and index_norm is not None and index_keys is not None
+        pooled = _csa_pool(chunk, kv_score, ape, tail[..., :ENTRY_DIM], track_slots)
+        write_rows(entries, entry_rows, finish(pooled, entry_norm, first))
+        pooled = _csa_pool(chunk, index_kv_score, index_ape, tail[..., ENTRY_DIM:], track_slots)
+        assert pooled.shape[-1] == INDEX_DIM
+        write_keys(index_keys, entry_rows, hadamard(finish(pooled, index_norm, first)), index_format)
+
+
+def append_swa(
+    raw_kv: Tensor,
+    request_slots: Tensor,
+    positions: Tensor,
+    swa_fp8: Tensor,
+    swa_rope: Tensor,
+    swa_inv: Tensor,
+    swa_pos: Tensor,
+    swa_head: Tensor,
+    rope_dim: int,
+) -> None:
+    """Quantise final rows (normalised and rotated) into the window rings, FP8 rows only (SPEC 2.4).
+
+    `raw_kv` [T, 512] bf16, `request_slots` [T] int32 (-1 skips the token), `positions` [T] int32; the ring as split views:
+    `swa_fp8` [slots, 128, 448] uint8, `swa_rope` [slots, 128, 64] bf16, `swa_inv` [slots, 128] float8_e8m0fnu (the multiplier
+    that dequantises), `swa_pos` [slots, 128] int32, `swa_head` [slots] int32 (the ring row that the next position takes).
+    Tokens come in any number and order: of those that fall on one ring row the highest position stays.
+    """
+    if raw_kv.dtype != torch.bfloat16:
+        raise ValueError(f"append_swa: raw_kv is {raw_kv.dtype}; expected torch.bfloat16")
+    if rope_dim != swa_rope.shape[-1] or raw_kv.shape[-1] != swa_fp8.shape[-1] + rope_dim:
+        raise ValueError(
+            f"append_swa: rope_dim {rope_dim} and rows of {raw_kv.shape[-1]} do not fit rings of "
+            f"{swa_fp8.shape[-1]} FP8 and {swa_rope.shape[-1]} RoPE dims"
+        )
+    valid = torch.nonzero(request_slots >= 0).squeeze(-1)
+    order = valid[torch.argsort(positions[valid], stable=True)]
+    slots, at = request_slots[order].long(), positions[order].long()
+    # Python dicts keep the last write: the highest position of each ring row.
+    last = {key: i for i, key in enumerate(zip(slots.tolist(), (at % WINDOW).tolist()))}
+    keep = torch.tensor(list(last.values()), dtype=torch.long)
+    order, slots, at = order[keep], slots[keep], at[keep]
+    row = at % WINDOW
+    nope = raw_kv.shape[-1] - rope_dim
+    codes, exponents = quantise_nope(raw_kv[order, :nope].float())
+    swa_fp8[slots, row] = codes
+    swa_rope[slots, row] = raw_kv[order, nope:]
+    # The view shows one exponent byte of the strip's eight; FlashMLA reads one a tile, so all of them are written.
+    repeat = swa_inv.stride(1) if swa_inv.stride(1) > 0 else 1
+    strip = swa_inv.view(torch.uint8).as_strided((*swa_inv.shape, repeat), (*swa_inv.stride(), 1))
+    strip[slots, row] = exponents.unsqueeze(-1).expand(-1, repeat)
+    swa_pos[slots, row] = at.to(swa_pos.dtype)
+    for slot in set(slots.tolist()):
+        swa_head[slot] = (int(at[slots == slot].max()) + 1) % WINDOW
+
+
+torch.library.impl(f"{NAMESPACE}::append", "CPU", append)
+torch.library.impl(f"{NAMESPACE}::append_swa", "CPU", append_swa)

@@ -1,0 +1,69 @@
+"""`copy_state`, `swap_blocks`, `update_rows`: moving state, blocks and rows without changing them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dsv4_sglang.ops.schemas import NAMESPACE
+
+
+def copy_state(src: Tensor, dst: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy the state of slot `src[i]` to slot `dst[i]` ([n] int32, -1 in either skips) in every tensor [layers, slots, ...].
+
+    No slot may be both a source and a destination, nor twice a destination.
+    """
+    valid = (src >= 0) & (dst >= 0)
+    src, dst = src[valid].long(), dst[valid].long()
+    for tensor in tensors:
+        tensor[:, dst] = tensor[:, src]
+
+
+def swap_blocks(device_pools: Sequence[Tensor], host_pools: Sequence[Tensor], ids: Tensor, to_host: bool) -> None:
+    """Copy blocks between two lists of pools, [blocks, ...] each, pool by pool.
+
+    `ids` [2, n] int64 on the CPU: blocks of the device pools, blocks of the host pools. All ids are checked first; an id
+    out of range is an error and nothing has moved.
+    """
+    if len(device_pools) != len(host_pools):
+        raise ValueError(f"swap_blocks: {len(device_pools)} device pools and {len(host_pools)} host pools")
+    for name, pools, row in (("device", device_pools, ids[0]), ("host", host_pools, ids[1])):
+        if row.unique().numel() != row.numel():
+            raise ValueError(f"swap_blocks: a {name} block is named twice in {row.tolist()}")
+        for pool in pools:
+            bad = row[(row < 0) | (row >= pool.shape[0])]
+            if bad.numel():
+                raise ValueError(f"swap_blocks: {name} block {int(bad[0])} is not in 0..{pool.shape[0] - 1}")
+    for device_pool, host_pool in zip(device_pools, host_pools):
+        if to_host:
+            host_pool[ids[1]] = device_pool[ids[0]]
+        else:
+            device_pool[ids[0]] = host_pool[ids[1]]
+
+
+def update_rows(pool: Tensor, new_rows: Tensor, slices: Tensor, n_valid: Tensor) -> None:
+    """Write slices of `new_rows` [N, ...] into `pool` [R, ...].
+
+    `slices` [3, n] int64: destination start, source start, length; the first `n_valid` [1] int32 of them count. Slices that
+    leave either tensor or overlap in the destination are refused and nothing is written.
+    """
+    start, source, length = slices[:, : int(n_valid)].tolist()
+    taken: list[tuple[int, int]] = []
+    for d, s, n in zip(start, source, length):
+        if n < 0 or d < 0 or s < 0 or d + n > pool.shape[0] or s + n > new_rows.shape[0]:
+            raise ValueError(
+                f"update_rows: slice (destination {d}, source {s}, length {n}) leaves a pool of {pool.shape[0]} or "
+                f"{new_rows.shape[0]} new rows"
+            )
+        taken.append((d, d + n))
+    taken.sort()
+    for (_, end), (begin, _) in zip(taken, taken[1:]):
+        if begin < end:
+            raise ValueError(f"update_rows: slices overlap at destination row {begin}")
+    for d, s, n in zip(start, source, length):
+        pool[d : d + n] = new_rows[s : s + n]
+
+
+torch.library.impl(f"{NAMESPACE}::copy_state", "CPU", copy_state)
+torch.library.impl(f"{NAMESPACE}::swap_blocks", "CPU", swap_blocks)
+torch.library.impl(f"{NAMESPACE}::update_rows", "CPU", update_rows)

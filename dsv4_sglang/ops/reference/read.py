@@ -1,0 +1,104 @@
+"""`index_topk` and `attend`: what the queries of a step read (SPEC 4)."""
+
+import torch
+from torch import Tensor
+
+from dsv4_sglang.ops.index_keys import KEYS_PER_BLOCK, dequantise_keys, hadamard, quantise_keys, read_keys
+from dsv4_sglang.ops.rope import rotate, rounding
+from dsv4_sglang.ops.rows import read_rows
+from dsv4_sglang.ops.schemas import NAMESPACE
+
+CSA_RATIO = 4
+_TOKENS_AT_ONCE = 32  # bounds the memory of the gathered rows
+
+
+def index_query(q: Tensor, positions: Tensor, rope: Tensor, quantised: bool, index_format: int) -> Tensor:
+    """Raw index queries [T, Hi, 128] -> rotated, Hadamard-transformed and, for FP4 keys, fake-quantised; fp32 (SPEC 2.5, 4.1)."""
+    round_stage = rounding(q.dtype)
+    y = hadamard(round_stage(rotate(q.float(), positions, rope)))
+    if not quantised:
+        return y
+    return dequantise_keys(*quantise_keys(y, index_format))
+
+
+def index_topk(
+    q: Tensor,
+    weights: Tensor,
+    index_keys: Tensor,
+    block_table: Tensor,
+    token_request: Tensor,
+    positions: Tensor,
+    rope: Tensor,
+    index_format: int,
+    scores: Tensor,
+    rows: Tensor,
+) -> None:
+    """Select for each token the `rows.shape[1]` visible entries of highest index score (SPEC 4.1 to 4.3).
+
+    `q` [T, Hi, 128] raw index query before RoPE; `weights` [T, Hi] fp32 including 128^-0.5 Hi^-0.5; `index_keys` a key table;
+    `block_table` [B, blocks] int32 of the requests, `token_request` [T] int32, `positions` [T] int64; `scores` fp32 scratch
+    [T, most visible entries] (unused here). Writes `rows` [T, K] int32: table rows of the selected entries in ascending entry
+    order, -1 behind them. All visible entries if there are at most K; ties go to the lower entry.
+    """
+    top = rows.shape[1]
+    rows.fill_(-1)
+    query = index_query(q, positions, rope, index_keys.dtype == torch.uint8, index_format)
+    visible = ((positions + 1) // CSA_RATIO).tolist()
+    for request in torch.unique(token_request).tolist():
+        tokens = torch.nonzero(token_request == request).squeeze(-1).tolist()
+        most = max(visible[t] for t in tokens)
+        entry = torch.arange(most)
+        table_row = block_table[request].long()[entry // KEYS_PER_BLOCK] * KEYS_PER_BLOCK + entry % KEYS_PER_BLOCK
+        keys = read_keys(index_keys, table_row) if most > top else None
+        for t in tokens:
+            n = visible[t]
+            chosen = entry[:n]
+            if n > top:
+                assert keys is not None
+                score = ((query[t] @ keys[:n].T).relu() * weights[t].float().unsqueeze(-1)).sum(0)
+                chosen = torch.sort(score, descending=True, stable=True).indices[:top].sort().values
+            rows[t, : len(chosen)] = table_row[chosen].to(rows.dtype)
+
+
+def attend(
+    q: Tensor,
+    sink: Tensor,
+    window: Tensor,
+    window_rows: Tensor,
+    window_lens: Tensor,
+    entries: Tensor | None,
+    entry_rows: Tensor | None,
+    entry_lens: Tensor | None,
+    positions: Tensor,
+    rope: Tensor,
+    scale: float,
+) -> Tensor:
+    """Softmax attention of T tokens over [window rows | entry rows] with the sink; output de-rotated (SPEC 2.2, 4.4, 4.5).
+
+    `q` [T, H, 512] normalised and rotated; `sink` [H] fp32; `window`, `entries` row tables; `window_rows` [T, 128],
+    `entry_rows` [T, K] int32 rows of them (-1: none), of which the first `window_lens`, `entry_lens` [T] int32 count; `positions` [T]
+    int64; `rope` [positions, 64] fp32. Returns [T, H, 512] in q's dtype; a token that sees nothing gives zeros.
+    """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for begin in range(0, q.shape[0], _TOKENS_AT_ONCE):
+        part = slice(begin, begin + _TOKENS_AT_ONCE)
+        keys, masks = [], []
+        for table, rows, lens in ((window, window_rows, window_lens), (entries, entry_rows, entry_lens)):
+            if table is None or rows is None or lens is None:
+                continue
+            width = min(rows.shape[1], int(lens[part].max()))
+            row = rows[part, :width]
+            valid = (row >= 0) & (torch.arange(width) < lens[part, None])
+            keys.append(read_rows(table, row.masked_fill(~valid, 0)).masked_fill(~valid[..., None], 0.0))
+            masks.append(valid)
+        k, mask = torch.cat(keys, 1), torch.cat(masks, 1)
+        logits = torch.einsum("thd,tkd->thk", q[part].float(), k) * scale
+        logits = logits.masked_fill(~mask[:, None], float("-inf"))
+        logits = torch.cat([logits, sink.float().view(1, -1, 1).expand(logits.shape[0], -1, 1)], -1)
+        o = torch.einsum("thk,tkd->thd", logits.softmax(-1)[..., :-1], k)
+        out[part] = rotate(o, positions[part], rope, inverse=True).to(q.dtype)
+    return out
+
+
+torch.library.impl(f"{NAMESPACE}::index_topk", "CPU", index_topk)
+torch.library.impl(f"{NAMESPACE}::attend", "CPU", attend)

@@ -1,0 +1,55 @@
+"""The schemas of `torch.ops.dsv4_sglang.*`, one place for all of them.
+
+Every op has one schema, defined here and independent of the compiled extension, a PyTorch implementation for CPU tensors
+(`dsv4_sglang.ops.reference`, written for reading and the oracle of the others), a CUDA implementation (`csrc/` or
+`dsv4_sglang.attention`), and a fake one for shape propagation. What the tensors are is said in the docstring of the
+reference implementation; their layout in `dsv4_sglang.ops.rows` and `dsv4_sglang.ops.index_keys`.
+"""
+
+import torch
+
+NAMESPACE = "dsv4_sglang"
+
+SCHEMAS = {
+    "append": (
+        "(Tensor kv, Tensor? kv_score, Tensor? index_kv_score, Tensor kv_norm, Tensor? entry_norm, Tensor? index_norm, "
+        "Tensor? ape, Tensor? index_ape, Tensor rope, float eps, int ratio, int index_format, "
+        "Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, Tensor? track_slots, "
+        "Tensor(a!) ring, Tensor(b!)? tail, Tensor(c!)? entries, Tensor(d!)? index_keys, Tensor(e!)? window, "
+        "Tensor(f!)? swa_pos, Tensor(g!)? swa_head, Tensor(h!)? tail_len) -> ()"
+    ),
+    "append_swa": (
+        "(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor(a!) swa_fp8, Tensor(b!) swa_rope, "
+        "Tensor(c!) swa_inv, Tensor(d!) swa_pos, Tensor(e!) swa_head, int rope_dim) -> ()"
+    ),
+    "index_topk": (
+        "(Tensor q, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "
+        "Tensor rope, int index_format, Tensor(a!) scores, Tensor(b!) rows) -> ()"
+    ),
+    "attend": (
+        "(Tensor q, Tensor sink, Tensor window, Tensor window_rows, Tensor window_lens, Tensor? entries, "
+        "Tensor? entry_rows, Tensor? entry_lens, Tensor positions, Tensor rope, float scale) -> Tensor"
+    ),
+    "copy_state": "(Tensor src, Tensor dst, Tensor(a!)[] tensors) -> ()",
+    "swap_blocks": "(Tensor(a!)[] device_pools, Tensor(b!)[] host_pools, Tensor ids, bool to_host) -> ()",
+    "update_rows": "(Tensor(a!) pool, Tensor new_rows, Tensor slices, Tensor n_valid) -> ()",
+}
+
+# Kept for the life of the process: dropping a Library removes its registrations.
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+for _name, _schema in SCHEMAS.items():
+    LIBRARY.define(_name + _schema)
+
+
+def _writes_only(*args: object) -> None:
+    """Fake of an op that returns nothing: its outputs are the tensors it was given."""
+
+
+for _name in SCHEMAS:
+    if _name != "attend":
+        torch.library.register_fake(f"{NAMESPACE}::{_name}", _writes_only, lib=LIBRARY)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::attend", lib=LIBRARY)
+def _attend_fake(q: torch.Tensor, *args: object) -> torch.Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
