@@ -94,8 +94,8 @@ def _csa_pool(chunk: _Chunk, score: Tensor, ape: Tensor, tail: Tensor, tracked: 
     # Lay previous and current streams out from position 4 (first - 1), the first row that pooling can touch.
     start = CSA_RATIO * (first - 1)
     stop = chunk.length + chunk.count
-    k_p, k_c = score.new_zeros(2, stop - start, dim, dtype=torch.float32).unbind(0)
-    z_p, z_c = score.new_full((2, stop - start, dim), NEG_INF, dtype=torch.float32).unbind(0)
+    k_p, k_c = torch.zeros(stop - start, dim), torch.zeros(stop - start, dim)
+    z_p, z_c = torch.full((stop - start, dim), NEG_INF), torch.full((stop - start, dim), NEG_INF)
     old = torch.arange(max(0, start), chunk.length)
     k_p[old - start], z_p[old - start] = state[8 + (old & 7)], state[16 + (old & 7)]
     old = torch.arange(CSA_RATIO * first, chunk.length)

@@ -1,0 +1,274 @@
+"""One attention layer run two ways: HF transformers' DeepseekV4Attention in fp32, and our ops over real tables.
+
+The widths that the cache fixes (512, 64, 128, window 128, ratios 4 and 128) are the real ones; hidden size and heads are small.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
+from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
+
+import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
+from dsv4_sglang.ops.rope import rms_norm, rope_table, rotate
+
+HIDDEN, HEADS, Q_RANK, GROUPS = 64, 4, 32, 2
+INDEX_HEADS, EPS, SCALE = 32, 1e-6, 512**-0.5
+LAYER_TYPES = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+WIDTH = {"fp8": (584, torch.uint8), "bf16": (512, torch.bfloat16), "fp32": (512, torch.float32)}
+KEY_WIDTH = {"mxfp4": (72, torch.uint8), "nvfp4": (72, torch.uint8), "fp32": (128, torch.float32)}
+INDEX_FORMAT = {"mxfp4": 0, "nvfp4": 1, "fp32": 0}
+
+
+def frequencies(ratio: int) -> Tensor:
+    """SPEC 1.3 with YaRN's factor 16, original length 65536."""
+    base = 160000.0 if ratio else 10000.0
+    f = 1.0 / (base ** (torch.arange(0, 64, 2, dtype=torch.float32) / 64))
+    if ratio:
+        low, high = 15, 25
+        ramp = ((torch.arange(32, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        f = f / 16 * ramp + f * (1 - ramp)
+    return f
+
+
+def make_config(topk: int) -> DeepseekV4Config:
+    config = DeepseekV4Config(
+        hidden_size=HIDDEN,
+        num_hidden_layers=3,
+        num_attention_heads=HEADS,
+        head_dim=512,
+        partial_rotary_factor=64 / 512,
+        q_lora_rank=Q_RANK,
+        layer_types=list(LAYER_TYPES.values()),
+        compress_rates={LAYER_TYPES[4]: 4, LAYER_TYPES[128]: 128},
+        sliding_window=128,
+        o_groups=GROUPS,
+        o_lora_rank=8,
+        index_n_heads=INDEX_HEADS,
+        index_head_dim=128,
+        index_topk=topk,
+        max_position_embeddings=1048576,
+        vocab_size=100,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 16,
+            "original_max_position_embeddings": 65536,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    )
+    config._attn_implementation = "eager"
+    return config
+
+
+def make_attention(ratio: int, seed: int = 0, topk: int = 16) -> hf.DeepseekV4Attention:
+    """HF attention of one layer kind with every parameter initialised (its biases and sinks start as raw memory)."""
+    generator = torch.Generator().manual_seed(seed)
+    attention = hf.DeepseekV4Attention(make_config(topk), list(LAYER_TYPES).index(ratio))
+    with torch.no_grad():
+        for name, p in attention.named_parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * (0.3 if p.dim() > 1 or "sink" in name else 0.1))
+            if "norm" in name:
+                p.add_(1.0)
+    return attention.eval().requires_grad_(False)
+
+
+def hf_forward(attention, x: Tensor, cache: DynamicCache | None = None, start: int = 0) -> Tensor:
+    """One chunk x [n, HIDDEN] at position `start` through HF, with a band mask over [past 127 | new] keys (SPEC 8.1)."""
+    rotary = hf.DeepseekV4RotaryEmbedding(attention.config)
+    n = x.shape[0]
+    positions = torch.arange(start, start + n)[None]
+    embeddings = {kind: rotary(x[None], positions, layer_type=kind) for kind in ("main", "compress")}
+    past = min(start, 127) if cache is not None else 0
+    keys = torch.arange(start - past, start + n)
+    query = positions[0][:, None]
+    mask = torch.where((keys[None] <= query) & (keys[None] > query - 128), 0.0, -math.inf)[None, None]
+    with torch.no_grad():
+        return attention(x[None], embeddings, positions, mask, past_key_values=cache)[0][0]
+
+
+@dataclass
+class Layer:
+    """Our layer: HF's weights in the checkpoint's layout, our tables, one `step` a batch of chunks."""
+
+    attention: torch.nn.Module
+    ratio: int
+    rows: str = "fp32"
+    keys: str = "fp32"
+    hca_state: str = "raw"
+    slots: int = 4
+    blocks: int = 16
+    topk: int = 16
+    dtype: torch.dtype = torch.float32
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        a = self.attention
+        self.rope = rope_table(self.blocks * 128, frequencies(self.ratio))
+        width, dtype = WIDTH[self.rows]
+        junk = 127 if dtype == torch.uint8 else float("nan")  # whatever is read before it is written must show
+        self.ring = torch.full((self.slots, 128, width), junk, dtype=dtype)
+        self.entries = self.index_keys = self.tail = None
+        self.kv_weight = a.kv_proj.weight
+        if not self.ratio:
+            return
+        c = a.compressor
+        self.score_weight, self.ape, self.entry_norm = (
+            torch.cat([c.kv_proj.weight, c.gate_proj.weight]),
+            c.position_bias.detach(),
+            c.kv_norm.weight,
+        )
+        if self.ratio == 128:
+            self.entries = torch.full((1, self.blocks, width), junk, dtype=dtype)
+            self.tail = torch.full((self.slots, {"raw": 256, "online": 3}[self.hca_state], 512), float("nan"))
+            return
+        self.entries = torch.full((self.blocks, 32, width), junk, dtype=dtype)
+        self.tail = torch.full((self.slots, 24, 640), float("nan"))
+        key_width, key_dtype = KEY_WIDTH[self.keys]
+        self.index_keys = torch.full(
+            (self.blocks, 32, key_width), 127 if key_dtype == torch.uint8 else float("nan"), dtype=key_dtype
+        )
+        i = c.indexer
+        self.index_score_weight = torch.cat([i.kv_proj.weight, i.gate_proj.weight])
+        self.index_ape, self.index_norm = i.position_bias.detach(), i.kv_norm.weight
+
+    def project(self, x: Tensor) -> dict:
+        """The raw projections that `append` takes."""
+        c = self.attention.compressor if self.ratio else None
+        return {
+            "kv": (x @ self.kv_weight.T).to(self.dtype),
+            "kv_score": (x @ self.score_weight.T).float() if c is not None else None,
+            "index_kv_score": (x @ self.index_score_weight.T).float() if self.ratio == 4 else None,
+        }
+
+    def append(self, batch: "Batch", projections: dict, window: Tensor | None, track: Tensor | None = None) -> None:
+        ratio = self.ratio
+        torch.ops.dsv4_sglang.append(
+            projections["kv"],
+            projections["kv_score"],
+            projections["index_kv_score"],
+            self.attention.kv_norm.weight,
+            self.entry_norm if ratio else None,
+            self.index_norm if ratio == 4 else None,
+            self.ape if ratio else None,
+            self.index_ape if ratio == 4 else None,
+            self.rope,
+            EPS,
+            ratio,
+            INDEX_FORMAT[self.keys],
+            batch.slots,
+            batch.prefix_lens,
+            batch.query_start,
+            batch.token_request,
+            batch.out_loc,
+            track,
+            self.ring,
+            self.tail,
+            self.entries,
+            self.index_keys,
+            window,
+            None,
+            None,
+            None,
+        )
+
+    def step(self, chunks: dict[int, Tensor], tables: dict[int, list[int]], decode: bool = False, track=None) -> dict:
+        """Append and attend chunks {slot: x [n, HIDDEN]}; `tables` {slot: block ids}. Returns {slot: output [n, HIDDEN]}."""
+        batch = Batch.make([(s, self.lengths.get(s, 0), len(x)) for s, x in chunks.items()], tables)
+        x = torch.cat(list(chunks.values()))
+        window = None
+        if not decode:
+            width, dtype = WIDTH[self.rows]
+            rows = len(x) + 128 * len(chunks)
+            window = torch.full((1, rows, width), 127 if dtype == torch.uint8 else float("nan"), dtype=dtype)
+        self.append(batch, self.project(x), window, track)
+        out = self.read(batch, x, window)
+        for slot, rows in chunks.items():
+            self.lengths[slot] = self.lengths.get(slot, 0) + len(rows)
+        return dict(zip(chunks, out.split([len(c) for c in chunks.values()])))
+
+    def read(self, batch: "Batch", x: Tensor, window: Tensor | None) -> Tensor:
+        a, ratio, positions = self.attention, self.ratio, batch.positions
+        latent = rms_norm(x @ a.q_a_proj.weight.T, a.q_a_norm.weight, EPS)
+        q = (latent @ a.q_b_proj.weight.T).view(-1, HEADS, 512)
+        q = rotate(q * torch.rsqrt(q.square().mean(-1, keepdim=True) + EPS), positions, self.rope).to(self.dtype)
+        entry_rows = entry_lens = None
+        if ratio:
+            visible = (positions + 1) // ratio
+            if ratio == 4:
+                i = a.compressor.indexer
+                weights = (x @ i.scorer.weights_proj.weight.T) * (128**-0.5 * INDEX_HEADS**-0.5)
+                entry_rows = torch.empty(len(x), self.topk, dtype=torch.int32)
+                torch.ops.dsv4_sglang.index_topk(
+                    (latent @ i.q_b_proj.weight.T).view(-1, INDEX_HEADS, 128).to(self.dtype),
+                    weights,
+                    self.index_keys,
+                    batch.block_table,
+                    batch.token_request,
+                    positions,
+                    self.rope,
+                    INDEX_FORMAT[self.keys],
+                    torch.empty(0),
+                    entry_rows,
+                )
+                entry_lens = visible.clamp_max(self.topk).int()
+            else:
+                entry_rows, entry_lens = batch.block_table[batch.token_request.long()], visible.int()
+        window_rows, window_lens = batch.window_lists(window is None)
+        o = torch.ops.dsv4_sglang.attend(
+            q,
+            a.sinks.float(),
+            self.ring if window is None else window,
+            window_rows,
+            window_lens,
+            self.entries,
+            entry_rows,
+            entry_lens,
+            positions,
+            self.rope,
+            SCALE,
+        )
+        g = o.float().reshape(len(x), GROUPS, -1)
+        w = a.o_a_proj.weight.view(GROUPS, -1, g.shape[-1])
+        return torch.einsum("ngd,grd->ngr", g, w).flatten(1) @ a.o_b_proj.weight.T
+
+
+@dataclass
+class Batch:
+    """The batch tensors of a step."""
+
+    slots: Tensor
+    prefix_lens: Tensor
+    query_start: Tensor
+    token_request: Tensor
+    positions: Tensor
+    out_loc: Tensor
+    block_table: Tensor
+
+    @classmethod
+    def make(cls, requests: list[tuple[int, int, int]], tables: dict[int, list[int]]) -> "Batch":
+        """`requests`: (slot, tokens before, tokens now)."""
+        slots, prefix, counts = (torch.tensor(c, dtype=torch.int32) for c in zip(*requests))
+        start = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
+        request = torch.repeat_interleave(torch.arange(len(requests)), counts.long())
+        positions = prefix[request] + torch.arange(len(request)) - start[request]
+        table = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(tables[s], dtype=torch.int32) for s in slots.tolist()], batch_first=True, padding_value=-1
+        )
+        out_loc = table[request, positions // 128].long() * 128 + positions % 128
+        return cls(slots, prefix, start, request.int(), positions.long(), out_loc, table)
+
+    def window_lists(self, decode: bool) -> tuple[Tensor, Tensor]:
+        b, t = self.token_request.long(), self.positions
+        lens = (t + 1).clamp_max(128)
+        p = (t + 1 - lens)[:, None] + torch.arange(128)
+        if decode:
+            rows = self.slots[b].long()[:, None] * 128 + p % 128
+        else:
+            rows = (self.query_start[b] + 128 * b + 128 - self.prefix_lens[b])[:, None] + p
+        return torch.where(torch.arange(128) < lens[:, None], rows, -1).int(), lens.int()
