@@ -1,0 +1,21 @@
+"""The commands of `dsv4-sglang`. Each lives in its own module; heavy imports happen when it runs."""
+
+from __future__ import annotations
+
+import typer
+
+from dsv4_sglang.cli.make_tiny import make_tiny
+
+app = typer.Typer(
+    name="dsv4-sglang",
+    help="DeepSeek-V4's hybrid KV cache for SGLang.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+app.command("make-tiny")(make_tiny)
+
+
+@app.callback()
+def main() -> None:
+    """Keeps the command names even while there is only one."""

@@ -1,0 +1,288 @@
+"""A seeded random DeepSeek-V4 checkpoint: real shapes where they matter to the cache, small everywhere else.
+
+What a cache is sensitive to is as in DeepSeek-V4-Flash: head_dim 512 with 64 RoPE dims, 64 query heads, 64 index heads
+of 128, window 128, ratios 0/4/128 and the entry of the MTP block, the RoPE tables, the sink, hyper-connections, hash and
+learned routing. Tensor names and dtypes are those of DeepSeek's files; the weights are not quantised, and every value is
+exact in bf16, so that a reader in fp32 and one in bf16 hold the same numbers. MTP tensors are not written.
+
+Expert choice does not depend on rounding. The first `n_routed_experts` channels of the residual stream carry the class
+of the token (one-hot); no layer writes to them, and hyper-connections keep what all streams share, so each learned
+router sees the class with full strength and chooses that class's experts by a wide margin. Its other weights are small:
+they only vary the experts' shares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from dsv4_sglang.testing.tokenizer import write_tokenizer
+
+HEAD_DIM, ROPE_DIM, HEADS = 512, 64, 64
+INDEX_HEADS, INDEX_DIM = 64, 128
+O_GROUPS = 8
+EXPERTS, EXPERTS_PER_TOKEN = 16, 6
+HC_MULT = 4
+DEFAULT_RATIOS = (0, 4, 128, 4, 128, 4)
+
+
+@dataclass(frozen=True)
+class TinySpec:
+    """What may be chosen. `ratios` are the compress ratios of the layers, without the MTP block's.
+
+    Raises ValueError for a value that no reader would take.
+    """
+
+    seed: int = 0
+    ratios: Sequence[int] = DEFAULT_RATIOS
+    hidden: int = 256
+    vocab: int = 384
+    index_topk: int = 512
+    hash_layers: int = 2
+    context: int = 32768
+
+    def __post_init__(self) -> None:
+        if not self.ratios or any(r not in (0, 4, 128) for r in self.ratios):
+            raise ValueError(f"ratios {tuple(self.ratios)}: give one of 0, 4, 128 for each layer")
+        if self.hidden < 128 or self.hidden % 128:
+            raise ValueError(f"hidden {self.hidden}: must be a multiple of 128")
+        if not 0 <= self.hash_layers <= len(self.ratios):
+            raise ValueError(f"hash_layers {self.hash_layers}: must be between 0 and the number of layers")
+        if self.index_topk < 1:
+            raise ValueError(f"index_topk {self.index_topk}: must be positive")
+
+    @property
+    def q_lora(self) -> int:
+        return 64
+
+    @property
+    def o_lora(self) -> int:
+        return 32
+
+    @property
+    def expert_width(self) -> int:
+        return 64
+
+
+def config_json(spec: TinySpec) -> dict[str, Any]:
+    """config.json with the field names of the release."""
+    return {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "torch_dtype": "bfloat16",
+        "vocab_size": spec.vocab,
+        "hidden_size": spec.hidden,
+        "num_hidden_layers": len(spec.ratios),
+        "num_nextn_predict_layers": 1,
+        "compress_ratios": [*spec.ratios, 0],
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 1,
+        "head_dim": HEAD_DIM,
+        "qk_rope_head_dim": ROPE_DIM,
+        "q_lora_rank": spec.q_lora,
+        "o_lora_rank": spec.o_lora,
+        "o_groups": O_GROUPS,
+        "sliding_window": 128,
+        "index_n_heads": INDEX_HEADS,
+        "index_head_dim": INDEX_DIM,
+        "index_topk": spec.index_topk,
+        "rope_theta": 10000,
+        "compress_rope_theta": 160000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 16,
+            "original_max_position_embeddings": 65536,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+        "max_position_embeddings": spec.context,
+        "rms_norm_eps": 1e-6,
+        "n_routed_experts": EXPERTS,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": spec.expert_width,
+        "num_hash_layers": spec.hash_layers,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+        "hidden_act": "silu",
+        "hc_mult": HC_MULT,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
+
+
+class _Draw:
+    """Random tensors that depend on the seed and the tensor's name only, rounded to bf16."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def generator(self, name: str) -> torch.Generator:
+        digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+    def normal(self, name: str, *shape: int, std: float, mean: float = 0.0) -> torch.Tensor:
+        """bf16 [*shape]."""
+        return (torch.randn(*shape, generator=self.generator(name)) * std + mean).bfloat16()
+
+    def linear(self, name: str, out: int, fan_in: int, gain: float = 1.0) -> torch.Tensor:
+        """bf16 [out, fan_in] that maps unit-variance inputs to variance gain^2."""
+        return self.normal(name, out, fan_in, std=gain / math.sqrt(fan_in))
+
+    def subsets(self, name: str, rows: int) -> torch.Tensor:
+        """int64 [rows, EXPERTS_PER_TOKEN]: distinct experts in each row."""
+        order = torch.rand(rows, EXPERTS, generator=self.generator(name)).argsort(dim=1)
+        return order[:, :EXPERTS_PER_TOKEN].contiguous()
+
+
+def _embedding(draw: _Draw, spec: TinySpec) -> torch.Tensor:
+    """bf16 [vocab, hidden]: one-hot class of strength 4 in the first EXPERTS channels, noise in the others."""
+    weight = draw.normal("embed.weight", spec.vocab, spec.hidden, std=1.0)
+    classes = torch.randint(EXPERTS, (spec.vocab,), generator=draw.generator("embed.class"))
+    weight[:, :EXPERTS] = 4.0 * torch.nn.functional.one_hot(classes, EXPERTS)
+    return weight
+
+
+def _closed_to_classes(weight: torch.Tensor) -> torch.Tensor:
+    """A projection back into the residual stream, `[hidden, in]`, that leaves the class channels alone."""
+    weight[:EXPERTS] = 0.0
+    return weight
+
+
+def _compressor(draw: _Draw, prefix: str, spec: TinySpec, ratio: int, dim: int, gain: float) -> dict[str, torch.Tensor]:
+    """The compressor of SPEC 3.1. `gain` is the rms of its entries."""
+    width = (2 if ratio == 4 else 1) * dim
+    return {
+        f"{prefix}.wkv.weight": draw.linear(f"{prefix}.wkv", width, spec.hidden),
+        f"{prefix}.wgate.weight": draw.linear(f"{prefix}.wgate", width, spec.hidden, gain=1.5),
+        f"{prefix}.ape": draw.normal(f"{prefix}.ape", ratio, width, std=0.5).float(),
+        f"{prefix}.norm.weight": draw.normal(f"{prefix}.norm", dim, std=0.1 * gain, mean=gain),
+    }
+
+
+def _attention(draw: _Draw, prefix: str, spec: TinySpec, ratio: int) -> dict[str, torch.Tensor]:
+    heads_per_group = HEADS // O_GROUPS
+    tensors = {
+        f"{prefix}.attn_sink": draw.normal(f"{prefix}.attn_sink", HEADS, std=1.0).float(),
+        f"{prefix}.wq_a.weight": draw.linear(f"{prefix}.wq_a", spec.q_lora, spec.hidden),
+        f"{prefix}.q_norm.weight": draw.normal(f"{prefix}.q_norm", spec.q_lora, std=0.1, mean=1.0),
+        f"{prefix}.wq_b.weight": draw.linear(f"{prefix}.wq_b", HEADS * HEAD_DIM, spec.q_lora),
+        f"{prefix}.wkv.weight": draw.linear(f"{prefix}.wkv", HEAD_DIM, spec.hidden),
+        f"{prefix}.kv_norm.weight": draw.normal(f"{prefix}.kv_norm", HEAD_DIM, std=0.2, mean=1.5),
+        f"{prefix}.wo_a.weight": draw.linear(
+            f"{prefix}.wo_a", O_GROUPS * spec.o_lora, heads_per_group * HEAD_DIM, gain=2.0
+        ),
+        f"{prefix}.wo_b.weight": _closed_to_classes(draw.linear(f"{prefix}.wo_b", spec.hidden, O_GROUPS * spec.o_lora)),
+    }
+    if ratio:
+        # Entries stand out from the window's rows, so that a missing or wrong one shows in the logits.
+        tensors |= _compressor(draw, f"{prefix}.compressor", spec, ratio, HEAD_DIM, gain=2.0)
+    if ratio == 4:
+        index = f"{prefix}.indexer"
+        tensors |= _compressor(draw, f"{index}.compressor", spec, ratio, INDEX_DIM, gain=1.0)
+        tensors[f"{index}.wq_b.weight"] = draw.linear(f"{index}.wq_b", INDEX_HEADS * INDEX_DIM, spec.q_lora)
+        tensors[f"{index}.weights_proj.weight"] = draw.linear(f"{index}.weights_proj", INDEX_HEADS, spec.hidden)
+    return tensors
+
+
+def _router(draw: _Draw, prefix: str, spec: TinySpec, hashed: bool) -> dict[str, torch.Tensor]:
+    weight = draw.normal(f"{prefix}.weight", EXPERTS, spec.hidden, std=0.3 / math.sqrt(spec.hidden))
+    if hashed:
+        table = draw.subsets(f"{prefix}.tid2eid", spec.vocab)
+        return {f"{prefix}.weight": weight, f"{prefix}.tid2eid": table}
+    chosen = torch.zeros(EXPERTS, EXPERTS, dtype=torch.bool)  # [class, expert]
+    chosen.scatter_(1, draw.subsets(f"{prefix}.chosen", EXPERTS), True)
+    strength = 3.0 + 3.0 * torch.rand(EXPERTS, EXPERTS, generator=draw.generator(f"{prefix}.strength"))
+    weight[:, :EXPERTS] = torch.where(chosen, strength, -strength).T.bfloat16()
+    bias = draw.normal(f"{prefix}.bias", EXPERTS, std=0.1).float()
+    return {f"{prefix}.weight": weight, f"{prefix}.bias": bias}
+
+
+def _mlp(draw: _Draw, prefix: str, spec: TinySpec) -> dict[str, torch.Tensor]:
+    return {
+        f"{prefix}.w1.weight": draw.linear(f"{prefix}.w1", spec.expert_width, spec.hidden),
+        f"{prefix}.w3.weight": draw.linear(f"{prefix}.w3", spec.expert_width, spec.hidden),
+        f"{prefix}.w2.weight": _closed_to_classes(
+            draw.linear(f"{prefix}.w2", spec.hidden, spec.expert_width, gain=1.5)
+        ),
+    }
+
+
+def _hyper_connection(draw: _Draw, prefix: str, spec: TinySpec) -> dict[str, torch.Tensor]:
+    """fp32 `fn [24, 4 hidden]`, `base [24]` (pre 4, post 4, comb 16), `scale [3]`; comb leans to the identity."""
+    mix = (2 + HC_MULT) * HC_MULT
+    base = draw.normal(f"{prefix}_base", mix, std=0.5)
+    base[2 * HC_MULT :] += 2.0 * torch.eye(HC_MULT, dtype=base.dtype).flatten()
+    return {
+        f"{prefix}_fn": draw.linear(f"{prefix}_fn", mix, HC_MULT * spec.hidden).float(),
+        f"{prefix}_base": base.float(),
+        f"{prefix}_scale": draw.normal(f"{prefix}_scale", 3, std=0.1, mean=0.5).float(),
+    }
+
+
+def _layer(draw: _Draw, spec: TinySpec, layer: int, ratio: int) -> dict[str, torch.Tensor]:
+    prefix = f"layers.{layer}"
+    tensors = {
+        f"{prefix}.attn_norm.weight": draw.normal(f"{prefix}.attn_norm", spec.hidden, std=0.1, mean=1.0),
+        f"{prefix}.ffn_norm.weight": draw.normal(f"{prefix}.ffn_norm", spec.hidden, std=0.1, mean=1.0),
+    }
+    tensors |= _attention(draw, f"{prefix}.attn", spec, ratio)
+    tensors |= _router(draw, f"{prefix}.ffn.gate", spec, hashed=layer < spec.hash_layers)
+    for expert in range(EXPERTS):
+        tensors |= _mlp(draw, f"{prefix}.ffn.experts.{expert}", spec)
+    tensors |= _mlp(draw, f"{prefix}.ffn.shared_experts", spec)
+    tensors |= _hyper_connection(draw, f"{prefix}.hc_attn", spec)
+    tensors |= _hyper_connection(draw, f"{prefix}.hc_ffn", spec)
+    return tensors
+
+
+def tiny_tensors(spec: TinySpec) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) in file order: bf16 weights, fp32 where the release has fp32, int64 hash tables."""
+    draw = _Draw(spec.seed)
+    yield "embed.weight", _embedding(draw, spec)
+    for layer, ratio in enumerate(spec.ratios):
+        yield from _layer(draw, spec, layer, ratio).items()
+    yield "norm.weight", draw.normal("norm", spec.hidden, std=0.1, mean=1.0)
+    yield "head.weight", draw.linear("head", spec.vocab, spec.hidden, gain=2.5)
+    yield "hc_head_fn", draw.linear("hc_head_fn", HC_MULT, HC_MULT * spec.hidden).float()
+    yield "hc_head_base", draw.normal("hc_head_base", HC_MULT, std=0.5).float()
+    yield "hc_head_scale", draw.normal("hc_head_scale", 1, std=0.1, mean=0.5).float()
+
+
+def make_tiny(folder: str | Path, spec: TinySpec | None = None) -> Path:
+    """Write the checkpoint into `folder` (made when missing) and return it.
+
+    Equal specs give equal bytes. config.json comes last: a folder that has it is complete.
+    Raises FileExistsError when `folder` holds files that are not such a checkpoint's.
+    """
+    spec = spec or TinySpec()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    ours = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    foreign = sorted(p.name for p in folder.iterdir() if p.name not in ours)
+    if foreign:
+        raise FileExistsError(f"{folder} holds other files ({', '.join(foreign[:4])}): give an empty or new folder")
+    (folder / "config.json").unlink(missing_ok=True)
+    save_file(dict(tiny_tensors(spec)), folder / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer(folder, spec.vocab, spec.context)
+    generation = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 1.0, "top_p": 1.0}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config_json(spec), indent=2) + "\n")
+    return folder
