@@ -1,0 +1,298 @@
+"""`DSV4Config`: the fields of a DeepSeek-V4 checkpoint that the cache and attention depend on (SPEC 1.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+CSA_RATIO = 4
+HCA_RATIO = 128
+RATIOS = (0, CSA_RATIO, HCA_RATIO)
+
+# The storage is built for these; another value is another model (SPEC, scope).
+_FIXED = {
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "sliding_window": 128,
+    "index_head_dim": 128,
+}
+_LAYER_TYPE_RATIO = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": CSA_RATIO,
+    "heavily_compressed_attention": HCA_RATIO,
+}
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN parameters of the RoPE tables of compressed layers (SPEC 1.3); the attention factor is always 1."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+
+
+@dataclass(frozen=True)
+class DSV4Config:
+    """A DeepSeek-V4 model; fields have the names of config.json. Sizes count elements, lengths tokens.
+
+    `compress_ratios[i]` is layer i's ratio (0 SWA, 4 CSA, 128 HCA). The list may be longer than `num_hidden_layers` (the
+    entries behind are MTP blocks) but not shorter; `ratio()` answers for any layer.
+    """
+
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    sliding_window: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    rope_theta: float
+    compress_rope_theta: float
+    yarn: Yarn
+    max_position_embeddings: int
+    rms_norm_eps: float
+    num_nextn_predict_layers: int
+    num_hash_layers: int
+    compress_ratios: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name, wanted in _FIXED.items():
+            if getattr(self, name) != wanted:
+                raise ValueError(f"config field {name!r} is {getattr(self, name)!r}; this cache stores only {wanted}")
+        for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "index_n_heads", "index_topk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"config field {name!r} is {getattr(self, name)!r}; expected at least 1")
+        if len(self.compress_ratios) < self.num_hidden_layers:
+            raise ValueError(
+                f"config field 'compress_ratios' has {len(self.compress_ratios)} entries; expected at least "
+                f"num_hidden_layers = {self.num_hidden_layers}"
+            )
+        for layer, ratio in enumerate(self.compress_ratios):
+            if ratio not in RATIOS:
+                raise ValueError(
+                    f"config field 'compress_ratios[{layer}]' is {ratio!r}; expected 0 (SWA), 4 (CSA) or 128 (HCA)"
+                )
+            if layer >= self.num_hidden_layers and ratio != 0:
+                raise ValueError(
+                    f"config field 'compress_ratios[{layer}]' is {ratio}; layers from num_hidden_layers = "
+                    f"{self.num_hidden_layers} on are MTP blocks, whose ratio is 0"
+                )
+
+    @property
+    def rope_dim(self) -> int:
+        """Trailing dims of an entry that RoPE rotates."""
+        return self.qk_rope_head_dim
+
+    @property
+    def nope_dim(self) -> int:
+        return self.head_dim - self.qk_rope_head_dim
+
+    @property
+    def window(self) -> int:
+        """Tokens that a query sees through the sliding window, itself included."""
+        return self.sliding_window
+
+    @property
+    def softmax_scale(self) -> float:
+        return float(self.head_dim) ** -0.5
+
+    @property
+    def index_weight_scale(self) -> float:
+        """Factor of the index head weights: index_head_dim^-0.5 * index_n_heads^-0.5 (SPEC 4.1)."""
+        return float(self.index_head_dim) ** -0.5 * float(self.index_n_heads) ** -0.5
+
+    def ratio(self, layer_idx: int) -> int:
+        """Compression ratio of a layer; MTP blocks, with or without an entry in `compress_ratios`, have 0 (SPEC 4.6)."""
+        layers = self.num_hidden_layers + self.num_nextn_predict_layers
+        if not 0 <= layer_idx < layers:
+            raise IndexError(f"layer {layer_idx} is not in 0..{layers - 1} (MTP blocks included)")
+        return self.compress_ratios[layer_idx] if layer_idx < self.num_hidden_layers else 0
+
+    @classmethod
+    def flash(cls) -> DSV4Config:
+        """DeepSeek-V4-Flash: SWA, SWA, then CSA and HCA in turn (SPEC 1.2)."""
+        ratios = (0, 0) + (CSA_RATIO, HCA_RATIO) * 20 + (CSA_RATIO, 0)
+        return cls(
+            num_hidden_layers=43,
+            hidden_size=4096,
+            num_attention_heads=64,
+            q_lora_rank=1024,
+            o_groups=8,
+            index_topk=512,
+            compress_ratios=ratios,
+            **_COMMON,
+        )
+
+    @classmethod
+    def pro(cls) -> DSV4Config:
+        """DeepSeek-V4-Pro: HCA, HCA, then CSA and HCA in turn (SPEC 1.2)."""
+        ratios = (HCA_RATIO, HCA_RATIO) + (CSA_RATIO, HCA_RATIO) * 29 + (CSA_RATIO, 0)
+        return cls(
+            num_hidden_layers=61,
+            hidden_size=7168,
+            num_attention_heads=128,
+            q_lora_rank=1536,
+            o_groups=16,
+            index_topk=1024,
+            compress_ratios=ratios,
+            **_COMMON,
+        )
+
+    @classmethod
+    def from_hf(cls, config: Any) -> DSV4Config:
+        """From config.json as a dict, or from a Hugging Face config object (transformers' or SGLang's).
+
+        Raises KeyError naming the field that is missing, TypeError or ValueError naming the field that is wrong.
+        """
+        fields = _Fields(config)
+        fields.check_model_type()
+        rope_theta, compress_rope_theta, yarn = fields.rope()
+        return cls(
+            num_hidden_layers=fields.integer("num_hidden_layers"),
+            hidden_size=fields.integer("hidden_size"),
+            num_attention_heads=fields.integer("num_attention_heads"),
+            num_key_value_heads=fields.integer("num_key_value_heads"),
+            head_dim=fields.integer("head_dim"),
+            qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
+            q_lora_rank=fields.integer("q_lora_rank"),
+            o_groups=fields.integer("o_groups"),
+            o_lora_rank=fields.integer("o_lora_rank"),
+            sliding_window=fields.integer("sliding_window", "window_size"),
+            index_n_heads=fields.integer("index_n_heads"),
+            index_head_dim=fields.integer("index_head_dim"),
+            index_topk=fields.integer("index_topk"),
+            rope_theta=rope_theta,
+            compress_rope_theta=compress_rope_theta,
+            yarn=yarn,
+            max_position_embeddings=fields.integer("max_position_embeddings"),
+            rms_norm_eps=fields.number("rms_norm_eps"),
+            num_nextn_predict_layers=fields.integer("num_nextn_predict_layers"),
+            num_hash_layers=fields.hash_layers(),
+            compress_ratios=fields.ratios(),
+        )
+
+
+_COMMON: dict[str, Any] = {
+    **_FIXED,
+    "o_lora_rank": 1024,
+    "index_n_heads": 64,
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0,
+    "yarn": Yarn(factor=16.0, original_max_position_embeddings=65536, beta_fast=32.0, beta_slow=1.0),
+    "max_position_embeddings": 1048576,
+    "rms_norm_eps": 1e-6,
+    "num_nextn_predict_layers": 1,
+    "num_hash_layers": 3,
+}
+
+
+class _Fields:
+    """Typed access to a dict's or a config object's fields; `path` names the dict in errors."""
+
+    def __init__(self, source: Any, path: str = "") -> None:
+        self.source, self.path = source, path
+
+    def get(self, *names: str) -> Any:
+        """The first of `names` that is present and not None, else None."""
+        for name in names:
+            value = self.source.get(name) if isinstance(self.source, Mapping) else getattr(self.source, name, None)
+            if value is not None:
+                return value
+        return None
+
+    def need(self, *names: str) -> Any:
+        value = self.get(*names)
+        if value is None:
+            raise KeyError(f"config field {self.path + names[0]!r} is missing")
+        return value
+
+    def integer(self, *names: str) -> int:
+        value = self.need(*names)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"config field {self.path + names[0]!r} is {value!r}; expected an integer")
+        if value < 0:
+            raise ValueError(f"config field {self.path + names[0]!r} is {value}; expected a count")
+        return value
+
+    def number(self, *names: str) -> float:
+        value = self.need(*names)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"config field {self.path + names[0]!r} is {value!r}; expected a number")
+        if not value > 0:
+            raise ValueError(f"config field {self.path + names[0]!r} is {value}; expected a positive number")
+        return float(value)
+
+    def mapping(self, name: str) -> _Fields:
+        value = self.need(name)
+        if not isinstance(value, Mapping):
+            raise TypeError(f"config field {self.path + name!r} is {value!r}; expected a mapping")
+        return _Fields(value, f"{self.path}{name}.")
+
+    def sequence(self, name: str) -> Sequence[Any]:
+        value = self.need(name)
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise TypeError(f"config field {self.path + name!r} is {value!r}; expected a list")
+        return value
+
+    def check_model_type(self) -> None:
+        model_type = self.get("model_type")
+        if model_type not in (None, "deepseek_v4"):
+            raise ValueError(f"config field 'model_type' is {model_type!r}; expected 'deepseek_v4'")
+
+    def rope(self) -> tuple[float, float, Yarn]:
+        """Bases of uncompressed and compressed layers, and YaRN; transformers nests all under `rope_parameters`."""
+        nested = self.get("rope_parameters")
+        if isinstance(nested, Mapping) and "compress" in nested:
+            parameters = self.mapping("rope_parameters")
+            compressed = parameters.mapping("compress")
+            return parameters.mapping("main").number("rope_theta"), compressed.number("rope_theta"), compressed.yarn()
+        scaling = self.mapping("rope_scaling" if nested is None else "rope_parameters")
+        return self.number("rope_theta"), self.number("compress_rope_theta"), scaling.yarn()
+
+    def yarn(self) -> Yarn:
+        kind = self.need("rope_type", "type")
+        if kind != "yarn":
+            raise ValueError(f"config field {self.path + 'rope_type'!r} is {kind!r}; expected 'yarn'")
+        return Yarn(
+            factor=self.number("factor"),
+            original_max_position_embeddings=self.integer("original_max_position_embeddings"),
+            beta_fast=self.number("beta_fast"),
+            beta_slow=self.number("beta_slow"),
+        )
+
+    def hash_layers(self) -> int:
+        """`num_hash_layers`, which transformers rewrites as a list of layer types."""
+        if self.get("num_hash_layers", "n_hash_layers") is None and self.get("mlp_layer_types") is not None:
+            return list(self.sequence("mlp_layer_types")).count("hash_moe")
+        return self.integer("num_hash_layers", "n_hash_layers")
+
+    def ratios(self) -> tuple[int, ...]:
+        """`compress_ratios`, which transformers rewrites as `layer_types` (without the MTP entry)."""
+        if self.get("compress_ratios") is None and self.get("layer_types") is not None:
+            return tuple(self._layer_type_ratio(i, kind) for i, kind in enumerate(self.sequence("layer_types")))
+        ratios = tuple(self.sequence("compress_ratios"))
+        for layer, ratio in enumerate(ratios):
+            if isinstance(ratio, bool) or not isinstance(ratio, int):
+                raise TypeError(f"config field 'compress_ratios[{layer}]' is {ratio!r}; expected an integer")
+        return ratios
+
+    def _layer_type_ratio(self, layer: int, kind: Any) -> int:
+        if kind not in _LAYER_TYPE_RATIO:
+            raise ValueError(
+                f"config field 'layer_types[{layer}]' is {kind!r}; expected one of {list(_LAYER_TYPE_RATIO)}"
+            )
+        ratio = _LAYER_TYPE_RATIO[kind]
+        rates = self.get("compress_rates") or {}
+        if rates.get(kind, ratio) != ratio:
+            raise ValueError(f"config field 'compress_rates.{kind}' is {rates[kind]!r}; expected {ratio}")
+        return ratio

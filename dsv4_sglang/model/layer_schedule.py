@@ -1,0 +1,67 @@
+"""Which layer is of which kind (SPEC 1.2)."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from dsv4_sglang.model.config import CSA_RATIO, HCA_RATIO, DSV4Config
+
+
+class AttentionType(enum.Enum):
+    """Attention of a layer. Every kind also has the sliding window."""
+
+    SWA = "swa"
+    """Sliding window only."""
+    CSA = "csa"
+    """Compressed sparse attention: one entry per 4 tokens, overlapping windows, top-k by an indexer."""
+    HCA = "hca"
+    """Heavily compressed attention: one entry per 128 tokens, all of them visible."""
+
+    @property
+    def ratio(self) -> int:
+        """Tokens per compressed entry; 0 where there are none."""
+        return {AttentionType.SWA: 0, AttentionType.CSA: CSA_RATIO, AttentionType.HCA: HCA_RATIO}[self]
+
+    @classmethod
+    def from_ratio(cls, ratio: int) -> AttentionType:
+        for kind in cls:
+            if kind.ratio == ratio:
+                return kind
+        raise ValueError(f"compression ratio {ratio}: expected 0 (SWA), 4 (CSA) or 128 (HCA)")
+
+
+class FFNType(enum.Enum):
+    """Feed-forward part of a layer; DeepSeek-V4 has experts everywhere."""
+
+    MOE = "moe"
+
+
+class RouterMode(enum.Enum):
+    """How a layer's tokens choose experts."""
+
+    HASH = "hash"
+    """By a fixed table of token ids (the first `num_hash_layers` layers)."""
+    DENSE = "dense"
+    """By learned scores over all experts."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    layer_idx: int
+    attn: AttentionType
+    ffn: FFNType
+    router_mode: RouterMode
+
+
+def build_schedule(config: DSV4Config) -> list[LayerSpec]:
+    """The `num_hidden_layers` layers of the model, in order; MTP blocks are not among them."""
+    return [
+        LayerSpec(
+            layer_idx=layer,
+            attn=AttentionType.from_ratio(config.ratio(layer)),
+            ffn=FFNType.MOE,
+            router_mode=RouterMode.HASH if layer < config.num_hash_layers else RouterMode.DENSE,
+        )
+        for layer in range(config.num_hidden_layers)
+    ]

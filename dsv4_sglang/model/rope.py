@@ -1,0 +1,33 @@
+"""RoPE frequencies of a layer (SPEC 1.3). The table itself is `dsv4_sglang.ops.rope.rope_table`."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from dsv4_sglang.model.config import DSV4Config
+
+
+def rope_frequencies(config: DSV4Config, ratio: int, device: torch.device | str = "cpu") -> Tensor:
+    """Frequencies [rope_dim / 2] fp32 of all rotations in a layer of compression ratio `ratio`.
+
+    Ratio 0: base `rope_theta`, no scaling. Otherwise base `compress_rope_theta` with YaRN: dims that turn more than
+    `beta_fast` times within the original context keep their frequency, those below `beta_slow` turns are slowed by
+    `factor`, in between both are mixed. The order of operations is that of the released model, so the bits are too.
+    """
+    dim = config.rope_dim
+    base = config.compress_rope_theta if ratio else config.rope_theta
+    frequencies = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    if ratio:
+        yarn = config.yarn
+
+        def dim_of(turns: float) -> float:
+            """The pair index whose frequency makes `turns` turns within the original context."""
+            return dim * math.log(yarn.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        low = max(math.floor(dim_of(yarn.beta_fast)), 0)
+        high = min(math.ceil(dim_of(yarn.beta_slow)), dim - 1)
+        ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
+        keep = 1 - ramp
+        frequencies = frequencies / yarn.factor * (1 - keep) + frequencies * keep
+    return frequencies.to(device)

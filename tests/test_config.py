@@ -1,0 +1,189 @@
+"""Config and layer schedule against SPEC 1.1 to 1.3."""
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config as HFConfig
+
+from dsv4_sglang.model import AttentionType, DSV4Config, FFNType, LayerSpec, RouterMode, build_schedule
+from dsv4_sglang.model.rope import rope_frequencies
+
+CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
+
+
+def flash_json() -> dict[str, Any]:
+    """The fields of V4-Flash's config.json that count here."""
+    return {
+        "model_type": "deepseek_v4",
+        "num_hidden_layers": 43,
+        "hidden_size": 4096,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 1024,
+        "o_groups": 8,
+        "o_lora_rank": 1024,
+        "sliding_window": 128,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "rope_theta": 10000,
+        "compress_rope_theta": 160000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 16,
+            "original_max_position_embeddings": 65536,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+        "max_position_embeddings": 1048576,
+        "rms_norm_eps": 1e-6,
+        "num_nextn_predict_layers": 1,
+        "num_hash_layers": 3,
+        "compress_ratios": [0, 0] + [4, 128] * 20 + [4, 0],
+    }
+
+
+def test_flash_and_pro_values() -> None:
+    flash, pro = DSV4Config.flash(), DSV4Config.pro()
+    assert (flash.num_hidden_layers, pro.num_hidden_layers) == (43, 61)
+    assert (flash.hidden_size, pro.hidden_size) == (4096, 7168)
+    assert (flash.num_attention_heads, pro.num_attention_heads) == (64, 128)
+    assert (flash.q_lora_rank, pro.q_lora_rank) == (1024, 1536)
+    assert (flash.o_groups, pro.o_groups) == (8, 16)
+    assert (flash.index_topk, pro.index_topk) == (512, 1024)
+    for config in (flash, pro):
+        assert (config.head_dim, config.rope_dim, config.nope_dim, config.window) == (512, 64, 448, 128)
+        assert (config.index_n_heads, config.index_head_dim) == (64, 128)
+        assert config.softmax_scale == pytest.approx(0.044194174)
+        assert config.index_weight_scale == pytest.approx(0.011048543)
+
+
+@pytest.mark.parametrize(
+    ("config", "first", "counts"),
+    [
+        (DSV4Config.flash(), SWA, {CSA: 21, HCA: 20, SWA: 2}),
+        (DSV4Config.pro(), HCA, {CSA: 30, HCA: 31}),
+    ],
+    ids=["flash", "pro"],
+)
+def test_schedule_of_release(config: DSV4Config, first: AttentionType, counts: dict[AttentionType, int]) -> None:
+    schedule = build_schedule(config)
+    assert collections.Counter(spec.attn for spec in schedule) == counts
+    assert [spec.layer_idx for spec in schedule] == list(range(config.num_hidden_layers))
+    for spec in schedule:
+        expected = first if spec.layer_idx < 2 else (CSA if spec.layer_idx % 2 == 0 else HCA)
+        assert spec.attn is expected
+        assert spec.attn.ratio == config.ratio(spec.layer_idx)
+        assert spec.ffn is FFNType.MOE
+        assert spec.router_mode is (RouterMode.HASH if spec.layer_idx < 3 else RouterMode.DENSE)
+    assert config.ratio(config.num_hidden_layers) == 0  # the MTP block
+
+
+def test_ratio_by_layer_id_whatever_the_list_length() -> None:
+    base = flash_json()
+    for extra in ([], [0], [0, 0, 0]):
+        config = DSV4Config.from_hf({**base, "compress_ratios": base["compress_ratios"][:43] + extra})
+        assert len(build_schedule(config)) == 43
+        assert config.ratio(43) == 0
+        with pytest.raises(IndexError, match=r"layer 44 .*0\.\.43"):
+            config.ratio(44)
+        with pytest.raises(IndexError, match="layer -1"):
+            config.ratio(-1)
+
+
+def test_from_hf_dict_is_flash() -> None:
+    assert DSV4Config.from_hf(flash_json()) == DSV4Config.flash()
+
+
+def test_from_hf_object() -> None:
+    fields = {k: v for k, v in flash_json().items() if k != "model_type"}
+    config = DSV4Config.from_hf(HFConfig(**fields))
+    assert build_schedule(config) == build_schedule(DSV4Config.flash())
+    for name in DSV4Config.__dataclass_fields__:
+        if name != "compress_ratios":  # transformers drops the entry of the MTP block
+            assert getattr(config, name) == getattr(DSV4Config.flash(), name), name
+
+
+@pytest.mark.parametrize("name", [k for k in flash_json() if k != "model_type"])
+def test_missing_field_is_named(name: str) -> None:
+    fields = flash_json()
+    del fields[name]
+    with pytest.raises(KeyError, match=f"'{name}' is missing"):
+        DSV4Config.from_hf(fields)
+
+
+@pytest.mark.parametrize("name", ["factor", "original_max_position_embeddings", "beta_fast", "beta_slow"])
+def test_missing_yarn_field_is_named(name: str) -> None:
+    fields = flash_json()
+    del fields["rope_scaling"][name]
+    with pytest.raises(KeyError, match=rf"'rope_scaling\.{name}' is missing"):
+        DSV4Config.from_hf(fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("head_dim", 256, "'head_dim' is 256.*512"),
+        ("qk_rope_head_dim", 32, "'qk_rope_head_dim' is 32.*64"),
+        ("sliding_window", 4096, "'sliding_window' is 4096.*128"),
+        ("num_key_value_heads", 8, "'num_key_value_heads' is 8.*1"),
+        ("index_head_dim", 64, "'index_head_dim' is 64.*128"),
+        ("index_topk", 0, "'index_topk' is 0"),
+        ("num_hidden_layers", "43", "'num_hidden_layers' is '43'.*integer"),
+        ("num_hidden_layers", True, "'num_hidden_layers' is True.*integer"),
+        ("num_hidden_layers", -1, "'num_hidden_layers' is -1"),
+        ("num_hidden_layers", 60, "'compress_ratios' has 44 entries.*60"),
+        ("rms_norm_eps", 0.0, "'rms_norm_eps' is 0.0.*positive"),
+        ("rope_theta", "big", "'rope_theta' is 'big'.*number"),
+        ("rope_scaling", "yarn", "'rope_scaling' is 'yarn'.*mapping"),
+        ("rope_scaling", {"type": "linear", "factor": 2}, r"'rope_scaling.rope_type' is 'linear'.*'yarn'"),
+        ("compress_ratios", 4, "'compress_ratios' is 4.*list"),
+        ("compress_ratios", [0] * 42 + [2], r"'compress_ratios\[42\]' is 2"),
+        ("compress_ratios", [0] * 42 + [4.0], r"'compress_ratios\[42\]' is 4.0.*integer"),
+        ("compress_ratios", [0] * 43 + [4], r"'compress_ratios\[43\]' is 4.*MTP"),
+        ("model_type", "deepseek_v3", "'model_type' is 'deepseek_v3'"),
+    ],
+)
+def test_wrong_field_is_named(name: str, value: object, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        DSV4Config.from_hf({**flash_json(), name: value})
+
+
+def test_wrong_layer_type_is_named() -> None:
+    fields = flash_json()
+    del fields["compress_ratios"]
+    fields["layer_types"] = ["sliding_attention"] * 42 + ["full_attention"]
+    with pytest.raises(ValueError, match=r"'layer_types\[42\]' is 'full_attention'"):
+        DSV4Config.from_hf(fields)
+    fields["layer_types"][42] = "compressed_sparse_attention"
+    assert DSV4Config.from_hf(fields).ratio(42) == 4
+    fields["compress_rates"] = {"compressed_sparse_attention": 8}
+    with pytest.raises(ValueError, match=r"'compress_rates.compressed_sparse_attention' is 8"):
+        DSV4Config.from_hf(fields)
+
+
+def test_attention_type_of_unknown_ratio() -> None:
+    with pytest.raises(ValueError, match="ratio 2"):
+        AttentionType.from_ratio(2)
+
+
+def test_layer_spec_by_keyword() -> None:
+    spec = LayerSpec(layer_idx=5, attn=CSA, ffn=FFNType.MOE, router_mode=RouterMode.DENSE)
+    assert (spec.layer_idx, spec.attn, spec.ffn, spec.router_mode) == (5, CSA, FFNType.MOE, RouterMode.DENSE)
+
+
+def test_rope_frequencies() -> None:
+    """The values of SPEC 1.3, at which a wrong base, factor or ramp shows."""
+    config = DSV4Config.flash()
+    plain = rope_frequencies(config, 0)
+    assert torch.allclose(plain.double(), 10000.0 ** (-torch.arange(32).double() / 32), rtol=1e-6, atol=0)
+    for ratio in (4, 128):
+        f = rope_frequencies(config, ratio)
+        assert f.dtype == torch.float32
+        expected = {0: 1.0, 15: 3.635539e-3, 20: 2.969778e-4, 25: 5.372312e-6, 31: 5.680529e-7}
+        for i, value in expected.items():
+            assert float(f[i]) == pytest.approx(value, rel=3e-7), i
