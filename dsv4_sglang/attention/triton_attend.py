@@ -1,0 +1,416 @@
+"""`attend` in Triton, for any CUDA device from sm_80: all row formats, any number of heads (SPEC 2.2, 4.5).
+
+A program takes one token, up to 64 of its heads and a stretch of its keys: the tiles of the window list, then those of the
+entry list. Rows are gathered by number, a row is key and value at once, the softmax is online. Few tokens do not fill the
+GPU, so their lists are cut into stretches (splits); a second kernel merges them, adds the sink once and turns the output back.
+
+FP8 rows are decoded by integer arithmetic, which sm_80 can do too: the bits of an e4m3 number, moved to the exponent and mantissa
+of a bf16, are that number times 2^-120. Queries are multiplied by 2^60 and probabilities too, so that products stay in the
+middle of the fp32 range; the row's scale goes to its logit and its probability. All of it is exact.
+
+Traffic: 584 B a row (1024 bf16, 2048 fp32) for each group of heads; partial results of a split 2 KiB a head.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4_sglang.ops.rows import ENTRY_DIM, FP8_WIDTH, ROPE_DIM
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+# The online maximum starts here and not at -inf, whose difference with itself is no number.
+NO_LOGIT = tl.constexpr(-1e30)
+E4M3_AS_BF16 = tl.constexpr(2.0**60)  # the square root of what the moved bits lack, 2^120
+# The interpreter multiplies the bits of bf16 operands as if they were integers; there the products are taken in fp32.
+_INTERPRETED = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def _e4m3_bits(code, DOT: tl.constexpr):
+    """uint8 e4m3 codes -> their values times 2^-120."""
+    bits = code.to(tl.uint16)
+    bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 4)
+    return bits.to(tl.bfloat16, bitcast=True).to(DOT)
+
+
+@triton.jit
+def _turn_back(tail, cos, sin, BLOCK_H: tl.constexpr):
+    """Inverse rotation of [BLOCK_H, 64] by interleaved pairs; cos and sin are [32]."""
+    even, odd = tl.split(tl.reshape(tail, [BLOCK_H, 32, 2]))
+    c, s = cos[None, :], sin[None, :]
+    return tl.reshape(tl.join(even * c + odd * s, odd * c - even * s), [BLOCK_H, 64])
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr,
+    sink_ptr,
+    window_ptr,
+    window_rows_ptr,
+    window_lens_ptr,
+    entries_ptr,
+    entry_rows_ptr,
+    entry_lens_ptr,
+    positions_ptr,
+    rope_ptr,
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    scale,
+    heads,
+    splits,
+    q_token_stride,
+    q_head_stride,
+    window_rows_stride,
+    entry_rows_stride,
+    window_block_stride,
+    entry_block_stride,
+    window_rows_per_block,
+    entry_rows_per_block,
+    FP8: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (tokens, splits, groups of BLOCK_H heads).
+
+    The 512 dims are handled as 256 + 128 + 64 (without RoPE) + 64 (RoPE): powers of two, and the border of the two formats of
+    an FP8 row.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_head = (head < heads)[:, None]
+    d256 = tl.arange(0, 256)[None, :]
+    d128 = tl.arange(0, 128)[None, :]
+    d64 = tl.arange(0, 64)[None, :]
+
+    q_at = q_ptr + token * q_token_stride + head[:, None] * q_head_stride
+    q0 = tl.load(q_at + d256, mask=is_head, other=0.0)
+    q1 = tl.load(q_at + 256 + d128, mask=is_head, other=0.0)
+    q2 = tl.load(q_at + 384 + d64, mask=is_head, other=0.0)
+    q3 = tl.load(q_at + 448 + d64, mask=is_head, other=0.0).to(DOT)
+    if FP8:
+        q0 = q0.to(tl.float32) * E4M3_AS_BF16
+        q1 = q1.to(tl.float32) * E4M3_AS_BF16
+        q2 = q2.to(tl.float32) * E4M3_AS_BF16
+    q0, q1, q2 = q0.to(DOT), q1.to(DOT), q2.to(DOT)
+
+    window_len = tl.load(window_lens_ptr + token)
+    window_tiles = tl.cdiv(window_len, BLOCK_N)
+    tiles = window_tiles
+    if HAS_ENTRIES:
+        entry_len = tl.load(entry_lens_ptr + token)
+        tiles += tl.cdiv(entry_len, BLOCK_N)
+    share = tl.cdiv(tiles, splits)
+    begin = tl.minimum(split * share, tiles)
+    end = tl.minimum(begin + share, tiles)
+
+    top = tl.full([BLOCK_H], NO_LOGIT, tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    o0 = tl.zeros([BLOCK_H, 256], tl.float32)
+    o1 = tl.zeros([BLOCK_H, 128], tl.float32)
+    o2 = tl.zeros([BLOCK_H, 64], tl.float32)
+    o3 = tl.zeros([BLOCK_H, 64], tl.float32)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        table = window_ptr
+        rows_at = window_rows_ptr + token * window_rows_stride
+        first = tile * BLOCK_N
+        length = window_len
+        block_stride = window_block_stride
+        rows_per_block = window_rows_per_block
+        if HAS_ENTRIES:
+            in_window = tile < window_tiles
+            table = tl.where(in_window, table, entries_ptr)
+            rows_at = tl.where(in_window, rows_at, entry_rows_ptr + token * entry_rows_stride)
+            first = tl.where(in_window, first, first - window_tiles * BLOCK_N)
+            length = tl.where(in_window, length, entry_len)
+            block_stride = tl.where(in_window, block_stride, entry_block_stride)
+            rows_per_block = tl.where(in_window, rows_per_block, entry_rows_per_block)
+        listed = first + tl.arange(0, BLOCK_N)
+        row = tl.load(rows_at + listed, mask=listed < length, other=-1)
+        valid = row >= 0
+        is_row = valid[:, None]
+        block = row // rows_per_block
+        inside = row - block * rows_per_block
+        block_at = table + block.to(tl.int64) * tl.multiple_of(block_stride, 16)
+        if FP8:
+            row_at = (block_at + inside * 576)[:, None]
+            scale_at = (block_at + (rows_per_block * 576 + inside * 8)).to(tl.pointer_type(tl.int32))
+            exponent = tl.load(scale_at, mask=valid, other=0) & 0xFF
+            multiplier = (exponent << 23).to(tl.float32, bitcast=True)
+            k0 = _e4m3_bits(tl.load(row_at + d256, mask=is_row, other=0), DOT)
+            k1 = _e4m3_bits(tl.load(row_at + 256 + d128, mask=is_row, other=0), DOT)
+            k2 = _e4m3_bits(tl.load(row_at + 384 + d64, mask=is_row, other=0), DOT)
+            tail_at = (row_at + 448).to(tl.pointer_type(tl.bfloat16))
+            k3 = tl.load(tail_at + d64, mask=is_row, other=0.0).to(DOT)
+        else:
+            row_at = (block_at + inside * 512)[:, None]
+            k0 = tl.load(row_at + d256, mask=is_row, other=0.0).to(DOT)
+            k1 = tl.load(row_at + 256 + d128, mask=is_row, other=0.0).to(DOT)
+            k2 = tl.load(row_at + 384 + d64, mask=is_row, other=0.0).to(DOT)
+            k3 = tl.load(row_at + 448 + d64, mask=is_row, other=0.0).to(DOT)
+
+        logit = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+        logit = tl.dot(q1, tl.trans(k1), logit, input_precision=PRECISION)
+        logit = tl.dot(q2, tl.trans(k2), logit, input_precision=PRECISION)
+        if FP8:
+            logit = logit * E4M3_AS_BF16 * multiplier[None, :]
+        logit = tl.dot(q3, tl.trans(k3), logit, input_precision=PRECISION)
+        logit = tl.where(valid[None, :], logit * scale, float("-inf"))
+
+        new_top = tl.maximum(top, tl.max(logit, 1))
+        fade = tl.exp2((top - new_top) * LOG2_E)
+        p = tl.exp2((logit - new_top[:, None]) * LOG2_E)
+        total = total * fade + tl.sum(p, 1)
+        top = new_top
+        fade = fade[:, None]
+        tail_p = p.to(DOT)
+        if FP8:
+            p = p * E4M3_AS_BF16 * multiplier[None, :]
+        p = p.to(DOT)
+        o0 = tl.dot(p, k0, o0 * fade, input_precision=PRECISION)
+        o1 = tl.dot(p, k1, o1 * fade, input_precision=PRECISION)
+        o2 = tl.dot(p, k2, o2 * fade, input_precision=PRECISION)
+        o3 = tl.dot(tail_p, k3, o3 * fade, input_precision=PRECISION)
+
+    at = token * heads + head
+    if SPLIT:
+        at = (token * splits + split) * heads + head
+        tl.store(stats_ptr + at * 2, top, mask=head < heads)
+        tl.store(stats_ptr + at * 2 + 1, total, mask=head < heads)
+        is_head = is_head & (begin < end)
+        norm = tl.full([BLOCK_H], 1.0, tl.float32)
+        to = partial_ptr + at[:, None] * 512
+    else:
+        sink = tl.load(sink_ptr + head, mask=head < heads, other=0.0)
+        denominator = total + tl.exp2((sink - top) * LOG2_E)
+        # A token that sees nothing gives zeros, with a sink of -inf too.
+        norm = tl.where(total > 0, 1.0 / denominator, 0.0)
+        to = out_ptr + at[:, None] * 512
+    nope_norm = norm
+    if FP8:
+        nope_norm = norm * E4M3_AS_BF16
+    norm, nope_norm = norm[:, None], nope_norm[:, None]
+    o3 = o3 * norm
+    if not SPLIT:
+        at_position = rope_ptr + tl.load(positions_ptr + token) * 64 + tl.arange(0, 32) * 2
+        o3 = _turn_back(o3, tl.load(at_position), tl.load(at_position + 1), BLOCK_H)
+    dtype = to.dtype.element_ty
+    tl.store(to + d256, (o0 * nope_norm).to(dtype), mask=is_head)
+    tl.store(to + 256 + d128, (o1 * nope_norm).to(dtype), mask=is_head)
+    tl.store(to + 384 + d64, (o2 * nope_norm).to(dtype), mask=is_head)
+    tl.store(to + 448 + d64, o3.to(dtype), mask=is_head)
+
+
+@triton.jit
+def _merge_kernel(
+    partial_ptr,
+    stats_ptr,
+    sink_ptr,
+    positions_ptr,
+    rope_ptr,
+    out_ptr,
+    heads,
+    splits,
+    BLOCK_S: tl.constexpr,
+):
+    """Grid (tokens, heads): the splits of one head, weighted by their share of the softmax; the sink counts once."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.arange(0, BLOCK_S)
+    at = ((token * splits + split) * heads + head) * 2
+    top = tl.load(stats_ptr + at, mask=split < splits, other=NO_LOGIT)
+    total = tl.load(stats_ptr + at + 1, mask=split < splits, other=0.0)
+    highest = tl.max(top, 0)
+    total = total * tl.exp2((top - highest) * LOG2_E)
+    denominator = tl.sum(total, 0) + tl.exp2((tl.load(sink_ptr + head) - highest) * LOG2_E)
+    inverse = tl.where(tl.sum(total, 0) > 0, 1.0 / denominator, 0.0)
+
+    d = tl.arange(0, 512)
+    o = tl.zeros([512], tl.float32)
+    for first in range(0, splits, 8):
+        split = first + tl.arange(0, 8)
+        at = (token * splits + split) * heads + head
+        total = tl.load(stats_ptr + at * 2 + 1, mask=split < splits, other=0.0)
+        top = tl.load(stats_ptr + at * 2, mask=split < splits, other=NO_LOGIT)
+        # A split without keys wrote no row.
+        row = tl.load(partial_ptr + at[:, None] * 512 + d[None, :], mask=(total > 0)[:, None], other=0.0)
+        o += tl.sum(row * tl.exp2((top - highest) * LOG2_E)[:, None], 0)
+    o = o * inverse
+
+    pair = tl.reshape(o, [256, 2])
+    even, odd = tl.split(pair)
+    i = tl.arange(0, 256) - 224
+    at_position = rope_ptr + tl.load(positions_ptr + token) * 64 + i * 2
+    cos = tl.load(at_position, mask=i >= 0, other=1.0)
+    sin = tl.load(at_position + 1, mask=i >= 0, other=0.0)
+    o = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), [512])
+    tl.store(out_ptr + (token * heads + head) * 512 + d, o.to(out_ptr.dtype.element_ty))
+
+
+class Tiling(NamedTuple):
+    """Shape of a program: heads and rows a tile, warps, stages of the software pipeline."""
+
+    heads: int
+    rows: int
+    warps: int
+    stages: int
+
+
+def tiling(heads: int, fp8: bool, exact: bool, capability: tuple[int, int], shared_memory: int) -> Tiling:
+    """The tile that fits the device. `exact`: fp32 products without tensor cores; `shared_memory`: bytes a block may have.
+
+    A tile holds q (1 KiB a head), the decoded rows (1 KiB each) and the rows in flight (584 or 1024 B each and stage).
+    """
+    padded = max(16, triton.next_power_of_2(heads))
+    if exact:
+        return Tiling(16, 16, 4, 1)
+    if capability[0] >= 9 and shared_memory >= 200 << 10:
+        return Tiling(min(padded, 64), 64 if fp8 else 32, 8, 3)
+    if shared_memory >= 140 << 10:
+        return Tiling(min(padded, 32), 32, 8, 3)
+    return Tiling(16, 16, 4, 2)
+
+
+def split_count(tokens: int, head_groups: int, tiles: int, processors: int) -> int:
+    """Number of stretches of a list of at most `tiles` tiles, one program per processor at a time.
+
+    Takes the count with the least work in the longest chain of programs; a program costs two tiles more than it reads, and
+    the merge half a tile for each partial result it reads.
+    """
+
+    def cost(splits: int) -> float:
+        waves = -(-tokens * head_groups * splits // processors)
+        return waves * (-(-tiles // splits) + 2) + (0.5 * splits + 1 if splits > 1 else 0)
+
+    return min(range(1, max(1, min(tiles, 64)) + 1), key=cost)
+
+
+@functools.cache
+def _device(index: int) -> tuple[tuple[int, int], int, int]:
+    """Compute capability, shared memory a block may have, number of multiprocessors."""
+    p = torch.cuda.get_device_properties(index)
+    return (p.major, p.minor), p.shared_memory_per_block_optin, p.multi_processor_count
+
+
+def _check(q: Tensor, window: Tensor, entries: Tensor | None) -> None:
+    if q.dim() != 3 or q.shape[-1] != ENTRY_DIM or q.stride(-1) != 1:
+        raise ValueError(f"q is {tuple(q.shape)}, stride {q.stride()}; expected [tokens, heads, {ENTRY_DIM}] with inner stride 1")
+    for name, table in (("window", window), ("entries", entries)):
+        if table is None:
+            continue
+        width = FP8_WIDTH if table.dtype == torch.uint8 else ENTRY_DIM
+        if table.dtype not in (torch.uint8, torch.bfloat16, torch.float32) or table.shape[-1] != width:
+            raise ValueError(
+                f"{name} is {table.dtype} of width {table.shape[-1]}; expected uint8 of {FP8_WIDTH}, bfloat16 or float32 of {ENTRY_DIM}"
+            )
+        if table.dtype != window.dtype:
+            raise ValueError(f"entries are {table.dtype}, the window is {window.dtype}; expected one row format for both")
+        if table.stride(-1) != 1 or table.stride(-2) != width or table.stride(0) * table.element_size() % 16:
+            raise ValueError(f"{name} has stride {table.stride()}; expected (a multiple of 16 B, {width}, 1)")
+
+
+def attend(
+    q: Tensor,
+    sink: Tensor,
+    window: Tensor,
+    window_rows: Tensor,
+    window_lens: Tensor,
+    entries: Tensor | None,
+    entry_rows: Tensor | None,
+    entry_lens: Tensor | None,
+    positions: Tensor,
+    rope: Tensor,
+    scale: float,
+    splits: int | None = None,
+) -> Tensor:
+    """The op `attend` (`dsv4_sglang.ops.reference.read.attend` says what the tensors are); `splits` fixes the number of stretches.
+
+    bf16 queries on fp8 and bf16 rows are multiplied on bf16 tensor cores, fp16 queries on tf32 ones (which hold both exactly),
+    everything fp32 without tensor cores. Sums are fp32. Launches depend on shapes only, so the call can be captured into a CUDA
+    graph; lengths are read on the device.
+    """
+    _check(q, window, entries)
+    tokens, heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if tokens == 0:
+        return out
+    fp8 = window.dtype == torch.uint8
+    if window.dtype == torch.float32 or q.dtype == torch.float32:
+        dot, precision = tl.float32, "ieee"
+    elif q.dtype == torch.bfloat16:
+        dot, precision = (tl.float32, "ieee") if _INTERPRETED else (tl.bfloat16, "tf32")
+    elif q.dtype == torch.float16:
+        dot, precision = tl.float32, "tf32"
+    else:
+        raise ValueError(f"q is {q.dtype}; expected bfloat16, float16 or float32")
+    capability, shared_memory, processors = _device(q.device.index) if q.is_cuda else ((8, 0), 0, 1)
+    tile = tiling(heads, fp8, dot == tl.float32, capability, shared_memory)
+    groups = triton.cdiv(heads, tile.heads)
+    listed = window_rows.shape[1] + (entry_rows.shape[1] if entries is not None and entry_rows is not None else 0)
+    if splits is None:
+        splits = split_count(tokens, groups, triton.cdiv(listed, tile.rows), processors)
+    partial = stats = out
+    if splits > 1:
+        partial = torch.empty(tokens, splits, heads, ENTRY_DIM, dtype=torch.float32, device=q.device)
+        stats = torch.empty(tokens, splits, heads, 2, dtype=torch.float32, device=q.device)
+    if entries is None or entry_rows is None or entry_lens is None:
+        entries_args = (window, window_rows, window_lens)
+    else:
+        entries_args = (entries, entry_rows, entry_lens)
+    _attend_kernel[(tokens, splits, groups)](
+        q,
+        sink,
+        window,
+        window_rows,
+        window_lens,
+        *entries_args,
+        positions,
+        rope,
+        out,
+        partial,
+        stats,
+        scale,
+        heads,
+        splits,
+        q.stride(0),
+        q.stride(1),
+        window_rows.stride(0),
+        entries_args[1].stride(0),
+        window.stride(0),
+        entries_args[0].stride(0),
+        window.shape[1],
+        entries_args[0].shape[1],
+        FP8=fp8,
+        HAS_ENTRIES=entries is not None,
+        SPLIT=splits > 1,
+        DOT=dot,
+        PRECISION=precision,
+        BLOCK_H=tile.heads,
+        BLOCK_N=tile.rows,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+    if splits > 1:
+        _merge_kernel[(tokens, heads)](
+            partial,
+            stats,
+            sink,
+            positions,
+            rope,
+            out,
+            heads,
+            splits,
+            BLOCK_S=triton.next_power_of_2(splits),
+            num_warps=4,
+        )
+    return out
