@@ -1,6 +1,7 @@
 """One attention layer run two ways: HF transformers' DeepseekV4Attention in fp32, and our ops over real tables.
 
-The widths that the cache fixes (512, 64, 128, window 128, ratios 4 and 128) are the real ones; hidden size and heads are small.
+The widths that the cache fixes (512, 64, 128, window 128, ratios 4 and 128) are the real ones; hidden size and heads
+are small.
 """
 
 import math
@@ -79,7 +80,8 @@ def make_attention(ratio: int, seed: int = 0, topk: int = 16) -> hf.DeepseekV4At
 
 
 def hf_forward(attention, x: Tensor, cache: DynamicCache | None = None, start: int = 0) -> Tensor:
-    """One chunk x [n, HIDDEN] at position `start` through HF, with a band mask over [past 127 | new] keys (SPEC 8.1)."""
+    """One chunk x [n, HIDDEN] at position `start` through HF, with a band mask over [past 127 | new] keys (SPEC
+    8.1)."""
     rotary = hf.DeepseekV4RotaryEmbedding(attention.config)
     n = x.shape[0]
     positions = torch.arange(start, start + n)[None]
@@ -177,8 +179,11 @@ class Layer:
             None,
         )
 
-    def step(self, chunks: dict[int, Tensor], tables: dict[int, list[int]], decode: bool = False, track=None) -> dict:
-        """Append and attend chunks {slot: x [n, HIDDEN]}; `tables` {slot: block ids}. Returns {slot: output [n, HIDDEN]}."""
+    def step(
+        self, chunks: dict[int, Tensor], tables: dict[int, list[int]], decode=False, track=None, read=True
+    ) -> dict:
+        """Append and attend chunks {slot: x [n, HIDDEN]}; `tables` {slot: block ids}. Returns {slot: output [n,
+        HIDDEN]}."""
         batch = Batch.make([(s, self.lengths.get(s, 0), len(x)) for s, x in chunks.items()], tables)
         x = torch.cat(list(chunks.values()))
         window = None
@@ -187,10 +192,14 @@ class Layer:
             rows = len(x) + 128 * len(chunks)
             window = torch.full((1, rows, width), 127 if dtype == torch.uint8 else float("nan"), dtype=dtype)
         self.append(batch, self.project(x), window, track)
-        out = self.read(batch, x, window)
+        out = self.read(batch, x, window) if read else x
         for slot, rows in chunks.items():
             self.lengths[slot] = self.lengths.get(slot, 0) + len(rows)
         return dict(zip(chunks, out.split([len(c) for c in chunks.values()])))
+
+    def visible(self, positions: Tensor) -> Tensor:
+        """How many entries a query sees (SPEC 4.3)."""
+        return (positions + 1) // self.ratio
 
     def read(self, batch: "Batch", x: Tensor, window: Tensor | None) -> Tensor:
         a, ratio, positions = self.attention, self.ratio, batch.positions
@@ -199,7 +208,7 @@ class Layer:
         q = rotate(q * torch.rsqrt(q.square().mean(-1, keepdim=True) + EPS), positions, self.rope).to(self.dtype)
         entry_rows = entry_lens = None
         if ratio:
-            visible = (positions + 1) // ratio
+            visible = self.visible(positions)
             if ratio == 4:
                 i = a.compressor.indexer
                 weights = (x @ i.scorer.weights_proj.weight.T) * (128**-0.5 * INDEX_HEADS**-0.5)

@@ -1,9 +1,9 @@
 """Index keys: Hadamard rotation, FP4 quantisation, and the tables that hold them (SPEC 2.5, 6.3).
 
-A key table is `[blocks, 32, width]`. dtype uint8, width 72 is the NVFP4 container: a block holds 32 x 64 B of e2m1 pairs
-(element 2i in the low nibble), then 32 x 8 B of e4m3 scales, one per 16 elements. Two quantisers write it: `MXFP4`, the
-trained format (blocks of 32, one power of two, its byte written twice), and `NVFP4` (blocks of 16). dtype float32,
-width 128 holds unquantised keys for exact tests.
+A key table is `[blocks, 32, width]`. dtype uint8, width 72 is the NVFP4 container: a block holds 32 x 64 B of e2m1
+pairs (element 2i in the low nibble), then 32 x 8 B of e4m3 scales, one per 16 elements. Two quantisers write it:
+`MXFP4`, the trained format (blocks of 32, one power of two, its byte written twice), and `NVFP4` (blocks of 16).
+dtype float32, width 128 holds unquantised keys for exact tests.
 """
 
 import functools

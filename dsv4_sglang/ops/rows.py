@@ -1,11 +1,11 @@
 """Row tables: where the 512 numbers of a window row or a compressed entry lie, and how they are quantised.
 
-A table is one tensor `[num_blocks, rows_per_block, width]`; row r is row `r % rows_per_block` of block `r // rows_per_block`.
-Its dtype says its format:
+A table is one tensor `[num_blocks, rows_per_block, width]`; row r is row `r % rows_per_block` of block `r //
+rows_per_block`. Its dtype says its format:
 
 | dtype | width | bytes a row | content |
 | --- | --- | --- | --- |
-| uint8 | 584 | 584 | 448 e4m3 and 64 bf16 (576 B) a row, then, behind all rows of the block, 8 equal ue8m0 exponent bytes a row |
+| uint8 | 584 | 584 | 448 e4m3, 64 bf16 a row; behind all rows of the block 8 equal ue8m0 exponent bytes a row |
 | bfloat16 | 512 | 1024 | the row |
 | float32 | 512 | 2048 | the row |
 
@@ -28,7 +28,8 @@ FP8_AMAX_FLOOR = 1e-4
 
 
 def ceil_pow2_exponent(x: Tensor) -> Tensor:
-    """Biased exponent e (int32) of the smallest power of two 2^(e-127) that is at least x; x fp32, positive, normal (SPEC 2.4)."""
+    """Biased exponent e (int32) of the smallest power of two 2^(e-127) that is at least x; x fp32, positive, normal
+    (SPEC 2.4)."""
     bits = x.float().contiguous().view(torch.int32)
     return ((bits >> 23) & 0xFF) + ((bits & 0x7FFFFF) != 0).int()
 
@@ -39,7 +40,8 @@ def exp2_of_biased(e: Tensor) -> Tensor:
 
 
 def quantise_nope(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, 448] -> e4m3 bytes [N, 448] uint8 and the biased exponent of the multiplier [N] uint8 (SPEC 2.4, one scale an entry).
+    """[N, 448] -> e4m3 bytes [N, 448] uint8 and the biased exponent of the multiplier [N] uint8 (SPEC 2.4, one scale
+    an entry).
 
     The source of an FP8 row is always its bf16 rounding (SPEC 9, conflict 12).
     """
@@ -51,7 +53,8 @@ def quantise_nope(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def strips(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Zero-copy views of a uint8 table: rows [blocks, rows_per_block, 576] and exponent bytes [blocks, rows_per_block, 8]."""
+    """Zero-copy views of a uint8 table: rows [blocks, rows_per_block, 576] and exponent bytes [blocks,
+    rows_per_block, 8]."""
     blocks, rows_per_block, _ = table.shape
     stride = table.stride(0)
     data = table.as_strided((blocks, rows_per_block, ROW_BYTES), (stride, ROW_BYTES, 1))

@@ -1,8 +1,8 @@
 """The schemas of `torch.ops.dsv4_sglang.*`, one place for all of them.
 
-Every op has one schema, defined here and independent of the compiled extension, a PyTorch implementation for CPU tensors
-(`dsv4_sglang.ops.reference`, written for reading and the oracle of the others), a CUDA implementation (`csrc/` or
-`dsv4_sglang.attention`), and a fake one for shape propagation. What the tensors are is said in the docstring of the
+Every op has one schema, defined here and independent of the compiled extension, a PyTorch implementation for CPU
+tensors (`dsv4_sglang.ops.reference`, written for reading and the oracle of the others), a CUDA implementation (`csrc/`
+or `dsv4_sglang.attention`), and a fake one for shape propagation. What the tensors are is said in the docstring of the
 reference implementation; their layout in `dsv4_sglang.ops.rows` and `dsv4_sglang.ops.index_keys`.
 """
 
@@ -14,7 +14,8 @@ SCHEMAS = {
     "append": (
         "(Tensor kv, Tensor? kv_score, Tensor? index_kv_score, Tensor kv_norm, Tensor? entry_norm, Tensor? index_norm, "
         "Tensor? ape, Tensor? index_ape, Tensor rope, float eps, int ratio, int index_format, "
-        "Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, Tensor? track_slots, "
+        "Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, "
+        "Tensor? track_slots, "
         "Tensor(a!) ring, Tensor(b!)? tail, Tensor(c!)? entries, Tensor(d!)? index_keys, Tensor(e!)? window, "
         "Tensor(f!)? swa_pos, Tensor(g!)? swa_head, Tensor(h!)? tail_len) -> ()"
     ),

@@ -1,4 +1,5 @@
-"""PyTorch implementations of all ops for CPU tensors: the oracle of the CUDA kernels and what a machine without a GPU runs."""
+"""PyTorch implementations of all ops for CPU tensors: the oracle of the CUDA kernels and what a machine without a GPU
+runs."""
 
 from dsv4_sglang.ops.reference import append, move, read
 

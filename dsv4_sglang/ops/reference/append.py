@@ -1,9 +1,10 @@
 """`append`: everything a layer writes for the tokens of a step, and `append_swa`: window rows that are already final.
 
-Who reads what when. A decode step has one token a request and no `window`: append writes ring and tails, readers of the step
-read the ring afterwards. A prefill step passes `window`: append copies the ring's old rows and the chunk's rows there and only then
-replaces ring rows; readers of the step read `window`, because the chunk's early queries still need rows that its late tokens replace
-in the ring (SPEC 6.4). Entries whose window of tokens closes in the step are written in the step and visible to its readers.
+Who reads what when. A decode step has one token a request and no `window`: append writes ring and tails, readers of
+the step read the ring afterwards. A prefill step passes `window`: append copies the ring's old rows and the chunk's
+rows there and only then replaces ring rows; readers of the step read `window`, because the chunk's early queries
+still need rows that its late tokens replace in the ring (SPEC 6.4). Entries whose window of tokens closes in the step
+are written in the step and visible to its readers.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from dsv4_sglang.ops.index_keys import INDEX_DIM, hadamard, write_keys
 from dsv4_sglang.ops.rope import rms_norm, rotate, rounding
-from dsv4_sglang.ops.rows import ENTRY_DIM, copy_rows, exp2_of_biased, quantise_nope, write_rows
+from dsv4_sglang.ops.rows import ENTRY_DIM, copy_rows, quantise_nope, write_rows
 from dsv4_sglang.ops.schemas import NAMESPACE
 
 WINDOW = 128
@@ -185,16 +186,17 @@ def append(
 ) -> None:
     """Write one layer's cache for T tokens of B requests, from the raw projections (SPEC 2.1, 2.4, 2.5, 3.1 to 3.7).
 
-    Projections: `kv` [T, 512] bf16 or fp32 (its dtype sets the rounding between stages); `kv_score` fp32, CSA [T, 2048] =
-    [k_prev | k_cur | z_prev | z_cur], HCA [T, 1024] = [k | z]; `index_kv_score` [T, 512] fp32 like CSA's with 128 a column group.
-    Weights: `kv_norm`, `entry_norm` [512], `index_norm` [128], `ape` fp32 [4, 1024] = [prev | cur] or [128, 512], `index_ape` [4, 256];
-    `rope` [positions, 64] fp32, interleaved cos and sin. `ratio` 0 (SWA), 4 (CSA) or 128 (HCA).
-    Batch: `slots` [B] int32 state slots, -1 skips the request; `prefix_lens` [B] int32 tokens before the step; `query_start` [B + 1]
-    int32; `token_request` [T] int32; `out_loc` [T] int64 pool slots, congruent to the positions modulo 128; `track_slots` [T] int32,
-    the state slot of the checkpoint that this token's row belongs to, or -1.
-    Written: `ring` [slots, 128, w]; `tail` fp32, CSA [slots, 24, 640], HCA [slots, 256, 512] raw or [slots, 3, 512] online;
-    `entries` (CSA [blocks, 32, w] at out_loc // 4, HCA [1, blocks, w] at out_loc // 128); `index_keys` [blocks, 32, w];
-    `window` [1, T + 128 B, w] (prefill); `swa_pos` [slots, 128], `swa_head` [slots], `tail_len` [slots] int32 where given.
+    Projections: `kv` [T, 512] bf16 or fp32 (its dtype sets the rounding between stages); `kv_score` fp32, CSA [T,
+    2048] = [k_prev | k_cur | z_prev | z_cur], HCA [T, 1024] = [k | z]; `index_kv_score` [T, 512] fp32 like CSA's with
+    128 a column group. Weights: `kv_norm`, `entry_norm` [512], `index_norm` [128], `ape` fp32 [4, 1024] = [prev |
+    cur] or [128, 512], `index_ape` [4, 256]; `rope` [positions, 64] fp32, interleaved cos and sin. `ratio` 0 (SWA), 4
+    (CSA) or 128 (HCA). Batch: `slots` [B] int32 state slots, -1 skips the request; `prefix_lens` [B] int32 tokens
+    before the step; `query_start` [B + 1] int32; `token_request` [T] int32; `out_loc` [T] int64 pool slots, congruent
+    to the positions modulo 128; `track_slots` [T] int32, the state slot of the checkpoint that this token's row
+    belongs to, or -1. Written: `ring` [slots, 128, w]; `tail` fp32, CSA [slots, 24, 640], HCA [slots, 256, 512] raw
+    or [slots, 3, 512] online; `entries` (CSA [blocks, 32, w] at out_loc // 4, HCA [1, blocks, w] at out_loc // 128);
+    `index_keys` [blocks, 32, w]; `window` [1, T + 128 B, w] (prefill); `swa_pos` [slots, 128], `swa_head` [slots],
+    `tail_len` [slots] int32 where given.
     """
     _check(ratio in (0, CSA_RATIO, HCA_RATIO), lambda: f"ratio is {ratio}; expected 0, 4 or 128")
     tokens = kv.shape[0]
@@ -204,11 +206,14 @@ def append(
             lambda: f"{tokens} tokens for {slots.shape[0]} requests without `window`; a step with chunks needs one",
         )
     round_stage = rounding(kv.dtype)
-    positions = prefix_lens.long()[token_request.long()] + torch.arange(tokens) - query_start.long()[token_request.long()]
+    positions = (
+        prefix_lens.long()[token_request.long()] + torch.arange(tokens) - query_start.long()[token_request.long()]
+    )
     rows = round_stage(rotate(round_stage(rms_norm(kv, kv_norm, eps)), positions, rope))
 
     def finish(pooled: Tensor, norm: Tensor, first: int) -> Tensor:
-        """Pooled entries `first`, `first + 1`, ... -> normalised, rotated at the first token of their window (SPEC 3.4)."""
+        """Pooled entries `first`, `first + 1`, ... -> normalised, rotated at the first token of their window (SPEC
+        3.4)."""
         at = ratio * (first + torch.arange(pooled.shape[0]))
         return round_stage(rotate(round_stage(rms_norm(round_stage(pooled), norm, eps)), at, rope))
 
@@ -233,7 +238,9 @@ def append(
             pooled = _hca_pool(chunk, kv_score, ape, tail)
             write_rows(entries, entry_rows, finish(pooled, entry_norm, first))
             continue
-        assert index_kv_score is not None and index_ape is not None and index_norm is not None and index_keys is not None
+        assert (
+            index_kv_score is not None and index_ape is not None and index_norm is not None and index_keys is not None
+        )
         pooled = _csa_pool(chunk, kv_score, ape, tail[..., :ENTRY_DIM], track_slots)
         write_rows(entries, entry_rows, finish(pooled, entry_norm, first))
         pooled = _csa_pool(chunk, index_kv_score, index_ape, tail[..., ENTRY_DIM:], track_slots)
@@ -254,10 +261,11 @@ def append_swa(
 ) -> None:
     """Quantise final rows (normalised and rotated) into the window rings, FP8 rows only (SPEC 2.4).
 
-    `raw_kv` [T, 512] bf16, `request_slots` [T] int32 (-1 skips the token), `positions` [T] int32; the ring as split views:
-    `swa_fp8` [slots, 128, 448] uint8, `swa_rope` [slots, 128, 64] bf16, `swa_inv` [slots, 128] float8_e8m0fnu (the multiplier
-    that dequantises), `swa_pos` [slots, 128] int32, `swa_head` [slots] int32 (the ring row that the next position takes).
-    Tokens come in any number and order: of those that fall on one ring row the highest position stays.
+    `raw_kv` [T, 512] bf16, `request_slots` [T] int32 (-1 skips the token), `positions` [T] int32; the ring as split
+    views: `swa_fp8` [slots, 128, 448] uint8, `swa_rope` [slots, 128, 64] bf16, `swa_inv` [slots, 128] float8_e8m0fnu
+    (the multiplier that dequantises), `swa_pos` [slots, 128] int32, `swa_head` [slots] int32 (the ring row that the
+    next position takes). Tokens come in any number and order: of those that fall on one ring row the highest position
+    stays.
     """
     if raw_kv.dtype != torch.bfloat16:
         raise ValueError(f"append_swa: raw_kv is {raw_kv.dtype}; expected torch.bfloat16")

@@ -1,5 +1,6 @@
 """`copy_state`, `swap_blocks`, `update_rows`: moving state, blocks and rows without changing them."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,8 @@ from dsv4_sglang.ops.schemas import NAMESPACE
 
 
 def copy_state(src: Tensor, dst: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy the state of slot `src[i]` to slot `dst[i]` ([n] int32, -1 in either skips) in every tensor [layers, slots, ...].
+    """Copy the state of slot `src[i]` to slot `dst[i]` ([n] int32, -1 in either skips) in every tensor [layers,
+    slots, ...].
 
     No slot may be both a source and a destination, nor twice a destination.
     """
@@ -22,8 +24,8 @@ def copy_state(src: Tensor, dst: Tensor, tensors: Sequence[Tensor]) -> None:
 def swap_blocks(device_pools: Sequence[Tensor], host_pools: Sequence[Tensor], ids: Tensor, to_host: bool) -> None:
     """Copy blocks between two lists of pools, [blocks, ...] each, pool by pool.
 
-    `ids` [2, n] int64 on the CPU: blocks of the device pools, blocks of the host pools. All ids are checked first; an id
-    out of range is an error and nothing has moved.
+    `ids` [2, n] int64 on the CPU: blocks of the device pools, blocks of the host pools. All ids are checked first; an
+    id out of range is an error and nothing has moved.
     """
     if len(device_pools) != len(host_pools):
         raise ValueError(f"swap_blocks: {len(device_pools)} device pools and {len(host_pools)} host pools")
@@ -44,8 +46,8 @@ def swap_blocks(device_pools: Sequence[Tensor], host_pools: Sequence[Tensor], id
 def update_rows(pool: Tensor, new_rows: Tensor, slices: Tensor, n_valid: Tensor) -> None:
     """Write slices of `new_rows` [N, ...] into `pool` [R, ...].
 
-    `slices` [3, n] int64: destination start, source start, length; the first `n_valid` [1] int32 of them count. Slices that
-    leave either tensor or overlap in the destination are refused and nothing is written.
+    `slices` [3, n] int64: destination start, source start, length; the first `n_valid` [1] int32 of them count. Slices
+    that leave either tensor or overlap in the destination are refused and nothing is written.
     """
     start, source, length = slices[:, : int(n_valid)].tolist()
     taken: list[tuple[int, int]] = []
@@ -57,7 +59,7 @@ def update_rows(pool: Tensor, new_rows: Tensor, slices: Tensor, n_valid: Tensor)
             )
         taken.append((d, d + n))
     taken.sort()
-    for (_, end), (begin, _) in zip(taken, taken[1:]):
+    for (_, end), (begin, _) in itertools.pairwise(taken):
         if begin < end:
             raise ValueError(f"update_rows: slices overlap at destination row {begin}")
     for d, s, n in zip(start, source, length):

@@ -13,7 +13,8 @@ _TOKENS_AT_ONCE = 32  # bounds the memory of the gathered rows
 
 
 def index_query(q: Tensor, positions: Tensor, rope: Tensor, quantised: bool, index_format: int) -> Tensor:
-    """Raw index queries [T, Hi, 128] -> rotated, Hadamard-transformed and, for FP4 keys, fake-quantised; fp32 (SPEC 2.5, 4.1)."""
+    """Raw index queries [T, Hi, 128] -> rotated, Hadamard-transformed and, for FP4 keys, fake-quantised; fp32 (SPEC
+    2.5, 4.1)."""
     round_stage = rounding(q.dtype)
     y = hadamard(round_stage(rotate(q.float(), positions, rope)))
     if not quantised:
@@ -35,10 +36,11 @@ def index_topk(
 ) -> None:
     """Select for each token the `rows.shape[1]` visible entries of highest index score (SPEC 4.1 to 4.3).
 
-    `q` [T, Hi, 128] raw index query before RoPE; `weights` [T, Hi] fp32 including 128^-0.5 Hi^-0.5; `index_keys` a key table;
-    `block_table` [B, blocks] int32 of the requests, `token_request` [T] int32, `positions` [T] int64; `scores` fp32 scratch
-    [T, most visible entries] (unused here). Writes `rows` [T, K] int32: table rows of the selected entries in ascending entry
-    order, -1 behind them. All visible entries if there are at most K; ties go to the lower entry.
+    `q` [T, Hi, 128] raw index query before RoPE; `weights` [T, Hi] fp32 including 128^-0.5 Hi^-0.5; `index_keys` a key
+    table; `block_table` [B, blocks] int32 of the requests, `token_request` [T] int32, `positions` [T] int64; `scores`
+    fp32 scratch [T, most visible entries] (unused here). Writes `rows` [T, K] int32: table rows of the selected
+    entries in ascending entry order, -1 behind them. All visible entries if there are at most K; ties go to the lower
+    entry.
     """
     top = rows.shape[1]
     rows.fill_(-1)
@@ -73,11 +75,13 @@ def attend(
     rope: Tensor,
     scale: float,
 ) -> Tensor:
-    """Softmax attention of T tokens over [window rows | entry rows] with the sink; output de-rotated (SPEC 2.2, 4.4, 4.5).
+    """Softmax attention of T tokens over [window rows | entry rows] with the sink; output de-rotated (SPEC 2.2, 4.4,
+    4.5).
 
     `q` [T, H, 512] normalised and rotated; `sink` [H] fp32; `window`, `entries` row tables; `window_rows` [T, 128],
-    `entry_rows` [T, K] int32 rows of them (-1: none), of which the first `window_lens`, `entry_lens` [T] int32 count; `positions` [T]
-    int64; `rope` [positions, 64] fp32. Returns [T, H, 512] in q's dtype; a token that sees nothing gives zeros.
+    `entry_rows` [T, K] int32 rows of them (-1: none), of which the first `window_lens`, `entry_lens` [T] int32 count;
+    `positions` [T] int64; `rope` [positions, 64] fp32. Returns [T, H, 512] in q's dtype; a token that sees nothing
+    gives zeros.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for begin in range(0, q.shape[0], _TOKENS_AT_ONCE):

@@ -1,0 +1,128 @@
+"""`append_swa`: final rows into the window rings, as the first design has it; and the moving ops."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dsv4_sglang.ops  # noqa: F401
+from dsv4_sglang.ops import rows
+
+SLOTS = 4
+
+
+def make_ring() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A ring table and its split views, as `StateCachePool` shows them."""
+    table = torch.zeros(SLOTS, 128 * 584, dtype=torch.uint8).as_strided((SLOTS, 128, 584), (128 * 584, 584, 1))
+    data, scales = rows.strips(table)
+    return table, {
+        "swa_fp8": data[..., :448],
+        "swa_rope": data.view(torch.bfloat16)[..., 224:],
+        "swa_inv": scales[..., 0].view(torch.float8_e8m0fnu),
+        "swa_pos": torch.full((SLOTS, 128), -1, dtype=torch.int32),
+        "swa_head": torch.zeros(SLOTS, dtype=torch.int32),
+    }
+
+
+def run(kv, slots, positions, views) -> None:
+    torch.ops.dsv4_sglang.append_swa(
+        kv, torch.tensor(slots, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32), *views.values(), 64
+    )
+
+
+def test_round_trip_error_and_exact_rope_half():
+    table, views = make_ring()
+    kv = torch.randn(100, 512).bfloat16()
+    run(kv, [2] * 100, list(range(100)), views)
+    got = rows.read_rows(table, 2 * 128 + torch.arange(100))
+    assert torch.equal(got[:, 448:], kv[:, 448:].float())
+    x = kv[:, :448].float()
+    assert float((got[:, :448] - x).norm() / x.norm()) < 0.036
+    scale = views["swa_inv"][2, :100].float()
+    normal = x.abs() > scale[:, None] * 2.0**-6
+    assert ((got[:, :448] - x).abs() / x.abs())[normal].max() <= 2.0**-4  # half a unit of a 3-bit mantissa
+    assert torch.equal(rows.strips(table)[1][2, :100], rows.strips(table)[1][2, :100, :1].expand(-1, 8))
+    assert not table[[0, 1, 3]].any(), "other requests are untouched"
+
+
+def test_only_the_last_128_of_a_request_stay_and_padding_is_skipped():
+    table, views = make_ring()
+    kv = torch.randn(301, 512).bfloat16()
+    run(kv, [1] * 300 + [-1], [*range(300), 5], views)
+    expected, expected_views = make_ring()
+    run(kv[172:300], [1] * 128, list(range(172, 300)), expected_views)
+    assert torch.equal(table, expected)
+    assert views["swa_head"].tolist() == [0, 300 % 128, 0, 0]
+    assert sorted(views["swa_pos"][1].tolist()) == list(range(172, 300))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.permutations(list(range(12))), st.lists(st.integers(0, 300), min_size=12, max_size=12, unique=True))
+def test_the_order_of_tokens_does_not_matter(order, positions):
+    kv = torch.randn(12, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    slots = [i % 3 for i in range(12)]
+    one, one_views = make_ring()
+    two, two_views = make_ring()
+    run(kv, slots, positions, one_views)
+    run(kv[list(order)], [slots[i] for i in order], [positions[i] for i in order], two_views)
+    assert torch.equal(one, two)
+    assert all(torch.equal(one_views[k].view(torch.uint8), two_views[k].view(torch.uint8)) for k in one_views)
+
+
+def test_wrong_inputs_are_named():
+    _, views = make_ring()
+    with pytest.raises(ValueError, match=r"raw_kv is torch.float32"):
+        run(torch.randn(1, 512), [0], [0], views)
+    with pytest.raises(ValueError, match="rows of 500"):
+        run(torch.randn(1, 500).bfloat16(), [0], [0], views)
+
+
+# update_rows, swap_blocks
+
+
+def test_update_rows_writes_the_valid_slices_only():
+    pool, new = torch.zeros(20, 3), torch.randn(10, 3)
+    slices = torch.tensor([[15, 2, 99], [0, 4, 99], [3, 5, 99]])
+    torch.ops.dsv4_sglang.update_rows(pool, new, slices, torch.tensor([2], dtype=torch.int32))
+    assert torch.equal(pool[15:18], new[:3]) and torch.equal(pool[2:7], new[4:9])
+    assert not pool[:2].any() and not pool[7:15].any() and not pool[18:].any()
+
+
+@pytest.mark.parametrize(
+    "slices, message",
+    [
+        ([[0, 2], [0, 4], [3, 3]], "overlap"),
+        ([[18], [0], [3]], "leaves"),
+        ([[0], [8], [3]], "leaves"),
+        ([[-1], [0], [1]], "leaves"),
+    ],
+)
+def test_update_rows_refuses_bad_slices_and_writes_nothing(slices, message):
+    pool = torch.zeros(20, 3)
+    with pytest.raises(ValueError, match=message):
+        torch.ops.dsv4_sglang.update_rows(
+            pool, torch.ones(10, 3), torch.tensor(slices), torch.tensor([len(slices[0])], dtype=torch.int32)
+        )
+    assert not pool.any()
+
+
+def test_swap_blocks_round_trip_and_validation_before_any_move():
+    device = [torch.randn(8, 5), torch.randn(8, 2, 3)]
+    host = [torch.zeros(6, 5), torch.zeros(6, 2, 3)]
+    before = [d.clone() for d in device]
+    ids = torch.tensor([[1, 2, 3, 7], [4, 5, 0, 2]])
+    torch.ops.dsv4_sglang.swap_blocks(device, host, ids, True)
+    assert all(torch.equal(h[ids[1]], d[ids[0]]) for h, d in zip(host, before))
+    for d in device:
+        d.zero_()
+    torch.ops.dsv4_sglang.swap_blocks(device, host, ids, False)
+    assert all(torch.equal(d[ids[0]], b[ids[0]]) for d, b in zip(device, before))
+    kept = [h.clone() for h in host]
+    for bad, message in (
+        (torch.tensor([[0, 8], [0, 1]]), "device block 8"),
+        (torch.tensor([[0, 1], [0, -1]]), "host block -1"),
+        (torch.tensor([[0, 0], [0, 1]]), "twice"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            torch.ops.dsv4_sglang.swap_blocks(device, host, bad, True)
+    assert all(torch.equal(h, k) for h, k in zip(host, kept))

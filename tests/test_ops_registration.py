@@ -1,0 +1,72 @@
+"""The ops keep the promises of their schemas: mutation, aliasing, fake implementations (torch.library.opcheck)."""
+
+import pytest
+import torch
+from layer_harness import HIDDEN, SCALE, Batch, Layer, make_attention
+
+from dsv4_sglang.ops.schemas import SCHEMAS
+
+CHECKS = ("test_schema", "test_faketensor")
+
+
+def check(name: str, *args) -> None:
+    torch.library.opcheck(getattr(torch.ops.dsv4_sglang, name).default, args, test_utils=CHECKS)
+
+
+def test_every_op_has_a_cpu_implementation():
+    for name in SCHEMAS:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"dsv4_sglang::{name}", "CPU"), name
+
+
+@pytest.mark.parametrize("rows, keys", [("fp32", "fp32"), ("fp8", "mxfp4"), ("bf16", "nvfp4")])
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_append(ratio, rows, keys, monkeypatch):
+    layer = Layer(make_attention(ratio), ratio, rows=rows, keys=keys)
+    captured = []
+    monkeypatch.setattr(Layer, "append", lambda self, *args: captured.append(args))
+    layer.step({1: torch.randn(5, HIDDEN), 2: torch.randn(130, HIDDEN)}, {1: [3], 2: [4, 1]}, read=False)
+    monkeypatch.undo()
+    calls = []
+    real = torch.ops.dsv4_sglang.append
+    monkeypatch.setattr(torch.ops.dsv4_sglang, "append", lambda *args: calls.append(args))
+    layer.append(*captured[0])
+    monkeypatch.undo()
+    for table in (layer.ring, layer.entries, layer.index_keys, layer.tail, captured[0][2]):
+        if table is not None:
+            table.zero_()  # opcheck compares bytes: NaN would never equal itself
+    torch.library.opcheck(real.default, calls[0], test_utils=CHECKS)
+
+
+def test_append_swa():
+    ring = torch.zeros(3, 128, 448, dtype=torch.uint8), torch.zeros(3, 128, 64, dtype=torch.bfloat16)
+    inv = torch.zeros(3, 128, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    where = torch.tensor([1, 2, -1, 1], dtype=torch.int32), torch.tensor([0, 5, 9, 128], dtype=torch.int32)
+    state = torch.zeros(3, 128, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    kv = torch.randn(4, 512).bfloat16()
+    # opcheck cannot compare float8_e8m0fnu; what the op writes is shown in test_append_swa.py.
+    torch.ops.dsv4_sglang.append_swa(kv, *where, *ring, inv, *state, 64)
+    assert state[1].tolist() == [0, 1, 6] and state[0][1, 0] == 128
+
+
+def test_readers():
+    batch = Batch.make([(1, 100, 3)], {1: [2]})
+    rope = torch.ones(256, 64)
+    rows = torch.zeros(3, 16, dtype=torch.int32)
+    check(
+        "index_topk", torch.randn(3, 8, 128), torch.randn(3, 8), torch.randn(4, 32, 128), batch.block_table,
+        batch.token_request, batch.positions, rope, 0, torch.empty(0), rows,
+    )  # fmt: skip
+    window_rows, window_lens = batch.window_lists(True)
+    check(
+        "attend", torch.randn(3, 2, 512), torch.zeros(2), torch.randn(3, 128, 512), window_rows, window_lens,
+        torch.randn(4, 32, 512), rows, torch.full((3,), 16, dtype=torch.int32), batch.positions, rope, SCALE,
+    )  # fmt: skip
+
+
+def test_moves():
+    state = [torch.randn(2, 5, 3), torch.randn(1, 5)]
+    check("copy_state", torch.tensor([1, -1, 2]).int(), torch.tensor([3, 0, -1]).int(), state)
+    pools = [torch.randn(4, 6)], [torch.randn(3, 6)]
+    check("swap_blocks", *pools, torch.tensor([[1, 3], [0, 2]]), True)
+    slices = torch.tensor([[4, 0, 9], [0, 3, 9], [2, 1, 9]])
+    check("update_rows", torch.zeros(6, 2), torch.randn(5, 2), slices, torch.tensor([2]).int())
