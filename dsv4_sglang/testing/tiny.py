@@ -1,14 +1,15 @@
 """A seeded random DeepSeek-V4 checkpoint: real shapes where they matter to the cache, small everywhere else.
 
-What a cache is sensitive to is as in DeepSeek-V4-Flash: head_dim 512 with 64 RoPE dims, 64 query heads, 64 index heads
-of 128, window 128, ratios 0/4/128 and the entry of the MTP block, the RoPE tables, the sink, hyper-connections, hash and
-learned routing. Tensor names and dtypes are those of DeepSeek's files; the weights are not quantised, and every value is
-exact in bf16, so that a reader in fp32 and one in bf16 hold the same numbers. MTP tensors are not written.
+What a cache is sensitive to is as in DeepSeek-V4-Flash: head_dim 512 with 64 RoPE dims, 64 query heads, 64 index
+heads of 128, window 128, ratios 0/4/128 and the entry of the MTP block, the RoPE tables, the sink, hyper-connections,
+hash and learned routing. Tensor names and dtypes are those of DeepSeek's files; the weights are not quantised, and
+every value is exact in bf16, so that a reader in fp32 and one in bf16 hold the same numbers. MTP tensors are not
+written.
 
-Expert choice does not depend on rounding. The first `n_routed_experts` channels of the residual stream carry the class
-of the token (one-hot); no layer writes to them, and hyper-connections keep what all streams share, so each learned
-router sees the class with full strength and chooses that class's experts by a wide margin. Its other weights are small:
-they only vary the experts' shares.
+Expert choice does not depend on rounding. The first `n_routed_experts` channels of the residual stream carry the
+class of the token (one-hot); no layer writes to them, and hyper-connections keep what all streams share, so each
+learned router sees the class with full strength and chooses that class's experts by a wide margin. Its other weights
+are small: they only vary the experts' shares.
 """
 
 from __future__ import annotations
@@ -32,6 +33,14 @@ O_GROUPS = 8
 EXPERTS, EXPERTS_PER_TOKEN = 16, 6
 HC_MULT = 4
 DEFAULT_RATIOS = (0, 4, 128, 4, 128, 4)
+
+# Rms of what each part puts out, chosen so that a wrong entry shows in the logits (entries stand out from window rows)
+# while rounding rows to bf16 moves a log-probability by 0.004 on average. tests/test_make_tiny.py holds them to it.
+ROW_GAIN = 1.2
+ENTRY_GAIN = {4: 1.6, 128: 2.0}
+ATTENTION_GAIN = 1.0
+MLP_GAIN = 0.7
+HEAD_GAIN = 2.5
 
 
 @dataclass(frozen=True)
@@ -185,15 +194,15 @@ def _attention(draw: _Draw, prefix: str, spec: TinySpec, ratio: int) -> dict[str
         f"{prefix}.q_norm.weight": draw.normal(f"{prefix}.q_norm", spec.q_lora, std=0.1, mean=1.0),
         f"{prefix}.wq_b.weight": draw.linear(f"{prefix}.wq_b", HEADS * HEAD_DIM, spec.q_lora),
         f"{prefix}.wkv.weight": draw.linear(f"{prefix}.wkv", HEAD_DIM, spec.hidden),
-        f"{prefix}.kv_norm.weight": draw.normal(f"{prefix}.kv_norm", HEAD_DIM, std=0.2, mean=1.5),
+        f"{prefix}.kv_norm.weight": draw.normal(f"{prefix}.kv_norm", HEAD_DIM, std=0.1 * ROW_GAIN, mean=ROW_GAIN),
         f"{prefix}.wo_a.weight": draw.linear(
-            f"{prefix}.wo_a", O_GROUPS * spec.o_lora, heads_per_group * HEAD_DIM, gain=2.0
+            f"{prefix}.wo_a", O_GROUPS * spec.o_lora, heads_per_group * HEAD_DIM, gain=ATTENTION_GAIN
         ),
         f"{prefix}.wo_b.weight": _closed_to_classes(draw.linear(f"{prefix}.wo_b", spec.hidden, O_GROUPS * spec.o_lora)),
     }
     if ratio:
         # Entries stand out from the window's rows, so that a missing or wrong one shows in the logits.
-        tensors |= _compressor(draw, f"{prefix}.compressor", spec, ratio, HEAD_DIM, gain=2.0)
+        tensors |= _compressor(draw, f"{prefix}.compressor", spec, ratio, HEAD_DIM, gain=ENTRY_GAIN[ratio])
     if ratio == 4:
         index = f"{prefix}.indexer"
         tensors |= _compressor(draw, f"{index}.compressor", spec, ratio, INDEX_DIM, gain=1.0)
@@ -220,7 +229,7 @@ def _mlp(draw: _Draw, prefix: str, spec: TinySpec) -> dict[str, torch.Tensor]:
         f"{prefix}.w1.weight": draw.linear(f"{prefix}.w1", spec.expert_width, spec.hidden),
         f"{prefix}.w3.weight": draw.linear(f"{prefix}.w3", spec.expert_width, spec.hidden),
         f"{prefix}.w2.weight": _closed_to_classes(
-            draw.linear(f"{prefix}.w2", spec.hidden, spec.expert_width, gain=1.5)
+            draw.linear(f"{prefix}.w2", spec.hidden, spec.expert_width, gain=MLP_GAIN)
         ),
     }
 
@@ -260,7 +269,7 @@ def tiny_tensors(spec: TinySpec) -> Iterator[tuple[str, torch.Tensor]]:
     for layer, ratio in enumerate(spec.ratios):
         yield from _layer(draw, spec, layer, ratio).items()
     yield "norm.weight", draw.normal("norm", spec.hidden, std=0.1, mean=1.0)
-    yield "head.weight", draw.linear("head", spec.vocab, spec.hidden, gain=2.5)
+    yield "head.weight", draw.linear("head", spec.vocab, spec.hidden, gain=HEAD_GAIN)
     yield "hc_head_fn", draw.linear("hc_head_fn", HC_MULT, HC_MULT * spec.hidden).float()
     yield "hc_head_base", draw.normal("hc_head_base", HC_MULT, std=0.5).float()
     yield "hc_head_scale", draw.normal("hc_head_scale", 1, std=0.1, mean=0.5).float()

@@ -1,0 +1,116 @@
+"""The oracle: transformers' DeepseekV4ForCausalLM in fp32, as it is or with its cache rows fake-quantised.
+
+Nothing of transformers is patched. Rows are quantised in an attention function that this module registers (every row
+that a query can see passes through it, normalised and rotated), index keys and queries in a hook of the scorer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AttentionInterface, DeepseekV4ForCausalLM, DynamicCache
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
+
+from dsv4_sglang.testing.quantise import bf16_rows, fp8_rows, mxfp4_keys
+
+RowFormat = Literal["fp32", "bf16", "fp8"]
+KeyFormat = Literal["fp32", "mxfp4"]
+
+_ROW_ROUNDING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"bf16": bf16_rows, "fp8": fp8_rows}
+
+
+def _attention_over(rounding: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    def attention(module: Any, query: Any, key: torch.Tensor, value: Any, mask: Any, **kwargs: Any) -> Any:
+        # A row is key and value at once. Rows that transformers' cache holds are rounded again at each read: the
+        # rounding is a function of the row, so a row always reads the same.
+        rows = rounding(key)
+        return hf.eager_attention_forward(module, query, rows, rows, mask, **kwargs)
+
+    return attention
+
+
+for _name, _rounding in _ROW_ROUNDING.items():
+    AttentionInterface.register(f"dsv4_oracle_{_name}", _attention_over(_rounding))
+    AttentionMaskInterface.register(f"dsv4_oracle_{_name}", eager_mask)
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the oracle says about tokens that somebody generated; all of length n.
+
+    logprobs: log p of each token. best: the token that the oracle would have taken. margin: log p(best) - log p(token),
+    0 where they agree; a small one is a near tie.
+    """
+
+    logprobs: torch.Tensor
+    best: torch.Tensor
+    margin: torch.Tensor
+
+
+class Oracle:
+    """transformers' model of a checkpoint folder, in fp32 on `device`."""
+
+    def __init__(self, folder: str | Path, device: str = "cpu") -> None:
+        self.model = DeepseekV4ForCausalLM.from_pretrained(
+            str(folder), dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
+        self.model.to(device).eval()
+        self.device = device
+        self._keys: KeyFormat = "fp32"
+        for module in self.model.modules():
+            if isinstance(module, hf.DeepseekV4IndexerScorer):
+                module.register_forward_pre_hook(self._quantise_keys)
+
+    def _quantise_keys(self, _module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._keys == "fp32":
+            return None
+        query, keys, hidden = args
+        return mxfp4_keys(query), mxfp4_keys(keys), hidden
+
+    def _select(self, rows: RowFormat, keys: KeyFormat) -> None:
+        self.model.config._attn_implementation = "eager" if rows == "fp32" else f"dsv4_oracle_{rows}"
+        self._keys = keys
+
+    @torch.no_grad()
+    def logits(
+        self, ids: Sequence[int], rows: RowFormat = "fp32", keys: KeyFormat = "fp32", chunk: int | None = None
+    ) -> torch.Tensor:
+        """fp32 [len(ids), vocab] on the CPU: row i predicts token i + 1. In one forward, or in `chunk`s of tokens."""
+        self._select(rows, keys)
+        tokens = torch.tensor([list(ids)], device=self.device)
+        cache = DynamicCache(config=self.model.config)
+        parts = tokens.split(chunk or len(ids), dim=1)
+        return torch.cat([self.model(part, past_key_values=cache, use_cache=True).logits[0].cpu() for part in parts])
+
+    def score(
+        self, prompt: Sequence[int], generated: Sequence[int], rows: RowFormat = "fp32", keys: KeyFormat = "fp32"
+    ) -> Score:
+        """Teacher-forced: every token of `generated` given the prompt and the generated tokens before it."""
+        logits = self.logits([*prompt, *generated][:-1], rows, keys)[len(prompt) - 1 :]
+        logprobs = logits.log_softmax(dim=-1)
+        chosen = logprobs.gather(1, torch.tensor(list(generated))[:, None])[:, 0]
+        top = logprobs.max(dim=-1)
+        return Score(logprobs=chosen, best=top.indices, margin=top.values - chosen)
+
+    @torch.no_grad()
+    def greedy(
+        self, prompt: Sequence[int], count: int, rows: RowFormat = "fp32", keys: KeyFormat = "fp32"
+    ) -> tuple[list[int], torch.Tensor]:
+        """(tokens, fp32 [count] their log p): the likeliest token `count` times, through the model's own cache."""
+        self._select(rows, keys)
+        cache = DynamicCache(config=self.model.config)
+        step = torch.tensor([list(prompt)], device=self.device)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        for _ in range(count):
+            logits = self.model(step, past_key_values=cache, use_cache=True).logits[0, -1]
+            best = logits.log_softmax(dim=-1).max(dim=-1)
+            tokens.append(int(best.indices))
+            logprobs.append(float(best.values))
+            step = best.indices.view(1, 1)
+        return tokens, torch.tensor(logprobs)

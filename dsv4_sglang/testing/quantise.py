@@ -1,0 +1,71 @@
+"""Fake quantisation of cache rows and index keys, written from the formulas alone (SPEC 2.4, 2.5, 6.3).
+
+Independent of the ops on purpose: these make the oracle that the ops are measured against.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+ROPE_DIM = 64
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Powers of two that the e4m3 scale bytes of the key container can hold.
+KEY_SCALE_MIN, KEY_SCALE_MAX = 2.0**-9, 2.0**8
+
+
+def _power_of_two_at_least(x: torch.Tensor) -> torch.Tensor:
+    """Smallest power of two >= x, elementwise; x > 0, fp32, normal. By exponent, so exact."""
+    mantissa, exponent = torch.frexp(x)  # x = mantissa * 2^exponent, mantissa in [0.5, 1)
+    return torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).to(exponent.dtype))
+
+
+def fp8_rows(rows: torch.Tensor) -> torch.Tensor:
+    """fp32 [..., 512] -> the values that a 584-byte row holds, fp32.
+
+    The row is rounded to bf16; its first 448 dims become e4m3 with one power-of-two scale >= amax/448 (amax at least
+    1e-4), the RoPE dims stay bf16.
+    """
+    rows = rows.bfloat16().float()
+    plain, rope = rows[..., :-ROPE_DIM], rows[..., -ROPE_DIM:]
+    amax = plain.abs().amax(dim=-1, keepdim=True).clamp(min=1e-4)
+    scale = _power_of_two_at_least(amax * (1.0 / E4M3_MAX))
+    stored = (plain / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+    return torch.cat([(stored * scale).bfloat16().float(), rope], dim=-1)
+
+
+def bf16_rows(rows: torch.Tensor) -> torch.Tensor:
+    """fp32 [..., 512] -> rounded to bf16, as fp32."""
+    return rows.bfloat16().float()
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """[..., n] times the orthonormal Sylvester matrix of size n, a power of two."""
+    n = x.shape[-1]
+    for stride in (2**i for i in range(n.bit_length() - 1)):
+        pairs = x.unflatten(-1, (n // (2 * stride), 2, stride))
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        x = torch.stack([low + high, low - high], dim=-2).flatten(-3)
+    return x / math.sqrt(n)
+
+
+def round_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """fp32 in [-6, 6] -> nearest e2m1 value, ties to the even code."""
+    values = torch.tensor(E2M1_VALUES, device=x.device)
+    middles = (values[1:] + values[:-1]) / 2
+    code = torch.bucketize(x.abs(), middles)  # a tie goes to the lower code ...
+    tie = (x.abs() == middles[code.clamp(max=len(middles) - 1)]) & (code < len(middles))
+    code = code + (tie & (code % 2 == 1)).to(code.dtype)  # ... unless that one is odd
+    return values[code].copysign(x)
+
+
+def mxfp4_keys(keys: torch.Tensor) -> torch.Tensor:
+    """fp32 [..., 128], after RoPE -> rotated keys as MXFP4 holds them, fp32. Index queries go the same way."""
+    rotated = hadamard(keys.bfloat16().float()).bfloat16().float()
+    blocks = rotated.unflatten(-1, (-1, 32))
+    amax = blocks.abs().amax(dim=-1, keepdim=True).clamp(min=E2M1_MAX * 2.0**-126)
+    scale = _power_of_two_at_least(amax / E2M1_MAX).clamp(KEY_SCALE_MIN, KEY_SCALE_MAX)
+    return (round_e2m1((blocks / scale).clamp(-E2M1_MAX, E2M1_MAX)) * scale).flatten(-2)

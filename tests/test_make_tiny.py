@@ -1,0 +1,183 @@
+"""The tiny checkpoint: reproducible, readable, small, and worth testing with."""
+
+import hashlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, DeepseekV4ForCausalLM
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
+from typer.testing import CliRunner
+
+from dsv4_sglang.cli import app
+from dsv4_sglang.testing.oracle import Oracle
+from dsv4_sglang.testing.tiny import EXPERTS, EXPERTS_PER_TOKEN, TinySpec, make_tiny
+
+VOCAB = TinySpec().vocab
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny: Path) -> Oracle:
+    return Oracle(tiny)
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    return torch.randint(3, VOCAB, (300,), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+def test_bytes_depend_on_the_seed_alone(tiny: Path, tmp_path: Path) -> None:
+    assert _digests(make_tiny(tmp_path / "same")) == _digests(tiny)
+    other = _digests(make_tiny(tmp_path / "other", TinySpec(seed=1)))
+    assert {name for name, digest in other.items() if digest != _digests(tiny)[name]} == {"model.safetensors"}
+
+
+def test_small_and_quick(tmp_path: Path) -> None:
+    start = time.monotonic()
+    folder = make_tiny(tmp_path / "tiny")
+    assert time.monotonic() - start < 20
+    assert sum(p.stat().st_size for p in folder.iterdir()) < 100e6
+
+
+def test_values_are_exact_in_bf16(tiny: Path) -> None:
+    for name, tensor in load_file(tiny / "model.safetensors").items():
+        if tensor.is_floating_point():
+            assert torch.equal(tensor.float(), tensor.bfloat16().float()), name
+
+
+def test_transformers_reads_every_tensor(tiny: Path) -> None:
+    _, info = DeepseekV4ForCausalLM.from_pretrained(tiny, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+
+
+def test_config_keeps_the_mtp_entry(tiny: Path) -> None:
+    config = json.loads((tiny / "config.json").read_text())
+    assert config["compress_ratios"] == [0, 4, 128, 4, 128, 4, 0]
+    assert config["num_hidden_layers"] == 6
+    assert config["num_nextn_predict_layers"] == 1
+
+
+def test_logits_are_not_flat(oracle: Oracle, prompt: list[int]) -> None:
+    logprobs = oracle.logits(prompt).log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    assert entropy.mean() < 0.7 * torch.tensor(float(VOCAB)).log()
+    assert logprobs.argmax(-1).unique().numel() > 50
+    tokens, _ = oracle.greedy(prompt[:20], 24)
+    assert len(set(tokens)) > 8
+
+
+def test_routers_choose_by_a_wide_margin(oracle: Oracle, prompt: list[int]) -> None:
+    """A gap of 1 in a score of about 2: no rounding of anything before it swaps experts."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    hooks = [
+        module.register_forward_hook(
+            lambda m, _, out: seen.append((m.score_fn(out[0]) + m.e_score_correction_bias, out[2]))
+        )
+        for module in oracle.model.modules()
+        if isinstance(module, hf.DeepseekV4TopKRouter)
+    ]
+    oracle.logits(prompt)
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == 4
+    for scores, chosen in seen:
+        top = scores.topk(EXPERTS_PER_TOKEN + 1).values
+        assert (top[:, -2] - top[:, -1]).min() > 1.0
+        assert len({tuple(sorted(row)) for row in chosen.tolist()}) > EXPERTS // 2  # by token, not one choice for all
+        weights = scores.gather(1, chosen)
+        assert weights.std() > 0.1
+
+
+def test_class_channels_pass_all_layers(oracle: Oracle, prompt: list[int]) -> None:
+    streams: list[torch.Tensor] = []
+    hook = oracle.model.model.layers[-1].register_forward_hook(lambda _m, _a, out: streams.append(out))
+    oracle.logits(prompt[:64])
+    hook.remove()
+    embedding = oracle.model.model.embed_tokens.weight[prompt[:64], :EXPERTS]
+    torch.testing.assert_close(
+        streams[0][0, :, :, :EXPERTS], embedding[:, None].expand(-1, 4, -1), atol=1e-3, rtol=1e-3
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_bf16_rows_move_logprobs_little_and_a_wrong_entry_much(tmp_path: Path, prompt: list[int], seed: int) -> None:
+    oracle = Oracle(make_tiny(tmp_path / "tiny", TinySpec(seed=seed)))
+    target = torch.tensor(prompt[1:])[:, None]
+
+    def logprobs(**formats: str) -> torch.Tensor:
+        return oracle.logits(prompt[:-1], **formats).log_softmax(-1).gather(1, target)
+
+    exact = logprobs()
+    bf16, fp8 = ((logprobs(rows=rows) - exact).abs() for rows in ("bf16", "fp8"))
+    assert bf16.mean() < 0.007
+    assert bf16.max() < 0.035
+    assert 5 * bf16.mean() < fp8.mean() < 0.12
+
+    def spoil(
+        _module: object, _args: object, out: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        entries, bias = out
+        entries = entries.clone()
+        entries[:, :, 0] = entries[:, :, 0].roll(1, -1)
+        return entries, bias
+
+    for kind in (hf.DeepseekV4CSACompressor, hf.DeepseekV4HCACompressor):
+        hooks = [m.register_forward_hook(spoil) for m in oracle.model.modules() if isinstance(m, kind)]
+        spoilt = (logprobs() - exact).abs()
+        for hook in hooks:
+            hook.remove()
+        assert spoilt.mean() > 8 * bf16.mean(), kind
+
+
+def test_tokenizer(tiny: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    text = "Grüße, 世界!\n  <x>\t" + "".join(map(chr, range(32, 127)))
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert len(tokenizer) == VOCAB
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1, 2)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
+    )
+    assert chat == "<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜></think>"
+    assert len(tokenizer(chat)["input_ids"]) == 6
+    assert tokenizer.decode(list(range(VOCAB)))  # every id that sampling can give
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--layers", "0,5"], "ratios (0, 5)"),
+        (["--layers", "x"], "'x'"),
+        (["--hidden", "200"], "hidden 200"),
+        (["--hash-layers", "9"], "hash_layers 9"),
+        (["--index-topk", "0"], "index_topk 0"),
+    ],
+)
+def test_bad_arguments_are_named(tmp_path: Path, arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["make-tiny", str(tmp_path / "x"), *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert said in result.output
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    result = CliRunner().invoke(app, ["make-tiny", str(tmp_path)], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert "notes.txt" in result.output
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]

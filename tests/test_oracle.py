@@ -1,0 +1,160 @@
+"""The oracle itself: transformers' masks, tables and cache are what SPEC says, and the fake quantisers are right."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
+
+from dsv4_sglang.ops import index_keys, rows
+from dsv4_sglang.testing.oracle import Oracle
+from dsv4_sglang.testing.quantise import bf16_rows, fp8_rows, hadamard, mxfp4_keys, round_e2m1
+from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+
+LENGTH = 260
+TOPK = 16
+FP32_NOISE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """Three layers, one of each kind, and a selection that leaves entries out."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return Oracle(make_tiny(folder, TinySpec(ratios=(0, 4, 128), hash_layers=1, index_topk=TOPK)))
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    return torch.randint(3, 384, (LENGTH,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def _masks(oracle: Oracle, prompt: list[int], chunk: int | None) -> list[list[torch.Tensor]]:
+    """[layer][forward]: bool [queries, keys], what the attention of each forward could see."""
+    seen: list[list[torch.Tensor]] = [[], [], []]
+    original = hf.eager_attention_forward
+
+    def spy(module, query, key, value, mask, **kwargs):  # type: ignore[no-untyped-def]
+        seen[module.layer_idx].append(mask[0, 0] > -1e30)
+        return original(module, query, key, value, mask, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "eager_attention_forward", spy)
+        oracle.logits(prompt, chunk=chunk)
+    return seen
+
+
+@pytest.mark.parametrize("chunk", [None, 130])
+def test_masks_are_those_of_the_specification(oracle: Oracle, prompt: list[int], chunk: int | None) -> None:
+    """SPEC 4.3 and 4.4, over the keys [last 127 of the cache | new rows | entries]."""
+    for layer, ratio in enumerate((0, 4, 128)):
+        start = 0
+        for visible in _masks(oracle, prompt, chunk)[layer]:
+            queries = visible.shape[0]
+            past = min(start, 127)
+            t = torch.arange(start, start + queries)[:, None]
+            p = torch.arange(start - past, start + queries)[None]
+            assert torch.equal(visible[:, : past + queries], (p <= t) & (p > t - 128))
+            if ratio:
+                entries = visible[:, past + queries :]
+                assert entries.shape[1] == (start + queries) // ratio
+                closed = torch.arange(entries.shape[1])[None] < (t + 1) // ratio
+                assert not (entries & ~closed).any()
+                most = TOPK if ratio == 4 else LENGTH
+                assert torch.equal(entries.sum(1), closed.sum(1).clamp(max=most))
+            start += queries
+        assert start == LENGTH
+
+
+def test_rope_tables_are_fp32_and_as_specified(oracle: Oracle) -> None:
+    rotary = oracle.model.model.rotary_emb
+    position = torch.tensor([[0, 1, 259, 32000]])
+    for kind, expected in (
+        ("main", {0: 1.0, 31: 10000.0 ** (-62 / 64)}),
+        ("compress", {0: 1.0, 15: 3.635539e-3, 20: 2.969778e-4, 25: 5.372312e-6, 31: 5.680529e-7}),
+    ):
+        cos, sin = rotary(torch.zeros(1, dtype=torch.float32), position, layer_type=kind)
+        assert cos.dtype == sin.dtype == torch.float32
+        torch.testing.assert_close(cos.square() + sin.square(), torch.ones_like(cos))
+        for i, frequency in expected.items():
+            angle = position.float() * torch.tensor(frequency)
+            torch.testing.assert_close(sin[..., i], angle.sin(), atol=2e-3, rtol=1e-5)
+
+
+def test_chunks_and_single_tokens_equal_one_forward(oracle: Oracle, prompt: list[int]) -> None:
+    whole = oracle.logits(prompt)
+    assert (oracle.logits(prompt, chunk=77) - whole).abs().max() < FP32_NOISE
+    assert (oracle.logits(prompt[:140], chunk=1) - whole[:140]).abs().max() < FP32_NOISE
+
+
+def test_no_token_sees_the_future(oracle: Oracle, prompt: list[int]) -> None:
+    whole = oracle.logits(prompt)
+    for t in (0, 2, 3, 4, 126, 127, 128, 255):
+        changed = [*prompt[: t + 1], *[(token + 9) % 384 for token in prompt[t + 1 :]]]
+        assert (oracle.logits(changed)[: t + 1] - whole[: t + 1]).abs().max() < FP32_NOISE
+
+
+@pytest.mark.parametrize("formats", [{}, {"rows": "bf16"}, {"rows": "fp8", "keys": "mxfp4"}])
+def test_teacher_forced_equals_incremental(oracle: Oracle, prompt: list[int], formats: dict[str, str]) -> None:
+    """From a prompt length that leaves every kind of window half open, over the edge of a block."""
+    start = prompt[:125]
+    tokens, logprobs = oracle.greedy(start, 8, **formats)
+    score = oracle.score(start, tokens, **formats)
+    assert score.best.tolist() == tokens
+    assert score.margin.max() == 0
+    assert (score.logprobs - logprobs).abs().max() < FP32_NOISE
+    other = oracle.score(start, [tokens[0], (tokens[1] + 1) % 384, *tokens[2:]], **formats)
+    assert other.margin[0] == 0
+    assert other.margin[1] > 0
+
+
+def test_formats_change_what_they_should(oracle: Oracle, prompt: list[int]) -> None:
+    exact = oracle.logits(prompt)
+    keys = oracle.logits(prompt, keys="mxfp4")
+    selection_starts = 4 * (TOPK + 1) - 1  # the first query with more entries than it may select
+    assert (keys[:selection_starts] - exact[:selection_starts]).abs().max() < FP32_NOISE
+    assert (keys[selection_starts:] - exact[selection_starts:]).abs().max() > 100 * FP32_NOISE
+    bf16, fp8 = ((oracle.logits(prompt, rows=r) - exact).abs().mean() for r in ("bf16", "fp8"))
+    assert 0 < 5 * bf16 < fp8
+    assert torch.equal(oracle.logits(prompt), exact)  # nothing of a format sticks
+
+
+def test_hadamard_is_the_sylvester_matrix() -> None:
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < 128:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    torch.testing.assert_close(hadamard(torch.eye(128)), matrix / 128**0.5)
+
+
+def test_e2m1_rounds_ties_to_even() -> None:
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    assert round_e2m1(ties).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    assert round_e2m1(-ties).tolist() == [-0.0, -1.0, -1.0, -2.0, -2.0, -4.0, -4.0]
+    above, below = ties * 1.001, ties * 0.999
+    assert round_e2m1(above).tolist() == [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    assert round_e2m1(below).tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("scale", [1e-6, 0.02, 1.0, 300.0])
+def test_quantisers_agree_with_the_ops(scale: float) -> None:
+    """Two programs from one specification: the ops' rows and keys hold exactly these values."""
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(500, 512, generator=generator) * scale
+    x[:40, ::3] *= 1000.0
+    x[40, :448] = 0.0
+    assert torch.equal(bf16_rows(x), x.bfloat16().float())
+    table = torch.zeros(4, 128, rows.FP8_WIDTH, dtype=torch.uint8)
+    at = torch.randperm(512, generator=generator)[:500]
+    rows.write_rows(table, at, x)
+    assert torch.equal(rows.read_rows(table, at), fp8_rows(x))
+    keys = x[:, :128]
+    packed, scales = index_keys.quantise_keys(index_keys.hadamard(keys.bfloat16().float()), index_keys.MXFP4)
+    differ = (index_keys.dequantise_keys(packed, scales) != mxfp4_keys(keys)).float().mean()
+    assert differ < 1e-4  # the two transforms add in another order, which moves a value across a rounding edge
+
+
+def test_fp8_rows_keep_the_rope_dims_and_lose_little(tmp_path: Path) -> None:
+    x = torch.randn(200, 512, generator=torch.Generator().manual_seed(5))
+    y = fp8_rows(x)
+    assert torch.equal(y[:, 448:], x[:, 448:].bfloat16().float())
+    error = (y - x)[:, :448].norm(dim=1) / x[:, :448].norm(dim=1)
+    assert 0.02 < error.mean() < 0.03  # SPEC 7.1: 0.0266
