@@ -39,8 +39,8 @@ class Yarn:
 class DSV4Config:
     """A DeepSeek-V4 model; fields have the names of config.json. Sizes count elements, lengths tokens.
 
-    `compress_ratios[i]` is layer i's ratio (0 SWA, 4 CSA, 128 HCA). The list may be longer than `num_hidden_layers` (the
-    entries behind are MTP blocks) but not shorter; `ratio()` answers for any layer.
+    `compress_ratios[i]` is layer i's ratio (0 SWA, 4 CSA, 128 HCA). The list may be longer than `num_hidden_layers`
+    (the entries behind are MTP blocks) but not shorter; `ratio()` answers for any layer.
     """
 
     num_hidden_layers: int
@@ -112,7 +112,7 @@ class DSV4Config:
         return float(self.index_head_dim) ** -0.5 * float(self.index_n_heads) ** -0.5
 
     def ratio(self, layer_idx: int) -> int:
-        """Compression ratio of a layer; MTP blocks, with or without an entry in `compress_ratios`, have 0 (SPEC 4.6)."""
+        """Compression ratio of a layer; MTP blocks have 0, with or without an entry in `compress_ratios` (SPEC 4.6)."""
         layers = self.num_hidden_layers + self.num_nextn_predict_layers
         if not 0 <= layer_idx < layers:
             raise IndexError(f"layer {layer_idx} is not in 0..{layers - 1} (MTP blocks included)")

@@ -1,0 +1,37 @@
+"""The hybrid cache: pools, state slots, and who owns them. Knows nothing of SGLang."""
+
+from dsv4_sglang.cache.allocator import BlockAllocator
+from dsv4_sglang.cache.handle import ClassicalView, IndexerView, LayerCacheHandle, LayerWeights, SwaView
+from dsv4_sglang.cache.manager import KVCacheManager
+from dsv4_sglang.cache.paged_cache import PagedKVPool
+from dsv4_sglang.cache.row_format import KeyFormat, RowFormat
+from dsv4_sglang.cache.schema import (
+    BLOCK_SIZE_ORIGINAL_TOKENS,
+    HcaState,
+    LayerCacheSchema,
+    build_schema,
+    compute_block_budget,
+)
+from dsv4_sglang.cache.state_cache import StateCachePool, StateStorage
+from dsv4_sglang.cache.step import Step
+
+__all__ = [
+    "BLOCK_SIZE_ORIGINAL_TOKENS",
+    "BlockAllocator",
+    "ClassicalView",
+    "HcaState",
+    "IndexerView",
+    "KVCacheManager",
+    "KeyFormat",
+    "LayerCacheHandle",
+    "LayerCacheSchema",
+    "LayerWeights",
+    "PagedKVPool",
+    "RowFormat",
+    "StateCachePool",
+    "StateStorage",
+    "Step",
+    "SwaView",
+    "build_schema",
+    "compute_block_budget",
+]

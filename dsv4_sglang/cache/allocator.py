@@ -1,0 +1,91 @@
+"""`BlockAllocator`: which blocks of a pool are free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dsv4_sglang.cache.device import resolve_device
+
+
+class BlockAllocator:
+    """Hands out block ids 0 .. num_total_blocks - 1.
+
+    The free list is a stack of int32 ids on the device. Its top pointer is on the host (pinned where there is a GPU),
+    so `num_free` and the decision whether `acquire` fits never wait for the device. The host also keeps a copy of the
+    stack and a byte a block that says whether it is free; with them a release is checked before anything moves. What
+    that costs: 5 B of host memory a block, and at `release` one pass over the ids, plus one copy of the ids to the host
+    (which waits for the device) when they are given as a device tensor. `acquire` never waits.
+
+    Not for use inside a CUDA graph: acquire and release between captures and replays.
+    """
+
+    def __init__(self, num_total_blocks: int, device: torch.device | str | None = None) -> None:
+        if num_total_blocks < 0:
+            raise ValueError(f"num_total_blocks is {num_total_blocks}; expected 0 or more")
+        self.num_total_blocks = num_total_blocks
+        self.device = resolve_device(device)
+        # The top of the stack is its end: block 0 goes first.
+        self._host_stack = torch.arange(num_total_blocks - 1, -1, -1, dtype=torch.int32)
+        self._is_free = torch.ones(num_total_blocks, dtype=torch.bool)
+        self._stack = self._host_stack.to(self.device, copy=True)
+        self._top = torch.tensor([num_total_blocks], dtype=torch.int64, pin_memory=self.device.type == "cuda")
+
+    @property
+    def num_free(self) -> int:
+        return int(self._top[0])
+
+    def acquire(self, n: int) -> Tensor:
+        """Take `n` blocks: their ids, [n] int32 on the device, last released first.
+
+        Raises RuntimeError ("OOM", what was asked, what is free, the total) and takes nothing if fewer are free.
+        """
+        return self.acquire_with_host_ids(n)[0]
+
+    def acquire_with_host_ids(self, n: int) -> tuple[Tensor, list[int]]:
+        """`acquire`, and the same ids on the host; no wait for the device."""
+        if n < 0:
+            raise ValueError(f"acquire: {n} blocks asked; expected 0 or more")
+        top = self.num_free
+        if n > top:
+            raise RuntimeError(f"OOM: {n} blocks asked, {top} free of {self.num_total_blocks}")
+        taken = self._host_stack[top - n : top].flip(0)
+        self._is_free[taken.long()] = False
+        self._top[0] = top - n
+        # A copy: the stack's memory is written again by the next release.
+        return self._stack[top - n : top].flip(0), taken.tolist()
+
+    def release(self, ids: Tensor | Sequence[int]) -> None:
+        """Give blocks back. `ids`: an int tensor [n] on any device, or a sequence of ints.
+
+        Raises ValueError and changes nothing when an id is not a block of this allocator, is given twice, is free
+        already, or when more ids come back than are out.
+        """
+        given = ids if isinstance(ids, Tensor) else torch.tensor(list(ids), dtype=torch.int32)
+        if given.dim() != 1 or given.is_floating_point() or given.dtype == torch.bool:
+            raise ValueError(
+                f"release: ids are {given.dtype} of shape {tuple(given.shape)}; expected ints of shape [n]"
+            )
+        host = given.to("cpu", torch.int64)
+        self._check_release(host)
+        n, top = len(host), self.num_free
+        self._host_stack[top : top + n] = host
+        self._stack[top : top + n] = given.to(self.device, torch.int32)
+        self._is_free[host] = True
+        self._top[0] = top + n
+
+    def _check_release(self, ids: Tensor) -> None:
+        out = self.num_total_blocks - self.num_free
+        if len(ids) > out:
+            raise ValueError(f"release: {len(ids)} blocks given, only {out} of {self.num_total_blocks} are out")
+        foreign = ids[(ids < 0) | (ids >= self.num_total_blocks)]
+        if len(foreign):
+            raise ValueError(f"release: block {int(foreign[0])} is not in 0..{self.num_total_blocks - 1}")
+        free = ids[self._is_free[ids]]
+        if len(free):
+            raise ValueError(f"release: block {int(free[0])} is free already (released twice?)")
+        unique, count = ids.unique(return_counts=True)
+        if len(unique) < len(ids):
+            raise ValueError(f"release: block {int(unique[count > 1][0])} is given twice")

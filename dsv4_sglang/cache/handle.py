@@ -1,0 +1,242 @@
+"""`LayerCacheHandle`: one layer of the cache during one forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
+from dsv4_sglang.cache.paged_cache import PagedKVPool
+from dsv4_sglang.cache.row_format import make_row_tables
+from dsv4_sglang.cache.schema import LayerCacheSchema
+from dsv4_sglang.cache.state_cache import StateCachePool
+from dsv4_sglang.cache.step import WINDOW, Step
+from dsv4_sglang.model.layer_schedule import AttentionType
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """What `append` takes of a layer's weights. Norm weights bf16 or fp32, the rest fp32."""
+
+    kv_norm: Tensor
+    """[512]"""
+    rope: Tensor
+    """[positions, 64] cos and sin interleaved, of this layer's frequencies (SPEC 1.3)."""
+    eps: float = 1e-6
+    entry_norm: Tensor | None = None
+    """[512], CSA and HCA."""
+    ape: Tensor | None = None
+    """Position bias: CSA [4, 1024] = [previous | current], HCA [128, 512]."""
+    index_norm: Tensor | None = None
+    """[128], CSA."""
+    index_ape: Tensor | None = None
+    """[4, 256], CSA."""
+
+
+@dataclass(frozen=True)
+class SwaView:
+    """The window rows that the tokens of the step see; the first four fields are arguments of `attend`."""
+
+    window: Tensor
+    """Entry table that `window_rows` count in: the ring (decode) or the step's workspace (prefill)."""
+    window_rows: Tensor
+    """[T, 128] int32"""
+    window_lens: Tensor
+    """[T] int32: how many of them are visible."""
+    positions: Tensor
+    """[T] int64"""
+    swa_pos: Tensor
+    """[slots, 128] int32 position of every ring row, -1: none."""
+    swa_head: Tensor
+    """[slots] int32 ring row of the next position."""
+
+
+@dataclass(frozen=True)
+class ClassicalView:
+    """The compressed entries of a CSA or HCA layer."""
+
+    entries: Tensor
+    """Entry table."""
+    block_table: Tensor
+    """[B, blocks] int32 block ids of each request of the step."""
+    n_visible: Tensor
+    """[T] int32 entries that each token may see."""
+    entry_rows: Tensor | None
+    """[T, blocks] int32 rows of the visible entries in an HCA layer, which reads all; None in a CSA layer: the rows come
+    from `index_topk`."""
+
+
+@dataclass(frozen=True)
+class IndexerView:
+    """The index keys of a CSA layer; the fields are arguments of `index_topk`."""
+
+    index_keys: Tensor
+    """Key table."""
+    block_table: Tensor
+    """[B, blocks] int32"""
+    token_request: Tensor
+    """[T] int32"""
+    positions: Tensor
+    """[T] int64"""
+    index_format: int
+    n_visible: Tensor
+    """[T] int32 keys that each token may see."""
+
+
+class LayerCacheHandle:
+    """Writes and reads of one layer for the tokens of one step. Making one allocates nothing on the device.
+
+    In a step with more than one token of a request (prefill), `append` makes a workspace of window rows that
+    `read_swa_view` hands out: the chunk's late tokens replace ring rows that its early ones still see (SPEC 6.4).
+    """
+
+    def __init__(self, layer_idx: int, state_pool: StateCachePool, paged_pool: PagedKVPool | None, step: Step) -> None:
+        self.layer_idx = layer_idx
+        self.state_pool = state_pool
+        self.paged_pool = paged_pool
+        self.step = step
+        self._window: Tensor | None = None
+
+    @property
+    def schema(self) -> LayerCacheSchema:
+        return self.state_pool.schema
+
+    def write_swa(self, raw_kv: Tensor) -> None:
+        """Put final rows (normalised and rotated) [T, 512] bf16 into the rings; FP8 rings only.
+
+        More than a window of tokens may come: the last 128 of a request stay. Compressors are not touched.
+        """
+        pool = self.state_pool
+        if pool.swa_fp8 is None or pool.swa_rope is None or pool.swa_inv is None:
+            raise ValueError(
+                f"write_swa quantises to FP8 rows; layer {self.layer_idx} has {self.schema.row_format.value} rows: "
+                "use append()"
+            )
+        torch.ops.dsv4_sglang.append_swa(
+            raw_kv,
+            self.step.request_slots.int(),
+            self.step.positions.int(),
+            pool.swa_fp8,
+            pool.swa_rope,
+            pool.swa_inv,
+            pool.swa_pos,
+            pool.swa_head,
+            self.schema.rope_dim,
+        )
+
+    def append(
+        self,
+        kv: Tensor,
+        weights: LayerWeights,
+        kv_score: Tensor | None = None,
+        index_kv_score: Tensor | None = None,
+        track_slots: Tensor | None = None,
+    ) -> None:
+        """Everything the layer writes for the step's tokens, from the raw projections.
+
+        `kv` [T, 512] bf16 or fp32; `kv_score` fp32, CSA [T, 2048] = [k_prev | k_cur | z_prev | z_cur], HCA [T, 1024] =
+        [k | z]; `index_kv_score` fp32 [T, 512] like CSA's with 128 a group; `track_slots` [T] int32, the state slot of
+        the checkpoint that takes this token's row, or -1. Call it once a step: it moves the tails on.
+        """
+        self._check_append(kv, weights, kv_score, index_kv_score)
+        pool, paged, step = self.state_pool, self.paged_pool, self.step
+        if not step.is_decode:
+            self._window = make_row_tables(1, 1, step.workspace_rows(), self.schema.row_format, kv.device)[0]
+        torch.ops.dsv4_sglang.append(
+            kv,
+            kv_score,
+            index_kv_score,
+            weights.kv_norm,
+            weights.entry_norm,
+            weights.index_norm,
+            weights.ape,
+            weights.index_ape,
+            weights.rope,
+            weights.eps,
+            self.schema.ratio,
+            self.schema.key_format.index_format,
+            step.slots,
+            step.prefix_lens,
+            step.query_start,
+            step.token_request,
+            step.out_loc,
+            track_slots,
+            pool.ring,
+            pool.tail,
+            paged.entries if paged else None,
+            paged.index_keys if paged else None,
+            self._window,
+            pool.swa_pos,
+            pool.swa_head,
+            pool.tail_len,
+        )
+
+    def _check_append(
+        self, kv: Tensor, weights: LayerWeights, kv_score: Tensor | None, index_kv_score: Tensor | None
+    ) -> None:
+        """Everything that the layer's kind needs is there, with the step's number of tokens."""
+        tokens, dim, index_dim = self.step.positions.shape[0], self.schema.entry_head_dim, self.schema.indexer_head_dim
+        streams = {AttentionType.SWA: 0, AttentionType.CSA: 4, AttentionType.HCA: 2}[self.schema.attn]
+        for name, tensor, columns in (
+            ("kv", kv, dim),
+            ("kv_score", kv_score, streams * dim),
+            ("index_kv_score", index_kv_score, streams * index_dim),
+        ):
+            given = tuple(tensor.shape) if tensor is not None else None
+            wanted = (tokens, columns) if columns else None
+            if given != wanted:
+                raise ValueError(
+                    f"append, layer {self.layer_idx} ({self.schema.attn.name}): {name} has shape {given}; expected {wanted}"
+                )
+        needed = {
+            "entry_norm": streams > 0,
+            "ape": streams > 0,
+            "index_norm": index_dim > 0,
+            "index_ape": index_dim > 0,
+        }
+        for name, need in needed.items():
+            if need and getattr(weights, name) is None:
+                raise ValueError(f"append, layer {self.layer_idx} ({self.schema.attn.name}): weights.{name} is None")
+
+    def read_swa_view(self) -> SwaView:
+        """The window of every token of the step. After `append` or `write_swa`."""
+        if not self.step.is_decode and self._window is None:
+            raise RuntimeError(
+                f"layer {self.layer_idx}: a step with several tokens of a request reads the workspace that append() fills"
+            )
+        return SwaView(
+            window=self._window if self._window is not None else self.state_pool.ring,
+            window_rows=self.step.window_rows,
+            window_lens=self.step.window_lens,
+            positions=self.step.positions.long(),
+            swa_pos=self.state_pool.swa_pos,
+            swa_head=self.state_pool.swa_head,
+        )
+
+    def read_classical_view(self) -> ClassicalView | None:
+        """The compressed entries; None in an SWA layer."""
+        if self.paged_pool is None:
+            return None
+        step, is_hca = self.step, self.schema.attn is AttentionType.HCA
+        return ClassicalView(
+            entries=self.paged_pool.entries,
+            block_table=step.block_table,
+            n_visible=step.visible_entries(self.schema.ratio),
+            # Entry i of a request is row `block i` of the flat HCA table.
+            entry_rows=step.block_table[step.request_ids.long()] if is_hca else None,
+        )
+
+    def read_indexer_view(self) -> IndexerView | None:
+        """The index keys; None in a layer without an indexer."""
+        if self.paged_pool is None or self.paged_pool.index_keys is None:
+            return None
+        return IndexerView(
+            index_keys=self.paged_pool.index_keys,
+            block_table=self.step.block_table,
+            token_request=self.step.token_request,
+            positions=self.step.positions.long(),
+            index_format=self.schema.key_format.index_format,
+            n_visible=self.step.visible_entries(self.schema.ratio),
+        )

@@ -1,0 +1,187 @@
+"""`KVCacheManager`: the pools of all layers, and who owns what of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dsv4_sglang.cache.allocator import BlockAllocator
+from dsv4_sglang.cache.device import resolve_device
+from dsv4_sglang.cache.handle import LayerCacheHandle
+from dsv4_sglang.cache.paged_cache import PagedKVPool
+from dsv4_sglang.cache.row_format import KeyFormat, RowFormat
+from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS, HcaState, build_schema
+from dsv4_sglang.cache.state_cache import StateCachePool, StateStorage
+from dsv4_sglang.cache.step import Step
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
+
+
+class KVCacheManager:
+    """A cache by itself, without a server: state slots and blocks for up to `max_concurrent_requests` requests.
+
+    A block id stands for 128 tokens in every CSA and HCA layer at once (32 entries and keys in each CSA layer, 1 entry
+    in each HCA layer), so one allocator serves all layers and a request has one list of blocks. When the two pool sizes
+    differ, the smaller one is how many blocks can be handed out.
+
+    A request lives from `admit_request` to `release_request`. It needs a block for every 128 tokens before they are
+    appended (`allocate_block(slot)`), and gives them back (`release_blocks(slot)`) before its slot is released.
+    `allocate_block()` without a slot is a block that no request owns; it goes back through `release_block`.
+
+    Attributes:
+        schemas: one a layer of `schedule`.
+        state: the state of all layers; `state_pools[i]` are views of it.
+        state_pools: one a layer.
+        paged_pools: one a layer, None for SWA layers.
+        block_tables: [max_concurrent_requests, blocks] int32 on the device, the block ids of each slot's request.
+    """
+
+    def __init__(
+        self,
+        config: DSV4Config,
+        schedule: Sequence[LayerSpec],
+        *,
+        max_concurrent_requests: int,
+        num_blocks_per_csa_layer: int,
+        num_blocks_per_hca_layer: int,
+        row_format: RowFormat | str = RowFormat.FP8,
+        key_format: KeyFormat | str = KeyFormat.MXFP4,
+        hca_state: HcaState | str = HcaState.RAW,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if max_concurrent_requests < 1:
+            raise ValueError(f"max_concurrent_requests is {max_concurrent_requests}; expected at least 1")
+        self.config = config
+        self.schedule = list(schedule)
+        self.max_concurrent_requests = max_concurrent_requests
+        self.device = resolve_device(device)
+        self.schemas = [
+            build_schema(config, spec, row_format=row_format, key_format=key_format, hca_state=hca_state)
+            for spec in self.schedule
+        ]
+        self.state = StateStorage(self.schemas, max_concurrent_requests, self.device)
+        self.state_pools = [
+            StateCachePool(schema, max_concurrent_requests, state=self.state.layer(i))
+            for i, schema in enumerate(self.schemas)
+        ]
+        sizes = {AttentionType.CSA: num_blocks_per_csa_layer, AttentionType.HCA: num_blocks_per_hca_layer}
+        self.paged_pools = [
+            PagedKVPool(schema, sizes[schema.attn], self.device) if schema.attn in sizes else None
+            for schema in self.schemas
+        ]
+        self.num_blocks = min((pool.num_blocks for pool in self.paged_pools if pool is not None), default=0)
+        self._allocator = BlockAllocator(self.num_blocks, self.device)
+
+        longest = math.ceil(config.max_position_embeddings / BLOCK_SIZE_ORIGINAL_TOKENS)
+        width = max(1, min(self.num_blocks, longest))
+        self.block_tables: Tensor = torch.zeros((max_concurrent_requests, width), dtype=torch.int32, device=self.device)
+        # Ends are tops: slot 0 goes first, a released slot before any that was never used.
+        self._free_slots = list(range(max_concurrent_requests - 1, -1, -1))
+        self._blocks: dict[int, list[int]] = {}
+        self._unowned: set[int] = set()
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._allocator.num_free
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def blocks_of(self, slot: int) -> list[int]:
+        """Block ids of a request in the order of its tokens."""
+        return list(self._owned(slot))
+
+    def admit_request(self) -> int:
+        """A state slot for a new request, empty; the one released last goes first.
+
+        Raises RuntimeError when `max_concurrent_requests` requests are running.
+        """
+        if not self._free_slots:
+            raise RuntimeError(
+                f"no free state slot: all {self.max_concurrent_requests} concurrent requests that fit are running; "
+                "release one, or make the cache with a larger max_concurrent_requests"
+            )
+        slot = self._free_slots.pop()
+        self._blocks[slot] = []
+        self.state.reset_slot(slot)
+        return slot
+
+    def release_request(self, slot: int) -> None:
+        """Give a state slot back.
+
+        Raises ValueError for a slot that no request holds (unknown, or released already) and RuntimeError for one that
+        still owns blocks, which would be lost; nothing changes then.
+        """
+        blocks = self._owned(slot)
+        if blocks:
+            raise RuntimeError(
+                f"state slot {slot} still owns {len(blocks)} blocks {blocks[:8]}: release_blocks({slot}) before "
+                "release_request, or they leak"
+            )
+        del self._blocks[slot]
+        self._free_slots.append(slot)
+
+    def allocate_block(self, slot: int | None = None) -> int:
+        """One more block of 128 tokens for the request in `slot`, or one that no request owns; its id, in all layers.
+
+        Raises RuntimeError ("OOM") when no block is free or the request has the longest context already.
+        """
+        if slot is None:
+            block = self._allocator.acquire_with_host_ids(1)[1][0]
+            self._unowned.add(block)
+            return block
+        blocks = self._owned(slot)
+        if len(blocks) == self.block_tables.shape[1]:
+            raise RuntimeError(
+                f"OOM: state slot {slot} has all {len(blocks)} blocks that a request can have (context length "
+                f"{self.config.max_position_embeddings}, {self.num_blocks} blocks in the cache)"
+            )
+        device_ids, host_ids = self._allocator.acquire_with_host_ids(1)
+        self.block_tables[slot, len(blocks)] = device_ids[0]
+        blocks.append(host_ids[0])
+        return host_ids[0]
+
+    def release_blocks(self, slot: int) -> None:
+        """Give back all blocks of the request in `slot`."""
+        blocks = self._owned(slot)
+        self._allocator.release(blocks)
+        blocks.clear()
+
+    def release_block(self, block: int) -> None:
+        """Give back a block that no request owns. ValueError for any other."""
+        if block not in self._unowned:
+            raise ValueError(f"block {block} was not allocated without a request, or is released already")
+        self._allocator.release([block])
+        self._unowned.remove(block)
+
+    def begin_step(self, request_slots: Tensor, positions: Tensor, request_ids: Tensor) -> Step:
+        """The tokens of a forward, see `Step`; hand it to `layer` for every layer. Allocates nothing on the device."""
+        return Step(request_slots, positions, request_ids, self.block_tables)
+
+    def layer(self, layer_idx: int, step: Step) -> LayerCacheHandle:
+        """One layer's handle for a step. Allocates nothing on the device."""
+        if not 0 <= layer_idx < len(self.schedule):
+            raise IndexError(f"layer {layer_idx} is not in 0..{len(self.schedule) - 1}")
+        return LayerCacheHandle(layer_idx, self.state_pools[layer_idx], self.paged_pools[layer_idx], step)
+
+    def acquire(
+        self, layer_idx: int, request_slots: Tensor, positions: Tensor, request_ids: Tensor
+    ) -> LayerCacheHandle:
+        """`layer` of a step of its own. With several layers, `begin_step` once and `layer` for each do less work."""
+        return self.layer(layer_idx, self.begin_step(request_slots, positions, request_ids))
+
+    def memory_bytes(self) -> int:
+        """Bytes of all pools: the sum over `paged_pools` and `state_pools`. Block tables and free lists are not in it."""
+        paged = sum(pool.memory_bytes() for pool in self.paged_pools if pool is not None)
+        return paged + sum(pool.memory_bytes() for pool in self.state_pools)
+
+    def _owned(self, slot: int) -> list[int]:
+        if slot not in self._blocks:
+            raise ValueError(
+                f"state slot {slot} holds no request: expected one that admit_request returned and that is not released"
+            )
+        return self._blocks[slot]

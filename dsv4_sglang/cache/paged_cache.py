@@ -1,0 +1,68 @@
+"""`PagedKVPool`: the compressed entries and index keys of one layer, the half that grows with the tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_sglang.cache.device import resolve_device
+from dsv4_sglang.cache.row_format import make_key_table, make_row_tables, split_keys, split_rows
+from dsv4_sglang.cache.schema import LayerCacheSchema
+from dsv4_sglang.model.layer_schedule import AttentionType
+
+
+class PagedKVPool:
+    """`num_blocks` blocks of 128 tokens of a CSA or HCA layer.
+
+    Tables, as the ops take them:
+    - `entries`: CSA [num_blocks, 32, width], entry i of a request in block i // 32 of its table, row i % 32;
+      HCA [1, num_blocks, width], one flat block with a row a block, because FlashMLA's rows start at multiples of 16 B.
+    - `index_keys`: CSA [num_blocks, 32, width], else None.
+
+    Views of the same memory, None in the unquantised formats:
+    - `entries_fp8` [num_blocks, n, 448] uint8, `entries_rope` [num_blocks, n, 64] bf16, `inv_scale` [num_blocks, n]
+      float8_e8m0fnu (the multiplier that dequantises), n = 32 (CSA) or 1 (HCA)
+    - `indexer_keys_fp4` [num_blocks, 32, 64] uint8, `indexer_scales` [num_blocks, 32, 8] float8_e4m3fn; also None
+      where the layer has no indexer
+    - `flashmla_view`: `entries` with the head dimension that FlashMLA wants, [.., .., 1, 584] uint8.
+
+    A full block is never written again; an unwritten row is never read, since readers stop at floor((t + 1) / ratio).
+    """
+
+    def __init__(self, schema: LayerCacheSchema, num_blocks: int, device: torch.device | str | None = None) -> None:
+        if schema.entries_per_block == 0:
+            raise ValueError(f"a {schema.attn.name} layer has no compressed entries, so no paged pool")
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks is {num_blocks}; expected at least 1")
+        self.schema = schema
+        self.num_blocks = num_blocks
+        self.device = resolve_device(device)
+
+        per_block = schema.entries_per_block
+        flat = schema.attn is AttentionType.HCA
+        shape = (1, num_blocks * per_block) if flat else (num_blocks, per_block)
+        self.entries: Tensor = make_row_tables(1, *shape, schema.row_format, self.device)[0]
+        self.index_keys: Tensor | None = None
+        if schema.has_indexer:
+            self.index_keys = make_key_table(
+                num_blocks, schema.indexer_entries_per_block, schema.key_format, self.device
+            )
+
+        self.entries_fp8: Tensor | None = None
+        self.entries_rope: Tensor | None = None
+        self.inv_scale: Tensor | None = None
+        self.flashmla_view: Tensor | None = None
+        views = split_rows(self.entries)
+        if views is not None:
+            by_block = [view.transpose(0, 1) if flat else view for view in (views.fp8, views.rope, views.inv_scale)]
+            self.entries_fp8, self.entries_rope, self.inv_scale = by_block
+            self.flashmla_view = self.entries.unsqueeze(2)
+
+        keys = split_keys(self.index_keys) if self.index_keys is not None else None
+        self.indexer_keys_fp4: Tensor | None = keys.fp4 if keys else None
+        self.indexer_scales: Tensor | None = keys.scales if keys else None
+
+    def memory_bytes(self) -> int:
+        """Bytes of the allocations, block padding included."""
+        tables = [self.entries] + ([self.index_keys] if self.index_keys is not None else [])
+        return sum(table.untyped_storage().nbytes() for table in tables)

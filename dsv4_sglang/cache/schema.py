@@ -1,0 +1,201 @@
+"""What one layer stores: rows a block, rows a state slot, formats and bytes (SPEC 5, 6.1, 6.2)."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict, TypeVar
+
+from dsv4_sglang.cache.row_format import KeyFormat, RowFormat
+from dsv4_sglang.model.config import CSA_RATIO, HCA_RATIO, DSV4Config
+from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
+
+BLOCK_SIZE_ORIGINAL_TOKENS = math.lcm(CSA_RATIO, HCA_RATIO)
+"""Tokens a block stands for: the least number that closes a window of both compressors."""
+
+_FP32_BYTES = 4
+_INT32_BYTES = 4
+
+_Option = TypeVar("_Option", bound=enum.Enum)
+
+
+class HcaState(enum.Enum):
+    """How an HCA layer keeps its unfinished window."""
+
+    RAW = "raw"
+    """Every (k, z) row of the window: can be rolled back, 512 KiB a layer."""
+    ONLINE = "online"
+    """Running (max, sum, accumulator): 6 KiB a layer, cannot be rolled back (SPEC 3.7)."""
+
+
+@dataclass(frozen=True)
+class LayerCacheSchema:
+    """The storage of one layer. Bytes are those of the format; SM100's block padding comes on top in the pools."""
+
+    attn: AttentionType
+    entry_head_dim: int
+    rope_dim: int
+    swa_window_size: int
+    indexer_head_dim: int
+    """Dims of an index key; 0 without an indexer."""
+    row_format: RowFormat
+    key_format: KeyFormat
+    hca_state: HcaState
+
+    @property
+    def ratio(self) -> int:
+        return self.attn.ratio
+
+    @property
+    def entries_per_block(self) -> int:
+        """Compressed entries of a block of 128 tokens: CSA 32, HCA 1, SWA 0."""
+        return BLOCK_SIZE_ORIGINAL_TOKENS // self.ratio if self.ratio else 0
+
+    @property
+    def has_indexer(self) -> bool:
+        return self.attn is AttentionType.CSA
+
+    @property
+    def indexer_entries_per_block(self) -> int:
+        return self.entries_per_block if self.has_indexer else 0
+
+    @property
+    def tail_buffer_size(self) -> int:
+        """Tokens that an unfinished window can hold: ratio - 1 (CSA 3, HCA 127, SWA 0)."""
+        return max(self.ratio - 1, 0)
+
+    @property
+    def previous_window_rows(self) -> int:
+        """Rows of the overlapping stream that must survive besides the tail: up to 4 of the last complete window and 3
+        of the open one (SPEC 3.7, 6.2). CSA only."""
+        return CSA_RATIO + self.tail_buffer_size if self.attn is AttentionType.CSA else 0
+
+    @property
+    def tail_shape(self) -> tuple[int, int] | None:
+        """Rows and fp32 columns of a slot's tail, None for SWA.
+
+        CSA: 4 current k, 4 current z, 8 previous k, 8 previous z (rings indexed t & 3 and t & 7), main compressor and
+        indexer side by side. HCA: 128 k and 128 z (raw), or max, sum, accumulator (online).
+        """
+        if self.attn is AttentionType.CSA:
+            return 2 * CSA_RATIO + 2 * 2 * CSA_RATIO, self.entry_head_dim + self.indexer_head_dim
+        if self.attn is AttentionType.HCA:
+            return (2 * HCA_RATIO if self.hca_state is HcaState.RAW else 3), self.entry_head_dim
+        return None
+
+    @property
+    def entry_bytes(self) -> int:
+        return self.row_format.row_bytes
+
+    @property
+    def indexer_entry_bytes(self) -> int:
+        return self.key_format.key_bytes if self.has_indexer else 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of 128 tokens in this layer, entries and index keys."""
+        return self.entries_per_block * self.entry_bytes + self.indexer_entries_per_block * self.indexer_entry_bytes
+
+    @property
+    def swa_bytes(self) -> int:
+        """Bytes of a slot's window ring."""
+        return self.swa_window_size * self.row_format.row_bytes
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of a slot's compressor tails."""
+        return math.prod(self.tail_shape) * _FP32_BYTES if self.tail_shape else 0
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of a slot's bookkeeping: swa_pos, swa_head and, with a compressor, tail_len."""
+        return (self.swa_window_size + 1 + (self.ratio > 0)) * _INT32_BYTES
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state slot in this layer."""
+        return self.swa_bytes + self.tail_bytes + self.position_bytes
+
+
+def build_schema(
+    config: DSV4Config,
+    layer_spec: LayerSpec,
+    *,
+    row_format: RowFormat | str = RowFormat.FP8,
+    key_format: KeyFormat | str = KeyFormat.MXFP4,
+    hca_state: HcaState | str = HcaState.RAW,
+) -> LayerCacheSchema:
+    """The schema of one layer. Formats may be given by name ("fp8", "mxfp4", "raw"); an unknown one is a ValueError."""
+    has_indexer = layer_spec.attn is AttentionType.CSA
+    return LayerCacheSchema(
+        attn=layer_spec.attn,
+        entry_head_dim=config.head_dim,
+        rope_dim=config.rope_dim,
+        swa_window_size=config.window,
+        indexer_head_dim=config.index_head_dim if has_indexer else 0,
+        row_format=_option(RowFormat, "row_format", row_format),
+        key_format=_option(KeyFormat, "key_format", key_format),
+        hca_state=_option(HcaState, "hca_state", hca_state),
+    )
+
+
+class BlockBudget(TypedDict):
+    """What a load needs. `csa` and `hca` are rows a layer of that kind (0 where the schedule has none)."""
+
+    csa: int
+    hca: int
+    blocks: int
+    """Blocks of 128 tokens."""
+    state_slots: int
+    block_bytes: int
+    """Bytes of one block in all layers."""
+    state_bytes: int
+    """Bytes of one state slot in all layers."""
+    bytes: int
+    """Bytes of all blocks and slots."""
+
+
+def compute_block_budget(
+    config: DSV4Config,
+    schedule: Sequence[LayerSpec],
+    max_context_len: int,
+    max_requests: int,
+    *,
+    row_format: RowFormat | str = RowFormat.FP8,
+    key_format: KeyFormat | str = KeyFormat.MXFP4,
+    hca_state: HcaState | str = HcaState.RAW,
+) -> BlockBudget:
+    """Storage for `max_requests` requests of `max_context_len` tokens each, without sharing.
+
+    A token's block exists from its first token on, so a request takes ceil(max_context_len / 128) blocks.
+    """
+    for name, value in (("max_context_len", max_context_len), ("max_requests", max_requests)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; expected at least 1")
+    schemas = [
+        build_schema(config, spec, row_format=row_format, key_format=key_format, hca_state=hca_state)
+        for spec in schedule
+    ]
+    blocks = max_requests * math.ceil(max_context_len / BLOCK_SIZE_ORIGINAL_TOKENS)
+    rows = {schema.attn: blocks * schema.entries_per_block for schema in schemas}
+    block_bytes = sum(schema.block_bytes for schema in schemas)
+    state_bytes = sum(schema.state_bytes for schema in schemas)
+    return BlockBudget(
+        csa=rows.get(AttentionType.CSA, 0),
+        hca=rows.get(AttentionType.HCA, 0),
+        blocks=blocks,
+        state_slots=max_requests,
+        block_bytes=block_bytes,
+        state_bytes=state_bytes,
+        bytes=blocks * block_bytes + max_requests * state_bytes,
+    )
+
+
+def _option(kind: type[_Option], name: str, value: _Option | str) -> _Option:
+    try:
+        return kind(value)
+    except ValueError:
+        names = ", ".join(repr(option.value) for option in kind)
+        raise ValueError(f"{name} is {value!r}; expected one of {names}") from None
