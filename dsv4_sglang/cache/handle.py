@@ -12,7 +12,7 @@ from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.row_format import make_row_tables
 from dsv4_sglang.cache.schema import LayerCacheSchema
 from dsv4_sglang.cache.state_cache import StateCachePool
-from dsv4_sglang.cache.step import WINDOW, Step
+from dsv4_sglang.cache.step import Step
 from dsv4_sglang.model.layer_schedule import AttentionType
 
 
@@ -37,16 +37,23 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class SwaView:
-    """The window rows that the tokens of the step see; the first four fields are arguments of `attend`."""
+    """The rings of the layer, and the rows of the window that the tokens of the step see, as `attend` takes them."""
 
-    window: Tensor
-    """Entry table that `window_rows` count in: the ring (decode) or the step's workspace (prefill)."""
+    window: Tensor | None
+    """Entry table that `window_rows` count in: the ring (decode) or the step's workspace (prefill). None in a step
+    with several tokens of a request before `append` has filled the workspace: the ring no longer has all their rows."""
     window_rows: Tensor
     """[T, 128] int32"""
     window_lens: Tensor
     """[T] int32: how many of them are visible."""
     positions: Tensor
     """[T] int64"""
+    swa_fp8: Tensor | None
+    """[slots, 128, 448] uint8; None for unquantised rows, like the next two."""
+    swa_rope: Tensor | None
+    """[slots, 128, 64] bf16"""
+    swa_inv: Tensor | None
+    """[slots, 128] float8_e8m0fnu"""
     swa_pos: Tensor
     """[slots, 128] int32 position of every ring row, -1: none."""
     swa_head: Tensor
@@ -59,23 +66,33 @@ class ClassicalView:
 
     entries: Tensor
     """Entry table."""
+    entries_fp8: Tensor | None
+    """[blocks, 32 or 1, 448] uint8; None for unquantised rows, like the next two."""
+    entries_rope: Tensor | None
+    """[blocks, 32 or 1, 64] bf16"""
+    inv_scale: Tensor | None
+    """[blocks, 32 or 1] float8_e8m0fnu"""
     block_table: Tensor
-    """[B, blocks] int32 block ids of each request of the step."""
+    """[B, blocks] int32 block ids of each request of the step, -1 behind them."""
     n_visible: Tensor
     """[T] int32 entries that each token may see."""
     entry_rows: Tensor | None
-    """[T, blocks] int32 rows of the visible entries in an HCA layer, which reads all; None in a CSA layer: the rows come
-    from `index_topk`."""
+    """[T, blocks] int32 rows of an HCA layer's entries, which reads all visible ones; None in a CSA layer: its rows
+    come from `index_topk`."""
 
 
 @dataclass(frozen=True)
 class IndexerView:
-    """The index keys of a CSA layer; the fields are arguments of `index_topk`."""
+    """The index keys of a CSA layer, and what else `index_topk` takes."""
 
     index_keys: Tensor
     """Key table."""
+    indexer_keys_fp4: Tensor | None
+    """[blocks, 32, 64] uint8; None for unquantised keys, like the next."""
+    indexer_scales: Tensor | None
+    """[blocks, 32, 8] float8_e4m3fn"""
     block_table: Tensor
-    """[B, blocks] int32"""
+    """[B, blocks] int32 block ids of each request of the step, -1 behind them."""
     token_request: Tensor
     """[T] int32"""
     positions: Tensor
@@ -103,6 +120,9 @@ class LayerCacheHandle:
     def schema(self) -> LayerCacheSchema:
         return self.state_pool.schema
 
+    def __str__(self) -> str:
+        return f"layer {self.layer_idx} ({self.schema.attn.name})"
+
     def write_swa(self, raw_kv: Tensor) -> None:
         """Put final rows (normalised and rotated) [T, 512] bf16 into the rings; FP8 rings only.
 
@@ -111,8 +131,7 @@ class LayerCacheHandle:
         pool = self.state_pool
         if pool.swa_fp8 is None or pool.swa_rope is None or pool.swa_inv is None:
             raise ValueError(
-                f"write_swa quantises to FP8 rows; layer {self.layer_idx} has {self.schema.row_format.value} rows: "
-                "use append()"
+                f"write_swa, {self}: writes FP8 rows, but the rows are {self.schema.row_format.value}: use append()"
             )
         torch.ops.dsv4_sglang.append_swa(
             raw_kv,
@@ -143,7 +162,7 @@ class LayerCacheHandle:
         self._check_append(kv, weights, kv_score, index_kv_score)
         pool, paged, step = self.state_pool, self.paged_pool, self.step
         if not step.is_decode:
-            self._window = make_row_tables(1, 1, step.workspace_rows(), self.schema.row_format, kv.device)[0]
+            self._window = make_row_tables(1, 1, step.workspace_rows, self.schema.row_format, kv.device)[0]
         torch.ops.dsv4_sglang.append(
             kv,
             kv_score,
@@ -187,9 +206,7 @@ class LayerCacheHandle:
             given = tuple(tensor.shape) if tensor is not None else None
             wanted = (tokens, columns) if columns else None
             if given != wanted:
-                raise ValueError(
-                    f"append, layer {self.layer_idx} ({self.schema.attn.name}): {name} has shape {given}; expected {wanted}"
-                )
+                raise ValueError(f"append, {self}: {name} has shape {given}; expected {wanted}")
         needed = {
             "entry_norm": streams > 0,
             "ape": streams > 0,
@@ -198,21 +215,21 @@ class LayerCacheHandle:
         }
         for name, need in needed.items():
             if need and getattr(weights, name) is None:
-                raise ValueError(f"append, layer {self.layer_idx} ({self.schema.attn.name}): weights.{name} is None")
+                raise ValueError(f"append, {self}: weights.{name} is None")
 
     def read_swa_view(self) -> SwaView:
         """The window of every token of the step. After `append` or `write_swa`."""
-        if not self.step.is_decode and self._window is None:
-            raise RuntimeError(
-                f"layer {self.layer_idx}: a step with several tokens of a request reads the workspace that append() fills"
-            )
+        pool, step = self.state_pool, self.step
         return SwaView(
-            window=self._window if self._window is not None else self.state_pool.ring,
-            window_rows=self.step.window_rows,
-            window_lens=self.step.window_lens,
-            positions=self.step.positions.long(),
-            swa_pos=self.state_pool.swa_pos,
-            swa_head=self.state_pool.swa_head,
+            window=pool.ring if step.is_decode else self._window,
+            window_rows=step.window_rows,
+            window_lens=step.window_lens,
+            positions=step.positions.long(),
+            swa_fp8=pool.swa_fp8,
+            swa_rope=pool.swa_rope,
+            swa_inv=pool.swa_inv,
+            swa_pos=pool.swa_pos,
+            swa_head=pool.swa_head,
         )
 
     def read_classical_view(self) -> ClassicalView | None:
@@ -222,10 +239,13 @@ class LayerCacheHandle:
         step, is_hca = self.step, self.schema.attn is AttentionType.HCA
         return ClassicalView(
             entries=self.paged_pool.entries,
+            entries_fp8=self.paged_pool.entries_fp8,
+            entries_rope=self.paged_pool.entries_rope,
+            inv_scale=self.paged_pool.inv_scale,
             block_table=step.block_table,
             n_visible=step.visible_entries(self.schema.ratio),
             # Entry i of a request is row `block i` of the flat HCA table.
-            entry_rows=step.block_table[step.request_ids.long()] if is_hca else None,
+            entry_rows=step.block_table[step.owner] if is_hca else None,
         )
 
     def read_indexer_view(self) -> IndexerView | None:
@@ -234,6 +254,8 @@ class LayerCacheHandle:
             return None
         return IndexerView(
             index_keys=self.paged_pool.index_keys,
+            indexer_keys_fp4=self.paged_pool.indexer_keys_fp4,
+            indexer_scales=self.paged_pool.indexer_scales,
             block_table=self.step.block_table,
             token_request=self.step.token_request,
             positions=self.step.positions.long(),

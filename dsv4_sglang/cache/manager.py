@@ -15,7 +15,7 @@ from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.row_format import KeyFormat, RowFormat
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS, HcaState, build_schema
 from dsv4_sglang.cache.state_cache import StateCachePool, StateStorage
-from dsv4_sglang.cache.step import Step
+from dsv4_sglang.cache.step import NO_BLOCK, Step
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 
@@ -36,7 +36,8 @@ class KVCacheManager:
         state: the state of all layers; `state_pools[i]` are views of it.
         state_pools: one a layer.
         paged_pools: one a layer, None for SWA layers.
-        block_tables: [max_concurrent_requests, blocks] int32 on the device, the block ids of each slot's request.
+        block_tables: [max_concurrent_requests, blocks] int32 on the device, the block ids of each slot's request, -1
+            behind them.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class KVCacheManager:
 
         longest = math.ceil(config.max_position_embeddings / BLOCK_SIZE_ORIGINAL_TOKENS)
         width = max(1, min(self.num_blocks, longest))
-        self.block_tables: Tensor = torch.zeros((max_concurrent_requests, width), dtype=torch.int32, device=self.device)
+        self.block_tables: Tensor = torch.full(
+            (max_concurrent_requests, width), NO_BLOCK, dtype=torch.int32, device=self.device
+        )
         # Ends are tops: slot 0 goes first, a released slot before any that was never used.
         self._free_slots = list(range(max_concurrent_requests - 1, -1, -1))
         self._blocks: dict[int, list[int]] = {}
@@ -149,6 +152,7 @@ class KVCacheManager:
         """Give back all blocks of the request in `slot`."""
         blocks = self._owned(slot)
         self._allocator.release(blocks)
+        self.block_tables[slot].fill_(NO_BLOCK)
         blocks.clear()
 
     def release_block(self, block: int) -> None:
@@ -160,7 +164,7 @@ class KVCacheManager:
 
     def begin_step(self, request_slots: Tensor, positions: Tensor, request_ids: Tensor) -> Step:
         """The tokens of a forward, see `Step`; hand it to `layer` for every layer. Allocates nothing on the device."""
-        return Step(request_slots, positions, request_ids, self.block_tables)
+        return Step(request_slots, positions, request_ids, self.block_tables, has_blocks=self.num_blocks > 0)
 
     def layer(self, layer_idx: int, step: Step) -> LayerCacheHandle:
         """One layer's handle for a step. Allocates nothing on the device."""
@@ -175,7 +179,7 @@ class KVCacheManager:
         return self.layer(layer_idx, self.begin_step(request_slots, positions, request_ids))
 
     def memory_bytes(self) -> int:
-        """Bytes of all pools: the sum over `paged_pools` and `state_pools`. Block tables and free lists are not in it."""
+        """Bytes of all pools: the sum over `paged_pools` and `state_pools`, without block tables and free lists."""
         paged = sum(pool.memory_bytes() for pool in self.paged_pools if pool is not None)
         return paged + sum(pool.memory_bytes() for pool in self.state_pools)
 
