@@ -1,0 +1,199 @@
+"""What one step of the server says to every layer: who owns which token, where it is written, which rows it reads.
+
+Built once a step. A decode step is built by device work alone, into buffers of a fixed address where it is given some, so
+that it can be recorded into a CUDA graph; a prefill step knows its sizes on the host.
+
+Letters: B requests, T tokens of the step, NB blocks of the longest context considered. A request of length L before the
+step has L tokens in the cache; SPEC 4.3 and 4.4 say what is visible to position t.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WINDOW = 128
+BLOCK = 128
+CSA_RATIO = 4
+HCA_RATIO = 128
+
+
+@dataclass
+class StepMetadata:
+    """Device tensors of one step.
+
+    Attributes:
+        slots: [B] int32 state slot of each request, -1 for a row that only pads a CUDA graph.
+        prefix_lens: [B] int32 tokens of the request before the step.
+        query_start: [B + 1] int32 first token of each request in the step.
+        token_request: [T] int32 request of each token.
+        positions: [T] int64 position of each token in its request.
+        out_loc: [T] int64 pool slot of each token; congruent to its position modulo 128.
+        track_slots: [T] int32 state slot of the checkpoint that holds this token's row, -1 for none; None if none is due.
+        block_table: [B, NB] int32 block ids of each request.
+        window_rows: [T, 128] int32 rows of the window table that are visible; in decode rows of the ring, in prefill
+            rows of the step's window workspace.
+        window_lens: [T] int32 how many of them.
+        csa_lens: [T] int32 entries that a CSA layer reads, at most its top k.
+        hca_rows: [T, NB] int32 rows of the HCA table; entry i of a request lies in the row of its block i.
+        hca_lens: [T] int32 how many of them are visible.
+        copy_src, copy_dst: [B] int32, decode only: state slots to copy after the last layer has written, -1 to skip.
+        window_size: rows of the window workspace of a prefill step, 0 in a decode step.
+    """
+
+    slots: Tensor
+    prefix_lens: Tensor
+    query_start: Tensor
+    token_request: Tensor
+    positions: Tensor
+    out_loc: Tensor
+    track_slots: Tensor | None
+    block_table: Tensor
+    window_rows: Tensor
+    window_lens: Tensor
+    csa_lens: Tensor
+    hca_rows: Tensor
+    hca_lens: Tensor
+    copy_src: Tensor | None = None
+    copy_dst: Tensor | None = None
+    window_size: int = 0
+
+    @property
+    def is_decode(self) -> bool:
+        return self.window_size == 0
+
+
+class DecodeBuffers:
+    """Tensors of a decode step at fixed addresses, for up to `max_requests` requests."""
+
+    def __init__(self, max_requests: int, max_blocks: int, device: torch.device | str) -> None:
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.slots, self.prefix_lens = ints(max_requests), ints(max_requests)
+        self.window_rows, self.window_lens = ints(max_requests, WINDOW), ints(max_requests)
+        self.csa_lens, self.hca_lens = ints(max_requests), ints(max_requests)
+        self.block_table = ints(max_requests, max_blocks)
+        self.copy_src, self.copy_dst = ints(max_requests), ints(max_requests)
+        # One token a request: both count up and never change.
+        self.query_start = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
+        self.token_request = self.query_start[:-1]
+
+
+def build_decode(
+    buffers: DecodeBuffers,
+    *,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    positions: Tensor,
+    out_loc: Tensor,
+    req_to_token: Tensor,
+    state_slot_of_request: Tensor,
+    track_mask: Tensor | None,
+    track_slots: Tensor | None,
+    top_k: int,
+) -> StepMetadata:
+    """One token a request. Device work only: no size depends on a value, nothing is read back.
+
+    `seq_lens` [B] counts the new token. Rows that pad a CUDA graph carry request 0, whose state slot is 0: SGLang's dummy of
+    both pools, which no request owns. Their slot becomes -1 and their lengths 0. `track_mask` [B] bool and `track_slots` [B]
+    say which requests end a checkpoint interval with this token and where its state goes.
+    """
+    n = req_pool_indices.shape[0]
+    slots = buffers.slots[:n]
+    owned = state_slot_of_request[req_pool_indices]
+    real = owned > 0
+    length = seq_lens.to(torch.int32).masked_fill(~real, 0)
+    slots.copy_(owned.masked_fill(~real, -1))
+    buffers.prefix_lens[:n].copy_(length - real.to(torch.int32))
+    buffers.window_lens[:n].copy_(length.clamp_max(WINDOW))
+    buffers.csa_lens[:n].copy_((length // CSA_RATIO).clamp_max(top_k))
+    buffers.hca_lens[:n].copy_(length // HCA_RATIO)
+    ring_row = torch.arange(WINDOW, dtype=torch.int32, device=slots.device)
+    buffers.window_rows[:n].copy_(owned[:, None] * WINDOW + ring_row)
+    max_blocks = buffers.block_table.shape[1]
+    buffers.block_table[:n].copy_(req_to_token[:, : max_blocks * BLOCK : BLOCK][req_pool_indices] // BLOCK)
+    copy_src = copy_dst = None
+    if track_mask is not None and track_slots is not None:
+        due = track_mask & real
+        copy_src, copy_dst = buffers.copy_src[:n], buffers.copy_dst[:n]
+        copy_src.copy_(owned.masked_fill(~due, -1))
+        copy_dst.copy_(track_slots.masked_fill(~due, -1))
+    return StepMetadata(
+        slots=slots,
+        prefix_lens=buffers.prefix_lens[:n],
+        query_start=buffers.query_start[: n + 1],
+        token_request=buffers.token_request[:n],
+        positions=positions,
+        out_loc=out_loc,
+        track_slots=None,
+        block_table=buffers.block_table[:n],
+        window_rows=buffers.window_rows[:n],
+        window_lens=buffers.window_lens[:n],
+        csa_lens=buffers.csa_lens[:n],
+        hca_rows=buffers.block_table[:n],
+        hca_lens=buffers.hca_lens[:n],
+        copy_src=copy_src,
+        copy_dst=copy_dst,
+    )
+
+
+def build_prefill(
+    *,
+    req_pool_indices: Tensor,
+    prefix_lens: Tensor,
+    chunk_lens: Tensor,
+    positions: Tensor,
+    out_loc: Tensor,
+    req_to_token: Tensor,
+    state_slot_of_request: Tensor,
+    track_slots: Tensor | None,
+    track_lens: Tensor | None,
+    top_k: int,
+    max_length: int,
+) -> StepMetadata:
+    """Chunks of any lengths from any starts. Sizes come from the host (`positions`, `max_length`): no synchronisation.
+
+    `prefix_lens`, `chunk_lens` [B]; `max_length` the longest request after the step. `track_slots` [B] int32 (-1: none) and
+    `track_lens` [B]: the request's checkpoint holds its state at length `track_lens`, so it takes the rows of positions
+    [track_lens - 128, track_lens), which must all be in this chunk or at negative positions.
+    """
+    device = positions.device
+    tokens, requests = positions.shape[0], req_pool_indices.shape[0]
+    chunk_lens, prefix_lens = chunk_lens.to(torch.int32), prefix_lens.to(torch.int32)
+    query_start = torch.zeros(requests + 1, dtype=torch.int32, device=device)
+    torch.cumsum(chunk_lens, 0, dtype=torch.int32, out=query_start[1:])
+    token_request = torch.repeat_interleave(
+        torch.arange(requests, dtype=torch.int32, device=device), chunk_lens, output_size=tokens
+    )
+    owner = token_request.long()
+    blocks = -(-max_length // BLOCK)
+    block_table = req_to_token[:, : blocks * BLOCK : BLOCK][req_pool_indices] // BLOCK
+    # Row of position p of request b in the workspace: query_start[b] + 128 b + 128 + (p - prefix_lens[b]).
+    base = query_start[:-1] + WINDOW * torch.arange(1, requests + 1, dtype=torch.int32, device=device) - prefix_lens
+    t = positions.to(torch.int32)
+    first = (t - (WINDOW - 1)).clamp_min(0)
+    window_rows = (base[owner] + first)[:, None] + torch.arange(WINDOW, dtype=torch.int32, device=device)
+    token_track = None
+    if track_slots is not None and track_lens is not None:
+        end = track_lens.to(torch.int32)[owner]
+        inside = (t < end) & (t >= end - WINDOW)
+        token_track = torch.where(inside, track_slots.to(torch.int32)[owner], -1)
+    return StepMetadata(
+        slots=state_slot_of_request[req_pool_indices].to(torch.int32),
+        prefix_lens=prefix_lens,
+        query_start=query_start,
+        token_request=token_request,
+        positions=positions,
+        out_loc=out_loc,
+        track_slots=token_track,
+        block_table=block_table,
+        window_rows=window_rows,
+        window_lens=(t + 1).clamp_max(WINDOW),
+        csa_lens=((t + 1) // CSA_RATIO).clamp_max(top_k),
+        hca_rows=block_table[owner],
+        hca_lens=(t + 1) // HCA_RATIO,
+        window_size=tokens + WINDOW * requests,
+    )

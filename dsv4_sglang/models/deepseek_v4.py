@@ -1,0 +1,264 @@
+"""DeepSeek-V4 as SGLang builds it, with its attention replaced.
+
+Embedding, hyper-connections (mHC), MoE, hash routing, quantisation and the weight loader are SGLang's. Each layer's attention
+projects, hands everything to the backend through RadixAttention, and projects the de-rotated output. On a CPU the layers
+that SGLang has as GPU kernels only come from `dsv4_sglang.models.torch_layers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from sglang.kernels.ops.attention.deepseek_v4_rope import precompute_freqs_cis
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.models import deepseek_v4 as in_tree
+from sglang.srt.utils import add_prefix
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dsv4_sglang.models import torch_layers
+from dsv4_sglang.sglang.backend import Compression, IndexQuery, LayerInputs
+
+CSA_RATIO = 4
+
+
+@lru_cache(maxsize=2)
+def rope_angles(
+    positions: int, base: float, factor: float, original: int, beta_fast: int, beta_slow: int, device: torch.device
+) -> Tensor:
+    """Unit complex numbers `[positions, 32]`; `original` 0 is plain RoPE without YaRN (SPEC 1.3). Layers share them."""
+    with torch.device(device):
+        return precompute_freqs_cis.__wrapped__(64, positions, original, base, factor, beta_fast, beta_slow)
+
+
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T with an fp32 result: `[T, in]`, `[out, in]` to `[T, out]`."""
+    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
+        from sglang.kernels.ops.attention.dsv4 import linear_bf16_fp32
+
+        return linear_bf16_fp32(x, weight)
+    return F.linear(x.float(), weight.float())
+
+
+class CompressorWeights(nn.Module):
+    """Parameters of one compressor under the names SGLang's loader knows; `ape` stays in the layout of the checkpoint."""
+
+    def __init__(self, config: Any, ratio: int, dim: int, prefix: str) -> None:
+        super().__init__()
+        # Ratio 4 has two streams, for the token's own window and the next one (SPEC 3.1); keys and scores of each.
+        streams = 2 if ratio == CSA_RATIO else 1
+        self.ape = nn.Parameter(torch.empty(ratio, streams * dim, dtype=torch.float32), requires_grad=False)
+        self.wkv_gate = ReplicatedLinear(
+            config.hidden_size, 2 * streams * dim, bias=False, prefix=add_prefix("wkv_gate", prefix)
+        )
+        self.norm = RMSNorm(dim, eps=config.rms_norm_eps, weight_dtype=torch.float32)
+        # SGLang's own kernels want another layout of `ape`; this tells its loader that there is nothing to convert.
+        self.ape_converted = True
+
+    def forward(self, x: Tensor) -> Compression:
+        return Compression(linear_fp32(x, self.wkv_gate.weight), self.ape, self.norm.weight)
+
+
+class IndexerWeights(nn.Module):
+    """Parameters of a CSA layer's indexer and its projections."""
+
+    def __init__(self, config: Any, quant_config: Any, prefix: str) -> None:
+        super().__init__()
+        self.heads, self.dim = config.index_n_heads, config.index_head_dim
+        self.scale = self.dim**-0.5 * self.heads**-0.5
+        self.wq_b = ReplicatedLinear(
+            config.q_lora_rank,
+            self.heads * self.dim,
+            bias=False,
+            quant_config=quant_config,
+            prefix=add_prefix("wq_b", prefix),
+        )
+        self.weights_proj = ReplicatedLinear(
+            config.hidden_size, self.heads, bias=False, prefix=add_prefix("weights_proj", prefix)
+        )
+        self.compressor = CompressorWeights(config, CSA_RATIO, self.dim, add_prefix("compressor", prefix))
+
+    def forward(self, x: Tensor, q_lora: Tensor) -> IndexQuery:
+        query, _ = self.wq_b(q_lora)
+        weights = linear_fp32(x, self.weights_proj.weight) * self.scale
+        return IndexQuery(query.view(-1, self.heads, self.dim), weights)
+
+
+class CachedAttention(in_tree.MqaAttentionBase):
+    """One layer's attention over our cache. Projections and their parameters are SGLang's."""
+
+    def __init__(self, config: Any, layer_id: int, quant_config: Any = None, prefix: str = "", **ignored: Any) -> None:
+        super().__init__(config, layer_id, quant_config, prefix, rope_original_seq_len=0)
+        ratio = self.compress_ratio
+        scaling = self.rope_scaling or {}
+        angles = rope_angles(
+            config.max_position_embeddings,
+            self.rope_base,
+            scaling.get("factor", 1.0),
+            scaling.get("original_max_position_embeddings", 0) if ratio else 0,
+            scaling.get("beta_fast", 32),
+            scaling.get("beta_slow", 1),
+            self.freqs_cis.device,
+        )
+        self.freqs_cis = angles
+        self.rope = torch.view_as_real(angles).flatten(1)
+        self.compressor = (
+            CompressorWeights(config, ratio, self.head_dim, add_prefix("compressor", prefix)) if ratio else None
+        )
+        self.indexer = (
+            IndexerWeights(config, quant_config, add_prefix("indexer", prefix)) if ratio == CSA_RATIO else None
+        )
+        self.attn_mqa = RadixAttention(
+            self.n_local_heads, self.head_dim, self.softmax_scale, num_kv_heads=1, layer_id=layer_id
+        )
+
+    def maybe_use_decode_attn_tp(self, forward_batch: Any) -> Any:
+        """A layer is never split over processes here."""
+        return nullcontext()
+
+    def forward(self, x: Tensor, positions: Tensor, forward_batch: Any, x_quant: Any = None) -> Tensor:
+        """`x [T, hidden]` after the input norm, to `[T, hidden]`."""
+        if x.shape[0] == 0:
+            return x
+        if self.fuse_wqa_wkv:
+            qkv, _ = self.wqkv_a(x)
+            q_lora, kv = qkv.split([self.q_lora_rank, self.head_dim], dim=-1)
+        else:
+            (q_lora, _), (kv, _) = self.wq_a(x), self.wkv(x)
+        q_lora = self.q_norm(q_lora.contiguous())
+        indexer = self.indexer
+        inputs = LayerInputs(
+            ratio=self.compress_ratio,
+            eps=self.eps,
+            kv_norm=self.kv_norm.weight,
+            rope=self.rope,
+            sink=self.attn_sink,
+            main=self.compressor(x) if self.compressor else None,
+            index=indexer.compressor(x) if indexer else None,
+            index_query=indexer(x, q_lora) if indexer else None,
+        )
+        out = self.attn_mqa(self._query(q_lora, positions), kv, kv, forward_batch, inputs=inputs)
+        return self._project_out(out)
+
+    def _query(self, q_lora: Tensor, positions: Tensor) -> Tensor:
+        q, _ = self.wq_b(q_lora)
+        q = q.view(-1, self.n_local_heads, self.head_dim)
+        if not q.is_cuda:
+            return torch_layers.query_norm_rope(q, positions, self.rope, self.eps)
+        out = torch.empty_like(q)
+        in_tree.fused_q_norm_rope(q, out, self.eps, self.freqs_cis, positions)
+        return out
+
+    def _project_out(self, out: Tensor) -> Tensor:
+        """Grouped output projection of the de-rotated heads `[T, heads, 512]`."""
+        grouped = out.reshape(out.shape[0], self.n_local_groups, -1)
+        if in_tree._FP8_WO_A_GEMM:
+            projected = self._fp8_wo_a(grouped)
+        else:
+            weight = self.wo_a.weight.view(self.n_local_groups, self.o_lora_rank, -1).to(grouped.dtype)
+            projected = torch.einsum("tgd,grd->tgr", grouped, weight)
+        y, _ = self.wo_b(projected.flatten(1))
+        return y
+
+    def _fp8_wo_a(self, grouped: Tensor) -> Tensor:
+        """`[T, groups, dim]` to `[T, groups, o_lora_rank]` by DeepGEMM, with the scales each architecture wants."""
+        import deep_gemm
+        from sglang.srt.layers import deep_gemm_wrapper
+
+        tokens, groups, dim = grouped.shape
+        if deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0:
+            codes, scales = in_tree.sglang_per_token_group_quant_fp8_dsv4_wo_a(grouped)
+            recipe = (1, 1, 128)
+        else:
+            codes, scales = in_tree.sglang_per_token_group_quant_fp8(
+                grouped.reshape(tokens * groups, dim), group_size=128, scale_ue8m0=False
+            )
+            codes, scales = codes.view(tokens, groups, dim), scales.view(tokens, groups, -1)
+            recipe = (1, 128, 128)
+        out = torch.empty(tokens, groups, self.o_lora_rank, device=grouped.device, dtype=torch.bfloat16)
+        weight = self.wo_a.weight.view(groups, self.o_lora_rank, dim)
+        deep_gemm.fp8_einsum(
+            "bhr,hdr->bhd", (codes, scales), (weight, self.wo_a.weight_scale_inv.data), out, recipe=recipe
+        )
+        return out
+
+
+class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
+    """SGLang's layer with our attention, and on a CPU with PyTorch hyper-connections and experts."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.on_cpu = self.hc_attn_fn.device.type == "cpu"
+        if self.on_cpu:
+            self.use_fused_mhc_post_pre = False
+
+    def _build_self_attn(self, *, config: Any, layer_id: int, quant_config: Any, prefix: str, **ignored: Any) -> nn.Module:
+        return CachedAttention(config, layer_id, quant_config, prefix)
+
+    def hc_pre(self, x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.on_cpu:
+            return super().hc_pre(x, hc_fn, hc_scale, hc_base, *args, **kwargs)
+        collapsed = torch_layers.hyper_connection_pre(
+            x,
+            hc_fn,
+            hc_scale,
+            hc_base,
+            iterations=self.hc_sinkhorn_iters,
+            norm_eps=self.rms_norm_eps,
+            eps=self.hc_eps,
+        )
+        return *collapsed, False
+
+    def hc_post(self, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        if not self.on_cpu:
+            return super().hc_post(x, residual, post, comb)
+        return torch_layers.hyper_connection_post(x, residual, post, comb)
+
+    def _run_moe_ffn_dp_sync(self, hidden_states: Tensor, forward_batch: Any, *, input_ids: Tensor, **kwargs: Any) -> Tensor:
+        if not self.on_cpu:
+            return super()._run_moe_ffn_dp_sync(hidden_states, forward_batch, input_ids=input_ids, **kwargs)
+        return torch_layers.mixture_of_experts(
+            self.mlp, hidden_states, input_ids, getattr(self.config, "swiglu_limit", None)
+        )
+
+
+class Model(in_tree.DeepseekV4Model):
+    """SGLang's stack; the final collapse of the residual streams is a GPU kernel there."""
+
+    def hc_head(self, x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor) -> Tensor:
+        if x.is_cuda:
+            return super().hc_head(x, hc_fn, hc_scale, hc_base)
+        return in_tree.hc_head_torch(x, hc_fn, hc_scale, hc_base, norm_eps=self.norm_eps, hc_eps=self.hc_eps)
+
+
+@contextmanager
+def _our_classes() -> Iterator[None]:
+    """SGLang's constructors name the classes of their parts; for their duration the names are ours."""
+    saved = in_tree.DeepseekV4Model, in_tree.DeepseekV4DecoderLayer
+    in_tree.DeepseekV4Model, in_tree.DeepseekV4DecoderLayer = Model, DecoderLayer
+    try:
+        yield
+    finally:
+        in_tree.DeepseekV4Model, in_tree.DeepseekV4DecoderLayer = saved
+
+
+class DeepseekV4ForCausalLM(in_tree.DeepseekV4ForCausalLM):
+    """The class that SGLang serves: same architecture name and checkpoint names as its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with _our_classes():
+            super().__init__(*args, **kwargs)
+
+    def _prewarm_mhc_kernels(self) -> None:
+        if self.model.layers[0].on_cpu:
+            return
+        super()._prewarm_mhc_kernels()
+
+
+EntryClass = DeepseekV4ForCausalLM

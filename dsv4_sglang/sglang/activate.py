@@ -1,0 +1,93 @@
+"""Put the cache in place in this process: configuration facts, backend, model, hooks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from dsv4_sglang.sglang import compat
+from dsv4_sglang.sglang.hooks import hooks_for
+from dsv4_sglang.sglang.options import Options
+from dsv4_sglang.sglang.state import open_launch
+
+log = logging.getLogger(__name__)
+
+ARCHITECTURE = "DeepseekV4ForCausalLM"
+BACKEND = "dsv4_sglang"
+MODEL_PACKAGE = "dsv4_sglang.models"
+
+_active = False
+
+
+def activate(options: Options, server_args: Any) -> None:
+    """Idempotent; raises if anything that the cache relies on is not there."""
+    global _active
+    open_launch(options)
+    if _active:
+        return
+    _set_environment(server_args.model_path)
+    _declare_state()
+    _register_backend()
+    _apply_hooks(server_args.device == "cpu")
+    _register_model()
+    _active = True
+    if compat.sglang_version() not in compat.VALIDATED:
+        log.warning("dsv4_sglang: %s", compat.version_note())
+
+
+def _set_environment(model_path: str) -> None:
+    """SGLang reads these when its model module is imported, here and in the processes that inherit the environment."""
+    config = Path(model_path) / "config.json"
+    if config.is_file() and "quantization_config" not in json.loads(config.read_text()):
+        # Its FP8 GEMM of wo_a, on by default, wants an FP8 checkpoint.
+        os.environ.setdefault("SGLANG_OPT_FP8_WO_A_GEMM", "0")
+
+
+def _declare_state() -> None:
+    """Give SGLang's config class of this architecture what makes it a model with a recurrent state."""
+    from sglang.srt.configs.linear_attn_model_registry import LinearAttnModelSpec, register_linear_attn_model
+    from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
+
+    config_class = _CONFIG_REGISTRY["deepseek_v4"]
+    # Checkpoints end at multiples of this many tokens.
+    config_class.mamba_chunk_size = 128
+    config_class.full_attention_layer_ids = property(lambda config: list(range(config.num_hidden_layers)))
+    register_linear_attn_model(
+        LinearAttnModelSpec(config_class=config_class, backend_class_name=BACKEND, arch_names=[ARCHITECTURE])
+    )
+
+
+def _register_backend() -> None:
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    from dsv4_sglang.sglang.backend import HybridCacheBackend
+
+    register_attention_backend(BACKEND)(HybridCacheBackend)
+
+
+def _apply_hooks(on_cpu: bool) -> None:
+    """Register and apply the table of hooks; SGLang only logs a hook that fails, so each is looked up afterwards."""
+    hooks = hooks_for(on_cpu)
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, hook.kind)
+    HookRegistry.apply_hooks()
+    missing = [hook for hook in hooks if hook.target not in HookRegistry._patched]
+    if missing:
+        lines = "\n".join(f"  {hook.target}: {hook.reason}" for hook in missing)
+        raise RuntimeError(f"dsv4_sglang cannot hook into SGLang ({compat.version_note()}). Missing targets:\n{lines}")
+
+
+def _register_model() -> None:
+    """SGLang imports its model classes late, and not in the launcher: name our package for then, or add it now."""
+    named = os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", MODEL_PACKAGE)
+    if named != MODEL_PACKAGE:
+        raise ValueError(f"SGLANG_EXTERNAL_MODEL_PACKAGE is {named}; dsv4_sglang needs {MODEL_PACKAGE} there")
+    registry = sys.modules.get("sglang.srt.models.registry")
+    if registry is not None:
+        registry.ModelRegistry.register(MODEL_PACKAGE, overwrite=True, strict=True)

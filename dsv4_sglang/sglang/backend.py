@@ -1,0 +1,275 @@
+"""The attention backend: one append, on CSA layers one selection, one read a layer; metadata once a step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from torch import Tensor
+
+import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
+from dsv4_sglang.attention.metadata import BLOCK, WINDOW, DecodeBuffers, StepMetadata, build_decode, build_prefill
+from dsv4_sglang.sglang.state import current
+
+INDEX_FORMATS = {"mxfp4": 0, "nvfp4": 1, "fp32": 0}
+CSA_RATIO = 4
+# Prefill steps are read in pieces of tokens, so that score and row lists of long contexts stay within this many bytes.
+SCRATCH_BYTES = 256 << 20
+
+
+class Compression(NamedTuple):
+    """One compressor's projections of the step and its parameters (shapes: the `append` op)."""
+
+    kv_score: Tensor
+    ape: Tensor
+    norm: Tensor
+
+
+class IndexQuery(NamedTuple):
+    """The indexer's side of a CSA layer: raw queries `[T, Hi, 128]`, head weights `[T, Hi]` fp32 with both scale factors."""
+
+    query: Tensor
+    weights: Tensor
+
+
+class LayerInputs(NamedTuple):
+    """What a layer hands to the backend besides its query and its raw window projection."""
+
+    ratio: int
+    eps: float
+    kv_norm: Tensor
+    rope: Tensor
+    sink: Tensor
+    main: Compression | None = None
+    index: Compression | None = None
+    index_query: IndexQuery | None = None
+
+
+class HybridCacheBackend(AttentionBackend):
+    """Serves decode and prefill steps of all layers. CUDA graphs record decode steps, metadata included."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        config = runner.model_config.hf_config
+        self.device = runner.device
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.state = runner.req_to_token_pool.mamba_pool
+        self.blocks = runner.token_to_kv_pool.full_kv_pool
+        self.max_blocks = -(-runner.model_config.context_len // BLOCK)
+        self.last_layer = config.num_hidden_layers - 1
+        self.top_k = config.index_topk
+        self.index_format = INDEX_FORMATS[current().options.indexer_format]
+        self.metadata: StepMetadata | None = None
+        self._graph_buffers: DecodeBuffers | None = None
+        self._workspace: Tensor | None = None
+        self._scratch: dict[str, Tensor] = {}
+
+    # Metadata of a step
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self._graph_buffers = DecodeBuffers(max_bs, self.max_blocks, self.device)
+        self._reserve_decode_scratch(max_bs)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Prefill steps are prepared here; a decode step is prepared by device work that the graph records."""
+        if forward_batch.forward_mode.is_decode_or_idle():
+            return
+        prefix_lens, chunk_lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        track_slots, track_lens = self._checkpoints_due(forward_batch)
+        self.metadata = build_prefill(
+            req_pool_indices=forward_batch.req_pool_indices,
+            prefix_lens=forward_batch.extend_prefix_lens,
+            chunk_lens=forward_batch.extend_seq_lens,
+            positions=forward_batch.positions,
+            out_loc=forward_batch.out_cache_loc,
+            req_to_token=self.req_to_token_pool.req_to_token,
+            state_slot_of_request=self.req_to_token_pool.req_index_to_mamba_index_mapping,
+            track_slots=track_slots,
+            track_lens=track_lens,
+            top_k=self.top_k,
+            max_length=max(p + n for p, n in zip(prefix_lens, chunk_lens)),
+        )
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        if not forward_batch.forward_mode.is_decode():
+            return
+        requests = forward_batch.req_pool_indices.shape[0]
+        buffers = self._graph_buffers
+        if buffers is None or requests > buffers.slots.shape[0]:
+            buffers = DecodeBuffers(requests, self.max_blocks, self.device)
+        self.metadata = build_decode(
+            buffers,
+            req_pool_indices=forward_batch.req_pool_indices,
+            seq_lens=forward_batch.seq_lens,
+            positions=forward_batch.positions,
+            out_loc=forward_batch.out_cache_loc,
+            req_to_token=self.req_to_token_pool.req_to_token,
+            state_slot_of_request=self.req_to_token_pool.req_index_to_mamba_index_mapping,
+            track_mask=forward_batch.mamba_track_mask,
+            track_slots=forward_batch.mamba_track_indices,
+            top_k=self.top_k,
+        )
+
+    @staticmethod
+    def _checkpoints_due(forward_batch: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Slots and lengths of the checkpoints of a prefill step.
+
+        SGLang may ask for one position more than a multiple of 128 or for the end of the chunk: the state to keep is the one
+        at the last multiple of 128 from the prefix on. It asks only where that leaves at least 128 tokens of this chunk.
+        """
+        if forward_batch.mamba_track_mask is None:
+            return None, None
+        prefix = forward_batch.extend_prefix_lens
+        length = prefix + (forward_batch.mamba_track_seqlens - prefix) // WINDOW * WINDOW
+        return torch.where(forward_batch.mamba_track_mask, forward_batch.mamba_track_indices, -1), length
+
+    # One layer
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        *,
+        inputs: LayerInputs,
+    ) -> Tensor:
+        step = self._step(q)
+        self._append(k, layer.layer_id, inputs, step, window=None)
+        if layer.layer_id == self.last_layer and step.copy_src is not None:
+            self.state.copy_checkpoints(step.copy_src, step.copy_dst)
+        return self._read(q, layer, inputs, step, self.state.ring(layer.layer_id), slice(None))
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        *,
+        inputs: LayerInputs,
+    ) -> Tensor:
+        step = self._step(q)
+        window = self._window(step.window_size)
+        self._append(k, layer.layer_id, inputs, step, window)
+        tokens, piece = q.shape[0], self._tokens_at_once(step)
+        if tokens <= piece:
+            return self._read(q, layer, inputs, step, window, slice(None))
+        parts = [slice(begin, min(begin + piece, tokens)) for begin in range(0, tokens, piece)]
+        return torch.cat([self._read(q, layer, inputs, step, window, part) for part in parts])
+
+    def _step(self, q: Tensor) -> StepMetadata:
+        if self.metadata is None or self.metadata.positions.shape[0] != q.shape[0]:
+            raise RuntimeError(f"no metadata for a step of {q.shape[0]} tokens: init_forward_metadata was not called")
+        return self.metadata
+
+    def _append(self, kv: Tensor, layer: int, inputs: LayerInputs, step: StepMetadata, window: Tensor | None) -> None:
+        main, index = inputs.main, inputs.index
+        torch.ops.dsv4_sglang.append(
+            kv.flatten(1),
+            main.kv_score if main else None,
+            index.kv_score if index else None,
+            inputs.kv_norm,
+            main.norm if main else None,
+            index.norm if index else None,
+            main.ape if main else None,
+            index.ape if index else None,
+            inputs.rope,
+            inputs.eps,
+            inputs.ratio,
+            self.index_format,
+            step.slots,
+            step.prefix_lens,
+            step.query_start,
+            step.token_request,
+            step.out_loc,
+            step.track_slots,
+            self.state.ring(layer),
+            self.state.tail(layer),
+            self.blocks.entries(layer),
+            self.blocks.keys(layer),
+            window,
+            None,
+            None,
+            None,
+        )
+
+    def _read(
+        self, q: Tensor, layer: Any, inputs: LayerInputs, step: StepMetadata, window: Tensor, part: slice
+    ) -> Tensor:
+        entries = self.blocks.entries(layer.layer_id)
+        rows = lens = None
+        if inputs.ratio == CSA_RATIO:
+            rows, lens = self._select(layer.layer_id, inputs, step, part), step.csa_lens[part]
+        elif inputs.ratio:
+            rows, lens = step.hca_rows[part], step.hca_lens[part]
+        return torch.ops.dsv4_sglang.attend(
+            q[part],
+            inputs.sink,
+            window,
+            step.window_rows[part],
+            step.window_lens[part],
+            entries,
+            rows,
+            lens,
+            step.positions[part],
+            inputs.rope,
+            layer.scaling,
+        )
+
+    def _select(self, layer: int, inputs: LayerInputs, step: StepMetadata, part: slice) -> Tensor:
+        """Table rows `[T, top_k]` of the entries that the tokens of `part` read."""
+        assert inputs.index_query is not None
+        tokens = step.positions[part].shape[0]
+        rows = self._buffer("rows", tokens, self.top_k, torch.int32)
+        # Where every entry is read none needs a score.
+        visible = step.block_table.shape[1] * (BLOCK // CSA_RATIO)
+        scores = self._buffer("scores", tokens, visible if visible > self.top_k else 0, torch.float32)
+        torch.ops.dsv4_sglang.index_topk(
+            inputs.index_query.query[part],
+            inputs.index_query.weights[part],
+            self.blocks.keys(layer),
+            step.block_table,
+            step.token_request[part],
+            step.positions[part],
+            inputs.rope,
+            self.index_format,
+            scores,
+            rows,
+        )
+        return rows
+
+    # Memory of a step
+
+    def _window(self, rows: int) -> Tensor:
+        """Row table of `rows` rows, shared by all layers: a step reads it in the layer that wrote it."""
+        ring = self.state.rings
+        if self._workspace is None or self._workspace.shape[1] < rows:
+            self._workspace = torch.empty((1, rows, ring.shape[-1]), dtype=ring.dtype, device=self.device)
+        return self._workspace[:, :rows]
+
+    def _tokens_at_once(self, step: StepMetadata) -> int:
+        return max(1, SCRATCH_BYTES // (4 * step.block_table.shape[1] * (BLOCK // CSA_RATIO)))
+
+    def _reserve_decode_scratch(self, requests: int) -> None:
+        self._buffer("rows", requests, self.top_k, torch.int32)
+        visible = self.max_blocks * (BLOCK // CSA_RATIO)
+        if visible > self.top_k:
+            self._buffer("scores", requests, visible, torch.float32)
+
+    def _buffer(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Scratch `[rows, columns]` that grows as needed; recorded graphs keep the one they were recorded with."""
+        needed = rows * columns
+        scratch = self._scratch.get(name)
+        if scratch is None or scratch.numel() < needed:
+            scratch = self._scratch[name] = torch.empty(needed, dtype=dtype, device=self.device)
+        return scratch[:needed].view(rows, columns)

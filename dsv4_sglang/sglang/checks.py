@@ -1,0 +1,46 @@
+"""The start-up check: in the scheduler process, after everything is built and before it reports ready."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsv4_sglang.sglang import compat
+
+
+def check_started(scheduler: Any) -> None:
+    """Raise, which stops the server, unless pools, allocator, tree, backend and model are the classes that belong here.
+
+    SGLang logs a failing plugin or hook and serves on with its own pools: this is what makes that loud.
+    """
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.chunk_cache import ChunkCache
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    from dsv4_sglang.models.deepseek_v4 import CachedAttention, DeepseekV4ForCausalLM
+    from dsv4_sglang.sglang.backend import HybridCacheBackend
+    from dsv4_sglang.sglang.options import BLOCK
+    from dsv4_sglang.sglang.pools import CacheKVPool, CompressedKVPool, StateReqToTokenPool, StateSlotPool
+
+    runner = scheduler.tp_worker.model_runner
+    requests, tokens = runner.req_to_token_pool, runner.token_to_kv_pool
+    tree = ChunkCache if scheduler.server_args.disable_radix_cache else UnifiedRadixCache
+    found: list[tuple[str, object, type]] = [
+        ("request pool", requests, StateReqToTokenPool),
+        ("state pool", getattr(requests, "mamba_pool", None), StateSlotPool),
+        ("KV pool", tokens, CacheKVPool),
+        ("paged pool", getattr(tokens, "full_kv_pool", None), CompressedKVPool),
+        ("allocator", runner.token_to_kv_pool_allocator, PagedTokenToKVPoolAllocator),
+        ("prefix cache", scheduler.tree_cache, tree),
+        ("attention backend", runner.attn_backend, HybridCacheBackend),
+        ("model", runner.model, DeepseekV4ForCausalLM),
+        *[(f"attention of layer {i}", layer.self_attn, CachedAttention) for i, layer in enumerate(runner.model.model.layers)],
+    ]
+    wrong = [
+        f"  {what} is {type(item).__module__}.{type(item).__qualname__}, not {wanted.__qualname__}"
+        for what, item, wanted in found
+        if type(item) is not wanted
+    ]
+    if scheduler.page_size != BLOCK:
+        wrong.append(f"  the page size is {scheduler.page_size}, not {BLOCK}")
+    if wrong:
+        raise RuntimeError("dsv4_sglang refuses to serve: " + compat.version_note() + ".\n" + "\n".join(wrong))

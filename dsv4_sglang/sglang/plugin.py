@@ -1,0 +1,35 @@
+"""Entry point of the group `sglang.srt.plugins`: runs in the launcher and in every scheduler process.
+
+Without the opt-in `--json-model-override-args '{"dsv4_sglang": {...}}'` it wraps one function that looks for the opt-in and does
+nothing else. With it, the model config being built is the moment at which everything else is put in place: in the
+launcher while the flags are resolved, in a scheduler process before weights and pools exist.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+OPT_IN = "sglang.srt.configs.model_config.ModelConfig.from_server_args"
+
+
+def register() -> None:
+    """SGLang logs an exception of a plugin and serves on with its own pools, so a launch that opted in ends here instead."""
+    try:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        HookRegistry.register(OPT_IN, _before_model_config, HookType.BEFORE)
+    except Exception as error:
+        if any("dsv4_sglang" in argument for argument in sys.argv):
+            raise SystemExit(f"dsv4_sglang cannot hook into SGLang: {error!r}") from error
+        raise
+
+
+def _before_model_config(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    from dsv4_sglang.sglang.options import from_override_args
+
+    options = from_override_args(server_args.json_model_override_args)
+    if options is not None:
+        from dsv4_sglang.sglang.activate import activate
+
+        activate(options, server_args)

@@ -1,0 +1,113 @@
+"""Flags that this cache cannot serve yet: one clear line each, before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from dsv4_sglang.sglang.options import BLOCK
+
+
+class Refusal(NamedTuple):
+    """`applies` looks at SGLang's ServerArgs as given; `reason` ends the sentence "... is not supported: "."""
+
+    flag: str
+    applies: Callable[[Any], bool]
+    reason: str
+
+
+def _is_set(name: str) -> Callable[[Any], bool]:
+    return lambda args: bool(getattr(args, name, None))
+
+
+def _above_one(name: str) -> Callable[[Any], bool]:
+    return lambda args: (getattr(args, name, 1) or 1) > 1
+
+
+# On a CPU SGLang fills in the last two before it looks at the model.
+_DEFAULT_BACKENDS = (None, "dsv4_sglang", "intel_amx", "torch_native")
+
+REFUSALS = (
+    Refusal(
+        "--speculative-algorithm",
+        _is_set("speculative_algorithm"),
+        "rejected drafts would stay in the window ring and the compressor tails",
+    ),
+    Refusal(
+        "--disaggregation-mode",
+        lambda args: args.disaggregation_mode != "null",
+        "state slots and compressed blocks have no transfer between servers",
+    ),
+    Refusal("--tp-size above 1", _above_one("tp_size"), "it has not been tested"),
+    Refusal("--pp-size above 1", _above_one("pp_size"), "pools are sized for all layers in one process"),
+    Refusal("--dp-size above 1", _above_one("dp_size"), "it has not been tested"),
+    Refusal("--ep-size above 1", _above_one("ep_size"), "it has not been tested"),
+    Refusal("--enable-dp-attention", _is_set("enable_dp_attention"), "it has not been tested"),
+    Refusal("--enable-prefill-cp", _is_set("enable_prefill_cp"), "a chunk's rows must lie in one process"),
+    Refusal("--dcp-size above 1", _above_one("dcp_size"), "a block belongs to one process"),
+    Refusal(
+        "--enable-hierarchical-cache",
+        _is_set("enable_hierarchical_cache"),
+        "compressed blocks and checkpoints have no host pool in SGLang",
+    ),
+    Refusal("--enable-lmcache", _is_set("enable_lmcache"), "it stores rows of one kind a token, which this cache has not"),
+    Refusal("--enable-flexkv", _is_set("enable_flexkv"), "it stores rows of one kind a token, which this cache has not"),
+    Refusal("--enable-hisparse", _is_set("enable_hisparse"), "it moves rows of SGLang's own pool"),
+    Refusal("--radix-cache-backend", _is_set("radix_cache_backend"), "checkpoints hang on SGLang's unified radix tree"),
+    Refusal(
+        "--enable-mixed-chunk",
+        _is_set("enable_mixed_chunk"),
+        "it moves chunks off the grid of blocks and would store wrong checkpoints",
+    ),
+    Refusal("--enable-dynamic-chunking", _is_set("enable_dynamic_chunking"), "it moves chunks off the grid of blocks"),
+    Refusal("--enable-two-batch-overlap", _is_set("enable_two_batch_overlap"), "one step has one metadata"),
+    Refusal("--enable-pdmux", _is_set("enable_pdmux"), "prefill and decode share one metadata"),
+    Refusal("--enable-unified-memory", _is_set("enable_unified_memory"), "it replaces the pools"),
+    Refusal("--enable-page-major-kv-layout", _is_set("enable_page_major_kv_layout"), "it replaces the pools"),
+    Refusal("--enable-memory-saver", _is_set("enable_memory_saver"), "the pools cannot be released and restored"),
+    Refusal("--enable-streaming-session", _is_set("enable_streaming_session"), "it has not been tested"),
+    Refusal("--enable-session-radix-cache", _is_set("enable_session_radix_cache"), "it has not been tested"),
+    Refusal("--enable-lora", _is_set("enable_lora"), "it has not been tested"),
+    Refusal("--enable-torch-compile", _is_set("enable_torch_compile"), "the step's metadata is not traceable"),
+    Refusal(
+        "--mamba-radix-cache-strategy other than auto and extra_buffer",
+        lambda args: args.mamba_radix_cache_strategy not in ("auto", "extra_buffer"),
+        "checkpoints are taken into extra slots",
+    ),
+    Refusal(
+        f"--page-size other than {BLOCK}",
+        lambda args: args.page_size not in (None, BLOCK),
+        f"a block of this cache has {BLOCK} tokens",
+    ),
+    Refusal(
+        "--attention-backend",
+        lambda args: any(
+            getattr(args, name, None) not in _DEFAULT_BACKENDS
+            for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+        ),
+        "this cache is read by its own backend",
+    ),
+    Refusal(
+        "--kv-cache-dtype other than auto, fp8_e4m3 and bfloat16",
+        lambda args: args.kv_cache_dtype not in ("auto", "fp8_e4m3", "bfloat16", "bf16"),
+        "rows have 584 or 1024 bytes",
+    ),
+    Refusal(
+        "--enable-deepseek-v4-fp4-indexer",
+        _is_set("enable_deepseek_v4_fp4_indexer"),
+        'choose the keys with the option "indexer_format"',
+    ),
+    Refusal(
+        "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE",
+        lambda args: os.environ.get("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "").lower() in ("1", "true"),
+        "checkpoints hang on SGLang's unified radix tree",
+    ),
+)
+
+
+def refuse_unsupported(args: Any) -> None:
+    """Raise with every refused flag of `args`, one line each."""
+    found = [f"{r.flag} is not supported: {r.reason}" for r in REFUSALS if r.applies(args)]
+    if found:
+        raise ValueError("dsv4_sglang refuses to start.\n" + "\n".join(found))
