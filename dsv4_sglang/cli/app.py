@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from dsv4_sglang.cli.demo import demo
 from dsv4_sglang.cli.make_tiny import make_tiny
+from dsv4_sglang.cli.serve import SGLANG_FLAGS, serve
 
 app = typer.Typer(
     name="dsv4-sglang",
@@ -13,9 +15,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+app.command("serve", context_settings=SGLANG_FLAGS)(serve)
+app.command("demo", context_settings=SGLANG_FLAGS)(demo)
 app.command("make-tiny")(make_tiny)
-
-
-@app.callback()
-def main() -> None:
-    """Keeps the command names even while there is only one."""

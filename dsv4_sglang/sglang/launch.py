@@ -1,6 +1,6 @@
 """The command, flags and environment of a launch: the only place that knows what SGLang needs without a GPU.
 
-Imports neither torch nor SGLang, so that it can run before the environment is set.
+Importing it imports neither torch nor SGLang, so that it can run before the environment is set.
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ class Command:
 
     def full_environment(self) -> dict[str, str]:
         return {**os.environ, **self.environment}
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def flag_value(flags: Sequence[str], *names: str) -> str | None:
@@ -122,7 +128,7 @@ def engine_arguments(
 def server_command(model_path: str, flags: Sequence[str], cpu: bool, python: str = sys.executable) -> Command:
     """`python -m sglang.launch_server` with this cache selected.
 
-    `flags` are any of SGLang's; they win over the defaults for a CPU. Raises ValueError for overrides that are not JSON.
+    `flags` are any of SGLang's; they win over the defaults for a CPU. Raises ValueError if the overrides are not JSON.
     """
     overrides = opt_in(flag_value(flags, OPT_IN_FLAG))
     rest = _without(flags, OPT_IN_FLAG)

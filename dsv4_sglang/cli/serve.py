@@ -1,0 +1,55 @@
+"""`dsv4-sglang serve`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Annotated
+
+import typer
+
+from dsv4_sglang.sglang import launch
+
+DEFAULT_PORT = 30000
+SGLANG_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def base_url(flags: list[str]) -> str:
+    """Where the server of these flags listens."""
+    host = launch.flag_value(flags, "--host") or "127.0.0.1"
+    port = launch.flag_value(flags, "--port") or str(DEFAULT_PORT)
+    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+
+
+def command_for(model_path: str, flags: list[str]) -> launch.Command:
+    """The server command for this machine, or the CPU's if the flags ask for it."""
+    device = launch.flag_value(flags, "--device")
+    cpu = device == "cpu" if device is not None else not launch.has_gpu()
+    try:
+        return launch.server_command(model_path, flags, cpu)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def serve(
+    context: typer.Context,
+    model_path: Annotated[str, typer.Option("--model-path", "--model", help="Checkpoint folder or hub name.")],
+    only_print: Annotated[bool, typer.Option("--print", help="Print the command and do nothing else.")] = False,
+    ask: Annotated[
+        str | None, typer.Option(help="Once the server is up, send this prompt and print its completion.")
+    ] = None,
+) -> None:
+    """Serve with this package's cache: `python -m sglang.launch_server` with the opt-in and any of SGLang's flags.
+
+    The server replaces this process, so signals reach it as they are and its exit code is this command's.
+    """
+    command = command_for(model_path, context.args)
+    typer.echo(command.shell())
+    if only_print:
+        return
+    sys.stdout.flush()
+    if ask is not None:
+        helper = [sys.executable, "-m", "dsv4_sglang.cli.ask", base_url(context.args), ask, str(os.getpid())]
+        subprocess.Popen(helper)
+    os.execvpe(command.argv[0], command.argv, command.full_environment())
