@@ -5,8 +5,8 @@ entry list. Rows are gathered by number, a row is key and value at once, the sof
 GPU, so their lists are cut into stretches (splits); a second kernel merges them, adds the sink once and turns the output back.
 
 FP8 rows are decoded by integer arithmetic, which sm_80 can do too: the bits of an e4m3 number, moved to the exponent and mantissa
-of a bf16, are that number times 2^-120. Queries are multiplied by 2^60 and probabilities too, so that products stay in the
-middle of the fp32 range; the row's scale goes to its logit and its probability. All of it is exact.
+of a bf16, are that number times 2^-120. For bf16 queries these numbers are multiplied as they are, and what they lack goes with
+the row's scale to its logit and its probability: all powers of two, so the result is that of dequantised rows.
 
 Traffic: 584 B a row (1024 bf16, 2048 fp32) for each group of heads; partial results of a split 2 KiB a head.
 """
@@ -24,7 +24,7 @@ from dsv4_sglang.ops.rows import ENTRY_DIM, FP8_WIDTH, ROPE_DIM
 LOG2_E = tl.constexpr(1.4426950408889634)
 # The online maximum starts here and not at -inf, whose difference with itself is no number.
 NO_LOGIT = tl.constexpr(-1e30)
-E4M3_AS_BF16 = tl.constexpr(2.0**60)  # the square root of what the moved bits lack, 2^120
+E4M3_LACK = tl.constexpr(2.0**60)  # the square root of what the moved bits of an e4m3 number lack as a bf16 one
 # The interpreter multiplies the bits of bf16 operands as if they were integers; there the products are taken in fp32.
 _INTERPRETED = triton.knobs.runtime.interpret
 
@@ -72,6 +72,7 @@ def _attend_kernel(
     window_rows_per_block,
     entry_rows_per_block,
     FP8: tl.constexpr,
+    FOLD: tl.constexpr,
     HAS_ENTRIES: tl.constexpr,
     SPLIT: tl.constexpr,
     DOT: tl.constexpr,
@@ -94,15 +95,10 @@ def _attend_kernel(
     d64 = tl.arange(0, 64)[None, :]
 
     q_at = q_ptr + token * q_token_stride + head[:, None] * q_head_stride
-    q0 = tl.load(q_at + d256, mask=is_head, other=0.0)
-    q1 = tl.load(q_at + 256 + d128, mask=is_head, other=0.0)
-    q2 = tl.load(q_at + 384 + d64, mask=is_head, other=0.0)
+    q0 = tl.load(q_at + d256, mask=is_head, other=0.0).to(DOT)
+    q1 = tl.load(q_at + 256 + d128, mask=is_head, other=0.0).to(DOT)
+    q2 = tl.load(q_at + 384 + d64, mask=is_head, other=0.0).to(DOT)
     q3 = tl.load(q_at + 448 + d64, mask=is_head, other=0.0).to(DOT)
-    if FP8:
-        q0 = q0.to(tl.float32) * E4M3_AS_BF16
-        q1 = q1.to(tl.float32) * E4M3_AS_BF16
-        q2 = q2.to(tl.float32) * E4M3_AS_BF16
-    q0, q1, q2 = q0.to(DOT), q1.to(DOT), q2.to(DOT)
 
     window_len = tl.load(window_lens_ptr + token)
     window_tiles = tl.cdiv(window_len, BLOCK_N)
@@ -152,6 +148,10 @@ def _attend_kernel(
             k2 = _e4m3_bits(tl.load(row_at + 384 + d64, mask=is_row, other=0), DOT)
             tail_at = (row_at + 448).to(tl.pointer_type(tl.bfloat16))
             k3 = tl.load(tail_at + d64, mask=is_row, other=0.0).to(DOT)
+            if not FOLD:
+                k0 = k0 * E4M3_LACK * E4M3_LACK * multiplier[:, None]
+                k1 = k1 * E4M3_LACK * E4M3_LACK * multiplier[:, None]
+                k2 = k2 * E4M3_LACK * E4M3_LACK * multiplier[:, None]
         else:
             row_at = (block_at + inside * 512)[:, None]
             k0 = tl.load(row_at + d256, mask=is_row, other=0.0).to(DOT)
@@ -162,8 +162,8 @@ def _attend_kernel(
         logit = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
         logit = tl.dot(q1, tl.trans(k1), logit, input_precision=PRECISION)
         logit = tl.dot(q2, tl.trans(k2), logit, input_precision=PRECISION)
-        if FP8:
-            logit = logit * E4M3_AS_BF16 * multiplier[None, :]
+        if FOLD:
+            logit = logit * E4M3_LACK * E4M3_LACK * multiplier[None, :]
         logit = tl.dot(q3, tl.trans(k3), logit, input_precision=PRECISION)
         logit = tl.where(valid[None, :], logit * scale, float("-inf"))
 
@@ -174,8 +174,9 @@ def _attend_kernel(
         top = new_top
         fade = fade[:, None]
         tail_p = p.to(DOT)
-        if FP8:
-            p = p * E4M3_AS_BF16 * multiplier[None, :]
+        if FOLD:
+            # The other half of what the rows lack comes after the sum: their products shall stay far from subnormal.
+            p = p * E4M3_LACK * multiplier[None, :]
         p = p.to(DOT)
         o0 = tl.dot(p, k0, o0 * fade, input_precision=PRECISION)
         o1 = tl.dot(p, k1, o1 * fade, input_precision=PRECISION)
@@ -197,8 +198,8 @@ def _attend_kernel(
         norm = tl.where(total > 0, 1.0 / denominator, 0.0)
         to = out_ptr + at[:, None] * 512
     nope_norm = norm
-    if FP8:
-        nope_norm = norm * E4M3_AS_BF16
+    if FOLD:
+        nope_norm = norm * E4M3_LACK
     norm, nope_norm = norm[:, None], nope_norm[:, None]
     o3 = o3 * norm
     if not SPLIT:
@@ -266,19 +267,18 @@ class Tiling(NamedTuple):
     stages: int
 
 
-def tiling(heads: int, fp8: bool, exact: bool, capability: tuple[int, int], shared_memory: int) -> Tiling:
-    """The tile that fits the device. `exact`: fp32 products without tensor cores; `shared_memory`: bytes a block may have.
+def tiling(heads: int, fp8: bool, exact: bool, shared_memory: int) -> Tiling:
+    """The tile that fits the device. `exact`: fp32 products; `shared_memory`: bytes that a block may have.
 
-    A tile holds q (1 KiB a head), the decoded rows (1 KiB each) and the rows in flight (584 or 1024 B each and stage).
+    The output of a tile takes 2 KiB of registers a head; in shared memory lie q (1 KiB a head), the decoded rows (1 KiB each)
+    and the rows in flight. Only from sm_90 up are q and the rows read from there by the tensor cores and registers left for 64 heads.
     """
     padded = max(16, triton.next_power_of_2(heads))
     if exact:
         return Tiling(16, 16, 4, 1)
-    if capability[0] >= 9 and shared_memory >= 200 << 10:
-        return Tiling(min(padded, 64), 64 if fp8 else 32, 8, 3)
-    if shared_memory >= 140 << 10:
-        return Tiling(min(padded, 32), 32, 8, 3)
-    return Tiling(16, 16, 4, 2)
+    if padded >= 64 and shared_memory >= 200 << 10:
+        return Tiling(64, 64 if fp8 else 32, 8, 3)
+    return Tiling(min(padded, 32), 32, 8, 3 if fp8 else 2)
 
 
 def split_count(tokens: int, head_groups: int, tiles: int, processors: int) -> int:
@@ -296,10 +296,10 @@ def split_count(tokens: int, head_groups: int, tiles: int, processors: int) -> i
 
 
 @functools.cache
-def _device(index: int) -> tuple[tuple[int, int], int, int]:
-    """Compute capability, shared memory a block may have, number of multiprocessors."""
-    p = torch.cuda.get_device_properties(index)
-    return (p.major, p.minor), p.shared_memory_per_block_optin, p.multi_processor_count
+def _device(index: int) -> tuple[int, int]:
+    """Shared memory that a block may have, in bytes, and the number of multiprocessors."""
+    properties = torch.cuda.get_device_properties(index)
+    return properties.shared_memory_per_block_optin, properties.multi_processor_count
 
 
 def _check(q: Tensor, window: Tensor, entries: Tensor | None) -> None:
@@ -353,8 +353,8 @@ def attend(
         dot, precision = tl.float32, "tf32"
     else:
         raise ValueError(f"q is {q.dtype}; expected bfloat16, float16 or float32")
-    capability, shared_memory, processors = _device(q.device.index) if q.is_cuda else ((8, 0), 0, 1)
-    tile = tiling(heads, fp8, dot == tl.float32, capability, shared_memory)
+    shared_memory, processors = _device(q.device.index) if q.is_cuda else (0, 1)
+    tile = tiling(heads, fp8, dot == tl.float32, shared_memory)
     groups = triton.cdiv(heads, tile.heads)
     listed = window_rows.shape[1] + (entry_rows.shape[1] if entries is not None and entry_rows is not None else 0)
     if splits is None:
@@ -391,6 +391,7 @@ def attend(
         window.shape[1],
         entries_args[0].shape[1],
         FP8=fp8,
+        FOLD=fp8 and q.dtype == torch.bfloat16,
         HAS_ENTRIES=entries is not None,
         SPLIT=splits > 1,
         DOT=dot,
