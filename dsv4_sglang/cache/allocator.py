@@ -16,8 +16,8 @@ class BlockAllocator:
     The free list is a stack of int32 ids on the device. Its top pointer is on the host (pinned where there is a GPU),
     so `num_free` and the decision whether `acquire` fits never wait for the device. The host also keeps a copy of the
     stack and a byte a block that says whether it is free; with them a release is checked before anything moves. What
-    that costs: 5 B of host memory a block, and at `release` one pass over the ids, plus one copy of the ids to the host
-    (which waits for the device) when they are given as a device tensor. `acquire` never waits.
+    that costs: 5 B of host memory a block, and at `release` a few passes over the ids on the host and one wait for the
+    device, for the copy of the ids to the other side. `acquire` never waits.
 
     Not for use inside a CUDA graph: acquire and release between captures and replays.
     """

@@ -1,0 +1,151 @@
+"""`BlockAllocator` against a list of free blocks."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4_sglang.cache import BlockAllocator
+
+
+def test_first_blocks_and_counts(device: torch.device) -> None:
+    allocator = BlockAllocator(10, device)
+    assert allocator.num_free == 10
+    ids = allocator.acquire(4)
+    assert ids.tolist() == [0, 1, 2, 3]
+    assert (ids.dtype, ids.device.type) == (torch.int32, device.type)
+    assert allocator.num_free == 6
+    allocator.release(ids)
+    assert allocator.num_free == 10
+
+
+def test_released_blocks_go_first(device: torch.device) -> None:
+    allocator = BlockAllocator(10, device)
+    first = allocator.acquire(5)
+    allocator.release(first[1:3])
+    assert allocator.acquire(3).tolist() == [2, 1, 5]
+
+
+def test_acquired_ids_outlive_later_releases(device: torch.device) -> None:
+    """The ids are a copy: the stack's memory that they came from is written again."""
+    allocator = BlockAllocator(4, device)
+    a, b = allocator.acquire(2), allocator.acquire(2)
+    allocator.release(a)
+    allocator.release(b)
+    allocator.acquire(4)
+    assert (a.tolist(), b.tolist()) == ([0, 1], [2, 3])
+
+
+def test_out_of_memory_takes_nothing(device: torch.device) -> None:
+    allocator = BlockAllocator(5, device)
+    allocator.acquire(2)
+    with pytest.raises(RuntimeError, match=r"OOM: 4 blocks asked, 3 free of 5"):
+        allocator.acquire(4)
+    assert allocator.num_free == 3
+    assert allocator.acquire(3).tolist() == [2, 3, 4]
+
+
+def test_acquire_nothing(device: torch.device) -> None:
+    allocator = BlockAllocator(1, device)
+    allocator.acquire(1)
+    empty = allocator.acquire(0)
+    assert empty.shape == (0,)
+    assert empty.dtype == torch.int32
+    allocator.release(empty)
+    allocator.release([])
+    assert allocator.num_free == 0
+
+
+def test_acquire_negative() -> None:
+    with pytest.raises(ValueError, match="-1 blocks"):
+        BlockAllocator(1, "cpu").acquire(-1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([0, 1, 2, 3, 4], "5 blocks given, only 4 of 8 are out"),
+        ([8], r"block 8 is not in 0\.\.7"),
+        ([0, -1], r"block -1 is not in 0\.\.7"),
+        ([0, 5], "block 5 is free already"),
+        ([1, 2, 1], "block 1 is given twice"),
+    ],
+)
+def test_bad_release_changes_nothing(device: torch.device, ids: list[int], message: str) -> None:
+    allocator = BlockAllocator(8, device)
+    allocator.acquire(4)
+    for given_ids in (ids, torch.tensor(ids, dtype=torch.int32, device=device)):
+        with pytest.raises(ValueError, match=message):
+            allocator.release(given_ids)
+    assert allocator.num_free == 4
+    assert sorted(allocator.acquire(4).tolist()) == [4, 5, 6, 7]
+    allocator.release([0, 1, 2, 3])
+
+
+def test_double_release(device: torch.device) -> None:
+    allocator = BlockAllocator(4, device)
+    ids = allocator.acquire(3)
+    allocator.release(ids[:1])
+    with pytest.raises(ValueError, match="block 0 is free already"):
+        allocator.release(ids[:1])
+    allocator.release(ids[1:])
+    assert sorted(allocator.acquire(4).tolist()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([0.0]), torch.tensor([True]), torch.tensor([[0]]), torch.tensor(0)])
+def test_release_of_something_else(ids: torch.Tensor) -> None:
+    allocator = BlockAllocator(2, "cpu")
+    allocator.acquire(1)
+    with pytest.raises(ValueError, match="expected ints of shape"):
+        allocator.release(ids)
+    assert allocator.num_free == 1
+
+
+def test_negative_total() -> None:
+    with pytest.raises(ValueError, match="num_total_blocks is -1"):
+        BlockAllocator(-1, "cpu")
+
+
+@given(st.integers(0, 20), st.lists(st.tuples(st.booleans(), st.integers(0, 8), st.randoms()), max_size=40))
+def test_any_order_of_calls(total: int, calls: list) -> None:
+    """Blocks are out or free, never both, never lost; the count and the errors follow from what is out."""
+    allocator = BlockAllocator(total, "cpu")
+    out: list[int] = []
+    for is_acquire, n, rng in calls:
+        if is_acquire and n > total - len(out):
+            with pytest.raises(RuntimeError, match="OOM"):
+                allocator.acquire(n)
+        elif is_acquire:
+            ids, host_ids = allocator.acquire_with_host_ids(n)
+            assert ids.tolist() == host_ids
+            assert len(set(host_ids)) == n
+            assert not set(host_ids) & set(out)
+            assert all(0 <= i < total for i in host_ids)
+            out += host_ids
+        else:
+            back = rng.sample(out, min(n, len(out)))
+            allocator.release(torch.tensor(back, dtype=torch.int64) if rng.random() < 0.5 else back)
+            out = [i for i in out if i not in back]
+        assert allocator.num_free == total - len(out)
+    assert sorted(out + allocator.acquire(allocator.num_free).tolist()) == list(range(total))
+
+
+@pytest.mark.gpu
+def test_default_device_and_pinned_top() -> None:
+    allocator = BlockAllocator(4)
+    assert allocator.device.type == "cuda"
+    assert allocator._top.is_pinned()
+
+
+@pytest.mark.gpu
+def test_no_wait_for_the_device() -> None:
+    """acquire and num_free never wait for the device."""
+    allocator = BlockAllocator(64)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ids, host_ids = allocator.acquire_with_host_ids(8)
+        assert allocator.num_free == 56
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert ids.tolist() == host_ids

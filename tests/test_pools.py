@@ -1,0 +1,315 @@
+"""`PagedKVPool`, `StateCachePool` and their views: shapes, bytes, and that every view is the same memory."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_sglang.cache import (
+    LayerCacheSchema,
+    PagedKVPool,
+    RowFormat,
+    StateCachePool,
+    StateStorage,
+    build_schema,
+    row_format,
+)
+from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
+from dsv4_sglang.ops import index_keys, rows
+
+CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
+FLASH = DSV4Config.flash()
+SPECS = {spec.attn: spec for spec in build_schedule(FLASH)}
+TAILS = ["tail_ka", "tail_za", "tail_kb", "tail_zb"]
+INDEX_TAILS = [f"index_{name}" for name in TAILS]
+ONLINE = ["tail_max", "tail_sum", "tail_acc"]
+
+
+def schema(kind: AttentionType, **options: str) -> LayerCacheSchema:
+    return build_schema(FLASH, SPECS[kind], **options)
+
+
+def within(view: Tensor, table: Tensor) -> bool:
+    return view.untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
+
+
+def values(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def dequantised(fp8: Tensor, rope: Tensor, inv_scale: Tensor) -> Tensor:
+    """What a user of the split views computes."""
+    return torch.cat([fp8.view(torch.float8_e4m3fn).float() * inv_scale.float()[..., None], rope.float()], -1)
+
+
+@pytest.mark.parametrize(("kind", "per_block"), [(CSA, 32), (HCA, 1)])
+def test_entry_views(device: torch.device, kind: AttentionType, per_block: int) -> None:
+    """Rows written through the table are read through the split views, in place, and the other way round."""
+    pool = PagedKVPool(schema(kind), 5, device)
+    assert pool.entries.shape == ((5, 32, 584) if kind is CSA else (1, 5, 584))
+    assert pool.entries_fp8.shape == (5, per_block, 448)
+    assert pool.entries_rope.shape == (5, per_block, 64)
+    assert pool.inv_scale.shape == (5, per_block)
+    dtypes = (pool.entries_fp8.dtype, pool.entries_rope.dtype, pool.inv_scale.dtype)
+    assert dtypes == (torch.uint8, torch.bfloat16, torch.float8_e8m0fnu)
+    assert pool.flashmla_view.shape == (*pool.entries.shape[:2], 1, 584)
+    for view in (pool.entries_fp8, pool.entries_rope, pool.inv_scale, pool.flashmla_view):
+        assert within(view, pool.entries)
+
+    n = 5 * per_block
+    data = values(n, 512).to(device) * torch.logspace(-3, 3, n).to(device)[:, None]
+    rows.write_rows(pool.entries, torch.arange(n, device=device), data)
+    read = dequantised(pool.entries_fp8, pool.entries_rope, pool.inv_scale).view(n, 512)
+    assert torch.equal(read, rows.read_rows(pool.entries, torch.arange(n, device=device)))
+    assert torch.equal(read[:, 448:], data[:, 448:].bfloat16().float())
+    assert ((read - data).norm(dim=-1) / data.norm(dim=-1)).max() < 0.036
+
+    pool.entries_fp8[3, per_block - 1] = 0x38  # 1.0 in e4m3
+    pool.entries_rope[3, per_block - 1] = 3.0
+    pool.inv_scale[3, per_block - 1] = 2.0
+    changed = rows.read_rows(pool.entries, torch.arange(n, device=device))
+    assert changed[4 * per_block - 1].tolist() == [2.0] * 448 + [3.0] * 64
+    changed[4 * per_block - 1] = read[4 * per_block - 1]
+    assert torch.equal(changed, read)
+
+
+def test_rows_do_not_overlap() -> None:
+    """Each byte of a block belongs to one row: data at n * 576, exponents behind all data (FlashMLA's layout)."""
+    pool = PagedKVPool(schema(CSA), 2, "cpu")
+    block = torch.arange(2)[:, None] * 32 * 584
+    row = torch.arange(32)
+    base = pool.entries.data_ptr()
+    for b, r in itertools.product(range(2), range(32)):
+        assert pool.entries_fp8[b, r].data_ptr() - base == block[b] + 576 * row[r]
+        assert pool.entries_rope[b, r].data_ptr() - base == block[b] + 576 * row[r] + 448
+        assert pool.inv_scale[b, r].data_ptr() - base == block[b] + 32 * 576 + 8 * row[r]
+    flat = PagedKVPool(schema(HCA), 7, "cpu")
+    assert [flat.entries_fp8[b].data_ptr() - flat.entries.data_ptr() for b in range(7)] == [576 * b for b in range(7)]
+    assert flat.inv_scale.data_ptr() - flat.entries.data_ptr() == 7 * 576
+    assert all(flat.entries_fp8[b].data_ptr() % 16 == 0 for b in range(7))
+
+
+@pytest.mark.parametrize("key_format", ["mxfp4", "nvfp4"])
+def test_key_views(device: torch.device, key_format: str) -> None:
+    pool = PagedKVPool(schema(CSA, key_format=key_format), 3, device)
+    assert pool.index_keys.shape == (3, 32, 72)
+    assert (pool.indexer_keys_fp4.shape, pool.indexer_keys_fp4.dtype) == ((3, 32, 64), torch.uint8)
+    assert (pool.indexer_scales.shape, pool.indexer_scales.dtype) == ((3, 32, 8), torch.float8_e4m3fn)
+    assert within(pool.indexer_keys_fp4, pool.index_keys)
+    assert within(pool.indexer_scales, pool.index_keys)
+    data, at = values(96, 128).to(device), torch.arange(96, device=device)
+    index_keys.write_keys(pool.index_keys, at, data, schema(CSA, key_format=key_format).key_format.index_format)
+    packed, scales = pool.indexer_keys_fp4.reshape(-1, 64), pool.indexer_scales.reshape(-1, 8).view(torch.uint8)
+    read = index_keys.dequantise_keys(packed, scales)
+    assert torch.equal(read, index_keys.read_keys(pool.index_keys, at))
+    assert (read - data).norm() / data.norm() < 0.13
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp32"])
+def test_unquantised_pool_has_no_split_views(device: torch.device, fmt: str) -> None:
+    pool = PagedKVPool(schema(CSA, row_format=fmt, key_format="fp32"), 2, device)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[fmt]
+    assert (pool.entries.shape, pool.entries.dtype) == ((2, 32, 512), dtype)
+    assert (pool.index_keys.shape, pool.index_keys.dtype) == ((2, 32, 128), torch.float32)
+    views = ("entries_fp8", "entries_rope", "inv_scale", "flashmla_view", "indexer_keys_fp4", "indexer_scales")
+    assert [getattr(pool, name) for name in views] == [None] * 6
+    state = StateCachePool(schema(SWA, row_format=fmt), 2, device)
+    assert (state.ring.shape, state.ring.dtype) == ((2, 128, 512), dtype)
+    assert [state.swa_fp8, state.swa_rope, state.swa_inv] == [None] * 3
+
+
+def test_hca_has_no_indexer() -> None:
+    pool = PagedKVPool(schema(HCA), 2, "cpu")
+    assert [pool.index_keys, pool.indexer_keys_fp4, pool.indexer_scales] == [None] * 3
+
+
+def test_swa_has_no_paged_pool() -> None:
+    with pytest.raises(ValueError, match="SWA layer has no compressed entries"):
+        PagedKVPool(schema(SWA), 2, "cpu")
+    with pytest.raises(ValueError, match="num_blocks is 0"):
+        PagedKVPool(schema(CSA), 0, "cpu")
+
+
+@pytest.mark.parametrize("kind", [CSA, HCA, SWA])
+@pytest.mark.parametrize("options", [{}, {"row_format": "bf16"}, {"row_format": "fp32", "key_format": "fp32"}])
+@pytest.mark.parametrize("hca_state", ["raw", "online"])
+def test_memory_bytes(device: torch.device, kind: AttentionType, options: dict[str, str], hca_state: str) -> None:
+    layer = schema(kind, hca_state=hca_state, **options)
+    padding = row_format.block_stride_bytes(128, layer.row_format, device) - layer.swa_bytes
+    assert StateCachePool(layer, 3, device).memory_bytes() == 3 * (layer.state_bytes + padding)
+    if kind is CSA:
+        padding = row_format.block_stride_bytes(32, layer.row_format, device) - 32 * layer.entry_bytes
+        assert PagedKVPool(layer, 7, device).memory_bytes() == 7 * (layer.block_bytes + padding)
+
+
+def test_block_padding_only_on_sm100(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    for capability, expected in (((8, 0), 18688), ((9, 0), 18688), ((10, 0), 19008), ((12, 0), 18688)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, c=capability: c)
+        assert row_format.block_stride_bytes(32, RowFormat.FP8, cuda) == expected
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (10, 3))
+    assert row_format.block_stride_bytes(128, RowFormat.FP8, cuda) == 74880
+    assert row_format.block_stride_bytes(32, RowFormat.BF16, cuda) == 32 * 1024
+    assert row_format.block_stride_bytes(32, RowFormat.FP8, torch.device("cpu")) == 18688
+
+
+def test_padded_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With padding between blocks the views still meet the right rows, and the padding counts as memory."""
+    monkeypatch.setattr(row_format, "block_stride_bytes", lambda n, fmt, _: -(-n * fmt.row_bytes // 576) * 576)
+    pool, state = PagedKVPool(schema(CSA), 3, "cpu"), StateCachePool(schema(SWA), 3, "cpu")
+    assert pool.memory_bytes() == 3 * (19008 + 32 * 72)
+    assert state.memory_bytes() == 3 * (74880 + 129 * 4)
+    for table, fp8, rope, inv in (
+        (pool.entries, pool.entries_fp8, pool.entries_rope, pool.inv_scale),
+        (state.ring, state.swa_fp8, state.swa_rope, state.swa_inv),
+    ):
+        n = table.shape[0] * table.shape[1]
+        rows.write_rows(table, torch.arange(n), values(n, 512))
+        assert torch.equal(dequantised(fp8, rope, inv).view(n, 512), rows.read_rows(table, torch.arange(n)))
+    state.copy_slot(0, 2)
+    assert torch.equal(state.swa_fp8[2], state.swa_fp8[0])
+    assert torch.equal(state.swa_inv[2].view(torch.uint8), state.swa_inv[0].view(torch.uint8))
+    assert not torch.equal(state.swa_fp8[1], state.swa_fp8[0])
+
+
+SHAPES = {
+    (CSA, "raw"): {
+        **dict.fromkeys(TAILS[:2], (4, 512)),
+        **dict.fromkeys(TAILS[2:], (8, 512)),
+        **dict.fromkeys(INDEX_TAILS[:2], (4, 128)),
+        **dict.fromkeys(INDEX_TAILS[2:], (8, 128)),
+    },
+    (HCA, "raw"): dict.fromkeys(TAILS[:2], (128, 512)),
+    (HCA, "online"): dict.fromkeys(ONLINE, (512,)),
+    (SWA, "raw"): {},
+}
+
+
+@pytest.mark.parametrize(("kind", "form"), SHAPES)
+def test_state_views(device: torch.device, kind: AttentionType, form: str) -> None:
+    pool = StateCachePool(schema(kind, hca_state=form), 3, device)
+    assert (pool.swa_fp8.shape, pool.swa_rope.shape, pool.swa_inv.shape) == ((3, 128, 448), (3, 128, 64), (3, 128))
+    assert (pool.swa_fp8.dtype, pool.swa_rope.dtype) == (torch.uint8, torch.bfloat16)
+    assert pool.swa_inv.dtype == torch.float8_e8m0fnu
+    assert pool.swa_inv.stride() == (pool.ring.stride(0), 8)
+    assert (pool.swa_pos.shape, pool.swa_head.shape) == ((3, 128), (3,))
+    assert bool((pool.swa_pos == -1).all())
+    assert (pool.tail_len is None) == (kind is SWA)
+    expected = SHAPES[kind, form]
+    for name in TAILS + INDEX_TAILS + ONLINE:
+        view = getattr(pool, name)
+        if name not in expected:
+            assert view is None, name
+            continue
+        assert (view.shape, view.dtype) == ((3, *expected[name]), torch.float32), name
+        assert within(view, pool.tail), name
+    # Together the views cover the tail once.
+    for number, name in enumerate(expected):
+        getattr(pool, name).fill_(number + 1.0)
+    if pool.tail is not None:
+        assert int((pool.tail == 0).sum()) == 0
+        assert sum(getattr(pool, name).numel() for name in expected) == pool.tail.numel()
+
+
+def test_csa_tail_rows() -> None:
+    """The row numbers that the ops use: 4 current k, 4 current z, 8 previous k, 8 previous z."""
+    pool = StateCachePool(schema(CSA), 1, "cpu")
+    pool.tail.copy_(torch.arange(24.0)[None, :, None].expand(1, 24, 640))
+    pool.tail[..., 512:] += 100
+    assert [getattr(pool, name)[0, 0, 0].item() for name in TAILS + INDEX_TAILS] == [0, 4, 8, 16, 100, 104, 108, 116]
+
+
+def test_storage_is_one_tensor_for_all_layers() -> None:
+    schemas = [schema(kind) for kind in (SWA, CSA, HCA, CSA)]
+    storage = StateStorage(schemas, 3, "cpu")
+    pools = [StateCachePool(s, 3, state=storage.layer(i)) for i, s in enumerate(schemas)]
+    assert storage.rings.shape == (4, 3, 128, 584)
+    assert storage.tails[CSA].shape == (2, 3, 24, 640)
+    assert storage.tails[HCA].shape == (1, 3, 256, 512)
+    assert (storage.swa_pos.shape, storage.swa_head.shape, storage.tail_len.shape) == ((4, 3, 128), (4, 3), (3, 3))
+    for i, pool in enumerate(pools):
+        assert within(pool.ring, storage.rings)
+        pool.ring.fill_(i + 1)
+        pool.swa_head.fill_(i + 1)
+        for tensor in (pool.tail, pool.tail_len):
+            if tensor is not None:
+                tensor.fill_(i + 1)
+    assert storage.rings[:, 0, 0, 0].tolist() == [1, 2, 3, 4]
+    assert storage.swa_head[:, 2].tolist() == [1, 2, 3, 4]
+    assert storage.tails[CSA][:, 1, 5, 600].tolist() == [2.0, 4.0]
+    assert storage.tails[HCA][:, 1, 200, 300].tolist() == [3.0]
+    assert storage.tail_len[:, 0].tolist() == [2, 3, 4]
+    assert storage.memory_bytes() == sum(pool.memory_bytes() for pool in pools)
+
+
+def fill(tensors: list[Tensor], slot_dim: int) -> None:
+    """Different bytes in every slot."""
+    for tensor in tensors:
+        for slot in range(tensor.shape[slot_dim]):
+            tensor.select(slot_dim, slot).fill_(slot + 1)
+
+
+def test_reset_and_copy_of_all_layers(device: torch.device) -> None:
+    storage = StateStorage([schema(kind, hca_state="online") for kind in (SWA, CSA, HCA)], 4, device)
+    fill(storage.tensors, 1)
+    storage.copy_slot(1, 3)
+    for tensor in storage.tensors:
+        first = [tensor.select(1, slot).flatten()[0].item() for slot in range(4)]
+        assert first == [1, 2, 3, 2], first
+        assert torch.equal(tensor[:, 3], tensor[:, 1])
+    storage.copy_slot(2, 2)
+    storage.reset_slot(1)
+    for tensor in storage.tensors:
+        empty = -1 if tensor is storage.swa_pos else 0
+        assert bool((tensor[:, 1] == empty).all())
+        assert [tensor.select(1, slot).flatten()[0].item() for slot in (0, 2, 3)] == [1, 3, 2]
+
+
+@pytest.mark.parametrize("kind", [CSA, HCA, SWA])
+def test_reset_and_copy_of_one_layer(device: torch.device, kind: AttentionType) -> None:
+    pool = StateCachePool(schema(kind), 3, device)
+    fill(pool.tensors, 0)
+    pool.copy_slot(0, 2)
+    pool.reset_slot(0)
+    for tensor in pool.tensors:
+        empty = -1 if tensor is pool.swa_pos else 0
+        assert bool((tensor[0] == empty).all())
+        assert bool((tensor[1] == 2).all())
+        assert bool((tensor[2] == 1).all())
+
+
+def test_unknown_slots() -> None:
+    pool = StateCachePool(schema(SWA), 2, "cpu")
+    storage = StateStorage([schema(SWA)], 2, "cpu")
+    for owner in (pool, storage):
+        for slot in (-1, 2):
+            with pytest.raises(IndexError, match=rf"state slot {slot} is not in 0\.\.1"):
+                owner.reset_slot(slot)
+            with pytest.raises(IndexError, match=rf"state slot {slot} is not in 0\.\.1"):
+                owner.copy_slot(0, slot)
+
+
+def test_bad_storage() -> None:
+    with pytest.raises(ValueError, match="0 state slots"):
+        StateCachePool(schema(SWA), 0, "cpu")
+    with pytest.raises(ValueError, match="no layers"):
+        StateStorage([], 1, "cpu")
+    with pytest.raises(ValueError, match="several formats"):
+        StateStorage([schema(SWA), schema(CSA, row_format="bf16")], 1, "cpu")
+    with pytest.raises(ValueError, match="HCA tails of several shapes"):
+        StateStorage([schema(HCA), schema(HCA, hca_state="online")], 1, "cpu")
+    with pytest.raises(ValueError, match="has 2 slots; expected 3"):
+        StateCachePool(schema(SWA), 3, state=StateStorage([schema(SWA)], 2, "cpu").layer(0))
+
+
+@pytest.mark.gpu
+def test_default_device() -> None:
+    assert PagedKVPool(schema(CSA), 1).entries.is_cuda
+    assert StateCachePool(schema(CSA), 1).ring.is_cuda
+
+
+def test_default_device_without_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert PagedKVPool(schema(CSA), 1).device == torch.device("cpu")

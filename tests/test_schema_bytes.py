@@ -1,0 +1,157 @@
+"""Schemas, and every byte count of SPEC 5 for V4-Flash and V4-Pro."""
+
+import dataclasses
+
+import pytest
+
+from dsv4_sglang.cache import (
+    BLOCK_SIZE_ORIGINAL_TOKENS,
+    KVCacheManager,
+    LayerCacheSchema,
+    build_schema,
+    compute_block_budget,
+)
+from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
+
+CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
+FLASH, PRO = DSV4Config.flash(), DSV4Config.pro()
+MODELS = pytest.mark.parametrize("config", [FLASH, PRO], ids=["flash", "pro"])
+
+
+def schemas(config: DSV4Config, **options: str) -> list[LayerCacheSchema]:
+    return [build_schema(config, spec, **options) for spec in build_schedule(config)]
+
+
+def of(kind: AttentionType, **options: str) -> LayerCacheSchema:
+    return next(schema for schema in schemas(FLASH, **options) if schema.attn is kind)
+
+
+def test_geometry() -> None:
+    assert BLOCK_SIZE_ORIGINAL_TOKENS == 128
+    assert [of(k).entries_per_block for k in (CSA, HCA, SWA)] == [32, 1, 0]
+    assert [of(k).indexer_entries_per_block for k in (CSA, HCA, SWA)] == [32, 0, 0]
+    assert [of(k).tail_buffer_size for k in (CSA, HCA, SWA)] == [3, 127, 0]
+    assert [of(k).previous_window_rows for k in (CSA, HCA, SWA)] == [7, 0, 0]
+    assert [of(k).ratio for k in (CSA, HCA, SWA)] == [4, 128, 0]
+    assert [of(k).tail_shape for k in (CSA, HCA, SWA)] == [(24, 640), (256, 512), None]
+    assert of(HCA, hca_state="online").tail_shape == (3, 512)
+    for kind in (CSA, HCA, SWA):
+        assert (of(kind).swa_window_size, of(kind).entry_head_dim, of(kind).rope_dim) == (128, 512, 64)
+
+
+def test_bytes_per_entry_and_block() -> None:
+    """SPEC 5.1, column (i*) with 72 B keys."""
+    assert [of(CSA, row_format=f).entry_bytes for f in ("fp8", "bf16", "fp32")] == [584, 1024, 2048]
+    assert [of(CSA, key_format=f).indexer_entry_bytes for f in ("mxfp4", "nvfp4", "fp32")] == [72, 72, 512]
+    assert of(HCA).indexer_entry_bytes == of(SWA).indexer_entry_bytes == 0
+    assert [of(k).block_bytes for k in (CSA, HCA, SWA)] == [32 * (584 + 72), 584, 0]
+    assert of(HCA, row_format="bf16").block_bytes == 1024
+    assert of(SWA).swa_bytes == 74752
+    assert of(SWA, row_format="bf16").swa_bytes == 131072
+
+
+@pytest.mark.parametrize(
+    ("config", "per_token", "swa", "swa_bf16", "csa_layers", "hca_raw", "hca_online"),
+    [
+        # N_csa (584 + 72) / 4 + N_hca 584 / 128, SPEC 5.2; the state figures are those of SPEC 5.3.
+        (FLASH, 21 * 656 / 4 + 20 * 584 / 128, 3_214_336, 5_636_096, 21, 10_485_760, 122_880),
+        (PRO, 30 * 656 / 4 + 31 * 584 / 128, 4_559_872, 7_995_392, 30, 16_252_928, 190_464),
+    ],
+    ids=["flash", "pro"],
+)
+def test_bytes_of_model(
+    config: DSV4Config,
+    per_token: float,
+    swa: int,
+    swa_bf16: int,
+    csa_layers: int,
+    hca_raw: int,
+    hca_online: int,
+) -> None:
+    layers = schemas(config)
+    assert sum(s.block_bytes for s in layers) / 128 == per_token
+    assert sum(s.swa_bytes for s in layers) == swa
+    assert sum(s.swa_bytes for s in schemas(config, row_format="bf16")) == swa_bf16
+    # Between SPEC 5.3's minimum of 51,200 B a layer (3 + 7 rows) and the common 81,920 B (8 rows of everything).
+    assert sum(s.tail_bytes for s in layers if s.attn is CSA) == csa_layers * 24 * 640 * 4
+    assert sum(s.tail_bytes for s in layers if s.attn is HCA) == hca_raw
+    assert sum(s.tail_bytes for s in schemas(config, hca_state="online") if s.attn is HCA) == hca_online
+    assert all(s.tail_bytes == 0 for s in layers if s.attn is SWA)
+
+
+def test_spec_figures_follow_from_the_formula() -> None:
+    """SPEC 5.2's 3514.25 and 5031.4375 B a token are the same formula with 68 B keys."""
+    for config, figure in ((FLASH, 3514.25), (PRO, 5031.4375)):
+        csa = sum(s.attn is CSA for s in schemas(config))
+        assert sum(s.block_bytes for s in schemas(config)) / 128 - csa * (72 - 68) / 4 == figure
+
+
+@MODELS
+@pytest.mark.parametrize(
+    ("row_format", "key_format", "hca_state"),
+    [("fp8", "mxfp4", "raw"), ("fp8", "nvfp4", "online"), ("bf16", "mxfp4", "online"), ("fp32", "fp32", "raw")],
+)
+def test_allocations_equal_the_schema(config: DSV4Config, row_format: str, key_format: str, hca_state: str) -> None:
+    """What the pools of all layers allocate is what the budget says, to the byte."""
+    schedule = build_schedule(config)
+    formats = {"row_format": row_format, "key_format": key_format, "hca_state": hca_state}
+    budget = compute_block_budget(config, schedule, max_context_len=300, max_requests=2, **formats)
+    assert budget["blocks"] == 6
+    manager = KVCacheManager(
+        config,
+        schedule,
+        max_concurrent_requests=2,
+        num_blocks_per_csa_layer=budget["blocks"],
+        num_blocks_per_hca_layer=budget["blocks"],
+        device="cpu",
+        **formats,
+    )
+    assert manager.memory_bytes() == budget["bytes"]
+    assert manager.state.memory_bytes() == 2 * budget["state_bytes"]
+    assert sum(p.memory_bytes() for p in manager.paged_pools if p is not None) == 6 * budget["block_bytes"]
+    allocated = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in manager.state.tensors}
+    for pool in manager.paged_pools:
+        for table in (pool.entries, pool.index_keys) if pool is not None else ():
+            if table is not None:
+                allocated[table.untyped_storage().data_ptr()] = table.untyped_storage().nbytes()
+    assert sum(allocated.values()) == budget["bytes"]
+
+
+@MODELS
+def test_budget(config: DSV4Config) -> None:
+    schedule = build_schedule(config)
+    budget = compute_block_budget(config, schedule, max_context_len=4096, max_requests=3)
+    assert budget["hca"] == budget["blocks"] == 3 * 32
+    assert budget["csa"] == 32 * budget["hca"]
+    assert budget["state_slots"] == 3
+    assert budget["bytes"] == 96 * budget["block_bytes"] + 3 * budget["state_bytes"]
+    one_more = compute_block_budget(config, schedule, max_context_len=4097, max_requests=3)
+    assert one_more["blocks"] == 3 * 33
+
+
+def test_budget_of_one_kind() -> None:
+    schedule = [spec for spec in build_schedule(FLASH) if spec.attn is SWA]
+    budget = compute_block_budget(FLASH, schedule, max_context_len=128, max_requests=1)
+    assert (budget["csa"], budget["hca"], budget["block_bytes"]) == (0, 0, 0)
+    assert budget["bytes"] == budget["state_bytes"] == 2 * (74752 + 129 * 4)
+
+
+@pytest.mark.parametrize("name", ["max_context_len", "max_requests"])
+def test_budget_refuses_nothing(name: str) -> None:
+    arguments = {"max_context_len": 1, "max_requests": 1, name: 0}
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        compute_block_budget(FLASH, build_schedule(FLASH), **arguments)
+
+
+def test_unknown_format_is_named() -> None:
+    with pytest.raises(ValueError, match=r"row_format is 'fp4'.*'fp8', 'bf16', 'fp32'"):
+        of(CSA, row_format="fp4")
+    with pytest.raises(ValueError, match=r"key_format is 'fp8'.*'mxfp4', 'nvfp4', 'fp32'"):
+        of(CSA, key_format="fp8")
+    with pytest.raises(ValueError, match=r"hca_state is 'folded'.*'raw', 'online'"):
+        of(HCA, hca_state="folded")
+
+
+def test_schema_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        of(CSA).rope_dim = 32  # type: ignore[misc]
