@@ -31,10 +31,14 @@ _INTERPRETED = triton.knobs.runtime.interpret
 
 @triton.jit
 def _e4m3_bits(code, DOT: tl.constexpr):
-    """uint8 e4m3 codes -> their values times 2^-120."""
-    bits = code.to(tl.uint16)
-    bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 4)
-    return bits.to(tl.bfloat16, bitcast=True).to(DOT)
+    """uint8 e4m3 codes -> their values times 2^-120, bf16 or fp32 (whose exponents are the same)."""
+    if DOT == tl.bfloat16:
+        bits = code.to(tl.uint16)
+        bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 4)
+    else:
+        bits = code.to(tl.uint32)
+        bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+    return bits.to(DOT, bitcast=True)
 
 
 @triton.jit
