@@ -41,10 +41,11 @@ class SwaView:
 
     window: Tensor | None
     """Entry table that `window_rows` count in: the ring (decode) or the step's workspace (prefill). None in a step
-    with several tokens of a request before `append` has filled the workspace: the ring no longer has all their rows."""
-    window_rows: Tensor
+    with several tokens of a request before `append` has filled the workspace, because the ring does not keep all
+    their rows; then the next two are None as well."""
+    window_rows: Tensor | None
     """[T, 128] int32"""
-    window_lens: Tensor
+    window_lens: Tensor | None
     """[T] int32: how many of them are visible."""
     positions: Tensor
     """[T] int64"""
@@ -220,10 +221,11 @@ class LayerCacheHandle:
     def read_swa_view(self) -> SwaView:
         """The window of every token of the step. After `append` or `write_swa`."""
         pool, step = self.state_pool, self.step
+        window = pool.ring if step.is_decode else self._window
         return SwaView(
-            window=pool.ring if step.is_decode else self._window,
-            window_rows=step.window_rows,
-            window_lens=step.window_lens,
+            window=window,
+            window_rows=step.window_rows if window is not None else None,
+            window_lens=step.window_lens if window is not None else None,
             positions=step.positions.long(),
             swa_fp8=pool.swa_fp8,
             swa_rope=pool.swa_rope,

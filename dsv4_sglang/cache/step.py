@@ -53,13 +53,23 @@ class Step:
         self.has_blocks = has_blocks
 
     @cached_property
+    def _runs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Runs of equal request ids: the id [B] and the number [B] of each, and the run [T] of each token."""
+        ids, owner, counts = torch.unique_consecutive(self.request_ids, return_inverse=True, return_counts=True)
+        return ids, counts, owner
+
+    @property
+    def is_decode(self) -> bool:
+        """One token a request: readers use the rings; otherwise they use the window workspace of `append`."""
+        return len(self._runs[0]) == len(self.positions)
+
+    @cached_property
     def counts(self) -> Tensor:
         """[B] int64 tokens of each request in the step. Where it is derived, the step is checked."""
-        ids, owner, counts = torch.unique_consecutive(self.request_ids, return_inverse=True, return_counts=True)
+        ids, counts, owner = self._runs
         first = counts.cumsum(0) - counts
         offset = torch.arange(len(owner), device=owner.device) - first[owner]
         at, slots = self.positions.long(), self.request_slots.long()
-        pads = slots < 0
         if len(ids.unique()) < len(ids):
             raise ValueError("request_ids: a request's tokens are not next to each other")
         wrong = {
@@ -73,32 +83,12 @@ class Step:
         for message, found in zip(wrong, torch.stack(list(wrong.values())).tolist()):
             if found:
                 raise ValueError(message)
-        if self.has_blocks and not pads.all():
-            self._check_blocks(slots[~pads], at[~pads])
         return counts
 
-    def _check_blocks(self, slots: Tensor, at: Tensor) -> None:
-        index = at // BLOCK_SIZE_ORIGINAL_TOKENS
-        width = self.block_tables.shape[1]
-        missing = (index >= width) | (self.block_tables[slots, index.clamp_max(width - 1)] == NO_BLOCK)
-        if missing.any():
-            slot, position = int(slots[missing][0]), int(at[missing][0])
-            raise ValueError(
-                f"position {position} of state slot {slot} has no block: allocate_block({slot}) once for every "
-                f"{BLOCK_SIZE_ORIGINAL_TOKENS} tokens before they are written"
-            )
-
-    @cached_property
+    @property
     def owner(self) -> Tensor:
         """[T] int64 request of each token."""
-        return torch.repeat_interleave(
-            torch.arange(len(self.counts), device=self.counts.device), self.counts, output_size=len(self.positions)
-        )
-
-    @property
-    def is_decode(self) -> bool:
-        """One token a request: readers use the rings; otherwise they use the window workspace of `append`."""
-        return len(self.counts) == len(self.positions)
+        return self._runs[2]
 
     @property
     def workspace_rows(self) -> int:
@@ -139,12 +129,20 @@ class Step:
 
     @cached_property
     def out_loc(self) -> Tensor:
-        """[T] int64 pool slot of each token: block id * 128 + position mod 128."""
+        """[T] int64 pool slot of each token: block id * 128 + position mod 128. A token without a block is refused."""
         at = self.positions.long()
         if not self.has_blocks:
             return at
-        index = (at // BLOCK_SIZE_ORIGINAL_TOKENS).clamp_max(self.block_table.shape[1] - 1)
-        return self.block_table[self.owner, index].long() * BLOCK_SIZE_ORIGINAL_TOKENS + at % BLOCK_SIZE_ORIGINAL_TOKENS
+        index, width = at // BLOCK_SIZE_ORIGINAL_TOKENS, self.block_tables.shape[1]
+        block = self.block_table[self.owner, index.clamp_max(width - 1)].long()
+        missing = (self.request_slots >= 0) & ((block == NO_BLOCK) | (index >= width))
+        if missing.any():
+            slot, position = int(self.request_slots[missing][0]), int(at[missing][0])
+            raise ValueError(
+                f"position {position} of state slot {slot} has no block: allocate_block({slot}) once for every "
+                f"{BLOCK_SIZE_ORIGINAL_TOKENS} tokens before they are written"
+            )
+        return block * BLOCK_SIZE_ORIGINAL_TOKENS + at % BLOCK_SIZE_ORIGINAL_TOKENS
 
     @cached_property
     def window_lens(self) -> Tensor:

@@ -1,0 +1,656 @@
+"""`KVCacheManager` and its handles: who owns what, and that a request reads its own tokens whatever runs beside it."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch import Tensor
+
+from dsv4_sglang.cache import KVCacheManager, LayerCacheHandle, LayerWeights
+from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
+from dsv4_sglang.model.rope import rope_frequencies
+from dsv4_sglang.ops.rope import rms_norm, rope_table, rotate
+from dsv4_sglang.ops.rows import read_rows
+
+HEADS, INDEX_HEADS, TOP_K, EPS = 2, 4, 8, 1e-6
+LONGEST = 512
+CONFIG = dataclasses.replace(
+    DSV4Config.flash(),
+    num_hidden_layers=4,
+    compress_ratios=(0, 4, 128, 4),
+    max_position_embeddings=LONGEST,
+    index_topk=TOP_K,
+)
+EXACT = {"row_format": "fp32", "key_format": "fp32"}
+
+
+def make_manager(
+    device: torch.device | str = "cpu", slots: int = 3, blocks: int = 12, **options: str
+) -> KVCacheManager:
+    return KVCacheManager(
+        CONFIG,
+        build_schedule(CONFIG),
+        max_concurrent_requests=slots,
+        num_blocks_per_csa_layer=blocks,
+        num_blocks_per_hca_layer=blocks,
+        device=device,
+        **options,
+    )
+
+
+@dataclass
+class Layer:
+    """Random weights of one layer, and the random inputs of a request at every position."""
+
+    weights: LayerWeights
+    sink: Tensor
+    inputs: dict[str, Tensor]
+
+    @classmethod
+    def make(cls, ratio: int, seed: int, device: torch.device | str = "cpu") -> "Layer":
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(device)
+
+        streams = {0: 0, 4: 4, 128: 2}[ratio]
+        weights = LayerWeights(
+            kv_norm=1 + 0.1 * normal(512),
+            rope=rope_table(LONGEST, rope_frequencies(CONFIG, ratio)).to(device),
+            eps=EPS,
+            entry_norm=1 + 0.1 * normal(512) if ratio else None,
+            ape=normal(ratio, streams // 2 * 512) if ratio else None,
+            index_norm=1 + 0.1 * normal(128) if ratio == 4 else None,
+            index_ape=normal(4, 256) if ratio == 4 else None,
+        )
+        inputs = {"kv": normal(LONGEST, 512), "q": normal(LONGEST, HEADS, 512)}
+        if ratio:
+            inputs["kv_score"] = normal(LONGEST, streams * 512)
+        if ratio == 4:
+            inputs["index_kv_score"] = normal(LONGEST, 4 * 128)
+            inputs["index_q"] = normal(LONGEST, INDEX_HEADS, 128)
+            inputs["index_weights"] = normal(LONGEST, INDEX_HEADS)
+        return cls(weights, normal(HEADS), inputs)
+
+
+def layers_of_request(seed: int, device: torch.device | str = "cpu") -> list[Layer]:
+    """Weights are the same for all requests, inputs differ by `seed`."""
+    made = []
+    for i, ratio in enumerate(CONFIG.compress_ratios):
+        weights = Layer.make(ratio, i, device)
+        made.append(dataclasses.replace(weights, inputs=Layer.make(ratio, 1000 * (seed + 1) + i, device).inputs))
+    return made
+
+
+def attend(handle: LayerCacheHandle, layer: Layer, inputs: dict[str, Tensor]) -> Tensor:
+    """What a backend does with the views."""
+    swa, classical, indexer = handle.read_swa_view(), handle.read_classical_view(), handle.read_indexer_view()
+    rows = lens = None
+    if indexer is not None:
+        tokens, most = len(indexer.positions), max(1, int(indexer.n_visible.max()))
+        rows = torch.empty(tokens, TOP_K, dtype=torch.int32, device=swa.positions.device)
+        torch.ops.dsv4_sglang.index_topk(
+            inputs["index_q"],
+            inputs["index_weights"] * CONFIG.index_weight_scale,
+            indexer.index_keys,
+            indexer.block_table,
+            indexer.token_request,
+            indexer.positions,
+            layer.weights.rope,
+            indexer.index_format,
+            torch.empty(tokens, most, device=swa.positions.device),
+            rows,
+        )
+        lens = indexer.n_visible.clamp_max(TOP_K)
+    elif classical is not None:
+        rows, lens = classical.entry_rows, classical.n_visible
+    return torch.ops.dsv4_sglang.attend(
+        inputs["q"],
+        layer.sink,
+        swa.window,
+        swa.window_rows,
+        swa.window_lens,
+        classical.entries if classical is not None else None,
+        rows,
+        lens,
+        swa.positions,
+        layer.weights.rope,
+        CONFIG.softmax_scale,
+    )
+
+
+@dataclass
+class Request:
+    """A running request: its slot, its layers, and what every layer gave for every token so far."""
+
+    slot: int
+    layers: list[Layer]
+    outputs: list[list[Tensor]]
+    length: int = 0
+
+    @classmethod
+    def admit(cls, manager: KVCacheManager, seed: int) -> "Request":
+        layers = layers_of_request(seed, manager.device)
+        return cls(manager.admit_request(), layers, [[] for _ in layers])
+
+    def finish(self, manager: KVCacheManager) -> None:
+        manager.release_blocks(self.slot)
+        manager.release_request(self.slot)
+
+
+def run_step(manager: KVCacheManager, chunks: list[tuple[Request, int]], pads: int = 0) -> None:
+    """Append `n` tokens of each request to all layers and attend; `pads` rows behind them belong to nobody."""
+    for request, n in chunks:
+        while 128 * len(manager.blocks_of(request.slot)) < request.length + n:
+            manager.allocate_block(request.slot)
+    spans = [range(r.length, r.length + n) for r, n in chunks]
+    slots = [r.slot for (r, n) in chunks for _ in range(n)] + [-1] * pads
+    positions = [t for span in spans for t in span] + [0] * pads
+    ids = [b for b, span in enumerate(spans) for _ in span] + [len(chunks) + i for i in range(pads)]
+    step = manager.begin_step(*(torch.tensor(x, device=manager.device) for x in (slots, positions, ids)))
+    for i in range(len(manager.schedule)):
+        inputs = {}
+        for name in chunks[0][0].layers[i].inputs:
+            parts = [r.layers[i].inputs[name][span.start : span.stop] for (r, _), span in zip(chunks, spans)]
+            padding = parts[0].new_full((pads, *parts[0].shape[1:]), 7.0)
+            inputs[name] = torch.cat([*parts, padding])
+        handle = manager.layer(i, step)
+        layer = chunks[0][0].layers[i]
+        handle.append(inputs["kv"], layer.weights, inputs.get("kv_score"), inputs.get("index_kv_score"))
+        out = attend(handle, layer, inputs)
+        for (request, _), part in zip(chunks, out.split([n for _, n in chunks] + [pads] * (pads > 0))):
+            request.outputs[i].append(part)
+    for request, n in chunks:
+        request.length += n
+
+
+_alone: dict[tuple[int, int, tuple], list[Tensor]] = {}
+
+
+def alone(seed: int, length: int, **options: str) -> list[Tensor]:
+    """The outputs of a request that runs by itself, in one chunk, in a cache that nobody has used."""
+    key = (seed, length, tuple(sorted(options.items())))
+    if key not in _alone:
+        manager = make_manager(**options)
+        request = Request.admit(manager, seed)
+        run_step(manager, [(request, length)])
+        _alone[key] = [out[0] for out in request.outputs]
+    return _alone[key]
+
+
+def check(request: Request, seed: int, **options: str) -> None:
+    """The request saw its own tokens: every output is what it is alone in one chunk."""
+    for i, (got, expected) in enumerate(zip(request.outputs, alone(seed, request.length, **options))):
+        torch.testing.assert_close(
+            torch.cat(got).cpu(), expected, atol=2e-5, rtol=1e-5, msg=lambda text, i=i: f"layer {i}: {text}"
+        )
+
+
+# --- what a request reads ---------------------------------------------------------------------------------------------
+
+
+def test_one_chunk_against_definitions(device: torch.device) -> None:
+    """Window rows are the last 128 normalised and rotated rows; HCA entry 0 pools tokens 0..127 (SPEC 2.1, 3.3)."""
+    manager = make_manager(device, **EXACT)
+    request = Request.admit(manager, 0)
+    for _ in range(3):
+        manager.allocate_block(request.slot)
+    n = 300
+    at = torch.arange(n, device=device)
+    step = manager.begin_step(torch.full_like(at, request.slot), at, torch.zeros_like(at))
+    layer = request.layers[2]
+    handle = manager.layer(2, step)
+    handle.append(layer.inputs["kv"][:n], layer.weights, layer.inputs["kv_score"][:n])
+    final = rotate(rms_norm(layer.inputs["kv"][:n], layer.weights.kv_norm, EPS), at, layer.weights.rope)
+    view = handle.read_swa_view()
+    for t in (0, 1, 126, 127, 128, 299):
+        seen = read_rows(view.window, view.window_rows[t, : int(view.window_lens[t])])
+        torch.testing.assert_close(seen, final[max(0, t - 127) : t + 1], atol=1e-6, rtol=1e-6)
+    assert view.swa_pos[request.slot].sort().values.tolist() == list(range(172, 300))
+    assert int(view.swa_head[request.slot]) == 300 % 128
+    assert int(manager.state_pools[2].tail_len[request.slot]) == 300 % 128
+    torch.testing.assert_close(read_rows(manager.state_pools[2].ring, at[172:] % 128), final[172:], atol=1e-6, rtol=0)
+
+    k, z = layer.inputs["kv_score"][:128].split(512, -1)
+    pooled = ((z + layer.weights.ape).softmax(0) * k).sum(0, keepdim=True)
+    entry = rotate(rms_norm(pooled, layer.weights.entry_norm, EPS), at[:1], layer.weights.rope)
+    classical = handle.read_classical_view()
+    assert classical.n_visible[[0, 126, 127, 254, 255, 299]].tolist() == [0, 0, 1, 1, 2, 2]
+    torch.testing.assert_close(read_rows(classical.entries, classical.entry_rows[127, :1]), entry, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("hca_state", ["raw", "online"])
+@pytest.mark.parametrize("plan", [[1] * 6 + [200], [127, 1, 1, 128], [130, 3, 64, 2, 1, 1], [7, 1, 1, 30, 5, 64, 150]])
+def test_chunks_equal_one_shot(device: torch.device, plan: list[int], hca_state: str) -> None:
+    manager = make_manager(device, hca_state=hca_state, **EXACT)
+    request = Request.admit(manager, 0)
+    for n in plan:
+        run_step(manager, [(request, n)])
+    check(request, 0, **EXACT)
+
+
+@hypothesis.settings(max_examples=12)
+@given(st.data())
+def test_interleaved_requests(data: st.DataObject) -> None:
+    """Three requests in steps of any shape, with padding rows in decode steps, each read only their own tokens."""
+    manager = make_manager(**EXACT)
+    requests = [Request.admit(manager, seed) for seed in range(3)]
+    for _ in range(data.draw(st.integers(1, 5), label="steps")):
+        decode = data.draw(st.booleans(), label="decode")
+        size = st.just(1) if decode else st.sampled_from([1, 2, 3, 4, 5, 31, 60])
+        chunks = [(r, data.draw(size)) for r in data.draw(st.permutations(requests)) if data.draw(st.booleans())]
+        if chunks:
+            run_step(manager, chunks, pads=data.draw(st.integers(0, 2)) if decode else 0)
+    for seed, request in enumerate(requests):
+        if request.length:
+            check(request, seed, **EXACT)
+
+
+@pytest.mark.parametrize("hca_state", ["raw", "online"])
+@pytest.mark.parametrize("first", [1, 2, 3, 130])
+def test_a_reused_slot_shows_nothing_of_its_last_owner(device: torch.device, first: int, hca_state: str) -> None:
+    """SPEC 3.8; the slot's bytes are made NaN in between, so that clearing it is not what makes this hold."""
+    manager = make_manager(device, slots=1, blocks=3, hca_state=hca_state, **EXACT)
+    old = Request.admit(manager, 1)
+    run_step(manager, [(old, 200)])
+    old.finish(manager)
+    new = Request.admit(manager, 0)
+    assert new.slot == old.slot
+    assert bool((manager.state.swa_pos[:, new.slot] == -1).all())
+    for tensor in (manager.state.rings, *manager.state.tails.values()):
+        tensor[:, new.slot] = float("nan")
+    for pool in manager.paged_pools:
+        for table in (pool.entries, pool.index_keys) if pool is not None else ():
+            if table is not None:
+                table.fill_(float("nan"))
+    run_step(manager, [(new, first)])
+    run_step(manager, [(new, 1)])
+    run_step(manager, [(new, 5)])
+    check(new, 0, **EXACT)
+
+
+def test_fork_by_copying_a_slot(device: torch.device) -> None:
+    """A copy of a request's state, with its blocks at a block boundary, goes on like the original."""
+    manager = make_manager(device, **EXACT)
+    original, copy = Request.admit(manager, 0), Request.admit(manager, 0)
+    run_step(manager, [(original, 128)])
+    manager.allocate_block(copy.slot)
+    manager.state.copy_slot(original.slot, copy.slot)
+    shared = manager.blocks_of(original.slot)[0]
+    manager.block_tables[copy.slot, 0] = shared
+    copy.length, copy.outputs = 128, [list(out) for out in original.outputs]
+    run_step(manager, [(copy, 40)])
+    run_step(manager, [(original, 40)])
+    check(copy, 0, **EXACT)
+    check(original, 0, **EXACT)
+
+
+@pytest.mark.parametrize("options", [{}, {"row_format": "bf16"}, {"key_format": "nvfp4", "hca_state": "online"}])
+def test_quantised_formats_stay_near(device: torch.device, options: dict[str, str]) -> None:
+    """The handles hand each format to the ops; the noise is that of SPEC 7.1, far below a wrong row's."""
+    manager = make_manager(device, **options)
+    request = Request.admit(manager, 0)
+    for n in (100, 1, 1, 60):
+        run_step(manager, [(request, n)])
+    for i, expected in enumerate(alone(0, 162, **EXACT)):
+        got = torch.cat(request.outputs[i]).cpu()
+        # The first 32 tokens see at most 8 entries: all are selected, so the key format changes nothing.
+        tokens = slice(0, 32) if CONFIG.ratio(i) == 4 else slice(None)
+        error = (got[tokens] - expected[tokens]).norm() / expected[tokens].norm()
+        assert 1e-5 < error < 0.04, (i, float(error))
+
+
+def test_write_swa(device: torch.device) -> None:
+    """Final rows go to the ring of their request, in one layer, and read back through the split views."""
+    manager = make_manager(device)
+    a, b = manager.admit_request(), manager.admit_request()
+    raw = torch.randn(7, 512, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+    slots = torch.tensor([a] * 5 + [b] * 2, dtype=torch.int32, device=device)
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1], dtype=torch.int32, device=device)
+    handle = manager.acquire(1, slots, positions, slots)
+    handle.write_swa(raw)
+    view = handle.read_swa_view()
+    at = (slots.long(), positions.long())
+    assert torch.equal(view.swa_rope[at], raw[:, 448:])
+    read = view.swa_fp8[at].view(torch.float8_e4m3fn).float() * view.swa_inv[at].float()[:, None]
+    assert ((read - raw[:, :448].float()).norm(dim=-1) / raw[:, :448].float().norm(dim=-1)).max() < 0.036
+    assert view.swa_pos[a, :6].tolist() == [0, 1, 2, 3, 4, -1]
+    assert view.swa_pos[b, :3].tolist() == [0, 1, -1]
+    assert view.swa_head[[a, b]].tolist() == [5, 2]
+    # A chunk's tokens read a workspace, which only append() fills.
+    assert [view.window, view.window_rows, view.window_lens] == [None] * 3
+    assert bool((manager.state_pools[0].swa_pos == -1).all())
+    with pytest.raises(ValueError, match="writes FP8 rows, but the rows are bf16"):
+        make_manager(device, row_format="bf16").acquire(0, slots, positions, slots).write_swa(raw)
+
+
+# --- what a handle and a step refuse ----------------------------------------------------------------------------------
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("slots", "positions", "ids", "message"),
+    [
+        ([0, 1, 0], [0, 0, 1], [0, 1, 0], "not next to each other"),
+        ([0, 0], [0, 2], [0, 0], "not consecutive"),
+        ([0, 0], [1, 0], [0, 0], "not consecutive"),
+        ([0], [-1], [0], "negative"),
+        ([0, 1], [0, 1], [0, 0], "several slots"),
+        ([3], [0], [0], r"not in -1\.\.2"),
+        ([-2], [0], [0], r"not in -1\.\.2"),
+        ([0], [128], [0], r"position 128 of state slot 0 has no block: allocate_block\(0\)"),
+        ([1], [0], [0], "position 0 of state slot 1 has no block"),
+        ([0], [10**6], [0], "position 1000000 of state slot 0 has no block"),
+    ],
+)
+def test_a_step_that_must_not_be_written(slots: list, positions: list, ids: list, message: str) -> None:
+    manager = make_manager()
+    slot = manager.admit_request()
+    manager.allocate_block(slot)
+    handle = manager.acquire(0, ints(*slots), ints(*positions), ints(*ids))
+    before = manager.state.rings.clone()
+    with pytest.raises(ValueError, match=message):
+        handle.append(torch.zeros(len(slots), 512), Layer.make(0, 0).weights)
+    assert torch.equal(manager.state.rings, before)
+
+
+def test_a_step_of_wrong_tensors() -> None:
+    manager = make_manager()
+    with pytest.raises(ValueError, match=r"positions has shape \(2,\).*\[1\]"):
+        manager.begin_step(ints(0), ints(0, 1), ints(0))
+    with pytest.raises(ValueError, match=r"request_ids is torch.float32"):
+        manager.begin_step(ints(0), ints(0), torch.zeros(1))
+    with pytest.raises(ValueError, match="positions is on meta; the cache is on cpu"):
+        manager.begin_step(ints(0), ints(0).to("meta"), ints(0))
+    with pytest.raises(IndexError, match=r"layer 4 is not in 0\.\.3"):
+        manager.acquire(4, ints(0), ints(0), ints(0))
+
+
+def test_append_with_wrong_inputs() -> None:
+    manager = make_manager()
+    slot = manager.admit_request()
+    manager.allocate_block(slot)
+    csa = Layer.make(4, 0)
+    handle = manager.acquire(1, ints(slot), ints(0), ints(0))
+    kv, score = torch.zeros(1, 512), torch.zeros(1, 2048)
+    with pytest.raises(ValueError, match=r"layer 1 \(CSA\): kv has shape \(2, 512\); expected \(1, 512\)"):
+        handle.append(torch.zeros(2, 512), csa.weights)
+    with pytest.raises(ValueError, match=r"kv_score has shape None; expected \(1, 2048\)"):
+        handle.append(kv, csa.weights)
+    with pytest.raises(ValueError, match=r"index_kv_score has shape \(1, 256\); expected \(1, 512\)"):
+        handle.append(kv, csa.weights, score, torch.zeros(1, 256))
+    with pytest.raises(ValueError, match=r"weights.index_ape is None"):
+        handle.append(kv, dataclasses.replace(csa.weights, index_ape=None), score, torch.zeros(1, 512))
+    with pytest.raises(ValueError, match=r"layer 0 \(SWA\): kv_score has shape \(1, 2048\); expected None"):
+        manager.acquire(0, ints(slot), ints(0), ints(0)).append(kv, csa.weights, score)
+
+
+def test_views_of_a_layer_kind() -> None:
+    manager = make_manager()
+    slot = manager.admit_request()
+    manager.allocate_block(slot)
+    handles = [manager.acquire(i, ints(slot), ints(0), ints(0)) for i in range(3)]
+    assert [manager.paged_pools[i] is None for i in range(4)] == [True, False, False, False]
+    assert [h.read_classical_view() is None for h in handles] == [True, False, False]
+    assert [h.read_indexer_view() is None for h in handles] == [True, False, True]
+    csa, hca = handles[1].read_classical_view(), handles[2].read_classical_view()
+    assert csa.entry_rows is None
+    assert hca.entry_rows.tolist() == [[0] + [-1] * (manager.block_tables.shape[1] - 1)]
+    assert csa.entries_fp8.shape == (12, 32, 448)
+    assert hca.entries_fp8.shape == (12, 1, 448)
+    assert handles[1].read_indexer_view().indexer_keys_fp4.shape == (12, 32, 64)
+
+
+def test_cache_of_swa_layers_alone() -> None:
+    config = dataclasses.replace(CONFIG, num_hidden_layers=1, compress_ratios=(0,))
+    manager = KVCacheManager(
+        config,
+        build_schedule(config),
+        max_concurrent_requests=1,
+        num_blocks_per_csa_layer=1,
+        num_blocks_per_hca_layer=1,
+        device="cpu",
+        **EXACT,
+    )
+    assert manager.schedule[0].attn is AttentionType.SWA
+    slot = manager.admit_request()
+    handle = manager.acquire(0, ints(slot), ints(0), ints(0))
+    handle.append(torch.ones(1, 512), Layer.make(0, 0).weights)
+    assert int(handle.read_swa_view().swa_head[slot]) == 1
+    with pytest.raises(RuntimeError, match="OOM"):
+        manager.allocate_block()
+
+
+# --- slots and blocks -------------------------------------------------------------------------------------------------
+
+
+def test_released_slot_goes_first() -> None:
+    manager = make_manager(slots=3)
+    assert [manager.admit_request() for _ in range(2)] == [0, 1]
+    manager.release_request(0)
+    assert [manager.admit_request() for _ in range(2)] == [0, 2]
+
+
+def test_no_slot_left() -> None:
+    manager = make_manager(slots=2)
+    manager.admit_request()
+    manager.admit_request()
+    with pytest.raises(RuntimeError, match="all 2 concurrent requests that fit are running"):
+        manager.admit_request()
+    manager.release_request(1)
+    assert manager.admit_request() == 1
+
+
+@pytest.mark.parametrize("slot", [0, 1, -1, 7])
+def test_release_of_a_slot_without_a_request(slot: int) -> None:
+    manager = make_manager(slots=2)
+    manager.release_request(manager.admit_request())
+    for call in (manager.release_request, manager.release_blocks, manager.allocate_block, manager.blocks_of):
+        with pytest.raises(ValueError, match=f"state slot {slot} holds no request"):
+            call(slot)
+    assert (manager.num_free_slots, manager.num_free_blocks) == (2, 12)
+
+
+def test_release_that_leaks_blocks() -> None:
+    manager = make_manager()
+    slot = manager.admit_request()
+    blocks = [manager.allocate_block(slot) for _ in range(2)]
+    assert manager.blocks_of(slot) == blocks == manager.block_tables[slot, :2].tolist()
+    with pytest.raises(RuntimeError, match=r"still owns 2 blocks \[0, 1\].*release_blocks\(0\)"):
+        manager.release_request(slot)
+    assert manager.blocks_of(slot) == blocks
+    manager.release_blocks(slot)
+    assert bool((manager.block_tables == -1).all())
+    manager.release_request(slot)
+    assert (manager.num_free_slots, manager.num_free_blocks) == (3, 12)
+
+
+def test_no_block_left() -> None:
+    manager = make_manager(blocks=3)
+    slot = manager.admit_request()
+    own = manager.allocate_block()
+    assert [manager.allocate_block(slot) for _ in range(2)] == [1, 2]
+    with pytest.raises(RuntimeError, match="OOM: 1 blocks asked, 0 free of 3"):
+        manager.allocate_block(slot)
+    with pytest.raises(RuntimeError, match="OOM"):
+        manager.allocate_block()
+    assert manager.blocks_of(slot) == [1, 2]
+    manager.release_block(own)
+    assert manager.allocate_block(slot) == own
+
+
+def test_longest_context_is_all_a_request_gets() -> None:
+    manager = make_manager()
+    slot = manager.admit_request()
+    for _ in range(LONGEST // 128):
+        manager.allocate_block(slot)
+    with pytest.raises(RuntimeError, match="has all 4 blocks that a request can have"):
+        manager.allocate_block(slot)
+    assert manager.num_free_blocks == 12 - 4
+
+
+def test_blocks_without_a_request() -> None:
+    manager = make_manager()
+    slot = manager.admit_request()
+    owned, own = manager.allocate_block(slot), manager.allocate_block()
+    manager.release_block(own)
+    for block in (own, owned, 99):
+        with pytest.raises(ValueError, match=f"block {block} was not allocated without a request"):
+            manager.release_block(block)
+
+
+def test_pool_sizes_that_differ() -> None:
+    """A block id is one for all layers, so the smaller pool decides."""
+    manager = KVCacheManager(
+        CONFIG,
+        build_schedule(CONFIG),
+        max_concurrent_requests=1,
+        num_blocks_per_csa_layer=64,
+        num_blocks_per_hca_layer=2,
+        device="cpu",
+    )
+    assert [p.num_blocks if p else None for p in manager.paged_pools] == [None, 64, 2, 64]
+    assert (manager.num_blocks, manager.num_free_blocks) == (2, 2)
+
+
+def test_bad_sizes() -> None:
+    with pytest.raises(ValueError, match="max_concurrent_requests is 0"):
+        make_manager(slots=0)
+    with pytest.raises(ValueError, match="num_blocks is 0"):
+        make_manager(blocks=0)
+
+
+class SlotsAndBlocks(RuleBasedStateMachine):
+    """Any order of admissions, allocations and releases against plain sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = make_manager(slots=3, blocks=5)
+        self.owned: dict[int, list[int]] = {}
+        self.unowned: list[int] = []
+        self.last_released: list[int] = []
+
+    def free_blocks(self) -> int:
+        return 5 - len(self.unowned) - sum(map(len, self.owned.values()))
+
+    @rule()
+    def admit(self) -> None:
+        if len(self.owned) == 3:
+            with pytest.raises(RuntimeError, match="3 concurrent requests"):
+                self.manager.admit_request()
+            return
+        slot = self.manager.admit_request()
+        assert 0 <= slot < 3
+        assert slot not in self.owned
+        if self.last_released:
+            assert slot == self.last_released.pop()
+        self.owned[slot] = []
+
+    @rule(slot=st.integers(0, 3))
+    def release(self, slot: int) -> None:
+        if slot not in self.owned:
+            with pytest.raises(ValueError, match="holds no request"):
+                self.manager.release_request(slot)
+        elif self.owned[slot]:
+            with pytest.raises(RuntimeError, match="leak"):
+                self.manager.release_request(slot)
+        else:
+            self.manager.release_request(slot)
+            self.last_released.append(slot)
+            del self.owned[slot]
+
+    @rule(slot=st.one_of(st.none(), st.integers(0, 2)))
+    def allocate(self, slot: int | None) -> None:
+        if slot is not None and slot not in self.owned:
+            return
+        longest = 4 if slot is not None else 5
+        mine = self.unowned if slot is None else self.owned[slot]
+        if self.free_blocks() == 0 or len(mine) == longest:
+            with pytest.raises(RuntimeError, match="OOM"):
+                self.manager.allocate_block(slot)
+            return
+        block = self.manager.allocate_block(slot)
+        assert block not in self.unowned
+        assert not any(block in blocks for blocks in self.owned.values())
+        mine.append(block)
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data())
+    def release_blocks(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.owned)))
+        self.manager.release_blocks(slot)
+        self.owned[slot] = []
+
+    @precondition(lambda self: self.unowned)
+    @rule()
+    def release_block(self) -> None:
+        self.manager.release_block(self.unowned.pop(0))
+
+    @invariant()
+    def counts(self) -> None:
+        assert self.manager.num_free_slots == 3 - len(self.owned)
+        assert self.manager.num_free_blocks == self.free_blocks()
+        for slot in range(3):
+            blocks = self.owned.get(slot, [])
+            table = self.manager.block_tables[slot].tolist()
+            assert table == blocks + [-1] * (len(table) - len(blocks))
+
+
+TestSlotsAndBlocks = SlotsAndBlocks.TestCase
+TestSlotsAndBlocks.settings = hypothesis.settings(max_examples=25, stateful_step_count=30)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_acquire_allocates_nothing_on_the_gpu() -> None:
+    manager = make_manager("cuda")
+    slot = manager.admit_request()
+    manager.allocate_block(slot)
+    tensors = [torch.tensor([value], dtype=torch.int32, device="cuda") for value in (slot, 0, 0)]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, requests = torch.cuda.memory_allocated(), torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        handles = [manager.acquire(i, *tensors) for i in range(4)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(handles) == 4
+    assert torch.cuda.memory_allocated() == torch.cuda.max_memory_allocated() == before
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == requests
+
+
+@pytest.mark.gpu
+def test_memory_bytes_is_what_cuda_allocated() -> None:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    manager = make_manager("cuda", slots=8, blocks=64)
+    torch.cuda.synchronize()
+    used = torch.cuda.memory_allocated() - before
+    tensors = len(manager.state.tensors) + 2 * len(manager.paged_pools) + 2
+    # The caching allocator rounds every tensor up to 512 B; block tables and the free list come on top.
+    extra = manager.block_tables.nbytes + 64 * 4
+    assert manager.memory_bytes() <= used <= manager.memory_bytes() + extra + 512 * tensors
+
+
+@pytest.mark.gpu
+def test_default_device_is_the_gpu() -> None:
+    manager = KVCacheManager(
+        CONFIG,
+        build_schedule(CONFIG),
+        max_concurrent_requests=1,
+        num_blocks_per_csa_layer=1,
+        num_blocks_per_hca_layer=1,
+    )
+    assert manager.device == torch.device("cuda", torch.cuda.current_device())
+    assert manager.block_tables.is_cuda
