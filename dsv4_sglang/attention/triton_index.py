@@ -128,6 +128,22 @@ def _visible(position, top, width):
     return tl.where(visible > top, visible, 0)
 
 
+# The same as _fp16_of_e2m1 on four bytes at once: two bytes to the upper halves of the two 16-bit lanes of a register, then the
+# sign of a nibble to bit 15 and its other bits to 11..9. Even elements leave in $0 and $1, odd ones in $2 and $3.
+_DECODE_FOUR_BYTES = tl.constexpr(
+    "{ .reg .b32 t, s, u;"
+    + "".join(
+        f"prmt.b32 t, $4, 0, {select};"
+        "shl.b32 s, t, 1; and.b32 s, s, 0x0E000E00; shl.b32 u, t, 4;"
+        f"lop3.b32 ${even}, u, 0x80008000, s, 0xEA;"
+        "shr.b32 s, t, 3; and.b32 s, s, 0x0E000E00;"
+        f"lop3.b32 ${even + 2}, t, 0x80008000, s, 0xEA;"
+        for even, select in ((0, "0x1404"), (1, "0x3424"))
+    )
+    + "}"
+)
+
+
 @triton.jit
 def _fp16_of_e2m1(nibble):
     """4-bit codes in uint16 -> fp16 values times 2^-14."""
@@ -135,7 +151,20 @@ def _fp16_of_e2m1(nibble):
 
 
 @triton.jit
-def _load_keys(keys_ptr, table_at, key, visible, block_stride, FP4: tl.constexpr, BLOCK_N: tl.constexpr):
+def _decode(code, INTERPRETED: tl.constexpr):
+    """Bytes of two e2m1 codes -> the even and the odd elements, fp16 times 2^-14."""
+    if INTERPRETED:
+        code = code.to(tl.uint16)
+        even, odd = _fp16_of_e2m1(code & 0xF), _fp16_of_e2m1(code >> 4)
+    else:
+        even, odd = tl.inline_asm_elementwise(
+            _DECODE_FOUR_BYTES, "=r,=r,=r,=r,r", [code], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    return even, odd
+
+
+@triton.jit
+def _load_keys(keys_ptr, table_at, key, visible, block_stride, FP4: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr):
     """Even and odd elements of the keys `key` of a request, [BLOCK_N, 64] each: fp16 times 2^-7 from FP4, else fp32."""
     ok = key < visible
     block = tl.load(table_at + key // 32, mask=ok, other=0).to(tl.int64)
@@ -149,9 +178,9 @@ def _load_keys(keys_ptr, table_at, key, visible, block_stride, FP4: tl.constexpr
         scale = scale[:, :, None]
         inner = group[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
         code = tl.load(block_at[:, None, None] + (slot[:, None, None] * 64 + inner), mask=ok[:, None, None], other=0)
-        code = code.to(tl.uint16)
-        even = tl.reshape(_fp16_of_e2m1(code & 0xF) * scale, [BLOCK_N, 64])
-        odd = tl.reshape(_fp16_of_e2m1(code >> 4) * scale, [BLOCK_N, 64])
+        even, odd = _decode(code, INTERPRETED)
+        even = tl.reshape(even * scale, [BLOCK_N, 64])
+        odd = tl.reshape(odd * scale, [BLOCK_N, 64])
     else:
         at = block_at[:, None] + slot[:, None] * 128 + 2 * tl.arange(0, 64)[None, :]
         even = tl.load(at, mask=ok[:, None], other=0.0)
@@ -203,6 +232,7 @@ def _score_decode_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Any number of programs: each takes an equal stretch of the tiles of all tokens, one token after the other."""
     t = tl.arange(0, BLOCK_T)
@@ -222,7 +252,7 @@ def _score_decode_kernel(
         q_even, q_odd, weight = _load_query(query_ptr, weights_ptr, token, heads, weights_stride, FP4, BLOCK_H)
         for tile in tl.range(at - first, until - first, num_stages=STAGES):
             key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            k_even, k_odd = _load_keys(keys_ptr, table_at, key, visible, block_stride, FP4, BLOCK_N)
+            k_even, k_odd = _load_keys(keys_ptr, table_at, key, visible, block_stride, FP4, BLOCK_N, INTERPRETED)
             score = _scores(k_even, k_odd, q_even, q_odd, weight)
             tl.store(scores_ptr + token * scores_stride + key, score, mask=key < visible)
         at = until
@@ -249,6 +279,7 @@ def _score_prefill_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Grid (groups of BLOCK_T tokens, splits): a key tile is decoded once for the tokens of the group that are of one request."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -264,7 +295,7 @@ def _score_prefill_kernel(
         table_at = table_ptr + number.to(tl.int64) * table_stride
         for tile in range(tl.program_id(1), tl.cdiv(most, BLOCK_N), tl.num_programs(1)):
             key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            k_even, k_odd = _load_keys(keys_ptr, table_at, key, most, block_stride, FP4, BLOCK_N)
+            k_even, k_odd = _load_keys(keys_ptr, table_at, key, most, block_stride, FP4, BLOCK_N, INTERPRETED)
             for i in range(at, until):
                 token = tl.cast(i, tl.int64)
                 seen = tl.max(tl.where(t == i, visible, 0), 0)
@@ -387,7 +418,7 @@ def prepare_query(q: Tensor, positions: Tensor, rope: Tensor, quantised: bool, i
     tokens, heads, _ = q.shape
     rounded = q.dtype == torch.bfloat16
     out = torch.empty(tokens, heads, 2, 64, dtype=torch.float16 if quantised else torch.float32, device=q.device)
-    block = min(max(16, triton.next_power_of_2(heads)), 64)
+    block = min(max(16, triton.next_power_of_2(heads)), 64 if rounded else 16)
     _query_kernel[(tokens, triton.cdiv(heads, block))](
         q,
         positions,
@@ -433,12 +464,13 @@ def score(
             BLOCK_H=block_h,
             BLOCK_N=keys,
             STAGES=3,
+            INTERPRETED=_INTERPRETED,
             num_warps=4,
         )
     else:
         groups = triton.cdiv(tokens, _TOKENS_A_TILE)
         _score_prefill_kernel[(groups, min(tiles, triton.cdiv(8 * processors, groups)))](
-            *args, *strides, FP4=fp4, BLOCK_T=_TOKENS_A_TILE, BLOCK_H=block_h, BLOCK_N=keys, num_warps=4
+            *args, *strides, FP4=fp4, BLOCK_T=_TOKENS_A_TILE, BLOCK_H=block_h, BLOCK_N=keys, INTERPRETED=_INTERPRETED, num_warps=4
         )
 
 
