@@ -1,0 +1,139 @@
+"""Results of one benchmark: parts that may fail alone, a table, one JSON file that is complete after every part."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.environment import ROOT, environment
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that all benchmarks share."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file (%(default)s)")
+    options.add_argument("--quick", action="store_true", help="the short set")
+    options.add_argument(
+        "--dry-run", action="store_true", help="smallest sizes on the CPU: everything but the kernels of the peers"
+    )
+    options.add_argument("--parts", default="", help="only parts whose name contains one of these, separated by commas")
+    options.add_argument("--resume", action="store_true", help="keep what the JSON file has, run what is missing")
+    return options
+
+
+class Report:
+    """Rows and failures of one run.
+
+    A part is a function that returns rows (dicts); its exception is a failure in the table, not the end. When a failure
+    leaves the CUDA device unusable, the program starts itself again behind that part.
+    """
+
+    def __init__(self, name: str, args: argparse.Namespace, settings: dict[str, Any] | None = None) -> None:
+        self.name, self.args = name, args
+        self.path = Path(args.out) / f"{name}.json"
+        self.wanted = [part for part in args.parts.split(",") if part]
+        self.console = Console(width=150 if not sys.stdout.isatty() else None)
+        self.data: dict[str, Any] = {
+            "benchmark": name,
+            "environment": environment(),
+            "settings": {"quick": args.quick, "dry_run": args.dry_run, **(settings or {})},
+            "facts": {},
+            "parts": {},
+            "rows": [],
+            "failures": [],
+        }
+        if args.resume and self.path.is_file():
+            self.data = json.loads(self.path.read_text())
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self.data["rows"]
+
+    def part(self, name: str, function: Callable[[], Iterable[dict[str, Any]] | None]) -> None:
+        """Run `function` and keep its rows under `name`, unless the part is not wanted or already there."""
+        if name in self.data["parts"] or (self.wanted and not any(word in name for word in self.wanted)):
+            return
+        start = time.perf_counter()
+        try:
+            for row in function() or ():
+                self.rows.append({"part": name, **row})
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+            self.data["failures"].append({"part": name, "error": text, "traceback": traceback.format_exc()[-4000:]})
+            self.console.print(f"[red]{name} failed:[/red] {text}", highlight=False)
+        _free_memory()
+        self.data["parts"][name] = round(time.perf_counter() - start, 2)
+        self.console.print(f"{name}: {self.data['parts'][name]} s", highlight=False)
+        self.save()
+        if _device_lost():
+            self.console.print(f"[red]the device is unusable after {name}; starting again behind it[/red]")
+            module = f"benchmarks.{self.name}"
+            os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:], "--resume"])
+
+    def fact(self, name: str, value: Any) -> None:
+        """A number that belongs to the whole run, such as a measured ceiling."""
+        self.data["facts"][name] = value
+
+    def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.data, indent=1) + "\n")
+        partial.replace(self.path)
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[dict[str, Any]] | None = None) -> None:
+        """Print `columns` of the rows; a missing value is a dash."""
+        table = Table(title=title, title_justify="left")
+        for column in columns:
+            table.add_column(column, justify="left" if column == columns[0] else "right")
+        for row in self.rows if rows is None else rows:
+            table.add_row(*(_text(row.get(column)) for column in columns))
+        self.console.print(table)
+
+    def close(self) -> int:
+        """Print the failures and where the file is; the exit status: 0 if there is a result."""
+        for failure in self.data["failures"]:
+            self.console.print(f"[red]failed[/red] {failure['part']}: {failure['error']}", highlight=False)
+        self.save()
+        self.console.print(f"written: {self.path}", highlight=False)
+        return 0 if self.rows else 1
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
+
+
+def _free_memory() -> None:
+    torch = sys.modules.get("torch")
+    gc.collect()
+    if torch is not None and torch.cuda.is_initialized() and not _device_lost():
+        torch.cuda.empty_cache()
+
+
+def _device_lost() -> bool:
+    """After an illegal access every later call fails, in this process only."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+        torch.zeros(1, device="cuda").add_(1).item()
+    except Exception:
+        return True
+    return False

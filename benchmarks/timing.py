@@ -1,0 +1,143 @@
+"""Time of device work: CUDA graph replays between events, medians of many repeats; and the ceilings of the device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+SAMPLE_US = 2000.0
+"""A sample is as many replays as last about this long, so that the clock of the events does not matter."""
+FLUSH_BYTES = 256 << 20
+"""More than the L2 cache of any GPU."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a call: median and the 10th and 90th percentile of `samples` samples."""
+
+    us: float
+    low: float
+    high: float
+    samples: int
+
+
+def summarise(samples: Sequence[float]) -> Timing:
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    return Timing(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered))
+
+
+def weighted(timings: Sequence[Timing], weights: Sequence[float]) -> float:
+    """Mean of medians in microseconds."""
+    if len(timings) != len(weights) or not weights:
+        raise ValueError(f"{len(timings)} timings and {len(weights)} weights; expected as many, and at least one")
+    return sum(t.us * w for t, w in zip(timings, weights)) / sum(weights)
+
+
+class Recorded:
+    """A function of device work, recorded into a CUDA graph once; on the CPU it just runs."""
+
+    def __init__(self, function: Callable[[], object], device: torch.device, warmup: int = 2) -> None:
+        self.device, self.function = device, function
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if device.type != "cuda":
+            function()
+            return
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(warmup):
+                function()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            function()
+        torch.cuda.synchronize()
+
+    def replay(self) -> None:
+        if self.graph is None:
+            self.function()
+        else:
+            self.graph.replay()
+
+    def time(self, samples: int = 30, divide: int = 1) -> Timing:
+        """Replays back to back. `divide`: calls that one recording stands for."""
+        if self.graph is None:
+            return self._on_cpu(divide)
+        once = self._between_events(1)
+        replays = max(1, min(200, round(SAMPLE_US / max(once, 1.0))))
+        return summarise([self._between_events(replays) / replays / divide for _ in range(samples)])
+
+    def time_cold(self, samples: int = 20, divide: int = 1) -> Timing:
+        """Single replays, each behind a write of 256 MiB that replaces what the L2 cache holds.
+
+        The host enqueues the replay while that write runs, so the time is the device's alone.
+        """
+        if self.graph is None:
+            return self._on_cpu(divide)
+        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
+        times = []
+        for i in range(samples):
+            flush.fill_(i)
+            flush.fill_(i + 1)
+            times.append(self._between_events(1) / divide)
+        return summarise(times)
+
+    def _between_events(self, replays: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(replays):
+            self.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    def _on_cpu(self, divide: int) -> Timing:
+        start = time.perf_counter()
+        self.function()
+        return summarise([(time.perf_counter() - start) * 1e6 / divide])
+
+
+def host_time(function: Callable[[], object], samples: int = 50, inner: int = 10) -> Timing:
+    """Microseconds of host work a call: the device's queue is empty at the start of a sample and is not waited for."""
+    cuda = torch.cuda.is_available()
+    times = []
+    for _ in range(samples):
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(inner):
+            function()
+        times.append((time.perf_counter() - start) * 1e6 / inner)
+    return summarise(times)
+
+
+def copy_rate(device: torch.device, megabytes: int = 2048) -> float:
+    """GB/s of a device-to-device copy, bytes read plus bytes written."""
+    size = (megabytes << 20) if device.type == "cuda" else (1 << 20)
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timing = Recorded(lambda: target.copy_(source), device).time(10)
+    return 2 * size / timing.us / 1e3
+
+
+def empty_launch(device: torch.device, launches: int = 200) -> float:
+    """Microseconds of a kernel that does nothing, one of many in a CUDA graph."""
+    if device.type != "cuda":
+        return 0.0
+
+    def step() -> None:
+        for _ in range(launches):
+            torch.cuda._sleep(0)
+
+    return Recorded(step, device).time(20, divide=launches).us
+
+
+def floor_us(bytes_moved: float, launches: float, copy_gbs: float, launch_us: float) -> float:
+    """No version is faster: the larger of the bytes at the copy rate and the launches at an empty kernel each."""
+    return max(bytes_moved / copy_gbs / 1e3, launches * launch_us)
