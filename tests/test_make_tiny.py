@@ -74,8 +74,8 @@ def test_logits_are_not_flat(oracle: Oracle, prompt: list[int]) -> None:
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     assert entropy.mean() < 0.7 * torch.tensor(float(VOCAB)).log()
     assert logprobs.argmax(-1).unique().numel() > 50
-    tokens, _ = oracle.greedy(prompt[:20], 24)
-    assert len(set(tokens)) > 8
+    tokens = [token for i in range(0, 60, 20) for token in oracle.greedy(prompt[i : i + 20], 20)[0]]
+    assert len(set(tokens)) > 15
 
 
 def test_routers_choose_by_a_wide_margin(oracle: Oracle, prompt: list[int]) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from dsv4_sglang.testing.tokenizer import write_tokenizer
+from dsv4_sglang.testing.tokenizer import printable_ids, write_tokenizer
 
 HEAD_DIM, ROPE_DIM, HEADS = 512, 64, 64
 INDEX_HEADS, INDEX_DIM = 64, 128
@@ -169,6 +169,19 @@ def _embedding(draw: _Draw, spec: TinySpec) -> torch.Tensor:
     return weight
 
 
+def _head(draw: _Draw, spec: TinySpec) -> torch.Tensor:
+    """bf16 [vocab, hidden]. Blind to the class channels, and half as loud for tokens that are not printable ASCII.
+
+    So that greedy text moves on with what it has seen, and is mostly text.
+    """
+    weight = draw.linear("head", spec.vocab, spec.hidden, gain=HEAD_GAIN)
+    quiet = torch.ones(spec.vocab, dtype=torch.bool)
+    quiet[printable_ids(spec.vocab)] = False
+    weight[quiet] *= 0.5
+    weight[:, :EXPERTS] = 0.0
+    return weight
+
+
 def _closed_to_classes(weight: torch.Tensor) -> torch.Tensor:
     """A projection back into the residual stream, `[hidden, in]`, that leaves the class channels alone."""
     weight[:EXPERTS] = 0.0
@@ -269,7 +282,7 @@ def tiny_tensors(spec: TinySpec) -> Iterator[tuple[str, torch.Tensor]]:
     for layer, ratio in enumerate(spec.ratios):
         yield from _layer(draw, spec, layer, ratio).items()
     yield "norm.weight", draw.normal("norm", spec.hidden, std=0.1, mean=1.0)
-    yield "head.weight", draw.linear("head", spec.vocab, spec.hidden, gain=HEAD_GAIN)
+    yield "head.weight", _head(draw, spec)
     yield "hc_head_fn", draw.linear("hc_head_fn", HC_MULT, HC_MULT * spec.hidden).float()
     yield "hc_head_base", draw.normal("hc_head_base", HC_MULT, std=0.5).float()
     yield "hc_head_scale", draw.normal("hc_head_scale", 1, std=0.1, mean=0.5).float()

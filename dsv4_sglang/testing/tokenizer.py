@@ -52,6 +52,12 @@ def build_vocab(vocab_size: int) -> dict[str, int]:
     return {token: i for i, token in enumerate(tokens)}
 
 
+def printable_ids(vocab_size: int) -> list[int]:
+    """Ids of the printable ASCII characters; the byte-level alphabet writes a space as Ġ, the others as themselves."""
+    vocab = build_vocab(vocab_size)
+    return [vocab["Ġ" if character == " " else character] for character in map(chr, range(32, 127))]
+
+
 def write_tokenizer(folder: Path, vocab_size: int, max_length: int) -> None:
     """Write tokenizer.json and tokenizer_config.json into `folder`."""
     vocab = build_vocab(vocab_size)

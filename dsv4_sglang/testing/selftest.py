@@ -1,0 +1,147 @@
+"""The ops on one layer of each kind against `formula`: what `dsv4-sglang doctor` runs on the user's own machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
+from dsv4_sglang.attention.metadata import DecodeBuffers, StepMetadata, build_decode, build_prefill
+from dsv4_sglang.ops.rope import rope_table, rotate
+from dsv4_sglang.testing.formula import EPS, LayerInputs, frequencies, layer_output
+
+HEADS = INDEX_HEADS = 64
+TOPK = 16
+PREFILL, TOKENS = 133, 140  # a chunk over the edge of a block, then single tokens that close a CSA window
+BLOCKS = 4
+SLOT = 1
+
+
+def random_inputs(ratio: int, seed: int = 0) -> LayerInputs:
+    """Random projections and weights of one layer, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=generator) * std + mean
+
+    x = LayerInputs(
+        ratio=ratio,
+        kv=normal(TOKENS, 512),
+        kv_norm=normal(512, mean=1.0, std=0.1),
+        q=normal(TOKENS, HEADS, 512),
+        sink=normal(HEADS),
+    )
+    if ratio:
+        streams = 2 if ratio == 4 else 1
+        x.kv_score = normal(TOKENS, 2 * streams * 512)
+        x.entry_norm = normal(512, mean=1.0, std=0.1)
+        x.ape = normal(ratio, streams * 512, std=0.5)
+    if ratio == 4:
+        x.index_kv_score = normal(TOKENS, 4 * 128)
+        x.index_norm = normal(128, mean=1.0, std=0.1)
+        x.index_ape = normal(4, 256, std=0.5)
+        x.index_q = normal(TOKENS, INDEX_HEADS, 128)
+        x.index_weights = normal(TOKENS, INDEX_HEADS, std=128**-0.5 * INDEX_HEADS**-0.5)
+    return x
+
+
+class _Layer:
+    """fp32 tables of one layer on a device, and one step of a server through them."""
+
+    def __init__(self, x: LayerInputs, device: torch.device) -> None:
+        self.device = device
+        self.x = x.to(device)
+        self.rope = rope_table(BLOCKS * 128, frequencies(x.ratio)).to(device)
+        self.ring = self._table(SLOT + 1, 128, 512)
+        self.tail = self.entries = self.keys = None
+        if x.ratio == 4:
+            self.tail = self._table(SLOT + 1, 24, 640)
+            self.entries, self.keys = self._table(BLOCKS, 32, 512), self._table(BLOCKS, 32, 128)
+        elif x.ratio == 128:
+            self.tail, self.entries = self._table(SLOT + 1, 3, 512), self._table(1, BLOCKS, 512)
+
+    def _table(self, *shape: int) -> Tensor:
+        return torch.full(shape, float("nan"), device=self.device)  # whatever is read before it is written shows
+
+    def step(self, step: StepMetadata, tokens: slice) -> Tensor:
+        """Append and attend the request's tokens `tokens`; returns [n, H, 512]."""
+        x, index_format = self.x, 0
+        window = None if step.is_decode else self._table(1, step.window_size, 512)
+
+        def part(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[tokens].contiguous()
+
+        torch.ops.dsv4_sglang.append(
+            *(part(t) for t in (x.kv, x.kv_score, x.index_kv_score)),
+            *(x.kv_norm, x.entry_norm, x.index_norm, x.ape, x.index_ape, self.rope, EPS, x.ratio, index_format),
+            *(step.slots, step.prefix_lens, step.query_start, step.token_request, step.out_loc, step.track_slots),
+            *(self.ring, self.tail, self.entries, self.keys, window, None, None, None),
+        )
+        rows = lens = None
+        if x.ratio == 128:
+            rows, lens = step.hca_rows, step.hca_lens
+        elif x.ratio == 4:
+            n = step.positions.shape[0]
+            rows = torch.empty(n, TOPK, dtype=torch.int32, device=self.device)
+            lens = step.csa_lens
+            scores = torch.empty(n, BLOCKS * 32, device=self.device)
+            index = (part(x.index_q), part(x.index_weights), self.keys)
+            where = (step.block_table, step.token_request, step.positions, self.rope)
+            torch.ops.dsv4_sglang.index_topk(*index, *where, index_format, scores, rows)
+        q = rotate(x.q[tokens], step.positions, self.rope)
+        table = self.ring if window is None else window
+        read = (table, step.window_rows, step.window_lens, self.entries, rows, lens)
+        return torch.ops.dsv4_sglang.attend(q, x.sink, *read, step.positions, self.rope, 512**-0.5)
+
+
+def _steps(device: torch.device) -> list[tuple[StepMetadata, slice]]:
+    """One prefill and the decode steps after it, for a request in scattered blocks."""
+
+    def ints(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    blocks = torch.tensor([2, 1])
+    slots_of_request = torch.cat([b * 128 + torch.arange(128) for b in blocks]).to(device)
+    req_to_token = slots_of_request.to(torch.int32)[None]
+    shared: dict[str, Any] = {"req_to_token": req_to_token, "state_slot_of_request": ints([SLOT]), "top_k": TOPK}
+    request = ints([0], torch.int64)
+    prefill = build_prefill(
+        req_pool_indices=request,
+        prefix_lens=ints([0]),
+        chunk_lens=ints([PREFILL]),
+        positions=torch.arange(PREFILL, device=device),
+        out_loc=slots_of_request[:PREFILL],
+        track_slots=None,
+        track_lens=None,
+        max_length=PREFILL,
+        **shared,
+    )
+    steps = [(prefill, slice(0, PREFILL))]
+    for t in range(PREFILL, TOKENS):
+        decode = build_decode(
+            DecodeBuffers(1, 2, device),
+            req_pool_indices=request,
+            seq_lens=ints([t + 1]),
+            positions=ints([t], torch.int64),
+            out_loc=slots_of_request[t : t + 1],
+            track_mask=None,
+            track_slots=None,
+            **shared,
+        )
+        steps.append((decode, slice(t, t + 1)))
+    return steps
+
+
+def layer_error(ratio: int, device: torch.device | str) -> float:
+    """Largest difference of the ops to the formulas for one layer of compress ratio 0, 4 or 128, relative to its rms.
+
+    fp32 rows and keys: about 1e-6 on a CPU; 1e-3 where a GPU multiplies in tf32.
+    """
+    device = torch.device(device)
+    inputs = random_inputs(ratio)
+    layer = _Layer(inputs, device)
+    found = torch.cat([layer.step(step, tokens) for step, tokens in _steps(device)]).cpu()
+    expected = layer_output(inputs, TOPK)
+    return float((found - expected).abs().max() / expected.square().mean().sqrt())
