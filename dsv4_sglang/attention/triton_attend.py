@@ -1,12 +1,14 @@
 """`attend` in Triton, for any CUDA device from sm_80: all row formats, any number of heads (SPEC 2.2, 4.5).
 
-A program takes one token, up to 64 of its heads and a stretch of its keys: the tiles of the window list, then those of the
-entry list. Rows are gathered by number, a row is key and value at once, the softmax is online. Few tokens do not fill the
-GPU, so their lists are cut into stretches (splits); a second kernel merges them, adds the sink once and turns the output back.
+A program takes one token, up to 64 of its heads and a stretch of its keys: the tiles of the window list, then those of
+the entry list. Rows are gathered by number, a row is key and value at once, the softmax is online. Few tokens do not
+fill the GPU, so their lists are cut into stretches (splits); a second kernel merges them, adds the sink once and turns
+the output back.
 
-FP8 rows are decoded by integer arithmetic, which sm_80 can do too: the bits of an e4m3 number, moved to the exponent and mantissa
-of a bf16, are that number times 2^-120. For bf16 queries these numbers are multiplied as they are, and what they lack goes with
-the row's scale to its logit and its probability: all powers of two, so the result is that of dequantised rows.
+FP8 rows are decoded by integer arithmetic, which sm_80 can do too: the bits of an e4m3 number, moved to the exponent
+and mantissa of a bf16, are that number times 2^-120. For bf16 queries these numbers are multiplied as they are, and
+what they lack goes with the row's scale to its logit and its probability: all powers of two, so the result is that of
+dequantised rows.
 
 Traffic: 584 B a row (1024 bf16, 2048 fp32) for each group of heads; partial results of a split 2 KiB a head.
 """
@@ -19,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_sglang.ops.rows import ENTRY_DIM, FP8_WIDTH, ROPE_DIM
+from dsv4_sglang.ops.rows import ENTRY_DIM, FP8_WIDTH
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # The online maximum starts here and not at -inf, whose difference with itself is no number.
@@ -32,12 +34,12 @@ _INTERPRETED = triton.knobs.runtime.interpret
 @triton.jit
 def _e4m3_bits(code, DOT: tl.constexpr):
     """uint8 e4m3 codes -> their values times 2^-120, bf16 or fp32 (whose exponents are the same)."""
-    if DOT == tl.bfloat16:
-        bits = code.to(tl.uint16)
-        bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 4)
-    else:
+    if DOT == tl.float32:  # noqa: SIM300
         bits = code.to(tl.uint32)
         bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+    else:
+        bits = code.to(tl.uint16)
+        bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 4)
     return bits.to(DOT, bitcast=True)
 
 
@@ -87,8 +89,8 @@ def _attend_kernel(
 ):
     """Grid (tokens, splits, groups of BLOCK_H heads).
 
-    The 512 dims are handled as 256 + 128 + 64 (without RoPE) + 64 (RoPE): powers of two, and the border of the two formats of
-    an FP8 row.
+    The 512 dims are handled as 256 + 128 + 64 (without RoPE) + 64 (RoPE): powers of two, and the border of the two
+    formats of an FP8 row.
     """
     token = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -262,6 +264,26 @@ def _merge_kernel(
     tl.store(out_ptr + (token * heads + head) * 512 + d, o.to(out_ptr.dtype.element_ty))
 
 
+@triton.jit
+def _turn_back_kernel(out_ptr, positions_ptr, rope_ptr, heads, BLOCK_H: tl.constexpr):
+    """Grid (tokens, groups of heads): inverse rotation of the last 64 dims of contiguous [T, H, 512], in place."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    at = out_ptr + (token * heads + head[:, None]) * 512 + 448 + tl.arange(0, 64)[None, :]
+    mask = (head < heads)[:, None]
+    tail = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    turn = rope_ptr + tl.load(positions_ptr + token) * 64 + 2 * tl.arange(0, 32)
+    tail = _turn_back(tail, tl.load(turn), tl.load(turn + 1), BLOCK_H)
+    tl.store(at, tail.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def turn_back(out: Tensor, positions: Tensor, rope: Tensor) -> None:
+    """Undo the rotation of the last 64 dims of contiguous `out` [T, H, 512] at `positions` [T], in place (SPEC 2.2)."""
+    tokens, heads, _ = out.shape
+    block = min(triton.next_power_of_2(heads), 32)
+    _turn_back_kernel[(tokens, triton.cdiv(heads, block))](out, positions, rope, heads, BLOCK_H=block, num_warps=4)
+
+
 class Tiling(NamedTuple):
     """Shape of a program: heads and rows a tile, warps, stages of the software pipeline."""
 
@@ -274,8 +296,9 @@ class Tiling(NamedTuple):
 def tiling(heads: int, fp8: bool, exact: bool, shared_memory: int) -> Tiling:
     """The tile that fits the device. `exact`: fp32 products; `shared_memory`: bytes that a block may have.
 
-    The output of a tile takes 2 KiB of registers a head; in shared memory lie q (1 KiB a head), the decoded rows (1 KiB each)
-    and the rows in flight. Only from sm_90 up are q and the rows read from there by the tensor cores and registers left for 64 heads.
+    The output of a tile takes 2 KiB of registers a head; in shared memory lie q (1 KiB a head), the decoded rows (1
+    KiB each) and the rows in flight. Only from sm_90 up are q and the rows read from there by the tensor cores and
+    registers left for 64 heads.
     """
     padded = max(16, triton.next_power_of_2(heads))
     if exact:
@@ -288,8 +311,8 @@ def tiling(heads: int, fp8: bool, exact: bool, shared_memory: int) -> Tiling:
 def split_count(tokens: int, head_groups: int, tiles: int, processors: int) -> int:
     """Number of stretches of a list of at most `tiles` tiles, one program per processor at a time.
 
-    Takes the count with the least work in the longest chain of programs; a program costs two tiles more than it reads, and
-    the merge half a tile for each partial result it reads.
+    Takes the count with the least work in the longest chain of programs; a program costs two tiles more than it reads,
+    and the merge half a tile for each partial result it reads.
     """
 
     def cost(splits: int) -> float:
@@ -302,23 +325,28 @@ def split_count(tokens: int, head_groups: int, tiles: int, processors: int) -> i
 @functools.cache
 def _device(index: int) -> tuple[int, int]:
     """Shared memory that a block may have, in bytes, and the number of multiprocessors."""
-    properties = torch.cuda.get_device_properties(index)
-    return properties.shared_memory_per_block_optin, properties.multi_processor_count
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    return properties["max_shared_mem"], properties["multiprocessor_count"]
 
 
 def _check(q: Tensor, window: Tensor, entries: Tensor | None) -> None:
     if q.dim() != 3 or q.shape[-1] != ENTRY_DIM or q.stride(-1) != 1:
-        raise ValueError(f"q is {tuple(q.shape)}, stride {q.stride()}; expected [tokens, heads, {ENTRY_DIM}] with inner stride 1")
+        raise ValueError(
+            f"q is {tuple(q.shape)}, stride {q.stride()}; expected [tokens, heads, {ENTRY_DIM}] with inner stride 1"
+        )
     for name, table in (("window", window), ("entries", entries)):
         if table is None:
             continue
         width = FP8_WIDTH if table.dtype == torch.uint8 else ENTRY_DIM
         if table.dtype not in (torch.uint8, torch.bfloat16, torch.float32) or table.shape[-1] != width:
             raise ValueError(
-                f"{name} is {table.dtype} of width {table.shape[-1]}; expected uint8 of {FP8_WIDTH}, bfloat16 or float32 of {ENTRY_DIM}"
+                f"{name} is {table.dtype} of width {table.shape[-1]}; "
+                f"expected uint8 of {FP8_WIDTH}, bfloat16 or float32 of {ENTRY_DIM}"
             )
         if table.dtype != window.dtype:
-            raise ValueError(f"entries are {table.dtype}, the window is {window.dtype}; expected one row format for both")
+            raise ValueError(
+                f"entries are {table.dtype}, the window is {window.dtype}; expected one row format for both"
+            )
         if table.stride(-1) != 1 or table.stride(-2) != width or table.stride(0) * table.element_size() % 16:
             raise ValueError(f"{name} has stride {table.stride()}; expected (a multiple of 16 B, {width}, 1)")
 
@@ -337,11 +365,11 @@ def attend(
     scale: float,
     splits: int | None = None,
 ) -> Tensor:
-    """The op `attend` (`dsv4_sglang.ops.reference.read.attend` says what the tensors are); `splits` fixes the number of stretches.
+    """The op `attend`; `dsv4_sglang.ops.reference.read.attend` says what the tensors are. `splits` fixes the stretches.
 
-    bf16 queries on fp8 and bf16 rows are multiplied on bf16 tensor cores, fp16 queries on tf32 ones (which hold both exactly),
-    everything fp32 without tensor cores. Sums are fp32. Launches depend on shapes only, so the call can be captured into a CUDA
-    graph; lengths are read on the device.
+    bf16 queries on fp8 and bf16 rows are multiplied on bf16 tensor cores, fp16 queries on tf32 ones (which hold both
+    exactly), everything fp32 without tensor cores. Sums are fp32. Launches depend on shapes only, so the call can be
+    captured into a CUDA graph; lengths are read on the device.
     """
     _check(q, window, entries)
     tokens, heads, _ = q.shape

@@ -1,8 +1,9 @@
-"""`index_topk` in Triton, for any CUDA device from sm_80: scores FP4 index keys and selects the best (SPEC 2.5, 4.1 to 4.3).
+"""`index_topk` in Triton, from sm_80: scores FP4 index keys and selects the best (SPEC 2.5, 4.1 to 4.3).
 
-Three steps. The query is rotated, Hadamard-transformed and fake-quantised once. Scoring decodes the keys of a tile to fp16, which
-holds every e2m1 x e4m3 product exactly, multiplies them with all heads on the tensor cores and sums the weighted, rectified products over the
-heads. Selection finds the score of rank k by its bits, from the highest down, in chunks whose winners meet in a second round.
+Three steps. The query is rotated, Hadamard-transformed and fake-quantised once. Scoring decodes the keys of a tile to
+fp16, which holds every e2m1 x e4m3 product exactly, multiplies them with all heads on the tensor cores and sums the
+weighted, rectified products over the heads. Selection finds the score of rank k by its bits, from the highest down, in
+chunks whose winners meet in a second round.
 
 Nothing depends on the order in which programs run. Launches depend on shapes only; lengths are read on the device.
 Traffic of a decode step: 72 B a visible key, and its score (4 B) written and read.
@@ -18,8 +19,9 @@ from torch import Tensor
 from dsv4_sglang.ops.index_keys import FP4_WIDTH, INDEX_DIM, KEYS_PER_BLOCK, MXFP4, NVFP4
 
 CSA_RATIO = tl.constexpr(4)
-# Bits of an e2m1 number, moved to exponent and mantissa of an fp16, are that number times 2^-14; those of an e4m3 scale, times 2^-8.
-# Keys are kept times 2^-7: a scale of 448 then still fits, and the least product is a multiple of the least fp16.
+# Bits of an e2m1 number, moved to exponent and mantissa of an fp16, are that number times 2^-14; those of an e4m3
+# scale, times 2^-8. Keys are kept times 2^-7: a scale of 448 then still fits, and the least product is a multiple of
+# the least fp16.
 SCALE_GAIN = tl.constexpr(2.0**15)
 KEY_GAIN = tl.constexpr(2.0**7)
 # The interpreter multiplies the bits of bf16 operands as if they were integers; there the products are taken in fp32.
@@ -73,8 +75,8 @@ def _query_kernel(
 ):
     """Grid (tokens, groups of BLOCK_H heads). Writes a head as its 64 even elements, then its 64 odd ones.
 
-    FORMAT: 0 mxfp4, 1 nvfp4, -1 not quantised. With even and odd elements apart, the Hadamard transform of order 128 is that
-    of order 64 on their sum and on their difference.
+    FORMAT: 0 mxfp4, 1 nvfp4, -1 not quantised. With even and odd elements apart, the Hadamard transform of order 128
+    is that of order 64 on their sum and on their difference.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -128,8 +130,9 @@ def _visible(position, top, width):
     return tl.where(visible > top, visible, 0)
 
 
-# The same as _fp16_of_e2m1 on four bytes at once: two bytes to the upper halves of the two 16-bit lanes of a register, then the
-# sign of a nibble to bit 15 and its other bits to 11..9. Even elements leave in $0 and $1, odd ones in $2 and $3.
+# The same as _fp16_of_e2m1 on four bytes at once: two bytes to the upper halves of the two 16-bit lanes of a register,
+# then the sign of a nibble to bit 15 and its other bits to 11..9. Even elements leave in $0 and $1, odd ones in $2 and
+# $3.
 _DECODE_FOUR_BYTES = tl.constexpr(
     "{ .reg .b32 t, s, u;"
     + "".join(
@@ -164,7 +167,9 @@ def _decode(code, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _load_keys(keys_ptr, table_at, key, visible, block_stride, FP4: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr):
+def _load_keys(
+    keys_ptr, table_at, key, visible, block_stride, FP4: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr
+):
     """Even and odd elements of the keys `key` of a request, [BLOCK_N, 64] each: fp16 times 2^-7 from FP4, else fp32."""
     ok = key < visible
     block = tl.load(table_at + key // 32, mask=ok, other=0).to(tl.int64)
@@ -281,7 +286,7 @@ def _score_prefill_kernel(
     BLOCK_N: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Grid (groups of BLOCK_T tokens, splits): a key tile is decoded once for the tokens of the group that are of one request."""
+    """Grid (groups of BLOCK_T tokens, splits): a key tile is decoded once for the tokens of one request."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     request = tl.load(request_ptr + t, mask=t < tokens, other=-1)
     visible = _visible(tl.load(positions_ptr + t, mask=t < tokens, other=-1), top, width)
@@ -347,7 +352,7 @@ def _select_kernel(
     CHUNK: tl.constexpr,
     TOP: tl.constexpr,
 ):
-    """Grid (tokens, chunks): the rows of a token that fits one chunk, else the `top` winners of each chunk with their scores."""
+    """Grid (tokens, chunks): the rows of a token that fits one chunk, else the `top` winners of each chunk."""
     token = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     visible = ((tl.load(positions_ptr + token) + 1) // CSA_RATIO).to(tl.int32)
@@ -407,13 +412,14 @@ def _final_kernel(
 
 @functools.cache
 def _processors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+    return triton.runtime.driver.active.utils.get_device_properties(index)["multiprocessor_count"]
 
 
 def prepare_query(q: Tensor, positions: Tensor, rope: Tensor, quantised: bool, index_format: int) -> Tensor:
     """Raw index queries [T, Hi, 128] -> what keys are multiplied with, [T, Hi, 2, 64]: even elements, then odd ones.
 
-    fp16, which holds fake-quantised values exactly; fp32 where not `quantised`. bf16 queries are rounded between the stages.
+    fp16, which holds fake-quantised values exactly; fp32 where not `quantised`. bf16 queries are rounded between the
+    stages.
     """
     tokens, heads, _ = q.shape
     rounded = q.dtype == torch.bfloat16
@@ -446,12 +452,24 @@ def score(
     top: int,
     scores: Tensor,
 ) -> None:
-    """Write `scores[t, i]` for every visible entry i of each token that sees more than `top`; `query` from `prepare_query`."""
+    """Write `scores[t, i]` of every visible entry i of each token that sees more than `top`; `query` is prepared."""
     tokens, heads = query.shape[:2]
     fp4 = index_keys.dtype == torch.uint8
     keys = _KEYS_A_TILE if fp4 else 16
     processors = _processors(query.device.index) if query.is_cuda else 2
-    args = (query, weights, index_keys, block_table, token_request, positions, scores, tokens, heads, top, scores.shape[1])
+    args = (
+        query,
+        weights,
+        index_keys,
+        block_table,
+        token_request,
+        positions,
+        scores,
+        tokens,
+        heads,
+        top,
+        scores.shape[1],
+    )
     strides = (weights.stride(0), block_table.stride(0), scores.stride(0), index_keys.stride(0))
     block_h = max(16, triton.next_power_of_2(heads))
     tiles = triton.cdiv(scores.shape[1], keys)
@@ -470,14 +488,26 @@ def score(
     else:
         groups = triton.cdiv(tokens, _TOKENS_A_TILE)
         _score_prefill_kernel[(groups, min(tiles, triton.cdiv(8 * processors, groups)))](
-            *args, *strides, FP4=fp4, BLOCK_T=_TOKENS_A_TILE, BLOCK_H=block_h, BLOCK_N=keys, INTERPRETED=_INTERPRETED, num_warps=4
+            *args,
+            *strides,
+            FP4=fp4,
+            BLOCK_T=_TOKENS_A_TILE,
+            BLOCK_H=block_h,
+            BLOCK_N=keys,
+            INTERPRETED=_INTERPRETED,
+            num_warps=4,
         )
 
 
 def select(
-    scores: Tensor, block_table: Tensor, token_request: Tensor, positions: Tensor, rows: Tensor, chunk: int | None = None
+    scores: Tensor,
+    block_table: Tensor,
+    token_request: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    chunk: int | None = None,
 ) -> None:
-    """Write the rows of the `rows.shape[1]` best visible entries of each token; `chunk` fixes how many scores one program takes."""
+    """Write the rows of the `rows.shape[1]` best visible entries of each token; `chunk` scores go to one program."""
     tokens, top = rows.shape
     width = scores.shape[1]
     if chunk is None:
@@ -528,7 +558,8 @@ def select(
 def _check(q: Tensor, index_keys: Tensor, index_format: int, rows: Tensor) -> None:
     if q.dim() != 3 or q.shape[-1] != INDEX_DIM or q.stride(-1) != 1 or q.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(
-            f"q is {q.dtype} {tuple(q.shape)}; expected bfloat16 or float32 [tokens, heads, {INDEX_DIM}] with inner stride 1"
+            f"q is {q.dtype} {tuple(q.shape)}; "
+            f"expected bfloat16 or float32 [tokens, heads, {INDEX_DIM}] with inner stride 1"
         )
     width = FP4_WIDTH if index_keys.dtype == torch.uint8 else INDEX_DIM
     if index_keys.dtype not in (torch.uint8, torch.float32) or index_keys.shape[1:] != (KEYS_PER_BLOCK, width):
@@ -556,9 +587,9 @@ def index_topk(
 ) -> None:
     """The op `index_topk` (`dsv4_sglang.ops.reference.read.index_topk` says what the tensors are).
 
-    `scores` may have fewer rows than there are tokens: they are then handled in slices of that many, so a long prefill needs no
-    scratch of tokens x entries. Without columns (no token sees more entries than are selected) nothing is scored.
-    The tokens of a request lie together.
+    `scores` may have fewer rows than there are tokens: they are then handled in slices of that many, so a long prefill
+    needs no scratch of tokens x entries. Without columns (no token sees more entries than are selected) nothing is
+    scored. The tokens of a request lie together.
     """
     _check(q, index_keys, index_format, rows)
     tokens, top = rows.shape
@@ -572,7 +603,5 @@ def index_topk(
         part = slice(begin, min(begin + at_once, tokens))
         own = scores[: part.stop - begin] if scores.numel() else scores.view(0, 0)
         if query is not None:
-            score(
-                query[part], weights[part], index_keys, block_table, token_request[part], positions[part], top, own
-            )
+            score(query[part], weights[part], index_keys, block_table, token_request[part], positions[part], top, own)
         select(own, block_table, token_request[part], positions[part], rows[part])

@@ -1,0 +1,29 @@
+"""Registers the CUDA implementations of `index_topk` and `attend`. Import it where there is a CUDA device."""
+
+import torch
+from torch import Tensor
+
+from dsv4_sglang.attention import flashmla, triton_attend, triton_index
+from dsv4_sglang.ops.schemas import NAMESPACE
+
+
+def attend(
+    q: Tensor,
+    sink: Tensor,
+    window: Tensor,
+    window_rows: Tensor,
+    window_lens: Tensor,
+    entries: Tensor | None,
+    entry_rows: Tensor | None,
+    entry_lens: Tensor | None,
+    positions: Tensor,
+    rope: Tensor,
+    scale: float,
+) -> Tensor:
+    """FlashMLA where it takes the tensors, else Triton."""
+    reader = flashmla.attend if flashmla.supported(q, window, entries) else triton_attend.attend
+    return reader(q, sink, window, window_rows, window_lens, entries, entry_rows, entry_lens, positions, rope, scale)
+
+
+torch.library.impl(f"{NAMESPACE}::attend", "CUDA", attend)
+torch.library.impl(f"{NAMESPACE}::index_topk", "CUDA", triton_index.index_topk)
