@@ -165,6 +165,7 @@ def run_step(manager: KVCacheManager, chunks: list[tuple[Request, int]], pads: i
         out = attend(handle, layer, inputs)
         for (request, _), part in zip(chunks, out.split([n for _, n in chunks] + [pads] * (pads > 0))):
             request.outputs[i].append(part)
+        assert not out[len(out) - pads :].any(), "a padding row attended to something"
     for request, n in chunks:
         request.length += n
 
