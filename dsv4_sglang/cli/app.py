@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from dsv4_sglang.cli.demo import demo
+from dsv4_sglang.cli.doctor import doctor
 from dsv4_sglang.cli.make_tiny import make_tiny
 from dsv4_sglang.cli.serve import SGLANG_FLAGS, serve
 
@@ -17,4 +18,5 @@ app = typer.Typer(
 )
 app.command("serve", context_settings=SGLANG_FLAGS)(serve)
 app.command("demo", context_settings=SGLANG_FLAGS)(demo)
+app.command("doctor")(doctor)
 app.command("make-tiny")(make_tiny)

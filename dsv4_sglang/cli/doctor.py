@@ -1,0 +1,187 @@
+"""`dsv4-sglang doctor`: is everything here that a server with this cache needs, and are the ops right?"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import platform
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Literal, NamedTuple
+
+import typer
+
+from dsv4_sglang.sglang import launch
+
+State = Literal["ok", "note", "fail"]
+COLOURS: dict[State, str] = {"ok": "green", "note": "yellow", "fail": "bold red"}
+
+ENTRY_POINT_GROUP, ENTRY_POINT = "sglang.srt.plugins", "dsv4_sglang"
+PYTHONS = ((3, 10), (3, 13))
+LEAST_CAPABILITY = (8, 0)
+# The largest error of a layer relative to its rms: fp32 throughout on a CPU; a GPU may multiply fp32 as tf32.
+CPU_TOLERANCE, GPU_TOLERANCE = 1e-4, 2e-2
+
+
+class Finding(NamedTuple):
+    """One line of the report. "note" is worth knowing, "fail" makes the exit code 1."""
+
+    what: str
+    found: str
+    state: State = "ok"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def python_and_packages(gpu: bool) -> Iterator[Finding]:
+    least, most = PYTHONS
+    here = sys.version_info[:2]
+    supported = least <= here <= most
+    wanted = f"; needs {least[0]}.{least[1]} to {most[0]}.{most[1]}"
+    yield Finding("python", platform.python_version() + ("" if supported else wanted), "ok" if supported else "fail")
+    for distribution in ("torch", "transformers", "triton"):
+        found = _version(distribution)
+        yield Finding(distribution, found or "not installed", "ok" if found else "fail")
+    kernels = _version("sglang-kernel") or _version("sgl-kernel")
+    for name, found in (("sgl_kernel", kernels), ("flashinfer", _version("flashinfer-python"))):
+        if gpu:
+            yield Finding(name, found or "not installed", "ok" if found else "fail")
+        else:
+            yield Finding(name, "not used without a GPU")
+
+
+def sglang_version(gpu: bool) -> Iterator[Finding]:
+    from dsv4_sglang.sglang import compat
+
+    found = _version("sglang")
+    if found is None:
+        yield Finding("sglang", "not installed", "fail")
+    elif found in compat.VALIDATED:
+        yield Finding("sglang", f"{found}, validated")
+    else:
+        yield Finding("sglang", f"{found}; validated: {', '.join(compat.VALIDATED)}", "note")
+
+
+def device(gpu: bool) -> Iterator[Finding]:
+    import torch
+
+    if not gpu:
+        yield Finding("GPU", "none: the PyTorch ops run on the CPU, for trying out and testing", "note")
+        return
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    )
+    yield Finding("driver", f"{driver.stdout.split()[0] if driver.stdout else 'unknown'}, CUDA {torch.version.cuda}")
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        capability = (properties.major, properties.minor)
+        text = f"{properties.name}, sm_{capability[0]}{capability[1]}, {properties.total_memory / 2**30:.0f} GiB"
+        if capability >= LEAST_CAPABILITY:
+            yield Finding(f"GPU {i}", text)
+        else:
+            yield Finding(f"GPU {i}", f"{text}; the kernels need sm_80 or newer", "fail")
+
+
+def compiler(gpu: bool) -> Iterator[Finding]:
+    for name in ("nvcc", "c++"):
+        path = shutil.which(name)
+        if path is None:
+            yield Finding(name, "not found; only needed to build the CUDA extension", "note")
+            continue
+        version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.strip().splitlines()
+        line = next((v for v in version if "release" in v), version[0] if version else "unknown version")
+        yield Finding(name, f"{path}: {line.strip()}")
+
+
+def plugin(gpu: bool) -> Iterator[Finding]:
+    points = metadata.entry_points(group=ENTRY_POINT_GROUP)
+    target = next((point.value for point in points if point.name == ENTRY_POINT), None)
+    if target is None:
+        yield Finding("plugin", f"no entry point {ENTRY_POINT!r}: install the package (pip install -e .)", "fail")
+    else:
+        pkgutil.resolve_name(target)
+        yield Finding("plugin", target)
+
+
+def hooks(gpu: bool) -> Iterator[Finding]:
+    from dsv4_sglang.sglang.hooks import hooks_for
+
+    wanted = hooks_for(not gpu)
+    missing = []
+    for hook in wanted:
+        try:
+            pkgutil.resolve_name(hook.target)
+        except (ImportError, AttributeError):
+            missing.append(hook.target)
+    for target in missing:
+        yield Finding("hook", f"{target} does not exist in this SGLang", "fail")
+    if not missing:
+        yield Finding("hooks", f"all {len(wanted)} targets exist")
+
+
+def server_classes(gpu: bool) -> Iterator[Finding]:
+    for module in ("dsv4_sglang.sglang.backend", "dsv4_sglang.models.deepseek_v4"):
+        importlib.import_module(module)
+        yield Finding("import", module)
+
+
+def self_test(gpu: bool) -> Iterator[Finding]:
+    from dsv4_sglang.testing.selftest import layer_error
+
+    tolerance = GPU_TOLERANCE if gpu else CPU_TOLERANCE
+    for ratio, kind in ((0, "window"), (4, "CSA"), (128, "HCA")):
+        error = layer_error(ratio, "cuda" if gpu else "cpu")
+        right = error < tolerance  # false for nan too
+        text = f"error {error:.1e} of rms" + ("" if right else f", more than {tolerance:.0e}")
+        yield Finding(f"{kind} layer", text, "ok" if right else "fail")
+
+
+CHECKS: tuple[Callable[[bool], Iterator[Finding]], ...] = (
+    python_and_packages,
+    sglang_version,
+    device,
+    compiler,
+    plugin,
+    hooks,
+    server_classes,
+    self_test,
+)
+
+
+def examine(gpu: bool) -> Iterator[Finding]:
+    """Every finding of every check; a check that breaks is a finding too."""
+    for check in CHECKS:
+        try:
+            yield from check(gpu)
+        except Exception as error:
+            yield Finding(check.__name__.replace("_", " "), f"{type(error).__name__}: {error}", "fail")
+
+
+def doctor() -> None:
+    """Check versions, GPU, compiler, extension and hooks, and the ops on one layer of each kind."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    gpu = launch.has_gpu()
+    launch.prepare_this_process(cpu=not gpu)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's, about hardware that is not there
+        findings = list(examine(gpu))
+    table = Table("", "check", "found")
+    for finding in findings:
+        table.add_row(Text(finding.state, COLOURS[finding.state]), finding.what, Text(finding.found))
+    Console().print(table)
+    failed = sum(finding.state == "fail" for finding in findings)
+    typer.echo(f"{failed} of {len(findings)} checks failed" if failed else f"all {len(findings)} checks passed")
+    if failed:
+        raise typer.Exit(1)
