@@ -1,7 +1,7 @@
 """What one step of the server says to every layer: who owns which token, where it is written, which rows it reads.
 
-Built once a step. A decode step is built by device work alone, into buffers of a fixed address where it is given some, so
-that it can be recorded into a CUDA graph; a prefill step knows its sizes on the host.
+Built once a step. A decode step is built by device work alone, into buffers of a fixed address where it is given some,
+so that it can be recorded into a CUDA graph; a prefill step knows its sizes on the host.
 
 Letters: B requests, T tokens of the step, NB blocks of the longest context considered. A request of length L before the
 step has L tokens in the cache; SPEC 4.3 and 4.4 say what is visible to position t.
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
+from dsv4_sglang.model.config import CSA_RATIO, HCA_RATIO
+
 WINDOW = 128
-BLOCK = 128
-CSA_RATIO = 4
-HCA_RATIO = 128
 
 
 @dataclass
@@ -25,15 +25,13 @@ class StepMetadata:
     """Device tensors of one step.
 
     Attributes:
-        slots: [B] int32 state slot of each request, -1 for a row that only pads a CUDA graph.
-        prefix_lens: [B] int32 tokens of the request before the step.
-        query_start: [B + 1] int32 first token of each request in the step.
-        token_request: [T] int32 request of each token.
-        positions: [T] int64 position of each token in its request.
-        out_loc: [T] int64 pool slot of each token; congruent to its position modulo 128.
-        track_slots: [T] int32 state slot of the checkpoint that holds this token's row, -1 for none; None if none is due.
-        block_table: [B, NB] int32 block ids of each request.
-        window_rows: [T, 128] int32 rows of the window table that are visible; in decode rows of the ring, in prefill
+        slots: [B] int32 state slot of each request, -1 for a row that only pads a CUDA graph. prefix_lens: [B] int32
+        tokens of the request before the step. query_start: [B + 1] int32 first token of each request in the step.
+        token_request: [T] int32 request of each token. positions: [T] int64 position of each token in its request.
+        out_loc: [T] int64 pool slot of each token; congruent to its position modulo 128. track_slots: [T] int32 state
+        slot of the checkpoint that holds this token's row, -1 for none; None if none is due. block_table: [B, NB] int32
+        block ids of each request. window_rows: [T, 128] int32 rows of the window table that are visible; in decode rows
+        of the ring, in prefill
             rows of the step's window workspace.
         window_lens: [T] int32 how many of them.
         csa_lens: [T] int32 entries that a CSA layer reads, at most its top k.
@@ -97,9 +95,9 @@ def build_decode(
 ) -> StepMetadata:
     """One token a request. Device work only: no size depends on a value, nothing is read back.
 
-    `seq_lens` [B] counts the new token. Rows that pad a CUDA graph carry request 0, whose state slot is 0: SGLang's dummy of
-    both pools, which no request owns. Their slot becomes -1 and their lengths 0. `track_mask` [B] bool and `track_slots` [B]
-    say which requests end a checkpoint interval with this token and where its state goes.
+    `seq_lens` [B] counts the new token. Rows that pad a CUDA graph carry request 0, whose state slot is 0: SGLang's
+    dummy of both pools, which no request owns. Their slot becomes -1 and their lengths 0. `track_mask` [B] bool and
+    `track_slots` [B] say which requests end a checkpoint interval with this token and where its state goes.
     """
     n = req_pool_indices.shape[0]
     slots = buffers.slots[:n]
@@ -156,9 +154,9 @@ def build_prefill(
 ) -> StepMetadata:
     """Chunks of any lengths from any starts. Sizes come from the host (`positions`, `max_length`): no synchronisation.
 
-    `prefix_lens`, `chunk_lens` [B]; `max_length` the longest request after the step. `track_slots` [B] int32 (-1: none) and
-    `track_lens` [B]: the request's checkpoint holds its state at length `track_lens`, so it takes the rows of positions
-    [track_lens - 128, track_lens), which must all be in this chunk or at negative positions.
+    `prefix_lens`, `chunk_lens` [B]; `max_length` the longest request after the step. `track_slots` [B] int32 (-1: none)
+    and `track_lens` [B]: the request's checkpoint holds its state at length `track_lens`, so it takes the rows of
+    positions [track_lens - 128, track_lens), which must all be in this chunk or at negative positions.
     """
     device = positions.device
     tokens, requests = positions.shape[0], req_pool_indices.shape[0]

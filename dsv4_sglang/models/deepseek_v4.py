@@ -1,19 +1,17 @@
 """DeepSeek-V4 as SGLang builds it, with its attention replaced.
 
-Embedding, hyper-connections (mHC), MoE, hash routing, quantisation and the weight loader are SGLang's. Each layer's attention
-projects, hands everything to the backend through RadixAttention, and projects the de-rotated output. On a CPU the layers
-that SGLang has as GPU kernels only come from `dsv4_sglang.models.torch_layers`.
+Embedding, hyper-connections (mHC), MoE, hash routing, quantisation and the weight loader are SGLang's. Each layer's
+attention projects, hands everything to the backend through RadixAttention, and projects the de-rotated output. On a CPU
+the layers that SGLang has as GPU kernels only come from `dsv4_sglang.models.torch_layers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
 from typing import Any
 
 import torch
-from sglang.kernels.ops.attention.deepseek_v4_rope import precompute_freqs_cis
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -28,15 +26,6 @@ from dsv4_sglang.sglang.backend import Compression, IndexQuery, LayerInputs
 CSA_RATIO = 4
 
 
-@lru_cache(maxsize=2)
-def rope_angles(
-    positions: int, base: float, factor: float, original: int, beta_fast: int, beta_slow: int, device: torch.device
-) -> Tensor:
-    """Unit complex numbers `[positions, 32]`; `original` 0 is plain RoPE without YaRN (SPEC 1.3). Layers share them."""
-    with torch.device(device):
-        return precompute_freqs_cis.__wrapped__(64, positions, original, base, factor, beta_fast, beta_slow)
-
-
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T with an fp32 result: `[T, in]`, `[out, in]` to `[T, out]`."""
     if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
@@ -47,7 +36,7 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class CompressorWeights(nn.Module):
-    """Parameters of one compressor under the names SGLang's loader knows; `ape` stays in the layout of the checkpoint."""
+    """Parameters of one compressor, named as SGLang's loader knows them; `ape` keeps the layout of the checkpoint."""
 
     def __init__(self, config: Any, ratio: int, dim: int, prefix: str) -> None:
         super().__init__()
@@ -94,20 +83,11 @@ class CachedAttention(in_tree.MqaAttentionBase):
     """One layer's attention over our cache. Projections and their parameters are SGLang's."""
 
     def __init__(self, config: Any, layer_id: int, quant_config: Any = None, prefix: str = "", **ignored: Any) -> None:
-        super().__init__(config, layer_id, quant_config, prefix, rope_original_seq_len=0)
-        ratio = self.compress_ratio
-        scaling = self.rope_scaling or {}
-        angles = rope_angles(
-            config.max_position_embeddings,
-            self.rope_base,
-            scaling.get("factor", 1.0),
-            scaling.get("original_max_position_embeddings", 0) if ratio else 0,
-            scaling.get("beta_fast", 32),
-            scaling.get("beta_slow", 1),
-            self.freqs_cis.device,
-        )
-        self.freqs_cis = angles
-        self.rope = torch.view_as_real(angles).flatten(1)
+        ratio = config.compress_ratios[layer_id]
+        # SGLang would apply YaRN to window-only layers too; the released model does not (SPEC 1.3).
+        plain = {} if ratio else {"rope_original_seq_len": 0}
+        super().__init__(config, layer_id, quant_config, prefix, **plain)
+        self.rope = torch.view_as_real(self.freqs_cis).flatten(1)
         self.compressor = (
             CompressorWeights(config, ratio, self.head_dim, add_prefix("compressor", prefix)) if ratio else None
         )
@@ -140,7 +120,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
             rope=self.rope,
             sink=self.attn_sink,
             main=self.compressor(x) if self.compressor else None,
-            index=indexer.compressor(x) if indexer else None,
+            indexer=indexer.compressor(x) if indexer else None,
             index_query=indexer(x, q_lora) if indexer else None,
         )
         out = self.attn_mqa(self._query(q_lora, positions), kv, kv, forward_batch, inputs=inputs)
@@ -198,7 +178,9 @@ class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
         if self.on_cpu:
             self.use_fused_mhc_post_pre = False
 
-    def _build_self_attn(self, *, config: Any, layer_id: int, quant_config: Any, prefix: str, **ignored: Any) -> nn.Module:
+    def _build_self_attn(
+        self, *, config: Any, layer_id: int, quant_config: Any, prefix: str, **ignored: Any
+    ) -> nn.Module:
         return CachedAttention(config, layer_id, quant_config, prefix)
 
     def hc_pre(self, x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +202,9 @@ class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
             return super().hc_post(x, residual, post, comb)
         return torch_layers.hyper_connection_post(x, residual, post, comb)
 
-    def _run_moe_ffn_dp_sync(self, hidden_states: Tensor, forward_batch: Any, *, input_ids: Tensor, **kwargs: Any) -> Tensor:
+    def _run_moe_ffn_dp_sync(
+        self, hidden_states: Tensor, forward_batch: Any, *, input_ids: Tensor, **kwargs: Any
+    ) -> Tensor:
         if not self.on_cpu:
             return super()._run_moe_ffn_dp_sync(hidden_states, forward_batch, input_ids=input_ids, **kwargs)
         return torch_layers.mixture_of_experts(

@@ -7,8 +7,9 @@ and `hc_split_sinkhorn`; routing, paper section 2.1; query norm and RoPE, SPEC 2
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 
@@ -78,7 +79,7 @@ def query_norm_rope(q: torch.Tensor, positions: torch.Tensor, rope: torch.Tensor
     return rotate(q32, rope[positions]).to(q.dtype)
 
 
-def route(mlp: nn.Module, x: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def route(mlp: Any, x: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts `[T, k]` and their weights `[T, k]` fp32 of SGLang's MoE module `mlp`, scaling factor included.
 
     Hash layers look the experts up by token id; the others take the best biased scores. The bias decides which experts
@@ -103,7 +104,7 @@ def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, limit:
     return F.linear(F.silu(gate) * up, down)
 
 
-def mixture_of_experts(mlp: nn.Module, x: torch.Tensor, input_ids: torch.Tensor, limit: float | None) -> torch.Tensor:
+def mixture_of_experts(mlp: Any, x: torch.Tensor, input_ids: torch.Tensor, limit: float | None) -> torch.Tensor:
     """The whole MoE block of one layer for unquantised experts: `x [T, hidden]` to `[T, hidden]`."""
     experts, weights = route(mlp, x, input_ids)
     out = torch.zeros_like(x, dtype=torch.float32)

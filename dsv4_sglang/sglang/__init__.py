@@ -1,1 +1,1 @@
-"""Everything that touches SGLang: the plugin, its hooks, pools, sizing, the attention backend and the start-up check."""
+"""Everything that touches SGLang: plugin, hooks, pools, sizing, the attention backend, the start-up check."""

@@ -9,11 +9,18 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
-from dsv4_sglang.attention.metadata import BLOCK, WINDOW, DecodeBuffers, StepMetadata, build_decode, build_prefill
+from dsv4_sglang.attention.metadata import (
+    BLOCK,
+    CSA_RATIO,
+    WINDOW,
+    DecodeBuffers,
+    StepMetadata,
+    build_decode,
+    build_prefill,
+)
+from dsv4_sglang.cache.row_format import KeyFormat
 from dsv4_sglang.sglang.state import current
 
-INDEX_FORMATS = {"mxfp4": 0, "nvfp4": 1, "fp32": 0}
-CSA_RATIO = 4
 # Prefill steps are read in pieces of tokens, so that score and row lists of long contexts stay within this many bytes.
 SCRATCH_BYTES = 256 << 20
 
@@ -27,7 +34,9 @@ class Compression(NamedTuple):
 
 
 class IndexQuery(NamedTuple):
-    """The indexer's side of a CSA layer: raw queries `[T, Hi, 128]`, head weights `[T, Hi]` fp32 with both scale factors."""
+    """The indexer's side of a CSA layer: raw queries `[T, Hi, 128]`, head weights `[T, Hi]` fp32 with both scale
+    factors.
+    """
 
     query: Tensor
     weights: Tensor
@@ -42,7 +51,7 @@ class LayerInputs(NamedTuple):
     rope: Tensor
     sink: Tensor
     main: Compression | None = None
-    index: Compression | None = None
+    indexer: Compression | None = None
     index_query: IndexQuery | None = None
 
 
@@ -60,7 +69,7 @@ class HybridCacheBackend(AttentionBackend):
         self.max_blocks = -(-runner.model_config.context_len // BLOCK)
         self.last_layer = config.num_hidden_layers - 1
         self.top_k = config.index_topk
-        self.index_format = INDEX_FORMATS[current().options.indexer_format]
+        self.index_format = KeyFormat(current().options.indexer_format).index_format
         self.metadata: StepMetadata | None = None
         self._graph_buffers: DecodeBuffers | None = None
         self._workspace: Tensor | None = None
@@ -119,8 +128,9 @@ class HybridCacheBackend(AttentionBackend):
     def _checkpoints_due(forward_batch: Any) -> tuple[Tensor | None, Tensor | None]:
         """Slots and lengths of the checkpoints of a prefill step.
 
-        SGLang may ask for one position more than a multiple of 128 or for the end of the chunk: the state to keep is the one
-        at the last multiple of 128 from the prefix on. It asks only where that leaves at least 128 tokens of this chunk.
+        SGLang may ask for one position more than a multiple of 128 or for the end of the chunk: the state to keep is
+        the one at the last multiple of 128 from the prefix on. It asks only where that leaves at least 128 tokens of
+        this chunk.
         """
         if forward_batch.mamba_track_mask is None:
             return None, None
@@ -173,7 +183,7 @@ class HybridCacheBackend(AttentionBackend):
         return self.metadata
 
     def _append(self, kv: Tensor, layer: int, inputs: LayerInputs, step: StepMetadata, window: Tensor | None) -> None:
-        main, index = inputs.main, inputs.index
+        main, index = inputs.main, inputs.indexer
         torch.ops.dsv4_sglang.append(
             kv.flatten(1),
             main.kv_score if main else None,

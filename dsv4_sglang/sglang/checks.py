@@ -16,9 +16,9 @@ def check_started(scheduler: Any) -> None:
     from sglang.srt.mem_cache.chunk_cache import ChunkCache
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+    from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
     from dsv4_sglang.models.deepseek_v4 import CachedAttention, DeepseekV4ForCausalLM
     from dsv4_sglang.sglang.backend import HybridCacheBackend
-    from dsv4_sglang.sglang.options import BLOCK
     from dsv4_sglang.sglang.pools import CacheKVPool, CompressedKVPool, StateReqToTokenPool, StateSlotPool
 
     runner = scheduler.tp_worker.model_runner
@@ -33,7 +33,10 @@ def check_started(scheduler: Any) -> None:
         ("prefix cache", scheduler.tree_cache, tree),
         ("attention backend", runner.attn_backend, HybridCacheBackend),
         ("model", runner.model, DeepseekV4ForCausalLM),
-        *[(f"attention of layer {i}", layer.self_attn, CachedAttention) for i, layer in enumerate(runner.model.model.layers)],
+        *[
+            (f"attention of layer {i}", layer.self_attn, CachedAttention)
+            for i, layer in enumerate(runner.model.model.layers)
+        ],
     ]
     wrong = [
         f"  {what} is {type(item).__module__}.{type(item).__qualname__}, not {wanted.__qualname__}"

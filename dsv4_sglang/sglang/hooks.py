@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
+from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
 from dsv4_sglang.sglang.checks import check_started
+from dsv4_sglang.sglang.compat import model_config
 from dsv4_sglang.sglang.layout import CacheLayout
-from dsv4_sglang.sglang.options import BLOCK
 from dsv4_sglang.sglang.refusals import refuse_unsupported
 from dsv4_sglang.sglang.sizing import GIB, BlockConfigurator, state_demand, table
 from dsv4_sglang.sglang.state import current
@@ -61,7 +62,10 @@ def _layout(configurator: Any) -> CacheLayout:
     launch = current()
     if launch.layout is None:
         launch.layout = CacheLayout.from_model(
-            configurator.model_config.hf_config, configurator.kv_cache_dtype, launch.options
+            model_config(configurator.model_config.hf_config),
+            configurator.kv_cache_dtype,
+            launch.options,
+            configurator.device,
         )
     return launch.layout
 
@@ -109,13 +113,15 @@ def _request_pool(
         device=configurator.device,
         enable_memory_saver=get_exec().features.enable_memory_saver,
         cache_params=StateParams.of(layout),
-        mamba_layer_ids=list(layout.window_layers),
+        mamba_layer_ids=list(range(len(layout.schemas))),
         enable_mamba_extra_buffer=configurator.server_args.enable_mamba_extra_buffer(),
         enable_overlap_schedule=not get_schedule().disable_overlap_schedule,
     )
 
 
-def _kv_pool(original: Callable[..., Any], configurator: Any, *, sizes: Any, req_to_token_pool: Any, **kwargs: Any) -> Any:
+def _kv_pool(
+    original: Callable[..., Any], configurator: Any, *, sizes: Any, req_to_token_pool: Any, **kwargs: Any
+) -> Any:
     import logging
 
     from dsv4_sglang.sglang.pools import CacheKVPool, CompressedKVPool
@@ -130,7 +136,7 @@ def _kv_pool(original: Callable[..., Any], configurator: Any, *, sizes: Any, req
     )
     assert launch.demand is not None, "state slots are chosen before blocks"
     logging.getLogger(__name__).info(table(layout, sizes.max_total_num_tokens, launch.demand))
-    return CacheKVPool(compressed, req_to_token_pool.mamba_pool, configurator.model_config.hf_config.head_dim)
+    return CacheKVPool(compressed, req_to_token_pool.mamba_pool)
 
 
 def _track_indices(original: Callable[..., None], batch: Any, track_positions: Any = None) -> None:

@@ -1,99 +1,109 @@
-"""Shapes and bytes of the pools of one launch."""
+"""Shapes and bytes of the pools of one launch, from the model's config and the launch's formats."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from dsv4_sglang.sglang.options import BLOCK, Options
+from dsv4_sglang.cache.row_format import KeyFormat, RowFormat, block_stride_bytes
+from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
+from dsv4_sglang.cache.schema import LayerCacheSchema, build_schema
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.layer_schedule import AttentionType, build_schedule
+from dsv4_sglang.sglang.options import Options
 
-WINDOW = 128
-CSA_ROWS = BLOCK // 4
-ENTRY_WIDTH = {torch.uint8: 584, torch.bfloat16: 512, torch.float32: 512}
-INDEX_WIDTH = {torch.uint8: 72, torch.float32: 128}
-CSA_TAIL = (24, 640)
-HCA_TAIL = {"online": (3, 512), "raw": (256, 512)}
+
+class PoolPart(NamedTuple):
+    """One kind of content of a pool, all layers together."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What a block of 128 tokens and a state slot consist of, for the layers of one model.
+    """What a block of 128 tokens and a state slot consist of, layer by layer."""
 
-    `entry_dtype` is the format of window rows and compressed entries, `index_dtype` that of indexer keys: uint8 is the
-    quantised one (see `dsv4_sglang.ops.rows` and `dsv4_sglang.ops.index_keys`).
-    """
-
-    ratios: tuple[int, ...]
-    entry_dtype: torch.dtype
-    index_dtype: torch.dtype
-    hca_state: str
-    window_layers: tuple[int, ...] = field(init=False)
-    csa_layers: tuple[int, ...] = field(init=False)
-    hca_layers: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        for name, wanted in (("window_layers", (0, 4, 128)), ("csa_layers", (4,)), ("hca_layers", (128,))):
-            object.__setattr__(self, name, tuple(i for i, r in enumerate(self.ratios) if r in wanted))
+    schemas: tuple[LayerCacheSchema, ...]
+    device: torch.device
 
     @classmethod
-    def from_model(cls, hf_config: Any, kv_cache_dtype: torch.dtype, options: Options) -> CacheLayout:
-        """`compress_ratios` may be longer than the layers: the rest belongs to draft heads (SPEC 1.1)."""
+    def from_model(
+        cls, config: DSV4Config, kv_cache_dtype: torch.dtype, options: Options, device: str | torch.device
+    ) -> CacheLayout:
         if options.entry_format == "fp32":
-            entry_dtype = torch.float32
+            rows = RowFormat.FP32
         elif kv_cache_dtype == torch.float8_e4m3fn:
-            entry_dtype = torch.uint8
+            rows = RowFormat.FP8
         elif kv_cache_dtype == torch.bfloat16:
-            entry_dtype = torch.bfloat16
+            rows = RowFormat.BF16
         else:
             raise ValueError(f"KV cache dtype is {kv_cache_dtype}; --kv-cache-dtype takes auto, fp8_e4m3 or bfloat16")
-        return cls(
-            ratios=tuple(hf_config.compress_ratios[: hf_config.num_hidden_layers]),
-            entry_dtype=entry_dtype,
-            index_dtype=torch.float32 if options.indexer_format == "fp32" else torch.uint8,
-            hca_state=options.hca_state,
-        )
+        schemas = [
+            build_schema(
+                config,
+                spec,
+                row_format=rows,
+                key_format=KeyFormat(options.indexer_format),
+                hca_state=options.hca_state,
+            )
+            for spec in build_schedule(config)
+        ]
+        return cls(tuple(schemas), torch.device(device))
+
+    def layers(self, kind: AttentionType) -> list[int]:
+        """Ids of the layers of a kind, in order."""
+        return [layer for layer, schema in enumerate(self.schemas) if schema.attn is kind]
 
     @property
-    def entry_width(self) -> int:
-        return ENTRY_WIDTH[self.entry_dtype]
+    def row_format(self) -> RowFormat:
+        return self.schemas[0].row_format
 
-    @property
-    def index_width(self) -> int:
-        return INDEX_WIDTH[self.index_dtype]
+    def block_parts(self, blocks: int) -> Iterator[PoolPart]:
+        """The paged half: entries and index keys of `blocks` blocks, SGLang's dummy among them."""
+        rows = self.row_format
+        for kind in (AttentionType.CSA, AttentionType.HCA):
+            layers = self.layers(kind)
+            if not layers:
+                continue
+            schema, count = self.schemas[layers[0]], len(layers)
+            flat = kind is AttentionType.HCA
+            shape = (1, blocks) if flat else (blocks, schema.entries_per_block)
+            size = count * shape[0] * block_stride_bytes(shape[1], rows, self.device)
+            yield PoolPart(f"{kind.name} entries", (count, *shape, rows.width), rows.dtype, size)
+            if schema.has_indexer:
+                keys = (count, blocks, schema.indexer_entries_per_block, schema.key_format.width)
+                size = count * blocks * schema.indexer_entries_per_block * schema.key_format.key_bytes
+                yield PoolPart("index keys", keys, schema.key_format.dtype, size)
 
-    def block_shapes(self, blocks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The paged tensors, all layers of a kind in one; `blocks` counts the dummy block."""
-        return {
-            "CSA entries": ((len(self.csa_layers), blocks, CSA_ROWS, self.entry_width), self.entry_dtype),
-            "indexer keys": ((len(self.csa_layers), blocks, CSA_ROWS, self.index_width), self.index_dtype),
-            "HCA entries": ((len(self.hca_layers), 1, blocks, self.entry_width), self.entry_dtype),
-        }
-
-    def state_shapes(self, slots: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The state tensors, slot dimension second; `slots` counts the dummy slot."""
-        return {
-            "window rings": ((len(self.window_layers), slots, WINDOW, self.entry_width), self.entry_dtype),
-            "CSA tails": ((len(self.csa_layers), slots, *CSA_TAIL), torch.float32),
-            "HCA tails": ((len(self.hca_layers), slots, *HCA_TAIL[self.hca_state]), torch.float32),
-        }
+    def state_parts(self, slots: int) -> Iterator[PoolPart]:
+        """The half that does not grow: window rings and tails of `slots` slots, SGLang's dummy among them."""
+        rows, window = self.row_format, self.schemas[0].swa_window_size
+        shape = (len(self.schemas), slots, window, rows.width)
+        size = len(self.schemas) * slots * block_stride_bytes(window, rows, self.device)
+        yield PoolPart("window rings", shape, rows.dtype, size)
+        for kind in (AttentionType.CSA, AttentionType.HCA):
+            layers = self.layers(kind)
+            tail = self.schemas[layers[0]].tail_shape if layers else None
+            if tail is not None:
+                shape = (len(layers), slots, *tail)
+                yield PoolPart(f"{kind.name} tails", shape, torch.float32, 4 * math.prod(shape))
 
     @property
     def block_bytes(self) -> int:
-        return sum(tensor_bytes(*spec) for spec in self.block_shapes(1).values())
+        """Bytes of one more block. HCA's one flat block of all rows has its padding, if any, only once."""
+        return sum(part.bytes for part in self.block_parts(2)) - sum(part.bytes for part in self.block_parts(1))
 
     @property
     def slot_bytes(self) -> int:
-        return sum(tensor_bytes(*spec) for spec in self.state_shapes(1).values())
+        return sum(part.bytes for part in self.state_parts(1))
 
     @property
     def token_bytes(self) -> float:
         return self.block_bytes / BLOCK
-
-
-def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count * dtype.itemsize

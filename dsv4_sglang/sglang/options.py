@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_type_hints
 
+from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
+
 KEY = "dsv4_sglang"
-BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ def _expected(hint: Any) -> str:
 def parse(values: object) -> Options:
     """Check the value of the `dsv4_sglang` key; every complaint names the option, what came and what is valid."""
     if not isinstance(values, Mapping):
-        raise ValueError(f'"{KEY}" in --json-model-override-args is {json.dumps(values)}; expected an object of options')
+        raise ValueError(
+            f'"{KEY}" in --json-model-override-args is {json.dumps(values)}; expected an object of options'
+        )
     hints = get_type_hints(Options)
     for name, value in values.items():
         if name not in hints:
@@ -55,7 +58,8 @@ def parse(values: object) -> Options:
         if choices and all(isinstance(c, str) for c in choices):
             valid = value in choices if isinstance(value, str) else False
         else:
-            valid = isinstance(value, int) and not isinstance(value, bool) or (value is None and type(None) in choices)
+            number = isinstance(value, int) and not isinstance(value, bool)
+            valid = number or (value is None and type(None) in choices)
         if not valid:
             raise ValueError(f"dsv4_sglang option {name} is {json.dumps(value)}; expected {_expected(hints[name])}")
     return Options(**values)

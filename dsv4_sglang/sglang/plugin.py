@@ -1,8 +1,8 @@
 """Entry point of the group `sglang.srt.plugins`: runs in the launcher and in every scheduler process.
 
-Without the opt-in `--json-model-override-args '{"dsv4_sglang": {...}}'` it wraps one function that looks for the opt-in and does
-nothing else. With it, the model config being built is the moment at which everything else is put in place: in the
-launcher while the flags are resolved, in a scheduler process before weights and pools exist.
+Without the opt-in `--json-model-override-args '{"dsv4_sglang": {...}}'` it wraps one function that looks for the opt-in
+and does nothing else. With it, the model config being built is the moment at which everything else is put in place: in
+the launcher while the flags are resolved, in a scheduler process before weights and pools exist.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ OPT_IN = "sglang.srt.configs.model_config.ModelConfig.from_server_args"
 
 
 def register() -> None:
-    """SGLang logs an exception of a plugin and serves on with its own pools, so a launch that opted in ends here instead."""
+    """SGLang logs an exception of a plugin and serves on with its own pools, so a launch that opted in ends here
+    instead.
+    """
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -1,8 +1,8 @@
 """The two pools that SGLang's scheduler owns: state slots of requests, and paged blocks of compressed entries.
 
-SGLang sees the first as its recurrent-state pool (slots allocated, copied and freed by its hybrid-model machinery) and the
-second as a KV cache addressed by slot index with pages of 128 tokens. Slot 0 and page 0 are SGLang's dummies: no request
-ever owns them.
+SGLang sees the first as its recurrent-state pool (slots allocated, copied and freed by its hybrid-model machinery) and
+the second as a KV cache addressed by slot index with pages of 128 tokens. Slot 0 and page 0 are SGLang's dummies: no
+request ever owns them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from sglang.srt.configs.mamba_utils import BaseLinearStateParams, Mamba2StateDTy
 from sglang.srt.mem_cache.memory_pool import GB, HybridLinearKVPool, HybridReqToTokenPool, KVCache, MambaPool
 from torch import Tensor
 
-from dsv4_sglang.sglang.layout import CacheLayout, tensor_bytes
-from dsv4_sglang.sglang.options import BLOCK
+from dsv4_sglang.cache.paged_cache import PagedKVPool
+from dsv4_sglang.cache.row_format import make_row_tables
+from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
+from dsv4_sglang.model.layer_schedule import AttentionType
+from dsv4_sglang.sglang.layout import CacheLayout
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -29,18 +32,19 @@ class StateShape:
 
 @dataclass(kw_only=True, frozen=True)
 class StateParams(BaseLinearStateParams):
-    """How SGLang hands the layout to the pool. `mamba_cache_per_req` of the base assumes equal layers, which these are not."""
+    """How SGLang hands the layout to the pool. `mamba_cache_per_req` of the base assumes equal layers, which these are
+    not.
+    """
 
     shape: StateShape
     cache_layout: CacheLayout
 
     @classmethod
     def of(cls, layout: CacheLayout) -> StateParams:
-        shapes = layout.state_shapes(1)
         return cls(
-            layers=list(layout.window_layers),
+            layers=list(range(len(layout.schemas))),
             dtype=Mamba2StateDType(conv=torch.float32, temporal=torch.float32),
-            shape=StateShape(conv=[shape[2:] for shape, _ in shapes.values()]),
+            shape=StateShape(conv=[part.shape[2:] for part in layout.state_parts(1)]),
             cache_layout=layout,
         )
 
@@ -52,8 +56,11 @@ class StateParams(BaseLinearStateParams):
 class StateSlotPool(MambaPool):
     """Window rings and compressor tails of all layers, one slot a request or checkpoint.
 
-    The tensors lie in `mamba_cache.conv`, slot dimension second, so that what SGLang inherits (transfer descriptions, copies)
-    walks them. Tensors differ in their number of layers and in dtype.
+    - `rings` [layers, slots, 128, width]: window rows, position t in row t & 127
+    - `tails`: fp32, one tensor a kind of compressor, [layers of the kind, slots, ...]
+
+    They also lie in `mamba_cache.conv`, slot dimension second, so that what SGLang inherits (transfer descriptions,
+    copies) walks them. What of a slot is alive follows from its request's length alone (SPEC 3.7).
     """
 
     def __init__(
@@ -70,40 +77,50 @@ class StateSlotPool(MambaPool):
         self.replayssm_write_pos = self.replayssm_cache_base = self.replayssm_is_flush = None
         self.enable_custom_mem_pool, self.custom_mem_pool = False, None
         self.conv_shard_groups, self.conv_slice_axis = None, 0
-        tensors = [
-            torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in layout.state_shapes(size + 1).values()
-        ]
-        self.rings, self.csa_tails, self.hca_tails = tensors
+
+        layers, slots, window = len(layout.schemas), size + 1, layout.schemas[0].swa_window_size
+        self.rings = make_row_tables(layers, slots, window, layout.row_format, torch.device(device))
+        self.tails: dict[AttentionType, Tensor] = {}
+        self._tail_of_layer: dict[int, Tensor] = {}
+        for kind in (AttentionType.CSA, AttentionType.HCA):
+            members = layout.layers(kind)
+            shape = layout.schemas[members[0]].tail_shape if members else None
+            if shape is None:
+                continue
+            self.tails[kind] = torch.zeros((len(members), slots, *shape), dtype=torch.float32, device=device)
+            self._tail_of_layer.update(zip(members, self.tails[kind]))
         self.mamba_cache = self.State(
-            conv=tensors, temporal=torch.zeros((self.num_mamba_layers, size + 1, 0), device=device)
+            conv=[self.rings, *self.tails.values()],
+            temporal=torch.zeros((self.num_mamba_layers, slots, 0), device=device),
         )
-        self.mem_usage = self.mamba_cache.mem_usage_bytes() / GB
-        self._csa = {layer: i for i, layer in enumerate(layout.csa_layers)}
-        self._hca = {layer: i for i, layer in enumerate(layout.hca_layers)}
+        self.bytes = sum(part.bytes for part in layout.state_parts(slots))
+        self.mem_usage = self.bytes / GB
 
     def ring(self, layer: int) -> Tensor:
         """[slots, 128, width] row table of a layer's windows."""
         return self.rings[layer]
 
     def tail(self, layer: int) -> Tensor | None:
-        """Compressor state of a layer, None without a compressor."""
-        if layer in self._csa:
-            return self.csa_tails[self._csa[layer]]
-        return self.hca_tails[self._hca[layer]] if layer in self._hca else None
+        """[slots, ...] compressor state of a layer, None without a compressor."""
+        return self._tail_of_layer.get(layer)
 
     def clear_slots(self, indices: Tensor) -> None:
         """Nothing: with no tokens in the request every old row of a slot is invisible (SPEC 3.8, 6.2)."""
 
     def copy_from(self, src_indices: Tensor, dst_indices: Tensor) -> None:
-        """Whole slots: a checkpoint into the live slot of the request that resumes from it."""
+        """A checkpoint into the live slot of the request that resumes from it."""
         self.copy_checkpoints(src_indices.to(torch.int32), dst_indices.to(torch.int32))
 
     def copy_checkpoints(self, src: Tensor, dst: Tensor) -> None:
         """Copy slots `src` to `dst` ([n] int32, -1 skips) at a length that is a multiple of 128.
 
-        HCA tails are empty there, whatever their bytes say, and stay behind.
+        HCA tails are empty there, whatever their bytes say, and stay behind (SPEC 6.6).
         """
-        torch.ops.dsv4_sglang.copy_state(src, dst, [self.rings, self.csa_tails])
+        kept = [tail for kind, tail in self.tails.items() if kind is AttentionType.CSA]
+        torch.ops.dsv4_sglang.copy_state(src, dst, [self.rings, *kept])
+
+    def get_kv_size_bytes(self) -> int:
+        return self.bytes
 
 
 class StateReqToTokenPool(HybridReqToTokenPool):
@@ -113,7 +130,7 @@ class StateReqToTokenPool(HybridReqToTokenPool):
 
 
 class CompressedKVPool(KVCache):
-    """Compressed entries and indexer keys: 32 + 1 entries a block of 128 slots, written by the append op only.
+    """Compressed entries and index keys: 32 + 1 entries a block of 128 slots, written by the append op only.
 
     Slot index s of a token: its CSA entry is row s // 4 of the layer's table, its HCA entry row s // 128.
     """
@@ -121,26 +138,20 @@ class CompressedKVPool(KVCache):
     def __init__(self, *, size: int, page_size: int, dtype: torch.dtype, layout: CacheLayout, device: str) -> None:
         if page_size != BLOCK:
             raise ValueError(f"page size is {page_size}; the blocks of this cache have {BLOCK} tokens")
-        super().__init__(size, page_size, dtype, len(layout.csa_layers) + len(layout.hca_layers), device, False)
+        compressed = {layer: schema for layer, schema in enumerate(layout.schemas) if schema.ratio}
+        super().__init__(size, page_size, dtype, len(compressed), device, False)
         self.layout = layout
         self.blocks = size // BLOCK + 1
-        shapes = layout.block_shapes(self.blocks)
-        self.csa_entries, self.index_keys, self.hca_entries = (
-            torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes.values()
-        )
-        self.bytes = sum(tensor_bytes(*spec) for spec in shapes.values())
-        self._csa = {layer: i for i, layer in enumerate(layout.csa_layers)}
-        self._hca = {layer: i for i, layer in enumerate(layout.hca_layers)}
+        self.pools = {layer: PagedKVPool(schema, self.blocks, device) for layer, schema in compressed.items()}
+        self.bytes = sum(part.bytes for part in layout.block_parts(self.blocks))
 
     def entries(self, layer: int) -> Tensor | None:
         """Row table of a layer's entries, None without a compressor."""
-        if layer in self._csa:
-            return self.csa_entries[self._csa[layer]]
-        return self.hca_entries[self._hca[layer]] if layer in self._hca else None
+        return self.pools[layer].entries if layer in self.pools else None
 
     def keys(self, layer: int) -> Tensor | None:
-        """Indexer keys of a CSA layer."""
-        return self.index_keys[self._csa[layer]] if layer in self._csa else None
+        """Index keys of a CSA layer."""
+        return self.pools[layer].index_keys if layer in self.pools else None
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """One vector is key and value: all bytes count as keys."""
@@ -160,15 +171,14 @@ class CompressedKVPool(KVCache):
 class CacheKVPool(HybridLinearKVPool):
     """Both pools under the class by which SGLang recognises a hybrid model; its size in memory counts both."""
 
-    def __init__(self, compressed: CompressedKVPool, state: StateSlotPool, head_dim: int) -> None:
-        layout = compressed.layout
+    def __init__(self, compressed: CompressedKVPool, state: StateSlotPool) -> None:
         super().__init__(
             size=compressed.size,
             dtype=compressed.dtype,
             page_size=compressed.page_size,
             head_num=1,
-            head_dim=head_dim,
-            full_attention_layer_ids=[i for i, ratio in enumerate(layout.ratios) if ratio],
+            head_dim=compressed.layout.schemas[0].entry_head_dim,
+            full_attention_layer_ids=list(compressed.pools),
             device=compressed.device,
             mamba_pool=state,
             full_kv_pool=compressed,

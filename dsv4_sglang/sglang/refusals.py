@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from dsv4_sglang.sglang.options import BLOCK
+from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
 
 
 class Refusal(NamedTuple):
@@ -51,8 +51,12 @@ REFUSALS = (
         _is_set("enable_hierarchical_cache"),
         "compressed blocks and checkpoints have no host pool in SGLang",
     ),
-    Refusal("--enable-lmcache", _is_set("enable_lmcache"), "it stores rows of one kind a token, which this cache has not"),
-    Refusal("--enable-flexkv", _is_set("enable_flexkv"), "it stores rows of one kind a token, which this cache has not"),
+    Refusal(
+        "--enable-lmcache", _is_set("enable_lmcache"), "it stores rows of one kind a token, which this cache has not"
+    ),
+    Refusal(
+        "--enable-flexkv", _is_set("enable_flexkv"), "it stores rows of one kind a token, which this cache has not"
+    ),
     Refusal("--enable-hisparse", _is_set("enable_hisparse"), "it moves rows of SGLang's own pool"),
     Refusal("--radix-cache-backend", _is_set("radix_cache_backend"), "checkpoints hang on SGLang's unified radix tree"),
     Refusal(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
 
-from dsv4_sglang.sglang.layout import CacheLayout, tensor_bytes
-from dsv4_sglang.sglang.options import BLOCK
+from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
+from dsv4_sglang.sglang.layout import CacheLayout
 
 GIB = 1 << 30
 
@@ -17,7 +16,8 @@ GIB = 1 << 30
 class StateDemand:
     """State slots of a launch. `held` is what one running request holds: its live slot and its track slots.
 
-    `checkpoints` may hang on the prefix tree; a running request can pin one of them and another while it hands one over.
+    `checkpoints` may hang on the prefix tree; a running request can pin one of them and another while it hands one
+    over.
     """
 
     running: int
@@ -33,14 +33,17 @@ def state_demand(running: int, radix: bool, overlap: bool, max_checkpoints: int 
     """Slots for `running` requests; without the prefix cache a request holds its live slot only."""
     if not radix:
         if max_checkpoints:
-            raise ValueError(f"dsv4_sglang option max_checkpoints is {max_checkpoints}, but --disable-radix-cache is given")
+            raise ValueError(
+                f"dsv4_sglang option max_checkpoints is {max_checkpoints}, but --disable-radix-cache is given"
+            )
         return StateDemand(running, 1, 0)
     least = 2 * running
     checkpoints = least if max_checkpoints is None else max_checkpoints
     if checkpoints < least:
         raise ValueError(
-            f"dsv4_sglang option max_checkpoints is {checkpoints}; {running} running requests (--max-running-requests) need "
-            f"at least {least}: raise it, lower --max-running-requests, or give --disable-radix-cache"
+            f"dsv4_sglang option max_checkpoints is {checkpoints}; {running} running requests "
+            f"(--max-running-requests) need at least {least}: raise it, lower --max-running-requests, or give "
+            f"--disable-radix-cache"
         )
     return StateDemand(running, 3 if overlap else 2, checkpoints)
 
@@ -53,7 +56,9 @@ class BlockConfigurator(MemoryPoolConfigurator):
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
         blocks = max(0, available_bytes // self.layout.block_bytes - 1)
-        return self._config(blocks * BLOCK, f"the {available_bytes / GIB:.2f} GiB left after weights and state slots hold")
+        return self._config(
+            blocks * BLOCK, f"the {available_bytes / GIB:.2f} GiB left after weights and state slots hold"
+        )
 
     def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
         return self._config(max_total_num_tokens // BLOCK * BLOCK, f"--max-total-tokens {max_total_num_tokens} gives")
@@ -64,30 +69,27 @@ class BlockConfigurator(MemoryPoolConfigurator):
         if tokens < needed:
             raise ValueError(
                 f"the KV cache is too small for one request of the context length: {reason} {tokens} tokens, and "
-                f"--context-length {self.context_len} needs {needed} ({needed * self.layout.token_bytes / GIB:.2f} GiB). "
-                f"What fits: --context-length {tokens}. Or give more memory (--mem-fraction-static, --max-total-tokens) or "
-                f"fewer state slots (--max-running-requests; {self.layout.slot_bytes / 1e6:.2f} MB a slot)"
+                f"--context-length {self.context_len} needs {needed} "
+                f"({needed * self.layout.token_bytes / GIB:.2f} GiB). What fits: --context-length {tokens}. Or give "
+                f"more memory (--mem-fraction-static, --max-total-tokens) or fewer state slots "
+                f"(--max-running-requests; {self.layout.slot_bytes / 1e6:.2f} MB a slot)"
             )
         return MemoryPoolConfig(max_total_num_tokens=tokens)
 
 
 def table(layout: CacheLayout, tokens: int, demand: StateDemand) -> str:
     """The pools of a launch for the log, one line a tensor."""
-    slots = demand.slots + 1
-    specs: list[tuple[str, tuple[int, ...], Any]] = [
-        (name, *spec) for name, spec in (layout.block_shapes(tokens // BLOCK + 1) | layout.state_shapes(slots)).items()
-    ]
+    parts = [*layout.block_parts(tokens // BLOCK + 1), *layout.state_parts(demand.slots + 1)]
     lines = [
-        f"  {name:<13} {'x'.join(map(str, shape)):>24} {str(dtype).removeprefix('torch.'):<9} "
-        f"{tensor_bytes(shape, dtype) / GIB:9.3f} GiB"
-        for name, shape, dtype in specs
+        f"  {part.name:<13} {'x'.join(map(str, part.shape)):>24} {str(part.dtype).removeprefix('torch.'):<9} "
+        f"{part.bytes / GIB:9.3f} GiB"
+        for part in parts
     ]
-    total = sum(tensor_bytes(shape, dtype) for _, shape, dtype in specs)
     return "\n".join(
         [
             f"dsv4_sglang cache: {tokens} tokens in {tokens // BLOCK} blocks, {layout.token_bytes:.2f} bytes a token; "
             f"{demand.slots} state slots of {layout.slot_bytes} bytes ({demand.running} requests x {demand.held} + "
-            f"{demand.checkpoints} checkpoints); {total / GIB:.3f} GiB in all",
+            f"{demand.checkpoints} checkpoints); {sum(part.bytes for part in parts) / GIB:.3f} GiB in all",
             *lines,
         ]
     )

@@ -1,8 +1,8 @@
 """Stands in for `sgl_kernel` on a machine without a GPU, where no build of it exists.
 
 `dsv4-sglang serve` puts the folder above on PYTHONPATH when it launches for the CPU; it is never used on a GPU machine.
-SGLang's CPU path imports many names and calls two of them. No operator of `torch.ops.sgl_kernel` is defined, which SGLang
-reads as a CPU without AMX, so that it takes its plain PyTorch layers.
+SGLang's CPU path imports many names and calls two of them. No operator of `torch.ops.sgl_kernel` is defined, which
+SGLang reads as a CPU without AMX, so that it takes its plain PyTorch layers.
 """
 
 from __future__ import annotations
