@@ -1,0 +1,43 @@
+// The arguments of the append kernel, and its launch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../rows.h"
+
+namespace dsv4 {
+
+struct AppendParams {
+  // Projections of the step's tokens; strides in elements, inner stride 1, every row 16-byte aligned.
+  const void* kv;               // [tokens, 512] bf16 or fp32
+  const float* kv_score;        // [tokens, 2048] CSA, [tokens, 1024] HCA
+  const float* index_kv_score;  // [tokens, 512] CSA
+  int64_t kv_stride, kv_score_stride, index_kv_score_stride;
+  // Weights: norms bf16 or fp32, the rest fp32.
+  const void *kv_norm, *entry_norm, *index_norm;
+  const float *ape, *index_ape;
+  const float* rope;  // [positions, 64]
+  float eps;
+  bool kv_bf16, kv_norm_bf16, entry_norm_bf16, index_norm_bf16;
+  // Batch.
+  const int32_t *slots, *prefix_lens, *query_start, *token_request;
+  const int64_t* out_loc;
+  const int32_t* track_slots;  // or null
+  int tokens, requests;
+  // Written.
+  RowTable ring, entries, window;
+  KeyTable index_keys;
+  float* tail;
+  int64_t tail_stride;                       // floats of a slot
+  int32_t *swa_pos, *swa_head, *tail_len;  // or null
+  int64_t swa_pos_stride;
+};
+
+enum class LayerKind { kSwa, kCsa, kHcaOnline, kHcaRaw };
+
+/// One launch; `overlap` lets it start while the stream's previous kernel drains (sm_90 and later).
+cudaError_t launch_append(const AppendParams& params, LayerKind kind, bool prefill, bool overlap, cudaStream_t stream);
+
+}  // namespace dsv4

@@ -1,0 +1,71 @@
+// append_swa: window rows that are already normalised and rotated, quantised into the ring (SPEC 2.4, one scale a row).
+//
+// One block of 128 threads a token, four neighbouring channels a thread: 1024 B read and 584 B written a token, plus 8 B of slot and
+// position of every token of the launch: a block first looks whether a later token falls on its ring row, so that the outcome does not
+// depend on the order of blocks. Meant for decode batches; `append` needs no such search.
+#include "../rows.cuh"
+#include "append_swa.h"
+
+namespace dsv4 {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kRing = 128;
+
+__global__ void __launch_bounds__(kThreads) append_swa_kernel(const __grid_constant__ AppendSwaParams p) {
+  __shared__ float warp_amax[kThreads / 32];
+  const int token = blockIdx.x, thread = threadIdx.x;
+  const int slot = p.request_slots[token], position = p.positions[token];
+  if (slot < 0) return;
+  bool later = false, replaced = false;  // by a token of this request; equal positions: the last one counts
+  for (int other = thread; other < p.tokens; other += kThreads) {
+    if (p.request_slots[other] != slot) continue;
+    const int at = p.positions[other];
+    if (at > position || (at == position && other > token)) {
+      later = true;
+      replaced |= (at - position) % kRing == 0;
+    }
+  }
+  if (__syncthreads_or(replaced)) return;
+  const bool latest = !__syncthreads_or(later);
+
+  const int row = position & (kRing - 1), channel = 4 * thread;
+  uint32_t pair[2] = {0, 0};
+  if (channel < p.nope + p.rope) {
+    const uint2 raw = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p.raw_kv) + token * p.kv_stride + channel);
+    pair[0] = raw.x, pair[1] = raw.y;
+  }
+  float amax = 0;
+  if (channel < p.nope) {
+    amax = fmaxf(fmaxf(fabsf(low_bf16(pair[0])), fabsf(high_bf16(pair[0]))), fmaxf(fabsf(low_bf16(pair[1])), fabsf(high_bf16(pair[1]))));
+  }
+  amax = group_max<32>(amax);
+  if (thread % 32 == 0) warp_amax[thread / 32] = amax;
+  __syncthreads();
+  amax = fmaxf(fmaxf(warp_amax[0], warp_amax[1]), fmaxf(warp_amax[2], warp_amax[3]));
+  const uint32_t exponent = row_exponent(amax);
+  const float inverse = exp2_of_biased(254 - exponent);
+
+  if (channel < p.nope) {
+    const uint32_t codes = e4m3_pair(low_bf16(pair[0]) * inverse, high_bf16(pair[0]) * inverse) |
+                           e4m3_pair(low_bf16(pair[1]) * inverse, high_bf16(pair[1]) * inverse) << 16;
+    *reinterpret_cast<uint32_t*>(p.fp8 + slot * p.fp8_slot + row * p.fp8_row + channel) = codes;
+  } else if (channel < p.nope + p.rope) {
+    uint8_t* to = p.rotated + slot * p.rotated_slot + row * p.rotated_row + 2 * (channel - p.nope);
+    *reinterpret_cast<uint2*>(to) = make_uint2(pair[0], pair[1]);
+  }
+  if (thread < p.inv_bytes) p.inv[slot * p.inv_slot + row * p.inv_row + thread] = uint8_t(exponent);
+  if (thread == 0) {
+    p.pos[slot * p.pos_slot + row] = position;
+    if (latest) p.head[slot] = (position + 1) & (kRing - 1);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_append_swa(const AppendSwaParams& p, cudaStream_t stream) {
+  append_swa_kernel<<<p.tokens, kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace dsv4

@@ -1,0 +1,185 @@
+// Host side of `copy_state`, `update_rows` and `swap_blocks`: checks, then one launch each (swap_blocks: one copy a run of ids, one
+// launch for the scattered rest).
+#include "move.h"
+
+#include <algorithm>
+
+#include "../ops.h"
+#include "../tensors.h"
+
+namespace dsv4 {
+namespace {
+
+constexpr int64_t kMaxGridY = 65535;
+// A run of at least this many blocks is one copy by the copy engine; shorter ones cost less inside the kernel than a call a pool.
+constexpr int64_t kRunBlocks = 8;
+
+int64_t bytes_of(const Tensor& t, int64_t first_dim) {
+  int64_t bytes = int64_t(t.element_size());
+  for (int64_t dim = first_dim; dim < t.dim(); ++dim) bytes *= t.size(dim);
+  return bytes;
+}
+
+int64_t stride_bytes(const Tensor& t, int64_t dim) { return t.stride(dim) * int64_t(t.element_size()); }
+uint64_t address(const Tensor& t) { return reinterpret_cast<uint64_t>(t.data_ptr()); }
+
+}  // namespace
+
+void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors) {
+  if (tensors.empty()) return;
+  const int device = tensors[0].is_cuda() ? tensors[0].get_device_index() : src.get_device_index();
+  const Checker check("copy_state", device);
+  const int64_t pairs = src.numel();
+  for (auto [name, t] : {std::pair{"src", &src}, {"dst", &dst}}) {
+    check.tensor(name, *t, {ScalarType::Int}, {pairs});
+    check.dense(name, *t, 0);
+  }
+  if (pairs > kMaxGridY) fail("copy_state: ", pairs, " pairs of slots; expected at most ", kMaxGridY);
+  if (pairs == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  CopyStateParams p{};
+  p.src = data<int32_t>(src), p.dst = data<int32_t>(dst), p.pairs = int(pairs);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Tensor& t = tensors[i];
+    if (!t.is_cuda() || t.get_device_index() != device || t.dim() < 2) {
+      fail("copy_state: tensors[", i, "] is ", describe(t), "; expected [layers, slots, ...] on cuda:", device);
+    }
+    check.dense("a tensor", t, 2);
+    StateTensor& s = p.tensors[p.count++];
+    s.base = data<uint8_t>(t), s.layers = int(t.size(0)), s.slots = int(t.size(1));
+    s.layer_stride = stride_bytes(t, 0), s.slot_stride = stride_bytes(t, 1), s.bytes = bytes_of(t, 2);
+    s.width = access_width(address(t) | s.layer_stride | s.slot_stride | s.bytes);
+    if (p.count == kMaxStateTensors || i + 1 == tensors.size()) {
+      check.launched(launch_copy_state(p, current_stream(device)));
+      p.count = 0;
+    }
+  }
+}
+
+void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid) {
+  const int device = pool.is_cuda() ? pool.get_device_index() : new_rows.get_device_index();
+  const Checker check("update_rows", device);
+  bool fits = pool.dim() >= 1 && pool.dim() == new_rows.dim() && pool.scalar_type() == new_rows.scalar_type();
+  for (int64_t dim = 1; fits && dim < pool.dim(); ++dim) fits = pool.size(dim) == new_rows.size(dim);
+  fits = fits && pool.is_cuda() && new_rows.is_cuda() && new_rows.get_device_index() == device;
+  if (!fits) {
+    fail("update_rows: pool is ", describe(pool), " and new_rows ", describe(new_rows),
+         "; expected one dtype, rows of one shape, one CUDA device");
+  }
+  check.dense("pool", pool, 1);
+  check.dense("new_rows", new_rows, 1);
+  check.tensor("slices", slices, {ScalarType::Long}, {3, kAny});
+  check.dense("slices", slices, 1);
+  check.tensor("n_valid", n_valid, {ScalarType::Int}, {1});
+  const int64_t count = slices.size(1);
+  if (count > kMaxGridY) fail("update_rows: ", count, " slices; expected at most ", kMaxGridY);
+  if (count == 0) return;
+  UpdateRowsParams p{};
+  p.pool = data<uint8_t>(pool), p.source = data<uint8_t>(new_rows);
+  p.pool_stride = stride_bytes(pool, 0), p.source_stride = stride_bytes(new_rows, 0), p.row_bytes = bytes_of(pool, 1);
+  p.pool_rows = pool.size(0), p.source_rows = new_rows.size(0);
+  p.slices = data<int64_t>(slices), p.slices_stride = slices.stride(0), p.valid = data<int32_t>(n_valid), p.count = int(count);
+  p.width = access_width(address(pool) | address(new_rows) | p.pool_stride | p.source_stride | p.row_bytes);
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  check.launched(launch_update_rows(p, current_stream(device)));
+}
+
+namespace {
+
+/// One row of `ids` as a vector; every id once and inside every pool.
+std::vector<int64_t> checked_ids(const char* side, const Tensor& ids, int64_t row, const std::vector<Tensor>& pools) {
+  const int64_t count = ids.size(1);
+  std::vector<int64_t> blocks(count);
+  for (int64_t i = 0; i < count; ++i) blocks[i] = data<int64_t>(ids)[row * ids.stride(0) + i * ids.stride(1)];
+  std::vector<int64_t> sorted = blocks;
+  std::sort(sorted.begin(), sorted.end());
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  if (twice != sorted.end()) fail("swap_blocks: ", side, " block ", *twice, " is named twice");
+  for (const Tensor& pool : pools) {
+    for (int64_t id : {sorted.front(), sorted.back()}) {
+      if (id < 0 || id >= pool.size(0)) fail("swap_blocks: ", side, " block ", id, " is not in 0..", pool.size(0) - 1);
+    }
+  }
+  return blocks;
+}
+
+/// The device's address of pinned host memory.
+uint8_t* mapped(const Tensor& t, size_t i) {
+  cudaPointerAttributes attributes{};
+  if (cudaPointerGetAttributes(&attributes, t.data_ptr()) != cudaSuccess || attributes.type != cudaMemoryTypeHost) {
+    fail("swap_blocks: host_pools[", i, "] is ", describe(t), " in pageable memory; expected pinned memory (pin_memory=True)");
+  }
+  return static_cast<uint8_t*>(attributes.devicePointer);
+}
+
+}  // namespace
+
+void swap_blocks(std::vector<Tensor> device_pools, std::vector<Tensor> host_pools, Tensor ids, bool to_host) {
+  if (device_pools.size() != host_pools.size()) {
+    fail("swap_blocks: ", device_pools.size(), " device pools and ", host_pools.size(), " host pools");
+  }
+  if (!ids.is_cpu() || ids.scalar_type() != ScalarType::Long || ids.dim() != 2 || ids.size(0) != 2) {
+    fail("swap_blocks: ids is ", describe(ids), "; expected Long [2, n] on the CPU");
+  }
+  const int64_t count = ids.size(1);
+  if (count == 0 || device_pools.empty()) return;
+  if (!device_pools[0].is_cuda()) fail("swap_blocks: device_pools[0] is ", describe(device_pools[0]), "; expected a CUDA tensor");
+  const int device = device_pools[0].get_device_index();
+  const Checker check("swap_blocks", device);
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  std::vector<SwapPool> pools;
+  for (size_t i = 0; i < device_pools.size(); ++i) {
+    const Tensor &d = device_pools[i], &h = host_pools[i];
+    if (!d.is_cuda() || d.get_device_index() != device || d.dim() < 1) {
+      fail("swap_blocks: device_pools[", i, "] is ", describe(d), "; expected [blocks, ...] on cuda:", device);
+    }
+    bool fits = h.is_cpu() && h.dim() == d.dim() && h.scalar_type() == d.scalar_type();
+    for (int64_t dim = 1; fits && dim < d.dim(); ++dim) fits = h.size(dim) == d.size(dim);
+    if (!fits) fail("swap_blocks: host_pools[", i, "] is ", describe(h), "; expected blocks like those of ", describe(d), " on the CPU");
+    check.dense("a device pool", d, 1);
+    check.dense("a host pool", h, 1);
+    SwapPool s{data<uint8_t>(d), mapped(h, i), stride_bytes(d, 0), stride_bytes(h, 0), bytes_of(d, 1), 0};
+    s.width = access_width(address(d) | reinterpret_cast<uint64_t>(s.host) | s.device_stride | s.host_stride | s.bytes);
+    pools.push_back(s);
+  }
+  const std::vector<int64_t> device_ids = checked_ids("device", ids, 0, device_pools);
+  const std::vector<int64_t> host_ids = checked_ids("host", ids, 1, host_pools);
+
+  // Everything is checked: from here on blocks move.
+  const cudaStream_t stream = current_stream(device);
+  std::vector<int64_t> scattered;  // indices into ids
+  for (int64_t begin = 0, end; begin < count; begin = end) {
+    end = begin + 1;
+    while (end < count && device_ids[end] == device_ids[end - 1] + 1 && host_ids[end] == host_ids[end - 1] + 1) ++end;
+    if (end - begin < kRunBlocks) {
+      for (int64_t i = begin; i < end; ++i) scattered.push_back(i);
+      continue;
+    }
+    for (const SwapPool& s : pools) {
+      uint8_t* d = s.device + device_ids[begin] * s.device_stride;
+      uint8_t* h = s.host + host_ids[begin] * s.host_stride;
+      const int64_t to_stride = to_host ? s.host_stride : s.device_stride, from_stride = to_host ? s.device_stride : s.host_stride;
+      const cudaMemcpyKind kind = to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice;
+      const bool gapless = to_stride == s.bytes && from_stride == s.bytes;
+      check.launched(gapless ? cudaMemcpyAsync(to_host ? h : d, to_host ? d : h, s.bytes * (end - begin), kind, stream)
+                             : cudaMemcpy2DAsync(to_host ? h : d, to_stride, to_host ? d : h, from_stride, s.bytes, end - begin, kind,
+                                                 stream));
+    }
+  }
+  for (size_t pool = 0; pool < pools.size(); pool += kMaxSwapPools) {
+    for (size_t i = 0; i < scattered.size(); i += kMaxSwapBlocks) {
+      SwapParams p{};
+      p.to_host = to_host;
+      p.pool_count = int(std::min<size_t>(kMaxSwapPools, pools.size() - pool));
+      p.blocks = int(std::min<size_t>(kMaxSwapBlocks, scattered.size() - i));
+      std::copy_n(pools.begin() + pool, p.pool_count, p.pools);
+      for (int k = 0; k < p.blocks; ++k) {
+        p.device_block[k] = int32_t(device_ids[scattered[i + k]]);
+        p.host_block[k] = int32_t(host_ids[scattered[i + k]]);
+      }
+      check.launched(launch_swap_blocks(p, stream));
+    }
+  }
+}
+
+}  // namespace dsv4

@@ -1,0 +1,58 @@
+// The arguments of the kernels that move state, blocks and rows, and their launches. All strides in bytes.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace dsv4 {
+
+/// Widest load, 16 to 1 bytes, that `bits` (addresses, strides and sizes or-ed together) allows.
+inline int access_width(uint64_t bits) {
+  int width = 16;
+  while (bits % width) width /= 2;
+  return width;
+}
+
+struct StateTensor {  // [layers, slots, ...]
+  uint8_t* base;
+  int64_t layer_stride, slot_stride, bytes;  // `bytes` of one slot in one layer
+  int layers, slots, width;
+};
+
+constexpr int kMaxStateTensors = 32;
+struct CopyStateParams {
+  StateTensor tensors[kMaxStateTensors];
+  int count;
+  const int32_t *src, *dst;
+  int pairs;
+};
+cudaError_t launch_copy_state(const CopyStateParams& params, cudaStream_t stream);
+
+struct UpdateRowsParams {
+  uint8_t* pool;
+  const uint8_t* source;
+  int64_t pool_stride, source_stride, row_bytes, pool_rows, source_rows;
+  const int64_t* slices;  // [3, count]: destination start, source start, length
+  int64_t slices_stride;  // elements
+  const int32_t* valid;
+  int count, width;
+};
+cudaError_t launch_update_rows(const UpdateRowsParams& params, cudaStream_t stream);
+
+struct SwapPool {
+  uint8_t *device, *host;  // both as the device addresses them
+  int64_t device_stride, host_stride, bytes;
+  int width;
+};
+
+constexpr int kMaxSwapPools = 64, kMaxSwapBlocks = 1024;
+struct SwapParams {
+  SwapPool pools[kMaxSwapPools];
+  int32_t device_block[kMaxSwapBlocks], host_block[kMaxSwapBlocks];
+  int pool_count, blocks;
+  bool to_host;
+};
+cudaError_t launch_swap_blocks(const SwapParams& params, cudaStream_t stream);
+
+}  // namespace dsv4

@@ -1,0 +1,109 @@
+// Rounding and quantisation of single numbers, for the device and the host (the host side is what tests compare with torch).
+//
+// e4m3, e2m1: round to nearest even, saturating. e8m0: biased exponent of the smallest power of two that is not below x.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define DSV4_HD __host__ __device__ __forceinline__
+
+namespace dsv4 {
+
+DSV4_HD uint32_t bits_of(float x) {
+#ifdef __CUDA_ARCH__
+  return __float_as_uint(x);
+#else
+  uint32_t u;
+  std::memcpy(&u, &x, sizeof u);
+  return u;
+#endif
+}
+
+DSV4_HD float float_of(uint32_t u) {
+#ifdef __CUDA_ARCH__
+  return __uint_as_float(u);
+#else
+  float x;
+  std::memcpy(&x, &u, sizeof x);
+  return x;
+#endif
+}
+
+DSV4_HD float round_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+
+/// Two floats as bf16, `low` in the low half.
+DSV4_HD uint32_t pack_bf16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  uint32_t u;
+  memcpy(&u, &pair, sizeof u);
+  return u;
+}
+
+/// The two floats of a pair packed by `pack_bf16`.
+DSV4_HD float low_bf16(uint32_t pair) { return float_of(pair << 16); }
+DSV4_HD float high_bf16(uint32_t pair) { return float_of(pair & 0xffff0000u); }
+
+/// Biased exponent e with 2^(e-127) the smallest power of two that is at least x; x positive and normal (SPEC 2.4).
+DSV4_HD uint32_t ceil_pow2_exponent(float x) {
+  const uint32_t u = bits_of(x);
+  return ((u >> 23) & 0xff) + ((u & 0x7fffff) != 0);
+}
+
+/// 2^(e-127) for 1 <= e <= 254.
+DSV4_HD float exp2_of_biased(uint32_t e) { return float_of(e << 23); }
+
+/// One float to e4m3, round to nearest even, saturating at 448.
+DSV4_HD uint32_t e4m3(float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
+#else
+  const uint32_t sign = (bits_of(x) >> 24) & 0x80;
+  const uint32_t magnitude = bits_of(x) & 0x7fffffff;
+  if (magnitude >= 0x43e00000) return sign | 0x7e;  // 448 and above
+  if (magnitude < 0x3c800000) {                     // below 2^-6: the adder rounds to multiples of 2^-9
+    return sign | (bits_of(float_of(magnitude) + 16384.0f) - bits_of(16384.0f));
+  }
+  const uint32_t odd = (magnitude >> 20) & 1;
+  return sign | ((magnitude + 0x7ffff + odd - (120u << 23)) >> 20);
+#endif
+}
+
+/// Two floats to e4m3, `low` in the low byte.
+DSV4_HD uint32_t e4m3_pair(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
+#else
+  return e4m3(low) | (e4m3(high) << 8);
+#endif
+}
+
+/// The value of a non-negative e4m3 code.
+DSV4_HD float e4m3_value(uint32_t code) {
+  return code < 8 ? code * 0x1p-9f : float_of((code << 20) + (120u << 23));
+}
+
+/// One float to a 4-bit e2m1 code (sign in bit 3), round to nearest even, saturating at 6.
+DSV4_HD uint32_t e2m1(float x) {
+  const float a = float_of(bits_of(x) & 0x7fffffff);
+  const uint32_t magnitude = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
+  return ((bits_of(x) >> 28) & 8) | magnitude;
+}
+
+/// Biased exponent of an FP8 row's multiplier, from the largest magnitude of its 448 no-RoPE dims (SPEC 2.4).
+DSV4_HD uint32_t row_exponent(float amax) { return ceil_pow2_exponent(fmaxf(amax, 1e-4f) * (1.0f / 448.0f)); }
+
+/// Biased exponent of an MXFP4 block's scale, kept to the powers of two that e4m3 holds: 2^-9 .. 2^8 (SPEC 2.5, 6.3).
+DSV4_HD uint32_t mxfp4_exponent(float amax) {
+  const uint32_t e = ceil_pow2_exponent(fmaxf(amax, 6 * 0x1p-126f) * (1.0f / 6.0f));
+  return e < 127 - 9 ? 127 - 9 : e > 127 + 8 ? 127 + 8 : e;
+}
+
+/// e4m3 code of an NVFP4 block's scale, at least the smallest positive e4m3 (SPEC 2.5).
+DSV4_HD uint32_t nvfp4_scale(float amax) { return e4m3(fmaxf(amax * (1.0f / 6.0f), 0x1p-9f)); }
+
+}  // namespace dsv4
