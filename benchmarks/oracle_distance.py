@@ -1,0 +1,247 @@
+"""How far servers are from the oracle: transformers in fp32 on the same checkpoint, teacher-forced.
+
+    python -m benchmarks.oracle_distance [--seeds 0,1] [--servers in-tree,fp8,bf16] [--out DIR]
+
+For every seed a `make-tiny` checkpoint; on it SGLang's own server, ours with FP8 rows and ours with bfloat16 rows, CUDA
+graphs on, bf16 compute. Prompts of random tokens, one at a time, greedy. Per token |d logprob| between the server's and
+the oracle's log p of the token that the server chose, and whether the oracle would have chosen it. "prefill" rows
+compare the same tokens sent as part of the prompt. The first server starts alone and compiles kernels, the others start
+together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.servers import Server, command, random_prompt
+
+LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
+LONG = 2600
+"""More than 512 CSA entries, so that the indexer has to choose."""
+GENERATED = 40
+SERVERS: dict[str, tuple[bool, tuple[str, ...]]] = {
+    "in-tree": (False, ()),
+    "fp8": (True, ()),
+    "bf16": (True, ("--kv-cache-dtype", "bfloat16")),
+}
+"""Name: ours or not, flags."""
+FLAGS = (
+    *("--mem-fraction-static", "0.3", "--max-total-tokens", "262144", "--max-running-requests", "16"),
+    *("--cuda-graph-max-bs-decode", "8", "--disable-radix-cache", "--dtype", "bfloat16", "--context-length", "8192"),
+)
+CPU_FLAGS = ("--max-running-requests", "4", "--disable-radix-cache", "--context-length", "8192", "--dtype", "bfloat16")
+NEAR_TIE = 0.05
+"""A choice that the oracle finds less likely than its own by no more than this is a near tie."""
+
+
+def prompts(vocab: int, seed: int, lengths: tuple[int, ...]) -> dict[int, list[int]]:
+    return {length: random_prompt(length, vocab, 1000 * seed + length) for length in lengths}
+
+
+def ask(server: Server, prompt: list[int], tokens: int) -> dict[str, Any]:
+    """Greedy tokens and their logprobs, and the logprobs of the same tokens when they are sent as a prompt."""
+    answer = server.generate(prompt, tokens, return_logprob=True)
+    pairs = answer["meta_info"]["output_token_logprobs"]
+    generated = [int(pair[1]) for pair in pairs]
+    forced = server.generate([*prompt, *generated], 1, return_logprob=True, logprob_start_len=0)
+    inputs = forced["meta_info"]["input_token_logprobs"][-len(generated) :]
+    if [int(pair[1]) for pair in inputs] != generated:
+        raise ValueError(f"input_token_logprobs end with other tokens than were sent: {inputs[:3]}")
+    return {
+        "prompt": prompt,
+        "tokens": generated,
+        "decode": [float(pair[0]) for pair in pairs],
+        "prefill": [float(pair[0]) for pair in inputs],
+    }
+
+
+def distances(answer: dict[str, Any], score: Any, path: str) -> dict[str, Any]:
+    """`score`: the oracle's `Score` of the answer's tokens."""
+    apart = [abs(a - b) for a, b in zip(answer[path], score.logprobs.tolist())]
+    margins = score.margin.tolist()
+    return {
+        "mean": statistics.fmean(apart),
+        "max": max(apart),
+        "values": [round(value, 5) for value in apart],
+        "agree": sum(margin == 0 for margin in margins) / len(margins),
+        "agree or near tie": sum(margin <= NEAR_TIE for margin in margins) / len(margins),
+        "largest margin": max(margins),
+    }
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.cpu = args.dry_run or args.rescore is not None
+        self.folder = Path(tempfile.mkdtemp(prefix="oracle_distance_"))
+        self.names = [name for name in args.servers.split(",") if name]
+        self.seeds = [int(seed) for seed in args.seeds.split(",")]
+        self.lengths: tuple[int, ...] = (*LENGTHS, LONG)
+        self.tokens = GENERATED
+        if args.dry_run:
+            self.names, self.seeds, self.lengths, self.tokens = ["fp8"], self.seeds[:1], (1, 5, 129), 4
+        elif args.quick:
+            self.seeds = self.seeds[:1]
+        self.answers: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
+
+    def checkpoint(self, seed: int) -> Path:
+        from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+
+        folder = self.folder / f"seed{seed}"
+        if not (folder / "config.json").is_file():
+            make_tiny(folder, TinySpec(seed=seed, ratios=(0, 4, 128) if self.args.dry_run else TinySpec.ratios))
+        return folder
+
+    def server(self, name: str, seed: int) -> Server:
+        ours, flags = SERVERS[name]
+        common = CPU_FLAGS if self.cpu else FLAGS
+        argv, environment = command(self.checkpoint(seed), [*common, *flags], ours, self.cpu)
+        log = Path(self.args.out) / "logs" / f"oracle_distance-{name}-{seed}.log"
+        return Server(f"{name}, seed {seed}", argv, environment, log)
+
+    def serve(self, group: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
+        """Start the servers of the group together, ask each all prompts, stop them; answers stay for the oracle."""
+        from dsv4_sglang.testing.tiny import TinySpec
+
+        servers = {key: self.server(*key) for key in group}
+        problems = []
+        try:
+            for server in servers.values():
+                server.launch()
+            for key, server in servers.items():
+                try:
+                    server.wait(self.args.start_timeout)
+                    yield {"kind": "start", "server": key[0], "seed": key[1], "start s": server.start_seconds}
+                    began = time.monotonic()
+                    self.answers[key] = {
+                        length: ask(server, prompt, self.tokens)
+                        for length, prompt in prompts(TinySpec.vocab, key[1], self.lengths).items()
+                    }
+                    print(f"{server.name}: answered in {time.monotonic() - began:.1f} s", flush=True)
+                except Exception as error:
+                    problems.append(f"{server.name}: {type(error).__name__}: {error}")
+                finally:
+                    server.stop()
+        finally:
+            for server in servers.values():
+                server.stop()
+        if problems:
+            raise RuntimeError("; ".join(problems))
+
+    def score(self, seed: int) -> Iterator[dict[str, Any]]:
+        """The oracle on what every server of this seed generated."""
+        import torch
+
+        from dsv4_sglang.testing.oracle import Oracle
+
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+        oracle = Oracle(self.checkpoint(seed), device="cpu" if self.cpu else "cuda")
+        for (name, of_seed), answers in self.answers.items():
+            if of_seed != seed:
+                continue
+            for length, answer in answers.items():
+                score = oracle.score(answer["prompt"], answer["tokens"])
+                for path in ("decode", "prefill"):
+                    row = {"kind": "prompt", "server": name, "seed": seed, "prompt": length, "path": path}
+                    yield row | distances(answer, score, path)
+            if name != self.names[0]:
+                continue
+            # What the rows' rounding alone does to the oracle, on the first server's tokens: the noise to expect.
+            for rows in ("bf16", "fp8"):
+                for length, answer in answers.items():
+                    exact = oracle.score(answer["prompt"], answer["tokens"])
+                    rounded = oracle.score(answer["prompt"], answer["tokens"], rows=rows)
+                    same = {**answer, "decode": rounded.logprobs.tolist()}
+                    row = {"kind": "rounding", "server": f"oracle, {rows} rows", "seed": seed, "prompt": length}
+                    yield row | {"path": "decode"} | distances(same, exact, "decode")
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each server, path and set of prompts, over all seeds and tokens."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row.get("kind") in ("prompt", "rounding"):
+            which = "long" if row["prompt"] > max(LENGTHS) else "1 to 700"
+            groups.setdefault((row["server"], row["path"], which), []).append(row)
+    lines = []
+    for (server, path, which), members in groups.items():
+        values = [value for row in members for value in row["values"]]
+        lines.append(
+            {
+                "server": server,
+                "path": path,
+                "prompts": which,
+                "tokens": len(values),
+                "mean": statistics.fmean(values),
+                "max": max(values),
+                "agree": statistics.fmean(row["agree"] for row in members),
+                "agree or near tie": statistics.fmean(row["agree or near tie"] for row in members),
+                "seeds": len({row["seed"] for row in members}),
+            }
+        )
+    return lines
+
+
+def verdict(lines: list[dict[str, Any]]) -> list[str]:
+    """Whether our mean distance is no larger than the in-tree server's, for every path and set of prompts measured."""
+    mean = {(line["server"], line["path"], line["prompts"]): line["mean"] for line in lines}
+    sentences = []
+    for (server, path, which), value in mean.items():
+        theirs = mean.get(("in-tree", path, which))
+        if server in ("fp8", "bf16") and theirs is not None:
+            holds = "holds" if value <= theirs else "DOES NOT HOLD"
+            sentences.append(f"ours {server} <= in-tree, {path}, prompts {which}: {value:.4f} <= {theirs:.4f} {holds}")
+    return sentences
+
+
+def saved_answers(file: Path) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
+    """What the servers of an earlier run answered, by server and seed, then by prompt length."""
+    answers = {}
+    for key, by_length in json.loads(file.read_text())["facts"]["answers"].items():
+        name, seed = key.rsplit("/", 1)
+        answers[name, int(seed)] = {int(length): answer for length, answer in by_length.items()}
+    return answers
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = report.parser(__doc__)
+    options.add_argument("--seeds", default="0,1", help="checkpoints, separated by commas (%(default)s)")
+    options.add_argument("--servers", default=",".join(SERVERS), help="of %(default)s")
+    options.add_argument("--start-timeout", type=float, default=300, help="seconds a server may take to start")
+    options.add_argument("--rescore", type=Path, help="JSON file of a run: ask no server, compare its answers again")
+    args = options.parse_args(argv)
+    bench = Bench(args)
+    settings = {"flags": list(FLAGS), "lengths": bench.lengths, "generated": bench.tokens, "seeds": bench.seeds}
+    result = report.Report("oracle_distance", args, settings)
+    keys = [(name, seed) for seed in bench.seeds for name in bench.names]
+    if args.rescore:
+        bench.answers, keys = saved_answers(args.rescore), []
+    for group in (keys[:1], keys[1:]):
+        if group:
+            label = "+".join(f"{name}-{seed}" for name, seed in group)
+            result.part(f"serve/{label}", partial(bench.serve, group))
+    result.fact("answers", {f"{name}/{seed}": answers for (name, seed), answers in bench.answers.items()})
+    for seed in bench.seeds:
+        result.part(f"score/{seed}", partial(bench.score, seed))
+    lines = summary(result.rows)
+    columns = ["server", "path", "prompts", "seeds", "tokens", "mean", "max", "agree", "agree or near tie"]
+    result.table("|d logprob| to transformers in fp32, greedy", columns, lines)
+    result.fact("summary", lines)
+    result.fact("verdict", verdict(lines))
+    for sentence in verdict(lines):
+        result.console.print(sentence, highlight=False)
+    return result.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,224 @@
+"""SGLang servers as benchmarks need them: started with bounded waits, asked over HTTP, always stopped, logs read."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import ROOT
+
+GPU_ENVIRONMENT = {
+    # A GPU without FP4 runs FP8 experts; kernels are compiled when they are needed, not all at the start.
+    "SGLANG_DSV4_FP4_EXPERTS": "0",
+    "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+GPU_FLAGS = ("--skip-tokenizer-init", "--sampling-backend", "pytorch", "--grammar-backend", "none")
+PLUGIN_GROUP = "sglang.srt.plugins"
+PLUGIN = "dsv4_sglang.sglang.plugin:register"
+
+DECODE_LINE = re.compile(r"Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")
+RUNNING = re.compile(r"#running-req: (\d+)")
+IN_TREE_SIZES = re.compile(
+    r"bytes_per_full_token=([\d.]+), available_bytes=([\d.]+) GB, c128_state_fixed=([\d.]+) GB, full_token=(\d+)"
+)
+OUR_SIZES = re.compile(
+    r"dsv4_sglang cache: (\d+) tokens in (\d+) blocks, ([\d.]+) bytes a token; (\d+) state slots of (\d+)"
+)
+
+
+def free_port() -> int:
+    """A port that is free now, with the 3000 above it left to the server's own sockets."""
+    for _ in range(100):
+        port = random.randrange(12000, 52000, 3000) + os.getpid() % 1000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port found between 12000 and 55000")
+
+
+def plugin_path(folder: Path) -> list[str]:
+    """What PYTHONPATH needs for a server to find this package's plugin: nothing where the package is installed.
+
+    Elsewhere the tree, and a folder with the two metadata files that make it look installed.
+    """
+    found = importlib.metadata.entry_points(group=PLUGIN_GROUP)
+    if any(entry.value == PLUGIN for entry in found):
+        return []
+    info = folder / "dsv4_sglang-0.1.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dsv4-sglang\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(f"[{PLUGIN_GROUP}]\ndsv4_sglang = {PLUGIN}\n")
+    return [str(folder), str(ROOT)]
+
+
+def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[list[str], dict[str, str]]:
+    """(argv, environment beside the caller's) of a server on this machine; `ours` selects this package's cache."""
+    from dsv4_sglang.sglang import launch
+
+    if cpu:
+        if not ours:
+            raise ValueError("SGLang's own DeepSeek-V4 needs a GPU")
+        made = launch.server_command(str(model), [*flags, "--skip-tokenizer-init"], cpu=True)
+        return made.argv, dict(made.environment)
+    environment = dict(GPU_ENVIRONMENT)
+    if "quantization_config" not in json.loads((model / "config.json").read_text()):
+        environment["SGLANG_OPT_FP8_WO_A_GEMM"] = "0"
+    given = [*GPU_FLAGS, *flags]
+    if ours:
+        return launch.server_command(str(model), given, cpu=False).argv, environment
+    return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *given], environment
+
+
+@dataclass
+class Server:
+    """One server process. `log` gets all it prints."""
+
+    name: str
+    argv: list[str]
+    environment: Mapping[str, str]
+    log: Path
+    port: int = field(default_factory=free_port)
+    start_seconds: float = 0.0
+    process: subprocess.Popen[bytes] | None = None
+
+    def launch(self) -> None:
+        """Start it without waiting."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        extra = plugin_path(Path(tempfile.gettempdir()) / f"dsv4_sglang_plugin_{os.getuid()}")
+        environment = {**os.environ, **self.environment}
+        paths = [*extra, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+        if paths:
+            environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+        argv = [*self.argv, "--port", str(self.port), "--host", "127.0.0.1"]
+        with self.log.open("wb") as out:
+            out.write((shlex.join(argv) + "\n").encode())
+            out.flush()
+            self.process = subprocess.Popen(
+                argv, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
+            )
+        self._began = time.monotonic()
+
+    def wait(self, timeout: float) -> None:
+        """Until it answers; RuntimeError with the end of its log if it ends or does not answer in `timeout` seconds."""
+        assert self.process is not None, "launch() first"
+        deadline = self._began + timeout
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"{self.name} ended with {self.process.returncode}: {self.tail()}")
+            with contextlib.suppress(OSError):
+                if self.request("/health", timeout=5) is not None:
+                    self.start_seconds = time.monotonic() - self._began
+                    return
+            time.sleep(0.5)
+        raise RuntimeError(f"{self.name} did not answer within {timeout:.0f} s: {self.tail()}")
+
+    def stop(self, patience: float = 15) -> None:
+        """SIGTERM, then SIGKILL, to this server's own process group."""
+        if self.process is None:
+            return
+        for signum, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signum)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds)
+        self.process = None
+
+    def request(self, path: str, body: Any = None, timeout: float = 120) -> Any:
+        """JSON answer of a GET, or of a POST of `body`; an empty answer is {}. OSError if it fails."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
+        with urllib.request.urlopen(asked, timeout=timeout) as answer:
+            content = answer.read()
+        try:
+            return json.loads(content) if content else {}
+        except json.JSONDecodeError:
+            return {"text": content.decode(errors="replace")}
+
+    def generate(self, input_ids: Sequence[Any], tokens: int, timeout: float = 300, **more: Any) -> Any:
+        """One prompt or a list of prompts, greedy, exactly `tokens` tokens each."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        body = {"input_ids": input_ids, "sampling_params": sampling, **more}
+        return self.request("/generate", body, timeout)
+
+    def lines(self, start: int = 0) -> str:
+        """The log from byte `start` on."""
+        with self.log.open("rb") as file:
+            file.seek(start)
+            return file.read().decode(errors="replace")
+
+    def mark(self) -> int:
+        """Where the log ends now."""
+        return self.log.stat().st_size
+
+    def tail(self, count: int = 12) -> str:
+        wanted = [line for line in self.lines().splitlines() if line.strip()]
+        errors = [line for line in wanted if "Error" in line or "refuses" in line or "not supported" in line]
+        return " | ".join([*errors[-4:], *wanted[-count:]])[-1500:]
+
+
+@contextlib.contextmanager
+def running(server: Server, timeout: float) -> Iterator[Server]:
+    try:
+        server.launch()
+        server.wait(timeout)
+        yield server
+    finally:
+        server.stop()
+
+
+def decode_throughput(log: str, running_requests: int) -> float | None:
+    """Median of the log's decode lines with exactly that many requests, tokens a second; None if there is none."""
+    rates = [float(rate) for count, rate in DECODE_LINE.findall(log) if int(count) == running_requests]
+    # The first line of a burst counts the time since the line before it.
+    return statistics.median(rates[1:]) if len(rates) > 1 else None
+
+
+def most_running(log: str) -> int:
+    return max((int(count) for count in RUNNING.findall(log)), default=0)
+
+
+def sizes(log: str) -> dict[str, float]:
+    """What the log says about the cache: bytes a token and fixed bytes, in either server's words."""
+    if found := OUR_SIZES.search(log):
+        tokens, blocks, token_bytes, slots, slot_bytes = found.groups()
+        return {
+            "tokens": int(tokens),
+            "bytes_a_token": float(token_bytes),
+            "state_slots": int(slots),
+            "fixed_gib": int(slots) * int(slot_bytes) / 2**30,
+            "gib": (int(slots) * int(slot_bytes) + int(blocks) * 128 * float(token_bytes)) / 2**30,
+        }
+    if found := IN_TREE_SIZES.findall(log):
+        token_bytes, available, fixed, tokens = found[-1]
+        return {
+            "tokens": int(tokens),
+            "bytes_a_token": float(token_bytes),
+            "fixed_gib": float(fixed),
+            "gib": float(available),
+        }
+    return {}
+
+
+def random_prompt(tokens: int, vocab: int, seed: int) -> list[int]:
+    """Distinct for every seed, so that no prefix cache helps."""
+    chosen = random.Random(seed)
+    return [chosen.randrange(3, vocab) for _ in range(tokens)]
