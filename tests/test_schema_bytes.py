@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from dsv4_sglang.cache import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
@@ -11,6 +12,7 @@ from dsv4_sglang.cache import (
     build_schema,
     compute_block_budget,
 )
+from dsv4_sglang.cache.row_format import RowFormat, make_row_tables
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
 
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
@@ -155,3 +157,10 @@ def test_unknown_format_is_named() -> None:
 def test_schema_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         of(CSA).rope_dim = 32  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7, 8])
+def test_rows_of_every_layer_start_at_multiples_of_16_bytes(blocks: int) -> None:
+    """FlashMLA's condition; one flat HCA block of an odd number of 584 B rows would break it for every other layer."""
+    tables = make_row_tables(3, 1, blocks, RowFormat.FP8, torch.device("cpu"))
+    assert all(tables[layer].data_ptr() % 16 == tables.data_ptr() % 16 for layer in range(3))

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from dsv4_sglang.ops import index_keys, rows
 
-# FlashMLA on SM100 reads blocks whose stride is a multiple of the 576 B of a row without its scales.
+# FlashMLA reads rows that start at multiples of 16 B, which 584 B a row keeps only for an even number of rows; on SM100
+# the stride of its blocks must be a multiple of the 576 B of a row without its scales.
+_BLOCK_ALIGNMENT = 16
 _SM100_BLOCK_ALIGNMENT = rows.ROW_BYTES
 
 
@@ -74,11 +76,11 @@ class KeyFormat(enum.Enum):
 def block_stride_bytes(rows_per_block: int, row_format: RowFormat, device: torch.device) -> int:
     """Bytes from one block of an entry table to the next on `device`."""
     size = rows_per_block * row_format.row_bytes
-    if row_format is RowFormat.FP8 and device.type == "cuda":
-        major, _ = torch.cuda.get_device_capability(device)
-        if major == 10:
-            return math.ceil(size / _SM100_BLOCK_ALIGNMENT) * _SM100_BLOCK_ALIGNMENT
-    return size
+    if row_format is not RowFormat.FP8:
+        return size
+    on_sm100 = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+    alignment = _SM100_BLOCK_ALIGNMENT if on_sm100 else _BLOCK_ALIGNMENT
+    return math.ceil(size / alignment) * alignment
 
 
 def make_row_tables(
