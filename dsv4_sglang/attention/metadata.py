@@ -18,6 +18,8 @@ from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
 from dsv4_sglang.model.config import CSA_RATIO, HCA_RATIO
 
 WINDOW = 128
+# Row lists have widths that are multiples of this, as readers on a GPU want them.
+LIST_ALIGNMENT = 64
 
 
 @dataclass
@@ -25,13 +27,15 @@ class StepMetadata:
     """Device tensors of one step.
 
     Attributes:
-        slots: [B] int32 state slot of each request, -1 for a row that only pads a CUDA graph. prefix_lens: [B] int32
-        tokens of the request before the step. query_start: [B + 1] int32 first token of each request in the step.
-        token_request: [T] int32 request of each token. positions: [T] int64 position of each token in its request.
-        out_loc: [T] int64 pool slot of each token; congruent to its position modulo 128. track_slots: [T] int32 state
-        slot of the checkpoint that holds this token's row, -1 for none; None if none is due. block_table: [B, NB] int32
-        block ids of each request. window_rows: [T, 128] int32 rows of the window table that are visible; in decode rows
-        of the ring, in prefill
+        slots: [B] int32 state slot of each request, -1 for a row that only pads a CUDA graph.
+        prefix_lens: [B] int32 tokens of the request before the step.
+        query_start: [B + 1] int32 first token of each request in the step.
+        token_request: [T] int32 request of each token.
+        positions: [T] int64 position of each token in its request.
+        out_loc: [T] int64 pool slot of each token; congruent to its position modulo 128.
+        track_slots: [T] int32 state slot of the checkpoint that holds this token's row, -1: none; None: none is due.
+        block_table: [B, NB] int32 block ids of each request; anything behind its last block.
+        window_rows: [T, 128] int32 rows of the window table that are visible: in decode rows of the ring, in prefill
             rows of the step's window workspace.
         window_lens: [T] int32 how many of them.
         csa_lens: [T] int32 entries that a CSA layer reads, at most its top k.
@@ -63,6 +67,11 @@ class StepMetadata:
         return self.window_size == 0
 
 
+def align(width: int) -> int:
+    """The next width that a row list may have."""
+    return -(-width // LIST_ALIGNMENT) * LIST_ALIGNMENT
+
+
 class DecodeBuffers:
     """Tensors of a decode step at fixed addresses, for up to `max_requests` requests."""
 
@@ -73,11 +82,17 @@ class DecodeBuffers:
         self.slots, self.prefix_lens = ints(max_requests), ints(max_requests)
         self.window_rows, self.window_lens = ints(max_requests, WINDOW), ints(max_requests)
         self.csa_lens, self.hca_lens = ints(max_requests), ints(max_requests)
-        self.block_table = ints(max_requests, max_blocks)
+        self.block_table = ints(max_requests, align(max_blocks))
+        self.ring_rows = torch.arange(WINDOW, dtype=torch.int32, device=device)
         self.copy_src, self.copy_dst = ints(max_requests), ints(max_requests)
         # One token a request: both count up and never change.
         self.query_start = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
         self.token_request = self.query_start[:-1]
+
+
+def _first_slots(req_to_token: Tensor, blocks: int) -> Tensor:
+    """Pool slot of the first token of each block, [requests, at most `blocks`]: a view of SGLang's table."""
+    return req_to_token[:, : blocks * BLOCK : BLOCK]
 
 
 def build_decode(
@@ -109,10 +124,9 @@ def build_decode(
     buffers.window_lens[:n].copy_(length.clamp_max(WINDOW))
     buffers.csa_lens[:n].copy_((length // CSA_RATIO).clamp_max(top_k))
     buffers.hca_lens[:n].copy_(length // HCA_RATIO)
-    ring_row = torch.arange(WINDOW, dtype=torch.int32, device=slots.device)
-    buffers.window_rows[:n].copy_(owned[:, None] * WINDOW + ring_row)
-    max_blocks = buffers.block_table.shape[1]
-    buffers.block_table[:n].copy_(req_to_token[:, : max_blocks * BLOCK : BLOCK][req_pool_indices] // BLOCK)
+    buffers.window_rows[:n].copy_(owned[:, None] * WINDOW + buffers.ring_rows)
+    blocks = _first_slots(req_to_token, buffers.block_table.shape[1])[req_pool_indices] // BLOCK
+    buffers.block_table[:n, : blocks.shape[1]].copy_(blocks)
     copy_src = copy_dst = None
     if track_mask is not None and track_slots is not None:
         due = track_mask & real
@@ -167,8 +181,10 @@ def build_prefill(
         torch.arange(requests, dtype=torch.int32, device=device), chunk_lens, output_size=tokens
     )
     owner = token_request.long()
-    blocks = -(-max_length // BLOCK)
-    block_table = req_to_token[:, : blocks * BLOCK : BLOCK][req_pool_indices] // BLOCK
+    width = align(-(-max_length // BLOCK))
+    first_slots = _first_slots(req_to_token, width)
+    block_table = torch.zeros((requests, width), dtype=torch.int32, device=device)
+    block_table[:, : first_slots.shape[1]] = first_slots[req_pool_indices] // BLOCK
     # Row of position p of request b in the workspace: query_start[b] + 128 b + 128 + (p - prefix_lens[b]).
     base = query_start[:-1] + WINDOW * torch.arange(1, requests + 1, dtype=torch.int32, device=device) - prefix_lens
     t = positions.to(torch.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, NamedTuple
 
 import torch
@@ -71,15 +72,27 @@ class HybridCacheBackend(AttentionBackend):
         self.top_k = config.index_topk
         self.index_format = KeyFormat(current().options.indexer_format).index_format
         self.metadata: StepMetadata | None = None
+        self._flashmla = self._flashmla_reader()
         self._graph_buffers: DecodeBuffers | None = None
         self._workspace: Tensor | None = None
         self._scratch: dict[str, Tensor] = {}
+
+    def _flashmla_reader(self) -> Any:
+        """A reader whose schedule layers of a kind share; None where there is no CUDA device."""
+        if torch.device(self.device).type != "cuda":
+            return None
+        from dsv4_sglang.attention.flashmla import FlashMLAReader, supported
+
+        importlib.import_module("dsv4_sglang.attention.cuda_ops")  # registers ops
+        self._takes = supported
+        return FlashMLAReader()
 
     # Metadata of a step
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._graph_buffers = DecodeBuffers(max_bs, self.max_blocks, self.device)
-        self._reserve_decode_scratch(max_bs)
+        self._buffer("rows", max_bs, self.top_k, torch.int32)
+        self._buffer("scores", max_bs, self._score_width(self._graph_buffers.block_table), torch.float32)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -105,6 +118,9 @@ class HybridCacheBackend(AttentionBackend):
         )
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """The last thing before the layers of any step, and the first that a CUDA graph records."""
+        if self._flashmla is not None:
+            self._flashmla.begin_step()
         if not forward_batch.forward_mode.is_decode():
             return
         requests = forward_batch.req_pool_indices.shape[0]
@@ -222,7 +238,7 @@ class HybridCacheBackend(AttentionBackend):
             rows, lens = self._select(layer.layer_id, inputs, step, part), step.csa_lens[part]
         elif inputs.ratio:
             rows, lens = step.hca_rows[part], step.hca_lens[part]
-        return torch.ops.dsv4_sglang.attend(
+        arguments = (
             q[part],
             inputs.sink,
             window,
@@ -235,15 +251,16 @@ class HybridCacheBackend(AttentionBackend):
             inputs.rope,
             layer.scaling,
         )
+        if self._flashmla is not None and self._takes(q, window, entries):
+            return self._flashmla.attend(*arguments, entry_rows_change=inputs.ratio == CSA_RATIO)
+        return torch.ops.dsv4_sglang.attend(*arguments)
 
     def _select(self, layer: int, inputs: LayerInputs, step: StepMetadata, part: slice) -> Tensor:
         """Table rows `[T, top_k]` of the entries that the tokens of `part` read."""
         assert inputs.index_query is not None
         tokens = step.positions[part].shape[0]
         rows = self._buffer("rows", tokens, self.top_k, torch.int32)
-        # Where every entry is read none needs a score.
-        visible = step.block_table.shape[1] * (BLOCK // CSA_RATIO)
-        scores = self._buffer("scores", tokens, visible if visible > self.top_k else 0, torch.float32)
+        scores = self._buffer("scores", tokens, self._score_width(step.block_table), torch.float32)
         torch.ops.dsv4_sglang.index_topk(
             inputs.index_query.query[part],
             inputs.index_query.weights[part],
@@ -270,11 +287,10 @@ class HybridCacheBackend(AttentionBackend):
     def _tokens_at_once(self, step: StepMetadata) -> int:
         return max(1, SCRATCH_BYTES // (4 * step.block_table.shape[1] * (BLOCK // CSA_RATIO)))
 
-    def _reserve_decode_scratch(self, requests: int) -> None:
-        self._buffer("rows", requests, self.top_k, torch.int32)
-        visible = self.max_blocks * (BLOCK // CSA_RATIO)
-        if visible > self.top_k:
-            self._buffer("scores", requests, visible, torch.float32)
+    def _score_width(self, block_table: Tensor) -> int:
+        """Scores of a token: one an entry of the longest context, none where every entry is read."""
+        visible = block_table.shape[1] * (BLOCK // CSA_RATIO)
+        return visible if visible > self.top_k else 0
 
     def _buffer(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Scratch `[rows, columns]` that grows as needed; recorded graphs keep the one they were recorded with."""

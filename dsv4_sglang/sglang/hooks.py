@@ -14,9 +14,10 @@ from sglang.srt.plugins.hook_registry import HookType
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
 from dsv4_sglang.sglang.checks import check_started
 from dsv4_sglang.sglang.compat import model_config
+from dsv4_sglang.sglang.configurator import BlockConfigurator
 from dsv4_sglang.sglang.layout import CacheLayout
 from dsv4_sglang.sglang.refusals import refuse_unsupported
-from dsv4_sglang.sglang.sizing import GIB, BlockConfigurator, state_demand, table
+from dsv4_sglang.sglang.sizing import GIB, state_demand, table
 from dsv4_sglang.sglang.state import current
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"

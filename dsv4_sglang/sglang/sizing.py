@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
-
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
 from dsv4_sglang.sglang.layout import CacheLayout
 
@@ -48,33 +46,21 @@ def state_demand(running: int, radix: bool, overlap: bool, max_checkpoints: int 
     return StateDemand(running, 3 if overlap else 2, checkpoints)
 
 
-class BlockConfigurator(MemoryPoolConfigurator):
-    """Tokens that fit into a number of bytes, in whole blocks, one of which is SGLang's dummy."""
+def tokens_in_bytes(layout: CacheLayout, available: int) -> int:
+    """Tokens that fit into `available` bytes, in whole blocks besides SGLang's dummy."""
+    return max(0, available // layout.block_bytes - 1) * BLOCK
 
-    def __init__(self, layout: CacheLayout, context_len: int) -> None:
-        self.layout, self.context_len = layout, context_len
 
-    def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
-        blocks = max(0, available_bytes // self.layout.block_bytes - 1)
-        return self._config(
-            blocks * BLOCK, f"the {available_bytes / GIB:.2f} GiB left after weights and state slots hold"
+def require_context(layout: CacheLayout, tokens: int, context_len: int, reason: str) -> None:
+    """Raise if `tokens` cannot hold one request of the context length; `reason` says where the number is from."""
+    needed = -(-context_len // BLOCK) * BLOCK
+    if tokens < needed:
+        raise ValueError(
+            f"the KV cache is too small for one request of the context length: {reason} {tokens} tokens, and "
+            f"--context-length {context_len} needs {needed} ({needed * layout.token_bytes / GIB:.2f} GiB). What fits: "
+            f"--context-length {tokens}. Or give more memory (--mem-fraction-static, --max-total-tokens) or fewer "
+            f"state slots (--max-running-requests; {layout.slot_bytes / 1e6:.2f} MB a slot)"
         )
-
-    def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
-        return self._config(max_total_num_tokens // BLOCK * BLOCK, f"--max-total-tokens {max_total_num_tokens} gives")
-
-    def _config(self, tokens: int, reason: str) -> MemoryPoolConfig:
-        """SGLang asks twice if --max-total-tokens is given; the answer that counts must hold one longest request."""
-        needed = -(-self.context_len // BLOCK) * BLOCK
-        if tokens < needed:
-            raise ValueError(
-                f"the KV cache is too small for one request of the context length: {reason} {tokens} tokens, and "
-                f"--context-length {self.context_len} needs {needed} "
-                f"({needed * self.layout.token_bytes / GIB:.2f} GiB). What fits: --context-length {tokens}. Or give "
-                f"more memory (--mem-fraction-static, --max-total-tokens) or fewer state slots "
-                f"(--max-running-requests; {self.layout.slot_bytes / 1e6:.2f} MB a slot)"
-            )
-        return MemoryPoolConfig(max_total_num_tokens=tokens)
 
 
 def table(layout: CacheLayout, tokens: int, demand: StateDemand) -> str:

@@ -1,0 +1,28 @@
+"""SGLang's question "how many tokens fit", answered for blocks of this cache."""
+
+from __future__ import annotations
+
+from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
+
+from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
+from dsv4_sglang.sglang.layout import CacheLayout
+from dsv4_sglang.sglang.sizing import GIB, require_context, tokens_in_bytes
+
+
+class BlockConfigurator(MemoryPoolConfigurator):
+    """SGLang asks for what fits into memory, then, where the user gave a limit, for what that limit leaves."""
+
+    def __init__(self, layout: CacheLayout, context_len: int) -> None:
+        self.layout, self.context_len = layout, context_len
+
+    def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
+        tokens = tokens_in_bytes(self.layout, available_bytes)
+        memory = f"the {available_bytes / GIB:.2f} GiB that weights and state slots leave hold"
+        return self._config(tokens, memory)
+
+    def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
+        return self._config(max_total_num_tokens // BLOCK * BLOCK, f"--max-total-tokens {max_total_num_tokens} gives")
+
+    def _config(self, tokens: int, reason: str) -> MemoryPoolConfig:
+        require_context(self.layout, tokens, self.context_len, reason)
+        return MemoryPoolConfig(max_total_num_tokens=tokens)
