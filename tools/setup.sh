@@ -53,17 +53,19 @@ esac
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+# Python compiles what it imports; compiling all of torch, transformers and sglang up front takes longer than unpacking.
+install() { pip install -q --no-compile "$@"; }
 
 if [ "$recipe" = cuda ]; then
-  pip install -q -e "$root[dev]"
+  install -e "$root[dev]"
 else
   # A local or mirrored CPU wheel first; PyPI has only the CUDA build, so otherwise PyTorch's own index.
-  pip install -q "torch==$torch+cpu" 2>/dev/null ||
-    pip install -q "torch==$torch" --index-url https://download.pytorch.org/whl/cpu
-  pip install -q -r "$root/tools/requirements-cpu.txt"
+  install "torch==$torch+cpu" 2>/dev/null ||
+    install "torch==$torch" --index-url https://download.pytorch.org/whl/cpu
+  install -r "$root/tools/requirements-cpu.txt"
   # Without dependencies: theirs pin the CUDA build of torch.
-  pip install -q --no-deps "sglang==$sglang" "torchvision==$torchvision"
+  install --no-deps "sglang==$sglang" "torchvision==$torchvision"
   "$venv/bin/python" "$root/tools/patch_torchvision_cpu.py"
-  pip install -q --no-deps --no-build-isolation -e "$root"
+  install --no-deps --no-build-isolation -e "$root"
 fi
 "$venv/bin/python" -c "import torch, sglang.version; print('setup: torch', torch.__version__, 'sglang', sglang.version.__version__)"
