@@ -1,6 +1,6 @@
-# make serve    set up, make a tiny checkpoint, serve it with this package's cache
+# make serve    set up, make a tiny checkpoint, serve it with this package's cache, print one completion, stay up
 # make test     set up, format and lint checks, types, tests
-# make demo     like serve, with one completion over HTTP, then stop
+# make demo     the same on a free port, then stop
 # make bench    the benchmarks
 # Variables: PYTHON (interpreter to make the environment with), RECIPE (cpu or cuda; default: what the machine has),
 # MODEL (checkpoint folder of serve and demo), ARGS (more arguments for serve, or for pytest in test).
@@ -37,7 +37,7 @@ $(MODEL)/config.json: | $(STAMP)
 	$(BIN)/dsv4-sglang make-tiny $(MODEL)
 
 serve: $(STAMP) $(MODEL)/config.json
-	$(BIN)/dsv4-sglang serve --model-path $(MODEL) $(ARGS)
+	$(BIN)/dsv4-sglang serve --model-path $(MODEL) --ask "The hybrid cache" $(ARGS)
 
 demo: $(STAMP) $(MODEL)/config.json
 	$(BIN)/dsv4-sglang demo --model-path $(MODEL) $(ARGS)

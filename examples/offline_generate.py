@@ -1,0 +1,34 @@
+"""Generate without a server: `sglang.Engine` with this package's cache.
+
+dsv4-sglang make-tiny /tmp/tiny
+python examples/offline_generate.py /tmp/tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from dsv4_sglang.sglang import launch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model_path", help="checkpoint folder")
+    parser.add_argument("--max-tokens", type=int, default=32)
+    options = parser.parse_args()
+
+    # SGLang reads its environment when it is imported, so this comes first. With a GPU it changes nothing.
+    cpu = not launch.has_gpu()
+    launch.prepare_this_process(cpu)
+    import sglang
+
+    prompts = ["The capital of France is", "A window of 128 tokens", "Every fourth token"]
+    with sglang.Engine(**launch.engine_arguments(options.model_path, cpu)) as engine:
+        sampling = {"temperature": 0, "max_new_tokens": options.max_tokens}
+        for prompt, answer in zip(prompts, engine.generate(prompts, sampling)):
+            print(f"{prompt!r} -> {answer['text']!r}")
+
+
+# SGLang starts its processes by spawning: each imports this file again.
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Watch the two halves of the cache while two requests run: blocks grow with tokens, state slots with requests.
+
+Start a server that publishes its pools at every step, then this script:
+
+    dsv4-sglang serve --model-path DIR --enable-metrics --decode-log-interval 1
+    python examples/pools_filling.py --url http://127.0.0.1:30000
+
+A line is printed when something has changed. "used" belongs to running requests. "kept" is what finished requests left
+for the next one with the same beginning: their blocks, and checkpoints of the state. It is given up when somebody needs
+the room.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import threading
+import time
+import urllib.request
+
+POOLS = {"tokens": "kv", "state slots": "mamba"}  # our name: SGLang's name
+STATES = {"used": "used", "kept": "evictable", "free": "available"}
+BAR = 30
+
+
+def read_pools(url: str) -> dict[str, dict[str, int]]:
+    """{pool: {used, kept, free}} from the server's Prometheus page."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
+        page = response.read().decode()
+    values = dict(re.findall(r"^sglang:(\w+)\{[^}]*\} (\S+)$", page, re.MULTILINE))
+    return {
+        pool: {state: int(float(values[f"{name}_{key}_tokens"])) for state, key in STATES.items()}
+        for pool, name in POOLS.items()
+    }
+
+
+def generate(url: str, prompt_tokens: int, new_tokens: int, seed: int) -> None:
+    """One request with a prompt of its own; returns when it is answered."""
+    prompt = [3 + (seed * 7919 + i * i) % 250 for i in range(prompt_tokens)]
+    sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+    body = json.dumps({"input_ids": prompt, "sampling_params": sampling}).encode()
+    request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as response:
+        response.read()
+
+
+def bar(pool: dict[str, int]) -> str:
+    total = sum(pool.values())
+    used = -(-BAR * pool["used"] // total)
+    kept = min(BAR - used, -(-BAR * pool["kept"] // total))
+    return "#" * used + "+" * kept + "." * (BAR - used - kept)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser.add_argument("--prompt", type=int, nargs=2, default=(900, 300), help="prompt tokens of the two requests")
+    parser.add_argument("--new", type=int, default=48, help="tokens that each generates")
+    parser.add_argument("--interval", type=float, default=0.25, help="seconds between looks")
+    options = parser.parse_args()
+    try:
+        read_pools(options.url)
+    except (OSError, KeyError) as error:
+        print(f"no pools at {options.url}/metrics ({error!r}): start the server with --enable-metrics", file=sys.stderr)
+        return 1
+    requests = [
+        threading.Thread(target=generate, args=(options.url, length, options.new, seed), daemon=True)
+        for seed, length in enumerate(options.prompt)
+    ]
+    start = time.monotonic()
+    for request in requests:
+        request.start()
+    print("   s   " + "".join(f"{pool:<{BAR + 22}}" for pool in POOLS) + "('#' used, '+' kept)")
+    shown = None
+    running = True
+    while running:
+        running = any(request.is_alive() for request in requests)
+        pools = read_pools(options.url)
+        if pools != shown:
+            line = "  ".join(f"{bar(pool)} {pool['used']:>6} {pool['kept']:>6} kept" for pool in pools.values())
+            print(f"{time.monotonic() - start:5.1f}  {line}", flush=True)
+            shown = pools
+        time.sleep(options.interval)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""The commands, against a stand-in for `sglang.launch_server`; the real one is in test_cli_server.py."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dsv4_sglang.cli import app, demo, doctor
+from dsv4_sglang.sglang import launch
+from dsv4_sglang.testing import selftest
+from dsv4_sglang.testing.formula import layer_output
+
+COMMAND = [sys.executable, "-m", "dsv4_sglang.cli"]
+WAIT = 60
+
+STAND_IN = """
+import http.server, json, os, signal, sys, time
+
+flags = sys.argv[1:]
+print("STARTED", json.dumps([flags, os.environ.get("SGLANG_USE_CPU_ENGINE")]), flush=True)
+if "--die" in flags:
+    sys.exit(3)
+
+
+def stop(number, frame):
+    if "--stubborn" not in flags:
+        os._exit(40 + number)
+
+
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def answer(self, status, body):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def do_GET(self):
+        self.answer(200 if time.time() > ready else 503, {})
+
+    def do_POST(self):
+        prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+        if "--refuse" in flags:
+            self.answer(400, {"error": "too long"})
+        else:
+            self.answer(200, {"choices": [{"text": prompt[::-1]}], "usage": {"completion_tokens": 5}})
+
+    def log_message(self, *args):
+        pass
+
+
+ready = time.time() + 1
+http.server.HTTPServer(("127.0.0.1", int(flags[flags.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts a `sglang.launch_server` first on the path that speaks just enough HTTP."""
+    package = tmp_path / "stand_in" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+
+
+@pytest.fixture
+def start(stand_in: None):
+    """Starts `dsv4-sglang ...` in a process group of its own, which is gone after the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*COMMAND, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=WAIT)
+
+
+def _read_until(process: subprocess.Popen[str], text: str) -> list[str]:
+    lines: list[str] = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return lines
+    raise AssertionError(f"{text!r} did not come in {lines}")
+
+
+def test_print_only_prints() -> None:
+    result = CliRunner().invoke(app, ["serve", "--model-path", "m", "--print", "--tp", "1", "--device", "cpu"])
+    assert result.exit_code == 0
+    words = shlex.split(result.output)
+    assert words[words.index("--tp") + 1] == "1"
+    assert "sglang.launch_server" in words
+    assert f"PYTHONPATH={launch.cpu_environment()['PYTHONPATH']}" in words
+
+
+def test_bad_overrides_are_a_usage_error() -> None:
+    result = CliRunner().invoke(app, ["serve", "--model-path", "m", launch.OPT_IN_FLAG, "{"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "is not JSON" in result.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_becomes_the_server(start, number: signal.Signals) -> None:
+    port = demo.free_port()
+    process = start("serve", "--model-path", "m", "--port", str(port), "--trust-remote-code")
+    lines = _read_until(process, "STARTED")
+    flags, engine = json.loads(lines[-1].removeprefix("STARTED "))
+    assert flags[:2] == ["--model-path", "m"]
+    assert flags[-3:] == ["--port", str(port), "--trust-remote-code"]
+    assert engine == (None if torch.cuda.is_available() else "1")
+    assert shlex.split(lines[0])[-3:] == flags[-3:]
+    process.send_signal(number)
+    assert process.wait(timeout=WAIT) == 40 + number
+
+
+def test_serve_can_ask_and_stays_up(start) -> None:
+    process = start("serve", "--model-path", "m", "--port", str(demo.free_port()), "--ask", "abc")
+    lines = _read_until(process, "serving at")
+    assert any("'abc' -> 'cba' (5 tokens" in line for line in lines)
+    time.sleep(0.5)
+    assert process.poll() is None
+
+
+def test_asking_ends_with_the_server(start) -> None:
+    process = start("serve", "--model-path", "m", "--port", str(demo.free_port()), "--ask", "abc", "--die")
+    assert "no completion: the server" in "".join(_read_until(process, "no completion"))
+    assert process.wait(timeout=WAIT) == 3
+
+
+def test_demo_prints_and_stops(start) -> None:
+    process = start("demo", "--model-path", "m", "--prompt", "xyz")
+    output, _ = process.communicate(timeout=WAIT)
+    assert process.returncode == 0
+    assert "'xyz' -> 'zyx'" in output
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"), [("--die", "ended before it was ready"), ("--refuse", 'answered 400: {"error": "too long"}')]
+)
+def test_demo_fails_clearly(start, flag: str, said: str) -> None:
+    process = start("demo", "--model-path", "m", flag)
+    output, _ = process.communicate(timeout=WAIT)
+    assert process.returncode == 1
+    assert said in output
+
+
+def test_a_stubborn_server_is_killed(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "STOP_SECONDS", 0.5)
+    port = demo.free_port()
+    command = launch.server_command("m", ["--port", str(port), "--stubborn"], cpu=True)
+    with demo.running(command) as server:
+        demo.wait_ready(f"http://127.0.0.1:{port}", lambda: server.poll() is None, WAIT)
+    assert server.returncode == -signal.SIGKILL
+
+
+def test_waiting_is_bounded() -> None:
+    with pytest.raises(TimeoutError, match="within 0 s"):
+        demo.wait_ready(f"http://127.0.0.1:{demo.free_port()}", lambda: True, timeout=0.1)
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_self_test(ratio: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right on the ops as they are, and wrong if the formulas are given other rows."""
+    tolerance = doctor.GPU_TOLERANCE if device.type == "cuda" else doctor.CPU_TOLERANCE
+    assert selftest.layer_error(ratio, device) < tolerance
+
+    def spoilt(x: selftest.LayerInputs, topk: int) -> torch.Tensor:
+        if x.kv_score is None:
+            return layer_output(selftest.LayerInputs(**{**vars(x), "kv": x.kv.roll(1, 0)}), topk)
+        half = x.kv_score.shape[1] // 4
+        swapped = torch.cat([x.kv_score[:, half : 2 * half], x.kv_score[:, :half], x.kv_score[:, 2 * half :]], 1)
+        return layer_output(selftest.LayerInputs(**{**vars(x), "kv_score": swapped}), topk)
+
+    monkeypatch.setattr(selftest, "layer_output", spoilt)
+    assert selftest.layer_error(ratio, device) > 5 * doctor.GPU_TOLERANCE
+
+
+def test_doctor_reports_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(gpu: bool):
+        yield doctor.Finding("fine", "1.0")
+        raise ImportError("no module")
+
+    monkeypatch.setattr(doctor, "CHECKS", (broken,))
+    monkeypatch.setattr(launch, "prepare_this_process", lambda cpu: None)
+    assert [f.state for f in doctor.examine(False)] == ["ok", "fail"]
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    assert "ImportError: no module" in result.output
+    assert "1 of 2 checks failed" in result.output
+
+
+BREAK_A_HOOK = """
+import sys
+from dsv4_sglang.sglang import launch
+launch.prepare_this_process(cpu=not launch.has_gpu())
+from dsv4_sglang.sglang import hooks
+hooks.HOOKS = (hooks.HOOKS[0]._replace(target="sglang.srt.gone.Thing"), *hooks.HOOKS[1:])
+from dsv4_sglang.cli import doctor
+print([f for f in doctor.hooks(launch.has_gpu())])
+"""
+
+
+@pytest.mark.slow
+def test_doctor_passes_here_and_sees_a_missing_hook() -> None:
+    whole = subprocess.run([*COMMAND, "doctor"], capture_output=True, text=True, timeout=300)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    for check in ("python", "sglang", "plugin", "hooks", "CSA layer", "HCA layer"):
+        assert check in whole.stdout
+    hook = subprocess.run([sys.executable, "-c", BREAK_A_HOOK], capture_output=True, text=True, timeout=300)
+    assert "sglang.srt.gone.Thing does not exist" in hook.stdout, hook.stderr
+    assert "state='fail'" in hook.stdout

@@ -1,0 +1,92 @@
+"""The command line and environment of a launch."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from dsv4_sglang.sglang import launch
+
+FLAG = launch.OPT_IN_FLAG
+
+
+def _override(command: launch.Command) -> dict:
+    values = [command.argv[i + 1] for i, word in enumerate(command.argv) if word == FLAG]
+    assert len(values) == 1
+    return json.loads(values[0])
+
+
+@pytest.mark.parametrize("flags", [[FLAG, "{}"], [FLAG + "={}"], []])
+def test_opts_in_once(flags: list[str]) -> None:
+    assert _override(launch.server_command("m", flags, cpu=False)) == {"dsv4_sglang": {}}
+
+
+def test_keeps_what_the_user_overrides() -> None:
+    given = {"dsv4_sglang": {"hca_state": "raw"}, "rope_theta": 5}
+    command = launch.server_command("m", ["--port", "1", FLAG, json.dumps(given), "--tp", "1"], cpu=False)
+    assert _override(command) == given
+    assert command.argv[-4:] == ["--port", "1", "--tp", "1"]
+    assert _override(launch.server_command("m", [FLAG + '={"a": 1}'], cpu=True)) == {"dsv4_sglang": {}, "a": 1}
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "3"])
+def test_overrides_that_are_no_object_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"json-model-override-args"):
+        launch.server_command("m", [FLAG, text], cpu=False)
+
+
+def test_with_a_gpu_only_the_opt_in_is_added() -> None:
+    command = launch.server_command("m", ["--dtype", "bfloat16"], cpu=False, python="py")
+    assert command.argv == [
+        *["py", "-m", "sglang.launch_server", "--model-path", "m", FLAG, '{"dsv4_sglang": {}}'],
+        *["--dtype", "bfloat16"],
+    ]
+    assert command.environment == {}
+
+
+@pytest.mark.parametrize("given", [["--max-total-tokens", "999"], ["--max-total-tokens=999"]])
+def test_a_flag_of_the_user_replaces_the_default_for_a_cpu(given: list[str]) -> None:
+    argv = launch.server_command("m", given, cpu=True).argv
+    assert argv[-len(given) :] == given
+    assert sum(word.startswith("--max-total-tokens") for word in argv) == 1
+    assert argv[argv.index("--device") + 1] == "cpu"
+
+
+def test_the_printed_line_is_the_command() -> None:
+    command = launch.server_command("a dir/with 'quotes'", ["--host", "x y"], cpu=True)
+    words = shlex.split(command.shell())
+    count = len(command.environment)
+    assert dict(word.split("=", 1) for word in words[:count]) == command.environment
+    assert words[count:] == command.argv
+
+
+def test_cpu_environment_puts_the_stand_in_first_and_keeps_the_path() -> None:
+    mine = os.pathsep.join(["/mine", str(launch.CPU_SHIM), "/other"])
+    path = launch.cpu_environment({"PYTHONPATH": mine})["PYTHONPATH"].split(os.pathsep)
+    assert path == [str(launch.CPU_SHIM), "/mine", "/other"]
+    assert launch.cpu_environment({})["PYTHONPATH"] == str(launch.CPU_SHIM)
+
+
+def test_engine_arguments() -> None:
+    arguments = launch.engine_arguments("m", cpu=True, max_running_requests=3, dtype="float32")
+    assert arguments["device"] == "cpu"
+    assert arguments["max_running_requests"] == 3
+    assert arguments["max_total_tokens"] == int(launch.CPU_FLAGS["--max-total-tokens"])
+    assert json.loads(str(arguments["json_model_override_args"])) == {"dsv4_sglang": {}}
+    assert set(launch.engine_arguments("m", cpu=False)) == {"model_path", "json_model_override_args"}
+
+
+def test_importing_it_imports_neither_torch_nor_sglang() -> None:
+    code = "import sys, dsv4_sglang.sglang.launch; print([m for m in ('torch', 'sglang') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [(["--a", "1"], "1"), (["--a=1"], "1"), (["--a=1", "--a", "2"], "2"), (["--b", "--a"], ""), (["--ab", "1"], None)],
+)
+def test_flag_value(flags: list[str], found: str | None) -> None:
+    assert launch.flag_value(flags, "--a") == found
