@@ -1,9 +1,14 @@
-"""Registers the CUDA implementations of `index_topk` and `attend`. Import it where there is a CUDA device."""
+"""Registers the CUDA implementations of all ops; import it where there is a CUDA device.
+
+The writing and moving ops come from the compiled extension, which is built here on first use; `index_topk` and `attend`
+are Triton and FlashMLA.
+"""
 
 import torch
 from torch import Tensor
 
 from dsv4_sglang.attention import flashmla, triton_attend, triton_index
+from dsv4_sglang.ops import extension
 from dsv4_sglang.ops.schemas import NAMESPACE
 
 
@@ -25,5 +30,6 @@ def attend(
     return reader(q, sink, window, window_rows, window_lens, entries, entry_rows, entry_lens, positions, rope, scale)
 
 
+extension.load()
 torch.library.impl(f"{NAMESPACE}::attend", "CUDA", attend)
 torch.library.impl(f"{NAMESPACE}::index_topk", "CUDA", triton_index.index_topk)
