@@ -1,0 +1,194 @@
+"""Build and load the CUDA extension, `csrc/`.
+
+`load()` registers the CUDA implementations of the ops. It takes, in this order: the file that `DSV4_SGLANG_EXTENSION`
+names; a library built ahead of time into `PREBUILT` that has the device's architecture and was made from the present
+sources; one that an earlier first use left in the cache; else it builds one for the present GPU with nvcc. Ahead of
+time, for any machine:
+
+    python -m dsv4_sglang.ops.extension --arch 80,89,90a,100a [--out DIR]
+
+The extension uses LibTorch's stable ABI only, so one file serves torch 2.11 and later, whatever CUDA they were built
+with. The cache is `DSV4_SGLANG_CACHE`, else `~/.cache/dsv4_sglang`; a file's name holds a hash of sources and flags,
+one of the compiler, and the architectures.
+"""
+
+import argparse
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = Path(__file__).resolve().parent.parent
+PREBUILT = PACKAGE / "prebuilt"
+RELEASE_ARCHS = ("80", "89", "90a", "100a")
+SOURCE_SUFFIXES = (".cu", ".cpp")
+HEADER_SUFFIXES = (".h", ".cuh")
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-shared",
+    "-Xcompiler",
+    "-fPIC,-fvisibility=hidden",
+    "-DUSE_CUDA",
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the stable ABI as of torch 2.11
+)
+
+
+def source_dir() -> Path:
+    """`csrc/`: inside an installed package, beside it in a checkout."""
+    for candidate in (PACKAGE / "csrc", PACKAGE.parent / "csrc"):
+        if (candidate / "register.cpp").is_file():
+            return candidate
+    raise RuntimeError(
+        f"the CUDA sources are neither in {PACKAGE / 'csrc'} nor in {PACKAGE.parent / 'csrc'}; reinstall"
+    )
+
+
+def sources() -> list[Path]:
+    return sorted(p for p in source_dir().rglob("*") if p.suffix in SOURCE_SUFFIXES)
+
+
+def source_hash() -> str:
+    """Of all sources, headers and flags, 16 hex digits."""
+    digest = hashlib.sha256("\0".join(FLAGS).encode())
+    root = source_dir()
+    for path in sorted(p for p in root.rglob("*") if p.suffix in SOURCE_SUFFIXES + HEADER_SUFFIXES):
+        digest.update(f"\0{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def find_nvcc() -> Path:
+    """The CUDA compiler of CUDA_HOME, of PATH, or of /usr/local/cuda."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    candidates = [Path(home) / "bin" / "nvcc"] if home else []
+    on_path = shutil.which("nvcc")
+    candidates += [Path(on_path)] if on_path else []
+    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise RuntimeError(
+        "building the CUDA extension needs nvcc, which is neither in CUDA_HOME, PATH nor /usr/local/cuda. Install the "
+        "CUDA toolkit 12.8 or later (https://developer.nvidia.com/cuda-downloads, or the conda package cuda-nvcc), or "
+        "build elsewhere with `python -m dsv4_sglang.ops.extension --arch ... --out DIR` and set DSV4_SGLANG_EXTENSION "
+        "to the file"
+    )
+
+
+def compiler_hash(nvcc: Path) -> str:
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    return hashlib.sha256(version.encode()).hexdigest()[:8]
+
+
+def library_name(compiler: str, archs: Sequence[str]) -> str:
+    return f"dsv4_sglang-{source_hash()}-{compiler}-{'_'.join('sm' + arch for arch in archs)}.so"
+
+
+def cache_dir() -> Path:
+    configured = os.environ.get("DSV4_SGLANG_CACHE")
+    return Path(configured) if configured else Path.home() / ".cache" / "dsv4_sglang"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Only one process builds into a folder at a time; the lock goes with the process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "build.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(nvcc: Path, archs: Sequence[str], output: Path) -> None:
+    import torch
+
+    if shutil.which("g++") is None and "NVCC_CCBIN" not in os.environ:
+        raise RuntimeError(
+            "building the CUDA extension needs a C++17 compiler; install g++ (Debian, Ubuntu: apt install g++)"
+        )
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    include = Path(torch.__file__).parent / "include"
+    threads = str(min(len(archs), os.cpu_count() or 1))
+    command = [str(nvcc), *FLAGS, "-t", threads, *codes, f"-I{include}", *map(str, sources()), "-o", str(output)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        message = (result.stderr or result.stdout).strip()
+        raise RuntimeError(f"nvcc failed with exit status {result.returncode}\n{' '.join(command)}\n{message}")
+
+
+def build(archs: Sequence[str], out: Path) -> Path:
+    """The library for `archs` ("90a", ...) in folder `out`, compiled unless it is there already."""
+    nvcc = find_nvcc()
+    target = out / library_name(compiler_hash(nvcc), archs)
+    with _locked(out):
+        if not target.exists():
+            logger.warning("building the CUDA extension for %s (about half a minute, once)", ", ".join(archs))
+            with tempfile.TemporaryDirectory(dir=out) as scratch:
+                unfinished = Path(scratch) / target.name
+                _compile(nvcc, archs, unfinished)
+                os.replace(unfinished, target)
+    return target
+
+
+def device_arch() -> str:
+    """Architecture of the current GPU as nvcc names it; "a" where architecture-specific code exists."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "the CUDA extension needs an NVIDIA GPU and a CUDA build of torch; torch.cuda.is_available() is False"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        raise RuntimeError(f"the GPU is sm_{major}{minor}; the CUDA extension needs sm_80 or later")
+    return f"{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def find_prebuilt(arch: str, folder: Path = PREBUILT) -> Path | None:
+    """A library in `folder` made from the present sources, by any compiler, that has `arch`."""
+    found = sorted(folder.glob(f"dsv4_sglang-{source_hash()}-*.so")) if folder.is_dir() else []
+    return next((p for p in found if f"sm{arch}" in p.stem.rsplit("-", 1)[1].split("_")), None)
+
+
+@functools.cache
+def load() -> Path:
+    """Register the CUDA ops, building them first where needed; returns the library's path. Later calls do nothing."""
+    import torch
+
+    from dsv4_sglang.ops import schemas  # noqa: F401  (the schemas that the library implements)
+
+    configured = os.environ.get("DSV4_SGLANG_EXTENSION")
+    if configured:
+        path = Path(configured)
+        if not path.is_file():
+            raise RuntimeError(f"DSV4_SGLANG_EXTENSION is {configured}, which is not a file")
+    else:
+        arch = device_arch()
+        path = find_prebuilt(arch) or build([arch], cache_dir())
+    torch.ops.load_library(str(path))
+    return path
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m dsv4_sglang.ops.extension", description="Build the CUDA extension ahead of time."
+    )
+    parser.add_argument("--arch", help=f"comma-separated, e.g. {','.join(RELEASE_ARCHS)}; default: the present GPU's")
+    parser.add_argument(
+        "--out", type=Path, default=PREBUILT, help="folder; default: inside the package, where load() looks first"
+    )
+    options = parser.parse_args(argv)
+    archs = options.arch.split(",") if options.arch else [device_arch()]
+    print(build(archs, options.out))
+
+
+if __name__ == "__main__":
+    main()
