@@ -318,7 +318,7 @@ def test_write_swa(device: torch.device) -> None:
     view = handle.read_swa_view()
     at = (slots.long(), positions.long())
     assert torch.equal(view.swa_rope[at], raw[:, 448:])
-    read = view.swa_fp8[at].view(torch.float8_e4m3fn).float() * view.swa_inv[at].float()[:, None]
+    read = view.swa_fp8[at].view(torch.float8_e4m3fn).float() * view.swa_inv.float()[at][:, None]
     assert ((read - raw[:, :448].float()).norm(dim=-1) / raw[:, :448].float().norm(dim=-1)).max() < 0.036
     assert view.swa_pos[a, :6].tolist() == [0, 1, 2, 3, 4, -1]
     assert view.swa_pos[b, :3].tolist() == [0, 1, -1]

@@ -67,7 +67,7 @@ def test_entry_views(device: torch.device, kind: AttentionType, per_block: int) 
 
     pool.entries_fp8[3, per_block - 1] = 0x38  # 1.0 in e4m3
     pool.entries_rope[3, per_block - 1] = 3.0
-    pool.inv_scale[3, per_block - 1] = 2.0
+    pool.inv_scale.view(torch.uint8)[3, per_block - 1] = 128  # 2^1
     changed = rows.read_rows(pool.entries, torch.arange(n, device=device))
     assert changed[4 * per_block - 1].tolist() == [2.0] * 448 + [3.0] * 64
     changed[4 * per_block - 1] = read[4 * per_block - 1]

@@ -1,0 +1,39 @@
+"""Build hook: the CUDA extension ahead of time, when DSV4_SGLANG_PREBUILD names the architectures.
+
+    DSV4_SGLANG_PREBUILD=80,89,90a,100a pip install --no-build-isolation .
+
+Without the variable nothing is compiled, and the extension is built on first use.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SWITCH = "DSV4_SGLANG_PREBUILD"
+
+
+class ExtensionBuildHook(BuildHookInterface):
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        archs = os.environ.get(SWITCH)
+        if not archs or self.target_name != "wheel":
+            return
+        if importlib.util.find_spec("torch") is None:
+            raise RuntimeError(
+                f"{SWITCH} compiles against torch's headers, and this build environment has no torch: install torch "
+                "and give pip --no-build-isolation"
+            )
+        out = Path(self.root) / "dsv4_sglang" / "prebuilt"
+        command = [sys.executable, "-m", "dsv4_sglang.ops.extension", "--arch", archs, "--out", str(out)]
+        subprocess.run(command, cwd=self.root, check=True)
+        build_data["artifacts"].append("/dsv4_sglang/prebuilt/*.so")
+        build_data["pure_python"] = False
+        # The library uses torch's stable ABI and no Python: one wheel for all interpreters of the platform.
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
