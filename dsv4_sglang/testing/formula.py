@@ -6,6 +6,7 @@ Written for being obviously right: one query at a time over rows made from the w
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,15 +87,18 @@ def _entries(score: Tensor, ape: Tensor, norm: Tensor, ratio: int) -> Tensor:
     return rope(_normalised(torch.stack(rows), norm), torch.arange(len(rows)) * ratio, ratio)
 
 
-def layer_output(x: LayerInputs, topk: int) -> Tensor:
-    """fp32 [T, H, 512]: attention output of every token, turned back, before the output projection."""
+def layer_output(x: LayerInputs, topk: int, row: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
+    """fp32 [T, H, 512]: attention output of every token, turned back, before the output projection.
+
+    `row` is what storing does to finished rows [n, 512]; index keys are never rounded.
+    """
     t = torch.arange(len(x.kv))
-    window = rope(_normalised(x.kv, x.kv_norm), t, x.ratio)
+    window = row(rope(_normalised(x.kv, x.kv_norm), t, x.ratio))
     q = rope(x.q, t, x.ratio)
     entries = scores = None
     if x.ratio:
         assert x.kv_score is not None and x.ape is not None and x.entry_norm is not None
-        entries = _entries(x.kv_score, x.ape, x.entry_norm, x.ratio)
+        entries = row(_entries(x.kv_score, x.ape, x.entry_norm, x.ratio))
     if x.ratio == 4:
         assert x.index_kv_score is not None and x.index_ape is not None and x.index_norm is not None
         assert x.index_q is not None and x.index_weights is not None
