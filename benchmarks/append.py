@@ -67,11 +67,6 @@ class Bench:
         config = MODELS[model]()
         return first_layers(config, 4) if self.args.dry_run else config
 
-    def ceilings(self, result: report.Report) -> Iterator[dict[str, Any]]:
-        result.fact("copy_gbs", timing.copy_rate(self.device))
-        result.fact("empty_launch_us", timing.empty_launch(self.device))
-        return iter(())
-
     def floor(self, bytes_moved: float, launches: int) -> dict[str, float]:
         return {
             "MB": bytes_moved / 1e6,
@@ -200,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     bench = Bench(args)
     result = report.Report("append", args, {"context": bench.context, "samples": bench.samples})
     if "copy_gbs" not in result.data["facts"]:
-        result.part("ceilings", partial(bench.ceilings, result))
+        result.part("ceilings", partial(timing.ceilings, bench.device, result.fact))
     bench.copy_gbs = result.data["facts"].get("copy_gbs", 0.0)
     bench.launch_us = result.data["facts"].get("empty_launch_us", 0.0)
     if not args.dry_run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -141,3 +141,20 @@ def empty_launch(device: torch.device, launches: int = 200) -> float:
 def floor_us(bytes_moved: float, launches: float, copy_gbs: float, launch_us: float) -> float:
     """No version is faster: the larger of the bytes at the copy rate and the launches at an empty kernel each."""
     return max(bytes_moved / copy_gbs / 1e3, launches * launch_us)
+
+
+def bf16_rate(device: torch.device, size: int = 8192) -> float:
+    """TFLOP/s of a square bf16 matrix product of random numbers."""
+    n = size if device.type == "cuda" else 128
+    a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
+    out = torch.empty_like(a)
+    timing = Recorded(lambda: torch.mm(a, b, out=out), device).time(10)
+    return 2 * n**3 / timing.us / 1e6
+
+
+def ceilings(device: torch.device, keep: Callable[[str, float], None]) -> Iterator[dict[str, object]]:
+    """Measure the device's ceilings and hand each to `keep`; a part without rows."""
+    keep("copy_gbs", copy_rate(device))
+    keep("empty_launch_us", empty_launch(device))
+    keep("bf16_tflops", bf16_rate(device))
+    return iter(())

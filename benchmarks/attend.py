@@ -1,0 +1,428 @@
+"""Attention over window rows and compressed entries: our readers, FlashMLA called directly, SGLang's path.
+
+    python -m benchmarks.attend [--quick] [--out DIR]
+
+Four layers of one kind in a CUDA graph, each with its own tables and queries, random rows; times are a layer's.
+Subjects: "flashmla": the kernel alone on our tables, its schedule computed before; "ours": our reader through FlashMLA
+with its schedule once a step and the rotation of the output; "ours triton": the portable kernel; "in-tree": FlashMLA on
+SGLang's pages with its schedule and its inverse RoPE kernel, in prefill its dequantisation to a bf16 workspace and
+FlashMLA's sparse prefill kernel. The floor is the larger of bytes / copy rate and products / the measured bf16 rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import report, tables, timing
+from benchmarks.append_in_tree import PAGE, WINDOW_PAGE, page_bytes
+from dsv4_sglang.model.config import CSA_RATIO, DSV4Config
+from dsv4_sglang.model.rope import rope_frequencies
+from dsv4_sglang.ops.rope import rope_table
+
+LAYERS = 4
+DIM, BLOCK = 512, 128
+SCALE = DIM**-0.5
+MOST_ROWS = 1 << 21
+"""Rows of an entry table; longer contexts in large batches share rows, which random reads do not notice."""
+SUBJECTS = ("flashmla", "ours", "ours triton", "in-tree")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`batch` requests of `context` tokens with one token each, or one request whose last `chunk` tokens are new."""
+
+    model: str
+    heads: int
+    top_k: int
+    kind: str
+    batch: int
+    context: int
+    chunk: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.chunk or self.batch
+
+    @property
+    def ratio(self) -> int:
+        return CSA_RATIO if self.kind == "csa" else BLOCK
+
+    @property
+    def name(self) -> str:
+        work = f"prefill {self.chunk}" if self.chunk else f"decode x {self.batch}"
+        return f"{self.model}/{self.kind}/{self.context // 1024}K/{work}"
+
+    def lengths(self) -> Tensor:
+        """[tokens] entries that each token reads."""
+        last = (
+            torch.arange(self.context - self.chunk, self.context)
+            if self.chunk
+            else torch.full((self.batch,), self.context - 1)
+        )
+        seen = (last + 1) // self.ratio
+        return seen.clamp(max=self.top_k) if self.kind == "csa" else seen
+
+    @property
+    def width(self) -> int:
+        """Columns of the entry list, a multiple of 64."""
+        most = self.top_k if self.kind == "csa" else self.context // self.ratio
+        return math.ceil(max(most, 1) / 64) * 64
+
+    def rows_read(self) -> int:
+        window = (torch.arange(self.context - self.tokens, self.context) + 1).clamp(max=128) if self.chunk else None
+        return int(self.lengths().sum()) + (int(window.sum()) if window is not None else 128 * self.batch)
+
+    def bytes_moved(self) -> int:
+        """Rows a decode step reads, once for each token; a chunk's tokens share theirs, so each distinct row once."""
+        io = 2 * self.tokens * self.heads * DIM * 2
+        if not self.chunk:
+            return self.rows_read() * (tables.ROW + tables.SCALES) + io
+        return (self.chunk + 127 + self.context // self.ratio) * (tables.ROW + tables.SCALES) + io
+
+    def products(self) -> int:
+        """Floating-point operations of q k and p v."""
+        return 4 * DIM * self.heads * self.rows_read()
+
+
+@dataclasses.dataclass
+class Lists:
+    """Row lists [tokens, width] int32 and lengths [tokens] int32 of windows and entries."""
+
+    window: Tensor
+    window_lens: Tensor
+    entries: list[Tensor]
+    entry_lens: Tensor
+
+
+def random_lists(case: Case, rows: int, device: torch.device, layers: int) -> list[Tensor]:
+    """Ascending random rows below `rows`, another selection for each layer (CSA); the same for all layers (HCA)."""
+    generator = torch.Generator(device=device).manual_seed(5)
+    shape = (case.tokens, case.width)
+
+    def draw() -> Tensor:
+        return torch.randint(0, rows, shape, device=device, generator=generator, dtype=torch.int32).sort(1).values
+
+    return [draw() for _ in range(layers)] if case.kind == "csa" else [draw()] * layers
+
+
+def our_lists(case: Case, rows: int, device: torch.device, layers: int) -> Lists:
+    """As the step metadata makes them: window rows of the ring (decode) or of the workspace (prefill)."""
+    positions = torch.arange(128, device=device, dtype=torch.int32)
+    if case.chunk:
+        start = case.context - case.chunk
+        t = torch.arange(start, case.context, device=device, dtype=torch.int32)
+        window = (128 + (t - 127).clamp_min(0) - start)[:, None] + positions
+        lens = (t + 1).clamp(max=128)
+    else:
+        slots = torch.randperm(case.batch, device=device, dtype=torch.int32) + 1
+        window = slots[:, None] * 128 + positions
+        lens = torch.full((case.batch,), 128, dtype=torch.int32, device=device)
+    return Lists(window, lens, random_lists(case, rows, device, layers), case.lengths().int().to(device))
+
+
+class Tensors:
+    """Queries, sink, positions and RoPE that all subjects share."""
+
+    def __init__(self, case: Case, device: torch.device, layers: int) -> None:
+        generator = torch.Generator(device=device).manual_seed(6)
+        shape = (case.tokens, case.heads, DIM)
+        self.q = [torch.randn(shape, device=device, generator=generator).bfloat16() for _ in range(layers)]
+        self.sink = torch.randn(case.heads, device=device, generator=generator)
+        config = DSV4Config.flash()
+        last = case.context
+        self.rope = rope_table(last, rope_frequencies(config, case.ratio, device))
+        first = last - case.chunk if case.chunk else last - 1
+        self.positions = (
+            torch.arange(first, last, device=device) if case.chunk else torch.full((case.batch,), first, device=device)
+        )
+
+
+def our_subject(case: Case, subject: str, device: torch.device, layers: int) -> Callable[[], None]:
+    """The step of "flashmla", "ours" or "ours triton"."""
+    shared = Tensors(case, device, layers)
+    if case.chunk:
+        window = [tables.our_rows(1, case.chunk + 128, device)] * layers  # one workspace serves all layers
+    else:
+        window = [tables.our_rows(case.batch + 1, BLOCK, device) for _ in range(layers)]
+    rows = min(MOST_ROWS, max(case.batch * case.context // case.ratio, 64) // 32 * 32)
+    shape = (rows // 32, 32) if case.kind == "csa" else (1, rows)
+    entries = [tables.our_rows(*shape, device) for _ in range(layers)]
+    lists = our_lists(case, rows, device, layers)
+
+    def arguments(layer: int) -> tuple[Any, ...]:
+        return (
+            shared.q[layer],
+            shared.sink,
+            window[layer],
+            lists.window,
+            lists.window_lens,
+            entries[layer],
+            lists.entries[layer],
+            lists.entry_lens,
+            shared.positions,
+            shared.rope,
+            SCALE,
+        )
+
+    if device.type == "cpu":
+        return lambda: [torch.ops.dsv4_sglang.attend(*arguments(layer)) for layer in range(layers)] and None
+    if subject == "ours triton":
+        from dsv4_sglang.attention import triton_attend
+
+        return lambda: [triton_attend.attend(*arguments(layer)) for layer in range(layers)] and None
+    if subject == "ours":
+        from dsv4_sglang.attention.flashmla import FlashMLAReader
+
+        reader = FlashMLAReader()
+
+        def step() -> None:
+            reader.begin_step()
+            for layer in range(layers):
+                reader.attend(*arguments(layer), entry_rows_change=case.kind == "csa")
+
+        return step
+    return direct(case, shared.q, shared.sink, window, lists, entries)
+
+
+def direct(
+    case: Case, q: list[Tensor], sink: Tensor, window: list[Tensor], lists: Lists, entries: list[Tensor]
+) -> Callable[[], None]:
+    """FlashMLA's decode kernel alone, as many tokens a call as its scratch allows; schedules are made once."""
+    from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+    at_once = 131072 // case.heads
+    parts = [slice(begin, begin + at_once) for begin in range(0, case.tokens, at_once)]
+    schedules = {part.start: get_mla_metadata()[0] for part in parts}
+
+    def step() -> None:
+        for layer, query in enumerate(q):
+            for part in parts:
+                flash_mla_with_kvcache(
+                    q=query[part].unsqueeze(1),
+                    k_cache=window[layer].unsqueeze(2),
+                    block_table=None,
+                    cache_seqlens=None,
+                    head_dim_v=DIM,
+                    tile_scheduler_metadata=schedules[part.start],
+                    softmax_scale=SCALE,
+                    is_fp8_kvcache=True,
+                    indices=lists.window[part].unsqueeze(1),
+                    topk_length=lists.window_lens[part],
+                    attn_sink=sink,
+                    extra_k_cache=entries[layer].unsqueeze(2),
+                    extra_indices_in_kvcache=lists.entries[layer][part].unsqueeze(1),
+                    extra_topk_length=lists.entry_lens[part],
+                )
+
+    return step
+
+
+def in_tree_pages(case: Case, rows: int, device: torch.device) -> tuple[Tensor, int]:
+    """(uint8 [pages, bytes], rows of a page) of one layer's compressed cache."""
+    per_page = PAGE // case.ratio
+    return tables.random_pages(max(rows // per_page, 1), per_page, page_bytes(per_page), device), per_page
+
+
+def in_tree_subject(case: Case, device: torch.device, layers: int) -> Callable[[], None]:
+    from sglang.kernels.ops.attention.dsv4.elementwise import fused_rope_inplace
+
+    shared = Tensors(case, device, layers)
+    freqs = torch.view_as_complex(shared.rope.unflatten(1, (-1, 2)).contiguous())
+    rows = min(MOST_ROWS, max(case.batch * case.context // case.ratio, 64) // 64 * 64)
+    paged = [in_tree_pages(case, rows, device) for _ in range(layers)]
+    attention = in_tree_prefill if case.chunk else in_tree_decode
+    run = attention(case, shared, paged, rows, device, layers)
+
+    def step() -> None:
+        for out in run():
+            fused_rope_inplace(out[..., -64:], None, freqs, positions=shared.positions, inverse=True)
+
+    return step
+
+
+def in_tree_decode(
+    case: Case, shared: Tensors, paged: list[tuple[Tensor, int]], rows: int, device: torch.device, layers: int
+) -> Callable[[], Iterator[Tensor]]:
+    from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+    pages = 2 * (case.batch + 1)
+    window = [tables.random_pages(pages, WINDOW_PAGE, page_bytes(WINDOW_PAGE), device) for _ in range(layers)]
+    width = 584
+    window_views = [w[:, : WINDOW_PAGE * width].view(pages, WINDOW_PAGE, 1, width) for w in window]
+    entry_views = [table[:, : n * width].view(table.shape[0], n, 1, width) for table, n in paged]
+    positions = torch.arange(128, device=device, dtype=torch.int32)
+    starts = torch.randint(0, pages // 2, (case.batch,), device=device, dtype=torch.int32) * 2 * WINDOW_PAGE
+    window_rows = (starts[:, None] + positions + 60).unsqueeze(1)  # a window lies across two pages
+    window_lens = torch.full((case.batch,), 128, dtype=torch.int32, device=device)
+    entry_rows = [rows_of.unsqueeze(1) for rows_of in random_lists(case, rows, device, layers)]
+    entry_lens = case.lengths().int().to(device)
+
+    def run() -> Iterator[Tensor]:
+        schedule = get_mla_metadata()[0]  # its backend makes one a step and kind of layer
+        for layer in range(layers):
+            yield flash_mla_with_kvcache(
+                q=shared.q[layer].unsqueeze(1),
+                k_cache=window_views[layer],
+                block_table=None,
+                cache_seqlens=None,
+                head_dim_v=DIM,
+                tile_scheduler_metadata=schedule,
+                softmax_scale=SCALE,
+                is_fp8_kvcache=True,
+                indices=window_rows,
+                topk_length=window_lens,
+                attn_sink=shared.sink,
+                extra_k_cache=entry_views[layer],
+                extra_indices_in_kvcache=entry_rows[layer],
+                extra_topk_length=entry_lens,
+            )[0].squeeze(1)
+
+    return run
+
+
+def in_tree_prefill(
+    case: Case, shared: Tensors, paged: list[tuple[Tensor, int]], rows: int, device: torch.device, layers: int
+) -> Callable[[], Iterator[Tensor]]:
+    """`DeepseekV4AttnBackend._forward_prefill_sparse` for one request."""
+    from sgl_kernel.flash_mla import flash_mla_sparse_fwd
+    from sglang.kernels.ops.attention.dsv4.dequant_k_cache import dequantize_k_cache_paged
+    from sglang.srt.layers.attention.dsv4.sparse_prefill_utils import combine_topk_swa_indices
+
+    def ints(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    gathered = min(case.context, case.chunk + 127)
+    pages = math.ceil(gathered / WINDOW_PAGE) + 1
+    window = [tables.random_pages(pages, WINDOW_PAGE, page_bytes(WINDOW_PAGE), device) for _ in range(layers)]
+    compressed = case.context // case.ratio
+    entry_ids = torch.randperm(rows, device=device)[:compressed].int()
+    window_ids = torch.arange(gathered, device=device, dtype=torch.int32)
+    workspace = torch.empty(compressed + gathered, 1, DIM, dtype=torch.bfloat16, device=device)
+    top_k = case.top_k if case.kind == "csa" else compressed
+    chosen = random_lists(case, compressed, device, layers)
+
+    width = math.ceil((top_k + 128) / 128) * 128
+    lists = (
+        torch.full((case.chunk, width), -1, dtype=torch.int32, device=device),
+        torch.zeros(case.chunk, dtype=torch.int32, device=device),
+    )
+    query_start, lens, gather_lens = ints(0, case.chunk), ints(case.context), ints(gathered)
+    entries_at, window_at = ints(0), ints(compressed)
+
+    def combine(picked: Tensor) -> None:
+        combine_topk_swa_indices(
+            topk_indices=picked,
+            query_start_loc=query_start,
+            seq_lens=lens,
+            gather_lens=gather_lens,
+            compressed_base=entries_at,
+            swa_base=window_at,
+            window_size=128,
+            compress_ratio=case.ratio,
+            topk=top_k,
+            out_indices=lists[0],
+            out_lens=lists[1],
+        )
+
+    combine(chosen[0])
+
+    def run() -> Iterator[Tensor]:
+        for layer, (table, per_page) in enumerate(paged):
+            if case.kind == "csa":  # of HCA layers the lists are made once a chunk
+                combine(chosen[layer])
+            dequantize_k_cache_paged(table, entry_ids, page_size=per_page, out=workspace[:compressed])
+            dequantize_k_cache_paged(window[layer], window_ids, page_size=WINDOW_PAGE, out=workspace[compressed:])
+            yield flash_mla_sparse_fwd(
+                q=shared.q[layer],
+                kv=workspace,
+                indices=lists[0].unsqueeze(1),
+                sm_scale=SCALE,
+                d_v=DIM,
+                attn_sink=shared.sink,
+                topk_length=lists[1],
+            )[0]
+
+    return run
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    flash, pro = ("flash", 64, 512), ("pro", 128, 1024)
+    if args.dry_run:
+        return [Case("flash", 4, 64, kind, 2, 1024) for kind in ("csa", "hca")] + [
+            Case("flash", 4, 64, "csa", 1, 512, chunk=40)
+        ]
+    K = 1024
+    found = []
+    for model in [flash] if args.quick else [flash, pro]:
+        for batch in (1, 64, 256) if args.quick else (1, 16, 64, 128, 256):
+            found.append(Case(*model, "csa", batch, 128 * K))
+        for context in (128 * K,) if args.quick else (4 * K, K * K):
+            found += [Case(*model, "csa", batch, context) for batch in ((16,) if args.quick else (1, 64, 256))]
+        for context in (128 * K,) if args.quick else (4 * K, 16 * K, 128 * K, K * K):
+            found += [Case(*model, "hca", batch, context) for batch in ((64,) if args.quick else (1, 16, 64, 256))]
+        for context in (8 * K,) if args.quick else (8 * K, 128 * K):
+            found += [Case(*model, kind, 1, context, chunk=8 * K) for kind in ("csa", "hca")]
+    return list(dict.fromkeys(found))
+
+
+def measure(case: Case, subject: str, device: torch.device, facts: dict[str, float], samples: int) -> Iterator[Any]:
+    layers = 2 if device.type == "cpu" else LAYERS
+    step = in_tree_subject(case, device, layers) if subject == "in-tree" else our_subject(case, subject, device, layers)
+    recorded = timing.Recorded(step, device)
+    time = recorded.time(samples, divide=layers)
+    cold = recorded.time_cold(max(5, samples // 3), divide=layers)
+    floor = max(
+        timing.floor_us(case.bytes_moved(), 1, facts.get("copy_gbs") or 1.0, facts.get("empty_launch_us", 0.0)),
+        case.products() / (facts.get("bf16_tflops") or 1.0) / 1e6,
+    )
+    row = {"case": case.name, "subject": subject, "us": time.us, "cold us": cold.us, "low": time.low, "high": time.high}
+    yield row | {
+        "TFLOP/s": case.products() / time.us / 1e6,
+        "GB/s": case.bytes_moved() / time.us / 1e3,
+        "floor us": floor,
+        "x floor": time.us / floor,
+    }
+
+
+def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    lines: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if "us" in row:
+            line = lines.setdefault(row["case"], {"case": row["case"], "floor us": row["floor us"]})
+            line[row["subject"]] = row["us"]
+    for line in lines.values():
+        base = line.get("flashmla")
+        for subject in ("ours", "ours triton", "in-tree"):
+            if base and line.get(subject):
+                line[f"{subject} / flashmla"] = line[subject] / base
+    return list(lines.values())
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = report.parser(__doc__).parse_args(argv)
+    device = torch.device("cpu" if args.dry_run else "cuda")
+    samples = 10 if args.quick else 20
+    result = report.Report("attend", args, {"layers": LAYERS, "samples": samples})
+    facts = result.data["facts"]
+    if "copy_gbs" not in facts:
+        result.part("ceilings", partial(timing.ceilings, device, result.fact))
+    subjects = ("ours",) if args.dry_run else SUBJECTS
+    for case in cases(args):
+        for subject in subjects:
+            result.part(f"{case.name}/{subject}", partial(measure, case, subject, device, facts, samples))
+    ratios = [f"{subject} / flashmla" for subject in ("ours", "ours triton", "in-tree")]
+    columns = ["case", *subjects, *(ratios if len(subjects) > 1 else []), "floor us"]
+    result.table("attend, us a layer", columns, compare(result.rows))
+    return result.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,131 @@
+"""Draw the main tables of benchmarks/results/ into docs/, PNG and SVG: `python -m benchmarks.plots`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import append, attend, index, oracle_distance, serve
+from benchmarks.environment import ROOT
+from benchmarks.report import RESULTS
+
+COLOURS = {"ours": "#1f77b4", "in-tree": "#d62728", "ours triton": "#2ca02c", "flashmla": "#7f7f7f", "floor": "#999999"}
+Row = dict[str, Any]
+
+
+def grouped_bars(axis: Any, labels: list[str], values: dict[str, list[float | None]], unit: str) -> None:
+    """One group a label, one bar a series; a missing value leaves its place empty. Numbers stand on the bars."""
+    width = 0.8 / max(1, len(values))
+    for i, (name, series) in enumerate(values.items()):
+        at = [j + (i - (len(values) - 1) / 2) * width for j in range(len(labels))]
+        bars = axis.bar(at, [v or 0 for v in series], width, label=name, color=COLOURS.get(name))
+        axis.bar_label(bars, [f"{v:,.0f}" if v and v >= 100 else f"{v:.3g}" if v else "" for v in series], fontsize=6)
+    axis.set_xticks(range(len(labels)), labels, fontsize=8)
+    axis.set_ylabel(unit)
+    axis.legend(fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def pick(lines: list[Row], keys: tuple[str, ...]) -> dict[str, list[float | None]]:
+    return {key: [line.get(key) for line in lines] for key in keys if any(line.get(key) for line in lines)}
+
+
+def draw_append(axis: Any, rows: list[Row]) -> None:
+    lines = [
+        line
+        for line in append.compare(rows)
+        if line["model"] == "flash" and line["load"] in ("steady", "csa+hca") and line["work"].startswith("decode")
+    ]
+    lines = [line | {"floor": line.get("floor us")} for line in lines]
+    labels = [f"{line['work'].removeprefix('decode x ')}\n{line['load']}" for line in lines]
+    grouped_bars(axis, labels, pick(lines, ("ours", "in-tree", "floor")), "us a step, 43 layers")
+    axis.set_yscale("log")
+    axis.set_title("Write path, decode: requests and kind of step")
+
+
+def draw_attend(axis: Any, rows: list[Row]) -> None:
+    lines = [line for line in attend.compare(rows) if "flash/" in line["case"] and "/128K/decode" in line["case"]]
+    labels = [line["case"].removeprefix("flash/").replace("/128K/decode x ", "\n") for line in lines]
+    grouped_bars(axis, labels, pick(lines, ("flashmla", "ours", "ours triton", "in-tree")), "us a layer")
+    axis.set_title("Attention, decode at 128K: kind of layer and requests")
+
+
+def draw_index(axis: Any, rows: list[Row]) -> None:
+    lines = [line for line in index.compare(rows) if "top 512" in line["case"]]
+    labels = [line["case"].removesuffix(", top 512") for line in lines]
+    grouped_bars(axis, labels, pick(lines, ("ours", "in-tree")), "us a layer")
+    axis.set_title("Selection, decode: requests x context")
+
+
+def draw_serve(axis: Any, rows: list[Row]) -> None:
+    lines = [line for line in serve.compare(rows) if line["measure"] == "decode tokens/s"]
+    grouped_bars(axis, [str(line["at"]) for line in lines], pick(lines, ("ours", "in-tree")), "tokens/s")
+    axis.set_yscale("log")
+    axis.set_title("Decode throughput: requests at once")
+
+
+def draw_capacity(axis: Any, rows: list[Row]) -> None:
+    lines = [row for row in rows if row.get("kind") == "computed" and row["model"] == "flash"]
+    axis.barh([line["setting"] for line in lines], [line["tokens"] / 1e6 for line in lines])
+    axis.invert_yaxis()
+    axis.set_xlabel("million tokens")
+    axis.set_title("Tokens in the memory of the cache (Flash)")
+
+
+def draw_oracle_distance(axis: Any, rows: list[Row]) -> None:
+    lines = [line for line in oracle_distance.summary(rows) if line["path"] == "decode" and line["prompts"] != "long"]
+    grouped_bars(axis, [line["server"] for line in lines], pick(lines, ("mean", "max")), "|d logprob|")
+    axis.set_title("Distance to transformers in fp32")
+
+
+DRAWN: dict[str, Callable[[Any, list[Row]], None]] = {
+    "append": draw_append,
+    "attend": draw_attend,
+    "index": draw_index,
+    "serve": draw_serve,
+    "capacity": draw_capacity,
+    "oracle_distance": draw_oracle_distance,
+}
+
+
+def draw(results: Path, docs: Path) -> list[Path]:
+    """Files written: two for each result that is there."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    docs.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, function in DRAWN.items():
+        file = results / f"{name}.json"
+        if not file.is_file():
+            continue
+        data = json.loads(file.read_text())
+        figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
+        function(axis, data["rows"])
+        gpu = data["environment"]["gpu"].get("name", "no GPU")
+        figure.supxlabel(f"{gpu}, {data['environment']['date'][:10]}", fontsize=7, color="#666666")
+        for suffix in ("png", "svg"):
+            written.append(docs / f"{name}.{suffix}")
+            # Without a date inside, equal results give equal files.
+            figure.savefig(written[-1], dpi=160, metadata={"Date": None} if suffix == "svg" else None)
+        pyplot.close(figure)
+    return written
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--results", type=Path, default=RESULTS)
+    options.add_argument("--docs", type=Path, default=ROOT / "docs")
+    args = options.parse_args(argv)
+    for path in draw(args.results, args.docs):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
