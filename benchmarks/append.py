@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import loads, report, timing, traffic
 from benchmarks.append_in_tree import InTree, compile_kernels
-from benchmarks.append_ours import Inputs, Ours, random_inputs
+from benchmarks.append_ours import Inputs, Ours, ops_for, random_inputs
 from benchmarks.loads import Load
 from benchmarks.traffic import Formats
 from dsv4_sglang.model.config import DSV4Config
@@ -195,11 +195,12 @@ def main(argv: list[str] | None = None) -> int:
     bench = Bench(args)
     result = report.Report("append", args, {"context": bench.context, "samples": bench.samples})
     if "copy_gbs" not in result.data["facts"]:
-        result.part("ceilings", partial(timing.ceilings, bench.device, result.fact))
+        result.part("ceilings", partial(timing.ceilings, bench.device, result.fact), setup=True)
     bench.copy_gbs = result.data["facts"].get("copy_gbs", 0.0)
     bench.launch_us = result.data["facts"].get("empty_launch_us", 0.0)
     if not args.dry_run:
-        result.part("compile", lambda: compile_kernels(online=not args.quick))
+        result.part("load ours", partial(ops_for, bench.device), setup=True)
+        result.part("compile in-tree", lambda: compile_kernels(online=not args.quick), setup=True)
         result.part("agreement", bench.agreement)
     for name, function in wanted_parts(args):
         result.part(name, partial(function, bench))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass
 
@@ -15,6 +16,12 @@ from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.ops.rope import rope_table
 
 BLOCK = 128
+
+
+def ops_for(device: torch.device) -> None:
+    """Register the ops of the device; for CUDA this builds the extension on first use."""
+    if device.type == "cuda":
+        importlib.import_module("dsv4_sglang.attention.cuda_ops")
 
 
 @dataclass

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks import report, tables, timing
 from benchmarks.append_in_tree import PAGE, WINDOW_PAGE, page_bytes
+from benchmarks.append_ours import ops_for
 from dsv4_sglang.model.config import CSA_RATIO, DSV4Config
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.ops.rope import rope_table
@@ -413,7 +414,8 @@ def main(argv: list[str] | None = None) -> int:
     result = report.Report("attend", args, {"layers": LAYERS, "samples": samples})
     facts = result.data["facts"]
     if "copy_gbs" not in facts:
-        result.part("ceilings", partial(timing.ceilings, device, result.fact))
+        result.part("ceilings", partial(timing.ceilings, device, result.fact), setup=True)
+    result.part("load ours", partial(ops_for, device), setup=True)
     subjects = ("ours",) if args.dry_run else SUBJECTS
     for case in cases(args):
         for subject in subjects:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import report, tables, timing
+from benchmarks.append_ours import ops_for
 from dsv4_sglang.model.config import CSA_RATIO, DSV4Config
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.ops.index_keys import MXFP4
@@ -204,7 +205,8 @@ def main(argv: list[str] | None = None) -> int:
     result = report.Report("index", args, {"layers": LAYERS, "samples": samples})
     facts = result.data["facts"]
     if "copy_gbs" not in facts:
-        result.part("ceilings", partial(timing.ceilings, device, result.fact))
+        result.part("ceilings", partial(timing.ceilings, device, result.fact), setup=True)
+    result.part("load ours", partial(ops_for, device), setup=True)
     subjects: dict[str, tuple[str, Callable[..., Stages]]] = {"ours": ("ours", ours)}
     if not args.dry_run:
         subjects |= {"ours stages": ("ours", our_stages), "in-tree": ("in-tree", in_tree)}

@@ -62,9 +62,13 @@ class Report:
     def rows(self) -> list[dict[str, Any]]:
         return self.data["rows"]
 
-    def part(self, name: str, function: Callable[[], Iterable[dict[str, Any]] | None]) -> None:
-        """Run `function` and keep its rows under `name`, unless the part is not wanted or already there."""
-        if name in self.data["parts"] or (self.wanted and not any(word in name for word in self.wanted)):
+    def part(self, name: str, function: Callable[[], Iterable[dict[str, Any]] | None], setup: bool = False) -> None:
+        """Run `function` and keep its rows under `name`, unless the part is not wanted or already there.
+
+        `setup`: what the process needs for the parts behind it, so it runs in any case.
+        """
+        wanted = not self.wanted or any(word in name for word in self.wanted)
+        if not setup and (name in self.data["parts"] or not wanted):
             return
         start = time.perf_counter()
         try:

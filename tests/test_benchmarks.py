@@ -1,0 +1,372 @@
+"""The host side of benchmarks/: bytes and formulas against known figures, reports, servers' logs, dry runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import (
+    append,
+    attend,
+    capacity,
+    index,
+    loads,
+    oracle_distance,
+    report,
+    serve,
+    servers,
+    step,
+    tables,
+    timing,
+    traffic,
+)
+from benchmarks.append_in_tree import bias_rows, page_bytes, window_page_slots
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.ops import index_keys, rows
+
+FLASH = DSV4Config.flash()
+
+
+def arguments(out: Path, *more: str) -> list[str]:
+    return ["--dry-run", "--out", str(out), *more]
+
+
+def result(out: Path, name: str) -> dict:
+    return json.loads((out / f"{name}.json").read_text())
+
+
+# Bytes and sizes, against figures measured or logged on an H200
+
+
+def test_prefill_bytes_are_those_of_the_measured_rate() -> None:
+    """8192 tokens in 4.87 ms were 622 GB/s."""
+    moved = traffic.prefill_bytes(FLASH, [8192], traffic.IN_TREE)
+    assert moved / 4.87e-3 / 1e9 == pytest.approx(622, rel=0.01)
+
+
+def test_decode_bytes_follow_the_windows_that_close() -> None:
+    batch, context = 64, 4096
+    none, csa, both = (
+        traffic.decode_bytes(FLASH, kind(batch, context), traffic.IN_TREE)
+        for kind in (loads.no_entry, loads.csa_entry, loads.both_entries)
+    )
+    assert csa - none == 21 * batch * (7 * 5120 + 584 + 132)
+    assert both - csa == 20 * batch * (127 * 4096 + 584)
+    online = traffic.decode_bytes(FLASH, loads.both_entries(batch, context), traffic.OURS_ONLINE)
+    assert online < both / 5
+
+
+def test_capacity_formula_gives_the_logged_bytes_a_token() -> None:
+    assert capacity.in_tree(FLASH, 256).token == pytest.approx(7705.45)
+    assert capacity.in_tree(FLASH, 256, 0.5).token == pytest.approx(23126.25)
+    assert capacity.in_tree(FLASH, 256).fixed / capacity.GIB == pytest.approx(2.53, abs=0.005)
+    assert capacity.in_tree(FLASH, 256).tokens(78.82 * capacity.GIB) == pytest.approx(10_631_168, rel=1e-3)
+    assert capacity.ours(FLASH, 256, 512).tokens(78.82 * capacity.GIB) >= 21_000_000
+
+
+def test_attention_products_give_the_measured_rate() -> None:
+    """Flash, top 512, 256 requests: 102.6 us were 209 TFLOP/s."""
+    case = attend.Case("flash", 64, 512, "csa", 256, 131072)
+    assert case.products() / 102.6e-6 / 1e12 == pytest.approx(209, rel=0.01)
+    chunk = attend.Case("flash", 64, 512, "hca", 1, 8192, chunk=8192)
+    assert chunk.lengths()[-1] == 64
+    assert chunk.lengths()[126] == 0
+    assert chunk.rows_read() == sum(min(t + 1, 128) + (t + 1) // 128 for t in range(8192))
+
+
+def test_in_tree_pages_are_those_of_its_pools() -> None:
+    assert [page_bytes(n) for n in (256, 64, 2)] == [149760, 37440, 1728]
+    assert window_page_slots(torch.tensor([0, 127, 128, 255, 256, 300]), 2).tolist() == [0, 127, 128, 255, 0, 44]
+    ape = torch.arange(4 * 8.0).view(4, 8)
+    assert bias_rows(ape, 4).tolist() == torch.cat([ape[:, :4], ape[:, 4:]]).tolist()
+    assert torch.equal(bias_rows(ape, 8), ape)
+
+
+# Inputs
+
+
+@pytest.mark.parametrize("batch", [1, 16, 256])
+def test_steady_loads_close_windows_at_the_rate_of_a_running_server(batch: int) -> None:
+    drawn = loads.steady(batch, 4096)
+    weight = sum(load.weight for load in drawn) * batch
+    csa = sum(load.csa_due * load.weight for load in drawn) / weight
+    hca = sum(load.hca_due * load.weight for load in drawn) / weight
+    tolerance = 1e-9 if batch == 1 else 0.05
+    assert csa == pytest.approx(1 / 4, abs=tolerance)
+    assert hca == pytest.approx(1 / 128, abs=tolerance)
+    assert all(load.prefix_lens.min() >= 0 and load.prefix_lens.max() < 4095 for load in drawn)
+
+
+def test_lockstep_loads_are_what_they_say() -> None:
+    for kind, csa, hca in ((loads.no_entry, 0, 0), (loads.csa_entry, 5, 0), (loads.both_entries, 5, 5)):
+        load = kind(5, 1024)
+        assert (load.csa_due, load.hca_due) == (csa, hca)
+
+
+def test_random_tables_hold_finite_values() -> None:
+    table = tables.our_rows(3, 32, torch.device("cpu"))
+    values = rows.read_rows(table, torch.arange(96))
+    assert values.isfinite().all()
+    assert 0.1 < values.abs().mean() < 2
+    assert values.std(0).min() > 0
+    keys = index_keys.read_keys(tables.our_keys(2, torch.device("cpu")), torch.arange(64))
+    assert keys.isfinite().all()
+    assert keys.std(0).min() > 0
+    pages = tables.in_tree_keys(2, torch.device("cpu"))
+    assert pages[:, : 64 * 128].view(torch.float8_e4m3fn).float().isfinite().all()
+
+
+# Statistics and reports
+
+
+def test_statistics() -> None:
+    timing_of = timing.summarise([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert (timing_of.us, timing_of.samples) == (3.0, 5)
+    assert timing_of.low <= timing_of.us <= timing_of.high
+    assert timing.weighted([timing.Timing(2, 2, 2, 1), timing.Timing(10, 10, 10, 1)], [3, 1]) == 4
+    with pytest.raises(ValueError, match="1 timings and 2 weights"):
+        timing.weighted([timing_of], [1, 1])
+    assert timing.floor_us(8e6, 3, copy_gbs=4000, launch_us=0.5) == pytest.approx(2.0)
+    assert timing.floor_us(8e6, 43, copy_gbs=4000, launch_us=0.5) == pytest.approx(21.5)
+
+
+def test_a_failing_part_costs_only_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = report.parser("x").parse_args(arguments(tmp_path))
+    made = report.Report("demo", args)
+    made.part("good", lambda: [{"us": 1.0}])
+    made.part("bad", lambda: 1 / 0)
+    made.part("late", lambda: [{"us": 1234.5}])
+    made.table("t", ["part", "us", "none"])
+    assert made.close() == 0
+    data = result(tmp_path, "demo")
+    assert [row["us"] for row in data["rows"]] == [1.0, 1234.5]
+    assert data["failures"][0]["part"] == "bad"
+    assert "ZeroDivisionError" in data["failures"][0]["error"]
+    assert {"date", "commit", "gpu", "versions"} <= data["environment"].keys()
+    assert "ZeroDivisionError" in capsys.readouterr().out
+    again = report.Report("demo", report.parser("x").parse_args(arguments(tmp_path, "--resume")))
+    again.part("good", lambda: [{"us": 7.0}])
+    again.part("new", lambda: [{"us": 8.0}])
+    assert [row["us"] for row in again.rows] == [1.0, 1234.5, 8.0]
+
+
+def test_rows_before_a_failure_are_kept_and_parts_are_chosen(tmp_path: Path) -> None:
+    made = report.Report("demo", report.parser("x").parse_args(arguments(tmp_path, "--parts", "half,b")))
+
+    def half() -> object:
+        yield {"us": 1.0}
+        raise RuntimeError("lost")
+
+    made.part("half", half)
+    made.part("other", lambda: [{"us": 2.0}])
+    made.part("setting", lambda: [{"us": 3.0}], setup=True)
+    assert [row["us"] for row in made.rows] == [1.0, 3.0]
+    assert made.data["failures"][0]["error"] == "RuntimeError: lost"
+
+
+# Dry runs of everything that needs no server
+
+
+@pytest.mark.parametrize("module", [append, attend, index, step], ids=lambda module: module.__name__.split(".")[-1])
+def test_dry_run(module: types.ModuleType, tmp_path: Path) -> None:
+    assert module.main(arguments(tmp_path)) == 0
+    data = result(tmp_path, module.__name__.split(".")[-1])
+    assert data["failures"] == []
+    assert any("ours" in row.get("subject", "") for row in data["rows"])
+
+
+def test_capacity_reads_the_servers(tmp_path: Path) -> None:
+    measured = [
+        {
+            "measure": "tokens in the cache",
+            "subject": "ours",
+            "value": 22_000_000,
+            "gib": 78.8,
+            "bytes_a_token": 3534.6,
+        },
+        {"measure": "tokens in the cache", "subject": "in-tree", "value": 10_631_168, "gib": 78.8},
+    ]
+    (tmp_path / "serve.json").write_text(json.dumps({"rows": measured}))
+    assert capacity.main(arguments(tmp_path)) == 0
+    found = {row["setting"]: row for row in result(tmp_path, "capacity")["rows"] if row["kind"] == "allocated"}
+    assert found["ours, server"]["x in-tree default"] == pytest.approx(2.069, abs=1e-3)
+
+
+def test_plots_of_all_results(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import plots
+
+    append.main(arguments(tmp_path))
+    capacity.main(arguments(tmp_path))
+    written = plots.draw(tmp_path, tmp_path / "docs")
+    assert sorted(path.name for path in written) == ["append.png", "append.svg", "capacity.png", "capacity.svg"]
+    assert all(path.stat().st_size > 1000 for path in written)
+
+
+def test_run_refuses_unknown_names() -> None:
+    done = subprocess.run([sys.executable, "benchmarks/run.py", "apend"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "unknown benchmark apend; expected some of append" in done.stderr
+
+
+# Servers
+
+
+DECODE_LOG = """
+[2026-11-21 10:00:00] Decode batch, #running-req: 16, #token: 16384, token usage: 0.00, cuda graph: True, \
+gen throughput (token/s): 90.10, #queue-req: 0
+[2026-11-21 10:00:01] Decode batch, #running-req: 16, #token: 16704, token usage: 0.00, cuda graph: True, \
+gen throughput (token/s): 2800.00, #queue-req: 0
+[2026-11-21 10:00:02] Decode batch, #running-req: 16, #token: 17024, token usage: 0.00, cuda graph: True, \
+gen throughput (token/s): 2810.00, #queue-req: 0
+[2026-11-21 10:00:03] Decode batch, #running-req: 7, #token: 7024, token usage: 0.00, cuda graph: True, \
+gen throughput (token/s): 1000.00, #queue-req: 0
+"""
+
+
+def test_decode_lines_of_the_log() -> None:
+    assert servers.decode_throughput(DECODE_LOG, 16) == 2805
+    assert servers.decode_throughput(DECODE_LOG, 7) is None  # one line counts the time since the burst before
+    assert servers.most_running(DECODE_LOG) == 16
+    assert servers.most_running("") == 0
+
+
+def test_sizes_of_both_servers_logs() -> None:
+    in_tree = (
+        "DSV4 memory calculation: bytes_per_full_token=7705.45, available_bytes=78.82 GB, c128_state_fixed=2.53 GB, "
+        "full_token=10631168"
+    )
+    assert servers.sizes(in_tree) == {"tokens": 10631168, "bytes_a_token": 7705.45, "fixed_gib": 2.53, "gib": 78.82}
+    assert servers.sizes("nothing") == {}
+
+
+def test_the_pattern_for_our_sizes_matches_what_the_server_logs() -> None:
+    from dsv4_sglang.sglang import sizing
+
+    written = Path(sizing.__file__).read_text()
+    constant = re.findall(r'f"(dsv4_sglang cache: [^"]*)"\s+f"([^"]*)"', written)
+    assert constant, "sizing.table says it in other words: adapt servers.OUR_SIZES"
+    line = re.sub(r"\{[^}]*:\.2f\}", "3534.62", "".join(constant[0]))
+    line = re.sub(r"\{[^}]*\}", "7", line)
+    assert servers.sizes(line)["state_slots"] == 7
+
+
+def test_commands_of_both_servers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    argv, environment = servers.command(tmp_path, ["--max-running-requests", "4"], ours=False, cpu=False)
+    assert "--json-model-override-args" not in argv
+    assert environment["SGLANG_OPT_FP8_WO_A_GEMM"] == "0"  # unquantised weights
+    ours, _ = servers.command(tmp_path, ["--max-running-requests", "4"], ours=True, cpu=False)
+    assert "dsv4_sglang" in ours[ours.index("--json-model-override-args") + 1]
+    assert set(argv) <= set(ours)
+    _, quantised = servers.command(serve.MODEL, [], ours=False, cpu=False)
+    assert "SGLANG_OPT_FP8_WO_A_GEMM" not in quantised
+    with pytest.raises(ValueError, match="needs a GPU"):
+        servers.command(tmp_path, [], ours=False, cpu=True)
+
+
+def test_a_tree_that_is_not_installed_gets_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    paths = servers.plugin_path(tmp_path)
+    distribution = next(iter(importlib.metadata.distributions(path=paths[:1])))
+    [entry] = distribution.entry_points
+    assert (entry.group, entry.value) == (servers.PLUGIN_GROUP, servers.PLUGIN)
+
+
+FAKE = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, body):
+        data = json.dumps(body).encode()
+        self.send_response(200); self.send_header("Content-Length", str(len(data))); self.end_headers()
+        self.wfile.write(data)
+    def do_GET(self):
+        self.answer({"max_total_num_tokens": 1000})
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        n = asked["sampling_params"]["max_new_tokens"]
+        pairs = [[-0.5 - i, 10 + i, None] for i in range(n)]
+        sent = [[None if i == 0 else -1.0, t, None] for i, t in enumerate(asked["input_ids"])]
+        self.answer({"meta_info": {"output_token_logprobs": pairs, "input_token_logprobs": sent}})
+    def log_message(self, *args): print("asked", flush=True)
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_is_started_asked_and_stopped(tmp_path: Path) -> None:
+    server = servers.Server("fake", [sys.executable, "-c", FAKE], {}, tmp_path / "logs" / "fake.log")
+    with servers.running(server, 30):
+        process = server.process
+        assert process is not None
+        assert server.request("/server_info")["max_total_num_tokens"] == 1000
+        mark = server.mark()
+        answer = oracle_distance.ask(server, [5, 6], 3)
+        assert "asked" in server.lines(mark)
+    assert process.poll() is not None
+    assert answer["tokens"] == [10, 11, 12]
+    assert answer["decode"] == [-0.5, -1.5, -2.5]
+    assert answer["prefill"] == [-1.0] * 3
+
+
+def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
+    broken = [sys.executable, "-c", "print('ValueError: no such flag'); raise SystemExit(3)"]
+    server = servers.Server("broken", broken, {}, tmp_path / "broken.log")
+    with pytest.raises(RuntimeError, match=r"ended with 3: .*no such flag"), servers.running(server, 30):
+        pass
+    assert server.process is None
+
+
+# Comparisons
+
+
+def test_distances_and_verdict() -> None:
+    score = types.SimpleNamespace(
+        logprobs=torch.tensor([-1.0, -2.0, -3.0]), margin=torch.tensor([0.0, 0.01, 2.0]), best=torch.tensor([1, 2, 3])
+    )
+    answer = {"decode": [-1.1, -2.0, -3.5]}
+    found = oracle_distance.distances(answer, score, "decode")
+    assert found["mean"] == pytest.approx(0.2)
+    assert found["max"] == pytest.approx(0.5)
+    assert (found["agree"], found["agree or near tie"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    of_prompt = {"kind": "prompt", "path": "decode", "prompt": 5, "seed": 0}
+    worse = {**found, "values": [1.0, 1.0, 1.0]}
+    lines = oracle_distance.summary(
+        [{**of_prompt, "server": "in-tree", **found}, {**of_prompt, "server": "fp8", **worse}]
+    )
+    assert oracle_distance.verdict(lines)[0].endswith("DOES NOT HOLD")
+    swapped = oracle_distance.summary(
+        [{**of_prompt, "server": "in-tree", **worse}, {**of_prompt, "server": "fp8", **found}]
+    )
+    assert oracle_distance.verdict(swapped)[0].endswith(" holds")
+
+
+def test_serving_rounds_are_averaged() -> None:
+    rows_of = [
+        {"measure": "decode tokens/s", "at": 16, "subject": subject, "value": value}
+        for subject, value in (("ours", 3000.0), ("ours", 3200.0), ("in-tree", 2800.0), ("in-tree", None))
+    ]
+    [line] = serve.compare(rows_of)
+    assert line["ours"] == 3100
+    assert line["ours / in-tree"] == pytest.approx(3100 / 2800)
+
+
+def test_append_table_has_the_ratio() -> None:
+    base = {
+        "model": "flash",
+        "work": "decode x 1",
+        "load": "steady",
+        "% of copy": 1.0,
+        "x floor": 2.0,
+        "floor us": 30.0,
+    }
+    [line] = append.compare([{**base, "subject": "ours", "us": 60.0}, {**base, "subject": "in-tree", "us": 158.0}])
+    assert line["in-tree / ours"] == pytest.approx(158 / 60)
