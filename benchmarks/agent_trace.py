@@ -1,0 +1,148 @@
+"""Seeded traces of agent conversations: which prompt comes when, and how much of it an infinite cache would hold.
+
+A conversation starts from one of a few system prompts and grows by turns: a message or tool output is appended, the
+model answers. Some are abandoned, some branch: a message is written again, a sub-agent starts from a turn and the
+main line goes on later from the same turn. A trace is the order of the turns of many conversations, each with its
+pauses.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Prompt = the first `cut` tokens of what turn `base` of the conversation left (its prompt and answer; base -1:
+    the system prompt), then `append` new tokens. The answer has `generate` tokens. Turn numbers count within the
+    conversation."""
+
+    conversation: int
+    number: int
+    system: int
+    base: int
+    cut: int
+    append: int
+    generate: int
+
+    @property
+    def prompt(self) -> int:
+        return self.cut + self.append
+
+    @property
+    def end(self) -> int:
+        """Tokens of prompt and answer."""
+        return self.prompt + self.generate
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.conversation, self.number
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    """`active`: conversations that are alive at a time; one that ends is replaced until `conversations` have been."""
+
+    conversations: int
+    active: int
+    seed: int = 0
+    systems: tuple[int, ...] = (1024, 2048, 6144)
+    turns: tuple[int, int] = (10, 40)
+    tokens: tuple[int, int] = (2_000, 200_000)
+    generate: tuple[int, int] = (32, 1024)
+    abandoned: float = 0.2
+    branching: float = 0.08
+
+
+@dataclass
+class _Script:
+    """The turns of one conversation, in order."""
+
+    turns: list[Turn] = field(default_factory=list)
+
+
+def _log_uniform(rng: random.Random, low: float, high: float) -> float:
+    return math.exp(rng.uniform(math.log(low), math.log(high)))
+
+
+def _script(config: TraceConfig, conversation: int) -> _Script:
+    rng = random.Random(config.seed * 1_000_003 + conversation)
+    system = rng.randrange(len(config.systems))
+    count = rng.randint(*config.turns)
+    total = max(_log_uniform(rng, *config.tokens), config.systems[system] + 16 * count)
+    stop = rng.randint(1, count) if rng.random() < config.abandoned else count
+    weights = [rng.lognormvariate(0.0, 1.2) for _ in range(count)]
+    budget = (total - config.systems[system]) / sum(weights)
+    script, base, resume = _Script(), -1, []
+    for number, weight in enumerate(weights[:stop]):
+        size = max(16, int(budget * weight))
+        generate = min(max(config.generate[0], int(size * rng.uniform(0.05, 0.4))), config.generate[1])
+        append = max(8, size - generate)
+        cut = config.systems[system] if base < 0 else script.turns[base].end
+        if base >= 0 and rng.random() < config.branching:
+            kind = rng.random()
+            last = script.turns[base]
+            if kind < 0.5:  # the last message is written again from some point on
+                cut = last.cut + rng.randint(0, last.append)
+            elif kind < 0.8:  # a sub-agent; the main line goes on from here later
+                resume.append((number + rng.randint(2, 4), base))
+            else:  # back to an earlier turn
+                base = rng.randrange(number)
+                cut = script.turns[base].end
+        script.turns.append(Turn(conversation, number, system, base, cut, append, generate))
+        base = number
+        if resume and resume[0][0] <= number:
+            base = resume.pop(0)[1]
+    return script
+
+
+def trace(config: TraceConfig) -> Iterator[Turn]:
+    """All turns in the order of their arrival; a turn never comes before its base."""
+    rng = random.Random(config.seed)
+    started = min(config.active, config.conversations)
+    queue = [(rng.random(), c, 0) for c in range(started)]
+    heapq.heapify(queue)
+    scripts = {c: _script(config, c).turns for c in range(started)}
+    while queue:
+        now, conversation, number = heapq.heappop(queue)
+        yield scripts[conversation][number]
+        if number + 1 < len(scripts[conversation]):
+            heapq.heappush(queue, (now + rng.lognormvariate(0.0, 0.7), conversation, number + 1))
+            continue
+        del scripts[conversation]
+        if started < config.conversations:
+            scripts[started] = _script(config, started).turns
+            heapq.heappush(queue, (now + rng.lognormvariate(0.0, 0.7), started, 0))
+            started += 1
+
+
+def rounds(conversations: int, tokens: int, count: int, append: int = 200, generate: int = 16) -> Iterator[Turn]:
+    """`conversations` of `tokens` tokens that share nothing, visited in turn `count` times: the worst order for LRU."""
+    ends = [0] * conversations
+    for number in range(count):
+        for c in range(conversations):
+            cut, new = (0, tokens) if number == 0 else (ends[c], append)
+            turn = Turn(c, number, 0, number - 1, cut, new, generate)
+            ends[c] = turn.end
+            yield turn
+
+
+class Ideal:
+    """What an infinite cache would serve, in tokens. The last token of an answer is never in a cache."""
+
+    def __init__(self) -> None:
+        self._end: dict[tuple[int, int], int] = {}
+        self._systems: set[int] = set()
+
+    def hit(self, turn: Turn) -> int:
+        if turn.base >= 0:
+            known = self._end[turn.conversation, turn.base] - 1
+        else:
+            known = turn.cut if turn.system in self._systems else 0
+        self._systems.add(turn.system)
+        self._end[turn.key] = turn.end
+        return min(turn.cut, known, turn.prompt - 1)

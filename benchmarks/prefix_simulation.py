@@ -1,0 +1,299 @@
+"""Hit rate against memory, without a server: the tree, the slots and the policy under traces of agent conversations.
+
+python -m benchmarks.prefix_simulation               # every study, figures to docs/
+python -m benchmarks.prefix_simulation --what loop   # one study
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.agent_trace import Ideal, TraceConfig, Turn, rounds, trace
+from dsv4_sglang.sglang.options import BLOCK
+from dsv4_sglang.sglang.prefix.placement import Due, due_in_prefill, is_kept
+from dsv4_sglang.sglang.prefix.policy import CheckpointBook
+from dsv4_sglang.sglang.prefix.tree import FreeList, Node, PrefixTree
+
+BLOCK_BYTES = 452_512
+"""V4-Flash, FP8 rows and 72 B keys: 21 x 32 x (584 + 72) + 20 x 584."""
+CHECKPOINT_BYTES = 3_644_416
+SHARE, INTERVAL = 0.08, 4096
+
+
+@dataclass
+class Running:
+    """A request between admission and end. `blocks`: of its whole length; `pending`: checkpoints not in the tree
+    yet."""
+
+    turn: Turn
+    keys: np.ndarray
+    blocks: np.ndarray
+    node: Node
+    pending: list[tuple[int, int]]
+
+
+class Simulation:
+    """Requests against a `PrefixTree`; up to `concurrency` of them hold their memory at a time."""
+
+    def __init__(
+        self,
+        blocks: int,
+        checkpoints: int,
+        interval: int,
+        *,
+        concurrency: int = 16,
+        book: type[CheckpointBook] = CheckpointBook,
+    ) -> None:
+        self.tree = PrefixTree(FreeList(blocks), FreeList(checkpoints))
+        self.tree.book = book(checkpoints)
+        self.interval, self.concurrency = interval, concurrency
+        self.running: deque[Running] = deque()
+        self._keys: dict[tuple[int, int], np.ndarray] = {}
+        self._last_turn: dict[int, int] = {}
+        self.prompt_tokens = self.hit_tokens = self.ideal_tokens = self.lost_tokens = self.taken = self.refused = 0
+        self._ideal = Ideal()
+
+    def keys(self, turn: Turn) -> np.ndarray:
+        """The keys of the whole blocks of the turn's end: a block belongs to the turn that wrote its last token."""
+        count = turn.end // BLOCK
+        kept = turn.cut // BLOCK
+        if turn.base >= 0:
+            base = self._keys[turn.conversation, turn.base][:kept]
+        else:
+            base = -1 - (np.arange(kept, dtype=np.int64) << 8 | turn.system)
+        own = np.arange(len(base), count, dtype=np.int64)
+        uid = (turn.conversation << 8) + turn.number + 1
+        keys = np.concatenate([base, (np.int64(uid) << 24) + own])
+        self._keys[turn.key] = keys
+        return keys
+
+    def run(self, turns: Iterable[Turn]) -> None:
+        for turn in turns:
+            self.serve(turn)
+        while self.running:
+            self._finish(self.running.popleft())
+
+    def serve(self, turn: Turn) -> None:
+        ideal = self._ideal.hit(turn)
+        keys = self.keys(turn)
+        while len(self.running) >= self.concurrency or any(
+            r.turn.conversation == turn.conversation for r in self.running
+        ):
+            self._finish(self.running.popleft())
+        tree = self.tree
+        match = tree.match(keys[: (turn.prompt - 1) // BLOCK])
+        tree.resume(match)
+        count = -(-turn.end // BLOCK)
+        while (fresh := tree.take_blocks(count - match.resume)) is None:
+            if not self.running:
+                tree.unlock(match.node)
+                self.refused += 1
+                return
+            self._finish(self.running.popleft())
+        blocks = np.concatenate([path_blocks(match.node), fresh])
+        self.prompt_tokens += turn.prompt
+        self.ideal_tokens += ideal
+        self.hit_tokens += match.resume * BLOCK
+        self.lost_tokens += (match.cached - match.resume) * BLOCK
+        due = due_in_prefill(
+            match.resume * BLOCK, turn.prompt, last=True, interval=self.interval, branch=match.cached * BLOCK
+        )
+        node = match.node
+        pending = self._take(due)
+        if pending:
+            node = tree.insert(node, keys, blocks, pending)
+            tree.lock(node)
+            tree.unlock(match.node)
+        grid = range(turn.prompt // BLOCK * BLOCK + BLOCK, turn.end, BLOCK)
+        kept = [Due(length, True) for length in grid if is_kept(length, self.interval) or length == grid[-1]]
+        self.running.append(Running(turn, keys, blocks, node, self._take(kept)))
+
+    def _take(self, due: list[Due]) -> list[tuple[int, int]]:
+        taken = self.tree.take_due(due, self.interval)
+        self.taken += len(taken)
+        return taken
+
+    def _finish(self, request: Running) -> None:
+        tree = self.tree
+        end = tree.insert(request.node, request.keys, request.blocks, request.pending)
+        tree.block_pool.free(request.blocks[end.end :])
+        tree.unlock(request.node)
+
+
+def path_blocks(node: Node) -> np.ndarray:
+    parts = []
+    at: Node | None = node
+    while at is not None:
+        parts.append(at.blocks)
+        at = at.parent
+    return np.concatenate(parts[::-1])
+
+
+class LeastRecentlyUsed(CheckpointBook):
+    """For comparison: every checkpoint is worth the same, only its age counts."""
+
+    def patience(self) -> np.ndarray:
+        return np.maximum(self.now - self.last, 1.0)
+
+    def _value(self, slot: int) -> None:
+        self.worth[slot] = 1.0
+
+    def least_worth(self, *, needed: bool, saves: int) -> int:
+        return super().least_worth(needed=True, saves=saves)
+
+
+def simulate(
+    turns: Iterable[Turn],
+    gigabytes: float,
+    share: float = SHARE,
+    interval: int = INTERVAL,
+    book: type[CheckpointBook] = CheckpointBook,
+) -> dict[str, float]:
+    """`share` of the memory in checkpoints, the rest in blocks. Shares of tokens are of what an infinite cache
+    serves."""
+    memory = gigabytes * 1e9
+    simulation = Simulation(
+        int(memory * (1 - share) / BLOCK_BYTES), int(memory * share / CHECKPOINT_BYTES), interval, book=book
+    )
+    begin = time.perf_counter()
+    simulation.run(turns)
+    took = time.perf_counter() - begin
+    return {
+        "gigabytes": gigabytes,
+        "share": share,
+        "interval": interval,
+        "policy": "lru" if book is LeastRecentlyUsed else "worth",
+        "hit": round(simulation.hit_tokens / simulation.ideal_tokens, 4),
+        "lost": round(simulation.lost_tokens / simulation.ideal_tokens, 4),
+        "refused": simulation.refused,
+        "prompt_tokens": simulation.prompt_tokens,
+        "tokens_per_second": int(simulation.prompt_tokens / took),
+    }
+
+
+Rows = list[dict[str, Any]]
+
+
+def study_memory(largest: int) -> Rows:
+    """Hit rate against memory, as multiples of 0.1 GB an active conversation (about what its tokens take)."""
+    rows = []
+    for active in (10, 100, 1000, 10_000):
+        if active > largest:
+            continue
+        turns = list(trace(TraceConfig(conversations=max(active, min(6 * active, 1500)), active=active)))
+        for factor in (0.125, 0.25, 0.5, 1.0, 2.0):
+            for book in (CheckpointBook, LeastRecentlyUsed):
+                rows.append({"active": active, **simulate(turns, factor * active / 10, book=book)})
+                print(rows[-1], flush=True)
+    return rows
+
+
+def study_interval(largest: int) -> Rows:
+    rows = []
+    for active in (100, 250):
+        turns = list(trace(TraceConfig(conversations=3 * active, active=active)))
+        for share in (0.04, 0.08, 0.15):
+            for interval in (256, 512, 1024, 2048, 4096, 8192, 16384, 1 << 20):
+                rows.append({"active": active, **simulate(turns, 20.0, share, interval)})
+                print(rows[-1], flush=True)
+    return rows
+
+
+def study_share(largest: int) -> Rows:
+    """Long conversations want blocks, short ones checkpoints."""
+    rows = []
+    for tokens, active in (((2_000, 8_000), 800), ((2_000, 200_000), 250), ((50_000, 200_000), 80)):
+        turns = list(trace(TraceConfig(conversations=2 * active, active=active, tokens=tokens)))
+        for share in (0.02, 0.04, 0.08, 0.12, 0.16, 0.24, 0.32):
+            rows.append({"active": active, "tokens": tokens, **simulate(turns, 20.0, share)})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def study_loop(largest: int) -> Rows:
+    """Conversations of 20,000 tokens visited in turn, six times; about 250 of them fit."""
+    rows = []
+    for count in (150, 200, 225, 250, 275, 300, 350, 400, 600, 1000):
+        for book in (CheckpointBook, LeastRecentlyUsed):
+            rows.append({"conversations": count, **simulate(rounds(count, 20_000, 6), 20.0, book=book)})
+            print(rows[-1], flush=True)
+    return rows
+
+
+STUDIES: dict[str, Callable[[int], Rows]] = {
+    "loop": study_loop,
+    "interval": study_interval,
+    "share": study_share,
+    "memory": study_memory,
+}
+
+
+def plot(results: dict[str, Rows], to: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(11, 8))
+    for axis, (name, x, title, label) in zip(
+        axes.flat,
+        (
+            ("memory", "gigabytes", "Hit rate against memory, by active conversations", "memory for the cache, GB"),
+            ("loop", "conversations", "20,000-token conversations visited in turn, 20 GB", "conversations"),
+            ("interval", "interval", "Checkpoint interval, 20 GB", "tokens between checkpoints of long prefills"),
+            ("share", "share", "Share of memory in checkpoints, 20 GB", "share"),
+        ),
+    ):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for row in results.get(name, []):
+            parts = {
+                "memory": f"{row.get('active')}",
+                "loop": "",
+                "interval": f"{row.get('active')} active, share {row['share']}",
+                "share": f"{row.get('tokens')} tokens",
+            }[name]
+            lines.setdefault(f"{parts} {'LRU' if row['policy'] == 'lru' else ''}".strip() or "ours", []).append(
+                (row[x], row["hit"])
+            )
+        for key, points in lines.items():
+            axis.plot(*zip(*points), marker="o", markersize=3, linestyle=":" if "LRU" in key else "-", label=key)
+        if name in ("memory", "interval"):
+            axis.set_xscale("log")
+        axis.set(title=title, xlabel=label, ylabel="hit tokens / infinite cache's", ylim=(0, 1.02))
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    for suffix in ("png", "svg"):
+        figure.savefig(to / f"prefix_simulation.{suffix}", dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", choices=[*STUDIES, "plot"], nargs="*", help="studies to run again; default: all")
+    parser.add_argument("--largest", type=int, default=10_000, help="active conversations of the largest trace")
+    args = parser.parse_args()
+    root = Path(__file__).parent
+    file = root / "results" / "prefix_simulation.json"
+    results: dict[str, Rows] = json.loads(file.read_text()) if file.is_file() else {}
+    for name in args.what or STUDIES:
+        if name != "plot":
+            results[name] = STUDIES[name](args.largest)
+            file.write_text("{\n" + ",\n".join(_study_text(n, rows) for n, rows in results.items()) + "\n}\n")
+    plot(results, root.parent / "docs")
+
+
+def _study_text(name: str, rows: Rows) -> str:
+    return f'"{name}": [\n' + ",\n".join("  " + json.dumps(row) for row in rows) + "\n]"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Which checkpoint and which blocks to give up: the book of all checkpoints, with what each is worth.
+
+Knows nothing of trees and servers. A checkpoint is its slot in the checkpoint pool, 1 or more; 0 means none. The book
+keeps the checkpoints in a forest of their own: `previous` is the next one up the path to the root, whatever blocks
+lie between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+SUPERSEDED = 1 / 16
+"""What the likelihood of use is multiplied by when a later checkpoint lies on the same line: conversations go on from
+their end; edited and repeated turns are the exception (`benchmarks/prefix_simulation.py --what superseded`)."""
+
+UNKNOWN = 1e12
+
+
+class CheckpointBook:
+    """Checkpoints in slots 1..capacity. Time is counted in admitted requests (`tick`).
+
+    Worth of a checkpoint = tokens computed again without it x likelihood of use. The first is `length` minus the
+    length of `previous`. The second is 1 / max(age, interval): `age` since it was taken or last resumed from,
+    `interval` the usual time between uses of its line, 0 while unknown. With unknown intervals this is LRU; with
+    known ones, what is used more rarely than the pool can keep is given up before what it can keep.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.now = 0
+        self.usual = UNKNOWN
+        self.length = np.zeros(capacity + 1, dtype=np.int64)
+        self.worth = np.zeros(capacity + 1, dtype=np.float64)
+        """Tokens that the checkpoint saves, times SUPERSEDED where that applies."""
+        self.last = np.zeros(capacity + 1, dtype=np.int64)
+        self.interval = np.zeros(capacity + 1, dtype=np.float64)
+        self.held = np.zeros(capacity + 1, dtype=bool)
+        self.locks = np.zeros(capacity + 1, dtype=np.int32)
+        self.at_leaf = np.zeros(capacity + 1, dtype=bool)
+        """Whether its blocks end in a leaf that may be evicted; set by the tree."""
+        self.previous = np.zeros(capacity + 1, dtype=np.int64)
+        self._following: list[set[int]] = [set() for _ in range(capacity + 1)]
+
+    def tick(self) -> None:
+        self.now += 1
+
+    def add(self, slot: int, length: int, previous: int, following: Iterable[int] = ()) -> None:
+        """A checkpoint at `length`, between `previous` and those of its followers that now come after it."""
+        if self.held[slot]:
+            raise ValueError(f"checkpoint slot {slot} is in the book already, at length {self.length[slot]}")
+        self.held[slot] = True
+        self.length[slot], self.last[slot], self.locks[slot] = length, self.now, 0
+        # A line that goes on keeps its rhythm; a branch starts a line of its own.
+        self.interval[slot] = self.interval[previous] if previous and not self._following[previous] else 0.0
+        self.previous[slot] = previous
+        self._following[slot] = set(following)
+        self._following[previous] -= self._following[slot]
+        self._following[previous].add(slot)
+        for after in self._following[slot]:
+            self.previous[after] = slot
+            self._value(after)
+        self._value(slot)
+        self._value(previous)
+
+    def remove(self, slot: int) -> None:
+        """Forget a checkpoint; what followed it follows the one before."""
+        if not self.held[slot] or self.locks[slot]:
+            raise ValueError(f"checkpoint slot {slot} is {'locked' if self.held[slot] else 'not in the book'}")
+        previous = int(self.previous[slot])
+        self._following[previous].discard(slot)
+        self._following[previous] |= self._following[slot]
+        for after in self._following[slot]:
+            self.previous[after] = previous
+            self._value(after)
+        self._following[slot] = set()
+        self.held[slot] = self.at_leaf[slot] = False
+        self._value(previous)
+
+    def use(self, slot: int) -> None:
+        """A request resumes from the checkpoint."""
+        since = float(self.now - self.last[slot])
+        known = self.interval[slot]
+        self.interval[slot] = since if known == 0 else (known + since) / 2
+        if not self._following[slot]:
+            self.usual = since if self.usual == UNKNOWN else self.usual + (since - self.usual) / 32
+        self.last[slot] = self.now
+
+    def lock(self, slot: int) -> None:
+        self.locks[slot] += 1
+
+    def unlock(self, slot: int) -> None:
+        self.locks[slot] -= 1
+        assert self.locks[slot] >= 0, f"checkpoint slot {slot} unlocked once too often"
+
+    def clear(self) -> None:
+        self.__init__(self.capacity)  # type: ignore[misc]
+
+    def __len__(self) -> int:
+        return int(self.held.sum())
+
+    def _value(self, slot: int) -> None:
+        if slot:
+            saved = self.length[slot] - self.length[self.previous[slot]]
+            self.worth[slot] = saved * (SUPERSEDED if len(self._following[slot]) == 1 else 1.0)
+
+    def patience(self) -> np.ndarray:
+        """1 / likelihood of use, by slot: the larger, the sooner given up."""
+        interval = np.where(self.interval > 0, self.interval, self.usual)
+        # Of equals the youngest is first: what came first stays, so a loop over more than fits keeps hitting a part.
+        return np.maximum(np.maximum(self.now - self.last, interval), 1.0) * (1 + 1e-9 * self.last)
+
+    def least_worth(self, *, needed: bool, saves: int) -> int:
+        """The checkpoint to give up for its slot, 0 if all are locked; unless the new one is `needed`, 0 also if none
+        is worth less than one that saves `saves` tokens and lies before another on its line."""
+        free = self.held & (self.locks == 0)
+        score = np.where(free, self.patience() / np.maximum(self.worth, 1e-9), -1.0)
+        slot = int(score.argmax())
+        least = 0.0 if needed else max(self.usual, 1.0) / max(saves * SUPERSEDED, 1e-9)
+        return slot if free[slot] and score[slot] > least else 0
+
+    def least_used_leaf(self) -> int:
+        """The checkpoint whose leaf to give up for its blocks; 0 if there is none."""
+        score = np.where(self.at_leaf, self.patience(), -1.0)
+        slot = int(score.argmax())
+        return slot if self.at_leaf[slot] else 0

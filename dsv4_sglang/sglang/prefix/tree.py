@@ -1,0 +1,277 @@
+"""A radix tree of blocks with checkpoints: the same rules as on SGLang's tree, small enough to simulate with.
+
+A block is an integer id from the block pool, its content an integer key (equal keys: equal tokens with an equal past
+is what the tree itself establishes). Lengths here count blocks; the book counts tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsv4_sglang.sglang.options import BLOCK
+from dsv4_sglang.sglang.prefix.placement import Due
+from dsv4_sglang.sglang.prefix.policy import CheckpointBook
+
+
+class FreeList:
+    """Ids 1..size, with the interface of SGLang's allocators: `alloc` gives None when it cannot."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.clear()
+
+    def clear(self) -> None:
+        self._free = np.arange(self.size, 0, -1, dtype=np.int64)
+        self._top = self.size
+
+    def available_size(self) -> int:
+        return self._top
+
+    def alloc(self, need_size: int) -> np.ndarray | None:
+        if need_size > self._top:
+            return None
+        self._top -= need_size
+        return self._free[self._top : self._top + need_size].copy()
+
+    def free(self, ids: np.ndarray) -> None:
+        if self._top + len(ids) > self.size:
+            raise ValueError(f"{len(ids)} ids given back, {self.size - self._top} of {self.size} are out")
+        self._free[self._top : self._top + len(ids)] = ids
+        self._top += len(ids)
+
+    def free_ids(self) -> np.ndarray:
+        return self._free[: self._top]
+
+
+class Node:
+    """Blocks `start`..`end` of a path; `checkpoint` is the slot of the state at `end`, or 0."""
+
+    __slots__ = ("blocks", "checkpoint", "children", "end", "keys", "locks", "parent", "start")
+
+    def __init__(self, parent: Node | None, start: int, keys: np.ndarray, blocks: np.ndarray) -> None:
+        self.parent = parent
+        self.start, self.end = start, start + len(keys)
+        self.keys, self.blocks = keys, blocks
+        self.children: dict[int, Node] = {}
+        self.checkpoint = 0
+        self.locks = 0
+
+
+@dataclass(frozen=True)
+class Match:
+    """`node` ends at `resume` blocks and holds the checkpoint to resume from (the root: none); `cached` blocks of the
+    path are in the tree."""
+
+    node: Node
+    resume: int
+    cached: int
+
+
+class PrefixTree:
+    """Blocks and checkpoints are allocated here, so that eviction happens where memory runs out."""
+
+    def __init__(self, blocks: FreeList, checkpoints: FreeList) -> None:
+        self.block_pool, self.checkpoint_pool = blocks, checkpoints
+        self.book = CheckpointBook(checkpoints.size)
+        self.evicted_checkpoints = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        empty = np.empty(0, dtype=np.int64)
+        self.root = Node(None, 0, empty, empty)
+        self._worthless: dict[Node, None] = {}
+        self._holder: dict[int, Node] = {}
+
+    def flush(self) -> None:
+        """Give up everything; nothing may be locked."""
+        for node in list(self.nodes()):
+            if node.locks:
+                raise RuntimeError(f"flush: blocks {node.start}..{node.end} of a path are locked")
+            self.block_pool.free(node.blocks)
+        if self._holder:
+            self.checkpoint_pool.free(np.array(list(self._holder)))
+        self.book.clear()
+        self._reset()
+
+    def nodes(self) -> Iterator[Node]:
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    # Requests
+
+    def match(self, keys: np.ndarray) -> Match:
+        """The deepest checkpoint on the path of `keys`, and how far blocks are cached. Changes nothing."""
+        node, best, depth = self.root, self.root, 0
+        while depth < len(keys) and (child := node.children.get(int(keys[depth]))) is not None:
+            common = _common(child.keys, keys[depth:])
+            depth += common
+            if common < len(child.keys):
+                break
+            node = child
+            if node.checkpoint:
+                best = node
+        return Match(best, best.end, depth)
+
+    def resume(self, match: Match) -> None:
+        """Hold what a request needs while it runs: the path to its checkpoint, and the checkpoint."""
+        self.book.tick()
+        self.lock(match.node)
+        if match.node.checkpoint:
+            self.book.use(match.node.checkpoint)
+
+    def lock(self, node: Node) -> None:
+        if node.checkpoint:
+            self.book.lock(node.checkpoint)
+        self._add_locks(node, 1)
+
+    def unlock(self, node: Node) -> None:
+        if node.checkpoint:
+            self.book.unlock(node.checkpoint)
+        self._add_locks(node, -1)
+
+    def _add_locks(self, node: Node | None, count: int) -> None:
+        while node is not None and node is not self.root:
+            node.locks += count
+            assert node.locks >= 0, f"blocks {node.start}..{node.end} unlocked once too often"
+            self._refresh(node)
+            node = node.parent
+
+    def insert(self, node: Node, keys: np.ndarray, blocks: np.ndarray, checkpoints: list[tuple[int, int]]) -> Node:
+        """Insert below `node`, which is locked, a request's blocks up to its last checkpoint.
+
+        `keys`, `blocks`: from the start of the path on. `checkpoints`: (length, slot), ascending, lengths behind
+        `node.end`. Takes over the blocks behind `node` up to the last checkpoint, and the slots; `blocks` is
+        rewritten to what the tree holds, the duplicates and slots that were not needed are given back. Returns the
+        node of the last checkpoint.
+        """
+        for length, slot in checkpoints:
+            node = self._extend(node, keys[:length], blocks)
+            if node.checkpoint:
+                self.checkpoint_pool.free(np.array([slot]))
+            else:
+                node.checkpoint = slot
+                self._holder[slot] = node
+                self.book.add(slot, length * BLOCK, self._checkpoint_above(node), self._checkpoints_below(node))
+                self._refresh(node)
+        return node
+
+    def _extend(self, node: Node, keys: np.ndarray, blocks: np.ndarray) -> Node:
+        """The node that ends where `keys` end, made of `blocks` where the tree has none."""
+        while node.end < len(keys):
+            depth = node.end
+            child = node.children.get(int(keys[depth]))
+            if child is None:
+                child = Node(node, depth, keys[depth:].copy(), blocks[depth : len(keys)].copy())
+                node.children[int(keys[depth])] = child
+                self._refresh(node)
+                self._refresh(child)
+                return child
+            common = _common(child.keys, keys[depth:])
+            if common < len(child.keys):
+                child = self._split(child, common)
+            mine = blocks[depth : child.end]
+            self.block_pool.free(mine[mine != child.blocks])
+            blocks[depth : child.end] = child.blocks
+            node = child
+        return node
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut `node` after `at` blocks; the new node above it is returned. The checkpoint stays at the end."""
+        assert node.parent is not None
+        above = Node(node.parent, node.start, node.keys[:at], node.blocks[:at])
+        above.locks = node.locks
+        node.parent.children[int(above.keys[0])] = above
+        node.keys, node.blocks, node.start, node.parent = node.keys[at:], node.blocks[at:], above.end, above
+        above.children[int(node.keys[0])] = node
+        return above
+
+    def _checkpoint_above(self, node: Node) -> int:
+        above = node.parent
+        while above is not None and not above.checkpoint:
+            above = above.parent
+        return above.checkpoint if above is not None else 0
+
+    def _checkpoints_below(self, node: Node) -> list[int]:
+        found, stack = [], list(node.children.values())
+        while stack:
+            below = stack.pop()
+            if below.checkpoint:
+                found.append(below.checkpoint)
+            else:
+                stack.extend(below.children.values())
+        return found
+
+    # Memory
+
+    def take_due(self, due: list[Due], interval: int) -> list[tuple[int, int]]:
+        """(length in blocks, slot) of those for which a slot could be had, ascending; needed ones are served first."""
+        taken = []
+        for length, needed in sorted(due, key=lambda d: not d.needed):
+            if slot := self.take_checkpoint(needed=needed, saves=interval):
+                taken.append((length // BLOCK, slot))
+        return sorted(taken)
+
+    def take_blocks(self, count: int) -> np.ndarray | None:
+        """Blocks for a request, evicting what is worth least; None if what is locked leaves too few."""
+        while self.block_pool.available_size() < count and self._evict_leaf():
+            pass
+        return self.block_pool.alloc(count)
+
+    def take_checkpoint(self, *, needed: bool = True, saves: int = 0) -> int:
+        """A slot for a checkpoint, evicting the one worth least; 0 if there is none to evict (see the book)."""
+        if not self.checkpoint_pool.available_size():
+            slot = self.book.least_worth(needed=needed, saves=saves)
+            if not slot:
+                return 0
+            self._drop(self._holder[slot])
+            self.evicted_checkpoints += 1
+        taken = self.checkpoint_pool.alloc(1)
+        assert taken is not None
+        return int(taken[0])
+
+    def _drop(self, node: Node) -> None:
+        """Give up a node's checkpoint; its blocks stay as long as nobody needs them."""
+        slot, node.checkpoint = node.checkpoint, 0
+        del self._holder[slot]
+        self.book.remove(slot)
+        self.checkpoint_pool.free(np.array([slot]))
+        self._refresh(node)
+
+    def _evict_leaf(self) -> bool:
+        node = next(iter(self._worthless), None)
+        if node is None:
+            slot = self.book.least_used_leaf()
+            if not slot:
+                return False
+            node = self._holder[slot]
+            self._drop(node)
+        del self._worthless[node]
+        self.block_pool.free(node.blocks)
+        parent = node.parent
+        assert parent is not None
+        del parent.children[int(node.keys[0])]
+        self._refresh(parent)
+        return True
+
+    def _refresh(self, node: Node) -> None:
+        """Note whether the node is a leaf that may be evicted, and whether a checkpoint gives it worth."""
+        leaf = node is not self.root and not node.children and not node.locks
+        if node.checkpoint:
+            self.book.at_leaf[node.checkpoint] = leaf
+        if leaf and not node.checkpoint:
+            self._worthless[node] = None
+        else:
+            self._worthless.pop(node, None)
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n

@@ -1,0 +1,230 @@
+"""A server in miniature over the prefix tree: requests that compute, take checkpoints, finish, retract; and what must
+hold.
+
+Block contents and states are remembered in plain dicts under the ids that the tree hands out, so that a block or slot
+written by one owner while another relies on it shows as a difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dsv4_sglang.sglang.options import BLOCK
+from dsv4_sglang.sglang.prefix.placement import due_in_prefill, is_kept
+from dsv4_sglang.sglang.prefix.tree import FreeList, Node, PrefixTree
+
+Path = tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Request:
+    """`keys` are the contents of its blocks, prompt first; `computed` blocks hold what they should."""
+
+    keys: list[int]
+    prompt: int
+    node: Node
+    branch: int
+    computed: int
+    blocks: np.ndarray
+    pending: list[tuple[int, int]] = field(default_factory=list)
+
+    def path(self, length: int) -> Path:
+        return tuple(self.keys[:length])
+
+    @property
+    def array(self) -> np.ndarray:
+        return np.array(self.keys, dtype=np.int64)
+
+
+class MiniServer:
+    """Lengths count blocks; a prefill chunk is `chunk` blocks, the grid of checkpoints `interval` blocks."""
+
+    def __init__(self, blocks: int, checkpoints: int, interval: int = 3, chunk: int = 4) -> None:
+        self.tree = PrefixTree(FreeList(blocks), FreeList(checkpoints))
+        self.interval, self.chunk = interval, chunk
+        self.running: list[Request] = []
+        self.history: list[Path] = []
+        self.block_content: dict[int, Path] = {}
+        self.state_content: dict[int, Path] = {}
+
+    def admit(self, keys: list[int]) -> Request | None:
+        """A prompt; at least its last block is computed. None if its blocks do not fit beside what is held."""
+        match = self.tree.match(np.array(keys[:-1], dtype=np.int64))
+        self.tree.resume(match)
+        fresh = self.tree.take_blocks(len(keys) - match.resume)
+        if fresh is None:
+            self.tree.unlock(match.node)
+            return None
+        if match.node.checkpoint:
+            assert self.state_content[match.node.checkpoint] == tuple(keys[: match.resume]), (
+                "resumed from a wrong state"
+            )
+        held = [node.blocks for node in path(match.node)]
+        request = Request(keys, len(keys), match.node, match.cached, match.resume, np.concatenate([*held, fresh]))
+        self.running.append(request)
+        return request
+
+    def prefill(self, request: Request) -> None:
+        """One chunk. Nothing is left to do once the prompt is computed."""
+        begin, end = request.computed, min(request.computed + self.chunk, request.prompt)
+        if begin == end:
+            return
+        due = due_in_prefill(
+            begin * BLOCK,
+            end * BLOCK,
+            last=end == request.prompt,
+            interval=self.interval * BLOCK,
+            branch=request.branch * BLOCK,
+        )
+        taken = self.tree.take_due(due, self.interval * BLOCK)
+        self._compute(request, end)
+        self._insert(request, [(length, self._write_state(request, length, slot)) for length, slot in taken])
+
+    def decode(self, request: Request, key: int) -> bool:
+        """One block more, with a rolling checkpoint at its end."""
+        if request.computed < request.prompt:
+            return False
+        block = self.tree.take_blocks(1)
+        if block is None:
+            return False
+        request.keys.append(key)
+        request.blocks = np.concatenate([request.blocks, block])
+        self._compute(request, len(request.keys))
+        slot = self.tree.take_checkpoint()
+        if slot:
+            for length, old in request.pending:
+                if not is_kept(length, self.interval):
+                    self._free_slots([old])
+            request.pending = [(n, s) for n, s in request.pending if is_kept(n, self.interval)]
+            request.pending.append((request.computed, self._write_state(request, request.computed, slot)))
+        return True
+
+    def finish(self, request: Request) -> None:
+        self.prefill_all(request)
+        pending, request.pending = request.pending, []
+        self._insert(request, pending)
+        self._release(request)
+        self.history.append(tuple(request.keys))
+        del self.history[:-20]
+
+    def prefill_all(self, request: Request) -> None:
+        while request.computed < request.prompt:
+            self.prefill(request)
+
+    def retract(self, request: Request) -> None:
+        self._free_slots([slot for _, slot in request.pending])
+        request.pending = []
+        self._release(request)
+
+    def press(self, blocks: int, checkpoints: int) -> None:
+        """Memory is needed elsewhere for a moment."""
+        taken = self.tree.take_blocks(blocks)
+        if taken is not None:
+            self.tree.block_pool.free(taken)
+        self._free_slots([slot for slot in [self.tree.take_checkpoint() for _ in range(checkpoints)] if slot])
+
+    def flush(self) -> None:
+        if not self.running:
+            self.tree.flush()
+
+    def _compute(self, request: Request, end: int) -> None:
+        for i in range(request.computed, end):
+            self.block_content[int(request.blocks[i])] = request.path(i + 1)
+        request.computed = end
+
+    def _write_state(self, request: Request, length: int, slot: int) -> int:
+        self.state_content[slot] = request.path(length)
+        return slot
+
+    def _insert(self, request: Request, checkpoints: list[tuple[int, int]]) -> None:
+        node = self.tree.insert(request.node, request.array, request.blocks, checkpoints)
+        if node is not request.node:
+            self.tree.lock(node)
+            self.tree.unlock(request.node)
+            request.node = node
+
+    def _release(self, request: Request) -> None:
+        self.tree.block_pool.free(request.blocks[request.node.end :])
+        self.tree.unlock(request.node)
+        self.running.remove(request)
+
+    def _free_slots(self, slots: list[int]) -> None:
+        if slots:
+            self.tree.checkpoint_pool.free(np.array(slots))
+
+    # What must hold
+
+    def check(self) -> None:
+        tree, book = self.tree, self.tree.book
+        blocks, slots = tree.block_pool.free_ids().tolist(), tree.checkpoint_pool.free_ids().tolist()
+        locks: dict[Node, int] = {}
+        slot_locks: dict[int, int] = {}
+        for request in self.running:
+            for node in path(request.node):
+                locks[node] = locks.get(node, 0) + 1
+            if request.node.checkpoint:
+                slot_locks[request.node.checkpoint] = slot_locks.get(request.node.checkpoint, 0) + 1
+            blocks += request.blocks[request.node.end :].tolist()
+            slots += [slot for _, slot in request.pending]
+            held = np.concatenate([request.blocks[:0], *[node.blocks for node in path(request.node)]])
+            assert (request.blocks[: request.node.end] == held).all(), "a request's table differs from the tree"
+            for i in range(request.computed):
+                assert self.block_content[int(request.blocks[i])] == request.path(i + 1), "a held block was overwritten"
+            for length, slot in request.pending:
+                assert self.state_content[slot] == request.path(length), "a held state was overwritten"
+        worthless = set()
+        at_leaf = set()
+        self._check_below(tree.root, (), 0, blocks, slots, locks, worthless, at_leaf, slot_locks)
+        assert sorted(blocks) == list(range(1, tree.block_pool.size + 1)), "a block leaked or has two owners"
+        assert sorted(slots) == list(range(1, tree.checkpoint_pool.size + 1)), "a slot leaked or has two owners"
+        assert worthless == set(tree._worthless)
+        assert at_leaf == set(np.flatnonzero(book.at_leaf).tolist())
+        assert len(book) == len(tree._holder)
+
+    def _check_below(
+        self,
+        node: Node,
+        above: Path,
+        previous: int,
+        blocks: list[int],
+        slots: list[int],
+        locks: dict[Node, int],
+        worthless: set[Node],
+        at_leaf: set[int],
+        slot_locks: dict[int, int],
+    ) -> None:
+        book = self.tree.book
+        for key, child in node.children.items():
+            assert child.parent is node and child.start == node.end and int(child.keys[0]) == key
+            assert child.end - child.start == len(child.keys) == len(child.blocks) > 0
+            here = above + tuple(child.keys.tolist())
+            for i, block in enumerate(child.blocks.tolist()):
+                assert self.block_content[block] == here[: child.start + i + 1], "a cached block was overwritten"
+            blocks += child.blocks.tolist()
+            assert child.locks == locks.get(child, 0), "locks differ from what runs"
+            leaf = not child.children and not child.locks
+            slot = child.checkpoint
+            if slot:
+                slots.append(slot)
+                assert self.tree._holder[slot] is child and book.held[slot]
+                assert self.state_content[slot] == here, "a checkpoint holds another state"
+                assert book.length[slot] == child.end * BLOCK and book.previous[slot] == previous
+                assert slot in book._following[previous]
+                assert book.locks[slot] == slot_locks.get(slot, 0)
+                if leaf:
+                    at_leaf.add(slot)
+            elif leaf:
+                worthless.add(child)
+            self._check_below(child, here, slot or previous, blocks, slots, locks, worthless, at_leaf, slot_locks)
+
+
+def path(node: Node) -> list[Node]:
+    """Root's child first."""
+    nodes = []
+    at: Node | None = node
+    while at is not None and at.parent is not None:
+        nodes.append(at)
+        at = at.parent
+    return nodes[::-1]
