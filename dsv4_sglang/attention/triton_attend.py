@@ -311,15 +311,15 @@ def tiling(heads: int, fp8: bool, exact: bool, shared_memory: int) -> Tiling:
 def split_count(tokens: int, head_groups: int, tiles: int, processors: int) -> int:
     """Number of stretches of a list of at most `tiles` tiles, one program per processor at a time.
 
-    Takes the count with the least work in the longest chain of programs; a program costs two tiles more than it reads,
-    and the merge half a tile for each partial result it reads.
+    Takes the count with the shortest chain of work, in tiles: a program costs one more than it reads, the merge half a
+    tile and a little for each partial result.
     """
 
     def cost(splits: int) -> float:
         waves = -(-tokens * head_groups * splits // processors)
-        return waves * (-(-tiles // splits) + 2) + (0.5 * splits + 1 if splits > 1 else 0)
+        return waves * (-(-tiles // splits) + 1) + (0.5 + 0.05 * splits if splits > 1 else 0)
 
-    return min(range(1, max(1, min(tiles, 64)) + 1), key=cost)
+    return min(range(1, max(1, min(tiles, 128)) + 1), key=cost)
 
 
 @functools.cache
@@ -327,6 +327,11 @@ def _device(index: int) -> tuple[int, int]:
     """Shared memory that a block may have, in bytes, and the number of multiprocessors."""
     properties = triton.runtime.driver.active.utils.get_device_properties(index)
     return properties["max_shared_mem"], properties["multiprocessor_count"]
+
+
+def _block_stride(table: Tensor) -> int:
+    # A table of one block may have a size that no block stride may have.
+    return table.stride(0) if table.shape[0] > 1 else 0
 
 
 def _check(q: Tensor, window: Tensor, entries: Tensor | None) -> None:
@@ -347,8 +352,11 @@ def _check(q: Tensor, window: Tensor, entries: Tensor | None) -> None:
             raise ValueError(
                 f"entries are {table.dtype}, the window is {window.dtype}; expected one row format for both"
             )
-        if table.stride(-1) != 1 or table.stride(-2) != width or table.stride(0) * table.element_size() % 16:
-            raise ValueError(f"{name} has stride {table.stride()}; expected (a multiple of 16 B, {width}, 1)")
+        odd_blocks = table.shape[0] > 1 and table.stride(0) * table.element_size() % 16
+        if table.stride(-1) != 1 or table.stride(-2) != width or odd_blocks or table.data_ptr() % 16:
+            raise ValueError(
+                f"{name} has stride {table.stride()}; expected (a multiple of 16 B, {width}, 1) and 16 B alignment"
+            )
 
 
 def attend(
@@ -418,8 +426,8 @@ def attend(
         q.stride(1),
         window_rows.stride(0),
         entries_args[1].stride(0),
-        window.stride(0),
-        entries_args[0].stride(0),
+        _block_stride(window),
+        _block_stride(entries_args[0]),
         window.shape[1],
         entries_args[0].shape[1],
         FP8=fp8,

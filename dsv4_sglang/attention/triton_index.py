@@ -28,6 +28,8 @@ KEY_GAIN = tl.constexpr(2.0**7)
 _INTERPRETED = triton.knobs.runtime.interpret
 _KEYS_A_TILE = 128
 _TOKENS_A_TILE = 16
+_STAGES = 3
+_PROGRAMS_A_PROCESSOR = 4
 _CHUNK = 16384  # scores that one program selects from: 16 registers of each of 1024 threads
 _CHUNKS = 16
 
@@ -474,14 +476,14 @@ def score(
     block_h = max(16, triton.next_power_of_2(heads))
     tiles = triton.cdiv(scores.shape[1], keys)
     if tokens == block_table.shape[0] and tokens <= 1024:
-        _score_decode_kernel[(min(tokens * tiles, 4 * processors),)](
+        _score_decode_kernel[(min(tokens * tiles, _PROGRAMS_A_PROCESSOR * processors),)](
             *args,
             *strides,
             FP4=fp4,
             BLOCK_T=triton.next_power_of_2(tokens),
             BLOCK_H=block_h,
             BLOCK_N=keys,
-            STAGES=3,
+            STAGES=_STAGES,
             INTERPRETED=_INTERPRETED,
             num_warps=4,
         )

@@ -1,0 +1,179 @@
+"""`attend` on CUDA, through FlashMLA and in Triton, against the CPU op."""
+
+import pytest
+import torch
+from reader_cases import AttendCase, assert_attends, attend_case
+
+from dsv4_sglang import ops  # noqa: F401  defines the ops
+from dsv4_sglang.attention import flashmla, triton_attend
+
+pytestmark = pytest.mark.gpu
+BOUND = {torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float32: 2e-5}
+
+
+def run(case: AttendCase, reader: str) -> torch.Tensor:
+    args = case.args("cuda")
+    if reader == "triton":
+        return triton_attend.attend(*args)
+    if not flashmla.supported(args[0], args[2], args[5]):
+        pytest.skip("FlashMLA does not run here")
+    return flashmla.attend(*args)
+
+
+@pytest.mark.parametrize("reader", ["flashmla", "triton"])
+@pytest.mark.parametrize("heads", [64, 128, 16, 72])
+@pytest.mark.parametrize("width", [None, 64, 512, 1024, 200])
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+def test_shapes_and_corners(reader, heads, width, tokens):
+    case = attend_case(tokens=tokens, heads=heads, width=width, seed=tokens)
+    assert_attends(run(case, reader), case, BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("reader", ["flashmla", "triton"])
+@pytest.mark.parametrize("per_block", [2, 32, 62, 64, 576, None])
+def test_block_sizes(reader, per_block):
+    case = attend_case(tokens=9, heads=64, width=320, per_block=per_block, seed=2)
+    assert_attends(run(case, reader), case, BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("reader", ["flashmla", "triton"])
+@pytest.mark.parametrize(
+    "lens", [[(0, 0)], [(1, 0)], [(128, 0)], [(128, 512)], [(127, 511)], [(0, 1)], [(64, 64), (0, 0), (128, 512)]]
+)
+def test_list_lengths(reader, lens):
+    case = attend_case(tokens=6, heads=64, width=512, lens=lens, seed=3)
+    assert_attends(run(case, reader), case, BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("reader", ["flashmla", "triton"])
+def test_many_tokens(reader):
+    case = attend_case(tokens=700, heads=64, width=64, seed=4)
+    assert_attends(run(case, reader), case, BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("reader", ["flashmla", "triton"])
+def test_long_list(reader):
+    """HCA at a million tokens: few tokens, thousands of entries."""
+    case = attend_case(tokens=2, heads=64, width=8192, lens=[(128, 8192), (128, 5000)], per_block=None, seed=5)
+    assert_attends(run(case, reader), case, BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("heads", [64, 5])
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("row_dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_triton_formats(row_dtype, q_dtype, heads):
+    for width in (None, 100):
+        case = attend_case(tokens=12, heads=heads, width=width, row_dtype=row_dtype, q_dtype=q_dtype, seed=6)
+        assert_attends(run(case, "triton"), case, BOUND[q_dtype])
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 20])
+def test_triton_splits(splits):
+    case = attend_case(tokens=9, heads=64, width=700, seed=7)
+    out = triton_attend.attend(*case.args("cuda"), splits=splits)
+    assert_attends(out, case, BOUND[torch.bfloat16])
+    assert torch.equal(out, triton_attend.attend(*case.args("cuda"), splits=splits)), "two runs differ"
+
+
+@pytest.mark.parametrize("width", [None, 512])
+def test_strided_queries_and_tables(width):
+    """Queries that are a slice of a larger projection, tables that are one layer of all layers."""
+    case = attend_case(tokens=9, heads=64, width=width, seed=8)
+    args = list(case.args("cuda"))
+    wide = torch.full((9, 80, 512), float("nan"), dtype=torch.bfloat16, device="cuda")
+    wide[:, 8:72] = args[0]
+    args[0] = wide[:, 8:72]
+    layers = torch.full((3, *args[2].shape), 0xFF, dtype=torch.uint8, device="cuda")
+    layers[1] = args[2]
+    args[2] = layers[1]
+    assert_attends(triton_attend.attend(*args), case, BOUND[torch.bfloat16])
+    assert_attends(torch.ops.dsv4_sglang.attend(*args), case, BOUND[torch.bfloat16])
+
+
+def test_flashmla_slices_of_a_long_prefill(monkeypatch):
+    case = attend_case(tokens=100, heads=64, width=128, seed=9)
+    monkeypatch.setattr(flashmla, "_HEADS_AT_ONCE", 64 * 17)
+    assert_attends(run(case, "flashmla"), case, BOUND[torch.bfloat16])
+
+
+def test_op_dispatches():
+    case = attend_case(tokens=3, heads=64, width=64, row_dtype=torch.bfloat16)
+    assert_attends(torch.ops.dsv4_sglang.attend(*case.args("cuda")), case, BOUND[torch.bfloat16])
+    args = case.args("cuda")
+    torch.library.opcheck(
+        torch.ops.dsv4_sglang.attend.default,
+        (
+            args[0].float(),
+            *args[1:2],
+            *(x.nan_to_num(0) if x is not None and x.is_floating_point() else x for x in args[2:10]),
+            args[10],
+        ),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+class Step:
+    """Static buffers of a decode step with two CSA layers, one HCA layer and one layer without entries."""
+
+    def __init__(self, cases: list[AttendCase]) -> None:
+        self.args = [list(c.args("cuda")) for c in cases]
+        # Layers of one kind share their lengths, as they do in serving.
+        self.args[1][4], self.args[1][7] = self.args[0][4], self.args[0][7]
+        for args in self.args[2:]:
+            args[4] = self.args[0][4]
+
+    def load(self, cases: list[AttendCase]) -> None:
+        for args, case in zip(self.args, cases):
+            for to, value in zip(args, vars(case).values()):
+                if isinstance(to, torch.Tensor):
+                    to.copy_(value)
+
+    def outputs(self, reader) -> list[torch.Tensor]:
+        return [reader(*args) for args in self.args]
+
+
+def step_cases(seed: int, tokens: int = 9) -> list[AttendCase]:
+    g = torch.Generator().manual_seed(seed)
+    corner = [(0, 0), (128, 512), (128, 0), (1, 0), (128, 512)]
+    lens = [
+        *corner,
+        *((int(torch.randint(1, 129, (), generator=g)), int(torch.randint(0, 513, (), generator=g))) for _ in range(4)),
+    ]
+    lens = [lens[i] for i in torch.randperm(len(lens), generator=g)]
+    csa = [attend_case(tokens=tokens, heads=64, width=512, lens=lens, seed=seed + i) for i in range(2)]
+    hca = attend_case(
+        tokens=tokens, heads=64, width=200, lens=[(a, b // 4) for a, b in lens], per_block=None, seed=seed + 2
+    )
+    swa = attend_case(tokens=tokens, heads=64, width=None, lens=lens, seed=seed + 3)
+    return [*csa, hca, swa]
+
+
+@pytest.mark.parametrize("kind", ["flashmla", "triton"])
+def test_cuda_graph_with_other_lengths(kind):
+    """Captured with one step's lengths, replayed with others; FlashMLA's schedule is made anew at each replay."""
+    step = Step(step_cases(100))
+    reader = flashmla.FlashMLAReader()
+    if kind == "flashmla" and not flashmla.supported(step.args[0][0], step.args[0][2], None):
+        pytest.skip("FlashMLA does not run here")
+    attend = reader.attend if kind == "flashmla" else triton_attend.attend
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        reader.begin_step()
+        step.outputs(attend)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        reader.begin_step()
+        outputs = step.outputs(attend)
+    if kind == "flashmla":
+        assert len(reader._schedules) == 3, f"{len(reader._schedules)} schedules for CSA, HCA and SWA"
+    for seed in (200, 300, 100):
+        cases = step_cases(seed)
+        step.load(cases)
+        graph.replay()
+        torch.cuda.synchronize()
+        for layer, (out, case) in enumerate(zip(outputs, cases)):
+            try:
+                assert_attends(out, case, BOUND[torch.bfloat16])
+            except AssertionError as error:
+                raise AssertionError(f"replay {seed}, layer {layer}: {error}") from None

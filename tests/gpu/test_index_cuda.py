@@ -1,0 +1,185 @@
+"""`index_topk` on CUDA against the CPU op, and its parts."""
+
+import pytest
+import torch
+from reader_cases import assert_selects, index_case
+
+from dsv4_sglang import ops  # noqa: F401  defines the ops
+from dsv4_sglang.attention import triton_index
+from dsv4_sglang.ops import index_keys
+from dsv4_sglang.ops.reference import read
+
+pytestmark = pytest.mark.gpu
+index_topk = torch.ops.dsv4_sglang.index_topk
+
+
+def decode(*visible: int) -> list[tuple[int, int]]:
+    """One token a request that sees so many entries."""
+    return [(4 * n + 1, 4 * n + 2) for n in visible]
+
+
+def check(case, exact: bool, **options) -> None:
+    args = case.args("cuda", **options)
+    index_topk(*args)
+    assert_selects(args[-1], case, exact)
+
+
+@pytest.mark.parametrize("heads", [64, 32, 4, 20])
+@pytest.mark.parametrize("top", [512, 1024, 16])
+def test_decode(heads, top):
+    check(
+        index_case(lens=decode(0, 1, top - 1, top, top + 1, top + 127, top + 128, 2 * top + 33), heads=heads, top=top),
+        True,
+    )
+
+
+@pytest.mark.parametrize("heads", [64, 8])
+def test_prefill(heads):
+    """Chunks of several requests, so that groups of tokens hold the end of one and the start of another."""
+    lens = [(0, 37), (2000, 2121), (60, 61), (4095, 4099), (70, 75)]
+    check(index_case(lens=lens, heads=heads, top=16), True)
+    check(index_case(lens=lens, heads=heads, top=512), True, slices=50)
+
+
+def test_long_decode():
+    """More scores than one program selects from; a scratch wider than what is visible, as a captured graph has it."""
+    case = index_case(lens=decode(40000, 17000, 100, 16385, 16384), heads=64, top=512)
+    check(case, True)
+    check(case, True, width=262144)
+
+
+def test_many_requests():
+    check(index_case(lens=decode(*range(500, 756)), heads=64, top=512), True)
+
+
+@pytest.mark.parametrize("weights, repeat", [("negative", 0), ("exact", 5), ("negative", 1), ("exact", 600)])
+def test_ties_and_signs(weights, repeat):
+    case = index_case(lens=decode(3000, 513, 700), heads=16, top=512, weights=weights, repeat_keys=repeat)
+    check(case, True)
+    check(index_case(lens=[(2000, 2040)], heads=16, top=64, weights=weights, repeat_keys=repeat), True)
+
+
+@pytest.mark.parametrize("index_format", [index_keys.MXFP4, index_keys.NVFP4])
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float32])
+def test_formats(index_format, q_dtype):
+    lens = [*decode(3000, 600), (900, 950)]
+    check(index_case(lens=lens, heads=64, top=128, index_format=index_format, q_dtype=q_dtype, weights="random"), False)
+
+
+@pytest.mark.parametrize("lens", [decode(700, 64, 65), [(300, 340), (9, 12)]], ids=["decode", "prefill"])
+def test_fp32_keys(lens):
+    check(index_case(lens=lens, heads=8, top=64, q_dtype=torch.float32, fp32_keys=True, weights="random"), False)
+
+
+def test_nothing_to_score():
+    case = index_case(lens=[*decode(0, 7, 512), (20, 60)], heads=64, top=512)
+    args = list(case.args("cuda"))
+    args[-2] = torch.empty(0, device="cuda")
+    index_topk(*args)
+    assert_selects(args[-1], case, True)
+
+
+@pytest.mark.parametrize("index_format", [index_keys.MXFP4, index_keys.NVFP4])
+def test_query(index_format):
+    """Hadamard sums differ in order from the reference: what lies next to a rounding border may fall to another side."""
+    g = torch.Generator().manual_seed(1)
+    q = (torch.randn(50, 64, 128, generator=g) * 10 ** torch.empty(50, 64, 1).uniform_(-5, 3, generator=g)).bfloat16()
+    q[3] = 0
+    case = index_case(lens=[(0, 50)], heads=64, top=16)
+    got = (
+        triton_index.prepare_query(q.cuda(), case.positions.cuda(), case.rope.cuda(), True, index_format).cpu().float()
+    )
+    expected = read.index_query(q, case.positions, case.rope, True, index_format)
+    expected = torch.stack([expected[..., 0::2], expected[..., 1::2]], 2)
+    differs = got != expected
+    assert differs.float().mean() < 2e-3, f"{int(differs.sum())} of {differs.numel()} differ"
+    assert ((got - expected).abs() <= 0.5 * expected.abs() + 0.5 * expected.abs().amax(-1, keepdim=True) / 6).all()
+
+
+@pytest.mark.parametrize("lens", [decode(3000, 600, 129), [(900, 950), (40, 44)]], ids=["decode", "prefill"])
+@pytest.mark.parametrize("index_format", [index_keys.MXFP4, index_keys.NVFP4])
+def test_scores(lens, index_format):
+    case = index_case(lens=lens, heads=64, top=8, index_format=index_format, weights="random")
+    args = case.args("cuda")
+    index_topk(*args)
+    got = args[-2].cpu().double()
+    for t in range(len(case.positions)):
+        n = int(case.visible[t])
+        expected = case.scores(t)
+        error = (got[t, :n] - expected).abs() / expected.abs().max()
+        # A query that was rounded to the other side (see above) moves its scores a little.
+        assert error.max() < 1e-2 and error.median() < 1e-4, (
+            f"token {t}, visible {n}: largest error {error.max():.3g} at entry {int(error.argmax())}, "
+            f"median {error.median():.3g}; "
+            f"got {got[t, :4].tolist()}, expected {expected[:4].tolist()}; "
+            f"entries that differ {(error > 1e-2).nonzero().flatten().tolist()[:16]}"
+        )
+        assert got[t, n:].isnan().all(), f"token {t}: wrote behind the {n} visible entries"
+
+
+@pytest.mark.parametrize(
+    "width, top", [(70000, 1024), (16384, 512), (16385, 512), (3000, 512), (300000, 1024), (40, 8)]
+)
+def test_select(width, top):
+    g = torch.Generator().manual_seed(width)
+    scores = torch.randn(8, width, generator=g)
+    scores[1] = torch.randint(-3, 3, (width,), generator=g)
+    scores[2] = 0.0
+    scores[3] = torch.where(torch.rand(width, generator=g) < 0.5, 0.0, -0.0)
+    scores[4] = -scores[4].abs() * 1e-30
+    scores[5] = torch.linspace(-1e30, 1e30, width)
+    visible = torch.tensor([width, width, width, width, width, width - 1, width // 2, top])
+    table = torch.arange(-(-width // 32)).int().expand(8, -1).contiguous()
+    rows = torch.full((8, top), -7, dtype=torch.int32, device="cuda")
+    triton_index.select(scores.cuda(), table.cuda(), torch.arange(8).int().cuda(), (visible * 4 + 2).cuda(), rows)
+    rows = rows.cpu()
+    for t, n in enumerate(visible.tolist()):
+        expected = torch.sort(scores[t, :n], descending=True, stable=True).indices[:top].sort().values
+        wrong = (rows[t, : len(expected)] != expected).nonzero().flatten().tolist()
+        assert not wrong, (
+            f"token {t}, visible {n}: {len(wrong)} places differ, first {wrong[0]}: "
+            f"{rows[t, wrong[:4]]}, expected {expected[wrong[:4]]}"
+        )
+        assert (rows[t, len(expected) :] == -1).all()
+
+
+def test_cuda_graph_with_other_lengths():
+    """Captured for a context of 8192 tokens, replayed on others, padding rows at position 0 included."""
+    heads, top, requests = 64, 64, 5
+    visible = [(2000, 64, 65, 0, 1), (3, 900, 64, 1999, 700), (1024, 1025, 2047, 128, 0)]
+    cases = [index_case(lens=decode(*v), heads=heads, top=top, seed=i) for i, v in enumerate(visible)]
+    blocks = max(c.index_keys.shape[0] for c in cases)
+    static = {
+        "q": torch.zeros(requests, heads, 128, dtype=torch.bfloat16, device="cuda"),
+        "weights": torch.zeros(requests, heads, device="cuda"),
+        "index_keys": torch.full((blocks, 32, 72), 0x7F, dtype=torch.uint8, device="cuda"),
+        "block_table": torch.zeros(requests, 64, dtype=torch.int32, device="cuda"),
+        "token_request": torch.arange(requests, dtype=torch.int32, device="cuda"),
+        "positions": torch.zeros(requests, dtype=torch.int64, device="cuda"),
+    }
+    scores = torch.empty(requests, 2048, device="cuda")
+    rows = torch.empty(requests, top, dtype=torch.int32, device="cuda")
+    table = cases[0].rope.new_zeros(8200, 64)
+    table[:] = index_case(lens=[(8199, 8200)], heads=1, top=1).rope
+    table = table.cuda()
+
+    def call() -> None:
+        index_topk(*static.values(), table, index_keys.MXFP4, scores, rows)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for case in (*cases, cases[0]):
+        for name, to in static.items():
+            value = getattr(case, name)
+            to[tuple(slice(n) for n in value.shape)].copy_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_selects(rows, case, True)
+        first = rows.clone()
+        graph.replay()
+        assert torch.equal(first, rows), "two replays differ"

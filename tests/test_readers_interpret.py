@@ -1,0 +1,139 @@
+"""The Triton readers without a GPU: results under Triton's interpreter, and compilation for each architecture."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def test_results_under_the_interpreter():
+    """In a process of its own: Triton decides when it is imported whether it interprets."""
+    here = Path(__file__).parent
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "interpreted_readers.py"],
+        cwd=here,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{here.parent}{os.pathsep}{here}"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+
+
+# What a block may have of shared memory on sm_80, sm_90, sm_100, and on sm_86 and sm_89.
+SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+
+POINTERS = {
+    "q_ptr": "*bf16", "out_ptr": "*bf16", "sink_ptr": "*fp32", "positions_ptr": "*i64", "rope_ptr": "*fp32",
+    "window_ptr": "*u8", "entries_ptr": "*u8", "partial_ptr": "*fp32", "stats_ptr": "*fp32", "scale": "fp32",
+    "query_ptr": "*fp16", "weights_ptr": "*fp32", "keys_ptr": "*u8", "scores_ptr": "*fp32",
+    "winner_scores_ptr": "*fp32",
+}  # fmt: skip
+
+
+def compile_for(kernel, architecture: int, constants: dict, warps: int, **types: str):
+    """Compile a kernel to machine code; strides and pointers are multiples of 16, as they are in serving."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        default = "*i32" if name.endswith("_ptr") else "i32"
+        signature[name] = "constexpr" if name in constants else types.get(name) or POINTERS.get(name, default)
+        if name.endswith(("_ptr", "_stride")) and name not in constants:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
+    assert compiled.metadata.shared <= SHARED[architecture], (kernel.__name__, compiled.metadata.shared)
+    return compiled
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+not_interpreted = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets here")
+
+
+@not_interpreted
+@pytest.mark.parametrize(
+    "architecture, heads, q, rows, split",
+    [
+        (80, 64, "*bf16", "*u8", True),
+        (80, 16, "*bf16", "*bf16", False),
+        (80, 64, "*fp32", "*u8", False),
+        (86, 64, "*bf16", "*bf16", True),
+        (90, 64, "*bf16", "*u8", False),
+        (90, 128, "*bf16", "*u8", True),
+        (90, 16, "*fp16", "*u8", True),
+        (100, 64, "*bf16", "*u8", True),
+    ],
+)
+def test_attend_compiles(architecture, heads, q, rows, split):
+    import triton.language as tl
+
+    from dsv4_sglang.attention import triton_attend
+
+    exact = q != "*bf16"
+    tile = triton_attend.tiling(heads, rows == "*u8", exact, SHARED[architecture])
+    constants = {
+        "FP8": rows == "*u8", "FOLD": rows == "*u8" and q == "*bf16", "HAS_ENTRIES": True, "SPLIT": split,
+        "DOT": tl.float32 if exact else tl.bfloat16, "PRECISION": "ieee" if q == "*fp32" else "tf32",
+        "BLOCK_H": tile.heads, "BLOCK_N": tile.rows, "STAGES": tile.stages,
+    }  # fmt: skip
+    types = {"q_ptr": q, "out_ptr": q, "window_ptr": rows, "entries_ptr": rows}
+    compile_for(triton_attend._attend_kernel, architecture, constants, tile.warps, **types)
+    if split and architecture == 90:
+        compile_for(triton_attend._merge_kernel, architecture, {"BLOCK_S": 8}, 4)
+        compile_for(triton_attend._turn_back_kernel, architecture, {"BLOCK_H": 32}, 4)
+
+
+@not_interpreted
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_index_scoring_compiles(architecture):
+    from dsv4_sglang.attention import triton_index
+
+    fp4 = {"FP4": True, "BLOCK_H": 64, "BLOCK_N": triton_index._KEYS_A_TILE, "INTERPRETED": False}
+    fp32 = {**fp4, "FP4": False, "BLOCK_N": 16}
+    unquantised = {"query_ptr": "*fp32", "keys_ptr": "*fp32"}
+    decode, prefill = triton_index._score_decode_kernel, triton_index._score_prefill_kernel
+    compile_for(decode, architecture, {**fp4, "BLOCK_T": 16, "STAGES": 3}, 4)
+    compile_for(prefill, architecture, {**fp4, "BLOCK_T": 16}, 4)
+    if architecture == 80:
+        compile_for(decode, architecture, {**fp32, "BLOCK_T": 1, "STAGES": 3}, 4, **unquantised)
+        compile_for(prefill, architecture, {**fp32, "BLOCK_T": 16}, 4, **unquantised)
+
+
+@not_interpreted
+def test_index_query_and_selection_compile():
+    import triton.language as tl
+
+    from dsv4_sglang.attention import triton_index
+
+    for q, fp4_format, block in (("*bf16", 0, 64), ("*bf16", 1, 64), ("*fp32", -1, 16)):
+        constants = {
+            "ROUND": q == "*bf16",
+            "FORMAT": fp4_format,
+            "DOT": tl.bfloat16 if q == "*bf16" else tl.float32,
+            "BLOCK_H": block,
+        }
+        out = "*fp32" if fp4_format < 0 else "*fp16"
+        compile_for(triton_index._query_kernel, 80, constants, 4, q_ptr=q, out_ptr=out)
+    compile_for(triton_index._select_kernel, 80, {"CHUNK": 16384, "TOP": 512}, 32)
+    compile_for(triton_index._final_kernel, 80, {"CHUNK": 16384, "TOP": 1024, "WINNERS": 16384}, 32)
+
+
+def test_splits_fill_the_gpu_and_no_more():
+    from dsv4_sglang.attention.triton_attend import split_count
+
+    assert split_count(tokens=256, head_groups=1, tiles=10, processors=132) == 1
+    assert 4 <= split_count(tokens=1, head_groups=1, tiles=10, processors=132) <= 10
+    assert split_count(tokens=1, head_groups=1, tiles=1, processors=132) == 1
+    assert 16 <= split_count(tokens=1, head_groups=1, tiles=130, processors=132) <= 64
+    assert split_count(tokens=128, head_groups=1, tiles=10, processors=132) == 1
