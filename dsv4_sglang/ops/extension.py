@@ -110,14 +110,18 @@ def _locked(folder: Path) -> Iterator[None]:
 def _compile(nvcc: Path, archs: Sequence[str], output: Path) -> None:
     import torch
 
-    if shutil.which("g++") is None and "NVCC_CCBIN" not in os.environ:
+    if shutil.which("g++") is None:
         raise RuntimeError(
-            "building the CUDA extension needs a C++17 compiler; install g++ (Debian, Ubuntu: apt install g++)"
+            "building the CUDA extension needs g++ with C++17; install it (Debian, Ubuntu: apt install g++)"
         )
+    root = Path(torch.__file__).parent
+    # The loader finds the stable ABI's functions only in libraries that ours names and in what those name: libtorch is
+    # a shell that names libtorch_cuda wherever torch is a CUDA build, which it need not be here.
+    libraries = [f"-L{root / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu"]
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    include = Path(torch.__file__).parent / "include"
     threads = str(min(len(archs), os.cpu_count() or 1))
-    command = [str(nvcc), *FLAGS, "-t", threads, *codes, f"-I{include}", *map(str, sources()), "-o", str(output)]
+    inputs = [f"-I{root / 'include'}", *map(str, sources()), *libraries]
+    command = [str(nvcc), *FLAGS, "-t", threads, *codes, *inputs, "-o", str(output)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         message = (result.stderr or result.stdout).strip()
