@@ -92,10 +92,10 @@ class Checker {
     }
   }
 
-  /// The start, and dimension 0 if it has a stride, at multiples of `bytes`.
+  /// The start, and of several dimensions the outermost one's stride, at multiples of `bytes`.
   void aligned(const char* name, const Tensor& t, int64_t bytes) const {
     const bool start = reinterpret_cast<uintptr_t>(t.data_ptr()) % bytes == 0;
-    if (start && (t.size(0) <= 1 || t.stride(0) * int64_t(t.element_size()) % bytes == 0)) return;
+    if (start && (t.dim() == 1 || t.size(0) <= 1 || t.stride(0) * int64_t(t.element_size()) % bytes == 0)) return;
     fail(op_, ": ", name, " is ", describe(t), " at ", t.data_ptr(), "; expected its start and its rows at multiples of ", bytes, " bytes");
   }
 
