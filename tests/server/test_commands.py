@@ -1,0 +1,94 @@
+"""The commands and examples as a user types them, with the real server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from server_harness import START_SECONDS, free_port
+
+pytestmark = pytest.mark.server
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FLAGS = ("--dtype", "float32", "--context-length", "2048", "--enable-cache-report")
+METRICS = ("--enable-metrics", "--decode-log-interval", "1")
+STOP_SECONDS = 60
+
+
+def run_example(name: str, *arguments: str) -> str:
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=START_SECONDS
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def process(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
+    """(process, url, log) of `dsv4-sglang serve --ask`, once it has said its completion."""
+    port, log = free_port(), tmp_path_factory.mktemp("serve") / "log"
+    serve = [sys.executable, "-m", "dsv4_sglang.cli", "serve", "--model-path", str(tiny(seed=0))]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*serve, "--port", str(port), "--ask", "The hybrid cache", *FLAGS, *METRICS],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        polls = START_SECONDS * 2
+        while b"dsv4-sglang: serving at" not in log.read_bytes():
+            assert process.poll() is None, log.read_text(errors="replace")[-4000:]
+            polls -= 1
+            assert polls > 0, f"not up within {START_SECONDS} s: {log.read_text(errors='replace')[-4000:]}"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.5)
+        yield process, f"http://127.0.0.1:{port}", log
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_completion(process: tuple) -> None:
+    log = process[2].read_text(errors="replace")
+    assert log.splitlines()[0].endswith(" ".join(METRICS))
+    assert re.search(r"dsv4-sglang: 'The hybrid cache' -> '.+' \(16 tokens in", log)
+    assert "dsv4_sglang cache:" in log
+
+
+def test_chat(process: tuple) -> None:
+    """The second turn repeats the first, which is longer than the 256 tokens between checkpoints."""
+    out = run_example("chat_client.py", "x" * 300, "and now?", "--url", process[1], "--max-tokens", "8")
+    turns = re.findall(r"\[(\d+) prompt tokens(?:, (\d+) of them from the cache)?; (\d+) new\]", out)
+    (first, first_cached, first_new), (second, second_cached, second_new) = ([int(n or 0) for n in t] for t in turns)
+    assert first_new == second_new == 8
+    assert second > first > 300
+    assert first_cached == 0
+    assert second_cached in (0, 256)  # a prefix cache may match nothing, but never what it does not hold
+
+
+def test_pools(process: tuple) -> None:
+    out = run_example("pools_filling.py", "--url", process[1], "--prompt", "300", "140", "--new", "8")
+    rows = [list(map(int, re.findall(r" (\d+) +(\d+) kept", line)[i])) for line in out.splitlines()[1:] for i in (0, 1)]
+    tokens, slots = rows[0::2], rows[1::2]
+    assert max(used for used, _ in tokens) >= 300
+    assert max(used for used, _ in slots) >= 1
+    assert tokens[-1][0] == slots[-1][0] == 0  # everything is given back or kept
+
+
+def test_sigterm_stops_it(process: tuple) -> None:
+    process[0].send_signal(signal.SIGTERM)
+    assert process[0].wait(STOP_SECONDS) in (0, -signal.SIGKILL)  # SGLang ends by killing its own tree
+
+
+def test_offline_generation(tiny: Callable[..., Path]) -> None:
+    out = run_example("offline_generate.py", str(tiny(seed=0)), "--max-tokens", "4")
+    assert len(re.findall(r"^'.+' -> '.*'$", out, re.MULTILINE)) == 3
