@@ -125,8 +125,8 @@ def test_index_query_and_selection_compile():
         }
         out = "*fp32" if fp4_format < 0 else "*fp16"
         compile_for(triton_index._query_kernel, 80, constants, 4, q_ptr=q, out_ptr=out)
-    compile_for(triton_index._select_kernel, 80, {"CHUNK": 16384, "TOP": 512}, 32)
-    compile_for(triton_index._final_kernel, 80, {"CHUNK": 16384, "TOP": 1024, "WINNERS": 16384}, 32)
+    compile_for(triton_index._select_kernel, 80, {"CHUNK": 8192, "TOP": 512}, 16)
+    compile_for(triton_index._final_kernel, 80, {"CHUNK": 8192, "TOP": 512, "FEW": 4096, "WINNERS": 16384}, 32)
 
 
 def test_splits_fill_the_gpu_and_no_more():

@@ -2,8 +2,8 @@
 
 Three steps. The query is rotated, Hadamard-transformed and fake-quantised once. Scoring decodes the keys of a tile to
 fp16, which holds every e2m1 x e4m3 product exactly, multiplies them with all heads on the tensor cores and sums the
-weighted, rectified products over the heads. Selection finds the score of rank k by its bits, from the highest down, in
-chunks whose winners meet in a second round.
+weighted, rectified products over the heads. Selection
+finds the score of rank k by bisection, in chunks whose winners meet in a second round.
 
 Nothing depends on the order in which programs run. Launches depend on shapes only; lengths are read on the device.
 Traffic of a decode step: 72 B a visible key, and its score (4 B) written and read.
@@ -30,8 +30,9 @@ _KEYS_A_TILE = 128
 _TOKENS_A_TILE = 16
 _STAGES = 3
 _PROGRAMS_A_PROCESSOR = 4
-_CHUNK = 16384  # scores that one program selects from: 16 registers of each of 1024 threads
-_CHUNKS = 16
+# Scores that one program selects from, 16 a thread, and at most so many chunks: a compromise between the two rounds.
+_CHUNK = 8192
+_CHUNKS = 32
 
 
 @triton.jit
@@ -314,16 +315,23 @@ def _score_prefill_kernel(
 
 @triton.jit
 def _take_largest(score, valid, count):
-    """Mask of the `count` largest of the valid scores (at least that many), the first of equal ones."""
+    """Mask of the `count` largest of the valid scores (at least that many), the first of equal ones.
+
+    Halves the interval in which the score of rank `count` lies until it holds one number or divides the scores right.
+    """
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # -0 and 0 are equal
-    # Order-preserving: flip all bits of negative numbers, the sign of others; below every number for what is not valid.
-    rank = tl.where(valid, (bits ^ (bits >> 31)) ^ (~(bits >> 31) & -0x80000000), 0).to(tl.uint32, bitcast=True)
-    least = tl.full([], 0, tl.uint32)
-    for i in range(32):
-        raised = least | (tl.full([], 1, tl.uint32) << (31 - i))
-        least = tl.where(tl.sum((rank >= raised).to(tl.int32), 0) >= count, raised, least)
-    above = rank > least
-    equal = valid & (rank == least)
+    # Integers in the order of the scores: the magnitude of negative numbers turned round; what is not valid below all.
+    key = tl.where(valid, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
+    low = tl.min(tl.where(valid, key, 0x7FFFFFFF), 0).to(tl.int64)
+    high = tl.max(key, 0).to(tl.int64)
+    while low < high:
+        middle = (low + high + 1) >> 1
+        found = tl.sum((key >= middle.to(tl.int32)).to(tl.int32), 0)
+        low = tl.where(found >= count, middle, low)
+        high = tl.where(found > count, high, tl.where(found == count, middle, middle - 1))
+    least = low.to(tl.int32)
+    above = key > least
+    equal = valid & (key == least)
     left = count - tl.sum(above.to(tl.int32), 0)
     return above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= left))
 
@@ -381,6 +389,27 @@ def _select_kernel(
 
 
 @triton.jit
+def _take_winners(
+    rows_at,
+    table_at,
+    winners_at,
+    winner_scores_at,
+    top,
+    visible,
+    CHUNK: tl.constexpr,
+    TOP: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Select from the first N places of the winners of a token's chunks."""
+    i = tl.arange(0, N)
+    chunk = i // top
+    valid = i - chunk * top < visible - chunk * CHUNK
+    score = tl.load(winner_scores_at + i, mask=valid, other=0.0)
+    entry = tl.load(winners_at + i, mask=valid, other=0)
+    _write_rows(rows_at, table_at, entry, _take_largest(score, valid, top), top, top, TOP)
+
+
+@triton.jit
 def _final_kernel(
     table_ptr,
     request_ptr,
@@ -395,21 +424,24 @@ def _final_kernel(
     rows_stride,
     CHUNK: tl.constexpr,
     TOP: tl.constexpr,
+    FEW: tl.constexpr,
     WINNERS: tl.constexpr,
 ):
-    """Grid (tokens): the rows of a token of more than one chunk, from the winners of its chunks."""
+    """Grid (tokens): the rows of a token of more than one chunk, from the winners of its chunks.
+
+    A captured graph reckons with the longest context; most tokens have FEW winners, at a fraction of the work.
+    """
     token = tl.program_id(0).to(tl.int64)
     visible = tl.minimum((tl.load(positions_ptr + token) + 1) // CSA_RATIO, width).to(tl.int32)
     if visible > tl.maximum(top, CHUNK):
-        i = tl.arange(0, WINNERS)
-        chunk = i // top
-        valid = i - chunk * top < visible - chunk * CHUNK
-        at = token * chunks * top + i
-        score = tl.load(winner_scores_ptr + at, mask=valid, other=0.0)
-        entry = tl.load(winners_ptr + at, mask=valid, other=0)
-        taken = _take_largest(score, valid, top)
         table_at = table_ptr + tl.load(request_ptr + token).to(tl.int64) * table_stride
-        _write_rows(rows_ptr + token * rows_stride, table_at, entry, taken, top, top, TOP)
+        rows_at = rows_ptr + token * rows_stride
+        winners_at = winners_ptr + token * chunks * top
+        scores_at = winner_scores_ptr + token * chunks * top
+        if tl.cdiv(visible, CHUNK) * top <= FEW:
+            _take_winners(rows_at, table_at, winners_at, scores_at, top, visible, CHUNK, TOP, FEW)
+        else:
+            _take_winners(rows_at, table_at, winners_at, scores_at, top, visible, CHUNK, TOP, WINNERS)
 
 
 @functools.cache
@@ -538,6 +570,7 @@ def select(
     )
     if chunks > 1:
         candidates = triton.next_power_of_2(chunks * top)
+        few = min(candidates, triton.next_power_of_2(8 * top))
         _final_kernel[(tokens,)](
             block_table,
             token_request,
@@ -552,6 +585,7 @@ def select(
             rows.stride(0),
             CHUNK=chunk,
             TOP=top_block,
+            FEW=few,
             WINNERS=candidates,
             num_warps=min(max(candidates // 512, 4), 32),
         )

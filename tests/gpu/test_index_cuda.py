@@ -5,7 +5,7 @@ import torch
 from reader_cases import assert_selects, index_case
 
 from dsv4_sglang import ops  # noqa: F401  defines the ops
-from dsv4_sglang.attention import triton_index
+from dsv4_sglang.attention import cuda_ops, triton_index  # noqa: F401
 from dsv4_sglang.ops import index_keys
 from dsv4_sglang.ops.reference import read
 
@@ -81,7 +81,7 @@ def test_nothing_to_score():
 
 @pytest.mark.parametrize("index_format", [index_keys.MXFP4, index_keys.NVFP4])
 def test_query(index_format):
-    """Hadamard sums differ in order from the reference: what lies next to a rounding border may fall to another side."""
+    """Hadamard sums differ in order from the reference: what lies at a rounding border may fall to another side."""
     g = torch.Generator().manual_seed(1)
     q = (torch.randn(50, 64, 128, generator=g) * 10 ** torch.empty(50, 64, 1).uniform_(-5, 3, generator=g)).bfloat16()
     q[3] = 0
