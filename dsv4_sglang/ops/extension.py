@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).resolve().parent.parent
 PREBUILT = PACKAGE / "prebuilt"
+DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
 RELEASE_ARCHS = ("80", "89", "90a", "100a")
 SOURCE_SUFFIXES = (".cu", ".cpp")
 HEADER_SUFFIXES = (".h", ".cuh")
@@ -67,20 +68,20 @@ def source_hash() -> str:
 
 
 def find_nvcc() -> Path:
-    """The CUDA compiler of CUDA_HOME, of PATH, or of /usr/local/cuda."""
+    """The CUDA compiler of CUDA_HOME, of PATH, or of DEFAULT_CUDA_HOME."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     candidates = [Path(home) / "bin" / "nvcc"] if home else []
     on_path = shutil.which("nvcc")
     candidates += [Path(on_path)] if on_path else []
-    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    candidates.append(DEFAULT_CUDA_HOME / "bin" / "nvcc")
     for candidate in candidates:
         if candidate.is_file():
             return candidate
     raise RuntimeError(
-        "building the CUDA extension needs nvcc, which is neither in CUDA_HOME, PATH nor /usr/local/cuda. Install the "
-        "CUDA toolkit 12.8 or later (https://developer.nvidia.com/cuda-downloads, or the conda package cuda-nvcc), or "
-        "build elsewhere with `python -m dsv4_sglang.ops.extension --arch ... --out DIR` and set DSV4_SGLANG_EXTENSION "
-        "to the file"
+        "building the CUDA extension needs nvcc, which is neither in CUDA_HOME, PATH nor "
+        f"{DEFAULT_CUDA_HOME}. Install the CUDA toolkit 12.8 or later (https://developer.nvidia.com/cuda-downloads, or "
+        "the conda package cuda-nvcc), or build elsewhere with `python -m dsv4_sglang.ops.extension --arch ... --out "
+        "DIR` and set DSV4_SGLANG_EXTENSION to the file"
     )
 
 

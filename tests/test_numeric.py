@@ -1,0 +1,103 @@
+"""csrc/numeric.h on the host: its roundings and scales give torch's bytes, for every bf16 and at every tie."""
+
+import ctypes
+import subprocess
+
+import pytest
+import torch
+
+from dsv4_sglang.ops import extension, index_keys, rows
+
+WRAPPER = """
+#include "numeric.h"
+using namespace dsv4;
+#define EACH(name, expression) \\
+  extern "C" void name(const float* x, float* y, long n) { for (long i = 0; i < n; ++i) y[i] = float(expression); }
+EACH(host_round_bf16, round_bf16(x[i]))
+EACH(host_e4m3, e4m3(x[i]))
+EACH(host_e4m3_high, e4m3_pair(0.0f, x[i]) >> 8)
+EACH(host_e4m3_value, e4m3_value(uint32_t(x[i])))
+EACH(host_e2m1, e2m1(x[i]))
+EACH(host_row_exponent, row_exponent(x[i]))
+EACH(host_mxfp4_exponent, mxfp4_exponent(x[i]))
+EACH(host_nvfp4_scale, nvfp4_scale(x[i]))
+EACH(host_pack_low, low_bf16(pack_bf16(x[i], -1.0f)))
+EACH(host_pack_high, high_bf16(pack_bf16(-1.0f, x[i])))
+"""
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    """host(name, x fp32) -> y fp32, through a library of numeric.h compiled for the CPU."""
+    try:
+        nvcc = extension.find_nvcc()
+    except RuntimeError:
+        pytest.skip("needs nvcc, which knows where CUDA's headers are")
+    folder = tmp_path_factory.mktemp("numeric")
+    (folder / "wrapper.cpp").write_text(WRAPPER)
+    flags = ["-O1", "-std=c++17", "-shared", "-Xcompiler", "-fPIC,-ffp-contract=off", f"-I{extension.source_dir()}"]
+    subprocess.run([nvcc, *flags, "wrapper.cpp", "-o", "wrapper.so"], cwd=folder, check=True)
+    library = ctypes.CDLL(str(folder / "wrapper.so"))
+
+    def call(name: str, x: torch.Tensor) -> torch.Tensor:
+        x = x.float().contiguous()
+        y = torch.empty_like(x)
+        getattr(library, name)(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_long(x.numel()))
+        return y
+
+    return call
+
+
+def all_bf16() -> torch.Tensor:
+    """Every finite bf16, as fp32."""
+    x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16).float()
+    return x[x.isfinite()]
+
+
+def random_floats() -> torch.Tensor:
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(200_000, generator=g) * 2.0 ** torch.randint(-30, 12, (200_000,), generator=g)
+
+
+@pytest.mark.parametrize("name", ["host_round_bf16", "host_pack_low", "host_pack_high"])
+def test_bf16(host, name):
+    x = torch.cat([all_bf16(), random_floats(), all_bf16() * (1 + 2.0**-8)])
+    assert torch.equal(host(name, x), x.bfloat16().float())
+
+
+@pytest.mark.parametrize("name", ["host_e4m3", "host_e4m3_high"])
+def test_e4m3(host, name):
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (codes[1:] + codes[:-1]) / 2
+    x = torch.cat([all_bf16(), random_floats(), codes, ties, ties * (1 + 2.0**-20), ties * (1 - 2.0**-20)])
+    x = torch.cat([x, -x])
+    expected = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).float()
+    assert torch.equal(host(name, x), expected)
+    assert torch.equal(host("host_e4m3_value", torch.arange(127)), codes)
+
+
+def test_e2m1(host):
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    x = torch.cat([all_bf16(), random_floats(), ties, ties * (1 + 2.0**-20), ties * (1 - 2.0**-20)])
+    x = torch.cat([x, -x])
+    assert torch.equal(host("host_e2m1", x), index_keys.e2m1_codes(x).float())
+
+
+def test_exponent_of_a_row(host):
+    x = all_bf16()
+    x = x[(x >= 0) & (x < 2.0**120)]
+    expected = rows.ceil_pow2_exponent(x.clamp_min(rows.FP8_AMAX_FLOOR) * (1.0 / rows.FP8_MAX))
+    assert torch.equal(host("host_row_exponent", x), expected.float())
+
+
+def test_scales_of_keys(host):
+    x = all_bf16()
+    x = x[(x >= 0) & (x < 2.0**100)]
+    keys = torch.zeros(len(x), 128)
+    keys[:, 5] = x
+    for scale_format, name in ((index_keys.MXFP4, "host_mxfp4_exponent"), (index_keys.NVFP4, "host_nvfp4_scale")):
+        _, scales = index_keys.quantise_keys(keys, scale_format)
+        got = host(name, x)
+        if scale_format == index_keys.MXFP4:
+            got = host("host_e4m3", rows.exp2_of_biased(got.int()))
+        assert torch.equal(got, scales[:, 0].float())
