@@ -132,17 +132,20 @@ def rounds(conversations: int, tokens: int, count: int, append: int = 200, gener
 
 
 class Ideal:
-    """What an infinite cache would serve, in tokens. The last token of an answer is never in a cache."""
+    """What an infinite cache would serve, in tokens. The last token of an answer is not in it until a next turn starts
+    with it."""
 
     def __init__(self) -> None:
-        self._end: dict[tuple[int, int], int] = {}
+        self._known: dict[tuple[int, int], int] = {}
         self._systems: set[int] = set()
 
     def hit(self, turn: Turn) -> int:
         if turn.base >= 0:
-            known = self._end[turn.conversation, turn.base] - 1
+            base = turn.conversation, turn.base
+            known = self._known[base]
+            self._known[base] = max(known, turn.cut)
         else:
             known = turn.cut if turn.system in self._systems else 0
         self._systems.add(turn.system)
-        self._end[turn.key] = turn.end
+        self._known[turn.key] = turn.end - 1
         return min(turn.cut, known, turn.prompt - 1)

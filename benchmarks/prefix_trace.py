@@ -1,0 +1,187 @@
+"""Hit rate and time to first token of a running server under traces of agent conversations.
+
+    python -m benchmarks.prefix_trace --url http://127.0.0.1:30000 trace --active 300
+    python -m benchmarks.prefix_trace alternate            # two conversations of 400,000 tokens in turn
+    python -m benchmarks.prefix_trace revisit              # 100 conversations of 20,000 tokens, visited three times
+    python -m benchmarks.prefix_trace working-set          # the most 20,000-token conversations that still hit 98 %
+
+The cache is flushed first. Hit rates are token-weighted, against what an infinite cache would hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.agent_trace import TraceConfig, Turn, rounds, trace
+from benchmarks.environment import commit, versions
+from benchmarks.replay import Client, Replay, Served, compare_with_cold
+
+NEW_TOKENS = {"append": 200, "generate": 16}
+"""Tokens of a revisit."""
+
+
+def summary(served: Sequence[Served]) -> dict[str, Any]:
+    """Token-weighted hit rate and the spread of times to the first token."""
+    ideal = sum(s.ideal for s in served)
+    cached = sum(s.cached for s in served)
+    times = sorted(s.first_token_s for s in served)
+
+    def at(share: float) -> float:
+        return round(times[min(len(times) - 1, int(share * len(times)))], 4)
+
+    return {
+        "turns": len(served),
+        "prompt_tokens": sum(s.prompt for s in served),
+        "cached_tokens": cached,
+        "ideal_tokens": ideal,
+        "hit_of_ideal": round(cached / ideal, 4) if ideal else None,
+        "first_token_s": {"mean": round(statistics.fmean(times), 4), "p50": at(0.5), "p90": at(0.9), "p99": at(0.99)},
+        "turn_s_p50": round(statistics.median(s.total_s for s in served), 4),
+    }
+
+
+def run_trace(replay: Replay, args: argparse.Namespace) -> dict[str, Any]:
+    served = replay.run(trace(trace_config(args)))
+    result: dict[str, Any] = {"all": summary(served)}
+    if replay.samples:
+        result["against_cold"] = vars(compare_with_cold(replay.client, replay.samples, args.check))
+    return result
+
+
+def run_rounds(replay: Replay, args: argparse.Namespace) -> dict[str, Any]:
+    """Every conversation in turn, `--rounds` times; the first round fills the cache."""
+    turns = list(rounds(args.conversations, args.tokens, args.rounds, **NEW_TOKENS))
+    result = {}
+    for number in range(args.rounds):
+        result[f"round {number + 1}"] = summary(replay.run([t for t in turns if t.number == number]))
+        report(f"round {number + 1}", result[f"round {number + 1}"])
+    return result
+
+
+def run_working_set(replay: Replay, args: argparse.Namespace) -> dict[str, Any]:
+    """Add conversations step by step; after each step visit all of them, and stop once less than 98 % hits."""
+    result: dict[str, Any] = {"tokens_each": args.tokens, "steps": []}
+    visits = [0] * max(args.steps)
+    ends = [0] * max(args.steps)
+    known = 0
+
+    def visit(conversations: range, first: bool) -> dict[str, Any]:
+        turns = []
+        for c in conversations:
+            cut, new = (0, args.tokens) if first else (ends[c], NEW_TOKENS["append"])
+            turns.append(Turn(c, visits[c], 0, visits[c] - 1, cut, new, NEW_TOKENS["generate"]))
+            visits[c] += 1
+            ends[c] = turns[-1].end
+        return summary(replay.run(turns))
+
+    for count in args.steps:
+        visit(range(known, count), first=True)
+        known = count
+        row = visit(range(count), first=False)
+        held = sum(ends[:count])
+        result["steps"].append({"conversations": count, "held_tokens": held, **row})
+        report(f"{count} conversations, {held / 1e6:.1f} M tokens", row)
+        if row["hit_of_ideal"] < 0.98:
+            break
+        result["largest_tokens"] = held
+    return result
+
+
+def trace_config(args: argparse.Namespace) -> TraceConfig:
+    return TraceConfig(
+        conversations=args.conversations or 2 * args.active,
+        active=args.active,
+        seed=args.seed,
+        tokens=(args.shortest, args.longest),
+        generate=(8, args.generate),
+    )
+
+
+def report(name: str, row: dict[str, Any]) -> None:
+    print(
+        f"{name}: {row['cached_tokens']} of {row['ideal_tokens']} tokens hit ({row['hit_of_ideal']}), prompts "
+        f"{row['prompt_tokens']}, first token {row['first_token_s']}, turn {row['turn_s_p50']} s",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+SCENARIOS = {
+    "trace": run_trace,
+    "alternate": run_rounds,
+    "revisit": run_rounds,
+    "working-set": run_working_set,
+}
+DEFAULTS = {
+    "alternate": {"conversations": 2, "tokens": 400_000, "concurrency": 1},
+    "revisit": {"conversations": 100, "tokens": 20_000, "concurrency": 8},
+    "working-set": {"tokens": 20_000, "concurrency": 8},
+    "trace": {"concurrency": 16},
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("scenario", choices=SCENARIOS)
+    p.add_argument("--url", default="http://127.0.0.1:30000")
+    p.add_argument("--vocab", type=int, default=100_000, help="token ids are drawn below this")
+    p.add_argument("--concurrency", type=int, help="requests at a time")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--conversations", type=int)
+    p.add_argument("--tokens", type=int, help="length of a conversation in the fixed scenarios")
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--active", type=int, default=100, help="conversations alive at a time (trace)")
+    p.add_argument("--shortest", type=int, default=2_000, help="final length of the shortest conversation (trace)")
+    p.add_argument("--longest", type=int, default=200_000)
+    p.add_argument("--generate", type=int, default=64, help="longest answer (trace)")
+    p.add_argument("--check", type=int, default=8, help="answers compared with cold runs (trace); 0: none")
+    p.add_argument(
+        "--steps", type=int, nargs="*", default=list(range(100, 1001, 50)), help="conversations (working-set)"
+    )
+    p.add_argument("--note", default="", help="goes into the result: flags of the server, for example")
+    p.add_argument("--output", type=Path, help="append the result to this JSON-lines file")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    for name, value in DEFAULTS[args.scenario].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    client = Client(args.url)
+    client.flush()
+    config = trace_config(args) if args.scenario == "trace" else None
+    replay = Replay(
+        client,
+        concurrency=args.concurrency,
+        vocab=args.vocab,
+        config=config,
+        # Enough samples for --check even of a short trace.
+        sample=0.1 if args.scenario == "trace" and args.check else 0.0,
+    )
+    begin = time.perf_counter()
+    result = SCENARIOS[args.scenario](replay, args)
+    record = {
+        "scenario": args.scenario,
+        "note": args.note,
+        "seconds": round(time.perf_counter() - begin, 1),
+        "arguments": {k: v for k, v in vars(args).items() if k not in ("output", "url", "note", "scenario")},
+        **result,
+        "versions": versions(),
+        "commit": commit(),
+    }
+    print(json.dumps(record, indent=1))
+    if args.output:
+        with args.output.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Send the turns of a trace to a running server (/generate with input_ids) and note what hit and how long it took."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import threading
+import time
+import urllib.parse
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from benchmarks.agent_trace import Ideal, TraceConfig, Turn
+
+FIRST_TOKEN_ID = 10
+"""Below lie special tokens."""
+
+
+@dataclass
+class Answer:
+    tokens: list[int]
+    cached: int
+    first_token_s: float
+    total_s: float
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Served:
+    """One turn: tokens of the prompt, those the server had cached, those an infinite cache would have had."""
+
+    turn: Turn
+    prompt: int
+    cached: int
+    ideal: int
+    first_token_s: float
+    total_s: float
+
+
+@dataclass
+class Sample:
+    """An answer to be compared with a cold run."""
+
+    prompt: array[int]
+    answer: Answer
+
+
+class Client:
+    """`generate` and `flush` of one server, usable from many threads."""
+
+    def __init__(self, url: str, timeout_s: float = 600.0) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.hostname is None:
+            raise ValueError(f"server URL is {url!r}; expected http://HOST:PORT")
+        self.host, self.port, self.timeout_s = parts.hostname, parts.port or 80, timeout_s
+
+    def generate(self, prompt: array[int], count: int, *, logprobs: bool = False) -> Answer:
+        """Greedy, exactly `count` tokens, streamed so that the first token's time is seen."""
+        body = {
+            "input_ids": prompt.tolist(),
+            "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True},
+            "stream": True,
+            "return_logprob": logprobs,
+        }
+        begin = time.perf_counter()
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=self.timeout_s)
+        try:
+            connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise RuntimeError(f"/generate of {len(prompt)} tokens: {response.status} {response.read(500)!r}")
+            first, last = 0.0, b""
+            for line in response:
+                if line.startswith(b"data: {"):
+                    first = first or time.perf_counter()
+                    last = line
+        finally:
+            connection.close()
+        answer = json.loads(last[len(b"data: ") :] or b"{}")
+        if "error" in answer or "meta_info" not in answer:
+            raise RuntimeError(f"/generate of {len(prompt)} tokens: {answer}")
+        meta = answer["meta_info"]
+        pairs = meta.get("output_token_logprobs") or []
+        return Answer(
+            answer["output_ids"][-count:],
+            meta["cached_tokens"],
+            first - begin,
+            time.perf_counter() - begin,
+            [pair[0] for pair in pairs],
+        )
+
+    def flush(self) -> None:
+        """Empty the cache; the server refuses while its last step is being retired."""
+        for _ in range(100):
+            connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+            connection.request("POST", "/flush_cache")
+            status = connection.getresponse().status
+            connection.close()
+            if status == 200:
+                return
+            time.sleep(0.1)
+        raise RuntimeError("the server refused /flush_cache for 10 s: are requests running?")
+
+
+class Replay:
+    """Turns in order, at most `concurrency` at a time; a turn waits for the turn it builds on."""
+
+    def __init__(
+        self, client: Client, *, concurrency: int, vocab: int, config: TraceConfig | None = None, sample: float = 0.0
+    ) -> None:
+        self.client, self.concurrency, self.vocab = client, concurrency, vocab
+        self.systems = config.systems if config else ()
+        self.seed = config.seed if config else 0
+        self.sample = sample
+        self.samples: list[Sample] = []
+        self.served: list[Served] = []
+        self._ideal = Ideal()
+        self._left: dict[tuple[int, int], array[int]] = {}
+        self._ready = threading.Condition()
+        self._error: BaseException | None = None
+
+    def run(self, turns: Iterable[Turn]) -> list[Served]:
+        """What was served, in order of completion. The first error of any request ends the replay."""
+        waiting = list(turns)
+        waiting.reverse()
+        begun = len(self.served)
+        threads = [threading.Thread(target=self._work, args=(waiting,)) for _ in range(self.concurrency)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        return self.served[begun:]
+
+    def forget(self) -> None:
+        """Drop what earlier turns left; the next replay starts over (flush the server too)."""
+        self._left.clear()
+        self._ideal = Ideal()
+
+    def _work(self, waiting: list[Turn]) -> None:
+        try:
+            while (turn := self._next(waiting)) is not None:
+                self._serve(*turn)
+        except BaseException as error:
+            with self._ready:
+                self._error = self._error or error
+                self._ready.notify_all()
+
+    def _next(self, waiting: list[Turn]) -> tuple[Turn, int] | None:
+        """The first turn in order whose base is done, and its ideal hit."""
+        with self._ready:
+            while waiting and self._error is None:
+                for at in range(len(waiting) - 1, max(-1, len(waiting) - 1 - 4 * self.concurrency), -1):
+                    turn = waiting[at]
+                    if turn.base < 0 or (turn.conversation, turn.base) in self._left:
+                        del waiting[at]
+                        return turn, self._ideal.hit(turn)
+                self._ready.wait()
+            return None
+
+    def _serve(self, turn: Turn, ideal: int) -> None:
+        prompt = self.prompt(turn)
+        rng = random.Random(turn.conversation * 4099 + turn.number)
+        sampled = rng.random() < self.sample
+        answer = self.client.generate(prompt, turn.generate, logprobs=sampled)
+        with self._ready:
+            if sampled:
+                self.samples.append(Sample(prompt, answer))
+            self.served.append(Served(turn, len(prompt), answer.cached, ideal, answer.first_token_s, answer.total_s))
+            self._left[turn.key] = prompt + array("i", answer.tokens)
+            self._ready.notify_all()
+
+    def prompt(self, turn: Turn) -> array[int]:
+        if turn.base >= 0:
+            past = self._left[turn.conversation, turn.base][: turn.cut]
+        else:
+            past = self._tokens(turn.cut, f"system {self.seed} {turn.system}")
+        return past + self._tokens(turn.append, f"{self.seed} {turn.conversation} {turn.number}")
+
+    def _tokens(self, count: int, name: str) -> array[int]:
+        rng = random.Random(name)
+        return array("i", (rng.randrange(FIRST_TOKEN_ID, self.vocab) for _ in range(count)))
+
+
+@dataclass
+class Comparison:
+    """Warm answers against cold ones. `diverged`: answers with a different token somewhere; the difference of
+    logprobs is taken up to there."""
+
+    answers: int
+    diverged: int
+    largest_difference: float
+    mean_difference: float
+
+
+def compare_with_cold(client: Client, samples: list[Sample], most: int, seed: int = 0) -> Comparison:
+    """Run up to `most` of the sampled prompts again, each alone on an empty cache."""
+    chosen = random.Random(seed).sample(samples, min(most, len(samples)))
+    differences: list[float] = []
+    diverged = 0
+    for sample in chosen:
+        client.flush()
+        cold = client.generate(sample.prompt, len(sample.answer.tokens), logprobs=True)
+        if cold.cached:
+            raise RuntimeError(f"{cold.cached} tokens of a cold run came from the cache")
+        same = [a == b for a, b in zip(sample.answer.tokens, cold.tokens)]
+        diverged += not all(same)
+        # The first token that differs was chosen from the same prefix: its logprob still compares.
+        upto = same.index(False) + 1 if not all(same) else len(same)
+        differences += [abs(a - b) for a, b in zip(sample.answer.logprobs[:upto], cold.logprobs[:upto])]
+    return Comparison(len(chosen), diverged, max(differences, default=0.0), sum(differences) / max(1, len(differences)))

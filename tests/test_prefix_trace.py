@@ -1,0 +1,155 @@
+"""The trace generator, and the replayer against a small HTTP server whose cache is known."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from benchmarks import prefix_trace
+from benchmarks.agent_trace import Ideal, TraceConfig, Turn, rounds, trace
+from benchmarks.replay import Client, Replay, compare_with_cold
+
+SMALL = TraceConfig(conversations=12, active=5, seed=3, tokens=(2_000, 9_000), turns=(4, 9), branching=0.3)
+
+
+def test_a_turn_never_comes_before_its_base_and_keeps_within_it() -> None:
+    ends: dict[tuple[int, int], int] = {}
+    turns = list(trace(SMALL))
+    for turn in turns:
+        if turn.base >= 0:
+            assert 0 < turn.cut <= ends[turn.conversation, turn.base]
+        ends[turn.key] = turn.end
+    assert len({turn.conversation for turn in turns}) == SMALL.conversations
+    assert turns == list(trace(SMALL))
+    assert turns != list(trace(TraceConfig(conversations=12, active=5, seed=4, tokens=(2_000, 9_000))))
+    assert any(turn.base >= 0 and turn.cut < ends[turn.conversation, turn.base] for turn in turns), "no branch"
+
+
+def test_sizes_are_those_asked_for() -> None:
+    config = TraceConfig(conversations=300, active=50)
+    turns = list(trace(config))
+    longest = [max(t.end for t in turns if t.conversation == c) for c in range(300)]
+    assert max(longest) > 100_000
+    assert sum(length < 20_000 for length in longest) > 60
+    assert min(turn.prompt for turn in turns) >= 1024
+
+
+def test_ideal_counts_what_earlier_turns_left() -> None:
+    ideal = Ideal()
+    assert ideal.hit(Turn(0, 0, 1, -1, 1000, 50, 10)) == 0
+    assert ideal.hit(Turn(1, 0, 1, -1, 1000, 50, 10)) == 1000, "the system prompt is known by now"
+    assert ideal.hit(Turn(0, 1, 1, 0, 1060, 40, 5)) == 1059, "the last token of an answer is not in the cache"
+    assert ideal.hit(Turn(0, 2, 1, 0, 500, 0, 5)) == 499, "one token of a prompt is always computed"
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Answers /generate; caches `capacity` sequences, or all."""
+
+    def __init__(self, wrong_when_cached: bool = False) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.known: list[list[int]] = []
+        self.wrong_when_cached = wrong_when_cached
+        self.lock = threading.Lock()
+
+    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        ids, count = body["input_ids"], body["sampling_params"]["max_new_tokens"]
+        with self.lock:
+            cached = max((_common(ids[:-1], old) for old in self.known), default=0)
+            out = [10 + (sum(ids) + i) % 50 for i in range(count)]
+            if cached and self.wrong_when_cached:
+                out[0] += 1
+            self.known.append(ids + out[:-1])
+        return {
+            "output_ids": out,
+            "meta_info": {"cached_tokens": cached, "output_token_logprobs": [[-0.5, token, None] for token in out]},
+        }
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(200)
+        self.end_headers()
+        if self.path == "/flush_cache":
+            self.server.known.clear()
+            return
+        answer = self.server.generate(json.loads(body))
+        partial = {**answer, "output_ids": answer["output_ids"][:1]}
+        self.wfile.write(b"data: " + json.dumps(partial).encode() + b"\n\n")
+        self.wfile.write(b"data: " + json.dumps(answer).encode() + b"\n\ndata: [DONE]\n\n")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(params=[False])
+def server(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
+    fake = FakeServer(wrong_when_cached=request.param)
+    thread = threading.Thread(target=fake.serve_forever)
+    thread.start()
+    yield fake
+    fake.shutdown()
+    thread.join()
+    fake.server_close()
+
+
+def _client(server: FakeServer) -> Client:
+    return Client(f"http://127.0.0.1:{server.server_port}", timeout_s=20)
+
+
+def test_an_infinite_cache_hits_the_ideal(server: FakeServer) -> None:
+    """With one request at a time, cached tokens are exactly what `Ideal` says: each checks the other."""
+    replay = Replay(_client(server), concurrency=1, vocab=60_000, config=SMALL, sample=0.2)
+    served = replay.run(list(trace(SMALL))[:40])
+    assert [s.cached for s in served] == [s.ideal for s in served]
+    assert all(s.prompt == s.turn.prompt for s in served)
+    same = compare_with_cold(replay.client, replay.samples, 4)
+    assert same.answers == 4 and same.diverged == 0 and same.largest_difference == 0
+
+
+@pytest.mark.parametrize("server", [True], indirect=True)
+def test_wrong_warm_answers_are_seen(server: FakeServer) -> None:
+    replay = Replay(_client(server), concurrency=3, vocab=60_000, config=SMALL, sample=0.5)
+    replay.run(list(trace(SMALL))[:30])
+    assert compare_with_cold(replay.client, replay.samples, 6).diverged > 0
+
+
+def test_concurrent_turns_wait_for_their_base(server: FakeServer) -> None:
+    replay = Replay(_client(server), concurrency=4, vocab=60_000)
+    served = replay.run(rounds(3, 300, 4, append=20, generate=4))
+    assert len(served) == 12
+    later = [s for s in served if s.turn.number > 0]
+    assert all(s.cached == s.ideal > 0 for s in later)
+
+
+def test_the_command_reports_each_round_and_the_working_set(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"http://127.0.0.1:{server.server_port}"
+    prefix_trace.main(["revisit", "--url", url, "--conversations", "3", "--tokens", "200", "--rounds", "2"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["round 1"]["cached_tokens"] == 0 and result["round 2"]["hit_of_ideal"] == 1
+    prefix_trace.main(["working-set", "--url", url, "--tokens", "200", "--steps", "2", "4"])
+    result = json.loads(capsys.readouterr().out)
+    # Two conversations visited twice more, two once, 216 tokens each time.
+    assert result["largest_tokens"] == 4 * 216 + 2 * 2 * 216 + 2 * 216
+
+
+def test_an_error_of_the_server_ends_the_replay(server: FakeServer) -> None:
+    def refuse(body: dict[str, Any]) -> dict[str, Any]:
+        return {"error": {"message": "too long"}}
+
+    server.generate = refuse  # type: ignore[method-assign]
+    with pytest.raises((RuntimeError, KeyError)):
+        Replay(_client(server), concurrency=2, vocab=100).run(rounds(2, 20, 2))
