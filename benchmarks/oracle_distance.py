@@ -30,15 +30,15 @@ LONG = 2600
 GENERATED = 40
 SERVERS: dict[str, tuple[bool, tuple[str, ...]]] = {
     "in-tree": (False, ()),
-    "fp8": (True, ()),
-    "bf16": (True, ("--kv-cache-dtype", "bfloat16")),
+    "fp8": (True, ("--disable-radix-cache",)),
+    "bf16": (True, ("--disable-radix-cache", "--kv-cache-dtype", "bfloat16")),
 }
-"""Name: ours or not, flags."""
+"""Name: ours or not, flags. The in-tree server keeps its prefix cache, as by default; it is flushed before a prompt."""
 FLAGS = (
     *("--mem-fraction-static", "0.3", "--max-total-tokens", "262144", "--max-running-requests", "16"),
-    *("--cuda-graph-max-bs-decode", "8", "--disable-radix-cache", "--dtype", "bfloat16", "--context-length", "8192"),
+    *("--cuda-graph-max-bs-decode", "8", "--dtype", "bfloat16", "--context-length", "8192"),
 )
-CPU_FLAGS = ("--max-running-requests", "4", "--disable-radix-cache", "--context-length", "8192", "--dtype", "bfloat16")
+CPU_FLAGS = ("--max-running-requests", "4", "--context-length", "8192", "--dtype", "bfloat16")
 NEAR_TIE = 0.05
 """A choice that the oracle finds less likely than its own by no more than this is a near tie."""
 
@@ -49,9 +49,11 @@ def prompts(vocab: int, seed: int, lengths: tuple[int, ...]) -> dict[int, list[i
 
 def ask(server: Server, prompt: list[int], tokens: int) -> dict[str, Any]:
     """Greedy tokens and their logprobs, and the logprobs of the same tokens when they are sent as a prompt."""
+    server.flush()
     answer = server.generate(prompt, tokens, return_logprob=True)
     pairs = answer["meta_info"]["output_token_logprobs"]
     generated = [int(pair[1]) for pair in pairs]
+    server.flush()
     forced = server.generate([*prompt, *generated], 1, return_logprob=True, logprob_start_len=0)
     inputs = forced["meta_info"]["input_token_logprobs"][-len(generated) :]
     if [int(pair[1]) for pair in inputs] != generated:
@@ -108,7 +110,7 @@ class Bench:
         log = Path(self.args.out) / "logs" / f"oracle_distance-{name}-{seed}.log"
         return Server(f"{name}, seed {seed}", argv, environment, log)
 
-    def serve(self, group: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
+    def serve(self, group: list[tuple[str, int]], result: report.Report) -> Iterator[dict[str, Any]]:
         """Start the servers of the group together, ask each all prompts, stop them; answers stay for the oracle."""
         from dsv4_sglang.testing.tiny import TinySpec
 
@@ -126,6 +128,8 @@ class Bench:
                         length: ask(server, prompt, self.tokens)
                         for length, prompt in prompts(TinySpec.vocab, key[1], self.lengths).items()
                     }
+                    kept = {f"{name}/{seed}": answers for (name, seed), answers in self.answers.items()}
+                    result.fact("answers", kept)
                     print(f"{server.name}: answered in {time.monotonic() - began:.1f} s", flush=True)
                 except Exception as error:
                     problems.append(f"{server.name}: {type(error).__name__}: {error}")
@@ -229,8 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     for group in (keys[:1], keys[1:]):
         if group:
             label = "+".join(f"{name}-{seed}" for name, seed in group)
-            result.part(f"serve/{label}", partial(bench.serve, group))
-    result.fact("answers", {f"{name}/{seed}": answers for (name, seed), answers in bench.answers.items()})
+            result.part(f"serve/{label}", partial(bench.serve, group, result))
     for seed in bench.seeds:
         result.part(f"score/{seed}", partial(bench.score, seed))
     lines = summary(result.rows)

@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -55,6 +56,8 @@ class Report:
             "rows": [],
             "failures": [],
         }
+        # A time limit ends the program with SIGTERM: let what is open be closed, servers above all.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         if args.resume and self.path.is_file():
             self.data = json.loads(self.path.read_text())
 
@@ -78,6 +81,9 @@ class Report:
             text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
             self.data["failures"].append({"part": name, "error": text, "traceback": traceback.format_exc()[-4000:]})
             self.console.print(f"[red]{name} failed:[/red] {text}", highlight=False)
+        except SystemExit:
+            self.save()
+            raise
         _free_memory()
         self.data["parts"][name] = round(time.perf_counter() - start, 2)
         self.console.print(f"{name}: {self.data['parts'][name]} s", highlight=False)

@@ -159,6 +159,15 @@ class Server:
         body = {"input_ids": input_ids, "sampling_params": sampling, **more}
         return self.request("/generate", body, timeout)
 
+    def flush(self, seconds: float = 5) -> None:
+        """Empty the prefix cache; refused while the last request is being cleaned up, so try for a while."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                self.request("/flush_cache", {})
+                return
+            time.sleep(0.05)
+
     def lines(self, start: int = 0) -> str:
         """The log from byte `start` on."""
         with self.log.open("rb") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -293,6 +294,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"max_total_num_tokens": 1000})
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/flush_cache": return self.answer({})
         n = asked["sampling_params"]["max_new_tokens"]
         pairs = [[-0.5 - i, 10 + i, None] for i in range(n)]
         sent = [[None if i == 0 else -1.0, t, None] for i, t in enumerate(asked["input_ids"])]
@@ -370,3 +372,28 @@ def test_append_table_has_the_ratio() -> None:
     }
     [line] = append.compare([{**base, "subject": "ours", "us": 60.0}, {**base, "subject": "in-tree", "us": 158.0}])
     assert line["in-tree / ours"] == pytest.approx(158 / 60)
+
+
+def test_a_time_limit_stops_the_servers_and_keeps_the_rows(tmp_path: Path) -> None:
+    program = f"""
+import sys, time
+from pathlib import Path
+from benchmarks import report, servers
+made = report.Report("demo", report.parser("x").parse_args(["--out", {str(tmp_path)!r}]))
+server = servers.Server("fake", [sys.executable, "-c", {FAKE!r}], {{}}, Path({str(tmp_path)!r}) / "fake.log")
+def part():
+    with servers.running(server, 30):
+        yield {{"us": 1.0}}
+        print("pid", server.process.pid, flush=True)
+        time.sleep(60)
+made.part("slow", part)
+"""
+    running = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    line = next(line for line in running.stdout if line.startswith("pid"))
+    running.terminate()
+    assert running.wait(30) == 143
+    running.stdout.close()
+    assert [row["us"] for row in result(tmp_path, "demo")["rows"]] == [1.0]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(line.split()[1]), 0)
