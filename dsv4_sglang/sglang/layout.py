@@ -97,8 +97,11 @@ class CacheLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one more block. HCA's one flat block of all rows has its padding, if any, only once."""
-        return sum(part.bytes for part in self.block_parts(2)) - sum(part.bytes for part in self.block_parts(1))
+        """Bytes of one more block. An HCA layer is one flat table, whose padding does not grow with its rows."""
+        csa = [self.schemas[layer] for layer in self.layers(AttentionType.CSA)]
+        entries = sum(block_stride_bytes(schema.entries_per_block, self.row_format, self.device) for schema in csa)
+        keys = sum(schema.indexer_entries_per_block * schema.indexer_entry_bytes for schema in csa)
+        return entries + keys + len(self.layers(AttentionType.HCA)) * self.row_format.row_bytes
 
     @property
     def slot_bytes(self) -> int:

@@ -93,6 +93,16 @@ REFUSALS = (
         "this cache is read by its own backend",
     ),
     Refusal(
+        "--cuda-graph-backend-prefill",
+        lambda args: args.cuda_graph_config.prefill.backend != "disabled",
+        "prefill steps have no fixed shape",
+    ),
+    Refusal(
+        "--cuda-graph-backend-decode other than full and disabled",
+        lambda args: args.cuda_graph_config.decode.backend not in ("full", "disabled"),
+        "a decode step, metadata included, is one graph",
+    ),
+    Refusal(
         "--kv-cache-dtype other than auto, fp8_e4m3 and bfloat16",
         lambda args: args.kv_cache_dtype not in ("auto", "fp8_e4m3", "bfloat16", "bf16"),
         "rows have 584 or 1024 bytes",

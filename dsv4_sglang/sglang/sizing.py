@@ -47,8 +47,8 @@ def state_demand(running: int, radix: bool, overlap: bool, max_checkpoints: int 
 
 
 def tokens_in_bytes(layout: CacheLayout, available: int) -> int:
-    """Tokens that fit into `available` bytes, in whole blocks besides SGLang's dummy."""
-    return max(0, available // layout.block_bytes - 1) * BLOCK
+    """Tokens that fit into `available` bytes: whole blocks, less SGLang's dummy and one for the padding of tables."""
+    return max(0, available // layout.block_bytes - 2) * BLOCK
 
 
 def require_context(layout: CacheLayout, tokens: int, context_len: int, reason: str) -> None:

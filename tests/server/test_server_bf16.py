@@ -1,0 +1,147 @@
+"""`--kv-cache-dtype bfloat16` with fp32 compute: the server of most users' questions."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import urllib.error
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from server_harness import Generated, Server, assert_same, distances, prompt, running
+
+from dsv4_sglang.testing.oracle import Oracle
+
+pytestmark = pytest.mark.server
+
+LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
+GENERATED = 40
+FLAGS = ("--dtype", "float32", "--context-length", "2048")
+# Sums in another order can make a row round the other way: at most 2e-3 of log p with bf16 rows.
+SAME = 2e-3
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny: Callable[..., Path]) -> Oracle:
+    return Oracle(tiny(seed=1))
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("bf16") / "log"
+    flags = ("--kv-cache-dtype", "bfloat16", "--max-total-tokens", "16384", "--max-running-requests", "16")
+    with running(tiny(seed=1), log, *FLAGS, *flags, "--chunked-prefill-size", "4096") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def alone(server: Server) -> dict[int, Generated]:
+    """Each prompt by itself, nothing cached."""
+    answers = {}
+    for length in LENGTHS:
+        server.flush()
+        answers[length] = server.generate(prompt(length), GENERATED)
+        assert answers[length].cached == 0
+    return answers
+
+
+def test_oracle(oracle: Oracle, alone: dict[int, Generated]) -> None:
+    d = torch.cat([distances(oracle, prompt(n), alone[n]) for n in LENGTHS])
+    assert d.max() <= 0.05
+    assert d.mean() <= 0.01
+
+
+def test_greedy_except_at_near_ties(oracle: Oracle, alone: dict[int, Generated]) -> None:
+    for n in LENGTHS:
+        assert oracle.score(prompt(n), alone[n].tokens).margin.max() <= 0.05
+
+
+def test_batch_of_16(server: Server, alone: dict[int, Generated]) -> None:
+    server.flush()
+    lengths = (*LENGTHS, *LENGTHS)[:16]
+    for n, got in zip(lengths, server.generate_all([prompt(n) for n in lengths], GENERATED)):
+        assert_same(got, alone[n], SAME)
+
+
+def test_warm_is_cold(server: Server, alone: dict[int, Generated]) -> None:
+    for n in LENGTHS:
+        server.generate(prompt(n), 1)
+        got = server.generate(prompt(n), GENERATED)
+        assert got.cached == max(0, (n - 1) // 128 * 128)
+        assert_same(got, alone[n], SAME)
+
+
+def test_next_turn_resumes_from_a_checkpoint_of_decode(server: Server) -> None:
+    first = prompt(300)
+    answer = server.generate(first, 230)
+    turn = [*first, *answer.tokens, *prompt(30, seed=3)]
+    warm = server.generate(turn, 8)
+    server.flush()
+    cold = server.generate(turn, 8)
+    assert (warm.cached, cold.cached) == (512, 0)
+    assert_same(warm, cold, SAME)
+
+
+def test_branch_in_the_middle_of_a_block(server: Server) -> None:
+    trunk = prompt(700)
+    branch = [*trunk[:333], *prompt(90, seed=4)]
+    server.flush()
+    cold = server.generate(branch, 8)
+    server.flush()
+    server.generate(trunk, 1)
+    assert_same(server.generate(branch, 8), cold, SAME)
+    assert_same(server.generate(branch, 8), cold, SAME)
+
+
+def test_slots_used_by_200_others(server: Server, alone: dict[int, Generated]) -> None:
+    for seed in range(10):
+        server.generate_all([prompt(1 + (17 * i) % 140, seed=100 + seed) for i in range(20)], 2)
+    server.flush()
+    for n in (1, 3, 129, 300):
+        assert_same(server.generate(prompt(n), GENERATED), alone[n], SAME)
+
+
+def test_abort_and_lost_client(server: Server, alone: dict[int, Generated]) -> None:
+    sampling = {"max_new_tokens": 1000, "temperature": 0, "ignore_eos": True}
+    body = json.dumps({"input_ids": prompt(300), "sampling_params": sampling, "stream": True}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert client.recv(4096)  # it runs, and then the client is gone
+    with ThreadPoolExecutor(1) as other:
+        aborted = other.submit(server.generate, prompt(128), 1000, rid="to-abort")
+        while not any(rank["num_reqs"] for rank in server.get("/get_load")):
+            time.sleep(0.05)
+        server.post("/abort_request", {"rid": "to-abort"})
+        assert len(aborted.result(60).tokens) < 1000
+    server.wait_idle()
+    server.flush()
+    assert_same(server.generate(prompt(300), GENERATED), alone[300], SAME)
+
+
+@pytest.mark.parametrize(("ids", "reason"), [(prompt(2048), "longer"), ([], "empty")])
+def test_refused_requests(server: Server, ids: list[int], reason: str) -> None:
+    """Longer than the context, and empty: a clear HTTP error, and the server serves on."""
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.generate(ids, 4)
+    assert refused.value.code == 400
+    message = refused.value.read().decode()
+    assert ("2048" in message) if reason == "longer" else message
+    assert server.generate([5], 4).tokens
+    server.wait_idle()
+
+
+def test_what_the_server_says_of_itself(server: Server) -> None:
+    info = server.get("/get_server_info")
+    assert info["max_total_num_tokens"] == 16384
+    memory = info["internal_states"][0]["memory_usage"]
+    # 3 CSA layers of 32 rows and keys, 2 HCA layers of 1 row a block; 16 requests x 3 + 32 slots, and the dummies.
+    blocks = 129 * (3 * 32 * (1024 + 72) + 2 * 1024)
+    slots = 81 * (6 * 128 * 1024 + 3 * 24 * 640 * 4 + 2 * 3 * 512 * 4)
+    assert memory["kvcache"] == pytest.approx((blocks + slots) / 2**30, abs=0.01)
+    assert "dsv4_sglang cache: 16384 tokens in 128 blocks" in server.log_text()

@@ -1,0 +1,58 @@
+"""The default: FP8 rows and FP4 keys, with a selection that leaves entries out; no prefix cache, chunks of 256."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from server_harness import Server, prompt, running
+
+from dsv4_sglang.testing.oracle import Oracle
+
+pytestmark = pytest.mark.server
+
+LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
+GENERATED = 40
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny: Callable[..., Path]) -> Oracle:
+    return Oracle(tiny(seed=2, index_topk=128))
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("fp8") / "log"
+    flags = (
+        "--dtype",
+        "float32",
+        "--context-length",
+        "2048",
+        "--max-total-tokens",
+        "8192",
+        "--max-running-requests",
+        "4",
+        "--disable-radix-cache",
+    )
+    with running(tiny(seed=2, index_topk=128), log, *flags, "--chunked-prefill-size", "256") as server:
+        yield server
+
+
+def test_no_further_from_fp32_than_the_format(server: Server, oracle: Oracle) -> None:
+    ours, format_alone = [], []
+    for n in LENGTHS:
+        got = server.generate(prompt(n), GENERATED)
+        assert got.cached == 0
+        exact = oracle.score(prompt(n), got.tokens).logprobs
+        ours.append((torch.tensor(got.logprobs) - exact).abs())
+        quantised = oracle.score(prompt(n), got.tokens, "fp8", "mxfp4").logprobs
+        format_alone.append((quantised - exact).abs())
+    mean, allowed = torch.cat(ours).mean(), 1.5 * torch.cat(format_alone).mean()
+    assert mean <= allowed, f"mean distance {mean:.4f}, the format alone {allowed / 1.5:.4f}"
+
+
+def test_the_same_twice(server: Server) -> None:
+    """Twice the same prompt without a prefix cache: bit for bit."""
+    assert server.generate(prompt(300), 8) == server.generate(prompt(300), 8)

@@ -1,0 +1,173 @@
+"""Real servers for tests: one process group a set of flags, a free port, a bounded wait, always stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_sglang.sglang import launch
+from dsv4_sglang.testing.oracle import KeyFormat, Oracle, RowFormat
+
+START_SECONDS = 240
+REQUEST_SECONDS = 240
+# SGLang answers a SIGTERM only when its step is over; then it is killed.
+STOP_SECONDS = 3
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One answer of /generate: log p of each token, and how many tokens of the prompt were in the cache."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int
+
+
+class Server:
+    """A server process and the little HTTP that tests need."""
+
+    def __init__(self, url: str, log: Path) -> None:
+        self.url, self.log = url, log
+
+    def post(self, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method="POST")
+        with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
+            text = response.read().decode()
+        return json.loads(text) if text.startswith("{") else text
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+            return json.loads(response.read())
+
+    def generate(self, prompt: Sequence[int], count: int = 8, **fields: Any) -> Generated:
+        sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
+        body = {"input_ids": list(prompt), "return_logprob": True, "sampling_params": sampling, **fields}
+        meta = self.post("/generate", body)["meta_info"]
+        pairs = meta["output_token_logprobs"]
+        return Generated([p[1] for p in pairs], [p[0] for p in pairs], meta["cached_tokens"])
+
+    def generate_all(self, prompts: Sequence[Sequence[int]], count: int | Sequence[int] = 8) -> list[Generated]:
+        """All prompts at once, one connection each."""
+        counts = [count] * len(prompts) if isinstance(count, int) else count
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(self.generate, prompts, counts))
+
+    def flush(self) -> None:
+        """Empty the prefix cache; SGLang refuses while the last step is being retired."""
+        for _ in range(50):
+            try:
+                self.post("/flush_cache")
+                return
+            except urllib.error.HTTPError:
+                time.sleep(0.1)
+        raise AssertionError("the server refused /flush_cache for 5 s")
+
+    def wait_idle(self) -> None:
+        """Until nothing runs; SGLang checks its pools for leaks when it turns idle and dies of one."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            load = self.get("/get_load")
+            if all(rank["num_reqs"] == 0 and rank["num_waiting_reqs"] == 0 for rank in load):
+                time.sleep(1)  # the check runs in the next turn of the idle loop
+                assert self.get("/get_load"), "the server is gone"
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"requests still run after 60 s: {self.get('/get_load')}")
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for sign, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, 10)):
+        try:
+            os.killpg(process.pid, sign)
+            process.wait(seconds)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+    # The group may outlive its leader.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def launched(
+    model: Path, log: Path, flags: Sequence[str], options: dict[str, Any]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The server's process, in a process group of its own, stopped at the end."""
+    overrides = json.dumps({launch.OPT_IN_KEY: options})
+    command = launch.server_command(
+        str(model), ["--host", "127.0.0.1", *flags, launch.OPT_IN_FLAG, overrides], cpu=True
+    )
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command.argv,
+            env=command.full_environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            _stop(process)
+
+
+@contextmanager
+def running(model: Path, log: Path, *flags: str, **options: Any) -> Iterator[Server]:
+    """A server that answers; fails with the end of its log if it does not come up in time."""
+    port = free_port()
+    server = Server(f"http://127.0.0.1:{port}", log)
+    with launched(model, log, ["--port", str(port), "--skip-server-warmup", *flags], options) as process:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{server.url}/health", timeout=20).close()
+                break
+            except OSError:
+                time.sleep(0.3)
+        else:
+            pytest.fail(
+                f"no server within {START_SECONDS} s (exit code {process.poll()}):\n{server.log_text()[-4000:]}"
+            )
+        yield server
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random ordinary tokens."""
+    return torch.randint(3, 384, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
+
+
+def distances(
+    oracle: Oracle, ids: Sequence[int], got: Generated, rows: RowFormat = "fp32", keys: KeyFormat = "fp32"
+) -> torch.Tensor:
+    """|log p of the server - log p of the oracle| of each generated token, teacher-forced."""
+    return (torch.tensor(got.logprobs) - oracle.score(ids, got.tokens, rows, keys).logprobs).abs()
+
+
+def assert_same(got: Generated, reference: Generated, tolerance: float) -> None:
+    assert got.tokens == reference.tokens
+    worst = (torch.tensor(got.logprobs) - torch.tensor(reference.logprobs)).abs().max()
+    assert worst <= tolerance, f"log p differs by {worst:.1e}"

@@ -1,0 +1,162 @@
+"""Options in the braces of the opt-in, flags that are refused, and how memory is divided; without SGLang."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.sglang.layout import CacheLayout
+from dsv4_sglang.sglang.options import Options, from_override_args
+from dsv4_sglang.sglang.refusals import REFUSALS, refuse_unsupported
+from dsv4_sglang.sglang.sizing import GIB, require_context, state_demand, table, tokens_in_bytes
+
+
+def parse(**options: object) -> Options | None:
+    return from_override_args(json.dumps({"dsv4_sglang": options}))
+
+
+def test_opting_in() -> None:
+    assert from_override_args(None) is None
+    assert from_override_args("{}") is None
+    assert from_override_args('{"hidden_size": 128}') is None
+    assert parse() == Options()
+    assert parse(indexer_format="nvfp4", checkpoint_interval=128, max_checkpoints=64) == Options(
+        indexer_format="nvfp4", checkpoint_interval=128, max_checkpoints=64
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"indexer": "mxfp4"}, ['"indexer"', "indexer_format", "checkpoint_interval"]),
+        ({"indexer_format": "fp8"}, ["indexer_format", '"fp8"', '"mxfp4"', '"nvfp4"']),
+        ({"indexer_format": 4}, ["indexer_format", "4", '"mxfp4"']),
+        ({"hca_state": None}, ["hca_state", "null", '"raw"']),
+        ({"checkpoint_interval": "256"}, ["checkpoint_interval", '"256"', "whole number"]),
+        ({"checkpoint_interval": True}, ["checkpoint_interval", "true"]),
+        ({"checkpoint_interval": 200}, ["checkpoint_interval", "200", "multiple of 128"]),
+        ({"checkpoint_interval": 0}, ["checkpoint_interval", "positive"]),
+        ({"max_checkpoints": -1}, ["max_checkpoints", "-1"]),
+        ({"max_checkpoints": 1.5}, ["max_checkpoints", "1.5"]),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        parse(**options)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_options_must_be_an_object() -> None:
+    with pytest.raises(ValueError, match="expected an object"):
+        from_override_args('{"dsv4_sglang": true}')
+
+
+def plain_arguments(**changed: object) -> SimpleNamespace:
+    """ServerArgs of a launch that asks for nothing special, as far as refusals look at them."""
+    decode, prefill = SimpleNamespace(backend="full"), SimpleNamespace(backend="disabled")
+    values = {
+        "disaggregation_mode": "null",
+        "mamba_radix_cache_strategy": "auto",
+        "page_size": None,
+        "kv_cache_dtype": "auto",
+        "cuda_graph_config": SimpleNamespace(decode=decode, prefill=prefill),
+        "device": "cuda",
+    }
+    return SimpleNamespace(**{**values, **changed})
+
+
+def test_a_plain_launch_is_not_refused() -> None:
+    refuse_unsupported(plain_arguments())
+    refuse_unsupported(plain_arguments(page_size=128, kv_cache_dtype="bfloat16", attention_backend="dsv4_sglang"))
+
+
+REFUSED = {
+    "speculative_algorithm": "EAGLE",
+    "disaggregation_mode": "decode",
+    "tp_size": 2,
+    "pp_size": 2,
+    "dp_size": 2,
+    "ep_size": 2,
+    "enable_dp_attention": True,
+    "enable_hierarchical_cache": True,
+    "enable_mixed_chunk": True,
+    "enable_two_batch_overlap": True,
+    "enable_lora": True,
+    "mamba_radix_cache_strategy": "no_buffer",
+    "page_size": 256,
+    "attention_backend": "triton",
+    "kv_cache_dtype": "fp8_e5m2",
+    "cuda_graph_config": SimpleNamespace(
+        decode=SimpleNamespace(backend="full"), prefill=SimpleNamespace(backend="breakable")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_each_refusal_is_one_line(name: str) -> None:
+    with pytest.raises(ValueError, match="refuses to start") as error:
+        refuse_unsupported(plain_arguments(**{name: REFUSED[name]}))
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_all_refusals_at_once() -> None:
+    with pytest.raises(ValueError) as error:
+        refuse_unsupported(plain_arguments(**REFUSED))
+    assert len(str(error.value).splitlines()) == 1 + len(REFUSED)
+    assert len({refusal.flag for refusal in REFUSALS}) == len(REFUSALS)
+
+
+def layout(config: DSV4Config, kv_cache_dtype: torch.dtype = torch.float8_e4m3fn, **options: object) -> CacheLayout:
+    return CacheLayout.from_model(config, kv_cache_dtype, Options(**options), "cpu")
+
+
+def test_bytes_of_flash_and_pro() -> None:
+    """SPEC 5.2 and 5.3: 584 B entries and 72 B keys; rings, tails of 24 x 640 and online HCA states."""
+    flash, pro = layout(DSV4Config.flash()), layout(DSV4Config.pro())
+    assert flash.token_bytes == (21 * 32 * (584 + 72) + 20 * 584) / 128
+    assert pro.token_bytes == (30 * 32 * (584 + 72) + 31 * 584) / 128
+    assert flash.slot_bytes == 43 * 128 * 584 + 21 * 24 * 640 * 4 + 20 * 3 * 512 * 4
+    raw = layout(DSV4Config.flash(), hca_state="raw")
+    assert raw.slot_bytes - flash.slot_bytes == 20 * 253 * 512 * 4
+    bf16 = layout(DSV4Config.flash(), torch.bfloat16)
+    assert bf16.token_bytes == (21 * 32 * (1024 + 72) + 20 * 1024) / 128
+
+
+def test_state_demand() -> None:
+    assert state_demand(256, radix=False, overlap=True, max_checkpoints=None).slots == 256
+    assert state_demand(256, radix=True, overlap=True, max_checkpoints=None).slots == 256 * 3 + 512
+    assert state_demand(4, radix=True, overlap=False, max_checkpoints=100).slots == 4 * 2 + 100
+    with pytest.raises(ValueError, match=r"max_checkpoints is 7; 4 running requests.* at least 8"):
+        state_demand(4, radix=True, overlap=True, max_checkpoints=7)
+    with pytest.raises(ValueError, match="disable-radix-cache"):
+        state_demand(4, radix=False, overlap=True, max_checkpoints=7)
+
+
+def test_all_bytes_go_into_whole_blocks() -> None:
+    flash = layout(DSV4Config.flash())
+    tokens = tokens_in_bytes(flash, 10 * GIB)
+    assert tokens % 128 == 0
+    used = sum(part.bytes for part in flash.block_parts(tokens // 128 + 1))
+    assert 0 <= 10 * GIB - used < 2 * flash.block_bytes
+    assert tokens_in_bytes(flash, 1000) == 0
+
+
+def test_a_pool_too_small_says_what_fits() -> None:
+    flash = layout(DSV4Config.flash())
+    require_context(flash, 4096, 4096, "it gives")
+    with pytest.raises(ValueError, match=r"it gives 4096 tokens.*--context-length 4097 needs 4224.*What fits: .* 4096"):
+        require_context(flash, 4096, 4097, "it gives")
+
+
+def test_table_adds_up() -> None:
+    flash = layout(DSV4Config.flash())
+    demand = state_demand(256, radix=True, overlap=True, max_checkpoints=None)
+    text = table(flash, 1 << 20, demand)
+    assert "1048576 tokens in 8192 blocks" in text and "1280 state slots" in text
+    lines = text.splitlines()
+    total = float(lines[0].rsplit("; ", 1)[1].split()[0])
+    assert sum(float(line.split()[-2]) for line in lines[1:]) == pytest.approx(total, abs=0.01)

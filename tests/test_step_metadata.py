@@ -1,0 +1,183 @@
+"""The metadata of a step against its definitions, token by token (SPEC 4.3, 4.4)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4_sglang.attention.metadata import DecodeBuffers, StepMetadata, align, build_decode, build_prefill
+
+BLOCK = 128
+MAX_LENGTH = 1024
+TOP_K = 64
+
+
+class Tables:
+    """SGLang's side: requests in rows 1.. of req_to_token, each with pages of its own, state slots in any order."""
+
+    def __init__(self, requests: int, device: torch.device, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        per_request = MAX_LENGTH // BLOCK
+        pages = 1 + torch.randperm(requests * per_request, generator=generator).view(requests, per_request)
+        slots = (pages[:, :, None] * BLOCK + torch.arange(BLOCK)).view(requests, MAX_LENGTH)
+        self.req_to_token = torch.zeros(requests + 1, MAX_LENGTH + 4, dtype=torch.int32)
+        self.req_to_token[1:, :MAX_LENGTH] = slots
+        self.state_slot = torch.zeros(requests + 1, dtype=torch.int32)
+        self.state_slot[1:] = 1 + torch.randperm(requests, generator=generator)
+        self.pages = pages
+        self.req_to_token, self.state_slot = self.req_to_token.to(device), self.state_slot.to(device)
+
+
+def check_blocks_and_entries(step: StepMetadata, token: int, request: int, t: int, tables: Tables) -> None:
+    blocks = t // BLOCK + 1
+    assert step.block_table[request, :blocks].tolist() == tables.pages[request, :blocks].tolist()
+    assert step.csa_lens[token] == min((t + 1) // 4, TOP_K)
+    assert step.hca_lens[token] == (t + 1) // BLOCK
+    assert step.hca_rows[token, : (t + 1) // BLOCK].tolist() == tables.pages[request, : (t + 1) // BLOCK].tolist()
+    assert step.out_loc[token] % BLOCK == t % BLOCK
+    assert step.block_table.shape[1] % 64 == 0
+
+
+def decode(tables: Tables, lengths: list[int], padding: int, buffers: DecodeBuffers, interval: int) -> StepMetadata:
+    """A decode step as a CUDA graph's static inputs hold it: `lengths` tokens before the step, then padding rows."""
+    device = tables.req_to_token.device
+    n = len(lengths)
+    requests = torch.tensor([*range(1, n + 1), *[0] * padding], device=device)
+    lens = torch.tensor(lengths + [0] * padding, device=device)
+    out_loc = tables.req_to_token[requests, lens].long()
+    return build_decode(
+        buffers,
+        req_pool_indices=requests,
+        seq_lens=lens + 1,
+        positions=lens.clone(),
+        out_loc=out_loc,
+        req_to_token=tables.req_to_token,
+        state_slot_of_request=tables.state_slot,
+        track_mask=(lens + 1) % interval == 0,
+        track_slots=100 + requests,
+        top_k=TOP_K,
+    )
+
+
+def check_decode(step: StepMetadata, tables: Tables, lengths: list[int], padding: int, interval: int) -> None:
+    assert step.is_decode
+    for b, length in enumerate(lengths):
+        slot = int(tables.state_slot[b + 1])
+        assert (step.slots[b], step.prefix_lens[b], step.token_request[b]) == (slot, length, b)
+        seen = min(length + 1, 128)
+        assert step.window_lens[b] == seen
+        wanted = {slot * 128 + p % 128 for p in range(max(0, length - 127), length + 1)}
+        assert set(step.window_rows[b, :seen].tolist()) == wanted
+        check_blocks_and_entries(step, b, b, length, tables)
+        due = (length + 1) % interval == 0
+        assert step.copy_src is not None and step.copy_dst is not None
+        assert (step.copy_src[b], step.copy_dst[b]) == ((slot, 101 + b) if due else (-1, -1))
+    for b in range(len(lengths), len(lengths) + padding):
+        assert step.slots[b] == -1
+        assert (step.window_lens[b], step.csa_lens[b], step.hca_lens[b]) == (0, 0, 0)
+        assert step.copy_src is not None and step.copy_src[b] == -1
+
+
+LENGTHS = st.lists(st.integers(0, MAX_LENGTH - 1), min_size=1, max_size=6)
+
+
+@given(lengths=LENGTHS, padding=st.integers(0, 3))
+@settings(max_examples=60)
+def test_decode(lengths: list[int], padding: int) -> None:
+    tables = Tables(len(lengths), torch.device("cpu"))
+    buffers = DecodeBuffers(len(lengths) + padding + 1, MAX_LENGTH // BLOCK, "cpu")
+    check_decode(decode(tables, lengths, padding, buffers, 256), tables, lengths, padding, 256)
+
+
+def test_decode_buffers_keep_nothing_of_the_last_step() -> None:
+    tables = Tables(4, torch.device("cpu"))
+    buffers = DecodeBuffers(6, MAX_LENGTH // BLOCK, "cpu")
+    decode(tables, [1000, 700, 255, 511], 2, buffers, 256)
+    check_decode(decode(tables, [3, 255], 2, buffers, 256), tables, [3, 255], 2, 256)
+
+
+@pytest.mark.gpu
+def test_decode_recorded_in_a_cuda_graph() -> None:
+    """Recorded once, replayed on other values of the static inputs: the same as built directly."""
+    device = torch.device("cuda")
+    tables = Tables(4, device)
+    buffers = DecodeBuffers(6, MAX_LENGTH // BLOCK, device)
+    lens = torch.zeros(6, dtype=torch.int64, device=device)
+    requests = torch.zeros(6, dtype=torch.int64, device=device)
+    out_loc = torch.zeros(6, dtype=torch.int64, device=device)
+
+    def build() -> StepMetadata:
+        return build_decode(
+            buffers,
+            req_pool_indices=requests,
+            seq_lens=lens + 1,
+            positions=lens,
+            out_loc=out_loc,
+            req_to_token=tables.req_to_token,
+            state_slot_of_request=tables.state_slot,
+            track_mask=(lens + 1) % 256 == 0,
+            track_slots=100 + requests,
+            top_k=TOP_K,
+        )
+
+    build()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step = build()
+    for lengths in ([1000, 700, 255, 511], [3, 255], [127]):
+        n = len(lengths)
+        lens.zero_()[:n] = torch.tensor(lengths, device=device)
+        requests.zero_()[:n] = torch.arange(1, n + 1, device=device)
+        out_loc.copy_(tables.req_to_token[requests, lens])
+        graph.replay()
+        check_decode(step, tables, lengths, 6 - n, 256)
+
+
+CHUNKS = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 400)), min_size=1, max_size=4)
+
+
+@given(chunks=CHUNKS)
+@settings(max_examples=40)
+def test_prefill(chunks: list[tuple[int, int]]) -> None:
+    n = len(chunks)
+    tables = Tables(n, torch.device("cpu"))
+    prefix, count = (torch.tensor(x) for x in zip(*chunks))
+    positions = torch.cat([torch.arange(p, p + c) for p, c in chunks])
+    owner = torch.repeat_interleave(torch.arange(n), count)
+    track_lens = prefix + count // 128 * 128
+    track_slots = torch.where(count >= 128, 200 + torch.arange(n), -1)
+    step = build_prefill(
+        req_pool_indices=torch.arange(1, n + 1),
+        prefix_lens=prefix,
+        chunk_lens=count,
+        positions=positions,
+        out_loc=tables.req_to_token[owner + 1, positions].long(),
+        req_to_token=tables.req_to_token,
+        state_slot_of_request=tables.state_slot,
+        track_slots=track_slots,
+        track_lens=track_lens,
+        top_k=TOP_K,
+        max_length=int((prefix + count).max()),
+    )
+    assert not step.is_decode
+    assert step.window_size == len(positions) + 128 * n
+    assert step.slots.tolist() == tables.state_slot[1:].tolist()
+    assert step.track_slots is not None
+    start = step.query_start.tolist()
+    for i, t in enumerate(positions.tolist()):
+        b = int(step.token_request[i])
+        assert b == owner[i] and start[b] <= i < start[b + 1]
+        seen = min(t + 1, 128)
+        assert step.window_lens[i] == seen
+        base = start[b] + 128 * b + 128 - chunks[b][0]
+        assert step.window_rows[i, :seen].tolist() == [base + p for p in range(t - seen + 1, t + 1)]
+        check_blocks_and_entries(step, i, b, t, tables)
+        held = chunks[b][1] >= 128 and track_lens[b] - 128 <= t < track_lens[b]
+        assert step.track_slots[i] == (200 + b if held else -1)
+
+
+def test_align() -> None:
+    assert [align(n) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]
