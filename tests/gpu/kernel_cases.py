@@ -1,0 +1,328 @@
+"""Random layers and steps for the CUDA ops, and the comparison of what they wrote with the reference's bytes.
+
+State is random bytes rather than the outcome of earlier steps: an op may only move it, or combine it with the step's
+inputs, and every byte that it must not touch is compared too.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dsv4_sglang.ops import extension, index_keys, rows
+
+DEVICE = torch.device("cuda")
+POSITIONS = 4096
+ROW_WIDTH = {"fp8": (584, torch.uint8), "bf16": (512, torch.bfloat16), "fp32": (512, torch.float32)}
+KEY_WIDTH = {"mxfp4": (72, torch.uint8), "nvfp4": (72, torch.uint8), "fp32": (128, torch.float32)}
+KINDS = {"swa": 0, "csa": 4, "hca-online": 128, "hca-raw": 128}
+# (kv dtype, row format, key format)
+FORMATS = [
+    (torch.bfloat16, "fp8", "mxfp4"),
+    (torch.bfloat16, "fp8", "nvfp4"),
+    (torch.float32, "fp32", "fp32"),
+    (torch.bfloat16, "bf16", "mxfp4"),
+    (torch.float32, "fp8", "nvfp4"),
+]
+# How many of the quantised numbers may differ by one code: they sit where a last-bit difference of a sum, an
+# exponential or a norm decides the rounding. Plain copies and integers are compared exactly.
+MAX_SHARE = 2e-3
+
+
+def ops():
+    """The ops with their CUDA implementations loaded."""
+    extension.load()
+    return torch.ops.dsv4_sglang
+
+
+def bytes_like(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Arbitrary content of a table: any bytes, but no NaN in floats."""
+    if dtype == torch.uint8:
+        return torch.randint(0, 256, shape, dtype=dtype, generator=generator)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+@dataclass
+class Layer:
+    """Weights and tables of one layer, on the CPU; `on` makes a copy on a device."""
+
+    kind: str
+    dtype: torch.dtype = torch.bfloat16
+    rows: str = "fp8"
+    keys: str = "mxfp4"
+    slots: int = 8
+    blocks: int = 64
+    seed: int = 0
+    weights: dict[str, Tensor | None] = field(default_factory=dict)
+    tables: dict[str, Tensor | None] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> int:
+        return KINDS[self.kind]
+
+    def __post_init__(self) -> None:
+        if self.weights:
+            return
+        g = torch.Generator().manual_seed(self.seed)
+        norm_dtype = self.dtype  # as checkpoints have it
+        angles = torch.outer(torch.arange(POSITIONS).float(), torch.rand(32, generator=g))
+        self.weights = {
+            "kv_norm": (1 + 0.2 * torch.randn(512, generator=g)).to(norm_dtype),
+            "entry_norm": (1 + 0.2 * torch.randn(512, generator=g)).to(norm_dtype) if self.ratio else None,
+            "index_norm": (1 + 0.2 * torch.randn(128, generator=g)).float() if self.ratio == 4 else None,
+            "ape": {0: None, 4: torch.randn(4, 1024, generator=g), 128: torch.randn(128, 512, generator=g)}[self.ratio],
+            "index_ape": torch.randn(4, 256, generator=g) if self.ratio == 4 else None,
+            "rope": torch.stack([angles.cos(), angles.sin()], -1).flatten(1),
+        }
+        width, row_dtype = ROW_WIDTH[self.rows]
+        ring = bytes_like((self.slots, 128, width), row_dtype, g)
+        entries = keys = tail = None
+        if self.ratio == 4:
+            entries = bytes_like((self.blocks, 32, width), row_dtype, g)
+            key_width, key_dtype = KEY_WIDTH[self.keys]
+            keys = bytes_like((self.blocks, 32, key_width), key_dtype, g)
+            tail = torch.randn(self.slots, 24, 640, generator=g)
+        elif self.ratio == 128:
+            entries = bytes_like((1, self.blocks, width), row_dtype, g)
+            tail = torch.randn(self.slots, 3 if self.kind == "hca-online" else 256, 512, generator=g)
+            if self.kind == "hca-online":
+                tail[:, 1] = tail[:, 1].abs() * 20 + 1
+                tail[:, 2] *= tail[:, 1]
+        self.tables = {
+            "ring": ring,
+            "tail": tail,
+            "entries": entries,
+            "index_keys": keys,
+            "swa_pos": torch.randint(0, 999, (self.slots, 128), dtype=torch.int32, generator=g),
+            "swa_head": torch.randint(0, 99, (self.slots,), dtype=torch.int32, generator=g),
+            "tail_len": torch.randint(0, 99, (self.slots,), dtype=torch.int32, generator=g),
+        }
+
+    def on(self, device: torch.device) -> "Layer":
+        def move(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+            return {name: None if t is None else t.clone().to(device) for name, t in tensors.items()}
+
+        return Layer(
+            self.kind, self.dtype, self.rows, self.keys, self.slots, self.blocks, self.seed,
+            move(self.weights), move(self.tables),
+        )  # fmt: skip
+
+
+@dataclass
+class Step:
+    """The inputs of one append: requests (state slot or -1, tokens before, tokens now)."""
+
+    requests: list[tuple[int, int, int]]
+    decode: bool
+    batch: dict[str, Tensor]
+    inputs: dict[str, Tensor | None]
+    window: Tensor | None
+
+    @classmethod
+    def make(cls, layer: Layer, requests: list[tuple[int, int, int]], decode: bool, track: bool = True, seed: int = 1):
+        """Random inputs; every request gets blocks of its own. `track`: free slots stand for checkpoints (_track)."""
+        g = torch.Generator().manual_seed(seed)
+        slots, lengths, counts = (torch.tensor(c, dtype=torch.int32) for c in zip(*requests))
+        start = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
+        request = torch.repeat_interleave(torch.arange(len(requests)), counts.long())
+        tokens = len(request)
+        positions = lengths[request].long() + torch.arange(tokens) - start[request].long()
+        # A request owns a run of blocks, the runs in random order.
+        needed = ((lengths + counts + 127) // 128).tolist()
+        assert sum(needed) <= layer.blocks, f"the step needs {sum(needed)} blocks, the layer has {layer.blocks}"
+        first, used = [0] * len(requests), 0
+        for b in torch.randperm(len(requests), generator=g).tolist():
+            first[b], used = used, used + needed[b]
+        out_loc = torch.tensor(first)[request] * 128 + positions
+        batch = {
+            "slots": slots,
+            "prefix_lens": lengths,
+            "query_start": start,
+            "token_request": request.int(),
+            "out_loc": out_loc,
+            "track_slots": _track(layer, requests, request, positions) if track else None,
+        }
+        columns = {0: 0, 4: 2048, 128: 1024}[layer.ratio]
+        # Columns of a wider, fused projection: the row stride is not the row.
+        fused = torch.randn(tokens, 512 + 64, generator=g).to(layer.dtype)
+        score = torch.randn(tokens, columns + 512, generator=g) * 2 if columns else None
+        inputs = {
+            "kv": fused[:, 64:],
+            "kv_score": None if score is None else score[:, :columns],
+            "index_kv_score": score[:, columns:] if layer.ratio == 4 else None,
+        }
+        width, dtype = ROW_WIDTH[layer.rows]
+        window = None if decode else bytes_like((1, tokens + 128 * len(requests), width), dtype, g)
+        return cls(requests, decode, batch, inputs, window)
+
+    def run(self, implementation, layer: Layer) -> Tensor | None:
+        """Call `implementation`.append on a layer of any device; returns the window workspace."""
+        device = layer.tables["ring"].device
+        batch, inputs = (
+            {name: None if t is None else _move(t, device) for name, t in group.items()}
+            for group in (self.batch, self.inputs)
+        )
+        window = None if self.window is None else self.window.clone().to(device)
+        self.call(implementation, layer, batch, inputs, window)
+        return window
+
+    @staticmethod
+    def call(implementation, layer: Layer, batch: dict, inputs: dict, window: Tensor | None) -> None:
+        w, t = layer.weights, layer.tables
+        implementation.append(
+            inputs["kv"], inputs["kv_score"], inputs["index_kv_score"], w["kv_norm"], w["entry_norm"], w["index_norm"],
+            w["ape"], w["index_ape"], w["rope"], 1e-6, layer.ratio, 1 if layer.keys == "nvfp4" else 0, batch["slots"],
+            batch["prefix_lens"], batch["query_start"], batch["token_request"], batch["out_loc"], batch["track_slots"],
+            t["ring"], t["tail"], t["entries"], t["index_keys"], window, t["swa_pos"], t["swa_head"], t["tail_len"],
+        )  # fmt: skip
+
+
+def _move(t: Tensor, device: torch.device) -> Tensor:
+    """To the device with the row stride that it has here."""
+    if t.dim() == 2 and t.stride(0) != t.shape[1]:
+        whole = torch.empty(t.shape[0], t.stride(0), dtype=t.dtype, device=device)
+        offset = t.storage_offset() % t.stride(0)
+        whole[:, offset : offset + t.shape[1]] = t.to(device)
+        return whole[:, offset : offset + t.shape[1]]
+    return t.to(device)
+
+
+def _track(layer: Layer, requests: list[tuple[int, int, int]], request: Tensor, positions: Tensor) -> Tensor:
+    """Some requests write a checkpoint: the rows of their last block of 128 go to a slot that nobody else has."""
+    taken = {slot for slot, _, _ in requests}
+    free = [s for s in range(layer.slots) if s not in taken]
+    track = torch.full((len(request),), -1, dtype=torch.int32)
+    for b, (slot, length, count) in enumerate(requests):
+        if slot >= 0 and free:
+            block = (length + count - 1) // 128
+            track[(request == b) & (positions // 128 == block)] = free.pop()
+    return track
+
+
+class Differences:
+    """Counts quantised numbers that are one code apart; anything further apart is an error at once."""
+
+    def __init__(self) -> None:
+        self.numbers = self.apart = 0
+
+    def codes(self, what: str, got: Tensor, expected: Tensor, largest: int = 1) -> None:
+        """`got`, `expected`: integers in the order of the values they stand for."""
+        distance = (got.int() - expected.int()).abs()
+        wrong = (distance > largest).nonzero()
+        assert not len(wrong), (
+            f"{what}: {len(wrong)} of {distance.numel()} codes are more than {largest} apart, the first at "
+            f"{wrong[0].tolist()}: {int(got[tuple(wrong[0])])}, expected {int(expected[tuple(wrong[0])])}"
+        )
+        self.numbers += distance.numel()
+        self.apart += int((distance != 0).sum())
+
+    def exact(self, what: str, got: Tensor, expected: Tensor) -> None:
+        wrong = (got != expected).nonzero()
+        assert not len(wrong), (
+            f"{what}: {len(wrong)} of {got.numel()} differ, the first at {wrong[0].tolist()}: "
+            f"{got[tuple(wrong[0])]}, expected {expected[tuple(wrong[0])]}"
+        )
+
+    def close(self, what: str, got: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
+        if not got.numel():
+            return
+        error = (got - expected).abs() / (1 + expected.abs())
+        worst = int(error.nan_to_num(float("inf")).argmax())
+        at = torch.unravel_index(torch.tensor(worst), error.shape)
+        assert float(error[at]) <= tolerance, (
+            f"{what}: at {[int(i) for i in at]} {float(got[at])}, expected {float(expected[at])}; "
+            f"{int((error > tolerance).sum())} of {error.numel()} are further apart than {tolerance}"
+        )
+
+    def finish(self) -> str:
+        share = self.apart / max(self.numbers, 1)
+        # A handful of flips is within the law of small numbers whatever the share.
+        assert self.apart <= max(4, MAX_SHARE * self.numbers), f"{self.apart} of {self.numbers} codes differ by one"
+        return f"{self.apart} of {self.numbers} codes differ by one ({share:.1e})"
+
+
+def ordered(codes: Tensor, sign_bit: int) -> Tensor:
+    """Sign-magnitude codes as integers in the order of their values; both zeros are 0."""
+    magnitude = codes.int() & (sign_bit - 1)
+    return torch.where(codes.int() & sign_bit != 0, -magnitude, magnitude)
+
+
+def bf16_codes(t: Tensor) -> Tensor:
+    return ordered(t.contiguous().view(torch.int16).int() & 0xFFFF, 0x8000)
+
+
+def compare_rows(d: Differences, what: str, got: Tensor, expected: Tensor, before: Tensor) -> None:
+    """Two row tables. Rows that the reference leaves as they were, and rows that it copies, must agree to the byte."""
+    if got.dtype != torch.uint8:
+        left = (expected == before).all(-1)
+        d.exact(f"{what}: rows to be left alone", got[left], expected[left])
+        if got.dtype == torch.float32:
+            d.close(what, got[~left], expected[~left])
+        else:
+            d.codes(what, bf16_codes(got[~left]), bf16_codes(expected[~left]))
+        return
+    (data, scales), (want, want_scales), (old, old_scales) = (rows.strips(t) for t in (got, expected, before))
+    # A row that the step quantised has eight equal exponents; what was there before is random bytes.
+    left = (want == old).all(-1) & (want_scales == old_scales).all(-1)
+    new = ~left & (want_scales == want_scales[..., :1]).all(-1)
+    d.exact(f"{what}: rows to be left alone or copied", data[~new], want[~new])
+    d.exact(f"{what}: exponents to be left alone or copied", scales[~new], want_scales[~new])
+    data, want, scales, want_scales = data[new], want[new], scales[new], want_scales[new]
+    d.exact(f"{what}: the exponents of a row", scales, scales[:, :1].expand_as(scales))
+    d.codes(f"{what}: exponents", scales[:, 0], want_scales[:, 0])
+    same = scales[:, 0] == want_scales[:, 0]
+    d.codes(f"{what}: e4m3", ordered(data[same, :448], 0x80), ordered(want[same, :448], 0x80))
+    d.codes(
+        f"{what}: bf16 part",
+        bf16_codes(data[:, 448:].view(torch.bfloat16)),
+        bf16_codes(want[:, 448:].view(torch.bfloat16)),
+    )
+
+
+def compare_keys(d: Differences, got: Tensor, expected: Tensor) -> None:
+    if got.dtype == torch.float32:
+        d.close("index_keys", got, expected, 1e-4)
+        return
+    (data, scales), (want, want_scales) = index_keys.strips(got), index_keys.strips(expected)
+    d.codes("index_keys: scales", scales, want_scales, 8)  # one power of two is 8 codes of e4m3
+    same = (scales == want_scales).repeat_interleave(8, -1)
+    for nibble, shift in (("low", 0), ("high", 4)):
+        g, w = (ordered((t >> shift) & 0xF, 8) for t in (data, want))
+        d.codes(f"index_keys: {nibble} e2m1", g[same], w[same])
+
+
+def compare_layers(got: Layer, expected: Layer, before: Layer, step: Step) -> Differences:
+    """Every table of a layer after a step; `before` as it was."""
+    d = Differences()
+    for name in ("ring", "entries"):
+        if expected.tables[name] is not None:
+            compare_rows(d, name, got.tables[name].cpu(), expected.tables[name], before.tables[name])
+    if expected.tables["index_keys"] is not None:
+        compare_keys(d, got.tables["index_keys"].cpu(), expected.tables["index_keys"])
+    for name in ("swa_pos", "swa_head", "tail_len"):
+        d.exact(name, got.tables[name].cpu(), expected.tables[name])
+    tail = expected.tables["tail"]
+    if tail is not None and got.kind == "hca-online":
+        # At a multiple of 128 the state is empty, whatever its bytes are.
+        live = [s for s, length, count in step.requests if s >= 0 and (length + count) % 128]
+        others = [s for s in range(got.slots) if s not in {r[0] for r in step.requests}]
+        d.close("tail (online)", got.tables["tail"].cpu()[live], tail[live])
+        d.exact("tail of other slots", got.tables["tail"].cpu()[others], tail[others])
+    elif tail is not None:
+        d.exact("tail", got.tables["tail"].cpu(), tail)
+    return d
+
+
+def compare_windows(d: Differences, got: Tensor | None, expected: Tensor | None, before: Tensor | None) -> None:
+    if expected is not None:
+        compare_rows(d, "window", got.cpu(), expected, before)
+
+
+def check_step(layer: Layer, step: Step) -> str:
+    """Run a step on the GPU and by the reference, compare, and report how many codes differ."""
+    expected, got = layer.on(torch.device("cpu")), layer.on(DEVICE)
+    window = step.run(torch.ops.dsv4_sglang, expected)
+    got_window = step.run(ops(), got)
+    d = compare_layers(got, expected, layer, step)
+    compare_windows(d, got_window, window, step.window)
+    return d.finish()

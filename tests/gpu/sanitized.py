@@ -1,0 +1,44 @@
+"""A small run of every op of the extension, for compute-sanitizer: each kind and phase of append, and the others."""
+
+import torch
+from kernel_cases import DEVICE, FORMATS, KINDS, Layer, Step, ops
+
+DECODE = [(0, 0, 1), (1, 3, 1), (-1, 0, 1), (2, 127, 1), (3, 131, 1)]
+PREFILL = [(0, 0, 5), (1, 126, 131), (-1, 0, 2), (2, 5, 3), (3, 130, 260)]
+
+
+def main() -> None:
+    op = ops()
+    for kind in KINDS:
+        for formats in (FORMATS[0], FORMATS[2]):
+            for requests, decode in ((DECODE, True), (PREFILL, False)):
+                layer = Layer(kind, *formats, slots=8, blocks=16)
+                Step.make(layer, requests, decode).run(op, layer.on(DEVICE))
+    ring = torch.zeros(4, 128 * 584, dtype=torch.uint8, device=DEVICE)
+    op.append_swa(
+        torch.randn(200, 512, device=DEVICE).bfloat16(),
+        torch.arange(200, dtype=torch.int32, device=DEVICE) % 3,
+        torch.arange(200, dtype=torch.int32, device=DEVICE),
+        ring.as_strided((4, 128, 448), (128 * 584, 576, 1)),
+        ring.view(torch.bfloat16).as_strided((4, 128, 64), (64 * 584, 288, 1), 224),
+        ring.view(torch.float8_e8m0fnu).as_strided((4, 128), (128 * 584, 8), 128 * 576),
+        torch.zeros(4, 128, dtype=torch.int32, device=DEVICE),
+        torch.zeros(4, dtype=torch.int32, device=DEVICE),
+        64,
+    )
+    state = [torch.randn(3, 5, 4000, device=DEVICE), torch.randn(1, 5, device=DEVICE)]
+    op.copy_state(*(torch.tensor(i, dtype=torch.int32, device=DEVICE) for i in ([0, 1, -1], [3, 4, 2])), state)
+    pool, rows = torch.zeros(50, 73, device=DEVICE), torch.randn(20, 73, device=DEVICE)
+    slices = torch.tensor([[3, 40, 0], [0, 8, 0], [8, 10, 99]], device=DEVICE)
+    op.update_rows(pool, rows, slices, torch.tensor([2], dtype=torch.int32, device=DEVICE))
+    host = torch.zeros(30, 1168, dtype=torch.uint8).pin_memory()
+    device = torch.zeros(30, 1168, dtype=torch.uint8, device=DEVICE)
+    ids = torch.stack([torch.randperm(30)[:12], torch.randperm(30)[:12]])
+    for to_host in (True, False):
+        op.swap_blocks([device], [host], ids, to_host)
+    torch.cuda.synchronize()
+    print("done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""`append` on CUDA against the reference: every byte of every table, for decode steps and prefill chunks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import kernel_cases
+import pytest
+import torch
+from kernel_cases import FORMATS, KINDS, Layer, Step, check_step, compare_layers, ops
+
+pytestmark = pytest.mark.gpu
+
+PHASES = [*range(10), *range(124, 133), *range(250, 259), 1000]
+CHUNKS = [1, 2, 3, 5, 127, 128, 129, 130, 300, 700]
+
+
+def layer_and_step(kind, formats, requests, decode, free=6, seed=0, **options):
+    dtype, rows, keys = formats
+    used = [s for s, _, _ in requests if s >= 0]
+    blocks = sum((length + count + 127) // 128 for _, length, count in requests)
+    layer = Layer(kind, dtype, rows, keys, slots=max(used, default=0) + 1 + free, blocks=blocks, seed=seed)
+    return layer, Step.make(layer, requests, decode, seed=seed + 1, **options)
+
+
+def decode_requests(phases, seed=0):
+    """One token a request at each phase; slots in random order, and a padding row in every fifth place."""
+    g = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(len(phases), generator=g).tolist()
+    requests = [(slot, length, 1) for slot, length in zip(slots, phases)]
+    for at in range(0, len(phases), 5):
+        requests.insert(at, (-1, 0, 1))
+    return requests
+
+
+def chunk_requests(batch, batches=6):
+    """A share of all pairs of phase and chunk length; the shares together hold every pair."""
+    pairs = [(length, count) for count in CHUNKS for length in PHASES]
+    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(5)).tolist()
+    mine = [pairs[i] for i in order[batch::batches]]
+    return [(-1 if i % 17 == 11 else i, *pair) for i, pair in enumerate(mine)]
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=lambda f: f"{f[0]}-{f[1]}-{f[2]}")
+@pytest.mark.parametrize("kind", KINDS)
+def test_decode(kind, formats):
+    print(check_step(*layer_and_step(kind, formats, decode_requests(PHASES), True)))
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=lambda f: f"{f[0]}-{f[1]}-{f[2]}")
+@pytest.mark.parametrize("kind", KINDS)
+def test_decode_alone(kind, formats):
+    """Batch 1, where no other request hides a wrong index, on the steps that close windows."""
+    for length in (0, 3, 7, 127, 131):
+        check_step(*layer_and_step(kind, formats, [(1, length, 1)], True, seed=length))
+
+
+@pytest.mark.parametrize("batch", range(6))
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill(kind, batch):
+    print(check_step(*layer_and_step(kind, FORMATS[0], chunk_requests(batch), False, seed=batch)))
+
+
+@pytest.mark.parametrize("formats", FORMATS[1:], ids=lambda f: f"{f[0]}-{f[1]}-{f[2]}")
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_formats(kind, formats):
+    print(check_step(*layer_and_step(kind, formats, chunk_requests(0, 20), False)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_alone(kind):
+    for length, count in ((0, 1), (0, 4), (0, 128), (1, 127), (3, 126), (127, 2), (130, 1000), (1000, 24)):
+        check_step(*layer_and_step(kind, FORMATS[0], [(2, length, count)], False, seed=length))
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_optional_tensors_left_out(kind, decode):
+    requests = [(1, 6, 1), (0, 127, 1), (2, 1, 1)]
+    layer, step = layer_and_step(kind, FORMATS[0], requests, decode, track=False)
+    for name in ("swa_pos", "swa_head", "tail_len"):
+        layer.tables[name] = None
+    expected, got = layer.on(torch.device("cpu")), layer.on(kernel_cases.DEVICE)
+    step.run(torch.ops.dsv4_sglang, expected), step.run(ops(), got)
+    d = kernel_cases.Differences()
+    kernel_cases.compare_rows(d, "ring", got.tables["ring"].cpu(), expected.tables["ring"], layer.tables["ring"])
+    d.finish()
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_twice_gives_the_same_bytes(kind, decode):
+    requests = decode_requests(PHASES) if decode else chunk_requests(1, 12)
+    layer, step = layer_and_step(kind, FORMATS[0], requests, decode)
+    runs = []
+    for _ in range(3):
+        got = layer.on(kernel_cases.DEVICE)
+        runs.append((step.run(ops(), got), got))
+    for window, got in runs[1:]:
+        assert window is None or torch.equal(window, runs[0][0])
+        for name, table in got.tables.items():
+            assert table is None or torch.equal(table, runs[0][1].tables[name]), name
+
+
+@pytest.mark.parametrize("kind", ["swa", "csa"])
+def test_decode_equals_prefill_of_one_token(kind):
+    """Bit for bit: rows are pooled in one order however they arrive."""
+    requests = [r for r in decode_requests(PHASES) if r[0] >= 0]
+    layer, step = layer_and_step(kind, FORMATS[0], requests, True)
+    window = kernel_cases.bytes_like((1, 129 * len(requests), 584), torch.uint8, torch.Generator().manual_seed(0))
+    chunks = Step(requests, False, step.batch, step.inputs, window)
+    one, other = layer.on(kernel_cases.DEVICE), layer.on(kernel_cases.DEVICE)
+    step.run(ops(), one), chunks.run(ops(), other)
+    for name, table in one.tables.items():
+        assert table is None or torch.equal(table, other.tables[name]), name
+
+
+@pytest.mark.parametrize("kind", ["csa", "hca-raw"])
+def test_chunks_of_any_length_give_the_same_entries(kind):
+    """One request in one chunk, and in many: the same entries to a code, and for CSA the same bytes throughout."""
+    total, plan = 700, [1, 2, 3, 5, 127, 128, 129, 130, 1, 1, 173]
+    layer, step = layer_and_step(kind, FORMATS[0], [(0, 0, total)], False, track=False)
+    one, other = layer.on(kernel_cases.DEVICE), layer.on(kernel_cases.DEVICE)
+    step.run(ops(), one)
+    done = 0
+    for count in plan:
+        inputs = {n: None if t is None else t[done : done + count] for n, t in step.inputs.items()}
+        part = Step.make(layer, [(0, done, count)], False, track=False)
+        part.batch["out_loc"] = step.batch["out_loc"][done : done + count]
+        Step(part.requests, False, part.batch, inputs, part.window).run(ops(), other)
+        done += count
+    assert done == total
+    if kind == "csa":
+        for name in ("entries", "index_keys", "ring", "tail"):
+            assert torch.equal(one.tables[name], other.tables[name]), name
+    else:
+        print(compare_layers(other, one.on(torch.device("cpu")), layer, step).finish())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_graph_replay_with_other_inputs(kind):
+    requests = [(slot, length, 1) for slot, length in ((3, 0), (0, 3), (1, 126), (5, 127), (2, 131))]
+    others = [(4, 7, 1), (-1, 0, 1), (2, 255, 1), (0, 383, 1), (-1, 0, 1)]
+    layer = Layer(kind, slots=9, blocks=64)
+    first, second = Step.make(layer, requests, True), Step.make(layer, others, True, seed=9)
+    got = layer.on(kernel_cases.DEVICE)
+    batch, inputs = (
+        {name: None if t is None else t.to(kernel_cases.DEVICE) for name, t in group.items()}
+        for group in (first.batch, first.inputs)
+    )
+    ops()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        Step.call(torch.ops.dsv4_sglang, got, batch, inputs, None)
+        Step.call(torch.ops.dsv4_sglang, got, batch, inputs, None)
+    for step in (first, second):
+        start = layer.on(kernel_cases.DEVICE)
+        for name, table in got.tables.items():
+            if table is not None:
+                table.copy_(start.tables[name])
+        for group, values in ((batch, step.batch), (inputs, step.inputs)):
+            for name, tensor in group.items():
+                if tensor is not None:
+                    tensor.copy_(values[name])
+        graph.replay()
+        expected = layer.on(torch.device("cpu"))
+        step.run(torch.ops.dsv4_sglang, expected), step.run(torch.ops.dsv4_sglang, expected)
+        if kind == "hca-online":  # folding a token in twice is another state; the reference did so too
+            assert step.requests
+        compare_layers(got, expected, layer, step).finish()
+
+
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_more_blocks_than_the_gpu_holds(tokens):
+    """Lengths beyond every table size used elsewhere: a batch of 300 requests."""
+    requests = [(slot, (37 * slot) % 300, tokens) for slot in range(300)]
+    for kind in KINDS:
+        check_step(*layer_and_step(kind, FORMATS[0], requests, tokens == 1, track=False))
+
+
+BAD = {
+    "kv": (lambda t: t.double(), "kv is Double"),
+    "kv_score": (lambda t: t[:, :-1], "kv_score is Float"),
+    "slots": (lambda t: t.long(), "slots is Long"),
+    "ring": (lambda t: t[:, :-1], r"ring is Byte \[\d+, 127, 584\]"),
+    "tail": (lambda t: t.bfloat16(), "tail is BFloat16"),
+    "entries": (lambda t: t[..., :-8], "entries is Byte"),
+    "index_keys": (lambda t: None, "index_keys is missing"),
+    "rope": (lambda t: t.cpu(), "rope is Float .* on cpu"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_name_the_tensor(name):
+    layer, step = layer_and_step("csa", FORMATS[0], [(0, 3, 1), (1, 0, 1)], True)
+    layer = layer.on(kernel_cases.DEVICE)
+    batch, inputs = (
+        {n: None if t is None else t.to(kernel_cases.DEVICE) for n, t in group.items()}
+        for group in (step.batch, step.inputs)
+    )
+    change, message = BAD[name]
+    for group in (layer.weights, layer.tables, batch, inputs):
+        if name in group:
+            group[name] = change(group[name])
+    with pytest.raises(RuntimeError, match="append: " + message):
+        Step.call(ops(), layer, batch, inputs, None)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
+def test_sanitizer(tool):
+    """The reduced set of sanitized.py under compute-sanitizer (found through COMPUTE_SANITIZER or PATH)."""
+    import shutil
+
+    sanitizer = os.environ.get("COMPUTE_SANITIZER") or shutil.which("compute-sanitizer")
+    if not sanitizer:
+        pytest.skip("compute-sanitizer is not installed")
+    program = Path(__file__).with_name("sanitized.py")
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20", sys.executable, str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

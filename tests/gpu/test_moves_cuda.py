@@ -1,0 +1,205 @@
+"""`copy_state`, `update_rows` and `swap_blocks` on CUDA: exact copies, nothing else touched, refusals."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import kernel_cases
+import pytest
+import torch
+from kernel_cases import ops
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+
+
+def random_bytes(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def device(t: Tensor) -> Tensor:
+    return t.clone().to(kernel_cases.DEVICE)
+
+
+def state(layers: int = 3, slots: int = 9) -> list[Tensor]:
+    """Tables of every alignment: rings with padding behind each slot, tails, heads, odd bytes."""
+    return [
+        random_bytes(layers, slots, 128 * 584 + 64)[..., : 128 * 584],
+        torch.randn(layers, slots, 24, 640),
+        torch.randn(layers, slots, 3, 512),
+        torch.arange(layers * slots, dtype=torch.int32).view(layers, slots),
+        torch.arange(slots, dtype=torch.int32).view(1, slots),
+        random_bytes(2, slots, 37, seed=5),
+        torch.randn(layers, slots, 0),
+    ]
+
+
+def strided_copy(t: Tensor) -> Tensor:
+    """On the device, with the gaps that it has here."""
+    copy = torch.zeros(t.untyped_storage().nbytes() // t.element_size(), dtype=t.dtype, device=kernel_cases.DEVICE)
+    copy = copy.as_strided(t.shape, t.stride(), t.storage_offset())
+    copy.copy_(t)
+    return copy
+
+
+@pytest.mark.parametrize("src, dst", [([1], [2]), ([0, 3, -1, 4, 5], [8, 7, 2, -1, 6]), ([], []), ([-1], [-1])])
+def test_copy_state(src, dst):
+    expected = state()
+    got = [strided_copy(t) for t in expected]
+    pairs = torch.tensor(src, dtype=torch.int32), torch.tensor(dst, dtype=torch.int32)
+    torch.ops.dsv4_sglang.copy_state(*pairs, expected)
+    ops().copy_state(*(device(t) for t in pairs), got)
+    for i, (g, e) in enumerate(zip(got, expected)):
+        assert torch.equal(g.cpu(), e), f"tensor {i}"
+
+
+def test_copy_state_of_many_tensors():
+    """More than one launch holds."""
+    expected = [torch.randn(1, 4, i + 1) for i in range(70)]
+    got = [device(t) for t in expected]
+    pairs = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([3, 0], dtype=torch.int32)
+    torch.ops.dsv4_sglang.copy_state(*pairs, expected)
+    ops().copy_state(*(device(t) for t in pairs), got)
+    for i, (g, e) in enumerate(zip(got, expected)):
+        assert torch.equal(g.cpu(), e), f"tensor {i}"
+
+
+def test_copy_state_in_a_graph():
+    expected = state()
+    got = [strided_copy(t) for t in expected]
+    src, dst = (torch.full((2,), -1, dtype=torch.int32, device=kernel_cases.DEVICE) for _ in range(2))
+    ops()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ops.dsv4_sglang.copy_state(src, dst, got)
+    src.copy_(torch.tensor([4, 1])), dst.copy_(torch.tensor([2, 3]))
+    graph.replay()
+    torch.ops.dsv4_sglang.copy_state(src.cpu(), dst.cpu(), expected)
+    assert all(torch.equal(g.cpu(), e) for g, e in zip(got, expected))
+
+
+@pytest.mark.parametrize("shape", [(584,), (73,), (4, 32), (1,), ()])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16])
+def test_update_rows(shape, dtype):
+    pool, new = (torch.randn(n, *shape).mul(50).to(dtype) for n in (400, 300))
+    slices = torch.tensor([[0, 100, 101, 399, 250, 7], [299, 0, 60, 5, 100, 0], [1, 1, 120, 1, 0, 99]])
+    got = device(pool)
+    for valid in (0, 3, 5):
+        n = torch.tensor([valid], dtype=torch.int32)
+        torch.ops.dsv4_sglang.update_rows(pool, new, slices, n)
+        ops().update_rows(got, device(new), device(slices), device(n))
+        assert torch.equal(got.cpu(), pool), valid
+
+
+def test_update_rows_of_a_padded_pool():
+    pool, new = random_bytes(50, 640)[:, :584], random_bytes(60, 584, seed=1)
+    slices, n = torch.tensor([[3, 40], [50, 0], [10, 9]]), torch.tensor([2], dtype=torch.int32)
+    got = strided_copy(pool)
+    torch.ops.dsv4_sglang.update_rows(pool, new, slices, n)
+    ops().update_rows(got, device(new), device(slices), device(n))
+    assert torch.equal(got.cpu(), pool)
+
+
+REFUSED = """
+import sys
+sys.path.insert(0, {folder!r})
+import torch
+from kernel_cases import ops
+pool, new = torch.zeros(10, 8, device="cuda"), torch.ones(10, 8, device="cuda")
+slices = torch.tensor({slices}, device="cuda")
+ops().update_rows(pool, new, slices, torch.tensor([2], dtype=torch.int32, device="cuda"))
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "slices, message",
+    [
+        ([[0, 8], [0, 0], [2, 3]], "leaves pool or new_rows"),
+        ([[0, 5], [0, 8], [2, 3]], "leaves pool or new_rows"),
+        ([[0, -1], [0, 0], [2, 1]], "is negative"),
+        ([[0, 2], [0, 0], [3, 3]], "overlap"),
+    ],
+)
+def test_update_rows_refuses(slices, message):
+    """As an index out of range does in torch: a device assertion, which costs the process its CUDA context."""
+    program = REFUSED.format(folder=str(Path(__file__).parent), slices=slices)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and message in done.stdout + done.stderr, done.stderr[-2000:]
+
+
+def pools(blocks: int, seed: int, pinned: bool) -> list[Tensor]:
+    """CSA entries, index keys, the two strips of an HCA table, and blocks that are padded on the device only."""
+    made = [
+        random_bytes(blocks, 32, 584, seed=seed),
+        random_bytes(blocks, 2304, seed=seed + 1),
+        random_bytes(blocks, 576, seed=seed + 2),
+        random_bytes(blocks, 8, seed=seed + 3),
+        random_bytes(blocks, 100 if pinned else 112, seed=seed + 4)[:, :100],
+    ]
+    return [t.pin_memory() if pinned else strided_copy(t) for t in made]
+
+
+def ids(pattern: str) -> Tensor:
+    g = torch.Generator().manual_seed(0)
+    if pattern == "one run":
+        return torch.stack([torch.arange(3, 33), torch.arange(20, 50)])
+    if pattern == "scattered":
+        return torch.stack([torch.randperm(60, generator=g)[:40], torch.randperm(70, generator=g)[:40]])
+    if pattern == "mixed":  # a run of 12, a short run, single blocks, a run on one side only
+        return torch.tensor(
+            [[*range(12), 20, 21, 40, 50, *range(30, 39)], [*range(40, 52), 3, 4, 9, 8, *range(38, 29, -1)]]
+        )
+    return torch.zeros(2, 0, dtype=torch.long)
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize("pattern", ["one run", "scattered", "mixed", "none"])
+def test_swap_blocks(pattern, to_host):
+    gpu, host = pools(60, 1, False), pools(70, 50, True)
+    expected_gpu, expected_host = [t.cpu() for t in gpu], [t.clone() for t in host]
+    torch.ops.dsv4_sglang.swap_blocks(expected_gpu, expected_host, ids(pattern), to_host)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        ops().swap_blocks(gpu, host, ids(pattern), to_host)
+    stream.synchronize()
+    for i, (g, e) in enumerate(zip([*gpu, *host], [*expected_gpu, *expected_host])):
+        assert torch.equal(g.cpu(), e), f"pool {i}"
+
+
+def test_swap_blocks_of_more_than_a_launch_holds():
+    gpu, host = [device(random_bytes(3000, 48, seed=i)) for i in range(70)], []
+    host = [torch.zeros(3000, 48, dtype=torch.uint8).pin_memory() for _ in range(70)]
+    g = torch.Generator().manual_seed(2)
+    where = torch.stack([torch.randperm(3000, generator=g)[:2100], torch.randperm(3000, generator=g)[:2100]])
+    ops().swap_blocks(gpu, host, where, True)
+    torch.cuda.synchronize()
+    for i, (d, h) in enumerate(zip(gpu, host)):
+        assert torch.equal(h[where[1]], d.cpu()[where[0]]), f"pool {i}"
+        assert int((h != 0).any(1).sum()) <= 2100, f"pool {i}"
+
+
+@pytest.mark.parametrize(
+    "where, message",
+    [
+        ([[0, 60], [0, 1]], "device block 60 is not in 0..59"),
+        ([[0, 1], [0, -1]], "host block -1 is not in 0..69"),
+        ([[5, 5], [0, 1]], "device block 5 is named twice"),
+        ([[5, 6], [7, 7]], "host block 7 is named twice"),
+    ],
+)
+def test_swap_blocks_checks_before_it_moves(where, message):
+    gpu, host = pools(60, 1, False), pools(70, 50, True)
+    before = [t.clone().cpu() for t in (*gpu, *host)]
+    with pytest.raises(RuntimeError, match=message):
+        ops().swap_blocks(gpu, host, torch.tensor(where), True)
+    torch.cuda.synchronize()
+    assert all(torch.equal(t.cpu(), b) for t, b in zip((*gpu, *host), before))
+
+
+def test_swap_blocks_wants_pinned_memory():
+    gpu, host = [device(random_bytes(4, 16))], [random_bytes(4, 16)]
+    with pytest.raises(RuntimeError, match=r"host_pools\[0\] is Byte .* pageable"):
+        ops().swap_blocks(gpu, host, torch.tensor([[0], [1]]), True)
