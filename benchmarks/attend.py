@@ -173,12 +173,19 @@ def our_subject(case: Case, subject: str, device: torch.device, layers: int) -> 
             SCALE,
         )
 
+    def each(read: Callable[..., Tensor]) -> Callable[[], None]:
+        def step() -> None:
+            for layer in range(layers):
+                read(*arguments(layer))
+
+        return step
+
     if device.type == "cpu":
-        return lambda: [torch.ops.dsv4_sglang.attend(*arguments(layer)) for layer in range(layers)] and None
+        return each(torch.ops.dsv4_sglang.attend)
     if subject == "ours triton":
         from dsv4_sglang.attention import triton_attend
 
-        return lambda: [triton_attend.attend(*arguments(layer)) for layer in range(layers)] and None
+        return each(triton_attend.attend)
     if subject == "ours":
         from dsv4_sglang.attention.flashmla import FlashMLAReader
 

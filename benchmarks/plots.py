@@ -122,8 +122,12 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--results", type=Path, default=RESULTS)
     options.add_argument("--docs", type=Path, default=ROOT / "docs")
     args = options.parse_args(argv)
-    for path in draw(args.results, args.docs):
-        print(path)
+    try:
+        written = draw(args.results, args.docs)
+    except ModuleNotFoundError as error:
+        print(f"no plots: {error}; pip install matplotlib")
+        return 1
+    print(*written, sep="\n")
     return 0
 
 

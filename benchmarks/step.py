@@ -11,6 +11,7 @@ not in these numbers on either side. Context: the longest request that the serve
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -161,6 +162,19 @@ def kernels_launched(function: Callable[[], object]) -> int | None:
     return count or None
 
 
+def synchronisations(function: Callable[[], object]) -> int:
+    """Times that one call waits for the device."""
+    function()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            function()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in seen)
+
+
 def attempted(function: Callable[..., Any], *args: Any) -> Any:
     """A count beside the times: its failure costs the count only."""
     try:
@@ -189,6 +203,11 @@ def measure(kind: Any, subject: str, batch: int, context: int, device: torch.dev
         "outside host us": host.us,
         "outside kernels": (attempted(kernels_launched, step.outside) or 0) if cuda else None,
         "eager host us": build.us,
+        "host waits": (
+            sum(attempted(synchronisations, function) or 0 for function in (step.outside, step.in_graph))
+            if cuda
+            else None
+        ),
         "KB of lists": list_bytes(step.made) / 1e3,
     }
 
@@ -222,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
             for subject, kind in kinds.items():
                 name = f"{context // K}K/{batch}/{subject}"
                 result.part(name, partial(measure, kind, subject, batch, context, device))
-    measured = ["in graph us", "in graph kernels", "outside host us", "outside kernels", "eager host us", "KB of lists"]
+    measured = ["in graph us", "in graph kernels", "outside host us", "outside kernels", "eager host us", "host waits"]
     result.table("metadata of a decode step", ["batch", "context", "subject", *measured])
     return result.close()
 
