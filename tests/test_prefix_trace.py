@@ -79,10 +79,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.path == "/flush_cache":
+            self.server.known.clear()
         self.send_response(200)
         self.end_headers()
         if self.path == "/flush_cache":
-            self.server.known.clear()
             return
         answer = self.server.generate(json.loads(body))
         partial = {**answer, "output_ids": answer["output_ids"][:1]}
