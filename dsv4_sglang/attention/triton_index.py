@@ -135,16 +135,15 @@ def _visible(position, top, width):
 
 # The same as _fp16_of_e2m1 on four bytes at once: two bytes to the upper halves of the two 16-bit lanes of a register,
 # then the sign of a nibble to bit 15 and its other bits to 11..9. Even elements leave in $0 and $1, odd ones in $2 and
-# $3.
+# $3. The input is read before an output is written: they may share a register.
 _DECODE_FOUR_BYTES = tl.constexpr(
-    "{ .reg .b32 t, s, u;"
+    "{ .reg .b32 t0, t1, s, u; prmt.b32 t0, $4, 0, 0x1404; prmt.b32 t1, $4, 0, 0x3424;"
     + "".join(
-        f"prmt.b32 t, $4, 0, {select};"
-        "shl.b32 s, t, 1; and.b32 s, s, 0x0E000E00; shl.b32 u, t, 4;"
-        f"lop3.b32 ${even}, u, 0x80008000, s, 0xEA;"
-        "shr.b32 s, t, 3; and.b32 s, s, 0x0E000E00;"
-        f"lop3.b32 ${even + 2}, t, 0x80008000, s, 0xEA;"
-        for even, select in ((0, "0x1404"), (1, "0x3424"))
+        f"shl.b32 s, t{i}, 1; and.b32 s, s, 0x0E000E00; shl.b32 u, t{i}, 4;"
+        f"lop3.b32 ${i}, u, 0x80008000, s, 0xEA;"
+        f"shr.b32 s, t{i}, 3; and.b32 s, s, 0x0E000E00;"
+        f"lop3.b32 ${i + 2}, t{i}, 0x80008000, s, 0xEA;"
+        for i in (0, 1)
     )
     + "}"
 )
