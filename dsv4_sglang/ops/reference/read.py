@@ -44,8 +44,10 @@ def index_topk(
     """
     top = rows.shape[1]
     rows.fill_(-1)
-    query = index_query(q, positions, rope, index_keys.dtype == torch.uint8, index_format)
     visible = ((positions + 1) // CSA_RATIO).tolist()
+    scored = [t for t, n in enumerate(visible) if n > top]
+    quantised = index_keys.dtype == torch.uint8
+    query = dict(zip(scored, index_query(q[scored], positions[scored], rope, quantised, index_format)))
     for request in torch.unique(token_request).tolist():
         tokens = torch.nonzero(token_request == request).squeeze(-1).tolist()
         most = max(visible[t] for t in tokens)
