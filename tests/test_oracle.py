@@ -46,9 +46,10 @@ def _masks(oracle: Oracle, prompt: list[int], chunk: int | None) -> list[list[to
 @pytest.mark.parametrize("chunk", [None, 130])
 def test_masks_are_those_of_the_specification(oracle: Oracle, prompt: list[int], chunk: int | None) -> None:
     """SPEC 4.3 and 4.4, over the keys [last 127 of the cache | new rows | entries]."""
+    masks = _masks(oracle, prompt, chunk)
     for layer, ratio in enumerate((0, 4, 128)):
         start = 0
-        for visible in _masks(oracle, prompt, chunk)[layer]:
+        for visible in masks[layer]:
             queries = visible.shape[0]
             past = min(start, 127)
             t = torch.arange(start, start + queries)[:, None]
@@ -87,8 +88,9 @@ def test_chunks_and_single_tokens_equal_one_forward(oracle: Oracle, prompt: list
 
 
 def test_no_token_sees_the_future(oracle: Oracle, prompt: list[int]) -> None:
+    prompt = prompt[:140]
     whole = oracle.logits(prompt)
-    for t in (0, 2, 3, 4, 126, 127, 128, 255):
+    for t in (0, 2, 3, 4, 7, 126, 127, 128):
         changed = [*prompt[: t + 1], *[(token + 9) % 384 for token in prompt[t + 1 :]]]
         assert (oracle.logits(changed)[: t + 1] - whole[: t + 1]).abs().max() < FP32_NOISE
 
