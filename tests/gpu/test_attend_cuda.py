@@ -4,11 +4,15 @@ import pytest
 import torch
 from reader_cases import AttendCase, assert_attends, attend_case
 
-from dsv4_sglang import ops  # noqa: F401  defines the ops
-from dsv4_sglang.attention import cuda_ops, flashmla, triton_attend  # noqa: F401
+from dsv4_sglang.attention import flashmla, triton_attend
 
 pytestmark = pytest.mark.gpu
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float32: 2e-5}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered_ops():
+    from dsv4_sglang.attention import cuda_ops  # noqa: F401  builds the extension, which needs a GPU
 
 
 def run(case: AttendCase, reader: str) -> torch.Tensor:

@@ -4,13 +4,16 @@ import pytest
 import torch
 from reader_cases import assert_selects, index_case
 
-from dsv4_sglang import ops  # noqa: F401  defines the ops
-from dsv4_sglang.attention import cuda_ops, triton_index  # noqa: F401
+from dsv4_sglang.attention import triton_index
 from dsv4_sglang.ops import index_keys
 from dsv4_sglang.ops.reference import read
 
 pytestmark = pytest.mark.gpu
-index_topk = torch.ops.dsv4_sglang.index_topk
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered_ops():
+    from dsv4_sglang.attention import cuda_ops  # noqa: F401  builds the extension, which needs a GPU
 
 
 def decode(*visible: int) -> list[tuple[int, int]]:
@@ -20,7 +23,7 @@ def decode(*visible: int) -> list[tuple[int, int]]:
 
 def check(case, exact: bool, **options) -> None:
     args = case.args("cuda", **options)
-    index_topk(*args)
+    torch.ops.dsv4_sglang.index_topk(*args)
     assert_selects(args[-1], case, exact)
 
 
@@ -75,7 +78,7 @@ def test_nothing_to_score():
     case = index_case(lens=[*decode(0, 7, 512), (20, 60)], heads=64, top=512)
     args = list(case.args("cuda"))
     args[-2] = torch.empty(0, device="cuda")
-    index_topk(*args)
+    torch.ops.dsv4_sglang.index_topk(*args)
     assert_selects(args[-1], case, True)
 
 
@@ -101,7 +104,7 @@ def test_query(index_format):
 def test_scores(lens, index_format):
     case = index_case(lens=lens, heads=64, top=8, index_format=index_format, weights="random")
     args = case.args("cuda")
-    index_topk(*args)
+    torch.ops.dsv4_sglang.index_topk(*args)
     got = args[-2].cpu().double()
     for t in range(len(case.positions)):
         n = int(case.visible[t])
@@ -164,7 +167,7 @@ def test_cuda_graph_with_other_lengths():
     table = table.cuda()
 
     def call() -> None:
-        index_topk(*static.values(), table, index_keys.MXFP4, scores, rows)
+        torch.ops.dsv4_sglang.index_topk(*static.values(), table, index_keys.MXFP4, scores, rows)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
