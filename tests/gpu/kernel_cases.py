@@ -26,7 +26,7 @@ FORMATS = [
 ]
 # How many of the quantised numbers may differ by one code: they sit where a last-bit difference of a sum, an
 # exponential or a norm decides the rounding. Plain copies and integers are compared exactly.
-MAX_SHARE = 2e-3
+MAX_SHARE = 1e-4
 
 
 def ops():
@@ -237,7 +237,7 @@ class Differences:
     def finish(self) -> str:
         share = self.apart / max(self.numbers, 1)
         # A handful of flips is within the law of small numbers whatever the share.
-        assert self.apart <= max(4, MAX_SHARE * self.numbers), f"{self.apart} of {self.numbers} codes differ by one"
+        assert self.apart <= max(8, MAX_SHARE * self.numbers), f"{self.apart} of {self.numbers} codes differ by one"
         return f"{self.apart} of {self.numbers} codes differ by one ({share:.1e})"
 
 
@@ -251,6 +251,16 @@ def bf16_codes(t: Tensor) -> Tensor:
     return ordered(t.contiguous().view(torch.int16).int() & 0xFFFF, 0x8000)
 
 
+def compare_rotated(d: Differences, what: str, got: Tensor, expected: Tensor) -> None:
+    """Rotated channels [rows, 64] bf16. A flip of an input's last bit moves a pair by that much of its length, which is
+    many codes of a component that cancels."""
+    error = (got.float() - expected.float()).unflatten(-1, (-1, 2)).norm(dim=-1)
+    length = expected.float().unflatten(-1, (-1, 2)).norm(dim=-1)
+    d.exact(f"{what}: rotated pairs apart by more than their last bits", error > 2.0**-6 * length, error < 0)
+    d.numbers += got.numel()
+    d.apart += int((got != expected).sum())
+
+
 def compare_rows(d: Differences, what: str, got: Tensor, expected: Tensor, before: Tensor) -> None:
     """Two row tables. Rows that the reference leaves as they were, and rows that it copies, must agree to the byte."""
     if got.dtype != torch.uint8:
@@ -259,7 +269,9 @@ def compare_rows(d: Differences, what: str, got: Tensor, expected: Tensor, befor
         if got.dtype == torch.float32:
             d.close(what, got[~left], expected[~left])
         else:
-            d.codes(what, bf16_codes(got[~left]), bf16_codes(expected[~left]))
+            # A flip before the norm can become two behind it.
+            d.codes(what, bf16_codes(got[~left][:, :448]), bf16_codes(expected[~left][:, :448]), 2)
+            compare_rotated(d, what, got[~left][:, 448:], expected[~left][:, 448:])
         return
     (data, scales), (want, want_scales), (old, old_scales) = (rows.strips(t) for t in (got, expected, before))
     # A row that the step quantised has eight equal exponents; what was there before is random bytes.
@@ -272,11 +284,7 @@ def compare_rows(d: Differences, what: str, got: Tensor, expected: Tensor, befor
     d.codes(f"{what}: exponents", scales[:, 0], want_scales[:, 0])
     same = scales[:, 0] == want_scales[:, 0]
     d.codes(f"{what}: e4m3", ordered(data[same, :448], 0x80), ordered(want[same, :448], 0x80))
-    d.codes(
-        f"{what}: bf16 part",
-        bf16_codes(data[:, 448:].view(torch.bfloat16)),
-        bf16_codes(want[:, 448:].view(torch.bfloat16)),
-    )
+    compare_rotated(d, what, *(t[:, 448:].contiguous().view(torch.bfloat16) for t in (data, want)))
 
 
 def compare_keys(d: Differences, got: Tensor, expected: Tensor) -> None:
