@@ -245,13 +245,13 @@ def _merge_kernel(
     d = tl.arange(0, 512)
     o = tl.zeros([512], tl.float32)
     for first in range(0, splits, 8):
-        split = first + tl.arange(0, 8)
-        at = (token * splits + split) * heads + head
-        total = tl.load(stats_ptr + at * 2 + 1, mask=split < splits, other=0.0)
-        top = tl.load(stats_ptr + at * 2, mask=split < splits, other=NO_LOGIT)
+        piece = first + tl.arange(0, 8)
+        at_piece = (token * splits + piece) * heads + head
+        seen = tl.load(stats_ptr + at_piece * 2 + 1, mask=piece < splits, other=0.0)
+        peak = tl.load(stats_ptr + at_piece * 2, mask=piece < splits, other=NO_LOGIT)
         # A split without keys wrote no row.
-        row = tl.load(partial_ptr + at[:, None] * 512 + d[None, :], mask=(total > 0)[:, None], other=0.0)
-        o += tl.sum(row * tl.exp2((top - highest) * LOG2_E)[:, None], 0)
+        row = tl.load(partial_ptr + at_piece[:, None] * 512 + d[None, :], mask=(seen > 0)[:, None], other=0.0)
+        o += tl.sum(row * tl.exp2((peak - highest) * LOG2_E)[:, None], 0)
     o = o * inverse
 
     pair = tl.reshape(o, [256, 2])

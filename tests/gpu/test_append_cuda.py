@@ -153,7 +153,6 @@ def test_graph_replay_with_other_inputs(kind):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         Step.call(torch.ops.dsv4_sglang, got, batch, inputs, None)
-        Step.call(torch.ops.dsv4_sglang, got, batch, inputs, None)
     for step in (first, second):
         start = layer.on(kernel_cases.DEVICE)
         for name, table in got.tables.items():
@@ -165,9 +164,7 @@ def test_graph_replay_with_other_inputs(kind):
                     tensor.copy_(values[name])
         graph.replay()
         expected = layer.on(torch.device("cpu"))
-        step.run(torch.ops.dsv4_sglang, expected), step.run(torch.ops.dsv4_sglang, expected)
-        if kind == "hca-online":  # folding a token in twice is another state; the reference did so too
-            assert step.requests
+        step.run(torch.ops.dsv4_sglang, expected)
         compare_layers(got, expected, layer, step).finish()
 
 
