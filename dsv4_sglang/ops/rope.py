@@ -1,5 +1,7 @@
 """RMSNorm and rotary embedding in fp32, shared by the reference ops (SPEC 1.3, 2.1)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
-def rounding(dtype: torch.dtype):
+def rounding(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """The rounding between stages (SPEC 2.1, 3.4): to bf16 for bf16 activations, none for fp32 ones."""
     if dtype == torch.bfloat16:
         return lambda x: x.bfloat16().float()
