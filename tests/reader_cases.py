@@ -184,15 +184,17 @@ class IndexCase:
         read.index_topk(*args)
         return args[-1]
 
-    def scores(self, t: int) -> Tensor:
-        """Scores of the visible entries of token t in fp64."""
-        quantised = self.index_keys.dtype == torch.uint8
-        one = slice(t, t + 1)
-        query = read.index_query(self.q[one], self.positions[one], self.rope, quantised, self.index_format).double()
+    def scores(self, t: int, query: Tensor | None = None) -> Tensor:
+        """Scores of the visible entries of token t in fp64, with `query` [T, Hi, 128] instead of the reference's."""
+        if query is None:
+            one, quantised = slice(t, t + 1), self.index_keys.dtype == torch.uint8
+            own = read.index_query(self.q[one], self.positions[one], self.rope, quantised, self.index_format)[0]
+        else:
+            own = query[t]
         entry = torch.arange(int(self.visible[t]))
         table = self.block_table[int(self.token_request[t])].long()
         keys = index_keys.read_keys(self.index_keys, table[entry // 32] * 32 + entry % 32).double()
-        return ((query[0] @ keys.T).relu() * self.weights[t].double().unsqueeze(-1)).sum(0)
+        return ((own.double() @ keys.T).relu() * self.weights[t].double().unsqueeze(-1)).sum(0)
 
 
 def index_case(
@@ -250,8 +252,12 @@ def index_case(
     )
 
 
-def assert_selects(out: Tensor, case: IndexCase, exact: bool) -> None:
-    """`exact`: the rows of the reference. Else a right choice up to rounding of the scores. Says what differs."""
+def assert_selects(out: Tensor, case: IndexCase, exact: bool, query: Tensor | None = None) -> None:
+    """`exact`: the rows of the reference, else a right choice up to rounding of the scores. Says what differs.
+
+    `query` [T, Hi, 128]: what the device made of the queries. A token for which it rounded another way than the reference
+    is judged by it.
+    """
     got, expected = out.cpu(), case.expected()
     tokens = (got != expected).any(1).nonzero().flatten().tolist()
     for t in tokens:
@@ -266,14 +272,16 @@ def assert_selects(out: Tensor, case: IndexCase, exact: bool) -> None:
         table = case.block_table[request].long()
         entry_of_row = {int(table[i // 32]) * 32 + i % 32: i for i in range(n)}
         entries = [entry_of_row.get(int(r), -1) for r in got[t]]
-        assert -1 not in entries, f"{detail}; rows that the token does not see: {entries[:20]}"
+        assert -1 not in entries, f"{detail}; unseen rows: {entries[:20]}"
         assert entries == sorted(set(entries)), f"{detail}; entries are not in ascending order: {entries[:20]}"
-        scores = case.scores(t)
+        scores = case.scores(t, query)
         threshold = scores.sort(descending=True).values[case.top - 1]
         slack = 1e-5 * scores.abs().max()
         chosen = torch.zeros(n, dtype=torch.bool)
         chosen[entries] = True
         lost = ((scores > threshold + slack) & ~chosen).nonzero().flatten().tolist()
         wrong = ((scores < threshold - slack) & chosen).nonzero().flatten().tolist()
-        assert not lost and not wrong, f"{detail}; entries missed {lost[:10]}, wrongly taken {wrong[:10]}"
-        assert not exact, f"{detail}; equal scores or rounding only"
+        assert not lost and not wrong, f"{detail}; missed {lost[:10]}, wrongly taken {wrong[:10]}"
+        if exact:
+            best = scores.sort(descending=True, stable=True).indices[: case.top].sort().values.tolist()
+            assert query is not None and entries == best, f"{detail}; equal scores or rounding only"
