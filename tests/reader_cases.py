@@ -255,8 +255,8 @@ def index_case(
 def assert_selects(out: Tensor, case: IndexCase, exact: bool, query: Tensor | None = None) -> None:
     """`exact`: the rows of the reference, else a right choice up to rounding of the scores. Says what differs.
 
-    `query` [T, Hi, 128]: what the device made of the queries. A token for which it rounded another way than the reference
-    is judged by it.
+    `query` [T, Hi, 128]: what the device made of the queries. A token for which it rounded another way than the
+    reference is judged by it.
     """
     got, expected = out.cpu(), case.expected()
     tokens = (got != expected).any(1).nonzero().flatten().tolist()
