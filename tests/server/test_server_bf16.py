@@ -21,8 +21,9 @@ pytestmark = pytest.mark.server
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
 GENERATED = 40
 FLAGS = ("--dtype", "float32", "--context-length", "2048")
-# Sums in another order can make a row round the other way: at most 2e-3 of log p with bf16 rows.
-SAME = 2e-3
+# Sums in another order make single elements of a row round the other way; rounding all of them moves log p by 0.004 on
+# average and 0.02 at most (tests/test_make_tiny.py).
+SAME = 5e-3
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,127 @@
+"""What a launch does before it serves: inert without the opt-in, loud about what it cannot do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from server_harness import launched
+
+from dsv4_sglang.sglang import launch
+
+pytestmark = pytest.mark.server
+
+SECONDS = 240
+
+# Run in a process of its own, because SGLang reads its environment when it is imported and hooks are for life.
+INERT = """
+import sys
+from importlib.metadata import entry_points
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+load_plugins()
+from sglang.srt.server_args import ServerArgs
+assert [e.value for e in entry_points(group="sglang.srt.plugins", name="dsv4_sglang")]
+arguments = ServerArgs(model_path=sys.argv[1], device="cpu")
+assert HookRegistry._patched == {"sglang.srt.configs.model_config.ModelConfig.from_server_args"}, HookRegistry._patched
+assert arguments._resolved().page_size == 256 and arguments._resolved().attention_backend == "dsv4"
+assert arguments.get_model_config().is_hybrid_swa
+assert not [name for name in sys.modules if name.startswith("dsv4_sglang.sglang.hooks")]
+"""
+
+ACTIVE = """
+import sys
+from types import SimpleNamespace
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+load_plugins()
+from sglang.srt.server_args import ServerArgs
+arguments = ServerArgs(model_path=sys.argv[1], device="cpu", json_model_override_args='{"dsv4_sglang": {}}')
+from dsv4_sglang.sglang.hooks import HOOKS, hooks_for
+assert {hook.target for hook in hooks_for(on_cpu=True)} < HookRegistry._patched
+assert len({hook.target for hook in HOOKS}) == len(HOOKS) and all(hook.reason for hook in HOOKS)
+assert arguments._resolved().page_size == 128 and arguments._resolved().attention_backend == "dsv4_sglang"
+assert not arguments.get_model_config().is_hybrid_swa and arguments.enable_mamba_extra_buffer()
+assert arguments.mamba_track_interval == 256
+
+# Flags that cannot be served and options that do not exist end the launch while its flags are read.
+def refused(words, options="{}", **flags):
+    try:
+        overrides = '{"dsv4_sglang": %s}' % options
+        ServerArgs(model_path=sys.argv[1], device="cpu", json_model_override_args=overrides, **flags)
+    except ValueError as error:
+        assert all(word in str(error) for word in words), error
+    else:
+        raise AssertionError(f"not refused: {flags} {options}")
+
+lines = ("--enable-mixed-chunk is not supported: ", "--page-size other than 128 is not supported: ")
+refused(("dsv4_sglang refuses to start.", *lines), enable_mixed_chunk=True, page_size=64)
+refused(("--speculative-algorithm is not supported: ",), speculative_algorithm="NGRAM")
+refused(('unknown dsv4_sglang option "hca_stat"; valid options: ', "hca_state"), options='{"hca_stat": "raw"}')
+
+# A hook whose target is gone stops the launch and is named.
+from dsv4_sglang.sglang import activate
+from dsv4_sglang.sglang.hooks import Hook, HookType
+gone = Hook("sglang.srt.server_args.ServerArgs.gone", HookType.AROUND, print, "to be missed")
+activate.hooks_for = lambda on_cpu: (gone,)
+try:
+    activate._apply_hooks(True)
+except RuntimeError as error:
+    assert "ServerArgs.gone: to be missed" in str(error) and "validated: 0.5.17" in str(error), error
+else:
+    raise AssertionError("a missing hook target went unnoticed")
+
+# SGLang's own classes in a scheduler are refused, every one of them named.
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from dsv4_sglang.sglang.checks import check_started
+model = SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(self_attn=None)]))
+runner = SimpleNamespace(
+    req_to_token_pool=ReqToTokenPool(4, 128, "cpu", False), token_to_kv_pool=None, token_to_kv_pool_allocator=None,
+    attn_backend=None, model=model,
+)
+scheduler = SimpleNamespace(
+    tp_worker=SimpleNamespace(model_runner=runner), server_args=SimpleNamespace(disable_radix_cache=False),
+    tree_cache=None, page_size=64,
+)
+try:
+    check_started(scheduler)
+except RuntimeError as error:
+    words = ["request pool", "ReqToTokenPool", "KV pool", "allocator", "prefix cache", "attention of layer 0"]
+    words += ["the page size is 64, not 128"]
+    assert all(word in str(error) for word in words), error
+else:
+    raise AssertionError("SGLang's own classes went unnoticed")
+"""
+
+
+@pytest.mark.parametrize("script", [INERT, ACTIVE], ids=["inert", "active"])
+def test_plugin(tiny: Callable[..., Path], script: str) -> None:
+    environment = launch.Command([], launch.cpu_environment()).full_environment()
+    process = subprocess.run(
+        [sys.executable, "-c", script, str(tiny())], env=environment, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+
+
+def failing(model: Path, log: Path, flags: list[str], options: dict[str, object]) -> str:
+    """The log of a launch that must end by itself with an error."""
+    with launched(model, log, flags, options) as process:
+        assert process.wait(SECONDS) != 0
+    return log.read_text(errors="replace")
+
+
+def test_a_pool_too_small(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    flags = ["--context-length", "4096", "--max-total-tokens", "2048"]
+    text = failing(tiny(), tmp_path / "small", flags, {})
+    assert "too small for one request of the context length: --max-total-tokens 2048 gives 2048 tokens" in text
+    assert "What fits: --context-length 2048" in text
+
+
+def test_json_of_the_opt_in_is_kept() -> None:
+    command = launch.server_command("dir", [launch.OPT_IN_FLAG, '{"dsv4_sglang": {"hca_state": "raw"}, "x": 1}'], True)
+    value = launch.flag_value(command.argv, launch.OPT_IN_FLAG)
+    assert json.loads(value or "") == {"dsv4_sglang": {"hca_state": "raw"}, "x": 1}
