@@ -168,6 +168,27 @@ def test_graph_replay_with_other_inputs(kind):
         compare_layers(got, expected, layer, step).finish()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_one_behind_another_in_a_graph(kind):
+    """Each launch may start before the last one ends, and reads the tail that it wrote."""
+    layer = Layer(kind, slots=5, blocks=16)
+    steps = [Step.make(layer, [(0, i, 1), (3, 120 + i, 1)], True, track=False, seed=i) for i in range(16)]
+    got, expected = layer.on(kernel_cases.DEVICE), layer.on(torch.device("cpu"))
+    on_device = [
+        [{n: None if t is None else t.to(kernel_cases.DEVICE) for n, t in g.items()} for g in (s.batch, s.inputs)]
+        for s in steps
+    ]
+    ops()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for batch, inputs in on_device:
+            Step.call(torch.ops.dsv4_sglang, got, batch, inputs, None)
+    graph.replay()
+    for step in steps:
+        step.run(torch.ops.dsv4_sglang, expected)
+    print(compare_layers(got, expected, layer, steps[-1]).finish())
+
+
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_more_blocks_than_the_gpu_holds(tokens):
     """Lengths beyond every table size used elsewhere: a batch of 300 requests."""
