@@ -13,9 +13,11 @@ import numpy as np
 
 SUPERSEDED = 1 / 16
 """What the likelihood of use is multiplied by when a later checkpoint lies on the same line: conversations go on from
-their end; edited and repeated turns are the exception (`benchmarks/prefix_simulation.py --what superseded`)."""
+their end; edited and repeated turns are the exception. On the trace of `benchmarks/prefix_simulation.py` (100 active
+conversations, 20 GB, 6 % of it in checkpoints) factors 1, 1/4, 1/16, 1/64 hit 94.8, 98.0, 98.4 and 98.1 %."""
 
 UNKNOWN = 1e12
+"""More than any time between uses."""
 
 
 class CheckpointBook:
@@ -31,6 +33,9 @@ class CheckpointBook:
         self.capacity = capacity
         self.now = 0
         self.usual = UNKNOWN
+        """Usual time between uses of a line, over all lines; for lines that have not been used again yet."""
+        self.changes = 0
+        """Counts what may change the order of checkpoints."""
         self.length = np.zeros(capacity + 1, dtype=np.int64)
         self.worth = np.zeros(capacity + 1, dtype=np.float64)
         """Tokens that the checkpoint saves, times SUPERSEDED where that applies."""
@@ -45,11 +50,13 @@ class CheckpointBook:
 
     def tick(self) -> None:
         self.now += 1
+        self.changes += 1
 
     def add(self, slot: int, length: int, previous: int, following: Iterable[int] = ()) -> None:
         """A checkpoint at `length`, between `previous` and those of its followers that now come after it."""
         if self.held[slot]:
             raise ValueError(f"checkpoint slot {slot} is in the book already, at length {self.length[slot]}")
+        self.changes += 1
         self.held[slot] = True
         self.length[slot], self.last[slot], self.locks[slot] = length, self.now, 0
         # A line that goes on keeps its rhythm; a branch starts a line of its own.
@@ -80,6 +87,7 @@ class CheckpointBook:
 
     def use(self, slot: int) -> None:
         """A request resumes from the checkpoint."""
+        self.changes += 1
         since = float(self.now - self.last[slot])
         known = self.interval[slot]
         self.interval[slot] = since if known == 0 else (known + since) / 2
@@ -93,9 +101,6 @@ class CheckpointBook:
     def unlock(self, slot: int) -> None:
         self.locks[slot] -= 1
         assert self.locks[slot] >= 0, f"checkpoint slot {slot} unlocked once too often"
-
-    def clear(self) -> None:
-        self.__init__(self.capacity)  # type: ignore[misc]
 
     def __len__(self) -> int:
         return int(self.held.sum())

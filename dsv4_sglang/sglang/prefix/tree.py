@@ -93,7 +93,7 @@ class PrefixTree:
             self.block_pool.free(node.blocks)
         if self._holder:
             self.checkpoint_pool.free(np.array(list(self._holder)))
-        self.book.clear()
+        self.book = type(self.book)(self.checkpoint_pool.size)
         self._reset()
 
     def nodes(self) -> Iterator[Node]:

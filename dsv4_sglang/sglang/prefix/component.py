@@ -1,0 +1,279 @@
+"""Checkpoints on SGLang's unified radix tree: its Mamba component, with several checkpoints a step in slots of their
+own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.evict_policy import EvictionStrategy
+from sglang.srt.mem_cache.unified_cache.components import ComponentType, MambaComponent
+from sglang.srt.mem_cache.unified_cache.components.tree_component import EvictLayer
+
+from dsv4_sglang.sglang.prefix.counters import PrefixCounters
+from dsv4_sglang.sglang.prefix.placement import Due, due_in_prefill, is_kept
+from dsv4_sglang.sglang.prefix.slots import CheckpointSlots
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import InsertResult, MatchPrefixParams, MatchResult
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+PENDING = "dsv4_checkpoints"
+"""Attribute of a request: (length, slot) of its checkpoints that are not on the tree, ascending. Absent or None: the
+request has not begun."""
+
+
+class CheckpointComponent(MambaComponent):
+    """What hangs on a node is a slot of the checkpoint pool; live slots never get into the tree.
+
+    A request's checkpoints wait in its list until their blocks are inserted: at the end of a prefill chunk and at the
+    end of the request. See docs/prefix.md.
+    """
+
+    interval = 4096
+    """Set at start-up from the option `checkpoint_interval`."""
+
+    def __init__(self, cache: Any, params: Any) -> None:
+        super().__init__(cache, params)
+        self.slots: CheckpointSlots = params.req_to_token_pool.mamba_ckpt_pool
+        self.counters = PrefixCounters(self.slots.num_slots, params.enable_metrics)
+
+    # Requests
+
+    def begin(self, req: Req) -> None:
+        """The first step of a request (again after a retraction): it resumes from the node it holds."""
+        setattr(req, PENDING, [])
+        self.slots.book.tick()
+        node = self.tree_core.node_by_id(req.last_node)
+        if (slot := self._slot(node)) is not None:
+            self.slots.book.use(slot)
+        self.counters.resumed(len(req.prefix_indices), req.mamba_branching_seqlen or 0)
+
+    def plan_prefill(self, req: Req, room: int) -> list[tuple[int, int]]:
+        """(length, slot) of the checkpoints that the next prefill step of the request takes, at most `room` of them."""
+        if getattr(req, PENDING, None) is None:
+            self.begin(req)
+        begin, end = len(req.prefix_indices), req.extend_range.end
+        due = due_in_prefill(
+            begin,
+            end,
+            last=end >= len(req.full_untruncated_fill_ids),
+            interval=self.interval,
+            branch=req.mamba_branching_seqlen or 0,
+        )
+        # The end is worth most: needed ones first, the deepest first.
+        due.sort(key=lambda d: (not d.needed, -d.length))
+        taken = [(d.length, slot) for d in due[:room] if (slot := self._take(d))]
+        self.counters.refused += len(due) - len(taken)
+        getattr(req, PENDING).extend(sorted(taken))
+        return sorted(taken)
+
+    def plan_decode(self, req: Req, length: int) -> int:
+        """The slot for the rolling checkpoint at `length`, 0 if there is none."""
+        pending = getattr(req, PENDING, None)
+        if pending is None:
+            return 0
+        slot = self._take(Due(length, True))
+        if slot:
+            pending.append((length, slot))
+        return slot
+
+    def settle(self, req: Req) -> None:
+        """The last checkpoint of a decoding request is written: those before it that are not to stay go."""
+        pending = getattr(req, PENDING, None)
+        if not pending:
+            return
+        old = [slot for length, slot in pending[:-1] if not is_kept(length, self.interval)]
+        setattr(req, PENDING, [p for p in pending if p[1] not in old])
+        self.slots.give_back(old)
+
+    # Slots
+
+    def _slot(self, node: UnifiedTreeNode) -> int | None:
+        value = node.component_data[self.component_type].value
+        return None if value is None else int(value)
+
+    def _take(self, due: Due) -> int:
+        slot = self.slots.take()
+        if not slot:
+            victim = self.slots.book.least_worth(needed=due.needed, saves=self.interval)
+            if not victim:
+                return 0
+            self._give_up(self.slots.nodes[victim])
+            slot = self.slots.take()
+        self.counters.taken += 1
+        return slot
+
+    def _give_up(self, node: UnifiedTreeNode) -> None:
+        """Evict a checkpoint; the node's blocks stay until blocks are needed."""
+        device_frees: dict[ComponentType, list[Any]] = defaultdict(list)
+        host_frees: dict[ComponentType, list[Any]] = defaultdict(list)
+        self.tree_core._evict_component_and_detach_lru(node, self, device_frees, host_frees, target=EvictLayer.DEVICE)
+        self.cache._free_values(device_frees, host_frees)
+        self.counters.evicted += 1
+
+    # What SGLang's tree asks of a component
+
+    def finalize_match_result_in_cache(self, params: MatchPrefixParams, result: MatchResult) -> MatchResult:
+        """Note the checkpoint to resume from. The request gets its live slot at admission, like any other, so that
+        requests that wait hold nothing."""
+        if params.cow_mamba and params.req is not None:
+            slot = self._slot(self.tree_core.node_by_id(result.best_match_node))
+            params.req.mamba_cow_src_index = None if slot is None else self.slots.device_index(slot)
+            params.req.mamba_needs_clear = False
+        return result
+
+    def prepare_for_caching_req(
+        self, req: Req, insert_params: InsertParams, token_ids_len: int, is_finished: bool
+    ) -> int | None:
+        """Blocks are inserted up to the request's last checkpoint, which the insertion attaches."""
+        pending = getattr(req, PENDING, None) or []
+        reached = [p for p in pending if req.cache_protected_len < p[0] <= token_ids_len]
+        if not reached:
+            return 0
+        length, slot = reached[-1]
+        insert_params.mamba_value = self.slots.node_value(slot)
+        return length
+
+    def commit_insert_component_data(
+        self, node: UnifiedTreeNode, is_new_leaf: bool, params: InsertParams, result: InsertResult, cache_actions: Any
+    ) -> None:
+        super().commit_insert_component_data(node, is_new_leaf, params, result, cache_actions)
+        if result.mamba_exist:
+            return
+        slot = self._slot(node)
+        assert slot is not None and params.key is not None
+        self.slots.nodes[slot] = node
+        self.slots.book.add(slot, len(params.key), self._above(node), self._below(node))
+
+    def cleanup_after_caching_req(
+        self,
+        req: Req,
+        is_finished: bool,
+        insert_result: InsertResult | None = None,
+        insert_params: InsertParams | None = None,
+    ) -> None:
+        """Attach the checkpoints before the last to the path that was inserted; give back what did not get there."""
+        pending = getattr(req, PENDING, None) or []
+        left = pending
+        if insert_result is not None and insert_params is not None and insert_params.mamba_value is not None:
+            last, used = len(insert_params.key), int(insert_params.mamba_value)
+            for length, slot in [p for p in pending if p[0] <= last]:
+                if slot == used:
+                    attached = not insert_result.mamba_exist
+                else:
+                    attached = length > insert_params.prev_prefix_len and self._attach(insert_params, length, slot)
+                if not attached:
+                    self.slots.give_back([slot])
+            left = [p for p in pending if p[0] > last]
+        if is_finished:
+            self.slots.give_back(slot for _, slot in left)
+            setattr(req, PENDING, None)
+            self.cache.req_to_token_pool.free_mamba_cache(req)
+        else:
+            setattr(req, PENDING, left)
+        req.mamba_last_track_seqlen = None
+        self.counters.held = self.slots.num_slots - self.slots.available_size()
+
+    def _attach(self, inserted: InsertParams, length: int, slot: int) -> bool:
+        """Hang a checkpoint on the path that an insertion has just made."""
+        assert inserted.key is not None and inserted.value is not None
+        result = self.cache.insert(
+            InsertParams(
+                key=inserted.key[:length],
+                value=inserted.value[:length],
+                mamba_value=self.slots.node_value(slot),
+                # The path is the tree's already: none of the blocks is a duplicate to be freed.
+                prev_prefix_len=length,
+                chunked=True,
+            )
+        )
+        return not result.mamba_exist
+
+    def _above(self, node: UnifiedTreeNode) -> int:
+        """The checkpoint before the node's, 0 if there is none."""
+        at = node.parent
+        while at is not None and at is not self.tree_core.root_node:
+            if (slot := self._slot(at)) is not None:
+                return slot
+            at = at.parent
+        return 0
+
+    def _below(self, node: UnifiedTreeNode) -> list[int]:
+        """The first checkpoints behind the node."""
+        found, stack = [], list(node.children.values())
+        while stack:
+            at = stack.pop()
+            if (slot := self._slot(at)) is not None:
+                found.append(slot)
+            else:
+                stack.extend(at.children.values())
+        return found
+
+    def evict_component(
+        self, node: UnifiedTreeNode, device_frees: Any, host_frees: Any, target: EvictLayer = EvictLayer.DEVICE
+    ) -> tuple[int, int]:
+        slot = self._slot(node)
+        if EvictLayer.DEVICE in target and slot is not None:
+            self.slots.book.remove(slot)
+            del self.slots.nodes[slot]
+        return super().evict_component(node, device_frees, host_frees, target)
+
+    def _evict_device_next_node(self, tracker: Any, device_frees: Any, host_frees: Any) -> int | None:
+        """Nothing: SGLang calls this when it has fewer than three free live slots a new request, and no checkpoint
+        would give it one. Checkpoints make room for checkpoints only (`_take`)."""
+        return None
+
+    def acquire_component_lock(self, node: UnifiedTreeNode, result: Any, lock_host: bool = False) -> Any:
+        slot = self._slot(node) if node is not self.tree_core.root_node else None
+        if slot is not None and not lock_host:
+            self.slots.book.lock(slot)
+        return super().acquire_component_lock(node, result, lock_host)
+
+    def release_component_lock(self, node: UnifiedTreeNode, params: Any, lock_host: bool = False) -> None:
+        data = node.component_data[self.component_type]
+        before = data.lock_ref
+        super().release_component_lock(node, params, lock_host)
+        if data.lock_ref < before and (slot := self._slot(node)) is not None:
+            self.slots.book.unlock(slot)
+
+
+class LeafOrder(EvictionStrategy):
+    """Which leaf of the tree gives its blocks first: the smallest. Leaves without a checkpoint are worth nothing."""
+
+    def __init__(self, slots: CheckpointSlots) -> None:
+        self.slots = slots
+        self._at = -1
+        self._patience: list[float] = []
+
+    def get_priority(self, node: Any) -> tuple[float, float]:
+        value = node.component_data[ComponentType.MAMBA].value
+        if value is None:
+            return (-float("inf"), node.last_access_time)
+        book = self.slots.book
+        if self._at != book.changes:
+            self._at, self._patience = book.changes, book.patience().tolist()
+        return (-self._patience[int(value)], 0.0)
+
+
+def build_prefix_cache(ctx: Any) -> Any:
+    """Factory for `register_radix_cache_backend`: SGLang's unified tree with our component and our order of leaves."""
+    from sglang.srt.mem_cache.registry import default_radix_cache_factory
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    if ctx.disable_radix_cache:
+        return default_radix_cache_factory(ctx)
+    ctx.params.tree_components = (ComponentType.FULL, ComponentType.MAMBA)
+    ctx.params.component_registry_override = {ComponentType.MAMBA: CheckpointComponent}
+    cache = UnifiedRadixCache(ctx.params)
+    cache.tree_core.eviction_strategy = LeafOrder(ctx.params.req_to_token_pool.mamba_ckpt_pool)
+    return cache
+
+
+def component_of(tree_cache: Any) -> CheckpointComponent:
+    """The component of a running server's tree."""
+    component = tree_cache.components[ComponentType.MAMBA]
+    assert isinstance(component, CheckpointComponent)
+    return component

@@ -1,0 +1,69 @@
+"""The checkpoint pool as SGLang sees it: slots 1..size, the book of what is in them, and the copies into live slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv4_sglang.sglang.prefix.policy import CheckpointBook
+from dsv4_sglang.sglang.prefix.tree import FreeList
+
+
+class CheckpointStore(Protocol):
+    """Where states lie; `StateSlotPool` in a server. Slot tensors are [n] on the pool's device, -1 skips."""
+
+    def load(self, checkpoints: Tensor, live: Tensor) -> None: ...
+
+
+class CheckpointSlots:
+    """Stands where SGLang has its pool of int8 copies of Mamba states (`HybridReqToTokenPool.mamba_ckpt_pool`).
+
+    Its leak check asks `available_size` and `num_slots`, its flush calls `clear`, and before a prefill step it calls
+    `load_to_active` for requests that resume. Slots are plain ints here: nothing waits for the device.
+    """
+
+    def __init__(self, size: int, device: torch.device | str) -> None:
+        self.num_slots = size
+        self._free = FreeList(size)
+        self._host_ids = torch.arange(size + 1, dtype=torch.int64)
+        self._ids = self._host_ids.to(device)
+        self.book = CheckpointBook(size)
+        self.nodes: dict[int, Any] = {}
+        """The tree node of each checkpoint that hangs on the tree."""
+
+    def available_size(self) -> int:
+        return self._free.available_size()
+
+    def take(self) -> int:
+        """A free slot, 0 if there is none."""
+        taken = self._free.alloc(1)
+        return 0 if taken is None else int(taken[0])
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        given = np.fromiter(slots, dtype=np.int64)
+        if len(given):
+            self._free.free(given)
+
+    def free(self, slots: Tensor) -> None:
+        """Give back what a tree node held (`node_value`)."""
+        self.give_back(slots.tolist())
+
+    def clear(self) -> None:
+        self._free.clear()
+        self.book = CheckpointBook(self.num_slots)
+        self.nodes.clear()
+
+    def node_value(self, slot: int) -> Tensor:
+        """[1] int64 on the host: what hangs on a tree node, readable without waiting."""
+        return self._host_ids[slot : slot + 1]
+
+    def device_index(self, slot: int) -> Tensor:
+        """[1] int64 on the device."""
+        return self._ids[slot : slot + 1]
+
+    def load_to_active(self, live_pool: CheckpointStore, checkpoints: Tensor, live: Tensor) -> None:
+        live_pool.load(checkpoints.to(torch.int32), live.to(torch.int32))

@@ -1,0 +1,289 @@
+"""`prefix_model.MiniServer` again, over SGLang's own unified tree, allocators and request pool, without a server.
+
+Requests go through the calls that SGLang's scheduler makes, in its order. Lengths are tokens here: prompts end
+anywhere, and the step that overlap scheduling runs past the end of a generation is there too.
+"""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType, mamba_component
+
+from dsv4_sglang.sglang.options import BLOCK
+from dsv4_sglang.sglang.prefix import component as component_module
+from dsv4_sglang.sglang.prefix.component import PENDING, build_prefix_cache, component_of
+from dsv4_sglang.sglang.prefix.slots import CheckpointSlots
+
+MAX_LENGTH = 64 * BLOCK
+
+
+def without_a_server(monkeypatch: Any) -> None:
+    """What SGLang's component asks of a server's settings."""
+    settings = SimpleNamespace(mamba_cache_chunk_size=BLOCK, mamba=SimpleNamespace(mamba_max_states_per_path=-1))
+    monkeypatch.setattr(mamba_component, "get_server_args", lambda: settings)
+    monkeypatch.setattr(mamba_component, "get_exec", lambda: settings)
+
+
+class Pool(HybridReqToTokenPool):
+    """The part that the tree and the scheduler use, without state tensors."""
+
+    def __init__(self, requests: int, checkpoints: int) -> None:
+        self.req_to_token = torch.zeros(requests + 1, MAX_LENGTH, dtype=torch.int32)
+        self.device = "cpu"
+        self.enable_mamba_extra_buffer = self.enable_mamba_extra_buffer_lazy = False
+        self.mamba_allocator = MambaSlotAllocator(requests, "cpu")
+        self.mamba_ckpt_pool = CheckpointSlots(checkpoints, "cpu")
+        self.rows = list(range(1, requests + 1))
+
+
+class Request:
+    """The fields of SGLang's `Req` that the prefix cache reads and writes."""
+
+    def __init__(self, keys: list[int], tail: int, unique: int) -> None:
+        self.keys = keys
+        """Content of its blocks; the tokens of block i are 128 times keys[i] + 1, so equal keys are equal blocks."""
+        self.origin_input_ids = array("q", [k + 1 for k in keys for _ in range(BLOCK)] + [100 + unique] * tail)
+        self.output_ids = array("q")
+        self.extra_key, self.priority, self.rid, self.session = None, 0, str(unique), None
+        self.req_pool_idx: int = 0
+        self.cache_protected_len = 0
+        self.prefix_indices = torch.empty(0, dtype=torch.int64)
+        self.last_node: Any = None
+        self.swa_uuid_for_lock, self.swa_prefix_lock_released, self.skip_lock_node_ids = None, False, {}
+        self.mamba_pool_idx: Any = None
+        self.mamba_ping_pong_track_buffer = self.mamba_next_track_idx = self.mamba_last_track_seqlen = None
+        self.mamba_branching_seqlen: int | None = None
+        self.mamba_cow_src_index: Any = None
+        self.mamba_needs_clear = False
+        self.extend_range = SimpleNamespace(start=0, end=0, length=0)
+        self.allocated = 0
+        self.computed = 0
+        self.prompt = len(self.origin_input_ids)
+
+    @property
+    def full_untruncated_fill_ids(self) -> array[int]:
+        return self.origin_input_ids + self.output_ids
+
+    def get_fill_ids(self) -> array[int]:
+        return self.full_untruncated_fill_ids[: self.extend_range.end]
+
+    @property
+    def pending(self) -> list[tuple[int, int]]:
+        return getattr(self, PENDING, None) or []
+
+
+class TreeServer:
+    """`blocks` pages of 128 tokens, as many checkpoints as asked; `interval` and `chunk` in blocks."""
+
+    def __init__(self, blocks: int, checkpoints: int, interval: int = 3, chunk: int = 4, requests: int = 8) -> None:
+        self.pool = Pool(requests, checkpoints)
+        self.allocator = PagedTokenToKVPoolAllocator(blocks * BLOCK, BLOCK, torch.uint8, "cpu", None, False)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.pool,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=BLOCK,
+            enable_mamba_extra_buffer=True,
+        )
+        self.cache = build_prefix_cache(SimpleNamespace(disable_radix_cache=False, params=params))
+        self.component = component_of(self.cache)
+        self.component.interval = interval * BLOCK
+        self.chunk = chunk * BLOCK
+        self.running: list[Request] = []
+        self.history: list[tuple[int, ...]] = []
+        self.block_content: dict[int, tuple[int, ...]] = {}
+        self.state_content: dict[int, tuple[int, ...]] = {}
+        self.blocks, self.checkpoints = blocks, checkpoints
+        self._unique = 0
+
+    # Admission, as Scheduler.get_new_batch_prefill and alloc_for_extend do it
+
+    def admit(self, keys: list[int], tail: int = 1) -> Request | None:
+        self._unique += 1
+        request = Request(list(keys), tail, self._unique)
+        if not self.pool.rows or request.prompt + 2 * BLOCK > MAX_LENGTH:
+            return None
+        key = RadixKey(request.origin_input_ids, None, limit=request.prompt - 1)
+        result = self.cache.match_prefix(MatchPrefixParams(key=key, cow_mamba=True, req=request))
+        request.prefix_indices, request.last_node = result.device_indices, result.last_device_node
+        request.mamba_branching_seqlen = result.mamba_branching_seqlen
+        request.cache_protected_len = len(request.prefix_indices)
+        lock = self.cache.inc_lock_ref(request.last_node)
+        request.skip_lock_node_ids = lock.skip_lock_node_ids
+        if not self._make_room(-(-(request.prompt - len(request.prefix_indices)) // BLOCK)):
+            self.cache._dec_req_lock(request)
+            return None
+        request.req_pool_idx = self.pool.rows.pop()
+        request.mamba_pool_idx = self.pool.mamba_allocator.alloc(1)[0]
+        resumed = len(request.prefix_indices)
+        self.pool.req_to_token[request.req_pool_idx, :resumed] = request.prefix_indices.int()
+        request.allocated = request.computed = resumed
+        # Its blocks are taken at once: admission has made sure of them.
+        self._allocate(request, request.prompt)
+        if resumed:
+            slot = int(request.mamba_cow_src_index)
+            assert self.state_content[slot] == self.path(request, resumed), "resumed from a wrong state"
+        else:
+            assert request.mamba_cow_src_index is None
+        request.mamba_cow_src_index = None
+        self.running.append(request)
+        return request
+
+    def path(self, request: Request, length: int) -> tuple[int, ...]:
+        return tuple(request.full_untruncated_fill_ids[: length // BLOCK * BLOCK : BLOCK])
+
+    def _make_room(self, blocks: int) -> bool:
+        missing = blocks * BLOCK - self.allocator.available_size()
+        if missing > 0:
+            self.cache.evict(EvictParams(num_tokens=missing))
+        return self.allocator.available_size() >= blocks * BLOCK
+
+    def _allocate(self, request: Request, length: int) -> None:
+        count = -(-length // BLOCK) - request.allocated // BLOCK
+        fresh = self.allocator.alloc(count * BLOCK)
+        assert fresh is not None
+        at = request.allocated
+        self.pool.req_to_token[request.req_pool_idx, at : at + count * BLOCK] = fresh.int()
+        request.allocated = at + count * BLOCK
+
+    # Steps
+
+    def prefill(self, request: Request) -> None:
+        begin, end = len(request.prefix_indices), min(len(request.prefix_indices) + self.chunk, request.prompt)
+        if request.computed >= request.prompt:
+            return
+        request.extend_range = SimpleNamespace(start=begin, end=end, length=end - begin)
+        taken = self.component.plan_prefill(request, room=5)
+        self._compute(request, end)
+        for length, slot in taken:
+            self.state_content[slot] = self.path(request, length)
+        self.cache.cache_unfinished_req(request, chunked=end < request.prompt)
+
+    def prefill_all(self, request: Request) -> None:
+        while request.computed < request.prompt:
+            self.prefill(request)
+
+    def decode(self, request: Request, key: int) -> bool:
+        """Tokens up to a few past the next multiple of 128."""
+        if request.computed < request.prompt:
+            return False
+        end = request.computed // BLOCK * BLOCK + BLOCK
+        stop = end + 3
+        if stop + BLOCK > MAX_LENGTH or not self._make_room(-(-stop // BLOCK) - request.allocated // BLOCK):
+            return False
+        if stop > request.allocated:
+            self._allocate(request, stop)
+        while len(request.full_untruncated_fill_ids) < stop:
+            request.output_ids.append(key + 1)
+        self._compute(request, end)
+        slot = self.component.plan_decode(request, end)
+        if slot:
+            self.state_content[slot] = self.path(request, end)
+        self._compute(request, stop)
+        self.component.settle(request)
+        return True
+
+    def _compute(self, request: Request, end: int) -> None:
+        row = self.pool.req_to_token[request.req_pool_idx]
+        for block in range(request.computed // BLOCK, end // BLOCK):
+            self.block_content[int(row[block * BLOCK]) // BLOCK] = self.path(request, (block + 1) * BLOCK)
+        request.computed = end
+
+    def finish(self, request: Request) -> None:
+        self.prefill_all(request)
+        self._release(request, is_insert=True)
+        tokens = request.full_untruncated_fill_ids
+        self.history.append(tuple(t - 1 for t in tokens[: len(tokens) // BLOCK * BLOCK : BLOCK] if t < 100))
+        del self.history[:-20]
+
+    def retract(self, request: Request) -> None:
+        self._release(request, is_insert=False)
+
+    def _release(self, request: Request, is_insert: bool) -> None:
+        """As mem_cache.common.release_kv_cache."""
+        self.cache.cache_finished_req(request, is_insert=is_insert, kv_len_to_handle=request.computed)
+        # Blocks beyond what was computed.
+        row = self.pool.req_to_token[request.req_pool_idx]
+        begin = -(-request.computed // BLOCK) * BLOCK
+        if begin < request.allocated:
+            self.allocator.free_segment(row[begin : request.allocated].long(), start_pos=begin)
+        self.pool.rows.append(request.req_pool_idx)
+        self.running.remove(request)
+
+    def press(self, blocks: int, checkpoints: int) -> None:
+        self._make_room(min(blocks, self.blocks))
+        due = component_module.Due(BLOCK, True)
+        taken = [slot for slot in [self.component._take(due) for _ in range(checkpoints)] if slot]
+        self.component.slots.give_back(taken)
+
+    def flush(self) -> None:
+        """As Scheduler.flush_cache."""
+        if not self.running:
+            self.cache.reset()
+            self.pool.mamba_ckpt_pool.clear()
+            self.pool.mamba_allocator.clear()
+            self.allocator.clear()
+
+    # What must hold
+
+    def check(self) -> None:
+        core, slots = self.cache.tree_core, self.component.slots
+        self.cache.sanity_check()
+        blocks = self.allocator.free_pages.tolist() + self.allocator.release_pages.tolist()
+        held = slots._free.free_ids().tolist()
+        in_tree: set[int] = set()
+        for node in core._collect_all_nodes():
+            if node is core.root_node:
+                continue
+            here = self._tokens(node)
+            value = node.component_data[ComponentType.FULL].value
+            pages = value[::BLOCK] // BLOCK
+            assert (value.view(-1, BLOCK) == pages[:, None] * BLOCK + torch.arange(BLOCK)).all()
+            blocks += pages.tolist()
+            for i, page in enumerate(reversed(pages.tolist())):
+                assert self.block_content[page] == here[: len(here) - i], "a cached block was overwritten"
+            slot = self.component._slot(node)
+            if slot is not None:
+                in_tree.add(slot)
+                assert slots.nodes[slot] is node and slots.book.held[slot]
+                assert self.state_content[slot] == here, "a checkpoint holds another state"
+                assert slots.book.length[slot] == len(here) * BLOCK
+                assert slots.book.previous[slot] == self.component._above(node)
+                assert slots.book._following[slot] == set(self.component._below(node))
+                assert slots.book.locks[slot] == node.component_data[ComponentType.MAMBA].lock_ref
+        assert in_tree == set(slots.nodes) == {i for i in range(1, self.checkpoints + 1) if slots.book.held[i]}
+        held += in_tree
+        for request in self.running:
+            row = self.pool.req_to_token[request.req_pool_idx]
+            blocks += [int(row[i]) // BLOCK for i in range(request.cache_protected_len, request.allocated, BLOCK)]
+            held += [slot for _, slot in request.pending]
+            for length, slot in request.pending:
+                assert self.state_content[slot] == self.path(request, length), "a held state was overwritten"
+            for end in range(BLOCK, request.computed // BLOCK * BLOCK + 1, BLOCK):
+                page = int(row[end - BLOCK]) // BLOCK
+                assert self.block_content[page] == self.path(request, end), "a held block was overwritten"
+        assert sorted(blocks) == list(range(1, self.blocks + 1)), "a block leaked or has two owners"
+        assert sorted(held) == list(range(1, self.checkpoints + 1)), "a slot leaked or has two owners"
+        # SGLang's own equations, which it checks when idle.
+        assert self.cache.mamba_evictable_size() + self.cache.mamba_protected_size() == len(in_tree)
+        assert self.pool.mamba_allocator.available_size() == self.pool.mamba_allocator.size - len(self.running)
+
+    def _tokens(self, node: Any) -> tuple[int, ...]:
+        parts: list[tuple[int, ...]] = []
+        while node.parent is not None:
+            parts.append(tuple(node.key.token_ids[::BLOCK]))
+            node = node.parent
+        return tuple(t for part in reversed(parts) for t in part)
+
+
+__all__ = ["DecLockRefParams", "Request", "TreeServer", "without_a_server"]

@@ -1,0 +1,219 @@
+"""Checkpoints on SGLang's own tree, through the calls of its scheduler, without a server."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from prefix_model import MiniServer
+from prefix_tree_server import BLOCK, TreeServer, without_a_server
+
+
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_a_server(monkeypatch)
+
+
+def run(server: TreeServer, keys: list[int], tail: int = 1, decode: int = 0) -> int:
+    """Serve one request; the tokens it resumed from."""
+    request = server.admit(keys, tail)
+    assert request is not None
+    resumed = len(request.prefix_indices)
+    server.prefill_all(request)
+    for _ in range(decode):
+        assert server.decode(request, 50)
+    server.finish(request)
+    server.check()
+    return resumed
+
+
+def test_a_repeated_prompt_resumes_from_its_end() -> None:
+    server = TreeServer(blocks=64, checkpoints=20)
+    assert run(server, list(range(5)), tail=44) == 0
+    assert run(server, list(range(5)), tail=44) == 5 * BLOCK
+
+
+def test_a_prompt_on_the_grid_computes_its_last_block_again() -> None:
+    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+    run(server, list(range(5)), tail=0)
+    # One token at least is computed, so the hit ends a block earlier, where no checkpoint is yet; then there is one.
+    assert run(server, list(range(5)), tail=0) == 0
+    assert run(server, list(range(5)), tail=0) == 4 * BLOCK
+
+
+def test_long_prompts_leave_several_checkpoints_in_one_step() -> None:
+    server = TreeServer(blocks=64, checkpoints=20, interval=4, chunk=60)
+    run(server, list(range(18)))
+    assert sorted(int(n) for n in server.component.slots.book.length if n) == [n * BLOCK for n in (4, 8, 12, 16, 18)]
+    assert run(server, [*range(9), 40]) == 8 * BLOCK, "the first branch already hits"
+
+
+def test_a_branch_point_gets_a_checkpoint_of_its_own() -> None:
+    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+    run(server, list(range(10)))
+    assert run(server, [*range(6), 40, 41]) == 0
+    assert run(server, [*range(6), 42]) == 6 * BLOCK
+
+
+def test_a_generation_ends_with_a_checkpoint() -> None:
+    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+    run(server, [1, 2, 3], tail=0, decode=4)
+    assert run(server, [1, 2, 3, 50, 50, 50, 50, 9]) == 7 * BLOCK
+    assert run(server, [1, 2, 3, 50, 50, 8]) == 3 * BLOCK, "rolling checkpoints that were replaced are gone"
+
+
+def test_a_running_request_holds_one_rolling_checkpoint() -> None:
+    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+    request = server.admit([1, 2, 3])
+    assert request is not None
+    server.prefill_all(request)
+    for _ in range(10):
+        server.decode(request, 7)
+        assert len(request.pending) == 1
+    server.check()
+
+
+def test_the_step_past_the_end_leaves_nothing() -> None:
+    """Overlap scheduling runs one step more than a request has: a checkpoint of that step is given back."""
+    server = TreeServer(blocks=64, checkpoints=20)
+    request = server.admit([1, 2, 3])
+    assert request is not None
+    server.prefill_all(request)
+    slot = server.component.plan_decode(request, 4 * BLOCK)
+    assert slot
+    server.finish(request)
+    server.check()
+    assert run(server, [1, 2, 3, 4], tail=5) == 3 * BLOCK
+
+
+def test_waiting_requests_hold_no_live_slot() -> None:
+    server = TreeServer(blocks=64, checkpoints=20, requests=1)
+    run(server, [1, 2, 3])
+    request = server.admit([1, 2, 3])
+    assert request is not None
+    assert server.pool.mamba_allocator.available_size() == 0
+    assert server.admit([1, 2, 3]) is None
+    server.finish(request)
+    server.check()
+
+
+def test_checkpoints_run_out_without_an_error() -> None:
+    server = TreeServer(blocks=64, checkpoints=2, interval=2, chunk=8)
+    first, second = server.admit([1, 2, 3]), server.admit([4, 5, 6])
+    assert first is not None and second is not None
+    server.prefill_all(first)
+    server.prefill_all(second)
+    # Both prompts hold theirs: the third takes none, and is served.
+    assert run(server, [7, 8, 9]) == 0
+    assert run(server, [7, 8, 9]) == 0
+    assert server.component.counters.refused > 0
+    server.finish(first)
+    server.finish(second)
+    server.check()
+    assert run(server, [7, 8, 9]) == 0
+    assert run(server, [7, 8, 9]) == 3 * BLOCK
+
+
+def test_asking_for_live_slots_costs_no_checkpoint() -> None:
+    """SGLang asks the tree for three live slots a new request; a checkpoint would not give it one."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    server = TreeServer(blocks=64, checkpoints=20)
+    run(server, [1, 2, 3])
+    server.cache.evict(EvictParams(num_tokens=0, mamba_num=10))
+    assert run(server, [1, 2, 3]) == 3 * BLOCK
+
+
+def test_blocks_without_a_checkpoint_go_first() -> None:
+    server = TreeServer(blocks=12, checkpoints=20, interval=30, chunk=30)
+    run(server, [1, 2, 3, 4])
+    run(server, [5, 6, 7, 8])
+    node = server.component.slots.nodes[int(server.component.slots.book.length.argmax())]
+    younger = next(n for n in server.component.slots.nodes.values() if n.last_access_time >= node.last_access_time)
+    server.component._give_up(younger)
+    server.check()
+    kept = [1, 2, 3, 4] if younger.key.token_ids[0] == 6 else [5, 6, 7, 8]
+    run(server, [10, 11, 12, 13])
+    assert run(server, kept) == 4 * BLOCK
+
+
+def test_a_loop_over_more_than_fits_keeps_hitting_a_part() -> None:
+    """Least recently used would miss every time."""
+    server = TreeServer(blocks=50, checkpoints=40, interval=30, chunk=30)
+    hits = [run(server, [10 * c + i for i in range(9)]) for _ in range(6) for c in range(8)]
+    assert sum(hit > 0 for hit in hits[8:]) >= 12
+
+
+def random_steps(server: TreeServer, rng: random.Random, steps: int) -> int:
+    hits = 0
+    for _ in range(steps):
+        kind = rng.random()
+        some = rng.choice(server.running) if server.running else None
+        if some is None or (kind < 0.3 and len(server.running) < 6):
+            lines = [list(keys) for keys in server.history] + [request.keys for request in server.running]
+            base: list[int] = []
+            if lines and rng.random() < 0.7:
+                line = rng.choice(lines)
+                base = line[: rng.randint(0, len(line))]
+            keys = [*base, *(rng.randrange(3) for _ in range(rng.randint(1, 8)))]
+            request = server.admit(keys, rng.choice((0, 1, 2, 64, 127)))
+            hits += request is not None and len(request.prefix_indices) > 0
+        elif kind < 0.5:
+            server.prefill(some)
+        elif kind < 0.75:
+            server.prefill_all(some)
+            server.decode(some, rng.randrange(3))
+        elif kind < 0.88:
+            server.finish(some)
+        elif kind < 0.92:
+            server.retract(some)
+        elif kind < 0.98:
+            server.press(rng.randint(0, 40), rng.randint(0, 3))
+        else:
+            for request in list(server.running):
+                server.finish(request)
+            server.flush()
+        server.check()
+    return hits
+
+
+@pytest.mark.slow
+def test_random_steps_keep_every_block_and_slot_accounted_for() -> None:
+    hits = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        server = TreeServer(
+            blocks=rng.randint(20, 60),
+            checkpoints=rng.randint(1, 12),
+            interval=rng.randint(1, 5),
+            chunk=rng.randint(1, 6),
+        )
+        hits += random_steps(server, rng, 300)
+    assert hits > 200
+
+
+def hits_of_both_trees(blocks: int, checkpoints: int) -> tuple[list[int], list[int]]:
+    """Tokens resumed from, request by request, on the simulation's tree and on SGLang's."""
+    rng = random.Random(5)
+    small, real = MiniServer(blocks, checkpoints, interval=4, chunk=50), TreeServer(blocks, checkpoints, 4, 50)
+    lines: list[list[int]] = []
+    hits: tuple[list[int], list[int]] = ([], [])
+    for _ in range(300):
+        base = rng.choice(lines)[: rng.randint(1, 12)] if lines and rng.random() < 0.8 else []
+        keys = [*base, *(rng.randrange(4) for _ in range(rng.randint(1, 9)))]
+        lines.append(keys)
+        mini = small.admit([*keys, -1 - len(lines)])
+        assert mini is not None
+        hits[0].append(mini.computed * BLOCK)
+        mini.prompt -= 1  # the tail: less than a block, in no tree
+        small.finish(mini)
+        hits[1].append(run(real, keys))
+    return hits
+
+
+def test_the_simulation_and_sglangs_tree_agree() -> None:
+    small, real = hits_of_both_trees(blocks=2000, checkpoints=1000)
+    assert small == real
+    # Under pressure ties are broken by slot numbers, which differ.
+    small, real = hits_of_both_trees(blocks=200, checkpoints=60)
+    assert abs(sum(small) - sum(real)) < 0.03 * sum(small)
