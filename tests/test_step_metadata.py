@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_sglang.attention.metadata import DecodeBuffers, StepMetadata, align, build_decode, build_prefill
+from dsv4_sglang.attention.metadata import (
+    DecodeBuffers,
+    StepMetadata,
+    align,
+    build_decode,
+    build_prefill,
+    snapshot_decode,
+)
 
 BLOCK = 128
 MAX_LENGTH = 1024
@@ -40,6 +47,16 @@ def check_blocks_and_entries(step: StepMetadata, token: int, request: int, t: in
     assert step.block_table.shape[1] % 64 == 0
 
 
+def snapshot(buffers: DecodeBuffers, tables: Tables, requests: torch.Tensor, max_length: int | None) -> None:
+    snapshot_decode(
+        buffers,
+        req_pool_indices=requests,
+        req_to_token=tables.req_to_token,
+        state_slot_of_request=tables.state_slot,
+        max_length=max_length,
+    )
+
+
 def decode(tables: Tables, lengths: list[int], padding: int, buffers: DecodeBuffers, interval: int) -> StepMetadata:
     """A decode step as a CUDA graph's static inputs hold it: `lengths` tokens before the step, then padding rows."""
     device = tables.req_to_token.device
@@ -47,14 +64,12 @@ def decode(tables: Tables, lengths: list[int], padding: int, buffers: DecodeBuff
     requests = torch.tensor([*range(1, n + 1), *[0] * padding], device=device)
     lens = torch.tensor(lengths + [0] * padding, device=device)
     out_loc = tables.req_to_token[requests, lens].long()
+    snapshot(buffers, tables, requests, max(lengths) + 1)
     return build_decode(
         buffers,
-        req_pool_indices=requests,
         seq_lens=lens + 1,
         positions=lens.clone(),
         out_loc=out_loc,
-        req_to_token=tables.req_to_token,
-        state_slot_of_request=tables.state_slot,
         track_mask=(lens + 1) % interval == 0,
         track_slots=100 + requests,
         top_k=TOP_K,
@@ -100,7 +115,7 @@ def test_decode_buffers_keep_nothing_of_the_last_step() -> None:
 
 @pytest.mark.gpu
 def test_decode_recorded_in_a_cuda_graph() -> None:
-    """Recorded once, replayed on other values of the static inputs: the same as built directly."""
+    """Recorded once, replayed on other values of the static inputs, while the scheduler's tables already change."""
     device = torch.device("cuda")
     tables = Tables(4, device)
     buffers = DecodeBuffers(6, MAX_LENGTH // BLOCK, device)
@@ -111,12 +126,9 @@ def test_decode_recorded_in_a_cuda_graph() -> None:
     def build() -> StepMetadata:
         return build_decode(
             buffers,
-            req_pool_indices=requests,
             seq_lens=lens + 1,
             positions=lens,
             out_loc=out_loc,
-            req_to_token=tables.req_to_token,
-            state_slot_of_request=tables.state_slot,
             track_mask=(lens + 1) % 256 == 0,
             track_slots=100 + requests,
             top_k=TOP_K,
@@ -132,7 +144,13 @@ def test_decode_recorded_in_a_cuda_graph() -> None:
         lens.zero_()[:n] = torch.tensor(lengths, device=device)
         requests.zero_()[:n] = torch.arange(1, n + 1, device=device)
         out_loc.copy_(tables.req_to_token[requests, lens])
+        snapshot(buffers, tables, requests, None)
+        saved = tables.state_slot.clone(), tables.req_to_token.clone()
+        tables.state_slot.fill_(99)
+        tables.req_to_token.fill_(99 * BLOCK)
         graph.replay()
+        tables.state_slot.copy_(saved[0])
+        tables.req_to_token.copy_(saved[1])
         check_decode(step, tables, lengths, 6 - n, 256)
 
 

@@ -79,6 +79,7 @@ class DecodeBuffers:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
+        self.owned = ints(max_requests)  # state slot of each request, 0 for padding
         self.slots, self.prefix_lens = ints(max_requests), ints(max_requests)
         self.window_rows, self.window_lens = ints(max_requests, WINDOW), ints(max_requests)
         self.csa_lens, self.hca_lens = ints(max_requests), ints(max_requests)
@@ -95,28 +96,46 @@ def _first_slots(req_to_token: Tensor, blocks: int) -> Tensor:
     return req_to_token[:, : blocks * BLOCK : BLOCK]
 
 
-def build_decode(
+def snapshot_decode(
     buffers: DecodeBuffers,
     *,
     req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    state_slot_of_request: Tensor,
+    max_length: int | None,
+) -> None:
+    """Copy what a decode step needs of SGLang's tables of all requests: state slots and block ids.
+
+    The scheduler changes these tables for the next step as soon as a CUDA graph has been launched, so a graph must not
+    read them: this runs before it. `max_length` bounds the requests' lengths after the step, where the host knows it.
+    """
+    n = req_pool_indices.shape[0]
+    torch.index_select(state_slot_of_request, 0, req_pool_indices, out=buffers.owned[:n])
+    width = buffers.block_table.shape[1]
+    if max_length is not None:
+        width = min(width, -(-max_length // BLOCK))
+    blocks = _first_slots(req_to_token, width).index_select(0, req_pool_indices)
+    buffers.block_table[:n, : blocks.shape[1]].copy_(blocks.div_(BLOCK, rounding_mode="floor"))
+
+
+def build_decode(
+    buffers: DecodeBuffers,
+    *,
     seq_lens: Tensor,
     positions: Tensor,
     out_loc: Tensor,
-    req_to_token: Tensor,
-    state_slot_of_request: Tensor,
     track_mask: Tensor | None,
     track_slots: Tensor | None,
     top_k: int,
 ) -> StepMetadata:
-    """One token a request. Device work only: no size depends on a value, nothing is read back.
+    """One token a request, after `snapshot_decode`. Device work only: no size depends on a value, nothing is read back.
 
     `seq_lens` [B] counts the new token. Rows that pad a CUDA graph carry request 0, whose state slot is 0: SGLang's
     dummy of both pools, which no request owns. Their slot becomes -1 and their lengths 0. `track_mask` [B] bool and
     `track_slots` [B] say which requests end a checkpoint interval with this token and where its state goes.
     """
-    n = req_pool_indices.shape[0]
-    slots = buffers.slots[:n]
-    owned = state_slot_of_request[req_pool_indices]
+    n = seq_lens.shape[0]
+    owned, slots = buffers.owned[:n], buffers.slots[:n]
     real = owned > 0
     length = seq_lens.to(torch.int32).masked_fill(~real, 0)
     slots.copy_(owned.masked_fill(~real, -1))
@@ -125,8 +144,6 @@ def build_decode(
     buffers.csa_lens[:n].copy_((length // CSA_RATIO).clamp_max(top_k))
     buffers.hca_lens[:n].copy_(length // HCA_RATIO)
     buffers.window_rows[:n].copy_(owned[:, None] * WINDOW + buffers.ring_rows)
-    blocks = _first_slots(req_to_token, buffers.block_table.shape[1])[req_pool_indices] // BLOCK
-    buffers.block_table[:n, : blocks.shape[1]].copy_(blocks)
     copy_src = copy_dst = None
     if track_mask is not None and track_slots is not None:
         due = track_mask & real

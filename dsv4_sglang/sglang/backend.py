@@ -18,6 +18,7 @@ from dsv4_sglang.attention.metadata import (
     StepMetadata,
     build_decode,
     build_prefill,
+    snapshot_decode,
 )
 from dsv4_sglang.cache.row_format import KeyFormat
 from dsv4_sglang.sglang.state import current
@@ -74,6 +75,7 @@ class HybridCacheBackend(AttentionBackend):
         self.metadata: StepMetadata | None = None
         self._flashmla = self._flashmla_reader()
         self._graph_buffers: DecodeBuffers | None = None
+        self._decode_buffers: DecodeBuffers | None = None
         self._workspace: Tensor | None = None
         self._scratch: dict[str, Tensor] = {}
 
@@ -98,8 +100,11 @@ class HybridCacheBackend(AttentionBackend):
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Prefill steps are prepared here; a decode step is prepared by device work that the graph records."""
-        if forward_batch.forward_mode.is_decode_or_idle():
+        """All of a prefill step; of a decode step what a CUDA graph must not read (see `snapshot_decode`)."""
+        if forward_batch.forward_mode.is_idle():
+            return
+        if forward_batch.forward_mode.is_decode():
+            self._snapshot(forward_batch)
             return
         prefix_lens, chunk_lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
         track_slots, track_lens = self._checkpoints_due(forward_batch)
@@ -123,21 +128,30 @@ class HybridCacheBackend(AttentionBackend):
             self._flashmla.begin_step()
         if not forward_batch.forward_mode.is_decode():
             return
-        requests = forward_batch.req_pool_indices.shape[0]
-        buffers = self._graph_buffers
-        if buffers is None or requests > buffers.slots.shape[0]:
-            buffers = DecodeBuffers(requests, self.max_blocks, self.device)
+        assert self._decode_buffers is not None, "a decode step begins with its snapshot"
         self.metadata = build_decode(
-            buffers,
-            req_pool_indices=forward_batch.req_pool_indices,
+            self._decode_buffers,
             seq_lens=forward_batch.seq_lens,
             positions=forward_batch.positions,
             out_loc=forward_batch.out_cache_loc,
-            req_to_token=self.req_to_token_pool.req_to_token,
-            state_slot_of_request=self.req_to_token_pool.req_index_to_mamba_index_mapping,
             track_mask=forward_batch.mamba_track_mask,
             track_slots=forward_batch.mamba_track_indices,
             top_k=self.top_k,
+        )
+
+    def _snapshot(self, forward_batch: Any) -> None:
+        requests = forward_batch.req_pool_indices
+        buffers = self._graph_buffers
+        if buffers is None or requests.shape[0] > buffers.slots.shape[0]:
+            buffers = DecodeBuffers(requests.shape[0], self.max_blocks, self.device)
+        self._decode_buffers = buffers
+        lengths = forward_batch.seq_lens_cpu
+        snapshot_decode(
+            buffers,
+            req_pool_indices=requests,
+            req_to_token=self.req_to_token_pool.req_to_token,
+            state_slot_of_request=self.req_to_token_pool.req_index_to_mamba_index_mapping,
+            max_length=None if lengths is None else int(lengths.max()),
         )
 
     @staticmethod
