@@ -111,7 +111,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
             q_lora, kv = qkv.split([self.q_lora_rank, self.head_dim], dim=-1)
         else:
             (q_lora, _), (kv, _) = self.wq_a(x), self.wkv(x)
-        q_lora = self.q_norm(q_lora.contiguous())
+        q_lora = self.q_norm(q_lora)
         indexer = self.indexer
         inputs = LayerInputs(
             ratio=self.compress_ratio,

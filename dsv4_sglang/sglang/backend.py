@@ -20,7 +20,7 @@ from dsv4_sglang.attention.metadata import (
     build_prefill,
     snapshot_decode,
 )
-from dsv4_sglang.cache.row_format import KeyFormat
+from dsv4_sglang.cache.row_format import KeyFormat, make_row_tables
 from dsv4_sglang.sglang.state import current
 
 # Prefill steps are read in pieces of tokens, so that score and row lists of long contexts stay within this many bytes.
@@ -293,9 +293,8 @@ class HybridCacheBackend(AttentionBackend):
 
     def _window(self, rows: int) -> Tensor:
         """Row table of `rows` rows, shared by all layers: a step reads it in the layer that wrote it."""
-        ring = self.state.rings
         if self._workspace is None or self._workspace.shape[1] < rows:
-            self._workspace = torch.empty((1, rows, ring.shape[-1]), dtype=ring.dtype, device=self.device)
+            self._workspace = make_row_tables(1, 1, rows, self.state.layout.row_format, torch.device(self.device))[0]
         return self._workspace[:, :rows]
 
     def _tokens_at_once(self, step: StepMetadata) -> int:
