@@ -47,20 +47,26 @@ def index_topk(
     visible = ((positions + 1) // CSA_RATIO).tolist()
     scored = [t for t, n in enumerate(visible) if n > top]
     quantised = index_keys.dtype == torch.uint8
-    query = dict(zip(scored, index_query(q[scored], positions[scored], rope, quantised, index_format)))
+    query = index_query(q[scored], positions[scored], rope, quantised, index_format)
+    selected: dict[int, Tensor] = {}
     for request in torch.unique(token_request).tolist():
         tokens = torch.nonzero(token_request == request).squeeze(-1).tolist()
         most = max(visible[t] for t in tokens)
         entry = torch.arange(most)
         table_row = block_table[request].long()[entry // KEYS_PER_BLOCK] * KEYS_PER_BLOCK + entry % KEYS_PER_BLOCK
-        keys = read_keys(index_keys, table_row) if most > top else None
+        own = set(tokens)
+        mine = [i for i, t in enumerate(scored) if t in own]
+        keys = read_keys(index_keys, table_row) if mine else None
+        for begin in range(0, len(mine), _TOKENS_AT_ONCE):
+            assert keys is not None
+            part = mine[begin : begin + _TOKENS_AT_ONCE]
+            at = [scored[i] for i in part]
+            score = ((query[part] @ keys.T).relu() * weights[at].float().unsqueeze(-1)).sum(1)
+            score = score.masked_fill(entry >= torch.tensor([[visible[t]] for t in at]), float("-inf"))
+            best = torch.sort(score, descending=True, stable=True).indices[:, :top].sort(1).values
+            selected.update(zip(at, best))
         for t in tokens:
-            n = visible[t]
-            chosen = entry[:n]
-            if n > top:
-                assert keys is not None
-                score = ((query[t] @ keys[:n].T).relu() * weights[t].float().unsqueeze(-1)).sum(0)
-                chosen = torch.sort(score, descending=True, stable=True).indices[:top].sort().values
+            chosen = selected.get(t, entry[: visible[t]])
             rows[t, : len(chosen)] = table_row[chosen].to(rows.dtype)
 
 
