@@ -162,11 +162,11 @@ def test_cuda_graph_with_other_lengths():
         "q": torch.zeros(requests, heads, 128, dtype=torch.bfloat16, device="cuda"),
         "weights": torch.zeros(requests, heads, device="cuda"),
         "index_keys": torch.full((blocks, 32, 72), 0x7F, dtype=torch.uint8, device="cuda"),
-        "block_table": torch.zeros(requests, 64, dtype=torch.int32, device="cuda"),
+        "block_table": torch.zeros(requests, 66, dtype=torch.int32, device="cuda"),
         "token_request": torch.arange(requests, dtype=torch.int32, device="cuda"),
         "positions": torch.zeros(requests, dtype=torch.int64, device="cuda"),
     }
-    scores = torch.empty(requests, 2048, device="cuda")
+    scores = torch.empty(requests, 66 * 32, device="cuda")
     rows = torch.empty(requests, top, dtype=torch.int32, device="cuda")
     table = cases[0].rope.new_zeros(8200, 64)
     table[:] = index_case(lens=[(8199, 8200)], heads=1, top=1).rope
