@@ -68,50 +68,73 @@ __device__ __forceinline__ void turn(float& even, float& odd, float cos, float s
   even = e;
 }
 
-/// RMSNorm over the warp's row, then RoPE of channels 448..511 with row `rope` of the table, rounding each to bf16 if `round`.
-__device__ __forceinline__ void norm_and_rotate(float (&x)[16], const void* norm, bool norm_bf16, const float* rope, float eps,
-                                                bool round, int lane) {
-  float w[16];
-  load_row(norm, norm_bf16, lane, w);
-  const bool rotated = lane >= kFirstRopeLane;
+/// What one lane needs to finish a row: norm weights and, in the lanes of the rotated channels, cos and sin. Loaded apart from
+/// its use, so that the loads travel while the row is still being pooled.
+struct RowFinish {
+  float weight[16];
   float4 angle[2];
-  if (rotated) {
-    angle[0] = load4(rope + 8 * (lane - kFirstRopeLane));
-    angle[1] = load4(rope + 8 * (lane - kFirstRopeLane) + 4);
+
+  __device__ __forceinline__ void load(const AppendParams& p, const void* norm, bool norm_bf16, int64_t position, int lane) {
+    load_row(norm, norm_bf16, lane, weight);
+    if (lane >= kFirstRopeLane) {
+      const float* rope = p.rope + position * kRopeDim + 8 * (lane - kFirstRopeLane);
+      angle[0] = load4(rope), angle[1] = load4(rope + 4);
+    }
   }
-  float squares = 0;
+
+  /// RMSNorm over the warp's row, then RoPE of channels 448..511, each rounded to bf16 if `round`.
+  __device__ __forceinline__ void apply(float (&x)[16], float eps, bool round, int lane) const {
+    float squares = 0;
 #pragma unroll
-  for (int i = 0; i < 16; ++i) squares += x[i] * x[i];
-  const float scale = 1.0f / sqrtf(warp_sum(squares) * (1.0f / kEntryDim) + eps);
+    for (int i = 0; i < 16; ++i) squares += x[i] * x[i];
+    const float scale = 1.0f / sqrtf(warp_sum(squares) * (1.0f / kEntryDim) + eps);
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    x[i] = x[i] * scale * w[i];
-    if (round) x[i] = round_bf16(x[i]);
-  }
-  if (rotated) {
+    for (int i = 0; i < 16; ++i) {
+      x[i] = x[i] * scale * weight[i];
+      if (round) x[i] = round_bf16(x[i]);
+    }
+    if (lane < kFirstRopeLane) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       turn(x[8 + 4 * i], x[9 + 4 * i], angle[i].x, angle[i].y);
       turn(x[10 + 4 * i], x[11 + 4 * i], angle[i].z, angle[i].w);
     }
-    if (round) {
 #pragma unroll
-      for (int i = 8; i < 16; ++i) x[i] = round_bf16(x[i]);
+    for (int i = 8; i < 16; ++i) {
+      if (round) x[i] = round_bf16(x[i]);
     }
   }
-}
+};
 
-/// One warp: the pooled entry in `pooled` [512] becomes row `row` of the entry table, rotated at `position`.
-__device__ void finish_entry(const AppendParams& p, const float4* pooled, int64_t position, int64_t row, int lane) {
+/// One warp: the pooled entry in `pooled` [512] becomes row `row` of the entry table.
+__device__ __forceinline__ void finish_entry(const AppendParams& p, const float4* pooled, const RowFinish& finish, int64_t row,
+                                             int lane) {
   float x[16];
   load_row(pooled, false, lane, x);
-  if (p.kv_bf16) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) x[i] = round_bf16(x[i]);
+  for (int i = 0; i < 16; ++i) {
+    if (p.kv_bf16) x[i] = round_bf16(x[i]);
   }
-  norm_and_rotate(x, p.entry_norm, p.entry_norm_bf16, p.rope + position * kRopeDim, p.eps, p.kv_bf16, lane);
+  finish.apply(x, p.eps, p.kv_bf16, lane);
   store_row(p.entries.format, pack_row(p.entries.format, x, lane), row_address(p.entries, row), lane);
 }
+
+/// The same of an index key, four channels a lane.
+struct KeyFinish {
+  float weight[4];
+  float4 angle;
+
+  __device__ __forceinline__ void load(const AppendParams& p, int64_t position, int lane) {
+    if (p.index_norm_bf16) {
+      const uint2 u = static_cast<const uint2*>(p.index_norm)[lane];
+      weight[0] = low_bf16(u.x), weight[1] = high_bf16(u.x), weight[2] = low_bf16(u.y), weight[3] = high_bf16(u.y);
+    } else {
+      const float4 v = load4(static_cast<const float*>(p.index_norm) + 4 * lane);
+      weight[0] = v.x, weight[1] = v.y, weight[2] = v.z, weight[3] = v.w;
+    }
+    if (lane >= 16) angle = load4(p.rope + position * kRopeDim + 4 * (lane - 16));
+  }
+};
 
 /// Orthonormal Hadamard transform of 128 channels, four neighbouring ones a lane (Sylvester order).
 __device__ __forceinline__ void hadamard(float (&x)[4], int lane) {
@@ -130,17 +153,8 @@ __device__ __forceinline__ void hadamard(float (&x)[4], int lane) {
 }
 
 /// One warp: the pooled index key, channels 4 lane .. 4 lane + 3 in `pooled`, becomes row `row` of the key table (SPEC 2.5).
-__device__ void finish_key(const AppendParams& p, float4 pooled, int64_t position, int64_t row, int lane) {
-  float w[4], x[4] = {pooled.x, pooled.y, pooled.z, pooled.w};
-  if (p.index_norm_bf16) {
-    const uint2 u = static_cast<const uint2*>(p.index_norm)[lane];
-    w[0] = low_bf16(u.x), w[1] = high_bf16(u.x), w[2] = low_bf16(u.y), w[3] = high_bf16(u.y);
-  } else {
-    const float4 v = load4(static_cast<const float*>(p.index_norm) + 4 * lane);
-    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-  }
-  const bool rotated = lane >= 16;
-  const float4 angle = rotated ? load4(p.rope + position * kRopeDim + 4 * (lane - 16)) : splat(0);
+__device__ __forceinline__ void finish_key(const AppendParams& p, float4 pooled, const KeyFinish& finish, int64_t row, int lane) {
+  float x[4] = {pooled.x, pooled.y, pooled.z, pooled.w};
   float squares = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -150,12 +164,12 @@ __device__ void finish_key(const AppendParams& p, float4 pooled, int64_t positio
   const float scale = 1.0f / sqrtf(warp_sum(squares) * (1.0f / kIndexDim) + p.eps);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    x[i] = x[i] * scale * w[i];
+    x[i] = x[i] * scale * finish.weight[i];
     if (p.kv_bf16) x[i] = round_bf16(x[i]);
   }
-  if (rotated) {
-    turn(x[0], x[1], angle.x, angle.y);
-    turn(x[2], x[3], angle.z, angle.w);
+  if (lane >= 16) {
+    turn(x[0], x[1], finish.angle.x, finish.angle.y);
+    turn(x[2], x[3], finish.angle.z, finish.angle.w);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (p.kv_bf16) x[i] = round_bf16(x[i]);
@@ -193,12 +207,12 @@ __device__ void finish_key(const AppendParams& p, float4 pooled, int64_t positio
   if (lane % 4 == 0) base[keys.keys_per_block * kKeyBytes + key * kScaleBytes + lane / 4] = uint8_t(scale_code);
 }
 
-/// The 128 threads of a main compressor: thread i has channels 4 i .. 4 i + 3 of a pooled entry.
-__device__ __forceinline__ void emit_entry(const AppendParams& p, float4* buffer, float4 pooled, int64_t position, int64_t row,
-                                           int thread) {
+/// The 128 threads of a main compressor: thread i has channels 4 i .. 4 i + 3 of a pooled entry, the first 32 have `finish`.
+__device__ __forceinline__ void emit_entry(const AppendParams& p, float4* buffer, float4 pooled, const RowFinish& finish,
+                                           int64_t row, int thread) {
   buffer[thread] = pooled;
   barrier(2, 128);
-  if (thread < 32) finish_entry(p, buffer, position, row, thread);
+  if (thread < 32) finish_entry(p, buffer, finish, row, thread);
 }
 
 // ---- window rows ------------------------------------------------------------------------------------------------------
@@ -250,19 +264,17 @@ template <LayerKind kind, bool prefill>
 __device__ void write_window_row(const AppendParams& p, int token, int lane) {
   float x[16];
   load_row(static_cast<const uint8_t*>(p.kv) + token * p.kv_stride * (p.kv_bf16 ? 2 : 4), p.kv_bf16, lane, x);
-  int b = token, begin = token, count = 1;
-  if (prefill) {
-    b = p.token_request[token];
-    if (b < 0) return;
-    begin = p.query_start[b];
-    count = p.query_start[b + 1] - begin;
-  }
-  const int offset = token - begin;
-  const int slot = p.slots[b];
-  if (slot < 0 || offset < 0 || offset >= count) return;
-  const int length = p.prefix_lens[b], position = length + offset;
   const int track = p.track_slots ? p.track_slots[token] : -1;
-  norm_and_rotate(x, p.kv_norm, p.kv_norm_bf16, p.rope + int64_t(position) * kRopeDim, p.eps, p.kv_bf16, lane);
+  const int b = prefill ? p.token_request[token] : token;
+  if (b < 0) return;
+  // All that is known of the request at once: a load behind a branch waits for it.
+  const int slot = p.slots[b], length = p.prefix_lens[b];
+  const int begin = prefill ? p.query_start[b] : token, count = prefill ? p.query_start[b + 1] - begin : 1;
+  const int offset = token - begin, position = length + offset;
+  if (slot < 0 || offset < 0 || offset >= count) return;
+  RowFinish finish;
+  finish.load(p, p.kv_norm, p.kv_norm_bf16, position, lane);
+  finish.apply(x, p.eps, p.kv_bf16, lane);
   const PackedRow packed = pack_row(p.ring.format, x, lane);
 
   const bool stays = !prefill || offset >= count - kWindow;
@@ -330,13 +342,25 @@ struct CsaRows {
 
 using CsaShared = Shared<1>;
 
-/// The five warps of a CSA block store entry `entry` (main and index) in row `row` of the tables.
-__device__ __forceinline__ void emit_csa(const AppendParams& p, CsaShared& shared, int buffer, float4 pooled, int entry, int64_t row) {
-  const int position = kCsaRatio * entry;
+/// What the five warps of a CSA block need to finish entry `entry` and its key: the first warp the one, the last the other.
+struct CsaFinish {
+  RowFinish row;
+  KeyFinish key;
+
+  __device__ __forceinline__ void load(const AppendParams& p, int entry) {
+    const int position = kCsaRatio * entry, thread = threadIdx.x;
+    if (thread < 32) row.load(p, p.entry_norm, p.entry_norm_bf16, position, thread);
+    if (thread >= 128) key.load(p, position, thread - 128);
+  }
+};
+
+/// The five warps store a pooled entry and its key in row `row` of the tables.
+__device__ __forceinline__ void emit_csa(const AppendParams& p, CsaShared& shared, int buffer, float4 pooled,
+                                         const CsaFinish& finish, int64_t row) {
   if (threadIdx.x < 128) {
-    emit_entry(p, shared.entry[buffer], pooled, position, row, threadIdx.x);
+    emit_entry(p, shared.entry[buffer], pooled, finish.row, row, threadIdx.x);
   } else {
-    finish_key(p, pooled, position, row, threadIdx.x - 128);
+    finish_key(p, pooled, finish.key, row, threadIdx.x - 128);
   }
 }
 
@@ -359,9 +383,11 @@ __device__ void csa_decode(const AppendParams& p, CsaShared& shared, int b) {
   const bool closes = (position & 3) == 3;
   const int first = position - 7;  // of the rows that the entry pools
   CsaRows rows;
+  CsaFinish finish;
   int64_t loc = 0;
   if (closes) {
     loc = p.out_loc[b];
+    finish.load(p, position / kCsaRatio);
 #pragma unroll
     for (int row = 0; row < 7; ++row) {
       if (row >= 4 || first >= 0) {
@@ -379,7 +405,7 @@ __device__ void csa_decode(const AppendParams& p, CsaShared& shared, int b) {
   store4(tail + (kCurZ + (position & 3)) * kCsaTailWidth, z_cur);
   if (!closes) return;
   rows.k[7] = k_cur, rows.z[7] = z_cur;
-  emit_csa(p, shared, 0, rows.pooled(), position / kCsaRatio, loc / kCsaRatio);
+  emit_csa(p, shared, 0, rows.pooled(), finish, loc / kCsaRatio);
 }
 
 /// Five warps: what of request b touches rows from before the step, then its tails.
@@ -404,7 +430,10 @@ __device__ void csa_boundary(const AppendParams& p, CsaShared& shared, int b) {
         rows.from_input(s, row, begin + position - length);
       }
     }
-    emit_csa(p, shared, turn, rows.pooled(), entry, p.out_loc[begin + last - length] / kCsaRatio);
+    const float4 pooled = rows.pooled();
+    CsaFinish finish;
+    finish.load(p, entry);
+    emit_csa(p, shared, turn, pooled, finish, p.out_loc[begin + last - length] / kCsaRatio);
   }
   for (int position = max(length, stop - 8); position < stop; ++position) {
     const int64_t token = begin + position - length;
@@ -489,7 +518,9 @@ __device__ void hca_request(const AppendParams& p, Shared<Shape<kind, prefill>::
     merge_groups<groups>(pool, shared, group, thread);
     if (group == 0) {
       const int64_t row = p.out_loc[begin + kHcaRatio - 1 - old] / kHcaRatio;
-      emit_entry(p, shared.entry[0], pool.result(), int64_t(kHcaRatio) * closing, row, thread);
+      RowFinish finish;
+      if (thread < 32) finish.load(p, p.entry_norm, p.entry_norm_bf16, int64_t(kHcaRatio) * closing, thread);
+      emit_entry(p, shared.entry[0], pool.result(), finish, row, thread);
     }
   }
   if (raw) {
@@ -531,11 +562,11 @@ __device__ void inner_entries(const AppendParams& p, Shared<Shape<kind, true>::g
     bool closes = false;
     if (lane < ratio && mine < p.tokens) {
       const int b = p.token_request[mine];
-      if (b >= 0 && p.slots[b] >= 0) {
-        const int begin = p.query_start[b], length = p.prefix_lens[b];
+      if (b >= 0) {
+        const int slot = p.slots[b], length = p.prefix_lens[b], begin = p.query_start[b], end = p.query_start[b + 1];
         position = length + mine - begin;
         const int window = position + 1 - ratio, oldest = is_csa ? max(window - 4, 0) : window;
-        closes = (position + 1) % ratio == 0 && oldest >= length && mine < p.query_start[b + 1];
+        closes = slot >= 0 && mine < end && (position + 1) % ratio == 0 && oldest >= length;
       }
     }
     // Every warp sees the same tokens, so all agree on the entries and meet at the same barriers.
@@ -553,14 +584,21 @@ __device__ void inner_entries(const AppendParams& p, Shared<Shape<kind, true>::g
             rows.clear(r);
           }
         }
-        emit_csa(p, shared, turn & 1, rows.pooled(), entry, row);
+        const float4 pooled = rows.pooled();
+        CsaFinish finish;
+        finish.load(p, entry);
+        emit_csa(p, shared, turn & 1, pooled, finish, row);
       } else {
         const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
         const float* scores = p.kv_score + (token + 1 - ratio) * p.kv_score_stride + 4 * thread;
         Pool pool = Pool::empty();
         pool_rows<groups, 4>(pool, {nullptr, 0, scores, p.kv_score_stride, p.ape + 4 * thread}, 0, ratio, group);
         merge_groups<groups>(pool, shared, group, thread);
-        if (group == 0) emit_entry(p, shared.entry[turn & 1], pool.result(), int64_t(ratio) * entry, row, thread);
+        if (group == 0) {
+          RowFinish finish;
+          if (thread < 32) finish.load(p, p.entry_norm, p.entry_norm_bf16, int64_t(ratio) * entry, thread);
+          emit_entry(p, shared.entry[turn & 1], pool.result(), finish, row, thread);
+        }
       }
       ++turn;
     }
