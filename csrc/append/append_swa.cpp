@@ -14,12 +14,15 @@ constexpr int64_t kScaleStrip = 8;
 
 void append_swa(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor swa_fp8, Tensor swa_rope, Tensor swa_inv,
                 Tensor swa_pos, Tensor swa_head, int64_t rope_dim) {
-  if (!raw_kv.is_cuda() || raw_kv.dim() != 2) fail("append_swa: raw_kv is ", describe(raw_kv), "; expected [tokens, head_dim] on a CUDA device");
+  if (!raw_kv.is_cuda() || raw_kv.dim() != 2) {
+    fail("append_swa: raw_kv is ", describe(raw_kv), "; expected [tokens, head_dim] on a CUDA device");
+  }
   const int device = raw_kv.get_device_index();
   const Checker check("append_swa", device);
   const int64_t tokens = raw_kv.size(0), head_dim = raw_kv.size(1), nope = head_dim - rope_dim;
   if (head_dim > kMaxHeadDim || head_dim % 4 || rope_dim % 4 || rope_dim < 0 || nope <= 0) {
-    fail("append_swa: head_dim is ", head_dim, " and rope_dim ", rope_dim, "; expected multiples of 4, rope_dim < head_dim <= ", kMaxHeadDim);
+    fail("append_swa: head_dim is ", head_dim, " and rope_dim ", rope_dim,
+         "; expected multiples of 4, rope_dim < head_dim <= ", kMaxHeadDim);
   }
   check.tensor("raw_kv", raw_kv, {ScalarType::BFloat16}, {tokens, head_dim});
   check.dense("raw_kv", raw_kv, 1);
@@ -42,7 +45,8 @@ void append_swa(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor sw
   check.aligned("swa_fp8", swa_fp8, 4);
   check.aligned("swa_rope", swa_rope, 8);
   if (swa_fp8.stride(1) % 4 || swa_rope.stride(1) % 4) {
-    fail("append_swa: rows of swa_fp8 and swa_rope lie ", swa_fp8.stride(1), " and ", swa_rope.stride(1), " elements apart; expected multiples of 4");
+    fail("append_swa: rows of swa_fp8 and swa_rope lie ", swa_fp8.stride(1), " and ", swa_rope.stride(1),
+         " elements apart; expected multiples of 4");
   }
   // A strip of 8 exponent bytes a row, one of which the view shows: FlashMLA reads one a tile, so all get the same value.
   const int64_t strip = swa_inv.stride(1);
