@@ -23,6 +23,10 @@ def _rank(item: pytest.Item) -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_rank)
     if torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="serves on a CPU; test_server_gpu.py serves on the GPU")
+        for item in items:
+            if item.get_closest_marker("server") and not item.get_closest_marker("gpu"):
+                item.add_marker(skip)
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:

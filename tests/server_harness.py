@@ -114,13 +114,11 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def launched(
-    model: Path, log: Path, flags: Sequence[str], options: dict[str, Any]
+    model: Path, log: Path, flags: Sequence[str], options: dict[str, Any], cpu: bool = True
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The server's process, in a process group of its own, stopped at the end."""
     overrides = json.dumps({launch.OPT_IN_KEY: options})
-    command = launch.server_command(
-        str(model), ["--host", "127.0.0.1", *flags, launch.OPT_IN_FLAG, overrides], cpu=True
-    )
+    command = launch.server_command(str(model), ["--host", "127.0.0.1", *flags, launch.OPT_IN_FLAG, overrides], cpu=cpu)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command.argv,
@@ -136,11 +134,11 @@ def launched(
 
 
 @contextmanager
-def running(model: Path, log: Path, *flags: str, **options: Any) -> Iterator[Server]:
+def running(model: Path, log: Path, *flags: str, cpu: bool = True, **options: Any) -> Iterator[Server]:
     """A server that answers; fails with the end of its log if it does not come up in time."""
     port = free_port()
     server = Server(f"http://127.0.0.1:{port}", log)
-    with launched(model, log, ["--port", str(port), "--skip-server-warmup", *flags], options) as process:
+    with launched(model, log, ["--port", str(port), "--skip-server-warmup", *flags], options, cpu) as process:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and process.poll() is None:
             try:
