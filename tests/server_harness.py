@@ -138,7 +138,9 @@ def running(model: Path, log: Path, *flags: str, cpu: bool = True, **options: An
     """A server that answers; fails with the end of its log if it does not come up in time."""
     port = free_port()
     server = Server(f"http://127.0.0.1:{port}", log)
-    with launched(model, log, ["--port", str(port), "--skip-server-warmup", *flags], options, cpu) as process:
+    # An idle scheduler would take a core from the oracle.
+    base = ["--port", str(port), "--skip-server-warmup", "--sleep-on-idle"]
+    with launched(model, log, [*base, *flags], options, cpu) as process:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and process.poll() is None:
             try:
