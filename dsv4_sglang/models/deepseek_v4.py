@@ -12,9 +12,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.runner import get_is_capture_mode
 from sglang.srt.models import deepseek_v4 as in_tree
 from sglang.srt.utils import add_prefix
 from torch import Tensor, nn
@@ -35,6 +37,29 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.float(), weight.float())
 
 
+class Branch:
+    """Work that another stream does meanwhile; `join` makes the current stream wait for it, once."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self.stream = stream
+
+    def join(self) -> None:
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+            self.stream = None
+
+
+@contextmanager
+def branch(stream: torch.cuda.Stream | None) -> Iterator[Branch]:
+    """Run the body on `stream`, from what the current stream has done so far; None: on the current stream."""
+    if stream is None:
+        yield Branch(None)
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield Branch(stream)
+
+
 class CompressorWeights(nn.Module):
     """Parameters of one compressor, named as SGLang's loader knows them; `ape` keeps the layout of the checkpoint."""
 
@@ -50,8 +75,9 @@ class CompressorWeights(nn.Module):
         # SGLang's own kernels want another layout of `ape`; this tells its loader that there is nothing to convert.
         self.ape_converted = True
 
-    def forward(self, x: Tensor) -> Compression:
-        return Compression(linear_fp32(x, self.wkv_gate.weight), self.ape, self.norm.weight)
+    def forward(self, kv_score: Tensor) -> Compression:
+        """`kv_score` [T, ...] fp32 is x @ wkv_gate, which the layer computes with its other projections of x."""
+        return Compression(kv_score, self.ape, self.norm.weight)
 
 
 class IndexerWeights(nn.Module):
@@ -60,7 +86,6 @@ class IndexerWeights(nn.Module):
     def __init__(self, config: Any, quant_config: Any, prefix: str) -> None:
         super().__init__()
         self.heads, self.dim = config.index_n_heads, config.index_head_dim
-        self.scale = self.dim**-0.5 * self.heads**-0.5
         self.wq_b = ReplicatedLinear(
             config.q_lora_rank,
             self.heads * self.dim,
@@ -73,16 +98,21 @@ class IndexerWeights(nn.Module):
         )
         self.compressor = CompressorWeights(config, CSA_RATIO, self.dim, add_prefix("compressor", prefix))
 
-    def forward(self, x: Tensor, q_lora: Tensor) -> IndexQuery:
+    def forward(self, weights: Tensor, q_lora: Tensor) -> IndexQuery:
+        """`weights` [T, heads] fp32 is x @ weights_proj."""
         query, _ = self.wq_b(q_lora)
-        weights = linear_fp32(x, self.weights_proj.weight) * self.scale
         return IndexQuery(query.view(-1, self.heads, self.dim), weights)
 
 
 class CachedAttention(in_tree.MqaAttentionBase):
     """One layer's attention over our cache. Projections and their parameters are SGLang's."""
 
-    def __init__(self, config: Any, layer_id: int, quant_config: Any = None, prefix: str = "", **ignored: Any) -> None:
+    # Larger batches fill the GPU with one projection at a time. SGLang's own limit.
+    overlap_limit = 64
+
+    def __init__(
+        self, config: Any, layer_id: int, quant_config: Any, prefix: str, streams: list[torch.cuda.Stream] | None
+    ) -> None:
         ratio = config.compress_ratios[layer_id]
         # SGLang would apply YaRN to window-only layers too; the released model does not (SPEC 1.3).
         plain = {} if ratio else {"rope_original_seq_len": 0}
@@ -97,34 +127,77 @@ class CachedAttention(in_tree.MqaAttentionBase):
         self.attn_mqa = RadixAttention(
             self.n_local_heads, self.head_dim, self.softmax_scale, num_kv_heads=1, layer_id=layer_id
         )
+        self.streams = (
+            tuple(streams[:2]) if streams and envs.SGLANG_OPT_USE_MULTI_STREAM_OVERLAP.get() else (None, None)
+        )
+        self._widths: list[int] = []
+        self._weight_of_x = self.attn_sink.data.new_empty(0)
 
     def maybe_use_decode_attn_tp(self, forward_batch: Any) -> Any:
         """A layer is never split over processes here."""
         return nullcontext()
 
+    def fuse_projections_of_x(self) -> None:
+        """Lay the fp32 projections of x side by side, so that one GEMM computes them; the parameters become its parts.
+
+        Called after weights were loaded; loading again writes through the parameters into the same memory.
+        """
+        linears = [self.compressor.wkv_gate] if self.compressor else []
+        if self.indexer:
+            linears += [self.indexer.compressor.wkv_gate, self.indexer.weights_proj]
+        self._widths = [linear.weight.shape[0] for linear in linears]
+        if linears:
+            self._weight_of_x = torch.cat([linear.weight.data for linear in linears])
+            for linear, part in zip(linears, self._weight_of_x.split(self._widths)):
+                linear.weight.data = part
+
     def forward(self, x: Tensor, positions: Tensor, forward_batch: Any, x_quant: Any = None) -> Tensor:
-        """`x [T, hidden]` after the input norm, to `[T, hidden]`."""
+        """`x [T, hidden]` after the input norm, to `[T, hidden]`.
+
+        In a CUDA graph of a small batch three streams run: the query's projection beside the compressors' and all that
+        writes the cache and selects from it; the backend waits for the query only where it reads it.
+        """
         if x.shape[0] == 0:
             return x
-        if self.fuse_wqa_wkv:
-            qkv, _ = self.wqkv_a(x)
-            q_lora, kv = qkv.split([self.q_lora_rank, self.head_dim], dim=-1)
-        else:
-            (q_lora, _), (kv, _) = self.wq_a(x), self.wkv(x)
-        q_lora = self.q_norm(q_lora)
-        indexer = self.indexer
+        overlap = x.is_cuda and get_is_capture_mode() and x.shape[0] <= self.overlap_limit
+        query_stream, side_stream = self.streams if overlap else (None, None)
+        with branch(side_stream if self.compressor else None) as side:
+            projected = self._project_x(x)
+        q_lora, kv = self._latents(x)
+        with branch(query_stream) as query:
+            q = self._query(q_lora, positions)
+        index_query = None
+        side.join()
+        if self.indexer:
+            index_query = self.indexer(projected[2], q_lora)
         inputs = LayerInputs(
             ratio=self.compress_ratio,
             eps=self.eps,
             kv_norm=self.kv_norm.weight,
             rope=self.rope,
             sink=self.attn_sink,
-            main=self.compressor(x) if self.compressor else None,
-            indexer=indexer.compressor(x) if indexer else None,
-            index_query=indexer(x, q_lora) if indexer else None,
+            wait_for_query=query.join,
+            main=self.compressor(projected[0]) if self.compressor else None,
+            indexer=self.indexer.compressor(projected[1]) if self.indexer else None,
+            index_query=index_query,
         )
-        out = self.attn_mqa(self._query(q_lora, positions), kv, kv, forward_batch, inputs=inputs)
-        return self._project_out(out)
+        return self._project_out(self.attn_mqa(q, kv, kv, forward_batch, inputs=inputs))
+
+    def _project_x(self, x: Tensor) -> list[Tensor]:
+        """fp32 projections of x that exist: main compressor, indexer compressor, index head weights."""
+        if not self.compressor:
+            return []
+        if not self._widths:
+            self.fuse_projections_of_x()
+        return list(linear_fp32(x, self._weight_of_x).split(self._widths, dim=-1))
+
+    def _latents(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The normalised query latent `[T, q_lora_rank]` and the raw window projection `[T, 512]`."""
+        if self.fuse_wqa_wkv:
+            q_lora, kv = self.wqkv_a(x)[0].split([self.q_lora_rank, self.head_dim], dim=-1)
+        else:
+            q_lora, kv = self.wq_a(x)[0], self.wkv(x)[0]
+        return self.q_norm(q_lora), kv
 
     def _query(self, q_lora: Tensor, positions: Tensor) -> Tensor:
         q, _ = self.wq_b(q_lora)
@@ -179,9 +252,16 @@ class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
             self.use_fused_mhc_post_pre = False
 
     def _build_self_attn(
-        self, *, config: Any, layer_id: int, quant_config: Any, prefix: str, **ignored: Any
+        self,
+        *,
+        config: Any,
+        layer_id: int,
+        quant_config: Any,
+        prefix: str,
+        alt_streams: list[torch.cuda.Stream] | None,
+        **ignored: Any,
     ) -> nn.Module:
-        return CachedAttention(config, layer_id, quant_config, prefix)
+        return CachedAttention(config, layer_id, quant_config, prefix, alt_streams)
 
     def hc_pre(self, x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.on_cpu:
@@ -238,6 +318,11 @@ class DeepseekV4ForCausalLM(in_tree.DeepseekV4ForCausalLM):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with _our_classes():
             super().__init__(*args, **kwargs)
+
+    def post_load_weights(self, *args: Any, **kwargs: Any) -> None:
+        super().post_load_weights(*args, **kwargs)
+        for layer in self.model.layers:
+            layer.self_attn.fuse_projections_of_x()
 
     def _prewarm_mhc_kernels(self) -> None:
         if self.model.layers[0].on_cpu:

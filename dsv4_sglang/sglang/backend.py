@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +37,9 @@ class Compression(NamedTuple):
 
 
 class IndexQuery(NamedTuple):
-    """The indexer's side of a CSA layer: raw queries `[T, Hi, 128]`, head weights `[T, Hi]` fp32 with both scale
-    factors.
+    """The indexer's side of a CSA layer: raw queries `[T, Hi, 128]`, head weights `[T, Hi]` fp32.
+
+    The weights come without the scale factors 128^-0.5 and Hi^-0.5, which do not change what is selected (SPEC 4.1).
     """
 
     query: Tensor
@@ -45,13 +47,17 @@ class IndexQuery(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """What a layer hands to the backend besides its query and its raw window projection."""
+    """What a layer hands to the backend besides its query and its raw window projection.
+
+    `wait_for_query` must be called before the query is read: another stream may still compute it.
+    """
 
     ratio: int
     eps: float
     kv_norm: Tensor
     rope: Tensor
     sink: Tensor
+    wait_for_query: Callable[[], None]
     main: Compression | None = None
     indexer: Compression | None = None
     index_query: IndexQuery | None = None
@@ -145,13 +151,12 @@ class HybridCacheBackend(AttentionBackend):
         if buffers is None or requests.shape[0] > buffers.slots.shape[0]:
             buffers = DecodeBuffers(requests.shape[0], self.max_blocks, self.device)
         self._decode_buffers = buffers
-        lengths = forward_batch.seq_lens_cpu
         snapshot_decode(
             buffers,
             req_pool_indices=requests,
+            seq_lens=forward_batch.seq_lens,
             req_to_token=self.req_to_token_pool.req_to_token,
             state_slot_of_request=self.req_to_token_pool.req_index_to_mamba_index_mapping,
-            max_length=None if lengths is None else int(lengths.max()),
         )
 
     @staticmethod
@@ -252,6 +257,7 @@ class HybridCacheBackend(AttentionBackend):
             rows, lens = self._select(layer.layer_id, inputs, step, part), step.csa_lens[part]
         elif inputs.ratio:
             rows, lens = step.hca_rows[part], step.hca_lens[part]
+        inputs.wait_for_query()
         arguments = (
             q[part],
             inputs.sink,
