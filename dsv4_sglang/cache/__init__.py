@@ -2,6 +2,7 @@
 
 from dsv4_sglang.cache.allocator import BlockAllocator
 from dsv4_sglang.cache.handle import ClassicalView, IndexerView, LayerCacheHandle, LayerWeights, SwaView
+from dsv4_sglang.cache.host_pool import HostBlockPool
 from dsv4_sglang.cache.manager import KVCacheManager
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.row_format import KeyFormat, RowFormat
@@ -20,6 +21,7 @@ __all__ = [
     "BlockAllocator",
     "ClassicalView",
     "HcaState",
+    "HostBlockPool",
     "IndexerView",
     "KVCacheManager",
     "KeyFormat",

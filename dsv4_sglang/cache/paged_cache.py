@@ -9,6 +9,7 @@ from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.row_format import make_key_table, make_row_tables, split_keys, split_rows
 from dsv4_sglang.cache.schema import LayerCacheSchema
 from dsv4_sglang.model.layer_schedule import AttentionType
+from dsv4_sglang.ops.rows import strips
 
 
 class PagedKVPool:
@@ -61,6 +62,20 @@ class PagedKVPool:
         keys = split_keys(self.index_keys) if self.index_keys is not None else None
         self.indexer_keys_fp4: Tensor | None = keys.fp4 if keys else None
         self.indexer_scales: Tensor | None = keys.scales if keys else None
+
+    def block_views(self) -> list[Tensor]:
+        """Views with a block in every row, [num_blocks, n] without gaps inside a row; together all bytes of a block.
+
+        HCA's FP8 rows and their exponents lie apart in the one flat block, so they are two views.
+        """
+        if self.schema.attn is AttentionType.HCA:
+            return [t[0] for t in (strips(self.entries) if self.entries.dtype == torch.uint8 else (self.entries,))]
+        views = []
+        for table in (self.entries, self.index_keys):
+            if table is not None:
+                block = table.shape[1] * table.shape[2]
+                views.append(table.as_strided((self.num_blocks, block), (table.stride(0), 1)))
+        return views
 
     def memory_bytes(self) -> int:
         """Bytes of the allocations, block padding included."""
