@@ -10,19 +10,24 @@ from dsv4_sglang.model import DSV4Config, build_schedule
 BLOCKS = 9
 
 
-def make_pools(device: torch.device, **options: str) -> list[PagedKVPool]:
-    """A CSA and an HCA layer full of random bytes."""
-    specs = build_schedule(DSV4Config.flash())
-    pools = [PagedKVPool(build_schema(DSV4Config.flash(), specs[i], **options), BLOCKS, device) for i in (2, 3)]
-    for pool in pools:
-        for view in pool.block_views():
-            view.copy_(torch.randint(0, 100, view.shape).to(view.dtype))
-    return pools
+def storages(pool: PagedKVPool) -> list[torch.Tensor]:
+    """The allocations of a pool as flat tensors."""
+    tables = [pool.entries] + ([pool.index_keys] if pool.index_keys is not None else [])
+    return [torch.tensor([], dtype=t.dtype, device=t.device).set_(t.untyped_storage()) for t in tables]
 
 
 def all_bytes(pool: PagedKVPool) -> list[torch.Tensor]:
-    tables = [pool.entries] + ([pool.index_keys] if pool.index_keys is not None else [])
-    return [torch.tensor([], dtype=t.dtype, device=t.device).set_(t.untyped_storage()).clone() for t in tables]
+    return [storage.clone() for storage in storages(pool)]
+
+
+def make_pools(device: torch.device, **options: str) -> list[PagedKVPool]:
+    """A CSA and an HCA layer full of random numbers."""
+    specs = build_schedule(DSV4Config.flash())
+    pools = [PagedKVPool(build_schema(DSV4Config.flash(), specs[i], **options), BLOCKS, device) for i in (2, 3)]
+    for pool in pools:
+        for storage in storages(pool):
+            storage.copy_(torch.randint(1, 100, storage.shape).to(storage.dtype))
+    return pools
 
 
 @pytest.mark.parametrize("options", [{}, {"row_format": "bf16", "key_format": "fp32"}], ids=["fp8", "bf16"])
@@ -33,9 +38,8 @@ def test_round_trip(device: torch.device, options: dict[str, str]) -> None:
     there, here = [7, 2, 3, 4, 0, 1, 8, 5, 6], [0, 4, 3, 1, 8, 7, 6, 5, 2]
     host.swap(there, here, to_host=True)
     for pool in pools:
-        for table in (pool.entries, pool.index_keys):
-            if table is not None:
-                torch.tensor([], dtype=table.dtype, device=device).set_(table.untyped_storage()).zero_()
+        for storage in storages(pool):
+            storage.zero_()
     host.swap(there, here, to_host=False)
     padding = 8  # of HCA's flat block, to a multiple of 16 B
     for pool, old in zip(pools, before):
