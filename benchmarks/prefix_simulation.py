@@ -105,7 +105,7 @@ class Simulation:
         self.hit_tokens += match.resume * BLOCK
         self.lost_tokens += (match.cached - match.resume) * BLOCK
         due = due_in_prefill(
-            match.resume * BLOCK, turn.prompt, last=True, interval=self.interval, branch=match.cached * BLOCK
+            match.resume * BLOCK, turn.prompt, prompt=turn.prompt, interval=self.interval, branch=match.cached * BLOCK
         )
         node = match.node
         pending = self._take(due)

@@ -74,7 +74,7 @@ class MiniServer:
         due = due_in_prefill(
             begin * BLOCK,
             end * BLOCK,
-            last=end == request.prompt,
+            prompt=request.prompt * BLOCK,
             interval=self.interval * BLOCK,
             branch=request.branch * BLOCK,
         )

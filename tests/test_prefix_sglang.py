@@ -33,6 +33,13 @@ def test_a_repeated_prompt_resumes_from_its_end() -> None:
     assert run(server, list(range(5)), tail=44) == 5 * BLOCK
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 5])
+def test_the_end_of_a_prompt_may_lie_in_the_chunk_before_the_last(chunk: int) -> None:
+    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=chunk)
+    run(server, list(range(10)), tail=44)
+    assert run(server, list(range(10)), tail=44) == 10 * BLOCK
+
+
 def test_a_prompt_on_the_grid_computes_its_last_block_again() -> None:
     server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
     run(server, list(range(5)), tail=0)

@@ -59,7 +59,7 @@ class CheckpointComponent(MambaComponent):
         due = due_in_prefill(
             begin,
             end,
-            last=end >= len(req.full_untruncated_fill_ids),
+            prompt=len(req.full_untruncated_fill_ids),
             interval=self.interval,
             branch=req.mamba_branching_seqlen or 0,
         )

@@ -15,18 +15,17 @@ class Due(NamedTuple):
     needed: bool
 
 
-def due_in_prefill(begin: int, end: int, *, last: bool, interval: int, branch: int) -> list[Due]:
+def due_in_prefill(begin: int, end: int, *, prompt: int, interval: int, branch: int) -> list[Due]:
     """What a prefill step over the tokens [begin, end) of a request takes, ascending.
 
-    `last`: the prompt ends with this step, so its end, aligned down, is due. `branch`: how far blocks of the path are
-    cached; another request went on from there, so it is due too (at `begin` or before: nothing is). Every multiple of
-    `interval` is due. A checkpoint needs the 128 tokens before it in the step.
+    Due are the end of the prompt of `prompt` tokens, aligned down: in whichever chunk that is; `branch`, how far
+    blocks of the path are cached, because another request went on from there (at `begin` or before: nothing); every
+    multiple of `interval`. A checkpoint needs the 128 tokens before it in the step.
     """
     least = -(-begin // BLOCK) * BLOCK + BLOCK
     lengths = {length: Due(length, False) for length in range(-(-least // interval) * interval, end + 1, interval)}
-    if last:
-        lengths[end // BLOCK * BLOCK] = Due(end // BLOCK * BLOCK, True)
-    lengths[branch // BLOCK * BLOCK] = Due(branch // BLOCK * BLOCK, True)
+    for length in (prompt // BLOCK * BLOCK, branch // BLOCK * BLOCK):
+        lengths[length] = Due(length, True)
     return sorted(due for due in lengths.values() if least <= due.length <= end)
 
 
