@@ -4,7 +4,7 @@ import pytest
 import torch
 from reader_cases import assert_attends, assert_selects, attend_case, index_case
 
-from dsv4_sglang.attention import triton_attend, triton_index
+from dsv4_sglang.attention import metadata, triton_attend, triton_index, triton_metadata
 from dsv4_sglang.ops import index_keys
 from dsv4_sglang.ops.reference import read
 
@@ -104,3 +104,42 @@ def test_select(width, top, chunk):
         best = torch.sort(scores[t, :n], descending=True, stable=True).indices[:top].sort().values
         expected = torch.cat([best, torch.full((top - len(best),), -1)])
         assert torch.equal(rows[t].long(), expected), (t, rows[t], expected)
+
+
+@pytest.mark.parametrize("tracks", [False, True])
+@pytest.mark.parametrize("columns", [2, 1024])
+def test_decode_metadata(columns, tracks, monkeypatch):
+    """Both launches against PyTorch, every output: requests that see little and much, padding, ids behind a length."""
+    monkeypatch.setattr(triton_metadata, "_COLUMNS", columns)
+    g = torch.Generator().manual_seed(columns)
+    requests = torch.tensor([3, 1, 4, 0, 2, 0])
+    seq_lens = torch.tensor([1, 128, 129, 1, 1000, 1])
+    req_to_token = torch.randint(0, 90, (5, 1030), generator=g, dtype=torch.int32) * 128
+    state_slot = torch.tensor([0, 7, 5, 6, 2], dtype=torch.int32)
+    mask, to = (torch.tensor([True, True, False, True, True, True]), torch.arange(20, 26)) if tracks else (None, None)
+
+    def make() -> metadata.DecodeBuffers:
+        buffers = metadata.DecodeBuffers(8, 9, "cpu")
+        for name, tensor in vars(buffers).items():
+            if name not in ("ring_rows", "query_start", "token_request"):
+                tensor.fill_(-9)
+        return buffers
+
+    expected, got = make(), make()
+    metadata.snapshot_decode(
+        expected,
+        req_pool_indices=requests,
+        seq_lens=seq_lens,
+        req_to_token=req_to_token,
+        state_slot_of_request=state_slot,
+    )
+    metadata._fill_decode(expected, seq_lens, mask, to, top_k=64)
+    triton_metadata.snapshot(requests, seq_lens, state_slot, req_to_token, got.owned, got.block_table, metadata.BLOCK)
+    triton_metadata.build(got, seq_lens, mask, to, 64, metadata.CSA_RATIO, metadata.HCA_RATIO)
+    for name, tensor in vars(expected).items():
+        if name != "block_table":
+            assert torch.equal(tensor, getattr(got, name)), name
+    for b, length in enumerate(seq_lens.tolist()):
+        blocks = -(-length // 128)
+        assert torch.equal(got.block_table[b, :blocks], expected.block_table[b, :blocks])
+        assert (got.block_table[b, blocks:] == -9).all()

@@ -129,6 +129,19 @@ def test_index_query_and_selection_compile():
     compile_for(triton_index._final_kernel, 80, {"CHUNK": 8192, "TOP": 512, "FEW": 4096, "WINNERS": 16384}, 32)
 
 
+@not_interpreted
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_decode_metadata_compiles(architecture):
+    from dsv4_sglang.attention import triton_metadata
+
+    types = {"requests_ptr": "*i64", "seq_lens_ptr": "*i64", "track_mask_ptr": "*i1", "track_slots_ptr": "*i64"}
+    tables = {"BLOCK": 128, "COLUMNS": triton_metadata._COLUMNS}
+    compile_for(triton_metadata._snapshot_kernel, architecture, tables, 4, **types)
+    for tracks in (False, True):
+        constants = {"TRACKS": tracks, "WINDOW": 128, "CSA_RATIO": 4, "HCA_RATIO": 128}
+        compile_for(triton_metadata._decode_kernel, architecture, constants, 1, **types)
+
+
 def test_splits_fill_the_gpu_and_no_more():
     from dsv4_sglang.attention.triton_attend import split_count
 

@@ -47,13 +47,13 @@ def check_blocks_and_entries(step: StepMetadata, token: int, request: int, t: in
     assert step.block_table.shape[1] % 64 == 0
 
 
-def snapshot(buffers: DecodeBuffers, tables: Tables, requests: torch.Tensor, max_length: int | None) -> None:
+def snapshot(buffers: DecodeBuffers, tables: Tables, requests: torch.Tensor, seq_lens: torch.Tensor) -> None:
     snapshot_decode(
         buffers,
         req_pool_indices=requests,
+        seq_lens=seq_lens,
         req_to_token=tables.req_to_token,
         state_slot_of_request=tables.state_slot,
-        max_length=max_length,
     )
 
 
@@ -64,7 +64,7 @@ def decode(tables: Tables, lengths: list[int], padding: int, buffers: DecodeBuff
     requests = torch.tensor([*range(1, n + 1), *[0] * padding], device=device)
     lens = torch.tensor(lengths + [0] * padding, device=device)
     out_loc = tables.req_to_token[requests, lens].long()
-    snapshot(buffers, tables, requests, max(lengths) + 1)
+    snapshot(buffers, tables, requests, lens + 1)
     return build_decode(
         buffers,
         seq_lens=lens + 1,
@@ -144,7 +144,7 @@ def test_decode_recorded_in_a_cuda_graph() -> None:
         lens.zero_()[:n] = torch.tensor(lengths, device=device)
         requests.zero_()[:n] = torch.arange(1, n + 1, device=device)
         out_loc.copy_(tables.req_to_token[requests, lens])
-        snapshot(buffers, tables, requests, None)
+        snapshot(buffers, tables, requests, lens + 1)
         saved = tables.state_slot.clone(), tables.req_to_token.clone()
         tables.state_slot.fill_(99)
         tables.req_to_token.fill_(99 * BLOCK)

@@ -100,22 +100,57 @@ def snapshot_decode(
     buffers: DecodeBuffers,
     *,
     req_pool_indices: Tensor,
+    seq_lens: Tensor,
     req_to_token: Tensor,
     state_slot_of_request: Tensor,
-    max_length: int | None,
 ) -> None:
     """Copy what a decode step needs of SGLang's tables of all requests: state slots and block ids.
 
     The scheduler changes these tables for the next step as soon as a CUDA graph has been launched, so a graph must not
-    read them: this runs before it. `max_length` bounds the requests' lengths after the step, where the host knows it.
+    read them: this runs before it. `seq_lens` [B] counts the new token; block ids behind it are left as they are.
     """
     n = req_pool_indices.shape[0]
+    if seq_lens.is_cuda:
+        from dsv4_sglang.attention import triton_metadata
+
+        triton_metadata.snapshot(
+            req_pool_indices,
+            seq_lens,
+            state_slot_of_request,
+            req_to_token,
+            buffers.owned,
+            buffers.block_table,
+            BLOCK,
+        )
+        return
     torch.index_select(state_slot_of_request, 0, req_pool_indices, out=buffers.owned[:n])
-    width = buffers.block_table.shape[1]
-    if max_length is not None:
-        width = min(width, -(-max_length // BLOCK))
+    width = min(buffers.block_table.shape[1], -(-int(seq_lens.max()) // BLOCK))
     blocks = _first_slots(req_to_token, width).index_select(0, req_pool_indices)
     buffers.block_table[:n, : blocks.shape[1]].copy_(blocks.div_(BLOCK, rounding_mode="floor"))
+
+
+def _fill_decode(
+    buffers: DecodeBuffers,
+    seq_lens: Tensor,
+    track_mask: Tensor | None,
+    track_slots: Tensor | None,
+    top_k: int,
+) -> None:
+    """The values of `build_decode`, by PyTorch."""
+    n = seq_lens.shape[0]
+    owned = buffers.owned[:n]
+    real = owned > 0
+    length = seq_lens.to(torch.int32).masked_fill(~real, 0)
+    buffers.slots[:n].copy_(owned.masked_fill(~real, -1))
+    buffers.prefix_lens[:n].copy_((length - 1).clamp_min(0))
+    buffers.window_lens[:n].copy_(length.clamp_max(WINDOW))
+    buffers.csa_lens[:n].copy_((length // CSA_RATIO).clamp_max(top_k))
+    buffers.hca_lens[:n].copy_(length // HCA_RATIO)
+    buffers.window_rows[:n].copy_(owned[:, None] * WINDOW + buffers.ring_rows)
+    if track_mask is not None and track_slots is not None:
+        due = track_mask & real
+        buffers.copy_src[:n].copy_(owned.masked_fill(~due, -1))
+        buffers.copy_dst[:n].copy_(track_slots.masked_fill(~due, -1))
 
 
 def build_decode(
@@ -135,23 +170,15 @@ def build_decode(
     `track_slots` [B] say which requests end a checkpoint interval with this token and where its state goes.
     """
     n = seq_lens.shape[0]
-    owned, slots = buffers.owned[:n], buffers.slots[:n]
-    real = owned > 0
-    length = seq_lens.to(torch.int32).masked_fill(~real, 0)
-    slots.copy_(owned.masked_fill(~real, -1))
-    buffers.prefix_lens[:n].copy_(length - real.to(torch.int32))
-    buffers.window_lens[:n].copy_(length.clamp_max(WINDOW))
-    buffers.csa_lens[:n].copy_((length // CSA_RATIO).clamp_max(top_k))
-    buffers.hca_lens[:n].copy_(length // HCA_RATIO)
-    buffers.window_rows[:n].copy_(owned[:, None] * WINDOW + buffers.ring_rows)
-    copy_src = copy_dst = None
-    if track_mask is not None and track_slots is not None:
-        due = track_mask & real
-        copy_src, copy_dst = buffers.copy_src[:n], buffers.copy_dst[:n]
-        copy_src.copy_(owned.masked_fill(~due, -1))
-        copy_dst.copy_(track_slots.masked_fill(~due, -1))
+    if seq_lens.is_cuda:
+        from dsv4_sglang.attention import triton_metadata
+
+        triton_metadata.build(buffers, seq_lens, track_mask, track_slots, top_k, CSA_RATIO, HCA_RATIO)
+    else:
+        _fill_decode(buffers, seq_lens, track_mask, track_slots, top_k)
+    tracks = track_mask is not None and track_slots is not None
     return StepMetadata(
-        slots=slots,
+        slots=buffers.slots[:n],
         prefix_lens=buffers.prefix_lens[:n],
         query_start=buffers.query_start[: n + 1],
         token_request=buffers.token_request[:n],
@@ -164,8 +191,8 @@ def build_decode(
         csa_lens=buffers.csa_lens[:n],
         hca_rows=buffers.block_table[:n],
         hca_lens=buffers.hca_lens[:n],
-        copy_src=copy_src,
-        copy_dst=copy_dst,
+        copy_src=buffers.copy_src[:n] if tracks else None,
+        copy_dst=buffers.copy_dst[:n] if tracks else None,
     )
 
 

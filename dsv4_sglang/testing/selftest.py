@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
-from dsv4_sglang.attention.metadata import DecodeBuffers, StepMetadata, build_decode, build_prefill
+from dsv4_sglang.attention.metadata import DecodeBuffers, StepMetadata, build_decode, build_prefill, snapshot_decode
 from dsv4_sglang.cache.row_format import KeyFormat, RowFormat, make_key_table, make_row_tables
 from dsv4_sglang.ops.rope import rope_table, rotate
 from dsv4_sglang.testing.formula import EPS, LayerInputs, frequencies, layer_output
@@ -131,7 +130,7 @@ def _steps(device: torch.device, topk: int) -> list[tuple[StepMetadata, slice]]:
     blocks = torch.tensor([2, 1])
     slots_of_request = torch.cat([b * 128 + torch.arange(128) for b in blocks]).to(device)
     req_to_token = slots_of_request.to(torch.int32)[None]
-    shared: dict[str, Any] = {"req_to_token": req_to_token, "state_slot_of_request": ints([SLOT]), "top_k": topk}
+    tables = {"req_to_token": req_to_token, "state_slot_of_request": ints([SLOT])}
     request = ints([0], torch.int64)
     prefill = build_prefill(
         req_pool_indices=request,
@@ -141,20 +140,22 @@ def _steps(device: torch.device, topk: int) -> list[tuple[StepMetadata, slice]]:
         out_loc=slots_of_request[:PREFILL],
         track_slots=None,
         track_lens=None,
+        top_k=topk,
         max_length=PREFILL,
-        **shared,
+        **tables,
     )
     steps = [(prefill, slice(0, PREFILL))]
     for t in range(PREFILL, TOKENS):
+        buffers, length = DecodeBuffers(1, 2, device), ints([t + 1])
+        snapshot_decode(buffers, req_pool_indices=request, seq_lens=length, **tables)
         decode = build_decode(
-            DecodeBuffers(1, 2, device),
-            req_pool_indices=request,
-            seq_lens=ints([t + 1]),
+            buffers,
+            seq_lens=length,
             positions=ints([t], torch.int64),
             out_loc=slots_of_request[t : t + 1],
             track_mask=None,
             track_slots=None,
-            **shared,
+            top_k=topk,
         )
         steps.append((decode, slice(t, t + 1)))
     return steps
