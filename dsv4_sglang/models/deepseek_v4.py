@@ -98,10 +98,10 @@ class IndexerWeights(nn.Module):
         )
         self.compressor = CompressorWeights(config, CSA_RATIO, self.dim, add_prefix("compressor", prefix))
 
-    def forward(self, weights: Tensor, q_lora: Tensor) -> IndexQuery:
-        """`weights` [T, heads] fp32 is x @ weights_proj."""
+    def forward(self, q_lora: Tensor) -> Tensor:
+        """Raw index queries `[T, heads, 128]` of the normalised query latent."""
         query, _ = self.wq_b(q_lora)
-        return IndexQuery(query.view(-1, self.heads, self.dim), weights)
+        return query.view(-1, self.heads, self.dim)
 
 
 class CachedAttention(in_tree.MqaAttentionBase):
@@ -140,8 +140,11 @@ class CachedAttention(in_tree.MqaAttentionBase):
     def fuse_projections_of_x(self) -> None:
         """Lay the fp32 projections of x side by side, so that one GEMM computes them; the parameters become its parts.
 
-        Called after weights were loaded; loading again writes through the parameters into the same memory.
+        Called each time that weights were loaded. Only the first moves them: loading again writes through the
+        parameters into the same memory, which CUDA graphs know.
         """
+        if self._widths:
+            return
         linears = [self.compressor.wkv_gate] if self.compressor else []
         if self.indexer:
             linears += [self.indexer.compressor.wkv_gate, self.indexer.weights_proj]
@@ -154,22 +157,23 @@ class CachedAttention(in_tree.MqaAttentionBase):
     def forward(self, x: Tensor, positions: Tensor, forward_batch: Any, x_quant: Any = None) -> Tensor:
         """`x [T, hidden]` after the input norm, to `[T, hidden]`.
 
-        In a CUDA graph of a small batch three streams run: the query's projection beside the compressors' and all that
-        writes the cache and selects from it; the backend waits for the query only where it reads it.
+        In a CUDA graph of a small batch three streams run: one projects the query, one the compressors' inputs and then
+        the index query, while the current one writes the cache and, when the index query is there, selects from it.
+        The backend waits for each where it first reads it.
         """
         if x.shape[0] == 0:
             return x
-        overlap = x.is_cuda and get_is_capture_mode() and x.shape[0] <= self.overlap_limit
-        query_stream, side_stream = self.streams if overlap else (None, None)
+        query_stream, side_stream = self.streams if self._overlaps(x) else (None, None)
         with branch(side_stream if self.compressor else None) as side:
             projected = self._project_x(x)
         q_lora, kv = self._latents(x)
         with branch(query_stream) as query:
             q = self._query(q_lora, positions)
-        index_query = None
         side.join()
+        index_query = None
         if self.indexer:
-            index_query = self.indexer(projected[2], q_lora)
+            with branch(side_stream) as side:
+                index_query = IndexQuery(self.indexer(q_lora), projected[2], side.join)
         inputs = LayerInputs(
             ratio=self.compress_ratio,
             eps=self.eps,
@@ -182,6 +186,9 @@ class CachedAttention(in_tree.MqaAttentionBase):
             index_query=index_query,
         )
         return self._project_out(self.attn_mqa(q, kv, kv, forward_batch, inputs=inputs))
+
+    def _overlaps(self, x: Tensor) -> bool:
+        return x.is_cuda and get_is_capture_mode() and x.shape[0] <= self.overlap_limit
 
     def _project_x(self, x: Tensor) -> list[Tensor]:
         """fp32 projections of x that exist: main compressor, indexer compressor, index head weights."""

@@ -40,10 +40,12 @@ class IndexQuery(NamedTuple):
     """The indexer's side of a CSA layer: raw queries `[T, Hi, 128]`, head weights `[T, Hi]` fp32.
 
     The weights come without the scale factors 128^-0.5 and Hi^-0.5, which do not change what is selected (SPEC 4.1).
+    `wait` must be called before either is read: another stream may still compute the query.
     """
 
     query: Tensor
     weights: Tensor
+    wait: Callable[[], None]
 
 
 class LayerInputs(NamedTuple):
@@ -278,6 +280,7 @@ class HybridCacheBackend(AttentionBackend):
     def _select(self, layer: int, inputs: LayerInputs, step: StepMetadata, part: slice) -> Tensor:
         """Table rows `[T, top_k]` of the entries that the tokens of `part` read."""
         assert inputs.index_query is not None
+        inputs.index_query.wait()
         tokens = step.positions[part].shape[0]
         rows = self._buffer("rows", tokens, self.top_k, torch.int32)
         scores = self._buffer("scores", tokens, self._score_width(step.block_table), torch.float32)

@@ -1,0 +1,173 @@
+"""One layer's attention with streams that only keep count, on a CPU; `test_overlap.py` runs this file.
+
+Every piece of work notes what its stream has seen: a vector clock. A piece comes after another exactly where its stream
+waited for it, directly or through others, whatever the order in which Python launched them.
+"""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from dsv4_sglang.models import deepseek_v4
+from dsv4_sglang.models.deepseek_v4 import CachedAttention, CompressorWeights, IndexerWeights
+from dsv4_sglang.sglang.backend import HybridCacheBackend
+
+CONFIG = SimpleNamespace(
+    hidden_size=8, rms_norm_eps=1e-6, index_n_heads=4, index_head_dim=128, q_lora_rank=16, head_dim=512
+)
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.seen: dict[Stream, int] = {}
+
+    def wait_stream(self, other: "Stream") -> None:
+        for stream, count in other.seen.items():
+            self.seen[stream] = max(self.seen.get(stream, 0), count)
+
+
+class Device:
+    """Streams and the work done on them, in place of `torch.cuda`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = Stream()
+        self.work: dict[str, tuple[Stream, int, dict[Stream, int]]] = {}
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.switch)
+
+    @contextmanager
+    def switch(self, stream: Stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def do(self, name: str) -> None:
+        stream = self.current
+        stream.seen[stream] = stream.seen.get(stream, 0) + 1
+        self.work[name] = stream, stream.seen[stream], dict(stream.seen)
+
+    def ordered(self, first: str, then: str) -> bool:
+        stream, count, _ = self.work[first]
+        return self.work[then][2].get(stream, 0) >= count
+
+    def doing(self, name: str, result=None):
+        def work(*args, **kwargs):
+            self.do(name)
+            return result(*args) if callable(result) else result
+
+        return work
+
+
+def make_layer(ratio: int, streams: list[Stream], device: Device, name: str) -> CachedAttention:
+    layer = CachedAttention.__new__(CachedAttention)
+    nn.Module.__init__(layer)
+    layer.compress_ratio, layer.eps, layer.rope, layer.streams = ratio, 1e-6, torch.zeros(4, 64), tuple(streams)
+    layer.kv_norm, layer.attn_sink = nn.LayerNorm(512), torch.zeros(1)
+    layer._widths, layer._weight_of_x = [], torch.zeros(0)
+    layer.compressor = CompressorWeights(CONFIG, ratio, 512, "compressor") if ratio else None
+    layer.indexer = IndexerWeights(CONFIG, None, "indexer") if ratio == 4 else None
+    layer._overlaps = lambda x: True
+    layer._latents = device.doing(f"{name} latents", (torch.zeros(1, 16), torch.zeros(1, 512)))
+    layer._query = device.doing(f"{name} query", torch.zeros(1, 1, 512))
+    layer._project_out = device.doing(f"{name} out", torch.zeros(1, 8))
+    if ratio:
+        project = layer._project_x
+        layer._project_x = device.doing(f"{name} project", project)
+    if layer.indexer:
+        layer.indexer.wq_b.forward = device.doing(f"{name} index query", (torch.zeros(1, 512), None))
+    return layer
+
+
+def make_backend(device: Device, monkeypatch: pytest.MonkeyPatch) -> tuple[HybridCacheBackend, SimpleNamespace]:
+    """The real backend's decode over fake ops, which note themselves under the name of the layer at work."""
+    backend = HybridCacheBackend.__new__(HybridCacheBackend)
+    backend.state = SimpleNamespace(ring=lambda layer: None, tail=lambda layer: None)
+    backend.blocks = SimpleNamespace(entries=lambda layer: None, keys=lambda layer: None)
+    backend.last_layer, backend.top_k, backend.index_format, backend.device = -1, 8, 0, "cpu"
+    backend._flashmla, backend._scratch = None, {}
+    i = torch.zeros(1, dtype=torch.int32)
+    backend.metadata = SimpleNamespace(
+        **dict.fromkeys(("slots", "prefix_lens", "query_start", "token_request", "out_loc", "csa_lens", "hca_lens"), i),
+        positions=i,
+        block_table=i[None],
+        window_rows=i[None],
+        window_lens=i,
+        hca_rows=i[None],
+        track_slots=None,
+        copy_src=None,
+    )
+    at = SimpleNamespace(layer="")
+    for op, result in (("append", None), ("index_topk", None), ("attend", torch.zeros(1, 1, 512))):
+        monkeypatch.setattr(
+            torch.ops.dsv4_sglang, op, lambda *args, op=op, result=result: device.do(f"{at.layer} {op}") or result
+        )
+    return backend, at
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_order_of_a_layer(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    streams = [Stream(), Stream()]
+    backend, at = make_backend(device, monkeypatch)
+    for name in "AB":
+        layer = make_layer(ratio, streams, device, name)
+        at.layer = name
+        layer.attn_mqa = lambda q, k, v, batch, inputs: backend.forward_decode(
+            q, k, v, SimpleNamespace(layer_id=0, scaling=1.0), batch, inputs=inputs
+        )
+        device.do(f"{name} x")
+        assert layer(torch.zeros(1, 8), torch.zeros(1), None).shape == (1, 8)
+    work = {name[2:] for name in device.work}
+    assert work == {"x", "latents", "query", "append", "attend", "out"} | ({"project"} if ratio else set()) | (
+        {"index query", "index_topk"} if ratio == 4 else set()
+    )
+
+    needs = {
+        "project": ["x"],
+        "latents": ["x"],
+        "query": ["latents"],
+        "index query": ["latents"],
+        "append": ["latents", "project"],
+        "index_topk": ["append", "index query", "project"],
+        "attend": ["append", "index_topk", "query"],
+        "out": ["attend"],
+    }
+    for name in "AB":
+        for then, firsts in needs.items():
+            for first in firsts:
+                if then in work and first in work:
+                    assert device.ordered(f"{name} {first}", f"{name} {then}"), (first, then)
+    # Memory that the next layer takes again is free by then.
+    for then in work - {"x"}:
+        assert device.ordered("A out", f"B {then}"), then
+
+    beside = [("query", "append"), ("query", "project"), ("query", "index_topk"), ("latents", "project")]
+    for pair in [*beside, ("index query", "append"), ("index query", "query")]:
+        if set(pair) <= work:
+            one, other = (f"A {name}" for name in pair)
+            assert not device.ordered(one, other) and not device.ordered(other, one), pair
+
+
+def test_projections_of_x_are_one_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameters lie in the fused weight, stay there when weights are loaded again, and give the same products."""
+    torch.manual_seed(0)
+    layer = make_layer(4, [None, None], Device(monkeypatch), "A")
+    linears = [layer.compressor.wkv_gate, layer.indexer.compressor.wkv_gate, layer.indexer.weights_proj]
+    names = {name for name, _ in layer.named_parameters()}
+    x = torch.randn(5, 8)
+    for _ in range(2):
+        for linear in linears:
+            linear.weight.weight_loader(linear.weight, torch.randn(linear.weight.shape))
+        layer.fuse_projections_of_x()
+        fused = layer._weight_of_x
+        assert {name for name, _ in layer.named_parameters()} == names
+        for projected, linear in zip(layer._project_x(x), linears):
+            assert linear.weight.untyped_storage().data_ptr() == fused.untyped_storage().data_ptr()
+            expected = deepseek_v4.linear_fp32(x, linear.weight)
+            assert projected.dtype == torch.float32 and torch.allclose(projected, expected, atol=1e-5)
+    address = fused.data_ptr()
+    layer.fuse_projections_of_x()
+    assert layer._weight_of_x.data_ptr() == address
