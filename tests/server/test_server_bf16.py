@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_harness import Generated, Server, assert_same, distances, prompt, running
+from server_harness import Generated, Server, assert_same, prompt, running
 
 from dsv4_sglang.testing.oracle import Oracle
 
@@ -51,14 +51,12 @@ def alone(server: Server) -> dict[int, Generated]:
 
 
 def test_oracle(oracle: Oracle, alone: dict[int, Generated]) -> None:
-    d = torch.cat([distances(oracle, prompt(n), alone[n]) for n in LENGTHS])
+    """Teacher-forced distances; and greedy, except at near ties."""
+    scores = {n: oracle.score(prompt(n), alone[n].tokens) for n in LENGTHS}
+    d = torch.cat([(torch.tensor(alone[n].logprobs) - scores[n].logprobs).abs() for n in LENGTHS])
     assert d.max() <= 0.05
     assert d.mean() <= 0.01
-
-
-def test_greedy_except_at_near_ties(oracle: Oracle, alone: dict[int, Generated]) -> None:
-    for n in LENGTHS:
-        assert oracle.score(prompt(n), alone[n].tokens).margin.max() <= 0.05
+    assert max(score.margin.max() for score in scores.values()) <= 0.05
 
 
 def test_batch_of_16(server: Server, alone: dict[int, Generated]) -> None:
@@ -77,30 +75,30 @@ def test_warm_is_cold(server: Server, alone: dict[int, Generated]) -> None:
 
 
 def test_next_turn_resumes_from_a_checkpoint_of_decode(server: Server) -> None:
-    first = prompt(300)
-    answer = server.generate(first, 230)
+    first = prompt(200)
+    answer = server.generate(first, 70)
     turn = [*first, *answer.tokens, *prompt(30, seed=3)]
     warm = server.generate(turn, 8)
     server.flush()
     cold = server.generate(turn, 8)
-    assert (warm.cached, cold.cached) == (512, 0)
+    assert (warm.cached, cold.cached) == (256, 0)
     assert_same(warm, cold, SAME)
 
 
 def test_branch_in_the_middle_of_a_block(server: Server) -> None:
-    trunk = prompt(700)
-    branch = [*trunk[:333], *prompt(90, seed=4)]
+    trunk = prompt(400)
+    branch = [*trunk[:300], *prompt(90, seed=4)]
     server.flush()
     cold = server.generate(branch, 8)
     server.flush()
     server.generate(trunk, 1)
-    assert_same(server.generate(branch, 8), cold, SAME)
-    assert_same(server.generate(branch, 8), cold, SAME)
+    for _ in range(2):  # the first time leaves a checkpoint at the branch, which the second resumes from
+        assert_same(server.generate(branch, 8), cold, SAME)
 
 
 def test_slots_used_by_200_others(server: Server, alone: dict[int, Generated]) -> None:
     for seed in range(10):
-        server.generate_all([prompt(1 + (7 * i + seed) % 23, seed=100 + seed) for i in range(20)], 2)
+        server.generate_all([prompt(1 + (7 * i + seed) % 23, seed=100 + seed) for i in range(20)], 1)
     server.flush()
     for n in (1, 3, 129, 300):
         assert_same(server.generate(prompt(n), 8), alone[n], SAME)
