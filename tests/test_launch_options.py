@@ -103,6 +103,22 @@ def test_each_refusal_is_one_line(name: str) -> None:
     assert len(str(error.value).splitlines()) == 2
 
 
+def test_a_quantised_checkpoint_on_a_cpu_is_refused() -> None:
+    refuse_unsupported(plain_arguments(), quantised=True)
+    with pytest.raises(ValueError, match="--device cpu is not supported with a quantised checkpoint"):
+        refuse_unsupported(plain_arguments(device="cpu"), quantised=True)
+
+
+def test_flags_of_pools_that_are_not_there() -> None:
+    class Arguments(SimpleNamespace):
+        swa_full_tokens_ratio = 0.8
+
+    plain = vars(plain_arguments())
+    refuse_unsupported(Arguments(**plain))
+    with pytest.raises(ValueError, match="--swa-full-tokens-ratio is not supported"):
+        refuse_unsupported(Arguments(**plain, swa_full_tokens_ratio=0.5))
+
+
 def test_all_refusals_at_once() -> None:
     with pytest.raises(ValueError) as error:
         refuse_unsupported(plain_arguments(**REFUSED))

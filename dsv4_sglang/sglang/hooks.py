@@ -35,7 +35,7 @@ class Hook(NamedTuple):
 
 
 def _declarations(original: Callable[..., Any], architecture: str, server_args: Any, hf_config: Any) -> Any:
-    refuse_unsupported(server_args)
+    refuse_unsupported(server_args, quantised=getattr(hf_config, "quantization_config", None) is not None)
     server_args.mamba_track_interval = current().options.checkpoint_interval
     ours = {"page_size": BLOCK, "attention_backend": BACKEND}
     # SGLang splits its memory between window pages and the rest; this cache has no window pages.

@@ -25,6 +25,11 @@ def _above_one(name: str) -> Callable[[Any], bool]:
     return lambda args: (getattr(args, name, 1) or 1) > 1
 
 
+def _changed(name: str) -> Callable[[Any], bool]:
+    """Whether a flag has another value than its default."""
+    return lambda args: getattr(args, name, None) != getattr(type(args), name, None)
+
+
 # On a CPU SGLang fills in the last two before it looks at the model.
 _DEFAULT_BACKENDS = (None, "dsv4_sglang", "intel_amx", "torch_native")
 
@@ -80,6 +85,30 @@ REFUSALS = (
         "checkpoints are taken into extra slots",
     ),
     Refusal(
+        "--max-mamba-cache-size",
+        _is_set("max_mamba_cache_size"),
+        'state slots follow from --max-running-requests and the option "max_checkpoints"',
+    ),
+    Refusal(
+        "--mamba-full-memory-ratio",
+        _changed("mamba_full_memory_ratio"),
+        'state slots follow from --max-running-requests and the option "max_checkpoints"',
+    ),
+    Refusal(
+        "--swa-full-tokens-ratio",
+        _changed("swa_full_tokens_ratio"),
+        "window rows are state of a request, of which there are as many as requests and checkpoints",
+    ),
+    Refusal(
+        "--cpu-offload-gb", _is_set("cpu_offload_gb"), "projections of a layer lie side by side and cannot move apart"
+    ),
+    Refusal("--dllm-algorithm", _is_set("dllm_algorithm"), "it rewrites tokens that the tails have already taken up"),
+    Refusal(
+        "--prefill-only-disable-kv-cache",
+        _is_set("prefill_only_disable_kv_cache"),
+        "every chunk reads the state that the one before it left",
+    ),
+    Refusal(
         f"--page-size other than {BLOCK}",
         lambda args: args.page_size not in (None, BLOCK),
         f"a block of this cache has {BLOCK} tokens",
@@ -120,8 +149,12 @@ REFUSALS = (
 )
 
 
-def refuse_unsupported(args: Any) -> None:
-    """Raise with every refused flag of `args`, one line each."""
+def refuse_unsupported(args: Any, quantised: bool = False) -> None:
+    """Raise with every refused flag of `args`, one line each; `quantised`: the checkpoint's weights are."""
     found = [f"{r.flag} is not supported: {r.reason}" for r in REFUSALS if r.applies(args)]
+    if quantised and args.device == "cpu":
+        found.append(
+            "--device cpu is not supported with a quantised checkpoint: SGLang has no such layers without a GPU"
+        )
     if found:
         raise ValueError("dsv4_sglang refuses to start.\n" + "\n".join(found))
