@@ -94,6 +94,9 @@ DSV4_HD uint32_t e2m1(float x) {
   return ((bits_of(x) >> 28) & 8) | magnitude;
 }
 
+/// The value of an e2m1 code.
+DSV4_HD float e2m1_value(uint32_t code) { return float_of((code & 8) << 28 | (code & 7) << 22) * 0x1p126f; }
+
 /// Biased exponent of an FP8 row's multiplier, from the largest magnitude of its 448 no-RoPE dims (SPEC 2.4).
 DSV4_HD uint32_t row_exponent(float amax) { return ceil_pow2_exponent(fmaxf(amax, 1e-4f) * (1.0f / 448.0f)); }
 

@@ -1,7 +1,16 @@
-// Registers the CUDA implementations under the schemas of dsv4_sglang/ops/schemas.py, which must have been imported.
+// Registers the CUDA implementations under the schemas of dsv4_sglang/ops/schemas.py, which must have been imported, and the steps of
+// index_topk, which exist for CUDA only.
 #include <torch/csrc/stable/library.h>
 
 #include "ops.h"
+
+STABLE_TORCH_LIBRARY_FRAGMENT(dsv4_sglang, m) {
+  m.def("index_query(Tensor q, Tensor positions, Tensor rope, int index_format, Tensor(a!) out) -> ()");
+  m.def(
+      "index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, int top, "
+      "Tensor(a!) scores) -> ()");
+  m.def("index_select(Tensor scores, Tensor block_table, Tensor token_request, Tensor positions, Tensor(a!) rows) -> ()");
+}
 
 STABLE_TORCH_LIBRARY_IMPL(dsv4_sglang, CUDA, m) {
   m.impl("append", TORCH_BOX(&dsv4::append));
@@ -9,4 +18,7 @@ STABLE_TORCH_LIBRARY_IMPL(dsv4_sglang, CUDA, m) {
   m.impl("copy_state", TORCH_BOX(&dsv4::copy_state));
   m.impl("update_rows", TORCH_BOX(&dsv4::update_rows));
   m.impl("swap_blocks", TORCH_BOX(&dsv4::swap_blocks));
+  m.impl("index_query", TORCH_BOX(&dsv4::index_query));
+  m.impl("index_score", TORCH_BOX(&dsv4::index_score));
+  m.impl("index_select", TORCH_BOX(&dsv4::index_select));
 }

@@ -1,4 +1,5 @@
-"""csrc/numeric.h on the host: its roundings and scales give torch's bytes, for every bf16 and at every tie."""
+"""csrc/numeric.h and csrc/index/layout.h on the host: roundings and scales give torch's bytes, for every bf16 and at
+every tie; decoded keys are exact, and scores keep their order."""
 
 import ctypes
 import subprocess
@@ -10,6 +11,7 @@ from dsv4_sglang.ops import extension, index_keys, rows
 
 WRAPPER = """
 #include "numeric.h"
+#include "index/layout.h"
 using namespace dsv4;
 #define EACH(name, expression) \\
   extern "C" void name(const float* x, float* y, long n) { for (long i = 0; i < n; ++i) y[i] = float(expression); }
@@ -21,8 +23,27 @@ EACH(host_e2m1, e2m1(x[i]))
 EACH(host_row_exponent, row_exponent(x[i]))
 EACH(host_mxfp4_exponent, mxfp4_exponent(x[i]))
 EACH(host_nvfp4_scale, nvfp4_scale(x[i]))
+EACH(host_e2m1_value, e2m1_value(uint32_t(x[i])))
+EACH(host_channel_at, channel_at(int(x[i])))
 EACH(host_pack_low, low_bf16(pack_bf16(x[i], -1.0f)))
 EACH(host_pack_high, high_bf16(pack_bf16(-1.0f, x[i])))
+// Eight codes and two scales a row -> eight products with the first scale, then with the second, as the codes lie.
+extern "C" void host_decode_keys(const uint8_t* rows, float* y, long n) {
+  for (long i = 0; i < n; ++i, rows += 6, y += 16) {
+    uint32_t word;
+    std::memcpy(&word, rows, 4);
+    const __half2 scales = decode_scales(rows[4] | rows[5] << 8);
+    const __half2 codes[] = {decode_codes<0>(word),
+                             decode_codes<1>(word), decode_codes<2>(word), decode_codes<3>(word)};
+    for (int j = 0; j < 8; ++j) {
+      const float code = j < 4 ? __low2float(codes[j]) : __high2float(codes[j - 4]);
+      y[j] = code * __low2float(scales) * kKeyGain, y[8 + j] = code * __high2float(scales) * kKeyGain;
+    }
+  }
+}
+extern "C" void host_order(const float* x, int64_t* y, long n) {
+  for (long i = 0; i < n; ++i) y[i] = int64_t(order_of(order_of(x[i]), uint32_t(i)) ^ uint64_t(1) << 63);  // signed
+}
 """
 
 
@@ -45,6 +66,7 @@ def host(tmp_path_factory):
         getattr(library, name)(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_long(x.numel()))
         return y
 
+    call.library = library
     return call
 
 
@@ -101,3 +123,35 @@ def test_scales_of_keys(host):
         if scale_format == index_keys.MXFP4:
             got = host("host_e4m3", rows.exp2_of_biased(got.int()))
         assert torch.equal(got, scales[:, 0].float())
+
+
+def test_values_of_codes(host):
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    assert torch.equal(host("host_e2m1_value", torch.arange(16)), torch.cat([values, -values]))
+
+
+def test_keys_are_decoded_exactly(host):
+    """Every scale with every code at every place of a word."""
+    places = (torch.arange(16)[:, None] + torch.arange(8)) % 16
+    packed = (places[:, 0::2] | places[:, 1::2] << 4).to(torch.uint8)
+    scales = torch.stack([torch.arange(127), torch.arange(126, -1, -1)], 1).to(torch.uint8)
+    rows_of_bytes = torch.cat([packed.repeat(127, 1), scales.repeat_interleave(16, 0)], 1).contiguous()
+    got = torch.empty(len(rows_of_bytes), 16)
+    pointers = ctypes.c_void_p(rows_of_bytes.data_ptr()), ctypes.c_void_p(got.data_ptr())
+    host.library.host_decode_keys(*pointers, ctypes.c_long(len(got)))
+    codes, factor = host("host_e2m1_value", places).repeat(127, 1), host("host_e4m3_value", scales)
+    factor = factor.repeat_interleave(16, 0)
+    assert torch.equal(got, torch.cat([codes * factor[:, :1], codes * factor[:, 1:]], 1))
+
+
+def test_channels_of_a_query(host):
+    assert host("host_channel_at", torch.arange(16)).tolist() == [*(c := [0, 4, 1, 5, 2, 6, 3, 7]), *(8 + i for i in c)]
+
+
+def test_order_of_scores(host):
+    """Ascending orders list scores ascending, and of equal ones the later entries first."""
+    x = torch.cat([all_bf16(), random_floats(), torch.tensor([0.0, -0.0, 0.0, 1.0, -0.0, 1.0])])
+    order = torch.empty(len(x), dtype=torch.int64)
+    host.library.host_order(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(order.data_ptr()), ctypes.c_long(len(x)))
+    expected = torch.sort(x, descending=True, stable=True).indices
+    assert torch.equal(torch.sort(order, descending=True).indices, expected)

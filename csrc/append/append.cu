@@ -15,8 +15,8 @@
 // Bytes a token, bf16 kv and FP8 rows. Read: kv 1024, CSA 10,240 / HCA 4,096 fp32 of scores, each once. Written: row 584 (prefill twice
 // for the last 128), CSA 146 + 18, HCA 5 of entries and keys. Decode besides: tail rows, CSA 10 kB written and, every fourth step, 36 kB
 // read; HCA online 6 kB read and written.
-//
-// With programmatic dependent launch the grid starts early and touches no memory before `griddepcontrol.wait`.
+#include "../index_vector.cuh"
+#include "../launch.cuh"
 #include "append.h"
 #include "pool.cuh"
 
@@ -52,21 +52,7 @@ __device__ __forceinline__ void barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // ---- finishing: normalise, rotate, round, store -----------------------------------------------------------------------
-
-/// (even, odd) turned by (cos, sin), each product rounded as the reference rounds it.
-__device__ __forceinline__ void turn(float& even, float& odd, float cos, float sin) {
-  const float e = __fsub_rn(__fmul_rn(even, cos), __fmul_rn(odd, sin));
-  odd = __fadd_rn(__fmul_rn(odd, cos), __fmul_rn(even, sin));
-  even = e;
-}
 
 /// What one lane needs to finish a row: norm weights and, in the lanes of the rotated channels, cos and sin. Loaded apart from
 /// its use, so that the loads travel while the row is still being pooled.
@@ -132,25 +118,9 @@ struct KeyFinish {
       const float4 v = load4(static_cast<const float*>(p.index_norm) + 4 * lane);
       weight[0] = v.x, weight[1] = v.y, weight[2] = v.z, weight[3] = v.w;
     }
-    if (lane >= 16) angle = load4(p.rope + position * kRopeDim + 4 * (lane - 16));
+    if (lane >= kFirstRotatedIndexLane) angle = load4(p.rope + position * kRopeDim + 4 * (lane - kFirstRotatedIndexLane));
   }
 };
-
-/// Orthonormal Hadamard transform of 128 channels, four neighbouring ones a lane (Sylvester order).
-__device__ __forceinline__ void hadamard(float (&x)[4], int lane) {
-  float a = x[0] + x[1], b = x[0] - x[1], c = x[2] + x[3], d = x[2] - x[3];
-  x[0] = a + c, x[1] = b + d, x[2] = a - c, x[3] = b - d;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float other = __shfl_xor_sync(kAllLanes, x[i], step);
-      x[i] = lane & step ? other - x[i] : x[i] + other;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) x[i] *= 0.08838834764831845f;  // 128^-0.5
-}
 
 /// One warp: the pooled index key, channels 4 lane .. 4 lane + 3 in `pooled`, becomes row `row` of the key table (SPEC 2.5).
 __device__ __forceinline__ void finish_key(const AppendParams& p, float4 pooled, const KeyFinish& finish, int64_t row, int lane) {
@@ -167,7 +137,7 @@ __device__ __forceinline__ void finish_key(const AppendParams& p, float4 pooled,
     x[i] = x[i] * scale * finish.weight[i];
     if (p.kv_bf16) x[i] = round_bf16(x[i]);
   }
-  if (lane >= 16) {
+  if (lane >= kFirstRotatedIndexLane) {
     turn(x[0], x[1], finish.angle.x, finish.angle.y);
     turn(x[2], x[3], finish.angle.z, finish.angle.w);
 #pragma unroll
@@ -184,27 +154,10 @@ __device__ __forceinline__ void finish_key(const AppendParams& p, float4 pooled,
     store4(reinterpret_cast<float*>(base) + key * kIndexDim + 4 * lane, make_float4(x[0], x[1], x[2], x[3]));
     return;
   }
-  float amax = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    x[i] = round_bf16(x[i]);
-    amax = fmaxf(amax, fabsf(x[i]));
-  }
-  amax = group_max<4>(amax);  // blocks of 16
-  uint32_t scale_code;
-  float step;
-  if (keys.format == kMxfp4) {
-    step = exp2_of_biased(mxfp4_exponent(group_max<8>(amax)));  // blocks of 32
-    scale_code = e4m3(step);
-  } else {
-    scale_code = nvfp4_scale(amax);
-    step = e4m3_value(scale_code);
-  }
-  uint32_t codes = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) codes |= e2m1(x[i] / step) << (4 * i);
+  const Fp4 fp4 = quantise(x, keys.format);
+  const uint32_t codes = fp4.code[0] | fp4.code[1] << 4 | fp4.code[2] << 8 | fp4.code[3] << 12;
   reinterpret_cast<uint16_t*>(base + key * kKeyBytes)[lane] = uint16_t(codes);
-  if (lane % 4 == 0) base[keys.keys_per_block * kKeyBytes + key * kScaleBytes + lane / 4] = uint8_t(scale_code);
+  if (lane % 4 == 0) base[keys.keys_per_block * kKeyBytes + key * kScaleBytes + lane / 4] = uint8_t(fp4.scale_code);
 }
 
 /// The 128 threads of a main compressor: thread i has channels 4 i .. 4 i + 3 of a pooled entry, the first 32 have `finish`.
@@ -671,16 +624,8 @@ __global__ void __launch_bounds__(Shape<kind, prefill>::threads, Shape<kind, pre
 template <LayerKind kind, bool prefill>
 cudaError_t launch(const AppendParams& p, bool overlap, cudaStream_t stream) {
   const PrefillGrid<kind> grid(p.tokens, p.requests);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(prefill ? grid.boundary + grid.inner + grid.rows : p.requests);
-  config.blockDim = dim3(Shape<kind, prefill>::threads);
-  config.stream = stream;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = overlap ? 1 : 0;
-  return cudaLaunchKernelEx(&config, append_kernel<kind, prefill>, p);
+  const unsigned blocks = prefill ? grid.boundary + grid.inner + grid.rows : p.requests;
+  return dsv4::launch(append_kernel<kind, prefill>, {dim3(blocks), Shape<kind, prefill>::threads, 0, 1, overlap}, stream, p);
 }
 
 }  // namespace

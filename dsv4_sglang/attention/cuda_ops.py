@@ -7,7 +7,8 @@ are Triton and FlashMLA.
 import torch
 from torch import Tensor
 
-from dsv4_sglang.attention import flashmla, triton_attend, triton_index
+from dsv4_sglang.attention import flashmla, triton_attend
+from dsv4_sglang.attention import triton_index as index
 from dsv4_sglang.ops import extension
 from dsv4_sglang.ops.schemas import NAMESPACE
 
@@ -32,4 +33,4 @@ def attend(
 
 extension.load()
 torch.library.impl(f"{NAMESPACE}::attend", "CUDA", attend)
-torch.library.impl(f"{NAMESPACE}::index_topk", "CUDA", triton_index.index_topk)
+torch.library.impl(f"{NAMESPACE}::index_topk", "CUDA", index.index_topk)

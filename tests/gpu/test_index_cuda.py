@@ -4,7 +4,7 @@ import pytest
 import torch
 from reader_cases import IndexCase, assert_selects, index_case
 
-from dsv4_sglang.attention import triton_index
+from dsv4_sglang.attention import cuda_index, triton_index
 from dsv4_sglang.ops import index_keys
 from dsv4_sglang.ops.reference import read
 
@@ -16,21 +16,37 @@ def _registered_ops():
     from dsv4_sglang.attention import cuda_ops  # noqa: F401  builds the extension, which needs a GPU
 
 
+@pytest.fixture(params=[cuda_index, triton_index], ids=["cuda", "triton"], autouse=True)
+def kernels(request):
+    """The module whose steps and op the test takes; by a global, which helpers read."""
+    global module
+    module = request.param
+    return module
+
+
 def decode(*visible: int) -> list[tuple[int, int]]:
     """One token a request that sees so many entries."""
     return [(4 * n + 1, 4 * n + 2) for n in visible]
 
 
+def prepared_query(q: torch.Tensor, case: IndexCase, index_format: int) -> torch.Tensor:
+    """The queries as the GPU prepares them, in the order of their channels, fp32 on the CPU."""
+    quantised = case.index_keys.dtype == torch.uint8
+    prepared = module.prepare_query(q.cuda(), case.positions.cuda(), case.rope.cuda(), quantised, index_format)
+    if module is cuda_index and quantised:
+        prepared = prepared.unflatten(-1, (-1, 4, 2)).transpose(-1, -2).flatten(-3)
+    elif module is triton_index:
+        prepared = prepared.transpose(-1, -2).flatten(-2)
+    return prepared.float().cpu()
+
+
 def device_query(case: IndexCase) -> torch.Tensor:
-    """The queries as the GPU prepares them, in the order of their dims, on the CPU."""
-    inputs = case.q.cuda(), case.positions.cuda(), case.rope.cuda()
-    prepared = triton_index.prepare_query(*inputs, case.index_keys.dtype == torch.uint8, case.index_format)
-    return prepared.transpose(-1, -2).flatten(-2).float().cpu()
+    return prepared_query(case.q, case, case.index_format)
 
 
 def check(case: IndexCase, exact: bool, **options) -> None:
     args = case.args("cuda", **options)
-    torch.ops.dsv4_sglang.index_topk(*args)
+    module.index_topk(*args)
     assert_selects(args[-1], case, exact, device_query(case))
 
 
@@ -85,7 +101,7 @@ def test_nothing_to_score():
     case = index_case(lens=[*decode(0, 7, 512), (20, 60)], heads=64, top=512)
     args = list(case.args("cuda"))
     args[-2] = torch.empty(0, device="cuda")
-    torch.ops.dsv4_sglang.index_topk(*args)
+    module.index_topk(*args)
     assert_selects(args[-1], case, True)
 
 
@@ -96,11 +112,8 @@ def test_query(index_format):
     q = (torch.randn(50, 64, 128, generator=g) * 10 ** torch.empty(50, 64, 1).uniform_(-5, 3, generator=g)).bfloat16()
     q[3] = 0
     case = index_case(lens=[(0, 50)], heads=64, top=16)
-    got = (
-        triton_index.prepare_query(q.cuda(), case.positions.cuda(), case.rope.cuda(), True, index_format).cpu().float()
-    )
+    got = prepared_query(q, case, index_format)
     expected = read.index_query(q, case.positions, case.rope, True, index_format)
-    expected = torch.stack([expected[..., 0::2], expected[..., 1::2]], 2)
     differs = got != expected
     assert differs.float().mean() < 2e-3, f"{int(differs.sum())} of {differs.numel()} differ"
     assert ((got - expected).abs() <= 0.5 * expected.abs() + 0.5 * expected.abs().amax(-1, keepdim=True) / 6).all()
@@ -111,7 +124,7 @@ def test_query(index_format):
 def test_scores(lens, index_format):
     case = index_case(lens=lens, heads=64, top=8, index_format=index_format, weights="random")
     args = case.args("cuda")
-    torch.ops.dsv4_sglang.index_topk(*args)
+    module.index_topk(*args)
     got, query = args[-2].cpu().double(), device_query(case)
     for t in range(len(case.positions)):
         n = int(case.visible[t])
@@ -127,7 +140,18 @@ def test_scores(lens, index_format):
 
 
 @pytest.mark.parametrize(
-    "width, top", [(70000, 1024), (16384, 512), (16385, 512), (3000, 512), (300000, 1024), (40, 8)]
+    "width, top",
+    [
+        (70000, 1024),
+        (262144, 512),
+        (20001, 2048),
+        (4097, 1),
+        (16384, 512),
+        (16385, 512),
+        (3000, 512),
+        (300000, 1024),
+        (40, 8),
+    ],
 )
 def test_select(width, top):
     g = torch.Generator().manual_seed(width)
@@ -140,7 +164,7 @@ def test_select(width, top):
     visible = torch.tensor([width, width, width, width, width, width - 1, width // 2, top])
     table = torch.arange(-(-width // 32)).int().expand(8, -1).contiguous()
     rows = torch.full((8, top), -7, dtype=torch.int32, device="cuda")
-    triton_index.select(scores.cuda(), table.cuda(), torch.arange(8).int().cuda(), (visible * 4 + 2).cuda(), rows)
+    module.select(scores.cuda(), table.cuda(), torch.arange(8).int().cuda(), (visible * 4 + 2).cuda(), rows)
     rows = rows.cpu()
     for t, n in enumerate(visible.tolist()):
         expected = torch.sort(scores[t, :n], descending=True, stable=True).indices[:top].sort().values
@@ -173,7 +197,7 @@ def test_cuda_graph_with_other_lengths():
     table = table.cuda()
 
     def call() -> None:
-        torch.ops.dsv4_sglang.index_topk(*static.values(), table, index_keys.MXFP4, scores, rows)
+        module.index_topk(*static.values(), table, index_keys.MXFP4, scores, rows)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

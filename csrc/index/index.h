@@ -1,0 +1,62 @@
+// The arguments of the three kernels of index_topk, and their launches. Strides in elements unless a name says bytes.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../rows.h"
+
+namespace dsv4 {
+
+constexpr int kCsaRatio = 4;
+constexpr int kKeysPerBlock = 32;
+constexpr int kIndexHeads = 64;             // at most
+constexpr int64_t kIndexEntries = 1 << 20;  // of a token, at most: a bit each in shared memory
+
+struct QueryParams {
+  const void* q;  // [tokens, heads, 128] bf16 or fp32
+  int64_t token_stride, head_stride;
+  const int64_t* positions;
+  const float* rope;  // [positions, 64]
+  void* out;          // [tokens, heads, 128] fp16, places as in layout.h; fp32 in order where `format` is kKeyFp32
+  int tokens, heads, format;
+  bool q_bf16;
+};
+
+struct ScoreParams {
+  const void* query;  // as prepared
+  const float* weights;
+  int64_t weights_stride;
+  const uint8_t* keys;
+  int64_t block_bytes;
+  const int32_t* table;
+  int64_t table_stride;
+  const int32_t* request;
+  const int64_t* positions;
+  float* scores;
+  int64_t scores_stride;
+  int tokens, heads, top, width;
+};
+
+struct SelectParams {
+  const float* scores;
+  int64_t scores_stride;
+  const int32_t* table;
+  int64_t table_stride;
+  const int32_t* request;
+  const int64_t* positions;
+  int32_t* rows;
+  int64_t rows_stride;
+  int tokens, top, width;
+  int cluster;   // blocks a token
+  bool aligned;  // every row of scores starts at a multiple of 16 bytes
+};
+
+/// `sm_90`: the GPU has clusters and launches that overlap with the previous kernel.
+cudaError_t launch_query(const QueryParams& params, bool sm_90, cudaStream_t stream);
+cudaError_t launch_score(const ScoreParams& params, bool fp4, bool sm_90, int processors, cudaStream_t stream);
+/// Chooses `cluster`.
+cudaError_t launch_select(SelectParams params, bool sm_90, int processors, cudaStream_t stream);
+
+}  // namespace dsv4

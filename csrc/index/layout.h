@@ -1,0 +1,56 @@
+// How `score` holds index keys and queries in registers, and how `select` orders scores.
+//
+// The products of a key with 64 heads come from mma.m16n8k16: heads are rows of A, eight keys columns of B. Lane 4 g + c of a warp has
+// 16 bytes of key g, channels 32 c .. 32 c + 31: four words, each two steps of the sum over channels. Which channels a step takes is
+// free as long as keys and queries agree: half-word i of a word's lower half goes with half-word i + 4, since these lie 16 bits apart.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "../numeric.h"
+
+namespace dsv4 {
+
+/// Channel j of each 8 of a prepared query: what is at place p of the 8 is channel (p / 2) + 4 (p % 2).
+DSV4_HD int channel_at(int place) { return (place & ~7) + (place & 7) / 2 + 4 * (place & 1); }
+
+DSV4_HD uint32_t bits_of_half2(__half2 x) {
+  uint32_t u;
+  memcpy(&u, &x, sizeof u);
+  return u;
+}
+
+DSV4_HD __half2 half2_of_bits(uint32_t u) {
+  __half2 x;
+  memcpy(&x, &u, sizeof x);
+  return x;
+}
+
+/// Keys are kept times 2^-7, so that with every e4m3 scale all products are fp16 numbers (exact: 2 + 4 significant bits).
+constexpr float kKeyGain = 0x1p7f;
+
+/// Two e4m3 scales -> times 2^7 in fp16, one in each half of the pair. e4m3 bits in the place of fp16's are the number times 2^-8.
+DSV4_HD __half2 decode_scales(uint32_t two_bytes) {
+  const uint32_t spread = (two_bytes & 0xff) << 7 | (two_bytes & 0xff00) << 15;
+  return __hmul2(half2_of_bits(spread), half2_of_bits(0x78007800));  // 2^15
+}
+
+/// Number i and number i + 4 of a word of eight e2m1 codes, times 2^-14 (their bits in the place of fp16's).
+template <int i>
+DSV4_HD __half2 decode_codes(uint32_t word) {
+  const uint32_t sign = word << (12 - 4 * i);
+  const uint32_t magnitude = i < 3 ? word << (i < 3 ? 9 - 4 * i : 0) : word >> 3;
+  return half2_of_bits((sign & 0x80008000) | (magnitude & 0x0e000e00));
+}
+
+/// Integers in the order of the scores; -0 equals 0.
+DSV4_HD uint32_t order_of(float score) {
+  const uint32_t u = bits_of(score == 0.0f ? 0.0f : score);
+  return u ^ (u >> 31 ? 0xffffffffu : 0x80000000u);
+}
+
+/// The same with the entry: all different, and of equal scores the first entry is the largest.
+DSV4_HD uint64_t order_of(uint32_t order, uint32_t entry) { return uint64_t(order) << 32 | (0xffffffffu - entry); }
+DSV4_HD uint32_t entry_of(uint64_t order) { return 0xffffffffu - uint32_t(order); }
+
+}  // namespace dsv4

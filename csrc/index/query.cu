@@ -1,0 +1,64 @@
+// index_query: RoPE, Hadamard transform and FP4 rounding of the index queries of a step (SPEC 2.5, 4.1), a warp a head of a token.
+//
+// Bytes: 256 (bf16) read and 256 (fp16) written a head.
+#include "../index_vector.cuh"
+#include "../launch.cuh"
+#include "index.h"
+#include "layout.h"
+
+namespace dsv4 {
+namespace {
+
+constexpr int kWarps = 4;
+
+__global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constant__ QueryParams p) {
+  wait_for_previous_kernel();
+  const int lane = threadIdx.x % 32, item = blockIdx.x * kWarps + threadIdx.x / 32;
+  if (item >= p.tokens * p.heads) return;
+  const int token = item / p.heads, head = item - token * p.heads;
+  const int64_t at = token * p.token_stride + head * p.head_stride + 4 * lane;
+  const int64_t position = p.positions[token];
+  float x[4];
+  if (p.q_bf16) {
+    const uint2 u = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p.q) + at);
+    x[0] = low_bf16(u.x), x[1] = high_bf16(u.x), x[2] = low_bf16(u.y), x[3] = high_bf16(u.y);
+  } else {
+    const float4 v = *reinterpret_cast<const float4*>(static_cast<const float*>(p.q) + at);
+    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+  }
+  if (lane >= kFirstRotatedIndexLane) {
+    const float* angles = p.rope + position * kRopeDim + 4 * (lane - kFirstRotatedIndexLane);
+    const float4 angle = *reinterpret_cast<const float4*>(angles);
+    turn(x[0], x[1], angle.x, angle.y);
+    turn(x[2], x[3], angle.z, angle.w);
+    if (p.q_bf16) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = round_bf16(x[i]);
+    }
+  }
+  hadamard(x, lane);
+  if (p.format == kKeyFp32) {
+    reinterpret_cast<float4*>(p.out)[int64_t(item) * 32 + lane] = make_float4(x[0], x[1], x[2], x[3]);
+    return;
+  }
+  const Fp4 fp4 = quantise(x, p.format);
+  // Places 2 j and 2 j + 1 of eight channels are those of channels j and j + 4, which the neighbouring lane has.
+  const bool upper = lane % 2;
+  uint32_t pairs[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float low = e2m1_value(fp4.code[i]) * fp4.scale, high = e2m1_value(fp4.code[i + 2]) * fp4.scale;
+    const float other = __shfl_xor_sync(kAllLanes, upper ? low : high, 1);
+    pairs[i] = bits_of_half2(upper ? __floats2half2_rn(other, high) : __floats2half2_rn(low, other));
+  }
+  reinterpret_cast<uint2*>(p.out)[int64_t(item) * 32 + lane] = make_uint2(pairs[0], pairs[1]);
+}
+
+}  // namespace
+
+cudaError_t launch_query(const QueryParams& p, bool sm_90, cudaStream_t stream) {
+  const unsigned blocks = unsigned((int64_t(p.tokens) * p.heads + kWarps - 1) / kWarps);
+  return launch(query_kernel, {dim3(blocks), 32 * kWarps, 0, 1, sm_90}, stream, p);
+}
+
+}  // namespace dsv4

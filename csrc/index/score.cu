@@ -1,0 +1,238 @@
+// index_score: of each visible entry of each token that sees more than it selects, sum over heads of weight x ReLU(query . key), fp32
+// (SPEC 4.1).
+//
+// A warp works alone. It holds the query of one token, 64 heads x 128 channels of fp16, in 128 registers a lane as the A operands of
+// m16n8k16, walks over blocks of 32 keys, decodes them from their 2304 bytes straight into B operands while the next block is on its
+// way, and reduces weighted, rectified products over heads in registers. A score does not depend on what else is scored.
+//
+// Decode: the blocks of all tokens in one line, an equal stretch of it for each warp. Prefill: the warps of a block take eight tokens in a
+// row over the same keys, which they find in L1. Bytes: 72 a key, 4 a score; decode reads a query once a warp (L1 for most).
+#include "../launch.cuh"
+#include "index.h"
+#include "layout.h"
+#include "warp.cuh"
+
+namespace dsv4 {
+namespace {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kStretchTokens = 1024;  // at most, in the decode form
+constexpr int kTokensAThread = kStretchTokens / kThreads;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+/// Entries to score for token t: none where all visible ones are taken anyway (SPEC 4.2, 4.3).
+__device__ __forceinline__ int scored(const ScoreParams& p, int t) {
+  const int64_t visible = (p.positions[t] + 1) / kCsaRatio;
+  return visible > p.top ? int(min(visible, int64_t(p.width))) : 0;
+}
+
+__device__ __forceinline__ int blocks_of(int entries) { return (entries + kKeysPerBlock - 1) / kKeysPerBlock; }
+
+/// A lane's part of a block of 32 keys: of key 8 j + lane / 4, channels 32 (lane % 4) and up, and their two scales.
+struct PackedKeys {
+  uint4 codes[4];
+  uint16_t scales[4];
+
+  __device__ __forceinline__ void load(const uint8_t* block, int lane) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      codes[j] = *reinterpret_cast<const uint4*>(block + 512 * j + 16 * lane);
+      scales[j] = *reinterpret_cast<const uint16_t*>(block + kKeysPerBlock * kKeyBytes + 64 * j + 2 * lane);
+    }
+  }
+};
+
+/// A lane's part of a token's query: rows lane / 4 and lane / 4 + 8 of each 16 heads, and the weights of these heads.
+struct Query {
+  uint32_t a[4][8][4];
+  float weight[8];
+
+  __device__ __forceinline__ void load(const ScoreParams& p, int token, int lane) {
+#pragma unroll
+    for (int row = 0; row < 8; ++row) {
+      const int head = 8 * row + lane / 4;
+      const bool is_head = head < p.heads;
+      const int64_t at = (int64_t(token) * p.heads + head) * kIndexDim + 32 * (lane % 4);
+      const uint4* from = reinterpret_cast<const uint4*>(static_cast<const __half*>(p.query) + at);
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const uint4 v = is_head ? from[word] : make_uint4(0, 0, 0, 0);
+        a[row / 2][2 * word][row % 2] = v.x, a[row / 2][2 * word][2 + row % 2] = v.y;
+        a[row / 2][2 * word + 1][row % 2] = v.z, a[row / 2][2 * word + 1][2 + row % 2] = v.w;
+      }
+      // Half, since `twice_positive` doubles.
+      weight[row] = is_head ? p.weights[token * p.weights_stride + head] * (kKeyGain / 2) : 0;
+    }
+  }
+};
+
+/// 2 max(x, 0), exactly, where the adder is free and the comparator is not.
+__device__ __forceinline__ float twice_positive(float x) { return x + fabsf(x); }
+
+/// Scores of keys 8 j + 2 (lane % 4) + {0, 1}, summed over this lane's heads.
+__device__ __forceinline__ void score_eight(const Query& query, uint4 codes, uint32_t scales, float& first, float& second) {
+  float d[4][4] = {};
+  const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+  const __half2 both = decode_scales(scales);
+  const __half2 scale[2] = {__low2half2(both), __high2half2(both)};
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    const __half2 s = scale[word / 2];
+    const uint32_t b[4] = {bits_of_half2(__hmul2(decode_codes<0>(words[word]), s)), bits_of_half2(__hmul2(decode_codes<1>(words[word]), s)),
+                           bits_of_half2(__hmul2(decode_codes<2>(words[word]), s)), bits_of_half2(__hmul2(decode_codes<3>(words[word]), s))};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int m = 0; m < 4; ++m) multiply_add(d[m], query.a[m][2 * word + half], b[2 * half], b[2 * half + 1]);
+    }
+  }
+  first = second = 0;
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+    first = fmaf(twice_positive(d[m][0]), query.weight[2 * m], first);
+    second = fmaf(twice_positive(d[m][1]), query.weight[2 * m], second);
+    first = fmaf(twice_positive(d[m][2]), query.weight[2 * m + 1], first);
+    second = fmaf(twice_positive(d[m][3]), query.weight[2 * m + 1], second);
+  }
+}
+
+/// Sums x[i] over the eight lanes of equal lane % 4; the lane with lane / 4 = i gets sum i.
+__device__ __forceinline__ float sum_over_heads(const float (&x)[8], int lane) {
+  float four[4], two[2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    four[i] = (lane & 16 ? x[4 + i] : x[i]) + __shfl_xor_sync(kAllLanes, lane & 16 ? x[i] : x[4 + i], 16);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    two[i] = (lane & 8 ? four[2 + i] : four[i]) + __shfl_xor_sync(kAllLanes, lane & 8 ? four[i] : four[2 + i], 8);
+  }
+  return (lane & 4 ? two[1] : two[0]) + __shfl_xor_sync(kAllLanes, lane & 4 ? two[0] : two[1], 4);
+}
+
+/// One warp: blocks first .. last - 1 of a token that sees `entries`.
+__device__ __forceinline__ void score_blocks(const ScoreParams& p, int token, int entries, int first, int last, int lane) {
+  const int32_t* table = p.table + p.request[token] * p.table_stride;
+  PackedKeys next;
+  next.load(p.keys + table[first] * p.block_bytes, lane);
+  int ahead = first + 1 < last ? table[first + 1] : 0;
+  Query query;
+  query.load(p, token, lane);
+  float* scores = p.scores + token * p.scores_stride;
+  for (int block = first; block < last; ++block) {
+    const PackedKeys keys = next;
+    if (block + 1 < last) {
+      next.load(p.keys + ahead * p.block_bytes, lane);
+      if (block + 2 < last) ahead = table[block + 2];
+    }
+    float sums[8];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) score_eight(query, keys.codes[j], keys.scales[j], sums[2 * j], sums[2 * j + 1]);
+    const float score = sum_over_heads(sums, lane);
+    // This lane's sum, number lane / 4, is that of `first` or `second` of tile lane / 8.
+    const int entry = kKeysPerBlock * block + 8 * (lane / 8) + 2 * (lane % 4) + lane / 4 % 2;
+    if (entry < entries) scores[entry] = score;
+  }
+}
+
+/// Number i of `parts` nearly equal parts of `total` begins here.
+__device__ __forceinline__ int part_begin(int total, int i, int parts) {
+  const int each = total / parts, more = total - each * parts;
+  return i * each + min(i, more);
+}
+
+/// Any number of blocks; at most kStretchTokens tokens.
+__global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ ScoreParams p) {
+  __shared__ int ends[kStretchTokens], warp_sums[kWarps];
+  wait_for_previous_kernel();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  // Prefix sums of the tokens' blocks; a thread takes some tokens in a row.
+  int own[kTokensAThread], sum = 0;
+#pragma unroll
+  for (int i = 0; i < kTokensAThread; ++i) {
+    const int token = threadIdx.x * kTokensAThread + i;
+    sum += token < p.tokens ? blocks_of(scored(p, token)) : 0;
+    own[i] = sum;
+  }
+  int before = sum;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, before, step);
+    before += lane >= step ? other : 0;
+  }
+  if (lane == 31) warp_sums[warp] = before;
+  before -= sum;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) before += i < warp ? warp_sums[i] : 0;
+#pragma unroll
+  for (int i = 0; i < kTokensAThread; ++i) ends[threadIdx.x * kTokensAThread + i] = before + own[i];
+  __syncthreads();
+
+  const int total = ends[kStretchTokens - 1], parts = gridDim.x * kWarps, part = blockIdx.x * kWarps + warp;
+  int at = part_begin(total, part, parts);
+  const int stop = part_begin(total, part + 1, parts);
+  int token = 0;  // the first that ends behind `at`
+#pragma unroll
+  for (int step = kStretchTokens / 2; step; step /= 2) token += ends[token + step - 1] <= at ? step : 0;
+  while (at < stop) {
+    while (ends[token] <= at) ++token;
+    const int begin = token ? ends[token - 1] : 0, until = min(ends[token], stop);
+    score_blocks(p, token, scored(p, token), at - begin, until - begin, lane);
+    at = until;
+  }
+}
+
+/// Grid (eights of tokens, parts of their keys).
+__global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_constant__ ScoreParams p) {
+  wait_for_previous_kernel();
+  const int token = blockIdx.x * kWarps + threadIdx.x / 32;
+  if (token >= p.tokens) return;
+  const int entries = scored(p, token), blocks = blocks_of(entries);
+  const int first = part_begin(blocks, blockIdx.y, gridDim.y), last = part_begin(blocks, blockIdx.y + 1, gridDim.y);
+  if (first < last) score_blocks(p, token, entries, first, last, threadIdx.x % 32);
+}
+
+/// Unquantised keys and queries: grid (tokens, parts of their keys), a thread a key. For exact tests, not for speed.
+__global__ void __launch_bounds__(kThreads) exact_kernel(const __grid_constant__ ScoreParams p) {
+  wait_for_previous_kernel();
+  const int token = blockIdx.x, entries = scored(p, token);
+  const int32_t* table = p.table + p.request[token] * p.table_stride;
+  for (int entry = blockIdx.y * kThreads + threadIdx.x; entry < entries; entry += gridDim.y * kThreads) {
+    const uint8_t* block = p.keys + table[entry / kKeysPerBlock] * p.block_bytes;
+    const float4* key = reinterpret_cast<const float4*>(block) + entry % kKeysPerBlock * (kIndexDim / 4);
+    const float4* query = static_cast<const float4*>(p.query) + int64_t(token) * p.heads * (kIndexDim / 4);
+    float score = 0;
+    for (int head = 0; head < p.heads; ++head, query += kIndexDim / 4) {
+      float product = 0;
+      for (int i = 0; i < kIndexDim / 4; ++i) {
+        const float4 q = query[i], k = key[i];
+        product = fmaf(q.x, k.x, fmaf(q.y, k.y, fmaf(q.z, k.z, fmaf(q.w, k.w, product))));
+      }
+      score = fmaf(fmaxf(product, 0.0f), p.weights[token * p.weights_stride + head], score);
+    }
+    p.scores[token * p.scores_stride + entry] = score;
+  }
+}
+
+unsigned divide_up(int64_t a, int64_t b) { return unsigned((a + b - 1) / b); }
+
+}  // namespace
+
+cudaError_t launch_score(const ScoreParams& p, bool fp4, bool sm_90, int processors, cudaStream_t stream) {
+  const int64_t blocks = divide_up(p.width, kKeysPerBlock);
+  if (!fp4) {
+    const unsigned parts = min(divide_up(p.width, kThreads), 64u);
+    return launch(exact_kernel, {dim3(unsigned(p.tokens), parts), kThreads, 0, 1, sm_90}, stream, p);
+  }
+  if (p.tokens <= kStretchTokens && p.tokens * 4 <= processors * kWarps) {
+    const unsigned grid = min(unsigned(processors), divide_up(p.tokens * blocks, kWarps));
+    return launch(decode_kernel, {dim3(grid), kThreads, 0, 1, sm_90}, stream, p);
+  }
+  // Some waves of blocks, so that the last one costs little, yet enough keys for each to be worth a query's load.
+  const unsigned groups = divide_up(p.tokens, kWarps);
+  const unsigned parts = min(divide_up(6 * processors, groups), divide_up(blocks, 16));
+  return launch(prefill_kernel, {dim3(groups, parts), kThreads, 0, 1, sm_90}, stream, p);
+}
+
+}  // namespace dsv4

@@ -1,0 +1,255 @@
+// index_select: the rows of the `top` best visible entries of each token, exactly: of equal scores the first entries, in the order of
+// entries, -1 behind (SPEC 4.2, 4.3).
+//
+// A block, or a cluster of them, a token. Scores are read twice and mostly not kept:
+//   1. A thread keeps the largest score of each of its four columns of the row. The `top`-th largest of these 2048 maxima (of a
+//      cluster's block, its share of `top`, and then the least of the blocks) is a bound that at least `top` scores reach, and few more.
+//   2. Scores that reach it go to a list, in any order, as numbers that hold score and entry and are all different.
+//   3. The `top`-th largest of the list, by histograms of eleven bits of what is left of the range, until a bin's numbers are all
+//      wanted. Scores that overflow the list (many equal ones) are instead read again for each histogram.
+//   4. What reaches it sets a bit; a word of bits is a block of the table, and sums of the bits before it say where rows go.
+// Counts in shared memory are atomic and do not depend on the order of the additions. Bytes: 4 a score, a second time from L1 or L2.
+#include "../launch.cuh"
+#include "index.h"
+#include "layout.h"
+#include "warp.cuh"
+
+namespace dsv4 {
+namespace {
+
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kGroups = 4 * kThreads;  // of scores of which the largest is kept
+constexpr int kBins = 2048, kBinBits = 11;
+constexpr int kCandidates = 4096;
+constexpr int kBatch = 4;  // loads of four scores in flight
+constexpr int kMaxCluster = 8;
+constexpr int kShare = 4096;  // entries for which another block of the cluster is worth its barriers
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+struct Found {
+  uint32_t bin, above, inside;  // how many lie in higher bins, and in it
+};
+
+struct Shared {
+  uint64_t candidates[kCandidates];
+  uint32_t bins[kBins];
+  uint32_t warp_sums[kWarps];
+  uint32_t bound[kMaxCluster];
+  Found found;
+  uint32_t low, high;  // of the maxima
+  uint32_t count;      // of candidates
+  uint32_t peak;       // of candidates
+};
+
+/// A bit an entry, words spread so that threads may take runs of them without bank conflicts.
+__host__ __device__ __forceinline__ int spread(int word) { return word + word / 32; }
+__host__ __device__ __forceinline__ int words_of(int entries) { return (entries + 31) / 32; }
+unsigned shared_bytes(int width) { return unsigned(sizeof(Shared) + sizeof(uint32_t) * (spread(words_of(width)) + 1)); }
+
+/// Calls f(entry, order) for this block's entries below n, `ranks` blocks taking turns; f must not assume an order.
+template <typename F>
+__device__ __forceinline__ void visit_scores(const float* row, int n, bool aligned, int rank, int ranks, F f) {
+  const int step = kThreads * ranks;
+  for (int quad = kThreads * rank + threadIdx.x; 4 * quad < n; quad += kBatch * step) {
+    float4 v[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int at = 4 * (quad + i * step);
+      if (aligned && at + 3 < n) {
+        v[i] = *reinterpret_cast<const float4*>(row + at);
+      } else {
+        v[i].x = at < n ? row[at] : 0, v[i].y = at + 1 < n ? row[at + 1] : 0;
+        v[i].z = at + 2 < n ? row[at + 2] : 0, v[i].w = at + 3 < n ? row[at + 3] : 0;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int at = 4 * (quad + i * step);
+      const float four[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (at + k < n) f(at + k, order_of(four[k]), k);
+      }
+    }
+  }
+}
+
+/// Sum of x over the threads before this one; all threads take part, and a barrier must come before the next call.
+__device__ __forceinline__ uint32_t sum_before(Shared& s, uint32_t x) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint32_t sum = x;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const uint32_t other = __shfl_up_sync(kAllLanes, sum, step);
+    sum += lane >= step ? other : 0;
+  }
+  if (lane == 31) s.warp_sums[warp] = sum;
+  __syncthreads();
+  return sum - x + __reduce_add_sync(kAllLanes, lane < warp ? s.warp_sums[lane] : 0);
+}
+
+/// The bin, counted from the highest, that has number `wanted` of the numbers in `bins`.
+__device__ __forceinline__ Found find_bin(Shared& s, uint32_t wanted) {
+  constexpr int own = kBins / kThreads;
+  uint32_t count[own], sum = 0;
+  const int highest = kBins - 1 - own * threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < own; ++i) sum += count[i] = s.bins[highest - i];
+  uint32_t above = sum_before(s, sum);
+  if (above < wanted && wanted <= above + sum) {
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < own; ++i) {
+      if (!found && wanted <= above + count[i]) {
+        s.found = {uint32_t(highest - i), above, count[i]};
+        found = true;
+      }
+      above += found ? 0 : count[i];
+    }
+  }
+  __syncthreads();
+  return s.found;
+}
+
+/// A number that `wanted` to `wanted` + `slack` of the visited numbers reach, or the `wanted`-th largest itself.
+///
+/// `visit(f)` calls f of each number; at least `wanted` of them lie between `low` and `high`, and none above `high`.
+template <typename Visit>
+__device__ __forceinline__ uint64_t reached_by(Shared& s, uint64_t low, uint64_t high, uint32_t wanted, uint32_t slack, Visit visit) {
+  while (true) {
+    const int bits = 64 - __clzll(high - low), shift = bits > kBinBits ? bits - kBinBits : 0;
+    for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
+    __syncthreads();
+    visit([&](uint64_t x) {
+      if (x >= low && x <= high) atomicAdd(&s.bins[(x - low) >> shift], 1u);
+    });
+    __syncthreads();
+    const Found found = find_bin(s, wanted);
+    low += uint64_t(found.bin) << shift;
+    wanted -= found.above;
+    if (shift == 0 || found.inside <= wanted + slack) return low;
+    high = min(high, low + ((uint64_t(1) << shift) - 1));
+  }
+}
+
+/// This block's bound, which at least `wanted` of its entries below n reach. Leaves the largest of them in s.high.
+__device__ __forceinline__ uint32_t find_bound(Shared& s, const float* row, int n, bool aligned, int rank, int ranks, uint32_t wanted) {
+  uint32_t best[4] = {};  // 0: no entry yet
+  visit_scores(row, n, aligned, rank, ranks, [&](int, uint32_t order, int column) { best[column] = max(best[column], order); });
+  uint32_t low = 0xffffffffu, high = 0;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) low = min(low, best[k] ? best[k] : low), high = max(high, best[k]);
+  low = __reduce_min_sync(kAllLanes, low), high = __reduce_max_sync(kAllLanes, high);
+  if (threadIdx.x % 32 == 0) {
+    atomicMin(&s.low, low);
+    atomicMax(&s.high, high);
+  }
+  __syncthreads();
+  // Several blocks have at least kGroups entries each.
+  const uint32_t groups = ranks > 1 ? kGroups : min(n, kGroups);
+  if (wanted > groups) return 0;
+  return uint32_t(reached_by(s, s.low, s.high, wanted, wanted / 8, [&](auto f) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (best[k]) f(best[k]);
+    }
+  }));
+}
+
+/// Writes the rows of the entries whose bits are set.
+__device__ __forceinline__ void write_rows(Shared& s, const uint32_t* bitmap, int n, const int32_t* table, int32_t* rows) {
+  const int words = words_of(n), each = (words + kThreads - 1) / kThreads;
+  const int first = min(each * int(threadIdx.x), words), last = min(first + each, words);
+  uint32_t sum = 0;
+  for (int word = first; word < last; ++word) sum += __popc(bitmap[spread(word)]);
+  uint32_t at = sum_before(s, sum);
+  if (sum == 0) return;
+  for (int word = first; word < last; ++word) {
+    uint32_t bits = bitmap[spread(word)];
+    if (bits == 0) continue;
+    for (const int block = table[word] * kKeysPerBlock; bits; bits &= bits - 1) rows[at++] = block + __ffs(bits) - 1;
+  }
+}
+
+template <bool clustered>
+__global__ void __launch_bounds__(kThreads, 2) select_kernel(const __grid_constant__ SelectParams p) {
+  wait_for_previous_kernel();
+  Shared& s = *static_cast<Shared*>(shared_memory());
+  uint32_t* bitmap = reinterpret_cast<uint32_t*>(&s + 1);
+  const int token = clustered ? blockIdx.x / p.cluster : blockIdx.x, rank = clustered ? cluster_rank() : 0;
+  const int64_t visible = (p.positions[token] + 1) / kCsaRatio;
+  const int n = int(visible <= p.top ? visible : min(visible, int64_t(p.width)));
+  const int32_t* table = p.table + p.request[token] * p.table_stride;
+  int32_t* rows = p.rows + token * p.rows_stride;
+  if (n <= p.top) {
+    if (rank > 0) return;
+    for (int i = threadIdx.x; i < p.top; i += kThreads) {
+      rows[i] = i < n ? table[i / kKeysPerBlock] * kKeysPerBlock + i % kKeysPerBlock : -1;
+    }
+    return;
+  }
+  const int ranks = clustered ? min(p.cluster, (n + kShare - 1) / kShare) : 1;
+  if (rank >= ranks) return;
+  if (threadIdx.x == 0) s.low = 0xffffffffu, s.high = s.count = s.peak = 0;
+  __syncthreads();
+  if (ranks > 1) cluster_arrive();
+
+  const float* row = p.scores + token * p.scores_stride;
+  uint32_t bound = find_bound(s, row, n, p.aligned, rank, ranks, uint32_t((p.top + ranks - 1) / ranks));
+  Shared* root = &s;
+  if (ranks > 1) {
+    cluster_wait();
+    if (threadIdx.x < ranks) *of_block(&s.bound[rank], threadIdx.x) = bound;
+    cluster_arrive();
+    cluster_wait();
+    for (int i = 0; i < ranks; ++i) bound = min(bound, s.bound[i]);
+    root = of_block(&s, 0);
+  }
+  if (threadIdx.x == 0) atomicMax(&root->peak, s.high);
+  visit_scores(row, n, p.aligned, rank, ranks, [&](int entry, uint32_t order, int) {
+    if (order < bound) return;
+    const uint32_t at = atomicAdd(&root->count, 1u);
+    if (at < kCandidates) root->candidates[at] = order_of(order, entry);
+  });
+  if (ranks > 1) {
+    cluster_arrive();
+    cluster_wait();
+    if (rank > 0) return;
+  }
+
+  for (int i = threadIdx.x; i < spread(words_of(n)); i += kThreads) bitmap[i] = 0;
+  __syncthreads();
+  const uint32_t count = s.count;
+  const uint64_t low = uint64_t(bound) << 32, high = uint64_t(s.peak) << 32 | 0xffffffffu;
+  const auto choose = [&](auto visit) {
+    const uint64_t least = reached_by(s, low, high, uint32_t(p.top), 0, visit);
+    visit([&](uint64_t x) {
+      if (x >= least) atomicOr(&bitmap[spread(entry_of(x) / 32)], 1u << entry_of(x) % 32);
+    });
+  };
+  if (count <= kCandidates) {
+    choose([&](auto f) {
+      for (int i = threadIdx.x; i < count; i += kThreads) f(s.candidates[i]);
+    });
+  } else {
+    choose([&](auto f) {
+      visit_scores(row, n, p.aligned, 0, 1, [&](int entry, uint32_t order, int) { f(order_of(order, entry)); });
+    });
+  }
+  __syncthreads();
+  write_rows(s, bitmap, n, table, rows);
+}
+
+}  // namespace
+
+cudaError_t launch_select(SelectParams p, bool sm_90, int processors, cudaStream_t stream) {
+  p.cluster = 1;
+  while (sm_90 && p.cluster < kMaxCluster && 2 * p.cluster * p.tokens <= processors && p.cluster * kShare < p.width) p.cluster *= 2;
+  const unsigned bytes = shared_bytes(p.width);
+  const auto kernel = p.cluster > 1 ? select_kernel<true> : select_kernel<false>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+  if (error != cudaSuccess) return error;
+  return launch(kernel, {dim3(unsigned(p.tokens * p.cluster)), kThreads, bytes, unsigned(p.cluster), sm_90}, stream, p);
+}
+
+}  // namespace dsv4

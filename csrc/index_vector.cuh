@@ -1,0 +1,67 @@
+// What index keys and index queries go through alike: RoPE, Hadamard transform, FP4 (SPEC 2.1, 2.5). A warp holds a vector of 128
+// channels, lane i channels 4 i .. 4 i + 3.
+#pragma once
+
+#include "rows.cuh"
+
+namespace dsv4 {
+
+constexpr int kFirstRotatedIndexLane = 16;  // channels 64 .. 127
+
+/// (even, odd) turned by (cos, sin), each product rounded as the reference rounds it.
+__device__ __forceinline__ void turn(float& even, float& odd, float cos, float sin) {
+  const float e = __fsub_rn(__fmul_rn(even, cos), __fmul_rn(odd, sin));
+  odd = __fadd_rn(__fmul_rn(odd, cos), __fmul_rn(even, sin));
+  even = e;
+}
+
+/// Orthonormal Hadamard transform (Sylvester order).
+__device__ __forceinline__ void hadamard(float (&x)[4], int lane) {
+  float a = x[0] + x[1], b = x[0] - x[1], c = x[2] + x[3], d = x[2] - x[3];
+  x[0] = a + c, x[1] = b + d, x[2] = a - c, x[3] = b - d;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float other = __shfl_xor_sync(kAllLanes, x[i], step);
+      x[i] = lane & step ? other - x[i] : x[i] + other;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] *= 0.08838834764831845f;  // 128^-0.5
+}
+
+/// Four channels in FP4, and what their codes are multiples of.
+struct Fp4 {
+  uint32_t code[4];
+  uint32_t scale_code;  // e4m3
+  float scale;
+};
+
+/// Rounds the warp's vector to bf16 and quantises it; `format` is kMxfp4 or kNvfp4.
+__device__ __forceinline__ Fp4 quantise(const float (&x)[4], int format) {
+  Fp4 result;
+  float rounded[4], amax = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    rounded[i] = round_bf16(x[i]);
+    amax = fmaxf(amax, fabsf(rounded[i]));
+  }
+  amax = group_max<4>(amax);  // blocks of 16
+  if (format == kMxfp4) {
+    const uint32_t exponent = mxfp4_exponent(group_max<8>(amax));  // blocks of 32
+    result.scale = exp2_of_biased(exponent);
+    result.scale_code = e4m3(result.scale);
+    const float inverse = exp2_of_biased(254 - exponent);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) result.code[i] = e2m1(rounded[i] * inverse);
+  } else {
+    result.scale_code = nvfp4_scale(amax);
+    result.scale = e4m3_value(result.scale_code);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) result.code[i] = e2m1(rounded[i] / result.scale);
+  }
+  return result;
+}
+
+}  // namespace dsv4

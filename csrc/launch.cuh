@@ -1,0 +1,46 @@
+// Launches that overlap with their predecessor (programmatic dependent launch, sm_90 and later).
+//
+// Such a kernel may start while the stream's previous one still runs. It must call `wait_for_previous_kernel` in every block, before it
+// reads or writes global memory and before it returns: only then does its own completion mean that all earlier kernels have completed.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace dsv4 {
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+struct LaunchShape {
+  dim3 grid;
+  unsigned threads;
+  unsigned shared_bytes;
+  unsigned cluster;  // blocks in x that form a cluster; 1: none
+  bool overlap;      // with the previous kernel
+};
+
+template <typename Params>
+cudaError_t launch(void (*kernel)(Params), const LaunchShape& shape, cudaStream_t stream, const Params& params) {
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  if (shape.overlap) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs++].val.clusterDim = {shape.cluster, 1, 1};
+  }
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace dsv4
