@@ -12,7 +12,14 @@ from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.sglang.layout import CacheLayout
 from dsv4_sglang.sglang.options import Options, from_override_args
 from dsv4_sglang.sglang.refusals import REFUSALS, refuse_unsupported
-from dsv4_sglang.sglang.sizing import GIB, require_context, state_demand, table, tokens_in_bytes
+from dsv4_sglang.sglang.sizing import (
+    GIB,
+    memory_after_slots,
+    require_context,
+    state_demand,
+    table,
+    tokens_in_bytes,
+)
 
 
 def parse(**options: object) -> Options | None:
@@ -150,6 +157,14 @@ def test_state_demand() -> None:
         state_demand(4, radix=True, overlap=True, max_checkpoints=7)
     with pytest.raises(ValueError, match="disable-radix-cache"):
         state_demand(4, radix=False, overlap=True, max_checkpoints=7)
+
+
+def test_state_slots_come_first() -> None:
+    flash = layout(DSV4Config.flash())
+    demand = state_demand(256, radix=True, overlap=True, max_checkpoints=None)
+    assert memory_after_slots(flash, demand, 80) == 80 - 1281 * flash.slot_bytes / GIB
+    with pytest.raises(ValueError, match=r"1280 slots of 4\.63 MB .* of 4\.00 GiB.*--max-running-requests"):
+        memory_after_slots(flash, demand, 4)
 
 
 def test_all_bytes_go_into_whole_blocks() -> None:

@@ -17,7 +17,7 @@ from dsv4_sglang.sglang.compat import model_config
 from dsv4_sglang.sglang.configurator import BlockConfigurator
 from dsv4_sglang.sglang.layout import CacheLayout
 from dsv4_sglang.sglang.refusals import refuse_unsupported
-from dsv4_sglang.sglang.sizing import GIB, state_demand, table
+from dsv4_sglang.sglang.sizing import memory_after_slots, state_demand, table
 from dsv4_sglang.sglang.state import current
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
@@ -84,8 +84,7 @@ def _state_slots(original: Callable[..., float], configurator: Any, rest_gib: fl
         max_checkpoints=launch.options.max_checkpoints,
     )
     get_context().override("dsv4_sglang.state_slots", max_mamba_cache_size=launch.demand.slots)
-    # One slot more: SGLang's dummy.
-    return rest_gib - (launch.demand.slots + 1) * layout.slot_bytes / GIB
+    return memory_after_slots(layout, launch.demand, rest_gib)
 
 
 def _slots_of_request(original: Callable[..., int], configurator: Any) -> int:

@@ -46,6 +46,18 @@ def state_demand(running: int, radix: bool, overlap: bool, max_checkpoints: int 
     return StateDemand(running, 3 if overlap else 2, checkpoints)
 
 
+def memory_after_slots(layout: CacheLayout, demand: StateDemand, available_gib: float) -> float:
+    """GiB that the state slots, SGLang's dummy among them, leave for blocks. Raises if they do not fit."""
+    needed = (demand.slots + 1) * layout.slot_bytes / GIB
+    if needed >= available_gib:
+        raise ValueError(
+            f"the state slots do not fit: {demand.slots} slots of {layout.slot_bytes / 1e6:.2f} MB "
+            f"({demand.running} requests x {demand.held} + {demand.checkpoints} checkpoints) take {needed:.2f} GiB of "
+            f"{available_gib:.2f} GiB. Lower --max-running-requests or max_checkpoints, or raise --mem-fraction-static"
+        )
+    return available_gib - needed
+
+
 def tokens_in_bytes(layout: CacheLayout, available: int) -> int:
     """Tokens that fit into `available` bytes: whole blocks, less SGLang's dummy and one for the padding of tables."""
     return max(0, available // layout.block_bytes - 2) * BLOCK
