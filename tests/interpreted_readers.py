@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from reader_cases import assert_attends, assert_selects, attend_case, index_case
+from reader_cases import assert_attends, assert_selects, attend_case, index_case, prefill_case, rope
 
-from dsv4_sglang.attention import metadata, triton_attend, triton_index, triton_metadata
-from dsv4_sglang.ops import index_keys
+from dsv4_sglang.attention import metadata, sparse_prefill, triton_attend, triton_index, triton_metadata
+from dsv4_sglang.ops import index_keys, rows
 from dsv4_sglang.ops.reference import read
 
 # The interpreter cuts the bits of a bf16 off where hardware rounds.
@@ -143,3 +143,46 @@ def test_decode_metadata(columns, tracks, monkeypatch):
         blocks = -(-length // 128)
         assert torch.equal(got.block_table[b, :blocks], expected.block_table[b, :blocks])
         assert (got.block_table[b, blocks:] == -9).all()
+
+
+@pytest.mark.parametrize("row_dtype", [torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_sparse_prefill(ratio, row_dtype, monkeypatch):
+    """The whole reader against the reference, with a sparse kernel in PyTorch."""
+    step, lengths, case = prefill_case(ratio=ratio, row_dtype=row_dtype, heads=64)
+
+    def sparse(q, table, lists, lens, sink, scale):
+        assert lists.shape[1] % 128 == 0 and table.dtype == torch.bfloat16
+        column = torch.arange(lists.shape[1])
+        assert ((lists >= 0) == (column < lens[:, None])).all(), "-1 behind the length and nowhere else"
+        assert (lists < table.shape[0]).all()
+        still = torch.zeros(len(q), dtype=torch.int64)
+        return read.attend(q, sink, table[None], lists, lens, None, None, None, still, rope(), scale)
+
+    monkeypatch.setattr(sparse_prefill, "_sparse_attention", sparse)
+    reader = sparse_prefill.SparsePrefillReader(8, "cpu")
+    for _ in range(2):
+        assert reader.begin_step(step, lengths) and reader.takes_step
+        for _ in range(2):
+            assert_attends(reader.attend(*case.args(), ratio), case, BOUND[torch.bfloat16])
+        written = reader._table[: step.window_size].float()
+        assert torch.equal(written, rows.read_rows(case.window, torch.arange(step.window_size)))
+
+
+def test_sparse_prefill_leaves_little_work_on_much_context(monkeypatch):
+    monkeypatch.setattr(sparse_prefill, "MAX_ROWS_A_TOKEN", 10)
+    step = metadata.build_prefill(
+        req_pool_indices=torch.arange(1),
+        prefix_lens=torch.tensor([10000]),
+        chunk_lens=torch.tensor([100]),
+        positions=torch.arange(10000, 10100),
+        out_loc=torch.zeros(100, dtype=torch.int64),
+        req_to_token=torch.zeros(1, 12000, dtype=torch.int32),
+        state_slot_of_request=torch.arange(1),
+        track_slots=None,
+        track_lens=None,
+        top_k=8,
+        max_length=10100,
+    )
+    reader = sparse_prefill.SparsePrefillReader(8, "cpu")
+    assert not reader.begin_step(step, [10100]) and not reader.takes_step

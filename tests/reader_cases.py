@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4_sglang.attention.metadata import StepMetadata, build_prefill
 from dsv4_sglang.ops import index_keys, rows
 from dsv4_sglang.ops.reference import read
 from dsv4_sglang.ops.rope import rope_table
@@ -123,6 +124,53 @@ def attend_case(
         positions=torch.randint(0, 4096, (tokens,), generator=g),
         rope=rope(),
     )
+
+
+def prefill_case(*, ratio: int, row_dtype: torch.dtype, heads: int) -> tuple[StepMetadata, list[int], AttendCase]:
+    """A prefill step of three requests, two of which share their first block, with long and short prefixes and chunks;
+    the lengths after it; and one layer's `attend`.
+    """
+    g = torch.Generator().manual_seed(ratio)
+    prefix, chunk, top = torch.tensor([130, 0, 128]), torch.tensor([30, 7, 1]), 8
+    pages = torch.tensor([[5, 2], [7, 0], [5, 3]], dtype=torch.int32)
+    positions = torch.cat([torch.arange(p, p + n) for p, n in zip(prefix, chunk)])
+    tokens, lengths = len(positions), (prefix + chunk).tolist()
+    step = build_prefill(
+        req_pool_indices=torch.arange(3),
+        prefix_lens=prefix,
+        chunk_lens=chunk,
+        positions=positions,
+        out_loc=torch.zeros(tokens, dtype=torch.int64),
+        req_to_token=(pages[:, :, None] * 128 + torch.arange(128)).view(3, -1).int(),
+        state_slot_of_request=torch.arange(3),
+        track_slots=None,
+        track_lens=None,
+        top_k=top,
+        max_length=max(lengths),
+    )
+    entries = entry_rows = entry_lens = None
+    if ratio == 4:
+        entries = row_table(8, 32, row_dtype, torch.arange(256), 3.0, g)
+        entry_rows, entry_lens = torch.full((tokens, top), GARBAGE, dtype=torch.int32), step.csa_lens
+        for t, n in enumerate(entry_lens.tolist()):
+            entry = torch.randperm((int(positions[t]) + 1) // 4, generator=g)[:n].sort().values
+            entry_rows[t, :n] = step.block_table[step.token_request[t]][entry // 32] * 32 + entry % 32
+    elif ratio == 128:
+        entries = row_table(1, 8, row_dtype, torch.arange(8), 3.0, g)
+        entry_rows, entry_lens = step.hca_rows, step.hca_lens
+    case = AttendCase(
+        q=torch.randn(tokens, heads, rows.ENTRY_DIM, generator=g).bfloat16(),
+        sink=torch.randn(heads, generator=g),
+        window=row_table(1, step.window_size, row_dtype, torch.arange(step.window_size), 1.0, g),
+        window_rows=step.window_rows,
+        window_lens=step.window_lens,
+        entries=entries,
+        entry_rows=entry_rows,
+        entry_lens=entry_lens,
+        positions=positions,
+        rope=rope(),
+    )
+    return step, lengths, case
 
 
 def assert_attends(out: Tensor, case: AttendCase, bound: float) -> None:

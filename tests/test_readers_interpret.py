@@ -130,6 +130,17 @@ def test_index_query_and_selection_compile():
 
 
 @not_interpreted
+@pytest.mark.parametrize("architecture, rows", [(90, "*u8"), (90, "*bf16"), (100, "*u8")])
+def test_sparse_prefill_compiles(architecture, rows):
+    from dsv4_sglang.attention import sparse_prefill
+
+    constants = {"FP8": rows == "*u8", "BLOCK_N": sparse_prefill._ROWS_A_PROGRAM}
+    types = {"window_ptr": rows, "entries_ptr": rows, "out_ptr": "*bf16"}
+    compile_for(sparse_prefill._write_out_kernel, architecture, constants, 4, **types)
+    compile_for(sparse_prefill._join_kernel, architecture, {"COLUMNS": 256}, 4, out_ptr="*i32")
+
+
+@not_interpreted
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_decode_metadata_compiles(architecture):
     from dsv4_sglang.attention import triton_metadata

@@ -27,7 +27,7 @@ _HEADS_AT_ONCE = 131072
 
 
 @functools.cache
-def _installed() -> bool:
+def installed() -> bool:
     try:
         from sgl_kernel import flash_mla
     except ImportError:
@@ -36,7 +36,7 @@ def _installed() -> bool:
 
 
 @functools.cache
-def _has_kernel(device_index: int) -> bool:
+def has_kernel(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index)[0] in (9, 10)
 
 
@@ -48,8 +48,8 @@ def supported(q: Tensor, window: Tensor, entries: Tensor | None) -> bool:
         and q.shape[1] <= 128
         and window.dtype == torch.uint8
         and (entries is None or entries.dtype == torch.uint8)
-        and _has_kernel(q.device.index)
-        and _installed()
+        and has_kernel(q.device.index)
+        and installed()
     )
 
 

@@ -32,7 +32,7 @@ _INTERPRETED = triton.knobs.runtime.interpret
 
 
 @triton.jit
-def _e4m3_bits(code, DOT: tl.constexpr):
+def e4m3_bits(code, DOT: tl.constexpr):
     """uint8 e4m3 codes -> their values times 2^-120, bf16 or fp32 (whose exponents are the same)."""
     if DOT == tl.float32:  # noqa: SIM300
         bits = code.to(tl.uint32)
@@ -149,9 +149,9 @@ def _attend_kernel(
             scale_at = (block_at + (rows_per_block * 576 + inside * 8)).to(tl.pointer_type(tl.int32))
             exponent = tl.load(scale_at, mask=valid, other=0) & 0xFF
             multiplier = (exponent << 23).to(tl.float32, bitcast=True)
-            k0 = _e4m3_bits(tl.load(row_at + d256, mask=is_row, other=0), DOT)
-            k1 = _e4m3_bits(tl.load(row_at + 256 + d128, mask=is_row, other=0), DOT)
-            k2 = _e4m3_bits(tl.load(row_at + 384 + d64, mask=is_row, other=0), DOT)
+            k0 = e4m3_bits(tl.load(row_at + d256, mask=is_row, other=0), DOT)
+            k1 = e4m3_bits(tl.load(row_at + 256 + d128, mask=is_row, other=0), DOT)
+            k2 = e4m3_bits(tl.load(row_at + 384 + d64, mask=is_row, other=0), DOT)
             tail_at = (row_at + 448).to(tl.pointer_type(tl.bfloat16))
             k3 = tl.load(tail_at + d64, mask=is_row, other=0.0).to(DOT)
             if not FOLD:
@@ -329,7 +329,7 @@ def _device(index: int) -> tuple[int, int]:
     return properties["max_shared_mem"], properties["multiprocessor_count"]
 
 
-def _block_stride(table: Tensor) -> int:
+def table_stride(table: Tensor) -> int:
     # A table of one block may have a size that no block stride may have.
     return table.stride(0) if table.shape[0] > 1 else 0
 
@@ -426,8 +426,8 @@ def attend(
         q.stride(1),
         window_rows.stride(0),
         entries_args[1].stride(0),
-        _block_stride(window),
-        _block_stride(entries_args[0]),
+        table_stride(window),
+        table_stride(entries_args[0]),
         window.shape[1],
         entries_args[0].shape[1],
         FP8=fp8,

@@ -24,7 +24,7 @@ from dsv4_sglang.attention.metadata import (
 from dsv4_sglang.cache.row_format import KeyFormat, make_row_tables
 from dsv4_sglang.sglang.state import current
 
-# Prefill steps are read in pieces of tokens, so that score and row lists of long contexts stay within this many bytes.
+# Index scores of a prefill step that exist at a time.
 SCRATCH_BYTES = 256 << 20
 
 
@@ -82,6 +82,7 @@ class HybridCacheBackend(AttentionBackend):
         self.index_format = KeyFormat(current().options.indexer_format).index_format
         self.metadata: StepMetadata | None = None
         self._flashmla = self._flashmla_reader()
+        self._prefill_reader = self._sparse_prefill_reader()
         self._graph_buffers: DecodeBuffers | None = None
         self._decode_buffers: DecodeBuffers | None = None
         self._workspace: Tensor | None = None
@@ -96,6 +97,15 @@ class HybridCacheBackend(AttentionBackend):
         importlib.import_module("dsv4_sglang.attention.cuda_ops")  # registers ops
         self._takes = supported
         return FlashMLAReader()
+
+    def _sparse_prefill_reader(self) -> Any:
+        """None where there is no CUDA device."""
+        if self._flashmla is None:
+            return None
+        from dsv4_sglang.attention import sparse_prefill
+
+        self._takes_prefill = sparse_prefill.supported
+        return sparse_prefill.SparsePrefillReader(self.blocks.blocks, self.device)
 
     # Metadata of a step
 
@@ -114,7 +124,10 @@ class HybridCacheBackend(AttentionBackend):
         if forward_batch.forward_mode.is_decode():
             self._snapshot(forward_batch)
             return
-        prefix_lens, chunk_lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        lengths = [
+            prefix + chunk
+            for prefix, chunk in zip(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu)
+        ]
         track_slots, track_lens = self._checkpoints_due(forward_batch)
         self.metadata = build_prefill(
             req_pool_indices=forward_batch.req_pool_indices,
@@ -127,8 +140,10 @@ class HybridCacheBackend(AttentionBackend):
             track_slots=track_slots,
             track_lens=track_lens,
             top_k=self.top_k,
-            max_length=max(p + n for p, n in zip(prefix_lens, chunk_lens)),
+            max_length=max(lengths),
         )
+        if self._prefill_reader is not None:
+            self._prefill_reader.begin_step(self.metadata, lengths)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """The last thing before the layers of any step, and the first that a CUDA graph records."""
@@ -192,7 +207,7 @@ class HybridCacheBackend(AttentionBackend):
         self._append(k, layer.layer_id, inputs, step, window=None)
         if layer.layer_id == self.last_layer and step.copy_src is not None:
             self.state.copy_checkpoints(step.copy_src, step.copy_dst)
-        return self._read(q, layer, inputs, step, self.state.ring(layer.layer_id), slice(None))
+        return self._read(q, layer, inputs, step, self.state.ring(layer.layer_id))
 
     def forward_extend(
         self,
@@ -208,11 +223,7 @@ class HybridCacheBackend(AttentionBackend):
         step = self._step(q)
         window = self._window(step.window_size)
         self._append(k, layer.layer_id, inputs, step, window)
-        tokens, piece = q.shape[0], self._tokens_at_once(step)
-        if tokens <= piece:
-            return self._read(q, layer, inputs, step, window, slice(None))
-        parts = [slice(begin, min(begin + piece, tokens)) for begin in range(0, tokens, piece)]
-        return torch.cat([self._read(q, layer, inputs, step, window, part) for part in parts])
+        return self._read(q, layer, inputs, step, window)
 
     def _step(self, q: Tensor) -> StepMetadata:
         if self.metadata is None or self.metadata.positions.shape[0] != q.shape[0]:
@@ -250,50 +261,53 @@ class HybridCacheBackend(AttentionBackend):
             None,
         )
 
-    def _read(
-        self, q: Tensor, layer: Any, inputs: LayerInputs, step: StepMetadata, window: Tensor, part: slice
-    ) -> Tensor:
+    def _read(self, q: Tensor, layer: Any, inputs: LayerInputs, step: StepMetadata, window: Tensor) -> Tensor:
         entries = self.blocks.entries(layer.layer_id)
         rows = lens = None
         if inputs.ratio == CSA_RATIO:
-            rows, lens = self._select(layer.layer_id, inputs, step, part), step.csa_lens[part]
+            rows, lens = self._select(layer.layer_id, inputs, step), step.csa_lens
         elif inputs.ratio:
-            rows, lens = step.hca_rows[part], step.hca_lens[part]
+            rows, lens = step.hca_rows, step.hca_lens
         inputs.wait_for_query()
         arguments = (
-            q[part],
+            q,
             inputs.sink,
             window,
-            step.window_rows[part],
-            step.window_lens[part],
+            step.window_rows,
+            step.window_lens,
             entries,
             rows,
             lens,
-            step.positions[part],
+            step.positions,
             inputs.rope,
             layer.scaling,
         )
-        if self._flashmla is not None and self._takes(q, window, entries):
+        if self._flashmla is None:
+            return torch.ops.dsv4_sglang.attend(*arguments)
+        if not step.is_decode and self._prefill_reader.takes_step and self._takes_prefill(q, window):
+            return self._prefill_reader.attend(*arguments, ratio=inputs.ratio)
+        if self._takes(q, window, entries):
             return self._flashmla.attend(*arguments, entry_rows_change=inputs.ratio == CSA_RATIO)
         return torch.ops.dsv4_sglang.attend(*arguments)
 
-    def _select(self, layer: int, inputs: LayerInputs, step: StepMetadata, part: slice) -> Tensor:
-        """Table rows `[T, top_k]` of the entries that the tokens of `part` read."""
+    def _select(self, layer: int, inputs: LayerInputs, step: StepMetadata) -> Tensor:
+        """Table rows `[T, top_k]` of the entries that the tokens read."""
         assert inputs.index_query is not None
         inputs.index_query.wait()
-        tokens = step.positions[part].shape[0]
+        tokens, width = step.positions.shape[0], self._score_width(step.block_table)
         rows = self._buffer("rows", tokens, self.top_k, torch.int32)
-        scores = self._buffer("scores", tokens, self._score_width(step.block_table), torch.float32)
+        # With less scratch than tokens the op scores in slices; a decode step has few tokens and scores at once.
+        at_once = tokens if step.is_decode else min(tokens, max(1, SCRATCH_BYTES // max(1, 4 * width)))
         torch.ops.dsv4_sglang.index_topk(
-            inputs.index_query.query[part],
-            inputs.index_query.weights[part],
+            inputs.index_query.query,
+            inputs.index_query.weights,
             self.blocks.keys(layer),
             step.block_table,
-            step.token_request[part],
-            step.positions[part],
+            step.token_request,
+            step.positions,
             inputs.rope,
             self.index_format,
-            scores,
+            self._buffer("scores", at_once, width, torch.float32),
             rows,
         )
         return rows
@@ -305,9 +319,6 @@ class HybridCacheBackend(AttentionBackend):
         if self._workspace is None or self._workspace.shape[1] < rows:
             self._workspace = make_row_tables(1, 1, rows, self.state.layout.row_format, torch.device(self.device))[0]
         return self._workspace[:, :rows]
-
-    def _tokens_at_once(self, step: StepMetadata) -> int:
-        return max(1, SCRATCH_BYTES // (4 * step.block_table.shape[1] * (BLOCK // CSA_RATIO)))
 
     def _score_width(self, block_table: Tensor) -> int:
         """Scores of a token: one an entry of the longest context, none where every entry is read."""

@@ -1,10 +1,12 @@
 """`attend` on CUDA, through FlashMLA and in Triton, against the CPU op."""
 
+import dataclasses
+
 import pytest
 import torch
-from reader_cases import AttendCase, assert_attends, attend_case
+from reader_cases import AttendCase, assert_attends, attend_case, prefill_case
 
-from dsv4_sglang.attention import flashmla, triton_attend
+from dsv4_sglang.attention import flashmla, sparse_prefill, triton_attend
 
 pytestmark = pytest.mark.gpu
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float32: 2e-5}
@@ -98,6 +100,21 @@ def test_flashmla_slices_of_a_long_prefill(monkeypatch):
     case = attend_case(tokens=100, heads=64, width=128, seed=9)
     monkeypatch.setattr(flashmla, "_HEADS_AT_ONCE", 64 * 17)
     assert_attends(run(case, "flashmla"), case, BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("row_dtype", [torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("heads", [64, 128, 16])
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_sparse_prefill(ratio, heads, row_dtype):
+    step, lengths, case = prefill_case(ratio=ratio, row_dtype=row_dtype, heads=heads)
+    args = case.args("cuda")
+    if not sparse_prefill.supported(args[0], args[2]):
+        pytest.skip("FlashMLA does not run here")
+    step = dataclasses.replace(step, **{k: v.cuda() for k, v in vars(step).items() if isinstance(v, torch.Tensor)})
+    reader = sparse_prefill.SparsePrefillReader(8, "cuda")
+    assert reader.begin_step(step, lengths)
+    for _ in range(2):
+        assert_attends(reader.attend(*args, ratio), case, BOUND[torch.bfloat16])
 
 
 def test_op_dispatches():
