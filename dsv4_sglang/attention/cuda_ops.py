@@ -1,14 +1,13 @@
 """Registers the CUDA implementations of all ops; import it where there is a CUDA device.
 
-The writing and moving ops come from the compiled extension, which is built here on first use; `index_topk` and `attend`
-are Triton and FlashMLA.
+The extension is built here on first use. It holds the writing and moving ops and the kernels of `index_topk`; `attend` is
+FlashMLA and Triton.
 """
 
 import torch
 from torch import Tensor
 
-from dsv4_sglang.attention import flashmla, triton_attend
-from dsv4_sglang.attention import triton_index as index
+from dsv4_sglang.attention import cuda_index, flashmla, triton_attend
 from dsv4_sglang.ops import extension
 from dsv4_sglang.ops.schemas import NAMESPACE
 
@@ -33,4 +32,4 @@ def attend(
 
 extension.load()
 torch.library.impl(f"{NAMESPACE}::attend", "CUDA", attend)
-torch.library.impl(f"{NAMESPACE}::index_topk", "CUDA", index.index_topk)
+torch.library.impl(f"{NAMESPACE}::index_topk", "CUDA", cuda_index.index_topk)
