@@ -4,7 +4,7 @@
 
 "in graph": the kernels that the step's CUDA graph records to make the metadata of all layers; their number and time.
 "host": microseconds of the calls that prepare a replay, not waiting for the device, and the kernels they launch.
-Ours: `build_decode` is recorded; nothing is left outside. SGLang's copies its raw metadata outside the graph and
+Ours: `build_decode` is recorded, `snapshot_decode` comes before. SGLang's copies its raw metadata outside the graph and
 makes page tables, index lists, plans and schedules inside. FlashMLA's schedules (one kernel for each kind of layer) are
 not in these numbers on either side. Context: the longest request that the server allows.
 """
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import report, timing
-from dsv4_sglang.attention.metadata import BLOCK, DecodeBuffers, build_decode
+from dsv4_sglang.attention.metadata import BLOCK, DecodeBuffers, build_decode, snapshot_decode
 
 K = 1024
 TOP_K = 512
@@ -62,19 +62,23 @@ class Ours:
         b = self.batch
         self.made = build_decode(
             self.buffers,
-            req_pool_indices=b.req_pool_indices,
             seq_lens=b.seq_lens,
             positions=b.positions,
             out_loc=b.out_cache_loc,
-            req_to_token=b.req_to_token,
-            state_slot_of_request=self.state_slot,
             track_mask=self.mask,
             track_slots=self.track,
             top_k=TOP_K,
         )
 
     def outside(self) -> None:
-        """A decode step is prepared by what its graph records."""
+        b = self.batch
+        snapshot_decode(
+            self.buffers,
+            req_pool_indices=b.req_pool_indices,
+            seq_lens=b.seq_lens,
+            req_to_token=b.req_to_token,
+            state_slot_of_request=self.state_slot,
+        )
 
 
 class InTree:
