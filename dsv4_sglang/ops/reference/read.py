@@ -36,11 +36,11 @@ def index_topk(
 ) -> None:
     """Select for each token the `rows.shape[1]` visible entries of highest index score (SPEC 4.1 to 4.3).
 
-    `q` [T, Hi, 128] raw index query before RoPE; `weights` [T, Hi] fp32, with 128^-0.5 Hi^-0.5 or without, as a
-    common factor selects the same; `index_keys` a key table; `block_table` [B, blocks] int32 of the requests, `token_request` [T] int32, `positions` [T] int64; `scores`
-    fp32 scratch [T, most visible entries] (unused here). Writes `rows` [T, K] int32: table rows of the selected
-    entries in ascending entry order, -1 behind them. All visible entries if there are at most K; ties go to the lower
-    entry.
+    `q` [T, Hi, 128] raw index query before RoPE; `weights` [T, Hi] fp32, with the factors 128^-0.5 Hi^-0.5 or without,
+    as a common factor selects the same; `index_keys` a key table; `block_table` [B, blocks] int32 of the requests,
+    `token_request` [T] int32, `positions` [T] int64; `scores` fp32 scratch [T, most visible entries] (unused here).
+    Writes `rows` [T, K] int32: table rows of the selected entries in ascending entry order, -1 behind them. All visible
+    entries if there are at most K; ties go to the lower entry.
     """
     top = rows.shape[1]
     rows.fill_(-1)
