@@ -1,7 +1,7 @@
 """Registers the CUDA implementations of all ops; import it where there is a CUDA device.
 
-The extension is built here on first use. It holds the writing and moving ops and the kernels of `index_topk`; `attend` is
-FlashMLA and Triton.
+The extension is built here on first use. It holds the writing and moving ops and the kernels of `index_topk`; `attend`
+is FlashMLA and Triton.
 """
 
 import torch

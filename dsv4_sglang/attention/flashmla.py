@@ -111,12 +111,10 @@ class FlashMLAReader:
         rope: Tensor,
         scale: float,
         entry_rows_change: bool = True,
-        leave_rotated: bool = False,
     ) -> Tensor:
         """The op `attend` for one layer of the step.
 
-        `entry_rows_change`: whether `entry_rows` differs from layer to layer of the kind (CSA) or not (HCA);
-        `leave_rotated`: the caller turns the output back.
+        `entry_rows_change`: whether `entry_rows` differs from layer to layer of the kind (CSA) or not (HCA).
         """
         from sgl_kernel.flash_mla import flash_mla_with_kvcache
 
@@ -163,8 +161,7 @@ class FlashMLAReader:
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         if padded != heads:
             out = out[:, :heads].contiguous()
-        if not leave_rotated:
-            turn_back(out, positions, rope)
+        turn_back(out, positions, rope)
         return out
 
 

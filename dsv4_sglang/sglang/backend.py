@@ -51,8 +51,7 @@ class IndexQuery(NamedTuple):
 class LayerInputs(NamedTuple):
     """What a layer hands to the backend besides its query and its raw window projection.
 
-    `wait_for_query` must be called before the query is read: another stream may still compute it. `takes_rotated`: the
-    layer turns an output back itself, which spares a launch where the reader does not do it on the way.
+    `wait_for_query` must be called before the query is read: another stream may still compute it.
     """
 
     ratio: int
@@ -61,17 +60,9 @@ class LayerInputs(NamedTuple):
     rope: Tensor
     sink: Tensor
     wait_for_query: Callable[[], None]
-    takes_rotated: bool
     main: Compression | None = None
     indexer: Compression | None = None
     index_query: IndexQuery | None = None
-
-
-class LayerOutput(NamedTuple):
-    """Attention's output `[T, H, 512]`, and whether its last 64 dims are still rotated."""
-
-    values: Tensor
-    rotated: bool
 
 
 class HybridCacheBackend(AttentionBackend):
@@ -211,7 +202,7 @@ class HybridCacheBackend(AttentionBackend):
         save_kv_cache: bool = True,
         *,
         inputs: LayerInputs,
-    ) -> LayerOutput:
+    ) -> Tensor:
         step = self._step(q)
         self._append(k, layer.layer_id, inputs, step, window=None)
         if layer.layer_id == self.last_layer and step.copy_src is not None:
@@ -228,7 +219,7 @@ class HybridCacheBackend(AttentionBackend):
         save_kv_cache: bool = True,
         *,
         inputs: LayerInputs,
-    ) -> LayerOutput:
+    ) -> Tensor:
         step = self._step(q)
         window = self._window(step.window_size)
         self._append(k, layer.layer_id, inputs, step, window)
@@ -270,7 +261,7 @@ class HybridCacheBackend(AttentionBackend):
             None,
         )
 
-    def _read(self, q: Tensor, layer: Any, inputs: LayerInputs, step: StepMetadata, window: Tensor) -> LayerOutput:
+    def _read(self, q: Tensor, layer: Any, inputs: LayerInputs, step: StepMetadata, window: Tensor) -> Tensor:
         entries = self.blocks.entries(layer.layer_id)
         rows = lens = None
         if inputs.ratio == CSA_RATIO:
@@ -292,16 +283,12 @@ class HybridCacheBackend(AttentionBackend):
             layer.scaling,
         )
         if self._flashmla is None:
-            return LayerOutput(torch.ops.dsv4_sglang.attend(*arguments), False)
-        rotated = inputs.takes_rotated
+            return torch.ops.dsv4_sglang.attend(*arguments)
         if not step.is_decode and self._prefill_reader.takes_step and self._takes_prefill(q, window):
-            out = self._prefill_reader.attend(*arguments, ratio=inputs.ratio, leave_rotated=rotated)
-        elif self._takes(q, window, entries):
-            changes = inputs.ratio == CSA_RATIO
-            out = self._flashmla.attend(*arguments, entry_rows_change=changes, leave_rotated=rotated)
-        else:
-            out, rotated = torch.ops.dsv4_sglang.attend(*arguments), False
-        return LayerOutput(out, rotated)
+            return self._prefill_reader.attend(*arguments, ratio=inputs.ratio)
+        if self._takes(q, window, entries):
+            return self._flashmla.attend(*arguments, entry_rows_change=inputs.ratio == CSA_RATIO)
+        return torch.ops.dsv4_sglang.attend(*arguments)
 
     def _select(self, layer: int, inputs: LayerInputs, step: StepMetadata) -> Tensor:
         """Table rows `[T, top_k]` of the entries that the tokens read."""
