@@ -82,7 +82,7 @@ def ours(batch: int, context: int, top_k: int, device: torch.device, layers: int
 
 def our_stages(batch: int, context: int, top_k: int, device: torch.device, layers: int) -> Stages:
     """The three stages of our op for CUDA, by the functions that it consists of."""
-    from dsv4_sglang.attention import triton_index as kernels
+    from dsv4_sglang.attention import cuda_index as kernels
 
     shared = Tensors(batch, context, device, layers)
     block_table = shared.table(batch, KEYS_A_BLOCK, device)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from reader_cases import assert_attends, assert_selects, attend_case, index_case, prefill_case, rope
+from reader_cases import assert_attends, attend_case, prefill_case, rope
 
-from dsv4_sglang.attention import metadata, sparse_prefill, triton_attend, triton_index, triton_metadata
-from dsv4_sglang.ops import index_keys, rows
+from dsv4_sglang.attention import metadata, sparse_prefill, triton_attend, triton_metadata
+from dsv4_sglang.ops import rows
 from dsv4_sglang.ops.reference import read
 
 # The interpreter cuts the bits of a bf16 off where hardware rounds.
@@ -38,72 +38,6 @@ def test_turn_back():
     expected = read.rotate(out, positions, table, inverse=True)
     triton_attend.turn_back(out, positions, table)
     assert torch.allclose(out, expected, atol=1e-6)
-
-
-# Visible entries below, at and above the top 16 and edges of tiles and blocks; a request that sees none.
-DECODE = [(p, p + 1) for p in (2, 62, 63, 66, 67, 130, 515, 640)]
-PREFILL = [(0, 20), (600, 625), (55, 74), (2, 3)]
-
-
-@pytest.mark.parametrize("lens", [DECODE, PREFILL], ids=["decode", "prefill"])
-@pytest.mark.parametrize("heads", [4, 20])
-def test_index_topk_mxfp4(lens, heads):
-    case = index_case(lens=lens, heads=heads, top=16)
-    args = case.args()
-    triton_index.index_topk(*args)
-    assert_selects(args[-1], case, exact=True)
-
-
-@pytest.mark.parametrize("weights, repeat", [("negative", 0), ("exact", 7), ("negative", 3)])
-def test_index_topk_ties_and_signs(weights, repeat):
-    case = index_case(lens=[(300, 301), (401, 402)], heads=8, top=16, weights=weights, repeat_keys=repeat)
-    args = case.args()
-    triton_index.index_topk(*args)
-    assert_selects(args[-1], case, exact=True)
-
-
-@pytest.mark.parametrize("fp32_keys, q_dtype", [(False, torch.bfloat16), (False, torch.float32), (True, torch.float32)])
-def test_index_topk_formats(fp32_keys, q_dtype):
-    case = index_case(
-        lens=PREFILL,
-        heads=6,
-        top=16,
-        index_format=index_keys.NVFP4,
-        q_dtype=q_dtype,
-        fp32_keys=fp32_keys,
-        weights="random",
-    )
-    args = case.args(slices=11)
-    triton_index.index_topk(*args)
-    assert_selects(args[-1], case, exact=False)
-
-
-@pytest.mark.parametrize("index_format", [index_keys.MXFP4, index_keys.NVFP4])
-def test_prepared_query_is_the_reference(index_format):
-    g = torch.Generator().manual_seed(5)
-    q = (torch.randn(3, 6, 128, generator=g) * torch.tensor([1e-4, 1.0, 300.0])[:, None, None]).bfloat16()
-    q[1, 0] = 0
-    positions, table = torch.tensor([0, 9, 700]), attend_case(tokens=1, heads=1, width=None).rope
-    got = triton_index.prepare_query(q, positions, table, True, index_format).float()
-    expected = read.index_query(q, positions, table, True, index_format)
-    assert torch.equal(got[:, :, 0], expected[..., 0::2]) and torch.equal(got[:, :, 1], expected[..., 1::2])
-
-
-@pytest.mark.parametrize("width, top, chunk", [(300, 8, 64), (100, 16, 32), (48, 16, 64)])
-def test_select(width, top, chunk):
-    g = torch.Generator().manual_seed(width)
-    scores = torch.randint(-5, 3, (6, width), generator=g).float()
-    scores[0] = -0.0
-    scores[1] = torch.where(torch.arange(width) % 2 == 0, 0.0, -0.0)
-    scores[2] = -scores[2].abs() - 1
-    visible = torch.tensor([width, width, width, min(40, width), top, top - 1])
-    table = torch.arange(12).int().expand(6, -1).contiguous()
-    rows = torch.full((6, top), -7, dtype=torch.int32)
-    triton_index.select(scores, table, torch.arange(6).int(), visible * 4 + 2, rows, chunk)
-    for t, n in enumerate(visible.tolist()):
-        best = torch.sort(scores[t, :n], descending=True, stable=True).indices[:top].sort().values
-        expected = torch.cat([best, torch.full((top - len(best),), -1)])
-        assert torch.equal(rows[t].long(), expected), (t, rows[t], expected)
 
 
 @pytest.mark.parametrize("tracks", [False, True])

@@ -95,41 +95,6 @@ def test_attend_compiles(architecture, heads, q, rows, split):
 
 
 @not_interpreted
-@pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_index_scoring_compiles(architecture):
-    from dsv4_sglang.attention import triton_index
-
-    fp4 = {"FP4": True, "BLOCK_H": 64, "BLOCK_N": triton_index._KEYS_A_TILE, "INTERPRETED": False}
-    fp32 = {**fp4, "FP4": False, "BLOCK_N": 16}
-    unquantised = {"query_ptr": "*fp32", "keys_ptr": "*fp32"}
-    decode, prefill = triton_index._score_decode_kernel, triton_index._score_prefill_kernel
-    compile_for(decode, architecture, {**fp4, "BLOCK_T": 16, "STAGES": 3}, 4)
-    compile_for(prefill, architecture, {**fp4, "BLOCK_T": 16}, 4)
-    if architecture == 80:
-        compile_for(decode, architecture, {**fp32, "BLOCK_T": 1, "STAGES": 3}, 4, **unquantised)
-        compile_for(prefill, architecture, {**fp32, "BLOCK_T": 16}, 4, **unquantised)
-
-
-@not_interpreted
-def test_index_query_and_selection_compile():
-    import triton.language as tl
-
-    from dsv4_sglang.attention import triton_index
-
-    for q, fp4_format, block in (("*bf16", 0, 64), ("*bf16", 1, 64), ("*fp32", -1, 16)):
-        constants = {
-            "ROUND": q == "*bf16",
-            "FORMAT": fp4_format,
-            "DOT": tl.bfloat16 if q == "*bf16" else tl.float32,
-            "BLOCK_H": block,
-        }
-        out = "*fp32" if fp4_format < 0 else "*fp16"
-        compile_for(triton_index._query_kernel, 80, constants, 4, q_ptr=q, out_ptr=out)
-    compile_for(triton_index._select_kernel, 80, {"CHUNK": 8192, "TOP": 512}, 16)
-    compile_for(triton_index._final_kernel, 80, {"CHUNK": 8192, "TOP": 512, "FEW": 4096, "WINNERS": 16384}, 32)
-
-
-@not_interpreted
 @pytest.mark.parametrize("architecture, rows", [(90, "*u8"), (90, "*bf16"), (100, "*u8")])
 def test_sparse_prefill_compiles(architecture, rows):
     from dsv4_sglang.attention import sparse_prefill

@@ -4,7 +4,7 @@ import pytest
 import torch
 from reader_cases import IndexCase, assert_selects, index_case
 
-from dsv4_sglang.attention import cuda_index, triton_index
+from dsv4_sglang.attention import cuda_index
 from dsv4_sglang.ops import index_keys
 from dsv4_sglang.ops.reference import read
 
@@ -16,14 +16,6 @@ def _registered_ops():
     from dsv4_sglang.attention import cuda_ops  # noqa: F401  builds the extension, which needs a GPU
 
 
-@pytest.fixture(params=[cuda_index, triton_index], ids=["cuda", "triton"], autouse=True)
-def kernels(request):
-    """The module whose steps and op the test takes; by a global, which helpers read."""
-    global module
-    module = request.param
-    return module
-
-
 def decode(*visible: int) -> list[tuple[int, int]]:
     """One token a request that sees so many entries."""
     return [(4 * n + 1, 4 * n + 2) for n in visible]
@@ -32,11 +24,9 @@ def decode(*visible: int) -> list[tuple[int, int]]:
 def prepared_query(q: torch.Tensor, case: IndexCase, index_format: int) -> torch.Tensor:
     """The queries as the GPU prepares them, in the order of their channels, fp32 on the CPU."""
     quantised = case.index_keys.dtype == torch.uint8
-    prepared = module.prepare_query(q.cuda(), case.positions.cuda(), case.rope.cuda(), quantised, index_format)
-    if module is cuda_index and quantised:
+    prepared = cuda_index.prepare_query(q.cuda(), case.positions.cuda(), case.rope.cuda(), quantised, index_format)
+    if quantised:
         prepared = prepared.unflatten(-1, (-1, 4, 2)).transpose(-1, -2).flatten(-3)
-    elif module is triton_index:
-        prepared = prepared.transpose(-1, -2).flatten(-2)
     return prepared.float().cpu()
 
 
@@ -46,7 +36,7 @@ def device_query(case: IndexCase) -> torch.Tensor:
 
 def check(case: IndexCase, exact: bool, **options) -> None:
     args = case.args("cuda", **options)
-    module.index_topk(*args)
+    cuda_index.index_topk(*args)
     assert_selects(args[-1], case, exact, device_query(case))
 
 
@@ -101,7 +91,7 @@ def test_nothing_to_score():
     case = index_case(lens=[*decode(0, 7, 512), (20, 60)], heads=64, top=512)
     args = list(case.args("cuda"))
     args[-2] = torch.empty(0, device="cuda")
-    module.index_topk(*args)
+    cuda_index.index_topk(*args)
     assert_selects(args[-1], case, True)
 
 
@@ -124,7 +114,7 @@ def test_query(index_format):
 def test_scores(lens, index_format):
     case = index_case(lens=lens, heads=64, top=8, index_format=index_format, weights="random")
     args = case.args("cuda")
-    module.index_topk(*args)
+    cuda_index.index_topk(*args)
     got, query = args[-2].cpu().double(), device_query(case)
     for t in range(len(case.positions)):
         n = int(case.visible[t])
@@ -164,7 +154,7 @@ def test_select(width, top):
     visible = torch.tensor([width, width, width, width, width, width - 1, width // 2, top])
     table = torch.arange(-(-width // 32)).int().expand(8, -1).contiguous()
     rows = torch.full((8, top), -7, dtype=torch.int32, device="cuda")
-    module.select(scores.cuda(), table.cuda(), torch.arange(8).int().cuda(), (visible * 4 + 2).cuda(), rows)
+    cuda_index.select(scores.cuda(), table.cuda(), torch.arange(8).int().cuda(), (visible * 4 + 2).cuda(), rows)
     rows = rows.cpu()
     for t, n in enumerate(visible.tolist()):
         expected = torch.sort(scores[t, :n], descending=True, stable=True).indices[:top].sort().values
@@ -197,7 +187,7 @@ def test_cuda_graph_with_other_lengths():
     table = table.cuda()
 
     def call() -> None:
-        module.index_topk(*static.values(), table, index_keys.MXFP4, scores, rows)
+        cuda_index.index_topk(*static.values(), table, index_keys.MXFP4, scores, rows)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

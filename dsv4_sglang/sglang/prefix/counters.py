@@ -61,5 +61,6 @@ class PrefixCounters:
     def __str__(self) -> str:
         return (
             f"prefix cache: {self.hit_tokens} tokens hit, {self.lost_tokens} lost for want of a checkpoint; "
-            f"checkpoints {self.held} of {self.size} held, {self.taken} taken, {self.evicted} evicted, {self.refused} not taken"
+            f"checkpoints {self.held} of {self.size} held, {self.taken} taken, {self.evicted} evicted, "
+            f"{self.refused} not taken"
         )
