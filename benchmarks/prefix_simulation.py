@@ -26,7 +26,7 @@ from dsv4_sglang.sglang.prefix.tree import FreeList, Node, PrefixTree
 BLOCK_BYTES = 452_512
 """V4-Flash, FP8 rows and 72 B keys: 21 x 32 x (584 + 72) + 20 x 584."""
 CHECKPOINT_BYTES = 3_644_416
-SHARE, INTERVAL = 0.08, 4096
+SHARE, INTERVAL = 0.1, 4096
 
 
 @dataclass
@@ -268,7 +268,8 @@ def plot(results: dict[str, Rows], to: Path) -> None:
             axis.plot(*zip(*points), marker="o", markersize=3, linestyle=":" if "LRU" in key else "-", label=key)
         if name in ("memory", "interval"):
             axis.set_xscale("log")
-        axis.set(title=title, xlabel=label, ylabel="hit tokens / infinite cache's", ylim=(0, 1.02))
+        axis.set(title=title, xlabel=label, ylabel="hit tokens / infinite cache's")
+        axis.set_ylim(0.75 if name in ("interval", "share") else 0, 1.01)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     figure.tight_layout()
