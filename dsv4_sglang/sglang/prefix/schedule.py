@@ -31,14 +31,14 @@ def prepare_for_extend(original: Callable[..., None], batch: Any) -> None:
     setattr(batch, TABLE, None)
     original(batch)
     plan: list[list[tuple[int, int]]] = getattr(batch, PLAN)
-    if not plan:
+    batch.mamba_track_mask = batch.mamba_track_indices = batch.mamba_track_seqlens = None
+    if not any(plan):
         return
     table = torch.zeros(len(plan), max(1, *(len(taken) for taken in plan)), 2, dtype=torch.int64)
     for row, taken in enumerate(plan):
         if taken:
             table[row, : len(taken)] = torch.tensor(taken)
     setattr(batch, TABLE, table.to(batch.device, non_blocking=True))
-    batch.mamba_track_mask = batch.mamba_track_indices = batch.mamba_track_seqlens = None
 
 
 def hand_over(original: Callable[..., Any], cls: Any, batch: Any, runner: Any, **arguments: Any) -> Any:
