@@ -21,14 +21,14 @@ EXACT = {"entry_format": "fp32", "indexer_format": "fp32"}
 
 @pytest.fixture(scope="module")
 def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Chunks of 256, a checkpoint every 512 tokens, 20 checkpoints.
+    """Chunks of 256, a checkpoint every 512 tokens, 10 checkpoints, 6,144 tokens of blocks.
 
     The indexer selects all entries up to 2,048 tokens: where it leaves some out, rounding of another batch now and then
     swaps two of equal score, and that is no matter of the cache.
     """
     log = tmp_path_factory.mktemp("prefix") / "log"
-    flags = (*FLAGS, "--max-total-tokens", "12288", "--chunked-prefill-size", "256", "--enable-metrics")
-    options = {**EXACT, "checkpoint_interval": 512, "max_checkpoints": 20}
+    flags = (*FLAGS, "--max-total-tokens", "6144", "--chunked-prefill-size", "256", "--enable-metrics")
+    options = {**EXACT, "checkpoint_interval": 512, "max_checkpoints": 10}
     with running(tiny(seed=0, index_topk=512), log, *flags, **options) as server:
         yield server
 
