@@ -26,9 +26,6 @@ STAND_IN = """
 import http.server, json, os, signal, sys, time
 
 flags = sys.argv[1:]
-print("STARTED", json.dumps([flags, os.environ.get("SGLANG_USE_CPU_ENGINE")]), flush=True)
-if "--die" in flags:
-    sys.exit(3)
 
 
 def stop(number, frame):
@@ -36,8 +33,12 @@ def stop(number, frame):
         os._exit(40 + number)
 
 
+# Before the line that tests wait for: they send signals as soon as they have read it.
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGINT, stop)
+print("STARTED", json.dumps([flags, os.environ.get("SGLANG_USE_CPU_ENGINE")]), flush=True)
+if "--die" in flags:
+    sys.exit(3)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
