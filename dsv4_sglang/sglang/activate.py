@@ -12,14 +12,12 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from dsv4_sglang.sglang import compat
-from dsv4_sglang.sglang.hooks import hooks_for
+from dsv4_sglang.sglang.hooks import ARCHITECTURE, BACKEND, hooks_for
 from dsv4_sglang.sglang.options import Options
 from dsv4_sglang.sglang.state import open_launch
 
 log = logging.getLogger(__name__)
 
-ARCHITECTURE = "DeepseekV4ForCausalLM"
-BACKEND = "dsv4_sglang"
 MODEL_PACKAGE = "dsv4_sglang.models"
 
 _active = False

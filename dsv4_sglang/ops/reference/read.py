@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.ops.index_keys import KEYS_PER_BLOCK, dequantise_keys, hadamard, quantise_keys, read_keys
+from dsv4_sglang.ops.reference.append import CSA_RATIO
 from dsv4_sglang.ops.rope import rotate, rounding
 from dsv4_sglang.ops.rows import read_rows
 from dsv4_sglang.ops.schemas import NAMESPACE
 
-CSA_RATIO = 4
 _TOKENS_AT_ONCE = 32  # bounds the memory of the gathered rows
 
 
