@@ -14,6 +14,8 @@ from dsv4_sglang.sglang.options import Options, from_override_args
 from dsv4_sglang.sglang.refusals import REFUSALS, refuse_unsupported
 from dsv4_sglang.sglang.sizing import (
     GIB,
+    StateDemand,
+    default_checkpoints,
     memory_after_slots,
     require_context,
     state_demand,
@@ -150,20 +152,33 @@ def test_bytes_of_flash_and_pro() -> None:
 
 
 def test_state_demand() -> None:
-    assert state_demand(256, radix=False, overlap=True, max_checkpoints=None).slots == 256
-    assert state_demand(256, radix=True, overlap=True, max_checkpoints=None).slots == 256 * 3 + 512
-    assert state_demand(4, radix=True, overlap=False, max_checkpoints=100).slots == 4 * 2 + 100
+    assert state_demand(256, step_tokens=8192, default=700, max_checkpoints=None) == StateDemand(256, 64, 700)
+    assert state_demand(4, step_tokens=512, default=700, max_checkpoints=100) == StateDemand(4, 4, 100)
+    assert state_demand(4, step_tokens=100, default=8, max_checkpoints=None).slots == 5
     with pytest.raises(ValueError, match=r"max_checkpoints is 7; 4 running requests.* at least 8"):
-        state_demand(4, radix=True, overlap=True, max_checkpoints=7)
-    with pytest.raises(ValueError, match="disable-radix-cache"):
-        state_demand(4, radix=False, overlap=True, max_checkpoints=7)
+        state_demand(4, step_tokens=512, default=700, max_checkpoints=7)
+
+
+def test_checkpoints_are_compact() -> None:
+    """Issue: 3.7 MB for V4-Flash, 5.2 MB for V4-Pro; about as much as 1,000 tokens."""
+    for config, size, limit in ((DSV4Config.flash(), 3_644_416, 3.7e6), (DSV4Config.pro(), 5_174_272, 5.2e6)):
+        made = layout(config)
+        assert made.checkpoint_bytes == size <= limit
+        assert 1000 < made.checkpoint_bytes / made.token_bytes < 1050
+
+
+def test_a_share_of_memory_goes_to_checkpoints() -> None:
+    flash = layout(DSV4Config.flash())
+    assert default_checkpoints(flash, 256, 80 * GIB) == int(0.1 * 80 * GIB) // flash.checkpoint_bytes
+    assert default_checkpoints(flash, 256, GIB) == 512, "two a running request"
 
 
 def test_state_slots_come_first() -> None:
     flash = layout(DSV4Config.flash())
-    demand = state_demand(256, radix=True, overlap=True, max_checkpoints=None)
-    assert memory_after_slots(flash, demand, 80) == 80 - 1281 * flash.slot_bytes / GIB
-    with pytest.raises(ValueError, match=r"1280 slots of 4\.63 MB .* of 4\.00 GiB.*--max-running-requests"):
+    demand = StateDemand(256, 64, 1000)
+    taken = 321 * flash.slot_bytes + 1000 * flash.checkpoint_bytes
+    assert memory_after_slots(flash, demand, 80) == 80 - taken / GIB
+    with pytest.raises(ValueError, match=r"320 slots of 4\.63 MB and 1000 checkpoints .* of 4\.00 GiB.*--max-running"):
         memory_after_slots(flash, demand, 4)
 
 
@@ -185,9 +200,9 @@ def test_a_pool_too_small_says_what_fits() -> None:
 
 def test_table_adds_up() -> None:
     flash = layout(DSV4Config.flash())
-    demand = state_demand(256, radix=True, overlap=True, max_checkpoints=None)
-    text = table(flash, 1 << 20, demand)
-    assert "1048576 tokens in 8192 blocks" in text and "1280 state slots" in text
+    text = table(flash, 1 << 20, StateDemand(256, 64, 1000))
+    assert "1048576 tokens in 8192 blocks" in text and "320 state slots" in text
+    assert "1000 checkpoints of 3644416 bytes" in text
     lines = text.splitlines()
     total = float(lines[0].rsplit("; ", 1)[1].split()[0])
     assert sum(float(line.split()[-2]) for line in lines[1:]) == pytest.approx(total, abs=0.01)

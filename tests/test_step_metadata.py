@@ -165,8 +165,10 @@ def test_prefill(chunks: list[tuple[int, int]]) -> None:
     prefix, count = (torch.tensor(x) for x in zip(*chunks))
     positions = torch.cat([torch.arange(p, p + c) for p, c in chunks])
     owner = torch.repeat_interleave(torch.arange(n), count)
-    track_lens = prefix + count // 128 * 128
-    track_slots = torch.where(count >= 128, 200 + torch.arange(n), -1)
+    # Every other multiple of 128 whose block is in the chunk, at most two a request.
+    due = [[e for e in range(256, p + c + 1, 256) if e - 128 >= p][:2] for p, c in chunks]
+    track_lens = torch.tensor([[*ends, 0, 0][:2] for ends in due])
+    track_slots = torch.where(track_lens > 0, 200 + torch.arange(2 * n).view(n, 2), -1)
     step = build_prefill(
         req_pool_indices=torch.arange(1, n + 1),
         prefix_lens=prefix,
@@ -193,8 +195,8 @@ def test_prefill(chunks: list[tuple[int, int]]) -> None:
         base = start[b] + 128 * b + 128 - chunks[b][0]
         assert step.window_rows[i, :seen].tolist() == [base + p for p in range(t - seen + 1, t + 1)]
         check_blocks_and_entries(step, i, b, t, tables)
-        held = chunks[b][1] >= 128 and track_lens[b] - 128 <= t < track_lens[b]
-        assert step.track_slots[i] == (200 + b if held else -1)
+        held = [200 + 2 * b + k for k, end in enumerate(due[b]) if end - 128 <= t < end]
+        assert step.track_slots[i] == (held[0] if held else -1)
 
 
 def test_align() -> None:

@@ -212,9 +212,9 @@ def build_prefill(
 ) -> StepMetadata:
     """Chunks of any lengths from any starts. Sizes come from the host (`positions`, `max_length`): no synchronisation.
 
-    `prefix_lens`, `chunk_lens` [B]; `max_length` the longest request after the step. `track_slots` [B] int32 (-1: none)
-    and `track_lens` [B]: the request's checkpoint holds its state at length `track_lens`, so it takes the rows of
-    positions [track_lens - 128, track_lens), which must all be in this chunk or at negative positions.
+    `prefix_lens`, `chunk_lens` [B]; `max_length` the longest request after the step. `track_slots` [B, K] (-1: none)
+    and `track_lens` [B, K]: a checkpoint holds the request's state at length `track_lens`, a multiple of 128, so it
+    takes the rows of positions [track_lens - 128, track_lens), which must all be in this chunk.
     """
     device = positions.device
     tokens, requests = positions.shape[0], req_pool_indices.shape[0]
@@ -236,9 +236,11 @@ def build_prefill(
     window_rows = (base[owner] + first)[:, None] + torch.arange(WINDOW, dtype=torch.int32, device=device)
     token_track = None
     if track_slots is not None and track_lens is not None:
-        end = track_lens.to(torch.int32)[owner]
-        inside = (t < end) & (t >= end - WINDOW)
-        token_track = torch.where(inside, track_slots.to(torch.int32)[owner], -1)
+        # The slot of each block that ends in a checkpoint; one more column takes what is not there.
+        block = torch.where(track_slots >= 0, track_lens // BLOCK - 1, width)
+        slot_of_block = torch.full((requests, width + 1), -1, dtype=torch.int32, device=device)
+        slot_of_block.scatter_(1, block.long(), track_slots.to(torch.int32))
+        token_track = slot_of_block[owner, positions // BLOCK]
     return StepMetadata(
         slots=state_slot_of_request[req_pool_indices].to(torch.int32),
         prefix_lens=prefix_lens,

@@ -32,6 +32,7 @@ def activate(options: Options, server_args: Any) -> None:
     _set_environment(server_args.model_path)
     _declare_state()
     _register_backend()
+    _register_prefix_cache(options)
     _apply_hooks(server_args.device == "cpu")
     _register_model()
     _active = True
@@ -67,6 +68,16 @@ def _register_backend() -> None:
     from dsv4_sglang.sglang.backend import HybridCacheBackend
 
     register_attention_backend(BACKEND)(HybridCacheBackend)
+
+
+def _register_prefix_cache(options: Options) -> None:
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+
+    from dsv4_sglang.sglang.hooks import PREFIX_CACHE
+    from dsv4_sglang.sglang.prefix.component import CheckpointComponent, build_prefix_cache
+
+    CheckpointComponent.interval = options.checkpoint_interval
+    register_radix_cache_backend(PREFIX_CACHE, build_prefix_cache)
 
 
 def _apply_hooks(on_cpu: bool) -> None:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
+from torch.nn.functional import pad
 
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
 from dsv4_sglang.attention.metadata import (
     BLOCK,
     CSA_RATIO,
-    WINDOW,
     DecodeBuffers,
     StepMetadata,
     build_decode,
@@ -22,6 +22,7 @@ from dsv4_sglang.attention.metadata import (
     snapshot_decode,
 )
 from dsv4_sglang.cache.row_format import KeyFormat, make_row_tables
+from dsv4_sglang.sglang.prefix.schedule import PrefillPlanTaker
 from dsv4_sglang.sglang.state import current
 
 # Index scores of a prefill step that exist at a time.
@@ -65,7 +66,7 @@ class LayerInputs(NamedTuple):
     index_query: IndexQuery | None = None
 
 
-class HybridCacheBackend(AttentionBackend):
+class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     """Serves decode and prefill steps of all layers. CUDA graphs record decode steps, metadata included."""
 
     def __init__(self, runner: Any) -> None:
@@ -87,6 +88,7 @@ class HybridCacheBackend(AttentionBackend):
         self._decode_buffers: DecodeBuffers | None = None
         self._workspace: Tensor | None = None
         self._scratch: dict[str, Tensor] = {}
+        self._staged: tuple[Tensor, Tensor] | None = None
 
     def _flashmla_reader(self) -> Any:
         """A reader whose schedule layers of a kind share; None where there is no CUDA device."""
@@ -128,7 +130,7 @@ class HybridCacheBackend(AttentionBackend):
             prefix + chunk
             for prefix, chunk in zip(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu)
         ]
-        track_slots, track_lens = self._checkpoints_due(forward_batch)
+        track_slots, track_lens = self._checkpoints_due(forward_batch.req_pool_indices.shape[0])
         self.metadata = build_prefill(
             req_pool_indices=forward_batch.req_pool_indices,
             prefix_lens=forward_batch.extend_prefix_lens,
@@ -176,19 +178,21 @@ class HybridCacheBackend(AttentionBackend):
             state_slot_of_request=self.req_to_token_pool.req_index_to_mamba_index_mapping,
         )
 
-    @staticmethod
-    def _checkpoints_due(forward_batch: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Slots and lengths of the checkpoints of a prefill step.
+    def _checkpoints_due(self, requests: int) -> tuple[Tensor | None, Tensor | None]:
+        """Staging slots and lengths, [requests, K], of the checkpoints of a prefill step (`prefix.schedule`).
 
-        SGLang may ask for one position more than a multiple of 128 or for the end of the chunk: the state to keep is
-        the one at the last multiple of 128 from the prefix on. It asks only where that leaves at least 128 tokens of
-        this chunk.
+        The layers write the states to staging slots; the last one moves them to their checkpoints.
         """
-        if forward_batch.mamba_track_mask is None:
+        plan, self.prefill_plan, self._staged = self.prefill_plan, None, None
+        if plan is None:
             return None, None
-        prefix = forward_batch.extend_prefix_lens
-        length = prefix + (forward_batch.mamba_track_seqlens - prefix) // WINDOW * WINDOW
-        return torch.where(forward_batch.mamba_track_mask, forward_batch.mamba_track_indices, -1), length
+        # Padding requests take none.
+        lengths, checkpoints = pad(plan, (0, 0, 0, 0, 0, requests - plan.shape[0])).unbind(-1)
+        due = checkpoints > 0
+        order = due.flatten().cumsum(0).view_as(checkpoints)
+        slots = torch.where(due, self.state.size + order, -1).to(torch.int32)
+        self._staged = slots.flatten(), checkpoints.flatten().to(torch.int32)
+        return slots, lengths
 
     # One layer
 
@@ -206,7 +210,7 @@ class HybridCacheBackend(AttentionBackend):
         step = self._step(q)
         self._append(k, layer.layer_id, inputs, step, window=None)
         if layer.layer_id == self.last_layer and step.copy_src is not None:
-            self.state.copy_checkpoints(step.copy_src, step.copy_dst)
+            self.state.store(step.copy_src, step.copy_dst)
         return self._read(q, layer, inputs, step, self.state.ring(layer.layer_id))
 
     def forward_extend(
@@ -223,6 +227,8 @@ class HybridCacheBackend(AttentionBackend):
         step = self._step(q)
         window = self._window(step.window_size)
         self._append(k, layer.layer_id, inputs, step, window)
+        if layer.layer_id == self.last_layer and self._staged is not None:
+            self.state.store(*self._staged)
         return self._read(q, layer, inputs, step, window)
 
     def _step(self, q: Tensor) -> StepMetadata:

@@ -31,6 +31,7 @@ def check_started(scheduler: Any) -> None:
         ("paged pool", getattr(tokens, "full_kv_pool", None), CompressedKVPool),
         ("allocator", runner.token_to_kv_pool_allocator, PagedTokenToKVPoolAllocator),
         ("prefix cache", scheduler.tree_cache, tree),
+        *_checkpoint_classes(scheduler, requests),
         ("attention backend", runner.attn_backend, HybridCacheBackend),
         ("model", runner.model, DeepseekV4ForCausalLM),
         *[
@@ -47,3 +48,20 @@ def check_started(scheduler: Any) -> None:
         wrong.append(f"  the page size is {scheduler.page_size}, not {BLOCK}")
     if wrong:
         raise RuntimeError("dsv4_sglang refuses to serve: " + compat.version_note() + ".\n" + "\n".join(wrong))
+
+
+def _checkpoint_classes(scheduler: Any, requests: Any) -> list[tuple[str, object, type]]:
+    """What the prefix cache adds, where there is one."""
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+    from dsv4_sglang.sglang.prefix.component import CheckpointComponent, LeafOrder
+    from dsv4_sglang.sglang.prefix.slots import CheckpointSlots
+
+    if scheduler.server_args.disable_radix_cache:
+        return []
+    tree = scheduler.tree_cache
+    return [
+        ("checkpoint slots", getattr(requests, "mamba_ckpt_pool", None), CheckpointSlots),
+        ("checkpoints of the tree", getattr(tree, "components", {}).get(ComponentType.MAMBA), CheckpointComponent),
+        ("order of eviction", getattr(getattr(tree, "tree_core", None), "eviction_strategy", None), LeafOrder),
+    ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
@@ -16,12 +15,14 @@ from dsv4_sglang.sglang.checks import check_started
 from dsv4_sglang.sglang.compat import model_config
 from dsv4_sglang.sglang.configurator import BlockConfigurator
 from dsv4_sglang.sglang.layout import CacheLayout
+from dsv4_sglang.sglang.prefix import schedule
 from dsv4_sglang.sglang.refusals import refuse_unsupported
-from dsv4_sglang.sglang.sizing import memory_after_slots, state_demand, table
+from dsv4_sglang.sglang.sizing import GIB, StateDemand, default_checkpoints, memory_after_slots, state_demand, table
 from dsv4_sglang.sglang.state import current
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 BACKEND = "dsv4_sglang"
+PREFIX_CACHE = "dsv4_sglang"
 SRT = "sglang.srt."
 CONFIGURATOR = SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
 
@@ -36,7 +37,9 @@ class Hook(NamedTuple):
 
 def _declarations(original: Callable[..., Any], architecture: str, server_args: Any, hf_config: Any) -> Any:
     refuse_unsupported(server_args, quantised=getattr(hf_config, "quantization_config", None) is not None)
-    server_args.mamba_track_interval = current().options.checkpoint_interval
+    # Decoding requests take a rolling checkpoint at the end of every block.
+    server_args.mamba_track_interval = BLOCK
+    server_args.radix_cache_backend = PREFIX_CACHE
     ours = {"page_size": BLOCK, "attention_backend": BACKEND}
     # SGLang splits its memory between window pages and the rest; this cache has no window pages.
     declared = [
@@ -75,22 +78,34 @@ def _state_slots(original: Callable[..., float], configurator: Any, rest_gib: fl
     """Choose the number of state slots; return the memory that is left for blocks, in GiB."""
     from sglang.srt.runtime_context import get_context, get_memory, get_schedule
 
-    launch, layout = current(), _layout(configurator)
-    schedule = get_schedule()
-    launch.demand = state_demand(
-        schedule.max_running_requests,
-        radix=not get_memory().disable_radix_cache,
-        overlap=not schedule.disable_overlap_schedule,
-        max_checkpoints=launch.options.max_checkpoints,
-    )
-    get_context().override("dsv4_sglang.state_slots", max_mamba_cache_size=launch.demand.slots)
+    launch, layout, options = current(), _layout(configurator), current().options
+    settings, memory = get_schedule(), get_memory()
+    running = settings.max_running_requests
+    if memory.disable_radix_cache:
+        if options.max_checkpoints:
+            raise ValueError(
+                f"dsv4_sglang option max_checkpoints is {options.max_checkpoints}, but --disable-radix-cache is given"
+            )
+        launch.demand = StateDemand(running)
+    else:
+        available = int(rest_gib * GIB)
+        if limit := configurator.server_args.max_total_tokens:
+            available = min(available, int(limit * layout.token_bytes))
+        step_tokens = settings.chunked_prefill_size or 0
+        launch.demand = state_demand(
+            running,
+            step_tokens=step_tokens if step_tokens > 0 else settings.max_prefill_tokens,
+            default=default_checkpoints(layout, running, available),
+            max_checkpoints=options.max_checkpoints,
+        )
+    get_context().override("dsv4_sglang.state_slots", max_mamba_cache_size=running)
     return memory_after_slots(layout, launch.demand, rest_gib)
 
 
 def _slots_of_request(original: Callable[..., int], configurator: Any) -> int:
     """SGLang divides the slots by this to cap the running requests, which were given to begin with."""
     demand = current().demand
-    return original(configurator) if demand is None else demand.slots // demand.running
+    return original(configurator) if demand is None else 1
 
 
 def _pool_configurator(original: Callable[..., Any], configurator: Any) -> BlockConfigurator:
@@ -104,7 +119,8 @@ def _request_pool(
 
     from dsv4_sglang.sglang.pools import StateParams, StateReqToTokenPool
 
-    layout = _layout(configurator)
+    layout, demand = _layout(configurator), current().demand
+    assert demand is not None, "state slots are chosen before pools are built"
     return StateReqToTokenPool(
         size=max_num_reqs,
         mamba_size=get_schedule().max_mamba_cache_size,
@@ -112,7 +128,7 @@ def _request_pool(
         max_context_len=configurator.model_config.context_len + extra_max_context_len,
         device=configurator.device,
         enable_memory_saver=get_exec().features.enable_memory_saver,
-        cache_params=StateParams.of(layout),
+        cache_params=StateParams.of(layout, demand.staging, demand.checkpoints),
         mamba_layer_ids=list(range(len(layout.schemas))),
         enable_mamba_extra_buffer=configurator.server_args.enable_mamba_extra_buffer(),
         enable_overlap_schedule=not get_schedule().disable_overlap_schedule,
@@ -137,13 +153,6 @@ def _kv_pool(
     assert launch.demand is not None, "state slots are chosen before blocks"
     logging.getLogger(__name__).info(table(layout, sizes.max_total_num_tokens, launch.demand))
     return CacheKVPool(compressed, req_to_token_pool.mamba_pool)
-
-
-def _track_indices(original: Callable[..., None], batch: Any, track_positions: Any = None) -> None:
-    """SGLang's function without its pinned host tensor."""
-    slots = batch.req_to_token_pool.req_index_to_mamba_ping_pong_track_buffer_mapping[batch.req_pool_indices]
-    column = torch.tensor([req.mamba_next_track_idx or 0 for req in batch.reqs])
-    batch.mamba_track_indices = slots.gather(1, column.unsqueeze(1)).squeeze(1).to(torch.int64)
 
 
 HOOKS = (
@@ -192,6 +201,30 @@ HOOKS = (
     Hook(CONFIGURATOR + "_build_hybrid_req_pool", HookType.AROUND, _request_pool, "our state slots behind requests"),
     Hook(CONFIGURATOR + "_build_token_to_kv_pool", HookType.AROUND, _kv_pool, "our blocks behind slot indices"),
     Hook(
+        SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_extend",
+        HookType.AROUND,
+        schedule.prepare_for_extend,
+        "a prefill step takes several checkpoints of a request; SGLang knows one",
+    ),
+    Hook(
+        SRT + "model_executor.forward_batch_info.ForwardBatch.init_new",
+        HookType.AROUND,
+        schedule.hand_over,
+        "which checkpoints a prefill step takes goes from the scheduler's batch to the backend",
+    ),
+    Hook(
+        SRT + "managers.schedule_batch.ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend",
+        HookType.REPLACE,
+        schedule.plan_request,
+        "where checkpoints are taken, and that they go to slots of the checkpoint pool",
+    ),
+    Hook(
+        SRT + "managers.schedule_batch.set_mamba_track_indices_from_reqs",
+        HookType.REPLACE,
+        schedule.plan_decode,
+        "decoding requests keep one rolling checkpoint instead of two slots that alternate",
+    ),
+    Hook(
         SRT + "managers.scheduler.Scheduler.get_init_info",
         HookType.BEFORE,
         check_started,
@@ -202,13 +235,6 @@ HOOKS = (
         HookType.REPLACE,
         lambda self, view, architecture: None,
         "it asks for a GPU because SGLang's own models of this kind have no other kernels",
-        cpu_only=True,
-    ),
-    Hook(
-        SRT + "managers.schedule_batch.set_mamba_track_indices_from_reqs",
-        HookType.AROUND,
-        _track_indices,
-        "it pins host memory, which needs a GPU",
         cpu_only=True,
     ),
     Hook(

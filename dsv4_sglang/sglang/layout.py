@@ -12,7 +12,7 @@ import torch
 from dsv4_sglang.cache.row_format import KeyFormat, RowFormat, block_stride_bytes
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
 from dsv4_sglang.cache.schema import LayerCacheSchema, build_schema
-from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.config import CSA_RATIO, DSV4Config
 from dsv4_sglang.model.layer_schedule import AttentionType, build_schedule
 from dsv4_sglang.sglang.options import Options
 
@@ -94,6 +94,24 @@ class CacheLayout:
             if tail is not None:
                 shape = (len(layers), slots, *tail)
                 yield PoolPart(f"{kind.name} tails", shape, torch.float32, 4 * math.prod(shape))
+
+    def checkpoint_parts(self, checkpoints: int) -> Iterator[PoolPart]:
+        """What is alive of a state at a multiple of 128 (SPEC 6.6): the rings, and of each CSA compressor the last four
+        rows of k and of z of the previous window.
+        """
+        rows, window = self.row_format, self.schemas[0].swa_window_size
+        shape = (len(self.schemas), checkpoints, window, rows.width)
+        size = len(self.schemas) * checkpoints * block_stride_bytes(window, rows, self.device)
+        yield PoolPart("checkpointed rings", shape, rows.dtype, size)
+        layers = self.layers(AttentionType.CSA)
+        tail = self.schemas[layers[0]].tail_shape if layers else None
+        if tail is not None:
+            shape = (len(layers), checkpoints, 2 * CSA_RATIO, tail[1])
+            yield PoolPart("checkpointed tails", shape, torch.float32, 4 * math.prod(shape))
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return sum(part.bytes for part in self.checkpoint_parts(1))
 
     @property
     def block_bytes(self) -> int:

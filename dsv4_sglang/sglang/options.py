@@ -19,7 +19,7 @@ class Options:
     entry_format: Literal["auto", "fp32"] = "auto"
     indexer_format: Literal["mxfp4", "nvfp4", "fp32"] = "mxfp4"
     hca_state: Literal["online", "raw"] = "online"
-    checkpoint_interval: int = 256
+    checkpoint_interval: int = 4096
     max_checkpoints: int | None = None
 
     def __post_init__(self) -> None:

@@ -18,8 +18,15 @@ from torch import Tensor
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.row_format import make_row_tables
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
+from dsv4_sglang.model.config import CSA_RATIO
 from dsv4_sglang.model.layer_schedule import AttentionType
 from dsv4_sglang.sglang.layout import CacheLayout
+from dsv4_sglang.sglang.prefix.slots import CheckpointSlots
+
+SLOT_UNITS = 6
+"""Units of four rows in a slot's CSA tail: current k, current z, previous k (two), previous z (two)."""
+KEPT_UNITS = (3, 5)
+"""Those alive at a multiple of 128: the second half of the previous windows' rings, positions t & 7 = 4..7."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -38,10 +45,14 @@ class StateParams(BaseLinearStateParams):
 
     shape: StateShape
     cache_layout: CacheLayout
+    staging: int
+    checkpoints: int
 
     @classmethod
-    def of(cls, layout: CacheLayout) -> StateParams:
+    def of(cls, layout: CacheLayout, staging: int = 0, checkpoints: int = 0) -> StateParams:
         return cls(
+            staging=staging,
+            checkpoints=checkpoints,
             layers=list(range(len(layout.schemas))),
             dtype=Mamba2StateDType(conv=torch.float32, temporal=torch.float32),
             shape=StateShape(conv=[part.shape[2:] for part in layout.state_parts(1)]),
@@ -54,13 +65,18 @@ class StateParams(BaseLinearStateParams):
 
 
 class StateSlotPool(MambaPool):
-    """Window rings and compressor tails of all layers, one slot a request or checkpoint.
+    """Window rings and compressor tails of all layers: live slots of requests, and compact checkpoints.
 
     - `rings` [layers, slots, 128, width]: window rows, position t in row t & 127
     - `tails`: fp32, one tensor a kind of compressor, [layers of the kind, slots, ...]
 
-    They also lie in `mamba_cache.conv`, slot dimension second, so that what SGLang inherits (transfer descriptions,
-    copies) walks them. What of a slot is alive follows from its request's length alone (SPEC 3.7).
+    Slots 1..size are those of requests; the `staging` slots behind them take the checkpoints of a prefill step until
+    its end, when `store` moves them to checkpoints 1..`checkpoints`. Of a state at a multiple of 128 a checkpoint
+    keeps what is alive (SPEC 6.6), and one allocation holds the rings of both, another the CSA tails of both, in
+    units of four rows: six a slot, two a checkpoint. So a copy between them is a copy of slots.
+
+    The live part also lies in `mamba_cache.conv`, slot dimension second, so that what SGLang inherits (transfer
+    descriptions, copies) walks it. What of a slot is alive follows from its request's length alone (SPEC 3.7).
     """
 
     def __init__(
@@ -78,8 +94,14 @@ class StateSlotPool(MambaPool):
         self.enable_custom_mem_pool, self.custom_mem_pool = False, None
         self.conv_shard_groups, self.conv_slice_axis = None, 0
 
-        layers, slots, window = len(layout.schemas), size + 1, layout.schemas[0].swa_window_size
-        self.rings = make_row_tables(layers, slots, window, layout.row_format, torch.device(device))
+        self.staging, self.checkpoints = cache_params.staging, cache_params.checkpoints
+        self.live_slots = slots = size + 1 + self.staging
+        layers, window = len(layout.schemas), layout.schemas[0].swa_window_size
+        self._all_rings = make_row_tables(
+            layers, slots + self.checkpoints, window, layout.row_format, torch.device(device)
+        )
+        self.rings = self._all_rings[:, :slots]
+        self._tail_units: Tensor | None = None
         self.tails: dict[AttentionType, Tensor] = {}
         self._tail_of_layer: dict[int, Tensor] = {}
         for kind in (AttentionType.CSA, AttentionType.HCA):
@@ -87,13 +109,20 @@ class StateSlotPool(MambaPool):
             shape = layout.schemas[members[0]].tail_shape if members else None
             if shape is None:
                 continue
-            self.tails[kind] = torch.zeros((len(members), slots, *shape), dtype=torch.float32, device=device)
+            if kind is AttentionType.CSA:
+                units = (len(members), slots * SLOT_UNITS + self.checkpoints * len(KEPT_UNITS), CSA_RATIO, shape[1])
+                self._tail_units = torch.zeros(units, dtype=torch.float32, device=device)
+                live = self._tail_units[:, : slots * SLOT_UNITS]
+                self.tails[kind] = live.unflatten(1, (slots, SLOT_UNITS)).flatten(2, 3)
+            else:
+                self.tails[kind] = torch.zeros((len(members), slots, *shape), dtype=torch.float32, device=device)
             self._tail_of_layer.update(zip(members, self.tails[kind]))
         self.mamba_cache = self.State(
             conv=[self.rings, *self.tails.values()],
             temporal=torch.zeros((self.num_mamba_layers, slots, 0), device=device),
         )
-        self.bytes = sum(part.bytes for part in layout.state_parts(slots))
+        parts = [*layout.state_parts(slots), *layout.checkpoint_parts(self.checkpoints)]
+        self.bytes = sum(part.bytes for part in parts)
         self.mem_usage = self.bytes / GB
 
     def ring(self, layer: int) -> Tensor:
@@ -107,26 +136,43 @@ class StateSlotPool(MambaPool):
     def clear_slots(self, indices: Tensor) -> None:
         """Nothing: with no tokens in the request every old row of a slot is invisible (SPEC 3.8, 6.2)."""
 
-    def copy_from(self, src_indices: Tensor, dst_indices: Tensor) -> None:
-        """A checkpoint into the live slot of the request that resumes from it."""
-        self.copy_checkpoints(src_indices.to(torch.int32), dst_indices.to(torch.int32))
+    def store(self, slots: Tensor, checkpoints: Tensor) -> None:
+        """Copy live or staging slots to checkpoints, both [n] int32, -1 skips. Their lengths are multiples of 128."""
+        self._copy(slots, checkpoints, to_checkpoints=True)
 
-    def copy_checkpoints(self, src: Tensor, dst: Tensor) -> None:
-        """Copy slots `src` to `dst` ([n] int32, -1 skips) at a length that is a multiple of 128.
+    def load(self, checkpoints: Tensor, slots: Tensor) -> None:
+        """Copy checkpoints to the live slots of the requests that resume from them."""
+        self._copy(slots, checkpoints, to_checkpoints=False)
 
-        HCA tails are empty there, whatever their bytes say, and stay behind (SPEC 6.6).
-        """
-        kept = [tail for kind, tail in self.tails.items() if kind is AttentionType.CSA]
-        torch.ops.dsv4_sglang.copy_state(src, dst, [self.rings, *kept])
+    def _copy(self, slots: Tensor, checkpoints: Tensor, *, to_checkpoints: bool) -> None:
+        skip = (slots < 0) | (checkpoints < 1)
+        self._copy_slots(self._all_rings, slots, self.live_slots - 1 + checkpoints, skip, to_checkpoints)
+        if self._tail_units is not None:
+            first = self.live_slots * SLOT_UNITS
+            live = torch.cat([slots * SLOT_UNITS + unit for unit in KEPT_UNITS])
+            kept = torch.cat([first + (checkpoints - 1) * len(KEPT_UNITS) + i for i in range(len(KEPT_UNITS))])
+            self._copy_slots(self._tail_units, live, kept, skip.repeat(len(KEPT_UNITS)), to_checkpoints)
+
+    @staticmethod
+    def _copy_slots(tensor: Tensor, live: Tensor, checkpoint: Tensor, skip: Tensor, to_checkpoints: bool) -> None:
+        live, checkpoint = live.masked_fill(skip, -1), checkpoint.masked_fill(skip, -1)
+        source, target = (live, checkpoint) if to_checkpoints else (checkpoint, live)
+        torch.ops.dsv4_sglang.copy_state(source, target, [tensor])
 
     def get_kv_size_bytes(self) -> int:
         return self.bytes
 
 
 class StateReqToTokenPool(HybridReqToTokenPool):
-    """Requests' token tables, and the state slots that requests hold."""
+    """Requests' token tables, the state slots that requests hold, and the checkpoints of the prefix cache."""
 
     mamba_pool_cls = StateSlotPool
+
+    def __init__(self, **arguments: Any) -> None:
+        # SGLang would give every request two more slots to take checkpoints into.
+        super().__init__(**{**arguments, "enable_mamba_extra_buffer": False})
+        if checkpoints := arguments["cache_params"].checkpoints:
+            self.mamba_ckpt_pool = CheckpointSlots(checkpoints, arguments["device"])
 
 
 class CompressedKVPool(KVCache):

@@ -63,7 +63,11 @@ REFUSALS = (
         "--enable-flexkv", _is_set("enable_flexkv"), "it stores rows of one kind a token, which this cache has not"
     ),
     Refusal("--enable-hisparse", _is_set("enable_hisparse"), "it moves rows of SGLang's own pool"),
-    Refusal("--radix-cache-backend", _is_set("radix_cache_backend"), "checkpoints hang on SGLang's unified radix tree"),
+    Refusal(
+        "--radix-cache-backend",
+        lambda args: getattr(args, "radix_cache_backend", None) not in (None, "dsv4_sglang"),
+        "checkpoints hang on SGLang's unified radix tree",
+    ),
     Refusal(
         "--enable-mixed-chunk",
         _is_set("enable_mixed_chunk"),

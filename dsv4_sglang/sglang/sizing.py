@@ -8,51 +8,56 @@ from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
 from dsv4_sglang.sglang.layout import CacheLayout
 
 GIB = 1 << 30
+CHECKPOINT_SHARE = 0.1
+"""Of the memory behind weights and live slots; benchmarks/prefix_simulation.py, docs/prefix.md."""
+MAX_STAGING = 64
 
 
 @dataclass(frozen=True)
 class StateDemand:
-    """State slots of a launch. `held` is what one running request holds: its live slot and its track slots.
+    """State slots of a launch: one a running request, and `staging` for the checkpoints that a prefill step takes.
 
-    `checkpoints` may hang on the prefix tree; a running request can pin one of them and another while it hands one
-    over.
+    `checkpoints` hang on the prefix tree or are a running request's latest.
     """
 
     running: int
-    held: int
-    checkpoints: int
+    staging: int = 0
+    checkpoints: int = 0
 
     @property
     def slots(self) -> int:
-        return self.running * self.held + self.checkpoints
+        return self.running + self.staging
+
+    def bytes(self, layout: CacheLayout) -> int:
+        """With SGLang's dummy slot."""
+        return (self.slots + 1) * layout.slot_bytes + self.checkpoints * layout.checkpoint_bytes
 
 
-def state_demand(running: int, radix: bool, overlap: bool, max_checkpoints: int | None) -> StateDemand:
-    """Slots for `running` requests; without the prefix cache a request holds its live slot only."""
-    if not radix:
-        if max_checkpoints:
-            raise ValueError(
-                f"dsv4_sglang option max_checkpoints is {max_checkpoints}, but --disable-radix-cache is given"
-            )
-        return StateDemand(running, 1, 0)
+def default_checkpoints(layout: CacheLayout, running: int, available: int) -> int:
+    """CHECKPOINT_SHARE of `available` bytes; a running request holds two, the one it resumed from and its latest."""
+    return max(2 * running, int(CHECKPOINT_SHARE * available) // layout.checkpoint_bytes)
+
+
+def state_demand(running: int, *, step_tokens: int, default: int, max_checkpoints: int | None) -> StateDemand:
+    """Slots for `running` requests with the prefix cache; a prefill step has up to `step_tokens` tokens."""
     least = 2 * running
-    checkpoints = least if max_checkpoints is None else max_checkpoints
+    checkpoints = default if max_checkpoints is None else max_checkpoints
     if checkpoints < least:
         raise ValueError(
             f"dsv4_sglang option max_checkpoints is {checkpoints}; {running} running requests "
             f"(--max-running-requests) need at least {least}: raise it, lower --max-running-requests, or give "
             f"--disable-radix-cache"
         )
-    return StateDemand(running, 3 if overlap else 2, checkpoints)
+    return StateDemand(running, max(1, min(MAX_STAGING, step_tokens // BLOCK)), checkpoints)
 
 
 def memory_after_slots(layout: CacheLayout, demand: StateDemand, available_gib: float) -> float:
-    """GiB that the state slots, SGLang's dummy among them, leave for blocks. Raises if they do not fit."""
-    needed = (demand.slots + 1) * layout.slot_bytes / GIB
+    """GiB that state slots and checkpoints leave for blocks. Raises if they do not fit."""
+    needed = demand.bytes(layout) / GIB
     if needed >= available_gib:
         raise ValueError(
-            f"the state slots do not fit: {demand.slots} slots of {layout.slot_bytes / 1e6:.2f} MB "
-            f"({demand.running} requests x {demand.held} + {demand.checkpoints} checkpoints) take {needed:.2f} GiB of "
+            f"the state slots do not fit: {demand.slots} slots of {layout.slot_bytes / 1e6:.2f} MB and "
+            f"{demand.checkpoints} checkpoints of {layout.checkpoint_bytes / 1e6:.2f} MB take {needed:.2f} GiB of "
             f"{available_gib:.2f} GiB. Lower --max-running-requests or max_checkpoints, or raise --mem-fraction-static"
         )
     return available_gib - needed
@@ -78,16 +83,19 @@ def require_context(layout: CacheLayout, tokens: int, context_len: int, reason: 
 def table(layout: CacheLayout, tokens: int, demand: StateDemand) -> str:
     """The pools of a launch for the log, one line a tensor."""
     parts = [*layout.block_parts(tokens // BLOCK + 1), *layout.state_parts(demand.slots + 1)]
+    if demand.checkpoints:
+        parts += layout.checkpoint_parts(demand.checkpoints)
     lines = [
-        f"  {part.name:<13} {'x'.join(map(str, part.shape)):>24} {str(part.dtype).removeprefix('torch.'):<9} "
+        f"  {part.name:<18} {'x'.join(map(str, part.shape)):>24} {str(part.dtype).removeprefix('torch.'):<9} "
         f"{part.bytes / GIB:9.3f} GiB"
         for part in parts
     ]
     return "\n".join(
         [
             f"dsv4_sglang cache: {tokens} tokens in {tokens // BLOCK} blocks, {layout.token_bytes:.2f} bytes a token; "
-            f"{demand.slots} state slots of {layout.slot_bytes} bytes ({demand.running} requests x {demand.held} + "
-            f"{demand.checkpoints} checkpoints); {sum(part.bytes for part in parts) / GIB:.3f} GiB in all",
+            f"{demand.slots} state slots of {layout.slot_bytes} bytes ({demand.running} requests, {demand.staging} for "
+            f"the checkpoints of a step); {demand.checkpoints} checkpoints of {layout.checkpoint_bytes} bytes; "
+            f"{sum(part.bytes for part in parts) / GIB:.3f} GiB in all",
             *lines,
         ]
     )

@@ -1,7 +1,15 @@
 """A small run of every op of the extension, for compute-sanitizer: each kind and phase of append, and the others."""
 
+import sys
+from pathlib import Path
+
 import torch
 from kernel_cases import DEVICE, FORMATS, KINDS, Layer, Step, ops
+
+from dsv4_sglang.attention import cuda_index
+
+sys.path.append(str(Path(__file__).parents[1]))
+from reader_cases import index_case
 
 DECODE = [(0, 0, 1), (1, 3, 1), (-1, 0, 1), (2, 127, 1), (3, 131, 1)]
 PREFILL = [(0, 0, 5), (1, 126, 131), (-1, 0, 2), (2, 5, 3), (3, 130, 260)]
@@ -36,6 +44,13 @@ def main() -> None:
     ids = torch.stack([torch.randperm(30)[:12], torch.randperm(30)[:12]])
     for to_host in (True, False):
         op.swap_blocks([device], [host], ids, to_host)
+    one_token = [(4 * n + 1, 4 * n + 2) for n in (0, 1, 511, 513, 4100)]
+    chunk = [(0, 9), (2050, 2090)]
+    for lens, tokens in ((one_token, 5), (chunk, 49)):
+        for fp32_keys in (False, True):
+            q_dtype = torch.float32 if fp32_keys else torch.bfloat16
+            case = index_case(lens=lens, heads=64, top=512, q_dtype=q_dtype, fp32_keys=fp32_keys)
+            cuda_index.index_topk(*case.args(DEVICE, slices=min(tokens, 16)))
     torch.cuda.synchronize()
     print("done")
 

@@ -1,7 +1,8 @@
 """How SGLang's scheduler tells a step which checkpoints to take: replacements for its ping-pong slots.
 
-Prefill: `mamba_track_indices` and `mamba_track_seqlens` become [requests, most of a request] int64, checkpoint slot (0:
-none) and length. Decode: `mamba_track_indices` [requests] int64, 0 where nothing is due, as CUDA graphs expect.
+Prefill: the backend gets a table [requests, most of a request, 2] int64, length and checkpoint slot (0: none), when its
+step is made of the batch; SGLang's own tensors have room for one checkpoint a request and stay None. Decode: as SGLang
+has it, `mamba_track_indices` [requests] int64, 0 where nothing is due, so that CUDA graphs see what they expect.
 """
 
 from __future__ import annotations
@@ -14,24 +15,37 @@ import torch
 from dsv4_sglang.sglang.options import BLOCK
 from dsv4_sglang.sglang.prefix.component import component_of
 
-PLAN = "dsv4_plan"
+PLAN, TABLE = "dsv4_plan", "dsv4_plan_table"
+"""Attributes of a batch: what its requests take, as lists; the same as a tensor."""
+
+
+class PrefillPlanTaker:
+    """A backend that takes the table of a prefill step, None without checkpoints."""
+
+    prefill_plan: torch.Tensor | None = None
 
 
 def prepare_for_extend(original: Callable[..., None], batch: Any) -> None:
     """AROUND `ScheduleBatch.prepare_for_extend`, which calls `plan_request` for each request."""
     setattr(batch, PLAN, [])
+    setattr(batch, TABLE, None)
     original(batch)
     plan: list[list[tuple[int, int]]] = getattr(batch, PLAN)
-    if not plan:
+    batch.mamba_track_mask = batch.mamba_track_indices = batch.mamba_track_seqlens = None
+    if not any(plan):
         return
-    width = max(1, *(len(taken) for taken in plan))
-    lengths = torch.zeros(len(plan), width, dtype=torch.int64)
-    slots = torch.zeros(len(plan), width, dtype=torch.int64)
+    table = torch.zeros(len(plan), max(1, *(len(taken) for taken in plan)), 2, dtype=torch.int64)
     for row, taken in enumerate(plan):
-        for column, (length, slot) in enumerate(taken):
-            lengths[row, column], slots[row, column] = length, slot
-    batch.mamba_track_seqlens = lengths.to(batch.device, non_blocking=True)
-    batch.mamba_track_indices = slots.to(batch.device, non_blocking=True)
+        if taken:
+            table[row, : len(taken)] = torch.tensor(taken)
+    setattr(batch, TABLE, table.to(batch.device, non_blocking=True))
+
+
+def hand_over(original: Callable[..., Any], cls: Any, batch: Any, runner: Any, **arguments: Any) -> Any:
+    """AROUND `ForwardBatch.init_new`, the last that sees the scheduler's batch; the step follows in the same thread."""
+    if isinstance(runner.attn_backend, PrefillPlanTaker):
+        runner.attn_backend.prefill_plan = getattr(batch, TABLE, None) if batch.forward_mode.is_extend() else None
+    return original(cls, batch, runner, **arguments)
 
 
 def plan_request(batch: Any, req: Any) -> Any:
@@ -55,7 +69,11 @@ def plan_decode(batch: Any, track_positions: Any = None) -> None:
     at = batch.seq_lens_cpu % BLOCK
     for row in torch.nonzero(at == 2).flatten().tolist():
         component.settle(batch.reqs[row])
+    due = torch.nonzero(at == 0).flatten().tolist()
+    if not due:
+        batch.mamba_track_indices = torch.zeros(len(batch.reqs), dtype=torch.int64, device=batch.device)
+        return
     slots = torch.zeros(len(batch.reqs), dtype=torch.int64)
-    for row in torch.nonzero(at == 0).flatten().tolist():
+    for row in due:
         slots[row] = component.plan_decode(batch.reqs[row], int(batch.seq_lens_cpu[row]))
     batch.mamba_track_indices = slots.to(batch.device, non_blocking=True)

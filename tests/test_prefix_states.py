@@ -1,0 +1,226 @@
+"""Checkpoints in the state pool: what is copied, and that a layer goes on from one as if it had not been
+interrupted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.layer_schedule import AttentionType
+from dsv4_sglang.sglang.layout import CacheLayout
+from dsv4_sglang.sglang.options import Options
+from dsv4_sglang.sglang.pools import KEPT_UNITS, SLOT_UNITS, StateParams, StateSlotPool
+
+
+def make_pool(dtype: torch.dtype = torch.float8_e4m3fn) -> StateSlotPool:
+    config = DSV4Config.flash()
+    layout = CacheLayout.from_model(config, dtype, Options(), "cpu")
+    layout = CacheLayout(layout.schemas[:5], layout.device)
+    params = StateParams.of(layout, staging=2, checkpoints=3)
+    return StateSlotPool(size=3, cache_params=params, mamba_layer_ids=list(range(5)), device="cpu")
+
+
+def ids(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def fill(pool: StateSlotPool, slot: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    pool.rings[:, slot] = torch.randint(0, 255, pool.rings[:, slot].shape, generator=generator).to(pool.rings.dtype)
+    for tail in pool.tails.values():
+        tail[:, slot] = torch.randn(tail[:, slot].shape, generator=generator)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+def test_a_state_goes_to_a_checkpoint_and_back(dtype: torch.dtype) -> None:
+    pool = make_pool(dtype)
+    for slot in range(1, pool.live_slots):
+        fill(pool, slot, slot)
+    before = pool.rings.clone(), pool.tails[AttentionType.CSA].clone(), pool.tails[AttentionType.HCA].clone()
+    # Slot 2 and staging slot 4 are stored; -1 and checkpoint 0 skip.
+    pool.store(ids(2, 4, -1, 3), ids(3, 1, 2, 0))
+    for tensor, old in zip((pool.rings, *pool.tails.values()), before):
+        assert torch.equal(tensor, old), "storing changed a live slot"
+    fill(pool, 1, 77)
+    untouched = pool.tails[AttentionType.CSA][:, 1].clone()
+    pool.load(ids(3), ids(1))
+    assert torch.equal(pool.rings[:, 1], before[0][:, 2])
+    tail, source = pool.tails[AttentionType.CSA][:, 1], before[1][:, 2]
+    for rows in (slice(12, 16), slice(20, 24)):
+        assert torch.equal(tail[:, rows], source[:, rows]), "the four last rows of the previous window's k and z"
+    for rows in (slice(0, 12), slice(16, 20)):
+        assert torch.equal(tail[:, rows], untouched[:, rows])
+    pool.load(ids(1), ids(3))
+    assert torch.equal(pool.rings[:, 3], before[0][:, 4])
+
+
+def test_the_units_kept_are_the_second_half_of_the_previous_rings() -> None:
+    assert [unit * 4 for unit in KEPT_UNITS] == [12, 20]
+
+
+def test_checkpoints_do_not_overlap() -> None:
+    pool = make_pool()
+    for i in range(1, 4):
+        fill(pool, i, i)
+    pool.store(ids(1, 2, 3), ids(1, 2, 3))
+    rings, tails = pool.rings[:, 1:4].clone(), pool.tails[AttentionType.CSA][:, 1:4].clone()
+    for i in range(1, 4):
+        fill(pool, i, 50)
+    pool.load(ids(1, 2, 3), ids(1, 2, 3))
+    assert torch.equal(pool.rings[:, 1:4], rings)
+    assert torch.equal(pool.tails[AttentionType.CSA][:, 1:4, 12:16], tails[:, :, 12:16])
+    assert torch.equal(pool.tails[AttentionType.CSA][:, 1:4, 20:24], tails[:, :, 20:24])
+
+
+def test_bytes_are_those_allocated() -> None:
+    pool = make_pool()
+    allocated = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [pool.rings, *pool.tails.values()]
+    }
+    assert sum(allocated.values()) == pool.bytes
+
+
+# A layer that resumes from a checkpoint, against the same layer uninterrupted.
+
+TOKENS, RESUME, WRITTEN = 400, 256, 300
+"""The uninterrupted request; where the other resumes; how far the one ran that left the checkpoint."""
+
+
+class ResumedLayer:
+    """One layer of each kind over the pools, fp32 all through. `fault` is what goes wrong between two requests."""
+
+    def __init__(self, ratio: int) -> None:
+        config = DSV4Config.flash()
+        options = Options(entry_format="fp32", indexer_format="fp32")
+        layout = CacheLayout.from_model(config, torch.bfloat16, options, "cpu")
+        layout = CacheLayout(layout.schemas[:4], layout.device)
+        params = StateParams.of(layout, staging=1, checkpoints=1)
+        self.pool = StateSlotPool(size=3, cache_params=params, mamba_layer_ids=list(range(4)), device="cpu")
+        self.ratio, self.layer = ratio, {0: 0, 4: 2, 128: 3}[ratio]
+        generator = torch.Generator().manual_seed(ratio)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        self.kv = random(TOKENS, 512)
+        self.score = random(TOKENS, 2048 if ratio == 4 else 1024) if ratio else None
+        self.index_score = random(TOKENS, 512) if ratio == 4 else None
+        self.norms = random(512), random(512), random(128)
+        self.ape = random(4, 1024) if ratio == 4 else random(128, 512)
+        self.index_ape = random(4, 256)
+        self.rope = torch.view_as_real(torch.polar(torch.ones(512, 32), random(512, 32))).flatten(1)
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        entries = torch.zeros(4, 32, 512) if self.ratio == 4 else torch.zeros(1, 4, 512)
+        return entries, torch.zeros(4, 32, 128)
+
+    def step(self, slot: int, begin: int, end: int, tables: tuple[torch.Tensor, torch.Tensor], track: int = -1) -> None:
+        """Tokens [begin, end) of the request in `slot`; `track`: the staging slot of its checkpoint at RESUME."""
+        n, csa = end - begin, self.ratio == 4
+        at = torch.arange(begin, end)
+        tracked = torch.where((at >= RESUME - 128) & (at < RESUME), track, -1).to(torch.int32)
+        torch.ops.dsv4_sglang.append(
+            self.kv[begin:end],
+            self.score[begin:end] if self.score is not None else None,
+            self.index_score[begin:end] if self.index_score is not None else None,
+            self.norms[0],
+            self.norms[1] if self.ratio else None,
+            self.norms[2] if csa else None,
+            self.ape if self.ratio else None,
+            self.index_ape if csa else None,
+            self.rope,
+            1e-6,
+            self.ratio,
+            0,
+            ids(slot),
+            ids(begin),
+            ids(0, n),
+            torch.zeros(n, dtype=torch.int32),
+            at,
+            tracked if track >= 0 else None,
+            self.pool.ring(self.layer),
+            self.pool.tail(self.layer),
+            tables[0] if self.ratio else None,
+            tables[1] if csa else None,
+            torch.zeros(1, n + 128, 512),
+            None,
+            None,
+            None,
+        )
+
+    def resumed(self, fault: str = "") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Entries, index keys and ring of a request of TOKENS tokens that resumes at RESUME."""
+        tables = self.tables()
+        fill(self.pool, 3, 5)
+        self.step(1, 0, WRITTEN, tables, track=self.pool.size + 1)
+        self.pool.store(ids(1 if fault == "the state at the end" else self.pool.size + 1), ids(1))
+        units = self.pool._tail_units
+        assert units is not None
+        kept = units[:, self.pool.live_slots * SLOT_UNITS :]
+        if fault == "previous rows dropped":
+            kept[..., :512] = 0
+        elif fault == "indexer tail dropped":
+            kept[..., 512:] = 0
+        if fault != "a slot not loaded":
+            self.pool.load(ids(1), ids(3))
+        # The blocks that the first request wrote behind the checkpoint are not shared.
+        if self.ratio == 4:
+            tables[0][2:], tables[1][2:] = 0, 0
+        elif self.ratio:
+            tables[0][:, 2:] = 0
+        if fault == "a checkpoint shared without a copy":
+            self.step(3, RESUME, RESUME + 50, self.tables())
+        self.step(3, RESUME, TOKENS, tables)
+        return (*tables, self.pool.ring(self.layer)[3].clone())
+
+    def uninterrupted(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tables = self.tables()
+        self.step(2, 0, TOKENS, tables)
+        return (*tables, self.pool.ring(self.layer)[2].clone())
+
+
+def differing_rows(got: torch.Tensor, want: torch.Tensor) -> list[int]:
+    return torch.nonzero((got - want).abs().flatten(0, -2).amax(-1) > 1e-5).flatten().tolist()
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_a_resumed_layer_writes_what_an_uninterrupted_one_writes(ratio: int) -> None:
+    layer = ResumedLayer(ratio)
+    for got, want in zip(layer.resumed(), layer.uninterrupted()):
+        assert differing_rows(got, want) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "entries", "keys"),
+    [
+        # Entry 256 / 4 pools the four rows before it, and is wrong for good.
+        ("previous rows dropped", [64], []),
+        ("indexer tail dropped", [], [64]),
+        ("a slot not loaded", [64], [64]),
+        ("the state at the end", [64], [64]),
+        ("a checkpoint shared without a copy", [64], [64]),
+    ],
+)
+def test_a_damaged_checkpoint_damages_what_it_must(fault: str, entries: list[int], keys: list[int]) -> None:
+    layer = ResumedLayer(4)
+    got, want = layer.resumed(fault), layer.uninterrupted()
+    assert differing_rows(got[0], want[0]) == entries
+    assert differing_rows(got[1], want[1]) == keys
+
+
+@pytest.mark.parametrize("fault", ["a slot not loaded", "the state at the end"])
+def test_the_window_of_a_resumed_request_comes_from_its_checkpoint(fault: str) -> None:
+    """The ring of a request that ran 20 tokens still holds 108 rows from before."""
+    layer = ResumedLayer(0)
+    tables = layer.tables()
+    fill(layer.pool, 3, 5)
+    layer.step(1, 0, WRITTEN, tables, track=layer.pool.size + 1)
+    layer.pool.store(ids(1 if fault == "the state at the end" else layer.pool.size + 1), ids(1))
+    if fault != "a slot not loaded":
+        layer.pool.load(ids(1), ids(3))
+    layer.step(3, RESUME, RESUME + 20, tables)
+    layer.step(2, 0, RESUME + 20, tables)
+    rows = differing_rows(layer.pool.ring(0)[3], layer.pool.ring(0)[2])
+    assert rows and set(rows) <= set(range(20, 128))
