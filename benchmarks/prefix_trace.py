@@ -1,30 +1,38 @@
-"""Hit rate and time to first token of a running server under traces of agent conversations.
+"""Hit rate and time to first token of a server under traces of agent conversations.
 
-    python -m benchmarks.prefix_trace --url http://127.0.0.1:30000 trace --active 300
+    python -m benchmarks.prefix_trace trace --active 300 --url http://127.0.0.1:30000
     python -m benchmarks.prefix_trace alternate            # two conversations of 400,000 tokens in turn
     python -m benchmarks.prefix_trace revisit              # 100 conversations of 20,000 tokens, visited three times
     python -m benchmarks.prefix_trace working-set          # the most 20,000-token conversations that still hit 98 %
 
-The cache is flushed first. Hit rates are token-weighted, against what an infinite cache would hold.
+`--serve ours` or `--serve in-tree` starts a server of benchmarks/configs/flashshape for it (dummy weights), with
+`--flags "..."`; `--url` takes one that runs. The cache is flushed first. Hit rates are token-weighted, against what an
+infinite cache would hold.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import shlex
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import servers
 from benchmarks.agent_trace import TraceConfig, Turn, rounds, trace
-from benchmarks.environment import commit, versions
+from benchmarks.environment import ROOT, commit, versions
 from benchmarks.replay import Client, Replay, Served, compare_with_cold
 
 NEW_TOKENS = {"append": 200, "generate": 16}
 """Tokens of a revisit."""
+MODEL = ROOT / "benchmarks" / "configs" / "flashshape"
+START_SECONDS = 240
+NOT_OF_THE_LOAD = ("output", "url", "note", "scenario", "serve", "flags", "log")
 
 
 def summary(served: Sequence[Served]) -> dict[str, Any]:
@@ -130,7 +138,10 @@ DEFAULTS = {
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("scenario", choices=SCENARIOS)
-    p.add_argument("--url", default="http://127.0.0.1:30000")
+    p.add_argument("--url", default="http://127.0.0.1:30000", help="a server that runs")
+    p.add_argument("--serve", choices=("ours", "in-tree"), help="start a server instead")
+    p.add_argument("--flags", default="", help="more flags of the server that --serve starts")
+    p.add_argument("--log", type=Path, default=Path("prefix_server.log"), help="log of the server that --serve starts")
     p.add_argument("--vocab", type=int, default=100_000, help="token ids are drawn below this")
     p.add_argument("--concurrency", type=int, help="requests at a time")
     p.add_argument("--seed", type=int, default=0)
@@ -150,12 +161,20 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = parser().parse_args(argv)
-    for name, value in DEFAULTS[args.scenario].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    client = Client(args.url)
+@contextlib.contextmanager
+def serving(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
+    """(URL, what its log says about the cache) of the server that is asked."""
+    if args.serve is None:
+        yield args.url, {}
+        return
+    flags = ["--load-format", "dummy", *shlex.split(args.flags)]
+    argv, environment = servers.command(MODEL, flags, args.serve == "ours", cpu=False)
+    with servers.running(servers.Server(args.serve, argv, environment, args.log), START_SECONDS) as server:
+        yield f"http://127.0.0.1:{server.port}", servers.sizes(server.lines())
+
+
+def replayed(args: argparse.Namespace, client: Client) -> tuple[dict[str, Any], float]:
+    """The scenario's result and how many seconds it took."""
     client.flush()
     config = trace_config(args) if args.scenario == "trace" else None
     replay = Replay(
@@ -167,12 +186,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         sample=0.1 if args.scenario == "trace" and args.check else 0.0,
     )
     begin = time.perf_counter()
-    result = SCENARIOS[args.scenario](replay, args)
+    return SCENARIOS[args.scenario](replay, args), time.perf_counter() - begin
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    for name, value in DEFAULTS[args.scenario].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    with serving(args) as (url, sizes):
+        result, seconds = replayed(args, Client(url))
     record = {
         "scenario": args.scenario,
         "note": args.note,
-        "seconds": round(time.perf_counter() - begin, 1),
-        "arguments": {k: v for k, v in vars(args).items() if k not in ("output", "url", "note", "scenario")},
+        "server": {"subject": args.serve, "flags": args.flags, **sizes},
+        "seconds": round(seconds, 1),
+        "arguments": {k: v for k, v in vars(args).items() if k not in NOT_OF_THE_LOAD},
         **result,
         "versions": versions(),
         "commit": commit(),
