@@ -142,7 +142,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--serve", choices=("ours", "in-tree"), help="start a server instead")
     p.add_argument("--flags", default="", help="more flags of the server that --serve starts")
     p.add_argument("--log", type=Path, default=Path("prefix_server.log"), help="log of the server that --serve starts")
-    p.add_argument("--vocab", type=int, default=100_000, help="token ids are drawn below this")
+    p.add_argument("--vocab", type=int, default=4_000, help="token ids are drawn below this")
     p.add_argument("--concurrency", type=int, help="requests at a time")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--conversations", type=int)
