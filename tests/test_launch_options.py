@@ -93,6 +93,11 @@ REFUSED = {
     "enable_dp_attention": True,
     "enable_hierarchical_cache": True,
     "enable_mixed_chunk": True,
+    "chunked_prefill_size": 300,
+    "mamba_track_interval": 512,
+    "mamba_max_states_per_path": 3,
+    "enable_int8_mamba_checkpoint": True,
+    "mamba_ssm_dtype": "bfloat16",
     "enable_two_batch_overlap": True,
     "enable_lora": True,
     "mamba_radix_cache_strategy": "no_buffer",
@@ -103,6 +108,30 @@ REFUSED = {
         decode=SimpleNamespace(backend="full"), prefill=SimpleNamespace(backend="breakable")
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("mamba_track_interval", 512, ["--mamba-track-interval 512", "every 128 tokens", '"checkpoint_interval"']),
+        ("mamba_max_states_per_path", 3, ["--mamba-max-states-per-path 3", '"max_checkpoints"']),
+        ("chunked_prefill_size", 300, ["--chunked-prefill-size 300", "multiples of 128"]),
+        ("chunked_prefill_size", 64, ["--chunked-prefill-size 64", "multiples of 128"]),
+        ("int8_mamba_ckpt_size", 9, ["--enable-int8-mamba-checkpoint", '"max_checkpoints"']),
+        ("enable_mixed_chunk", True, ["--enable-mixed-chunk", "wrong checkpoints"]),
+        ("enable_dynamic_chunking", True, ["--enable-dynamic-chunking", "grid of blocks"]),
+    ],
+)
+def test_what_breaks_the_grid_of_checkpoints_is_refused(name: str, value: object, words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        refuse_unsupported(plain_arguments(**{name: value}))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_chunks_on_the_grid_are_not_refused() -> None:
+    for size in (None, -1, 128, 8192):
+        refuse_unsupported(plain_arguments(chunked_prefill_size=size))
+    refuse_unsupported(plain_arguments(mamba_track_interval=128))
 
 
 @pytest.mark.parametrize("name", REFUSED)

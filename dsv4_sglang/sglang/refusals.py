@@ -10,7 +10,10 @@ from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
 
 
 class Refusal(NamedTuple):
-    """`applies` looks at SGLang's ServerArgs as given; `reason` ends the sentence "... is not supported: "."""
+    """`applies` looks at SGLang's ServerArgs as given; `reason` ends the sentence "... is not supported: ".
+
+    `flag` may have fields of the arguments in braces, `{args.page_size}`.
+    """
 
     flag: str
     applies: Callable[[Any], bool]
@@ -28,6 +31,11 @@ def _above_one(name: str) -> Callable[[Any], bool]:
 def _changed(name: str) -> Callable[[Any], bool]:
     """Whether a flag has another value than its default."""
     return lambda args: getattr(args, name, None) != getattr(type(args), name, None)
+
+
+def _off_grid(name: str) -> Callable[[Any], bool]:
+    """Whether a number of tokens is given (not none or -1) and no multiple of a block."""
+    return lambda args: (value := getattr(args, name, None) or 0) > 0 and value % BLOCK != 0
 
 
 # On a CPU SGLang fills in the last two before it looks at the model.
@@ -74,6 +82,33 @@ REFUSALS = (
         "it moves chunks off the grid of blocks and would store wrong checkpoints",
     ),
     Refusal("--enable-dynamic-chunking", _is_set("enable_dynamic_chunking"), "it moves chunks off the grid of blocks"),
+    Refusal(
+        "--chunked-prefill-size {args.chunked_prefill_size}",
+        _off_grid("chunked_prefill_size"),
+        f"chunks end at multiples of {BLOCK} tokens, where checkpoints are taken; give one, or -1",
+    ),
+    Refusal(
+        "--mamba-track-interval {args.mamba_track_interval}",
+        lambda args: getattr(args, "mamba_track_interval", BLOCK)
+        not in (BLOCK, getattr(type(args), "mamba_track_interval", BLOCK)),
+        f"a decoding request takes a checkpoint every {BLOCK} tokens and keeps those at multiples of the option "
+        '"checkpoint_interval"; set that one instead',
+    ),
+    Refusal(
+        "--mamba-max-states-per-path {args.mamba_max_states_per_path}",
+        _changed("mamba_max_states_per_path"),
+        'checkpoints are evicted by what they are worth; cap their number with the option "max_checkpoints"',
+    ),
+    Refusal(
+        "--enable-int8-mamba-checkpoint",
+        lambda args: _is_set("enable_int8_mamba_checkpoint")(args) or _is_set("int8_mamba_ckpt_size")(args),
+        'checkpoints keep the bytes of the state; set their number with the option "max_checkpoints"',
+    ),
+    Refusal(
+        "--mamba-ssm-dtype {args.mamba_ssm_dtype}",
+        _is_set("mamba_ssm_dtype"),
+        "compressor tails are fp32 and window rows have the format of the entries",
+    ),
     Refusal("--enable-two-batch-overlap", _is_set("enable_two_batch_overlap"), "one step has one metadata"),
     Refusal("--enable-pdmux", _is_set("enable_pdmux"), "prefill and decode share one metadata"),
     Refusal("--enable-unified-memory", _is_set("enable_unified_memory"), "it replaces the pools"),
@@ -155,7 +190,7 @@ REFUSALS = (
 
 def refuse_unsupported(args: Any, quantised: bool = False) -> None:
     """Raise with every refused flag of `args`, one line each; `quantised`: the checkpoint's weights are."""
-    found = [f"{r.flag} is not supported: {r.reason}" for r in REFUSALS if r.applies(args)]
+    found = [f"{r.flag.format(args=args)} is not supported: {r.reason}" for r in REFUSALS if r.applies(args)]
     if quantised and args.device == "cpu":
         found.append(
             "--device cpu is not supported with a quantised checkpoint: SGLang has no such layers without a GPU"

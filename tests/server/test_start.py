@@ -46,7 +46,7 @@ assert {hook.target for hook in hooks_for(on_cpu=True)} < HookRegistry._patched
 assert len({hook.target for hook in HOOKS}) == len(HOOKS) and all(hook.reason for hook in HOOKS)
 assert arguments._resolved().page_size == 128 and arguments._resolved().attention_backend == "dsv4_sglang"
 assert not arguments.get_model_config().is_hybrid_swa and arguments.enable_mamba_extra_buffer()
-assert arguments.mamba_track_interval == 256
+assert arguments.mamba_track_interval == 128
 
 # Flags that cannot be served and options that do not exist end the launch while its flags are read.
 def refused(words, options="{}", **flags):
@@ -60,6 +60,9 @@ def refused(words, options="{}", **flags):
 
 lines = ("--enable-mixed-chunk is not supported: ", "--page-size other than 128 is not supported: ")
 refused(("dsv4_sglang refuses to start.", *lines), enable_mixed_chunk=True, page_size=64)
+grid = ("--mamba-track-interval 512 is not supported: ", "--chunked-prefill-size 300 is not supported: ")
+refused((*grid, "checkpoint_interval"), mamba_track_interval=512, chunked_prefill_size=300)
+refused(("--mamba-max-states-per-path 2 is not supported: ",), mamba_max_states_per_path=2)
 refused(("--speculative-algorithm is not supported: ",), speculative_algorithm="NGRAM")
 refused(('unknown dsv4_sglang option "hca_stat"; valid options: ', "hca_state"), options='{"hca_stat": "raw"}')
 
