@@ -2,10 +2,11 @@
 
     python -m benchmarks.capacity [--gib 78.82] [--requests 256] [--checkpoints 512] [--serve serve.json] [--out DIR]
 
-Ours: `dsv4_sglang.cache.schema`. SGLang's: the formula of its DSV4PoolConfigurator (0.5.17). Its setting
-swa_full_tokens_ratio says how many window rows it keeps for every token: 0.1 by default; 0.5 is what users set for
-prefix hits; 0.01 with its online HCA state is about the most tokens it can be tuned to, with room for the windows of
-the running requests alone.
+Ours: what the server itself computes at start-up (`dsv4_sglang.sglang.sizing`): one live slot a running request, the
+staging slots of a prefill step, the checkpoints, and blocks with what is left. SGLang's: the formula of its
+DSV4PoolConfigurator (0.5.17). Its setting swa_full_tokens_ratio says how many window rows it keeps for every token:
+0.1 by default; 0.5 is what users set for prefix hits; 0.01 with its online HCA state is about the most tokens it can
+be tuned to, with room for the windows of the running requests alone.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import report
-from dsv4_sglang.cache.schema import compute_block_budget
 from dsv4_sglang.model.config import CSA_RATIO, HCA_RATIO, DSV4Config
-from dsv4_sglang.model.layer_schedule import build_schedule
+from dsv4_sglang.sglang.layout import CacheLayout
+from dsv4_sglang.sglang.options import Options
+from dsv4_sglang.sglang.sizing import MAX_STAGING, StateDemand
 
 GIB = 1 << 30
 BLOCK = 128
 MODELS = {"flash": DSV4Config.flash, "pro": DSV4Config.pro}
-SLOTS_A_REQUEST = 3
-"""Its live state and the two that a running request writes checkpoints to in turn."""
+ROWS = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,17 @@ class Cost:
     fixed: int
 
     def tokens(self, memory: float) -> int:
-        return max(0, int((memory - self.fixed) / self.token))
+        """Those of whole blocks."""
+        return max(0, int((memory - self.fixed) / self.token)) // BLOCK * BLOCK
 
 
 def ours(
     config: DSV4Config, requests: int, checkpoints: int, row_format: str = "fp8", hca_state: str = "online"
 ) -> Cost:
-    budget = compute_block_budget(
-        config, build_schedule(config), BLOCK, 1, row_format=row_format, key_format="mxfp4", hca_state=hca_state
-    )
-    slots = SLOTS_A_REQUEST * requests + checkpoints
-    return Cost(budget["block_bytes"] / BLOCK, slots * budget["state_bytes"])
+    """Fixed are the state slots, the checkpoints, and the two blocks that serve no request."""
+    layout = CacheLayout.from_model(config, ROWS[row_format], Options(hca_state=hca_state), "cpu")
+    demand = StateDemand(requests, MAX_STAGING, checkpoints)
+    return Cost(layout.token_bytes, demand.bytes(layout) + 2 * layout.block_bytes)
 
 
 def in_tree(config: DSV4Config, requests: int, window_ratio: float = 0.1, online: bool = False) -> Cost:

@@ -89,8 +89,10 @@ REFUSALS = (
     ),
     Refusal(
         "--mamba-track-interval {args.mamba_track_interval}",
-        lambda args: getattr(args, "mamba_track_interval", BLOCK)
-        not in (BLOCK, getattr(type(args), "mamba_track_interval", BLOCK)),
+        lambda args: (
+            getattr(args, "mamba_track_interval", BLOCK)
+            not in (BLOCK, getattr(type(args), "mamba_track_interval", BLOCK))
+        ),
         f"a decoding request takes a checkpoint every {BLOCK} tokens and keeps those at multiples of the option "
         '"checkpoint_interval"; set that one instead',
     ),

@@ -14,6 +14,10 @@ import pytest
 import torch
 from server_harness import Generated, Server, assert_same, prompt, running
 
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.sglang.layout import CacheLayout
+from dsv4_sglang.sglang.options import Options
+from dsv4_sglang.sglang.sizing import StateDemand, table
 from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server
@@ -135,12 +139,14 @@ def test_refused_requests(server: Server, ids: list[int], reason: str) -> None:
     server.wait_idle()
 
 
-def test_what_the_server_says_of_itself(server: Server) -> None:
+def test_what_the_server_says_of_itself(server: Server, tiny: Callable[..., Path]) -> None:
+    """One live slot a request, 32 staging slots (a step has 32 blocks), two checkpoints a request, blocks."""
     info = server.get("/get_server_info")
     assert info["max_total_num_tokens"] == 16384
+    config = DSV4Config.from_hf(json.loads((tiny(seed=1) / "config.json").read_text()))
+    layout = CacheLayout.from_model(config, torch.bfloat16, Options(), "cpu")
+    demand = StateDemand(running=16, staging=32, checkpoints=32)
+    assert table(layout, 16384, demand) in server.log_text()
+    blocks = sum(part.bytes for part in layout.block_parts(129))
     memory = info["internal_states"][0]["memory_usage"]
-    # 3 CSA layers of 32 rows and keys, 2 HCA layers of 1 row a block; 16 requests x 3 + 32 slots, and the dummies.
-    blocks = 129 * (3 * 32 * (1024 + 72) + 2 * 1024)
-    slots = 81 * (6 * 128 * 1024 + 3 * 24 * 640 * 4 + 2 * 3 * 512 * 4)
-    assert memory["kvcache"] == pytest.approx((blocks + slots) / 2**30, abs=0.01)
-    assert "dsv4_sglang cache: 16384 tokens in 128 blocks" in server.log_text()
+    assert memory["kvcache"] == pytest.approx((blocks + demand.bytes(layout)) / 2**30, abs=0.0051)
