@@ -183,18 +183,18 @@ def examine(gpu: bool) -> Iterator[Finding]:
 def doctor() -> None:
     """Check versions, GPU, compiler, extension and hooks, and the ops on one layer of each kind."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     gpu = launch.has_gpu()
     launch.prepare_this_process(cpu=not gpu)
+    console, findings = Console(), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang's, about hardware that is not there
-        findings = list(examine(gpu))
-    table = Table("", "check", "found")
-    for finding in findings:
-        table.add_row(Text(finding.state, COLOURS[finding.state]), finding.what, Text(finding.found))
-    Console().print(table)
+        # Line by line: on a GPU the first self test compiles kernels, which takes a minute.
+        for finding in examine(gpu):
+            findings.append(finding)
+            state = Text(f"{finding.state:5}", COLOURS[finding.state])
+            console.print(Text.assemble(state, f" {finding.what}: {finding.found}"), soft_wrap=True)
     failed = sum(finding.state == "fail" for finding in findings)
     typer.echo(f"{failed} of {len(findings)} checks failed" if failed else f"all {len(findings)} checks passed")
     if failed:
