@@ -74,7 +74,7 @@ class MiniServer:
         due = due_in_prefill(
             begin * BLOCK,
             end * BLOCK,
-            prompt=request.prompt * BLOCK,
+            prompt=request.prompt * BLOCK + 1,  # tokens behind the last block, which no tree has
             interval=self.interval * BLOCK,
             branch=request.branch * BLOCK,
         )
@@ -114,8 +114,9 @@ class MiniServer:
             self.prefill(request)
 
     def retract(self, request: Request) -> None:
-        self._free_slots([slot for _, slot in request.pending])
-        request.pending = []
+        """What it computed up to its last checkpoint stays."""
+        pending, request.pending = request.pending, []
+        self._insert(request, pending)
         self._release(request)
 
     def press(self, blocks: int, checkpoints: int) -> None:

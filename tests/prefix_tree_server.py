@@ -207,6 +207,11 @@ class TreeServer:
         del self.history[:-20]
 
     def retract(self, request: Request) -> None:
+        """For want of memory, as schedule.keep_on_retraction."""
+        self._release(request, is_insert=True)
+
+    def drop(self, request: Request) -> None:
+        """As a pause that retracts all requests."""
         self._release(request, is_insert=False)
 
     def _release(self, request: Request, is_insert: bool) -> None:

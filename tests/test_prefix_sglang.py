@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from prefix_model import MiniServer
@@ -40,12 +41,14 @@ def test_the_end_of_a_prompt_may_lie_in_the_chunk_before_the_last(chunk: int) ->
     assert run(server, list(range(10)), tail=44) == 10 * BLOCK
 
 
-def test_a_prompt_on_the_grid_computes_its_last_block_again() -> None:
-    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+@pytest.mark.parametrize("chunk", [1, 2, 4, 30])
+def test_a_prompt_on_the_grid_computes_its_last_block_again(chunk: int) -> None:
+    """One token at least is computed, so its second run ends a block earlier; the next turn at its end."""
+    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=chunk)
     run(server, list(range(5)), tail=0)
-    # One token at least is computed, so the hit ends a block earlier, where no checkpoint is yet; then there is one.
-    assert run(server, list(range(5)), tail=0) == 0
     assert run(server, list(range(5)), tail=0) == 4 * BLOCK
+    assert run(server, list(range(5)), tail=0) == 4 * BLOCK
+    assert run(server, [*range(5), 7], tail=0) == 5 * BLOCK
 
 
 def test_long_prompts_leave_several_checkpoints_in_one_step() -> None:
@@ -78,6 +81,63 @@ def test_a_running_request_holds_one_rolling_checkpoint() -> None:
         server.decode(request, 7)
         assert len(request.pending) == 1
     server.check()
+
+
+def test_a_retracted_request_resumes_from_its_rolling_checkpoint() -> None:
+    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+    request = server.admit([1, 2, 3], tail=0)
+    assert request is not None
+    server.prefill_all(request)
+    for _ in range(3):
+        server.decode(request, 50)
+    server.retract(request)
+    server.check()
+    assert run(server, [1, 2, 3, 50, 50, 50], tail=5) == 6 * BLOCK
+
+
+def test_a_pause_that_retracts_keeps_the_prompt_only() -> None:
+    """New weights may follow."""
+    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+    request = server.admit([1, 2, 3], tail=0)
+    assert request is not None
+    server.prefill_all(request)
+    server.decode(request, 50)
+    server.drop(request)
+    server.check()
+    assert run(server, [1, 2, 3, 50], tail=5) == 3 * BLOCK
+
+
+def test_what_a_retracted_request_leaves_makes_room() -> None:
+    server = TreeServer(blocks=10, checkpoints=20, interval=30, chunk=30)
+    first, second = server.admit([1, 2, 3]), server.admit([4, 5, 6])
+    assert first is not None and second is not None
+    server.prefill_all(first)
+    server.prefill_all(second)
+    assert server.decode(first, 7) and server.decode(second, 8)
+    assert not server.decode(second, 8), "all blocks are held"
+    server.retract(first)
+    server.check()
+    for _ in range(3):
+        assert server.decode(second, 8)
+        server.check()
+
+
+def test_only_retraction_for_memory_keeps_what_was_generated() -> None:
+    """The two hooks together: a flag that one sets and the other uses up."""
+    from dsv4_sglang.sglang.prefix import schedule
+
+    inserted = []
+
+    def release_kv_cache(req: object, tree_cache: object, is_insert: bool = True) -> None:
+        inserted.append(is_insert)
+
+    def release_req(batch: SimpleNamespace, index: int, left: int, args: object) -> None:
+        schedule.keep_on_retraction(release_kv_cache, batch.reqs[index], None, is_insert=False)
+
+    req = SimpleNamespace()
+    schedule.retract_for_memory(release_req, SimpleNamespace(reqs=[None, req]), 1, 0, None)
+    release_req(SimpleNamespace(reqs=[req]), 0, 0, None)
+    assert inserted == [True, False]
 
 
 def test_the_step_past_the_end_leaves_nothing() -> None:
@@ -191,6 +251,29 @@ def random_steps(server: TreeServer, rng: random.Random, steps: int) -> int:
             server.flush()
         server.check()
     return hits
+
+
+def counted(server: TreeServer) -> dict[str, float]:
+    return server.component.counters.values()
+
+
+def test_what_is_counted() -> None:
+    server = TreeServer(blocks=64, checkpoints=3, interval=30, chunk=30)
+    server.component.slots.checkpoint_bytes = 10
+    run(server, [1, 2, 3])
+    run(server, [1, 2, 4])
+    counts = counted(server)
+    assert (counts["hit_tokens"], counts["lost_tokens"]) == (0, 2 * BLOCK), "no checkpoint at the branch yet"
+    # Ends of both prompts, and the branch.
+    assert (counts["checkpoints_taken"], server.component.counters.held, counts["copied_bytes"]) == (3, 3, 30)
+    run(server, [1, 2, 5], decode=1)
+    counts = counted(server)
+    assert (counts["hit_tokens"], counts["checkpoints_loaded"]) == (2 * BLOCK, 1)
+    # Its prompt's end and a rolling one: both took a slot from another.
+    assert (counts["checkpoints_taken"], counts["checkpoints_evicted"]) == (5, 2)
+    # Decode copies inside its graph, where no time is taken.
+    assert (counts["copied_bytes"], counts["timed_bytes"]) == (60, 50)
+    assert "of which prefill steps" in str(server.component.counters)
 
 
 @pytest.mark.slow

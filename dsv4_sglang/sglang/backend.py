@@ -228,7 +228,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         window = self._window(step.window_size)
         self._append(k, layer.layer_id, inputs, step, window)
         if layer.layer_id == self.last_layer and self._staged is not None:
-            self.state.store(*self._staged)
+            with self.req_to_token_pool.mamba_ckpt_pool.timer.measure():
+                self.state.store(*self._staged)
         return self._read(q, layer, inputs, step, window)
 
     def _step(self, q: Tensor) -> StepMetadata:

@@ -225,6 +225,18 @@ HOOKS = (
         "decoding requests keep one rolling checkpoint instead of two slots that alternate",
     ),
     Hook(
+        SRT + "managers.schedule_batch.ScheduleBatch.release_req",
+        HookType.AROUND,
+        schedule.retract_for_memory,
+        "tells a retraction for memory from one of all requests",
+    ),
+    Hook(
+        SRT + "managers.schedule_batch.release_kv_cache",
+        HookType.AROUND,
+        schedule.keep_on_retraction,
+        "a retracted request resumes from its last checkpoint if memory allows; SGLang would drop what it generated",
+    ),
+    Hook(
         SRT + "managers.scheduler.Scheduler.get_init_info",
         HookType.BEFORE,
         check_started,

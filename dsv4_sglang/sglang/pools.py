@@ -171,8 +171,11 @@ class StateReqToTokenPool(HybridReqToTokenPool):
     def __init__(self, **arguments: Any) -> None:
         # SGLang would give every request two more slots to take checkpoints into.
         super().__init__(**{**arguments, "enable_mamba_extra_buffer": False})
-        if checkpoints := arguments["cache_params"].checkpoints:
-            self.mamba_ckpt_pool = CheckpointSlots(checkpoints, arguments["device"])
+        params: StateParams = arguments["cache_params"]
+        if params.checkpoints:
+            self.mamba_ckpt_pool = CheckpointSlots(
+                params.checkpoints, arguments["device"], params.cache_layout.checkpoint_bytes
+            )
 
 
 class CompressedKVPool(KVCache):

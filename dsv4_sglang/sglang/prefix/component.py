@@ -38,7 +38,7 @@ class CheckpointComponent(MambaComponent):
     def __init__(self, cache: Any, params: Any) -> None:
         super().__init__(cache, params)
         self.slots: CheckpointSlots = params.req_to_token_pool.mamba_ckpt_pool
-        self.counters = PrefixCounters(self.slots.num_slots, params.enable_metrics)
+        self.counters = PrefixCounters(self.slots, params.enable_metrics)
 
     # Requests
 
@@ -67,6 +67,7 @@ class CheckpointComponent(MambaComponent):
         due.sort(key=lambda d: (not d.needed, -d.length))
         taken = [(d.length, slot) for d in due[:room] if (slot := self._take(d))]
         self.counters.refused += len(due) - len(taken)
+        self.counters.timed_copies += len(taken)
         getattr(req, PENDING).extend(sorted(taken))
         return sorted(taken)
 
@@ -175,7 +176,7 @@ class CheckpointComponent(MambaComponent):
         else:
             setattr(req, PENDING, left)
         req.mamba_last_track_seqlen = None
-        self.counters.held = self.slots.num_slots - self.slots.available_size()
+        self.counters.publish()
 
     def _attach(self, inserted: InsertParams, length: int, slot: int) -> bool:
         """Hang a checkpoint on the path that an insertion has just made."""

@@ -6,61 +6,93 @@ import logging
 import time
 from typing import Any
 
+from dsv4_sglang.sglang.prefix.slots import CheckpointSlots
+
 log = logging.getLogger(__name__)
 
 LOG_SECONDS = 60.0
-DESCRIPTIONS = {
+COUNTERS = {
     "hit_tokens": "prompt tokens served from the cache",
     "lost_tokens": "prompt tokens whose blocks were cached, computed again for want of a checkpoint",
-    "taken": "checkpoints taken",
-    "evicted": "checkpoints evicted",
-    "refused": "checkpoints not taken because no slot was free or worth evicting",
-    "held": "checkpoint slots in use",
+    "checkpoints_taken": "checkpoints taken",
+    "checkpoints_evicted": "checkpoints evicted",
+    "checkpoints_refused": "checkpoints not taken because no slot was free or worth evicting",
+    "checkpoints_loaded": "checkpoints that requests resumed from",
+    "copied_bytes": "bytes copied to checkpoints and from them",
+    "timed_bytes": "those of copied_bytes that prefill steps copied, to which copy_seconds belongs",
+    "copy_seconds": "device time of the copies of prefill steps; decode steps copy inside their CUDA graph, untimed",
 }
+HELD = "checkpoint slots in use"
 
 
 class PrefixCounters:
-    """Plain numbers; `publish` copies them to Prometheus and, now and then, to the log."""
+    """Plain numbers; `publish` copies them to Prometheus and, now and then, to the log. Nothing waits for the device.
 
-    def __init__(self, size: int, metrics: bool) -> None:
-        self.size = size
-        self.hit_tokens = self.lost_tokens = self.taken = self.evicted = self.refused = self.held = 0
+    A request that was retracted counts again when it comes back.
+    """
+
+    def __init__(self, slots: CheckpointSlots, metrics: bool) -> None:
+        self._slots = slots
+        self.hit_tokens = self.lost_tokens = self.taken = self.evicted = self.refused = self.loaded = 0
+        self.timed_copies = 0
+        """Checkpoints copied by prefill steps, in either direction."""
         self._logged_at, self._logged = time.monotonic(), (0, 0)
-        self._published: dict[str, int] = dict.fromkeys(DESCRIPTIONS, 0)
+        self._published: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._prometheus: dict[str, Any] = {}
         if metrics:
             # SGLang sets PROMETHEUS_MULTIPROC_DIR first; the library reads it when it is imported.
             from prometheus_client import Counter, Gauge
 
-            for name, text in DESCRIPTIONS.items():
-                if name == "held":
-                    self._prometheus[name] = Gauge(f"dsv4:checkpoints_{name}", text, multiprocess_mode="mostrecent")
-                else:
-                    what = name if name.endswith("tokens") else f"checkpoints_{name}"
-                    self._prometheus[name] = Counter(f"dsv4:prefix_{what}", text)
+            self._prometheus = {name: Counter(f"dsv4:prefix_{name}", text) for name, text in COUNTERS.items()}
+            self._held = Gauge("dsv4:checkpoints_held", HELD, multiprocess_mode="mostrecent")
 
     def resumed(self, resumed: int, cached: int) -> None:
         """A request begins at `resumed` tokens; its path has blocks up to `cached`."""
         self.hit_tokens += resumed
         self.lost_tokens += max(0, cached - resumed)
+        if resumed:
+            self.loaded += 1
+            self.timed_copies += 1
         self.publish()
 
+    @property
+    def held(self) -> int:
+        return self._slots.num_slots - self._slots.available_size()
+
+    def values(self) -> dict[str, float]:
+        """All counters by name."""
+        size = self._slots.checkpoint_bytes
+        return {
+            "hit_tokens": self.hit_tokens,
+            "lost_tokens": self.lost_tokens,
+            "checkpoints_taken": self.taken,
+            "checkpoints_evicted": self.evicted,
+            "checkpoints_refused": self.refused,
+            "checkpoints_loaded": self.loaded,
+            "copied_bytes": (self.taken + self.loaded) * size,
+            "timed_bytes": self.timed_copies * size,
+            "copy_seconds": self._slots.timer.seconds(),
+        }
+
     def publish(self) -> None:
-        for name, metric in self._prometheus.items():
-            value = getattr(self, name)
-            if name == "held":
-                metric.set(value)
-            else:
-                metric.inc(value - self._published[name])
-            self._published[name] = value
+        if self._prometheus:
+            values = self.values()
+            for name, metric in self._prometheus.items():
+                metric.inc(values[name] - self._published[name])
+            self._published = values
+            self._held.set(self.held)
         now = time.monotonic()
         if now - self._logged_at >= LOG_SECONDS and (self.hit_tokens, self.taken) != self._logged:
             self._logged_at, self._logged = now, (self.hit_tokens, self.taken)
             log.info(str(self))
 
     def __str__(self) -> str:
+        values = self.values()
+        seconds, timed = values["copy_seconds"], values["timed_bytes"]
+        rate = f" at {timed / seconds / 1e9:.0f} GB/s" if seconds and timed else ""
         return (
             f"prefix cache: {self.hit_tokens} tokens hit, {self.lost_tokens} lost for want of a checkpoint; "
-            f"checkpoints {self.held} of {self.size} held, {self.taken} taken, {self.evicted} evicted, "
-            f"{self.refused} not taken"
+            f"checkpoints {self.held} of {self._slots.num_slots} held, {self.taken} taken, {self.evicted} evicted, "
+            f"{self.refused} not taken, {self.loaded} resumed from; {values['copied_bytes'] / 1e9:.2f} GB copied, of "
+            f"which prefill steps {timed / 1e9:.2f} GB in {1e3 * seconds:.1f} ms{rate}"
         )

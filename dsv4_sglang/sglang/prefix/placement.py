@@ -18,13 +18,15 @@ class Due(NamedTuple):
 def due_in_prefill(begin: int, end: int, *, prompt: int, interval: int, branch: int) -> list[Due]:
     """What a prefill step over the tokens [begin, end) of a request takes, ascending.
 
-    Due are the end of the prompt of `prompt` tokens, aligned down: in whichever chunk that is; `branch`, how far
-    blocks of the path are cached, because another request went on from there (at `begin` or before: nothing); every
-    multiple of `interval`. A checkpoint needs the 128 tokens before it in the step.
+    Due are the end of the prompt of `prompt` tokens, aligned down: in whichever chunk that is. If the prompt ends on a
+    block, also a block before: the same prompt again computes at least one token, and resumes there. `branch`, how
+    far blocks of the path are cached, because another request went on from there (at `begin` or before: nothing).
+    Every multiple of `interval`. A checkpoint needs the 128 tokens before it in the step.
     """
     least = -(-begin // BLOCK) * BLOCK + BLOCK
     lengths = {length: Due(length, False) for length in range(-(-least // interval) * interval, end + 1, interval)}
-    for length in (prompt // BLOCK * BLOCK, branch // BLOCK * BLOCK):
+    for needed in (prompt, prompt - 1, branch):
+        length = needed // BLOCK * BLOCK
         lengths[length] = Due(length, True)
     return sorted(due for due in lengths.values() if least <= due.length <= end)
 

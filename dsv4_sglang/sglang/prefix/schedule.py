@@ -17,6 +17,8 @@ from dsv4_sglang.sglang.prefix.component import component_of
 
 PLAN, TABLE = "dsv4_plan", "dsv4_plan_table"
 """Attributes of a batch: what its requests take, as lists; the same as a tensor."""
+KEEP = "dsv4_keep"
+"""Attribute of a request that is retracted for want of memory."""
 
 
 class PrefillPlanTaker:
@@ -77,3 +79,18 @@ def plan_decode(batch: Any, track_positions: Any = None) -> None:
     for row in due:
         slots[row] = component.plan_decode(batch.reqs[row], int(batch.seq_lens_cpu[row]))
     batch.mamba_track_indices = slots.to(batch.device, non_blocking=True)
+
+
+def retract_for_memory(original: Callable[..., None], batch: Any, index: int, *arguments: Any, **named: Any) -> None:
+    """AROUND `ScheduleBatch.release_req`, by which a decoding request makes room for others."""
+    setattr(batch.reqs[index], KEEP, True)
+    original(batch, index, *arguments, **named)
+
+
+def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any, is_insert: bool = True) -> None:
+    """AROUND the `release_kv_cache` that retraction calls, with `is_insert` False: insert what reaches to the last
+    checkpoint, unlocked, so that it is evicted like anything else that nobody runs.
+
+    A pause that retracts all requests, as before new weights, comes here too, and inserts nothing.
+    """
+    original(req, tree_cache, is_insert=is_insert or vars(req).pop(KEEP, False))

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.sglang.prefix.policy import CheckpointBook
+from dsv4_sglang.sglang.prefix.timer import CopyTimer
 from dsv4_sglang.sglang.prefix.tree import FreeList
 
 
 class CheckpointStore(Protocol):
     """Where states lie; `StateSlotPool` in a server. Slot tensors are [n] on the pool's device, -1 skips."""
 
-    def load(self, checkpoints: Tensor, live: Tensor) -> None: ...
+    def load(self, checkpoints: Tensor, slots: Tensor) -> None: ...
 
 
 class CheckpointSlots:
@@ -26,11 +27,13 @@ class CheckpointSlots:
     `load_to_active` for requests that resume. Slots are plain ints here: nothing waits for the device.
     """
 
-    def __init__(self, size: int, device: torch.device | str) -> None:
-        self.num_slots = size
+    def __init__(self, size: int, device: torch.device | str, checkpoint_bytes: int = 0) -> None:
+        self.num_slots, self.checkpoint_bytes = size, checkpoint_bytes
         self._free = FreeList(size)
         self._host_ids = torch.arange(size + 1, dtype=torch.int64)
         self._ids = self._host_ids.to(device)
+        self.timer = CopyTimer(device)
+        """Of the copies of prefill steps; those of decode steps are part of a CUDA graph."""
         self.book = CheckpointBook(size)
         self.nodes: dict[int, Any] = {}
         """The tree node of each checkpoint that hangs on the tree."""
@@ -66,4 +69,5 @@ class CheckpointSlots:
         return self._ids[slot : slot + 1]
 
     def load_to_active(self, live_pool: CheckpointStore, checkpoints: Tensor, live: Tensor) -> None:
-        live_pool.load(checkpoints.to(torch.int32), live.to(torch.int32))
+        with self.timer.measure():
+            live_pool.load(checkpoints.to(torch.int32), live.to(torch.int32))
