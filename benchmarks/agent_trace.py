@@ -12,7 +12,7 @@ import heapq
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """`active`: conversations that are alive at a time; one that ends is replaced until `conversations` have been."""
+    """`active`: conversations that are alive at a time; one that ends is replaced until `conversations` have been.
+    `midway`: the first of them are somewhere on their way when the trace begins, as on a server that has run for long,
+    so the load is there at once."""
 
     conversations: int
     active: int
@@ -56,6 +58,7 @@ class TraceConfig:
     generate: tuple[int, int] = (32, 1024)
     abandoned: float = 0.2
     branching: float = 0.08
+    midway: bool = False
 
 
 @dataclass
@@ -100,6 +103,18 @@ def _script(config: TraceConfig, conversation: int) -> _Script:
     return script
 
 
+def _from(turns: list[Turn], first: int, config: TraceConfig) -> list[Turn]:
+    """The turns from number `first` on. That one brings all that came before it, and later ones build on no earlier."""
+    begin = turns[first]
+    system = config.systems[begin.system]
+    rest = [replace(begin, base=-1, cut=system, append=begin.prompt - system)]
+    for turn in turns[first + 1 :]:
+        if turn.base < first:
+            turn = replace(turn, base=first, cut=min(turn.cut, begin.end))
+        rest.append(turn)
+    return rest
+
+
 def trace(config: TraceConfig) -> Iterator[Turn]:
     """All turns in the order of their arrival; a turn never comes before its base."""
     rng = random.Random(config.seed)
@@ -107,10 +122,14 @@ def trace(config: TraceConfig) -> Iterator[Turn]:
     queue = [(rng.random(), c, 0) for c in range(started)]
     heapq.heapify(queue)
     scripts = {c: _script(config, c).turns for c in range(started)}
+    if config.midway:
+        scripts = {c: _from(turns, rng.randrange(len(turns)), config) for c, turns in scripts.items()}
+        queue = [(when, c, scripts[c][0].number) for when, c, _ in queue]
     while queue:
         now, conversation, number = heapq.heappop(queue)
-        yield scripts[conversation][number]
-        if number + 1 < len(scripts[conversation]):
+        turns = scripts[conversation]
+        yield turns[number - turns[0].number]
+        if number < turns[-1].number:
             heapq.heappush(queue, (now + rng.lognormvariate(0.0, 0.7), conversation, number + 1))
             continue
         del scripts[conversation]

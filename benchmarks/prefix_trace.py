@@ -1,6 +1,6 @@
 """Hit rate and time to first token of a server under traces of agent conversations.
 
-    python -m benchmarks.prefix_trace trace --active 300 --url http://127.0.0.1:30000
+    python -m benchmarks.prefix_trace trace --active 30 120 --visits 12 5 --url http://127.0.0.1:30000
     python -m benchmarks.prefix_trace alternate            # two conversations of 400,000 tokens in turn
     python -m benchmarks.prefix_trace revisit              # 100 conversations of 20,000 tokens, visited three times
     python -m benchmarks.prefix_trace working-set          # the most 20,000-token conversations that still hit 98 %
@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,36 @@ def summary(served: Sequence[Served]) -> dict[str, Any]:
 
 
 def run_trace(replay: Replay, args: argparse.Namespace) -> dict[str, Any]:
-    served = replay.run(trace(trace_config(args)))
-    result: dict[str, Any] = {"all": summary(served)}
-    if replay.samples:
-        result["against_cold"] = vars(compare_with_cold(replay.client, replay.samples, args.check))
+    """One load after the other, on an empty cache and from the middle of its conversations, whose first visits find
+    nothing, in an infinite cache either."""
+    result: dict[str, Any] = {}
+    for active, visits in zip(args.active, args.visits, strict=True):
+        config = TraceConfig(
+            conversations=2 * active,
+            active=active,
+            seed=args.seed,
+            tokens=(args.shortest, args.longest),
+            generate=(8, args.generate),
+            midway=True,
+        )
+        turns = list(islice(trace(config), visits * active))
+        replay.restart()
+        row = summary(replay.run(turns)) | {"live_tokens": live_tokens(turns, active)}
+        report(f"{active} conversations, {row['live_tokens'] / 1e6:.2f} M tokens live", row)
+        if args.check:
+            row["against_cold"] = vars(compare_with_cold(replay.client, replay.samples, args.check))
+        result[f"{active} active"] = row
     return result
+
+
+def live_tokens(turns: Sequence[Turn], active: int) -> int:
+    """Tokens of the last `active` conversations that came, at the end."""
+    ends: dict[int, int] = {}
+    for turn in reversed(turns):
+        if len(ends) == active:
+            break
+        ends.setdefault(turn.conversation, turn.end)
+    return sum(ends.values())
 
 
 def run_rounds(replay: Replay, args: argparse.Namespace) -> dict[str, Any]:
@@ -102,16 +128,6 @@ def run_working_set(replay: Replay, args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def trace_config(args: argparse.Namespace) -> TraceConfig:
-    return TraceConfig(
-        conversations=args.conversations or 2 * args.active,
-        active=args.active,
-        seed=args.seed,
-        tokens=(args.shortest, args.longest),
-        generate=(8, args.generate),
-    )
-
-
 def report(name: str, row: dict[str, Any]) -> None:
     print(
         f"{name}: {row['cached_tokens']} of {row['ideal_tokens']} tokens hit ({row['hit_of_ideal']}), prompts "
@@ -148,7 +164,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--conversations", type=int)
     p.add_argument("--tokens", type=int, help="length of a conversation in the fixed scenarios")
     p.add_argument("--rounds", type=int, default=3)
-    p.add_argument("--active", type=int, default=100, help="conversations alive at a time (trace)")
+    p.add_argument(
+        "--active", type=int, nargs="+", default=[100], help="conversations alive at a time, a load each (trace)"
+    )
+    p.add_argument(
+        "--visits", type=int, nargs="+", default=[5], help="turns of an active conversation, a load each (trace)"
+    )
     p.add_argument("--shortest", type=int, default=2_000, help="final length of the shortest conversation (trace)")
     p.add_argument("--longest", type=int, default=200_000)
     p.add_argument("--generate", type=int, default=64, help="longest answer (trace)")
@@ -175,16 +196,10 @@ def serving(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
 
 def replayed(args: argparse.Namespace, client: Client) -> tuple[dict[str, Any], float]:
     """The scenario's result and how many seconds it took."""
-    client.flush()
-    config = trace_config(args) if args.scenario == "trace" else None
-    replay = Replay(
-        client,
-        concurrency=args.concurrency,
-        vocab=args.vocab,
-        config=config,
-        # Enough samples for --check even of a short trace.
-        sample=0.1 if args.scenario == "trace" and args.check else 0.0,
-    )
+    # Enough samples for --check even of a short trace.
+    sample = 0.1 if args.scenario == "trace" and args.check else 0.0
+    replay = Replay(client, concurrency=args.concurrency, vocab=args.vocab, seed=args.seed, sample=sample)
+    replay.restart()
     begin = time.perf_counter()
     return SCENARIOS[args.scenario](replay, args), time.perf_counter() - begin
 

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from benchmarks.agent_trace import Ideal, TraceConfig, Turn
+from benchmarks.agent_trace import Ideal, Turn
 
 FIRST_TOKEN_ID = 10
 """Below lie special tokens."""
@@ -107,19 +107,17 @@ class Client:
 class Replay:
     """Turns in order, at most `concurrency` at a time; a turn waits for the turn it builds on."""
 
-    def __init__(
-        self, client: Client, *, concurrency: int, vocab: int, config: TraceConfig | None = None, sample: float = 0.0
-    ) -> None:
-        self.client, self.concurrency, self.vocab = client, concurrency, vocab
-        self.systems = config.systems if config else ()
-        self.seed = config.seed if config else 0
-        self.sample = sample
+    def __init__(self, client: Client, *, concurrency: int, vocab: int, seed: int = 0, sample: float = 0.0) -> None:
+        self.client, self.concurrency, self.vocab, self.seed, self.sample = client, concurrency, vocab, seed, sample
+        self._ready = threading.Condition()
+        self._error: BaseException | None = None
+        self._forget()
+
+    def _forget(self) -> None:
         self.samples: list[Sample] = []
         self.served: list[Served] = []
         self._ideal = Ideal()
         self._left: dict[tuple[int, int], array[int]] = {}
-        self._ready = threading.Condition()
-        self._error: BaseException | None = None
 
     def run(self, turns: Iterable[Turn]) -> list[Served]:
         """What was served, in order of completion. The first error of any request ends the replay."""
@@ -135,10 +133,10 @@ class Replay:
             raise self._error
         return self.served[begun:]
 
-    def forget(self) -> None:
-        """Drop what earlier turns left; the next replay starts over (flush the server too)."""
-        self._left.clear()
-        self._ideal = Ideal()
+    def restart(self) -> None:
+        """Forget earlier turns and empty the server's cache."""
+        self._forget()
+        self.client.flush()
 
     def _work(self, waiting: list[Turn]) -> None:
         try:

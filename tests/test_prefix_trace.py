@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from benchmarks import prefix_trace
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, rounds, trace
+from benchmarks.prefix_trace import live_tokens
 from benchmarks.replay import Client, Replay, compare_with_cold
 
 SMALL = TraceConfig(conversations=12, active=5, seed=3, tokens=(2_000, 9_000), turns=(4, 9), branching=0.3)
@@ -28,6 +30,20 @@ def test_a_turn_never_comes_before_its_base_and_keeps_within_it() -> None:
     assert turns == list(trace(SMALL))
     assert turns != list(trace(TraceConfig(conversations=12, active=5, seed=4, tokens=(2_000, 9_000))))
     assert any(turn.base >= 0 and turn.cut < ends[turn.conversation, turn.base] for turn in turns), "no branch"
+
+
+def test_a_trace_from_the_middle_needs_nothing_before_it() -> None:
+    config = replace(SMALL, midway=True)
+    turns = list(trace(config))
+    ends: dict[tuple[int, int], int] = {}
+    for turn in turns:
+        assert turn.base < 0 or 0 < turn.cut <= ends[turn.conversation, turn.base]
+        ends[turn.key] = turn.end
+    first = {turn.conversation: turn for turn in reversed(turns)}
+    assert any(turn.number for turn in first.values()), "all begin at their beginning"
+    whole = {turn.key: turn for turn in trace(SMALL)}
+    assert all(turn.prompt == whole[turn.key].prompt for turn in first.values())
+    assert live_tokens(turns[: config.active], config.active) > 0
 
 
 def test_sizes_are_those_asked_for() -> None:
@@ -111,7 +127,7 @@ def _client(server: FakeServer) -> Client:
 
 def test_an_infinite_cache_hits_the_ideal(server: FakeServer) -> None:
     """With one request at a time, cached tokens are exactly what `Ideal` says: each checks the other."""
-    replay = Replay(_client(server), concurrency=1, vocab=60_000, config=SMALL, sample=0.2)
+    replay = Replay(_client(server), concurrency=1, vocab=60_000, sample=0.2)
     served = replay.run(list(trace(SMALL))[:40])
     assert [s.cached for s in served] == [s.ideal for s in served]
     assert all(s.prompt == s.turn.prompt for s in served)
@@ -121,7 +137,7 @@ def test_an_infinite_cache_hits_the_ideal(server: FakeServer) -> None:
 
 @pytest.mark.parametrize("server", [True], indirect=True)
 def test_wrong_warm_answers_are_seen(server: FakeServer) -> None:
-    replay = Replay(_client(server), concurrency=3, vocab=60_000, config=SMALL, sample=0.5)
+    replay = Replay(_client(server), concurrency=3, vocab=60_000, sample=0.5)
     replay.run(list(trace(SMALL))[:30])
     assert compare_with_cold(replay.client, replay.samples, 6).diverged > 0
 
