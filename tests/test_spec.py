@@ -213,6 +213,21 @@ def test_sink_is_added_once_to_the_denominator(sink):
     assert torch.allclose(got[0].double(), p @ keys, atol=1e-6)
 
 
+def test_a_token_that_sees_nothing_gives_zeros_whatever_its_sink():
+    """The first token has no rows, the second a list of holes, the third one row: a sink of -inf leaves it whole."""
+    table, rope = torch.randn(1, 128, 512), torch.zeros(8, 64)
+    rope[:, 0::2] = 1.0
+    w = torch.full((3, 128), -1, dtype=torch.int32)
+    w[2, 0] = 9
+    lens = torch.tensor([0, 2, 1], dtype=torch.int32)
+    sink = torch.tensor([float("-inf"), 0.0])
+    got = torch.ops.dsv4_sglang.attend(
+        torch.randn(3, 2, 512), sink, table, w, lens, None, None, None, torch.tensor([7, 7, 7]), rope, SCALE
+    )
+    assert (got[:2] == 0).all()
+    assert torch.allclose(got[2, 0], table[0, 9])
+
+
 # 8.9 quantisation
 
 

@@ -107,7 +107,9 @@ def attend(
         logits = torch.einsum("thd,tkd->thk", q[part].float(), k) * scale
         logits = logits.masked_fill(~mask[:, None], float("-inf"))
         logits = torch.cat([logits, sink.float().view(1, -1, 1).expand(logits.shape[0], -1, 1)], -1)
-        o = torch.einsum("thk,tkd->thd", logits.softmax(-1)[..., :-1], k)
+        # Where nothing is seen and the sink is -inf, the softmax has no number: what is not seen has no weight.
+        weights = logits.softmax(-1)[..., :-1].masked_fill(~mask[:, None], 0.0)
+        o = torch.einsum("thk,tkd->thd", weights, k)
         out[part] = rotate(o, positions[part], rope, inverse=True).to(q.dtype)
     return out
 
