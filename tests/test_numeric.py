@@ -25,6 +25,7 @@ EACH(host_mxfp4_exponent, mxfp4_exponent(x[i]))
 EACH(host_nvfp4_scale, nvfp4_scale(x[i]))
 EACH(host_e2m1_value, e2m1_value(uint32_t(x[i])))
 EACH(host_channel_at, channel_at(int(x[i])))
+EACH(host_pair_in_image, pair_in_image(int(x[i]) / 64, int(x[i]) / 16 % 4, int(x[i]) / 2 % 8, int(x[i]) % 2))
 EACH(host_pack_low, low_bf16(pack_bf16(x[i], -1.0f)))
 EACH(host_pack_high, high_bf16(pack_bf16(-1.0f, x[i])))
 // Eight codes and two scales a row -> eight products with the first scale, then with the second, as the codes lie.
@@ -146,6 +147,17 @@ def test_keys_are_decoded_exactly(host):
 
 def test_channels_of_a_query(host):
     assert host("host_channel_at", torch.arange(16)).tolist() == [*(c := [0, 4, 1, 5, 2, 6, 3, 7]), *(8 + i for i in c)]
+
+
+def test_image_of_a_query(host):
+    """As warpgroup products take operand B, 128-byte swizzle: byte 128 n + 2 k of each 64 channels, with address bits 7
+    to 9 added to bits 4 to 6; n is the head, k the channel's place in the order of the steps.
+    """
+    head, c, step, upper = torch.meshgrid(*(torch.arange(n) for n in (64, 4, 8, 2)), indexing="ij")
+    k = 16 * step + 8 * upper + 2 * c
+    byte = 128 * head + 2 * (k % 64)
+    expected = (8192 * (k // 64) + (byte ^ (byte >> 7) % 8 * 16)) // 4
+    assert torch.equal(host("host_pair_in_image", torch.arange(4096)), expected.flatten().float())
 
 
 def test_order_of_scores(host):

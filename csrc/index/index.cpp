@@ -19,15 +19,19 @@ constexpr auto kLong = ScalarType::Long;
 
 struct Gpu {
   int processors = 0;
-  bool sm_90 = false;
+  bool sm_90 = false;   // or later
+  bool hopper = false;  // code for sm_90a runs
 
   explicit Gpu(int device) {
     int major = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    sm_90 = major >= 9;
+    sm_90 = major >= 9, hopper = major == 9;
   }
 };
+
+/// Whether queries are prepared as images, for `launch_score_hopper`.
+bool takes_images(const Gpu& gpu, bool fp4, int64_t heads) { return gpu.hopper && fp4 && heads == kIndexHeads; }
 
 int device_of(const char* op, const char* name, const Tensor& t) {
   if (!t.is_cuda()) fail(op, ": ", name, " is ", describe(t), "; expected a CUDA tensor");
@@ -79,7 +83,9 @@ void index_query(Tensor q, Tensor positions, Tensor rope, int64_t index_format, 
   p.tokens = int(tokens), p.heads = int(heads);
   p.format = out.scalar_type() == kHalf ? int(index_format) : int(kKeyFp32);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  check.launched(launch_query(p, Gpu(device).sm_90, current_stream(device)));
+  const Gpu gpu(device);
+  p.image = takes_images(gpu, p.format != kKeyFp32, heads);
+  check.launched(launch_query(p, gpu.sm_90, current_stream(device)));
 }
 
 void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, int64_t top,
@@ -107,11 +113,12 @@ void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_t
   p.table = data<int32_t>(block_table), p.table_stride = block_table.stride(0);
   p.request = data<int32_t>(token_request), p.positions = data<int64_t>(positions);
   p.scores = data<float>(scores), p.scores_stride = scores.stride(0);
-  p.tokens = int(tokens), p.heads = int(heads), p.top = int(top);
+  p.tokens = int(tokens), p.heads = int(heads), p.top = int(top), p.requests = int(block_table.size(0));
   p.width = int(std::min(scores.size(1), block_table.size(1) * kKeysPerBlock));
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Gpu gpu(device);
-  check.launched(launch_score(p, fp4, gpu.sm_90, gpu.processors, current_stream(device)));
+  check.launched(takes_images(gpu, fp4, heads) ? launch_score_hopper(p, gpu.processors, current_stream(device))
+                                               : launch_score(p, fp4, gpu.sm_90, gpu.processors, current_stream(device)));
 }
 
 void index_select(Tensor scores, Tensor block_table, Tensor token_request, Tensor positions, Tensor rows) {

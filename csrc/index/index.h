@@ -22,6 +22,7 @@ struct QueryParams {
   void* out;          // [tokens, heads, 128] fp16, places as in layout.h; fp32 in order where `format` is kKeyFp32
   int tokens, heads, format;
   bool q_bf16;
+  bool image;  // for warpgroup products, instead (layout.h); heads are then kIndexHeads
 };
 
 struct ScoreParams {
@@ -37,6 +38,7 @@ struct ScoreParams {
   float* scores;
   int64_t scores_stride;
   int tokens, heads, top, width;
+  int requests;
 };
 
 struct SelectParams {
@@ -56,6 +58,8 @@ struct SelectParams {
 /// `sm_90`: the GPU has clusters and launches that overlap with the previous kernel.
 cudaError_t launch_query(const QueryParams& params, bool sm_90, cudaStream_t stream);
 cudaError_t launch_score(const ScoreParams& params, bool fp4, bool sm_90, int processors, cudaStream_t stream);
+/// On sm_90a; FP4 keys, queries as images.
+cudaError_t launch_score_hopper(const ScoreParams& params, int processors, cudaStream_t stream);
 /// Chooses `cluster`.
 cudaError_t launch_select(SelectParams params, bool sm_90, int processors, cudaStream_t stream);
 

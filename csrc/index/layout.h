@@ -14,6 +14,16 @@ namespace dsv4 {
 /// Channel j of each 8 of a prepared query: what is at place p of the 8 is channel (p / 2) + 4 (p % 2).
 DSV4_HD int channel_at(int place) { return (place & ~7) + (place & 7) / 2 + 4 * (place & 1); }
 
+/// The image of a prepared query [64, 128] for warpgroup products (sm_90a): operand B as it lies in shared memory. Two halves of 64
+/// channels; a row of 128 bytes a head; 16-byte pieces of each row exchanged, so that eight rows of a piece lie in different banks.
+///
+/// Step s of 16 channels has, in this order, pairs c = 0 .. 3 of places 32 c + 4 s + {0, 1} and then those of places 32 c + 4 s + {2, 3}:
+/// what a lane with channels 32 c .. 32 c + 31 of a key has of operand A. Number in the image of the pair of (head, c, s, upper or not).
+DSV4_HD int pair_in_image(int head, int c, int step, int upper) {
+  const int piece = (2 * (step % 4) + upper) ^ head % 8;
+  return step / 4 * (64 * 32) + head * 32 + piece * 4 + c;
+}
+
 DSV4_HD uint32_t bits_of_half2(__half2 x) {
   uint32_t u;
   memcpy(&u, &x, sizeof u);

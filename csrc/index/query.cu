@@ -51,7 +51,13 @@ __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constan
     const float other = __shfl_xor_sync(kAllLanes, upper ? low : high, 1);
     pairs[i] = bits_of_half2(upper ? __floats2half2_rn(other, high) : __floats2half2_rn(low, other));
   }
-  reinterpret_cast<uint2*>(p.out)[int64_t(item) * 32 + lane] = make_uint2(pairs[0], pairs[1]);
+  if (p.image) {
+    uint32_t* image = static_cast<uint32_t*>(p.out) + int64_t(token) * (kIndexHeads * kIndexDim / 2);
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) image[pair_in_image(head, lane / 8, lane % 8, upper)] = pairs[upper];
+  } else {
+    reinterpret_cast<uint2*>(p.out)[int64_t(item) * 32 + lane] = make_uint2(pairs[0], pairs[1]);
+  }
 }
 
 }  // namespace

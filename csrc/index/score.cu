@@ -1,5 +1,5 @@
 // index_score: of each visible entry of each token that sees more than it selects, sum over heads of weight x ReLU(query . key), fp32
-// (SPEC 4.1).
+// (SPEC 4.1). For any GPU; score_hopper.cu does the same faster for FP4 keys and 64 heads on sm_90a.
 //
 // A warp works alone. It holds the query of one token, 64 heads x 128 channels of fp16, in 128 registers a lane as the A operands of
 // m16n8k16, walks over blocks of 32 keys, decodes them from their 2304 bytes straight into B operands while the next block is on its
@@ -10,23 +10,15 @@
 #include "../launch.cuh"
 #include "index.h"
 #include "layout.h"
+#include "score.cuh"
 #include "warp.cuh"
 
 namespace dsv4 {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kStretchTokens = 1024;  // at most, in the decode form
-constexpr int kTokensAThread = kStretchTokens / kThreads;
-constexpr unsigned kAllLanes = 0xffffffffu;
 
-/// Entries to score for token t: none where all visible ones are taken anyway (SPEC 4.2, 4.3).
-__device__ __forceinline__ int scored(const ScoreParams& p, int t) {
-  const int64_t visible = (p.positions[t] + 1) / kCsaRatio;
-  return visible > p.top ? int(min(visible, int64_t(p.width))) : 0;
-}
-
-__device__ __forceinline__ int blocks_of(int entries) { return (entries + kKeysPerBlock - 1) / kKeysPerBlock; }
+__device__ __forceinline__ int blocks_of(int entries) { return ceil_div(entries, kKeysPerBlock); }
 
 /// A lane's part of a block of 32 keys: of key 8 j + lane / 4, channels 32 (lane % 4) and up, and their two scales.
 struct PackedKeys {
@@ -65,9 +57,6 @@ struct Query {
     }
   }
 };
-
-/// 2 max(x, 0), exactly, where the adder is free and the comparator is not.
-__device__ __forceinline__ float twice_positive(float x) { return x + fabsf(x); }
 
 /// Scores of keys 8 j + 2 (lane % 4) + {0, 1}, summed over this lane's heads.
 __device__ __forceinline__ void score_eight(const Query& query, uint4 codes, uint32_t scales, float& first, float& second) {
@@ -135,46 +124,16 @@ __device__ __forceinline__ void score_blocks(const ScoreParams& p, int token, in
   }
 }
 
-/// Number i of `parts` nearly equal parts of `total` begins here.
-__device__ __forceinline__ int part_begin(int total, int i, int parts) {
-  const int each = total / parts, more = total - each * parts;
-  return i * each + min(i, more);
-}
-
 /// Any number of blocks; at most kStretchTokens tokens.
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ ScoreParams p) {
   __shared__ int ends[kStretchTokens], warp_sums[kWarps];
   wait_for_previous_kernel();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // Prefix sums of the tokens' blocks; a thread takes some tokens in a row.
-  int own[kTokensAThread], sum = 0;
-#pragma unroll
-  for (int i = 0; i < kTokensAThread; ++i) {
-    const int token = threadIdx.x * kTokensAThread + i;
-    sum += token < p.tokens ? blocks_of(scored(p, token)) : 0;
-    own[i] = sum;
-  }
-  int before = sum;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(kAllLanes, before, step);
-    before += lane >= step ? other : 0;
-  }
-  if (lane == 31) warp_sums[warp] = before;
-  before -= sum;
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kWarps; ++i) before += i < warp ? warp_sums[i] : 0;
-#pragma unroll
-  for (int i = 0; i < kTokensAThread; ++i) ends[threadIdx.x * kTokensAThread + i] = before + own[i];
-  __syncthreads();
-
+  count_units(p, kKeysPerBlock, ends, warp_sums);
   const int total = ends[kStretchTokens - 1], parts = gridDim.x * kWarps, part = blockIdx.x * kWarps + warp;
   int at = part_begin(total, part, parts);
   const int stop = part_begin(total, part + 1, parts);
-  int token = 0;  // the first that ends behind `at`
-#pragma unroll
-  for (int step = kStretchTokens / 2; step; step /= 2) token += ends[token + step - 1] <= at ? step : 0;
+  int token = token_of_unit(ends, at);
   while (at < stop) {
     while (ends[token] <= at) ++token;
     const int begin = token ? ends[token - 1] : 0, until = min(ends[token], stop);

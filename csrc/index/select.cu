@@ -172,7 +172,7 @@ __device__ __forceinline__ void write_rows(Shared& s, const uint32_t* bitmap, in
 }
 
 template <bool clustered>
-__global__ void __launch_bounds__(kThreads, 2) select_kernel(const __grid_constant__ SelectParams p) {
+__global__ void __launch_bounds__(kThreads, clustered ? 2 : 3) select_kernel(const __grid_constant__ SelectParams p) {
   wait_for_previous_kernel();
   Shared& s = *static_cast<Shared*>(shared_memory());
   uint32_t* bitmap = reinterpret_cast<uint32_t*>(&s + 1);

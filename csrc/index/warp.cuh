@@ -11,6 +11,12 @@ __device__ __forceinline__ void* shared_memory() {
   return shared_bytes;
 }
 
+/// Its first multiple of 1024 bytes.
+__device__ __forceinline__ void* shared_memory_1024() {
+  char* p = static_cast<char*>(shared_memory());
+  return p + (-uint32_t(__cvta_generic_to_shared(p)) & 1023);
+}
+
 /// d += a b: a [16, 16] row by row, b [16, 8] column by column, fp16; d [16, 8] fp32.
 __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

@@ -11,8 +11,8 @@ _OPS = getattr(torch.ops, NAMESPACE)
 def prepare_query(q: Tensor, positions: Tensor, rope: Tensor, quantised: bool, index_format: int) -> Tensor:
     """Raw index queries [T, Hi, 128] -> what `score` takes, [T, Hi, 128].
 
-    fp16, which holds fake-quantised values exactly, with channels 0 4 1 5 2 6 3 7 of each eight in this order; fp32 in
-    order where not `quantised`. bf16 queries are rounded between the stages.
+    fp16, which holds fake-quantised values exactly, in the order of places that `score` wants on this GPU for that many
+    heads (csrc/index/layout.h); fp32 in order where not `quantised`. bf16 queries are rounded between the stages.
     """
     out = torch.empty(q.shape, dtype=torch.float16 if quantised else torch.float32, device=q.device)
     _OPS.index_query(q, positions, rope, index_format, out)

@@ -21,11 +21,20 @@ def decode(*visible: int) -> list[tuple[int, int]]:
     return [(4 * n + 1, 4 * n + 2) for n in visible]
 
 
+def of_image(prepared: torch.Tensor) -> torch.Tensor:
+    """An image (csrc/index/layout.h), [T, half, head, piece ^ head % 8, c, 2] -> places, [T, head, (c, half, piece, 2)]."""
+    image = prepared.view(-1, 2, 64, 8, 4, 2)
+    head, piece = torch.arange(64)[:, None], torch.arange(8)
+    return image[:, :, head, piece ^ head % 8].permute(0, 2, 4, 1, 3, 5).flatten(2)
+
+
 def prepared_query(q: torch.Tensor, case: IndexCase, index_format: int) -> torch.Tensor:
     """The queries as the GPU prepares them, in the order of their channels, fp32 on the CPU."""
     quantised = case.index_keys.dtype == torch.uint8
     prepared = cuda_index.prepare_query(q.cuda(), case.positions.cuda(), case.rope.cuda(), quantised, index_format)
     if quantised:
+        if prepared.shape[1] == 64 and torch.cuda.get_device_capability()[0] == 9:
+            prepared = of_image(prepared)
         prepared = prepared.unflatten(-1, (-1, 4, 2)).transpose(-1, -2).flatten(-3)
     return prepared.float().cpu()
 
@@ -55,6 +64,11 @@ def test_prefill(heads):
     lens = [(0, 37), (2000, 2121), (60, 61), (4095, 4099), (70, 75)]
     check(index_case(lens=lens, heads=heads, top=16), True)
     check(index_case(lens=lens, heads=heads, top=512), True, slices=50)
+
+
+def test_long_prefill():
+    """More keys than a block takes at once, tokens that see few of them, requests that end in the middle of a group."""
+    check(index_case(lens=[(3000, 3150), (0, 70), (12000, 12040), (6, 7)], heads=64, top=100), True)
 
 
 def test_long_decode():

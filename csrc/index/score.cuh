@@ -1,0 +1,64 @@
+// What the kernels of index_score share: which entries are scored, and how work is divided.
+#pragma once
+
+#include "index.h"
+
+namespace dsv4 {
+
+constexpr int kStretchTokens = 1024;  // at most, where warps find their work among the keys of all tokens
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+/// Entries to score for token t: none where all visible ones are taken anyway (SPEC 4.2, 4.3).
+__device__ __forceinline__ int scored(const ScoreParams& p, int t) {
+  const int64_t visible = (p.positions[t] + 1) / kCsaRatio;
+  return visible > p.top ? int(min(visible, int64_t(p.width))) : 0;
+}
+
+__host__ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+/// Number i of `parts` nearly equal parts of `total` begins here.
+__device__ __forceinline__ int part_begin(int total, int i, int parts) {
+  const int each = total / parts, more = total - each * parts;
+  return i * each + min(i, more);
+}
+
+/// 2 max(x, 0), exactly, where the adder is free and the comparator is not.
+__device__ __forceinline__ float twice_positive(float x) { return x + fabsf(x); }
+
+/// Writes to ends[t], t < kStretchTokens, how many units of `keys` keys tokens 0 .. t have. For all threads of a block.
+template <int warps>
+__device__ __forceinline__ void count_units(const ScoreParams& p, int keys, int (&ends)[kStretchTokens], int (&warp_sums)[warps]) {
+  constexpr int own_tokens = kStretchTokens / (32 * warps);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int own[own_tokens], sum = 0;
+#pragma unroll
+  for (int i = 0; i < own_tokens; ++i) {
+    const int token = threadIdx.x * own_tokens + i;
+    sum += token < p.tokens ? ceil_div(scored(p, token), keys) : 0;
+    own[i] = sum;
+  }
+  int before = sum;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(kAllLanes, before, step);
+    before += lane >= step ? other : 0;
+  }
+  if (lane == 31) warp_sums[warp] = before;
+  before -= sum;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < warps; ++i) before += i < warp ? warp_sums[i] : 0;
+#pragma unroll
+  for (int i = 0; i < own_tokens; ++i) ends[threadIdx.x * own_tokens + i] = before + own[i];
+  __syncthreads();
+}
+
+/// The first token whose units end behind `at`.
+__device__ __forceinline__ int token_of_unit(const int (&ends)[kStretchTokens], int at) {
+  int token = 0;
+#pragma unroll
+  for (int step = kStretchTokens / 2; step; step /= 2) token += ends[token + step - 1] <= at ? step : 0;
+  return token;
+}
+
+}  // namespace dsv4
