@@ -22,7 +22,7 @@ def decode(*visible: int) -> list[tuple[int, int]]:
 
 
 def of_image(prepared: torch.Tensor) -> torch.Tensor:
-    """An image (csrc/index/layout.h), [T, half, head, piece ^ head % 8, c, 2] -> places, [T, head, (c, half, piece, 2)]."""
+    """An image (layout.h) [T, half, head, piece ^ head % 8, c, 2] -> places [T, head, (c, half, piece, 2)]."""
     image = prepared.view(-1, 2, 64, 8, 4, 2)
     head, piece = torch.arange(64)[:, None], torch.arange(8)
     return image[:, :, head, piece ^ head % 8].permute(0, 2, 4, 1, 3, 5).flatten(2)
