@@ -19,6 +19,7 @@ import shlex
 import statistics
 import sys
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -33,7 +34,11 @@ NEW_TOKENS = {"append": 200, "generate": 16}
 """Tokens of a revisit."""
 MODEL = ROOT / "benchmarks" / "configs" / "flashshape"
 START_SECONDS = 240
-NOT_OF_THE_LOAD = ("output", "url", "note", "scenario", "serve", "flags", "log")
+ENOUGH = 0.98
+"""Share of the ideal's hits below which a working set does not fit."""
+NOT_OF_THE_LOAD = ("output", "url", "scenario", "serve", "flags", "log")
+Parts = Iterator[tuple[str, int, dict[str, Any]]]
+"""Name, tokens in live conversations, figures."""
 
 
 def summary(served: Sequence[Served]) -> dict[str, Any]:
@@ -56,10 +61,9 @@ def summary(served: Sequence[Served]) -> dict[str, Any]:
     }
 
 
-def run_trace(replay: Replay, args: argparse.Namespace) -> dict[str, Any]:
+def run_trace(replay: Replay, args: argparse.Namespace) -> Parts:
     """One load after the other, on an empty cache and from the middle of its conversations, whose first visits find
     nothing, in an infinite cache either."""
-    result: dict[str, Any] = {}
     for active, visits in zip(args.active, args.visits, strict=True):
         config = TraceConfig(
             conversations=2 * active,
@@ -71,12 +75,10 @@ def run_trace(replay: Replay, args: argparse.Namespace) -> dict[str, Any]:
         )
         turns = list(islice(trace(config), visits * active))
         replay.restart()
-        row = summary(replay.run(turns)) | {"live_tokens": live_tokens(turns, active)}
-        report(f"{active} conversations, {row['live_tokens'] / 1e6:.2f} M tokens live", row)
+        row = summary(replay.run(turns))
         if args.check:
             row["against_cold"] = vars(compare_with_cold(replay.client, replay.samples, args.check))
-        result[f"{active} active"] = row
-    return result
+        yield f"{active} conversations", live_tokens(turns, active), row
 
 
 def live_tokens(turns: Sequence[Turn], active: int) -> int:
@@ -89,19 +91,16 @@ def live_tokens(turns: Sequence[Turn], active: int) -> int:
     return sum(ends.values())
 
 
-def run_rounds(replay: Replay, args: argparse.Namespace) -> dict[str, Any]:
+def run_rounds(replay: Replay, args: argparse.Namespace) -> Parts:
     """Every conversation in turn, `--rounds` times; the first round fills the cache."""
     turns = list(rounds(args.conversations, args.tokens, args.rounds, **NEW_TOKENS))
-    result = {}
     for number in range(args.rounds):
-        result[f"round {number + 1}"] = summary(replay.run([t for t in turns if t.number == number]))
-        report(f"round {number + 1}", result[f"round {number + 1}"])
-    return result
+        chosen = [turn for turn in turns if turn.number == number]
+        yield f"round {number + 1}", sum(turn.end for turn in chosen), summary(replay.run(chosen))
 
 
-def run_working_set(replay: Replay, args: argparse.Namespace) -> dict[str, Any]:
+def run_working_set(replay: Replay, args: argparse.Namespace) -> Parts:
     """Add conversations step by step; after each step visit all of them, and stop once less than 98 % hits."""
-    result: dict[str, Any] = {"tokens_each": args.tokens, "steps": []}
     visits = [0] * max(args.steps)
     ends = [0] * max(args.steps)
     known = 0
@@ -119,19 +118,15 @@ def run_working_set(replay: Replay, args: argparse.Namespace) -> dict[str, Any]:
         visit(range(known, count), first=True)
         known = count
         row = visit(range(count), first=False)
-        held = sum(ends[:count])
-        result["steps"].append({"conversations": count, "held_tokens": held, **row})
-        report(f"{count} conversations, {held / 1e6:.1f} M tokens", row)
-        if row["hit_of_ideal"] < 0.98:
+        yield f"{count} conversations", sum(ends[:count]), row
+        if row["hit_of_ideal"] < ENOUGH:
             break
-        result["largest_tokens"] = held
-    return result
 
 
-def report(name: str, row: dict[str, Any]) -> None:
+def report(part: str, row: dict[str, Any]) -> None:
     print(
-        f"{name}: {row['cached_tokens']} of {row['ideal_tokens']} tokens hit ({row['hit_of_ideal']}), prompts "
-        f"{row['prompt_tokens']}, first token {row['first_token_s']}, turn {row['turn_s_p50']} s",
+        f"{part}, {row['live_tokens'] / 1e6:.2f} M tokens: {row['cached_tokens']} of {row['ideal_tokens']} tokens hit "
+        f"({row['hit_of_ideal']}), first token {row['first_token_s']}, turn {row['turn_s_p50']} s",
         file=sys.stderr,
         flush=True,
     )
@@ -177,8 +172,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--steps", type=int, nargs="*", default=list(range(100, 1001, 50)), help="conversations (working-set)"
     )
-    p.add_argument("--note", default="", help="goes into the result: flags of the server, for example")
-    p.add_argument("--output", type=Path, help="append the result to this JSON-lines file")
+    p.add_argument("--output", type=Path, help="append the results to this JSON-lines file")
     return p
 
 
@@ -194,14 +188,10 @@ def serving(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
         yield f"http://127.0.0.1:{server.port}", servers.sizes(server.lines())
 
 
-def replayed(args: argparse.Namespace, client: Client) -> tuple[dict[str, Any], float]:
-    """The scenario's result and how many seconds it took."""
-    # Enough samples for --check even of a short trace.
-    sample = 0.1 if args.scenario == "trace" and args.check else 0.0
-    replay = Replay(client, concurrency=args.concurrency, vocab=args.vocab, seed=args.seed, sample=sample)
-    replay.restart()
-    begin = time.perf_counter()
-    return SCENARIOS[args.scenario](replay, args), time.perf_counter() - begin
+def warm_up(client: Client, vocab: int) -> None:
+    """One prompt of each size of batch: SGLang's matrix kernels are compiled when a size first comes."""
+    for tokens in (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192):
+        client.generate(array("i", servers.random_prompt(tokens, vocab, seed=tokens)), 2)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -209,22 +199,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, value in DEFAULTS[args.scenario].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    # Enough samples for --check even of a short trace.
+    sample = 0.1 if args.scenario == "trace" and args.check else 0.0
     with serving(args) as (url, sizes):
-        result, seconds = replayed(args, Client(url))
-    record = {
-        "scenario": args.scenario,
-        "note": args.note,
-        "server": {"subject": args.serve, "flags": args.flags, **sizes},
-        "seconds": round(seconds, 1),
-        "arguments": {k: v for k, v in vars(args).items() if k not in NOT_OF_THE_LOAD},
-        **result,
-        "versions": versions(),
-        "commit": commit(),
-    }
-    print(json.dumps(record, indent=1))
-    if args.output:
-        with args.output.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        client = Client(url)
+        if args.serve:
+            warm_up(client, args.vocab)
+        replay = Replay(client, concurrency=args.concurrency, vocab=args.vocab, seed=args.seed, sample=sample)
+        replay.restart()
+        common = {
+            "scenario": args.scenario,
+            "server": {"subject": args.serve, "flags": args.flags, **sizes},
+            "arguments": {k: v for k, v in vars(args).items() if k not in NOT_OF_THE_LOAD},
+            "versions": versions(),
+            "commit": commit(),
+        }
+        begin = time.perf_counter()
+        for part, tokens, row in SCENARIOS[args.scenario](replay, args):
+            row = {"part": part, "live_tokens": tokens, **row, "seconds": round(time.perf_counter() - begin, 1)}
+            report(part, row)
+            # Each part at once: a run that is cut short keeps what it measured.
+            line = json.dumps({**row, **common})
+            print(line)
+            if args.output:
+                with args.output.open("a") as file:
+                    file.write(line + "\n")
 
 
 if __name__ == "__main__":

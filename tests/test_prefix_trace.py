@@ -155,12 +155,16 @@ def test_the_command_reports_each_round_and_the_working_set(
 ) -> None:
     url = f"http://127.0.0.1:{server.server_port}"
     prefix_trace.main(["revisit", "--url", url, "--conversations", "3", "--tokens", "200", "--rounds", "2"])
-    result = json.loads(capsys.readouterr().out)
-    assert result["round 1"]["cached_tokens"] == 0 and result["round 2"]["hit_of_ideal"] == 1
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first["cached_tokens"] == 0 and second["hit_of_ideal"] == 1
+    assert (first["part"], second["part"], second["live_tokens"]) == ("round 1", "round 2", 3 * 2 * 216)
     prefix_trace.main(["working-set", "--url", url, "--tokens", "200", "--steps", "2", "4"])
-    result = json.loads(capsys.readouterr().out)
+    _, result = map(json.loads, capsys.readouterr().out.splitlines())
     # Two conversations visited twice more, two once, 216 tokens each time.
-    assert result["largest_tokens"] == 4 * 216 + 2 * 2 * 216 + 2 * 216
+    assert result["live_tokens"] == 4 * 216 + 2 * 2 * 216 + 2 * 216
+    prefix_trace.main(["trace", "--url", url, "--active", "2", "3", "--visits", "2", "1", "--longest", "3000"])
+    two, three = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (two["turns"], three["turns"]) == (4, 3) and two["against_cold"]["diverged"] == 0
 
 
 def test_an_error_of_the_server_ends_the_replay(server: FakeServer) -> None:
