@@ -12,7 +12,14 @@ from benchmarks import append, attend, index, oracle_distance, serve
 from benchmarks.environment import ROOT
 from benchmarks.report import RESULTS
 
-COLOURS = {"ours": "#1f77b4", "in-tree": "#d62728", "ours triton": "#2ca02c", "flashmla": "#7f7f7f", "floor": "#999999"}
+COLOURS = {
+    "ours": "#1f77b4",
+    "in-tree": "#d62728",
+    "in-tree, tuned": "#ff9896",
+    "ours triton": "#2ca02c",
+    "flashmla": "#7f7f7f",
+    "floor": "#999999",
+}
 Row = dict[str, Any]
 
 
@@ -81,6 +88,21 @@ def draw_oracle_distance(axis: Any, rows: list[Row]) -> None:
     axis.set_title("Distance to transformers in fp32")
 
 
+def draw_prefix_trace(axis: Any, rows: list[Row]) -> None:
+    """Share of an infinite cache's hits, a group a load, a bar a server."""
+    loads: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["hit_of_ideal"] is None or row["part"] == "round 2":
+            continue
+        tuned = "--swa-full-tokens-ratio" in row["server"]["flags"]
+        label = f"{row['scenario']}\n{row['live_tokens'] / 1e6:.2g} M"
+        loads.setdefault(label, {})["in-tree, tuned" if tuned else row["server"]["subject"]] = 100 * row["hit_of_ideal"]
+    names = [name for name in COLOURS if any(name in found for found in loads.values())]
+    labels = sorted(loads, key=lambda label: (label.split()[0], float(label.split()[1])))
+    grouped_bars(axis, labels, {name: [loads[label].get(name) for label in labels] for name in names}, "% of the ideal")
+    axis.set_title("Prefix hits by scenario and tokens in live conversations")
+
+
 DRAWN: dict[str, Callable[[Any, list[Row]], None]] = {
     "append": draw_append,
     "attend": draw_attend,
@@ -88,7 +110,21 @@ DRAWN: dict[str, Callable[[Any, list[Row]], None]] = {
     "serve": draw_serve,
     "capacity": draw_capacity,
     "oracle_distance": draw_oracle_distance,
+    "prefix_trace": draw_prefix_trace,
 }
+
+
+def load(results: Path, name: str) -> tuple[list[Row], Row] | None:
+    """(rows, environment) of a benchmark's file, or of its JSON lines; None without one."""
+    file = results / f"{name}.json"
+    if file.is_file():
+        data = json.loads(file.read_text())
+        return data["rows"], data["environment"]
+    file = results / f"{name}.jsonl"
+    if file.is_file():
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        return rows, rows[-1]["environment"]
+    return None
 
 
 def draw(results: Path, docs: Path) -> list[Path]:
@@ -101,14 +137,14 @@ def draw(results: Path, docs: Path) -> list[Path]:
     docs.mkdir(parents=True, exist_ok=True)
     written = []
     for name, function in DRAWN.items():
-        file = results / f"{name}.json"
-        if not file.is_file():
+        loaded = load(results, name)
+        if loaded is None:
             continue
-        data = json.loads(file.read_text())
+        rows, environment = loaded
         figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
-        function(axis, data["rows"])
-        gpu = data["environment"]["gpu"].get("name", "no GPU")
-        figure.supxlabel(f"{gpu}, {data['environment']['date'][:10]}", fontsize=7, color="#666666")
+        function(axis, rows)
+        gpu = environment["gpu"].get("name", "no GPU")
+        figure.supxlabel(f"{gpu}, {environment['date'][:10]}", fontsize=7, color="#666666")
         for suffix in ("png", "svg"):
             written.append(docs / f"{name}.{suffix}")
             # Without a date inside, equal results give equal files.

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks import servers
 from benchmarks.agent_trace import TraceConfig, Turn, rounds, trace
-from benchmarks.environment import ROOT, commit, versions
+from benchmarks.environment import ROOT, environment
 from benchmarks.replay import Client, Replay, Served, compare_with_cold
 
 NEW_TOKENS = {"append": 200, "generate": 16}
@@ -183,8 +183,8 @@ def serving(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
         yield args.url, {}
         return
     flags = ["--load-format", "dummy", *shlex.split(args.flags)]
-    argv, environment = servers.command(MODEL, flags, args.serve == "ours", cpu=False)
-    with servers.running(servers.Server(args.serve, argv, environment, args.log), START_SECONDS) as server:
+    argv, variables = servers.command(MODEL, flags, args.serve == "ours", cpu=False)
+    with servers.running(servers.Server(args.serve, argv, variables, args.log), START_SECONDS) as server:
         yield f"http://127.0.0.1:{server.port}", servers.sizes(server.lines())
 
 
@@ -211,8 +211,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "scenario": args.scenario,
             "server": {"subject": args.serve, "flags": args.flags, **sizes},
             "arguments": {k: v for k, v in vars(args).items() if k not in NOT_OF_THE_LOAD},
-            "versions": versions(),
-            "commit": commit(),
+            "environment": environment(),
         }
         begin = time.perf_counter()
         for part, tokens, row in SCENARIOS[args.scenario](replay, args):
