@@ -132,6 +132,7 @@ def draw(results: Path, docs: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "dsv4_sglang"
     from matplotlib import pyplot
 
     docs.mkdir(parents=True, exist_ok=True)
@@ -147,7 +148,7 @@ def draw(results: Path, docs: Path) -> list[Path]:
         figure.supxlabel(f"{gpu}, {environment['date'][:10]}", fontsize=7, color="#666666")
         for suffix in ("png", "svg"):
             written.append(docs / f"{name}.{suffix}")
-            # Without a date inside, equal results give equal files.
+            # Without a date and random names inside, equal results give equal files.
             figure.savefig(written[-1], dpi=160, metadata={"Date": None} if suffix == "svg" else None)
         pyplot.close(figure)
     return written
