@@ -85,7 +85,7 @@ def test_attend_compiles(architecture, heads, q, rows, split):
     constants = {
         "FP8": rows == "*u8", "FOLD": rows == "*u8" and q == "*bf16", "HAS_ENTRIES": True, "SPLIT": split,
         "DOT": tl.float32 if exact else tl.bfloat16, "PRECISION": "ieee" if q == "*fp32" else "tf32",
-        "BLOCK_H": tile.heads, "BLOCK_N": tile.rows, "STAGES": tile.stages,
+        "BLOCK_H": tile.heads, "BLOCK_N": tile.rows, "STAGES": tile.stages, "SHIFT": heads != 16,
     }  # fmt: skip
     types = {"q_ptr": q, "out_ptr": q, "window_ptr": rows, "entries_ptr": rows}
     compile_for(triton_attend._attend_kernel, architecture, constants, tile.warps, **types)

@@ -7,8 +7,14 @@ the output back.
 
 FP8 rows are decoded by integer arithmetic, which sm_80 can do too: the bits of an e4m3 number, moved to the exponent
 and mantissa of a bf16, are that number times 2^-120. For bf16 queries these numbers are multiplied as they are, and
-what they lack goes with the row's scale to its logit and its probability: all powers of two, so the result is that of
-dequantised rows.
+what they lack goes half with the query, half with the row's scale to its logit and its probability: all powers of two,
+so the result is that of dequantised rows.
+
+On the H200, where a multiprocessor holds one such program, instructions and latency bound it, not bytes (measured:
+docs/performance.md). So a thread computes the address of one row alone, for which pieces of 64 dims share a layout;
+nothing of a row's address is computed in the layout of the products; rows are on their way two tiles ahead (five
+stages: three loads depend on each other); and every product is waited for before an accumulator is touched, or ptxas
+runs all wgmma instructions of the loop one by one.
 
 Traffic: 584 B a row (1024 bf16, 2048 fp32) for each group of heads; partial results of a split 2 KiB a head.
 """
@@ -31,16 +37,44 @@ E4M3_LACK = tl.constexpr(2.0**60)  # the square root of what the moved bits of a
 _INTERPRETED = triton.knobs.runtime.interpret
 
 
+# Four codes in a register to four bf16 in two: each code into the upper byte of a half, then its exponent and mantissa
+# four bits down and its sign kept.
+_DECODE = tl.constexpr(
+    """{
+    .reg .b32 a, b, c, d;
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    shr.u32 c, a, 4;
+    shr.u32 d, b, 4;
+    and.b32 c, c, 0x07F007F0;
+    and.b32 d, d, 0x07F007F0;
+    lop3.b32 $0, a, 0x80008000, c, 0xEA;
+    lop3.b32 $1, b, 0x80008000, d, 0xEA;
+    }"""
+)
+
+
 @triton.jit
 def e4m3_bits(code, DOT: tl.constexpr):
     """uint8 e4m3 codes -> their values times 2^-120, bf16 or fp32 (whose exponents are the same)."""
-    if DOT == tl.float32:  # noqa: SIM300
-        bits = code.to(tl.uint32)
-        bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+    if DOT == tl.bfloat16:  # noqa: SIM300
+        value = tl.inline_asm_elementwise(_DECODE, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
-        bits = code.to(tl.uint16)
-        bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 4)
-    return bits.to(DOT, bitcast=True)
+        bits = code.to(tl.uint32)
+        value = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def _piece(at, mask, DOT: tl.constexpr):
+    """64 dims of FP8 rows as `e4m3_bits` gives them."""
+    return e4m3_bits(tl.load(at, mask=mask, other=0), DOT)
+
+
+@triton.jit
+def _beside(a, b, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, WIDTH] twice -> [ROWS, 2 * WIDTH]."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [ROWS, 2 * WIDTH])
 
 
 @triton.jit
@@ -77,6 +111,9 @@ def _attend_kernel(
     entry_block_stride,
     window_rows_per_block,
     entry_rows_per_block,
+    window_shift,
+    entry_shift,
+    SHIFT: tl.constexpr,
     FP8: tl.constexpr,
     FOLD: tl.constexpr,
     HAS_ENTRIES: tl.constexpr,
@@ -106,6 +143,12 @@ def _attend_kernel(
     q2 = tl.load(q_at + 384 + d64, mask=is_head, other=0.0).to(DOT)
     q3 = tl.load(q_at + 448 + d64, mask=is_head, other=0.0).to(DOT)
 
+    if FOLD:
+        # Exact, and a query that is computed goes to the tensor cores by registers, which is faster.
+        q0 = (q0 * E4M3_LACK).to(DOT)
+        q1 = (q1 * E4M3_LACK).to(DOT)
+        q2 = (q2 * E4M3_LACK).to(DOT)
+
     window_len = tl.load(window_lens_ptr + token)
     window_tiles = tl.cdiv(window_len, BLOCK_N)
     tiles = window_tiles
@@ -129,6 +172,7 @@ def _attend_kernel(
         length = window_len
         block_stride = window_block_stride
         rows_per_block = window_rows_per_block
+        shift = window_shift
         if HAS_ENTRIES:
             in_window = tile < window_tiles
             table = tl.where(in_window, table, entries_ptr)
@@ -137,21 +181,37 @@ def _attend_kernel(
             length = tl.where(in_window, length, entry_len)
             block_stride = tl.where(in_window, block_stride, entry_block_stride)
             rows_per_block = tl.where(in_window, rows_per_block, entry_rows_per_block)
+            shift = tl.where(in_window, shift, entry_shift)
         listed = first + tl.arange(0, BLOCK_N)
         row = tl.load(rows_at + listed, mask=listed < length, other=-1)
         valid = row >= 0
         is_row = valid[:, None]
-        block = row // rows_per_block
-        inside = row - block * rows_per_block
+        if SHIFT:
+            block = row >> shift
+            inside = row - (block << shift)
+        else:
+            block = row // rows_per_block
+            inside = row - block * rows_per_block
         block_at = table + block.to(tl.int64) * tl.multiple_of(block_stride, 16)
         if FP8:
             row_at = (block_at + inside * 576)[:, None]
             scale_at = (block_at + (rows_per_block * 576 + inside * 8)).to(tl.pointer_type(tl.int32))
-            exponent = tl.load(scale_at, mask=valid, other=0) & 0xFF
+            # All bytes of the strip are equal, and none is 0: the least amax is 1e-4. The reduction keeps the layout of
+            # the products from reaching back to the addresses.
+            word = tl.load(scale_at[:, None] + tl.arange(0, 2)[None, :], mask=is_row, other=0)
+            exponent = tl.max(word & 0xFF, 1)
+            valid = exponent > 0
             multiplier = (exponent << 23).to(tl.float32, bitcast=True)
-            k0 = e4m3_bits(tl.load(row_at + d256, mask=is_row, other=0), DOT)
-            k1 = e4m3_bits(tl.load(row_at + 256 + d128, mask=is_row, other=0), DOT)
-            k2 = e4m3_bits(tl.load(row_at + 384 + d64, mask=is_row, other=0), DOT)
+            # Pieces of one width share one layout, so that a thread computes the address of one row.
+            piece_at = row_at + d64
+            k0 = _beside(
+                _beside(_piece(piece_at, is_row, DOT), _piece(piece_at + 64, is_row, DOT), BLOCK_N, 64),
+                _beside(_piece(piece_at + 128, is_row, DOT), _piece(piece_at + 192, is_row, DOT), BLOCK_N, 64),
+                BLOCK_N,
+                128,
+            )
+            k1 = _beside(_piece(piece_at + 256, is_row, DOT), _piece(piece_at + 320, is_row, DOT), BLOCK_N, 64)
+            k2 = _piece(piece_at + 384, is_row, DOT)
             tail_at = (row_at + 448).to(tl.pointer_type(tl.bfloat16))
             k3 = tl.load(tail_at + d64, mask=is_row, other=0.0).to(DOT)
             if not FOLD:
@@ -169,25 +229,27 @@ def _attend_kernel(
         logit = tl.dot(q1, tl.trans(k1), logit, input_precision=PRECISION)
         logit = tl.dot(q2, tl.trans(k2), logit, input_precision=PRECISION)
         if FOLD:
-            logit = logit * E4M3_LACK * E4M3_LACK * multiplier[None, :]
+            multiplier = multiplier * E4M3_LACK
+            logit = logit * multiplier[None, :]
         logit = tl.dot(q3, tl.trans(k3), logit, input_precision=PRECISION)
-        logit = tl.where(valid[None, :], logit * scale, float("-inf"))
+        logit = tl.where(valid[None, :], logit * (scale * LOG2_E), float("-inf"))
 
         new_top = tl.maximum(top, tl.max(logit, 1))
-        fade = tl.exp2((top - new_top) * LOG2_E)
-        p = tl.exp2((logit - new_top[:, None]) * LOG2_E)
+        fade = tl.exp2(top - new_top)
+        p = tl.exp2(logit - new_top[:, None])
         total = total * fade + tl.sum(p, 1)
         top = new_top
         fade = fade[:, None]
         tail_p = p.to(DOT)
         if FOLD:
             # The other half of what the rows lack comes after the sum: their products shall stay far from subnormal.
-            p = p * E4M3_LACK * multiplier[None, :]
+            p = p * multiplier[None, :]
         p = p.to(DOT)
         o0 = tl.dot(p, k0, o0 * fade, input_precision=PRECISION)
         o1 = tl.dot(p, k1, o1 * fade, input_precision=PRECISION)
         o2 = tl.dot(p, k2, o2 * fade, input_precision=PRECISION)
-        o3 = tl.dot(tail_p, k3, o3 * fade, input_precision=PRECISION)
+        # Not into the accumulator: this product would then run into the next tile's, and ptxas serialise them all.
+        o3 = tl.fma(o3, fade, tl.dot(tail_p, k3, input_precision=PRECISION))
 
     at = token * heads + head
     if SPLIT:
@@ -199,7 +261,7 @@ def _attend_kernel(
         to = partial_ptr + at[:, None] * 512
     else:
         sink = tl.load(sink_ptr + head, mask=head < heads, other=0.0)
-        denominator = total + tl.exp2((sink - top) * LOG2_E)
+        denominator = total + tl.exp2(sink * LOG2_E - top)
         # A token that sees nothing gives zeros, with a sink of -inf too.
         norm = tl.where(total > 0, 1.0 / denominator, 0.0)
         to = out_ptr + at[:, None] * 512
@@ -238,8 +300,8 @@ def _merge_kernel(
     top = tl.load(stats_ptr + at, mask=split < splits, other=NO_LOGIT)
     total = tl.load(stats_ptr + at + 1, mask=split < splits, other=0.0)
     highest = tl.max(top, 0)
-    total = total * tl.exp2((top - highest) * LOG2_E)
-    denominator = tl.sum(total, 0) + tl.exp2((tl.load(sink_ptr + head) - highest) * LOG2_E)
+    total = total * tl.exp2(top - highest)
+    denominator = tl.sum(total, 0) + tl.exp2(tl.load(sink_ptr + head) * LOG2_E - highest)
     inverse = tl.where(tl.sum(total, 0) > 0, 1.0 / denominator, 0.0)
 
     d = tl.arange(0, 512)
@@ -251,7 +313,7 @@ def _merge_kernel(
         peak = tl.load(stats_ptr + at_piece * 2, mask=piece < splits, other=NO_LOGIT)
         # A split without keys wrote no row.
         row = tl.load(partial_ptr + at_piece[:, None] * 512 + d[None, :], mask=(seen > 0)[:, None], other=0.0)
-        o += tl.sum(row * tl.exp2((peak - highest) * LOG2_E)[:, None], 0)
+        o += tl.sum(row * tl.exp2(peak - highest)[:, None], 0)
     o = o * inverse
 
     pair = tl.reshape(o, [256, 2])
@@ -304,7 +366,7 @@ def tiling(heads: int, fp8: bool, exact: bool, shared_memory: int) -> Tiling:
     if exact:
         return Tiling(16, 16, 4, 1)
     if padded >= 64 and shared_memory >= 200 << 10:
-        return Tiling(64, 64 if fp8 else 32, 8, 3)
+        return Tiling(64, 64, 8, 5) if fp8 else Tiling(64, 32, 8, 3)
     return Tiling(min(padded, 32), 32, 8, 3 if fp8 else 2)
 
 
@@ -332,6 +394,14 @@ def _device(index: int) -> tuple[int, int]:
 def table_stride(table: Tensor) -> int:
     # A table of one block may have a size that no block stride may have.
     return table.stride(0) if table.shape[0] > 1 else 0
+
+
+def _block_shift(table: Tensor) -> int:
+    """log2 of the rows of a block; a table of one block may have any number. -1 where it is no power of two."""
+    if table.shape[0] == 1:
+        return 30
+    rows = table.shape[1]
+    return rows.bit_length() - 1 if rows & (rows - 1) == 0 else -1
 
 
 def _check(q: Tensor, window: Tensor, entries: Tensor | None) -> None:
@@ -407,6 +477,7 @@ def attend(
         entries_args = (window, window_rows, window_lens)
     else:
         entries_args = (entries, entry_rows, entry_lens)
+    shifts = [_block_shift(table) for table in (window, entries_args[0])]
     _attend_kernel[(tokens, splits, groups)](
         q,
         sink,
@@ -430,6 +501,8 @@ def attend(
         table_stride(entries_args[0]),
         window.shape[1],
         entries_args[0].shape[1],
+        *shifts,
+        SHIFT=-1 not in shifts,
         FP8=fp8,
         FOLD=fp8 and q.dtype == torch.bfloat16,
         HAS_ENTRIES=entries is not None,
