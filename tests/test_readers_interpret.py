@@ -95,6 +95,16 @@ def test_attend_compiles(architecture, heads, q, rows, split):
 
 
 @not_interpreted
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_turn_and_quantise_compiles(architecture):
+    from dsv4_sglang.attention import triton_output
+
+    constants = {"FP8_MAX": 448.0, "BLOCK_H": triton_output._HEADS_A_PROGRAM}
+    types = {"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
+    compile_for(triton_output._turn_and_quantise_kernel, architecture, constants, 4, **types)
+
+
+@not_interpreted
 @pytest.mark.parametrize("architecture, rows", [(90, "*u8"), (90, "*bf16"), (100, "*u8")])
 def test_sparse_prefill_compiles(architecture, rows):
     from dsv4_sglang.attention import sparse_prefill

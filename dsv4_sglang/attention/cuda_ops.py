@@ -25,8 +25,9 @@ def attend(
     rope: Tensor,
     scale: float,
 ) -> Tensor:
-    """FlashMLA where it takes the tensors, else Triton."""
-    reader = flashmla.attend if flashmla.supported(q, window, entries) else triton_attend.attend
+    """FlashMLA where it takes the tensors, with a schedule for this call alone, else Triton."""
+    fits = flashmla.supported(q, window, entries)
+    reader = flashmla.FlashMLAReader().attend if fits else triton_attend.attend
     return reader(q, sink, window, window_rows, window_lens, entries, entry_rows, entry_lens, positions, rope, scale)
 
 

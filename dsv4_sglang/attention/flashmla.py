@@ -111,10 +111,12 @@ class FlashMLAReader:
         rope: Tensor,
         scale: float,
         entry_rows_change: bool = True,
+        leave_rotated: bool = False,
     ) -> Tensor:
         """The op `attend` for one layer of the step.
 
-        `entry_rows_change`: whether `entry_rows` differs from layer to layer of the kind (CSA) or not (HCA).
+        `entry_rows_change`: whether `entry_rows` differs from layer to layer of the kind (CSA) or not (HCA);
+        `leave_rotated`: the caller turns the output back.
         """
         from sgl_kernel.flash_mla import flash_mla_with_kvcache
 
@@ -161,24 +163,6 @@ class FlashMLAReader:
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         if padded != heads:
             out = out[:, :heads].contiguous()
-        turn_back(out, positions, rope)
+        if not leave_rotated:
+            turn_back(out, positions, rope)
         return out
-
-
-def attend(
-    q: Tensor,
-    sink: Tensor,
-    window: Tensor,
-    window_rows: Tensor,
-    window_lens: Tensor,
-    entries: Tensor | None,
-    entry_rows: Tensor | None,
-    entry_lens: Tensor | None,
-    positions: Tensor,
-    rope: Tensor,
-    scale: float,
-) -> Tensor:
-    """The op `attend` by itself: a schedule for this call alone."""
-    return FlashMLAReader().attend(
-        q, sink, window, window_rows, window_lens, entries, entry_rows, entry_lens, positions, rope, scale
-    )

@@ -196,8 +196,11 @@ class SparsePrefillReader:
         rope: Tensor,
         scale: float,
         ratio: int,
+        leave_rotated: bool = False,
     ) -> Tensor:
-        """The op `attend` for one layer of compression `ratio` and all tokens of the step."""
+        """The op `attend` for one layer of compression `ratio` and all tokens of the step. `leave_rotated`: the caller
+        turns the output back.
+        """
         table = self._write_out(window, entries, BLOCK // ratio if ratio else 1)
         lists, lens = self._lists(window_rows, window_lens, entry_rows, entry_lens, ratio)
         heads = q.shape[1]
@@ -207,7 +210,8 @@ class SparsePrefillReader:
         out = _sparse_attention(q, table, lists, lens, sink, scale)
         if padded != heads:
             out = out[:, :heads].contiguous()
-        turn_back(out, positions, rope)
+        if not leave_rotated:
+            turn_back(out, positions, rope)
         return out
 
     def _write_out(self, window: Tensor, entries: Tensor | None, listed_rows: int) -> Tensor:

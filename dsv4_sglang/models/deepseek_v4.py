@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dsv4_sglang.models import torch_layers
-from dsv4_sglang.sglang.backend import Compression, IndexQuery, LayerInputs
+from dsv4_sglang.sglang.backend import Compression, IndexQuery, LayerInputs, LayerOutput
 
 CSA_RATIO = 4
 
@@ -35,6 +35,13 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 
         return linear_bf16_fp32(x, weight)
     return F.linear(x.float(), weight.float())
+
+
+def _scales_are_fp32() -> bool:
+    """Whether DeepGEMM takes FP8 scales as fp32 numbers (Hopper), else as packed powers of two (Blackwell)."""
+    from sglang.srt.layers import deep_gemm_wrapper
+
+    return not deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0
 
 
 class Branch:
@@ -130,6 +137,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
         self.streams = (
             tuple(streams[:2]) if streams and envs.SGLANG_OPT_USE_MULTI_STREAM_OVERLAP.get() else (None, None)
         )
+        self.quantises_output = in_tree._FP8_WO_A_GEMM and _scales_are_fp32()
         self._widths: list[int] = []
         self._weight_of_x = self.attn_sink.data.new_empty(0)
 
@@ -181,11 +189,12 @@ class CachedAttention(in_tree.MqaAttentionBase):
             rope=self.rope,
             sink=self.attn_sink,
             wait_for_query=query.join,
+            takes_rotated=self.quantises_output,
             main=self.compressor(projected[0]) if self.compressor else None,
             indexer=self.indexer.compressor(projected[1]) if self.indexer else None,
             index_query=index_query,
         )
-        return self._project_out(self.attn_mqa(q, kv, kv, forward_batch, inputs=inputs))
+        return self._project_out(self.attn_mqa(q, kv, kv, forward_batch, inputs=inputs), positions)
 
     def _overlaps(self, x: Tensor) -> bool:
         return x.is_cuda and get_is_capture_mode() and x.shape[0] <= self.overlap_limit
@@ -215,32 +224,39 @@ class CachedAttention(in_tree.MqaAttentionBase):
         in_tree.fused_q_norm_rope(q, out, self.eps, self.freqs_cis, positions)
         return out
 
-    def _project_out(self, out: Tensor) -> Tensor:
-        """Grouped output projection of the de-rotated heads `[T, heads, 512]`."""
-        grouped = out.reshape(out.shape[0], self.n_local_groups, -1)
-        if in_tree._FP8_WO_A_GEMM:
-            projected = self._fp8_wo_a(grouped)
+    def _project_out(self, out: LayerOutput, positions: Tensor) -> Tensor:
+        """Grouped output projection of the heads `[T, heads, 512]`."""
+        grouped = out.values.view(out.values.shape[0], self.n_local_groups, -1)
+        if out.rotated or in_tree._FP8_WO_A_GEMM:
+            projected = self._fp8_wo_a(grouped, positions if out.rotated else None)
         else:
             weight = self.wo_a.weight.view(self.n_local_groups, self.o_lora_rank, -1).to(grouped.dtype)
             projected = torch.einsum("tgd,grd->tgr", grouped, weight)
         y, _ = self.wo_b(projected.flatten(1))
         return y
 
-    def _fp8_wo_a(self, grouped: Tensor) -> Tensor:
-        """`[T, groups, dim]` to `[T, groups, o_lora_rank]` by DeepGEMM, with the scales each architecture wants."""
+    def _fp8_wo_a(self, grouped: Tensor, turn_from: Tensor | None) -> Tensor:
+        """`[T, groups, dim]` to `[T, groups, o_lora_rank]` by DeepGEMM, with the scales each architecture wants.
+
+        `turn_from` [T]: positions at which the heads are still rotated.
+        """
         import deep_gemm
-        from sglang.srt.layers import deep_gemm_wrapper
 
         tokens, groups, dim = grouped.shape
-        if deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0:
-            codes, scales = in_tree.sglang_per_token_group_quant_fp8_dsv4_wo_a(grouped)
-            recipe = (1, 1, 128)
-        else:
+        recipe = (1, 128, 128)
+        if turn_from is not None:
+            from dsv4_sglang.attention.triton_output import turn_and_quantise
+
+            codes, scales = turn_and_quantise(grouped.view(tokens, -1, self.head_dim), turn_from, self.rope)
+            codes, scales = codes.view(tokens, groups, dim), scales.view(tokens, groups, -1)
+        elif _scales_are_fp32():
             codes, scales = in_tree.sglang_per_token_group_quant_fp8(
-                grouped.reshape(tokens * groups, dim), group_size=128, scale_ue8m0=False
+                grouped.view(tokens * groups, dim), group_size=128, scale_ue8m0=False
             )
             codes, scales = codes.view(tokens, groups, dim), scales.view(tokens, groups, -1)
-            recipe = (1, 128, 128)
+        else:
+            codes, scales = in_tree.sglang_per_token_group_quant_fp8_dsv4_wo_a(grouped)
+            recipe = (1, 1, 128)
         out = torch.empty(tokens, groups, self.o_lora_rank, device=grouped.device, dtype=torch.bfloat16)
         weight = self.wo_a.weight.view(groups, self.o_lora_rank, dim)
         deep_gemm.fp8_einsum(

@@ -52,7 +52,8 @@ class IndexQuery(NamedTuple):
 class LayerInputs(NamedTuple):
     """What a layer hands to the backend besides its query and its raw window projection.
 
-    `wait_for_query` must be called before the query is read: another stream may still compute it.
+    `wait_for_query` must be called before the query is read: another stream may still compute it. `takes_rotated`: the
+    layer turns an output back itself, which spares a launch where the reader does not do it on the way.
     """
 
     ratio: int
@@ -61,9 +62,17 @@ class LayerInputs(NamedTuple):
     rope: Tensor
     sink: Tensor
     wait_for_query: Callable[[], None]
+    takes_rotated: bool
     main: Compression | None = None
     indexer: Compression | None = None
     index_query: IndexQuery | None = None
+
+
+class LayerOutput(NamedTuple):
+    """Attention's output `[T, H, 512]`, and whether its last 64 dims are still rotated."""
+
+    values: Tensor
+    rotated: bool
 
 
 class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
@@ -206,7 +215,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         save_kv_cache: bool = True,
         *,
         inputs: LayerInputs,
-    ) -> Tensor:
+    ) -> LayerOutput:
         step = self._step(q)
         self._append(k, layer.layer_id, inputs, step, window=None)
         if layer.layer_id == self.last_layer and step.copy_src is not None:
@@ -223,7 +232,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         save_kv_cache: bool = True,
         *,
         inputs: LayerInputs,
-    ) -> Tensor:
+    ) -> LayerOutput:
         step = self._step(q)
         window = self._window(step.window_size)
         self._append(k, layer.layer_id, inputs, step, window)
@@ -268,7 +277,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             None,
         )
 
-    def _read(self, q: Tensor, layer: Any, inputs: LayerInputs, step: StepMetadata, window: Tensor) -> Tensor:
+    def _read(self, q: Tensor, layer: Any, inputs: LayerInputs, step: StepMetadata, window: Tensor) -> LayerOutput:
         entries = self.blocks.entries(layer.layer_id)
         rows = lens = None
         if inputs.ratio == CSA_RATIO:
@@ -290,12 +299,16 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             layer.scaling,
         )
         if self._flashmla is None:
-            return torch.ops.dsv4_sglang.attend(*arguments)
+            return LayerOutput(torch.ops.dsv4_sglang.attend(*arguments), False)
+        rotated = inputs.takes_rotated
         if not step.is_decode and self._prefill_reader.takes_step and self._takes_prefill(q, window):
-            return self._prefill_reader.attend(*arguments, ratio=inputs.ratio)
-        if self._takes(q, window, entries):
-            return self._flashmla.attend(*arguments, entry_rows_change=inputs.ratio == CSA_RATIO)
-        return torch.ops.dsv4_sglang.attend(*arguments)
+            out = self._prefill_reader.attend(*arguments, ratio=inputs.ratio, leave_rotated=rotated)
+        elif self._takes(q, window, entries):
+            changes = inputs.ratio == CSA_RATIO
+            out = self._flashmla.attend(*arguments, entry_rows_change=changes, leave_rotated=rotated)
+        else:
+            out, rotated = torch.ops.dsv4_sglang.attend(*arguments), False
+        return LayerOutput(out, rotated)
 
     def _select(self, layer: int, inputs: LayerInputs, step: StepMetadata) -> Tensor:
         """Table rows `[T, top_k]` of the entries that the tokens read."""

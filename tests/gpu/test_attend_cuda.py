@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from reader_cases import AttendCase, assert_attends, attend_case, prefill_case
+from reader_cases import AttendCase, assert_attends, attend_case, prefill_case, rope
 
-from dsv4_sglang.attention import flashmla, sparse_prefill, triton_attend
+from dsv4_sglang.attention import flashmla, sparse_prefill, triton_attend, triton_output
 
 pytestmark = pytest.mark.gpu
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float32: 2e-5}
@@ -23,7 +23,7 @@ def run(case: AttendCase, reader: str) -> torch.Tensor:
         return triton_attend.attend(*args)
     if not flashmla.supported(args[0], args[2], args[5]):
         pytest.skip("FlashMLA does not run here")
-    return flashmla.attend(*args)
+    return flashmla.FlashMLAReader().attend(*args)
 
 
 @pytest.mark.parametrize("reader", ["flashmla", "triton"])
@@ -115,6 +115,24 @@ def test_sparse_prefill(ratio, heads, row_dtype):
     assert reader.begin_step(step, lengths)
     for _ in range(2):
         assert_attends(reader.attend(*args, ratio), case, BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("tokens, heads", [(1, 64), (300, 64), (5, 128)])
+def test_turn_and_quantise(tokens, heads):
+    """The codes of SGLang's own quantisation of the turned output, up to the direction in which a tie falls."""
+    g = torch.Generator().manual_seed(tokens)
+    out = torch.randn(tokens, heads, 512, generator=g).bfloat16().cuda()
+    positions, table = torch.randint(0, 4096, (tokens,), generator=g).cuda(), rope().cuda()
+    codes, scales = triton_output.turn_and_quantise(out, positions, table)
+    turned = out.clone()
+    triton_attend.turn_back(turned, positions, table)
+    grouped = turned.float().view(tokens, heads, 4, 128)
+    assert torch.allclose(scales, grouped.abs().amax(-1).clamp_min(1e-10) / 448, rtol=1e-6)
+    expected = (grouped / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    got = codes.float().view(expected.shape)
+    differs = got != expected
+    assert differs.float().mean() < 1e-3, f"{int(differs.sum())} of {differs.numel()} codes differ"
+    assert ((got - expected).abs() <= expected.abs() / 7 + 2**-9).all(), (got[differs][:5], expected[differs][:5])
 
 
 def test_op_dispatches():
