@@ -2,11 +2,15 @@
 
     python -m benchmarks.attend [--quick] [--out DIR]
 
-Four layers of one kind in a CUDA graph, each with its own tables and queries, random rows; times are a layer's.
-Subjects: "flashmla": the kernel alone on our tables, its schedule computed before; "ours": our reader through FlashMLA
-with its schedule once a step and the rotation of the output; "ours triton": the portable kernel; "in-tree": FlashMLA on
-SGLang's pages with its schedule and its inverse RoPE kernel, in prefill its dequantisation to a bf16 workspace and
-FlashMLA's sparse prefill kernel. The floor is the larger of bytes / copy rate and products / the measured bf16 rate.
+A decode step's layers of one kind in a CUDA graph, as many as the model has (of a prefill step four), each with its own
+tables and queries, random rows; times are a layer's, so each bears its share of what happens once a step.
+Subjects: "flashmla": the kernel alone on our tables, its schedule computed before, in prefill its sparse kernel on
+rows that are bf16 already; "ours": our reader through FlashMLA with its schedule once a step and the rotation of the
+output, in prefill with the writing out of rows and lists; "ours rotated": the same without that rotation, as served
+layers with an FP8 output projection read, whose quantisation of the output turns it; "ours triton": the portable
+kernel; "in-tree": FlashMLA on SGLang's pages with its schedule and its inverse RoPE kernel, in prefill its
+dequantisation to a bf16 workspace and FlashMLA's sparse prefill kernel. Lists that all layers of a prefill step share
+are made before, on both sides. The floor is the larger of bytes / copy rate and products / the measured bf16 rate.
 """
 
 from __future__ import annotations
@@ -28,12 +32,12 @@ from dsv4_sglang.model.config import CSA_RATIO, DSV4Config
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.ops.rope import rope_table
 
-LAYERS = 4
+PREFILL_LAYERS = 4
 DIM, BLOCK = 512, 128
 SCALE = DIM**-0.5
 MOST_ROWS = 1 << 21
 """Rows of an entry table; longer contexts in large batches share rows, which random reads do not notice."""
-SUBJECTS = ("flashmla", "ours", "ours triton", "in-tree")
+SUBJECTS = ("flashmla", "ours", "ours rotated", "ours triton", "in-tree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +55,14 @@ class Case:
     @property
     def tokens(self) -> int:
         return self.chunk or self.batch
+
+    @property
+    def layers(self) -> int:
+        """Layers that are measured together."""
+        if self.chunk:
+            return PREFILL_LAYERS
+        config = DSV4Config.flash() if self.model == "flash" else DSV4Config.pro()
+        return sum(config.ratio(layer) == self.ratio for layer in range(config.num_hidden_layers))
 
     @property
     def ratio(self) -> int:
@@ -147,7 +159,7 @@ class Tensors:
 
 
 def our_subject(case: Case, subject: str, device: torch.device, layers: int) -> Callable[[], None]:
-    """The step of "flashmla", "ours" or "ours triton"."""
+    """The step of any subject but "in-tree"."""
     shared = Tensors(case, device, layers)
     if case.chunk:
         window = [tables.our_rows(1, case.chunk + 128, device)] * layers  # one workspace serves all layers
@@ -186,49 +198,115 @@ def our_subject(case: Case, subject: str, device: torch.device, layers: int) -> 
         from dsv4_sglang.attention import triton_attend
 
         return each(triton_attend.attend)
-    if subject == "ours":
-        from dsv4_sglang.attention.flashmla import FlashMLAReader
+    rotated = subject == "ours rotated"
+    if subject == "flashmla":
+        if case.chunk:
+            return direct_prefill(case, shared.q, shared.sink, lists)
+        return direct(shared.q, shared.sink, window, lists, entries)
+    if case.chunk:
+        prefill = prefill_reader(case, rows, device)
+        return each(partial(prefill.attend, ratio=case.ratio, leave_rotated=rotated))
 
-        reader = FlashMLAReader()
+    from dsv4_sglang.attention.flashmla import FlashMLAReader
 
-        def step() -> None:
-            reader.begin_step()
-            for layer in range(layers):
-                reader.attend(*arguments(layer), entry_rows_change=case.kind == "csa")
+    reader = FlashMLAReader()
 
-        return step
-    return direct(case, shared.q, shared.sink, window, lists, entries)
+    def step() -> None:
+        reader.begin_step()
+        for layer in range(layers):
+            reader.attend(*arguments(layer), entry_rows_change=case.kind == "csa", leave_rotated=rotated)
+
+    return step
+
+
+def prefill_reader(case: Case, rows: int, device: torch.device) -> Any:
+    """Our reader of a prefill step of one request whose blocks are those of an entry table of `rows` rows."""
+    from dsv4_sglang.attention.metadata import build_prefill
+    from dsv4_sglang.attention.sparse_prefill import SparsePrefillReader
+
+    blocks = rows * case.ratio // BLOCK
+    order = torch.randperm(blocks, device=device, dtype=torch.int32)
+    positions = torch.arange(case.context - case.chunk, case.context, device=device)
+    request = torch.zeros(1, dtype=torch.int64, device=device)
+    step = build_prefill(
+        req_pool_indices=request,
+        prefix_lens=request + case.context - case.chunk,
+        chunk_lens=request + case.chunk,
+        positions=positions,
+        out_loc=torch.zeros_like(positions),
+        req_to_token=(order[:, None] * BLOCK + torch.arange(BLOCK, device=device, dtype=torch.int32)).view(1, -1),
+        state_slot_of_request=request + 1,
+        track_slots=None,
+        track_lens=None,
+        top_k=case.top_k,
+        max_length=case.context,
+    )
+    reader = SparsePrefillReader(blocks, device)
+    if not reader.begin_step(step, [case.context]):
+        raise RuntimeError(f"{case.name}: expected a step that the prefill reader takes")
+    return reader
+
+
+def joined_lists(case: Case, lists: Lists, entries: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries, then window rows, then -1 of each token as one list [tokens, a multiple of 128], and its lengths; the
+    entries lie behind the window rows."""
+    width = math.ceil((case.width + 128) / 128) * 128
+    column = torch.arange(width, device=entries.device)[None, :]
+    seen, total = lists.entry_lens[:, None], (lists.entry_lens + lists.window_lens)[:, None]
+    entry = entries.gather(1, column.clamp(max=case.width - 1).expand(case.tokens, -1)) + case.chunk + 128
+    window = lists.window.gather(1, (column - seen).clamp(0, 127).long())
+    joined = torch.where(column < seen, entry, torch.where(column < total, window, -1))
+    return joined.int(), total.squeeze(1).int()
+
+
+def direct_prefill(case: Case, q: list[Tensor], sink: Tensor, lists: Lists) -> Callable[[], None]:
+    """FlashMLA's sparse prefill kernel alone, on one table of bf16 rows."""
+    from sgl_kernel.flash_mla import flash_mla_sparse_fwd
+
+    table = torch.randn(case.chunk + 128 + max(case.context // case.ratio, 64), 1, DIM, device=sink.device).bfloat16()
+    joined = [joined_lists(case, lists, entries) for entries in lists.entries]
+
+    def step() -> None:
+        for query, (indices, lens) in zip(q, joined):
+            flash_mla_sparse_fwd(
+                q=query,
+                kv=table,
+                indices=indices.unsqueeze(1),
+                sm_scale=SCALE,
+                d_v=DIM,
+                attn_sink=sink,
+                topk_length=lens,
+            )
+
+    return step
 
 
 def direct(
-    case: Case, q: list[Tensor], sink: Tensor, window: list[Tensor], lists: Lists, entries: list[Tensor]
+    q: list[Tensor], sink: Tensor, window: list[Tensor], lists: Lists, entries: list[Tensor]
 ) -> Callable[[], None]:
-    """FlashMLA's decode kernel alone, as many tokens a call as its scratch allows; schedules are made once."""
+    """FlashMLA's decode kernel alone; its schedule is made once."""
     from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-    at_once = 131072 // case.heads
-    parts = [slice(begin, begin + at_once) for begin in range(0, case.tokens, at_once)]
-    schedules = {part.start: get_mla_metadata()[0] for part in parts}
+    schedule = get_mla_metadata()[0]
 
     def step() -> None:
         for layer, query in enumerate(q):
-            for part in parts:
-                flash_mla_with_kvcache(
-                    q=query[part].unsqueeze(1),
-                    k_cache=window[layer].unsqueeze(2),
-                    block_table=None,
-                    cache_seqlens=None,
-                    head_dim_v=DIM,
-                    tile_scheduler_metadata=schedules[part.start],
-                    softmax_scale=SCALE,
-                    is_fp8_kvcache=True,
-                    indices=lists.window[part].unsqueeze(1),
-                    topk_length=lists.window_lens[part],
-                    attn_sink=sink,
-                    extra_k_cache=entries[layer].unsqueeze(2),
-                    extra_indices_in_kvcache=lists.entries[layer][part].unsqueeze(1),
-                    extra_topk_length=lists.entry_lens[part],
-                )
+            flash_mla_with_kvcache(
+                q=query.unsqueeze(1),
+                k_cache=window[layer].unsqueeze(2),
+                block_table=None,
+                cache_seqlens=None,
+                head_dim_v=DIM,
+                tile_scheduler_metadata=schedule,
+                softmax_scale=SCALE,
+                is_fp8_kvcache=True,
+                indices=lists.window.unsqueeze(1),
+                topk_length=lists.window_lens,
+                attn_sink=sink,
+                extra_k_cache=entries[layer].unsqueeze(2),
+                extra_indices_in_kvcache=lists.entries[layer].unsqueeze(1),
+                extra_topk_length=lists.entry_lens,
+            )
 
     return step
 
@@ -382,7 +460,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def measure(case: Case, subject: str, device: torch.device, facts: dict[str, float], samples: int) -> Iterator[Any]:
-    layers = 2 if device.type == "cpu" else LAYERS
+    layers = 2 if device.type == "cpu" else case.layers
     step = in_tree_subject(case, device, layers) if subject == "in-tree" else our_subject(case, subject, device, layers)
     recorded = timing.Recorded(step, device)
     time = recorded.time(samples, divide=layers)
@@ -391,7 +469,15 @@ def measure(case: Case, subject: str, device: torch.device, facts: dict[str, flo
         timing.floor_us(case.bytes_moved(), 1, facts.get("copy_gbs") or 1.0, facts.get("empty_launch_us", 0.0)),
         case.products() / (facts.get("bf16_tflops") or 1.0) / 1e6,
     )
-    row = {"case": case.name, "subject": subject, "us": time.us, "cold us": cold.us, "low": time.low, "high": time.high}
+    row = {
+        "case": case.name,
+        "subject": subject,
+        "layers": layers,
+        "us": time.us,
+        "cold us": cold.us,
+        "low": time.low,
+        "high": time.high,
+    }
     yield row | {
         "TFLOP/s": case.products() / time.us / 1e6,
         "GB/s": case.bytes_moved() / time.us / 1e3,
@@ -408,7 +494,7 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             line[row["subject"]] = row["us"]
     for line in lines.values():
         base = line.get("flashmla")
-        for subject in ("ours", "ours triton", "in-tree"):
+        for subject in SUBJECTS[1:]:
             if base and line.get(subject):
                 line[f"{subject} / flashmla"] = line[subject] / base
     return list(lines.values())
@@ -418,7 +504,7 @@ def main(argv: list[str] | None = None) -> int:
     args = report.parser(__doc__).parse_args(argv)
     device = torch.device("cpu" if args.dry_run else "cuda")
     samples = 10 if args.quick else 20
-    result = report.Report("attend", args, {"layers": LAYERS, "samples": samples})
+    result = report.Report("attend", args, {"samples": samples})
     facts = result.data["facts"]
     if "copy_gbs" not in facts:
         result.part("ceilings", partial(timing.ceilings, device, result.fact), setup=True)
@@ -427,7 +513,7 @@ def main(argv: list[str] | None = None) -> int:
     for case in cases(args):
         for subject in subjects:
             result.part(f"{case.name}/{subject}", partial(measure, case, subject, device, facts, samples))
-    ratios = [f"{subject} / flashmla" for subject in ("ours", "ours triton", "in-tree")]
+    ratios = [f"{subject} / flashmla" for subject in SUBJECTS[1:]]
     columns = ["case", *subjects, *(ratios if len(subjects) > 1 else []), "floor us"]
     result.table("attend, us a layer", columns, compare(result.rows))
     return result.close()
