@@ -1,16 +1,24 @@
 // Launches that overlap with their predecessor (programmatic dependent launch, sm_90 and later).
 //
 // Such a kernel may start while the stream's previous one still runs. It must call `wait_for_previous_kernel` in every block, before it
-// reads or writes global memory and before it returns: only then does its own completion mean that all earlier kernels have completed.
+// writes global memory or reads what that kernel may write, and before it returns: only then does its own completion mean that all
+// earlier kernels have completed.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace dsv4 {
 
-__device__ __forceinline__ void wait_for_previous_kernel() {
+/// The sooner, the more of the next kernel's start is hidden.
+__device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+  let_next_kernel_start();
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }

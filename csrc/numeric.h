@@ -48,6 +48,12 @@ DSV4_HD uint32_t pack_bf16(float low, float high) {
 DSV4_HD float low_bf16(uint32_t pair) { return float_of(pair << 16); }
 DSV4_HD float high_bf16(uint32_t pair) { return float_of(pair & 0xffff0000u); }
 
+/// Two floats rounded to bf16 at once, which is faster than one after the other.
+DSV4_HD void round_pair(float& a, float& b) {
+  const uint32_t pair = pack_bf16(a, b);
+  a = low_bf16(pair), b = high_bf16(pair);
+}
+
 /// Biased exponent e with 2^(e-127) the smallest power of two that is at least x; x positive and normal (SPEC 2.4).
 DSV4_HD uint32_t ceil_pow2_exponent(float x) {
   const uint32_t u = bits_of(x);

@@ -60,6 +60,11 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
+/// Largest x of a warp, x not negative.
+__device__ __forceinline__ float warp_max(float x) {
+  return float_of(__reduce_max_sync(kAllLanes, bits_of(x)));
+}
+
 /// Largest x over groups of `width` neighbouring lanes (a power of two).
 template <int width>
 __device__ __forceinline__ float group_max(float x) {
@@ -97,7 +102,7 @@ __device__ __forceinline__ PackedRow pack_row(int format, const float (&x)[16], 
   for (int i = 0; i < 8; ++i) {
     if (i < 4 || !rotated) amax = fmaxf(amax, fmaxf(fabsf(low_bf16(pair[i])), fabsf(high_bf16(pair[i]))));
   }
-  packed.exponent = row_exponent(group_max<32>(amax));
+  packed.exponent = row_exponent(warp_max(amax));
   const float inverse = exp2_of_biased(254 - packed.exponent);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

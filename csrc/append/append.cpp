@@ -54,6 +54,12 @@ bool can_overlap(int device) {
   return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
 }
 
+/// Whether a CUDA graph is being recorded on the stream.
+bool is_recorded(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusActive;
+}
+
 }  // namespace
 
 void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> index_kv_score, Tensor kv_norm,
@@ -165,7 +171,13 @@ void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> ind
   }
   if (tokens == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(device);
-  check.launched(launch_append(p, kind, prefill, can_overlap(device), current_stream(device)));
+  const cudaStream_t stream = current_stream(device);
+  if (prefill) {
+    check.launched(launch_append_prefill(p, kind, can_overlap(device), stream));
+  } else {
+    // Outside a graph, what computed the batch may be the kernel just before this one: no overlap then (append.h).
+    check.launched(launch_append_decode(p, kind, can_overlap(device) && is_recorded(stream), stream));
+  }
 }
 
 }  // namespace dsv4

@@ -1,4 +1,4 @@
-// The arguments of the append kernel, and its launch.
+// The arguments of the append kernels, and their launches.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -35,9 +35,12 @@ struct AppendParams {
   int64_t swa_pos_stride;
 };
 
-enum class LayerKind { kSwa, kCsa, kHcaOnline, kHcaRaw };
+enum class LayerKind { kSwa, kCsa, kHcaOnline, kHcaRaw };  // in the order of the launch tables
 
-/// One launch; `overlap` lets it start while the stream's previous kernel drains (sm_90 and later).
-cudaError_t launch_append(const AppendParams& params, LayerKind kind, bool prefill, bool overlap, cudaStream_t stream);
+/// One launch each. `overlap` lets it start while the stream's previous kernel drains (sm_90 and later).
+///
+/// Decode reads batch, weights and rope before it waits for that kernel, so with `overlap` that kernel must not write them.
+cudaError_t launch_append_decode(const AppendParams& params, LayerKind kind, bool overlap, cudaStream_t stream);
+cudaError_t launch_append_prefill(const AppendParams& params, LayerKind kind, bool overlap, cudaStream_t stream);
 
 }  // namespace dsv4

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads) append_swa_kernel(const __grid_const
   if (channel < p.nope) {
     amax = fmaxf(fmaxf(fabsf(low_bf16(pair[0])), fabsf(high_bf16(pair[0]))), fmaxf(fabsf(low_bf16(pair[1])), fabsf(high_bf16(pair[1]))));
   }
-  amax = group_max<32>(amax);
+  amax = warp_max(amax);
   if (thread % 32 == 0) warp_amax[thread / 32] = amax;
   __syncthreads();
   amax = fmaxf(fmaxf(warp_amax[0], warp_amax[1]), fmaxf(warp_amax[2], warp_amax[3]));

@@ -35,7 +35,16 @@ __device__ __forceinline__ float4 operator/(float4 a, float4 b) {
 __device__ __forceinline__ float4 max4(float4 a, float4 b) {
   return make_float4(fmaxf(a.x, b.x), fmaxf(a.y, b.y), fmaxf(a.z, b.z), fmaxf(a.w, b.w));
 }
-__device__ __forceinline__ float4 exp4(float4 a) { return make_float4(__expf(a.x), __expf(a.y), __expf(a.z), __expf(a.w)); }
+
+/// e^x for x <= 0; a result below the normal numbers is 0, which spares the instructions for those.
+__device__ __forceinline__ float exp_flushed(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  return y;
+}
+__device__ __forceinline__ float4 exp4(float4 a) {
+  return make_float4(exp_flushed(a.x), exp_flushed(a.y), exp_flushed(a.z), exp_flushed(a.w));
+}
 
 /// Softmax state over the rows seen so far: running maximum, sum of weights, weighted sum. All finite, also when empty.
 struct Pool {
@@ -44,6 +53,15 @@ struct Pool {
   __device__ __forceinline__ static Pool empty() { return {splat(-FLT_MAX), splat(0), splat(0)}; }
   __device__ __forceinline__ float4 result() const { return acc / sum; }
 };
+
+/// The state of an open window as an online tail holds it, at a thread's channels.
+__device__ __forceinline__ Pool load_pool(const float* tail) {
+  return {load4(tail), load4(tail + kEntryDim), load4(tail + 2 * kEntryDim)};
+}
+
+__device__ __forceinline__ void store_pool(float* tail, const Pool& pool) {
+  store4(tail, pool.peak), store4(tail + kEntryDim, pool.sum), store4(tail + 2 * kEntryDim, pool.acc);
+}
 
 /// Adds `rows` rows at once; a row with z = -inf and k = 0 counts for nothing.
 template <int rows>

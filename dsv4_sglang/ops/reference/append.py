@@ -197,6 +197,9 @@ def append(
     or [slots, 3, 512] online; `entries` (CSA [blocks, 32, w] at out_loc // 4, HCA [1, blocks, w] at out_loc // 128);
     `index_keys` [blocks, 32, w]; `window` [1, T + 128 B, w] (prefill); `swa_pos` [slots, 128], `swa_head` [slots],
     `tail_len` [slots] int32 where given.
+
+    On CUDA, a decode step that is recorded into a graph reads batch, weights and `rope` while the kernel before it in
+    the stream still runs: that kernel must not write them.
     """
     _check(ratio in (0, CSA_RATIO, HCA_RATIO), lambda: f"ratio is {ratio}; expected 0, 4 or 128")
     tokens = kv.shape[0]

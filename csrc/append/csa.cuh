@@ -1,0 +1,81 @@
+// The CSA compressors: the main one (512 channels) and the indexer's (128), four channels a thread (SPEC 3.2, 3.7).
+#pragma once
+
+#include "finish.cuh"
+
+namespace dsv4 {
+
+constexpr int kCsaRatio = 4;
+// Rows of a tail: 4 current k, 4 current z, 8 previous k, 8 previous z of 640 floats.
+constexpr int kCsaTailWidth = kEntryDim + kIndexDim;
+constexpr int kCurZ = 4, kPrevK = 8, kPrevZ = 16;
+constexpr int kCsaThreads = kCsaTailWidth / 4;  // four warps of the main compressor, one of the indexer's
+
+/// One compressor as a thread sees it, pointers at the thread's channels.
+struct Stream {
+  const float* scores;  // [tokens, k_prev | k_cur | z_prev | z_cur]
+  int64_t stride;
+  const float* ape;  // [4, prev | cur]
+  int width;
+  int column;  // in a tail row
+
+  __device__ __forceinline__ float* tail(const AppendParams& p, int slot) const { return p.tail + slot * p.tail_stride + column; }
+};
+
+__device__ __forceinline__ Stream csa_stream(const AppendParams& p, bool index, int channel) {
+  if (index) return {p.index_kv_score + channel, p.index_kv_score_stride, p.index_ape + channel, kIndexDim, kEntryDim + channel};
+  return {p.kv_score + channel, p.kv_score_stride, p.ape + channel, kEntryDim, channel};
+}
+
+/// Thread 0 .. 159 of the compressors.
+__device__ __forceinline__ Stream csa_stream_of_thread(const AppendParams& p, int thread) {
+  const bool index = 4 * thread >= kEntryDim;
+  return csa_stream(p, index, 4 * thread - (index ? kEntryDim : 0));
+}
+
+__device__ __forceinline__ void write_prev_row(const Stream& s, float* tail, int64_t token, int position) {
+  const float* score = s.scores + token * s.stride;
+  store4(tail + (kPrevK + (position & 7)) * kCsaTailWidth, load4(score));
+  const float4 z = load4(score + 2 * s.width) + load4(s.ape + (position & 3) * 2 * s.width);
+  store4(tail + (kPrevZ + (position & 7)) * kCsaTailWidth, z);
+}
+
+/// The previous-window rows of a token among the last four before a checkpoint, into the checkpoint's tails; by `threads` threads.
+__device__ inline void track_prev_rows(const AppendParams& p, int64_t token, int position, int slot, int first, int threads) {
+  for (int thread = first; thread < kCsaThreads; thread += threads) {
+    const Stream s = csa_stream_of_thread(p, thread);
+    write_prev_row(s, s.tail(p, slot), token, position);
+  }
+}
+
+/// Pools the eight rows of an entry, oldest first; row i has `k(i)`, and z = -inf if it is not there.
+template <typename K>
+__device__ __forceinline__ float4 pool_entry(const float4 (&z)[8], const K& k) {
+  float4 peak = z[0], sum = splat(0), acc = splat(0);
+#pragma unroll
+  for (int i = 1; i < 8; ++i) peak = max4(peak, z[i]);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float4 weight = exp4(z[i] - peak);
+    sum = sum + weight, acc = acc + weight * k(i);
+  }
+  return acc / sum;
+}
+
+// Row 0 .. 7 of an entry, four of the previous stream and four of the current one, from the projections of its token (the bias row is
+// row % 4 because windows start at multiples of 4) or from the tail, where the token of `position` left it.
+
+__device__ __forceinline__ const float* input_row(const Stream& s, int row, int64_t token) {
+  return s.scores + token * s.stride + (row < 4 ? 0 : s.width);
+}
+__device__ __forceinline__ float4 input_bias(const Stream& s, int row) {
+  return load4(s.ape + (row & 3) * 2 * s.width + (row < 4 ? 0 : s.width));
+}
+__device__ __forceinline__ const float* tail_k(const float* tail, int row, int position) {
+  return tail + (row < 4 ? kPrevK + (position & 7) : position & 3) * kCsaTailWidth;
+}
+__device__ __forceinline__ const float* tail_z(const float* tail, int row, int position) {
+  return tail_k(tail, row, position) + (row < 4 ? kPrevZ - kPrevK : kCurZ) * kCsaTailWidth;
+}
+
+}  // namespace dsv4

@@ -1,0 +1,186 @@
+// append, decode: everything that one layer writes for one token of each request, in one launch (SPEC 2.1, 2.4, 2.5, 3.1 to 3.7).
+//
+// One block a request. CSA: four warps main compressor, one the indexer's, four the row. HCA: four warps compressor (16 in the raw
+// form), four the row. Compressors pool the window that closes, finish its entry and move the tails on. A row is spread over four warps
+// because a single warp issues one instruction in five cycles or more. Nothing waits for another block, nothing is atomic, every sum
+// has a fixed order.
+//
+// A step is a chain of such launches, each waiting for the one before it, so what counts is the time from that wait to the end. Before
+// it, a block loads all that no kernel of the step's layers writes (batch, weights, cos and sin) and asks L2 for the rows of the tail
+// that it will read; behind it come one round of loads (projections and tail), the arithmetic and the stores.
+//
+// Bytes a token, bf16 kv and FP8 rows. Read: kv 1024, CSA 10,240 / HCA 4,096 fp32 of scores. Written: row 584, CSA 146 + 18, HCA 5 of
+// entries and keys. Tail rows besides: CSA 10 kB written and, every fourth step, 36 kB read; HCA online 6 kB read and written.
+#include "../launch.cuh"
+#include "hca.cuh"
+#include "window.cuh"
+
+namespace dsv4 {
+namespace {
+
+template <LayerKind kind>
+struct Shape {
+  static constexpr bool is_csa = kind == LayerKind::kCsa;
+  static constexpr int ratio = is_csa ? kCsaRatio : kind == LayerKind::kSwa ? 1 : kHcaRatio;
+  static constexpr int groups = kind == LayerKind::kHcaRaw ? 4 : 1;
+  static constexpr int compressor_warps = is_csa ? 5 : kind == LayerKind::kSwa ? 0 : 4 * groups;
+  static constexpr int threads = 32 * (compressor_warps + 4);
+  // Two CSA blocks and no more: with room for a third, some SMs would start three blocks of the next layer and others one.
+  static constexpr int blocks_per_sm = is_csa ? 2 : kind == LayerKind::kHcaRaw ? 1 : 4;
+};
+
+/// The token of a decode step that a block has.
+struct Token {
+  int request, slot, position;
+};
+
+/// Asks L2 for what one thread names: `bytes` (a multiple of 16) from `from` on.
+__device__ __forceinline__ void prefetch(const float* from, unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
+/// Four warps: the window row.
+template <LayerKind kind>
+__device__ __forceinline__ void write_row(const AppendParams& p, RowScratch& scratch, const Token& token, int thread) {
+  constexpr int ratio = Shape<kind>::ratio;
+  const int position = token.position, format = p.ring.format;
+  const int track = p.track_slots ? p.track_slots[token.request] : -1;
+  QuadFinish finish;
+  finish.load(p, p.kv_norm, p.kv_norm_bf16, position, thread);
+  wait_for_previous_kernel();
+
+  const float4 kv = load_quad(kv_row(p, token.request), p.kv_bf16, thread);
+  const PackedQuad packed = finish.apply(kv, format, p.eps, p.kv_bf16, scratch, 1, thread);
+  packed.store(format, ring_row(p, token.slot, position), thread);
+  if (track >= 0) {
+    packed.store(format, ring_row(p, track, position), thread);
+    if (tracks_prev_rows<ratio>(position)) track_prev_rows(p, token.request, position, track, thread, kRowThreads);
+  }
+  if (thread == 0) {
+    store_position(p, token.slot, position);
+    store_length<ratio>(p, token.slot, position + 1);
+  }
+}
+
+/// Five warps: both compressors.
+__device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& scratch, const Token& token) {
+  const int position = token.position, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool closes = position % kCsaRatio == kCsaRatio - 1, index = warp == 4;
+  const int first = position - 7;  // of the rows that the entry pools
+  const Stream s = csa_stream_of_thread(p, threadIdx.x);
+  const float* ape = s.ape + (position & 3) * 2 * s.width;
+  const float4 ape_prev = load4(ape), ape_cur = load4(ape + s.width);
+  QuadFinish finish;
+  KeyFinish key;
+  int64_t loc = 0;
+  if (closes) {
+    if (lane == 0 && !index && (warp >= 2 || first >= 0)) {
+      // The four older rows of the previous stream, and the three of the current one, lie together.
+      const int row = warp == 0 ? kPrevK + (first & 7) : warp == 1 ? kPrevZ + (first & 7) : warp == 2 ? 0 : kCurZ;
+      prefetch(p.tail + token.slot * p.tail_stride + row * kCsaTailWidth, (warp < 2 ? 4 : 3) * kCsaTailWidth * sizeof(float));
+    }
+    loc = p.out_loc[token.request];
+    if (index) {
+      key.load(p, position + 1 - kCsaRatio, lane);
+    } else {
+      finish.load(p, p.entry_norm, p.entry_norm_bf16, position + 1 - kCsaRatio, threadIdx.x);
+    }
+  }
+  wait_for_previous_kernel();
+
+  const float* score = s.scores + token.request * s.stride;
+  const float4 k_prev = load4_once(score), k_cur = load4_once(score + s.width);
+  float4 z_prev = load4_once(score + 2 * s.width), z_cur = load4_once(score + 3 * s.width);
+  float* tail = s.tail(p, token.slot);
+  float4 k[8], z[8];
+  if (closes) {
+#pragma unroll
+    for (int row = 0; row < 7; ++row) {
+      const bool there = row >= 4 || first >= 0;
+      k[row] = there ? load4(tail_k(tail, row, first + row)) : splat(0);
+      z[row] = there ? load4(tail_z(tail, row, first + row)) : splat(-INFINITY);
+    }
+  }
+  z_prev = z_prev + ape_prev, z_cur = z_cur + ape_cur;
+  // The token's previous-stream row goes to the other half of the ring of 8 than those just read, its current-stream row is the 4th.
+  store4(tail + (kPrevK + (position & 7)) * kCsaTailWidth, k_prev);
+  store4(tail + (kPrevZ + (position & 7)) * kCsaTailWidth, z_prev);
+  store4(tail + (position & 3) * kCsaTailWidth, k_cur);
+  store4(tail + (kCurZ + (position & 3)) * kCsaTailWidth, z_cur);
+  if (!closes) return;
+  k[7] = k_cur, z[7] = z_cur;
+  const float4 pooled = pool_entry(z, [&](int row) { return k[row]; });
+  if (index) {
+    key.store(p, pooled, loc / kCsaRatio, lane);
+  } else {
+    store_entry(p, pooled, finish, scratch, loc / kCsaRatio, threadIdx.x);
+  }
+}
+
+/// Four warps: the compressor in its online form.
+__device__ __forceinline__ void hca_compress(const AppendParams& p, RowScratch& scratch, const Token& token) {
+  const int channel = 4 * threadIdx.x, row = token.position % kHcaRatio;
+  const bool closes = row == kHcaRatio - 1;
+  float* tail = p.tail + token.slot * p.tail_stride;
+  const float4 ape = load4(p.ape + row * kEntryDim + channel);
+  if (row > 0 && threadIdx.x == 0) prefetch(tail, 3 * kEntryDim * sizeof(float));
+  QuadFinish finish;
+  int64_t loc = 0;
+  if (closes) {
+    loc = p.out_loc[token.request];
+    finish.load(p, p.entry_norm, p.entry_norm_bf16, token.position + 1 - kHcaRatio, threadIdx.x);
+  }
+  wait_for_previous_kernel();
+
+  const float* score = p.kv_score + token.request * p.kv_score_stride + channel;
+  const float4 k[1] = {load4_once(score)}, z_raw = load4_once(score + kEntryDim);
+  Pool pool = Pool::empty();
+  if (row > 0) pool = load_pool(tail + channel);
+  const float4 z[1] = {z_raw + ape};
+  add_rows(pool, k, z);
+  if (closes) {
+    store_entry(p, pool.result(), finish, scratch, loc / kHcaRatio, threadIdx.x);  // and an empty state has no bytes
+  } else {
+    store_pool(tail + channel, pool);
+  }
+}
+
+template <LayerKind kind>
+__global__ void __launch_bounds__(Shape<kind>::threads, Shape<kind>::blocks_per_sm)
+    append_decode(const __grid_constant__ AppendParams p) {
+  using S = Shape<kind>;
+  let_next_kernel_start();
+  __shared__ Shared<S::groups> shared;
+  __shared__ RowScratch scratch;
+  const int b = blockIdx.x;
+  const Token token{b, p.slots[b], p.prefix_lens[b]};
+  if (token.slot < 0) {
+    wait_for_previous_kernel();
+  } else if (int(threadIdx.x) >= 32 * S::compressor_warps) {
+    write_row<kind>(p, scratch, token, threadIdx.x - 32 * S::compressor_warps);
+  } else if constexpr (S::is_csa) {
+    csa_compress(p, shared.scratch[0], token);
+  } else if constexpr (kind == LayerKind::kHcaOnline) {
+    hca_compress(p, shared.scratch[0], token);
+  } else if constexpr (kind == LayerKind::kHcaRaw) {
+    wait_for_previous_kernel();
+    hca_request<true, false>(p, shared, b);
+  }
+}
+
+template <LayerKind kind>
+cudaError_t launch_kind(const AppendParams& p, bool overlap, cudaStream_t stream) {
+  return launch(append_decode<kind>, {dim3(unsigned(p.requests)), Shape<kind>::threads, 0, 1, overlap}, stream, p);
+}
+
+}  // namespace
+
+cudaError_t launch_append_decode(const AppendParams& p, LayerKind kind, bool overlap, cudaStream_t stream) {
+  constexpr cudaError_t (*launches[])(const AppendParams&, bool, cudaStream_t) = {
+      launch_kind<LayerKind::kSwa>, launch_kind<LayerKind::kCsa>, launch_kind<LayerKind::kHcaOnline>, launch_kind<LayerKind::kHcaRaw>};
+  return launches[int(kind)](p, overlap, stream);
+}
+
+}  // namespace dsv4
