@@ -10,7 +10,8 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,6 +39,16 @@ class Generated:
     cached: int
 
 
+def _request(prompt: Sequence[int], count: int) -> dict[str, Any]:
+    sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
+    return {"input_ids": list(prompt), "return_logprob": True, "sampling_params": sampling}
+
+
+def _answer(meta: dict[str, Any]) -> Generated:
+    pairs = meta["output_token_logprobs"]
+    return Generated([p[1] for p in pairs], [p[0] for p in pairs], meta["cached_tokens"])
+
+
 class Server:
     """A server process and the little HTTP that tests need."""
 
@@ -56,17 +67,59 @@ class Server:
             return json.loads(response.read())
 
     def generate(self, prompt: Sequence[int], count: int = 8, **fields: Any) -> Generated:
-        sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
-        body = {"input_ids": list(prompt), "return_logprob": True, "sampling_params": sampling, **fields}
-        meta = self.post("/generate", body)["meta_info"]
-        pairs = meta["output_token_logprobs"]
-        return Generated([p[1] for p in pairs], [p[0] for p in pairs], meta["cached_tokens"])
+        return _answer(self.post("/generate", {**_request(prompt, count), **fields})["meta_info"])
+
+    def begin(self, prompt: Sequence[int], count: int, generated: int) -> Callable[[], Generated]:
+        """Start a request and return once it has generated so many tokens. Call for the whole answer."""
+        body = json.dumps({**_request(prompt, count), "stream": True}).encode()
+        request = urllib.request.Request(self.url + "/generate", body, {"Content-Type": "application/json"})
+        response = urllib.request.urlopen(request, timeout=REQUEST_SECONDS)
+        lines = (line[5:] for line in response if line.startswith(b"data:") and b"[DONE]" not in line)
+        for line in lines:
+            meta = json.loads(line)["meta_info"]
+            if meta["completion_tokens"] >= generated:
+                break
+
+        def rest() -> Generated:
+            with response:
+                last = list(lines)[-1]
+            return _answer(json.loads(last)["meta_info"])
+
+        return rest
 
     def generate_all(self, prompts: Sequence[Sequence[int]], count: int | Sequence[int] = 8) -> list[Generated]:
         """All prompts at once, one connection each."""
         counts = [count] * len(prompts) if isinstance(count, int) else count
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(self.generate, prompts, counts))
+
+    def cold(self, prompt: Sequence[int], count: int = 8) -> Generated:
+        """The answer without a prefix hit: in a name space of its own, so that nothing has to be flushed."""
+        got = self.generate(prompt, count, extra_key=uuid.uuid4().hex)
+        assert got.cached == 0
+        return got
+
+    def cold_all(self, prompts: Sequence[Sequence[int]], count: int | Sequence[int] = 8) -> list[Generated]:
+        """The same for prompts that share prefixes, all at once."""
+        counts = [count] * len(prompts) if isinstance(count, int) else count
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(self.cold, prompts, counts))
+
+    def score(self, prompt: Sequence[int], tokens: Sequence[int], **fields: Any) -> Generated:
+        """Teacher-forced: log p of `tokens` after `prompt`, computed as a prompt. SGLang scores the last id of the
+        vocabulary as 0."""
+        body = {**_request([*prompt, *tokens], 1), "logprob_start_len": len(prompt) - 1, **fields}
+        meta = self.post("/generate", body)["meta_info"]
+        pairs = meta["input_token_logprobs"][1:]
+        assert len(pairs) == len(tokens) and all(p[1] in (token, 0) for p, token in zip(pairs, tokens))
+        return Generated(list(tokens), [p[0] for p in pairs], meta["cached_tokens"])
+
+    def metrics(self, prefix: str = "dsv4:") -> dict[str, float]:
+        """Values of /metrics by name, without labels and the `_total` of counters."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=30) as response:
+            lines = [row for row in response.read().decode().splitlines() if row.startswith(prefix)]
+        found = {row.split("{")[0].split(" ")[0].removeprefix(prefix): float(row.rsplit(" ", 1)[1]) for row in lines}
+        return {name.removesuffix("_total"): value for name, value in found.items() if not name.endswith("_created")}
 
     def flush(self) -> None:
         """Empty the prefix cache; SGLang refuses while the last step is being retired."""
@@ -89,6 +142,10 @@ class Server:
                 return
             time.sleep(0.1)
         raise AssertionError(f"requests still run after 60 s: {self.get('/get_load')}")
+
+    def retractions(self) -> int:
+        """How often requests were retracted for want of memory."""
+        return self.log_text().count("Retract requests")
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")

@@ -98,6 +98,33 @@ class Oracle:
         return Score(logprobs=chosen, best=top.indices, margin=top.values - chosen)
 
     @torch.no_grad()
+    def selection_gap(self, ids: Sequence[int]) -> torch.Tensor:
+        """[len(ids)]: how near the indexer is to selecting another entry, with fp32 rows and keys.
+
+        (last selected score - first that is not) / |last selected|, the smallest of all layers; infinite where all
+        entries are selected. Rounding in fp32 changes a score by some 1e-6 of it.
+        """
+        gaps = torch.full((len(ids),), float("inf"))
+        top, ratio = self.model.config.index_topk, 4
+
+        def look(_module: Any, _args: Any, scores: torch.Tensor) -> None:
+            visible = (torch.arange(len(ids), device=scores.device) + 1) // ratio
+            hidden = torch.arange(scores.shape[-1], device=scores.device) >= visible[:, None]
+            best = scores[0].masked_fill(hidden, float("-inf")).topk(min(top + 1, scores.shape[-1]), dim=-1).values
+            if best.shape[-1] > top:
+                gap = (best[:, top - 1] - best[:, top]) / best[:, top - 1].abs().clamp(min=1e-30)
+                gaps.copy_(torch.minimum(gaps, gap.nan_to_num(float("inf")).cpu()))
+
+        modules = [m for m in self.model.modules() if isinstance(m, hf.DeepseekV4IndexerScorer)]
+        hooks = [module.register_forward_hook(look) for module in modules]
+        try:
+            self.logits(ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return gaps
+
+    @torch.no_grad()
     def greedy(
         self, prompt: Sequence[int], count: int, rows: RowFormat = "fp32", keys: KeyFormat = "fp32"
     ) -> tuple[list[int], torch.Tensor]:

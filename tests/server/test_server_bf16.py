@@ -100,6 +100,22 @@ def test_branch_in_the_middle_of_a_block(server: Server) -> None:
         assert_same(server.generate(branch, 8), cold, SAME)
 
 
+def test_warm_answers_within_2e_3_of_cold_ones(server: Server) -> None:
+    """Teacher-forced: a branch a token before, at and after a block boundary and inside a block, each taken twice; and
+    a turn after one that decoded over a boundary. The cold answers are computed in one step."""
+    trunk, first = prompt(400, seed=3), prompt(200, seed=5)
+    server.flush()
+    server.generate(trunk, 1)
+    asked = [trunk[:at] + prompt(60, seed=at) for at in (255, 256, 257, 300)]
+    asked.append(first + server.generate(first, 70).tokens + prompt(30, seed=6))
+    for ids in asked:
+        for warm in (server.generate(ids, 8), server.generate(ids, 8)):
+            cold = server.score(ids, warm.tokens, extra_key=f"cold {len(ids)}")
+            apart = (torch.tensor(warm.logprobs) - torch.tensor(cold.logprobs)).abs().max()
+            assert apart <= 2e-3, f"{len(ids)} tokens, {warm.cached} of them cached: {apart:.1e}"
+        assert warm.cached == (len(ids) - 1) // 128 * 128
+
+
 def test_slots_used_by_200_others(server: Server, alone: dict[int, Generated]) -> None:
     for seed in range(10):
         server.generate_all([prompt(1 + (7 * i + seed) % 23, seed=100 + seed) for i in range(20)], 1)

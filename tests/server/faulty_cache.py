@@ -1,0 +1,89 @@
+"""A plugin of SGLang that breaks the prefix cache of a server under test, one way at a time.
+
+`entry_point` makes a folder for PYTHONPATH through which servers find it. It does nothing while the file named by
+FAULT_FILE is empty or missing; a test writes one of FAULTS there, and the steps from then on are broken that way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FAULT_FILE = "DSV4_SGLANG_TEST_FAULT"
+FAULTS = (
+    "the state at the end of the step",
+    "previous rows dropped",
+    "indexer tail dropped",
+    "a slot reused without its state",
+    "a checkpoint shared without a copy",
+)
+KEPT_MAIN, KEPT_INDEX = slice(0, 512), slice(512, 640)
+PACKAGE = "dsv4_sglang.sglang."
+
+
+def entry_point(folder: Path) -> list[str]:
+    """Describe this module as an installed distribution in `folder`; returns the entries that PYTHONPATH needs."""
+    described = folder / "faulty_cache-0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-cache\nVersion: 0\n")
+    (described / "entry_points.txt").write_text("[sglang.srt.plugins]\nfaulty_cache = faulty_cache:register\n")
+    return [str(folder), str(Path(__file__).parent)]
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, function in (
+        ("backend.HybridCacheBackend.forward_extend", _extend),
+        ("pools.StateSlotPool.store", _store),
+        ("prefix.slots.CheckpointSlots.load_to_active", _load),
+    ):
+        HookRegistry.register(PACKAGE + target, function, HookType.AROUND)
+
+
+def _fault() -> str:
+    file = Path(os.environ[FAULT_FILE])
+    return file.read_text() if file.exists() else ""
+
+
+_shared: list[tuple[Any, Any]] = []
+"""(checkpoints, live slots) of the requests that resumed, while they are to share them."""
+
+
+def _extend(
+    original: Callable[..., Any], backend: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **kw: Any
+) -> Any:
+    last = layer.layer_id == backend.last_layer
+    if last and backend._staged is not None and _fault() == FAULTS[0]:
+        staged, checkpoints = backend._staged
+        # One request a step: its live slot instead of the staging slots.
+        backend._staged = backend.metadata.slots[:1].expand_as(staged).contiguous(), checkpoints
+    out = original(backend, q, k, v, layer, *rest, **kw)
+    if last and _fault() == FAULTS[4]:
+        for checkpoints, live in _shared:
+            backend.state.store(live, checkpoints)
+        _shared.clear()
+    return out
+
+
+def _store(original: Callable[..., None], pool: Any, slots: Any, checkpoints: Any) -> None:
+    original(pool, slots, checkpoints)
+    columns = {FAULTS[1]: KEPT_MAIN, FAULTS[2]: KEPT_INDEX}.get(_fault())
+    if columns is not None:
+        from dsv4_sglang.sglang.pools import KEPT_UNITS, SLOT_UNITS
+
+        kept = pool._tail_units[:, pool.live_slots * SLOT_UNITS :].unflatten(1, (-1, len(KEPT_UNITS)))
+        for checkpoint in checkpoints[checkpoints > 0].tolist():
+            kept[:, checkpoint - 1, :, :, columns] = 0
+
+
+def _load(original: Callable[..., None], slots: Any, pool: Any, checkpoints: Any, live: Any) -> None:
+    if _fault() == FAULTS[3]:
+        return
+    original(slots, pool, checkpoints, live)
+    if _fault() == FAULTS[4]:
+        import torch
+
+        _shared.append((checkpoints.to(torch.int32), live.to(torch.int32)))
