@@ -12,6 +12,7 @@ from dsv4_sglang.model.layer_schedule import AttentionType
 from dsv4_sglang.sglang.layout import CacheLayout
 from dsv4_sglang.sglang.options import Options
 from dsv4_sglang.sglang.pools import KEPT_UNITS, SLOT_UNITS, StateParams, StateSlotPool
+from dsv4_sglang.sglang.prefix.timer import CopyTimer
 
 
 def make_pool(dtype: torch.dtype = torch.float8_e4m3fn) -> StateSlotPool:
@@ -72,6 +73,25 @@ def test_checkpoints_do_not_overlap() -> None:
     assert torch.equal(pool.rings[:, 1:4], rings)
     assert torch.equal(pool.tails[AttentionType.CSA][:, 1:4, 12:16], tails[:, :, 12:16])
     assert torch.equal(pool.tails[AttentionType.CSA][:, 1:4, 20:24], tails[:, :, 20:24])
+
+
+def test_copies_are_timed_without_waiting(device: torch.device) -> None:
+    timer = CopyTimer(device)
+    source = torch.ones(1 << 24, device=device)
+    assert timer.seconds() == 0
+    for _ in range(3):
+        with timer.measure():
+            source.clone()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    first = timer.seconds()
+    assert 1e-6 < first < 10
+    assert timer.seconds() == first, "each copy counts once"
+    with timer.measure():
+        source.clone()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert timer.seconds() > first
 
 
 def test_bytes_are_those_allocated() -> None:

@@ -113,6 +113,10 @@ class StateSlotPool(MambaPool):
                 units = (len(members), slots * SLOT_UNITS + self.checkpoints * len(KEPT_UNITS), CSA_RATIO, shape[1])
                 self._tail_units = torch.zeros(units, dtype=torch.float32, device=device)
                 live = self._tail_units[:, : slots * SLOT_UNITS]
+                # Units of slot 0 and of checkpoint 0, which does not exist.
+                self._live_units = torch.tensor(KEPT_UNITS, dtype=torch.int32, device=device)
+                before = slots * SLOT_UNITS - len(KEPT_UNITS)
+                self._kept_units = torch.arange(before, before + len(KEPT_UNITS), dtype=torch.int32, device=device)
                 self.tails[kind] = live.unflatten(1, (slots, SLOT_UNITS)).flatten(2, 3)
             else:
                 self.tails[kind] = torch.zeros((len(members), slots, *shape), dtype=torch.float32, device=device)
@@ -145,17 +149,18 @@ class StateSlotPool(MambaPool):
         self._copy(slots, checkpoints, to_checkpoints=False)
 
     def _copy(self, slots: Tensor, checkpoints: Tensor, *, to_checkpoints: bool) -> None:
-        skip = (slots < 0) | (checkpoints < 1)
-        self._copy_slots(self._all_rings, slots, self.live_slots - 1 + checkpoints, skip, to_checkpoints)
+        # Few and small launches: a decode step makes them all even when nothing is due. `copy_state` skips a pair with
+        # a negative slot, which -1 gives for the units of a slot too.
+        none = checkpoints < 1
+        self._move(self._all_rings, slots, (checkpoints + (self.live_slots - 1)).masked_fill(none, -1), to_checkpoints)
         if self._tail_units is not None:
-            first = self.live_slots * SLOT_UNITS
-            live = torch.cat([slots * SLOT_UNITS + unit for unit in KEPT_UNITS])
-            kept = torch.cat([first + (checkpoints - 1) * len(KEPT_UNITS) + i for i in range(len(KEPT_UNITS))])
-            self._copy_slots(self._tail_units, live, kept, skip.repeat(len(KEPT_UNITS)), to_checkpoints)
+            live = torch.add(self._live_units, slots[:, None], alpha=SLOT_UNITS)
+            kept = torch.add(self._kept_units, checkpoints[:, None], alpha=len(KEPT_UNITS))
+            kept = kept.masked_fill(none[:, None], -1)
+            self._move(self._tail_units, live.flatten(), kept.flatten(), to_checkpoints)
 
     @staticmethod
-    def _copy_slots(tensor: Tensor, live: Tensor, checkpoint: Tensor, skip: Tensor, to_checkpoints: bool) -> None:
-        live, checkpoint = live.masked_fill(skip, -1), checkpoint.masked_fill(skip, -1)
+    def _move(tensor: Tensor, live: Tensor, checkpoint: Tensor, to_checkpoints: bool) -> None:
         source, target = (live, checkpoint) if to_checkpoints else (checkpoint, live)
         torch.ops.dsv4_sglang.copy_state(source, target, [tensor])
 
