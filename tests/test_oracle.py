@@ -160,3 +160,10 @@ def test_fp8_rows_keep_the_rope_dims_and_lose_little(tmp_path: Path) -> None:
     assert torch.equal(y[:, 448:], x[:, 448:].bfloat16().float())
     error = (y - x)[:, :448].norm(dim=1) / x[:, :448].norm(dim=1)
     assert 0.02 < error.mean() < 0.03  # SPEC 7.1: 0.0266
+
+
+def test_the_gap_of_the_selection(oracle: Oracle, prompt: list[int]) -> None:
+    """Infinite while all entries are selected: the 17th is complete at position 67. Then a share of the score."""
+    gaps = oracle.selection_gap(prompt)
+    assert gaps[:67].isinf().all() and gaps[67:].isfinite().all()
+    assert (gaps[67:] >= 0).all() and 1e-6 < gaps[67:].median() < 0.5

@@ -113,7 +113,7 @@ class Oracle:
             best = scores[0].masked_fill(hidden, float("-inf")).topk(min(top + 1, scores.shape[-1]), dim=-1).values
             if best.shape[-1] > top:
                 gap = (best[:, top - 1] - best[:, top]) / best[:, top - 1].abs().clamp(min=1e-30)
-                gaps.copy_(torch.minimum(gaps, gap.nan_to_num(float("inf")).cpu()))
+                gaps.copy_(torch.minimum(gaps, gap.nan_to_num(float("inf"), posinf=float("inf")).cpu()))
 
         modules = [m for m in self.model.modules() if isinstance(m, hf.DeepseekV4IndexerScorer)]
         hooks = [module.register_forward_hook(look) for module in modules]

@@ -78,28 +78,6 @@ def test_warm_is_cold(server: Server, alone: dict[int, Generated]) -> None:
         assert_same(got, alone[n], SAME)
 
 
-def test_next_turn_resumes_from_a_checkpoint_of_decode(server: Server) -> None:
-    first = prompt(200)
-    answer = server.generate(first, 70)
-    turn = [*first, *answer.tokens, *prompt(30, seed=3)]
-    warm = server.generate(turn, 8)
-    server.flush()
-    cold = server.generate(turn, 8)
-    assert (warm.cached, cold.cached) == (256, 0)
-    assert_same(warm, cold, SAME)
-
-
-def test_branch_in_the_middle_of_a_block(server: Server) -> None:
-    trunk = prompt(400)
-    branch = [*trunk[:300], *prompt(90, seed=4)]
-    server.flush()
-    cold = server.generate(branch, 8)
-    server.flush()
-    server.generate(trunk, 1)
-    for _ in range(2):  # the first time leaves a checkpoint at the branch, which the second resumes from
-        assert_same(server.generate(branch, 8), cold, SAME)
-
-
 def test_warm_answers_within_2e_3_of_cold_ones(server: Server) -> None:
     """Teacher-forced: a branch a token before, at and after a block boundary and inside a block, each taken twice; and
     a turn after one that decoded over a boundary. The cold answers are computed in one step."""
