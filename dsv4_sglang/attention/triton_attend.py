@@ -67,7 +67,7 @@ def e4m3_bits(code, DOT: tl.constexpr):
 
 @triton.jit
 def _piece(at, mask, DOT: tl.constexpr):
-    """64 dims of FP8 rows as `e4m3_bits` gives them."""
+    """Dims of FP8 rows as `e4m3_bits` gives them."""
     return e4m3_bits(tl.load(at, mask=mask, other=0), DOT)
 
 
@@ -202,16 +202,21 @@ def _attend_kernel(
             exponent = tl.max(word & 0xFF, 1)
             valid = exponent > 0
             multiplier = (exponent << 23).to(tl.float32, bitcast=True)
-            # Pieces of one width share one layout, so that a thread computes the address of one row.
-            piece_at = row_at + d64
-            k0 = _beside(
-                _beside(_piece(piece_at, is_row, DOT), _piece(piece_at + 64, is_row, DOT), BLOCK_N, 64),
-                _beside(_piece(piece_at + 128, is_row, DOT), _piece(piece_at + 192, is_row, DOT), BLOCK_N, 64),
-                BLOCK_N,
-                128,
-            )
-            k1 = _beside(_piece(piece_at + 256, is_row, DOT), _piece(piece_at + 320, is_row, DOT), BLOCK_N, 64)
-            k2 = _piece(piece_at + 384, is_row, DOT)
+            if FOLD:
+                # Pieces of one width share one layout, so that a thread computes the address of one row.
+                piece_at = row_at + d64
+                k0 = _beside(
+                    _beside(_piece(piece_at, is_row, DOT), _piece(piece_at + 64, is_row, DOT), BLOCK_N, 64),
+                    _beside(_piece(piece_at + 128, is_row, DOT), _piece(piece_at + 192, is_row, DOT), BLOCK_N, 64),
+                    BLOCK_N,
+                    128,
+                )
+                k1 = _beside(_piece(piece_at + 256, is_row, DOT), _piece(piece_at + 320, is_row, DOT), BLOCK_N, 64)
+            else:
+                # Triton 3.6 multiplies joined pieces wrongly on tf32 tensor cores.
+                k0 = _piece(row_at + d256, is_row, DOT)
+                k1 = _piece(row_at + 256 + d128, is_row, DOT)
+            k2 = _piece(row_at + 384 + d64, is_row, DOT)
             tail_at = (row_at + 448).to(tl.pointer_type(tl.bfloat16))
             k3 = tl.load(tail_at + d64, mask=is_row, other=0.0).to(DOT)
             if not FOLD:
