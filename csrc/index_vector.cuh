@@ -21,26 +21,24 @@ __device__ __forceinline__ void hadamard(float (&x)[4], int lane) {
   x[0] = a + c, x[1] = b + d, x[2] = a - c, x[3] = b - d;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
+    const float sign = lane & step ? -1.0f : 1.0f;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float other = __shfl_xor_sync(kAllLanes, x[i], step);
-      x[i] = lane & step ? other - x[i] : x[i] + other;
-    }
+    for (int i = 0; i < 4; ++i) x[i] = fmaf(sign, x[i], __shfl_xor_sync(kAllLanes, x[i], step));
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) x[i] *= 0.08838834764831845f;  // 128^-0.5
 }
 
-/// Four channels in FP4, and what their codes are multiples of.
-struct Fp4 {
-  uint32_t code[4];
-  uint32_t scale_code;  // e4m3
+/// Four channels as multiples of their block's scale.
+struct Scaled {
+  float units[4];
   float scale;
+  uint32_t scale_code;  // e4m3
 };
 
-/// Rounds the warp's vector to bf16 and quantises it; `format` is kMxfp4 or kNvfp4.
-__device__ __forceinline__ Fp4 quantise(const float (&x)[4], int format) {
-  Fp4 result;
+/// Rounds the warp's vector to bf16 and divides it by its scales; `format` is kMxfp4 or kNvfp4.
+__device__ __forceinline__ Scaled scale_blocks(const float (&x)[4], int format) {
+  Scaled result;
   float rounded[4], amax = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -54,13 +52,28 @@ __device__ __forceinline__ Fp4 quantise(const float (&x)[4], int format) {
     result.scale_code = e4m3(result.scale);
     const float inverse = exp2_of_biased(254 - exponent);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) result.code[i] = e2m1(rounded[i] * inverse);
+    for (int i = 0; i < 4; ++i) result.units[i] = rounded[i] * inverse;
   } else {
     result.scale_code = nvfp4_scale(amax);
     result.scale = e4m3_value(result.scale_code);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) result.code[i] = e2m1(rounded[i] / result.scale);
+    for (int i = 0; i < 4; ++i) result.units[i] = rounded[i] / result.scale;
   }
+  return result;
+}
+
+/// Four channels in FP4, and the e4m3 code of what their codes are multiples of.
+struct Fp4 {
+  uint32_t code[4];
+  uint32_t scale_code;
+};
+
+__device__ __forceinline__ Fp4 quantise(const float (&x)[4], int format) {
+  const Scaled scaled = scale_blocks(x, format);
+  Fp4 result;
+  result.scale_code = scaled.scale_code;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) result.code[i] = e2m1(scaled.units[i]);
   return result;
 }
 

@@ -100,6 +100,13 @@ DSV4_HD uint32_t e2m1(float x) {
   return ((bits_of(x) >> 28) & 8) | magnitude;
 }
 
+/// The e2m1 number that `e2m1` chooses. The adder rounds to multiples of 1/2 below 2, of 1 below 4, of 2 from there on.
+DSV4_HD float round_e2m1(float x) {
+  const float a = fminf(float_of(bits_of(x) & 0x7fffffff), 6.0f);
+  const float adder = float_of((bits_of(fmaxf(a, 1.0f)) & 0x7f800000) + (22 << 23));
+  return float_of(bits_of((a + adder) - adder) | (bits_of(x) & 0x80000000));
+}
+
 /// The value of an e2m1 code.
 DSV4_HD float e2m1_value(uint32_t code) { return float_of((code & 8) << 28 | (code & 7) << 22) * 0x1p126f; }
 

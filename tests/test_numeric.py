@@ -20,6 +20,7 @@ EACH(host_e4m3, e4m3(x[i]))
 EACH(host_e4m3_high, e4m3_pair(0.0f, x[i]) >> 8)
 EACH(host_e4m3_value, e4m3_value(uint32_t(x[i])))
 EACH(host_e2m1, e2m1(x[i]))
+EACH(host_round_e2m1, round_e2m1(x[i]))
 EACH(host_row_exponent, row_exponent(x[i]))
 EACH(host_mxfp4_exponent, mxfp4_exponent(x[i]))
 EACH(host_nvfp4_scale, nvfp4_scale(x[i]))
@@ -34,8 +35,8 @@ extern "C" void host_decode_keys(const uint8_t* rows, float* y, long n) {
     uint32_t word;
     std::memcpy(&word, rows, 4);
     const __half2 scales = decode_scales(rows[4] | rows[5] << 8);
-    const __half2 codes[] = {decode_codes<0>(word),
-                             decode_codes<1>(word), decode_codes<2>(word), decode_codes<3>(word)};
+    __half2 codes[4];
+    decode_codes(word, codes);
     for (int j = 0; j < 8; ++j) {
       const float code = j < 4 ? __low2float(codes[j]) : __high2float(codes[j - 4]);
       y[j] = code * __low2float(scales) * kKeyGain, y[8 + j] = code * __high2float(scales) * kKeyGain;
@@ -103,7 +104,9 @@ def test_e2m1(host):
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     x = torch.cat([all_bf16(), random_floats(), ties, ties * (1 + 2.0**-20), ties * (1 - 2.0**-20)])
     x = torch.cat([x, -x])
-    assert torch.equal(host("host_e2m1", x), index_keys.e2m1_codes(x).float())
+    codes = host("host_e2m1", x)
+    assert torch.equal(codes, index_keys.e2m1_codes(x).float())
+    assert torch.equal(host("host_round_e2m1", x), host("host_e2m1_value", codes))
 
 
 def test_exponent_of_a_row(host):

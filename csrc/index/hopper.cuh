@@ -44,10 +44,10 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, int bytes,
 /// A barrier of the 128 threads of warpgroup `group`.
 __device__ __forceinline__ void warpgroup_barrier(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
-/// Descriptor of a [64, 64] fp16 operand in shared memory: rows of 128 bytes, 16-byte pieces exchanged as `pair_in_image` says.
-__device__ __forceinline__ uint64_t operand_in_shared(const void* p) {
+/// Descriptor of a [64, 64] fp16 operand at a shared address: rows of 128 bytes, 16-byte pieces exchanged as `pair_in_image` says.
+__device__ __forceinline__ uint64_t operand_in_shared(uint32_t address) {
   constexpr uint64_t eight_rows = 1024, swizzle_128 = 1;
-  return uint64_t(shared_address(p) >> 4) | uint64_t(1) << 16 | (eight_rows >> 4) << 32 | swizzle_128 << 62;
+  return (eight_rows >> 4 | swizzle_128 << 30) << 32 | (address >> 4 | 1 << 16);
 }
 
 /// How many registers a thread of this warpgroup may have from here on.

@@ -41,13 +41,13 @@ __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constan
     reinterpret_cast<float4*>(p.out)[int64_t(item) * 32 + lane] = make_float4(x[0], x[1], x[2], x[3]);
     return;
   }
-  const Fp4 fp4 = quantise(x, p.format);
+  const Scaled scaled = scale_blocks(x, p.format);
   // Places 2 j and 2 j + 1 of eight channels are those of channels j and j + 4, which the neighbouring lane has.
   const bool upper = lane % 2;
   uint32_t pairs[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float low = e2m1_value(fp4.code[i]) * fp4.scale, high = e2m1_value(fp4.code[i + 2]) * fp4.scale;
+    const float low = round_e2m1(scaled.units[i]) * scaled.scale, high = round_e2m1(scaled.units[i + 2]) * scaled.scale;
     const float other = __shfl_xor_sync(kAllLanes, upper ? low : high, 1);
     pairs[i] = bits_of_half2(upper ? __floats2half2_rn(other, high) : __floats2half2_rn(low, other));
   }

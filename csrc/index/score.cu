@@ -67,8 +67,11 @@ __device__ __forceinline__ void score_eight(const Query& query, uint4 codes, uin
 #pragma unroll
   for (int word = 0; word < 4; ++word) {
     const __half2 s = scale[word / 2];
-    const uint32_t b[4] = {bits_of_half2(__hmul2(decode_codes<0>(words[word]), s)), bits_of_half2(__hmul2(decode_codes<1>(words[word]), s)),
-                           bits_of_half2(__hmul2(decode_codes<2>(words[word]), s)), bits_of_half2(__hmul2(decode_codes<3>(words[word]), s))};
+    __half2 pairs[4];
+    decode_codes(words[word], pairs);
+    uint32_t b[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b[i] = bits_of_half2(__hmul2(pairs[i], s));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll

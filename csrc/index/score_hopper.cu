@@ -47,35 +47,40 @@ struct PackedKeys {
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
         const __half2 scale = word < 2 ? __low2half2(both) : __high2half2(both);
-        a[2 * word][row] = bits_of_half2(__hmul2(decode_codes<0>(words[word]), scale));
-        a[2 * word][2 + row] = bits_of_half2(__hmul2(decode_codes<1>(words[word]), scale));
-        a[2 * word + 1][row] = bits_of_half2(__hmul2(decode_codes<2>(words[word]), scale));
-        a[2 * word + 1][2 + row] = bits_of_half2(__hmul2(decode_codes<3>(words[word]), scale));
+        __half2 pairs[4];
+        decode_codes(words[word], pairs);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[2 * word + i / 2][2 * (i % 2) + row] = bits_of_half2(__hmul2(pairs[i], scale));
       }
     }
   }
 };
 
-/// Begins d = keys x heads; `query`: descriptor of its first half.
-__device__ __forceinline__ void begin_products(float (&d)[32], const uint32_t (&a)[8][4], uint64_t query) {
+/// Begins d = keys x heads of the query at a shared address.
+__device__ __forceinline__ void begin_products(float (&d)[32], const uint32_t (&a)[8][4], uint32_t query) {
   products_begin();
-  multiply_64x64<false>(d, a[0], query);
+  multiply_64x64<false>(d, a[0], operand_in_shared(query));
 #pragma unroll
-  for (int step = 1; step < 8; ++step) multiply_64x64<true>(d, a[step], query + step / 4 * (kQueryBytes / 2 >> 4) + step % 4 * (32 >> 4));
+  for (int step = 1; step < 8; ++step) multiply_64x64<true>(d, a[step], operand_in_shared(query + step / 4 * (kQueryBytes / 2) + step % 4 * 32));
   products_commit();
 }
 
-/// Weighted, rectified sums over heads; weight(j): of heads 8 j + 2 (lane % 4) and the next. Writes those of the warp's entries below `entries`.
-template <typename Weight>
-__device__ __forceinline__ void write_scores(const float (&d)[32], Weight weight, float* scores, int entry, int entries, int lane) {
+/// The head weights that a lane needs of a token: of heads 8 j + 2 (lane % 4) and the next.
+__device__ __forceinline__ void load_weights(float2 (&weights)[8], const ScoreParams& p, int token, int lane) {
+  const float* of_token = p.weights + token * p.weights_stride + 2 * (lane % 4);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) weights[j] = make_float2(of_token[8 * j], of_token[8 * j + 1]);
+}
+
+/// Weighted, rectified sums over heads. Writes those of the warp's entries below `entries`.
+__device__ __forceinline__ void write_scores(const float (&d)[32], const float2 (&weights)[8], float* scores, int entry, int entries, int lane) {
   float sums[2][2] = {};
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const float2 w = weight(j);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      sums[row][0] = fmaf(twice_positive(d[4 * j + 2 * row]), w.x, sums[row][0]);
-      sums[row][1] = fmaf(twice_positive(d[4 * j + 2 * row + 1]), w.y, sums[row][1]);
+      sums[row][0] = fmaf(twice_positive(d[4 * j + 2 * row]), weights[j].x, sums[row][0]);
+      sums[row][1] = fmaf(twice_positive(d[4 * j + 2 * row + 1]), weights[j].y, sums[row][1]);
     }
   }
   const bool odd = lane % 2;
@@ -83,7 +88,7 @@ __device__ __forceinline__ void write_scores(const float (&d)[32], Weight weight
   float sum = (odd ? second : first) + __shfl_xor_sync(kAllLanes, odd ? first : second, 1);
   sum += __shfl_xor_sync(kAllLanes, sum, 2);
   const int at = entry + lane / 4 + 8 * odd;
-  if (lane % 4 < 2 && at < entries) scores[at] = sum;
+  if (lane % 4 < 2 && at < entries) scores[at] = sum * (kKeyGain / 2);
 }
 
 #endif
@@ -100,7 +105,8 @@ struct DecodeShared {
 __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_constant__ ScoreParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   DecodeShared& s = *static_cast<DecodeShared*>(shared_memory_1024());
-  const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  // The same for all lanes, as the compiler sees from the shuffle: descriptors stay in uniform registers.
+  const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   if (threadIdx.x < kDecodeGroups) init_barrier(&s.loaded[threadIdx.x], 1);
   publish_barriers();
   wait_for_previous_kernel();
@@ -110,7 +116,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
   int at = part_begin(total, part, parts);
   const int stop = part_begin(total, part + 1, parts);
   int token = token_of_unit(s.ends, at);
-  const uint64_t query = operand_in_shared(s.query[group]);
+  const uint32_t query = shared_address(s.query[group]);
   for (int parity = 0; at < stop; parity ^= 1) {
     while (s.ends[token] <= at) ++token;
     const int begin = token ? s.ends[token - 1] : 0, first = at - begin, last = min(s.ends[token], stop) - begin;
@@ -127,9 +133,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
     keys.load(p.keys + block_of(first) * p.block_bytes, warp % 2, lane);
     int next = block_of(first + 1);
     float2 weights[8];
-    const float* head_weights = p.weights + token * p.weights_stride + 2 * (lane % 4);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) weights[j] = make_float2(head_weights[8 * j] * (kKeyGain / 2), head_weights[8 * j + 1] * (kKeyGain / 2));
+    load_weights(weights, p, token, lane);
     float* scores = p.scores + token * p.scores_stride;
     wait(&s.loaded[group], parity);
     for (int tile = first; tile < last; ++tile) {
@@ -140,7 +144,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
       next = block_of(tile + 2);
       begin_products(d, a, query);
       products_wait<0>(d);
-      write_scores(d, [&](int j) { return weights[j]; }, scores, kTileKeys * tile + 16 * warp, entries, lane);
+      write_scores(d, weights, scores, kTileKeys * tile + 16 * warp, entries, lane);
     }
     warpgroup_barrier(group);  // all have used the query
   }
@@ -160,7 +164,6 @@ __host__ __device__ __forceinline__ int items_of(const ScoreParams& p) {
 
 struct PrefillShared {
   uint8_t query[kStages][kQueryBytes];
-  float weights[kStages][kIndexHeads];
   uint64_t loaded[kStages], used[kStages];
 };
 
@@ -188,27 +191,19 @@ struct Turn {
   }
 };
 
-/// A warp brings the queries and head weights that the block's items need, in the order in which they are used.
+/// A warp brings the queries that the block's items need, in the order in which they are used.
 __device__ __forceinline__ void copy_queries(const ScoreParams& p, PrefillShared& s, int lane) {
   Turn turn;
   for (int number = blockIdx.x; number < items_of(p); number += gridDim.x) {
     const Item item(p, number, lane);
-    unsigned active = item.active;
-    if (active == 0) continue;
-    const auto load_weight = [&](int i) { return p.weights[int64_t(item.first_token + __ffs(active) - 1) * p.weights_stride + 32 * i + lane]; };
-    float next[2] = {load_weight(0), load_weight(1)};
-    while (active) {
+    for (unsigned active = item.active; active; active &= active - 1) {
       const int64_t token = item.first_token + __ffs(active) - 1;
-      const float weight[2] = {next[0], next[1]};
-      active &= active - 1;
-      if (active) next[0] = load_weight(0), next[1] = load_weight(1);
       wait(&s.used[turn.stage], turn.parity ^ 1);
-      s.weights[turn.stage][lane] = weight[0] * (kKeyGain / 2), s.weights[turn.stage][32 + lane] = weight[1] * (kKeyGain / 2);
-      __syncwarp();
       if (lane == 0) {
         arrive_and_expect(&s.loaded[turn.stage], kQueryBytes);
         bulk_copy(s.query[turn.stage], static_cast<const uint8_t*>(p.query) + token * kQueryBytes, kQueryBytes, &s.loaded[turn.stage]);
       }
+      __syncwarp();
       turn.next();
     }
   }
@@ -240,17 +235,17 @@ __device__ __forceinline__ void score_items(const ScoreParams& p, PrefillShared&
       }
       wait(&s.loaded[turn.stage], turn.parity);
       if (own_key < entries) {
-        const uint64_t query = operand_in_shared(s.query[turn.stage]);
+        const uint32_t query = shared_address(s.query[turn.stage]);
         float* scores = p.scores + token * p.scores_stride;
-        const float* head_weights = s.weights[turn.stage] + 2 * (lane % 4);
-        const auto weight = [&](int j) { return *reinterpret_cast<const float2*>(head_weights + 8 * j); };
         float d[kPrefillTiles][32];
+        float2 weights[8];
 #pragma unroll
         for (int tile = 0; tile < kPrefillTiles; ++tile) begin_products(d[tile], a[tile], query);
+        load_weights(weights, p, token, lane);
         products_wait<1>(d[0]);
-        write_scores(d[0], weight, scores, own_key + 16 * warp, entries, lane);
+        write_scores(d[0], weights, scores, own_key + 16 * warp, entries, lane);
         products_wait<0>(d[1]);
-        write_scores(d[1], weight, scores, own_key + kTileKeys + 16 * warp, entries, lane);
+        write_scores(d[1], weights, scores, own_key + kTileKeys + 16 * warp, entries, lane);
       }
       __syncwarp();
       if (lane == 0) arrive(&s.used[turn.stage]);
@@ -265,7 +260,7 @@ __device__ __forceinline__ void score_items(const ScoreParams& p, PrefillShared&
 __global__ void __launch_bounds__(kPrefillThreads, 1) prefill_kernel(const __grid_constant__ ScoreParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   PrefillShared& s = *static_cast<PrefillShared*>(shared_memory_1024());
-  const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   if (threadIdx.x < kStages) {
     init_barrier(&s.loaded[threadIdx.x], 1);
     init_barrier(&s.used[threadIdx.x], 4 * kPrefillGroups);

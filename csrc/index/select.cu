@@ -4,7 +4,8 @@
 // A block, or a cluster of them, a token. Scores are read twice and mostly not kept:
 //   1. A thread keeps the largest score of each of its four columns of the row. The `top`-th largest of these 2048 maxima (of a
 //      cluster's block, its share of `top`, and then the least of the blocks) is a bound that at least `top` scores reach, and few more.
-//   2. Scores that reach it go to a list, in any order, as numbers that hold score and entry and are all different.
+//   2. Scores that reach it go to a list, in any order, as numbers that hold score and entry and are all different; in a cluster, to one
+//      of each block, which then reserves its place in the first block's at once.
 //   3. The `top`-th largest of the list, by histograms of eleven bits of what is left of the range, until a bin's numbers are all
 //      wanted. Scores that overflow the list (many equal ones) are instead read again for each histogram.
 //   4. What reaches it sets a bit; a word of bits is a block of the table, and sums of the bits before it say where rows go.
@@ -171,8 +172,9 @@ __device__ __forceinline__ void write_rows(Shared& s, const uint32_t* bitmap, in
   }
 }
 
-template <bool clustered>
-__global__ void __launch_bounds__(kThreads, clustered ? 2 : 3) select_kernel(const __grid_constant__ SelectParams p) {
+/// `resident`: blocks of a processor at a time.
+template <bool clustered, int resident>
+__global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid_constant__ SelectParams p) {
   wait_for_previous_kernel();
   Shared& s = *static_cast<Shared*>(shared_memory());
   uint32_t* bitmap = reinterpret_cast<uint32_t*>(&s + 1);
@@ -208,10 +210,17 @@ __global__ void __launch_bounds__(kThreads, clustered ? 2 : 3) select_kernel(con
   if (threadIdx.x == 0) atomicMax(&root->peak, s.high);
   visit_scores(row, n, p.aligned, rank, ranks, [&](int entry, uint32_t order, int) {
     if (order < bound) return;
-    const uint32_t at = atomicAdd(&root->count, 1u);
-    if (at < kCandidates) root->candidates[at] = order_of(order, entry);
+    const uint32_t at = atomicAdd(&s.count, 1u);
+    if (at < kCandidates) s.candidates[at] = order_of(order, entry);
   });
   if (ranks > 1) {
+    if (rank > 0) {
+      __syncthreads();
+      if (threadIdx.x == 0) s.low = atomicAdd(&root->count, s.count);
+      __syncthreads();
+      const uint32_t to = s.low;
+      for (uint32_t i = threadIdx.x; i < s.count && to + i < kCandidates; i += kThreads) root->candidates[to + i] = s.candidates[i];
+    }
     cluster_arrive();
     cluster_wait();
     if (rank > 0) return;
@@ -246,7 +255,9 @@ cudaError_t launch_select(SelectParams p, bool sm_90, int processors, cudaStream
   p.cluster = 1;
   while (sm_90 && p.cluster < kMaxCluster && 2 * p.cluster * p.tokens <= processors && p.cluster * kShare < p.width) p.cluster *= 2;
   const unsigned bytes = shared_bytes(p.width);
-  const auto kernel = p.cluster > 1 ? select_kernel<true> : select_kernel<false>;
+  // Where two blocks a processor hold all tokens, a third place would only let some processors take more than others.
+  const bool few = p.tokens <= 2 * processors;
+  const auto kernel = p.cluster > 1 ? select_kernel<true, 2> : few ? select_kernel<false, 2> : select_kernel<false, 3>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
   if (error != cudaSuccess) return error;
   return launch(kernel, {dim3(unsigned(p.tokens * p.cluster)), kThreads, bytes, unsigned(p.cluster), sm_90}, stream, p);
