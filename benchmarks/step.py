@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks import report, timing
 from dsv4_sglang.attention.metadata import BLOCK, DecodeBuffers, build_decode, snapshot_decode
+from dsv4_sglang.cache.device import resolve_device
 
 K = 1024
 TOP_K = 512
@@ -238,7 +239,7 @@ def list_bytes(metadata: Any) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     args = report.parser(__doc__).parse_args(argv)
-    device = torch.device("cpu" if args.dry_run else "cuda")
+    device = resolve_device("cpu" if args.dry_run else "cuda")
     result = report.Report("step", args)
     kinds = {"ours": Ours} if args.dry_run else {"ours": Ours, "in-tree": InTree}
     contexts = (4 * K,) if args.dry_run else (K * K,) if args.quick else (K * K, 64 * K)

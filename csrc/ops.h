@@ -25,6 +25,8 @@ void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors);
 
 void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid);
 
+void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, Tensor owned, Tensor block_table);
+
 void swap_blocks(std::vector<Tensor> device_pools, std::vector<Tensor> host_pools, Tensor ids, bool to_host);
 
 /// The steps of index_topk, for attention/cuda_index.py; registered with their schemas in register.cpp.

@@ -60,15 +60,10 @@ def test_turn_and_quantise():
 
 
 @pytest.mark.parametrize("tracks", [False, True])
-@pytest.mark.parametrize("columns", [2, 1024])
-def test_decode_metadata(columns, tracks, monkeypatch):
-    """Both launches against PyTorch, every output: requests that see little and much, padding, ids behind a length."""
-    monkeypatch.setattr(triton_metadata, "_COLUMNS", columns)
-    g = torch.Generator().manual_seed(columns)
-    requests = torch.tensor([3, 1, 4, 0, 2, 0])
+def test_decode_metadata(tracks):
+    """The launch against PyTorch, every output: requests that see little and much, padding."""
+    owned = torch.tensor([6, 7, 2, 0, 5, 0])
     seq_lens = torch.tensor([1, 128, 129, 1, 1000, 1])
-    req_to_token = torch.randint(0, 90, (5, 1030), generator=g, dtype=torch.int32) * 128
-    state_slot = torch.tensor([0, 7, 5, 6, 2], dtype=torch.int32)
     mask, to = (torch.tensor([True, True, False, True, True, True]), torch.arange(20, 26)) if tracks else (None, None)
 
     def make() -> metadata.DecodeBuffers:
@@ -76,26 +71,14 @@ def test_decode_metadata(columns, tracks, monkeypatch):
         for name, tensor in vars(buffers).items():
             if name not in ("ring_rows", "query_start", "token_request"):
                 tensor.fill_(-9)
+        buffers.owned[:6] = owned
         return buffers
 
     expected, got = make(), make()
-    metadata.snapshot_decode(
-        expected,
-        req_pool_indices=requests,
-        seq_lens=seq_lens,
-        req_to_token=req_to_token,
-        state_slot_of_request=state_slot,
-    )
     metadata._fill_decode(expected, seq_lens, mask, to, top_k=64)
-    triton_metadata.snapshot(requests, seq_lens, state_slot, req_to_token, got.owned, got.block_table, metadata.BLOCK)
     triton_metadata.build(got, seq_lens, mask, to, 64, metadata.CSA_RATIO, metadata.HCA_RATIO)
     for name, tensor in vars(expected).items():
-        if name != "block_table":
-            assert torch.equal(tensor, getattr(got, name)), name
-    for b, length in enumerate(seq_lens.tolist()):
-        blocks = -(-length // 128)
-        assert torch.equal(got.block_table[b, :blocks], expected.block_table[b, :blocks])
-        assert (got.block_table[b, blocks:] == -9).all()
+        assert torch.equal(tensor, getattr(got, name)), name
 
 
 @pytest.mark.parametrize("row_dtype", [torch.uint8, torch.bfloat16])

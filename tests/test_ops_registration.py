@@ -68,5 +68,7 @@ def test_moves():
     check("copy_state", torch.tensor([1, -1, 2]).int(), torch.tensor([3, 0, -1]).int(), state)
     pools = [torch.randn(4, 6)], [torch.randn(3, 6)]
     check("swap_blocks", *pools, torch.tensor([[1, 3], [0, 2]]), True)
+    tables = torch.tensor([1, 0]), torch.tensor([300, 5]), torch.tensor([2, 1]).int(), torch.zeros(2, 384).int()
+    check("snapshot_tables", *tables, torch.zeros(2).int(), torch.zeros(2, 3).int())
     slices = torch.tensor([[4, 0, 9], [0, 3, 9], [2, 1, 9]])
     check("update_rows", torch.zeros(6, 2), torch.randn(5, 2), slices, torch.tensor([2]).int())

@@ -120,9 +120,7 @@ def test_sparse_prefill_compiles(architecture, rows):
 def test_decode_metadata_compiles(architecture):
     from dsv4_sglang.attention import triton_metadata
 
-    types = {"requests_ptr": "*i64", "seq_lens_ptr": "*i64", "track_mask_ptr": "*i1", "track_slots_ptr": "*i64"}
-    tables = {"BLOCK": 128, "COLUMNS": triton_metadata._COLUMNS}
-    compile_for(triton_metadata._snapshot_kernel, architecture, tables, 4, **types)
+    types = {"seq_lens_ptr": "*i64", "track_mask_ptr": "*i1", "track_slots_ptr": "*i64"}
     for tracks in (False, True):
         constants = {"TRACKS": tracks, "WINDOW": 128, "CSA_RATIO": 4, "HCA_RATIO": 128}
         compile_for(triton_metadata._decode_kernel, architecture, constants, 1, **types)

@@ -15,6 +15,7 @@ from dsv4_sglang.attention.metadata import (
     build_prefill,
     snapshot_decode,
 )
+from dsv4_sglang.cache.device import resolve_device
 
 BLOCK = 128
 MAX_LENGTH = 1024
@@ -116,7 +117,7 @@ def test_decode_buffers_keep_nothing_of_the_last_step() -> None:
 @pytest.mark.gpu
 def test_decode_recorded_in_a_cuda_graph() -> None:
     """Recorded once, replayed on other values of the static inputs, while the scheduler's tables already change."""
-    device = torch.device("cuda")
+    device = resolve_device("cuda")
     tables = Tables(4, device)
     buffers = DecodeBuffers(6, MAX_LENGTH // BLOCK, device)
     lens = torch.zeros(6, dtype=torch.int64, device=device)

@@ -1,5 +1,5 @@
-// Host side of `copy_state`, `update_rows` and `swap_blocks`: checks, then one launch each (swap_blocks: one copy a run of ids, one
-// launch for the scattered rest).
+// Host side of `copy_state`, `update_rows`, `snapshot_tables` and `swap_blocks`: checks, then one launch each (swap_blocks: one copy a run
+// of ids, one launch for the scattered rest).
 #include "move.h"
 
 #include <algorithm>
@@ -82,6 +82,37 @@ void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid) {
   p.width = access_width(address(pool) | address(new_rows) | p.pool_stride | p.source_stride | p.row_bytes);
   const torch::stable::accelerator::DeviceGuard guard(device);
   check.launched(launch_update_rows(p, current_stream(device)));
+}
+
+void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, Tensor owned, Tensor block_table) {
+  const int device = owned.is_cuda() ? owned.get_device_index() : requests.get_device_index();
+  const Checker check("snapshot_tables", device);
+  const int64_t count = requests.numel();
+  check.tensor("requests", requests, {ScalarType::Long, ScalarType::Int}, {count});
+  check.dense("requests", requests, 0);
+  check.tensor("seq_lens", seq_lens, {ScalarType::Long, ScalarType::Int}, {count});
+  check.dense("seq_lens", seq_lens, 0);
+  check.tensor("state_slot_of_request", state_slot_of_request, {ScalarType::Int}, {kAny});
+  check.dense("state_slot_of_request", state_slot_of_request, 0);
+  check.tensor("req_to_token", req_to_token, {ScalarType::Int}, {kAny, kAny});
+  check.dense("req_to_token", req_to_token, 1);
+  check.tensor("owned", owned, {ScalarType::Int}, {kAny});
+  check.dense("owned", owned, 0);
+  check.tensor("block_table", block_table, {ScalarType::Int}, {kAny, kAny});
+  check.dense("block_table", block_table, 1);
+  const int64_t room = std::min({owned.size(0), block_table.size(0), kMaxGridY});
+  if (count > room) fail("snapshot_tables: ", count, " requests; expected at most ", room);
+  if (count == 0) return;
+  SnapshotParams p{};
+  p.requests = requests.data_ptr(), p.long_requests = requests.scalar_type() == ScalarType::Long;
+  p.seq_lens = seq_lens.data_ptr(), p.long_lens = seq_lens.scalar_type() == ScalarType::Long;
+  p.state_slot = data<int32_t>(state_slot_of_request), p.req_to_token = data<int32_t>(req_to_token);
+  p.token_stride = req_to_token.stride(0), p.table_stride = block_table.stride(0);
+  p.owned = data<int32_t>(owned), p.block_table = data<int32_t>(block_table);
+  p.count = int(count);
+  p.columns = int(std::min(block_table.size(1), (req_to_token.size(1) + kBlockTokens - 1) / kBlockTokens));
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  check.launched(launch_snapshot_tables(p, current_stream(device)));
 }
 
 namespace {

@@ -1,8 +1,9 @@
-// Copies of state slots (copy_state), of slices of rows (update_rows) and of scattered blocks to and from pinned host memory
-// (swap_blocks). Every byte is read and written once.
+// Copies of state slots (copy_state), of slices of rows (update_rows), of scattered blocks to and from pinned host memory (swap_blocks),
+// and of what a decode step needs of the tables of all requests (snapshot_tables). Every byte is read and written once.
 //
 // copy_state: grid (layers x 16 KiB pieces of all tensors, pairs of slots). update_rows: grid (row groups, slices), a warp a row.
-// swap_blocks: grid (blocks, pools), loads and stores that pass the caches by, since each block is touched once.
+// swap_blocks: grid (blocks, pools), loads and stores that pass the caches by, since each block is touched once. snapshot_tables: grid
+// (groups of 1024 block ids, requests), a sector of 32 bytes read and 4 bytes written a block; groups behind a length are idle.
 #include <algorithm>
 #include <cassert>
 
@@ -77,6 +78,26 @@ __global__ void __launch_bounds__(kThreads) swap_blocks_kernel(const __grid_cons
   copy(pool.width, p.to_host ? host : device, p.to_host ? device : host, pool.bytes, threadIdx.x, kThreads);
 }
 
+constexpr int kSnapshotColumns = 4 * kThreads;
+
+__device__ __forceinline__ int64_t number_at(const void* numbers, bool is_long, int i) {
+  return is_long ? static_cast<const int64_t*>(numbers)[i] : static_cast<const int32_t*>(numbers)[i];
+}
+
+__global__ void __launch_bounds__(kThreads) snapshot_tables_kernel(const __grid_constant__ SnapshotParams p) {
+  const int b = blockIdx.y;
+  const int64_t request = number_at(p.requests, p.long_requests, b);
+  const int64_t blocks = (number_at(p.seq_lens, p.long_lens, b) + kBlockTokens - 1) / kBlockTokens;
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.owned[b] = p.state_slot[request];
+  const int stop = int(min(blocks, int64_t(p.columns)));
+#pragma unroll
+  for (int i = 0; i < kSnapshotColumns / kThreads; ++i) {
+    const int column = blockIdx.x * kSnapshotColumns + i * kThreads + threadIdx.x;
+    if (column >= stop) continue;
+    p.block_table[b * p.table_stride + column] = p.req_to_token[request * p.token_stride + int64_t(column) * kBlockTokens] / kBlockTokens;
+  }
+}
+
 }  // namespace
 
 cudaError_t launch_copy_state(const CopyStateParams& p, cudaStream_t stream) {
@@ -92,6 +113,12 @@ cudaError_t launch_update_rows(const UpdateRowsParams& p, cudaStream_t stream) {
   const int64_t share = (p.source_rows + p.count - 1) / p.count;
   const unsigned groups = unsigned(std::clamp<int64_t>((share + 7) / 8, 1, 1024));
   update_rows_kernel<<<dim3(groups, unsigned(p.count)), kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_snapshot_tables(const SnapshotParams& p, cudaStream_t stream) {
+  const unsigned groups = unsigned(std::max(1, (p.columns + kSnapshotColumns - 1) / kSnapshotColumns));
+  snapshot_tables_kernel<<<dim3(groups, unsigned(p.count)), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -1,4 +1,4 @@
-// The arguments of the kernels that move state, blocks and rows, and their launches. All strides in bytes.
+// The arguments of the kernels that move state, blocks, rows and tables, and their launches. Strides in bytes unless a comment says elements.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -54,5 +54,16 @@ struct SwapParams {
   bool to_host;
 };
 cudaError_t launch_swap_blocks(const SwapParams& params, cudaStream_t stream);
+
+constexpr int kBlockTokens = 128;
+struct SnapshotParams {
+  const void *requests, *seq_lens;  // int64 or int32
+  const int32_t *state_slot, *req_to_token;
+  int64_t token_stride, table_stride;  // elements
+  int32_t *owned, *block_table;
+  int count, columns;
+  bool long_requests, long_lens;
+};
+cudaError_t launch_snapshot_tables(const SnapshotParams& params, cudaStream_t stream);
 
 }  // namespace dsv4

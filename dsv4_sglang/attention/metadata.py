@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
 from dsv4_sglang.model.config import CSA_RATIO, HCA_RATIO
+from dsv4_sglang.ops.schemas import NAMESPACE
 
 WINDOW = 128
 # Row lists have widths that are multiples of this, as readers on a GPU want them.
@@ -91,11 +92,6 @@ class DecodeBuffers:
         self.token_request = self.query_start[:-1]
 
 
-def _first_slots(req_to_token: Tensor, blocks: int) -> Tensor:
-    """Pool slot of the first token of each block, [requests, at most `blocks`]: a view of SGLang's table."""
-    return req_to_token[:, : blocks * BLOCK : BLOCK]
-
-
 def snapshot_decode(
     buffers: DecodeBuffers,
     *,
@@ -109,24 +105,9 @@ def snapshot_decode(
     The scheduler changes these tables for the next step as soon as a CUDA graph has been launched, so a graph must not
     read them: this runs before it. `seq_lens` [B] counts the new token; block ids behind it are left as they are.
     """
-    n = req_pool_indices.shape[0]
-    if seq_lens.is_cuda:
-        from dsv4_sglang.attention import triton_metadata
-
-        triton_metadata.snapshot(
-            req_pool_indices,
-            seq_lens,
-            state_slot_of_request,
-            req_to_token,
-            buffers.owned,
-            buffers.block_table,
-            BLOCK,
-        )
-        return
-    torch.index_select(state_slot_of_request, 0, req_pool_indices, out=buffers.owned[:n])
-    width = min(buffers.block_table.shape[1], -(-int(seq_lens.max()) // BLOCK))
-    blocks = _first_slots(req_to_token, width).index_select(0, req_pool_indices)
-    buffers.block_table[:n, : blocks.shape[1]].copy_(blocks.div_(BLOCK, rounding_mode="floor"))
+    getattr(torch.ops, NAMESPACE).snapshot_tables(
+        req_pool_indices, seq_lens, state_slot_of_request, req_to_token, buffers.owned, buffers.block_table
+    )
 
 
 def _fill_decode(
@@ -226,7 +207,7 @@ def build_prefill(
     )
     owner = token_request.long()
     width = align(-(-max_length // BLOCK))
-    first_slots = _first_slots(req_to_token, width)
+    first_slots = req_to_token[:, : width * BLOCK : BLOCK]
     block_table = torch.zeros((requests, width), dtype=torch.int32, device=device)
     block_table[:, : first_slots.shape[1]] = first_slots[req_pool_indices] // BLOCK
     # Row of position p of request b in the workspace: query_start[b] + 128 b + 128 + (p - prefix_lens[b]).

@@ -1,7 +1,7 @@
-"""The metadata of a decode step on a GPU, in Triton: one launch before a CUDA graph and one inside it.
+"""The metadata of a decode step on a GPU, in Triton: one launch inside the CUDA graph.
 
-They write what `metadata.snapshot_decode` and `metadata.build_decode` say, a program a request. Lengths are read on the
-device, so nothing depends on the host.
+It writes what `metadata.build_decode` says, a program a request. Lengths are read on the device, so nothing depends on
+the host.
 """
 
 from __future__ import annotations
@@ -14,35 +14,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from dsv4_sglang.attention.metadata import DecodeBuffers
-
-# Block ids that one program copies.
-_COLUMNS = 1024
-
-
-@triton.jit
-def _snapshot_kernel(
-    requests_ptr,
-    seq_lens_ptr,
-    state_slot_ptr,
-    req_to_token_ptr,
-    owned_ptr,
-    table_ptr,
-    token_stride,
-    table_stride,
-    columns,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Grid (requests, groups of COLUMNS blocks): a program without a block of its request below the length is idle."""
-    b = tl.program_id(0).to(tl.int64)
-    request = tl.load(requests_ptr + b).to(tl.int64)
-    if tl.program_id(1) == 0:
-        tl.store(owned_ptr + b, tl.load(state_slot_ptr + request))
-    blocks = tl.cdiv(tl.load(seq_lens_ptr + b), BLOCK)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (column < blocks) & (column < columns)
-    slot = tl.load(req_to_token_ptr + request * token_stride + column * BLOCK, mask=mask, other=0)
-    tl.store(table_ptr + b * table_stride + column, slot // BLOCK, mask=mask)
 
 
 @triton.jit
@@ -82,33 +53,6 @@ def _decode_kernel(
         due = real & (tl.load(track_mask_ptr + b) != 0)
         tl.store(copy_src_ptr + b, tl.where(due, owned, -1))
         tl.store(copy_dst_ptr + b, tl.where(due, tl.load(track_slots_ptr + b).to(tl.int32), -1))
-
-
-def snapshot(
-    requests: Tensor,
-    seq_lens: Tensor,
-    state_slot_of_request: Tensor,
-    req_to_token: Tensor,
-    owned: Tensor,
-    block_table: Tensor,
-    block: int,
-) -> None:
-    """State slots of `requests` [B] into `owned` [>= B] and ids of the blocks below `seq_lens` into `block_table`."""
-    columns = min(block_table.shape[1], -(-req_to_token.shape[1] // block))
-    _snapshot_kernel[(requests.shape[0], triton.cdiv(columns, _COLUMNS))](
-        requests,
-        seq_lens,
-        state_slot_of_request,
-        req_to_token,
-        owned,
-        block_table,
-        req_to_token.stride(0),
-        block_table.stride(0),
-        columns,
-        BLOCK=block,
-        COLUMNS=_COLUMNS,
-        num_warps=4,
-    )
 
 
 def build(

@@ -36,6 +36,9 @@ def main() -> None:
     )
     state = [torch.randn(3, 5, 4000, device=DEVICE), torch.randn(1, 5, device=DEVICE)]
     op.copy_state(*(torch.tensor(i, dtype=torch.int32, device=DEVICE) for i in ([0, 1, -1], [3, 4, 2])), state)
+    table = torch.arange(2 * 3000, dtype=torch.int32, device=DEVICE).view(2, 3000)
+    ints = [torch.tensor(i, device=DEVICE) for i in ([1, 0], [2999, 129])]
+    op.snapshot_tables(*ints, table[0, :2].clone(), table, table.new_zeros(3), table.new_zeros(3, 64))
     pool, rows = torch.zeros(50, 73, device=DEVICE), torch.randn(20, 73, device=DEVICE)
     slices = torch.tensor([[3, 40, 0], [0, 8, 0], [8, 10, 99]], device=DEVICE)
     op.update_rows(pool, rows, slices, torch.tensor([2], dtype=torch.int32, device=DEVICE))

@@ -1,4 +1,4 @@
-"""`copy_state`, `update_rows` and `swap_blocks` on CUDA: exact copies, nothing else touched, refusals."""
+"""`copy_state`, `snapshot_tables`, `update_rows` and `swap_blocks` on CUDA: exact copies, nothing else touched, refusals."""
 
 import subprocess
 import sys
@@ -62,6 +62,26 @@ def test_copy_state_of_many_tensors():
     ops().copy_state(*(device(t) for t in pairs), got)
     for i, (g, e) in enumerate(zip(got, expected)):
         assert torch.equal(g.cpu(), e), f"tensor {i}"
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("columns, tokens", [(9, 1030), (2048, 262_144), (2048, 1030), (64, 262_144)])
+def test_snapshot_tables(columns, tokens, dtype):
+    """Little and much, padding, fewer columns than blocks, ids behind a length."""
+    requests = torch.tensor([3, 1, 4, 0, 2, 0], dtype=dtype)
+    seq_lens = torch.tensor([1, 128, 129, 0, tokens, 1000], dtype=dtype)
+    req_to_token = (
+        torch.randint(0, 90, (5, tokens), generator=torch.Generator().manual_seed(0), dtype=torch.int32) * 128
+    )
+    tables = requests, seq_lens, torch.tensor([0, 7, 5, 6, 2], dtype=torch.int32), req_to_token
+    expected = [torch.full((8,), -9, dtype=torch.int32), torch.full((8, columns), -9, dtype=torch.int32)]
+    got = [device(t) for t in expected]
+    torch.ops.dsv4_sglang.snapshot_tables(*tables, *expected)
+    ops().snapshot_tables(*(device(t) for t in tables), *got)
+    for g, e in zip(got, expected):
+        assert torch.equal(g.cpu(), e)
+    with pytest.raises(RuntimeError, match="snapshot_tables: 6 requests; expected at most 5"):
+        ops().snapshot_tables(*(device(t) for t in tables), got[0][:5], got[1])
 
 
 def test_copy_state_in_a_graph():

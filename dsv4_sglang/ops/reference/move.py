@@ -1,4 +1,4 @@
-"""`copy_state`, `swap_blocks`, `update_rows`: moving state, blocks and rows without changing them."""
+"""`copy_state`, `snapshot_tables`, `swap_blocks`, `update_rows`: moving state, tables, blocks and rows."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.ops.schemas import NAMESPACE
+
+BLOCK = 128
+"""Tokens of a block."""
 
 
 def copy_state(src: Tensor, dst: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -19,6 +22,26 @@ def copy_state(src: Tensor, dst: Tensor, tensors: Sequence[Tensor]) -> None:
     src, dst = src[valid].long(), dst[valid].long()
     for tensor in tensors:
         tensor[:, dst] = tensor[:, src]
+
+
+def snapshot_tables(
+    requests: Tensor,
+    seq_lens: Tensor,
+    state_slot_of_request: Tensor,
+    req_to_token: Tensor,
+    owned: Tensor,
+    block_table: Tensor,
+) -> None:
+    """Copy what a decode step needs of the tables of all requests.
+
+    `requests` [B] int64 or int32: rows of `state_slot_of_request` [R] int32 and `req_to_token` [R, tokens] int32 (pool
+    slots). State slots go to `owned` [>= B] int32, ids of the blocks below `seq_lens` [B] to `block_table` [>= B, NB]
+    int32; ids behind them are left as they are.
+    """
+    owned[: requests.shape[0]] = state_slot_of_request[requests]
+    for row, request, length in zip(block_table, requests.tolist(), seq_lens.tolist()):
+        slots = req_to_token[request, :length:BLOCK][: row.shape[0]]
+        row[: slots.shape[0]] = slots // BLOCK
 
 
 def swap_blocks(device_pools: Sequence[Tensor], host_pools: Sequence[Tensor], ids: Tensor, to_host: bool) -> None:
@@ -67,5 +90,6 @@ def update_rows(pool: Tensor, new_rows: Tensor, slices: Tensor, n_valid: Tensor)
 
 
 torch.library.impl(f"{NAMESPACE}::copy_state", "CPU", copy_state)
+torch.library.impl(f"{NAMESPACE}::snapshot_tables", "CPU", snapshot_tables)
 torch.library.impl(f"{NAMESPACE}::swap_blocks", "CPU", swap_blocks)
 torch.library.impl(f"{NAMESPACE}::update_rows", "CPU", update_rows)
