@@ -1,4 +1,4 @@
-"""`copy_state`, `snapshot_tables`, `update_rows` and `swap_blocks` on CUDA: exact copies, nothing else touched, refusals."""
+"""The moving ops on CUDA: exact copies, nothing else touched, refusals."""
 
 import subprocess
 import sys
