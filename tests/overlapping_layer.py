@@ -87,7 +87,7 @@ def make_backend(device: Device, monkeypatch: pytest.MonkeyPatch) -> tuple[Hybri
     backend.state = SimpleNamespace(ring=lambda layer: None, tail=lambda layer: None)
     backend.blocks = SimpleNamespace(entries=lambda layer: None, keys=lambda layer: None)
     backend.last_layer, backend.top_k, backend.index_format, backend.device = -1, 8, 0, "cpu"
-    backend._flashmla, backend._scratch = None, {}
+    backend._flashmla, backend._graph_scratch, backend._scratch = None, {}, {}
     i = torch.zeros(1, dtype=torch.int32)
     backend.metadata = SimpleNamespace(
         **dict.fromkeys(("slots", "prefix_lens", "query_start", "token_request", "out_loc", "csa_lens", "hca_lens"), i),
@@ -172,3 +172,18 @@ def test_projections_of_x_are_one_matrix(monkeypatch: pytest.MonkeyPatch) -> Non
     address = fused.data_ptr()
     layer.fuse_projections_of_x()
     assert layer._weight_of_x.data_ptr() == address
+
+
+def test_a_prefill_leaves_graphs_their_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded graphs write to addresses: what lies there may not be freed when a longer step needs more."""
+    backend, _ = make_backend(Device(monkeypatch), monkeypatch)
+    backend.max_blocks = 64
+    backend.init_cuda_graph_state(4, 4)
+    width = backend._score_width(backend._graph_buffers.block_table)
+    assert width > 0
+    shapes = {"rows": (backend.top_k, torch.int32), "scores": (width, torch.float32)}
+    recorded = {name: backend._buffer(name, 4, *shape).data_ptr() for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        assert backend._buffer(name, 100, *shape).shape == (100, shape[0])
+    for name, shape in shapes.items():
+        assert backend._buffer(name, 3, *shape).data_ptr() == recorded[name]

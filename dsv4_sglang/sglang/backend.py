@@ -96,6 +96,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self._graph_buffers: DecodeBuffers | None = None
         self._decode_buffers: DecodeBuffers | None = None
         self._workspace: Tensor | None = None
+        self._graph_scratch: dict[str, Tensor] = {}
         self._scratch: dict[str, Tensor] = {}
         self._staged: tuple[Tensor, Tensor] | None = None
 
@@ -122,8 +123,11 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._graph_buffers = DecodeBuffers(max_bs, self.max_blocks, self.device)
-        self._buffer("rows", max_bs, self.top_k, torch.int32)
-        self._buffer("scores", max_bs, self._score_width(self._graph_buffers.block_table), torch.float32)
+        scores = max_bs * self._score_width(self._graph_buffers.block_table)
+        self._graph_scratch = {
+            "rows": torch.empty(max_bs * self.top_k, dtype=torch.int32, device=self.device),
+            "scores": torch.empty(scores, dtype=torch.float32, device=self.device),
+        }
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -346,9 +350,10 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         return visible if visible > self.top_k else 0
 
     def _buffer(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Scratch `[rows, columns]` that grows as needed; recorded graphs keep the one they were recorded with."""
+        """Scratch `[rows, columns]`: what recorded graphs write to, which is never let go, or what grows as needed."""
         needed = rows * columns
-        scratch = self._scratch.get(name)
-        if scratch is None or scratch.numel() < needed:
-            scratch = self._scratch[name] = torch.empty(needed, dtype=dtype, device=self.device)
-        return scratch[:needed].view(rows, columns)
+        for scratch in (self._graph_scratch.get(name), self._scratch.get(name)):
+            if scratch is not None and scratch.numel() >= needed:
+                return scratch[:needed].view(rows, columns)
+        self._scratch[name] = torch.empty(needed, dtype=dtype, device=self.device)
+        return self._scratch[name].view(rows, columns)
