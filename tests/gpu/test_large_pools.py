@@ -1,0 +1,85 @@
+"""Blocks that lie beyond 2^31 bytes of a table, as in a pool of 20 M tokens: the same bytes as near ones."""
+
+import dataclasses
+
+import pytest
+import torch
+from kernel_cases import DEVICE, FORMATS, Layer, Step, ops
+from reader_cases import GARBAGE, attend_case, index_case, prefill_case
+from torch import Tensor
+
+from dsv4_sglang.attention import cuda_index, flashmla, sparse_prefill, triton_attend
+
+pytestmark = pytest.mark.gpu
+BLOCKS = 170_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered_ops():
+    from dsv4_sglang.attention import cuda_ops  # noqa: F401  builds the extension, which needs a GPU
+
+
+def far(table: Tensor) -> Tensor:
+    """The blocks of `table` [n, ...] as the last ones of a large table on the device."""
+    large = torch.zeros(BLOCKS, *table.shape[1:], dtype=table.dtype, device=DEVICE)
+    large[-table.shape[0] :] = table
+    return large
+
+
+def shifted(rows: Tensor, by: int) -> Tensor:
+    return torch.where((rows >= 0) & (rows < GARBAGE), rows + by, rows)
+
+
+@pytest.mark.parametrize("reader", ["flashmla", "triton"])
+def test_attend(reader):
+    case = attend_case(tokens=9, heads=64, width=320, seed=3)
+    attend = triton_attend.attend if reader == "triton" else flashmla.FlashMLAReader().attend
+    near = list(case.args("cuda"))
+    entries = far(case.entries)
+    assert entries.untyped_storage().nbytes() > 2**31
+    rows = shifted(near[6], (BLOCKS - case.entries.shape[0]) * 32)
+    if reader == "flashmla" and not flashmla.supported(near[0], near[2], near[5]):
+        pytest.skip("FlashMLA does not run here")
+    got = attend(*near[:5], entries, rows, *near[7:])
+    assert torch.equal(got, attend(*near)) and got.any()
+
+
+def test_sparse_prefill():
+    step, lengths, case = prefill_case(ratio=4, row_dtype=torch.uint8, heads=64)
+    step = dataclasses.replace(step, **{k: v.cuda() for k, v in vars(step).items() if isinstance(v, Tensor)})
+    near = list(case.args("cuda"))
+    if not sparse_prefill.supported(near[0], near[2]):
+        pytest.skip("FlashMLA does not run here")
+    outs = []
+    for shift, entries in ((0, near[5]), (BLOCKS - near[5].shape[0], far(case.entries))):
+        reader = sparse_prefill.SparsePrefillReader(entries.shape[0], "cuda")
+        assert reader.begin_step(dataclasses.replace(step, block_table=step.block_table + shift), lengths)
+        outs.append(reader.attend(*near[:5], entries, shifted(near[6], 32 * shift), *near[7:], ratio=4))
+    assert torch.equal(*outs) and outs[0].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_index(tokens):
+    case = index_case(lens=[(8000, 8000 + tokens), (4000, 4000 + tokens)], heads=64, top=512)
+    shift = BLOCKS - case.index_keys.shape[0]
+    near, distant = list(case.args(DEVICE)), list(case.args(DEVICE))
+    distant[2], distant[3] = far(case.index_keys), distant[3] + shift
+    cuda_index.index_topk(*near)
+    cuda_index.index_topk(*distant)
+    assert torch.equal(distant[-1] - 32 * shift, near[-1])
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_append(decode):
+    requests = [(1, 131, 1), (3, 255, 1), (-1, 0, 1)] if decode else [(1, 126, 200), (0, 0, 5), (3, 130, 260)]
+    near = Layer("csa", *FORMATS[0], slots=8, blocks=16).on(DEVICE)
+    distant = Layer("csa", *FORMATS[0], slots=8, blocks=16).on(DEVICE)
+    step = Step.make(near, requests, decode)
+    step.run(ops(), near)
+    for name in ("entries", "index_keys"):
+        distant.tables[name] = far(distant.tables[name])
+    step.batch["out_loc"] = step.batch["out_loc"] + 128 * (BLOCKS - 16)
+    step.run(ops(), distant)
+    for name, table in near.tables.items():
+        assert torch.equal(distant.tables[name][-table.shape[0] :], table), name
+    assert not distant.tables["entries"][:-16].any()
