@@ -19,6 +19,9 @@ conversations, 20 GB, 6 % of it in checkpoints) factors 1, 1/4, 1/16, 1/64 hit 9
 UNKNOWN = 1e12
 """More than any time between uses."""
 
+MEMORY = 256
+"""Ends of lines, used or given up, over which the usual time between uses is estimated."""
+
 
 class CheckpointBook:
     """Checkpoints in slots 1..capacity. Time is counted in admitted requests (`tick`).
@@ -27,6 +30,10 @@ class CheckpointBook:
     length of `previous`. The second is 1 / max(age, interval): `age` since it was taken or last resumed from,
     `interval` the usual time between uses of its line, 0 while unknown. With unknown intervals this is LRU; with
     known ones, what is used more rarely than the pool can keep is given up before what it can keep.
+
+    The usual interval is the time that ends of lines spent waiting over the number of their uses: what was given up
+    unused has waited too. Without it only the soonest uses would count, and a pool that holds a tenth of the
+    conversations would keep the newest of all, give each up just before its turn, and hit next to nothing.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -34,6 +41,7 @@ class CheckpointBook:
         self.now = 0
         self.usual = UNKNOWN
         """Usual time between uses of a line, over all lines; for lines that have not been used again yet."""
+        self._waited = self._uses = 0.0
         self.changes = 0
         """Counts what may change the order of checkpoints."""
         self.length = np.zeros(capacity + 1, dtype=np.int64)
@@ -75,6 +83,8 @@ class CheckpointBook:
         """Forget a checkpoint; what followed it follows the one before."""
         if not self.held[slot] or self.locks[slot]:
             raise ValueError(f"checkpoint slot {slot} is {'locked' if self.held[slot] else 'not in the book'}")
+        if not self._following[slot]:
+            self._waiting_ended(slot, used=False)
         previous = int(self.previous[slot])
         self._following[previous].discard(slot)
         self._following[previous] |= self._following[slot]
@@ -92,8 +102,15 @@ class CheckpointBook:
         known = self.interval[slot]
         self.interval[slot] = since if known == 0 else (known + since) / 2
         if not self._following[slot]:
-            self.usual = since if self.usual == UNKNOWN else self.usual + (since - self.usual) / 32
+            self._waiting_ended(slot, used=True)
         self.last[slot] = self.now
+
+    def _waiting_ended(self, slot: int, *, used: bool) -> None:
+        """Estimate `usual` anew: the reciprocal rate of uses where some waits were cut off; newer ones weigh more."""
+        kept = 1 - 1 / MEMORY
+        self._waited = self._waited * kept + float(self.now - self.last[slot])
+        self._uses = self._uses * kept + used
+        self.usual = min(self._waited / self._uses, UNKNOWN) if self._uses else UNKNOWN
 
     def lock(self, slot: int) -> None:
         self.locks[slot] += 1

@@ -1,0 +1,45 @@
+"""What the eviction policy keeps when more is asked for than fits, by the simulation of `benchmarks/`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+from benchmarks.agent_trace import TraceConfig, Turn, rounds, trace
+from benchmarks.prefix_simulation import INTERVAL, LeastRecentlyUsed, Simulation
+from dsv4_sglang.sglang.options import BLOCK
+from dsv4_sglang.sglang.prefix.policy import CheckpointBook
+
+
+def hits(turns: Iterable[Turn], tokens: int, book: type[CheckpointBook] = CheckpointBook) -> float:
+    """Share of an infinite cache's hits in a pool of that many tokens with enough checkpoints."""
+    simulation = Simulation(tokens // BLOCK, tokens // 2048, INTERVAL, book=book)
+    simulation.run(turns)
+    return simulation.hit_tokens / simulation.ideal_tokens
+
+
+def agents(active: int, visits: int) -> tuple[list[Turn], int]:
+    """Turns of conversations that come back after times of any length, and the tokens that are alive in the end."""
+    config = TraceConfig(2 * active, active, systems=(BLOCK,), tokens=(4_000, 40_000), generate=(8, 64), midway=True)
+    turns = list(islice(trace(config), active * visits))
+    ends = {turn.conversation: turn.end for turn in turns}
+    return turns, sum(list(ends.values())[-active:])
+
+
+def test_what_fits_hits() -> None:
+    turns, live = agents(50, 6)
+    assert hits(turns, 3 * live) > 0.975
+
+
+def test_twice_and_ten_times_what_fits_degrade_smoothly() -> None:
+    """About the share that fits, where the least recently used are always gone before their turn."""
+    turns, live = agents(400, 5)
+    assert hits(turns, live // 2) > 0.45
+    assert hits(turns, live // 10) > 0.05
+    assert hits(turns, live // 10, LeastRecentlyUsed) < 0.04
+
+
+def test_a_loop_over_more_than_fits_keeps_hitting() -> None:
+    turns = list(rounds(120, 10_000, 4))
+    assert hits(turns, 900_000) > 0.5
+    assert hits(turns, 900_000, LeastRecentlyUsed) < 0.05
