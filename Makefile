@@ -1,5 +1,5 @@
 # make serve    set up, make a tiny checkpoint, serve it with this package's cache, print one completion, stay up
-# make test     set up, format and lint checks, types, tests
+# make test     set up, format and lint checks, types, tests (two processes, a file each: servers start slowly)
 # make demo     the same on a free port, then stop
 # make bench    the benchmarks
 # Variables: PYTHON (interpreter to make the environment with), RECIPE (cpu or cuda; default: what the machine has),
@@ -31,7 +31,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 $(MODEL)/config.json: | $(STAMP)
 	$(BIN)/dsv4-sglang make-tiny $(MODEL)

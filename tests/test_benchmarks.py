@@ -30,6 +30,7 @@ from benchmarks import (
     traffic,
 )
 from benchmarks.append_in_tree import bias_rows, page_bytes, window_page_slots
+from benchmarks.report import RESULTS
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.ops import index_keys, rows
 
@@ -126,6 +127,14 @@ def test_random_tables_hold_finite_values() -> None:
 
 
 # Statistics and reports
+
+
+def test_committed_results_can_be_read() -> None:
+    files = sorted(RESULTS.glob("*.json*"))
+    assert files
+    for file in files:
+        for text in file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]:
+            json.loads(text)
 
 
 def test_statistics() -> None:
