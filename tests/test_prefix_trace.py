@@ -160,8 +160,8 @@ def test_the_command_reports_each_round_and_the_working_set(
     assert (first["part"], second["part"], second["live_tokens"]) == ("round 1", "round 2", 3 * 2 * 216)
     prefix_trace.main(["working-set", "--url", url, "--tokens", "200", "--steps", "2", "4"])
     _, result = map(json.loads, capsys.readouterr().out.splitlines())
-    # Two conversations visited twice more, two once, 216 tokens each time.
-    assert result["live_tokens"] == 4 * 216 + 2 * 2 * 216 + 2 * 216
+    # Filled with 200 tokens and one of an answer; two conversations visited twice more, two once, 216 tokens each time.
+    assert result["live_tokens"] == 4 * 201 + 2 * 2 * 216 + 2 * 216
     prefix_trace.main(["trace", "--url", url, "--active", "2", "3", "--visits", "2", "1", "--longest", "3000"])
     two, three = map(json.loads, capsys.readouterr().out.splitlines())
     assert (two["turns"], three["turns"]) == (4, 3) and two["against_cold"]["diverged"] == 0
