@@ -90,16 +90,17 @@ def draw_oracle_distance(axis: Any, rows: list[Row]) -> None:
 
 def draw_prefix_trace(axis: Any, rows: list[Row]) -> None:
     """Share of an infinite cache's hits, a group a load, a bar a server."""
-    loads: dict[str, dict[str, float]] = {}
+    loads: dict[tuple[str, float], dict[str, float]] = {}
     for row in rows:
         if row["hit_of_ideal"] is None or row["part"] == "round 2":
             continue
         tuned = "--swa-full-tokens-ratio" in row["server"]["flags"]
-        label = f"{row['scenario']}\n{row['live_tokens'] / 1e6:.2g} M"
-        loads.setdefault(label, {})["in-tree, tuned" if tuned else row["server"]["subject"]] = 100 * row["hit_of_ideal"]
+        load = row["scenario"], float(f"{row['live_tokens'] / 1e6:.2g}")
+        loads.setdefault(load, {})["in-tree, tuned" if tuned else row["server"]["subject"]] = 100 * row["hit_of_ideal"]
     names = [name for name in COLOURS if any(name in found for found in loads.values())]
-    labels = sorted(loads, key=lambda label: (label.split()[0], float(label.split()[1])))
-    grouped_bars(axis, labels, {name: [loads[label].get(name) for label in labels] for name in names}, "% of the ideal")
+    order = sorted(loads)
+    labels = [f"{scenario.replace('-', chr(10))}\n{millions:g} M" for scenario, millions in order]
+    grouped_bars(axis, labels, {name: [loads[load].get(name) for load in order] for name in names}, "% of the ideal")
     axis.set_title("Prefix hits by scenario and tokens in live conversations")
 
 
