@@ -33,8 +33,9 @@ class CheckpointBook:
 
     Worth of a checkpoint = tokens computed again without it x likelihood of use. The first is `length` minus the
     length of `previous`. The second is 1 / max(age, interval): `age` since it was taken or last resumed from,
-    `interval` the usual time between uses of its line, 0 while unknown. With unknown intervals this is LRU; with
-    known ones, what is used more rarely than the pool can keep is given up before what it can keep.
+    `interval` the usual time between uses of its line, 0 while unknown, when that of all lines stands in. What is used
+    more rarely than the pool can keep is so given up before what it can keep; before anything was used, what came first
+    stays.
 
     The usual interval is the time that ends of lines spent waiting over the number of their uses: what was given up
     unused has waited too. If only uses counted, which in a full pool are the soonest ones, a pool that holds a tenth of
