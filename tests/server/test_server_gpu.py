@@ -282,3 +282,18 @@ def test_copies_are_timed(server: Server) -> None:
     print(f"{found['prefix_timed_bytes'] / 1e6:.1f} MB in {1e3 * found['prefix_copy_seconds']:.3f} ms: {rate:.0f} GB/s")
     # Checkpoints of this model are small (0.6 MB): launches take most of the time.
     assert 0.5 < rate < 10_000, found
+
+
+def test_graphs_keep_what_they_write_to(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """A prefill that needs more scratch than the graphs' 16 MiB, a flush, which gives CUDA back what nobody holds, and
+    decode steps that select."""
+    context = 1 << 20
+    flags = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", str(context))
+    flags += ("--max-total-tokens", str(context + 65536), "--max-running-requests", "16")
+    flags += ("--chunked-prefill-size", "4096", *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
+    model, ids = tiny(seed=1, context=context), prompt(4000, seed=23)
+    with running(model, tmp_path / "log", *flags, cpu=False) as server:
+        first = server.generate(ids, 16)
+        server.flush()
+        again = server.generate(ids, 16)
+        assert again.cached == 0 and again.tokens == first.tokens
