@@ -114,6 +114,23 @@ def test_decode_buffers_keep_nothing_of_the_last_step() -> None:
     check_decode(decode(tables, [3, 255], 2, buffers, 256), tables, [3, 255], 2, 256)
 
 
+def test_a_snapshot_leaves_what_lies_behind_a_length() -> None:
+    """Padding, a length that fills the table, one that ends with a block; ids behind them and rows of nobody."""
+    tables = Tables(3, torch.device("cpu"))
+    buffers = DecodeBuffers(6, MAX_LENGTH // BLOCK, "cpu")
+    buffers.owned.fill_(-9)
+    buffers.block_table.fill_(-9)
+    requests, lens = torch.tensor([3, 1, 0, 2]), torch.tensor([1, BLOCK, 1, MAX_LENGTH])
+    snapshot(buffers, tables, requests, lens)
+    assert buffers.owned.tolist() == [*tables.state_slot[requests].tolist(), -9, -9]
+    for row, (request, length) in enumerate(zip(requests.tolist(), lens.tolist())):
+        blocks = -(-length // BLOCK)
+        expected = tables.pages[request - 1, :blocks].tolist() if request else [0]
+        assert buffers.block_table[row, :blocks].tolist() == expected
+        assert (buffers.block_table[row, blocks:] == -9).all()
+    assert (buffers.block_table[4:] == -9).all()
+
+
 @pytest.mark.gpu
 def test_decode_recorded_in_a_cuda_graph() -> None:
     """Recorded once, replayed on other values of the static inputs, while the scheduler's tables already change."""
