@@ -1,6 +1,6 @@
 # make serve    set up, make a tiny checkpoint, serve it with this package's cache, print one completion, stay up
 # make test     set up, format and lint checks, types, tests (two processes, a file each: servers start slowly)
-# make demo     the same on a free port, then stop
+# make demo     make serve on a free port, then stop
 # make bench    the benchmarks
 # Variables: PYTHON (interpreter to make the environment with), RECIPE (cpu or cuda; default: what the machine has),
 # MODEL (checkpoint folder of serve and demo), ARGS (more arguments for serve, or for pytest in test).

@@ -18,6 +18,8 @@ from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
 from dsv4_sglang.model.config import CSA_RATIO, HCA_RATIO
 from dsv4_sglang.ops.schemas import NAMESPACE
 
+_OPS = getattr(torch.ops, NAMESPACE)
+
 WINDOW = 128
 # Row lists have widths that are multiples of this, as readers on a GPU want them.
 LIST_ALIGNMENT = 64
@@ -105,7 +107,7 @@ def snapshot_decode(
     The scheduler changes these tables for the next step as soon as a CUDA graph has been launched, so a graph must not
     read them: this runs before it. `seq_lens` [B] counts the new token; block ids behind it are left as they are.
     """
-    getattr(torch.ops, NAMESPACE).snapshot_tables(
+    _OPS.snapshot_tables(
         req_pool_indices, seq_lens, state_slot_of_request, req_to_token, buffers.owned, buffers.block_table
     )
 

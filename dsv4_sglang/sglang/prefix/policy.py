@@ -92,7 +92,7 @@ class CheckpointBook:
         if not self.held[slot] or self.locks[slot]:
             raise ValueError(f"checkpoint slot {slot} is {'locked' if self.held[slot] else 'not in the book'}")
         if not self._following[slot]:
-            self._waiting_ended(slot, used=False)
+            self._waiting_ended(float(self.now - self.last[slot]), used=False)
         previous = int(self.previous[slot])
         self._following[previous].discard(slot)
         self._following[previous] |= self._following[slot]
@@ -110,12 +110,12 @@ class CheckpointBook:
         known = self.interval[slot]
         self.interval[slot] = since if known == 0 else (known + since) / 2
         if not self._following[slot]:
-            self._waiting_ended(slot, used=True)
+            self._waiting_ended(since, used=True)
         self.last[slot] = self.now
 
-    def _waiting_ended(self, slot: int, *, used: bool) -> None:
+    def _waiting_ended(self, waited: float, *, used: bool) -> None:
         """Estimate `usual` anew: the reciprocal rate of uses where some waits were cut off; newer ones weigh more."""
-        waited, kept = float(self.now - self.last[slot]), 1 - 1 / MEMORY
+        kept = 1 - 1 / MEMORY
         self._waited, self._uses = self._waited * kept + waited, self._uses * kept + used
         if used:
             self._used_after += (waited - self._used_after) / (32 if self._used_after else 1)
