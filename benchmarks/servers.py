@@ -35,7 +35,6 @@ PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN = "dsv4_sglang.sglang.plugin:register"
 
 DECODE_LINE = re.compile(r"Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")
-RUNNING = re.compile(r"#running-req: (\d+)")
 IN_TREE_SIZES = re.compile(
     r"bytes_per_full_token=([\d.]+), available_bytes=([\d.]+) GB, c128_state_fixed=([\d.]+) GB, full_token=(\d+)"
 )
@@ -202,7 +201,8 @@ def decode_throughput(log: str, running_requests: int) -> float | None:
 
 
 def most_running(log: str) -> int:
-    return max((int(count) for count in RUNNING.findall(log)), default=0)
+    """Most requests in a decode step. A prefill line's count may hold requests that are over."""
+    return max((int(count) for count, _ in DECODE_LINE.findall(log)), default=0)
 
 
 def sizes(log: str) -> dict[str, float]:
