@@ -10,8 +10,9 @@ import argparse
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from dsv4_sglang.sglang.prefix.tree import FreeList, Node, PrefixTree
 BLOCK_BYTES = 452_512
 """V4-Flash, FP8 rows and 72 B keys: 21 x 32 x (584 + 72) + 20 x 584."""
 CHECKPOINT_BYTES = 3_644_416
-SHARE, INTERVAL = 0.1, 4096
+SHARE, INTERVAL, CONCURRENCY = 0.1, 4096, 16
+LOAD_GIGABYTES = 3.22
+"""Blocks and checkpoints of the servers of `benchmarks/results/prefix_trace.jsonl` under traces of agents."""
 
 
 @dataclass
@@ -50,7 +53,7 @@ class Simulation:
         checkpoints: int,
         interval: int,
         *,
-        concurrency: int = 16,
+        concurrency: int = CONCURRENCY,
         book: type[CheckpointBook] = CheckpointBook,
     ) -> None:
         self.tree = PrefixTree(FreeList(blocks), FreeList(checkpoints))
@@ -229,11 +232,51 @@ def study_loop(largest: int) -> Rows:
     return rows
 
 
+def study_loads(largest: int) -> Rows:
+    """Loads of `prefix_trace trace` in the memory that `--mem-fraction-static 0.055` leaves on an H200."""
+    rows = []
+    for active, visits in ((28, 10), (155, 5), (365, 5), (790, 2), (790, 5)):
+        config = TraceConfig(2 * active, active, tokens=(2_000, 80_000), generate=(8, 16), midway=True)
+        turns = list(islice(trace(config), visits * active))
+        for book in (CheckpointBook, LeastRecentlyUsed):
+            row = simulate(turns, LOAD_GIGABYTES, book=book)
+            rows.append(
+                {"active": active, "visits": visits, **row, **expected_blind(turns, LOAD_GIGABYTES, config.systems)}
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def expected_blind(turns: Sequence[Turn], gigabytes: float, sizes: Sequence[int]) -> dict[str, float]:
+    """`systems`: the share of the ideal's hits that are system prompts, which have these sizes. `blind`: the share that
+    a cache without checkpoints may expect if it cannot know which conversation goes on next. It always hits system
+    prompts, and of the rest the share of what waits for its next turn, in tokens times turns, that its memory holds
+    beside the running requests. (To give up one for another gains nothing: a pause of the trace is no likelier to last
+    the longer it has lasted.) In a short trace the first conversations to come stay, and more of their pauses end, so a
+    little more can be hit."""
+    ideal = Ideal()
+    total = systems = waited = 0
+    left: dict[int, tuple[int, int]] = {}  # conversation -> (turn, tokens)
+    for now, turn in enumerate(turns):
+        hit = ideal.hit(turn)
+        total += hit
+        systems += min(hit, sizes[turn.system])
+        when, tokens = left.get(turn.conversation, (now, 0))
+        waited += (now - when) * tokens
+        left[turn.conversation] = now, turn.end
+    waited += sum((len(turns) - when) * tokens for when, tokens in left.values())
+    running = CONCURRENCY * sum(turn.end for turn in turns) / len(turns)
+    held = max(0.0, gigabytes * 1e9 / BLOCK_BYTES * BLOCK - sum(sizes) - running) * len(turns)
+    blind = systems + (total - systems) * min(1.0, held / waited)
+    return {"systems": round(systems / total, 4), "blind": round(blind / total, 4)}
+
+
 STUDIES: dict[str, Callable[[int], Rows]] = {
     "loop": study_loop,
     "interval": study_interval,
     "share": study_share,
     "memory": study_memory,
+    "loads": study_loads,
 }
 
 

@@ -7,7 +7,13 @@ from dataclasses import replace
 from itertools import islice
 
 from benchmarks.agent_trace import TraceConfig, Turn, rounds, trace
-from benchmarks.prefix_simulation import INTERVAL, LeastRecentlyUsed, Simulation
+from benchmarks.prefix_simulation import (
+    BLOCK_BYTES,
+    INTERVAL,
+    LeastRecentlyUsed,
+    Simulation,
+    expected_blind,
+)
 from dsv4_sglang.sglang.options import BLOCK
 from dsv4_sglang.sglang.prefix.policy import CheckpointBook
 
@@ -30,6 +36,17 @@ def agents(active: int, visits: int) -> tuple[list[Turn], int]:
 def test_what_fits_hits() -> None:
     turns, live = agents(50, 6)
     assert hits(turns, 3 * live) > 0.975
+
+
+def test_about_what_a_cache_may_expect_that_cannot_know_who_comes_next() -> None:
+    turns, live = agents(400, 5)
+
+    def expected(tokens: int) -> float:
+        return expected_blind(turns, tokens / BLOCK * BLOCK_BYTES / 1e9, (BLOCK,))["blind"]
+
+    assert expected(live) == 1.0
+    assert expected(0) == expected_blind(turns, 0.0, (BLOCK,))["systems"]
+    assert 0.7 * expected(live // 4) < hits(turns, live // 4) < 1.1 * expected(live // 4)
 
 
 def test_twice_and_ten_times_what_fits_degrade_smoothly() -> None:
