@@ -101,7 +101,7 @@ def draw_prefix_trace(axis: Any, rows: list[Row]) -> None:
     order = sorted(loads)
     labels = [f"{scenario.replace('-', chr(10))}\n{millions:g} M" for scenario, millions in order]
     grouped_bars(axis, labels, {name: [loads[load].get(name) for load in order] for name in names}, "% of the ideal")
-    axis.legend(fontsize=7, loc=(0.34, 0.72))  # above the lowest bars
+    axis.legend(fontsize=7, loc=(0.29, 0.72))  # above the lowest bars
     axis.set_title("Prefix hits by scenario and tokens in live conversations")
 
 
