@@ -122,6 +122,16 @@ def test_what_a_retracted_request_leaves_makes_room() -> None:
         server.check()
 
 
+@pytest.mark.parametrize(("blocks", "checkpoints"), [(8, 0), (0, 20)], ids=["with their blocks", "alone"])
+def test_evicted_checkpoints_are_counted(blocks: int, checkpoints: int) -> None:
+    server = TreeServer(blocks=8, checkpoints=20, interval=2, chunk=30)
+    run(server, list(range(5)), tail=44)
+    counters = server.component.counters
+    assert (counters.held, counters.evicted) == (3, 0)
+    server.press(blocks, checkpoints)
+    assert (counters.held, counters.evicted) == (0, 3)
+
+
 def test_only_retraction_for_memory_keeps_what_was_generated() -> None:
     """The two hooks together: a flag that one sets and the other uses up."""
     from dsv4_sglang.sglang.prefix import schedule

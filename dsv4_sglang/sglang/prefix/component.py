@@ -113,7 +113,6 @@ class CheckpointComponent(MambaComponent):
         host_frees: dict[ComponentType, list[Any]] = defaultdict(list)
         self.tree_core._evict_component_and_detach_lru(node, self, device_frees, host_frees, target=EvictLayer.DEVICE)
         self.cache._free_values(device_frees, host_frees)
-        self.counters.evicted += 1
 
     # What SGLang's tree asks of a component
 
@@ -220,6 +219,7 @@ class CheckpointComponent(MambaComponent):
         if EvictLayer.DEVICE in target and slot is not None:
             self.slots.book.remove(slot)
             del self.slots.nodes[slot]
+            self.counters.evicted += 1
         return super().evict_component(node, device_frees, host_frees, target)
 
     def _evict_device_next_node(self, tracker: Any, device_frees: Any, host_frees: Any) -> int | None:

@@ -15,7 +15,7 @@ COUNTERS = {
     "hit_tokens": "prompt tokens served from the cache",
     "lost_tokens": "prompt tokens whose blocks were cached, computed again for want of a checkpoint",
     "checkpoints_taken": "checkpoints taken",
-    "checkpoints_evicted": "checkpoints evicted",
+    "checkpoints_evicted": "checkpoints evicted, alone or with their blocks",
     "checkpoints_refused": "checkpoints not taken because no slot was free or worth evicting",
     "checkpoints_loaded": "checkpoints that requests resumed from",
     "copied_bytes": "bytes copied to checkpoints and from them",
