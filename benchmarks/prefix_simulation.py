@@ -238,11 +238,10 @@ def study_loads(largest: int) -> Rows:
     for active, visits in ((28, 10), (155, 5), (365, 5), (790, 2), (790, 5)):
         config = TraceConfig(2 * active, active, tokens=(2_000, 80_000), generate=(8, 16), midway=True)
         turns = list(islice(trace(config), visits * active))
+        expected = expected_blind(turns, LOAD_GIGABYTES, config.systems)
         for book in (CheckpointBook, LeastRecentlyUsed):
             row = simulate(turns, LOAD_GIGABYTES, book=book)
-            rows.append(
-                {"active": active, "visits": visits, **row, **expected_blind(turns, LOAD_GIGABYTES, config.systems)}
-            )
+            rows.append({"active": active, "visits": visits, **row, **expected})
             print(rows[-1], flush=True)
     return rows
 
