@@ -13,6 +13,8 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,11 @@ def trace(config: TraceConfig) -> Iterator[Turn]:
             scripts[started] = _script(config, started).turns
             heapq.heappush(queue, (now + rng.lognormvariate(0.0, 0.7), started, 0))
             started += 1
+
+
+def load(active: int, visits: int, **fields: Any) -> list[Turn]:
+    """`visits` turns, on average, of each of `active` conversations on their way; `fields` of TraceConfig."""
+    return list(islice(trace(TraceConfig(2 * active, active, midway=True, **fields)), visits * active))
 
 
 def rounds(conversations: int, tokens: int, count: int, append: int = 200, generate: int = 16) -> Iterator[Turn]:

@@ -12,13 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.agent_trace import Ideal, TraceConfig, Turn, rounds, trace
+from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
 from dsv4_sglang.sglang.options import BLOCK
 from dsv4_sglang.sglang.prefix.placement import Due, due_in_prefill, is_kept
 from dsv4_sglang.sglang.prefix.policy import CheckpointBook
@@ -236,9 +235,8 @@ def study_loads(largest: int) -> Rows:
     """Loads of `prefix_trace trace` in the memory that `--mem-fraction-static 0.055` leaves on an H200."""
     rows = []
     for active, visits in ((28, 10), (155, 5), (365, 5), (790, 2), (790, 5)):
-        config = TraceConfig(2 * active, active, tokens=(2_000, 80_000), generate=(8, 16), midway=True)
-        turns = list(islice(trace(config), visits * active))
-        expected = expected_blind(turns, LOAD_GIGABYTES, config.systems)
+        turns = load(active, visits, tokens=(2_000, 80_000), generate=(8, 16))
+        expected = expected_blind(turns, LOAD_GIGABYTES, TraceConfig.systems)
         for book in (CheckpointBook, LeastRecentlyUsed):
             row = simulate(turns, LOAD_GIGABYTES, book=book)
             rows.append({"active": active, "visits": visits, **row, **expected})

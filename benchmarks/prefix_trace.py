@@ -21,12 +21,11 @@ import sys
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from benchmarks import servers
-from benchmarks.agent_trace import TraceConfig, Turn, rounds, trace
+from benchmarks.agent_trace import Turn, load, rounds
 from benchmarks.environment import ROOT, environment
 from benchmarks.replay import Client, Replay, Served, compare_with_cold
 
@@ -65,15 +64,8 @@ def run_trace(replay: Replay, args: argparse.Namespace) -> Parts:
     """One load after the other, on an empty cache and from the middle of its conversations, whose first visits find
     nothing, in an infinite cache either."""
     for active, visits in zip(args.active, args.visits, strict=True):
-        config = TraceConfig(
-            conversations=2 * active,
-            active=active,
-            seed=args.seed,
-            tokens=(args.shortest, args.longest),
-            generate=(8, args.generate),
-            midway=True,
-        )
-        turns = list(islice(trace(config), visits * active))
+        lengths = args.shortest, args.longest
+        turns = load(active, visits, seed=args.seed, tokens=lengths, generate=(8, args.generate))
         replay.restart()
         row = summary(replay.run(turns))
         if args.check:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import islice
 
-from benchmarks.agent_trace import TraceConfig, Turn, rounds, trace
+from benchmarks.agent_trace import Turn, load, rounds
 from benchmarks.prefix_simulation import (
     BLOCK_BYTES,
     INTERVAL,
@@ -27,8 +26,7 @@ def hits(turns: Iterable[Turn], tokens: int, book: type[CheckpointBook] = Checkp
 
 def agents(active: int, visits: int) -> tuple[list[Turn], int]:
     """Turns of conversations that come back after times of any length, and the tokens that are alive in the end."""
-    config = TraceConfig(2 * active, active, systems=(BLOCK,), tokens=(4_000, 40_000), generate=(8, 64), midway=True)
-    turns = list(islice(trace(config), active * visits))
+    turns = load(active, visits, systems=(BLOCK,), tokens=(4_000, 40_000), generate=(8, 64))
     ends = {turn.conversation: turn.end for turn in turns}
     return turns, sum(list(ends.values())[-active:])
 
