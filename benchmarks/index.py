@@ -1,11 +1,12 @@
-"""Choosing a decode step's CSA entries: FP4 keys scored and selected, against DeepGEMM's FP8 scores and SGLang's top-k.
+"""Choosing a step's CSA entries: FP4 keys scored and selected, against DeepGEMM's FP8 scores and SGLang's top-k.
 
     python -m benchmarks.index [--quick] [--out DIR]
 
 From the raw index query of 64 heads to the rows that attention reads. Four layers with keys of their own in a CUDA
-graph; times are a layer's. In-tree: query RoPE + Hadamard + FP8, deep_gemm.fp8_paged_mqa_logits over 132 B keys, top-k
-v2; its schedules are metadata and computed before. Stages are timed alone as well. The floor is the keys' bytes at the
-copy rate.
+graph; times are a layer's. In-tree: query RoPE + Hadamard + FP8, deep_gemm.fp8_paged_mqa_logits over 132 B keys (of a
+prefill chunk: keys gathered, then deep_gemm.fp8_mqa_logits), top-k v2; its schedules are metadata and computed before.
+Stages are timed alone as well. The floor is the keys' bytes at the copy rate, or the products at FP8's, which is taken
+for twice what bf16 products reach.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,125 +30,180 @@ LAYERS, HEADS, DIM = 4, 64, 128
 WEIGHT_SCALE = DIM**-0.5 * HEADS**-0.5
 KEYS_A_BLOCK, KEYS_A_PAGE = 32, 64
 KEY_BYTES = {"ours": 72, "in-tree": 132}
+SCORES_AT_ONCE = 1 << 26
+"""Of a prefill chunk, as in `dsv4_sglang.sglang.backend`."""
+FP8_FLOPS = 2 * 790e12
 K = 1024
-CASES = ((1, 16 * K), (1, 128 * K), (1, K * K), (16, 32 * K), (64, 16 * K), (16, 128 * K), (64, 128 * K), (256, 16 * K))
-QUICK = ((1, 128 * K), (16, 128 * K), (64, 16 * K))
-DRY = ((2, 4 * K),)
 Stages = dict[str, Callable[[], object]]
 
 
+class Load(NamedTuple):
+    """Requests with so many tokens before and in the step, of which the last `chunk` are the step's."""
+
+    requests: int
+    context: int
+    chunk: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.requests} x {self.context // K}K" + (f", chunk of {self.chunk}" if self.chunk > 1 else "")
+
+    @property
+    def keys(self) -> int:
+        return self.context // CSA_RATIO
+
+    @property
+    def tokens(self) -> int:
+        return self.requests * self.chunk
+
+    def floor_us(self, key_bytes: int, facts: dict[str, float]) -> float:
+        copied = self.requests * self.keys * key_bytes
+        scores = self.tokens * (self.keys - self.chunk / CSA_RATIO / 2)
+        return max(
+            timing.floor_us(copied, 1, facts.get("copy_gbs") or 1.0, facts.get("empty_launch_us", 0.0)),
+            scores * HEADS * DIM * 2 / FP8_FLOPS * 1e6,
+        )
+
+
+DECODE = ((1, 16), (1, 128), (1, K), (16, 32), (64, 16), (16, 128), (64, 128), (256, 16))
+CASES = (*(Load(n, thousands * K) for n, thousands in DECODE), Load(1, 64 * K, 8 * K), Load(1, 256 * K, 8 * K))
+QUICK = (Load(1, 128 * K), Load(16, 128 * K), Load(64, 16 * K), Load(1, 64 * K, 8 * K))
+DRY = (Load(2, 4 * K), Load(1, 4 * K, 64))
+
+
 class Tensors:
-    """What both subjects share: queries [B, 64, 128] bf16 and head weights of each layer, positions, RoPE table."""
+    """What both subjects share: queries [T, 64, 128] bf16 and head weights of each layer, positions, RoPE table."""
 
-    def __init__(self, batch: int, context: int, device: torch.device, layers: int) -> None:
+    def __init__(self, load: Load, device: torch.device, layers: int) -> None:
         generator = torch.Generator(device=device).manual_seed(4)
-        self.q = [torch.randn(batch, HEADS, DIM, device=device, generator=generator).bfloat16() for _ in range(layers)]
-        self.weights = [torch.randn(batch, HEADS, device=device, generator=generator) for _ in range(layers)]
-        self.rope = rope_table(context, rope_frequencies(DSV4Config.flash(), CSA_RATIO, device))
-        self.positions = torch.full((batch,), context - 1, dtype=torch.int64, device=device)
-        self.keys = context // CSA_RATIO
-
-    def table(self, batch: int, rows: int, device: torch.device) -> torch.Tensor:
-        """[batch, pages] int32: every request its own pages of `rows` keys, in random order."""
-        pages = self.keys // rows
-        order = torch.randperm(batch * pages, device=device, generator=torch.Generator(device=device).manual_seed(2))
-        return order.int().view(batch, pages)
+        size = load.tokens, HEADS
+        self.q = [torch.randn(*size, DIM, device=device, generator=generator).bfloat16() for _ in range(layers)]
+        self.weights = [torch.randn(size, device=device, generator=generator) for _ in range(layers)]
+        self.rope = rope_table(load.context, rope_frequencies(DSV4Config.flash(), CSA_RATIO, device))
+        self.positions = torch.arange(load.context - load.chunk, load.context, device=device).repeat(load.requests)
 
 
-def ours(batch: int, context: int, top_k: int, device: torch.device, layers: int) -> Stages:
-    shared = Tensors(batch, context, device, layers)
-    block_table = shared.table(batch, KEYS_A_BLOCK, device)
-    keys = [tables.our_keys(block_table.numel(), device) for _ in range(layers)]
-    owner = torch.arange(batch, dtype=torch.int32, device=device)
-    scores = torch.empty(batch, block_table.shape[1] * KEYS_A_BLOCK, device=device)
-    rows = torch.empty(batch, top_k, dtype=torch.int32, device=device)
-    weights = [w * WEIGHT_SCALE for w in shared.weights]
+def page_table(load: Load, rows: int, device: torch.device) -> torch.Tensor:
+    """[requests, pages] int32: every request its own pages of `rows` keys, in random order."""
+    pages = load.requests * load.keys // rows
+    order = torch.randperm(pages, device=device, generator=torch.Generator(device=device).manual_seed(2))
+    return order.int().view(load.requests, -1)
+
+
+class Ours(Tensors):
+    """Those of `index_topk`, and its scratch: scores for as many tokens as are handled at a time."""
+
+    def __init__(self, load: Load, top_k: int, device: torch.device, layers: int) -> None:
+        super().__init__(load, device, layers)
+        self.block_table = page_table(load, KEYS_A_BLOCK, device)
+        self.key_tables = [tables.our_keys(self.block_table.numel(), device) for _ in range(layers)]
+        self.owner = torch.arange(load.requests, dtype=torch.int32, device=device).repeat_interleave(load.chunk)
+        at_once = load.tokens if load.chunk == 1 else min(load.tokens, SCORES_AT_ONCE // load.keys)
+        self.slices = [slice(begin, begin + at_once) for begin in range(0, load.tokens, at_once)]
+        self.scores = torch.empty(at_once, load.keys, device=device)
+        self.rows = torch.empty(load.tokens, top_k, dtype=torch.int32, device=device)
+        self.weights = [w * WEIGHT_SCALE for w in self.weights]
+
+
+def ours(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
+    t = Ours(load, top_k, device, layers)
 
     def step() -> None:
         for layer in range(layers):
             torch.ops.dsv4_sglang.index_topk(
-                shared.q[layer],
-                weights[layer],
-                keys[layer],
-                block_table,
-                owner,
-                shared.positions,
-                shared.rope,
+                t.q[layer],
+                t.weights[layer],
+                t.key_tables[layer],
+                t.block_table,
+                t.owner,
+                t.positions,
+                t.rope,
                 MXFP4,
-                scores,
-                rows,
+                t.scores,
+                t.rows,
             )
 
     return {"all": step}
 
 
-def our_stages(batch: int, context: int, top_k: int, device: torch.device, layers: int) -> Stages:
+def our_stages(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
     """The three stages of our op for CUDA, by the functions that it consists of."""
     from dsv4_sglang.attention import cuda_index as kernels
 
-    shared = Tensors(batch, context, device, layers)
-    block_table = shared.table(batch, KEYS_A_BLOCK, device)
-    keys = [tables.our_keys(block_table.numel(), device) for _ in range(layers)]
-    owner = torch.arange(batch, dtype=torch.int32, device=device)
-    scores = torch.empty(batch, block_table.shape[1] * KEYS_A_BLOCK, device=device)
-    rows = torch.empty(batch, top_k, dtype=torch.int32, device=device)
-    weights = [w * WEIGHT_SCALE for w in shared.weights]
-    made = [kernels.prepare_query(q, shared.positions, shared.rope, True, MXFP4) for q in shared.q]
+    t = Ours(load, top_k, device, layers)
 
-    def prepare() -> None:
-        for q in shared.q:
-            kernels.prepare_query(q, shared.positions, shared.rope, True, MXFP4)
+    def query(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return kernels.prepare_query(t.q[layer], t.weights[layer], t.positions, t.rope, True, MXFP4)
 
-    def score() -> None:
-        for layer in range(layers):
-            kernels.score(made[layer], weights[layer], keys[layer], block_table, owner, shared.positions, top_k, scores)
+    made = [query(layer) for layer in range(layers)]
+
+    def score(layer: int) -> None:
+        q, weights = made[layer]
+        for part in t.slices:
+            where = t.block_table, t.owner[part], t.positions[part]
+            kernels.score(q[part], weights[part], t.key_tables[layer], *where, MXFP4, top_k, t.scores)
 
     def select() -> None:
-        for _ in range(layers):
-            kernels.select(scores, block_table, owner, shared.positions, rows)
+        for part in t.slices:
+            kernels.select(t.scores, t.block_table, t.owner[part], t.positions[part], t.rows[part])
 
-    return {"query": prepare, "score": score, "select": select}
+    return {
+        "query": lambda: [query(layer) for layer in range(layers)],
+        "score": lambda: [score(layer) for layer in range(layers)],
+        "select": lambda: [select() for _ in range(layers)],
+    }
 
 
-def in_tree(batch: int, context: int, top_k: int, device: torch.device, layers: int) -> Stages:
+def in_tree(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
     import deep_gemm
+    from sglang.kernels.ops.attention.dsa.index_buf_accessor import GetKAndS
     from sglang.kernels.ops.attention.dsv4 import plan_topk_v2, topk_transform_512_v2
     from sglang.kernels.ops.attention.dsv4.elementwise import fused_q_indexer_rope_hadamard_quant
 
-    shared = Tensors(batch, context, device, layers)
-    page_table = shared.table(batch, KEYS_A_PAGE, device)
-    keys = [
-        tables.in_tree_keys(page_table.numel(), device).view(-1, KEYS_A_PAGE, 1, KEY_BYTES["in-tree"])
-        for _ in range(layers)
-    ]
+    shared = Tensors(load, device, layers)
+    pages = page_table(load, KEYS_A_PAGE, device)
+    token_pages = pages.repeat_interleave(load.chunk, 0)
+    caches = [tables.in_tree_keys(pages.numel(), device) for _ in range(layers)]
     freqs = torch.view_as_complex(shared.rope.unflatten(1, (-1, 2)).contiguous())
     weights = [w.bfloat16() for w in shared.weights]
-    lens = torch.full((batch,), shared.keys, dtype=torch.int32, device=device)
-    schedule = deep_gemm.get_paged_mqa_logits_metadata(lens.unsqueeze(-1), KEYS_A_PAGE, deep_gemm.get_num_sms())
+    lens = ((shared.positions + 1) // CSA_RATIO).int()
     plan = plan_topk_v2(lens)
-    chosen = torch.full((batch, math.ceil(top_k / 64) * 64), -1, dtype=torch.int32, device=device)
-    longest = page_table.shape[1] * KEYS_A_PAGE
+    chosen = torch.full((load.tokens, math.ceil(top_k / 64) * 64), -1, dtype=torch.int32, device=device)
 
     def query(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return fused_q_indexer_rope_hadamard_quant(
+        q, head_weights = fused_q_indexer_rope_hadamard_quant(
             shared.q[layer], weights[layer], WEIGHT_SCALE, freqs, shared.positions
         )
+        return q, head_weights.squeeze(2)
+
+    schedule = (
+        deep_gemm.get_paged_mqa_logits_metadata(lens.unsqueeze(-1), KEYS_A_PAGE, deep_gemm.get_num_sms())
+        if load.chunk == 1
+        else None
+    )
+    start, last = torch.zeros_like(lens), lens[-1:]
+    pool = SimpleNamespace(page_size=KEYS_A_PAGE, index_head_dim=DIM, quant_block_size=DIM)
 
     def score(layer: int, made: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         q, head_weights = made
-        return deep_gemm.fp8_paged_mqa_logits(
-            q.unsqueeze(1),
-            keys[layer],
-            head_weights.squeeze(2),
-            lens.unsqueeze(-1),
-            page_table,
-            schedule,
-            longest,
-            False,
+        if load.chunk == 1:
+            cache = caches[layer].view(-1, KEYS_A_PAGE, 1, KEY_BYTES["in-tree"])
+            ends = lens.unsqueeze(-1)
+            return deep_gemm.fp8_paged_mqa_logits(
+                q.unsqueeze(1), cache, head_weights, ends, pages, schedule, load.keys, False
+            )
+        keys, scales = GetKAndS.execute(
+            pool,
+            caches[layer],
+            page_indices=pages,
+            seq_len_tensor=last,
+            seq_len_sum=load.keys,
+            max_seq_len=load.keys,
         )
+        dense = keys.view(torch.float8_e4m3fn), scales.view(torch.float32).squeeze(-1)
+        return deep_gemm.fp8_mqa_logits(q, dense, head_weights, start, lens, clean_logits=False, max_seqlen_k=load.keys)
 
     def select(logits: torch.Tensor) -> None:
-        topk_transform_512_v2(logits, lens, page_table, chosen, KEYS_A_PAGE, plan)
+        topk_transform_512_v2(logits, lens, token_pages, chosen, KEYS_A_PAGE, plan)
 
     made = [query(layer) for layer in range(layers)]
     logits = score(0, made[0])
@@ -161,20 +218,19 @@ def in_tree(batch: int, context: int, top_k: int, device: torch.device, layers: 
 def measure(
     subject: str,
     build: Callable[..., Stages],
-    batch: int,
-    context: int,
+    load: Load,
     top_k: int,
     device: torch.device,
     facts: dict[str, float],
     samples: int,
 ) -> Iterator[dict[str, Any]]:
     layers = 2 if device.type == "cpu" else LAYERS
-    moved = batch * (context // CSA_RATIO) * KEY_BYTES[subject]
-    floor = timing.floor_us(moved, 1, facts.get("copy_gbs") or 1.0, facts.get("empty_launch_us", 0.0))
-    for stage, step in build(batch, context, top_k, device, layers).items():
+    moved = load.requests * load.keys * KEY_BYTES[subject]
+    floor = load.floor_us(KEY_BYTES[subject], facts)
+    for stage, step in build(load, top_k, device, layers).items():
         recorded = timing.Recorded(step, device)
         time = recorded.time(samples, divide=layers)
-        row = {"case": f"{batch} x {context // K}K, top {top_k}", "subject": subject, "stage": stage, "us": time.us}
+        row = {"case": f"{load}, top {top_k}", "subject": subject, "stage": stage, "us": time.us}
         row |= {"cold us": recorded.time_cold(max(5, samples // 3), divide=layers).us}
         row |= {"low": time.low, "high": time.high, "floor us": floor, "GB/s": moved / time.us / 1e3}
         yield row
@@ -211,11 +267,10 @@ def main(argv: list[str] | None = None) -> int:
     if not args.dry_run:
         subjects |= {"ours stages": ("ours", our_stages), "in-tree": ("in-tree", in_tree)}
     for top_k in (512,) if args.quick or args.dry_run else (512, 1024):
-        for batch, context in DRY if args.dry_run else QUICK if args.quick else CASES:
+        for load in DRY if args.dry_run else QUICK if args.quick else CASES:
             for label, (subject, build) in subjects.items():
-                name = f"{batch}x{context // K}K/top{top_k}/{label}"
-                work = partial(measure, subject, build, batch, context, top_k, device, facts, samples)
-                result.part(name, work)
+                work = partial(measure, subject, build, load, top_k, device, facts, samples)
+                result.part(f"{load}/top{top_k}/{label}", work)
     stages = [f"{subject} {stage}" for subject in ("ours", "in-tree") for stage in ("query", "score", "select")]
     columns = ["case", "ours", "in-tree", "ours / in-tree", "ours cold", "in-tree cold", *stages, "floor us"]
     lines = compare(result.rows)

@@ -61,7 +61,7 @@ def draw_attend(axis: Any, rows: list[Row]) -> None:
 
 
 def draw_index(axis: Any, rows: list[Row]) -> None:
-    lines = [line for line in index.compare(rows) if "top 512" in line["case"]]
+    lines = [line for line in index.compare(rows) if "top 512" in line["case"] and "chunk" not in line["case"]]
     labels = [line["case"].removesuffix(", top 512") for line in lines]
     grouped_bars(axis, labels, pick(lines, ("ours", "in-tree")), "us a layer")
     axis.set_title("Selection, decode: requests x context")

@@ -30,10 +30,10 @@ void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_requ
 void swap_blocks(std::vector<Tensor> device_pools, std::vector<Tensor> host_pools, Tensor ids, bool to_host);
 
 /// The steps of index_topk, for attention/cuda_index.py; registered with their schemas in register.cpp.
-void index_query(Tensor q, Tensor positions, Tensor rope, int64_t index_format, Tensor out);
+void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_t index_format, Tensor out, Tensor out_weights);
 
-void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, int64_t top,
-                 Tensor scores);
+void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions,
+                 int64_t index_format, int64_t top, Tensor scores);
 
 void index_select(Tensor scores, Tensor block_table, Tensor token_request, Tensor positions, Tensor rows);
 

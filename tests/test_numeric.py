@@ -26,7 +26,7 @@ EACH(host_mxfp4_exponent, mxfp4_exponent(x[i]))
 EACH(host_nvfp4_scale, nvfp4_scale(x[i]))
 EACH(host_e2m1_value, e2m1_value(uint32_t(x[i])))
 EACH(host_channel_at, channel_at(int(x[i])))
-EACH(host_pair_in_image, pair_in_image(int(x[i]) / 64, int(x[i]) / 16 % 4, int(x[i]) / 2 % 8, int(x[i]) % 2))
+EACH(host_word_in_image, word_in_image(int(x[i]) / 64, int(x[i]) / 16 % 4, int(x[i]) / 2 % 8, int(x[i]) % 2))
 EACH(host_pack_low, low_bf16(pack_bf16(x[i], -1.0f)))
 EACH(host_pack_high, high_bf16(pack_bf16(-1.0f, x[i])))
 // Eight codes and two scales a row -> eight products with the first scale, then with the second, as the codes lie.
@@ -40,6 +40,15 @@ extern "C" void host_decode_keys(const uint8_t* rows, float* y, long n) {
     for (int j = 0; j < 8; ++j) {
       const float code = j < 4 ? __low2float(codes[j]) : __high2float(codes[j - 4]);
       y[j] = code * __low2float(scales) * kKeyGain, y[8 + j] = code * __high2float(scales) * kKeyGain;
+    }
+  }
+}
+// A word of eight codes -> as e4m3 numbers, of a block whose scale is 2^-below times the largest.
+extern "C" void host_decode_bytes(const uint32_t* words, const int32_t* below, float* y, long n) {
+  for (long i = 0; i < n; ++i, y += 8) {
+    for (int half = 0; half < 2; ++half) {
+      uint32_t bytes = four_bytes(words[i] >> 16 * half, byte_codes(below[i]));
+      for (int j = 0; j < 4; ++j, bytes >>= 8) y[4 * half + j] = e4m3_value(bytes & 0x7f) * (bytes & 0x80 ? -1 : 1);
     }
   }
 }
@@ -148,19 +157,32 @@ def test_keys_are_decoded_exactly(host):
     assert torch.equal(got, torch.cat([codes * factor[:, :1], codes * factor[:, 1:]], 1))
 
 
+def test_keys_in_e4m3_are_exact_for_twelve_powers_of_two(host):
+    """Every code at every place of a word; what is smaller yet is 0."""
+    places = (torch.arange(16)[:, None] + torch.arange(8)) % 16
+    words = (places << 4 * torch.arange(8)).sum(1)
+    below = torch.arange(18)
+    arguments = words.repeat(18).to(torch.uint32), below.repeat_interleave(16).int()
+    got = torch.empty(18 * 16, 8)
+    host.library.host_decode_bytes(*(ctypes.c_void_p(t.data_ptr()) for t in (*arguments, got)), ctypes.c_long(len(got)))
+    exact = host("host_e2m1_value", places) * 2.0 ** (6 - below)[:, None, None] * (below <= 11)[:, None, None]
+    assert torch.equal(got.view(18, 16, 8), exact)
+
+
 def test_channels_of_a_query(host):
     assert host("host_channel_at", torch.arange(16)).tolist() == [*(c := [0, 4, 1, 5, 2, 6, 3, 7]), *(8 + i for i in c)]
 
 
 def test_image_of_a_query(host):
-    """As warpgroup products take operand B, 128-byte swizzle: byte 128 n + 2 k of each 64 channels, with address bits 7
-    to 9 added to bits 4 to 6; n is the head, k the channel's place in the order of the steps.
+    """As warpgroup products take operand B, 128-byte swizzle: byte 128 n + k % 128 of each 8192, with address bits 7
+    to 9 added to bits 4 to 6; n is the head, k the place of a word, in bytes, in the order of the steps (of fp16 eight,
+    of e4m3 four).
     """
     head, c, step, upper = torch.meshgrid(*(torch.arange(n) for n in (64, 4, 8, 2)), indexing="ij")
-    k = 16 * step + 8 * upper + 2 * c
-    byte = 128 * head + 2 * (k % 64)
-    expected = (8192 * (k // 64) + (byte ^ (byte >> 7) % 8 * 16)) // 4
-    assert torch.equal(host("host_pair_in_image", torch.arange(4096)), expected.flatten().float())
+    k = 32 * step + 16 * upper + 4 * c
+    byte = 128 * head + k % 128
+    expected = (8192 * (k // 128) + (byte ^ (byte >> 7) % 8 * 16)) // 4
+    assert torch.equal(host("host_word_in_image", torch.arange(4096)), expected.flatten().float())
 
 
 def test_order_of_scores(host):

@@ -44,7 +44,7 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, int bytes,
 /// A barrier of the 128 threads of warpgroup `group`.
 __device__ __forceinline__ void warpgroup_barrier(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
-/// Descriptor of a [64, 64] fp16 operand at a shared address: rows of 128 bytes, 16-byte pieces exchanged as `pair_in_image` says.
+/// Descriptor of an operand of 64 rows at a shared address: rows of 128 bytes, 16-byte pieces exchanged as `word_in_image` says.
 __device__ __forceinline__ uint64_t operand_in_shared(uint32_t address) {
   constexpr uint64_t eight_rows = 1024, swizzle_128 = 1;
   return (eight_rows >> 4 | swizzle_128 << 30) << 32 | (address >> 4 | 1 << 16);
@@ -70,21 +70,33 @@ __device__ __forceinline__ void products_wait(float (&d)[32]) {
   for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-/// d = (add ? d : 0) + a b of a warpgroup: a [64, 16] in registers, b [16, 64] in shared memory, fp16; d [64, 64] fp32.
+// d = (add ? d : 0) + a b of a warpgroup: a [64, 32 bytes] in registers, b [32 bytes, 64] in shared memory; d [64, 64] fp32.
+#define DSV4_MULTIPLY_64X64(shape_and_types, last)                                                                                     \
+  asm volatile(                                                                                                                        \
+      "{\n"                                                                                                                            \
+      ".reg .pred add;\n"                                                                                                              \
+      "setp.ne.b32 add, %37, 0;\n"                                                                                                     \
+      "wgmma.mma_async.sync.aligned." shape_and_types                                                                                  \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                                       \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1" last     \
+      ";\n"                                                                                                                            \
+      "}\n"                                                                                                                            \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),        \
+        "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),           \
+        "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),           \
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                                                                             \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(add ? 1 : 0))
+
+/// Of 16 fp16 numbers.
 template <bool add>
-__device__ __forceinline__ void multiply_64x64(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n"
-      "}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
-        "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),
-        "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(add ? 1 : 0));
+__device__ __forceinline__ void multiply_halves(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+  DSV4_MULTIPLY_64X64("m64n64k16.f32.f16.f16", ", 0");
+}
+
+/// Of 32 e4m3 numbers.
+template <bool add>
+__device__ __forceinline__ void multiply_bytes(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+  DSV4_MULTIPLY_64X64("m64n64k32.f32.e4m3.e4m3", "");
 }
 
 #endif

@@ -30,8 +30,15 @@ struct Gpu {
   }
 };
 
-/// Whether queries are prepared as images, for `launch_score_hopper`.
-bool takes_images(const Gpu& gpu, bool fp4, int64_t heads) { return gpu.hopper && fp4 && heads == kIndexHeads; }
+/// How queries for FP4 keys are prepared. `kByteImage` and `kHalfImage` are for `launch_score_hopper`.
+QueryForm form_of(const Gpu& gpu, int64_t index_format, int64_t heads) {
+  if (!gpu.hopper || heads != kIndexHeads) return QueryForm::kPlaces;
+  return index_format == kMxfp4 ? QueryForm::kByteImage : QueryForm::kHalfImage;
+}
+
+void check_format(const char* op, int64_t index_format) {
+  if (index_format != kMxfp4 && index_format != kNvfp4) fail(op, ": index_format is ", index_format, "; expected 0 (mxfp4) or 1 (nvfp4)");
+}
 
 int device_of(const char* op, const char* name, const Tensor& t) {
   if (!t.is_cuda()) fail(op, ": ", name, " is ", describe(t), "; expected a CUDA tensor");
@@ -52,7 +59,7 @@ void check_step(const Checker& check, const Tensor& scores, const Tensor& table,
 
 }  // namespace
 
-void index_query(Tensor q, Tensor positions, Tensor rope, int64_t index_format, Tensor out) {
+void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_t index_format, Tensor out, Tensor out_weights) {
   const int device = device_of("index_query", "q", q);
   const Checker check("index_query", device);
   check.tensor("q", q, {kBFloat, kFloat}, {kAny, kAny, kIndexDim});
@@ -64,6 +71,8 @@ void index_query(Tensor q, Tensor positions, Tensor rope, int64_t index_format, 
   if (reinterpret_cast<uintptr_t>(q.data_ptr()) % (4 * bytes)) {
     fail("index_query: q is at ", q.data_ptr(), "; expected a multiple of ", 4 * bytes, " bytes");
   }
+  check.tensor("weights", weights, {kFloat}, {tokens, heads});
+  check.dense("weights", weights, 1);
   check.tensor("positions", positions, {kLong}, {tokens});
   check.dense("positions", positions, 0);
   check.tensor("rope", rope, {kFloat}, {kAny, kRopeDim});
@@ -72,24 +81,25 @@ void index_query(Tensor q, Tensor positions, Tensor rope, int64_t index_format, 
   check.tensor("out", out, {kHalf, kFloat}, {tokens, heads, kIndexDim});
   check.dense("out", out, 0);
   check.aligned("out", out, 16);
-  if (index_format != kMxfp4 && index_format != kNvfp4) {
-    fail("index_query: index_format is ", index_format, "; expected 0 (mxfp4) or 1 (nvfp4)");
-  }
+  check.tensor("out_weights", out_weights, {kFloat}, {tokens, heads});
+  check.dense("out_weights", out_weights, 0);
+  check_format("index_query", index_format);
   if (tokens * heads > INT32_MAX / 32) fail("index_query: q is ", describe(q), "; expected at most 2^26 heads in all");
   if (tokens * heads == 0) return;
   QueryParams p{};
   p.q = q.data_ptr(), p.token_stride = q.stride(0), p.head_stride = q.stride(1), p.q_bf16 = q.scalar_type() == kBFloat;
   p.positions = data<int64_t>(positions), p.rope = data<float>(rope), p.out = out.data_ptr();
+  p.weights = data<float>(weights), p.weights_stride = weights.stride(0), p.out_weights = data<float>(out_weights);
   p.tokens = int(tokens), p.heads = int(heads);
   p.format = out.scalar_type() == kHalf ? int(index_format) : int(kKeyFp32);
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Gpu gpu(device);
-  p.image = takes_images(gpu, p.format != kKeyFp32, heads);
+  p.form = p.format == kKeyFp32 ? QueryForm::kPlaces : form_of(gpu, index_format, heads);
   check.launched(launch_query(p, gpu.sm_90, current_stream(device)));
 }
 
-void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, int64_t top,
-                 Tensor scores) {
+void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions,
+                 int64_t index_format, int64_t top, Tensor scores) {
   const int device = device_of("index_score", "query", query);
   const Checker check("index_score", device);
   check.tensor("index_keys", index_keys, {kByte, kFloat}, {kAny, kKeysPerBlock, kAny});
@@ -101,14 +111,15 @@ void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_t
   check.dense("query", query, 0);
   check.aligned("query", query, 16);
   const int64_t tokens = query.size(0), heads = query.size(1);
+  check_format("index_score", index_format);
   if (heads > kIndexHeads) fail("index_score: query is ", describe(query), "; expected at most ", kIndexHeads, " heads");
   check.tensor("weights", weights, {kFloat}, {tokens, heads});
-  check.dense("weights", weights, 1);
+  check.dense("weights", weights, 0);
   check_step(check, scores, block_table, token_request, positions, tokens);
   if (scores.size(0) < tokens) fail("index_score: scores is ", describe(scores), "; expected at least ", tokens, " rows");
   if (tokens == 0 || scores.size(1) == 0) return;
   ScoreParams p{};
-  p.query = query.data_ptr(), p.weights = data<float>(weights), p.weights_stride = weights.stride(0);
+  p.query = query.data_ptr(), p.weights = data<float>(weights);
   p.keys = data<uint8_t>(index_keys), p.block_bytes = index_keys.stride(0) * int64_t(index_keys.element_size());
   p.table = data<int32_t>(block_table), p.table_stride = block_table.stride(0);
   p.request = data<int32_t>(token_request), p.positions = data<int64_t>(positions);
@@ -117,8 +128,10 @@ void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_t
   p.width = int(std::min(scores.size(1), block_table.size(1) * kKeysPerBlock));
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Gpu gpu(device);
-  check.launched(takes_images(gpu, fp4, heads) ? launch_score_hopper(p, gpu.processors, current_stream(device))
-                                               : launch_score(p, fp4, gpu.sm_90, gpu.processors, current_stream(device)));
+  const QueryForm form = fp4 ? form_of(gpu, index_format, heads) : QueryForm::kPlaces;
+  if (form != QueryForm::kPlaces) check.aligned("weights", weights, 8);
+  check.launched(form == QueryForm::kPlaces ? launch_score(p, fp4, gpu.sm_90, gpu.processors, current_stream(device))
+                                            : launch_score_hopper(p, form, gpu.processors, current_stream(device)));
 }
 
 void index_select(Tensor scores, Tensor block_table, Tensor token_request, Tensor positions, Tensor rows) {

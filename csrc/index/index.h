@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../rows.h"
+#include "layout.h"
 
 namespace dsv4 {
 
@@ -18,17 +19,19 @@ struct QueryParams {
   const void* q;  // [tokens, heads, 128] bf16 or fp32
   int64_t token_stride, head_stride;
   const int64_t* positions;
-  const float* rope;  // [positions, 64]
-  void* out;          // [tokens, heads, 128] fp16, places as in layout.h; fp32 in order where `format` is kKeyFp32
+  const float* rope;     // [positions, 64]
+  const float* weights;  // [tokens, heads]
+  int64_t weights_stride;
+  void* out;           // [tokens, heads, 128] fp16 as `form` says; fp32 in order where `format` is kKeyFp32
+  float* out_weights;  // [tokens, heads]: of what the query's form holds
   int tokens, heads, format;
   bool q_bf16;
-  bool image;  // for warpgroup products, instead (layout.h); heads are then kIndexHeads
+  QueryForm form;  // images: of kIndexHeads heads, and in the first bytes of a token's
 };
 
 struct ScoreParams {
-  const void* query;  // as prepared
-  const float* weights;
-  int64_t weights_stride;
+  const void* query;  // as prepared, with its weights
+  const float* weights;  // [tokens, heads]
   const uint8_t* keys;
   int64_t block_bytes;
   const int32_t* table;
@@ -58,8 +61,8 @@ struct SelectParams {
 /// `sm_90`: the GPU has clusters and launches that overlap with the previous kernel.
 cudaError_t launch_query(const QueryParams& params, bool sm_90, cudaStream_t stream);
 cudaError_t launch_score(const ScoreParams& params, bool fp4, bool sm_90, int processors, cudaStream_t stream);
-/// On sm_90a; FP4 keys, queries as images.
-cudaError_t launch_score_hopper(const ScoreParams& params, int processors, cudaStream_t stream);
+/// On sm_90a; FP4 keys, queries as images of that form.
+cudaError_t launch_score_hopper(const ScoreParams& params, QueryForm form, int processors, cudaStream_t stream);
 /// Chooses `cluster`.
 cudaError_t launch_select(SelectParams params, bool sm_90, int processors, cudaStream_t stream);
 

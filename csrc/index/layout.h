@@ -14,12 +14,20 @@ namespace dsv4 {
 /// Channel j of each 8 of a prepared query: what is at place p of the 8 is channel (p / 2) + 4 (p % 2).
 DSV4_HD int channel_at(int place) { return (place & ~7) + (place & 7) / 2 + 4 * (place & 1); }
 
-/// The image of a prepared query [64, 128] for warpgroup products (sm_90a): operand B as it lies in shared memory. Two halves of 64
-/// channels; a row of 128 bytes a head; 16-byte pieces of each row exchanged, so that eight rows of a piece lie in different banks.
+/// How a prepared query [64, 128] lies in memory.
+enum class QueryForm {
+  kPlaces,      // fp16, each eight channels in the order of channel_at
+  kHalfImage,   // fp16, an image for warpgroup products (sm_90a)
+  kByteImage,   // e4m3, an image of half the bytes, where all scales are powers of two (MXFP4)
+};
+
+/// An image is operand B as it lies in shared memory. A row of 128 bytes a head, for fp16 first of channels 0 .. 63 of all heads, then of
+/// the others; 16-byte pieces of each row exchanged, so that eight rows of a piece lie in different banks.
 ///
-/// Step s of 16 channels has, in this order, pairs c = 0 .. 3 of places 32 c + 4 s + {0, 1} and then those of places 32 c + 4 s + {2, 3}:
-/// what a lane with channels 32 c .. 32 c + 31 of a key has of operand A. Number in the image of the pair of (head, c, s, upper or not).
-DSV4_HD int pair_in_image(int head, int c, int step, int upper) {
+/// A step of 32 bytes of a row, 16 numbers of fp16 or 32 of e4m3, has the words of (c, lower) for c = 0 .. 3 and then those of (c, upper):
+/// what a lane with channels 32 c .. 32 c + 31 of a key has of operand A. In fp16, step s has the pairs of places 32 c + 4 s + {0, 1} and
+/// {2, 3}; in e4m3, channels 32 c + 8 s + {0 .. 3} and {4 .. 7}. Number in the image of the word of (head, c, s, upper or not).
+DSV4_HD int word_in_image(int head, int c, int step, int upper) {
   const int piece = (2 * (step % 4) + upper) ^ head % 8;
   return step / 4 * (64 * 32) + head * 32 + piece * 4 + c;
 }
@@ -66,6 +74,38 @@ DSV4_HD void decode_codes(uint32_t word, __half2 (&pairs)[4]) {
   pairs[1] = half2_of_bits(odd << 8 & mask);
   pairs[2] = half2_of_bits(even & mask);
   pairs[3] = half2_of_bits(odd & mask);
+}
+
+/// The blocks with the largest scale of a vector are kept as e4m3 times 2^kByteShift, where 6 becomes 384; others by as much smaller as
+/// their scale is, exactly down to 2^-kByteRange of the largest. What is smaller yet is taken for 0.
+constexpr int kByteShift = 6, kByteRange = 11;
+
+/// e2m1's magnitudes 0, 0.5, 1, 1.5 and 2, 3, 4, 6 in e4m3, a byte each.
+struct ByteCodes {
+  uint32_t low, high;
+};
+/// Of a block whose scale is 2^-below times the largest.
+DSV4_HD ByteCodes byte_codes(int below) {
+  const uint32_t exponents = 8 * uint32_t(kByteShift - below);
+  if (below > kByteRange) return {0, 0};
+  return {0x3c383000u + exponents * 0x01010100u, 0x4c484440u + exponents * 0x01010101u};
+}
+
+/// Of the four low nibbles of `nibbles`, which are e2m1 codes: a byte of `codes` each.
+DSV4_HD uint32_t four_bytes(uint32_t nibbles, ByteCodes codes) {
+#ifdef __CUDA_ARCH__
+  // A selector's bit 3 fills the byte with its own bit 7: 0xff from 0x80 where the sign is set, of which bit 0 then goes to bit 7.
+  uint32_t filled;
+  asm("prmt.b32 %0, %1, %1, %2;" : "=r"(filled) : "r"(0x80808080u), "r"(nibbles));
+  return __byte_perm(codes.low, codes.high, nibbles & 0x7777) | (filled << 7 & 0x80808080u);
+#else
+  uint32_t bytes = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t code = nibbles >> 4 * i & 0xf, magnitude = (code & 4 ? codes.high : codes.low) >> 8 * (code & 3) & 0xff;
+    bytes |= (magnitude | (code & 8) << 4) << 8 * i;
+  }
+  return bytes;
+#endif
 }
 
 /// Integers in the order of the scores; -0 equals 0.

@@ -1,6 +1,7 @@
 // index_query: RoPE, Hadamard transform and FP4 rounding of the index queries of a step (SPEC 2.5, 4.1), a warp a head of a token.
 //
-// Bytes: 256 (bf16) read and 256 (fp16) written a head.
+// In e4m3 a head's numbers are multiplied by the power of two that makes them large, and its weight by the reciprocal, which commutes with
+// ReLU. Bytes: 256 (bf16) read and 256 (fp16) or 128 (e4m3) written a head.
 #include "../index_vector.cuh"
 #include "../launch.cuh"
 #include "index.h"
@@ -18,6 +19,7 @@ __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constan
   const int token = item / p.heads, head = item - token * p.heads;
   const int64_t at = token * p.token_stride + head * p.head_stride + 4 * lane;
   const int64_t position = p.positions[token];
+  if (lane == 0 && p.form != QueryForm::kByteImage) p.out_weights[item] = p.weights[token * p.weights_stride + head];
   float x[4];
   if (p.q_bf16) {
     const uint2 u = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p.q) + at);
@@ -42,6 +44,17 @@ __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constan
     return;
   }
   const Scaled scaled = scale_blocks(x, p.format);
+  if (p.form == QueryForm::kByteImage) {
+    const uint32_t exponent = bits_of(scaled.scale) >> 23, most = __reduce_max_sync(kAllLanes, exponent);
+    const float factor = exp2_of_biased(127 + kByteShift + exponent - most);
+    uint32_t word = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word |= e4m3(round_e2m1(scaled.units[i]) * factor) << 8 * i;
+    uint32_t* image = static_cast<uint32_t*>(p.out) + int64_t(token) * (kIndexHeads * kIndexDim / 2);
+    image[word_in_image(head, lane / 8, lane % 8 / 2, lane % 2)] = word;
+    if (lane == 0) p.out_weights[item] = p.weights[token * p.weights_stride + head] * exp2_of_biased(most - kByteShift);
+    return;
+  }
   // Places 2 j and 2 j + 1 of eight channels are those of channels j and j + 4, which the neighbouring lane has.
   const bool upper = lane % 2;
   uint32_t pairs[2];
@@ -51,10 +64,10 @@ __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constan
     const float other = __shfl_xor_sync(kAllLanes, upper ? low : high, 1);
     pairs[i] = bits_of_half2(upper ? __floats2half2_rn(other, high) : __floats2half2_rn(low, other));
   }
-  if (p.image) {
+  if (p.form == QueryForm::kHalfImage) {
     uint32_t* image = static_cast<uint32_t*>(p.out) + int64_t(token) * (kIndexHeads * kIndexDim / 2);
 #pragma unroll
-    for (int upper = 0; upper < 2; ++upper) image[pair_in_image(head, lane / 8, lane % 8, upper)] = pairs[upper];
+    for (int upper = 0; upper < 2; ++upper) image[word_in_image(head, lane / 8, lane % 8, upper)] = pairs[upper];
   } else {
     reinterpret_cast<uint2*>(p.out)[int64_t(item) * 32 + lane] = make_uint2(pairs[0], pairs[1]);
   }

@@ -53,7 +53,7 @@ struct Query {
         a[row / 2][2 * word + 1][row % 2] = v.z, a[row / 2][2 * word + 1][2 + row % 2] = v.w;
       }
       // Half, since `twice_positive` doubles.
-      weight[row] = is_head ? p.weights[token * p.weights_stride + head] * (kKeyGain / 2) : 0;
+      weight[row] = is_head ? p.weights[token * p.heads + head] * (kKeyGain / 2) : 0;
     }
   }
 };
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kThreads) exact_kernel(const __grid_constant__
         const float4 q = query[i], k = key[i];
         product = fmaf(q.x, k.x, fmaf(q.y, k.y, fmaf(q.z, k.z, fmaf(q.w, k.w, product))));
       }
-      score = fmaf(fmaxf(product, 0.0f), p.weights[token * p.weights_stride + head], score);
+      score = fmaf(fmaxf(product, 0.0f), p.weights[token * p.heads + head], score);
     }
     p.scores[token * p.scores_stride + entry] = score;
   }

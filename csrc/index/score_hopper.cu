@@ -4,10 +4,13 @@
 // 64 heads x 128 channels in shared memory, which a bulk copy brings as index_query has laid it out. Each lane then weights and rectifies
 // 32 of the 64 x 64 sums, and four lanes add theirs. A score does not depend on what else is scored.
 //
+// With MXFP4 scales, powers of two, both operands are e4m3, exactly, and products take half the time that fp16 needs for NVFP4's scales.
+// The tensor cores align the summands of an e4m3 product to the largest and are known to cut them at 2^-13 of it.
+//
 // Decode: the tiles of all tokens in one line, an equal stretch of it for each of the four warpgroups of every processor; the next tile is
-// on its way. Prefill: every processor takes 384 keys of 32 tokens in turn, two tiles for each of three warpgroups, which stay in registers
-// while the queries pass through a ring that a fourth fills. Bytes: 72 a key, 4 a score; a token's query, 16 KiB, comes from L2 once a
-// stretch in decode, once for 384 keys in prefill.
+// on its way. Prefill: every processor takes 576 keys (fp16: 384) of 32 tokens in turn, three (two) tiles for each of three warpgroups, which
+// stay in registers while the queries pass through a ring that a fourth fills. Bytes: 72 a key, 4 a score; a token's query, 8 KiB (16),
+// comes from L2 once a stretch in decode, once for an item of work in prefill.
 #include "../launch.cuh"
 #include "hopper.cuh"
 #include "index.h"
@@ -18,11 +21,20 @@
 namespace dsv4 {
 namespace {
 
-constexpr int kTileKeys = 64;  // of a warpgroup
-constexpr int kQueryBytes = kIndexHeads * kIndexDim * 2;
+constexpr int kTileKeys = 64;   // of a warpgroup
 constexpr int kManyTokens = 8;  // of a request: enough to share its decoded keys
 
+/// Products in fp16, of any scales, or in e4m3, of powers of two: bytes of a query, and how many tiles a warpgroup keeps in a prefill.
+struct Halves {
+  static constexpr int kQueryBytes = kIndexHeads * kIndexDim * 2, kPrefillTiles = 2;
+};
+struct Bytes {
+  static constexpr int kQueryBytes = kIndexHeads * kIndexDim, kPrefillTiles = 3;
+};
+
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+constexpr int kTokenBytes = kIndexHeads * kIndexDim * 2;  // from a token's query to the next one's
 
 /// A lane's part of a warp's 16 keys: of keys lane / 4 and lane / 4 + 8, channels 32 (lane % 4) and up, and their two scales.
 struct PackedKeys {
@@ -38,42 +50,95 @@ struct PackedKeys {
     }
   }
 
-  /// As operand A of eight steps of 16 channels.
-  __device__ __forceinline__ void decode(uint32_t (&a)[8][4]) const {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const uint32_t words[4] = {codes[row].x, codes[row].y, codes[row].z, codes[row].w};
-      const __half2 both = decode_scales(scales[row]);
-#pragma unroll
-      for (int word = 0; word < 4; ++word) {
-        const __half2 scale = word < 2 ? __low2half2(both) : __high2half2(both);
-        __half2 pairs[4];
-        decode_codes(words[word], pairs);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[2 * word + i / 2][2 * (i % 2) + row] = bits_of_half2(__hmul2(pairs[i], scale));
-      }
-    }
+  /// f(word, eight codes) for the four words of a row.
+  template <typename F>
+  __device__ __forceinline__ void visit(int row, F f) const {
+    f(0, codes[row].x), f(1, codes[row].y), f(2, codes[row].z), f(3, codes[row].w);
   }
 };
 
-/// Begins d = keys x heads of the query at a shared address.
-__device__ __forceinline__ void begin_products(float (&d)[32], const uint32_t (&a)[8][4], uint32_t query) {
-  products_begin();
-  multiply_64x64<false>(d, a[0], operand_in_shared(query));
+/// A warp's 16 keys, decoded, as operand A of the steps.
+template <typename Numbers>
+struct Keys;
+
+template <>
+struct Keys<Halves> {
+  static constexpr int kSteps = 8;
+  uint32_t a[kSteps][4];
+
+  /// What scores of the lane's first or second key are multiplied by.
+  __device__ __forceinline__ float gain(bool) const { return kKeyGain; }
+
+  __device__ __forceinline__ void decode(const PackedKeys& packed) {
 #pragma unroll
-  for (int step = 1; step < 8; ++step) multiply_64x64<true>(d, a[step], operand_in_shared(query + step / 4 * (kQueryBytes / 2) + step % 4 * 32));
-  products_commit();
-}
+    for (int row = 0; row < 2; ++row) {
+      const __half2 both = decode_scales(packed.scales[row]);
+      packed.visit(row, [&](int word, uint32_t codes) {
+        const __half2 scale = word < 2 ? __low2half2(both) : __high2half2(both);
+        __half2 pairs[4];
+        decode_codes(codes, pairs);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[2 * word + i / 2][2 * (i % 2) + row] = bits_of_half2(__hmul2(pairs[i], scale));
+      });
+    }
+  }
+
+  /// Begins d = keys x heads of the query at a shared address.
+  __device__ __forceinline__ void begin_products(float (&d)[32], uint32_t query) const {
+    products_begin();
+    multiply_halves<false>(d, a[0], operand_in_shared(query));
+#pragma unroll
+    for (int step = 1; step < kSteps; ++step) {
+      multiply_halves<true>(d, a[step], operand_in_shared(query + step / 4 * (Halves::kQueryBytes / 2) + step % 4 * 32));
+    }
+    products_commit();
+  }
+};
+
+template <>
+struct Keys<Bytes> {
+  static constexpr int kSteps = 4;
+  uint32_t a[kSteps][4];
+  float gains[2];
+
+  __device__ __forceinline__ float gain(bool second) const { return second ? gains[1] : gains[0]; }
+
+  __device__ __forceinline__ void decode(const PackedKeys& packed) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      // The exponent of the lane's block of 32 channels, from its scale times 2^7 in fp16, and the largest of the key's four.
+      const int exponent = int(bits_of_half2(decode_scales(packed.scales[row])) >> 10 & 0x1f);
+      int most = max(exponent, __shfl_xor_sync(kAllLanes, exponent, 1));
+      most = max(most, __shfl_xor_sync(kAllLanes, most, 2));
+      const ByteCodes bytes = byte_codes(most - exponent);
+      packed.visit(row, [&](int word, uint32_t codes) {
+        a[word][row] = four_bytes(codes, bytes);
+        a[word][2 + row] = four_bytes(codes >> 16, bytes);
+      });
+      gains[row] = exp2_of_biased(uint32_t(127 - 15 - 7 - kByteShift + most));
+    }
+  }
+
+  __device__ __forceinline__ void begin_products(float (&d)[32], uint32_t query) const {
+    products_begin();
+    multiply_bytes<false>(d, a[0], operand_in_shared(query));
+#pragma unroll
+    for (int step = 1; step < kSteps; ++step) multiply_bytes<true>(d, a[step], operand_in_shared(query + 32 * step));
+    products_commit();
+  }
+};
 
 /// The head weights that a lane needs of a token: of heads 8 j + 2 (lane % 4) and the next.
 __device__ __forceinline__ void load_weights(float2 (&weights)[8], const ScoreParams& p, int token, int lane) {
-  const float* of_token = p.weights + token * p.weights_stride + 2 * (lane % 4);
+  const float2* of_token = reinterpret_cast<const float2*>(p.weights + int64_t(token) * kIndexHeads) + lane % 4;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) weights[j] = make_float2(of_token[8 * j], of_token[8 * j + 1]);
+  for (int j = 0; j < 8; ++j) weights[j] = of_token[4 * j];
 }
 
 /// Weighted, rectified sums over heads. Writes those of the warp's entries below `entries`.
-__device__ __forceinline__ void write_scores(const float (&d)[32], const float2 (&weights)[8], float* scores, int entry, int entries, int lane) {
+template <typename Numbers>
+__device__ __forceinline__ void write_scores(const float (&d)[32], const Keys<Numbers>& keys, const float2 (&weights)[8], float* scores, int entry,
+                                             int entries, int lane) {
   float sums[2][2] = {};
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -88,23 +153,25 @@ __device__ __forceinline__ void write_scores(const float (&d)[32], const float2 
   float sum = (odd ? second : first) + __shfl_xor_sync(kAllLanes, odd ? first : second, 1);
   sum += __shfl_xor_sync(kAllLanes, sum, 2);
   const int at = entry + lane / 4 + 8 * odd;
-  if (lane % 4 < 2 && at < entries) scores[at] = sum * (kKeyGain / 2);
+  if (lane % 4 < 2 && at < entries) scores[at] = sum * (keys.gain(odd) / 2);
 }
 
 #endif
 
 constexpr int kDecodeGroups = 4, kDecodeThreads = 128 * kDecodeGroups;
 
+template <int query_bytes>
 struct DecodeShared {
-  uint8_t query[kDecodeGroups][kQueryBytes];
+  uint8_t query[kDecodeGroups][query_bytes];
   uint64_t loaded[kDecodeGroups];
   int ends[kStretchTokens], warp_sums[kDecodeThreads / 32];
 };
 
 /// Any number of blocks; at most kStretchTokens tokens.
+template <typename Numbers>
 __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_constant__ ScoreParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  DecodeShared& s = *static_cast<DecodeShared*>(shared_memory_1024());
+  auto& s = *static_cast<DecodeShared<Numbers::kQueryBytes>*>(shared_memory_1024());
   // The same for all lanes, as the compiler sees from the shuffle: descriptors stay in uniform registers.
   const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   if (threadIdx.x < kDecodeGroups) init_barrier(&s.loaded[threadIdx.x], 1);
@@ -123,60 +190,64 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
     at = begin + last;
     const int entries = scored(p, token);
     if (threadIdx.x % 128 == 0) {
-      arrive_and_expect(&s.loaded[group], kQueryBytes);
-      bulk_copy(s.query[group], static_cast<const uint8_t*>(p.query) + int64_t(token) * kQueryBytes, kQueryBytes, &s.loaded[group]);
+      arrive_and_expect(&s.loaded[group], sizeof s.query[group]);
+      bulk_copy(s.query[group], static_cast<const uint8_t*>(p.query) + int64_t(token) * kTokenBytes, sizeof s.query[group], &s.loaded[group]);
     }
     const int32_t* table = p.table + p.request[token] * p.table_stride;
     const int last_block = min(2 * last, ceil_div(entries, kKeysPerBlock)) - 1;
     const auto block_of = [&](int tile) { return table[min(2 * tile + warp / 2, last_block)]; };
-    PackedKeys keys;
-    keys.load(p.keys + block_of(first) * p.block_bytes, warp % 2, lane);
+    PackedKeys packed;
+    packed.load(p.keys + block_of(first) * p.block_bytes, warp % 2, lane);
     int next = block_of(first + 1);
     float2 weights[8];
     load_weights(weights, p, token, lane);
     float* scores = p.scores + token * p.scores_stride;
     wait(&s.loaded[group], parity);
     for (int tile = first; tile < last; ++tile) {
-      uint32_t a[8][4];
+      Keys<Numbers> keys;
       float d[32];
-      keys.decode(a);
-      keys.load(p.keys + next * p.block_bytes, warp % 2, lane);
+      keys.decode(packed);
+      packed.load(p.keys + next * p.block_bytes, warp % 2, lane);
       next = block_of(tile + 2);
-      begin_products(d, a, query);
+      keys.begin_products(d, query);
       products_wait<0>(d);
-      write_scores(d, weights, scores, kTileKeys * tile + 16 * warp, entries, lane);
+      write_scores(d, keys, weights, scores, kTileKeys * tile + 16 * warp, entries, lane);
     }
     warpgroup_barrier(group);  // all have used the query
   }
 #endif
 }
 
-constexpr int kPrefillTiles = 2;   // of a warpgroup
 constexpr int kPrefillGroups = 3;  // that score; one more copies
-constexpr int kPrefillKeys = kTileKeys * kPrefillTiles * kPrefillGroups;
 constexpr int kPrefillThreads = 128 * (kPrefillGroups + 1);
 constexpr int kPrefillTokens = 32;  // of an item of work: a lane knows one
 constexpr int kStages = 8;          // queries in the ring
 
-__host__ __device__ __forceinline__ int items_of(const ScoreParams& p) {
-  return ceil_div(p.tokens, kPrefillTokens) * ceil_div(p.width, kPrefillKeys);
+/// Keys of an item of work.
+template <typename Numbers>
+constexpr int kPrefillKeys = kTileKeys * Numbers::kPrefillTiles * kPrefillGroups;
+
+__host__ __device__ __forceinline__ int items_of(const ScoreParams& p, int keys) {
+  return ceil_div(p.tokens, kPrefillTokens) * ceil_div(p.width, keys);
 }
 
+template <int query_bytes>
 struct PrefillShared {
-  uint8_t query[kStages][kQueryBytes];
+  uint8_t query[kStages][query_bytes];
   uint64_t loaded[kStages], used[kStages];
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-/// What a warp knows of an item of work: kPrefillKeys keys of kPrefillTokens tokens, of which a lane knows one.
+/// What a warp knows of an item of work: `keys` keys of kPrefillTokens tokens, of which a lane knows one.
+template <int keys>
 struct Item {
   int first_token, first_key, own, own_entries;
   unsigned active;  // tokens that see some of the keys
 
   __device__ __forceinline__ Item(const ScoreParams& p, int number, int lane) {
-    const int stripes = ceil_div(p.width, kPrefillKeys);
-    first_token = number / stripes * kPrefillTokens, first_key = number % stripes * kPrefillKeys, own = first_token + lane;
+    const int stripes = ceil_div(p.width, keys);
+    first_token = number / stripes * kPrefillTokens, first_key = number % stripes * keys, own = first_token + lane;
     own_entries = own < p.tokens ? scored(p, own) : 0;
     active = __ballot_sync(kAllLanes, own_entries > first_key);
   }
@@ -192,16 +263,17 @@ struct Turn {
 };
 
 /// A warp brings the queries that the block's items need, in the order in which they are used.
-__device__ __forceinline__ void copy_queries(const ScoreParams& p, PrefillShared& s, int lane) {
+template <int keys, int query_bytes>
+__device__ __forceinline__ void copy_queries(const ScoreParams& p, PrefillShared<query_bytes>& s, int lane) {
   Turn turn;
-  for (int number = blockIdx.x; number < items_of(p); number += gridDim.x) {
-    const Item item(p, number, lane);
+  for (int number = blockIdx.x; number < items_of(p, keys); number += gridDim.x) {
+    const Item<keys> item(p, number, lane);
     for (unsigned active = item.active; active; active &= active - 1) {
       const int64_t token = item.first_token + __ffs(active) - 1;
       wait(&s.used[turn.stage], turn.parity ^ 1);
       if (lane == 0) {
-        arrive_and_expect(&s.loaded[turn.stage], kQueryBytes);
-        bulk_copy(s.query[turn.stage], static_cast<const uint8_t*>(p.query) + token * kQueryBytes, kQueryBytes, &s.loaded[turn.stage]);
+        arrive_and_expect(&s.loaded[turn.stage], query_bytes);
+        bulk_copy(s.query[turn.stage], static_cast<const uint8_t*>(p.query) + token * kTokenBytes, query_bytes, &s.loaded[turn.stage]);
       }
       __syncwarp();
       turn.next();
@@ -210,12 +282,14 @@ __device__ __forceinline__ void copy_queries(const ScoreParams& p, PrefillShared
 }
 
 /// A warpgroup scores its tiles of the block's items.
-__device__ __forceinline__ void score_items(const ScoreParams& p, PrefillShared& s, int group, int warp, int lane) {
+template <typename Numbers>
+__device__ __forceinline__ void score_items(const ScoreParams& p, PrefillShared<Numbers::kQueryBytes>& s, int group, int warp, int lane) {
+  constexpr int tiles = Numbers::kPrefillTiles, item_keys = kPrefillKeys<Numbers>;
   Turn turn;
-  uint32_t a[kPrefillTiles][8][4];
-  for (int number = blockIdx.x; number < items_of(p); number += gridDim.x) {
-    const Item item(p, number, lane);
-    const int own_request = item.own < p.tokens ? p.request[item.own] : -1, own_key = item.first_key + group * kPrefillTiles * kTileKeys;
+  Keys<Numbers> keys[tiles];
+  for (int number = blockIdx.x; number < items_of(p, item_keys); number += gridDim.x) {
+    const Item<item_keys> item(p, number, lane);
+    const int own_request = item.own < p.tokens ? p.request[item.own] : -1, own_key = item.first_key + group * tiles * kTileKeys;
     int held = -1;  // the request whose keys are in registers
     for (unsigned active = item.active; active; active &= active - 1) {
       const int i = __ffs(active) - 1, token = item.first_token + i;
@@ -224,28 +298,34 @@ __device__ __forceinline__ void score_items(const ScoreParams& p, PrefillShared&
         held = request;
         const int most = __reduce_max_sync(kAllLanes, own_request == request ? item.own_entries : 0);
         const int32_t* table = p.table + request * p.table_stride;
-        PackedKeys keys[kPrefillTiles];
+        PackedKeys packed[tiles];
 #pragma unroll
-        for (int tile = 0; tile < kPrefillTiles; ++tile) {
+        for (int tile = 0; tile < tiles; ++tile) {
           const int block = own_key / kKeysPerBlock + 2 * tile + warp / 2;
-          keys[tile].load(p.keys + table[min(block, (most - 1) / kKeysPerBlock)] * p.block_bytes, warp % 2, lane);
+          packed[tile].load(p.keys + table[min(block, (most - 1) / kKeysPerBlock)] * p.block_bytes, warp % 2, lane);
         }
 #pragma unroll
-        for (int tile = 0; tile < kPrefillTiles; ++tile) keys[tile].decode(a[tile]);
+        for (int tile = 0; tile < tiles; ++tile) keys[tile].decode(packed[tile]);
       }
       wait(&s.loaded[turn.stage], turn.parity);
       if (own_key < entries) {
         const uint32_t query = shared_address(s.query[turn.stage]);
         float* scores = p.scores + token * p.scores_stride;
-        float d[kPrefillTiles][32];
+        float d[2][32];
         float2 weights[8];
-#pragma unroll
-        for (int tile = 0; tile < kPrefillTiles; ++tile) begin_products(d[tile], a[tile], query);
+        keys[0].begin_products(d[0], query);
         load_weights(weights, p, token, lane);
-        products_wait<1>(d[0]);
-        write_scores(d[0], weights, scores, own_key + 16 * warp, entries, lane);
-        products_wait<0>(d[1]);
-        write_scores(d[1], weights, scores, own_key + kTileKeys + 16 * warp, entries, lane);
+#pragma unroll
+        for (int tile = 0; tile < tiles; ++tile) {
+          float(&sums)[32] = d[tile % 2];
+          if (tile + 1 < tiles) {
+            keys[tile + 1].begin_products(d[(tile + 1) % 2], query);
+            products_wait<1>(sums);
+          } else {
+            products_wait<0>(sums);
+          }
+          write_scores(sums, keys[tile], weights, scores, own_key + kTileKeys * tile + 16 * warp, entries, lane);
+        }
       }
       __syncwarp();
       if (lane == 0) arrive(&s.used[turn.stage]);
@@ -257,9 +337,10 @@ __device__ __forceinline__ void score_items(const ScoreParams& p, PrefillShared&
 #endif
 
 /// Any number of blocks.
+template <typename Numbers>
 __global__ void __launch_bounds__(kPrefillThreads, 1) prefill_kernel(const __grid_constant__ ScoreParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  PrefillShared& s = *static_cast<PrefillShared*>(shared_memory_1024());
+  auto& s = *static_cast<PrefillShared<Numbers::kQueryBytes>*>(shared_memory_1024());
   const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   if (threadIdx.x < kStages) {
     init_barrier(&s.loaded[threadIdx.x], 1);
@@ -270,10 +351,10 @@ __global__ void __launch_bounds__(kPrefillThreads, 1) prefill_kernel(const __gri
   __syncthreads();
   if (group == kPrefillGroups) {
     limit_registers<24>();
-    if (warp == 0) copy_queries(p, s, lane);
+    if (warp == 0) copy_queries<kPrefillKeys<Numbers>>(p, s, lane);
   } else {
     extend_registers<160>();
-    score_items(p, s, group, warp, lane);
+    score_items<Numbers>(p, s, group, warp, lane);
   }
 #endif
 }
@@ -286,14 +367,21 @@ cudaError_t launch_here(Kernel kernel, int grid, int threads, int bytes, const S
   return launch(kernel, {dim3(unsigned(grid)), unsigned(threads), shared, 1, true}, stream, p);
 }
 
-}  // namespace
-
-cudaError_t launch_score_hopper(const ScoreParams& p, int processors, cudaStream_t stream) {
+template <typename Numbers>
+cudaError_t launch_numbers(const ScoreParams& p, int processors, cudaStream_t stream) {
+  constexpr int bytes = Numbers::kQueryBytes;
   if (p.tokens <= kStretchTokens && p.tokens < kManyTokens * p.requests) {
     const int64_t tiles = int64_t(p.tokens) * ceil_div(p.width, kTileKeys);
-    return launch_here(decode_kernel, int(min(tiles, int64_t(processors))), kDecodeThreads, sizeof(DecodeShared), p, stream);
+    return launch_here(decode_kernel<Numbers>, int(min(tiles, int64_t(processors))), kDecodeThreads, sizeof(DecodeShared<bytes>), p, stream);
   }
-  return launch_here(prefill_kernel, min(items_of(p), processors), kPrefillThreads, sizeof(PrefillShared), p, stream);
+  const int items = items_of(p, kPrefillKeys<Numbers>);
+  return launch_here(prefill_kernel<Numbers>, min(items, processors), kPrefillThreads, sizeof(PrefillShared<bytes>), p, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_score_hopper(const ScoreParams& p, QueryForm form, int processors, cudaStream_t stream) {
+  return form == QueryForm::kByteImage ? launch_numbers<Bytes>(p, processors, stream) : launch_numbers<Halves>(p, processors, stream);
 }
 
 }  // namespace dsv4

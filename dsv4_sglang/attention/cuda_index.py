@@ -8,15 +8,19 @@ from dsv4_sglang.ops.schemas import NAMESPACE
 _OPS = getattr(torch.ops, NAMESPACE)
 
 
-def prepare_query(q: Tensor, positions: Tensor, rope: Tensor, quantised: bool, index_format: int) -> Tensor:
-    """Raw index queries [T, Hi, 128] -> what `score` takes, [T, Hi, 128].
+def prepare_query(
+    q: Tensor, weights: Tensor, positions: Tensor, rope: Tensor, quantised: bool, index_format: int
+) -> tuple[Tensor, Tensor]:
+    """Raw index queries [T, Hi, 128] and head weights [T, Hi] -> what `score` takes, of the same shapes.
 
-    fp16, which holds fake-quantised values exactly, in the order of places that `score` wants on this GPU for that many
-    heads (csrc/index/layout.h); fp32 in order where not `quantised`. bf16 queries are rounded between the stages.
+    The numbers, fake-quantised, in the form that `score` wants on this GPU for that format and that many heads
+    (csrc/index/layout.h): of type fp16, or two of e4m3 in the place of each, and the rest unused; fp32 in order where
+    not `quantised`. bf16 queries are rounded between the stages.
     """
     out = torch.empty(q.shape, dtype=torch.float16 if quantised else torch.float32, device=q.device)
-    _OPS.index_query(q, positions, rope, index_format, out)
-    return out
+    out_weights = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
+    _OPS.index_query(q, weights, positions, rope, index_format, out, out_weights)
+    return out, out_weights
 
 
 def score(
@@ -26,11 +30,13 @@ def score(
     block_table: Tensor,
     token_request: Tensor,
     positions: Tensor,
+    index_format: int,
     top: int,
     scores: Tensor,
 ) -> None:
-    """Write `scores[t, i]` of every visible entry i of each token that sees more than `top`; `query` is prepared."""
-    _OPS.index_score(query, weights, index_keys, block_table, token_request, positions, top, scores)
+    """Write `scores[t, i]` of every visible entry i of each token that sees more than `top`; `query` and `weights` are
+    prepared."""
+    _OPS.index_score(query, weights, index_keys, block_table, token_request, positions, index_format, top, scores)
 
 
 def select(scores: Tensor, block_table: Tensor, token_request: Tensor, positions: Tensor, rows: Tensor) -> None:
@@ -60,13 +66,11 @@ def index_topk(
     if scores.numel() == 0:
         select(scores.view(0, 0), block_table, token_request, positions, rows)
         return
-    query = prepare_query(q, positions, rope, index_keys.dtype == torch.uint8, index_format)
+    quantised = index_keys.dtype == torch.uint8
+    query, weights = prepare_query(q, weights, positions, rope, quantised, index_format)
     at_once = scores.shape[0]
-    if tokens <= at_once:
-        score(query, weights, index_keys, block_table, token_request, positions, top, scores)
-        select(scores, block_table, token_request, positions, rows)
-        return
     for begin in range(0, tokens, at_once):
         part = slice(begin, begin + at_once)
-        score(query[part], weights[part], index_keys, block_table, token_request[part], positions[part], top, scores)
-        select(scores, block_table, token_request[part], positions[part], rows[part])
+        owners, where = token_request[part], positions[part]
+        score(query[part], weights[part], index_keys, block_table, owners, where, index_format, top, scores)
+        select(scores, block_table, owners, where, rows[part])

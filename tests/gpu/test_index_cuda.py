@@ -21,9 +21,8 @@ def decode(*visible: int) -> list[tuple[int, int]]:
     return [(4 * n + 1, 4 * n + 2) for n in visible]
 
 
-def of_image(prepared: torch.Tensor) -> torch.Tensor:
-    """An image (layout.h) [T, half, head, piece ^ head % 8, c, 2] -> places [T, head, (c, half, piece, 2)]."""
-    image = prepared.view(-1, 2, 64, 8, 4, 2)
+def of_image(image: torch.Tensor) -> torch.Tensor:
+    """An image (layout.h) [T, part, head, piece ^ head % 8, c, word] -> [T, head, (c, part, piece, word)]."""
     head, piece = torch.arange(64)[:, None], torch.arange(8)
     return image[:, :, head, piece ^ head % 8].permute(0, 2, 4, 1, 3, 5).flatten(2)
 
@@ -31,12 +30,21 @@ def of_image(prepared: torch.Tensor) -> torch.Tensor:
 def prepared_query(q: torch.Tensor, case: IndexCase, index_format: int) -> torch.Tensor:
     """The queries as the GPU prepares them, in the order of their channels, fp32 on the CPU."""
     quantised = case.index_keys.dtype == torch.uint8
-    prepared = cuda_index.prepare_query(q.cuda(), case.positions.cuda(), case.rope.cuda(), quantised, index_format)
+    ones = torch.ones(q.shape[:2], device="cuda")
+    prepared, gains = cuda_index.prepare_query(
+        q.cuda(), ones, case.positions.cuda(), case.rope.cuda(), quantised, index_format
+    )
+    prepared, gains = prepared.cpu(), gains.cpu()
+    images = quantised and q.shape[1] == 64 and torch.cuda.get_device_capability()[0] == 9
+    if images and index_format == index_keys.MXFP4:
+        numbers = prepared.flatten(1).view(torch.float8_e4m3fn)[:, : 64 * 128].float()
+        return of_image(numbers.view(-1, 1, 64, 8, 4, 4)) * gains.unsqueeze(-1)
+    assert (gains == 1).all()
+    if images:
+        prepared = of_image(prepared.view(-1, 2, 64, 8, 4, 2))
     if quantised:
-        if prepared.shape[1] == 64 and torch.cuda.get_device_capability()[0] == 9:
-            prepared = of_image(prepared)
         prepared = prepared.unflatten(-1, (-1, 4, 2)).transpose(-1, -2).flatten(-3)
-    return prepared.float().cpu()
+    return prepared.float()
 
 
 def device_query(case: IndexCase) -> torch.Tensor:
