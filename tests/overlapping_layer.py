@@ -66,6 +66,7 @@ def make_layer(ratio: int, streams: list[Stream], device: Device, name: str) -> 
     nn.Module.__init__(layer)
     layer.compress_ratio, layer.eps, layer.rope, layer.streams = ratio, 1e-6, torch.zeros(4, 64), tuple(streams)
     layer.kv_norm, layer.attn_sink = nn.LayerNorm(512), torch.zeros(1)
+    layer.attn_tp_rank, layer.n_local_heads = 0, 1
     layer._widths, layer._weight_of_x, layer.quantises_output = [], torch.zeros(0), False
     layer.compressor = CompressorWeights(CONFIG, ratio, 512, "compressor") if ratio else None
     layer.indexer = IndexerWeights(CONFIG, None, "indexer") if ratio == 4 else None

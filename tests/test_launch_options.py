@@ -59,6 +59,13 @@ def test_bad_options_are_named(options: dict[str, object], words: list[str]) -> 
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+def test_processes_that_do_not_divide_the_output_groups_are_refused() -> None:
+    for processes in (1, 2, 4, 8):
+        refuse_unsupported(plain_arguments(tp_size=processes), output_groups=8)
+    with pytest.raises(ValueError, match=r"--tp-size 3 is not supported.* the 8 groups .*; give 1 or 2 or 4 or 8"):
+        refuse_unsupported(plain_arguments(tp_size=3), output_groups=8)
+
+
 def test_options_must_be_an_object() -> None:
     with pytest.raises(ValueError, match="expected an object"):
         from_override_args('{"dsv4_sglang": true}')
@@ -86,7 +93,6 @@ def test_a_plain_launch_is_not_refused() -> None:
 REFUSED = {
     "speculative_algorithm": "EAGLE",
     "disaggregation_mode": "decode",
-    "tp_size": 2,
     "pp_size": 2,
     "dp_size": 2,
     "ep_size": 2,

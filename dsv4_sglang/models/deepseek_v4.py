@@ -187,7 +187,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
             eps=self.eps,
             kv_norm=self.kv_norm.weight,
             rope=self.rope,
-            sink=self.attn_sink,
+            sink=self.attn_sink.narrow(0, self.attn_tp_rank * self.n_local_heads, self.n_local_heads),
             wait_for_query=query.join,
             takes_rotated=self.quantises_output,
             main=self.compressor(projected[0]) if self.compressor else None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.distributed import tensor_model_parallel_all_reduce
 from torch.nn import functional as F
 
 
@@ -105,7 +106,10 @@ def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, limit:
 
 
 def mixture_of_experts(mlp: Any, x: torch.Tensor, input_ids: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """The whole MoE block of one layer for unquantised experts: `x [T, hidden]` to `[T, hidden]`."""
+    """The whole MoE block of one layer for unquantised experts: `x [T, hidden]` to `[T, hidden]`.
+
+    With tensor parallelism a process has a part of every expert's intermediate dims, and the parts are added.
+    """
     experts, weights = route(mlp, x, input_ids)
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in experts.unique().tolist():
@@ -113,4 +117,5 @@ def mixture_of_experts(mlp: Any, x: torch.Tensor, input_ids: torch.Tensor, limit
         y = gated_mlp(x[token], mlp.experts.w13_weight[expert], mlp.experts.w2_weight[expert], limit)
         out.index_add_(0, token, y.float() * weights[token, rank, None])
     shared = mlp.shared_experts
-    return (out + gated_mlp(x, shared.gate_up_proj.weight, shared.down_proj.weight, limit)).to(x.dtype)
+    out += gated_mlp(x, shared.gate_up_proj.weight, shared.down_proj.weight, limit)
+    return tensor_model_parallel_all_reduce(out).to(x.dtype)

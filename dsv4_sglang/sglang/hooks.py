@@ -36,7 +36,8 @@ class Hook(NamedTuple):
 
 
 def _declarations(original: Callable[..., Any], architecture: str, server_args: Any, hf_config: Any) -> Any:
-    refuse_unsupported(server_args, quantised=getattr(hf_config, "quantization_config", None) is not None)
+    quantised = getattr(hf_config, "quantization_config", None) is not None
+    refuse_unsupported(server_args, quantised, getattr(hf_config, "o_groups", None))
     # Decoding requests take a rolling checkpoint at the end of every block.
     server_args.mamba_track_interval = BLOCK
     server_args.radix_cache_backend = PREFIX_CACHE
@@ -247,6 +248,13 @@ HOOKS = (
         HookType.REPLACE,
         lambda self, view, architecture: None,
         "it asks for a GPU because SGLang's own models of this kind have no other kernels",
+        cpu_only=True,
+    ),
+    Hook(
+        SRT + "model_executor.model_runner.adjust_config_with_unaligned_cpu_tp",
+        HookType.REPLACE,
+        lambda model_config, load_config, tp_size: model_config,
+        "it multiplies KV heads until every process has one of its own; here all share the one",
         cpu_only=True,
     ),
     Hook(

@@ -52,7 +52,6 @@ REFUSALS = (
         lambda args: args.disaggregation_mode != "null",
         "state slots and compressed blocks have no transfer between servers",
     ),
-    Refusal("--tp-size above 1", _above_one("tp_size"), "it has not been tested"),
     Refusal("--pp-size above 1", _above_one("pp_size"), "pools are sized for all layers in one process"),
     Refusal("--dp-size above 1", _above_one("dp_size"), "it has not been tested"),
     Refusal("--ep-size above 1", _above_one("ep_size"), "it has not been tested"),
@@ -190,12 +189,19 @@ REFUSALS = (
 )
 
 
-def refuse_unsupported(args: Any, quantised: bool = False) -> None:
-    """Raise with every refused flag of `args`, one line each; `quantised`: the checkpoint's weights are."""
+def refuse_unsupported(args: Any, quantised: bool = False, output_groups: int | None = None) -> None:
+    """Raise with every refused flag of `args`, one line each; `quantised`: the checkpoint's weights are;
+    `output_groups`: of its attention's heads."""
     found = [f"{r.flag.format(args=args)} is not supported: {r.reason}" for r in REFUSALS if r.applies(args)]
     if quantised and args.device == "cpu":
         found.append(
             "--device cpu is not supported with a quantised checkpoint: SGLang has no such layers without a GPU"
+        )
+    processes = getattr(args, "tp_size", 1) or 1
+    if output_groups and output_groups % processes:
+        found.append(
+            f"--tp-size {processes} is not supported: the {output_groups} groups of output heads are divided evenly; "
+            f"give {' or '.join(str(n) for n in range(1, output_groups + 1) if output_groups % n == 0)}"
         )
     if found:
         raise ValueError("dsv4_sglang refuses to start.\n" + "\n".join(found))

@@ -44,7 +44,9 @@ SERVERS: dict[str, tuple[str, ...]] = {
         *("--max-total-tokens", str(CONTEXT), "--max-running-requests", "64"),
         *("--schedule-conservativeness", "0.3"),
     ),
+    "fp8, two GPUs": ("--max-total-tokens", "65536", "--max-running-requests", "16", "--tp-size", "2"),
 }
+GPUS = {"fp8, two GPUs": 2}
 # Means of |d log p|. The rounding of rows alone gives 0.004 (bf16) and 0.053 (FP8), bf16 compute 0.014 on top; one
 # spoilt entry gives 0.07 and more (tests/test_make_tiny.py).
 ALLOWED = {name: 0.025 if name.startswith("bf16") else 0.068 for name in SERVERS}
@@ -59,18 +61,21 @@ def oracle(tiny: Callable[..., Path]) -> Oracle:
 def servers(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     """All of them at once: starting takes most of the time."""
     model, extra = tiny(seed=1), shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", ""))
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(SERVERS)) as pool:
+    names = [name for name in SERVERS if GPUS.get(name, 1) <= torch.cuda.device_count()]
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(names)) as pool:
 
         def start(name: str) -> Server:
             log = tmp_path_factory.mktemp("gpu") / "log"
             flags = (*COMMON, *SERVERS[name], *extra)
             return stack.enter_context(running(model, log, *flags, cpu=False, **OPTIONS))
 
-        yield dict(zip(SERVERS, pool.map(start, SERVERS)))
+        yield dict(zip(names, pool.map(start, names)))
 
 
 @pytest.fixture(params=SERVERS)
 def name(request: pytest.FixtureRequest) -> str:
+    if GPUS.get(request.param, 1) > torch.cuda.device_count():
+        pytest.skip(f"needs {GPUS[request.param]} GPUs")
     return request.param
 
 

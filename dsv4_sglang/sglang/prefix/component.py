@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, MambaComponent
 from sglang.srt.mem_cache.unified_cache.components.tree_component import EvictLayer
+from sglang.srt.runtime_context import get_parallel
 
 from dsv4_sglang.sglang.prefix.counters import PrefixCounters
 from dsv4_sglang.sglang.prefix.placement import Due, due_in_prefill, is_kept
@@ -38,7 +39,8 @@ class CheckpointComponent(MambaComponent):
     def __init__(self, cache: Any, params: Any) -> None:
         super().__init__(cache, params)
         self.slots: CheckpointSlots = params.req_to_token_pool.mamba_ckpt_pool
-        self.counters = PrefixCounters(self.slots, params.enable_metrics)
+        # The processes of tensor parallelism do the same; the first one tells.
+        self.counters = PrefixCounters(self.slots, params.enable_metrics, silent=get_parallel().tp_rank > 0)
 
     # Requests
 

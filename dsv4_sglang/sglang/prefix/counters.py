@@ -31,15 +31,15 @@ class PrefixCounters:
     A request that was retracted counts again when it comes back.
     """
 
-    def __init__(self, slots: CheckpointSlots, metrics: bool) -> None:
-        self._slots = slots
+    def __init__(self, slots: CheckpointSlots, metrics: bool, silent: bool = False) -> None:
+        self._slots, self._silent = slots, silent
         self.hit_tokens = self.lost_tokens = self.taken = self.evicted = self.refused = self.loaded = 0
         self.timed_copies = 0
         """Checkpoints copied by prefill steps, in either direction."""
         self._logged_at, self._logged = time.monotonic(), (0, 0)
         self._published: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._prometheus: dict[str, Any] = {}
-        if metrics:
+        if metrics and not silent:
             # SGLang sets PROMETHEUS_MULTIPROC_DIR first; the library reads it when it is imported.
             from prometheus_client import Counter, Gauge
 
@@ -82,7 +82,9 @@ class PrefixCounters:
             self._published = values
             self._held.set(self.held)
         now = time.monotonic()
-        if now - self._logged_at >= LOG_SECONDS and (self.hit_tokens, self.taken) != self._logged:
+        if self._silent or now - self._logged_at < LOG_SECONDS:
+            return
+        if (self.hit_tokens, self.taken) != self._logged:
             self._logged_at, self._logged = now, (self.hit_tokens, self.taken)
             log.info(str(self))
 
