@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import os
 import random
@@ -43,14 +44,22 @@ OUR_SIZES = re.compile(
 )
 
 
+PORTS = range(12000, 52000, 3000)
+_next_port = itertools.cycle(random.sample(PORTS, len(PORTS)))
+
+
 def free_port() -> int:
-    """A port that is free now, with the 3000 above it left to the server's own sockets."""
-    for _ in range(100):
-        port = random.randrange(12000, 52000, 3000) + os.getpid() % 1000
+    """A port that is free now, with the 3000 above it left to the server's own sockets.
+
+    Not one of those given shortly before: a server binds its port when it has loaded, and of two that were launched
+    with the same one the second ends while the first answers for both.
+    """
+    for port in itertools.islice(_next_port, len(PORTS)):
+        port += os.getpid() % 1000
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise RuntimeError("no free port found between 12000 and 55000")
+    raise RuntimeError("no free port found between 12000 and 52000")
 
 
 def plugin_path(folder: Path) -> list[str]:

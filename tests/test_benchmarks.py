@@ -284,6 +284,10 @@ def test_commands_of_both_servers(tmp_path: Path) -> None:
         servers.command(tmp_path, [], ours=False, cpu=True)
 
 
+def test_servers_launched_together_get_ports_of_their_own() -> None:
+    assert len({servers.free_port() for _ in range(10)}) == 10
+
+
 def test_a_tree_that_is_not_installed_gets_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
     paths = servers.plugin_path(tmp_path)
