@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.sglang import launch
 from dsv4_sglang.testing.oracle import KeyFormat, Oracle, RowFormat
 
@@ -151,12 +151,6 @@ class Server:
         return self.log.read_text(errors="replace")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _stop(process: subprocess.Popen[bytes]) -> None:
     for sign, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, 10)):
         try:
@@ -222,6 +216,30 @@ def distances(
 ) -> torch.Tensor:
     """|log p of the server - log p of the oracle| of each generated token, teacher-forced."""
     return (torch.tensor(got.logprobs) - oracle.score(ids, got.tokens, rows, keys).logprobs).abs()
+
+
+def assert_oracle_chooses(oracle: Oracle, ids: Sequence[int], got: Generated, tolerance: float) -> None:
+    """`got` is what the oracle finds likeliest, token by token, and as likely."""
+    score = oracle.score(ids, got.tokens)
+    assert (torch.tensor(got.logprobs) - score.logprobs).abs().max() <= tolerance
+    assert score.margin.max() <= tolerance, "not the oracle's likeliest token"
+
+
+def assert_right_though_retracted(server: Server, oracle: Oracle, tolerance: float) -> None:
+    """In a pool of eight blocks four requests grow to two blocks, then the first needs a third: the last is retracted
+    and comes back, all finish, all are right.
+    """
+    before = server.retractions()
+    prompts = [prompt(n, seed=20 + i) for i, n in enumerate((140, 100, 100, 120))]
+    counts, ahead = (150, 60, 60, 60), (70, 3, 3, 3)
+    # Each begins when the one before decodes: SGLang would let it wait for the end of another.
+    running_requests = [server.begin(ids, count, at) for ids, count, at in zip(prompts, counts, ahead)]
+    for ids, answer, count in zip(prompts, running_requests, counts):
+        got = answer()
+        assert len(got.tokens) == count
+        assert distances(oracle, ids, got).max() <= tolerance
+    assert server.retractions() > before, "nothing was retracted: the test does not test"
+    server.wait_idle()
 
 
 def assert_same(got: Generated, reference: Generated, tolerance: float) -> None:

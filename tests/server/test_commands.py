@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from server_harness import START_SECONDS, free_port
+from server_harness import START_SECONDS
+
+from dsv4_sglang.cli.demo import free_port
 
 pytestmark = pytest.mark.server
 

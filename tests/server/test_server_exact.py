@@ -11,9 +11,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from faulty_cache import FAULT_FILE, entry_point
-from server_harness import Generated, Server, distances, prompt, running
+from server_harness import (
+    Generated,
+    Server,
+    assert_oracle_chooses,
+    assert_right_though_retracted,
+    distances,
+    prompt,
+    running,
+)
 
 from dsv4_sglang.testing.oracle import Oracle
 
@@ -58,9 +65,7 @@ def test_oracle(server: Server, oracle: Oracle, length: int) -> None:
     ids = prompt(length)
     got = server.generate(ids, GENERATED)
     assert len(got.tokens) == GENERATED
-    score = oracle.score(ids, got.tokens)
-    assert (torch.tensor(got.logprobs) - score.logprobs).abs().max() <= TOLERANCE
-    assert score.margin.max() <= TOLERANCE, "not the oracle's likeliest token"
+    assert_oracle_chooses(oracle, ids, got, TOLERANCE)
 
 
 def same_but_for_ties(oracle: Oracle, ids: list[int], got: Generated, reference: Generated) -> None:
@@ -108,21 +113,8 @@ def test_a_dropped_indexer_tail_shows(server: Server, oracle: Oracle, fault: Pat
 
 
 def test_more_requests_than_fit(server: Server, oracle: Oracle) -> None:
-    """Four requests that grow to two blocks in a pool of eight, then the first needs a third: the last is retracted and
-    comes back, all finish, all are right.
-    """
     server.flush()
-    before = server.retractions()
-    prompts = [prompt(n, seed=20 + i) for i, n in enumerate((140, 100, 100, 120))]
-    counts, ahead = (150, 60, 60, 60), (70, 3, 3, 3)
-    # Each begins when the one before decodes: SGLang would let it wait for the end of another.
-    running_requests = [server.begin(ids, count, at) for ids, count, at in zip(prompts, counts, ahead)]
-    for ids, answer, count in zip(prompts, running_requests, counts):
-        got = answer()
-        assert len(got.tokens) == count
-        assert distances(oracle, ids, got).max() <= TOLERANCE
-    assert server.retractions() > before, "nothing was retracted: the test does not test"
-    server.wait_idle()
+    assert_right_though_retracted(server, oracle, TOLERANCE)
 
 
 def test_warm_after_retraction(server: Server, oracle: Oracle) -> None:
