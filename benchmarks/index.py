@@ -30,8 +30,6 @@ LAYERS, HEADS, DIM = 4, 64, 128
 WEIGHT_SCALE = DIM**-0.5 * HEADS**-0.5
 KEYS_A_BLOCK, KEYS_A_PAGE = 32, 64
 KEY_BYTES = {"ours": 72, "in-tree": 132}
-SCORES_AT_ONCE = 1 << 26
-"""Of a prefill chunk, as in `dsv4_sglang.sglang.backend`."""
 FP8_FLOPS = 2 * 790e12
 K = 1024
 Stages = dict[str, Callable[[], object]]
@@ -93,11 +91,13 @@ class Ours(Tensors):
     """Those of `index_topk`, and its scratch: scores for as many tokens as are handled at a time."""
 
     def __init__(self, load: Load, top_k: int, device: torch.device, layers: int) -> None:
+        from dsv4_sglang.sglang.backend import SCRATCH_BYTES
+
         super().__init__(load, device, layers)
         self.block_table = page_table(load, KEYS_A_BLOCK, device)
         self.key_tables = [tables.our_keys(self.block_table.numel(), device) for _ in range(layers)]
         self.owner = torch.arange(load.requests, dtype=torch.int32, device=device).repeat_interleave(load.chunk)
-        at_once = load.tokens if load.chunk == 1 else min(load.tokens, SCORES_AT_ONCE // load.keys)
+        at_once = load.tokens if load.chunk == 1 else min(load.tokens, SCRATCH_BYTES // (4 * load.keys))
         self.slices = [slice(begin, begin + at_once) for begin in range(0, load.tokens, at_once)]
         self.scores = torch.empty(at_once, load.keys, device=device)
         self.rows = torch.empty(load.tokens, top_k, dtype=torch.int32, device=device)

@@ -24,8 +24,12 @@ def _is_set(name: str) -> Callable[[Any], bool]:
     return lambda args: bool(getattr(args, name, None))
 
 
+def _count(args: Any, name: str) -> int:
+    return getattr(args, name, 1) or 1
+
+
 def _above_one(name: str) -> Callable[[Any], bool]:
-    return lambda args: (getattr(args, name, 1) or 1) > 1
+    return lambda args: _count(args, name) > 1
 
 
 def _changed(name: str) -> Callable[[Any], bool]:
@@ -197,7 +201,7 @@ def refuse_unsupported(args: Any, quantised: bool = False, output_groups: int | 
         found.append(
             "--device cpu is not supported with a quantised checkpoint: SGLang has no such layers without a GPU"
         )
-    processes = getattr(args, "tp_size", 1) or 1
+    processes = _count(args, "tp_size")
     if output_groups and output_groups % processes:
         found.append(
             f"--tp-size {processes} is not supported: the {output_groups} groups of output heads are divided evenly; "

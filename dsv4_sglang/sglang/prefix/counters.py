@@ -82,9 +82,7 @@ class PrefixCounters:
             self._published = values
             self._held.set(self.held)
         now = time.monotonic()
-        if self._silent or now - self._logged_at < LOG_SECONDS:
-            return
-        if (self.hit_tokens, self.taken) != self._logged:
+        if not self._silent and now - self._logged_at >= LOG_SECONDS and (self.hit_tokens, self.taken) != self._logged:
             self._logged_at, self._logged = now, (self.hit_tokens, self.taken)
             log.info(str(self))
 
