@@ -24,10 +24,12 @@ $(STAMP): pyproject.toml tools/setup.sh tools/requirements-cpu.txt tools/patch_t
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	git ls-files -z '*.cu' '*.cuh' '*.h' '*.cpp' | xargs -0 $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
 
 format: $(STAMP)
 	$(BIN)/ruff format .
+	git ls-files -z '*.cu' '*.cuh' '*.h' '*.cpp' | xargs -0 $(BIN)/clang-format -i
 	$(BIN)/ruff check --fix .
 
 test: lint

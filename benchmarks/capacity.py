@@ -2,7 +2,7 @@
 
     python -m benchmarks.capacity [--gib 78.82] [--requests 256] [--checkpoints 512] [--serve serve.json] [--out DIR]
 
-Ours: what the server itself computes at start-up (`dsv4_sglang.sglang.sizing`): one live slot a running request, the
+Ours: what the server itself computes at start-up (`dsv4_sglang.srt.sizing`): one live slot a running request, the
 staging slots of a prefill step, the checkpoints, and blocks with what is left. SGLang's: the formula of its
 DSV4PoolConfigurator (0.5.17). Its setting swa_full_tokens_ratio says how many window rows it keeps for every token:
 0.1 by default; 0.5 is what users set for prefix hits; 0.01 with its online HCA state is about the most tokens it can
@@ -23,9 +23,9 @@ import torch
 
 from benchmarks import report
 from dsv4_sglang.model.config import CSA_RATIO, HCA_RATIO, DSV4Config
-from dsv4_sglang.sglang.layout import CacheLayout
-from dsv4_sglang.sglang.options import Options
-from dsv4_sglang.sglang.sizing import MAX_STAGING, StateDemand
+from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.srt.options import Options
+from dsv4_sglang.srt.sizing import MAX_STAGING, StateDemand
 
 GIB = 1 << 30
 BLOCK = 128

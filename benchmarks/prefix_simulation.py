@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
-from dsv4_sglang.sglang.options import BLOCK
-from dsv4_sglang.sglang.prefix.placement import Due, due_in_prefill, is_kept
-from dsv4_sglang.sglang.prefix.policy import CheckpointBook
-from dsv4_sglang.sglang.prefix.tree import FreeList, Node, PrefixTree
+from dsv4_sglang.srt.options import BLOCK
+from dsv4_sglang.srt.prefix.placement import Due, due_in_prefill, is_kept
+from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
+from dsv4_sglang.srt.prefix.tree import FreeList, Node, PrefixTree
 
 BLOCK_BYTES = 452_512
 """V4-Flash, FP8 rows and 72 B keys: 21 x 32 x (584 + 72) + 20 x 584."""
@@ -53,10 +53,10 @@ class Simulation:
         interval: int,
         *,
         concurrency: int = CONCURRENCY,
-        book: type[CheckpointBook] = CheckpointBook,
+        registry: type[CheckpointRegistry] = CheckpointRegistry,
     ) -> None:
         self.tree = PrefixTree(FreeList(blocks), FreeList(checkpoints))
-        self.tree.book = book(checkpoints)
+        self.tree.registry = registry(checkpoints)
         self.interval, self.concurrency = interval, concurrency
         self.running: deque[Running] = deque()
         self._keys: dict[tuple[int, int], np.ndarray] = {}
@@ -140,7 +140,7 @@ def path_blocks(node: Node) -> np.ndarray:
     return np.concatenate(parts[::-1])
 
 
-class LeastRecentlyUsed(CheckpointBook):
+class LeastRecentlyUsed(CheckpointRegistry):
     """For comparison: every checkpoint is worth the same, only its age counts."""
 
     def patience(self) -> np.ndarray:
@@ -158,13 +158,13 @@ def simulate(
     gigabytes: float,
     share: float = SHARE,
     interval: int = INTERVAL,
-    book: type[CheckpointBook] = CheckpointBook,
+    registry: type[CheckpointRegistry] = CheckpointRegistry,
 ) -> dict[str, float]:
     """`share` of the memory in checkpoints, the rest in blocks. Shares of tokens are of what an infinite cache
     serves."""
     memory = gigabytes * 1e9
     simulation = Simulation(
-        int(memory * (1 - share) / BLOCK_BYTES), int(memory * share / CHECKPOINT_BYTES), interval, book=book
+        int(memory * (1 - share) / BLOCK_BYTES), int(memory * share / CHECKPOINT_BYTES), interval, registry=registry
     )
     begin = time.perf_counter()
     simulation.run(turns)
@@ -173,7 +173,7 @@ def simulate(
         "gigabytes": gigabytes,
         "share": share,
         "interval": interval,
-        "policy": "lru" if book is LeastRecentlyUsed else "worth",
+        "policy": "lru" if registry is LeastRecentlyUsed else "worth",
         "hit": round(simulation.hit_tokens / simulation.ideal_tokens, 4),
         "lost": round(simulation.lost_tokens / simulation.ideal_tokens, 4),
         "refused": simulation.refused,
@@ -193,8 +193,8 @@ def study_memory(largest: int) -> Rows:
             continue
         turns = list(trace(TraceConfig(conversations=max(active, min(6 * active, 1500)), active=active)))
         for factor in (0.125, 0.25, 0.5, 1.0, 2.0):
-            for book in (CheckpointBook, LeastRecentlyUsed):
-                rows.append({"active": active, **simulate(turns, factor * active / 10, book=book)})
+            for registry in (CheckpointRegistry, LeastRecentlyUsed):
+                rows.append({"active": active, **simulate(turns, factor * active / 10, registry=registry)})
                 print(rows[-1], flush=True)
     return rows
 
@@ -225,8 +225,8 @@ def study_loop(largest: int) -> Rows:
     """Conversations of 20,000 tokens visited in turn, six times; about 250 of them fit."""
     rows = []
     for count in (150, 200, 225, 250, 275, 300, 350, 400, 600, 1000):
-        for book in (CheckpointBook, LeastRecentlyUsed):
-            rows.append({"conversations": count, **simulate(rounds(count, 20_000, 6), 20.0, book=book)})
+        for registry in (CheckpointRegistry, LeastRecentlyUsed):
+            rows.append({"conversations": count, **simulate(rounds(count, 20_000, 6), 20.0, registry=registry)})
             print(rows[-1], flush=True)
     return rows
 
@@ -237,8 +237,8 @@ def study_loads(largest: int) -> Rows:
     for active, visits in ((28, 10), (155, 5), (365, 5), (790, 2), (790, 5)):
         turns = load(active, visits, tokens=(2_000, 80_000), generate=(8, 16))
         expected = expected_blind(turns, LOAD_GIGABYTES, TraceConfig.systems)
-        for book in (CheckpointBook, LeastRecentlyUsed):
-            row = simulate(turns, LOAD_GIGABYTES, book=book)
+        for registry in (CheckpointRegistry, LeastRecentlyUsed):
+            row = simulate(turns, LOAD_GIGABYTES, registry=registry)
             rows.append({"active": active, "visits": visits, **row, **expected})
             print(rows[-1], flush=True)
     return rows

@@ -33,7 +33,7 @@ GPU_ENVIRONMENT = {
 }
 GPU_FLAGS = ("--skip-tokenizer-init", "--sampling-backend", "pytorch", "--grammar-backend", "none")
 PLUGIN_GROUP = "sglang.srt.plugins"
-PLUGIN = "dsv4_sglang.sglang.plugin:register"
+PLUGIN = "dsv4_sglang.srt.plugin:register"
 
 DECODE_LINE = re.compile(r"Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")
 IN_TREE_SIZES = re.compile(
@@ -79,7 +79,7 @@ def plugin_path(folder: Path) -> list[str]:
 
 def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[list[str], dict[str, str]]:
     """(argv, environment beside the caller's) of a server on this machine; `ours` selects this package's cache."""
-    from dsv4_sglang.sglang import launch
+    from dsv4_sglang.srt import launch
 
     if cpu:
         if not ours:

@@ -1,5 +1,5 @@
-// What index keys and index queries go through alike: RoPE, Hadamard transform, FP4 (SPEC 2.1, 2.5). A warp holds a vector of 128
-// channels, lane i channels 4 i .. 4 i + 3.
+// What index keys and index queries go through alike: RoPE, Hadamard transform, FP4 (SPEC 2.1, 2.5). A warp holds a
+// vector of 128 channels, lane i channels 4 i .. 4 i + 3.
 #pragma once
 
 #include "rows.cuh"
@@ -8,8 +8,8 @@ namespace dsv4 {
 
 constexpr int kFirstRotatedIndexLane = 16;  // channels 64 .. 127
 
-/// (even, odd) turned by (cos, sin), each product rounded as the reference rounds it.
-__device__ __forceinline__ void turn(float& even, float& odd, float cos, float sin) {
+/// (even, odd) rotated by (cos, sin), each product rounded as the reference rounds it.
+__device__ __forceinline__ void rotate_pair(float& even, float& odd, float cos, float sin) {
   const float e = __fsub_rn(__fmul_rn(even, cos), __fmul_rn(odd, sin));
   odd = __fadd_rn(__fmul_rn(odd, cos), __fmul_rn(even, sin));
   even = e;

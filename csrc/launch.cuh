@@ -1,8 +1,8 @@
 // Launches that overlap with their predecessor (programmatic dependent launch, sm_90 and later).
 //
-// Such a kernel may start while the stream's previous one still runs. It must call `wait_for_previous_kernel` in every block, before it
-// writes global memory or reads what that kernel may write, and before it returns: only then does its own completion mean that all
-// earlier kernels have completed.
+// Such a kernel may start while the stream's previous one still runs. It must call `wait_for_previous_kernel` in every
+// block, before it writes global memory or reads what that kernel may write, and before it returns: only then does its
+// own completion mean that all earlier kernels have completed.
 #pragma once
 
 #include <cuda_runtime.h>

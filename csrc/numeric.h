@@ -1,6 +1,8 @@
-// Rounding and quantisation of single numbers, for the device and the host (the host side is what tests compare with torch).
+// Rounding and quantisation of single numbers, for the device and the host (the host side is what tests compare with
+// torch).
 //
-// e4m3, e2m1: round to nearest even, saturating. e8m0: biased exponent of the smallest power of two that is not below x.
+// e4m3, e2m1: round to nearest even, saturating. e8m0: biased exponent of the smallest power of two that is not below
+// x.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -89,14 +91,13 @@ DSV4_HD uint32_t e4m3_pair(float low, float high) {
 }
 
 /// The value of a non-negative e4m3 code.
-DSV4_HD float e4m3_value(uint32_t code) {
-  return code < 8 ? code * 0x1p-9f : float_of((code << 20) + (120u << 23));
-}
+DSV4_HD float e4m3_value(uint32_t code) { return code < 8 ? code * 0x1p-9f : float_of((code << 20) + (120u << 23)); }
 
 /// One float to a 4-bit e2m1 code (sign in bit 3), round to nearest even, saturating at 6.
 DSV4_HD uint32_t e2m1(float x) {
   const float a = float_of(bits_of(x) & 0x7fffffff);
-  const uint32_t magnitude = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
+  const uint32_t magnitude =
+      (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
   return ((bits_of(x) >> 28) & 8) | magnitude;
 }
 

@@ -1,17 +1,20 @@
-// Registers the CUDA implementations under the schemas of dsv4_sglang/ops/schemas.py, which must have been imported, and the steps of
-// index_topk, which exist for CUDA only.
+// Registers the CUDA implementations under the schemas of dsv4_sglang/ops/schemas.py, which must have been imported,
+// and the steps of index_topk, which exist for CUDA only.
 #include <torch/csrc/stable/library.h>
 
 #include "ops.h"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(dsv4_sglang, m) {
   m.def(
-      "index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int index_format, Tensor(a!) out, Tensor(b!) out_weights) "
+      "index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int index_format, Tensor(a!) out, "
+      "Tensor(b!) out_weights) "
       "-> ()");
   m.def(
-      "index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "
+      "index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor "
+      "positions, "
       "int index_format, int top, Tensor(a!) scores) -> ()");
-  m.def("index_select(Tensor scores, Tensor block_table, Tensor token_request, Tensor positions, Tensor(a!) rows) -> ()");
+  m.def(
+      "index_select(Tensor scores, Tensor block_table, Tensor token_request, Tensor positions, Tensor(a!) rows) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dsv4_sglang, CUDA, m) {

@@ -1,7 +1,8 @@
 // How one warp loads, packs, stores and copies a row of a row table (rows.h).
 //
-// A warp holds a row as 16 floats a lane: channels 8 lane .. 8 lane + 7 and 256 + 8 lane .. 256 + 8 lane + 7, so that every
-// format is written in 8- or 16-byte pieces and the rotated channels 448..511 are the second piece of lanes 24..31.
+// A warp holds a row as 16 floats a lane: channels 8 lane .. 8 lane + 7 and 256 + 8 lane .. 256 + 8 lane + 7, so that
+// every format is written in 8- or 16-byte pieces and the rotated channels 448..511 are the second piece of
+// lanes 24..31.
 #pragma once
 
 #include "numeric.h"
@@ -18,7 +19,9 @@ struct RowAddress {
   uint8_t* scale;
 };
 
-__device__ __forceinline__ int row_bytes(int format) { return format == kFp8 ? kRowBytes : format == kBf16 ? 1024 : 2048; }
+__device__ __forceinline__ int row_bytes(int format) {
+  return format == kFp8 ? kRowBytes : format == kBf16 ? 1024 : 2048;
+}
 
 __device__ __forceinline__ RowAddress row_address(const RowTable& table, int64_t block, int row) {
   uint8_t* base = table.base + block * table.block_bytes;
@@ -61,9 +64,7 @@ __device__ __forceinline__ float warp_sum(float x) {
 }
 
 /// Largest x of a warp, x not negative.
-__device__ __forceinline__ float warp_max(float x) {
-  return float_of(__reduce_max_sync(kAllLanes, bits_of(x)));
-}
+__device__ __forceinline__ float warp_max(float x) { return float_of(__reduce_max_sync(kAllLanes, bits_of(x))); }
 
 /// Largest x over groups of `width` neighbouring lanes (a power of two).
 template <int width>
@@ -115,7 +116,7 @@ __device__ __forceinline__ PackedRow pack_row(int format, const float (&x)[16], 
 
 /// Writes a packed row; all lanes of the warp take part.
 __device__ __forceinline__ void store_row(int format, const PackedRow& packed, const RowAddress& to, int lane) {
-  const uint32_t(&w)[16] = packed.word;
+  const uint32_t (&w)[16] = packed.word;
   if (format == kFp8) {
     *reinterpret_cast<uint2*>(to.data + 8 * lane) = make_uint2(w[0], w[1]);
     if (lane < kFirstRopeLane) {

@@ -1,4 +1,5 @@
-// Argument checks over LibTorch's stable tensors. Every error names the op, the tensor, what it is and what was expected.
+// Argument checks over LibTorch's stable tensors. Every error names the op, the tensor, what it is and what was
+// expected.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -56,7 +57,8 @@ class Checker {
   Checker(const char* op, int device) : op_(op), device_(device) {}
 
   /// Device, dtype (one of `types`) and shape of a CUDA tensor.
-  void tensor(const char* name, const Tensor& t, std::initializer_list<ScalarType> types, std::initializer_list<int64_t> shape) const {
+  void tensor(const char* name, const Tensor& t, std::initializer_list<ScalarType> types,
+              std::initializer_list<int64_t> shape) const {
     bool ok = t.is_cuda() && t.get_device_index() == device_ && t.dim() == int64_t(shape.size());
     bool type_ok = false;
     for (ScalarType type : types) type_ok |= t.scalar_type() == type;
@@ -85,8 +87,8 @@ class Checker {
     int64_t expected = 1;
     for (int64_t dim = t.dim() - 1; dim >= first_dense; --dim) {
       if (t.size(dim) != 1 && t.stride(dim) != expected) {
-        fail(op_, ": ", name, " is ", describe(t), "; expected dimensions ", first_dense, " and up without gaps (stride ", expected,
-             " in dimension ", dim, ")");
+        fail(op_, ": ", name, " is ", describe(t), "; expected dimensions ", first_dense,
+             " and up without gaps (stride ", expected, " in dimension ", dim, ")");
       }
       expected *= t.size(dim);
     }
@@ -96,7 +98,8 @@ class Checker {
   void aligned(const char* name, const Tensor& t, int64_t bytes) const {
     const bool start = reinterpret_cast<uintptr_t>(t.data_ptr()) % bytes == 0;
     if (start && (t.dim() == 1 || t.size(0) <= 1 || t.stride(0) * int64_t(t.element_size()) % bytes == 0)) return;
-    fail(op_, ": ", name, " is ", describe(t), " at ", t.data_ptr(), "; expected its start and its rows at multiples of ", bytes, " bytes");
+    fail(op_, ": ", name, " is ", describe(t), " at ", t.data_ptr(),
+         "; expected its start and its rows at multiples of ", bytes, " bytes");
   }
 
   const Tensor& given(const char* name, const std::optional<Tensor>& t, const char* when) const {

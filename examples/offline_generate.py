@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from dsv4_sglang.sglang import launch
+from dsv4_sglang.srt import launch
 
 
 def main() -> None:

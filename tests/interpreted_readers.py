@@ -32,22 +32,22 @@ def test_more_splits_than_tiles():
     assert_attends(triton_attend.attend(*case.args(), splits=15), case, BOUND[torch.bfloat16])
 
 
-def test_turn_back():
+def test_derotate():
     out, positions = torch.randn(3, 5, 512), torch.tensor([0, 7, 300])
     table = attend_case(tokens=1, heads=1, width=None).rope
     expected = read.rotate(out, positions, table, inverse=True)
-    triton_attend.turn_back(out, positions, table)
+    triton_attend.derotate(out, positions, table)
     assert torch.allclose(out, expected, atol=1e-6)
 
 
-def test_turn_and_quantise():
-    """Codes and scales of what `turn_back` gives; 10 heads do not fill the programs; one group is all zero."""
+def test_derotate_and_quantise():
+    """Codes and scales of what `derotate` gives; 10 heads do not fill the programs; one group is all zero."""
     g = torch.Generator().manual_seed(0)
     out, positions = torch.randn(3, 10, 512, generator=g) * 3, torch.tensor([0, 7, 300])
     out[1, 2, 128:256], out[2, 3, 448] = 0, 1e4
     expected = out.clone()
-    triton_attend.turn_back(expected, positions, rope())
-    codes, scales = triton_output.turn_and_quantise(out, positions, rope())
+    triton_attend.derotate(expected, positions, rope())
+    codes, scales = triton_output.derotate_and_quantise(out, positions, rope())
     grouped = expected.view(3, 10, 4, 128)
     amax = grouped.abs().amax(-1).clamp_min(1e-10)
     assert torch.allclose(scales, amax / 448, rtol=1e-6)

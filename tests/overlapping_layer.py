@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from dsv4_sglang.models import deepseek_v4
-from dsv4_sglang.models.deepseek_v4 import CachedAttention, CompressorWeights, IndexerWeights
-from dsv4_sglang.sglang.backend import HybridCacheBackend
+from dsv4_sglang.srt.backend import HybridCacheBackend
+from dsv4_sglang.srt.models import deepseek_v4
+from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, CompressorWeights, IndexerWeights
 
 CONFIG = SimpleNamespace(
     hidden_size=8, rms_norm_eps=1e-6, index_n_heads=4, index_head_dim=128, q_lora_rank=16, head_dim=512

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dsv4_sglang.sglang.options import BLOCK
-from dsv4_sglang.sglang.prefix.placement import due_in_prefill, is_kept
-from dsv4_sglang.sglang.prefix.tree import FreeList, Node, PrefixTree
+from dsv4_sglang.srt.options import BLOCK
+from dsv4_sglang.srt.prefix.placement import due_in_prefill, is_kept
+from dsv4_sglang.srt.prefix.tree import FreeList, Node, PrefixTree
 
 Path = tuple[int, ...]
 
@@ -158,7 +158,7 @@ class MiniServer:
     # What must hold
 
     def check(self) -> None:
-        tree, book = self.tree, self.tree.book
+        tree, registry = self.tree, self.tree.registry
         blocks, slots = tree.block_pool.free_ids().tolist(), tree.checkpoint_pool.free_ids().tolist()
         locks: dict[Node, int] = {}
         slot_locks: dict[int, int] = {}
@@ -181,8 +181,8 @@ class MiniServer:
         assert sorted(blocks) == list(range(1, tree.block_pool.size + 1)), "a block leaked or has two owners"
         assert sorted(slots) == list(range(1, tree.checkpoint_pool.size + 1)), "a slot leaked or has two owners"
         assert worthless == set(tree._worthless)
-        assert at_leaf == set(np.flatnonzero(book.at_leaf).tolist())
-        assert len(book) == len(tree._holder)
+        assert at_leaf == set(np.flatnonzero(registry.at_leaf).tolist())
+        assert len(registry) == len(tree._holder)
 
     def _check_below(
         self,
@@ -196,7 +196,7 @@ class MiniServer:
         at_leaf: set[int],
         slot_locks: dict[int, int],
     ) -> None:
-        book = self.tree.book
+        registry = self.tree.registry
         for key, child in node.children.items():
             assert child.parent is node and child.start == node.end and int(child.keys[0]) == key
             assert child.end - child.start == len(child.keys) == len(child.blocks) > 0
@@ -209,11 +209,11 @@ class MiniServer:
             slot = child.checkpoint
             if slot:
                 slots.append(slot)
-                assert self.tree._holder[slot] is child and book.held[slot]
+                assert self.tree._holder[slot] is child and registry.held[slot]
                 assert self.state_content[slot] == here, "a checkpoint holds another state"
-                assert book.length[slot] == child.end * BLOCK and book.previous[slot] == previous
-                assert slot in book._following[previous]
-                assert book.locks[slot] == slot_locks.get(slot, 0)
+                assert registry.length[slot] == child.end * BLOCK and registry.previous[slot] == previous
+                assert slot in registry._following[previous]
+                assert registry.locks[slot] == slot_locks.get(slot, 0)
                 if leaf:
                     at_leaf.add(slot)
             elif leaf:

@@ -19,10 +19,10 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, mamba_component
 
-from dsv4_sglang.sglang.options import BLOCK
-from dsv4_sglang.sglang.prefix import component as component_module
-from dsv4_sglang.sglang.prefix.component import PENDING, build_prefix_cache, component_of
-from dsv4_sglang.sglang.prefix.slots import CheckpointSlots
+from dsv4_sglang.srt.options import BLOCK
+from dsv4_sglang.srt.prefix import component as component_module
+from dsv4_sglang.srt.prefix.component import PENDING, build_prefix_cache, component_of
+from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
 MAX_LENGTH = 64 * BLOCK
 
@@ -261,13 +261,13 @@ class TreeServer:
             slot = self.component._slot(node)
             if slot is not None:
                 in_tree.add(slot)
-                assert slots.nodes[slot] is node and slots.book.held[slot]
+                assert slots.nodes[slot] is node and slots.registry.held[slot]
                 assert self.state_content[slot] == here, "a checkpoint holds another state"
-                assert slots.book.length[slot] == len(here) * BLOCK
-                assert slots.book.previous[slot] == self.component._above(node)
-                assert slots.book._following[slot] == set(self.component._below(node))
-                assert slots.book.locks[slot] == node.component_data[ComponentType.MAMBA].lock_ref
-        assert in_tree == set(slots.nodes) == {i for i in range(1, self.checkpoints + 1) if slots.book.held[i]}
+                assert slots.registry.length[slot] == len(here) * BLOCK
+                assert slots.registry.previous[slot] == self.component._above(node)
+                assert slots.registry._following[slot] == set(self.component._below(node))
+                assert slots.registry.locks[slot] == node.component_data[ComponentType.MAMBA].lock_ref
+        assert in_tree == set(slots.nodes) == {i for i in range(1, self.checkpoints + 1) if slots.registry.held[i]}
         held += in_tree
         for request in self.running:
             row = self.pool.req_to_token[request.req_pool_idx]

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from dsv4_sglang.cli.demo import free_port
-from dsv4_sglang.sglang import launch
+from dsv4_sglang.srt import launch
 from dsv4_sglang.testing.oracle import KeyFormat, Oracle, RowFormat
 
 START_SECONDS = 240

@@ -260,7 +260,7 @@ def test_sizes_of_both_servers_logs() -> None:
 
 
 def test_the_pattern_for_our_sizes_matches_what_the_server_logs() -> None:
-    from dsv4_sglang.sglang import sizing
+    from dsv4_sglang.srt import sizing
 
     written = Path(sizing.__file__).read_text()
     constant = re.findall(r'f"(dsv4_sglang cache: [^"]*)"\s+f"([^"]*)"', written)

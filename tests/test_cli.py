@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app, demo, doctor
-from dsv4_sglang.sglang import launch
+from dsv4_sglang.srt import launch
 from dsv4_sglang.testing import selftest
 from dsv4_sglang.testing.formula import layer_output
 
@@ -195,12 +195,12 @@ def test_self_test(
     tolerance = exact if formats is selftest.EXACT else doctor.SERVED
     assert selftest.layer_error(ratio, device, formats) < tolerance / 2
 
-    def spoilt(x: selftest.LayerInputs, *rest: Any) -> torch.Tensor:
+    def spoilt(x: selftest.FormulaInputs, *rest: Any) -> torch.Tensor:
         """Token 60 in place of token 61, or the two roles of a CSA token swapped, or k in place of z."""
         if x.kv_score is None:
-            x = selftest.LayerInputs(**{**vars(x), "kv": x.kv[[*range(61), 60, *range(62, len(x.kv))]]})
+            x = selftest.FormulaInputs(**{**vars(x), "kv": x.kv[[*range(61), 60, *range(62, len(x.kv))]]})
         else:
-            x = selftest.LayerInputs(**{**vars(x), "kv_score": x.kv_score.roll(512, 1)})
+            x = selftest.FormulaInputs(**{**vars(x), "kv_score": x.kv_score.roll(512, 1)})
         return layer_output(x, *rest)
 
     monkeypatch.setattr(selftest, "layer_output", spoilt)
@@ -223,9 +223,9 @@ def test_doctor_reports_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BREAK_A_HOOK = """
 import sys
-from dsv4_sglang.sglang import launch
+from dsv4_sglang.srt import launch
 launch.prepare_this_process(cpu=not launch.has_gpu())
-from dsv4_sglang.sglang import hooks
+from dsv4_sglang.srt import hooks
 hooks.HOOKS = (hooks.HOOKS[0]._replace(target="sglang.srt.gone.Thing"), *hooks.HOOKS[1:])
 from dsv4_sglang.cli import doctor
 print([f for f in doctor.hooks(launch.has_gpu())])

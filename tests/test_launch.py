@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dsv4_sglang.sglang import launch
+from dsv4_sglang.srt import launch
 
 FLAG = launch.OPT_IN_FLAG
 
@@ -80,7 +80,7 @@ def test_engine_arguments() -> None:
 
 
 def test_importing_it_imports_neither_torch_nor_sglang() -> None:
-    code = "import sys, dsv4_sglang.sglang.launch; print([m for m in ('torch', 'sglang') if m in sys.modules])"
+    code = "import sys, dsv4_sglang.srt.launch; print([m for m in ('torch', 'sglang') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.sglang.layout import CacheLayout
-from dsv4_sglang.sglang.options import Options, from_override_args
-from dsv4_sglang.sglang.refusals import REFUSALS, refuse_unsupported
-from dsv4_sglang.sglang.sizing import (
+from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.srt.options import Options, from_override_args
+from dsv4_sglang.srt.refusals import REFUSALS, refuse_unsupported
+from dsv4_sglang.srt.sizing import (
     GIB,
     StateDemand,
     default_checkpoints,

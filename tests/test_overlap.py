@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dsv4_sglang.sglang.launch import cpu_environment
+from dsv4_sglang.srt.launch import cpu_environment
 
 
 def test_overlapping_layer() -> None:

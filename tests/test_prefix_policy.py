@@ -13,13 +13,13 @@ from benchmarks.prefix_simulation import (
     Simulation,
     expected_blind,
 )
-from dsv4_sglang.sglang.options import BLOCK
-from dsv4_sglang.sglang.prefix.policy import CheckpointBook
+from dsv4_sglang.srt.options import BLOCK
+from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
 
 
-def hits(turns: Iterable[Turn], tokens: int, book: type[CheckpointBook] = CheckpointBook) -> float:
+def hits(turns: Iterable[Turn], tokens: int, registry: type[CheckpointRegistry] = CheckpointRegistry) -> float:
     """Share of an infinite cache's hits in a pool of that many tokens with enough checkpoints."""
-    simulation = Simulation(tokens // BLOCK, tokens // 2048, INTERVAL, book=book)
+    simulation = Simulation(tokens // BLOCK, tokens // 2048, INTERVAL, registry=registry)
     simulation.run(turns)
     return simulation.hit_tokens / simulation.ideal_tokens
 

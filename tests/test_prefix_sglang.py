@@ -54,7 +54,9 @@ def test_a_prompt_on_the_grid_computes_its_last_block_again(chunk: int) -> None:
 def test_long_prompts_leave_several_checkpoints_in_one_step() -> None:
     server = TreeServer(blocks=64, checkpoints=20, interval=4, chunk=60)
     run(server, list(range(18)))
-    assert sorted(int(n) for n in server.component.slots.book.length if n) == [n * BLOCK for n in (4, 8, 12, 16, 18)]
+    assert sorted(int(n) for n in server.component.slots.registry.length if n) == [
+        n * BLOCK for n in (4, 8, 12, 16, 18)
+    ]
     assert run(server, [*range(9), 40]) == 8 * BLOCK, "the first branch already hits"
 
 
@@ -134,7 +136,7 @@ def test_evicted_checkpoints_are_counted(blocks: int, checkpoints: int) -> None:
 
 def test_only_retraction_for_memory_keeps_what_was_generated() -> None:
     """The two hooks together: a flag that one sets and the other uses up."""
-    from dsv4_sglang.sglang.prefix import schedule
+    from dsv4_sglang.srt.prefix import schedule
 
     inserted = []
 
@@ -214,7 +216,7 @@ def test_blocks_without_a_checkpoint_go_first() -> None:
     server = TreeServer(blocks=12, checkpoints=20, interval=30, chunk=30)
     run(server, [1, 2, 3, 4])
     run(server, [5, 6, 7, 8])
-    node = server.component.slots.nodes[int(server.component.slots.book.length.argmax())]
+    node = server.component.slots.nodes[int(server.component.slots.registry.length.argmax())]
     younger = next(n for n in server.component.slots.nodes.values() if n.last_access_time >= node.last_access_time)
     server.component._give_up(younger)
     server.check()

@@ -9,10 +9,10 @@ import torch
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import AttentionType
-from dsv4_sglang.sglang.layout import CacheLayout
-from dsv4_sglang.sglang.options import Options
-from dsv4_sglang.sglang.pools import KEPT_UNITS, SLOT_UNITS, StateParams, StateSlotPool
-from dsv4_sglang.sglang.prefix.timer import CopyTimer
+from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.srt.options import Options
+from dsv4_sglang.srt.pools import KEPT_UNITS, SLOT_UNITS, StateParams, StateSlotPool
+from dsv4_sglang.srt.prefix.timer import CopyTimer
 
 
 def make_pool(dtype: torch.dtype = torch.float8_e4m3fn) -> StateSlotPool:

@@ -13,10 +13,10 @@ from sglang.srt import runtime_context
 
 from benchmarks import capacity
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.sglang import hooks, state
-from dsv4_sglang.sglang.options import Options
-from dsv4_sglang.sglang.sizing import GIB, StateDemand
-from dsv4_sglang.sglang.state import Launch
+from dsv4_sglang.srt import hooks, state
+from dsv4_sglang.srt.options import Options
+from dsv4_sglang.srt.sizing import GIB, StateDemand
+from dsv4_sglang.srt.state import Launch
 
 MEMORY = 78.82
 """GiB for the cache with --mem-fraction-static 0.6 on an H200 and the weights of benchmarks/configs/flashshape."""

@@ -1,4 +1,5 @@
-// Host side of `append`: checks its arguments and fills the kernel's parameters. No synchronisation, no allocation on the device.
+// Host side of `append`: checks its arguments and fills the kernel's parameters. No synchronisation, no allocation on
+// the device.
 #include "append.h"
 
 #include "../ops.h"
@@ -18,13 +19,15 @@ class AppendChecker : public Checker {
   using Checker::Checker;
 
   /// A matrix of projections: fp32 rows of `columns`, in rows of any stride.
-  void projection(const char* name, const Tensor& t, std::initializer_list<ScalarType> types, int64_t tokens, int64_t columns) const {
+  void projection(const char* name, const Tensor& t, std::initializer_list<ScalarType> types, int64_t tokens,
+                  int64_t columns) const {
     tensor(name, t, types, {tokens, columns});
     dense(name, t, 1);
     aligned(name, t, 16);
   }
 
-  void weight(const char* name, const Tensor& t, std::initializer_list<ScalarType> types, std::initializer_list<int64_t> shape) const {
+  void weight(const char* name, const Tensor& t, std::initializer_list<ScalarType> types,
+              std::initializer_list<int64_t> shape) const {
     tensor(name, t, types, shape);
     dense(name, t, 0);
     aligned(name, t, 16);
@@ -65,10 +68,10 @@ bool is_recorded(cudaStream_t stream) {
 void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> index_kv_score, Tensor kv_norm,
             std::optional<Tensor> entry_norm, std::optional<Tensor> index_norm, std::optional<Tensor> ape,
             std::optional<Tensor> index_ape, Tensor rope, double eps, int64_t ratio, int64_t index_format, Tensor slots,
-            Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, std::optional<Tensor> track_slots,
-            Tensor ring, std::optional<Tensor> tail, std::optional<Tensor> entries, std::optional<Tensor> index_keys,
-            std::optional<Tensor> window, std::optional<Tensor> swa_pos, std::optional<Tensor> swa_head,
-            std::optional<Tensor> tail_len) {
+            Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc,
+            std::optional<Tensor> track_slots, Tensor ring, std::optional<Tensor> tail, std::optional<Tensor> entries,
+            std::optional<Tensor> index_keys, std::optional<Tensor> window, std::optional<Tensor> swa_pos,
+            std::optional<Tensor> swa_head, std::optional<Tensor> tail_len) {
   if (!kv.is_cuda() || kv.dim() != 2) fail("append: kv is ", describe(kv), "; expected [tokens, 512] on a CUDA device");
   const int device = kv.get_device_index();
   const AppendChecker check("append", device);
@@ -95,7 +98,8 @@ void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> ind
   check.vector("query_start", query_start, kInt, requests + 1);
   check.vector("token_request", token_request, kInt, tokens);
   check.vector("out_loc", out_loc, kLong, tokens);
-  p.slots = data<int32_t>(slots), p.prefix_lens = data<int32_t>(prefix_lens), p.query_start = data<int32_t>(query_start);
+  p.slots = data<int32_t>(slots), p.prefix_lens = data<int32_t>(prefix_lens),
+  p.query_start = data<int32_t>(query_start);
   p.token_request = data<int32_t>(token_request), p.out_loc = data<int64_t>(out_loc);
   if (track_slots) check.vector("track_slots", *track_slots, kInt, tokens);
   p.track_slots = data<int32_t>(track_slots);

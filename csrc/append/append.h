@@ -30,7 +30,7 @@ struct AppendParams {
   RowTable ring, entries, window;
   KeyTable index_keys;
   float* tail;
-  int64_t tail_stride;                       // floats of a slot
+  int64_t tail_stride;                     // floats of a slot
   int32_t *swa_pos, *swa_head, *tail_len;  // or null
   int64_t swa_pos_stride;
 };
@@ -39,7 +39,8 @@ enum class LayerKind { kSwa, kCsa, kHcaOnline, kHcaRaw };  // in the order of th
 
 /// One launch each. `overlap` lets it start while the stream's previous kernel drains (sm_90 and later).
 ///
-/// Decode reads batch, weights and rope before it waits for that kernel, so with `overlap` that kernel must not write them.
+/// Decode reads batch, weights and rope before it waits for that kernel, so with `overlap` that kernel must not write
+/// them.
 cudaError_t launch_append_decode(const AppendParams& params, LayerKind kind, bool overlap, cudaStream_t stream);
 cudaError_t launch_append_prefill(const AppendParams& params, LayerKind kind, bool overlap, cudaStream_t stream);
 

@@ -48,7 +48,8 @@ void append_swa(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor sw
     fail("append_swa: rows of swa_fp8 and swa_rope lie ", swa_fp8.stride(1), " and ", swa_rope.stride(1),
          " elements apart; expected multiples of 4");
   }
-  // A strip of 8 exponent bytes a row, one of which the view shows: FlashMLA reads one a tile, so all get the same value.
+  // A strip of 8 exponent bytes a row, one of which the view shows: FlashMLA reads one a tile, so all get the same
+  // value.
   const int64_t strip = swa_inv.stride(1);
   if (strip != 1 && strip != kScaleStrip) {
     fail("append_swa: swa_inv is ", describe(swa_inv), "; expected its rows 1 or ", kScaleStrip, " bytes apart");

@@ -1,8 +1,8 @@
 // append_swa: window rows that are already normalised and rotated, quantised into the ring (SPEC 2.4, one scale a row).
 //
-// One block of 128 threads a token, four neighbouring channels a thread: 1024 B read and 584 B written a token, plus 8 B of slot and
-// position of every token of the launch: a block first looks whether a later token falls on its ring row, so that the outcome does not
-// depend on the order of blocks. Meant for decode batches; `append` needs no such search.
+// One block of 128 threads a token, four neighbouring channels a thread: 1024 B read and 584 B written a token, plus 8
+// B of slot and position of every token of the launch: a block first looks whether a later token falls on its ring row,
+// so that the outcome does not depend on the order of blocks. Meant for decode batches; `append` needs no such search.
 #include "../rows.cuh"
 #include "append_swa.h"
 
@@ -32,12 +32,14 @@ __global__ void __launch_bounds__(kThreads) append_swa_kernel(const __grid_const
   const int row = position & (kRing - 1), channel = 4 * thread;
   uint32_t pair[2] = {0, 0};
   if (channel < p.nope + p.rope) {
-    const uint2 raw = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p.raw_kv) + token * p.kv_stride + channel);
+    const uint2 raw =
+        *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p.raw_kv) + token * p.kv_stride + channel);
     pair[0] = raw.x, pair[1] = raw.y;
   }
   float amax = 0;
   if (channel < p.nope) {
-    amax = fmaxf(fmaxf(fabsf(low_bf16(pair[0])), fabsf(high_bf16(pair[0]))), fmaxf(fabsf(low_bf16(pair[1])), fabsf(high_bf16(pair[1]))));
+    amax = fmaxf(fmaxf(fabsf(low_bf16(pair[0])), fabsf(high_bf16(pair[0]))),
+                 fmaxf(fabsf(low_bf16(pair[1])), fabsf(high_bf16(pair[1]))));
   }
   amax = warp_max(amax);
   if (thread % 32 == 0) warp_amax[thread / 32] = amax;

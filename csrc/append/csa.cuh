@@ -19,11 +19,14 @@ struct Stream {
   int width;
   int column;  // in a tail row
 
-  __device__ __forceinline__ float* tail(const AppendParams& p, int slot) const { return p.tail + slot * p.tail_stride + column; }
+  __device__ __forceinline__ float* tail(const AppendParams& p, int slot) const {
+    return p.tail + slot * p.tail_stride + column;
+  }
 };
 
 __device__ __forceinline__ Stream csa_stream(const AppendParams& p, bool index, int channel) {
-  if (index) return {p.index_kv_score + channel, p.index_kv_score_stride, p.index_ape + channel, kIndexDim, kEntryDim + channel};
+  if (index)
+    return {p.index_kv_score + channel, p.index_kv_score_stride, p.index_ape + channel, kIndexDim, kEntryDim + channel};
   return {p.kv_score + channel, p.kv_score_stride, p.ape + channel, kEntryDim, channel};
 }
 
@@ -40,8 +43,10 @@ __device__ __forceinline__ void write_prev_row(const Stream& s, float* tail, int
   store4(tail + (kPrevZ + (position & 7)) * kCsaTailWidth, z);
 }
 
-/// The previous-window rows of a token among the last four before a checkpoint, into the checkpoint's tails; by `threads` threads.
-__device__ inline void track_prev_rows(const AppendParams& p, int64_t token, int position, int slot, int first, int threads) {
+/// The previous-window rows of a token among the last four before a checkpoint, into the checkpoint's tails; by
+/// `threads` threads.
+__device__ inline void track_prev_rows(const AppendParams& p, int64_t token, int position, int slot, int first,
+                                       int threads) {
   for (int thread = first; thread < kCsaThreads; thread += threads) {
     const Stream s = csa_stream_of_thread(p, thread);
     write_prev_row(s, s.tail(p, slot), token, position);
@@ -62,8 +67,9 @@ __device__ __forceinline__ float4 pool_entry(const float4 (&z)[8], const K& k) {
   return acc / sum;
 }
 
-// Row 0 .. 7 of an entry, four of the previous stream and four of the current one, from the projections of its token (the bias row is
-// row % 4 because windows start at multiples of 4) or from the tail, where the token of `position` left it.
+// Row 0 .. 7 of an entry, four of the previous stream and four of the current one, from the projections of its token
+// (the bias row is row % 4 because windows start at multiples of 4) or from the tail, where the token of `position`
+// left it.
 
 __device__ __forceinline__ const float* input_row(const Stream& s, int row, int64_t token) {
   return s.scores + token * s.stride + (row < 4 ? 0 : s.width);

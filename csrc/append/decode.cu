@@ -1,16 +1,19 @@
-// append, decode: everything that one layer writes for one token of each request, in one launch (SPEC 2.1, 2.4, 2.5, 3.1 to 3.7).
+// append, decode: everything that one layer writes for one token of each request, in one launch
+// (SPEC 2.1, 2.4, 2.5, 3.1 to 3.7).
 //
-// One block a request. CSA: four warps main compressor, one the indexer's, four the row. HCA: four warps compressor (16 in the raw
-// form), four the row. Compressors pool the window that closes, finish its entry and move the tails on. A row is spread over four warps
-// because a single warp issues one instruction in five cycles or more. Nothing waits for another block, nothing is atomic, every sum
-// has a fixed order.
+// One block a request. CSA: four warps main compressor, one the indexer's, four the row. HCA: four warps compressor (16
+// in the raw form), four the row. Compressors pool the window that closes, finish its entry and move the tails on. A
+// row is spread over four warps because a single warp issues one instruction in five cycles or more. Nothing waits for
+// another block, nothing is atomic, every sum has a fixed order.
 //
-// A step is a chain of such launches, each waiting for the one before it, so what counts is the time from that wait to the end. Before
-// it, a block loads all that no kernel of the step's layers writes (batch, weights, cos and sin) and asks L2 for the rows of the tail
-// that it will read; behind it come one round of loads (projections and tail), the arithmetic and the stores.
+// A step is a chain of such launches, each waiting for the one before it, so what counts is the time from that wait to
+// the end. Before it, a block loads all that no kernel of the step's layers writes (batch, weights, cos and sin) and
+// asks L2 for the rows of the tail that it will read; behind it come one round of loads (projections and tail), the
+// arithmetic and the stores.
 //
-// Bytes a token, bf16 kv and FP8 rows. Read: kv 1024, CSA 10,240 / HCA 4,096 fp32 of scores. Written: row 584, CSA 146 + 18, HCA 5 of
-// entries and keys. Tail rows besides: CSA 10 kB written and, every fourth step, 36 kB read; HCA online 6 kB read and written.
+// Bytes a token, bf16 kv and FP8 rows. Read: kv 1024, CSA 10,240 / HCA 4,096 fp32 of scores. Written: row 584, CSA 146
+// + 18, HCA 5 of entries and keys. Tail rows besides: CSA 10 kB written and, every fourth step, 36 kB read; HCA online
+// 6 kB read and written.
 #include "../launch.cuh"
 #include "hca.cuh"
 #include "window.cuh"
@@ -25,7 +28,8 @@ struct Shape {
   static constexpr int groups = kind == LayerKind::kHcaRaw ? 4 : 1;
   static constexpr int compressor_warps = is_csa ? 5 : kind == LayerKind::kSwa ? 0 : 4 * groups;
   static constexpr int threads = 32 * (compressor_warps + 4);
-  // Two CSA blocks and no more: with room for a third, some SMs would start three blocks of the next layer and others one.
+  // Two CSA blocks and no more: with room for a third, some SMs would start three blocks of the next layer and others
+  // one.
   static constexpr int blocks_per_sm = is_csa ? 2 : kind == LayerKind::kHcaRaw ? 1 : 4;
 };
 
@@ -79,7 +83,8 @@ __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& 
     if (lane == 0 && !index && (warp >= 2 || first >= 0)) {
       // The four older rows of the previous stream, and the three of the current one, lie together.
       const int row = warp == 0 ? kPrevK + (first & 7) : warp == 1 ? kPrevZ + (first & 7) : warp == 2 ? 0 : kCurZ;
-      prefetch(p.tail + token.slot * p.tail_stride + row * kCsaTailWidth, (warp < 2 ? 4 : 3) * kCsaTailWidth * sizeof(float));
+      prefetch(p.tail + token.slot * p.tail_stride + row * kCsaTailWidth,
+               (warp < 2 ? 4 : 3) * kCsaTailWidth * sizeof(float));
     }
     loc = p.out_loc[token.request];
     if (index) {
@@ -104,7 +109,8 @@ __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& 
     }
   }
   z_prev = z_prev + ape_prev, z_cur = z_cur + ape_cur;
-  // The token's previous-stream row goes to the other half of the ring of 8 than those just read, its current-stream row is the 4th.
+  // The token's previous-stream row goes to the other half of the ring of 8 than those just read, its current-stream
+  // row is the 4th.
   store4(tail + (kPrevK + (position & 7)) * kCsaTailWidth, k_prev);
   store4(tail + (kPrevZ + (position & 7)) * kCsaTailWidth, z_prev);
   store4(tail + (position & 3) * kCsaTailWidth, k_cur);
@@ -179,7 +185,8 @@ cudaError_t launch_kind(const AppendParams& p, bool overlap, cudaStream_t stream
 
 cudaError_t launch_append_decode(const AppendParams& p, LayerKind kind, bool overlap, cudaStream_t stream) {
   constexpr cudaError_t (*launches[])(const AppendParams&, bool, cudaStream_t) = {
-      launch_kind<LayerKind::kSwa>, launch_kind<LayerKind::kCsa>, launch_kind<LayerKind::kHcaOnline>, launch_kind<LayerKind::kHcaRaw>};
+      launch_kind<LayerKind::kSwa>, launch_kind<LayerKind::kCsa>, launch_kind<LayerKind::kHcaOnline>,
+      launch_kind<LayerKind::kHcaRaw>};
   return launches[int(kind)](p, overlap, stream);
 }
 

@@ -1,7 +1,7 @@
 // How a warp finishes a row: normalise, rotate, round, quantise, store (SPEC 2.1, 2.4, 2.5, 3.4).
 //
-// What does not depend on the row itself (norm weights, cos and sin) is loaded apart from its use, so that those loads travel while the
-// row is awaited or pooled.
+// What does not depend on the row itself (norm weights, cos and sin) is loaded apart from its use, so that those loads
+// travel while the row is awaited or pooled.
 #pragma once
 
 #include "../index_vector.cuh"
@@ -10,15 +10,18 @@
 
 namespace dsv4 {
 
-/// The sum of squares behind an RMSNorm: its leaves are four neighbouring channels each, which are then added in pairs of neighbours, of
-/// pairs, and so on, so that it is the same to a bit however a row is spread over threads.
+/// The sum of squares behind an RMSNorm: its leaves are four neighbouring channels each, which are then added in pairs
+/// of neighbours, of pairs, and so on, so that it is the same to a bit however a row is spread over threads.
 __device__ __forceinline__ float squares4(float a, float b, float c, float d) {
   return __fmaf_rn(d, d, __fmaf_rn(c, c, __fmaf_rn(b, b, a * a)));
 }
 
-__device__ __forceinline__ float inverse_rms(float squares, float eps) { return 1.0f / sqrtf(squares * (1.0f / kEntryDim) + eps); }
+__device__ __forceinline__ float inverse_rms(float squares, float eps) {
+  return 1.0f / sqrtf(squares * (1.0f / kEntryDim) + eps);
+}
 
-// ---- a row in a warp (rows.cuh): least work, for many rows ---------------------------------------------------------------
+// ---- a row in a warp (rows.cuh): least work, for many rows
+// ---------------------------------------------------------------
 
 /// cos and sin of the rotated channels 448..511, in the lanes that hold them.
 struct RowAngle {
@@ -32,8 +35,8 @@ struct RowAngle {
 };
 
 /// RMSNorm with the lanes' `weight`, then RoPE, each rounded to bf16 if `round`.
-__device__ __forceinline__ void normalise_and_turn(float (&x)[16], const float (&weight)[16], const RowAngle& angle, float eps,
-                                                   bool round, int lane) {
+__device__ __forceinline__ void normalise_and_rotate(float (&x)[16], const float (&weight)[16], const RowAngle& angle,
+                                                     float eps, bool round, int lane) {
   float low = squares4(x[0], x[1], x[2], x[3]) + squares4(x[4], x[5], x[6], x[7]);
   float high = squares4(x[8], x[9], x[10], x[11]) + squares4(x[12], x[13], x[14], x[15]);
 #pragma unroll
@@ -48,17 +51,18 @@ __device__ __forceinline__ void normalise_and_turn(float (&x)[16], const float (
     if (round) round_pair(x[i], x[i + 1]);
   }
   if (lane < kFirstRopeLane) return;
-  turn(x[8], x[9], angle.first.x, angle.first.y);
-  turn(x[10], x[11], angle.first.z, angle.first.w);
-  turn(x[12], x[13], angle.second.x, angle.second.y);
-  turn(x[14], x[15], angle.second.z, angle.second.w);
+  rotate_pair(x[8], x[9], angle.first.x, angle.first.y);
+  rotate_pair(x[10], x[11], angle.first.z, angle.first.w);
+  rotate_pair(x[12], x[13], angle.second.x, angle.second.y);
+  rotate_pair(x[14], x[15], angle.second.z, angle.second.w);
 #pragma unroll
   for (int i = 8; i < 16; i += 2) {
     if (round) round_pair(x[i], x[i + 1]);
   }
 }
 
-// ---- a row in four warps, four channels a thread: the shortest time --------------------------------------------------------
+// ---- a row in four warps, four channels a thread: the shortest time
+// --------------------------------------------------------
 
 constexpr int kRowThreads = kEntryDim / 4;
 constexpr int kFirstRopeThread = kNopeDim / 4;
@@ -110,13 +114,15 @@ struct PackedQuad {
 struct QuadFinish {
   float4 weight, angle;
 
-  __device__ __forceinline__ void load(const AppendParams& p, const void* norm, bool is_bf16, int64_t position, int thread) {
+  __device__ __forceinline__ void load(const AppendParams& p, const void* norm, bool is_bf16, int64_t position,
+                                       int thread) {
     weight = load_quad(norm, is_bf16, thread);
     if (thread >= kFirstRopeThread) angle = load4(p.rope + position * kRopeDim + 4 * (thread - kFirstRopeThread));
   }
 
   /// RMSNorm, RoPE, rounding and quantisation of the row of 128 threads, which meet at barrier `id`.
-  __device__ __forceinline__ PackedQuad apply(float4 x, int format, float eps, bool round, RowScratch& scratch, int id, int thread) const {
+  __device__ __forceinline__ PackedQuad apply(float4 x, int format, float eps, bool round, RowScratch& scratch, int id,
+                                              int thread) const {
     const int warp = thread / 32, lane = thread % 32;
     const float squares = warp_sum_of_neighbours(squares4(x.x, x.y, x.z, x.w));
     if (lane == 0) scratch.squares[warp] = squares;
@@ -126,8 +132,8 @@ struct QuadFinish {
     x = x * splat(scale) * weight;
     if (round) x = round_quad(x);
     if (thread >= kFirstRopeThread) {
-      turn(x.x, x.y, angle.x, angle.y);
-      turn(x.z, x.w, angle.z, angle.w);
+      rotate_pair(x.x, x.y, angle.x, angle.y);
+      rotate_pair(x.z, x.w, angle.z, angle.w);
       if (round) x = round_quad(x);
     }
     PackedQuad packed{{bits_of(x.x), bits_of(x.y), bits_of(x.z), bits_of(x.w)}, 0};
@@ -157,14 +163,15 @@ struct QuadFinish {
 };
 
 /// The 128 threads of a main compressor: a pooled entry becomes row `row` of the entry table.
-__device__ __forceinline__ void store_entry(const AppendParams& p, float4 pooled, const QuadFinish& finish, RowScratch& scratch,
-                                            int64_t row, int thread) {
+__device__ __forceinline__ void store_entry(const AppendParams& p, float4 pooled, const QuadFinish& finish,
+                                            RowScratch& scratch, int64_t row, int thread) {
   if (p.kv_bf16) pooled = round_quad(pooled);
   const int format = p.entries.format;
   finish.apply(pooled, format, p.eps, p.kv_bf16, scratch, 2, thread).store(format, row_address(p.entries, row), thread);
 }
 
-// ---- an index key in a warp ------------------------------------------------------------------------------------------------
+// ---- an index key in a warp
+// ------------------------------------------------------------------------------------------------
 
 /// What finishes a key, four channels a lane.
 struct KeyFinish {
@@ -172,7 +179,8 @@ struct KeyFinish {
 
   __device__ __forceinline__ void load(const AppendParams& p, int64_t position, int lane) {
     weight = load_quad(p.index_norm, p.index_norm_bf16, lane);
-    if (lane >= kFirstRotatedIndexLane) angle = load4(p.rope + position * kRopeDim + 4 * (lane - kFirstRotatedIndexLane));
+    if (lane >= kFirstRotatedIndexLane)
+      angle = load4(p.rope + position * kRopeDim + 4 * (lane - kFirstRotatedIndexLane));
   }
 
   /// One warp: the pooled index key, channels 4 lane .. 4 lane + 3 in `pooled`, becomes row `row` of the key table.
@@ -183,15 +191,16 @@ struct KeyFinish {
     pooled = pooled * splat(1.0f / sqrtf(warp_sum(squares) * (1.0f / kIndexDim) + p.eps)) * weight;
     if (p.kv_bf16) pooled = round_quad(pooled);
     if (lane >= kFirstRotatedIndexLane) {
-      turn(pooled.x, pooled.y, angle.x, angle.y);
-      turn(pooled.z, pooled.w, angle.z, angle.w);
+      rotate_pair(pooled.x, pooled.y, angle.x, angle.y);
+      rotate_pair(pooled.z, pooled.w, angle.z, angle.w);
       if (p.kv_bf16) pooled = round_quad(pooled);
     }
     float x[4] = {pooled.x, pooled.y, pooled.z, pooled.w};
     hadamard(x, lane);
 
     const KeyTable& keys = p.index_keys;
-    const uint32_t block = uint32_t(row) / uint32_t(keys.keys_per_block), key = uint32_t(row) - block * keys.keys_per_block;
+    const uint32_t block = uint32_t(row) / uint32_t(keys.keys_per_block),
+                   key = uint32_t(row) - block * keys.keys_per_block;
     uint8_t* base = keys.base + block * keys.block_bytes;
     if (keys.format == kKeyFp32) {
       store4(reinterpret_cast<float*>(base) + key * kIndexDim + 4 * lane, make_float4(x[0], x[1], x[2], x[3]));

@@ -7,17 +7,19 @@ namespace dsv4 {
 
 constexpr int kHcaRatio = 128;
 
-/// What the compressor warps of a block share: what its four first warps need to finish entries, and the pools of the groups.
+/// What the compressor warps of a block share: what its four first warps need to finish entries, and the pools of the
+/// groups.
 template <int groups>
 struct Shared {
   RowScratch scratch[2];
   Pool pool[groups > 1 ? groups - 1 : 1][groups > 1 ? kEntryDim / 4 : 1];
 };
 
-/// Where the rows of one HCA window come from, for a thread: `old` rows of the raw tail, then inputs. Pointers at its channels.
+/// Where the rows of one HCA window come from, for a thread: `old` rows of the raw tail, then inputs. Pointers at its
+/// channels.
 struct HcaRows {
-  const float* tail;  // raw tail of the slot, or null
-  int old;            // rows before the step, in `tail`
+  const float* tail;    // raw tail of the slot, or null
+  int old;              // rows before the step, in `tail`
   const float* scores;  // projections of window row 0, which may lie before the step's first token
   int64_t stride;
   const float* ape;
@@ -47,7 +49,8 @@ __device__ __forceinline__ void pool_rows(Pool& pool, const HcaRows& from, int f
 
 /// The same of all rows of a window whose projections start at `scores`.
 template <int groups, int batch>
-__device__ __forceinline__ void pool_whole(Pool& pool, const float* scores, int64_t stride, const float* ape, int group) {
+__device__ __forceinline__ void pool_whole(Pool& pool, const float* scores, int64_t stride, const float* ape,
+                                           int group) {
   scores += group * stride, ape += group * kEntryDim;
   for (int row = 0; row < kHcaRatio; row += groups * batch) {
     float4 k[batch], z[batch], bias[batch];
@@ -74,7 +77,8 @@ __device__ __forceinline__ void merge_groups(Pool& pool, Shared<groups>& shared,
   for (int other = 1; other < groups; ++other) add_pool(pool, shared.pool[other - 1][thread]);
 }
 
-/// All compressor warps: what of request b touches state from before the step, then its tail. Also the whole of a raw decode step.
+/// All compressor warps: what of request b touches state from before the step, then its tail. Also the whole of a raw
+/// decode step.
 template <bool raw, bool prefill, int groups>
 __device__ void hca_request(const AppendParams& p, Shared<groups>& shared, int b) {
   constexpr int batch = 4;
@@ -85,8 +89,8 @@ __device__ void hca_request(const AppendParams& p, Shared<groups>& shared, int b
   const int stop = length + count, old = length % kHcaRatio, closing = length / kHcaRatio;
   float* tail = p.tail + slot * p.tail_stride + channel;
   // The window that is open at `length`; row r of it is token begin + r - old.
-  HcaRows rows{raw ? tail : nullptr, raw ? old : 0, p.kv_score + (begin - old) * p.kv_score_stride + channel, p.kv_score_stride,
-               p.ape + channel};
+  HcaRows rows{raw ? tail : nullptr, raw ? old : 0, p.kv_score + (begin - old) * p.kv_score_stride + channel,
+               p.kv_score_stride, p.ape + channel};
 
   const auto resumed = [&] {
     Pool pool = Pool::empty();

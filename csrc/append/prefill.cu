@@ -1,18 +1,22 @@
-// append, prefill: everything that one layer writes for the tokens of a step with chunks, in one launch (SPEC 2.1, 2.4, 2.5, 3.1 to
-// 3.7).
+// append, prefill: everything that one layer writes for the tokens of a step with chunks, in one launch
+// (SPEC 2.1, 2.4, 2.5, 3.1 to 3.7).
 //
 // Blocks by index:
-//   first `requests` blocks (CSA, HCA): the boundary of a request: entries that pool rows from before the step, then its tails. A
-//     thread reads only tail columns that it later writes itself, so reading old rows first needs no synchronisation (raw HCA
-//     splits rows over warps and has a barrier);
-//   then in turn, as long as both last, so that both are always in flight: blocks that pool the entry that closes in `ratio` tokens
-//     from this step's rows alone, and blocks of window rows, a warp a row (HCA: two, because its blocks hold few warps);
-//   last, ring rows from before the step that no row of the step replaces, into the workspace; replaced ones are copied by the warp
+//   first `requests` blocks (CSA, HCA): the boundary of a request: entries that pool rows from before the step, then
+//   its tails. A
+//     thread reads only tail columns that it later writes itself, so reading old rows first needs no synchronisation
+//     (raw HCA splits rows over warps and has a barrier);
+//   then in turn, as long as both last, so that both are always in flight: blocks that pool the entry that closes in
+//   `ratio` tokens
+//     from this step's rows alone, and blocks of window rows, a warp a row (HCA: two, because its blocks hold few
+//     warps);
+//   last, ring rows from before the step that no row of the step replaces, into the workspace; replaced ones are copied
+//   by the warp
 //     that replaces them.
 // Nothing waits for another block, nothing is atomic, every sum has a fixed order.
 //
-// Bytes a token, bf16 kv and FP8 rows. Read: kv 1024, CSA 10,240 / HCA 4,096 fp32 of scores, each once. Written: row 584 (twice for the
-// last 128), CSA 146 + 18, HCA 5 of entries and keys.
+// Bytes a token, bf16 kv and FP8 rows. Read: kv 1024, CSA 10,240 / HCA 4,096 fp32 of scores, each once. Written: row
+// 584 (twice for the last 128), CSA 146 + 18, HCA 5 of entries and keys.
 #include "../launch.cuh"
 #include "hca.cuh"
 #include "window.cuh"
@@ -47,7 +51,8 @@ struct Grid {
   __host__ __device__ static constexpr int divide_up(int a, int b) { return (a + b - 1) / b; }
 };
 
-/// The entry that closes at one of `ratio` tokens and pools only rows of this step. There is at most one: such windows do not overlap.
+/// The entry that closes at one of `ratio` tokens and pools only rows of this step. There is at most one: such windows
+/// do not overlap.
 struct Closing {
   int token;     // -1: none
   int position;  // of its window's first token
@@ -81,7 +86,8 @@ struct Closing {
   }
 };
 
-// ---- CSA --------------------------------------------------------------------------------------------------------------
+// ---- CSA
+// --------------------------------------------------------------------------------------------------------------
 
 /// What the five compressor warps need to finish an entry and its key.
 struct CsaFinish {
@@ -107,13 +113,14 @@ struct CsaFinish {
 
 /// Five warps: what of request b touches rows from before the step, then its tails.
 __device__ void csa_boundary(const AppendParams& p, Shared<1>& shared, int b) {
-  const int slot = p.slots[b], length = p.prefix_lens[b], begin = p.query_start[b], stop = length + p.query_start[b + 1] - begin;
+  const int slot = p.slots[b], length = p.prefix_lens[b], begin = p.query_start[b],
+            stop = length + p.query_start[b + 1] - begin;
   if (slot < 0 || stop <= length) return;
   const Stream s = csa_stream_of_thread(p, threadIdx.x);
   float* tail = s.tail(p, slot);
   // Only the window that is open at `length` and the one after it can pool older rows.
-  for (int turn = 0; turn < 2; ++turn) {
-    const int entry = length / kCsaRatio + turn, first = kCsaRatio * entry - 4, last = first + 7;
+  for (int which = 0; which < 2; ++which) {
+    const int entry = length / kCsaRatio + which, first = kCsaRatio * entry - 4, last = first + 7;
     if (max(first, 0) >= length || last >= stop) continue;
     const auto k_of = [&](int row) {
       const int position = first + row;
@@ -131,7 +138,7 @@ __device__ void csa_boundary(const AppendParams& p, Shared<1>& shared, int b) {
     for (int row = 0; row < 8; ++row) z[row] = z_of(row);
     CsaFinish finish;
     finish.load(p, kCsaRatio * entry);
-    finish.store(p, pool_entry(z, k_of), shared.scratch[turn], p.out_loc[begin + last - length] / kCsaRatio);
+    finish.store(p, pool_entry(z, k_of), shared.scratch[which], p.out_loc[begin + last - length] / kCsaRatio);
   }
   for (int position = max(length, stop - 8); position < stop; ++position) {
     const int64_t token = begin + position - length;
@@ -167,7 +174,8 @@ __device__ void csa_entry(const AppendParams& p, Shared<1>& shared, int first) {
   finish.store(p, pool_entry(z, [&](int row) { return k[row]; }), shared.scratch[0], loc / kCsaRatio);
 }
 
-// ---- HCA --------------------------------------------------------------------------------------------------------------
+// ---- HCA
+// --------------------------------------------------------------------------------------------------------------
 
 /// All warps: the entry that closes at one of the tokens first .. first + 127.
 template <int groups>
@@ -185,7 +193,8 @@ __device__ void hca_entry(const AppendParams& p, Shared<groups>& shared, int fir
   store_entry(p, pool.result(), finish, shared.scratch[0], p.out_loc[closing.token] / kHcaRatio, thread);
 }
 
-// ---- the kernel ------------------------------------------------------------------------------------------------------------
+// ---- the kernel
+// ------------------------------------------------------------------------------------------------------------
 
 template <LayerKind kind>
 __global__ void __launch_bounds__(32 * Shape<kind>::warps, Shape<kind>::blocks_per_sm)
@@ -237,7 +246,8 @@ cudaError_t launch_kind(const AppendParams& p, bool overlap, cudaStream_t stream
 
 cudaError_t launch_append_prefill(const AppendParams& p, LayerKind kind, bool overlap, cudaStream_t stream) {
   constexpr cudaError_t (*launches[])(const AppendParams&, bool, cudaStream_t) = {
-      launch_kind<LayerKind::kSwa>, launch_kind<LayerKind::kCsa>, launch_kind<LayerKind::kHcaOnline>, launch_kind<LayerKind::kHcaRaw>};
+      launch_kind<LayerKind::kSwa>, launch_kind<LayerKind::kCsa>, launch_kind<LayerKind::kHcaOnline>,
+      launch_kind<LayerKind::kHcaRaw>};
   return launches[int(kind)](p, overlap, stream);
 }
 

@@ -35,7 +35,8 @@ __device__ __forceinline__ void store_length(const AppendParams& p, int slot, in
 /// First row of request `b` in the window workspace: that of position length - 128.
 __device__ __forceinline__ int workspace_base(int begin, int b) { return begin + kWindow * b; }
 
-/// One warp: window rows of the tokens first .. first + n - 1 of a prefill step; nothing is used before all that can be has been asked for.
+/// One warp: window rows of the tokens first .. first + n - 1 of a prefill step; nothing is used before all that can be
+/// has been asked for.
 template <int ratio, int n>
 __device__ void write_window_rows(const AppendParams& p, int first, int lane) {
   float x[n][16];
@@ -66,7 +67,7 @@ __device__ void write_window_rows(const AppendParams& p, int first, int lane) {
   for (int i = 0; i < n; ++i) {
     if (slot[i] < 0) continue;
     const int offset = first + i - begin[i], position = length[i] + offset;
-    normalise_and_turn(x[i], weight, angle[i], p.eps, p.kv_bf16, lane);
+    normalise_and_rotate(x[i], weight, angle[i], p.eps, p.kv_bf16, lane);
     const PackedRow packed = pack_row(p.ring.format, x[i], lane);
     const bool stays = offset >= count[i] - kWindow;
     const int base = workspace_base(begin[i], b[i]);
@@ -90,7 +91,8 @@ __device__ void write_window_rows(const AppendParams& p, int first, int lane) {
 
 /// One warp: an old ring row that the chunk (shorter than the window) does not replace, into the workspace.
 __device__ inline void keep_old_row(const AppendParams& p, int b, int old, int lane) {
-  const int slot = p.slots[b], begin = p.query_start[b], count = p.query_start[b + 1] - begin, length = p.prefix_lens[b];
+  const int slot = p.slots[b], begin = p.query_start[b], count = p.query_start[b + 1] - begin,
+            length = p.prefix_lens[b];
   const int position = length - kWindow + old;
   if (slot < 0 || count <= 0 || old < count || position < 0) return;
   copy_row(p.ring.format, ring_row(p, slot, position), row_address(p.window, 0, workspace_base(begin, b) + old), lane);

@@ -1,5 +1,5 @@
-// Host side of `index_query`, `index_score` and `index_select`, the three steps of index_topk: checks, then one launch each. No
-// synchronisation, no allocation.
+// Host side of `index_query`, `index_score` and `index_select`, the three steps of index_topk: checks, then one launch
+// each. No synchronisation, no allocation.
 #include "index.h"
 
 #include <algorithm>
@@ -37,7 +37,8 @@ QueryForm form_of(const Gpu& gpu, int64_t index_format, int64_t heads) {
 }
 
 void check_format(const char* op, int64_t index_format) {
-  if (index_format != kMxfp4 && index_format != kNvfp4) fail(op, ": index_format is ", index_format, "; expected 0 (mxfp4) or 1 (nvfp4)");
+  if (index_format != kMxfp4 && index_format != kNvfp4)
+    fail(op, ": index_format is ", index_format, "; expected 0 (mxfp4) or 1 (nvfp4)");
 }
 
 int device_of(const char* op, const char* name, const Tensor& t) {
@@ -46,7 +47,8 @@ int device_of(const char* op, const char* name, const Tensor& t) {
 }
 
 /// What `index_score` and `index_select` take alike.
-void check_step(const Checker& check, const Tensor& scores, const Tensor& table, const Tensor& request, const Tensor& positions, int64_t tokens) {
+void check_step(const Checker& check, const Tensor& scores, const Tensor& table, const Tensor& request,
+                const Tensor& positions, int64_t tokens) {
   check.tensor("block_table", table, {kInt}, {kAny, kAny});
   check.dense("block_table", table, 1);
   check.tensor("token_request", request, {kInt}, {tokens});
@@ -59,14 +61,16 @@ void check_step(const Checker& check, const Tensor& scores, const Tensor& table,
 
 }  // namespace
 
-void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_t index_format, Tensor out, Tensor out_weights) {
+void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_t index_format, Tensor out,
+                 Tensor out_weights) {
   const int device = device_of("index_query", "q", q);
   const Checker check("index_query", device);
   check.tensor("q", q, {kBFloat, kFloat}, {kAny, kAny, kIndexDim});
   check.dense("q", q, 2);
   const int64_t tokens = q.size(0), heads = q.size(1), bytes = q.element_size();
   for (int64_t dim : {0, 1}) {
-    if (q.size(dim) > 1 && q.stride(dim) % 4) fail("index_query: q is ", describe(q), "; expected strides that are multiples of 4");
+    if (q.size(dim) > 1 && q.stride(dim) % 4)
+      fail("index_query: q is ", describe(q), "; expected strides that are multiples of 4");
   }
   if (reinterpret_cast<uintptr_t>(q.data_ptr()) % (4 * bytes)) {
     fail("index_query: q is at ", q.data_ptr(), "; expected a multiple of ", 4 * bytes, " bytes");
@@ -98,13 +102,14 @@ void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_
   check.launched(launch_query(p, gpu.sm_90, current_stream(device)));
 }
 
-void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions,
-                 int64_t index_format, int64_t top, Tensor scores) {
+void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request,
+                 Tensor positions, int64_t index_format, int64_t top, Tensor scores) {
   const int device = device_of("index_score", "query", query);
   const Checker check("index_score", device);
   check.tensor("index_keys", index_keys, {kByte, kFloat}, {kAny, kKeysPerBlock, kAny});
   const bool fp4 = index_keys.scalar_type() == kByte;
-  check.tensor("index_keys", index_keys, {kByte, kFloat}, {kAny, kKeysPerBlock, fp4 ? kKeyBytes + kScaleBytes : kIndexDim});
+  check.tensor("index_keys", index_keys, {kByte, kFloat},
+               {kAny, kKeysPerBlock, fp4 ? kKeyBytes + kScaleBytes : kIndexDim});
   check.dense("index_keys", index_keys, 1);
   check.aligned("index_keys", index_keys, 16);
   check.tensor("query", query, {fp4 ? kHalf : kFloat}, {kAny, kAny, kIndexDim});
@@ -112,11 +117,13 @@ void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_t
   check.aligned("query", query, 16);
   const int64_t tokens = query.size(0), heads = query.size(1);
   check_format("index_score", index_format);
-  if (heads > kIndexHeads) fail("index_score: query is ", describe(query), "; expected at most ", kIndexHeads, " heads");
+  if (heads > kIndexHeads)
+    fail("index_score: query is ", describe(query), "; expected at most ", kIndexHeads, " heads");
   check.tensor("weights", weights, {kFloat}, {tokens, heads});
   check.dense("weights", weights, 0);
   check_step(check, scores, block_table, token_request, positions, tokens);
-  if (scores.size(0) < tokens) fail("index_score: scores is ", describe(scores), "; expected at least ", tokens, " rows");
+  if (scores.size(0) < tokens)
+    fail("index_score: scores is ", describe(scores), "; expected at least ", tokens, " rows");
   if (tokens == 0 || scores.size(1) == 0) return;
   ScoreParams p{};
   p.query = query.data_ptr(), p.weights = data<float>(weights);
@@ -144,7 +151,8 @@ void index_select(Tensor scores, Tensor block_table, Tensor token_request, Tenso
   if (scores.size(1) > 0 && scores.size(0) < tokens) {
     fail("index_select: scores is ", describe(scores), "; expected at least ", tokens, " rows, or no columns");
   }
-  if (scores.size(1) > kIndexEntries) fail("index_select: scores is ", describe(scores), "; expected at most ", kIndexEntries, " columns");
+  if (scores.size(1) > kIndexEntries)
+    fail("index_select: scores is ", describe(scores), "; expected at most ", kIndexEntries, " columns");
   if (tokens == 0 || rows.size(1) == 0) return;
   SelectParams p{};
   p.scores = data<float>(scores), p.scores_stride = scores.stride(0);

@@ -30,7 +30,7 @@ struct QueryParams {
 };
 
 struct ScoreParams {
-  const void* query;  // as prepared, with its weights
+  const void* query;     // as prepared, with its weights
   const float* weights;  // [tokens, heads]
   const uint8_t* keys;
   int64_t block_bytes;

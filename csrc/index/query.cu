@@ -1,7 +1,8 @@
-// index_query: RoPE, Hadamard transform and FP4 rounding of the index queries of a step (SPEC 2.5, 4.1), a warp a head of a token.
+// index_query: RoPE, Hadamard transform and FP4 rounding of the index queries of a step (SPEC 2.5, 4.1), a warp a head
+// of a token.
 //
-// In e4m3 a head's numbers are multiplied by the power of two that makes them large, and its weight by the reciprocal, which commutes with
-// ReLU. Bytes: 256 (bf16) read and 256 (fp16) or 128 (e4m3) written a head.
+// In e4m3 a head's numbers are multiplied by the power of two that makes them large, and its weight by the reciprocal,
+// which commutes with ReLU. Bytes: 256 (bf16) read and 256 (fp16) or 128 (e4m3) written a head.
 #include "../index_vector.cuh"
 #include "../launch.cuh"
 #include "index.h"
@@ -31,8 +32,8 @@ __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constan
   if (lane >= kFirstRotatedIndexLane) {
     const float* angles = p.rope + position * kRopeDim + 4 * (lane - kFirstRotatedIndexLane);
     const float4 angle = *reinterpret_cast<const float4*>(angles);
-    turn(x[0], x[1], angle.x, angle.y);
-    turn(x[2], x[3], angle.z, angle.w);
+    rotate_pair(x[0], x[1], angle.x, angle.y);
+    rotate_pair(x[2], x[3], angle.z, angle.w);
     if (p.q_bf16) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = round_bf16(x[i]);

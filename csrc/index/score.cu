@@ -1,12 +1,15 @@
-// index_score: of each visible entry of each token that sees more than it selects, sum over heads of weight x ReLU(query . key), fp32
-// (SPEC 4.1). For any GPU; score_hopper.cu does the same faster for FP4 keys and 64 heads on sm_90a.
+// index_score: of each visible entry of each token that sees more than it selects, sum over heads of weight x
+// ReLU(query . key), fp32 (SPEC 4.1). For any GPU; score_hopper.cu does the same faster for FP4 keys and 64 heads on
+// sm_90a.
 //
-// A warp works alone. It holds the query of one token, 64 heads x 128 channels of fp16, in 128 registers a lane as the A operands of
-// m16n8k16, walks over blocks of 32 keys, decodes them from their 2304 bytes straight into B operands while the next block is on its
-// way, and reduces weighted, rectified products over heads in registers. A score does not depend on what else is scored.
+// A warp works alone. It holds the query of one token, 64 heads x 128 channels of fp16, in 128 registers a lane as the
+// A operands of m16n8k16, walks over blocks of 32 keys, decodes them from their 2304 bytes straight into B operands
+// while the next block is on its way, and reduces weighted, rectified products over heads in registers. A score does
+// not depend on what else is scored.
 //
-// Decode: the blocks of all tokens in one line, an equal stretch of it for each warp. Prefill: the warps of a block take eight tokens in a
-// row over the same keys, which they find in L1. Bytes: 72 a key, 4 a score; decode reads a query once a warp (L1 for most).
+// Decode: the blocks of all tokens in one line, an equal share of it for each warp. Prefill: the warps of a block take
+// eight tokens in a row over the same keys, which they find in L1. Bytes: 72 a key, 4 a score; decode reads a query
+// once a warp (L1 for most).
 #include "../launch.cuh"
 #include "index.h"
 #include "layout.h"
@@ -59,7 +62,8 @@ struct Query {
 };
 
 /// Scores of keys 8 j + 2 (lane % 4) + {0, 1}, summed over this lane's heads.
-__device__ __forceinline__ void score_eight(const Query& query, uint4 codes, uint32_t scales, float& first, float& second) {
+__device__ __forceinline__ void score_eight(const Query& query, uint4 codes, uint32_t scales, float& first,
+                                            float& second) {
   float d[4][4] = {};
   const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
   const __half2 both = decode_scales(scales);
@@ -103,7 +107,8 @@ __device__ __forceinline__ float sum_over_heads(const float (&x)[8], int lane) {
 }
 
 /// One warp: blocks first .. last - 1 of a token that sees `entries`.
-__device__ __forceinline__ void score_blocks(const ScoreParams& p, int token, int entries, int first, int last, int lane) {
+__device__ __forceinline__ void score_blocks(const ScoreParams& p, int token, int entries, int first, int last,
+                                             int lane) {
   const int32_t* table = p.table + p.request[token] * p.table_stride;
   PackedKeys next;
   next.load(p.keys + table[first] * p.block_bytes, lane);
@@ -127,13 +132,13 @@ __device__ __forceinline__ void score_blocks(const ScoreParams& p, int token, in
   }
 }
 
-/// Any number of blocks; at most kStretchTokens tokens.
+/// Any number of blocks; at most kMaxListedTokens tokens.
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ ScoreParams p) {
-  __shared__ int ends[kStretchTokens], warp_sums[kWarps];
+  __shared__ int ends[kMaxListedTokens], warp_sums[kWarps];
   wait_for_previous_kernel();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   count_units(p, kKeysPerBlock, ends, warp_sums);
-  const int total = ends[kStretchTokens - 1], parts = gridDim.x * kWarps, part = blockIdx.x * kWarps + warp;
+  const int total = ends[kMaxListedTokens - 1], parts = gridDim.x * kWarps, part = blockIdx.x * kWarps + warp;
   int at = part_begin(total, part, parts);
   const int stop = part_begin(total, part + 1, parts);
   int token = token_of_unit(ends, at);
@@ -187,7 +192,7 @@ cudaError_t launch_score(const ScoreParams& p, bool fp4, bool sm_90, int process
     const unsigned parts = min(divide_up(p.width, kThreads), 64u);
     return launch(exact_kernel, {dim3(unsigned(p.tokens), parts), kThreads, 0, 1, sm_90}, stream, p);
   }
-  if (p.tokens <= kStretchTokens && p.tokens * 4 <= processors * kWarps) {
+  if (p.tokens <= kMaxListedTokens && p.tokens * 4 <= processors * kWarps) {
     const unsigned grid = min(unsigned(processors), divide_up(p.tokens * blocks, kWarps));
     return launch(decode_kernel, {dim3(grid), kThreads, 0, 1, sm_90}, stream, p);
   }

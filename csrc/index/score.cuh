@@ -5,7 +5,7 @@
 
 namespace dsv4 {
 
-constexpr int kStretchTokens = 1024;  // at most, where warps find their work among the keys of all tokens
+constexpr int kMaxListedTokens = 1024;  // at most, where warps find their work among the keys of all tokens
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 /// Entries to score for token t: none where all visible ones are taken anyway (SPEC 4.2, 4.3).
@@ -25,10 +25,12 @@ __device__ __forceinline__ int part_begin(int total, int i, int parts) {
 /// 2 max(x, 0), exactly, where the adder is free and the comparator is not.
 __device__ __forceinline__ float twice_positive(float x) { return x + fabsf(x); }
 
-/// Writes to ends[t], t < kStretchTokens, how many units of `keys` keys tokens 0 .. t have. For all threads of a block.
+/// Writes to ends[t], t < kMaxListedTokens, how many units of `keys` keys tokens 0 .. t have. For all threads of a
+/// block.
 template <int warps>
-__device__ __forceinline__ void count_units(const ScoreParams& p, int keys, int (&ends)[kStretchTokens], int (&warp_sums)[warps]) {
-  constexpr int own_tokens = kStretchTokens / (32 * warps);
+__device__ __forceinline__ void count_units(const ScoreParams& p, int keys, int (&ends)[kMaxListedTokens],
+                                            int (&warp_sums)[warps]) {
+  constexpr int own_tokens = kMaxListedTokens / (32 * warps);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int own[own_tokens], sum = 0;
 #pragma unroll
@@ -54,10 +56,10 @@ __device__ __forceinline__ void count_units(const ScoreParams& p, int keys, int 
 }
 
 /// The first token whose units end behind `at`.
-__device__ __forceinline__ int token_of_unit(const int (&ends)[kStretchTokens], int at) {
+__device__ __forceinline__ int token_of_unit(const int (&ends)[kMaxListedTokens], int at) {
   int token = 0;
 #pragma unroll
-  for (int step = kStretchTokens / 2; step; step /= 2) token += ends[token + step - 1] <= at ? step : 0;
+  for (int step = kMaxListedTokens / 2; step; step /= 2) token += ends[token + step - 1] <= at ? step : 0;
   return token;
 }
 

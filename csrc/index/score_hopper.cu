@@ -1,16 +1,20 @@
-// index_score of FP4 keys and 64 heads on sm_90a, where warpgroups multiply with one operand in registers (see score.cu for what it is).
+// index_score of FP4 keys and 64 heads on sm_90a, where warpgroups multiply with one operand in registers (see score.cu
+// for what it is).
 //
-// A warpgroup decodes 64 keys (4608 bytes) from packed words straight into the registers of operand A; operand B is the query of a token,
-// 64 heads x 128 channels in shared memory, which a bulk copy brings as index_query has laid it out. Each lane then weights and rectifies
-// 32 of the 64 x 64 sums, and four lanes add theirs. A score does not depend on what else is scored.
+// A warpgroup decodes 64 keys (4608 bytes) from packed words straight into the registers of operand A; operand B is the
+// query of a token, 64 heads x 128 channels in shared memory, which a bulk copy brings as index_query has laid it out.
+// Each lane then weights and rectifies 32 of the 64 x 64 sums, and four lanes add theirs. A score does not depend on
+// what else is scored.
 //
-// With MXFP4 scales, powers of two, both operands are e4m3, exactly, and products take half the time that fp16 needs for NVFP4's scales.
-// The tensor cores align the summands of an e4m3 product to the largest and are known to cut them at 2^-13 of it.
+// With MXFP4 scales, powers of two, both operands are e4m3, exactly, and products take half the time that fp16 needs
+// for NVFP4's scales. The tensor cores align the summands of an e4m3 product to the largest and are known to cut them
+// at 2^-13 of it.
 //
-// Decode: the tiles of all tokens in one line, an equal stretch of it for each of the four warpgroups of every processor; the next tile is
-// on its way. Prefill: every processor takes 576 keys (fp16: 384) of 32 tokens in turn, three (two) tiles for each of three warpgroups, which
-// stay in registers while the queries pass through a ring that a fourth fills. Bytes: 72 a key, 4 a score; a token's query, 8 KiB (16),
-// comes from L2 once a stretch in decode, once for an item of work in prefill.
+// Decode: the tiles of all tokens in one line, an equal share of it for each of the four warpgroups of every processor;
+// the next tile is on its way. Prefill: every processor takes 576 keys (fp16: 384) of 32 tokens in turn, three (two)
+// tiles for each of three warpgroups, which stay in registers while the queries pass through a ring that a fourth
+// fills. Bytes: 72 a key, 4 a score; a token's query, 8 KiB (16), comes from L2 once a share in decode, once for an
+// item of work in prefill.
 #include "../launch.cuh"
 #include "hopper.cuh"
 #include "index.h"
@@ -24,7 +28,8 @@ namespace {
 constexpr int kTileKeys = 64;   // of a warpgroup
 constexpr int kManyTokens = 8;  // of a request: enough to share its decoded keys
 
-/// Products in fp16, of any scales, or in e4m3, of powers of two: bytes of a query, and how many tiles a warpgroup keeps in a prefill.
+/// Products in fp16, of any scales, or in e4m3, of powers of two: bytes of a query, and how many tiles a warpgroup
+/// keeps in a prefill.
 struct Halves {
   static constexpr int kQueryBytes = kIndexHeads * kIndexDim * 2, kPrefillTiles = 2;
 };
@@ -36,7 +41,8 @@ struct Bytes {
 
 constexpr int kTokenBytes = kIndexHeads * kIndexDim * 2;  // from a token's query to the next one's
 
-/// A lane's part of a warp's 16 keys: of keys lane / 4 and lane / 4 + 8, channels 32 (lane % 4) and up, and their two scales.
+/// A lane's part of a warp's 16 keys: of keys lane / 4 and lane / 4 + 8, channels 32 (lane % 4) and up, and their two
+/// scales.
 struct PackedKeys {
   uint4 codes[2];
   uint16_t scales[2];
@@ -46,7 +52,8 @@ struct PackedKeys {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       codes[row] = *reinterpret_cast<const uint4*>(block + 1024 * half + 512 * row + 16 * lane);
-      scales[row] = *reinterpret_cast<const uint16_t*>(block + kKeysPerBlock * kKeyBytes + 128 * half + 64 * row + 2 * lane);
+      scales[row] =
+          *reinterpret_cast<const uint16_t*>(block + kKeysPerBlock * kKeyBytes + 128 * half + 64 * row + 2 * lane);
     }
   }
 
@@ -89,7 +96,8 @@ struct Keys<Halves> {
     multiply_halves<false>(d, a[0], operand_in_shared(query));
 #pragma unroll
     for (int step = 1; step < kSteps; ++step) {
-      multiply_halves<true>(d, a[step], operand_in_shared(query + step / 4 * (Halves::kQueryBytes / 2) + step % 4 * 32));
+      multiply_halves<true>(d, a[step],
+                            operand_in_shared(query + step / 4 * (Halves::kQueryBytes / 2) + step % 4 * 32));
     }
     products_commit();
   }
@@ -106,7 +114,8 @@ struct Keys<Bytes> {
   __device__ __forceinline__ void decode(const PackedKeys& packed) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      // The exponent of the lane's block of 32 channels, from its scale times 2^7 in fp16, and the largest of the key's four.
+      // The exponent of the lane's block of 32 channels, from its scale times 2^7 in fp16, and the largest of the key's
+      // four.
       const int exponent = int(bits_of_half2(decode_scales(packed.scales[row])) >> 10 & 0x1f);
       int most = max(exponent, __shfl_xor_sync(kAllLanes, exponent, 1));
       most = max(most, __shfl_xor_sync(kAllLanes, most, 2));
@@ -137,8 +146,9 @@ __device__ __forceinline__ void load_weights(float2 (&weights)[8], const ScorePa
 
 /// Weighted, rectified sums over heads. Writes those of the warp's entries below `entries`.
 template <typename Numbers>
-__device__ __forceinline__ void write_scores(const float (&d)[32], const Keys<Numbers>& keys, const float2 (&weights)[8], float* scores, int entry,
-                                             int entries, int lane) {
+__device__ __forceinline__ void write_scores(const float (&d)[32], const Keys<Numbers>& keys,
+                                             const float2 (&weights)[8], float* scores, int entry, int entries,
+                                             int lane) {
   float sums[2][2] = {};
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -164,10 +174,10 @@ template <int query_bytes>
 struct DecodeShared {
   uint8_t query[kDecodeGroups][query_bytes];
   uint64_t loaded[kDecodeGroups];
-  int ends[kStretchTokens], warp_sums[kDecodeThreads / 32];
+  int ends[kMaxListedTokens], warp_sums[kDecodeThreads / 32];
 };
 
-/// Any number of blocks; at most kStretchTokens tokens.
+/// Any number of blocks; at most kMaxListedTokens tokens.
 template <typename Numbers>
 __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_constant__ ScoreParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -179,7 +189,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
   wait_for_previous_kernel();
   count_units(p, kTileKeys, s.ends, s.warp_sums);
 
-  const int total = s.ends[kStretchTokens - 1], parts = gridDim.x * kDecodeGroups, part = group * gridDim.x + blockIdx.x;
+  const int total = s.ends[kMaxListedTokens - 1], parts = gridDim.x * kDecodeGroups,
+            part = group * gridDim.x + blockIdx.x;
   int at = part_begin(total, part, parts);
   const int stop = part_begin(total, part + 1, parts);
   int token = token_of_unit(s.ends, at);
@@ -191,7 +202,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_
     const int entries = scored(p, token);
     if (threadIdx.x % 128 == 0) {
       arrive_and_expect(&s.loaded[group], sizeof s.query[group]);
-      bulk_copy(s.query[group], static_cast<const uint8_t*>(p.query) + int64_t(token) * kTokenBytes, sizeof s.query[group], &s.loaded[group]);
+      bulk_copy(s.query[group], static_cast<const uint8_t*>(p.query) + int64_t(token) * kTokenBytes,
+                sizeof s.query[group], &s.loaded[group]);
     }
     const int32_t* table = p.table + p.request[token] * p.table_stride;
     const int last_block = min(2 * last, ceil_div(entries, kKeysPerBlock)) - 1;
@@ -254,42 +266,45 @@ struct Item {
 };
 
 /// A place in the ring, and the parity of its present use.
-struct Turn {
-  int stage = 0, parity = 0;
+struct Stage {
+  int index = 0, parity = 0;
 
   __device__ __forceinline__ void next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
+    if (++index == kStages) index = 0, parity ^= 1;
   }
 };
 
 /// A warp brings the queries that the block's items need, in the order in which they are used.
 template <int keys, int query_bytes>
 __device__ __forceinline__ void copy_queries(const ScoreParams& p, PrefillShared<query_bytes>& s, int lane) {
-  Turn turn;
+  Stage stage;
   for (int number = blockIdx.x; number < items_of(p, keys); number += gridDim.x) {
     const Item<keys> item(p, number, lane);
     for (unsigned active = item.active; active; active &= active - 1) {
       const int64_t token = item.first_token + __ffs(active) - 1;
-      wait(&s.used[turn.stage], turn.parity ^ 1);
+      wait(&s.used[stage.index], stage.parity ^ 1);
       if (lane == 0) {
-        arrive_and_expect(&s.loaded[turn.stage], query_bytes);
-        bulk_copy(s.query[turn.stage], static_cast<const uint8_t*>(p.query) + token * kTokenBytes, query_bytes, &s.loaded[turn.stage]);
+        arrive_and_expect(&s.loaded[stage.index], query_bytes);
+        bulk_copy(s.query[stage.index], static_cast<const uint8_t*>(p.query) + token * kTokenBytes, query_bytes,
+                  &s.loaded[stage.index]);
       }
       __syncwarp();
-      turn.next();
+      stage.next();
     }
   }
 }
 
 /// A warpgroup scores its tiles of the block's items.
 template <typename Numbers>
-__device__ __forceinline__ void score_items(const ScoreParams& p, PrefillShared<Numbers::kQueryBytes>& s, int group, int warp, int lane) {
+__device__ __forceinline__ void score_items(const ScoreParams& p, PrefillShared<Numbers::kQueryBytes>& s, int group,
+                                            int warp, int lane) {
   constexpr int tiles = Numbers::kPrefillTiles, item_keys = kPrefillKeys<Numbers>;
-  Turn turn;
+  Stage stage;
   Keys<Numbers> keys[tiles];
   for (int number = blockIdx.x; number < items_of(p, item_keys); number += gridDim.x) {
     const Item<item_keys> item(p, number, lane);
-    const int own_request = item.own < p.tokens ? p.request[item.own] : -1, own_key = item.first_key + group * tiles * kTileKeys;
+    const int own_request = item.own < p.tokens ? p.request[item.own] : -1,
+              own_key = item.first_key + group * tiles * kTileKeys;
     int held = -1;  // the request whose keys are in registers
     for (unsigned active = item.active; active; active &= active - 1) {
       const int i = __ffs(active) - 1, token = item.first_token + i;
@@ -307,9 +322,9 @@ __device__ __forceinline__ void score_items(const ScoreParams& p, PrefillShared<
 #pragma unroll
         for (int tile = 0; tile < tiles; ++tile) keys[tile].decode(packed[tile]);
       }
-      wait(&s.loaded[turn.stage], turn.parity);
+      wait(&s.loaded[stage.index], stage.parity);
       if (own_key < entries) {
-        const uint32_t query = shared_address(s.query[turn.stage]);
+        const uint32_t query = shared_address(s.query[stage.index]);
         float* scores = p.scores + token * p.scores_stride;
         float d[2][32];
         float2 weights[8];
@@ -317,7 +332,7 @@ __device__ __forceinline__ void score_items(const ScoreParams& p, PrefillShared<
         load_weights(weights, p, token, lane);
 #pragma unroll
         for (int tile = 0; tile < tiles; ++tile) {
-          float(&sums)[32] = d[tile % 2];
+          float (&sums)[32] = d[tile % 2];
           if (tile + 1 < tiles) {
             keys[tile + 1].begin_products(d[(tile + 1) % 2], query);
             products_wait<1>(sums);
@@ -328,8 +343,8 @@ __device__ __forceinline__ void score_items(const ScoreParams& p, PrefillShared<
         }
       }
       __syncwarp();
-      if (lane == 0) arrive(&s.used[turn.stage]);
-      turn.next();
+      if (lane == 0) arrive(&s.used[stage.index]);
+      stage.next();
     }
   }
 }
@@ -370,18 +385,21 @@ cudaError_t launch_here(Kernel kernel, int grid, int threads, int bytes, const S
 template <typename Numbers>
 cudaError_t launch_numbers(const ScoreParams& p, int processors, cudaStream_t stream) {
   constexpr int bytes = Numbers::kQueryBytes;
-  if (p.tokens <= kStretchTokens && p.tokens < kManyTokens * p.requests) {
+  if (p.tokens <= kMaxListedTokens && p.tokens < kManyTokens * p.requests) {
     const int64_t tiles = int64_t(p.tokens) * ceil_div(p.width, kTileKeys);
-    return launch_here(decode_kernel<Numbers>, int(min(tiles, int64_t(processors))), kDecodeThreads, sizeof(DecodeShared<bytes>), p, stream);
+    return launch_here(decode_kernel<Numbers>, int(min(tiles, int64_t(processors))), kDecodeThreads,
+                       sizeof(DecodeShared<bytes>), p, stream);
   }
   const int items = items_of(p, kPrefillKeys<Numbers>);
-  return launch_here(prefill_kernel<Numbers>, min(items, processors), kPrefillThreads, sizeof(PrefillShared<bytes>), p, stream);
+  return launch_here(prefill_kernel<Numbers>, min(items, processors), kPrefillThreads, sizeof(PrefillShared<bytes>), p,
+                     stream);
 }
 
 }  // namespace
 
 cudaError_t launch_score_hopper(const ScoreParams& p, QueryForm form, int processors, cudaStream_t stream) {
-  return form == QueryForm::kByteImage ? launch_numbers<Bytes>(p, processors, stream) : launch_numbers<Halves>(p, processors, stream);
+  return form == QueryForm::kByteImage ? launch_numbers<Bytes>(p, processors, stream)
+                                       : launch_numbers<Halves>(p, processors, stream);
 }
 
 }  // namespace dsv4

@@ -1,15 +1,21 @@
-// index_select: the rows of the `top` best visible entries of each token, exactly: of equal scores the first entries, in the order of
-// entries, -1 behind (SPEC 4.2, 4.3).
+// index_select: the rows of the `top` best visible entries of each token, exactly: of equal scores the first entries,
+// in the order of entries, -1 behind (SPEC 4.2, 4.3).
 //
 // A block, or a cluster of them, a token. Scores are read twice and mostly not kept:
-//   1. A thread keeps the largest score of each of its four columns of the row. The `top`-th largest of these 2048 maxima (of a
-//      cluster's block, its share of `top`, and then the least of the blocks) is a bound that at least `top` scores reach, and few more.
-//   2. Scores that reach it go to a list, in any order, as numbers that hold score and entry and are all different; in a cluster, to one
+//   1. A thread keeps the largest score of each of its four columns of the row. The `top`-th largest of these 2048
+//   maxima (of a
+//      cluster's block, its share of `top`, and then the least of the blocks) is a bound that at least `top` scores
+//      reach, and few more.
+//   2. Scores that reach it go to a list, in any order, as numbers that hold score and entry and are all different; in
+//   a cluster, to one
 //      of each block, which then reserves its place in the first block's at once.
-//   3. The `top`-th largest of the list, by histograms of eleven bits of what is left of the range, until a bin's numbers are all
+//   3. The `top`-th largest of the list, by histograms of eleven bits of what is left of the range, until a bin's
+//   numbers are all
 //      wanted. Scores that overflow the list (many equal ones) are instead read again for each histogram.
-//   4. What reaches it sets a bit; a word of bits is a block of the table, and sums of the bits before it say where rows go.
-// Counts in shared memory are atomic and do not depend on the order of the additions. Bytes: 4 a score, a second time from L1 or L2.
+//   4. What reaches it sets a bit; a word of bits is a block of the table, and sums of the bits before it say where
+//   rows go.
+// Counts in shared memory are atomic and do not depend on the order of the additions. Bytes: 4 a score, a second time
+// from L1 or L2.
 #include "../launch.cuh"
 #include "index.h"
 #include "layout.h"
@@ -116,7 +122,8 @@ __device__ __forceinline__ Found find_bin(Shared& s, uint32_t wanted) {
 ///
 /// `visit(f)` calls f of each number; at least `wanted` of them lie between `low` and `high`, and none above `high`.
 template <typename Visit>
-__device__ __forceinline__ uint64_t reached_by(Shared& s, uint64_t low, uint64_t high, uint32_t wanted, uint32_t slack, Visit visit) {
+__device__ __forceinline__ uint64_t reached_by(Shared& s, uint64_t low, uint64_t high, uint32_t wanted, uint32_t slack,
+                                               Visit visit) {
   while (true) {
     const int bits = 64 - __clzll(high - low), shift = bits > kBinBits ? bits - kBinBits : 0;
     for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
@@ -134,9 +141,11 @@ __device__ __forceinline__ uint64_t reached_by(Shared& s, uint64_t low, uint64_t
 }
 
 /// This block's bound, which at least `wanted` of its entries below n reach. Leaves the largest of them in s.high.
-__device__ __forceinline__ uint32_t find_bound(Shared& s, const float* row, int n, bool aligned, int rank, int ranks, uint32_t wanted) {
+__device__ __forceinline__ uint32_t find_bound(Shared& s, const float* row, int n, bool aligned, int rank, int ranks,
+                                               uint32_t wanted) {
   uint32_t best[4] = {};  // 0: no entry yet
-  visit_scores(row, n, aligned, rank, ranks, [&](int, uint32_t order, int column) { best[column] = max(best[column], order); });
+  visit_scores(row, n, aligned, rank, ranks,
+               [&](int, uint32_t order, int column) { best[column] = max(best[column], order); });
   uint32_t low = 0xffffffffu, high = 0;
 #pragma unroll
   for (int k = 0; k < 4; ++k) low = min(low, best[k] ? best[k] : low), high = max(high, best[k]);
@@ -158,7 +167,8 @@ __device__ __forceinline__ uint32_t find_bound(Shared& s, const float* row, int 
 }
 
 /// Writes the rows of the entries whose bits are set.
-__device__ __forceinline__ void write_rows(Shared& s, const uint32_t* bitmap, int n, const int32_t* table, int32_t* rows) {
+__device__ __forceinline__ void write_rows(Shared& s, const uint32_t* bitmap, int n, const int32_t* table,
+                                           int32_t* rows) {
   const int words = words_of(n), each = (words + kThreads - 1) / kThreads;
   const int first = min(each * int(threadIdx.x), words), last = min(first + each, words);
   uint32_t sum = 0;
@@ -219,7 +229,8 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
       if (threadIdx.x == 0) s.low = atomicAdd(&root->count, s.count);
       __syncthreads();
       const uint32_t to = s.low;
-      for (uint32_t i = threadIdx.x; i < s.count && to + i < kCandidates; i += kThreads) root->candidates[to + i] = s.candidates[i];
+      for (uint32_t i = threadIdx.x; i < s.count && to + i < kCandidates; i += kThreads)
+        root->candidates[to + i] = s.candidates[i];
     }
     cluster_arrive();
     cluster_wait();
@@ -253,7 +264,8 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
 
 cudaError_t launch_select(SelectParams p, bool sm_90, int processors, cudaStream_t stream) {
   p.cluster = 1;
-  while (sm_90 && p.cluster < kMaxCluster && 2 * p.cluster * p.tokens <= processors && p.cluster * kShare < p.width) p.cluster *= 2;
+  while (sm_90 && p.cluster < kMaxCluster && 2 * p.cluster * p.tokens <= processors && p.cluster * kShare < p.width)
+    p.cluster *= 2;
   const unsigned bytes = shared_bytes(p.width);
   // Where two blocks a processor hold all tokens, a third place would only let some processors take more than others.
   const bool few = p.tokens <= 2 * processors;

@@ -1,5 +1,5 @@
-// Host side of `copy_state`, `update_rows`, `snapshot_tables` and `swap_blocks`: checks, then one launch each (swap_blocks: one copy a run
-// of ids, one launch for the scattered rest).
+// Host side of `copy_state`, `update_rows`, `snapshot_tables` and `swap_blocks`: checks, then one launch each
+// (swap_blocks: one copy a run of ids, one launch for the scattered rest).
 #include "move.h"
 
 #include <algorithm>
@@ -11,7 +11,8 @@ namespace dsv4 {
 namespace {
 
 constexpr int64_t kMaxGridY = 65535;
-// A run of at least this many blocks is one copy by the copy engine; shorter ones cost less inside the kernel than a call a pool.
+// A run of at least this many blocks is one copy by the copy engine; shorter ones cost less inside the kernel than a
+// call a pool.
 constexpr int64_t kRunBlocks = 8;
 
 int64_t bytes_of(const Tensor& t, int64_t first_dim) {
@@ -78,13 +79,15 @@ void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid) {
   p.pool = data<uint8_t>(pool), p.source = data<uint8_t>(new_rows);
   p.pool_stride = stride_bytes(pool, 0), p.source_stride = stride_bytes(new_rows, 0), p.row_bytes = bytes_of(pool, 1);
   p.pool_rows = pool.size(0), p.source_rows = new_rows.size(0);
-  p.slices = data<int64_t>(slices), p.slices_stride = slices.stride(0), p.valid = data<int32_t>(n_valid), p.count = int(count);
+  p.slices = data<int64_t>(slices), p.slices_stride = slices.stride(0), p.valid = data<int32_t>(n_valid),
+  p.count = int(count);
   p.width = access_width(address(pool) | address(new_rows) | p.pool_stride | p.source_stride | p.row_bytes);
   const torch::stable::accelerator::DeviceGuard guard(device);
   check.launched(launch_update_rows(p, current_stream(device)));
 }
 
-void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, Tensor owned, Tensor block_table) {
+void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, Tensor owned,
+                     Tensor block_table) {
   const int device = owned.is_cuda() ? owned.get_device_index() : requests.get_device_index();
   const Checker check("snapshot_tables", device);
   const int64_t count = requests.numel();
@@ -138,7 +141,8 @@ std::vector<int64_t> checked_ids(const char* side, const Tensor& ids, int64_t ro
 uint8_t* mapped(const Tensor& t, size_t i) {
   cudaPointerAttributes attributes{};
   if (cudaPointerGetAttributes(&attributes, t.data_ptr()) != cudaSuccess || attributes.type != cudaMemoryTypeHost) {
-    fail("swap_blocks: host_pools[", i, "] is ", describe(t), " in pageable memory; expected pinned memory (pin_memory=True)");
+    fail("swap_blocks: host_pools[", i, "] is ", describe(t),
+         " in pageable memory; expected pinned memory (pin_memory=True)");
   }
   return static_cast<uint8_t*>(attributes.devicePointer);
 }
@@ -154,7 +158,8 @@ void swap_blocks(std::vector<Tensor> device_pools, std::vector<Tensor> host_pool
   }
   const int64_t count = ids.size(1);
   if (count == 0 || device_pools.empty()) return;
-  if (!device_pools[0].is_cuda()) fail("swap_blocks: device_pools[0] is ", describe(device_pools[0]), "; expected a CUDA tensor");
+  if (!device_pools[0].is_cuda())
+    fail("swap_blocks: device_pools[0] is ", describe(device_pools[0]), "; expected a CUDA tensor");
   const int device = device_pools[0].get_device_index();
   const Checker check("swap_blocks", device);
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -166,7 +171,9 @@ void swap_blocks(std::vector<Tensor> device_pools, std::vector<Tensor> host_pool
     }
     bool fits = h.is_cpu() && h.dim() == d.dim() && h.scalar_type() == d.scalar_type();
     for (int64_t dim = 1; fits && dim < d.dim(); ++dim) fits = h.size(dim) == d.size(dim);
-    if (!fits) fail("swap_blocks: host_pools[", i, "] is ", describe(h), "; expected blocks like those of ", describe(d), " on the CPU");
+    if (!fits)
+      fail("swap_blocks: host_pools[", i, "] is ", describe(h), "; expected blocks like those of ", describe(d),
+           " on the CPU");
     check.dense("a device pool", d, 1);
     check.dense("a host pool", h, 1);
     SwapPool s{data<uint8_t>(d), mapped(h, i), stride_bytes(d, 0), stride_bytes(h, 0), bytes_of(d, 1), 0};
@@ -189,12 +196,13 @@ void swap_blocks(std::vector<Tensor> device_pools, std::vector<Tensor> host_pool
     for (const SwapPool& s : pools) {
       uint8_t* d = s.device + device_ids[begin] * s.device_stride;
       uint8_t* h = s.host + host_ids[begin] * s.host_stride;
-      const int64_t to_stride = to_host ? s.host_stride : s.device_stride, from_stride = to_host ? s.device_stride : s.host_stride;
+      const int64_t to_stride = to_host ? s.host_stride : s.device_stride,
+                    from_stride = to_host ? s.device_stride : s.host_stride;
       const cudaMemcpyKind kind = to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice;
       const bool gapless = to_stride == s.bytes && from_stride == s.bytes;
       check.launched(gapless ? cudaMemcpyAsync(to_host ? h : d, to_host ? d : h, s.bytes * (end - begin), kind, stream)
-                             : cudaMemcpy2DAsync(to_host ? h : d, to_stride, to_host ? d : h, from_stride, s.bytes, end - begin, kind,
-                                                 stream));
+                             : cudaMemcpy2DAsync(to_host ? h : d, to_stride, to_host ? d : h, from_stride, s.bytes,
+                                                 end - begin, kind, stream));
     }
   }
   for (size_t pool = 0; pool < pools.size(); pool += kMaxSwapPools) {

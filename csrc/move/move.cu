@@ -1,9 +1,11 @@
-// Copies of state slots (copy_state), of slices of rows (update_rows), of scattered blocks to and from pinned host memory (swap_blocks),
-// and of what a decode step needs of the tables of all requests (snapshot_tables). Every byte is read and written once.
+// Copies of state slots (copy_state), of slices of rows (update_rows), of scattered blocks to and from pinned host
+// memory (swap_blocks), and of what a decode step needs of the tables of all requests (snapshot_tables). Every byte is
+// read and written once.
 //
-// copy_state: grid (layers x 16 KiB pieces of all tensors, pairs of slots). update_rows: grid (row groups, slices), a warp a row.
-// swap_blocks: grid (blocks, pools), loads and stores that pass the caches by, since each block is touched once. snapshot_tables: grid
-// (groups of 1024 block ids, requests), a sector of 32 bytes read and 4 bytes written a block; groups behind a length are idle.
+// copy_state: grid (layers x 16 KiB pieces of all tensors, pairs of slots). update_rows: grid (row groups, slices), a
+// warp a row. swap_blocks: grid (blocks, pools), loads and stores that pass the caches by, since each block is touched
+// once. snapshot_tables: grid (groups of 1024 block ids, requests), a sector of 32 bytes read and 4 bytes written a
+// block; groups behind a length are idle.
 #include <algorithm>
 #include <cassert>
 
@@ -17,7 +19,8 @@ constexpr int64_t kPiece = 16384;
 
 /// `lanes` threads, of which this is number `lane`, copy `bytes`.
 template <typename T>
-__device__ __forceinline__ void copy_as(uint8_t* __restrict__ to, const uint8_t* __restrict__ from, int64_t bytes, int lane, int lanes) {
+__device__ __forceinline__ void copy_as(uint8_t* __restrict__ to, const uint8_t* __restrict__ from, int64_t bytes,
+                                        int lane, int lanes) {
 #pragma unroll 4
   for (int64_t i = lane; i < bytes / int64_t(sizeof(T)); i += lanes) {
     __stcs(reinterpret_cast<T*>(to) + i, __ldcs(reinterpret_cast<const T*>(from) + i));
@@ -26,10 +29,14 @@ __device__ __forceinline__ void copy_as(uint8_t* __restrict__ to, const uint8_t*
 
 __device__ __forceinline__ void copy(int width, uint8_t* to, const uint8_t* from, int64_t bytes, int lane, int lanes) {
   switch (width) {
-    case 16: return copy_as<uint4>(to, from, bytes, lane, lanes);
-    case 8: return copy_as<uint2>(to, from, bytes, lane, lanes);
-    case 4: return copy_as<unsigned>(to, from, bytes, lane, lanes);
-    default: return copy_as<unsigned char>(to, from, bytes, lane, lanes);
+    case 16:
+      return copy_as<uint4>(to, from, bytes, lane, lanes);
+    case 8:
+      return copy_as<uint2>(to, from, bytes, lane, lanes);
+    case 4:
+      return copy_as<unsigned>(to, from, bytes, lane, lanes);
+    default:
+      return copy_as<unsigned char>(to, from, bytes, lane, lanes);
   }
 }
 
@@ -59,7 +66,8 @@ __global__ void __launch_bounds__(kThreads) update_rows_kernel(const __grid_cons
   const int64_t start = starts[mine], source = sources[mine], length = lengths[mine];
   // A launch cannot raise: a refused slice stops the kernel, as an index out of range does in torch.
   assert(length >= 0 && start >= 0 && source >= 0 && "update_rows: a slice is negative");
-  assert(start <= p.pool_rows - length && source <= p.source_rows - length && "update_rows: a slice leaves pool or new_rows");
+  assert(start <= p.pool_rows - length && source <= p.source_rows - length &&
+         "update_rows: a slice leaves pool or new_rows");
   for (int other = threadIdx.x; other < valid; other += kThreads) {
     const bool apart = other == mine || starts[other] >= start + length || start >= starts[other] + lengths[other];
     assert(apart && "update_rows: slices overlap in the destination");
@@ -67,7 +75,8 @@ __global__ void __launch_bounds__(kThreads) update_rows_kernel(const __grid_cons
   __syncthreads();
   const int warps = kThreads / 32, lane = threadIdx.x % 32;
   for (int64_t row = blockIdx.x * warps + threadIdx.x / 32; row < length; row += gridDim.x * warps) {
-    copy(p.width, p.pool + (start + row) * p.pool_stride, p.source + (source + row) * p.source_stride, p.row_bytes, lane, 32);
+    copy(p.width, p.pool + (start + row) * p.pool_stride, p.source + (source + row) * p.source_stride, p.row_bytes,
+         lane, 32);
   }
 }
 
@@ -94,7 +103,8 @@ __global__ void __launch_bounds__(kThreads) snapshot_tables_kernel(const __grid_
   for (int i = 0; i < kSnapshotColumns / kThreads; ++i) {
     const int column = blockIdx.x * kSnapshotColumns + i * kThreads + threadIdx.x;
     if (column >= stop) continue;
-    p.block_table[b * p.table_stride + column] = p.req_to_token[request * p.token_stride + int64_t(column) * kBlockTokens] / kBlockTokens;
+    p.block_table[b * p.table_stride + column] =
+        p.req_to_token[request * p.token_stride + int64_t(column) * kBlockTokens] / kBlockTokens;
   }
 }
 

@@ -1,4 +1,5 @@
-// The arguments of the kernels that move state, blocks, rows and tables, and their launches. Strides in bytes unless a comment says elements.
+// The arguments of the kernels that move state, blocks, rows and tables, and their launches. Strides in bytes unless a
+// comment says elements.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -2,7 +2,7 @@
 
 FlashMLA reads this package's FP8 tables as they are: the window table as its cache with the window list, the entry
 table as its extra cache with the entry list, each list with a length a token, the sink once. It returns the still
-rotated output; a small kernel here turns its last 64 dims back in place.
+rotated output; a small kernel here derotates its last 64 dims in place.
 
 What FlashMLA wants: 64 or 128 heads (padded here), bf16 queries, int32 lists whose width is a multiple of 64 (padded
 here, which costs a copy: give such widths), block strides of a multiple of 16 B, on sm_100 of 576 B. A list may hold
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsv4_sglang.attention.triton_attend import turn_back
+from dsv4_sglang.attention.triton_attend import derotate
 from dsv4_sglang.ops.rows import ENTRY_DIM
 
 LIST_ALIGNMENT = 64
@@ -116,7 +116,7 @@ class FlashMLAReader:
         """The op `attend` for one layer of the step.
 
         `entry_rows_change`: whether `entry_rows` differs from layer to layer of the kind (CSA) or not (HCA);
-        `leave_rotated`: the caller turns the output back.
+        `leave_rotated`: the caller derotates the output.
         """
         from sgl_kernel.flash_mla import flash_mla_with_kvcache
 
@@ -164,5 +164,5 @@ class FlashMLAReader:
         if padded != heads:
             out = out[:, :heads].contiguous()
         if not leave_rotated:
-            turn_back(out, positions, rope)
+            derotate(out, positions, rope)
         return out

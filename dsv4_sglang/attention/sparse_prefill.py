@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsv4_sglang.attention.flashmla import has_kernel, installed
 from dsv4_sglang.attention.metadata import BLOCK, CSA_RATIO, StepMetadata
-from dsv4_sglang.attention.triton_attend import E4M3_LACK, e4m3_bits, table_stride, turn_back
+from dsv4_sglang.attention.triton_attend import E4M3_LACK, derotate, e4m3_bits, table_stride
 from dsv4_sglang.ops.rows import ENTRY_DIM
 
 # The sparse kernel wants lists of such a width (64 suffices for 64 heads).
@@ -199,7 +199,7 @@ class SparsePrefillReader:
         leave_rotated: bool = False,
     ) -> Tensor:
         """The op `attend` for one layer of compression `ratio` and all tokens of the step. `leave_rotated`: the caller
-        turns the output back.
+        derotates the output.
         """
         table = self._write_out(window, entries, BLOCK // ratio if ratio else 1)
         lists, lens = self._lists(window_rows, window_lens, entry_rows, entry_lens, ratio)
@@ -211,7 +211,7 @@ class SparsePrefillReader:
         if padded != heads:
             out = out[:, :heads].contiguous()
         if not leave_rotated:
-            turn_back(out, positions, rope)
+            derotate(out, positions, rope)
         return out
 
     def _write_out(self, window: Tensor, entries: Tensor | None, listed_rows: int) -> Tensor:

@@ -1,9 +1,9 @@
 """`attend` in Triton, for any CUDA device from sm_80: all row formats, any number of heads (SPEC 2.2, 4.5).
 
-A program takes one token, up to 64 of its heads and a stretch of its keys: the tiles of the window list, then those of
-the entry list. Rows are gathered by number, a row is key and value at once, the softmax is online. Few tokens do not
-fill the GPU, so their lists are cut into stretches (splits); a second kernel merges them, adds the sink once and turns
-the output back.
+A program takes one token, up to 64 of its heads and a share of its keys (a split): the tiles of the window list, then
+those of the entry list. Rows are gathered by number, a row is key and value at once, the softmax is online. Few tokens
+do not fill the GPU, so their lists are cut into splits; a second kernel merges them, adds the sink once and derotates
+the output.
 
 FP8 rows are decoded by integer arithmetic, which sm_80 can do too: the bits of an e4m3 number, moved to the exponent
 and mantissa of a bf16, are that number times 2^-120. For bf16 queries these numbers are multiplied as they are, and
@@ -78,7 +78,7 @@ def _beside(a, b, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _turn_back(tail, cos, sin, BLOCK_H: tl.constexpr):
+def _derotate(tail, cos, sin, BLOCK_H: tl.constexpr):
     """Inverse rotation of [BLOCK_H, 64] by interleaved pairs; cos and sin are [32]."""
     even, odd = tl.split(tl.reshape(tail, [BLOCK_H, 32, 2]))
     c, s = cos[None, :], sin[None, :]
@@ -240,21 +240,21 @@ def _attend_kernel(
         logit = tl.where(valid[None, :], logit * (scale * LOG2_E), float("-inf"))
 
         new_top = tl.maximum(top, tl.max(logit, 1))
-        fade = tl.exp2(top - new_top)
+        rescale = tl.exp2(top - new_top)
         p = tl.exp2(logit - new_top[:, None])
-        total = total * fade + tl.sum(p, 1)
+        total = total * rescale + tl.sum(p, 1)
         top = new_top
-        fade = fade[:, None]
+        rescale = rescale[:, None]
         tail_p = p.to(DOT)
         if FOLD:
             # The other half of what the rows lack comes after the sum: their products shall stay far from subnormal.
             p = p * multiplier[None, :]
         p = p.to(DOT)
-        o0 = tl.dot(p, k0, o0 * fade, input_precision=PRECISION)
-        o1 = tl.dot(p, k1, o1 * fade, input_precision=PRECISION)
-        o2 = tl.dot(p, k2, o2 * fade, input_precision=PRECISION)
+        o0 = tl.dot(p, k0, o0 * rescale, input_precision=PRECISION)
+        o1 = tl.dot(p, k1, o1 * rescale, input_precision=PRECISION)
+        o2 = tl.dot(p, k2, o2 * rescale, input_precision=PRECISION)
         # Not into the accumulator: this product would then run into the next tile's, and ptxas serialise them all.
-        o3 = tl.fma(o3, fade, tl.dot(tail_p, k3, input_precision=PRECISION))
+        o3 = tl.fma(o3, rescale, tl.dot(tail_p, k3, input_precision=PRECISION))
 
     at = token * heads + head
     if SPLIT:
@@ -277,7 +277,7 @@ def _attend_kernel(
     o3 = o3 * norm
     if not SPLIT:
         at_position = rope_ptr + tl.load(positions_ptr + token) * 64 + tl.arange(0, 32) * 2
-        o3 = _turn_back(o3, tl.load(at_position), tl.load(at_position + 1), BLOCK_H)
+        o3 = _derotate(o3, tl.load(at_position), tl.load(at_position + 1), BLOCK_H)
     dtype = to.dtype.element_ty
     tl.store(to + d256, (o0 * nope_norm).to(dtype), mask=is_head)
     tl.store(to + 256 + d128, (o1 * nope_norm).to(dtype), mask=is_head)
@@ -332,23 +332,23 @@ def _merge_kernel(
 
 
 @triton.jit
-def _turn_back_kernel(out_ptr, positions_ptr, rope_ptr, heads, BLOCK_H: tl.constexpr):
+def _derotate_kernel(out_ptr, positions_ptr, rope_ptr, heads, BLOCK_H: tl.constexpr):
     """Grid (tokens, groups of heads): inverse rotation of the last 64 dims of contiguous [T, H, 512], in place."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     at = out_ptr + (token * heads + head[:, None]) * 512 + 448 + tl.arange(0, 64)[None, :]
     mask = (head < heads)[:, None]
     tail = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    turn = rope_ptr + tl.load(positions_ptr + token) * 64 + 2 * tl.arange(0, 32)
-    tail = _turn_back(tail, tl.load(turn), tl.load(turn + 1), BLOCK_H)
+    angle_at = rope_ptr + tl.load(positions_ptr + token) * 64 + 2 * tl.arange(0, 32)
+    tail = _derotate(tail, tl.load(angle_at), tl.load(angle_at + 1), BLOCK_H)
     tl.store(at, tail.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def turn_back(out: Tensor, positions: Tensor, rope: Tensor) -> None:
+def derotate(out: Tensor, positions: Tensor, rope: Tensor) -> None:
     """Undo the rotation of the last 64 dims of contiguous `out` [T, H, 512] at `positions` [T], in place (SPEC 2.2)."""
     tokens, heads, _ = out.shape
     block = min(triton.next_power_of_2(heads), 32)
-    _turn_back_kernel[(tokens, triton.cdiv(heads, block))](out, positions, rope, heads, BLOCK_H=block, num_warps=4)
+    _derotate_kernel[(tokens, triton.cdiv(heads, block))](out, positions, rope, heads, BLOCK_H=block, num_warps=4)
 
 
 class Tiling(NamedTuple):
@@ -376,7 +376,7 @@ def tiling(heads: int, fp8: bool, exact: bool, shared_memory: int) -> Tiling:
 
 
 def split_count(tokens: int, head_groups: int, tiles: int, processors: int) -> int:
-    """Number of stretches of a list of at most `tiles` tiles, one program per processor at a time.
+    """Number of splits of a list of at most `tiles` tiles, one program per processor at a time.
 
     Takes the count with the shortest chain of work, in tiles: a program costs one more than it reads, the merge half a
     tile and a little for each partial result.
@@ -448,7 +448,7 @@ def attend(
     scale: float,
     splits: int | None = None,
 ) -> Tensor:
-    """The op `attend`; `dsv4_sglang.ops.reference.read.attend` says what the tensors are. `splits` fixes the stretches.
+    """The op `attend`; `dsv4_sglang.ops.reference.read.attend` says what the tensors are. `splits` fixes their number.
 
     bf16 queries on fp8 and bf16 rows are multiplied on bf16 tensor cores, fp16 queries on tf32 ones (which hold both
     exactly), everything fp32 without tensor cores. Sums are fp32. Launches depend on shapes only, so the call can be

@@ -1,4 +1,4 @@
-"""The still rotated output of attention, turned back and quantised for an FP8 projection in one launch (SPEC 2.2)."""
+"""The still rotated output of attention, derotated and quantised for an FP8 projection in one launch (SPEC 2.2)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADS_A_PROGRAM = 4
 
 
 @triton.jit
-def _turn_and_quantise_kernel(
+def _derotate_and_quantise_kernel(
     out_ptr,
     positions_ptr,
     rope_ptr,
@@ -24,7 +24,7 @@ def _turn_and_quantise_kernel(
     FP8_MAX: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Grid (tokens, groups of BLOCK_H heads). Channels are taken in pairs; those without RoPE turn by nothing."""
+    """Grid (tokens, groups of BLOCK_H heads). Channels are taken in pairs; those without RoPE rotate by nothing."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = (head < heads)[:, None]
@@ -32,9 +32,9 @@ def _turn_and_quantise_kernel(
     x = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
     even, odd = tl.split(tl.reshape(x, [BLOCK_H, 256, 2]))
     pair = tl.arange(0, 256) - 224
-    turn = rope_ptr + tl.load(positions_ptr + token) * 64 + 2 * pair
-    cos = tl.load(turn, mask=pair >= 0, other=1.0)[None, :]
-    sin = tl.load(turn + 1, mask=pair >= 0, other=0.0)[None, :]
+    angle_at = rope_ptr + tl.load(positions_ptr + token) * 64 + 2 * pair
+    cos = tl.load(angle_at, mask=pair >= 0, other=1.0)[None, :]
+    sin = tl.load(angle_at + 1, mask=pair >= 0, other=0.0)[None, :]
     x = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), [BLOCK_H, 4, 128])
     x = x.to(out_ptr.dtype.element_ty).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 2), 1e-10) / FP8_MAX
@@ -44,16 +44,16 @@ def _turn_and_quantise_kernel(
     tl.store(scales_ptr + (token * heads + head)[:, None] * 4 + tl.arange(0, 4)[None, :], scale, mask=mask)
 
 
-def turn_and_quantise(out: Tensor, positions: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+def derotate_and_quantise(out: Tensor, positions: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
     """`out` [T, H, 512], contiguous and rotated at `positions` [T], to e4m3 codes [T, H, 512] and scales [T, H, 4].
 
     Scales are fp32, the largest magnitude of each 128 channels over 448. The values are rounded to the dtype of `out`
-    after turning, as `turn_back` rounds them.
+    after that, as `derotate` rounds them.
     """
     tokens, heads, _ = out.shape
     codes = torch.empty(out.shape, dtype=torch.float8_e4m3fn, device=out.device)
     scales = torch.empty(tokens, heads, ENTRY_DIM // GROUP, dtype=torch.float32, device=out.device)
-    _turn_and_quantise_kernel[(tokens, triton.cdiv(heads, _HEADS_A_PROGRAM))](
+    _derotate_and_quantise_kernel[(tokens, triton.cdiv(heads, _HEADS_A_PROGRAM))](
         out,
         positions,
         rope,

@@ -15,7 +15,7 @@ import typer
 
 from dsv4_sglang.cli.client import complete, wait_ready
 from dsv4_sglang.cli.serve import base_url, command_for
-from dsv4_sglang.sglang import launch
+from dsv4_sglang.srt import launch
 
 STOP_SECONDS = 20.0
 

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import typer
 
-from dsv4_sglang.sglang import launch
+from dsv4_sglang.srt import launch
 
 State = Literal["ok", "note", "fail"]
 COLOURS: dict[State, str] = {"ok": "green", "note": "yellow", "fail": "bold red"}
@@ -60,7 +60,7 @@ def python_and_packages(gpu: bool) -> Iterator[Finding]:
 
 
 def sglang_version(gpu: bool) -> Iterator[Finding]:
-    from dsv4_sglang.sglang import compat
+    from dsv4_sglang.srt import compat
 
     found = _version("sglang")
     if found is None:
@@ -123,7 +123,7 @@ def plugin(gpu: bool) -> Iterator[Finding]:
 
 
 def hooks(gpu: bool) -> Iterator[Finding]:
-    from dsv4_sglang.sglang.hooks import hooks_for
+    from dsv4_sglang.srt.hooks import hooks_for
 
     wanted = hooks_for(not gpu)
     missing = []
@@ -139,7 +139,7 @@ def hooks(gpu: bool) -> Iterator[Finding]:
 
 
 def server_classes(gpu: bool) -> Iterator[Finding]:
-    for module in ("dsv4_sglang.sglang.backend", "dsv4_sglang.models.deepseek_v4"):
+    for module in ("dsv4_sglang.srt.backend", "dsv4_sglang.srt.models.deepseek_v4"):
         importlib.import_module(module)
         yield Finding("import", module)
 

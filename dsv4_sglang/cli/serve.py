@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dsv4_sglang.sglang import launch
+from dsv4_sglang.srt import launch
 
 DEFAULT_PORT = 30000
 SGLANG_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -15,15 +15,15 @@ def rope_table(positions: int, frequencies: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, rope: Tensor, inverse: bool = False) -> Tensor:
-    """Rotate the last 64 dims of x [N, ..., D] fp32 by interleaved pairs at `positions` [N]; `inverse` turns back."""
+    """Rotate the last 64 dims of x [N, ..., D] fp32 by interleaved pairs at `positions` [N]; `inverse` derotates."""
     table = rope[positions.long()].unflatten(-1, (-1, 2))
     shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (ROPE_DIM // 2,)
     cos, sin = table[..., 0].view(shape), table[..., 1].view(shape)
     if inverse:
         sin = -sin
     even, odd = x[..., -ROPE_DIM::2], x[..., -ROPE_DIM + 1 :: 2]
-    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
-    return torch.cat([x[..., :-ROPE_DIM], turned], -1)
+    rotated = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+    return torch.cat([x[..., :-ROPE_DIM], rotated], -1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

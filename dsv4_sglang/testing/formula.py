@@ -17,7 +17,7 @@ EPS = 1e-6
 
 
 @dataclass
-class LayerInputs:
+class FormulaInputs:
     """Projections of T tokens and the layer's weights, fp32. None where the layer kind has no such thing.
 
     kv [T, 512]; kv_score [T, 4 x 512] = [prev k | cur k | prev z | cur z] for CSA, [T, 2 x 512] = [k | z] for HCA;
@@ -39,9 +39,9 @@ class LayerInputs:
     index_q: Tensor | None = None
     index_weights: Tensor | None = None
 
-    def to(self, device: torch.device | str) -> LayerInputs:
+    def to(self, device: torch.device | str) -> FormulaInputs:
         moved: dict[str, Any] = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in vars(self).items()}
-        return LayerInputs(**moved)
+        return FormulaInputs(**moved)
 
 
 def frequencies(ratio: int) -> Tensor:
@@ -57,9 +57,9 @@ def frequencies(ratio: int) -> Tensor:
 def rope(x: Tensor, positions: Tensor, ratio: int, inverse: bool = False) -> Tensor:
     """Turn the pairs of the last 64 dims of x [T, ..., D] by position times frequency."""
     angle = positions.float()[:, None] * frequencies(ratio)
-    turn = torch.polar(torch.ones_like(angle), -angle if inverse else angle)
+    rotation = torch.polar(torch.ones_like(angle), -angle if inverse else angle)
     pairs = torch.view_as_complex(x[..., -64:].reshape(*x.shape[:-1], 32, 2).contiguous())
-    pairs = pairs * turn.reshape(len(x), *[1] * (x.dim() - 2), 32)
+    pairs = pairs * rotation.reshape(len(x), *[1] * (x.dim() - 2), 32)
     return torch.cat([x[..., :-64], torch.view_as_real(pairs).flatten(-2)], -1)
 
 
@@ -68,7 +68,7 @@ def _normalised(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _entries(score: Tensor, ape: Tensor, norm: Tensor, ratio: int) -> Tensor:
-    """[T // ratio, D] pooled, normalised and turned entries: the main compressor's or the indexer's."""
+    """[T // ratio, D] pooled, normalised and rotated entries: the main compressor's or the indexer's."""
     dim = norm.shape[0]
     rows = []
     for i in range(len(score) // ratio):
@@ -87,8 +87,8 @@ def _entries(score: Tensor, ape: Tensor, norm: Tensor, ratio: int) -> Tensor:
     return rope(_normalised(torch.stack(rows), norm), torch.arange(len(rows)) * ratio, ratio)
 
 
-def layer_output(x: LayerInputs, topk: int, row: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
-    """fp32 [T, H, 512]: attention output of every token, turned back, before the output projection.
+def layer_output(x: FormulaInputs, topk: int, row: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
+    """fp32 [T, H, 512]: attention output of every token, derotated, before the output projection.
 
     `row` is what storing does to finished rows [n, 512]; index keys are never rounded.
     """

@@ -12,7 +12,7 @@ import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
 from dsv4_sglang.attention.metadata import DecodeBuffers, StepMetadata, build_decode, build_prefill, snapshot_decode
 from dsv4_sglang.cache.row_format import KeyFormat, RowFormat, make_key_table, make_row_tables
 from dsv4_sglang.ops.rope import rope_table, rotate
-from dsv4_sglang.testing.formula import EPS, LayerInputs, frequencies, layer_output
+from dsv4_sglang.testing.formula import EPS, FormulaInputs, frequencies, layer_output
 from dsv4_sglang.testing.quantise import fp8_rows
 
 HEADS = INDEX_HEADS = 64
@@ -42,14 +42,14 @@ EXACT = Formats(torch.float32, RowFormat.FP32, KeyFormat.FP32, lambda rows: rows
 SERVED = Formats(torch.bfloat16, RowFormat.FP8, KeyFormat.MXFP4, fp8_rows, topk=512)
 
 
-def random_inputs(ratio: int, seed: int = 0) -> LayerInputs:
+def random_inputs(ratio: int, seed: int = 0) -> FormulaInputs:
     """Random projections and weights of one layer, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
         return torch.randn(*shape, generator=generator) * std + mean
 
-    x = LayerInputs(
+    x = FormulaInputs(
         ratio=ratio,
         kv=normal(TOKENS, 512),
         kv_norm=normal(512, mean=1.0, std=0.1),
@@ -73,7 +73,7 @@ def random_inputs(ratio: int, seed: int = 0) -> LayerInputs:
 class _Layer:
     """Tables of one layer on a device, and one step of a server through them."""
 
-    def __init__(self, x: LayerInputs, formats: Formats, device: torch.device) -> None:
+    def __init__(self, x: FormulaInputs, formats: Formats, device: torch.device) -> None:
         self.x, self.formats, self.device = x.to(device), formats, device
         self.rope = rope_table(BLOCKS * 128, frequencies(x.ratio)).to(device)
         self.ring = self._rows(SLOT + 1, 128)

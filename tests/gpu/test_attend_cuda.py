@@ -118,15 +118,15 @@ def test_sparse_prefill(ratio, heads, row_dtype):
 
 
 @pytest.mark.parametrize("tokens, heads", [(1, 64), (300, 64), (5, 128)])
-def test_turn_and_quantise(tokens, heads):
-    """The codes of SGLang's own quantisation of the turned output, up to the direction in which a tie falls."""
+def test_derotate_and_quantise(tokens, heads):
+    """The codes of SGLang's own quantisation of the derotated output, up to the direction in which a tie falls."""
     g = torch.Generator().manual_seed(tokens)
     out = torch.randn(tokens, heads, 512, generator=g).bfloat16().cuda()
     positions, table = torch.randint(0, 4096, (tokens,), generator=g).cuda(), rope().cuda()
-    codes, scales = triton_output.turn_and_quantise(out, positions, table)
-    turned = out.clone()
-    triton_attend.turn_back(turned, positions, table)
-    grouped = turned.float().view(tokens, heads, 4, 128)
+    codes, scales = triton_output.derotate_and_quantise(out, positions, table)
+    derotated = out.clone()
+    triton_attend.derotate(derotated, positions, table)
+    grouped = derotated.float().view(tokens, heads, 4, 128)
     assert torch.allclose(scales, grouped.abs().amax(-1).clamp_min(1e-10) / 448, rtol=1e-6)
     expected = (grouped / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).float()
     got = codes.float().view(expected.shape)

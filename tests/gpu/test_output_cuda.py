@@ -1,4 +1,4 @@
-"""The FP8 output projection on CUDA: heads that are still rotated give what heads that were turned back give."""
+"""The FP8 output projection on CUDA: heads that are still rotated give what heads that were derotated give."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 from reader_cases import rope
 from torch import nn
 
-from dsv4_sglang.attention.triton_attend import turn_back
+from dsv4_sglang.attention.triton_attend import derotate
 
 pytestmark = pytest.mark.gpu
 GROUPS, RANK, HEADS = 8, 1024, 64
@@ -18,7 +18,7 @@ DIM = HEADS // GROUPS * 512
 def layer(monkeypatch: pytest.MonkeyPatch):
     """An attention layer that consists of its output projection with FP8 weights, scaled by a power of two a tile."""
     pytest.importorskip("deep_gemm")
-    from dsv4_sglang.models import deepseek_v4
+    from dsv4_sglang.srt.models import deepseek_v4
 
     if not deepseek_v4._scales_are_fp32():
         pytest.skip("scales are packed here, so layers take no rotated output")
@@ -37,19 +37,19 @@ def layer(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 300])
-def test_rotated_and_turned_heads_project_alike(layer, tokens):
-    from dsv4_sglang.sglang.backend import LayerOutput
+def test_rotated_and_derotated_heads_project_alike(layer, tokens):
+    from dsv4_sglang.srt.backend import LayerOutput
 
     g = torch.Generator().manual_seed(tokens)
     rotated = torch.randn(tokens, HEADS, 512, generator=g).bfloat16().cuda()
     positions = torch.randint(0, 4096, (tokens,), generator=g).cuda()
-    turned = rotated.clone()
-    turn_back(turned, positions, layer.rope)
+    derotated = rotated.clone()
+    derotate(derotated, positions, layer.rope)
     got = layer._project_out(LayerOutput(rotated, True), positions).double()
-    other = layer._project_out(LayerOutput(turned, False), positions).double()
+    other = layer._project_out(LayerOutput(derotated, False), positions).double()
     tiles = layer.wo_a.weight_scale_inv.data.repeat_interleave(128, 1).repeat_interleave(128, 2)
     weight = layer.wo_a.weight.float().view(GROUPS, RANK, DIM) * tiles
-    exact = torch.einsum("tgd,grd->tgr", turned.float().view(tokens, GROUPS, DIM), weight).flatten(1).double()
+    exact = torch.einsum("tgd,grd->tgr", derotated.float().view(tokens, GROUPS, DIM), weight).flatten(1).double()
     apart, error = float((got - other).norm() / other.norm()), float((got - exact).norm() / exact.norm())
-    assert apart < 8e-3, f"relative distance {apart:.2g} of rotated to turned; ties of codes alone give 0.004"
+    assert apart < 8e-3, f"relative distance {apart:.2g} of rotated to derotated; ties of codes alone give 0.004"
     assert error < 0.04, f"relative error {error:.2g}; e4m3 heads give about 0.026"

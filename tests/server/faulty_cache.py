@@ -20,7 +20,7 @@ FAULTS = (
     "a checkpoint shared without a copy",
 )
 KEPT_MAIN, KEPT_INDEX = slice(0, 512), slice(512, 640)
-PACKAGE = "dsv4_sglang.sglang."
+PACKAGE = "dsv4_sglang.srt."
 
 
 def entry_point(folder: Path) -> list[str]:
@@ -72,7 +72,7 @@ def _store(original: Callable[..., None], pool: Any, slots: Any, checkpoints: An
     original(pool, slots, checkpoints)
     columns = {FAULTS[1]: KEPT_MAIN, FAULTS[2]: KEPT_INDEX}.get(_fault())
     if columns is not None:
-        from dsv4_sglang.sglang.pools import KEPT_UNITS, SLOT_UNITS
+        from dsv4_sglang.srt.pools import KEPT_UNITS, SLOT_UNITS
 
         kept = pool._tail_units[:, pool.live_slots * SLOT_UNITS :].unflatten(1, (-1, len(KEPT_UNITS)))
         for checkpoint in checkpoints[checkpoints > 0].tolist():

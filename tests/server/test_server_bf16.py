@@ -15,9 +15,9 @@ import torch
 from server_harness import Generated, Server, assert_same, prompt, running
 
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.sglang.layout import CacheLayout
-from dsv4_sglang.sglang.options import Options
-from dsv4_sglang.sglang.sizing import StateDemand, table
+from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.srt.options import Options
+from dsv4_sglang.srt.sizing import StateDemand, table
 from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server

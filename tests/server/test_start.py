@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from server_harness import launched
 
-from dsv4_sglang.sglang import launch
+from dsv4_sglang.srt import launch
 
 pytestmark = pytest.mark.server
 
@@ -30,7 +30,7 @@ arguments = ServerArgs(model_path=sys.argv[1], device="cpu")
 assert HookRegistry._patched == {"sglang.srt.configs.model_config.ModelConfig.from_server_args"}, HookRegistry._patched
 assert arguments._resolved().page_size == 256 and arguments._resolved().attention_backend == "dsv4"
 assert arguments.get_model_config().is_hybrid_swa
-assert not [name for name in sys.modules if name.startswith("dsv4_sglang.sglang.hooks")]
+assert not [name for name in sys.modules if name.startswith("dsv4_sglang.srt.hooks")]
 """
 
 ACTIVE = """
@@ -41,7 +41,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 load_plugins()
 from sglang.srt.server_args import ServerArgs
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu", json_model_override_args='{"dsv4_sglang": {}}')
-from dsv4_sglang.sglang.hooks import HOOKS, hooks_for
+from dsv4_sglang.srt.hooks import HOOKS, hooks_for
 assert {hook.target for hook in hooks_for(on_cpu=True)} < HookRegistry._patched
 assert len({hook.target for hook in HOOKS}) == len(HOOKS) and all(hook.reason for hook in HOOKS)
 assert arguments._resolved().page_size == 128 and arguments._resolved().attention_backend == "dsv4_sglang"
@@ -67,8 +67,8 @@ refused(("--speculative-algorithm is not supported: ",), speculative_algorithm="
 refused(('unknown dsv4_sglang option "hca_stat"; valid options: ', "hca_state"), options='{"hca_stat": "raw"}')
 
 # A hook whose target is gone stops the launch and is named.
-from dsv4_sglang.sglang import activate
-from dsv4_sglang.sglang.hooks import Hook, HookType
+from dsv4_sglang.srt import activate
+from dsv4_sglang.srt.hooks import Hook, HookType
 gone = Hook("sglang.srt.server_args.ServerArgs.gone", HookType.AROUND, print, "to be missed")
 activate.hooks_for = lambda on_cpu: (gone,)
 try:
@@ -80,7 +80,7 @@ else:
 
 # SGLang's own classes in a scheduler are refused, every one of them named.
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from dsv4_sglang.sglang.checks import check_started
+from dsv4_sglang.srt.checks import check_started
 model = SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(self_attn=None)]))
 runner = SimpleNamespace(
     req_to_token_pool=ReqToTokenPool(4, 128, "cpu", False), token_to_kv_pool=None, token_to_kv_pool_allocator=None,

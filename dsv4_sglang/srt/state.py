@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsv4_sglang.sglang.layout import CacheLayout
-from dsv4_sglang.sglang.options import Options
-from dsv4_sglang.sglang.sizing import StateDemand
+from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.srt.options import Options
+from dsv4_sglang.srt.sizing import StateDemand
 
 
 @dataclass

@@ -20,8 +20,8 @@ from dsv4_sglang.cache.row_format import make_row_tables
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
 from dsv4_sglang.model.config import CSA_RATIO
 from dsv4_sglang.model.layer_schedule import AttentionType
-from dsv4_sglang.sglang.layout import CacheLayout
-from dsv4_sglang.sglang.prefix.slots import CheckpointSlots
+from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
 SLOT_UNITS = 6
 """Units of four rows in a slot's CSA tail: current k, current z, previous k (two), previous z (two)."""

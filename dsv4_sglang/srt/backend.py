@@ -22,8 +22,8 @@ from dsv4_sglang.attention.metadata import (
     snapshot_decode,
 )
 from dsv4_sglang.cache.row_format import KeyFormat, make_row_tables
-from dsv4_sglang.sglang.prefix.schedule import PrefillPlanTaker
-from dsv4_sglang.sglang.state import current
+from dsv4_sglang.srt.prefix.schedule import PrefillPlanTaker
+from dsv4_sglang.srt.state import current
 
 # Index scores of a prefill step that exist at a time.
 SCRATCH_BYTES = 256 << 20
@@ -53,7 +53,7 @@ class LayerInputs(NamedTuple):
     """What a layer hands to the backend besides its query and its raw window projection.
 
     `wait_for_query` must be called before the query is read: another stream may still compute it. `takes_rotated`: the
-    layer turns an output back itself, which spares a launch where the reader does not do it on the way.
+    layer derotates an output itself, which spares a launch where the reader does not do it on the way.
     """
 
     ratio: int

@@ -11,14 +11,14 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from dsv4_sglang.sglang import compat
-from dsv4_sglang.sglang.hooks import ARCHITECTURE, BACKEND, hooks_for
-from dsv4_sglang.sglang.options import Options
-from dsv4_sglang.sglang.state import open_launch
+from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.hooks import ARCHITECTURE, BACKEND, hooks_for
+from dsv4_sglang.srt.options import Options
+from dsv4_sglang.srt.state import open_launch
 
 log = logging.getLogger(__name__)
 
-MODEL_PACKAGE = "dsv4_sglang.models"
+MODEL_PACKAGE = "dsv4_sglang.srt.models"
 
 _active = False
 
@@ -65,7 +65,7 @@ def _declare_state() -> None:
 def _register_backend() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    from dsv4_sglang.sglang.backend import HybridCacheBackend
+    from dsv4_sglang.srt.backend import HybridCacheBackend
 
     register_attention_backend(BACKEND)(HybridCacheBackend)
 
@@ -73,8 +73,8 @@ def _register_backend() -> None:
 def _register_prefix_cache(options: Options) -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from dsv4_sglang.sglang.hooks import PREFIX_CACHE
-    from dsv4_sglang.sglang.prefix.component import CheckpointComponent, build_prefix_cache
+    from dsv4_sglang.srt.hooks import PREFIX_CACHE
+    from dsv4_sglang.srt.prefix.component import CheckpointComponent, build_prefix_cache
 
     CheckpointComponent.interval = options.checkpoint_interval
     register_radix_cache_backend(PREFIX_CACHE, build_prefix_cache)

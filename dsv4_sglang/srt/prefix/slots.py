@@ -1,4 +1,5 @@
-"""The checkpoint pool as SGLang sees it: slots 1..size, the book of what is in them, and the copies into live slots."""
+"""The checkpoint pool as SGLang sees it: slots 1..size, the registry of what is in them, and the copies into live
+slots."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4_sglang.sglang.prefix.policy import CheckpointBook
-from dsv4_sglang.sglang.prefix.timer import CopyTimer
-from dsv4_sglang.sglang.prefix.tree import FreeList
+from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
+from dsv4_sglang.srt.prefix.timer import CopyTimer
+from dsv4_sglang.srt.prefix.tree import FreeList
 
 
 class CheckpointStore(Protocol):
@@ -34,7 +35,7 @@ class CheckpointSlots:
         self._ids = self._host_ids.to(device)
         self.timer = CopyTimer(device)
         """Of the copies of prefill steps; those of decode steps are part of a CUDA graph."""
-        self.book = CheckpointBook(size)
+        self.registry = CheckpointRegistry(size)
         self.nodes: dict[int, Any] = {}
         """The tree node of each checkpoint that hangs on the tree."""
 
@@ -57,7 +58,7 @@ class CheckpointSlots:
 
     def clear(self) -> None:
         self._free.clear()
-        self.book = CheckpointBook(self.num_slots)
+        self.registry = CheckpointRegistry(self.num_slots)
         self.nodes.clear()
 
     def node_value(self, slot: int) -> Tensor:

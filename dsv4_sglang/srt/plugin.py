@@ -28,10 +28,10 @@ def register() -> None:
 
 
 def _before_model_config(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    from dsv4_sglang.sglang.options import from_override_args
+    from dsv4_sglang.srt.options import from_override_args
 
     options = from_override_args(server_args.json_model_override_args)
     if options is not None:
-        from dsv4_sglang.sglang.activate import activate
+        from dsv4_sglang.srt.activate import activate
 
         activate(options, server_args)

@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Any
 
-from dsv4_sglang.sglang.prefix.slots import CheckpointSlots
+from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
 from dsv4_sglang.cache.schema import LayerCacheSchema, build_schema
 from dsv4_sglang.model.config import CSA_RATIO, DSV4Config
 from dsv4_sglang.model.layer_schedule import AttentionType, build_schedule
-from dsv4_sglang.sglang.options import Options
+from dsv4_sglang.srt.options import Options
 
 
 class PoolPart(NamedTuple):

@@ -1,7 +1,7 @@
 """A radix tree of blocks with checkpoints: the same rules as on SGLang's tree, small enough to simulate with.
 
 A block is an integer id from the block pool, its content an integer key (equal keys: equal tokens with an equal past
-is what the tree itself establishes). Lengths here count blocks; the book counts tokens.
+is what the tree itself establishes). Lengths here count blocks; the registry counts tokens.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsv4_sglang.sglang.options import BLOCK
-from dsv4_sglang.sglang.prefix.placement import Due
-from dsv4_sglang.sglang.prefix.policy import CheckpointBook
+from dsv4_sglang.srt.options import BLOCK
+from dsv4_sglang.srt.prefix.placement import Due
+from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
 
 
 class FreeList:
@@ -75,7 +75,7 @@ class PrefixTree:
 
     def __init__(self, blocks: FreeList, checkpoints: FreeList) -> None:
         self.block_pool, self.checkpoint_pool = blocks, checkpoints
-        self.book = CheckpointBook(checkpoints.size)
+        self.registry = CheckpointRegistry(checkpoints.size)
         self.evicted_checkpoints = 0
         self._reset()
 
@@ -93,7 +93,7 @@ class PrefixTree:
             self.block_pool.free(node.blocks)
         if self._holder:
             self.checkpoint_pool.free(np.array(list(self._holder)))
-        self.book = type(self.book)(self.checkpoint_pool.size)
+        self.registry = type(self.registry)(self.checkpoint_pool.size)
         self._reset()
 
     def nodes(self) -> Iterator[Node]:
@@ -120,19 +120,19 @@ class PrefixTree:
 
     def resume(self, match: Match) -> None:
         """Hold what a request needs while it runs: the path to its checkpoint, and the checkpoint."""
-        self.book.tick()
+        self.registry.tick()
         self.lock(match.node)
         if match.node.checkpoint:
-            self.book.use(match.node.checkpoint)
+            self.registry.use(match.node.checkpoint)
 
     def lock(self, node: Node) -> None:
         if node.checkpoint:
-            self.book.lock(node.checkpoint)
+            self.registry.lock(node.checkpoint)
         self._add_locks(node, 1)
 
     def unlock(self, node: Node) -> None:
         if node.checkpoint:
-            self.book.unlock(node.checkpoint)
+            self.registry.unlock(node.checkpoint)
         self._add_locks(node, -1)
 
     def _add_locks(self, node: Node | None, count: int) -> None:
@@ -157,7 +157,7 @@ class PrefixTree:
             else:
                 node.checkpoint = slot
                 self._holder[slot] = node
-                self.book.add(slot, length * BLOCK, self._checkpoint_above(node), self._checkpoints_below(node))
+                self.registry.add(slot, length * BLOCK, self._checkpoint_above(node), self._checkpoints_below(node))
                 self._refresh(node)
         return node
 
@@ -224,9 +224,9 @@ class PrefixTree:
         return self.block_pool.alloc(count)
 
     def take_checkpoint(self, *, needed: bool = True, saves: int = 0) -> int:
-        """A slot for a checkpoint, evicting the one worth least; 0 if there is none to evict (see the book)."""
+        """A slot for a checkpoint, evicting the one worth least; 0 if there is none to evict (see the registry)."""
         if not self.checkpoint_pool.available_size():
-            slot = self.book.least_worth(needed=needed, saves=saves)
+            slot = self.registry.least_worth(needed=needed, saves=saves)
             if not slot:
                 return 0
             self._drop(self._holder[slot])
@@ -239,14 +239,14 @@ class PrefixTree:
         """Give up a node's checkpoint; its blocks stay as long as nobody needs them."""
         slot, node.checkpoint = node.checkpoint, 0
         del self._holder[slot]
-        self.book.remove(slot)
+        self.registry.remove(slot)
         self.checkpoint_pool.free(np.array([slot]))
         self._refresh(node)
 
     def _evict_leaf(self) -> bool:
         node = next(iter(self._worthless), None)
         if node is None:
-            slot = self.book.least_used_leaf()
+            slot = self.registry.least_used_leaf()
             if not slot:
                 return False
             node = self._holder[slot]
@@ -263,7 +263,7 @@ class PrefixTree:
         """Note whether the node is a leaf that may be evicted, and whether a checkpoint gives it worth."""
         leaf = node is not self.root and not node.children and not node.locks
         if node.checkpoint:
-            self.book.at_leaf[node.checkpoint] = leaf
+            self.registry.at_leaf[node.checkpoint] = leaf
         if leaf and not node.checkpoint:
             self._worthless[node] = None
         else:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from dsv4_sglang.sglang.options import BLOCK
-from dsv4_sglang.sglang.prefix.component import component_of
+from dsv4_sglang.srt.options import BLOCK
+from dsv4_sglang.srt.prefix.component import component_of
 
 PLAN, TABLE = "dsv4_plan", "dsv4_plan_table"
 """Attributes of a batch: what its requests take, as lists; the same as a tensor."""

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from sglang.srt.plugins.hook_registry import HookType
 
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
-from dsv4_sglang.sglang.checks import check_started
-from dsv4_sglang.sglang.compat import model_config
-from dsv4_sglang.sglang.configurator import BlockConfigurator
-from dsv4_sglang.sglang.layout import CacheLayout
-from dsv4_sglang.sglang.prefix import schedule
-from dsv4_sglang.sglang.refusals import refuse_unsupported
-from dsv4_sglang.sglang.sizing import GIB, StateDemand, default_checkpoints, memory_after_slots, state_demand, table
-from dsv4_sglang.sglang.state import current
+from dsv4_sglang.srt.checks import check_started
+from dsv4_sglang.srt.compat import model_config
+from dsv4_sglang.srt.configurator import BlockConfigurator
+from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.srt.prefix import schedule
+from dsv4_sglang.srt.refusals import refuse_unsupported
+from dsv4_sglang.srt.sizing import GIB, StateDemand, default_checkpoints, memory_after_slots, state_demand, table
+from dsv4_sglang.srt.state import current
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 BACKEND = "dsv4_sglang"
@@ -118,7 +118,7 @@ def _request_pool(
 ) -> Any:
     from sglang.srt.runtime_context import get_exec, get_schedule
 
-    from dsv4_sglang.sglang.pools import StateParams, StateReqToTokenPool
+    from dsv4_sglang.srt.pools import StateParams, StateReqToTokenPool
 
     layout, demand = _layout(configurator), current().demand
     assert demand is not None, "state slots are chosen before pools are built"
@@ -141,7 +141,7 @@ def _kv_pool(
 ) -> Any:
     import logging
 
-    from dsv4_sglang.sglang.pools import CacheKVPool, CompressedKVPool
+    from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool
 
     launch, layout = current(), _layout(configurator)
     compressed = CompressedKVPool(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
 
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
-from dsv4_sglang.sglang.layout import CacheLayout
-from dsv4_sglang.sglang.sizing import GIB, require_context, tokens_in_bytes
+from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.srt.sizing import GIB, require_context, tokens_in_bytes
 
 
 class BlockConfigurator(MemoryPoolConfigurator):

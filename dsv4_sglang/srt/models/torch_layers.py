@@ -69,8 +69,8 @@ def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     width = rope.shape[-1]
     cos, sin = rope[:, None, 0::2], rope[:, None, 1::2]
     even, odd = x[..., -width::2], x[..., -width + 1 :: 2]
-    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
-    return torch.cat([x[..., :-width], turned], dim=-1)
+    rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+    return torch.cat([x[..., :-width], rotated], dim=-1)
 
 
 def query_norm_rope(q: torch.Tensor, positions: torch.Tensor, rope: torch.Tensor, eps: float) -> torch.Tensor:

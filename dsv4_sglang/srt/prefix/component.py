@@ -12,9 +12,9 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, MambaCo
 from sglang.srt.mem_cache.unified_cache.components.tree_component import EvictLayer
 from sglang.srt.runtime_context import get_parallel
 
-from dsv4_sglang.sglang.prefix.counters import PrefixCounters
-from dsv4_sglang.sglang.prefix.placement import Due, due_in_prefill, is_kept
-from dsv4_sglang.sglang.prefix.slots import CheckpointSlots
+from dsv4_sglang.srt.prefix.counters import PrefixCounters
+from dsv4_sglang.srt.prefix.placement import Due, due_in_prefill, is_kept
+from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -47,10 +47,10 @@ class CheckpointComponent(MambaComponent):
     def begin(self, req: Req) -> None:
         """The first step of a request (again after a retraction): it resumes from the node it holds."""
         setattr(req, PENDING, [])
-        self.slots.book.tick()
+        self.slots.registry.tick()
         node = self.tree_core.node_by_id(req.last_node)
         if (slot := self._slot(node)) is not None:
-            self.slots.book.use(slot)
+            self.slots.registry.use(slot)
         self.counters.resumed(len(req.prefix_indices), req.mamba_branching_seqlen or 0)
 
     def plan_prefill(self, req: Req, room: int) -> list[tuple[int, int]]:
@@ -101,7 +101,7 @@ class CheckpointComponent(MambaComponent):
     def _take(self, due: Due) -> int:
         slot = self.slots.take()
         if not slot:
-            victim = self.slots.book.least_worth(needed=due.needed, saves=self.interval)
+            victim = self.slots.registry.least_worth(needed=due.needed, saves=self.interval)
             if not victim:
                 return 0
             self._give_up(self.slots.nodes[victim])
@@ -148,7 +148,7 @@ class CheckpointComponent(MambaComponent):
         slot = self._slot(node)
         assert slot is not None and params.key is not None
         self.slots.nodes[slot] = node
-        self.slots.book.add(slot, len(params.key), self._above(node), self._below(node))
+        self.slots.registry.add(slot, len(params.key), self._above(node), self._below(node))
 
     def cleanup_after_caching_req(
         self,
@@ -219,7 +219,7 @@ class CheckpointComponent(MambaComponent):
     ) -> tuple[int, int]:
         slot = self._slot(node)
         if EvictLayer.DEVICE in target and slot is not None:
-            self.slots.book.remove(slot)
+            self.slots.registry.remove(slot)
             del self.slots.nodes[slot]
             self.counters.evicted += 1
         return super().evict_component(node, device_frees, host_frees, target)
@@ -232,7 +232,7 @@ class CheckpointComponent(MambaComponent):
     def acquire_component_lock(self, node: UnifiedTreeNode, result: Any, lock_host: bool = False) -> Any:
         slot = self._slot(node) if node is not self.tree_core.root_node else None
         if slot is not None and not lock_host:
-            self.slots.book.lock(slot)
+            self.slots.registry.lock(slot)
         return super().acquire_component_lock(node, result, lock_host)
 
     def release_component_lock(self, node: UnifiedTreeNode, params: Any, lock_host: bool = False) -> None:
@@ -240,7 +240,7 @@ class CheckpointComponent(MambaComponent):
         before = data.lock_ref
         super().release_component_lock(node, params, lock_host)
         if data.lock_ref < before and (slot := self._slot(node)) is not None:
-            self.slots.book.unlock(slot)
+            self.slots.registry.unlock(slot)
 
 
 class LeafOrder(EvictionStrategy):
@@ -255,9 +255,9 @@ class LeafOrder(EvictionStrategy):
         value = node.component_data[ComponentType.MAMBA].value
         if value is None:
             return (-float("inf"), node.last_access_time)
-        book = self.slots.book
-        if self._at != book.changes:
-            self._at, self._patience = book.changes, book.patience().tolist()
+        registry = self.slots.registry
+        if self._at != registry.changes:
+            self._at, self._patience = registry.changes, registry.patience().tolist()
         return (-self._patience[int(value)], 0.0)
 
 

@@ -1,8 +1,8 @@
-"""Which checkpoint and which blocks to give up: the book of all checkpoints, with what each is worth.
+"""Which checkpoint and which blocks to give up: the registry of all checkpoints, with what each is worth.
 
-Knows nothing of trees and servers. A checkpoint is its slot in the checkpoint pool, 1 or more; 0 means none. The book
-keeps the checkpoints in a forest of their own: `previous` is the next one up the path to the root, whatever blocks
-lie between.
+Knows nothing of trees and servers. A checkpoint is its slot in the checkpoint pool, 1 or more; 0 means none. The
+registry keeps the checkpoints in a forest of their own: `previous` is the next one up the path to the root, whatever
+blocks lie between.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATIENCE = 2
 after 300 others."""
 
 
-class CheckpointBook:
+class CheckpointRegistry:
     """Checkpoints in slots 1..capacity. Time is counted in admitted requests (`tick`).
 
     Worth of a checkpoint = tokens computed again without it x likelihood of use. The first is `length` minus the
@@ -71,7 +71,7 @@ class CheckpointBook:
     def add(self, slot: int, length: int, previous: int, following: Iterable[int] = ()) -> None:
         """A checkpoint at `length`, between `previous` and those of its followers that now come after it."""
         if self.held[slot]:
-            raise ValueError(f"checkpoint slot {slot} is in the book already, at length {self.length[slot]}")
+            raise ValueError(f"checkpoint slot {slot} is in the registry already, at length {self.length[slot]}")
         self.changes += 1
         self.held[slot] = True
         self.length[slot], self.last[slot], self.locks[slot] = length, self.now, 0
@@ -90,7 +90,7 @@ class CheckpointBook:
     def remove(self, slot: int) -> None:
         """Forget a checkpoint; what followed it follows the one before."""
         if not self.held[slot] or self.locks[slot]:
-            raise ValueError(f"checkpoint slot {slot} is {'locked' if self.held[slot] else 'not in the book'}")
+            raise ValueError(f"checkpoint slot {slot} is {'locked' if self.held[slot] else 'not in the registry'}")
         if not self._following[slot]:
             self._waiting_ended(float(self.now - self.last[slot]), used=False)
         previous = int(self.previous[slot])

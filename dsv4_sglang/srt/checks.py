@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsv4_sglang.sglang import compat
+from dsv4_sglang.srt import compat
 
 
 def check_started(scheduler: Any) -> None:
@@ -17,9 +17,9 @@ def check_started(scheduler: Any) -> None:
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
     from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
-    from dsv4_sglang.models.deepseek_v4 import CachedAttention, DeepseekV4ForCausalLM
-    from dsv4_sglang.sglang.backend import HybridCacheBackend
-    from dsv4_sglang.sglang.pools import CacheKVPool, CompressedKVPool, StateReqToTokenPool, StateSlotPool
+    from dsv4_sglang.srt.backend import HybridCacheBackend
+    from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, DeepseekV4ForCausalLM
+    from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateReqToTokenPool, StateSlotPool
 
     runner = scheduler.tp_worker.model_runner
     requests, tokens = runner.req_to_token_pool, runner.token_to_kv_pool
@@ -54,8 +54,8 @@ def _checkpoint_classes(scheduler: Any, requests: Any) -> list[tuple[str, object
     """What the prefix cache adds, where there is one."""
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-    from dsv4_sglang.sglang.prefix.component import CheckpointComponent, LeafOrder
-    from dsv4_sglang.sglang.prefix.slots import CheckpointSlots
+    from dsv4_sglang.srt.prefix.component import CheckpointComponent, LeafOrder
+    from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
     if scheduler.server_args.disable_radix_cache:
         return []

@@ -2,7 +2,7 @@
 
 Embedding, hyper-connections (mHC), MoE, hash routing, quantisation and the weight loader are SGLang's. Each layer's
 attention projects, hands everything to the backend through RadixAttention, and projects the de-rotated output. On a CPU
-the layers that SGLang has as GPU kernels only come from `dsv4_sglang.models.torch_layers`.
+the layers that SGLang has as GPU kernels only come from `dsv4_sglang.srt.models.torch_layers`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from sglang.srt.utils import add_prefix
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dsv4_sglang.models import torch_layers
-from dsv4_sglang.sglang.backend import Compression, IndexQuery, LayerInputs, LayerOutput
+from dsv4_sglang.srt.backend import Compression, IndexQuery, LayerInputs, LayerOutput
+from dsv4_sglang.srt.models import torch_layers
 
 CSA_RATIO = 4
 
@@ -235,19 +235,19 @@ class CachedAttention(in_tree.MqaAttentionBase):
         y, _ = self.wo_b(projected.flatten(1))
         return y
 
-    def _fp8_wo_a(self, grouped: Tensor, turn_from: Tensor | None) -> Tensor:
+    def _fp8_wo_a(self, grouped: Tensor, derotate_from: Tensor | None) -> Tensor:
         """`[T, groups, dim]` to `[T, groups, o_lora_rank]` by DeepGEMM, with the scales each architecture wants.
 
-        `turn_from` [T]: positions at which the heads are still rotated.
+        `derotate_from` [T]: positions at which the heads are still rotated.
         """
         import deep_gemm
 
         tokens, groups, dim = grouped.shape
         recipe = (1, 128, 128)
-        if turn_from is not None:
-            from dsv4_sglang.attention.triton_output import turn_and_quantise
+        if derotate_from is not None:
+            from dsv4_sglang.attention.triton_output import derotate_and_quantise
 
-            codes, scales = turn_and_quantise(grouped.view(tokens, -1, self.head_dim), turn_from, self.rope)
+            codes, scales = derotate_and_quantise(grouped.view(tokens, -1, self.head_dim), derotate_from, self.rope)
             codes, scales = codes.view(tokens, groups, dim), scales.view(tokens, groups, -1)
         elif _scales_are_fp32():
             codes, scales = in_tree.sglang_per_token_group_quant_fp8(
