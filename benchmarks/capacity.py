@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from dsv4_sglang.model.config import CSA_RATIO, HCA_RATIO, DSV4Config
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
 from dsv4_sglang.srt.layout import CacheLayout
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.sizing import MAX_STAGING, StateDemand

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.loads import Load
-from dsv4_sglang.model.config import CSA_RATIO, HCA_RATIO, DSV4Config
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
 
 ROW, KV = 584, 512 * 2
 CSA_SCORE, CSA_INDEX_SCORE, HCA_SCORE = 4 * 512 * 4, 4 * 128 * 4, 2 * 512 * 4

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.cache import KVCacheManager, LayerWeights, Step, compute_block_budget
+from dsv4_sglang.formats import RowTable
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.ops.rope import rope_table
-from dsv4_sglang.ops.rows import read_rows
 
 CONTEXT = 1024
 STREAMS = {0: 0, 4: 4, 128: 2}  # columns of `kv_score` in units of 512: CSA pools two streams of (k, z), HCA one
@@ -78,7 +78,7 @@ def report(manager: KVCacheManager, step: Step, lengths: dict[int, int]) -> None
                 n = int(entries.n_visible[token])
                 seen += f", {n} entries of {schema.ratio} tokens in blocks {manager.blocks_of(slot)}"
                 if entries.entry_rows is not None and n:
-                    first = read_rows(entries.entries, entries.entry_rows[token, :1])
+                    first = RowTable(entries.entries, handle.schema.row_format).read(entries.entry_rows[token, :1])
                     seen += f", |entry 0| = {float(first.norm()):.1f}"
             if keys is not None:
                 seen += f", {int(keys.n_visible[token])} index keys"

@@ -5,7 +5,7 @@ import torch
 from reader_cases import assert_attends, attend_case, prefill_case, rope
 
 from dsv4_sglang.attention import metadata, sparse_prefill, triton_attend, triton_metadata, triton_output
-from dsv4_sglang.ops import rows
+from dsv4_sglang.formats import RowFormat, RowTable
 from dsv4_sglang.ops.reference import read
 
 # The interpreter cuts the bits of a bf16 off where hardware rounds.
@@ -14,9 +14,9 @@ BOUND = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("row_dtype", [torch.uint8, torch.bfloat16, torch.float32])
-def test_attend(row_dtype, q_dtype, splits):
-    case = attend_case(tokens=9, heads=5, width=72, row_dtype=row_dtype, q_dtype=q_dtype)
+@pytest.mark.parametrize("row_format", [RowFormat.FP8, RowFormat.BF16, RowFormat.FP32])
+def test_attend(row_format, q_dtype, splits):
+    case = attend_case(tokens=9, heads=5, width=72, row_format=row_format, q_dtype=q_dtype)
     assert_attends(triton_attend.attend(*case.args(), splits=splits), case, BOUND[q_dtype])
 
 
@@ -81,11 +81,11 @@ def test_decode_metadata(tracks):
         assert torch.equal(tensor, getattr(got, name)), name
 
 
-@pytest.mark.parametrize("row_dtype", [torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("row_format", [RowFormat.FP8, RowFormat.BF16])
 @pytest.mark.parametrize("ratio", [0, 4, 128])
-def test_sparse_prefill(ratio, row_dtype, monkeypatch):
+def test_sparse_prefill(ratio, row_format, monkeypatch):
     """The whole reader against the reference, with a sparse kernel in PyTorch."""
-    step, lengths, case = prefill_case(ratio=ratio, row_dtype=row_dtype, heads=64)
+    step, lengths, case = prefill_case(ratio=ratio, row_format=row_format, heads=64)
 
     def sparse(q, table, lists, lens, sink, scale):
         assert lists.shape[1] % 128 == 0 and table.dtype == torch.bfloat16
@@ -93,7 +93,9 @@ def test_sparse_prefill(ratio, row_dtype, monkeypatch):
         assert ((lists >= 0) == (column < lens[:, None])).all(), "-1 behind the length and nowhere else"
         assert (lists < table.shape[0]).all()
         still = torch.zeros(len(q), dtype=torch.int64)
-        return read.attend(q, sink, table[None], lists, lens, None, None, None, still, rope(), scale)
+        return read.attend(
+            q, sink, table[None], lists, lens, None, None, None, still, rope(), scale, RowFormat.BF16.code
+        )
 
     monkeypatch.setattr(sparse_prefill, "_sparse_attention", sparse)
     reader = sparse_prefill.SparsePrefillReader(8, "cpu")
@@ -102,7 +104,7 @@ def test_sparse_prefill(ratio, row_dtype, monkeypatch):
         for _ in range(2):
             assert_attends(reader.attend(*case.args(), ratio), case, BOUND[torch.bfloat16])
         written = reader._table[: step.window_size].float()
-        assert torch.equal(written, rows.read_rows(case.window, torch.arange(step.window_size)))
+        assert torch.equal(written, RowTable(case.window, row_format).read(torch.arange(step.window_size)))
 
 
 def test_sparse_prefill_leaves_little_work_on_much_context(monkeypatch):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsv4_sglang.ops  # noqa: F401
-from dsv4_sglang.ops import rows
+from dsv4_sglang.formats import RowFormat, RowTable
 
 SLOTS = 4
 
@@ -14,7 +14,7 @@ SLOTS = 4
 def make_ring() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A ring table and its split views, as `StateCachePool` shows them."""
     table = torch.zeros(SLOTS, 128 * 584, dtype=torch.uint8).as_strided((SLOTS, 128, 584), (128 * 584, 584, 1))
-    data, scales = rows.strips(table)
+    data, scales = RowTable(table, RowFormat.FP8).strips()
     return table, {
         "swa_fp8": data[..., :448],
         "swa_rope": data.view(torch.bfloat16)[..., 224:],
@@ -34,14 +34,17 @@ def test_round_trip_error_and_exact_rope_half():
     table, views = make_ring()
     kv = torch.randn(100, 512).bfloat16()
     run(kv, [2] * 100, list(range(100)), views)
-    got = rows.read_rows(table, 2 * 128 + torch.arange(100))
+    got = RowTable(table, RowFormat.FP8).read(2 * 128 + torch.arange(100))
     assert torch.equal(got[:, 448:], kv[:, 448:].float())
     x = kv[:, :448].float()
     assert float((got[:, :448] - x).norm() / x.norm()) < 0.036
     scale = views["swa_inv"][2, :100].float()
     normal = x.abs() > scale[:, None] * 2.0**-6
     assert ((got[:, :448] - x).abs() / x.abs())[normal].max() <= 2.0**-4  # half a unit of a 3-bit mantissa
-    assert torch.equal(rows.strips(table)[1][2, :100], rows.strips(table)[1][2, :100, :1].expand(-1, 8))
+    assert torch.equal(
+        RowTable(table, RowFormat.FP8).strips()[1][2, :100],
+        RowTable(table, RowFormat.FP8).strips()[1][2, :100, :1].expand(-1, 8),
+    )
     assert not table[[0, 1, 3]].any(), "other requests are untouched"
 
 

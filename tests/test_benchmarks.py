@@ -31,8 +31,8 @@ from benchmarks import (
 )
 from benchmarks.append_in_tree import bias_rows, page_bytes, window_page_slots
 from benchmarks.report import RESULTS
+from dsv4_sglang.formats import KeyFormat, KeyTable, RowFormat, RowTable
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.ops import index_keys, rows
 
 FLASH = DSV4Config.flash()
 
@@ -115,11 +115,11 @@ def test_lockstep_loads_are_what_they_say() -> None:
 
 def test_random_tables_hold_finite_values() -> None:
     table = tables.our_rows(3, 32, torch.device("cpu"))
-    values = rows.read_rows(table, torch.arange(96))
+    values = RowTable(table, RowFormat.FP8).read(torch.arange(96))
     assert values.isfinite().all()
     assert 0.1 < values.abs().mean() < 2
     assert values.std(0).min() > 0
-    keys = index_keys.read_keys(tables.our_keys(2, torch.device("cpu")), torch.arange(64))
+    keys = KeyTable(tables.our_keys(2, torch.device("cpu")), KeyFormat.MXFP4).read(torch.arange(64))
     assert keys.isfinite().all()
     assert keys.std(0).min() > 0
     pages = tables.in_tree_keys(2, torch.device("cpu"))

@@ -7,7 +7,8 @@ import subprocess
 import pytest
 import torch
 
-from dsv4_sglang.ops import extension, index_keys, rows
+from dsv4_sglang.formats import KeyFormat, index_keys, rows
+from dsv4_sglang.ops import extension
 
 WRAPPER = """
 #include "numeric.h"
@@ -130,10 +131,10 @@ def test_scales_of_keys(host):
     x = x[(x >= 0) & (x < 2.0**100)]
     keys = torch.zeros(len(x), 128)
     keys[:, 5] = x
-    for scale_format, name in ((index_keys.MXFP4, "host_mxfp4_exponent"), (index_keys.NVFP4, "host_nvfp4_scale")):
+    for scale_format, name in ((KeyFormat.MXFP4, "host_mxfp4_exponent"), (KeyFormat.NVFP4, "host_nvfp4_scale")):
         _, scales = index_keys.quantise_keys(keys, scale_format)
         got = host(name, x)
-        if scale_format == index_keys.MXFP4:
+        if scale_format is KeyFormat.MXFP4:
             got = host("host_e4m3", rows.exp2_of_biased(got.int()))
         assert torch.equal(got, scales[:, 0].float())
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from layer_harness import HIDDEN, SCALE, Batch, Layer, make_attention
 
+from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.ops.schemas import SCHEMAS
 
 CHECKS = ("test_schema", "test_faketensor")
@@ -54,12 +55,13 @@ def test_readers():
     rows = torch.zeros(3, 16, dtype=torch.int32)
     check(
         "index_topk", torch.randn(3, 8, 128), torch.randn(3, 8), torch.randn(4, 32, 128), batch.block_table,
-        batch.token_request, batch.positions, rope, 0, torch.empty(0), rows,
+        batch.token_request, batch.positions, rope, KeyFormat.FP32.code, torch.empty(0), rows,
     )  # fmt: skip
     window_rows, window_lens = batch.window_lists(True)
     check(
         "attend", torch.randn(3, 2, 512), torch.zeros(2), torch.randn(3, 128, 512), window_rows, window_lens,
         torch.randn(4, 32, 512), rows, torch.full((3,), 16, dtype=torch.int32), batch.positions, rope, SCALE,
+        RowFormat.FP32.code,
     )  # fmt: skip
 
 

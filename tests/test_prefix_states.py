@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
+from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import AttentionType
 from dsv4_sglang.srt.layout import CacheLayout
@@ -153,7 +154,8 @@ class ResumedLayer:
             self.rope,
             1e-6,
             self.ratio,
-            0,
+            RowFormat.FP32.code,
+            KeyFormat.FP32.code,
             ids(slot),
             ids(begin),
             ids(0, n),

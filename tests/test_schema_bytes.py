@@ -12,7 +12,7 @@ from dsv4_sglang.cache import (
     build_schema,
     compute_block_budget,
 )
-from dsv4_sglang.cache.row_format import RowFormat, make_row_tables
+from dsv4_sglang.formats import RowFormat, make_row_tables
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
 
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA

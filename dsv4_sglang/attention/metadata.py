@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
-from dsv4_sglang.model.config import CSA_RATIO, HCA_RATIO
+from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
 from dsv4_sglang.ops.schemas import NAMESPACE
 
 _OPS = getattr(torch.ops, NAMESPACE)

@@ -5,7 +5,6 @@ from dsv4_sglang.cache.handle import ClassicalView, IndexerView, LayerCacheHandl
 from dsv4_sglang.cache.host_pool import HostBlockPool
 from dsv4_sglang.cache.manager import KVCacheManager
 from dsv4_sglang.cache.paged_cache import PagedKVPool
-from dsv4_sglang.cache.row_format import KeyFormat, RowFormat
 from dsv4_sglang.cache.schema import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
     HcaState,
@@ -15,6 +14,7 @@ from dsv4_sglang.cache.schema import (
 )
 from dsv4_sglang.cache.state_cache import StateCachePool, StateStorage
 from dsv4_sglang.cache.step import Step
+from dsv4_sglang.formats import KeyFormat, RowFormat
 
 __all__ = [
     "BLOCK_SIZE_ORIGINAL_TOKENS",

@@ -9,10 +9,10 @@ from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
 from dsv4_sglang.cache.paged_cache import PagedKVPool
-from dsv4_sglang.cache.row_format import make_row_tables
 from dsv4_sglang.cache.schema import LayerCacheSchema
 from dsv4_sglang.cache.state_cache import StateCachePool
 from dsv4_sglang.cache.step import Step
+from dsv4_sglang.formats import make_row_tables
 from dsv4_sglang.model.layer_schedule import AttentionType
 
 
@@ -47,6 +47,8 @@ class SwaView:
     """[T, 128] int32"""
     window_lens: Tensor | None
     """[T] int32: how many of them are visible."""
+    row_format: int
+    """Code of the rows' format, as `attend` takes it for these rows and the entries."""
     positions: Tensor
     """[T] int64"""
     swa_fp8: Tensor | None
@@ -98,7 +100,8 @@ class IndexerView:
     """[T] int32"""
     positions: Tensor
     """[T] int64"""
-    index_format: int
+    key_format: int
+    """Code of the keys' format, as `index_topk` takes it."""
     n_visible: Tensor
     """[T] int32 keys that each token may see."""
 
@@ -176,7 +179,8 @@ class LayerCacheHandle:
             weights.rope,
             weights.eps,
             self.schema.ratio,
-            self.schema.key_format.index_format,
+            self.schema.row_format.code,
+            self.schema.key_format.code,
             step.slots,
             step.prefix_lens,
             step.query_start,
@@ -226,6 +230,7 @@ class LayerCacheHandle:
             window=window,
             window_rows=step.window_rows if window is not None else None,
             window_lens=step.window_lens if window is not None else None,
+            row_format=self.schema.row_format.code,
             positions=step.positions.long(),
             swa_fp8=pool.swa_fp8,
             swa_rope=pool.swa_rope,
@@ -261,6 +266,6 @@ class LayerCacheHandle:
             block_table=self.step.block_table,
             token_request=self.step.token_request,
             positions=self.step.positions.long(),
-            index_format=self.schema.key_format.index_format,
+            key_format=self.schema.key_format.code,
             n_visible=self.step.visible_entries(self.schema.ratio),
         )

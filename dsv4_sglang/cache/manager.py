@@ -12,10 +12,10 @@ from dsv4_sglang.cache.allocator import BlockAllocator
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.handle import LayerCacheHandle
 from dsv4_sglang.cache.paged_cache import PagedKVPool
-from dsv4_sglang.cache.row_format import KeyFormat, RowFormat
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS, HcaState, build_schema
 from dsv4_sglang.cache.state_cache import StateCachePool, StateStorage
 from dsv4_sglang.cache.step import NO_BLOCK, Step
+from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.cache.device import resolve_device
-from dsv4_sglang.cache.row_format import make_key_table, make_row_tables, split_keys, split_rows
 from dsv4_sglang.cache.schema import LayerCacheSchema
+from dsv4_sglang.formats import KeyTable, RowTable, make_key_table, make_row_tables
 from dsv4_sglang.model.layer_schedule import AttentionType
-from dsv4_sglang.ops.rows import strips
 
 
 class PagedKVPool:
@@ -53,13 +52,13 @@ class PagedKVPool:
         self.entries_rope: Tensor | None = None
         self.inv_scale: Tensor | None = None
         self.flashmla_view: Tensor | None = None
-        views = split_rows(self.entries)
+        views = RowTable(self.entries, schema.row_format).views()
         if views is not None:
             by_block = [view.transpose(0, 1) if flat else view for view in (views.fp8, views.rope, views.inv_scale)]
             self.entries_fp8, self.entries_rope, self.inv_scale = by_block
             self.flashmla_view = self.entries.unsqueeze(2)
 
-        keys = split_keys(self.index_keys) if self.index_keys is not None else None
+        keys = KeyTable(self.index_keys, schema.key_format).views() if self.index_keys is not None else None
         self.indexer_keys_fp4: Tensor | None = keys.fp4 if keys else None
         self.indexer_scales: Tensor | None = keys.scales if keys else None
 
@@ -69,7 +68,7 @@ class PagedKVPool:
         HCA's FP8 rows and their exponents lie apart in the one flat block, so they are two views.
         """
         if self.schema.attn is AttentionType.HCA:
-            return [t[0] for t in (strips(self.entries) if self.entries.dtype == torch.uint8 else (self.entries,))]
+            return [strip[0] for strip in RowTable(self.entries, self.schema.row_format).strips()]
         views = []
         for table in (self.entries, self.index_keys):
             if table is not None:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict, TypeVar
 
-from dsv4_sglang.cache.row_format import KeyFormat, RowFormat
-from dsv4_sglang.model.config import CSA_RATIO, HCA_RATIO, DSV4Config
+from dsv4_sglang.formats import KeyFormat, RowFormat
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, CSA_TAIL_ROWS, HCA_ONLINE_ROWS, HCA_RAW_ROWS
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 
-BLOCK_SIZE_ORIGINAL_TOKENS = math.lcm(CSA_RATIO, HCA_RATIO)
-"""Tokens a block stands for: the least number that closes a window of both compressors."""
+BLOCK_SIZE_ORIGINAL_TOKENS = BLOCK_TOKENS
+"""Tokens a block stands for, by the name of the design's first version."""
 
 _FP32_BYTES = 4
 _INT32_BYTES = 4
@@ -51,7 +52,7 @@ class LayerCacheSchema:
     @property
     def entries_per_block(self) -> int:
         """Compressed entries of a block of 128 tokens: CSA 32, HCA 1, SWA 0."""
-        return BLOCK_SIZE_ORIGINAL_TOKENS // self.ratio if self.ratio else 0
+        return BLOCK_TOKENS // self.ratio if self.ratio else 0
 
     @property
     def has_indexer(self) -> bool:
@@ -80,9 +81,9 @@ class LayerCacheSchema:
         indexer side by side. HCA: 128 k and 128 z (raw), or max, sum, accumulator (online).
         """
         if self.attn is AttentionType.CSA:
-            return 2 * CSA_RATIO + 2 * 2 * CSA_RATIO, self.entry_head_dim + self.indexer_head_dim
+            return CSA_TAIL_ROWS, self.entry_head_dim + self.indexer_head_dim
         if self.attn is AttentionType.HCA:
-            return (2 * HCA_RATIO if self.hca_state is HcaState.RAW else 3), self.entry_head_dim
+            return (HCA_RAW_ROWS if self.hca_state is HcaState.RAW else HCA_ONLINE_ROWS), self.entry_head_dim
         return None
 
     @property
@@ -178,7 +179,7 @@ def compute_block_budget(
         build_schema(config, spec, row_format=row_format, key_format=key_format, hca_state=hca_state)
         for spec in schedule
     ]
-    blocks = max_requests * math.ceil(max_context_len / BLOCK_SIZE_ORIGINAL_TOKENS)
+    blocks = max_requests * math.ceil(max_context_len / BLOCK_TOKENS)
     rows = {schema.attn: blocks * schema.entries_per_block for schema in schemas}
     block_bytes = sum(schema.block_bytes for schema in schemas)
     state_bytes = sum(schema.state_bytes for schema in schemas)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.cache.device import resolve_device
-from dsv4_sglang.cache.row_format import make_row_tables, split_rows
 from dsv4_sglang.cache.schema import LayerCacheSchema
-from dsv4_sglang.model.config import CSA_RATIO, HCA_RATIO
+from dsv4_sglang.formats import RowTable, make_row_tables
+from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
 from dsv4_sglang.model.layer_schedule import AttentionType
 
 EMPTY = -1
@@ -150,7 +150,7 @@ class StateCachePool:
         self.swa_head: Tensor = self._state.swa_head
         self.tail_len: Tensor | None = self._state.tail_len
 
-        views = split_rows(self.ring)
+        views = RowTable(self.ring, schema.row_format).views()
         self.swa_fp8: Tensor | None = views.fp8 if views else None
         self.swa_rope: Tensor | None = views.rope if views else None
         self.swa_inv: Tensor | None = views.inv_scale if views else None

@@ -21,7 +21,7 @@ from dsv4_sglang.attention.metadata import (
     build_prefill,
     snapshot_decode,
 )
-from dsv4_sglang.cache.row_format import KeyFormat, make_row_tables
+from dsv4_sglang.formats import KeyFormat, make_row_tables
 from dsv4_sglang.srt.prefix.schedule import PrefillPlanTaker
 from dsv4_sglang.srt.state import current
 
@@ -89,7 +89,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.max_blocks = -(-runner.model_config.context_len // BLOCK)
         self.last_layer = config.num_hidden_layers - 1
         self.top_k = config.index_topk
-        self.index_format = KeyFormat(current().options.indexer_format).index_format
+        self.row_format = self.blocks.layout.row_format
+        self.key_format = KeyFormat(current().options.indexer_format)
         self.metadata: StepMetadata | None = None
         self._flashmla = self._flashmla_reader()
         self._prefill_reader = self._sparse_prefill_reader()
@@ -264,7 +265,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             inputs.rope,
             inputs.eps,
             inputs.ratio,
-            self.index_format,
+            self.row_format.code,
+            self.key_format.code,
             step.slots,
             step.prefix_lens,
             step.query_start,
@@ -301,13 +303,14 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             step.positions,
             inputs.rope,
             layer.scaling,
+            self.row_format.code,
         )
         if self._flashmla is None:
             return LayerOutput(torch.ops.dsv4_sglang.attend(*arguments), False)
         rotated = inputs.takes_rotated
-        if not step.is_decode and self._prefill_reader.takes_step and self._takes_prefill(q, window):
+        if not step.is_decode and self._prefill_reader.takes_step and self._takes_prefill(q, self.row_format):
             out = self._prefill_reader.attend(*arguments, ratio=inputs.ratio, leave_rotated=rotated)
-        elif self._takes(q, window, entries):
+        elif self._takes(q, self.row_format):
             changes = inputs.ratio == CSA_RATIO
             out = self._flashmla.attend(*arguments, entry_rows_change=changes, leave_rotated=rotated)
         else:
@@ -330,7 +333,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             step.token_request,
             step.positions,
             inputs.rope,
-            self.index_format,
+            self.key_format.code,
             self._buffer("scores", at_once, width, torch.float32),
             rows,
         )

@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4_sglang.cache.row_format import KeyFormat, RowFormat, block_stride_bytes
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
 from dsv4_sglang.cache.schema import LayerCacheSchema, build_schema
-from dsv4_sglang.model.config import CSA_RATIO, DSV4Config
+from dsv4_sglang.formats import KeyFormat, RowFormat
+from dsv4_sglang.formats.rows import block_stride_bytes
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.model.layer_schedule import AttentionType, build_schedule
 from dsv4_sglang.srt.options import Options
 

@@ -16,9 +16,9 @@ from sglang.srt.mem_cache.memory_pool import GB, HybridLinearKVPool, HybridReqTo
 from torch import Tensor
 
 from dsv4_sglang.cache.paged_cache import PagedKVPool
-from dsv4_sglang.cache.row_format import make_row_tables
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
-from dsv4_sglang.model.config import CSA_RATIO
+from dsv4_sglang.formats import make_row_tables
+from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.model.layer_schedule import AttentionType
 from dsv4_sglang.srt.layout import CacheLayout
 from dsv4_sglang.srt.prefix.slots import CheckpointSlots

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.ops.schemas import NAMESPACE
-
-BLOCK = 128
-"""Tokens of a block."""
 
 
 def copy_state(src: Tensor, dst: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -40,8 +38,8 @@ def snapshot_tables(
     """
     owned[: requests.shape[0]] = state_slot_of_request[requests]
     for row, request, length in zip(block_table, requests.tolist(), seq_lens.tolist()):
-        slots = req_to_token[request, :length:BLOCK][: row.shape[0]]
-        row[: slots.shape[0]] = slots // BLOCK
+        slots = req_to_token[request, :length:BLOCK_TOKENS][: row.shape[0]]
+        row[: slots.shape[0]] = slots // BLOCK_TOKENS
 
 
 def swap_blocks(device_pools: Sequence[Tensor], host_pools: Sequence[Tensor], ids: Tensor, to_host: bool) -> None:
