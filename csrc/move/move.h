@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "../geometry.h"
+
 namespace dsv4 {
 
 /// Widest load, 16 to 1 bytes, that `bits` (addresses, strides and sizes or-ed together) allows.
@@ -56,7 +58,6 @@ struct SwapParams {
 };
 cudaError_t launch_swap_blocks(const SwapParams& params, cudaStream_t stream);
 
-constexpr int kBlockTokens = 128;
 struct SnapshotParams {
   const void *requests, *seq_lens;  // int64 or int32
   const int32_t *state_slot, *req_to_token;
