@@ -9,6 +9,8 @@ import pytest
 from prefix_model import MiniServer
 from prefix_tree_server import BLOCK, TreeServer, without_a_server
 
+from dsv4_sglang.srt.prefix.component import LeafOrder
+
 
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +232,25 @@ def test_a_loop_over_more_than_fits_keeps_hitting_a_part() -> None:
     server = TreeServer(blocks=50, checkpoints=40, interval=30, chunk=30)
     hits = [run(server, [10 * c + i for i in range(9)]) for _ in range(6) for c in range(8)]
     assert sum(hit > 0 for hit in hits[8:]) >= 12
+
+
+def test_the_order_of_leaves_is_read_anew_after_a_flush() -> None:
+    """The registry of after the flush counts its changes from 0 and comes past the counts of the one before."""
+
+    def priorities(order: LeafOrder) -> list[tuple[float, float]]:
+        return [order.get_priority(node) for _, node in sorted(server.component.slots.nodes.items())]
+
+    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+    order = server.cache.tree_core.eviction_strategy
+    assert isinstance(order, LeafOrder)
+    for keys in ([1, 2], [3, 4], [1, 2]):
+        run(server, keys)
+    before, changes = priorities(order), server.component.slots.registry.changes
+    server.flush()
+    for keys in ([1, 2], [3, 4], [3, 4]):
+        run(server, keys)
+    assert server.component.slots.registry.changes == changes, "the test does not test"
+    assert priorities(order) == priorities(LeafOrder(server.component.slots)) != before
 
 
 def random_steps(server: TreeServer, rng: random.Random, steps: int) -> int:

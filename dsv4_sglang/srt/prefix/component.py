@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from dsv4_sglang.srt.prefix.counters import PrefixCounters
 from dsv4_sglang.srt.prefix.placement import Due, due_in_prefill, is_kept
+from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
 from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
 if TYPE_CHECKING:
@@ -248,7 +249,8 @@ class LeafOrder(EvictionStrategy):
 
     def __init__(self, slots: CheckpointSlots) -> None:
         self.slots = slots
-        self._at = -1
+        self._read: tuple[CheckpointRegistry, int] | None = None
+        """The registry and its count of changes that `_patience` is of: a flush begins a new registry at 0."""
         self._patience: list[float] = []
 
     def get_priority(self, node: Any) -> tuple[float, float]:
@@ -256,8 +258,8 @@ class LeafOrder(EvictionStrategy):
         if value is None:
             return (-float("inf"), node.last_access_time)
         registry = self.slots.registry
-        if self._at != registry.changes:
-            self._at, self._patience = registry.changes, registry.patience().tolist()
+        if self._read != (registry, registry.changes):
+            self._read, self._patience = (registry, registry.changes), registry.patience().tolist()
         return (-self._patience[int(value)], 0.0)
 
 
