@@ -69,6 +69,22 @@ def test_a_branch_point_gets_a_checkpoint_of_its_own() -> None:
     assert run(server, [*range(6), 42]) == 6 * BLOCK
 
 
+@pytest.mark.parametrize("tail", [127, 0, 1, 2, 3])
+def test_a_branch_point_keeps_its_checkpoint_where_steps_overlap(tail: int) -> None:
+    """The first decode step is planned before the result of the prefill, which inserts its checkpoints, is processed:
+    that step must drop nothing but what decode took, wherever in a block the prompt ends."""
+    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+    run(server, list(range(10)))
+    request = server.admit([*range(6), 40, 41], tail)
+    assert request is not None
+    server.launch_prefill(request)
+    server.plan_decode(request, request.prompt + 1)
+    server.process_prefill(request)
+    server.finish(request)
+    server.check()
+    assert run(server, [*range(6), 42]) == 6 * BLOCK
+
+
 def test_a_generation_ends_with_a_checkpoint() -> None:
     server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
     run(server, [1, 2, 3], tail=0, decode=4)
