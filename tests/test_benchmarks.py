@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -331,6 +332,21 @@ def test_a_server_is_started_asked_and_stopped(tmp_path: Path) -> None:
     assert answer["tokens"] == [10, 11, 12]
     assert answer["decode"] == [-0.5, -1.5, -2.5]
     assert answer["prefill"] == [-1.0] * 3
+
+
+def test_a_servers_plugin_folder_is_private_and_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    program = "import os; print(os.environ['PYTHONPATH'], flush=True)" + FAKE
+    one, other = (servers.Server(name, [sys.executable, "-c", program], {}, tmp_path / f"{name}.log") for name in "ab")
+    with servers.running(one, 30), servers.running(other, 30):
+        folders = sorted(shared.iterdir())
+        assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
+        for folder in folders:
+            assert f"{folder}{os.pathsep}" in one.lines() + other.lines(), "no server has it on PYTHONPATH"
+    assert not list(shared.iterdir())
 
 
 def test_a_server_that_ends_says_why(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dsv4_sglang.model.layer_schedule import AttentionType
 from dsv4_sglang.srt.layout import CacheLayout
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.pools import KEPT_UNITS, SLOT_UNITS, StateParams, StateSlotPool
+from dsv4_sglang.srt.prefix import timer as timer_module
 from dsv4_sglang.srt.prefix.timer import CopyTimer
 
 
@@ -93,6 +94,41 @@ def test_copies_are_timed_without_waiting(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert timer.seconds() > first
+
+
+class LateEvent:
+    """An event of a device that is `BEHIND` records behind the host; `made` of them exist."""
+
+    BEHIND = 6
+    made = recorded = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+
+    def record(self) -> None:
+        type(self).recorded += 1
+        self.at = self.recorded
+
+    def query(self) -> bool:
+        return self.at + self.BEHIND <= self.recorded
+
+    def elapsed_time(self, end: LateEvent) -> float:
+        assert self.query() and end.query(), "this would raise, and waiting must not be the answer"
+        return float(end.at - self.at)
+
+
+def test_events_of_a_timer_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first process of tensor parallelism publishes its counters."""
+    monkeypatch.setattr(timer_module, "_event", LateEvent)
+    monkeypatch.setattr(LateEvent, "made", 0)
+    monkeypatch.setattr(LateEvent, "recorded", 0)
+    timer = CopyTimer("cuda")
+    for _ in range(1000):
+        with timer.measure():
+            pass
+    assert LateEvent.made <= LateEvent.BEHIND + 4
+    over = 1000 - LateEvent.BEHIND // 2
+    assert timer.seconds() == pytest.approx(over / 1e3), "each block that is over counts once"
 
 
 def test_bytes_are_those_allocated() -> None:
