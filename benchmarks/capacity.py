@@ -23,13 +23,13 @@ import torch
 
 from benchmarks import report
 from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
 from dsv4_sglang.srt.layout import CacheLayout
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.sizing import MAX_STAGING, StateDemand
 
 GIB = 1 << 30
-BLOCK = 128
 MODELS = {"flash": DSV4Config.flash, "pro": DSV4Config.pro}
 ROWS = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 

@@ -38,8 +38,9 @@ from benchmarks.append_ours import Ours, ops_for
 from benchmarks.move_in_tree import InTree, compile_kernels, pieces_of
 from dsv4_sglang.cache import BlockAllocator, HostBlockPool, PagedKVPool, build_schema
 from dsv4_sglang.cache.host_pool import PinnedMemory, cpus_in, cpus_near, running_on
-from dsv4_sglang.cache.row_format import split_rows
+from dsv4_sglang.formats import RowFormat, RowTable
 from dsv4_sglang.model import DSV4Config, build_schedule
+from dsv4_sglang.model.geometry import WINDOW
 
 RUNS = (1, 2, 8, 64)
 DIRECTIONS = {"to host": True, "to device": False}
@@ -279,9 +280,9 @@ class Bench:
         step.set_lengths(load.prefix_lens)
         slots = batch + 1
         positions = step.prefix_lens.int()
-        marks = [torch.full((slots, 128), -1, dtype=torch.int32, device=self.device) for _ in range(LAYERS)]
+        marks = [torch.full((slots, WINDOW), -1, dtype=torch.int32, device=self.device) for _ in range(LAYERS)]
         heads = [torch.zeros(slots, dtype=torch.int32, device=self.device) for _ in range(LAYERS)]
-        views = [split_rows(layer.ring) for layer in step.layers]
+        views = [RowTable(layer.ring, RowFormat.FP8).views() for layer in step.layers]
 
         def finished_rows() -> None:
             for layer, view, mark, head in zip(step.layers, views, marks, heads):
