@@ -1,4 +1,4 @@
-"""What the pages and the comments point to exists: sections of docs/spec.md, and the targets of relative links."""
+"""What pages and comments point to exists (sections of docs/spec.md, links, files), and imports point one way."""
 
 import re
 from itertools import chain
@@ -16,6 +16,8 @@ NUMBER = r"\d+(?:\.\d+)?"
 CITATION = re.compile(rf"\bSPEC ({NUMBER}(?:(?:, | and | to |, and ){NUMBER}\b)*)(?:, (conflict \d+))?")
 HEADING = re.compile(rf"^##+ ({NUMBER})\b", re.MULTILINE)
 CONFLICT = re.compile(r"^\| (\d+) \|", re.MULTILINE)
+FILE = re.compile(r"`((?:dsv4_sglang|csrc|tests|benchmarks|examples|docs|tools)/[\w./]*)`")
+IMPORT = re.compile(r"^\s*(?:from|import) dsv4_sglang\.(\w+)", re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<(?:img|source)\b[^>]*?\bsrc(?:set)?=\"([^\"]+)\"")
 
 
@@ -82,3 +84,25 @@ def test_relative_links_resolve(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(match[0])
     assert not broken
+
+
+# The notebook's paths are those of the time of each note.
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "notebook.md"], ids=lambda page: page.name)
+def test_named_files_exist(page: Path) -> None:
+    assert not [path for path in FILE.findall(page.read_text()) if not (ROOT / path).exists()]
+
+
+def test_packages_import_in_the_order_of_the_architecture_page() -> None:
+    """A package knows those listed above it; docs/architecture.md lists them all."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    order = re.findall(r"^\| `dsv4_sglang/(\w+)`", page, re.MULTILINE)
+    folders = {folder.name for folder in (ROOT / "dsv4_sglang").iterdir() if list(folder.glob("*.py"))}
+    assert set(order) == folders
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {name}"
+        for place, package in enumerate(order)
+        for file in (ROOT / "dsv4_sglang" / package).rglob("*.py")
+        for name in IMPORT.findall(file.read_text())
+        if name in order[place + 1 :]
+    ]
+    assert not wrong
