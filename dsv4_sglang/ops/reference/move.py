@@ -17,12 +17,9 @@ BLOCK = 128
 """Tokens of a block."""
 
 
-NONE_REFUSED = -1
-
-
 def _refuse(refused: Tensor | None, op: str, wrong: dict[int, str]) -> None:
     """Note the first of `wrong`, problems by index, and raise it."""
-    first = min(wrong, default=NONE_REFUSED)
+    first = min(wrong, default=-1)
     if refused is not None:
         refused.fill_(first)
     if wrong:
