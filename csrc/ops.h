@@ -22,9 +22,9 @@ void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> ind
 void append_swa(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor swa_fp8, Tensor swa_rope, Tensor swa_inv,
                 Tensor swa_pos, Tensor swa_head, int64_t rope_dim);
 
-void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors);
+void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors, std::optional<Tensor> refused);
 
-void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid);
+void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid, std::optional<Tensor> refused);
 
 void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, Tensor owned,
                      Tensor block_table);
