@@ -397,7 +397,8 @@ def main(argv: list[str] | None = None) -> int:
     if not args.dry_run:
         result.part("compile in-tree", partial(compile_in_tree, bench), setup=True)
     for place, cpus in where.items():
-        result.part(f"swap/{place}/copy", partial(bench.copies, place, cpus), setup=True)
+        if f"swap/{place}/copy" not in result.data["parts"]:
+            result.part(f"swap/{place}/copy", partial(bench.copies, place, cpus), setup=True)
     for name, function in parts(bench, where):
         result.part(name, function)
     for place, why in missing.items():

@@ -78,6 +78,8 @@ def draw_move(axis: Any, rows: list[Row]) -> None:
     lines.sort(key=lambda line: line["direction"], reverse=True)
     labels = [f"{line['run']}\n{line['direction']}" for line in lines]
     grouped_bars(axis, labels, pick(lines, ("ours", "ours, far", *move.LAYOUTS, "copy")), "GB/s")
+    axis.margins(y=0.15)  # the legend stands above the bars
+    axis.legend(fontsize=7, loc="upper center", ncols=5)
     axis.set_title("All blocks of all layers to the host and back: length of the runs of ids")
 
 

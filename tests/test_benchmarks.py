@@ -181,6 +181,15 @@ def test_pieces_of_sglangs_pools_are_those_of_our_blocks() -> None:
     assert sum(map(sum, bench.block_bytes)) == 21 * 32 * (584 + 72) + 20 * 584
 
 
+def test_a_missing_sglang_is_said_and_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.memory_pool_host", None)  # its import fails
+    bench = move.Bench(report.parser("x").parse_args(["--dry-run"]))
+    for rows_of in (move.compile_in_tree(bench), bench.in_tree("near", set(), "in-tree")):
+        [row] = rows_of
+        assert row["subject"] == "in-tree"
+        assert row["not available"].startswith("not available: import of sglang.srt.mem_cache.memory_pool_host")
+
+
 def moves_measured(places: tuple[str, ...], subjects: tuple[str, ...]) -> list[dict]:
     """Rows of a made-up result: the copy at 50 GB/s, then 40, 30, ... GB/s for the subjects."""
     rows_made = []
