@@ -16,11 +16,11 @@ from dsv4_sglang.attention.metadata import (
     BLOCK,
     CSA_RATIO,
     DecodeBuffers,
-    StepMetadata,
     build_decode,
     build_prefill,
     snapshot_decode,
 )
+from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import KeyFormat, make_row_tables
 from dsv4_sglang.srt.prefix.schedule import PrefillPlanTaker
 from dsv4_sglang.srt.state import current
@@ -84,7 +84,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.device = runner.device
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
-        self.state = runner.req_to_token_pool.mamba_pool
+        live = runner.req_to_token_pool.mamba_pool
+        self.state, self.last_live_slot = live.storage, live.size
         self.blocks = runner.token_to_kv_pool.full_kv_pool
         self.max_blocks = -(-runner.model_config.context_len // BLOCK)
         self.last_layer = config.num_hidden_layers - 1
@@ -123,7 +124,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     # Metadata of a step
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self._graph_buffers = DecodeBuffers(max_bs, self.max_blocks, self.device)
+        self._graph_buffers = DecodeBuffers(max_bs, self.max_blocks, self.device, self.state.layout.ring_rows)
         scores = max_bs * self._score_width(self._graph_buffers.block_table)
         self._graph_scratch = {
             "rows": torch.empty(max_bs * self.top_k, dtype=torch.int32, device=self.device),
@@ -182,7 +183,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         requests = forward_batch.req_pool_indices
         buffers = self._graph_buffers
         if buffers is None or requests.shape[0] > buffers.slots.shape[0]:
-            buffers = DecodeBuffers(requests.shape[0], self.max_blocks, self.device)
+            buffers = DecodeBuffers(requests.shape[0], self.max_blocks, self.device, self.state.layout.ring_rows)
         self._decode_buffers = buffers
         snapshot_decode(
             buffers,
@@ -204,7 +205,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         lengths, checkpoints = pad(plan, (0, 0, 0, 0, 0, requests - plan.shape[0])).unbind(-1)
         due = checkpoints > 0
         order = due.flatten().cumsum(0).view_as(checkpoints)
-        slots = torch.where(due, self.state.size + order, -1).to(torch.int32)
+        slots = torch.where(due, self.last_live_slot + order, -1).to(torch.int32)
         self._staged = slots.flatten(), checkpoints.flatten().to(torch.int32)
         return slots, lengths
 

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
 from dsv4_sglang.srt.checks import check_started
 from dsv4_sglang.srt.compat import model_config
 from dsv4_sglang.srt.configurator import BlockConfigurator
-from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.prefix import schedule
 from dsv4_sglang.srt.refusals import refuse_unsupported
 from dsv4_sglang.srt.sizing import GIB, StateDemand, default_checkpoints, memory_after_slots, state_demand, table
@@ -66,7 +67,7 @@ def _layout(configurator: Any) -> CacheLayout:
     """The layout of this launch; the dtype of the rows is known once the model is loaded."""
     launch = current()
     if launch.layout is None:
-        launch.layout = CacheLayout.from_model(
+        launch.layout = served_layout(
             model_config(configurator.model_config.hf_config),
             configurator.kv_cache_dtype,
             launch.options,

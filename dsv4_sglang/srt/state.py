@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.sizing import StateDemand
 
