@@ -97,9 +97,8 @@ class TreeServer:
             page_size=BLOCK,
             enable_mamba_extra_buffer=True,
         )
-        self.cache = build_prefix_cache(SimpleNamespace(disable_radix_cache=False, params=params))
+        self.cache = build_prefix_cache(SimpleNamespace(disable_radix_cache=False, params=params), interval * BLOCK)
         self.component = component_of(self.cache)
-        self.component.interval = interval * BLOCK
         self.chunk = chunk * BLOCK
         self.running: list[Request] = []
         self.history: list[tuple[int, ...]] = []

@@ -221,23 +221,36 @@ def test_doctor_reports_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 of 2 checks failed" in result.output
 
 
-BREAK_A_HOOK = """
+BREAK_THINGS = """
 import sys
 from dsv4_sglang.srt import launch
 launch.prepare_this_process(cpu=not launch.has_gpu())
-from dsv4_sglang.srt import hooks
-hooks.HOOKS = (hooks.HOOKS[0]._replace(target="sglang.srt.gone.Thing"), *hooks.HOOKS[1:])
+from dsv4_sglang.srt import compat, flags, hooks
+whole = hooks.hooks_of
+def broken(*arguments, **named):
+    first, second, *rest = whole(*arguments, **named)
+    return first._replace(target="sglang.srt.gone.Thing"), second._replace(function=lambda original, other: None), *rest
+hooks.hooks_of = broken
+flags.REFUSED += (flags.Refused("it is gone", "renamed_flag"),)
+compat.OVERRIDES += (compat.OVERRIDES[0]._replace(method="_gone"),)
 from dsv4_sglang.cli import doctor
-print([f for f in doctor.hooks(launch.has_gpu())])
+for check in (doctor.hooks, doctor.flags, doctor.server_classes):
+    for finding in check(launch.has_gpu()):
+        print(finding.state, finding.what, finding.found)
 """
 
 
 @pytest.mark.slow
-def test_doctor_passes_here_and_sees_a_missing_hook() -> None:
+def test_doctor_passes_here_and_sees_what_is_missing() -> None:
     whole = subprocess.run([*COMMAND, "doctor"], capture_output=True, text=True, timeout=300)
     assert whole.returncode == 0, whole.stdout + whole.stderr
-    for check in ("python", "sglang", "plugin", "hooks", "CSA layer", "HCA layer"):
+    for check in ("python", "sglang", "plugin", "hooks", "flags", "overrides", "CSA layer", "HCA layer"):
         assert check in whole.stdout
-    hook = subprocess.run([sys.executable, "-c", BREAK_A_HOOK], capture_output=True, text=True, timeout=300)
-    assert "sglang.srt.gone.Thing does not exist" in hook.stdout, hook.stderr
-    assert "state='fail'" in hook.stdout
+    broken = subprocess.run([sys.executable, "-c", BREAK_THINGS], capture_output=True, text=True, timeout=300)
+    for line in (
+        "fail hook sglang.srt.gone.Thing does not exist",
+        "materialize_declarations takes (server_args",
+        "fail flag ServerArgs.renamed_flag does not exist",
+        "fail override sglang.srt.models.deepseek_v4.DeepseekV4DecoderLayer._gone does not exist",
+    ):
+        assert line in broken.stdout, broken.stdout + broken.stderr

@@ -24,9 +24,9 @@ def base_url(flags: list[str]) -> str:
 
 def command_for(model_path: str, flags: list[str]) -> launch.Command:
     """The server command for this machine, or the CPU's if the flags ask for it."""
-    device = launch.flag_value(flags, "--device")
-    cpu = device == "cpu" if device is not None else not launch.has_gpu()
     try:
+        device = launch.flag_value(flags, "--device")
+        cpu = device == "cpu" if device is not None else not launch.has_gpu()
         return launch.server_command(model_path, flags, cpu)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

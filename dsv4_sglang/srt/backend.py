@@ -21,9 +21,8 @@ from dsv4_sglang.attention.metadata import (
     snapshot_decode,
 )
 from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.formats import KeyFormat, make_row_tables
+from dsv4_sglang.formats import make_row_tables
 from dsv4_sglang.srt.prefix.schedule import PrefillPlanTaker
-from dsv4_sglang.srt.state import current
 
 # Index scores of a prefill step that exist at a time.
 SCRATCH_BYTES = 256 << 20
@@ -91,7 +90,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.last_layer = config.num_hidden_layers - 1
         self.top_k = config.index_topk
         self.row_format = self.blocks.layout.row_format
-        self.key_format = KeyFormat(current().options.indexer_format)
+        self.key_format = self.blocks.layout.schemas[0].key_format
         self.metadata: StepMetadata | None = None
         self._flashmla = self._flashmla_reader()
         self._prefill_reader = self._sparse_prefill_reader()

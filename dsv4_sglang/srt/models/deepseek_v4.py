@@ -22,6 +22,7 @@ from sglang.srt.utils import add_prefix
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.backend import Compression, IndexQuery, LayerInputs, LayerOutput
 from dsv4_sglang.srt.models import torch_layers
 
@@ -137,7 +138,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
         self.streams = (
             tuple(streams[:2]) if streams and envs.SGLANG_OPT_USE_MULTI_STREAM_OVERLAP.get() else (None, None)
         )
-        self.quantises_output = in_tree._FP8_WO_A_GEMM and _scales_are_fp32()
+        self.quantises_output = compat.quantises_output_projection() and _scales_are_fp32()
         self._widths: list[int] = []
         self._weight_of_x = self.attn_sink.data.new_empty(0)
 
@@ -227,7 +228,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
     def _project_out(self, out: LayerOutput, positions: Tensor) -> Tensor:
         """Grouped output projection of the heads `[T, heads, 512]`."""
         grouped = out.values.view(out.values.shape[0], self.n_local_groups, -1)
-        if out.rotated or in_tree._FP8_WO_A_GEMM:
+        if out.rotated or compat.quantises_output_projection():
             projected = self._fp8_wo_a(grouped, positions if out.rotated else None)
         else:
             weight = self.wo_a.weight.view(self.n_local_groups, self.o_lora_rank, -1).to(grouped.dtype)

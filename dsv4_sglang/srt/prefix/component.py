@@ -3,7 +3,7 @@ own."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, MambaCo
 from sglang.srt.mem_cache.unified_cache.components.tree_component import EvictLayer
 from sglang.srt.runtime_context import get_parallel
 
+from dsv4_sglang.srt.compat import evict_from_device
 from dsv4_sglang.srt.prefix.counters import PrefixCounters
 from dsv4_sglang.srt.prefix.placement import Due, due_in_prefill, is_kept
 from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
@@ -42,11 +43,10 @@ class CheckpointComponent(MambaComponent):
     end of the request. See docs/prefix.md.
     """
 
-    interval = 4096
-    """Set at start-up from the option `checkpoint_interval`."""
-
-    def __init__(self, cache: Any, params: Any) -> None:
+    def __init__(self, cache: Any, params: Any, interval: int) -> None:
+        """`interval`: checkpoints at multiples of so many tokens stay."""
         super().__init__(cache, params)
+        self.interval = interval
         self.slots: CheckpointSlots = params.req_to_token_pool.mamba_ckpt_pool
         # The processes of tensor parallelism do the same; the first one tells.
         self.counters = PrefixCounters(self.slots, params.enable_metrics, silent=get_parallel().tp_rank > 0)
@@ -125,10 +125,7 @@ class CheckpointComponent(MambaComponent):
 
     def _give_up(self, node: UnifiedTreeNode) -> None:
         """Evict a checkpoint; the node's blocks stay until blocks are needed."""
-        device_frees: dict[ComponentType, list[Any]] = defaultdict(list)
-        host_frees: dict[ComponentType, list[Any]] = defaultdict(list)
-        self.tree_core._evict_component_and_detach_lru(node, self, device_frees, host_frees, target=EvictLayer.DEVICE)
-        self.cache._free_values(device_frees, host_frees)
+        evict_from_device(self, node)
 
     # What SGLang's tree asks of a component
 
@@ -275,15 +272,18 @@ class LeafOrder(EvictionStrategy):
         return (-self._patience[int(value)], 0.0)
 
 
-def build_prefix_cache(ctx: Any) -> Any:
-    """Factory for `register_radix_cache_backend`: SGLang's unified tree with our component and our order of leaves."""
+def build_prefix_cache(ctx: Any, interval: int) -> Any:
+    """Factory for `register_radix_cache_backend`: SGLang's unified tree with our component and our order of leaves.
+
+    `interval` is the option `checkpoint_interval`.
+    """
     from sglang.srt.mem_cache.registry import default_radix_cache_factory
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
     if ctx.disable_radix_cache:
         return default_radix_cache_factory(ctx)
     ctx.params.tree_components = (ComponentType.FULL, ComponentType.MAMBA)
-    ctx.params.component_registry_override = {ComponentType.MAMBA: CheckpointComponent}
+    ctx.params.component_registry_override = {ComponentType.MAMBA: partial(CheckpointComponent, interval=interval)}
     cache = UnifiedRadixCache(ctx.params)
     cache.tree_core.eviction_strategy = LeafOrder(ctx.params.req_to_token_pool.mamba_ckpt_pool)
     return cache
