@@ -17,8 +17,9 @@ The first is entries: a CSA layer compresses every 4 tokens into one, an HCA lay
 rows of the last 128 tokens in every layer, and the tokens that do not fill an entry yet, in one slot that never \
 grows. From blocks alone no request can go on, so a copy of the state, a checkpoint, is kept where a prompt ends. When \
 a conversation continues, the next request finds the blocks of its earlier turns, loads the checkpoint behind them and \
-computes only the tokens that are new."""
-SETTLE_SECONDS = 5.0
+computes only the tokens that are new. Whatever is asked for least often is given up first."""
+SETTLE_SECONDS = 35.0
+"""An idle SGLang publishes its pools at once after decode steps that it reported, else within 30 seconds."""
 
 
 def is_tiny(model_path: str) -> bool:
@@ -41,7 +42,7 @@ def is_tiny(model_path: str) -> bool:
 
 
 def settled(server: Server) -> Pools:
-    """The pools once no request runs, or as they are after some seconds: others may use the server."""
+    """The pools once no request runs, or as they are after SETTLE_SECONDS: others may use the server."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while (pools := server.pools()).used and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -65,7 +66,6 @@ def converse(server: Server, model_path: str, question: str, max_tokens: int) ->
     """Ask `question` about a text, then a second question in the same conversation, and print what came from the cache
     and what is in the pools. Raises what `Server.generate` and `Server.pools` raise.
     """
-    _say(f"pools before: {settled(server)}")
     prompt = TEXT
     for turn, asked in enumerate((question, SECOND_QUESTION), 1):
         prompt += f"\n\nUser: {asked}\n\nAssistant:"
