@@ -63,7 +63,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         values = {"kv_used": 0, "kv_evictable": kept, "kv_available": 65536 - kept}
         page = "".join(f'sglang:{name}_tokens{{rank="0"}} {value}.0\\n' for name, value in values.items())
         found = self.path == "/metrics" and "--enable-metrics" in flags
-        self.answer(200 if found else 404, page + f'dsv4:checkpoints_held{{pid="1"}} {len(held)}.0\\n')
+        self.answer(200 if found else 404, page + f'dsv4:checkpoints_held {len(held)}.0\\n')
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -141,7 +141,7 @@ class Server:
         """What the server's Prometheus page says. Raises RuntimeError if it has none, else what `_open` raises."""
         with self._open("/metrics") as response:
             page = response.read().decode()
-        found = dict(re.findall(r"^(?:sglang|dsv4):(\w+)\{[^}]*\} (\S+)$", page, re.MULTILINE))
+        found = dict(re.findall(r"^(?:sglang|dsv4):(\w+)(?:\{[^}]*\})? (\S+)$", page, re.MULTILINE))
         try:
             used, kept, free = (int(float(found[f"kv_{state}_tokens"])) for state in ("used", "evictable", "available"))
             return Pools(used, kept, used + kept + free, int(float(found["checkpoints_held"])))
