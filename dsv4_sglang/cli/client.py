@@ -48,7 +48,7 @@ class Pools:
     def __str__(self) -> str:
         return (
             f"{self.used} of {self.tokens} tokens used by running requests, {self.kept} kept for requests to come, "
-            f"{self.checkpoints} checkpoints"
+            f"checkpoints: {self.checkpoints}"
         )
 
 

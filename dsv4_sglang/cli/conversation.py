@@ -66,6 +66,7 @@ def converse(server: Server, model_path: str, question: str, max_tokens: int) ->
     """Ask `question` about a text, then a second question in the same conversation, and print what came from the cache
     and what is in the pools. Raises what `Server.generate` and `Server.pools` raise.
     """
+    _say("two turns of a conversation; the seconds of the first include what a server does once, such as compiling")
     prompt = TEXT
     for turn, asked in enumerate((question, SECOND_QUESTION), 1):
         prompt += f"\n\nUser: {asked}\n\nAssistant:"

@@ -75,7 +75,7 @@ def test_conversation(process: tuple) -> None:
     assert first_new == second_new == 16
     assert first_cached == 0
     assert second_cached == first // 128 * 128
-    pools = re.findall(r"pools .*: (\d+) of 65536 tokens used by .*, (\d+) kept for .*, (\d+) checkpoints", log)
+    pools = re.findall(r"pools .*: (\d+) of 65536 tokens used by .*, (\d+) kept for .*, checkpoints: (\d+)", log)
     assert [int(used) for used, _, _ in pools] == [0, 0]
     assert [int(kept) for _, kept, _ in pools] == [first // 128 * 128, second // 128 * 128]
     assert all(int(checkpoints) > 0 for _, _, checkpoints in pools)
