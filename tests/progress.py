@@ -20,6 +20,8 @@ STUCK_SECONDS = 300.0
 # CPU time that a process gets in STUCK_SECONDS on a machine with fifty times more work than cores.
 LITTLE_WORK = 0.02 * STUCK_SECONDS
 POLL_SECONDS = 1.0
+LONG = 3600.0
+"""A limit for what has to be given one and fails by itself when its server ends."""
 
 
 class Progress:
@@ -70,7 +72,7 @@ def wait(process: subprocess.Popen[Any], log: Path | None = None) -> int:
     return process.returncode
 
 
-def output(process: subprocess.Popen[str]) -> tuple[str, str]:
+def communicate(process: subprocess.Popen[str]) -> tuple[str, str]:
     """What a process that is to end by itself writes to its pipes."""
     progress = Progress(process)
     while True:
@@ -86,7 +88,7 @@ def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[s
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, start_new_session=True, **pipes, **options) as process:
         try:
-            out, err = output(process)
+            out, err = communicate(process)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise

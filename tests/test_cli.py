@@ -6,21 +6,21 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from progress import LONG, communicate, run, wait
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app, demo, doctor
+from dsv4_sglang.cli.client import complete
 from dsv4_sglang.srt import launch
 from dsv4_sglang.testing import selftest
 from dsv4_sglang.testing.formula import layer_output
 
 COMMAND = [sys.executable, "-m", "dsv4_sglang.cli"]
-WAIT = 60
 
 STAND_IN = """
 import http.server, json, os, signal, sys, time
@@ -96,7 +96,7 @@ def start(stand_in: None):
     for process in started:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=WAIT)
+        process.communicate()
 
 
 def _read_until(process: subprocess.Popen[str], text: str) -> list[str]:
@@ -135,26 +135,27 @@ def test_serve_becomes_the_server(start, number: signal.Signals) -> None:
     assert engine == (None if torch.cuda.is_available() else "1")
     assert shlex.split(lines[0])[-3:] == flags[-3:]
     process.send_signal(number)
-    assert process.wait(timeout=WAIT) == 40 + number
+    assert wait(process) == 40 + number
 
 
 def test_serve_can_ask_and_stays_up(start) -> None:
-    process = start("serve", "--model-path", "m", "--port", str(demo.free_port()), "--ask", "abc")
+    port = demo.free_port()
+    process = start("serve", "--model-path", "m", "--port", str(port), "--ask", "abc")
     lines = _read_until(process, "serving at")
     assert any("'abc' -> 'cba' (5 tokens" in line for line in lines)
-    time.sleep(0.5)
+    assert complete(f"http://127.0.0.1:{port}", "de", 5).text == "ed"
     assert process.poll() is None
 
 
 def test_asking_ends_with_the_server(start) -> None:
     process = start("serve", "--model-path", "m", "--port", str(demo.free_port()), "--ask", "abc", "--die")
     assert "no completion: the server" in "".join(_read_until(process, "no completion"))
-    assert process.wait(timeout=WAIT) == 3
+    assert wait(process) == 3
 
 
 def test_demo_prints_and_stops(start) -> None:
     process = start("demo", "--model-path", "m", "--prompt", "xyz")
-    output, _ = process.communicate(timeout=WAIT)
+    output, _ = communicate(process)
     assert process.returncode == 0
     assert "'xyz' -> 'zyx'" in output
     with pytest.raises(ProcessLookupError):
@@ -166,7 +167,7 @@ def test_demo_prints_and_stops(start) -> None:
 )
 def test_demo_fails_clearly(start, flag: str, said: str) -> None:
     process = start("demo", "--model-path", "m", flag)
-    output, _ = process.communicate(timeout=WAIT)
+    output, _ = communicate(process)
     assert process.returncode == 1
     assert said in output
 
@@ -176,7 +177,7 @@ def test_a_stubborn_server_is_killed(stand_in: None, monkeypatch: pytest.MonkeyP
     port = demo.free_port()
     command = launch.server_command("m", ["--port", str(port), "--stubborn"], cpu=True)
     with demo.running(command) as server:
-        demo.wait_ready(f"http://127.0.0.1:{port}", lambda: server.poll() is None, WAIT)
+        demo.wait_ready(f"http://127.0.0.1:{port}", lambda: server.poll() is None, LONG)
     assert server.returncode == -signal.SIGKILL
 
 
@@ -234,10 +235,10 @@ print([f for f in doctor.hooks(launch.has_gpu())])
 
 @pytest.mark.slow
 def test_doctor_passes_here_and_sees_a_missing_hook() -> None:
-    whole = subprocess.run([*COMMAND, "doctor"], capture_output=True, text=True, timeout=300)
+    whole = run([*COMMAND, "doctor"])
     assert whole.returncode == 0, whole.stdout + whole.stderr
     for check in ("python", "sglang", "plugin", "hooks", "CSA layer", "HCA layer"):
         assert check in whole.stdout
-    hook = subprocess.run([sys.executable, "-c", BREAK_A_HOOK], capture_output=True, text=True, timeout=300)
+    hook = run([sys.executable, "-c", BREAK_A_HOOK])
     assert "sglang.srt.gone.Thing does not exist" in hook.stdout, hook.stderr
     assert "state='fail'" in hook.stdout
