@@ -8,11 +8,12 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from server_harness import START_SECONDS
+from progress import POLL_SECONDS, Progress, run, wait
 
 from dsv4_sglang.cli.conversation import QUESTION
 from dsv4_sglang.cli.demo import free_port
@@ -24,13 +25,10 @@ FLAGS = ("--dtype", "float32", "--context-length", "2048", "--enable-cache-repor
 METRICS = ("--enable-metrics", "--decode-log-interval", "1")
 KEY = "of users"
 KEYS = ("--api-key", KEY, "--admin-api-key", "of admins")
-STOP_SECONDS = 60
 
 
 def run_example(name: str, *arguments: str) -> str:
-    result = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=START_SECONDS
-    )
+    result = run([sys.executable, str(EXAMPLES / name), *arguments])
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
 
@@ -48,13 +46,10 @@ def process(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
             start_new_session=True,
         )
     try:
-        polls = START_SECONDS * 2
+        progress = Progress(process, log)
         while b"dsv4-sglang: serving at" not in log.read_bytes():
-            assert process.poll() is None, log.read_text(errors="replace")[-4000:]
-            polls -= 1
-            assert polls > 0, f"not up within {START_SECONDS} s: {log.read_text(errors='replace')[-4000:]}"
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.5)
+            progress.check()
+            time.sleep(POLL_SECONDS / 2)
         yield process, f"http://127.0.0.1:{port}", log
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -107,7 +102,7 @@ def test_pools(process: tuple) -> None:
 
 def test_sigterm_stops_it(process: tuple) -> None:
     process[0].send_signal(signal.SIGTERM)
-    assert process[0].wait(STOP_SECONDS) in (0, -signal.SIGKILL)  # SGLang ends by killing its own tree
+    assert wait(process[0]) in (0, -signal.SIGKILL)  # SGLang ends by killing its own tree
 
 
 def test_offline_generation(tiny: Callable[..., Path]) -> None:
