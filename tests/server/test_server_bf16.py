@@ -94,6 +94,16 @@ def test_warm_answers_within_2e_3_of_cold_ones(server: Server) -> None:
         assert warm.cached == (len(ids) - 1) // 128 * 128
 
 
+def test_a_branch_of_any_length(server: Server) -> None:
+    """The next branch at the same place resumes there, wherever in a block the prompt of the first one ended."""
+    trunk = prompt(400, seed=13)
+    for length in (384, 385, 386):
+        server.flush()
+        server.generate(trunk, 1)
+        assert server.generate(trunk[:300] + prompt(length - 300, seed=14), 4).cached == 0
+        assert server.generate(trunk[:300] + prompt(40, seed=15), 1).cached == 256, length
+
+
 def test_slots_used_by_200_others(server: Server, alone: dict[int, Generated]) -> None:
     for seed in range(10):
         server.generate_all([prompt(1 + (7 * i + seed) % 23, seed=100 + seed) for i in range(20)], 1)
