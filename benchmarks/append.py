@@ -23,8 +23,8 @@ from benchmarks.append_in_tree import InTree, compile_kernels
 from benchmarks.append_ours import Inputs, Ours, ops_for, random_inputs
 from benchmarks.loads import Load
 from benchmarks.traffic import Formats
+from dsv4_sglang.formats import RowFormat, RowTable
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.ops import rows as row_tables
 
 CONTEXT = 4096
 BATCHES = (1, 16, 64, 256)
@@ -130,7 +130,7 @@ class Bench:
                 pairs = [
                     (
                         "window",
-                        row_tables.read_rows(ours.layers[layer].ring, ring_rows),
+                        RowTable(ours.layers[layer].ring, RowFormat.FP8).read(ring_rows),
                         dequantize_k_cache_paged(theirs.layers[layer].window, theirs.full_to_swa[slots], 128),
                     )
                 ]
@@ -143,7 +143,7 @@ class Bench:
                     pairs.append(
                         (
                             "entries",
-                            row_tables.read_rows(table, at),
+                            RowTable(table, RowFormat.FP8).read(at),
                             dequantize_k_cache_paged(theirs.layers[layer].entries, there, 256 // ratio),
                         )
                     )

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
-from dsv4_sglang.cache.row_format import KeyFormat, RowFormat, make_key_table, make_row_tables
-from dsv4_sglang.model.config import CSA_RATIO, HCA_RATIO, DSV4Config
+from dsv4_sglang.formats import KeyFormat, RowFormat, make_key_table, make_row_tables
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.ops.rope import rope_table
-
-BLOCK = 128
 
 
 def ops_for(device: torch.device) -> None:
@@ -148,7 +148,8 @@ class Ours:
                 self.rope[bool(inputs.ratio)],
                 self.config.rms_norm_eps,
                 inputs.ratio,
-                KeyFormat.MXFP4.index_format,
+                RowFormat.FP8.code,
+                KeyFormat.MXFP4.code,
                 self.slots,
                 self.prefix_lens,
                 self.query_start,

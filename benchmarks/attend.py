@@ -28,7 +28,9 @@ from torch import Tensor
 from benchmarks import report, tables, timing
 from benchmarks.append_in_tree import PAGE, WINDOW_PAGE, page_bytes
 from benchmarks.append_ours import ops_for
-from dsv4_sglang.model.config import CSA_RATIO, DSV4Config
+from dsv4_sglang.formats import RowFormat
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.ops.rope import rope_table
 
@@ -183,6 +185,7 @@ def our_subject(case: Case, subject: str, device: torch.device, layers: int) -> 
             shared.positions,
             shared.rope,
             SCALE,
+            RowFormat.FP8.code,
         )
 
     def each(read: Callable[..., Tensor]) -> Callable[[], None]:

@@ -21,9 +21,10 @@ import torch
 
 from benchmarks import report, tables, timing
 from benchmarks.append_ours import ops_for
-from dsv4_sglang.model.config import CSA_RATIO, DSV4Config
+from dsv4_sglang.formats import KeyFormat
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.model.rope import rope_frequencies
-from dsv4_sglang.ops.index_keys import MXFP4
 from dsv4_sglang.ops.rope import rope_table
 
 LAYERS, HEADS, DIM = 4, 64, 128
@@ -117,7 +118,7 @@ def ours(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
                 t.owner,
                 t.positions,
                 t.rope,
-                MXFP4,
+                KeyFormat.MXFP4.code,
                 t.scores,
                 t.rows,
             )
@@ -132,7 +133,7 @@ def our_stages(load: Load, top_k: int, device: torch.device, layers: int) -> Sta
     t = Ours(load, top_k, device, layers)
 
     def query(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return kernels.prepare_query(t.q[layer], t.weights[layer], t.positions, t.rope, True, MXFP4)
+        return kernels.prepare_query(t.q[layer], t.weights[layer], t.positions, t.rope, KeyFormat.MXFP4)
 
     made = [query(layer) for layer in range(layers)]
 
@@ -140,7 +141,7 @@ def our_stages(load: Load, top_k: int, device: torch.device, layers: int) -> Sta
         q, weights = made[layer]
         for part in t.slices:
             where = t.block_table, t.owner[part], t.positions[part]
-            kernels.score(q[part], weights[part], t.key_tables[layer], *where, MXFP4, top_k, t.scores)
+            kernels.score(q[part], weights[part], t.key_tables[layer], *where, KeyFormat.MXFP4, top_k, t.scores)
 
     def select() -> None:
         for part in t.slices:

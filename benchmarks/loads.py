@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4_sglang.model.config import CSA_RATIO, HCA_RATIO
+from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.cache import KVCacheManager, LayerWeights, Step, compute_block_budget
+from dsv4_sglang.formats import RowTable
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.ops.rope import rope_table
-from dsv4_sglang.ops.rows import read_rows
 
 CONTEXT = 1024
 STREAMS = {0: 0, 4: 4, 128: 2}  # columns of `kv_score` in units of 512: CSA pools two streams of (k, z), HCA one
@@ -67,18 +67,18 @@ def append(manager: KVCacheManager, step: Step, weights: list[LayerWeights]) -> 
 
 def report(manager: KVCacheManager, step: Step, lengths: dict[int, int]) -> None:
     """What the last token of each request sees, layer by layer."""
-    last = (step.query_start[1:] - 1).tolist()
+    last = (step.metadata.query_start[1:] - 1).tolist()
     for i, schema in enumerate(manager.schemas):
         handle = manager.layer(i, step)
         swa, entries, keys = handle.read_swa_view(), handle.read_classical_view(), handle.read_indexer_view()
         for request, token in enumerate(last):
-            slot = int(step.slots[request])
+            slot = int(step.metadata.slots[request])
             seen = f"window of {int((swa.swa_pos[slot] >= 0).sum())} rows"
             if entries is not None:
                 n = int(entries.n_visible[token])
                 seen += f", {n} entries of {schema.ratio} tokens in blocks {manager.blocks_of(slot)}"
                 if entries.entry_rows is not None and n:
-                    first = read_rows(entries.entries, entries.entry_rows[token, :1])
+                    first = RowTable(entries.entries, handle.schema.row_format).read(entries.entry_rows[token, :1])
                     seen += f", |entry 0| = {float(first.norm()):.1f}"
             if keys is not None:
                 seen += f", {int(keys.n_visible[token])} index keys"

@@ -5,7 +5,7 @@ import torch
 from reader_cases import assert_attends, attend_case, prefill_case, rope
 
 from dsv4_sglang.attention import metadata, sparse_prefill, triton_attend, triton_metadata, triton_output
-from dsv4_sglang.ops import rows
+from dsv4_sglang.formats import RowFormat, RowTable
 from dsv4_sglang.ops.reference import read
 
 # The interpreter cuts the bits of a bf16 off where hardware rounds.
@@ -14,9 +14,9 @@ BOUND = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("row_dtype", [torch.uint8, torch.bfloat16, torch.float32])
-def test_attend(row_dtype, q_dtype, splits):
-    case = attend_case(tokens=9, heads=5, width=72, row_dtype=row_dtype, q_dtype=q_dtype)
+@pytest.mark.parametrize("row_format", [RowFormat.FP8, RowFormat.BF16, RowFormat.FP32])
+def test_attend(row_format, q_dtype, splits):
+    case = attend_case(tokens=9, heads=5, width=72, row_format=row_format, q_dtype=q_dtype)
     assert_attends(triton_attend.attend(*case.args(), splits=splits), case, BOUND[q_dtype])
 
 
@@ -59,33 +59,36 @@ def test_derotate_and_quantise():
     assert carries.float().mean() < 0.05 and differs.float().mean() < 1e-3, "ties apart"
 
 
-@pytest.mark.parametrize("tracks", [False, True])
-def test_decode_metadata(tracks):
+@pytest.mark.parametrize(("tracks", "ring_rows"), [(False, 128), (True, 136)])
+def test_decode_metadata(tracks, ring_rows):
     """The launch against PyTorch, every output: requests that see little and much, padding."""
     owned = torch.tensor([6, 7, 2, 0, 5, 0])
     seq_lens = torch.tensor([1, 128, 129, 1, 1000, 1])
     mask, to = (torch.tensor([True, True, False, True, True, True]), torch.arange(20, 26)) if tracks else (None, None)
 
+    def tensors(buffers: metadata.DecodeBuffers) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in vars(buffers).items() if isinstance(value, torch.Tensor)}
+
     def make() -> metadata.DecodeBuffers:
-        buffers = metadata.DecodeBuffers(8, 9, "cpu")
-        for name, tensor in vars(buffers).items():
-            if name not in ("ring_rows", "query_start", "token_request"):
+        buffers = metadata.DecodeBuffers(8, 9, "cpu", ring_rows)
+        for name, tensor in tensors(buffers).items():
+            if name not in ("query_start", "token_request"):
                 tensor.fill_(-9)
         buffers.owned[:6] = owned
         return buffers
 
     expected, got = make(), make()
     metadata._fill_decode(expected, seq_lens, mask, to, top_k=64)
-    triton_metadata.build(got, seq_lens, mask, to, 64, metadata.CSA_RATIO, metadata.HCA_RATIO)
-    for name, tensor in vars(expected).items():
+    triton_metadata.build(got, seq_lens, mask, to, 64)
+    for name, tensor in tensors(expected).items():
         assert torch.equal(tensor, getattr(got, name)), name
 
 
-@pytest.mark.parametrize("row_dtype", [torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("row_format", [RowFormat.FP8, RowFormat.BF16])
 @pytest.mark.parametrize("ratio", [0, 4, 128])
-def test_sparse_prefill(ratio, row_dtype, monkeypatch):
+def test_sparse_prefill(ratio, row_format, monkeypatch):
     """The whole reader against the reference, with a sparse kernel in PyTorch."""
-    step, lengths, case = prefill_case(ratio=ratio, row_dtype=row_dtype, heads=64)
+    step, lengths, case = prefill_case(ratio=ratio, row_format=row_format, heads=64)
 
     def sparse(q, table, lists, lens, sink, scale):
         assert lists.shape[1] % 128 == 0 and table.dtype == torch.bfloat16
@@ -93,7 +96,9 @@ def test_sparse_prefill(ratio, row_dtype, monkeypatch):
         assert ((lists >= 0) == (column < lens[:, None])).all(), "-1 behind the length and nowhere else"
         assert (lists < table.shape[0]).all()
         still = torch.zeros(len(q), dtype=torch.int64)
-        return read.attend(q, sink, table[None], lists, lens, None, None, None, still, rope(), scale)
+        return read.attend(
+            q, sink, table[None], lists, lens, None, None, None, still, rope(), scale, RowFormat.BF16.code
+        )
 
     monkeypatch.setattr(sparse_prefill, "_sparse_attention", sparse)
     reader = sparse_prefill.SparsePrefillReader(8, "cpu")
@@ -102,7 +107,7 @@ def test_sparse_prefill(ratio, row_dtype, monkeypatch):
         for _ in range(2):
             assert_attends(reader.attend(*case.args(), ratio), case, BOUND[torch.bfloat16])
         written = reader._table[: step.window_size].float()
-        assert torch.equal(written, rows.read_rows(case.window, torch.arange(step.window_size)))
+        assert torch.equal(written, RowTable(case.window, row_format).read(torch.arange(step.window_size)))
 
 
 def test_sparse_prefill_leaves_little_work_on_much_context(monkeypatch):

@@ -19,9 +19,10 @@ from dsv4_sglang.ops.rope import rms_norm, rope_table, rotate
 HIDDEN, HEADS, Q_RANK, GROUPS = 64, 4, 32, 2
 INDEX_HEADS, EPS, SCALE = 32, 1e-6, 512**-0.5
 LAYER_TYPES = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+ROW_CODE = {"fp8": 0, "bf16": 1, "fp32": 2}
+KEY_CODE = {"mxfp4": 0, "nvfp4": 1, "fp32": 2}
 WIDTH = {"fp8": (584, torch.uint8), "bf16": (512, torch.bfloat16), "fp32": (512, torch.float32)}
 KEY_WIDTH = {"mxfp4": (72, torch.uint8), "nvfp4": (72, torch.uint8), "fp32": (128, torch.float32)}
-INDEX_FORMAT = {"mxfp4": 0, "nvfp4": 1, "fp32": 0}
 
 
 def frequencies(ratio: int) -> Tensor:
@@ -162,7 +163,8 @@ class Layer:
             self.rope,
             EPS,
             ratio,
-            INDEX_FORMAT[self.keys],
+            ROW_CODE[self.rows],
+            KEY_CODE[self.keys],
             batch.slots,
             batch.prefix_lens,
             batch.query_start,
@@ -221,7 +223,7 @@ class Layer:
                     batch.token_request,
                     positions,
                     self.rope,
-                    INDEX_FORMAT[self.keys],
+                    KEY_CODE[self.keys],
                     torch.empty(0),
                     entry_rows,
                 )
@@ -241,6 +243,7 @@ class Layer:
             positions,
             self.rope,
             SCALE,
+            ROW_CODE[self.rows],
         )
         g = o.float().reshape(len(x), GROUPS, -1)
         w = a.o_a_proj.weight.view(GROUPS, -1, g.shape[-1])

@@ -18,6 +18,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.server_args import ServerArgs
 from torch import nn
 
+from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.backend import HybridCacheBackend, LayerOutput
 from dsv4_sglang.srt.models import deepseek_v4
@@ -96,7 +97,8 @@ def make_backend(device: Device, monkeypatch: pytest.MonkeyPatch) -> tuple[Hybri
     backend = HybridCacheBackend.__new__(HybridCacheBackend)
     backend.state = SimpleNamespace(ring=lambda layer: None, tail=lambda layer: None)
     backend.blocks = SimpleNamespace(entries=lambda layer: None, keys=lambda layer: None)
-    backend.last_layer, backend.top_k, backend.index_format, backend.device = -1, 8, 0, "cpu"
+    backend.last_layer, backend.top_k, backend.device = -1, 8, "cpu"
+    backend.row_format, backend.key_format = RowFormat.FP32, KeyFormat.FP32
     backend._flashmla, backend._graph_scratch, backend._scratch = None, {}, {}
     i = torch.zeros(1, dtype=torch.int32)
     backend.metadata = SimpleNamespace(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.attention.metadata import StepMetadata, build_prefill
-from dsv4_sglang.ops import index_keys, rows
+from dsv4_sglang.formats import KeyFormat, KeyTable, RowFormat, RowTable, index_keys, rows
 from dsv4_sglang.ops.reference import read
 from dsv4_sglang.ops.rope import rope_table
 
@@ -23,18 +23,17 @@ def rope(positions: int = 4096) -> Tensor:
 
 
 def row_table(
-    blocks: int, per_block: int, dtype: torch.dtype, used: Tensor, spread: float, g: torch.Generator
+    blocks: int, per_block: int, row_format: RowFormat, used: Tensor, spread: float, g: torch.Generator
 ) -> Tensor:
     """A table of random rows where `used`, else of NaN bytes, which no reader may let through."""
-    width = rows.FP8_WIDTH if dtype == torch.uint8 else rows.ENTRY_DIM
-    table = torch.empty(blocks, per_block, width, dtype=dtype)
+    table = torch.empty(blocks, per_block, row_format.width, dtype=row_format.dtype)
     table.view(torch.uint8).fill_(0xFF)
     if len(used):
         # Channels differ by powers of ten: the small ones become subnormal e4m3 numbers.
         values = torch.randn(len(used), rows.ENTRY_DIM, generator=g) * spread
         values[:, 300:310] *= 1e-2
         values[:, 310:320] *= 1e-3
-        rows.write_rows(table, used, values)
+        RowTable(table, row_format).write(used, values)
     return table
 
 
@@ -53,9 +52,11 @@ class AttendCase:
     positions: Tensor
     rope: Tensor
     scale: float = SCALE
+    row_format: RowFormat = RowFormat.FP8
 
     def args(self, device: torch.device | str = "cpu") -> tuple:
-        return tuple(x.to(device) if isinstance(x, Tensor) else x for x in vars(self).values())
+        moved = [x.to(device) if isinstance(x, Tensor) else x for x in vars(self).values()]
+        return *moved[:-1], self.row_format.code
 
     def expected(self) -> Tensor:
         return read.attend(*self.args())
@@ -78,7 +79,7 @@ def attend_case(
     tokens: int,
     heads: int,
     width: int | None,
-    row_dtype: torch.dtype = torch.uint8,
+    row_format: RowFormat = RowFormat.FP8,
     q_dtype: torch.dtype = torch.bfloat16,
     per_block: int | None = 32,
     lens: list[tuple[int, int]] | None = None,
@@ -99,14 +100,14 @@ def attend_case(
     if tokens > 4:
         window_rows[4, : int(window_lens[4])] = -1  # a list with a length and nothing in it
     window_used = window_rows[(window_rows >= 0) & (window_rows < GARBAGE)].unique()
-    window = row_table(3, 128, row_dtype, window_used, 1.0, g)
+    window = row_table(3, 128, row_format, window_used, 1.0, g)
     entries = entry_rows = None
     if width is not None:
         table_rows = 2 * width + 1
         blocks, per_block = (1, table_rows) if per_block is None else (-(-table_rows // per_block), per_block)
         entry_rows = _list(tokens, width, entry_lens, blocks * per_block, g)
         used = entry_rows[(entry_rows >= 0) & (entry_rows < GARBAGE)].unique()
-        entries = row_table(blocks, per_block, row_dtype, used, 3.0, g)
+        entries = row_table(blocks, per_block, row_format, used, 3.0, g)
     sink = torch.randn(heads, generator=g)
     for i, extreme in enumerate((1e4, -1e4, float("-inf"), 30.0)):
         if heads > 4:
@@ -122,10 +123,11 @@ def attend_case(
         entry_lens=None if width is None else entry_lens,
         positions=torch.randint(0, 4096, (tokens,), generator=g),
         rope=rope(),
+        row_format=row_format,
     )
 
 
-def prefill_case(*, ratio: int, row_dtype: torch.dtype, heads: int) -> tuple[StepMetadata, list[int], AttendCase]:
+def prefill_case(*, ratio: int, row_format: RowFormat, heads: int) -> tuple[StepMetadata, list[int], AttendCase]:
     """A prefill step of three requests, two of which share their first block, with long and short prefixes and chunks;
     the lengths after it; and one layer's `attend`.
     """
@@ -149,18 +151,18 @@ def prefill_case(*, ratio: int, row_dtype: torch.dtype, heads: int) -> tuple[Ste
     )
     entries = entry_rows = entry_lens = None
     if ratio == 4:
-        entries = row_table(8, 32, row_dtype, torch.arange(256), 3.0, g)
+        entries = row_table(8, 32, row_format, torch.arange(256), 3.0, g)
         entry_rows, entry_lens = torch.full((tokens, top), GARBAGE, dtype=torch.int32), step.csa_lens
         for t, n in enumerate(entry_lens.tolist()):
             entry = torch.randperm((int(positions[t]) + 1) // 4, generator=g)[:n].sort().values
             entry_rows[t, :n] = step.block_table[step.token_request[t]][entry // 32] * 32 + entry % 32
     elif ratio == 128:
-        entries = row_table(1, 8, row_dtype, torch.arange(8), 3.0, g)
+        entries = row_table(1, 8, row_format, torch.arange(8), 3.0, g)
         entry_rows, entry_lens = step.hca_rows, step.hca_lens
     case = AttendCase(
         q=torch.randn(tokens, heads, rows.ENTRY_DIM, generator=g).bfloat16(),
         sink=torch.randn(heads, generator=g),
-        window=row_table(1, step.window_size, row_dtype, torch.arange(step.window_size), 1.0, g),
+        window=row_table(1, step.window_size, row_format, torch.arange(step.window_size), 1.0, g),
         window_rows=step.window_rows,
         window_lens=step.window_lens,
         entries=entries,
@@ -168,6 +170,7 @@ def prefill_case(*, ratio: int, row_dtype: torch.dtype, heads: int) -> tuple[Ste
         entry_lens=entry_lens,
         positions=positions,
         rope=rope(),
+        row_format=row_format,
     )
     return step, lengths, case
 
@@ -211,7 +214,7 @@ class IndexCase:
     token_request: Tensor
     positions: Tensor
     rope: Tensor
-    index_format: int
+    key_format: KeyFormat
     top: int
 
     @property
@@ -220,11 +223,16 @@ class IndexCase:
 
     def args(self, device: torch.device | str = "cpu", slices: int | None = None, width: int | None = None) -> tuple:
         """All arguments, the output filled with a wrong number. `slices`: rows of the scratch; `width`: its columns."""
-        inputs = [x.to(device) if isinstance(x, Tensor) else x for x in list(vars(self).values())[:-1]]
+        inputs = [x.to(device) if isinstance(x, Tensor) else x for x in list(vars(self).values())[:-2]]
         tokens = len(self.positions)
         width = width or int(self.visible.max())
         scores = torch.full((slices or tokens, width), float("nan"), device=device)
-        return *inputs, scores, torch.full((tokens, self.top), -7, dtype=torch.int32, device=device)
+        return (
+            *inputs,
+            self.key_format.code,
+            scores,
+            torch.full((tokens, self.top), -7, dtype=torch.int32, device=device),
+        )
 
     def expected(self) -> Tensor:
         args = self.args()
@@ -234,13 +242,14 @@ class IndexCase:
     def scores(self, t: int, query: Tensor | None = None) -> Tensor:
         """Scores of the visible entries of token t in fp64, with `query` [T, Hi, 128] instead of the reference's."""
         if query is None:
-            one, quantised = slice(t, t + 1), self.index_keys.dtype == torch.uint8
-            own = read.index_query(self.q[one], self.positions[one], self.rope, quantised, self.index_format)[0]
+            one = slice(t, t + 1)
+            own = read.index_query(self.q[one], self.positions[one], self.rope, self.key_format)[0]
         else:
             own = query[t]
         entry = torch.arange(int(self.visible[t]))
         table = self.block_table[int(self.token_request[t])].long()
-        keys = index_keys.read_keys(self.index_keys, table[entry // 32] * 32 + entry % 32).double()
+        stored = KeyTable(self.index_keys, self.key_format)
+        keys = stored.read(table[entry // 32] * 32 + entry % 32).double()
         return ((own.double() @ keys.T).relu() * self.weights[t].double().unsqueeze(-1)).sum(0)
 
 
@@ -249,9 +258,8 @@ def index_case(
     lens: list[tuple[int, int]],
     heads: int,
     top: int,
-    index_format: int = index_keys.MXFP4,
+    key_format: KeyFormat = KeyFormat.MXFP4,
     q_dtype: torch.dtype = torch.bfloat16,
-    fp32_keys: bool = False,
     repeat_keys: int = 0,
     weights: str = "exact",
     seed: int = 0,
@@ -267,8 +275,8 @@ def index_case(
     total = sum(blocks)
     shuffled = torch.randperm(total, generator=g).int()
     table = torch.zeros(requests, max(blocks), dtype=torch.int32)
-    keys = torch.empty(total, 32, 128 if fp32_keys else 72, dtype=torch.float32 if fp32_keys else torch.uint8)
-    keys.view(torch.uint8).fill_(0x7F if not fp32_keys else 0xFF)
+    keys = torch.empty(total, 32, key_format.width, dtype=key_format.dtype)
+    keys.view(torch.uint8).fill_(0x7F if key_format.is_fp4 else 0xFF)
     first = 0
     for i, (n, (_, end)) in enumerate(zip(blocks, lens)):
         table[i, :n] = shuffled[first : first + n]
@@ -279,7 +287,7 @@ def index_case(
             if repeat_keys:
                 y = y[:repeat_keys][entry % repeat_keys]
             row = table[i].long()[entry // 32] * 32 + entry % 32
-            index_keys.write_keys(keys, row, index_keys.hadamard(y), index_format)
+            KeyTable(keys, key_format).write(row, index_keys.hadamard(y))
     tokens = sum(b - a for a, b in lens)
     draw = torch.randint(-2, 3, (tokens, heads), generator=g) / 2
     if weights == "negative":
@@ -294,7 +302,7 @@ def index_case(
         token_request=torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(lens)]).int(),
         positions=torch.cat([torch.arange(a, b) for a, b in lens]),
         rope=rope(max(end for _, end in lens)),
-        index_format=index_format,
+        key_format=key_format,
         top=top,
     )
 

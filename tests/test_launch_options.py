@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 
+from dsv4_sglang.cache import CacheLayout
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options, from_override_args
 from dsv4_sglang.srt.sizing import (
     GIB,
@@ -63,7 +64,7 @@ def test_options_must_be_an_object() -> None:
 
 
 def layout(config: DSV4Config, kv_cache_dtype: torch.dtype = torch.float8_e4m3fn, **options: object) -> CacheLayout:
-    return CacheLayout.from_model(config, kv_cache_dtype, Options(**options), "cpu")
+    return served_layout(config, kv_cache_dtype, Options(**options), "cpu")
 
 
 def test_bytes_of_flash_and_pro() -> None:

@@ -1,6 +1,7 @@
 """`KVCacheManager` and its handles: who owns what, and that a request reads its own tokens whatever runs beside it."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import hypothesis
@@ -12,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from dsv4_sglang.cache import KVCacheManager, LayerCacheHandle, LayerWeights
+from dsv4_sglang.formats import RowFormat, RowTable
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.ops.rope import rms_norm, rope_table, rotate
-from dsv4_sglang.ops.rows import read_rows
 
 HEADS, INDEX_HEADS, TOP_K, EPS = 2, 4, 8, 1e-6
 LONGEST = 512
@@ -26,6 +27,7 @@ CONFIG = dataclasses.replace(
     max_position_embeddings=LONGEST,
     index_topk=TOP_K,
 )
+FP32 = functools.partial(RowTable, format=RowFormat.FP32)
 EXACT = {"row_format": "fp32", "key_format": "fp32"}
 
 
@@ -102,7 +104,7 @@ def attend(handle: LayerCacheHandle, layer: Layer, inputs: dict[str, Tensor]) ->
             indexer.token_request,
             indexer.positions,
             layer.weights.rope,
-            indexer.index_format,
+            indexer.key_format,
             torch.empty(tokens, most, device=swa.positions.device),
             rows,
         )
@@ -121,6 +123,7 @@ def attend(handle: LayerCacheHandle, layer: Layer, inputs: dict[str, Tensor]) ->
         swa.positions,
         layer.weights.rope,
         CONFIG.softmax_scale,
+        swa.row_format,
     )
 
 
@@ -210,19 +213,19 @@ def test_one_chunk_against_definitions(device: torch.device) -> None:
     final = rotate(rms_norm(layer.inputs["kv"][:n], layer.weights.kv_norm, EPS), at, layer.weights.rope)
     view = handle.read_swa_view()
     for t in (0, 1, 126, 127, 128, 299):
-        seen = read_rows(view.window, view.window_rows[t, : int(view.window_lens[t])])
+        seen = FP32(view.window).read(view.window_rows[t, : int(view.window_lens[t])])
         torch.testing.assert_close(seen, final[max(0, t - 127) : t + 1], atol=1e-6, rtol=1e-6)
     assert view.swa_pos[request.slot].sort().values.tolist() == list(range(172, 300))
     assert int(view.swa_head[request.slot]) == 300 % 128
     assert int(manager.state_pools[2].tail_len[request.slot]) == 300 % 128
-    torch.testing.assert_close(read_rows(manager.state_pools[2].ring, at[172:] % 128), final[172:], atol=1e-6, rtol=0)
+    torch.testing.assert_close(FP32(manager.state_pools[2].ring).read(at[172:] % 128), final[172:], atol=1e-6, rtol=0)
 
     k, z = layer.inputs["kv_score"][:128].split(512, -1)
     pooled = ((z + layer.weights.ape).softmax(0) * k).sum(0, keepdim=True)
     entry = rotate(rms_norm(pooled, layer.weights.entry_norm, EPS), at[:1], layer.weights.rope)
     classical = handle.read_classical_view()
     assert classical.n_visible[[0, 126, 127, 254, 255, 299]].tolist() == [0, 0, 1, 1, 2, 2]
-    torch.testing.assert_close(read_rows(classical.entries, classical.entry_rows[127, :1]), entry, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(FP32(classical.entries).read(classical.entry_rows[127, :1]), entry, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("hca_state", ["raw", "online"])

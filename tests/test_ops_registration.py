@@ -4,6 +4,7 @@ import pytest
 import torch
 from layer_harness import HIDDEN, SCALE, Batch, Layer, make_attention
 
+from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.ops.schemas import SCHEMAS
 
 CHECKS = ("test_schema", "test_faketensor")
@@ -54,21 +55,26 @@ def test_readers():
     rows = torch.zeros(3, 16, dtype=torch.int32)
     check(
         "index_topk", torch.randn(3, 8, 128), torch.randn(3, 8), torch.randn(4, 32, 128), batch.block_table,
-        batch.token_request, batch.positions, rope, 0, torch.empty(0), rows,
+        batch.token_request, batch.positions, rope, KeyFormat.FP32.code, torch.empty(0), rows,
     )  # fmt: skip
     window_rows, window_lens = batch.window_lists(True)
     check(
         "attend", torch.randn(3, 2, 512), torch.zeros(2), torch.randn(3, 128, 512), window_rows, window_lens,
         torch.randn(4, 32, 512), rows, torch.full((3,), 16, dtype=torch.int32), batch.positions, rope, SCALE,
+        RowFormat.FP32.code,
     )  # fmt: skip
 
 
 def test_moves():
     state = [torch.randn(2, 5, 3), torch.randn(1, 5)]
-    check("copy_state", torch.tensor([1, -1, 2]).int(), torch.tensor([3, 0, -1]).int(), state)
+    pairs = torch.tensor([1, -1, 2]).int(), torch.tensor([3, 0, -1]).int()
+    check("copy_state", *pairs, state)
+    check("copy_state", *pairs, state, torch.zeros(1).int())
     pools = [torch.randn(4, 6)], [torch.randn(3, 6)]
     check("swap_blocks", *pools, torch.tensor([[1, 3], [0, 2]]), True)
     tables = torch.tensor([1, 0]), torch.tensor([300, 5]), torch.tensor([2, 1]).int(), torch.zeros(2, 384).int()
     check("snapshot_tables", *tables, torch.zeros(2).int(), torch.zeros(2, 3).int())
     slices = torch.tensor([[4, 0, 9], [0, 3, 9], [2, 1, 9]])
-    check("update_rows", torch.zeros(6, 2), torch.randn(5, 2), slices, torch.tensor([2]).int())
+    update = torch.zeros(6, 2), torch.randn(5, 2), slices, torch.tensor([2]).int()
+    check("update_rows", *update)
+    check("update_rows", *update, torch.zeros(1).int())

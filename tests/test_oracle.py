@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
-from dsv4_sglang.ops import index_keys, rows
+from dsv4_sglang.formats import KeyFormat, RowFormat, RowTable, index_keys
 from dsv4_sglang.testing.oracle import Oracle
 from dsv4_sglang.testing.quantise import bf16_rows, fp8_rows, hadamard, mxfp4_keys, round_e2m1
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
@@ -144,12 +144,12 @@ def test_quantisers_agree_with_the_ops(scale: float) -> None:
     x[:40, ::3] *= 1000.0
     x[40, :448] = 0.0
     assert torch.equal(bf16_rows(x), x.bfloat16().float())
-    table = torch.zeros(4, 128, rows.FP8_WIDTH, dtype=torch.uint8)
+    table = RowTable(torch.zeros(4, 128, RowFormat.FP8.width, dtype=torch.uint8), RowFormat.FP8)
     at = torch.randperm(512, generator=generator)[:500]
-    rows.write_rows(table, at, x)
-    assert torch.equal(rows.read_rows(table, at), fp8_rows(x))
+    table.write(at, x)
+    assert torch.equal(table.read(at), fp8_rows(x))
     keys = x[:, :128]
-    packed, scales = index_keys.quantise_keys(index_keys.hadamard(keys.bfloat16().float()), index_keys.MXFP4)
+    packed, scales = index_keys.quantise_keys(index_keys.hadamard(keys.bfloat16().float()), KeyFormat.MXFP4)
     differ = (index_keys.dequantise_keys(packed, scales) != mxfp4_keys(keys)).float().mean()
     assert differ < 1e-4  # the two transforms add in another order, which moves a value across a rounding edge
 

@@ -1,22 +1,23 @@
 """`PagedKVPool`, `StateCachePool` and their views: shapes, bytes, and that every view is the same memory."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from dsv4_sglang.cache import (
+    CacheLayout,
     LayerCacheSchema,
     PagedKVPool,
     RowFormat,
     StateCachePool,
     StateStorage,
     build_schema,
-    row_format,
 )
+from dsv4_sglang.formats import KeyFormat, KeyTable, RowTable, index_keys, rows
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
-from dsv4_sglang.ops import index_keys, rows
 
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
 FLASH = DSV4Config.flash()
@@ -28,6 +29,10 @@ ONLINE = ["tail_max", "tail_sum", "tail_acc"]
 
 def schema(kind: AttentionType, **options: str) -> LayerCacheSchema:
     return build_schema(FLASH, SPECS[kind], **options)
+
+
+def storage_of(schemas: Sequence[LayerCacheSchema], slots: int, device: torch.device | str = "cpu") -> StateStorage:
+    return StateStorage(CacheLayout(tuple(schemas), torch.device(device)), slots)
 
 
 def within(view: Tensor, table: Tensor) -> bool:
@@ -59,16 +64,16 @@ def test_entry_views(device: torch.device, kind: AttentionType, per_block: int) 
 
     n = 5 * per_block
     data = values(n, 512).to(device) * torch.logspace(-3, 3, n).to(device)[:, None]
-    rows.write_rows(pool.entries, torch.arange(n, device=device), data)
+    RowTable(pool.entries, RowFormat.FP8).write(torch.arange(n, device=device), data)
     read = dequantised(pool.entries_fp8, pool.entries_rope, pool.inv_scale).view(n, 512)
-    assert torch.equal(read, rows.read_rows(pool.entries, torch.arange(n, device=device)))
+    assert torch.equal(read, RowTable(pool.entries, RowFormat.FP8).read(torch.arange(n, device=device)))
     assert torch.equal(read[:, 448:], data[:, 448:].bfloat16().float())
     assert ((read - data).norm(dim=-1) / data.norm(dim=-1)).max() < 0.036
 
     pool.entries_fp8[3, per_block - 1] = 0x38  # 1.0 in e4m3
     pool.entries_rope[3, per_block - 1] = 3.0
     pool.inv_scale.view(torch.uint8)[3, per_block - 1] = 128  # 2^1
-    changed = rows.read_rows(pool.entries, torch.arange(n, device=device))
+    changed = RowTable(pool.entries, RowFormat.FP8).read(torch.arange(n, device=device))
     assert changed[4 * per_block - 1].tolist() == [2.0] * 448 + [3.0] * 64
     changed[4 * per_block - 1] = read[4 * per_block - 1]
     assert torch.equal(changed, read)
@@ -99,10 +104,11 @@ def test_key_views(device: torch.device, key_format: str) -> None:
     assert within(pool.indexer_keys_fp4, pool.index_keys)
     assert within(pool.indexer_scales, pool.index_keys)
     data, at = values(96, 128).to(device), torch.arange(96, device=device)
-    index_keys.write_keys(pool.index_keys, at, data, schema(CSA, key_format=key_format).key_format.index_format)
+    table = KeyTable(pool.index_keys, KeyFormat(key_format))
+    table.write(at, data)
     packed, scales = pool.indexer_keys_fp4.reshape(-1, 64), pool.indexer_scales.reshape(-1, 8).view(torch.uint8)
     read = index_keys.dequantise_keys(packed, scales)
-    assert torch.equal(read, index_keys.read_keys(pool.index_keys, at))
+    assert torch.equal(read, table.read(at))
     assert (read - data).norm() / data.norm() < 0.13
 
 
@@ -136,10 +142,10 @@ def test_swa_has_no_paged_pool() -> None:
 @pytest.mark.parametrize("hca_state", ["raw", "online"])
 def test_memory_bytes(device: torch.device, kind: AttentionType, options: dict[str, str], hca_state: str) -> None:
     layer = schema(kind, hca_state=hca_state, **options)
-    padding = row_format.block_stride_bytes(128, layer.row_format, device) - layer.swa_bytes
+    padding = rows.block_stride_bytes(128, layer.row_format, device) - layer.swa_bytes
     assert StateCachePool(layer, 3, device).memory_bytes() == 3 * (layer.state_bytes + padding)
     if kind is CSA:
-        padding = row_format.block_stride_bytes(32, layer.row_format, device) - 32 * layer.entry_bytes
+        padding = rows.block_stride_bytes(32, layer.row_format, device) - 32 * layer.entry_bytes
         assert PagedKVPool(layer, 7, device).memory_bytes() == 7 * (layer.block_bytes + padding)
 
 
@@ -147,16 +153,16 @@ def test_block_padding_only_on_sm100(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda", 0)
     for capability, expected in (((8, 0), 18688), ((9, 0), 18688), ((10, 0), 19008), ((12, 0), 18688)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, c=capability: c)
-        assert row_format.block_stride_bytes(32, RowFormat.FP8, cuda) == expected
+        assert rows.block_stride_bytes(32, RowFormat.FP8, cuda) == expected
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (10, 3))
-    assert row_format.block_stride_bytes(128, RowFormat.FP8, cuda) == 74880
-    assert row_format.block_stride_bytes(32, RowFormat.BF16, cuda) == 32 * 1024
-    assert row_format.block_stride_bytes(32, RowFormat.FP8, torch.device("cpu")) == 18688
+    assert rows.block_stride_bytes(128, RowFormat.FP8, cuda) == 74880
+    assert rows.block_stride_bytes(32, RowFormat.BF16, cuda) == 32 * 1024
+    assert rows.block_stride_bytes(32, RowFormat.FP8, torch.device("cpu")) == 18688
 
 
 def test_padded_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """With padding between blocks the views still meet the right rows, and the padding counts as memory."""
-    monkeypatch.setattr(row_format, "block_stride_bytes", lambda n, fmt, _: -(-n * fmt.row_bytes // 576) * 576)
+    monkeypatch.setattr(rows, "block_stride_bytes", lambda n, fmt, _: -(-n * fmt.row_bytes // 576) * 576)
     pool, state = PagedKVPool(schema(CSA), 3, "cpu"), StateCachePool(schema(SWA), 3, "cpu")
     assert pool.memory_bytes() == 3 * (19008 + 32 * 72)
     assert state.memory_bytes() == 3 * (74880 + 129 * 4)
@@ -165,8 +171,10 @@ def test_padded_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         (state.ring, state.swa_fp8, state.swa_rope, state.swa_inv),
     ):
         n = table.shape[0] * table.shape[1]
-        rows.write_rows(table, torch.arange(n), values(n, 512))
-        assert torch.equal(dequantised(fp8, rope, inv).view(n, 512), rows.read_rows(table, torch.arange(n)))
+        RowTable(table, RowFormat.FP8).write(torch.arange(n), values(n, 512))
+        assert torch.equal(
+            dequantised(fp8, rope, inv).view(n, 512), RowTable(table, RowFormat.FP8).read(torch.arange(n))
+        )
     state.copy_slot(0, 2)
     assert torch.equal(state.swa_fp8[2], state.swa_fp8[0])
     assert torch.equal(state.swa_inv[2].view(torch.uint8), state.swa_inv[0].view(torch.uint8))
@@ -221,8 +229,8 @@ def test_csa_tail_rows() -> None:
 
 
 def test_storage_is_one_tensor_for_all_layers() -> None:
-    schemas = [schema(kind) for kind in (SWA, CSA, HCA, CSA)]
-    storage = StateStorage(schemas, 3, "cpu")
+    schemas = [schema(kind, hca_state="raw") for kind in (SWA, CSA, HCA, CSA)]
+    storage = storage_of(schemas, 3)
     pools = [StateCachePool(s, 3, state=storage.layer(i)) for i, s in enumerate(schemas)]
     assert storage.rings.shape == (4, 3, 128, 584)
     assert storage.tails[CSA].shape == (2, 3, 24, 640)
@@ -251,7 +259,7 @@ def fill(tensors: list[Tensor], slot_dim: int) -> None:
 
 
 def test_reset_and_copy_of_all_layers(device: torch.device) -> None:
-    storage = StateStorage([schema(kind, hca_state="online") for kind in (SWA, CSA, HCA)], 4, device)
+    storage = storage_of([schema(kind, hca_state="online") for kind in (SWA, CSA, HCA)], 4, device)
     fill(storage.tensors, 1)
     storage.copy_slot(1, 3)
     for tensor in storage.tensors:
@@ -281,7 +289,7 @@ def test_reset_and_copy_of_one_layer(device: torch.device, kind: AttentionType) 
 
 def test_unknown_slots() -> None:
     pool = StateCachePool(schema(SWA), 2, "cpu")
-    storage = StateStorage([schema(SWA)], 2, "cpu")
+    storage = storage_of([schema(SWA)], 2)
     for owner in (pool, storage):
         for slot in (-1, 2):
             with pytest.raises(IndexError, match=rf"state slot {slot} is not in 0\.\.1"):
@@ -294,13 +302,13 @@ def test_bad_storage() -> None:
     with pytest.raises(ValueError, match="0 state slots"):
         StateCachePool(schema(SWA), 0, "cpu")
     with pytest.raises(ValueError, match="no layers"):
-        StateStorage([], 1, "cpu")
+        storage_of([], 1)
     with pytest.raises(ValueError, match="several formats"):
-        StateStorage([schema(SWA), schema(CSA, row_format="bf16")], 1, "cpu")
+        storage_of([schema(SWA), schema(CSA, row_format="bf16")], 1)
     with pytest.raises(ValueError, match="HCA tails of several shapes"):
-        StateStorage([schema(HCA), schema(HCA, hca_state="online")], 1, "cpu")
+        storage_of([schema(HCA, hca_state="raw"), schema(HCA, hca_state="online")], 1)
     with pytest.raises(ValueError, match="has 2 slots; expected 3"):
-        StateCachePool(schema(SWA), 3, state=StateStorage([schema(SWA)], 2, "cpu").layer(0))
+        StateCachePool(schema(SWA), 3, state=storage_of([schema(SWA)], 2).layer(0))
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from dsv4_sglang.cache import (
     build_schema,
     compute_block_budget,
 )
-from dsv4_sglang.cache.row_format import RowFormat, make_row_tables
+from dsv4_sglang.formats import RowFormat, make_row_tables
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
 
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
@@ -35,8 +35,8 @@ def test_geometry() -> None:
     assert [of(k).tail_buffer_size for k in (CSA, HCA, SWA)] == [3, 127, 0]
     assert [of(k).previous_window_rows for k in (CSA, HCA, SWA)] == [7, 0, 0]
     assert [of(k).ratio for k in (CSA, HCA, SWA)] == [4, 128, 0]
-    assert [of(k).tail_shape for k in (CSA, HCA, SWA)] == [(24, 640), (256, 512), None]
-    assert of(HCA, hca_state="online").tail_shape == (3, 512)
+    assert [of(k).tail_shape for k in (CSA, HCA, SWA)] == [(24, 640), (3, 512), None]
+    assert of(HCA, hca_state="raw").tail_shape == (256, 512)
     for kind in (CSA, HCA, SWA):
         assert (of(kind).swa_window_size, of(kind).entry_head_dim, of(kind).rope_dim) == (128, 512, 64)
 
@@ -76,8 +76,8 @@ def test_bytes_of_model(
     assert sum(s.swa_bytes for s in schemas(config, row_format="bf16")) == swa_bf16
     # Between SPEC 5.3's minimum of 51,200 B a layer (3 + 7 rows) and the common 81,920 B (8 rows of everything).
     assert sum(s.tail_bytes for s in layers if s.attn is CSA) == csa_layers * 24 * 640 * 4
-    assert sum(s.tail_bytes for s in layers if s.attn is HCA) == hca_raw
-    assert sum(s.tail_bytes for s in schemas(config, hca_state="online") if s.attn is HCA) == hca_online
+    assert sum(s.tail_bytes for s in schemas(config, hca_state="raw") if s.attn is HCA) == hca_raw
+    assert sum(s.tail_bytes for s in layers if s.attn is HCA) == hca_online
     assert all(s.tail_bytes == 0 for s in layers if s.attn is SWA)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from layer_harness import HIDDEN, SCALE, Layer, frequencies, hf, hf_forward, make_attention
 
-from dsv4_sglang.ops import index_keys, rows
+from dsv4_sglang.formats import KeyFormat, RowFormat, RowTable, index_keys, rows
 from dsv4_sglang.ops.reference.append import CSA_RATIO
 from dsv4_sglang.ops.rope import rope_table, rotate
 
@@ -32,8 +32,8 @@ def entry_table(layer: Layer, slot: int, count: int) -> torch.Tensor:
     i = torch.arange(count)
     blocks = torch.tensor(TABLE[slot])
     if layer.ratio == 128:
-        return rows.read_rows(layer.entries, blocks[i])
-    return rows.read_rows(layer.entries, blocks[i // 32] * 32 + i % 32)
+        return RowTable(layer.entries, RowFormat(layer.rows)).read(blocks[i])
+    return RowTable(layer.entries, RowFormat(layer.rows)).read(blocks[i // 32] * 32 + i % 32)
 
 
 # 8.2 RoPE
@@ -167,7 +167,7 @@ def select(q, weights, keys, position: int, top: int, fill: float = 1e9):
     rope[:, 0::2] = 1.0  # no rotation
     torch.ops.dsv4_sglang.index_topk(
         q[None], weights[None], table, torch.arange(blocks, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32),
-        torch.tensor([position]), rope, 0, torch.empty(0), out,
+        torch.tensor([position]), rope, KeyFormat.FP32.code, torch.empty(0), out,
     )  # fmt: skip
     return out[0].tolist()
 
@@ -206,7 +206,7 @@ def test_sink_is_added_once_to_the_denominator(sink):
     e = torch.tensor([[3, -1, 100, 64]], dtype=torch.int32)
     got = torch.ops.dsv4_sglang.attend(
         q, torch.full((2,), sink), table, w, torch.tensor([5], dtype=torch.int32), entries, e,
-        torch.tensor([3], dtype=torch.int32), torch.tensor([7]), rope, SCALE,
+        torch.tensor([3], dtype=torch.int32), torch.tensor([7]), rope, SCALE, RowFormat.FP32.code,
     )  # fmt: skip
     keys = torch.cat([table[0, :5], entries.view(-1, 512)[[3, 100]]]).double()
     p = torch.cat([q[0].double() @ keys.T * SCALE, torch.full((2, 1), sink).double()], 1).softmax(1)[:, :-1]
@@ -222,8 +222,9 @@ def test_a_token_that_sees_nothing_gives_zeros_whatever_its_sink():
     lens = torch.tensor([0, 2, 1], dtype=torch.int32)
     sink = torch.tensor([float("-inf"), 0.0])
     got = torch.ops.dsv4_sglang.attend(
-        torch.randn(3, 2, 512), sink, table, w, lens, None, None, None, torch.tensor([7, 7, 7]), rope, SCALE
-    )
+        torch.randn(3, 2, 512), sink, table, w, lens, None, None, None, torch.tensor([7, 7, 7]), rope, SCALE,
+        RowFormat.FP32.code,
+    )  # fmt: skip
     assert (got[:2] == 0).all()
     assert torch.allclose(got[2, 0], table[0, 9])
 
@@ -263,14 +264,14 @@ def test_e2m1_rounds_to_nearest_even_and_saturates():
 
 def test_mxfp4_lies_losslessly_in_the_nvfp4_container():
     y = index_keys.hadamard(torch.randn(64, 128)).bfloat16().float()
-    got = index_keys.dequantise_keys(*index_keys.quantise_keys(y, index_keys.MXFP4))
+    got = index_keys.dequantise_keys(*index_keys.quantise_keys(y, KeyFormat.MXFP4))
     blocks = y.unflatten(-1, (4, 32))
     s = 2.0 ** torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 6))
     a = (blocks / s).abs().clamp_max(6)
     grid = torch.where(a < 2, (a * 2).round() / 2, torch.where(a < 4, a.round(), (a / 2).round() * 2))
     assert torch.equal(got, (grid.copysign(blocks) * s).flatten(-2))
     assert 0.1 < relative(got, y) < 0.13  # SPEC 7.2: .115
-    native = index_keys.dequantise_keys(*index_keys.quantise_keys(y, index_keys.NVFP4))
+    native = index_keys.dequantise_keys(*index_keys.quantise_keys(y, KeyFormat.NVFP4))
     assert 0.08 < relative(native, y) < 0.11  # SPEC 7.2: .095
 
 
@@ -351,7 +352,7 @@ def fake_quantised_rotary(original):
     def rotary(x, cos, sin, unsqueeze_dim=1):
         y = original(x, cos, sin, unsqueeze_dim)
         if y.shape[-1] == 128:
-            return index_keys.dequantise_keys(*index_keys.quantise_keys(index_keys.hadamard(y), index_keys.MXFP4))
+            return index_keys.dequantise_keys(*index_keys.quantise_keys(index_keys.hadamard(y), KeyFormat.MXFP4))
         if y.shape[1] != 1:  # queries and outputs
             return y
         codes, e = rows.quantise_nope(y[..., :448].flatten(0, -2))

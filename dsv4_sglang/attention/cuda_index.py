@@ -3,23 +3,24 @@
 import torch
 from torch import Tensor
 
+from dsv4_sglang.formats import KeyFormat
 from dsv4_sglang.ops.schemas import NAMESPACE
 
 _OPS = getattr(torch.ops, NAMESPACE)
 
 
 def prepare_query(
-    q: Tensor, weights: Tensor, positions: Tensor, rope: Tensor, quantised: bool, index_format: int
+    q: Tensor, weights: Tensor, positions: Tensor, rope: Tensor, key_format: KeyFormat
 ) -> tuple[Tensor, Tensor]:
     """Raw index queries [T, Hi, 128] and head weights [T, Hi] -> what `score` takes, of the same shapes.
 
     The numbers, fake-quantised, in the form that `score` wants on this GPU for that format and that many heads
-    (csrc/index/layout.h): of type fp16, or two of e4m3 in the place of each, and the rest unused; fp32 in order where
-    not `quantised`. bf16 queries are rounded between the stages.
+    (csrc/index/layout.h): of type fp16, or two of e4m3 in the place of each, and the rest unused; fp32 in order for
+    FP32 keys. bf16 queries are rounded between the stages.
     """
-    out = torch.empty(q.shape, dtype=torch.float16 if quantised else torch.float32, device=q.device)
+    out = torch.empty(q.shape, dtype=torch.float16 if key_format.is_fp4 else torch.float32, device=q.device)
     out_weights = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
-    _OPS.index_query(q, weights, positions, rope, index_format, out, out_weights)
+    _OPS.index_query(q, weights, positions, rope, key_format.code, out, out_weights)
     return out, out_weights
 
 
@@ -30,13 +31,13 @@ def score(
     block_table: Tensor,
     token_request: Tensor,
     positions: Tensor,
-    index_format: int,
+    key_format: KeyFormat,
     top: int,
     scores: Tensor,
 ) -> None:
     """Write `scores[t, i]` of every visible entry i of each token that sees more than `top`; `query` and `weights` are
     prepared."""
-    _OPS.index_score(query, weights, index_keys, block_table, token_request, positions, index_format, top, scores)
+    _OPS.index_score(query, weights, index_keys, block_table, token_request, positions, key_format.code, top, scores)
 
 
 def select(scores: Tensor, block_table: Tensor, token_request: Tensor, positions: Tensor, rows: Tensor) -> None:
@@ -52,7 +53,7 @@ def index_topk(
     token_request: Tensor,
     positions: Tensor,
     rope: Tensor,
-    index_format: int,
+    key_format: int,
     scores: Tensor,
     rows: Tensor,
 ) -> None:
@@ -66,11 +67,11 @@ def index_topk(
     if scores.numel() == 0:
         select(scores.view(0, 0), block_table, token_request, positions, rows)
         return
-    quantised = index_keys.dtype == torch.uint8
-    query, weights = prepare_query(q, weights, positions, rope, quantised, index_format)
+    keys = KeyFormat.from_code(key_format)
+    query, weights = prepare_query(q, weights, positions, rope, keys)
     at_once = scores.shape[0]
     for begin in range(0, tokens, at_once):
         part = slice(begin, begin + at_once)
         owners, where = token_request[part], positions[part]
-        score(query[part], weights[part], index_keys, block_table, owners, where, index_format, top, scores)
+        score(query[part], weights[part], index_keys, block_table, owners, where, keys, top, scores)
         select(scores, block_table, owners, where, rows[part])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.attention import cuda_index, flashmla, triton_attend
+from dsv4_sglang.formats import RowFormat
 from dsv4_sglang.ops import extension
 from dsv4_sglang.ops.schemas import NAMESPACE
 
@@ -24,11 +25,13 @@ def attend(
     positions: Tensor,
     rope: Tensor,
     scale: float,
+    row_format: int,
 ) -> Tensor:
     """FlashMLA where it takes the tensors, with a schedule for this call alone, else Triton."""
-    fits = flashmla.supported(q, window, entries)
+    fits = flashmla.supported(q, RowFormat.from_code(row_format))
     reader = flashmla.FlashMLAReader().attend if fits else triton_attend.attend
-    return reader(q, sink, window, window_rows, window_lens, entries, entry_rows, entry_lens, positions, rope, scale)
+    lists = window, window_rows, window_lens, entries, entry_rows, entry_lens
+    return reader(q, sink, *lists, positions, rope, scale, row_format)
 
 
 extension.load()

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsv4_sglang.attention.triton_attend import derotate
-from dsv4_sglang.ops.rows import ENTRY_DIM
+from dsv4_sglang.formats import RowFormat
+from dsv4_sglang.formats.rows import ENTRY_DIM
 
 LIST_ALIGNMENT = 64
 # FlashMLA keeps 2 KiB of partial results a token and head, in fp32; a longer prefill goes in slices of this many heads.
@@ -40,14 +41,13 @@ def has_kernel(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index)[0] in (9, 10)
 
 
-def supported(q: Tensor, window: Tensor, entries: Tensor | None) -> bool:
-    """Whether FlashMLA takes these queries [T, H, 512] and row tables on this device."""
+def supported(q: Tensor, row_format: RowFormat) -> bool:
+    """Whether FlashMLA takes these queries [T, H, 512] and rows of this format on this device."""
     return (
         q.is_cuda
         and q.dtype == torch.bfloat16
         and q.shape[1] <= 128
-        and window.dtype == torch.uint8
-        and (entries is None or entries.dtype == torch.uint8)
+        and row_format is RowFormat.FP8
         and has_kernel(q.device.index)
         and installed()
     )
@@ -110,6 +110,7 @@ class FlashMLAReader:
         positions: Tensor,
         rope: Tensor,
         scale: float,
+        row_format: int,
         entry_rows_change: bool = True,
         leave_rotated: bool = False,
     ) -> Tensor:

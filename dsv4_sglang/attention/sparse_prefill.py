@@ -20,7 +20,8 @@ from torch import Tensor
 from dsv4_sglang.attention.flashmla import has_kernel, installed
 from dsv4_sglang.attention.metadata import BLOCK, CSA_RATIO, StepMetadata
 from dsv4_sglang.attention.triton_attend import E4M3_LACK, derotate, e4m3_bits, table_stride
-from dsv4_sglang.ops.rows import ENTRY_DIM
+from dsv4_sglang.formats import RowFormat
+from dsv4_sglang.formats.rows import ENTRY_DIM
 
 # The sparse kernel wants lists of such a width (64 suffices for 64 heads).
 LIST_ALIGNMENT = 128
@@ -116,13 +117,13 @@ def _join_kernel(
         tl.store(out_ptr + t * width + column, tl.where(found, entry, window_row), mask=column < width)
 
 
-def supported(q: Tensor, window: Tensor) -> bool:
-    """Whether the sparse kernel takes these queries [T, H, 512] and row tables on this device."""
+def supported(q: Tensor, row_format: RowFormat) -> bool:
+    """Whether the sparse kernel takes these queries [T, H, 512] and rows of this format on this device."""
     return (
         q.is_cuda
         and q.dtype == torch.bfloat16
         and q.shape[1] <= 128
-        and window.dtype in (torch.uint8, torch.bfloat16)
+        and row_format in (RowFormat.FP8, RowFormat.BF16)
         and has_kernel(q.device.index)
         and installed()
     )
@@ -195,13 +196,14 @@ class SparsePrefillReader:
         positions: Tensor,
         rope: Tensor,
         scale: float,
+        row_format: int,
         ratio: int,
         leave_rotated: bool = False,
     ) -> Tensor:
         """The op `attend` for one layer of compression `ratio` and all tokens of the step. `leave_rotated`: the caller
         derotates the output.
         """
-        table = self._write_out(window, entries, BLOCK // ratio if ratio else 1)
+        table = self._write_out(window, entries, row_format, BLOCK // ratio if ratio else 1)
         lists, lens = self._lists(window_rows, window_lens, entry_rows, entry_lens, ratio)
         heads = q.shape[1]
         padded = 64 if heads <= 64 else 128
@@ -214,7 +216,7 @@ class SparsePrefillReader:
             derotate(out, positions, rope)
         return out
 
-    def _write_out(self, window: Tensor, entries: Tensor | None, listed_rows: int) -> Tensor:
+    def _write_out(self, window: Tensor, entries: Tensor | None, row_format: int, listed_rows: int) -> Tensor:
         """bf16 rows: the window workspace, then of each block of the step its `listed_rows` entries."""
         assert self._blocks is not None, "attend comes after a step that begin_step took"
         rows = self._window_size + (0 if entries is None else self._blocks.shape[0] * listed_rows)
@@ -232,7 +234,7 @@ class SparsePrefillReader:
             window.shape[1],
             entries.shape[1],
             listed_rows,
-            FP8=window.dtype == torch.uint8,
+            FP8=row_format == RowFormat.FP8.code,
             BLOCK_N=_ROWS_A_PROGRAM,
             num_warps=4,
         )

@@ -27,7 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_sglang.ops.rows import ENTRY_DIM, FP8_WIDTH
+from dsv4_sglang.formats import RowFormat
+from dsv4_sglang.formats.rows import ENTRY_DIM
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # The online maximum starts here and not at -inf, whose difference with itself is no number.
@@ -409,7 +410,7 @@ def _block_shift(table: Tensor) -> int:
     return rows.bit_length() - 1 if rows & (rows - 1) == 0 else -1
 
 
-def _check(q: Tensor, window: Tensor, entries: Tensor | None) -> None:
+def _check(q: Tensor, window: Tensor, entries: Tensor | None, row_format: RowFormat) -> None:
     if q.dim() != 3 or q.shape[-1] != ENTRY_DIM or q.stride(-1) != 1:
         raise ValueError(
             f"q is {tuple(q.shape)}, stride {q.stride()}; expected [tokens, heads, {ENTRY_DIM}] with inner stride 1"
@@ -417,15 +418,11 @@ def _check(q: Tensor, window: Tensor, entries: Tensor | None) -> None:
     for name, table in (("window", window), ("entries", entries)):
         if table is None:
             continue
-        width = FP8_WIDTH if table.dtype == torch.uint8 else ENTRY_DIM
-        if table.dtype not in (torch.uint8, torch.bfloat16, torch.float32) or table.shape[-1] != width:
+        width = row_format.width
+        if table.dtype != row_format.dtype or table.shape[-1] != width:
             raise ValueError(
-                f"{name} is {table.dtype} of width {table.shape[-1]}; "
-                f"expected uint8 of {FP8_WIDTH}, bfloat16 or float32 of {ENTRY_DIM}"
-            )
-        if table.dtype != window.dtype:
-            raise ValueError(
-                f"entries are {table.dtype}, the window is {window.dtype}; expected one row format for both"
+                f"{name} is {table.dtype} of width {table.shape[-1]}; expected {row_format.dtype} of {width} for "
+                f"{row_format.value} rows"
             )
         odd_blocks = table.shape[0] > 1 and table.stride(0) * table.element_size() % 16
         if table.stride(-1) != 1 or table.stride(-2) != width or odd_blocks or table.data_ptr() % 16:
@@ -446,6 +443,7 @@ def attend(
     positions: Tensor,
     rope: Tensor,
     scale: float,
+    row_format: int,
     splits: int | None = None,
 ) -> Tensor:
     """The op `attend`; `dsv4_sglang.ops.reference.read.attend` says what the tensors are. `splits` fixes their number.
@@ -454,13 +452,14 @@ def attend(
     exactly), everything fp32 without tensor cores. Sums are fp32. Launches depend on shapes only, so the call can be
     captured into a CUDA graph; lengths are read on the device.
     """
-    _check(q, window, entries)
+    stored = RowFormat.from_code(row_format)
+    _check(q, window, entries, stored)
     tokens, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
-    fp8 = window.dtype == torch.uint8
-    if window.dtype == torch.float32 or q.dtype == torch.float32:
+    fp8 = stored is RowFormat.FP8
+    if stored is RowFormat.FP32 or q.dtype == torch.float32:
         dot, precision = tl.float32, "ieee"
     elif q.dtype == torch.bfloat16:
         dot, precision = (tl.float32, "ieee") if _INTERPRETED else (tl.bfloat16, "tf32")

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_sglang.ops.rows import ENTRY_DIM, FP8_MAX
+from dsv4_sglang.formats.rows import ENTRY_DIM, FP8_MAX
 
 GROUP = 128  # channels that share a scale
 _HEADS_A_PROGRAM = 4

@@ -9,10 +9,10 @@ from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
 from dsv4_sglang.cache.paged_cache import PagedKVPool
-from dsv4_sglang.cache.row_format import make_row_tables
 from dsv4_sglang.cache.schema import LayerCacheSchema
 from dsv4_sglang.cache.state_cache import StateCachePool
 from dsv4_sglang.cache.step import Step
+from dsv4_sglang.formats import make_row_tables
 from dsv4_sglang.model.layer_schedule import AttentionType
 
 
@@ -47,16 +47,18 @@ class SwaView:
     """[T, 128] int32"""
     window_lens: Tensor | None
     """[T] int32: how many of them are visible."""
+    row_format: int
+    """Code of the rows' format, as `attend` takes it for these rows and the entries."""
     positions: Tensor
     """[T] int64"""
     swa_fp8: Tensor | None
-    """[slots, 128, 448] uint8; None for unquantised rows, like the next two."""
+    """[slots, R, 448] uint8; None for unquantised rows, like the next two."""
     swa_rope: Tensor | None
-    """[slots, 128, 64] bf16"""
+    """[slots, R, 64] bf16"""
     swa_inv: Tensor | None
-    """[slots, 128] float8_e8m0fnu"""
+    """[slots, R] float8_e8m0fnu"""
     swa_pos: Tensor
-    """[slots, 128] int32 position of every ring row, -1: none."""
+    """[slots, R] int32 position of every ring row, -1: none."""
     swa_head: Tensor
     """[slots] int32 ring row of the next position."""
 
@@ -98,7 +100,8 @@ class IndexerView:
     """[T] int32"""
     positions: Tensor
     """[T] int64"""
-    index_format: int
+    key_format: int
+    """Code of the keys' format, as `index_topk` takes it."""
     n_visible: Tensor
     """[T] int32 keys that each token may see."""
 
@@ -116,6 +119,11 @@ class LayerCacheHandle:
         self.paged_pool = paged_pool
         self.step = step
         self._window: Tensor | None = None
+
+    @property
+    def paged(self) -> PagedKVPool | None:
+        """`paged_pool`, by the name of the design's first version."""
+        return self.paged_pool
 
     @property
     def schema(self) -> LayerCacheSchema:
@@ -161,9 +169,9 @@ class LayerCacheHandle:
         the checkpoint that takes this token's row, or -1. Call it once a step: it moves the tails on.
         """
         self._check_append(kv, weights, kv_score, index_kv_score)
-        pool, paged, step = self.state_pool, self.paged_pool, self.step
+        pool, paged, step, out_loc = self.state_pool, self.paged_pool, self.step.metadata, self.step.out_loc
         if not step.is_decode:
-            self._window = make_row_tables(1, 1, step.workspace_rows, self.schema.row_format, kv.device)[0]
+            self._window = make_row_tables(1, 1, step.window_size, self.schema.row_format, kv.device)[0]
         torch.ops.dsv4_sglang.append(
             kv,
             kv_score,
@@ -176,12 +184,13 @@ class LayerCacheHandle:
             weights.rope,
             weights.eps,
             self.schema.ratio,
-            self.schema.key_format.index_format,
+            self.schema.row_format.code,
+            self.schema.key_format.code,
             step.slots,
             step.prefix_lens,
             step.query_start,
             step.token_request,
-            step.out_loc,
+            out_loc,
             track_slots,
             pool.ring,
             pool.tail,
@@ -224,8 +233,9 @@ class LayerCacheHandle:
         window = pool.ring if step.is_decode else self._window
         return SwaView(
             window=window,
-            window_rows=step.window_rows if window is not None else None,
-            window_lens=step.window_lens if window is not None else None,
+            window_rows=step.metadata.window_rows if window is not None else None,
+            window_lens=step.metadata.window_lens if window is not None else None,
+            row_format=self.schema.row_format.code,
             positions=step.positions.long(),
             swa_fp8=pool.swa_fp8,
             swa_rope=pool.swa_rope,
@@ -238,29 +248,29 @@ class LayerCacheHandle:
         """The compressed entries; None in an SWA layer."""
         if self.paged_pool is None:
             return None
-        step, is_hca = self.step, self.schema.attn is AttentionType.HCA
+        step, is_hca = self.step.metadata, self.schema.attn is AttentionType.HCA
         return ClassicalView(
             entries=self.paged_pool.entries,
             entries_fp8=self.paged_pool.entries_fp8,
             entries_rope=self.paged_pool.entries_rope,
             inv_scale=self.paged_pool.inv_scale,
             block_table=step.block_table,
-            n_visible=step.visible_entries(self.schema.ratio),
-            # Entry i of a request is row `block i` of the flat HCA table.
-            entry_rows=step.block_table[step.owner] if is_hca else None,
+            n_visible=step.hca_lens if is_hca else step.csa_lens,
+            entry_rows=step.hca_rows if is_hca else None,
         )
 
     def read_indexer_view(self) -> IndexerView | None:
         """The index keys; None in a layer without an indexer."""
         if self.paged_pool is None or self.paged_pool.index_keys is None:
             return None
+        step = self.step.metadata
         return IndexerView(
             index_keys=self.paged_pool.index_keys,
             indexer_keys_fp4=self.paged_pool.indexer_keys_fp4,
             indexer_scales=self.paged_pool.indexer_scales,
-            block_table=self.step.block_table,
-            token_request=self.step.token_request,
-            positions=self.step.positions.long(),
-            index_format=self.schema.key_format.index_format,
-            n_visible=self.step.visible_entries(self.schema.ratio),
+            block_table=step.block_table,
+            token_request=step.token_request,
+            positions=step.positions,
+            key_format=self.schema.key_format.code,
+            n_visible=step.csa_lens,
         )

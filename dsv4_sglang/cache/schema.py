@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict, TypeVar
 
-from dsv4_sglang.cache.row_format import KeyFormat, RowFormat
-from dsv4_sglang.model.config import CSA_RATIO, HCA_RATIO, DSV4Config
+from dsv4_sglang.formats import KeyFormat, RowFormat
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, CSA_TAIL_ROWS, HCA_ONLINE_ROWS, HCA_RAW_ROWS, WINDOW
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 
-BLOCK_SIZE_ORIGINAL_TOKENS = math.lcm(CSA_RATIO, HCA_RATIO)
-"""Tokens a block stands for: the least number that closes a window of both compressors."""
+BLOCK_SIZE_ORIGINAL_TOKENS = BLOCK_TOKENS
+"""Tokens a block stands for, by the name of the design's first version."""
 
 _FP32_BYTES = 4
 _INT32_BYTES = 4
@@ -43,6 +44,16 @@ class LayerCacheSchema:
     row_format: RowFormat
     key_format: KeyFormat
     hca_state: HcaState
+    ring_rows: int = WINDOW
+    """Rows of a slot's window ring, position t in row t % ring_rows: the window, and more where tokens may be taken
+    back (a draft that is rejected must not have replaced rows that are still seen)."""
+
+    def __post_init__(self) -> None:
+        if self.ring_rows < self.swa_window_size or self.ring_rows % 2:
+            raise ValueError(
+                f"ring_rows is {self.ring_rows}; expected an even number (FP8 rows start at multiples of 16 B) of at "
+                f"least {self.swa_window_size}, the window"
+            )
 
     @property
     def ratio(self) -> int:
@@ -51,7 +62,7 @@ class LayerCacheSchema:
     @property
     def entries_per_block(self) -> int:
         """Compressed entries of a block of 128 tokens: CSA 32, HCA 1, SWA 0."""
-        return BLOCK_SIZE_ORIGINAL_TOKENS // self.ratio if self.ratio else 0
+        return BLOCK_TOKENS // self.ratio if self.ratio else 0
 
     @property
     def has_indexer(self) -> bool:
@@ -60,6 +71,11 @@ class LayerCacheSchema:
     @property
     def indexer_entries_per_block(self) -> int:
         return self.entries_per_block if self.has_indexer else 0
+
+    def entry_table_shape(self, blocks: int) -> tuple[int, int]:
+        """Blocks and rows a block of the row table that holds the entries of `blocks` blocks: in an HCA layer one flat
+        block with a row for each, because FlashMLA's rows start at multiples of 16 B."""
+        return (1, blocks) if self.attn is AttentionType.HCA else (blocks, self.entries_per_block)
 
     @property
     def tail_buffer_size(self) -> int:
@@ -80,9 +96,9 @@ class LayerCacheSchema:
         indexer side by side. HCA: 128 k and 128 z (raw), or max, sum, accumulator (online).
         """
         if self.attn is AttentionType.CSA:
-            return 2 * CSA_RATIO + 2 * 2 * CSA_RATIO, self.entry_head_dim + self.indexer_head_dim
+            return CSA_TAIL_ROWS, self.entry_head_dim + self.indexer_head_dim
         if self.attn is AttentionType.HCA:
-            return (2 * HCA_RATIO if self.hca_state is HcaState.RAW else 3), self.entry_head_dim
+            return (HCA_RAW_ROWS if self.hca_state is HcaState.RAW else HCA_ONLINE_ROWS), self.entry_head_dim
         return None
 
     @property
@@ -101,7 +117,7 @@ class LayerCacheSchema:
     @property
     def swa_bytes(self) -> int:
         """Bytes of a slot's window ring."""
-        return self.swa_window_size * self.row_format.row_bytes
+        return self.ring_rows * self.row_format.row_bytes
 
     @property
     def tail_bytes(self) -> int:
@@ -111,7 +127,7 @@ class LayerCacheSchema:
     @property
     def position_bytes(self) -> int:
         """Bytes of a slot's bookkeeping: swa_pos, swa_head and, with a compressor, tail_len."""
-        return (self.swa_window_size + 1 + (self.ratio > 0)) * _INT32_BYTES
+        return (self.ring_rows + 1 + (self.ratio > 0)) * _INT32_BYTES
 
     @property
     def state_bytes(self) -> int:
@@ -125,7 +141,8 @@ def build_schema(
     *,
     row_format: RowFormat | str = RowFormat.FP8,
     key_format: KeyFormat | str = KeyFormat.MXFP4,
-    hca_state: HcaState | str = HcaState.RAW,
+    hca_state: HcaState | str = HcaState.ONLINE,
+    ring_rows: int = WINDOW,
 ) -> LayerCacheSchema:
     """The schema of one layer. Formats may be given by name ("fp8", "mxfp4", "raw"); an unknown one is a ValueError."""
     has_indexer = layer_spec.attn is AttentionType.CSA
@@ -138,6 +155,7 @@ def build_schema(
         row_format=_option(RowFormat, "row_format", row_format),
         key_format=_option(KeyFormat, "key_format", key_format),
         hca_state=_option(HcaState, "hca_state", hca_state),
+        ring_rows=ring_rows,
     )
 
 
@@ -165,7 +183,8 @@ def compute_block_budget(
     *,
     row_format: RowFormat | str = RowFormat.FP8,
     key_format: KeyFormat | str = KeyFormat.MXFP4,
-    hca_state: HcaState | str = HcaState.RAW,
+    hca_state: HcaState | str = HcaState.ONLINE,
+    ring_rows: int = WINDOW,
 ) -> BlockBudget:
     """Storage for `max_requests` requests of `max_context_len` tokens each, without sharing.
 
@@ -175,10 +194,12 @@ def compute_block_budget(
         if value < 1:
             raise ValueError(f"{name} is {value}; expected at least 1")
     schemas = [
-        build_schema(config, spec, row_format=row_format, key_format=key_format, hca_state=hca_state)
+        build_schema(
+            config, spec, row_format=row_format, key_format=key_format, hca_state=hca_state, ring_rows=ring_rows
+        )
         for spec in schedule
     ]
-    blocks = max_requests * math.ceil(max_context_len / BLOCK_SIZE_ORIGINAL_TOKENS)
+    blocks = max_requests * math.ceil(max_context_len / BLOCK_TOKENS)
     rows = {schema.attn: blocks * schema.entries_per_block for schema in schemas}
     block_bytes = sum(schema.block_bytes for schema in schemas)
     state_bytes = sum(schema.state_bytes for schema in schemas)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-CSA_RATIO = 4
-HCA_RATIO = 128
+from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO, WINDOW
+
 RATIOS = (0, CSA_RATIO, HCA_RATIO)
 
 # The storage is built for these; another value is another model (SPEC, scope).
@@ -15,7 +15,7 @@ _FIXED = {
     "num_key_value_heads": 1,
     "head_dim": 512,
     "qk_rope_head_dim": 64,
-    "sliding_window": 128,
+    "sliding_window": WINDOW,
     "index_head_dim": 128,
 }
 _LAYER_TYPE_RATIO = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from dsv4_sglang.model.config import CSA_RATIO, HCA_RATIO, DSV4Config
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
 
 
 class AttentionType(enum.Enum):

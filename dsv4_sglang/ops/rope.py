@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dsv4_sglang.ops.rows import ROPE_DIM
+from dsv4_sglang.formats.rows import ROPE_DIM
 
 
 def rope_table(positions: int, frequencies: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 Every op has one schema, defined here and independent of the compiled extension, a PyTorch implementation for CPU
 tensors (`dsv4_sglang.ops.reference`, written for reading and the oracle of the others), a CUDA implementation (`csrc/`
 or `dsv4_sglang.attention`), and a fake one for shape propagation. What the tensors are is said in the docstring of the
-reference implementation; their layout in `dsv4_sglang.ops.rows` and `dsv4_sglang.ops.index_keys`.
+reference implementation; their layout in `dsv4_sglang.formats.rows` and `dsv4_sglang.formats.index_keys`.
 """
 
 import torch
@@ -13,7 +13,7 @@ NAMESPACE = "dsv4_sglang"
 SCHEMAS = {
     "append": (
         "(Tensor kv, Tensor? kv_score, Tensor? index_kv_score, Tensor kv_norm, Tensor? entry_norm, Tensor? index_norm, "
-        "Tensor? ape, Tensor? index_ape, Tensor rope, float eps, int ratio, int index_format, "
+        "Tensor? ape, Tensor? index_ape, Tensor rope, float eps, int ratio, int row_format, int key_format, "
         "Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, "
         "Tensor? track_slots, "
         "Tensor(a!) ring, Tensor(b!)? tail, Tensor(c!)? entries, Tensor(d!)? index_keys, Tensor(e!)? window, "
@@ -25,19 +25,21 @@ SCHEMAS = {
     ),
     "index_topk": (
         "(Tensor q, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "
-        "Tensor rope, int index_format, Tensor(a!) scores, Tensor(b!) rows) -> ()"
+        "Tensor rope, int key_format, Tensor(a!) scores, Tensor(b!) rows) -> ()"
     ),
     "attend": (
         "(Tensor q, Tensor sink, Tensor window, Tensor window_rows, Tensor window_lens, Tensor? entries, "
-        "Tensor? entry_rows, Tensor? entry_lens, Tensor positions, Tensor rope, float scale) -> Tensor"
+        "Tensor? entry_rows, Tensor? entry_lens, Tensor positions, Tensor rope, float scale, int row_format) -> Tensor"
     ),
-    "copy_state": "(Tensor src, Tensor dst, Tensor(a!)[] tensors) -> ()",
+    "copy_state": "(Tensor src, Tensor dst, Tensor(a!)[] tensors, Tensor(b!)? refused=None) -> ()",
     "snapshot_tables": (
         "(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, "
         "Tensor(a!) owned, Tensor(b!) block_table) -> ()"
     ),
     "swap_blocks": "(Tensor(a!)[] device_pools, Tensor(b!)[] host_pools, Tensor ids, bool to_host) -> ()",
-    "update_rows": "(Tensor(a!) pool, Tensor new_rows, Tensor slices, Tensor n_valid) -> ()",
+    "update_rows": (
+        "(Tensor(a!) pool, Tensor new_rows, Tensor slices, Tensor n_valid, Tensor(b!)? refused=None) -> ()"
+    ),
 }
 
 # Kept for the life of the process: dropping a Library removes its registrations.

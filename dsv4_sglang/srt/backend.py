@@ -16,12 +16,12 @@ from dsv4_sglang.attention.metadata import (
     BLOCK,
     CSA_RATIO,
     DecodeBuffers,
-    StepMetadata,
     build_decode,
     build_prefill,
     snapshot_decode,
 )
-from dsv4_sglang.cache.row_format import make_row_tables
+from dsv4_sglang.cache.step import StepMetadata
+from dsv4_sglang.formats import make_row_tables
 from dsv4_sglang.srt.prefix.schedule import PrefillPlanTaker
 
 # Index scores of a prefill step that exist at a time.
@@ -83,12 +83,14 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.device = runner.device
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
-        self.state = runner.req_to_token_pool.mamba_pool
+        live = runner.req_to_token_pool.mamba_pool
+        self.state, self.last_live_slot = live.storage, live.size
         self.blocks = runner.token_to_kv_pool.full_kv_pool
         self.max_blocks = -(-runner.model_config.context_len // BLOCK)
         self.last_layer = config.num_hidden_layers - 1
         self.top_k = config.index_topk
-        self.index_format = self.blocks.layout.schemas[0].key_format.index_format
+        self.row_format = self.blocks.layout.row_format
+        self.key_format = self.blocks.layout.schemas[0].key_format
         self.metadata: StepMetadata | None = None
         self._flashmla = self._flashmla_reader()
         self._prefill_reader = self._sparse_prefill_reader()
@@ -121,7 +123,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     # Metadata of a step
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self._graph_buffers = DecodeBuffers(max_bs, self.max_blocks, self.device)
+        self._graph_buffers = DecodeBuffers(max_bs, self.max_blocks, self.device, self.state.layout.ring_rows)
         scores = max_bs * self._score_width(self._graph_buffers.block_table)
         self._graph_scratch = {
             "rows": torch.empty(max_bs * self.top_k, dtype=torch.int32, device=self.device),
@@ -180,7 +182,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         requests = forward_batch.req_pool_indices
         buffers = self._graph_buffers
         if buffers is None or requests.shape[0] > buffers.slots.shape[0]:
-            buffers = DecodeBuffers(requests.shape[0], self.max_blocks, self.device)
+            buffers = DecodeBuffers(requests.shape[0], self.max_blocks, self.device, self.state.layout.ring_rows)
         self._decode_buffers = buffers
         snapshot_decode(
             buffers,
@@ -202,7 +204,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         lengths, checkpoints = pad(plan, (0, 0, 0, 0, 0, requests - plan.shape[0])).unbind(-1)
         due = checkpoints > 0
         order = due.flatten().cumsum(0).view_as(checkpoints)
-        slots = torch.where(due, self.state.size + order, -1).to(torch.int32)
+        slots = torch.where(due, self.last_live_slot + order, -1).to(torch.int32)
         self._staged = slots.flatten(), checkpoints.flatten().to(torch.int32)
         return slots, lengths
 
@@ -263,7 +265,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             inputs.rope,
             inputs.eps,
             inputs.ratio,
-            self.index_format,
+            self.row_format.code,
+            self.key_format.code,
             step.slots,
             step.prefix_lens,
             step.query_start,
@@ -300,13 +303,14 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             step.positions,
             inputs.rope,
             layer.scaling,
+            self.row_format.code,
         )
         if self._flashmla is None:
             return LayerOutput(torch.ops.dsv4_sglang.attend(*arguments), False)
         rotated = inputs.takes_rotated
-        if not step.is_decode and self._prefill_reader.takes_step and self._takes_prefill(q, window):
+        if not step.is_decode and self._prefill_reader.takes_step and self._takes_prefill(q, self.row_format):
             out = self._prefill_reader.attend(*arguments, ratio=inputs.ratio, leave_rotated=rotated)
-        elif self._takes(q, window, entries):
+        elif self._takes(q, self.row_format):
             changes = inputs.ratio == CSA_RATIO
             out = self._flashmla.attend(*arguments, entry_rows_change=changes, leave_rotated=rotated)
         else:
@@ -329,7 +333,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             step.token_request,
             step.positions,
             inputs.rope,
-            self.index_format,
+            self.key_format.code,
             self._buffer("scores", at_once, width, torch.float32),
             rows,
         )

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.configurator import BlockConfigurator
-from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.refusals import refuse_given, refuse_resolved
 from dsv4_sglang.srt.sizing import GIB, StateDemand, default_checkpoints, memory_after_slots, state_demand, table
@@ -66,7 +67,7 @@ class Launch:
     def layout_for(self, configurator: Any) -> CacheLayout:
         """The layout of this launch; the dtype of the rows is known once the model is loaded."""
         if self.layout is None:
-            self.layout = CacheLayout.from_model(
+            self.layout = served_layout(
                 compat.model_config(configurator.model_config.hf_config),
                 configurator.kv_cache_dtype,
                 self.options,

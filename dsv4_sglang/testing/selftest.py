@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
-from dsv4_sglang.attention.metadata import DecodeBuffers, StepMetadata, build_decode, build_prefill, snapshot_decode
-from dsv4_sglang.cache.row_format import KeyFormat, RowFormat, make_key_table, make_row_tables
+from dsv4_sglang.attention.metadata import DecodeBuffers, build_decode, build_prefill, snapshot_decode
+from dsv4_sglang.cache.step import StepMetadata
+from dsv4_sglang.formats import KeyFormat, RowFormat, make_key_table, make_row_tables
+from dsv4_sglang.model.geometry import WINDOW
 from dsv4_sglang.ops.rope import rope_table, rotate
 from dsv4_sglang.testing.formula import EPS, FormulaInputs, frequencies, layer_output
 from dsv4_sglang.testing.quantise import fp8_rows
@@ -76,7 +78,7 @@ class _Layer:
     def __init__(self, x: FormulaInputs, formats: Formats, device: torch.device) -> None:
         self.x, self.formats, self.device = x.to(device), formats, device
         self.rope = rope_table(BLOCKS * 128, frequencies(x.ratio)).to(device)
-        self.ring = self._rows(SLOT + 1, 128)
+        self.ring = self._rows(SLOT + 1, WINDOW)
         self.tail = self.entries = self.keys = None
         if x.ratio == 4:
             self.tail, self.entries = self._state(24, 640), self._rows(BLOCKS, 32)
@@ -92,7 +94,7 @@ class _Layer:
 
     def step(self, step: StepMetadata, tokens: slice) -> Tensor:
         """Append and attend the request's tokens `tokens`; returns [n, H, 512]."""
-        x, dtype, index_format = self.x, self.formats.dtype, self.formats.keys.index_format
+        x, dtype, rows_as, keys_as = self.x, self.formats.dtype, self.formats.rows.code, self.formats.keys.code
         window = None if step.is_decode else self._rows(1, step.window_size)
 
         def part(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -100,7 +102,8 @@ class _Layer:
 
         torch.ops.dsv4_sglang.append(
             *(part(x.kv, dtype), part(x.kv_score), part(x.index_kv_score)),
-            *(x.kv_norm, x.entry_norm, x.index_norm, x.ape, x.index_ape, self.rope, EPS, x.ratio, index_format),
+            *(x.kv_norm, x.entry_norm, x.index_norm, x.ape, x.index_ape, self.rope, EPS),
+            *(x.ratio, rows_as, keys_as),
             *(step.slots, step.prefix_lens, step.query_start, step.token_request, step.out_loc, step.track_slots),
             *(self.ring, self.tail, self.entries, self.keys, window, None, None, None),
         )
@@ -114,11 +117,11 @@ class _Layer:
             scores = torch.empty(n, BLOCKS * 32, device=self.device)
             index = (part(x.index_q, dtype), part(x.index_weights), self.keys)
             where = (step.block_table, step.token_request, step.positions, self.rope)
-            torch.ops.dsv4_sglang.index_topk(*index, *where, index_format, scores, rows)
+            torch.ops.dsv4_sglang.index_topk(*index, *where, keys_as, scores, rows)
         q = rotate(x.q[tokens], step.positions, self.rope).to(dtype)
         table = self.ring if window is None else window
         read = (table, step.window_rows, step.window_lens, self.entries, rows, lens)
-        return torch.ops.dsv4_sglang.attend(q, x.sink, *read, step.positions, self.rope, 512**-0.5)
+        return torch.ops.dsv4_sglang.attend(q, x.sink, *read, step.positions, self.rope, 512**-0.5, rows_as)
 
 
 def _steps(device: torch.device, topk: int) -> list[tuple[StepMetadata, slice]]:

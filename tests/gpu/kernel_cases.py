@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dsv4_sglang.ops import extension, index_keys, rows
+from dsv4_sglang.formats import KeyFormat, KeyTable, RowFormat, RowTable
+from dsv4_sglang.ops import extension
 
 DEVICE = torch.device("cuda")
 POSITIONS = 4096
-ROW_WIDTH = {"fp8": (584, torch.uint8), "bf16": (512, torch.bfloat16), "fp32": (512, torch.float32)}
-KEY_WIDTH = {"mxfp4": (72, torch.uint8), "nvfp4": (72, torch.uint8), "fp32": (128, torch.float32)}
 KINDS = {"swa": 0, "csa": 4, "hca-online": 128, "hca-raw": 128}
 # (kv dtype, row format, key format)
 FORMATS = [
@@ -53,6 +52,7 @@ class Layer:
     slots: int = 8
     blocks: int = 64
     seed: int = 0
+    ring_rows: int = 128
     weights: dict[str, Tensor | None] = field(default_factory=dict)
     tables: dict[str, Tensor | None] = field(default_factory=dict)
 
@@ -74,13 +74,12 @@ class Layer:
             "index_ape": torch.randn(4, 256, generator=g) if self.ratio == 4 else None,
             "rope": torch.stack([angles.cos(), angles.sin()], -1).flatten(1),
         }
-        width, row_dtype = ROW_WIDTH[self.rows]
-        ring = bytes_like((self.slots, 128, width), row_dtype, g)
+        width, row_dtype = RowFormat(self.rows).width, RowFormat(self.rows).dtype
+        ring = bytes_like((self.slots, self.ring_rows, width), row_dtype, g)
         entries = keys = tail = None
         if self.ratio == 4:
             entries = bytes_like((self.blocks, 32, width), row_dtype, g)
-            key_width, key_dtype = KEY_WIDTH[self.keys]
-            keys = bytes_like((self.blocks, 32, key_width), key_dtype, g)
+            keys = bytes_like((self.blocks, 32, KeyFormat(self.keys).width), KeyFormat(self.keys).dtype, g)
             tail = torch.randn(self.slots, 24, 640, generator=g)
         elif self.ratio == 128:
             entries = bytes_like((1, self.blocks, width), row_dtype, g)
@@ -93,7 +92,7 @@ class Layer:
             "tail": tail,
             "entries": entries,
             "index_keys": keys,
-            "swa_pos": torch.randint(0, 999, (self.slots, 128), dtype=torch.int32, generator=g),
+            "swa_pos": torch.randint(0, 999, (self.slots, self.ring_rows), dtype=torch.int32, generator=g),
             "swa_head": torch.randint(0, 99, (self.slots,), dtype=torch.int32, generator=g),
             "tail_len": torch.randint(0, 99, (self.slots,), dtype=torch.int32, generator=g),
         }
@@ -103,7 +102,7 @@ class Layer:
             return {name: None if t is None else t.clone().to(device) for name, t in tensors.items()}
 
         return Layer(
-            self.kind, self.dtype, self.rows, self.keys, self.slots, self.blocks, self.seed,
+            self.kind, self.dtype, self.rows, self.keys, self.slots, self.blocks, self.seed, self.ring_rows,
             move(self.weights), move(self.tables),
         )  # fmt: skip
 
@@ -151,8 +150,9 @@ class Step:
             "kv_score": None if score is None else score[:, :columns],
             "index_kv_score": score[:, columns:] if layer.ratio == 4 else None,
         }
-        width, dtype = ROW_WIDTH[layer.rows]
-        window = None if decode else bytes_like((1, tokens + 128 * len(requests), width), dtype, g)
+        stored = RowFormat(layer.rows)
+        shape = (1, tokens + 128 * len(requests), stored.width)
+        window = None if decode else bytes_like(shape, stored.dtype, g)
         return cls(requests, decode, batch, inputs, window)
 
     def run(self, implementation, layer: Layer) -> Tensor | None:
@@ -171,8 +171,9 @@ class Step:
         w, t = layer.weights, layer.tables
         implementation.append(
             inputs["kv"], inputs["kv_score"], inputs["index_kv_score"], w["kv_norm"], w["entry_norm"], w["index_norm"],
-            w["ape"], w["index_ape"], w["rope"], 1e-6, layer.ratio, 1 if layer.keys == "nvfp4" else 0, batch["slots"],
-            batch["prefix_lens"], batch["query_start"], batch["token_request"], batch["out_loc"], batch["track_slots"],
+            w["ape"], w["index_ape"], w["rope"], 1e-6, layer.ratio, RowFormat(layer.rows).code,
+            KeyFormat(layer.keys).code, batch["slots"], batch["prefix_lens"], batch["query_start"],
+            batch["token_request"], batch["out_loc"], batch["track_slots"],
             t["ring"], t["tail"], t["entries"], t["index_keys"], window, t["swa_pos"], t["swa_head"], t["tail_len"],
         )  # fmt: skip
 
@@ -273,7 +274,9 @@ def compare_rows(d: Differences, what: str, got: Tensor, expected: Tensor, befor
             d.codes(what, bf16_codes(got[~left][:, :448]), bf16_codes(expected[~left][:, :448]), 2)
             compare_rotated(d, what, got[~left][:, 448:], expected[~left][:, 448:])
         return
-    (data, scales), (want, want_scales), (old, old_scales) = (rows.strips(t) for t in (got, expected, before))
+    (data, scales), (want, want_scales), (old, old_scales) = (
+        RowTable(t, RowFormat.FP8).strips() for t in (got, expected, before)
+    )
     # A row that the step quantised has eight equal exponents; what was there before is random bytes.
     left = (want == old).all(-1) & (want_scales == old_scales).all(-1)
     new = ~left & (want_scales == want_scales[..., :1]).all(-1)
@@ -291,7 +294,8 @@ def compare_keys(d: Differences, got: Tensor, expected: Tensor) -> None:
     if got.dtype == torch.float32:
         d.close("index_keys", got, expected, 1e-4)
         return
-    (data, scales), (want, want_scales) = index_keys.strips(got), index_keys.strips(expected)
+    parts = (KeyTable(t, KeyFormat.NVFP4).views() for t in (got, expected))
+    (data, scales), (want, want_scales) = ((v.fp4, v.scales.view(torch.uint8)) for v in parts)
     d.codes("index_keys: scales", scales, want_scales, 8)  # one power of two is 8 codes of e4m3
     same = (scales == want_scales).repeat_interleave(8, -1)
     for nibble, shift in (("low", 0), ("high", 4)):

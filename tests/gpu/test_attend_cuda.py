@@ -7,6 +7,7 @@ import torch
 from reader_cases import AttendCase, assert_attends, attend_case, prefill_case, rope
 
 from dsv4_sglang.attention import flashmla, sparse_prefill, triton_attend, triton_output
+from dsv4_sglang.formats import RowFormat
 
 pytestmark = pytest.mark.gpu
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float32: 2e-5}
@@ -21,7 +22,7 @@ def run(case: AttendCase, reader: str) -> torch.Tensor:
     args = case.args("cuda")
     if reader == "triton":
         return triton_attend.attend(*args)
-    if not flashmla.supported(args[0], args[2], args[5]):
+    if not flashmla.supported(args[0], case.row_format):
         pytest.skip("FlashMLA does not run here")
     return flashmla.FlashMLAReader().attend(*args)
 
@@ -66,10 +67,10 @@ def test_long_list(reader):
 
 @pytest.mark.parametrize("heads", [64, 5])
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("row_dtype", [torch.uint8, torch.bfloat16, torch.float32])
-def test_triton_formats(row_dtype, q_dtype, heads):
+@pytest.mark.parametrize("row_format", [RowFormat.FP8, RowFormat.BF16, RowFormat.FP32])
+def test_triton_formats(row_format, q_dtype, heads):
     for width in (None, 100):
-        case = attend_case(tokens=12, heads=heads, width=width, row_dtype=row_dtype, q_dtype=q_dtype, seed=6)
+        case = attend_case(tokens=12, heads=heads, width=width, row_format=row_format, q_dtype=q_dtype, seed=6)
         assert_attends(run(case, "triton"), case, BOUND[q_dtype])
 
 
@@ -102,13 +103,13 @@ def test_flashmla_slices_of_a_long_prefill(monkeypatch):
     assert_attends(run(case, "flashmla"), case, BOUND[torch.bfloat16])
 
 
-@pytest.mark.parametrize("row_dtype", [torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("row_format", [RowFormat.FP8, RowFormat.BF16])
 @pytest.mark.parametrize("heads", [64, 128, 16])
 @pytest.mark.parametrize("ratio", [0, 4, 128])
-def test_sparse_prefill(ratio, heads, row_dtype):
-    step, lengths, case = prefill_case(ratio=ratio, row_dtype=row_dtype, heads=heads)
+def test_sparse_prefill(ratio, heads, row_format):
+    step, lengths, case = prefill_case(ratio=ratio, row_format=row_format, heads=heads)
     args = case.args("cuda")
-    if not sparse_prefill.supported(args[0], args[2]):
+    if not sparse_prefill.supported(args[0], row_format):
         pytest.skip("FlashMLA does not run here")
     step = dataclasses.replace(step, **{k: v.cuda() for k, v in vars(step).items() if isinstance(v, torch.Tensor)})
     reader = sparse_prefill.SparsePrefillReader(8, "cuda")
@@ -136,7 +137,7 @@ def test_derotate_and_quantise(tokens, heads):
 
 
 def test_op_dispatches():
-    case = attend_case(tokens=3, heads=64, width=64, row_dtype=torch.bfloat16)
+    case = attend_case(tokens=3, heads=64, width=64, row_format=RowFormat.BF16)
     assert_attends(torch.ops.dsv4_sglang.attend(*case.args("cuda")), case, BOUND[torch.bfloat16])
     args = case.args("cuda")
     torch.library.opcheck(
@@ -192,7 +193,7 @@ def test_cuda_graph_with_other_lengths(kind):
     """Captured with one step's lengths, replayed with others; FlashMLA's schedule is made anew at each replay."""
     step = Step(step_cases(100))
     reader = flashmla.FlashMLAReader()
-    if kind == "flashmla" and not flashmla.supported(step.args[0][0], step.args[0][2], None):
+    if kind == "flashmla" and not flashmla.supported(step.args[0][0], RowFormat.FP8):
         pytest.skip("FlashMLA does not run here")
     attend = reader.attend if kind == "flashmla" else triton_attend.attend
     stream = torch.cuda.Stream()

@@ -5,7 +5,7 @@ import torch
 from reader_cases import IndexCase, assert_selects, index_case
 
 from dsv4_sglang.attention import cuda_index
-from dsv4_sglang.ops import index_keys
+from dsv4_sglang.formats import KeyFormat
 from dsv4_sglang.ops.reference import read
 
 pytestmark = pytest.mark.gpu
@@ -27,28 +27,25 @@ def of_image(image: torch.Tensor) -> torch.Tensor:
     return image[:, :, head, piece ^ head % 8].permute(0, 2, 4, 1, 3, 5).flatten(2)
 
 
-def prepared_query(q: torch.Tensor, case: IndexCase, index_format: int) -> torch.Tensor:
+def prepared_query(q: torch.Tensor, case: IndexCase, key_format: KeyFormat) -> torch.Tensor:
     """The queries as the GPU prepares them, in the order of their channels, fp32 on the CPU."""
-    quantised = case.index_keys.dtype == torch.uint8
     ones = torch.ones(q.shape[:2], device="cuda")
-    prepared, gains = cuda_index.prepare_query(
-        q.cuda(), ones, case.positions.cuda(), case.rope.cuda(), quantised, index_format
-    )
+    prepared, gains = cuda_index.prepare_query(q.cuda(), ones, case.positions.cuda(), case.rope.cuda(), key_format)
     prepared, gains = prepared.cpu(), gains.cpu()
-    images = quantised and q.shape[1] == 64 and torch.cuda.get_device_capability()[0] == 9
-    if images and index_format == index_keys.MXFP4:
+    images = key_format.is_fp4 and q.shape[1] == 64 and torch.cuda.get_device_capability()[0] == 9
+    if images and key_format is KeyFormat.MXFP4:
         numbers = prepared.flatten(1).view(torch.float8_e4m3fn)[:, : 64 * 128].float()
         return of_image(numbers.view(-1, 1, 64, 8, 4, 4)) * gains.unsqueeze(-1)
     assert (gains == 1).all()
     if images:
         prepared = of_image(prepared.view(-1, 2, 64, 8, 4, 2))
-    if quantised:
+    if key_format.is_fp4:
         prepared = prepared.unflatten(-1, (-1, 4, 2)).transpose(-1, -2).flatten(-3)
     return prepared.float()
 
 
 def device_query(case: IndexCase) -> torch.Tensor:
-    return prepared_query(case.q, case, case.index_format)
+    return prepared_query(case.q, case, case.key_format)
 
 
 def check(case: IndexCase, exact: bool, **options) -> None:
@@ -97,16 +94,19 @@ def test_ties_and_signs(weights, repeat):
     check(index_case(lens=[(2000, 2040)], heads=16, top=64, weights=weights, repeat_keys=repeat), True)
 
 
-@pytest.mark.parametrize("index_format", [index_keys.MXFP4, index_keys.NVFP4])
+@pytest.mark.parametrize("key_format", [KeyFormat.MXFP4, KeyFormat.NVFP4])
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float32])
-def test_formats(index_format, q_dtype):
+def test_formats(key_format, q_dtype):
     lens = [*decode(3000, 600), (900, 950)]
-    check(index_case(lens=lens, heads=64, top=128, index_format=index_format, q_dtype=q_dtype, weights="random"), False)
+    check(index_case(lens=lens, heads=64, top=128, key_format=key_format, q_dtype=q_dtype, weights="random"), False)
 
 
 @pytest.mark.parametrize("lens", [decode(700, 64, 65), [(300, 340), (9, 12)]], ids=["decode", "prefill"])
 def test_fp32_keys(lens):
-    check(index_case(lens=lens, heads=8, top=64, q_dtype=torch.float32, fp32_keys=True, weights="random"), False)
+    check(
+        index_case(lens=lens, heads=8, top=64, q_dtype=torch.float32, key_format=KeyFormat.FP32, weights="random"),
+        False,
+    )
 
 
 def test_nothing_to_score():
@@ -117,24 +117,24 @@ def test_nothing_to_score():
     assert_selects(args[-1], case, True)
 
 
-@pytest.mark.parametrize("index_format", [index_keys.MXFP4, index_keys.NVFP4])
-def test_query(index_format):
+@pytest.mark.parametrize("key_format", [KeyFormat.MXFP4, KeyFormat.NVFP4])
+def test_query(key_format):
     """Hadamard sums differ in order from the reference: what lies at a rounding border may fall to another side."""
     g = torch.Generator().manual_seed(1)
     q = (torch.randn(50, 64, 128, generator=g) * 10 ** torch.empty(50, 64, 1).uniform_(-5, 3, generator=g)).bfloat16()
     q[3] = 0
     case = index_case(lens=[(0, 50)], heads=64, top=16)
-    got = prepared_query(q, case, index_format)
-    expected = read.index_query(q, case.positions, case.rope, True, index_format)
+    got = prepared_query(q, case, key_format)
+    expected = read.index_query(q, case.positions, case.rope, key_format)
     differs = got != expected
     assert differs.float().mean() < 2e-3, f"{int(differs.sum())} of {differs.numel()} differ"
     assert ((got - expected).abs() <= 0.5 * expected.abs() + 0.5 * expected.abs().amax(-1, keepdim=True) / 6).all()
 
 
 @pytest.mark.parametrize("lens", [decode(3000, 600, 129), [(900, 950), (40, 44)]], ids=["decode", "prefill"])
-@pytest.mark.parametrize("index_format", [index_keys.MXFP4, index_keys.NVFP4])
-def test_scores(lens, index_format):
-    case = index_case(lens=lens, heads=64, top=8, index_format=index_format, weights="random")
+@pytest.mark.parametrize("key_format", [KeyFormat.MXFP4, KeyFormat.NVFP4])
+def test_scores(lens, key_format):
+    case = index_case(lens=lens, heads=64, top=8, key_format=key_format, weights="random")
     args = case.args("cuda")
     cuda_index.index_topk(*args)
     got, query = args[-2].cpu().double(), device_query(case)
@@ -209,7 +209,7 @@ def test_cuda_graph_with_other_lengths():
     table = table.cuda()
 
     def call() -> None:
-        cuda_index.index_topk(*static.values(), table, index_keys.MXFP4, scores, rows)
+        cuda_index.index_topk(*static.values(), table, KeyFormat.MXFP4.code, scores, rows)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

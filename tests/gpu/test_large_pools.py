@@ -9,6 +9,7 @@ from reader_cases import GARBAGE, attend_case, index_case, prefill_case
 from torch import Tensor
 
 from dsv4_sglang.attention import cuda_index, flashmla, sparse_prefill, triton_attend
+from dsv4_sglang.formats import RowFormat
 
 pytestmark = pytest.mark.gpu
 BLOCKS = 170_000
@@ -38,17 +39,17 @@ def test_attend(reader):
     entries = far(case.entries)
     assert entries.untyped_storage().nbytes() > 2**31
     rows = shifted(near[6], (BLOCKS - case.entries.shape[0]) * 32)
-    if reader == "flashmla" and not flashmla.supported(near[0], near[2], near[5]):
+    if reader == "flashmla" and not flashmla.supported(near[0], RowFormat.FP8):
         pytest.skip("FlashMLA does not run here")
     got = attend(*near[:5], entries, rows, *near[7:])
     assert torch.equal(got, attend(*near)) and got.any()
 
 
 def test_sparse_prefill():
-    step, lengths, case = prefill_case(ratio=4, row_dtype=torch.uint8, heads=64)
+    step, lengths, case = prefill_case(ratio=4, row_format=RowFormat.FP8, heads=64)
     step = dataclasses.replace(step, **{k: v.cuda() for k, v in vars(step).items() if isinstance(v, Tensor)})
     near = list(case.args("cuda"))
-    if not sparse_prefill.supported(near[0], near[2]):
+    if not sparse_prefill.supported(near[0], RowFormat.FP8):
         pytest.skip("FlashMLA does not run here")
     outs = []
     for shift, entries in ((0, near[5]), (BLOCKS - near[5].shape[0], far(case.entries))):

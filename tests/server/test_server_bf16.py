@@ -15,7 +15,7 @@ import torch
 from server_harness import Generated, Server, assert_same, prompt, running
 
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.sizing import StateDemand, table
 from dsv4_sglang.testing.oracle import Oracle
@@ -138,7 +138,7 @@ def test_what_the_server_says_of_itself(server: Server, tiny: Callable[..., Path
     info = server.get("/get_server_info")
     assert info["max_total_num_tokens"] == 16384
     config = DSV4Config.from_hf(json.loads((tiny(seed=1) / "config.json").read_text()))
-    layout = CacheLayout.from_model(config, torch.bfloat16, Options(), "cpu")
+    layout = served_layout(config, torch.bfloat16, Options(), "cpu")
     demand = StateDemand(running=16, staging=32, checkpoints=32)
     assert table(layout, 16384, demand) in server.log_text()
     blocks = sum(part.bytes for part in layout.block_parts(129))

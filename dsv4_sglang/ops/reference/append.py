@@ -13,15 +13,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4_sglang.ops.index_keys import INDEX_DIM, hadamard, write_keys
+from dsv4_sglang.formats import KeyFormat, KeyTable, RowFormat, RowTable
+from dsv4_sglang.formats.index_keys import INDEX_DIM, hadamard
+from dsv4_sglang.formats.rows import ENTRY_DIM, quantise_nope
+from dsv4_sglang.model.geometry import (
+    BLOCK_TOKENS,
+    CSA_CURRENT_ROWS,
+    CSA_CURRENT_Z,
+    CSA_PREVIOUS_K,
+    CSA_PREVIOUS_ROWS,
+    CSA_PREVIOUS_Z,
+    CSA_RATIO,
+    HCA_ONLINE_ROWS,
+    HCA_RATIO,
+    WINDOW,
+)
 from dsv4_sglang.ops.rope import rms_norm, rotate, rounding
-from dsv4_sglang.ops.rows import ENTRY_DIM, copy_rows, quantise_nope, write_rows
 from dsv4_sglang.ops.schemas import NAMESPACE
 
-WINDOW = 128
-CSA_RATIO, HCA_RATIO = 4, 128
-CSA_TAIL_ROWS = 24  # 4 current k, 4 current z, 8 previous k, 8 previous z
-HCA_ONLINE_ROWS = 3  # max, sum, accumulator
 NEG_INF = float("-inf")
 
 
@@ -63,19 +72,19 @@ def _check(ok: bool, message: Callable[[], str]) -> None:
         raise ValueError("append: " + message())
 
 
-def _write_window(chunk: _Chunk, rows: Tensor, ring: Tensor, window: Tensor | None, track: Tensor | None) -> None:
-    slot, length = chunk.slot, chunk.length
+def _write_window(chunk: _Chunk, rows: Tensor, ring: RowTable, window: RowTable | None, track: Tensor | None) -> None:
+    slot, length, ring_rows = chunk.slot, chunk.length, ring.data.shape[1]
     if window is not None:
         base = chunk.begin + WINDOW * chunk.request + WINDOW
         old = torch.arange(max(0, length - WINDOW), length)
-        copy_rows(ring, slot * WINDOW + old % WINDOW, window, base + old - length)
-        write_rows(window, base + torch.arange(chunk.count), rows[chunk.begin : chunk.end])
+        window.copy_from(ring, slot * ring_rows + old % ring_rows, base + old - length)
+        window.write(base + torch.arange(chunk.count), rows[chunk.begin : chunk.end])
     positions, at = chunk.latest(WINDOW)
-    write_rows(ring, slot * WINDOW + positions % WINDOW, rows[at])
+    ring.write(slot * ring_rows + positions % ring_rows, rows[at])
     if track is not None:
         tracked = track[chunk.begin : chunk.end] >= 0
         target = track[chunk.begin : chunk.end][tracked].long()
-        write_rows(ring, target * WINDOW + chunk.positions[tracked] % WINDOW, rows[chunk.begin : chunk.end][tracked])
+        ring.write(target * ring_rows + chunk.positions[tracked] % ring_rows, rows[chunk.begin : chunk.end][tracked])
 
 
 def _pool(z: Tensor, k: Tensor) -> Tensor:
@@ -98,9 +107,12 @@ def _csa_pool(chunk: _Chunk, score: Tensor, ape: Tensor, tail: Tensor, tracked: 
     k_p, k_c = torch.zeros(stop - start, dim), torch.zeros(stop - start, dim)
     z_p, z_c = torch.full((stop - start, dim), NEG_INF), torch.full((stop - start, dim), NEG_INF)
     old = torch.arange(max(0, start), chunk.length)
-    k_p[old - start], z_p[old - start] = state[8 + (old & 7)], state[16 + (old & 7)]
+    k_p[old - start], z_p[old - start] = (
+        state[CSA_PREVIOUS_K + old % CSA_PREVIOUS_ROWS],
+        state[CSA_PREVIOUS_Z + old % CSA_PREVIOUS_ROWS],
+    )
     old = torch.arange(CSA_RATIO * first, chunk.length)
-    k_c[old - start], z_c[old - start] = state[old & 3], state[4 + (old & 3)]
+    k_c[old - start], z_c[old - start] = state[old % CSA_CURRENT_ROWS], state[CSA_CURRENT_Z + old % CSA_CURRENT_ROWS]
     new = positions - start
     k_p[new], z_p[new], k_c[new], z_c[new] = k_prev, z_prev, k_cur, z_cur
 
@@ -110,17 +122,17 @@ def _csa_pool(chunk: _Chunk, score: Tensor, ape: Tensor, tail: Tensor, tracked: 
         torch.cat([z_p[windows], z_c[windows + CSA_RATIO]], 1), torch.cat([k_p[windows], k_c[windows + CSA_RATIO]], 1)
     )
 
-    at, rows = chunk.latest(4)
-    at, rows = at & 3, slice(rows.start - chunk.begin, None)
-    state[at], state[4 + at] = k_cur[rows], z_cur[rows]
-    at, rows = chunk.latest(8)
-    at, rows = at & 7, slice(rows.start - chunk.begin, None)
-    state[8 + at], state[16 + at] = k_prev[rows], z_prev[rows]
+    at, rows = chunk.latest(CSA_CURRENT_ROWS)
+    at, rows = at % CSA_CURRENT_ROWS, slice(rows.start - chunk.begin, None)
+    state[at], state[CSA_CURRENT_Z + at] = k_cur[rows], z_cur[rows]
+    at, rows = chunk.latest(CSA_PREVIOUS_ROWS)
+    at, rows = at % CSA_PREVIOUS_ROWS, slice(rows.start - chunk.begin, None)
+    state[CSA_PREVIOUS_K + at], state[CSA_PREVIOUS_Z + at] = k_prev[rows], z_prev[rows]
     if tracked is not None:  # a checkpoint ends at a multiple of 128: only its last 4 previous-window rows live on
         mine = tracked[chunk.begin : chunk.end]
-        last = torch.nonzero((mine >= 0) & (positions % WINDOW >= WINDOW - CSA_RATIO)).squeeze(-1)
-        target, at = mine[last].long(), positions[last] & 7
-        tail[target, 8 + at], tail[target, 16 + at] = k_prev[last], z_prev[last]
+        last = torch.nonzero((mine >= 0) & (positions % BLOCK_TOKENS >= BLOCK_TOKENS - CSA_RATIO)).squeeze(-1)
+        target, at = mine[last].long(), positions[last] % CSA_PREVIOUS_ROWS
+        tail[target, CSA_PREVIOUS_K + at], tail[target, CSA_PREVIOUS_Z + at] = k_prev[last], z_prev[last]
     return pooled
 
 
@@ -147,8 +159,11 @@ def _hca_pool(chunk: _Chunk, score: Tensor, ape: Tensor, tail: Tensor) -> Tensor
             entry = acc / total
         else:
             if open_rows:
-                k_w, z_w = torch.cat([state[:open_rows], k_w]), torch.cat([state[128 : 128 + open_rows], z_w])
-            state[: len(k_w)], state[128 : 128 + len(z_w)] = k_w.clone(), z_w.clone()
+                k_w, z_w = (
+                    torch.cat([state[:open_rows], k_w]),
+                    torch.cat([state[HCA_RATIO : HCA_RATIO + open_rows], z_w]),
+                )
+            state[: len(k_w)], state[HCA_RATIO : HCA_RATIO + len(z_w)] = k_w.clone(), z_w.clone()
             entry = _pool(z_w[None], k_w[None])[0]
         if open_rows + end - begin == HCA_RATIO:
             pooled.append(entry)
@@ -168,7 +183,8 @@ def append(
     rope: Tensor,
     eps: float,
     ratio: int,
-    index_format: int,
+    row_format: int,
+    key_format: int,
     slots: Tensor,
     prefix_lens: Tensor,
     query_start: Tensor,
@@ -186,22 +202,25 @@ def append(
 ) -> None:
     """Write one layer's cache for T tokens of B requests, from the raw projections (SPEC 2.1, 2.4, 2.5, 3.1 to 3.7).
 
-    Projections: `kv` [T, 512] bf16 or fp32 (its dtype sets the rounding between stages); `kv_score` fp32, CSA [T,
-    2048] = [k_prev | k_cur | z_prev | z_cur], HCA [T, 1024] = [k | z]; `index_kv_score` [T, 512] fp32 like CSA's with
-    128 a column group. Weights: `kv_norm`, `entry_norm` [512], `index_norm` [128], `ape` fp32 [4, 1024] = [prev |
-    cur] or [128, 512], `index_ape` [4, 256]; `rope` [positions, 64] fp32, interleaved cos and sin. `ratio` 0 (SWA), 4
-    (CSA) or 128 (HCA). Batch: `slots` [B] int32 state slots, -1 skips the request; `prefix_lens` [B] int32 tokens
-    before the step; `query_start` [B + 1] int32; `token_request` [T] int32; `out_loc` [T] int64 pool slots, congruent
-    to the positions modulo 128; `track_slots` [T] int32, the state slot of the checkpoint that this token's row
-    belongs to, or -1. Written: `ring` [slots, 128, w]; `tail` fp32, CSA [slots, 24, 640], HCA [slots, 256, 512] raw
-    or [slots, 3, 512] online; `entries` (CSA [blocks, 32, w] at out_loc // 4, HCA [1, blocks, w] at out_loc // 128);
-    `index_keys` [blocks, 32, w]; `window` [1, T + 128 B, w] (prefill); `swa_pos` [slots, 128], `swa_head` [slots],
-    `tail_len` [slots] int32 where given.
+    Projections: `kv` [T, 512] bf16 or fp32 (its dtype sets the rounding between stages); `kv_score` fp32, CSA [T, 2048]
+    = [k_prev | k_cur | z_prev | z_cur], HCA [T, 1024] = [k | z]; `index_kv_score` [T, 512] fp32 like CSA's with 128 a
+    column group. Weights: `kv_norm`, `entry_norm` [512], `index_norm` [128], `ape` fp32 [4, 1024] = [prev | cur] or
+    [128, 512], `index_ape` [4, 256]; `rope` [positions, 64] fp32, interleaved cos and sin. `ratio` 0 (SWA), 4 (CSA) or
+    128 (HCA). Formats: `row_format` of `ring`, `entries` and `window`, `key_format` of `index_keys`, the codes of
+    `RowFormat` and `KeyFormat`. Batch: `slots` [B] int32 state slots, -1 skips the request; `prefix_lens` [B] int32
+    tokens before the step; `query_start` [B + 1] int32; `token_request` [T] int32; `out_loc` [T] int64 pool slots,
+    congruent to the positions modulo 128; `track_slots` [T] int32, the state slot of the checkpoint that this token's
+    row belongs to, or -1. Written: `ring` [slots, R, w], R at least 128, position t in row t % R; `tail` fp32, CSA
+    [slots, 24, 640], HCA [slots, 256, 512] raw or [slots, 3, 512] online; `entries` (CSA [blocks, 32, w] at out_loc //
+    4, HCA [1, blocks, w] at out_loc // 128); `index_keys` [blocks, 32, w]; `window` [1, T + 128 B, w] (prefill);
+    `swa_pos` [slots, R], `swa_head` [slots], `tail_len` [slots] int32 where given.
 
     On CUDA, a decode step that is recorded into a graph reads batch, weights and `rope` while the kernel before it in
     the stream still runs: that kernel must not write them.
     """
     _check(ratio in (0, CSA_RATIO, HCA_RATIO), lambda: f"ratio is {ratio}; expected 0, 4 or 128")
+    rings, keys = RowTable(ring, RowFormat.from_code(row_format)), KeyFormat.from_code(key_format)
+    _check(ring.shape[1] >= WINDOW, lambda: f"ring has {ring.shape[1]} rows a slot; expected at least {WINDOW}")
     tokens = kv.shape[0]
     if window is None:
         _check(
@@ -221,13 +240,13 @@ def append(
         return round_stage(rotate(round_stage(rms_norm(round_stage(pooled), norm, eps)), at, rope))
 
     for chunk in _chunks(slots, prefix_lens, query_start):
-        _write_window(chunk, rows, ring, window, track_slots)
+        _write_window(chunk, rows, rings, rings._replace(data=window) if window is not None else None, track_slots)
         stop = chunk.length + chunk.count
         if swa_pos is not None:
             at, _ = chunk.latest(WINDOW)
-            swa_pos[chunk.slot, at % WINDOW] = at.to(swa_pos.dtype)
+            swa_pos[chunk.slot, at % ring.shape[1]] = at.to(swa_pos.dtype)
         if swa_head is not None:
-            swa_head[chunk.slot] = stop % WINDOW
+            swa_head[chunk.slot] = stop % ring.shape[1]
         if ratio == 0:
             continue
         if tail_len is not None:
@@ -237,18 +256,19 @@ def append(
         first = chunk.length // ratio
         closing = ratio * (torch.arange(first, stop // ratio) + 1) - 1  # the token that closes each window
         entry_rows = out_loc[chunk.begin + closing - chunk.length] // ratio
+        entry_table = rings._replace(data=entries)
         if ratio == HCA_RATIO:
             pooled = _hca_pool(chunk, kv_score, ape, tail)
-            write_rows(entries, entry_rows, finish(pooled, entry_norm, first))
+            entry_table.write(entry_rows, finish(pooled, entry_norm, first))
             continue
         assert (
             index_kv_score is not None and index_ape is not None and index_norm is not None and index_keys is not None
         )
         pooled = _csa_pool(chunk, kv_score, ape, tail[..., :ENTRY_DIM], track_slots)
-        write_rows(entries, entry_rows, finish(pooled, entry_norm, first))
+        entry_table.write(entry_rows, finish(pooled, entry_norm, first))
         pooled = _csa_pool(chunk, index_kv_score, index_ape, tail[..., ENTRY_DIM:], track_slots)
         assert pooled.shape[-1] == INDEX_DIM
-        write_keys(index_keys, entry_rows, hadamard(finish(pooled, index_norm, first)), index_format)
+        KeyTable(index_keys, keys).write(entry_rows, hadamard(finish(pooled, index_norm, first)))
 
 
 def append_swa(
@@ -265,8 +285,8 @@ def append_swa(
     """Quantise final rows (normalised and rotated) into the window rings, FP8 rows only (SPEC 2.4).
 
     `raw_kv` [T, 512] bf16, `request_slots` [T] int32 (-1 skips the token), `positions` [T] int32; the ring as split
-    views: `swa_fp8` [slots, 128, 448] uint8, `swa_rope` [slots, 128, 64] bf16, `swa_inv` [slots, 128] float8_e8m0fnu
-    (the multiplier that dequantises), `swa_pos` [slots, 128] int32, `swa_head` [slots] int32 (the ring row that the
+    views: `swa_fp8` [slots, R, 448] uint8, `swa_rope` [slots, R, 64] bf16, `swa_inv` [slots, R] float8_e8m0fnu
+    (the multiplier that dequantises), `swa_pos` [slots, R] int32, `swa_head` [slots] int32 (the ring row that the
     next position takes). Tokens come in any number and order: of those that fall on one ring row the highest position
     stays.
     """
@@ -277,14 +297,15 @@ def append_swa(
             f"append_swa: rope_dim {rope_dim} and rows of {raw_kv.shape[-1]} do not fit rings of "
             f"{swa_fp8.shape[-1]} FP8 and {swa_rope.shape[-1]} RoPE dims"
         )
+    ring_rows = swa_fp8.shape[1]
     valid = torch.nonzero(request_slots >= 0).squeeze(-1)
     order = valid[torch.argsort(positions[valid], stable=True)]
     slots, at = request_slots[order].long(), positions[order].long()
     # Python dicts keep the last write: the highest position of each ring row.
-    last = {key: i for i, key in enumerate(zip(slots.tolist(), (at % WINDOW).tolist()))}
+    last = {key: i for i, key in enumerate(zip(slots.tolist(), (at % ring_rows).tolist()))}
     keep = torch.tensor(list(last.values()), dtype=torch.long)
     order, slots, at = order[keep], slots[keep], at[keep]
-    row = at % WINDOW
+    row = at % ring_rows
     nope = raw_kv.shape[-1] - rope_dim
     codes, exponents = quantise_nope(raw_kv[order, :nope].float())
     swa_fp8[slots, row] = codes
@@ -295,7 +316,7 @@ def append_swa(
     strip[slots, row] = exponents.unsqueeze(-1).expand(-1, repeat)
     swa_pos[slots, row] = at.to(swa_pos.dtype)
     for slot in set(slots.tolist()):
-        swa_head[slot] = (int(at[slots == slot].max()) + 1) % WINDOW
+        swa_head[slot] = (int(at[slots == slot].max()) + 1) % ring_rows
 
 
 torch.library.impl(f"{NAMESPACE}::append", "CPU", append)

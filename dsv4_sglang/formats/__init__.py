@@ -1,0 +1,10 @@
+"""Formats of what the cache stores, each in a module of its own: names, bytes, offsets, views, quantisers.
+
+`rows`: 512-dim rows (window rows, CSA and HCA entries). `index_keys`: 128-dim keys of the indexer. Knows only torch.
+The device's side of the same facts is `csrc/rows.h`; `tests/test_numeric.py` holds both equal.
+"""
+
+from dsv4_sglang.formats.index_keys import KeyFormat, KeyTable, make_key_table
+from dsv4_sglang.formats.rows import RowFormat, RowTable, make_row_tables
+
+__all__ = ["KeyFormat", "KeyTable", "RowFormat", "RowTable", "make_key_table", "make_row_tables"]

@@ -1,0 +1,172 @@
+"""Index keys: Hadamard rotation, FP4 quantisation, and the tables that hold them (SPEC 2.5, 6.3).
+
+A key table is `[blocks, 32, width]`; a `KeyTable` is such a tensor with its format. The FP4 formats, dtype uint8 and
+width 72, are the NVFP4 container: a block holds 32 x 64 B of e2m1 pairs (element 2i in the low nibble), then 32 x 8 B
+of e4m3 scales, one per 16 elements. Two quantisers write it: MXFP4, the trained format (blocks of 32, one power of two,
+its byte written twice), and NVFP4 (blocks of 16). FP32, width 128, holds unquantised keys for exact tests.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4_sglang.formats.rows import ceil_pow2_exponent, exp2_of_biased
+
+INDEX_DIM = 128
+KEY_BYTES = INDEX_DIM // 2
+KEY_SCALES = INDEX_DIM // 16
+FP4_WIDTH = KEY_BYTES + KEY_SCALES  # 72
+FP4_MAX = 6.0
+E4M3_MIN = 2.0**-9  # the smallest positive e4m3
+# Powers of two that an e4m3 scale can hold, as biased fp32 exponents: 2^-9 .. 2^8.
+_MIN_EXPONENT, _MAX_EXPONENT = 127 - 9, 127 + 8
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class KeyFormat(enum.Enum):
+    """Storage of one 128-dim index key."""
+
+    MXFP4 = "mxfp4"
+    """The trained format in the NVFP4 container: 64 B of e2m1, blocks of 32, each power-of-two scale twice: 72 B."""
+    NVFP4 = "nvfp4"
+    """64 B of e2m1 and 8 e4m3 scales, one per 16: 72 B."""
+    FP32 = "fp32"
+    """512 B, unquantised, for exact tests and CPU."""
+
+    @property
+    def code(self) -> int:
+        """The ops' argument `key_format`; the enum of that name in csrc/rows.h."""
+        return _CODES.index(self)
+
+    @classmethod
+    def from_code(cls, code: int) -> KeyFormat:
+        if not 0 <= code < len(_CODES):
+            known = ", ".join(f"{i} ({key_format.value})" for i, key_format in enumerate(_CODES))
+            raise ValueError(f"key_format is {code}; expected {known}")
+        return _CODES[code]
+
+    @property
+    def is_fp4(self) -> bool:
+        return self is not KeyFormat.FP32
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8 if self.is_fp4 else torch.float32
+
+    @property
+    def width(self) -> int:
+        """Size of a table's last dimension."""
+        return FP4_WIDTH if self.is_fp4 else INDEX_DIM
+
+    @property
+    def key_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+
+_CODES = (KeyFormat.MXFP4, KeyFormat.NVFP4, KeyFormat.FP32)
+
+
+@functools.cache
+def _hadamard_matrix(device: torch.device) -> Tensor:
+    h = torch.ones(1, 1, device=device)
+    while h.shape[0] < INDEX_DIM:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
+    return h / INDEX_DIM**0.5
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Sylvester-ordered orthonormal Hadamard transform of the last dimension (128), in fp32 (SPEC 2.5)."""
+    return x.float() @ _hadamard_matrix(x.device)
+
+
+def e2m1_codes(x: Tensor) -> Tensor:
+    """fp32 -> 4-bit e2m1 codes (sign in bit 3), round to nearest even, saturating at 6."""
+    a = x.abs().clamp_max(FP4_MAX)
+    grid = torch.where(a < 2, (a * 2).round() / 2, torch.where(a < 4, a.round(), (a / 2).round() * 2))
+    code = torch.where(grid < 2, grid * 2, torch.where(grid < 4, grid + 2, grid / 2 + 4)).to(torch.uint8)
+    return code | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def quantise_keys(y: Tensor, key_format: KeyFormat) -> tuple[Tensor, Tensor]:
+    """[N, 128] rotated keys -> packed e2m1 [N, 64] uint8 and e4m3 scale bytes [N, 8] uint8."""
+    y = y.bfloat16().float()
+    if key_format is KeyFormat.MXFP4:
+        amax = y.unflatten(-1, (-1, 32)).abs().amax(-1).clamp_min(FP4_MAX * 2.0**-126)
+        e = ceil_pow2_exponent(amax * (1.0 / FP4_MAX)).clamp(_MIN_EXPONENT, _MAX_EXPONENT)
+        scale = exp2_of_biased(e).repeat_interleave(2, -1)
+    elif key_format is KeyFormat.NVFP4:
+        amax = y.unflatten(-1, (-1, 16)).abs().amax(-1)
+        scale = (amax * (1.0 / FP4_MAX)).clamp(E4M3_MIN, 448.0).to(torch.float8_e4m3fn).float()
+    else:
+        raise ValueError(f"{key_format.value} keys are not quantised; expected mxfp4 or nvfp4")
+    codes = e2m1_codes((y.unflatten(-1, (-1, 16)) / scale.unsqueeze(-1)).flatten(-2))
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scale.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def dequantise_keys(packed: Tensor, scales: Tensor) -> Tensor:
+    """Inverse of `quantise_keys`: fp32 [N, 128]."""
+    values = torch.tensor(_E2M1 + tuple(-v for v in _E2M1), device=packed.device)
+    codes = torch.stack([packed & 0xF, packed >> 4], -1).flatten(-2)
+    scale = scales.contiguous().view(torch.float8_e4m3fn).float()
+    return (values[codes.long()].unflatten(-1, (-1, 16)) * scale.unsqueeze(-1)).flatten(-2)
+
+
+@dataclass(frozen=True)
+class KeyViews:
+    """An FP4 index key table `[blocks, 32, 72]` taken apart; both share its memory."""
+
+    fp4: Tensor
+    """[blocks, 32, 64] uint8: two e2m1 values a byte, element 2i in the low nibble."""
+    scales: Tensor
+    """[blocks, 32, 8] float8_e4m3fn: one multiplier per 16 elements."""
+
+
+class KeyTable(NamedTuple):
+    """Index keys in blocks, `data` [blocks, 32, width], and what their bytes mean."""
+
+    data: Tensor
+    format: KeyFormat
+
+    def views(self) -> KeyViews | None:
+        """The parts of an FP4 table; None for the unquantised format."""
+        if not self.format.is_fp4:
+            return None
+        blocks, keys, _ = self.data.shape
+        stride = self.data.stride(0)
+        fp4 = self.data.as_strided((blocks, keys, KEY_BYTES), (stride, KEY_BYTES, 1))
+        scales = self.data.as_strided(
+            (blocks, keys, KEY_SCALES), (stride, KEY_SCALES, 1), self.data.storage_offset() + keys * KEY_BYTES
+        )
+        return KeyViews(fp4, scales.view(torch.float8_e4m3fn))
+
+    def _at(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        rows = rows.long()
+        return rows // self.data.shape[1], rows % self.data.shape[1]
+
+    def write(self, rows: Tensor, y: Tensor) -> None:
+        """Quantise rotated keys `y` [N, 128] into the rows `rows` [N], which must not repeat."""
+        at, views = self._at(rows), self.views()
+        if views is None:
+            self.data[at] = y.to(self.data.dtype)
+            return
+        packed, scales = quantise_keys(y, self.format)
+        views.fp4[at] = packed
+        views.scales.view(torch.uint8)[at] = scales
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Dequantised keys, fp32 [*rows.shape, 128]."""
+        at, views = self._at(rows), self.views()
+        if views is None:
+            return self.data[at].float()
+        return dequantise_keys(views.fp4[at], views.scales.view(torch.uint8)[at])
+
+
+def make_key_table(blocks: int, keys_per_block: int, key_format: KeyFormat, device: torch.device) -> Tensor:
+    """Zeroed index key table `[blocks, keys_per_block, width]`."""
+    return torch.zeros(blocks, keys_per_block, key_format.width, dtype=key_format.dtype, device=device)
