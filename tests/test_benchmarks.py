@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from progress import LONG, wait
 
 from benchmarks import (
     append,
@@ -425,7 +426,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 
 def test_a_server_is_started_asked_and_stopped(tmp_path: Path) -> None:
     server = servers.Server("fake", [sys.executable, "-c", FAKE], {}, tmp_path / "logs" / "fake.log")
-    with servers.running(server, 30):
+    with servers.running(server, LONG):
         process = server.process
         assert process is not None
         assert server.request("/server_info")["max_total_num_tokens"] == 1000
@@ -456,7 +457,7 @@ def test_a_servers_plugin_folder_is_private_and_goes_with_it(tmp_path: Path, mon
 def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
     broken = [sys.executable, "-c", "print('ValueError: no such flag'); raise SystemExit(3)"]
     server = servers.Server("broken", broken, {}, tmp_path / "broken.log")
-    with pytest.raises(RuntimeError, match=r"ended with 3: .*no such flag"), servers.running(server, 30):
+    with pytest.raises(RuntimeError, match=r"ended with 3: .*no such flag"), servers.running(server, LONG):
         pass
     assert server.process is None
 
@@ -510,23 +511,23 @@ def test_append_table_has_the_ratio() -> None:
 
 def test_a_time_limit_stops_the_servers_and_keeps_the_rows(tmp_path: Path) -> None:
     program = f"""
-import sys, time
+import signal, sys
 from pathlib import Path
 from benchmarks import report, servers
 made = report.Report("demo", report.parser("x").parse_args(["--out", {str(tmp_path)!r}]))
 server = servers.Server("fake", [sys.executable, "-c", {FAKE!r}], {{}}, Path({str(tmp_path)!r}) / "fake.log")
 def part():
-    with servers.running(server, 30):
+    with servers.running(server, {LONG}):
         yield {{"us": 1.0}}
         print("pid", server.process.pid, flush=True)
-        time.sleep(60)
+        signal.pause()
 made.part("slow", part)
 """
     running = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert running.stdout is not None
     line = next(line for line in running.stdout if line.startswith("pid"))
     running.terminate()
-    assert running.wait(30) == 143
+    assert wait(running) == 143
     running.stdout.close()
     assert [row["us"] for row in result(tmp_path, "demo")["rows"]] == [1.0]
     with pytest.raises(ProcessLookupError):

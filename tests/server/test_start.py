@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from progress import run, wait
 from server_harness import launched
 
 from dsv4_sglang.srt import launch
 
 pytestmark = pytest.mark.server
-
-SECONDS = 240
 
 # Run in a process of its own, because SGLang reads its environment when it is imported and hooks are for life.
 INERT = """
@@ -129,16 +127,14 @@ else:
 @pytest.mark.parametrize("script", [INERT, ACTIVE], ids=["inert", "active"])
 def test_plugin(tiny: Callable[..., Path], script: str) -> None:
     environment = launch.Command([], launch.cpu_environment()).full_environment()
-    process = subprocess.run(
-        [sys.executable, "-c", script, str(tiny())], env=environment, capture_output=True, text=True, timeout=SECONDS
-    )
+    process = run([sys.executable, "-c", script, str(tiny())], env=environment)
     assert process.returncode == 0, process.stderr[-3000:]
 
 
 def failing(model: Path, log: Path, flags: list[str], options: dict[str, object]) -> str:
     """The log of a launch that must end by itself with an error."""
     with launched(model, log, flags, options) as process:
-        assert process.wait(SECONDS) != 0
+        assert wait(process, log) != 0
     return log.read_text(errors="replace")
 
 
