@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.layers.dp_attention import attn_tp_all_reduce
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.runner import get_is_capture_mode
 from sglang.srt.models import deepseek_v4 as in_tree
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import add_prefix
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -234,6 +236,9 @@ class CachedAttention(in_tree.MqaAttentionBase):
             weight = self.wo_a.weight.view(self.n_local_groups, self.o_lora_rank, -1).to(grouped.dtype)
             projected = torch.einsum("tgd,grd->tgr", grouped, weight)
         y, _ = self.wo_b(projected.flatten(1))
+        # wo_b adds up the parts of all processes itself, but not where attention is split over some of them only.
+        if 1 < self.attn_tp_size < get_parallel().tp_size:
+            y = attn_tp_all_reduce(y)
         return y
 
     def _fp8_wo_a(self, grouped: Tensor, derotate_from: Tensor | None) -> Tensor:
