@@ -3,6 +3,8 @@ interrupted."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -18,10 +20,11 @@ from dsv4_sglang.srt.pools import StateParams, StateSlotPool
 from dsv4_sglang.srt.prefix.timer import CopyTimer
 
 
-def make_pool(dtype: torch.dtype = torch.float8_e4m3fn) -> StateSlotPool:
+def make_pool(dtype: torch.dtype = torch.float8_e4m3fn, ring_rows: int = 128) -> StateSlotPool:
     config = DSV4Config.flash()
     layout = served_layout(config, dtype, Options(), "cpu")
-    layout = CacheLayout(layout.schemas[:5], layout.device)
+    schemas = [dataclasses.replace(schema, ring_rows=ring_rows) for schema in layout.schemas[:5]]
+    layout = CacheLayout(tuple(schemas), layout.device)
     params = StateParams.of(layout, staging=2, checkpoints=3)
     return StateSlotPool(size=3, cache_params=params, mamba_layer_ids=list(range(5)), device="cpu")
 
@@ -37,9 +40,12 @@ def fill(state: StateStorage, slot: int, seed: int) -> None:
         tail[:, slot] = torch.randn(tail[:, slot].shape, generator=generator)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
-def test_a_state_goes_to_a_checkpoint_and_back(dtype: torch.dtype) -> None:
-    state = make_pool(dtype).storage
+@pytest.mark.parametrize(
+    ("dtype", "ring_rows"), [(torch.float8_e4m3fn, 128), (torch.bfloat16, 128), (torch.float8_e4m3fn, 136)]
+)
+def test_a_state_goes_to_a_checkpoint_and_back(dtype: torch.dtype, ring_rows: int) -> None:
+    state = make_pool(dtype, ring_rows).storage
+    assert state.rings.shape[2] == ring_rows
     for slot in range(1, state.num_slots):
         fill(state, slot, slot)
     before = state.rings.clone(), state.tails[AttentionType.CSA].clone(), state.tails[AttentionType.HCA].clone()
