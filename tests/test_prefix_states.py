@@ -10,7 +10,7 @@ import torch
 
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
 from dsv4_sglang.cache import CacheLayout, StateStorage
-from dsv4_sglang.cache.state_cache import KEPT_UNITS, SLOT_UNITS
+from dsv4_sglang.cache.layout import KEPT_UNITS, SLOT_UNITS
 from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import AttentionType
