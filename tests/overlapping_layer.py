@@ -95,7 +95,8 @@ def make_layer(ratio: int, streams: list[Stream], device: Device, name: str) -> 
 def make_backend(device: Device, monkeypatch: pytest.MonkeyPatch) -> tuple[HybridCacheBackend, SimpleNamespace]:
     """The real backend's decode over fake ops, which note themselves under the name of the layer at work."""
     backend = HybridCacheBackend.__new__(HybridCacheBackend)
-    backend.state = SimpleNamespace(ring=lambda layer: None, tail=lambda layer: None)
+    layout = SimpleNamespace(ring_rows=128)
+    backend.state = SimpleNamespace(ring=lambda layer: None, tail=lambda layer: None, layout=layout)
     backend.blocks = SimpleNamespace(entries=lambda layer: None, keys=lambda layer: None)
     backend.last_layer, backend.top_k, backend.device = -1, 8, "cpu"
     backend.row_format, backend.key_format = RowFormat.FP32, KeyFormat.FP32
