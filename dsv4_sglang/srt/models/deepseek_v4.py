@@ -22,7 +22,8 @@ from sglang.srt.utils import add_prefix
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dsv4_sglang.srt.backend import Compression, IndexQuery, LayerInputs, LayerOutput
+from dsv4_sglang.attention.readers import LayerOutput
+from dsv4_sglang.srt.backend import Compression, IndexQuery, LayerInputs
 from dsv4_sglang.srt.models import torch_layers
 
 CSA_RATIO = 4
