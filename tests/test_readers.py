@@ -85,6 +85,11 @@ def test_heads_are_padded_to_what_flashmla_takes(heads: int, padded: int) -> Non
     assert not more_q[:, heads:].any() and (padded != heads or more_q is q)
 
 
+def test_more_heads_than_flashmla_takes_are_refused() -> None:
+    with pytest.raises(ValueError, match="129 heads; expected at most 128"):
+        flashmla.pad_heads(torch.zeros(2, 129, 512), torch.zeros(129))
+
+
 @pytest.mark.parametrize("width", [None, 64])
 def test_inputs_are_the_arguments_of_the_op(width: int | None) -> None:
     args = attend_case(tokens=3, heads=4, width=width, row_format=BF16).args()

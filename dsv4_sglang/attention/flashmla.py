@@ -41,8 +41,11 @@ def has_kernel(device: torch.device) -> bool:
 
 
 def pad_heads(q: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """`q` [T, H, 512] and `sink` [H] with as many heads as a kernel takes; H is at most 128."""
-    more = next(count for count in HEAD_COUNTS if count >= q.shape[1]) - q.shape[1]
+    """`q` [T, H, 512] and `sink` [H] with as many heads as a kernel takes. ValueError where H is above 128."""
+    heads = q.shape[1]
+    if heads > HEAD_COUNTS[-1]:
+        raise ValueError(f"{heads} heads; expected at most {HEAD_COUNTS[-1]}: ask `supports` first")
+    more = next(count for count in HEAD_COUNTS if count >= heads) - heads
     return (F.pad(q, (0, 0, 0, more)), F.pad(sink, (0, more))) if more else (q, sink)
 
 

@@ -4,7 +4,7 @@
 | --- | --- | --- | --- |
 | `sparse_prefill.SparsePrefillReader` | FlashMLA's sparse bf16 kernel, on rows written out | prefill | fp8, bf16 |
 | `flashmla.FlashMLAReader` | FlashMLA's FP8 kernel for decode, on the tables as they are | any | fp8 |
-| `PortableReader` | the op `attend`: Triton (`triton_attend`) on CUDA, PyTorch on a CPU | any | all |
+| `PortableReader` | the op `attend`: Triton (`triton_attend`) on CUDA, `ops.reference.read` on a CPU | any | all |
 """
 
 from __future__ import annotations

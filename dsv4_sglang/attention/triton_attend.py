@@ -135,7 +135,7 @@ def _load_rows(
         block = row // rows_per_block
         inside = row - block * rows_per_block
     block_at = table + block.to(tl.int64) * tl.multiple_of(block_stride, 16)
-    lack = 1.0
+    lack = tl.full([BLOCK_N], 1.0, tl.float32)
     if FP8:
         row_at, scale_at = fp8_row(block_at, inside, rows_per_block)
         # All bytes of the strip are equal, and none is 0: the least amax is 1e-4. The reduction keeps the layout of the
@@ -159,6 +159,33 @@ def _logits(q0, q1, q2, q3, k0, k1, k2, k3, lack, FOLD: tl.constexpr, PRECISION:
     if FOLD:
         logit = logit * lack[None, :]
     return tl.dot(q3, tl.trans(k3), logit, input_precision=PRECISION)
+
+
+@triton.jit
+def _weigh(logit, top, total):
+    """A step of the online softmax: probabilities, the factor of all sums so far, the new maximum and sum."""
+    new_top = tl.maximum(top, tl.max(logit, 1))
+    rescale = tl.exp2(top - new_top)
+    p = tl.exp2(logit - new_top[:, None])
+    return p, rescale, new_top, total * rescale + tl.sum(p, 1)
+
+
+@triton.jit
+def _add(
+    p, k0, k1, k2, k3, lack, o0, o1, o2, o3, rescale, FOLD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr
+):
+    """The sums of rows with a tile's rows."""
+    tail_p = p.to(DOT)
+    if FOLD:
+        # The other half of what the rows lack comes after the sum: their products shall stay far from subnormal.
+        p = p * lack[None, :]
+    p = p.to(DOT)
+    o0 = tl.dot(p, k0, o0 * rescale, input_precision=PRECISION)
+    o1 = tl.dot(p, k1, o1 * rescale, input_precision=PRECISION)
+    o2 = tl.dot(p, k2, o2 * rescale, input_precision=PRECISION)
+    # Not into the accumulator: this product would then run into the next tile's, and ptxas serialise them all.
+    o3 = tl.fma(o3, rescale, tl.dot(tail_p, k3, input_precision=PRECISION))
+    return o0, o1, o2, o3
 
 
 @triton.jit
@@ -243,23 +270,8 @@ def _attend_kernel(
         )
         logit = _logits(q0, q1, q2, q3, k0, k1, k2, k3, lack, FOLD, PRECISION)
         logit = tl.where(valid[None, :], logit * (scale * LOG2_E), float("-inf"))
-
-        new_top = tl.maximum(top, tl.max(logit, 1))
-        rescale = tl.exp2(top - new_top)
-        p = tl.exp2(logit - new_top[:, None])
-        total = total * rescale + tl.sum(p, 1)
-        top = new_top
-        rescale = rescale[:, None]
-        tail_p = p.to(DOT)
-        if FOLD:
-            # The other half of what the rows lack comes after the sum: their products shall stay far from subnormal.
-            p = p * lack[None, :]
-        p = p.to(DOT)
-        o0 = tl.dot(p, k0, o0 * rescale, input_precision=PRECISION)
-        o1 = tl.dot(p, k1, o1 * rescale, input_precision=PRECISION)
-        o2 = tl.dot(p, k2, o2 * rescale, input_precision=PRECISION)
-        # Not into the accumulator: this product would then run into the next tile's, and ptxas serialise them all.
-        o3 = tl.fma(o3, rescale, tl.dot(tail_p, k3, input_precision=PRECISION))
+        p, rescale, top, total = _weigh(logit, top, total)
+        o0, o1, o2, o3 = _add(p, k0, k1, k2, k3, lack, o0, o1, o2, o3, rescale[:, None], FOLD, DOT, PRECISION)
 
     if SPLIT:
         at = (token * splits + split) * heads + head
