@@ -2,6 +2,7 @@
 # make test     set up, format and lint checks, types, tests (two processes, a file each: servers start slowly)
 # make demo     make serve on a free port, then stop
 # make bench    the benchmarks
+# make check-recipes   what `make setup` would install on a fresh machine, of both recipes, without installing it
 # Variables: PYTHON (interpreter to make the environment with), RECIPE (cpu or cuda; default: what the machine has),
 # MODEL (checkpoint folder of serve and demo), ARGS (more arguments for serve, or for pytest in test).
 
@@ -13,7 +14,7 @@ ARGS ?=
 
 export PYTHON
 
-.PHONY: setup test lint format serve demo bench
+.PHONY: setup test lint format serve demo bench check-recipes
 
 setup: $(STAMP)
 
@@ -46,3 +47,6 @@ demo: $(STAMP) $(MODEL)/config.json
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+check-recipes: $(STAMP)
+	$(BIN)/python tools/check_recipes.py $(RECIPE)
