@@ -83,8 +83,9 @@ def main() -> None:
     recipes = sys.argv[1:] or list(EXPECTED_TORCH)
     if unknown := set(recipes) - set(EXPECTED_TORCH):
         raise SystemExit(f"unknown recipe {sorted(unknown)}: give cpu, cuda or nothing for both")
-    if not all([check(recipe) for recipe in recipes]):
-        raise SystemExit(1)
+    wrong = [recipe for recipe in recipes if not check(recipe)]
+    if wrong:
+        raise SystemExit(f"not as expected: {wrong}")
 
 
 if __name__ == "__main__":
