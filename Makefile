@@ -3,6 +3,7 @@
 # make test     set up, format and lint checks, types, tests (two processes, a file each: servers start slowly)
 # make demo     make serve on a free port, then stop
 # make bench    the benchmarks
+# make check-recipes   what `make setup` would install on a fresh machine, of both recipes, without installing it
 # Variables: PYTHON (interpreter to make the environment with), RECIPE (cpu or cuda; default: what the machine has),
 # MODEL (checkpoint folder of serve and demo), ARGS (more arguments for serve, or for pytest in test).
 
@@ -14,7 +15,7 @@ ARGS ?=
 
 export PYTHON
 
-.PHONY: setup test lint format serve demo bench
+.PHONY: setup test lint format serve demo bench check-recipes
 
 setup: $(STAMP)
 
@@ -34,7 +35,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 $(MODEL)/config.json: | $(STAMP)
 	$(BIN)/dsv4-sglang make-tiny $(MODEL)
@@ -47,3 +48,6 @@ demo: $(STAMP) $(MODEL)/config.json
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+check-recipes: $(STAMP)
+	$(BIN)/python tools/check_recipes.py $(RECIPE)

@@ -1,4 +1,7 @@
-"""Order and selection of the tests: GPU tests are skipped without CUDA, servers start after everything else."""
+"""Order and selection of the tests: GPU tests are skipped without CUDA, what takes long comes last.
+
+Unless several processes share the work by files (make test): then it comes first, and short files fill up the end.
+"""
 
 import os
 
@@ -21,7 +24,7 @@ def _rank(item: pytest.Item) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_rank)
+    items.sort(key=_rank, reverse="PYTEST_XDIST_WORKER" in os.environ)
     if torch.cuda.is_available():
         skip = pytest.mark.skip(reason="serves on a CPU; test_server_gpu.py serves on the GPU")
         for item in items:

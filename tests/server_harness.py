@@ -32,6 +32,8 @@ from dsv4_sglang.testing.oracle import KeyFormat, Oracle, RowFormat
 UNHURRIED = ("--dist-timeout", "7200", "--watchdog-timeout", "7200")
 # SGLang answers a SIGTERM only when its step is over; then it is killed.
 STOP_SECONDS = 3
+# Of the oracle.
+CHUNK = 128
 
 
 @dataclass(frozen=True)
@@ -232,12 +234,12 @@ def distances(
     oracle: Oracle, ids: Sequence[int], got: Generated, rows: RowFormat = "fp32", keys: KeyFormat = "fp32"
 ) -> torch.Tensor:
     """|log p of the server - log p of the oracle| of each generated token, teacher-forced."""
-    return (torch.tensor(got.logprobs) - oracle.score(ids, got.tokens, rows, keys).logprobs).abs()
+    return (torch.tensor(got.logprobs) - oracle.score(ids, got.tokens, rows, keys, CHUNK).logprobs).abs()
 
 
 def assert_oracle_chooses(oracle: Oracle, ids: Sequence[int], got: Generated, tolerance: float) -> None:
     """`got` is what the oracle finds likeliest, token by token, and as likely."""
-    score = oracle.score(ids, got.tokens)
+    score = oracle.score(ids, got.tokens, chunk=CHUNK)
     assert (torch.tensor(got.logprobs) - score.logprobs).abs().max() <= tolerance
     # The server's choice and the oracle's may each be off by the tolerance.
     assert score.margin.max() <= 2 * tolerance, "not the oracle's likeliest token"

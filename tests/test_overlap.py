@@ -4,11 +4,13 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from progress import run
 
 from dsv4_sglang.srt.launch import cpu_environment
 
 
+@pytest.mark.slow
 def test_overlapping_layer() -> None:
     done = run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "overlapping_layer.py"],

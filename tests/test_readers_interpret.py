@@ -10,6 +10,7 @@ from progress import run
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_results_under_the_interpreter():
     """In a process of its own: Triton decides when it is imported whether it interprets."""
     here = Path(__file__).parent

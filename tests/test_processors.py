@@ -1,0 +1,38 @@
+"""The bounds of numerical tests again with the kernels of other processors, and with two threads.
+
+Another processor adds in another order, and so do several threads. By hand, on all of a file or all tests:
+ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 pytest tests/test_spec.py
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from progress import run
+
+LEVELS = ("default", "avx2", "avx512")
+NATIVE = torch.backends.cpu.get_cpu_capability().lower()
+# The quick ones of each kind: the oracle, the ops against transformers, rounded rows, requests in steps of any shape.
+TESTS = (
+    "test_oracle.py::test_teacher_forced_equals_incremental",
+    "test_against_hf.py::test_any_chunking_equals_hf",
+    "test_spec.py::test_resuming_at_a_checkpoint_equals_never_stopping",
+    "test_spec.py::test_fp8_rows_and_fp4_keys_equal_hf_with_fake_quantised_rows",
+    "test_manager.py::test_chunks_equal_one_shot",
+    "test_manager.py::test_quantised_formats_stay_near",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_bounds_hold_whatever_the_order_of_sums(level: str) -> None:
+    if level != "default" and (NATIVE not in LEVELS or LEVELS.index(level) > LEVELS.index(NATIVE)):
+        pytest.skip(f"this processor has no {level}: {NATIVE}")
+    done = run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "ATEN_CPU_CAPABILITY": level, "OMP_NUM_THREADS": "2"},
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -1,0 +1,92 @@
+"""Resolve what `make setup` would install on a fresh machine, of both recipes, without installing it.
+
+    python tools/check_recipes.py [cpu|cuda ...]
+
+Prints versions, what would be downloaded and how long resolving took; fails if a recipe cannot be resolved, or if its
+torch or SGLang are not the expected ones. Needs the network, Python 3.11 and pip 23.1 or newer; some minutes, since
+pip reads the metadata of every candidate.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SGLANG = "0.5.17"
+# The CUDA recipe leaves torch to SGLang's own pin.
+EXPECTED_TORCH = {"cpu": "2.13.0", "cuda": "2.11.0"}
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+def resolve(*arguments: str) -> list[dict[str, Any]]:
+    """What `pip install` with these arguments would install in an empty environment; raises CalledProcessError."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        dry = ["--dry-run", "--ignore-installed", "--report", str(report)]
+        subprocess.run([*pip, *dry, *arguments], check=True, cwd=ROOT)
+        found: list[dict[str, Any]] = json.loads(report.read_text())["install"]
+    return found
+
+
+def cpu_recipe() -> list[dict[str, Any]]:
+    """The steps of tools/setup.sh, with its versions."""
+    versions = dict(re.findall(r"^(torch|sglang|torchvision)=(\S+)$", (ROOT / "tools/setup.sh").read_text(), re.M))
+    try:
+        torch = resolve(f"torch=={versions['torch']}+cpu")
+    except subprocess.CalledProcessError:
+        torch = resolve(f"torch=={versions['torch']}", "--index-url", CPU_INDEX)
+    others = resolve("-r", "tools/requirements-cpu.txt")
+    alone = resolve("--no-deps", *(f"{name}=={versions[name]}" for name in ("sglang", "torchvision")))
+    return list({item["metadata"]["name"].lower(): item for item in [*others, *alone, *torch]}.values())
+
+
+def cuda_recipe() -> list[dict[str, Any]]:
+    return resolve("-e", f"{ROOT}[dev]")
+
+
+def size(url: str) -> int:
+    """Bytes of a file to download, 0 for one that is here."""
+    if not url.startswith("http"):
+        file = Path(url.removeprefix("file://"))
+        return file.stat().st_size if file.is_file() else 0
+    with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=60) as answer:
+        return int(answer.headers["Content-Length"] or 0)
+
+
+def check(recipe: str) -> bool:
+    start = time.monotonic()
+    found = {"cpu": cpu_recipe, "cuda": cuda_recipe}[recipe]()
+    seconds = time.monotonic() - start
+    versions = {item["metadata"]["name"].lower(): item["metadata"]["version"] for item in found}
+    with ThreadPoolExecutor(8) as pool:
+        total = sum(pool.map(size, (item["download_info"]["url"] for item in found)))
+    print("\n".join(f"  {name} {version}" for name, version in sorted(versions.items())))
+    print(f"{recipe}: {len(found)} packages, {total / 1e9:.2f} GB, resolved in {seconds:.0f} s")
+    expected = {"torch": EXPECTED_TORCH[recipe], "sglang": SGLANG}
+    wrong = {name: versions.get(name) for name in expected if versions.get(name, "").split("+")[0] != expected[name]}
+    for name, version in wrong.items():
+        print(f"{recipe}: {name} {version} would be installed, expected {expected[name]}", file=sys.stderr)
+    return not wrong
+
+
+def main() -> None:
+    recipes = sys.argv[1:] or list(EXPECTED_TORCH)
+    if unknown := set(recipes) - set(EXPECTED_TORCH):
+        raise SystemExit(f"unknown recipe {sorted(unknown)}: give cpu, cuda or nothing for both")
+    wrong = [recipe for recipe in recipes if not check(recipe)]
+    if wrong:
+        raise SystemExit(f"not as expected: {wrong}")
+
+
+if __name__ == "__main__":
+    main()
