@@ -28,6 +28,7 @@ from torch import Tensor
 from benchmarks import report, tables, timing
 from benchmarks.append_in_tree import PAGE, WINDOW_PAGE, page_bytes
 from benchmarks.append_ours import ops_for
+from dsv4_sglang.attention.readers import AttendInputs, PortableReader, Reader, RowList
 from dsv4_sglang.formats import RowFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import CSA_RATIO
@@ -172,57 +173,45 @@ def our_subject(case: Case, subject: str, device: torch.device, layers: int) -> 
     entries = [tables.our_rows(*shape, device) for _ in range(layers)]
     lists = our_lists(case, rows, device, layers)
 
-    def arguments(layer: int) -> tuple[Any, ...]:
-        return (
-            shared.q[layer],
-            shared.sink,
-            window[layer],
-            lists.window,
-            lists.window_lens,
-            entries[layer],
-            lists.entries[layer],
-            lists.entry_lens,
-            shared.positions,
-            shared.rope,
-            SCALE,
-            RowFormat.FP8.code,
+    read = [
+        AttendInputs(
+            sink=shared.sink,
+            window=RowList(window[layer], lists.window, lists.window_lens),
+            entries=RowList(entries[layer], lists.entries[layer], lists.entry_lens),
+            positions=shared.positions,
+            rope=shared.rope,
+            scale=SCALE,
+            row_format=RowFormat.FP8,
+            ratio=case.ratio,
         )
+        for layer in range(layers)
+    ]
 
-    def each(read: Callable[..., Tensor]) -> Callable[[], None]:
-        def step() -> None:
-            for layer in range(layers):
-                read(*arguments(layer))
-
-        return step
+    def each(attend: Callable[[Tensor, AttendInputs], Any]) -> None:
+        for q, inputs in zip(shared.q, read):
+            attend(q, inputs)
 
     if device.type == "cpu":
-        return each(torch.ops.dsv4_sglang.attend)
+        return partial(each, PortableReader().attend)
     if subject == "ours triton":
         from dsv4_sglang.attention import triton_attend
 
-        return each(triton_attend.attend)
+        return partial(each, triton_attend.attend)
     rotated = subject == "ours rotated"
     if subject == "flashmla":
         if case.chunk:
             return direct_prefill(case, shared.q, shared.sink, lists)
         return direct(shared.q, shared.sink, window, lists, entries)
     if case.chunk:
-        prefill = prefill_reader(case, rows, device)
-        return each(partial(prefill.attend, ratio=case.ratio, leave_rotated=rotated))
+        return partial(each, partial(prefill_reader(case, rows, device).attend, leave_rotated=rotated))
 
     from dsv4_sglang.attention.flashmla import FlashMLAReader
 
-    reader = FlashMLAReader()
-
-    def step() -> None:
-        reader.begin_step()
-        for layer in range(layers):
-            reader.attend(*arguments(layer), entry_rows_change=case.kind == "csa", leave_rotated=rotated)
-
-    return step
+    # A new reader knows no schedules, as one that begins a step.
+    return lambda: each(partial(FlashMLAReader().attend, leave_rotated=rotated))
 
 
-def prefill_reader(case: Case, rows: int, device: torch.device) -> Any:
+def prefill_reader(case: Case, rows: int, device: torch.device) -> Reader:
     """Our reader of a prefill step of one request whose blocks are those of an entry table of `rows` rows."""
     from dsv4_sglang.attention.metadata import build_prefill
     from dsv4_sglang.attention.sparse_prefill import SparsePrefillReader
@@ -244,7 +233,7 @@ def prefill_reader(case: Case, rows: int, device: torch.device) -> Any:
         top_k=case.top_k,
         max_length=case.context,
     )
-    reader = SparsePrefillReader(blocks, device)
+    reader = SparsePrefillReader(blocks)
     if not reader.begin_step(step, [case.context]):
         raise RuntimeError(f"{case.name}: expected a step that the prefill reader takes")
     return reader

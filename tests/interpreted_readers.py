@@ -17,26 +17,26 @@ BOUND = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}
 @pytest.mark.parametrize("row_format", [RowFormat.FP8, RowFormat.BF16, RowFormat.FP32])
 def test_attend(row_format, q_dtype, splits):
     case = attend_case(tokens=9, heads=5, width=72, row_format=row_format, q_dtype=q_dtype)
-    assert_attends(triton_attend.attend(*case.args(), splits=splits), case, BOUND[q_dtype])
+    assert_attends(triton_attend.attend(*case.inputs(), splits=splits), case, BOUND[q_dtype])
 
 
 @pytest.mark.parametrize("heads, width, per_block", [(20, None, 32), (33, 40, None), (8, 40, 6)])
 def test_attend_shapes(heads, width, per_block):
     case = attend_case(tokens=3, heads=heads, width=width, per_block=per_block, seed=1)
     for splits in (1, 2):
-        assert_attends(triton_attend.attend(*case.args(), splits=splits), case, BOUND[torch.bfloat16])
+        assert_attends(triton_attend.attend(*case.inputs(), splits=splits), case, BOUND[torch.bfloat16])
 
 
 def test_more_splits_than_tiles():
     case = attend_case(tokens=4, heads=4, width=16, lens=[(3, 1), (0, 2), (0, 0), (128, 16)])
-    assert_attends(triton_attend.attend(*case.args(), splits=15), case, BOUND[torch.bfloat16])
+    assert_attends(triton_attend.attend(*case.inputs(), splits=15), case, BOUND[torch.bfloat16])
 
 
 def test_derotate():
     out, positions = torch.randn(3, 5, 512), torch.tensor([0, 7, 300])
     table = attend_case(tokens=1, heads=1, width=None).rope
     expected = read.rotate(out, positions, table, inverse=True)
-    triton_attend.derotate(out, positions, table)
+    triton_output.derotate(out, positions, table)
     assert torch.allclose(out, expected, atol=1e-6)
 
 
@@ -46,7 +46,7 @@ def test_derotate_and_quantise():
     out, positions = torch.randn(3, 10, 512, generator=g) * 3, torch.tensor([0, 7, 300])
     out[1, 2, 128:256], out[2, 3, 448] = 0, 1e4
     expected = out.clone()
-    triton_attend.derotate(expected, positions, rope())
+    triton_output.derotate(expected, positions, rope())
     codes, scales = triton_output.derotate_and_quantise(out, positions, rope())
     grouped = expected.view(3, 10, 4, 128)
     amax = grouped.abs().amax(-1).clamp_min(1e-10)
@@ -101,11 +101,11 @@ def test_sparse_prefill(ratio, row_format, monkeypatch):
         )
 
     monkeypatch.setattr(sparse_prefill, "_sparse_attention", sparse)
-    reader = sparse_prefill.SparsePrefillReader(8, "cpu")
+    reader = sparse_prefill.SparsePrefillReader(8)
     for _ in range(2):
-        assert reader.begin_step(step, lengths) and reader.takes_step
+        assert reader.begin_step(step, lengths)
         for _ in range(2):
-            assert_attends(reader.attend(*case.args(), ratio), case, BOUND[torch.bfloat16])
+            assert_attends(reader.attend(*case.inputs()).values, case, BOUND[torch.bfloat16])
         written = reader._table[: step.window_size].float()
         assert torch.equal(written, RowTable(case.window, row_format).read(torch.arange(step.window_size)))
 
@@ -125,5 +125,5 @@ def test_sparse_prefill_leaves_little_work_on_much_context(monkeypatch):
         top_k=8,
         max_length=10100,
     )
-    reader = sparse_prefill.SparsePrefillReader(8, "cpu")
-    assert not reader.begin_step(step, [10100]) and not reader.takes_step
+    reader = sparse_prefill.SparsePrefillReader(8)
+    assert not reader.begin_step(step, [10100])

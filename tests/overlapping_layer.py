@@ -18,6 +18,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.server_args import ServerArgs
 from torch import nn
 
+from dsv4_sglang.attention.readers import PortableReader
 from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.backend import HybridCacheBackend, LayerOutput
@@ -95,11 +96,12 @@ def make_layer(ratio: int, streams: list[Stream], device: Device, name: str) -> 
 def make_backend(device: Device, monkeypatch: pytest.MonkeyPatch) -> tuple[HybridCacheBackend, SimpleNamespace]:
     """The real backend's decode over fake ops, which note themselves under the name of the layer at work."""
     backend = HybridCacheBackend.__new__(HybridCacheBackend)
-    backend.state = SimpleNamespace(ring=lambda layer: None, tail=lambda layer: None)
+    layout = SimpleNamespace(ring_rows=128)
+    backend.state = SimpleNamespace(ring=lambda layer: None, tail=lambda layer: None, layout=layout)
     backend.blocks = SimpleNamespace(entries=lambda layer: None, keys=lambda layer: None)
     backend.last_layer, backend.top_k, backend.device = -1, 8, "cpu"
     backend.row_format, backend.key_format = RowFormat.FP32, KeyFormat.FP32
-    backend._flashmla, backend._graph_scratch, backend._scratch = None, {}, {}
+    backend.reader, backend._graph_scratch, backend._scratch = PortableReader(), {}, {}
     i = torch.zeros(1, dtype=torch.int32)
     backend.metadata = SimpleNamespace(
         **dict.fromkeys(("slots", "prefix_lens", "query_start", "token_request", "out_loc", "csa_lens", "hca_lens"), i),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.attention.metadata import StepMetadata, build_prefill
+from dsv4_sglang.attention.readers import AttendInputs
 from dsv4_sglang.formats import KeyFormat, KeyTable, RowFormat, RowTable, index_keys, rows
 from dsv4_sglang.ops.reference import read
 from dsv4_sglang.ops.rope import rope_table
@@ -39,7 +40,7 @@ def row_table(
 
 @dataclass
 class AttendCase:
-    """Arguments of `attend` in order."""
+    """Arguments of `attend` in order, and the ratio of the layer where a reader needs it."""
 
     q: Tensor
     sink: Tensor
@@ -53,10 +54,16 @@ class AttendCase:
     rope: Tensor
     scale: float = SCALE
     row_format: RowFormat = RowFormat.FP8
+    ratio: int | None = None
 
     def args(self, device: torch.device | str = "cpu") -> tuple:
         moved = [x.to(device) if isinstance(x, Tensor) else x for x in vars(self).values()]
-        return *moved[:-1], self.row_format.code
+        return *moved[:-2], self.row_format.code
+
+    def inputs(self, device: torch.device | str = "cpu") -> tuple[Tensor, AttendInputs]:
+        """What a reader's `attend` takes: the query and what it reads."""
+        q, *rest = self.args(device)
+        return q, AttendInputs.from_op(*rest)._replace(ratio=self.ratio)
 
     def expected(self) -> Tensor:
         return read.attend(*self.args())
@@ -171,6 +178,7 @@ def prefill_case(*, ratio: int, row_format: RowFormat, heads: int) -> tuple[Step
         positions=positions,
         rope=rope(),
         row_format=row_format,
+        ratio=ratio,
     )
     return step, lengths, case
 

@@ -231,7 +231,7 @@ def test_csa_tail_rows() -> None:
 def test_storage_is_one_tensor_for_all_layers() -> None:
     schemas = [schema(kind, hca_state="raw") for kind in (SWA, CSA, HCA, CSA)]
     storage = storage_of(schemas, 3)
-    pools = [StateCachePool(s, 3, state=storage.layer(i)) for i, s in enumerate(schemas)]
+    pools = [StateCachePool(s, 3, storage=storage, layer=i) for i, s in enumerate(schemas)]
     assert storage.rings.shape == (4, 3, 128, 584)
     assert storage.tails[CSA].shape == (2, 3, 24, 640)
     assert storage.tails[HCA].shape == (1, 3, 256, 512)
@@ -308,7 +308,10 @@ def test_bad_storage() -> None:
     with pytest.raises(ValueError, match="HCA tails of several shapes"):
         storage_of([schema(HCA, hca_state="raw"), schema(HCA, hca_state="online")], 1)
     with pytest.raises(ValueError, match="has 2 slots; expected 3"):
-        StateCachePool(schema(SWA), 3, state=storage_of([schema(SWA)], 2).layer(0))
+        StateCachePool(schema(SWA), 3, storage=storage_of([schema(SWA)], 2))
+    layout = CacheLayout((schema(SWA),), torch.device("cpu"))
+    with pytest.raises(ValueError, match="keeps no positions"):
+        StateCachePool(schema(SWA), 2, storage=StateStorage(layout, 2, positions=False))
 
 
 @pytest.mark.gpu

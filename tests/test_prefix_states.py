@@ -3,12 +3,14 @@ interrupted."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
 from dsv4_sglang.cache import CacheLayout, StateStorage
-from dsv4_sglang.cache.state_cache import KEPT_UNITS, SLOT_UNITS
+from dsv4_sglang.cache.layout import KEPT_UNITS, SLOT_UNITS
 from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import AttentionType
@@ -19,10 +21,11 @@ from dsv4_sglang.srt.prefix import timer as timer_module
 from dsv4_sglang.srt.prefix.timer import CopyTimer
 
 
-def make_pool(dtype: torch.dtype = torch.float8_e4m3fn) -> StateSlotPool:
+def make_pool(dtype: torch.dtype = torch.float8_e4m3fn, ring_rows: int = 128) -> StateSlotPool:
     config = DSV4Config.flash()
     layout = served_layout(config, dtype, Options(), "cpu")
-    layout = CacheLayout(layout.schemas[:5], layout.device)
+    schemas = [dataclasses.replace(schema, ring_rows=ring_rows) for schema in layout.schemas[:5]]
+    layout = CacheLayout(tuple(schemas), layout.device)
     params = StateParams.of(layout, staging=2, checkpoints=3)
     return StateSlotPool(size=3, cache_params=params, mamba_layer_ids=list(range(5)), device="cpu")
 
@@ -38,9 +41,12 @@ def fill(state: StateStorage, slot: int, seed: int) -> None:
         tail[:, slot] = torch.randn(tail[:, slot].shape, generator=generator)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
-def test_a_state_goes_to_a_checkpoint_and_back(dtype: torch.dtype) -> None:
-    state = make_pool(dtype).storage
+@pytest.mark.parametrize(
+    ("dtype", "ring_rows"), [(torch.float8_e4m3fn, 128), (torch.bfloat16, 128), (torch.float8_e4m3fn, 136)]
+)
+def test_a_state_goes_to_a_checkpoint_and_back(dtype: torch.dtype, ring_rows: int) -> None:
+    state = make_pool(dtype, ring_rows).storage
+    assert state.rings.shape[2] == ring_rows
     for slot in range(1, state.num_slots):
         fill(state, slot, slot)
     before = state.rings.clone(), state.tails[AttentionType.CSA].clone(), state.tails[AttentionType.HCA].clone()

@@ -4,34 +4,24 @@ The extension is built here on first use. It holds the writing and moving ops an
 is FlashMLA and Triton.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from dsv4_sglang.attention import cuda_index, flashmla, triton_attend
-from dsv4_sglang.formats import RowFormat
+from dsv4_sglang.attention import cuda_index, triton_attend
+from dsv4_sglang.attention.flashmla import FlashMLAReader
+from dsv4_sglang.attention.readers import AttendInputs
 from dsv4_sglang.ops import extension
 from dsv4_sglang.ops.schemas import NAMESPACE
 
 
-def attend(
-    q: Tensor,
-    sink: Tensor,
-    window: Tensor,
-    window_rows: Tensor,
-    window_lens: Tensor,
-    entries: Tensor | None,
-    entry_rows: Tensor | None,
-    entry_lens: Tensor | None,
-    positions: Tensor,
-    rope: Tensor,
-    scale: float,
-    row_format: int,
-) -> Tensor:
+def attend(q: Tensor, *args: Any) -> Tensor:
     """FlashMLA where it takes the tensors, with a schedule for this call alone, else Triton."""
-    fits = flashmla.supported(q, RowFormat.from_code(row_format))
-    reader = flashmla.FlashMLAReader().attend if fits else triton_attend.attend
-    lists = window, window_rows, window_lens, entries, entry_rows, entry_lens
-    return reader(q, sink, *lists, positions, rope, scale, row_format)
+    inputs = AttendInputs.from_op(*args)
+    if FlashMLAReader.supports(q.device, q.shape[1], q.dtype, inputs.row_format):
+        return FlashMLAReader().attend(q, inputs).values
+    return triton_attend.attend(q, inputs)
 
 
 extension.load()

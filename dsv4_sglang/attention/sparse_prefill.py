@@ -12,20 +12,30 @@ Bytes a layer: 584 read and 1024 written a row that is written out; 4 read and w
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_sglang.attention.flashmla import has_kernel, installed
-from dsv4_sglang.attention.metadata import BLOCK, CSA_RATIO, StepMetadata
-from dsv4_sglang.attention.triton_attend import E4M3_LACK, derotate, e4m3_bits, table_stride
+from dsv4_sglang.attention.flashmla import FlashMLAKernel
+from dsv4_sglang.attention.readers import AttendInputs
+from dsv4_sglang.attention.triton_rows import (
+    DIM,
+    E4M3_LACK,
+    NOPE,
+    ROPE,
+    e4m3_bits,
+    exponent_to_scale,
+    fp8_row,
+    rope_dims,
+    table_stride,
+)
+from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import RowFormat
 from dsv4_sglang.formats.rows import ENTRY_DIM
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
 
-# The sparse kernel wants lists of such a width (64 suffices for 64 heads).
-LIST_ALIGNMENT = 128
-ENTRIES_A_BLOCK = BLOCK // CSA_RATIO
+# The sparse kernel wants joined lists of such a width (64 suffices for 64 heads).
+JOINED_ALIGNMENT = 128
 # Rows that are written out at most: 512 MiB. A step with more context reads its tables where they are.
 MAX_ROWS = 1 << 19
 # And at most this many for each token of the step, or writing them out takes longer than it saves: 0.5 ns a row
@@ -63,22 +73,21 @@ def _write_out_kernel(
     block = row // rows_per_block
     inside = row - block * rows_per_block
     block_at = tl.where(in_window, window_ptr, entries_ptr) + block.to(tl.int64) * stride
-    d512 = tl.arange(0, 512)[None, :]
+    dims = tl.arange(0, DIM)[None, :]
     is_row = mask[:, None]
-    out_at = out_ptr + at.to(tl.int64)[:, None] * 512
+    out_at = out_ptr + at.to(tl.int64)[:, None] * DIM
     if FP8:
-        row_at = (block_at + inside * 576)[:, None]
-        scale_at = (block_at + (rows_per_block * 576 + inside * 8)).to(tl.pointer_type(tl.int32))
-        exponent = tl.load(scale_at, mask=mask, other=0) & 0xFF
-        multiplier = (exponent << 23).to(tl.float32, bitcast=True)[:, None]
-        code = tl.load(row_at + d512, mask=is_row & (d512 < 448), other=0)
+        row_at, scale_at = fp8_row(block_at, inside, rows_per_block)
+        row_at = row_at[:, None]
+        multiplier = exponent_to_scale(tl.load(scale_at, mask=mask, other=0) & 0xFF)[:, None]
+        code = tl.load(row_at + dims, mask=is_row & (dims < NOPE), other=0)
         value = e4m3_bits(code, tl.float32) * E4M3_LACK * E4M3_LACK * multiplier
-        tl.store(out_at + d512, value.to(tl.bfloat16), mask=is_row & (d512 < 448))
-        d64 = tl.arange(0, 64)[None, :]
-        tail = tl.load((row_at + 448).to(tl.pointer_type(tl.bfloat16)) + d64, mask=is_row, other=0.0)
-        tl.store(out_at + 448 + d64, tail, mask=is_row)
+        tl.store(out_at + dims, value.to(tl.bfloat16), mask=is_row & (dims < NOPE))
+        tail_dims = tl.arange(0, ROPE)[None, :]
+        tail = tl.load(rope_dims(row_at) + tail_dims, mask=is_row, other=0.0)
+        tl.store(out_at + NOPE + tail_dims, tail, mask=is_row)
     else:
-        tl.store(out_at + d512, tl.load((block_at + inside * 512)[:, None] + d512, mask=is_row, other=0.0), mask=is_row)
+        tl.store(out_at + dims, tl.load((block_at + inside * DIM)[:, None] + dims, mask=is_row, other=0.0), mask=is_row)
 
 
 @triton.jit
@@ -117,18 +126,6 @@ def _join_kernel(
         tl.store(out_ptr + t * width + column, tl.where(found, entry, window_row), mask=column < width)
 
 
-def supported(q: Tensor, row_format: RowFormat) -> bool:
-    """Whether the sparse kernel takes these queries [T, H, 512] and rows of this format on this device."""
-    return (
-        q.is_cuda
-        and q.dtype == torch.bfloat16
-        and q.shape[1] <= 128
-        and row_format in (RowFormat.FP8, RowFormat.BF16)
-        and has_kernel(q.device.index)
-        and installed()
-    )
-
-
 def _sparse_attention(q: Tensor, table: Tensor, lists: Tensor, lens: Tensor, sink: Tensor, scale: float) -> Tensor:
     from sgl_kernel.flash_mla import flash_mla_sparse_fwd
 
@@ -143,85 +140,67 @@ def _sparse_attention(q: Tensor, table: Tensor, lists: Tensor, lens: Tensor, sin
     )[0]
 
 
-class SparsePrefillReader:
-    """Attention of one prefill step, layer by layer. Its memory grows to the largest step and stays.
+def _entries_a_block(ratio: int | None) -> int:
+    """Rows of an entry table that belong to a block."""
+    if ratio is None:
+        raise ValueError("ratio is None; expected the layer's, 0, 4 or 128, which says whose block an entry is")
+    return BLOCK_TOKENS // ratio if ratio else 1
+
+
+class SparsePrefillReader(FlashMLAKernel):
+    """Attention of one prefill step. Its memory grows to the largest step and stays.
 
     `blocks`: blocks of the entry tables.
     """
 
-    def __init__(self, blocks: int, device: torch.device | str) -> None:
-        self._places = torch.zeros(blocks, dtype=torch.int32, device=device)  # of a block among the step's
-        self._table = torch.empty(0, ENTRY_DIM, dtype=torch.bfloat16, device=device)
+    row_formats = (RowFormat.FP8, RowFormat.BF16)
+
+    def __init__(self, blocks: int) -> None:
+        self._block_count = blocks
+        self._places: Tensor | None = None  # [block_count] int32, of a block among the step's
+        self._table: Tensor | None = None
         self._blocks: Tensor | None = None
-        self._shared_lists: dict[int, tuple[Tensor, Tensor]] = {}
+        self._shared_lists: dict[int | None, tuple[Tensor, Tensor]] = {}
         self._window_size = 0
 
-    def begin_step(self, step: StepMetadata, lengths: list[int]) -> bool:
-        """Prepare for a step after which the requests have `lengths` tokens; False if it is better read elsewhere."""
+    def begin_step(self, step: StepMetadata, lengths: list[int] | None) -> bool:
+        """Find the step's blocks; False for a decode step and where writing out takes longer than it saves."""
         self._blocks = None
         self._shared_lists.clear()
-        counts = [-(-length // BLOCK) for length in lengths]
+        if lengths is None:
+            return False
+        counts = [-(-length // BLOCK_TOKENS) for length in lengths]
         total = sum(counts)
-        rows = step.window_size + ENTRIES_A_BLOCK * total
+        rows = step.window_size + _entries_a_block(CSA_RATIO) * total
         if rows > min(MAX_ROWS, MAX_ROWS_A_TOKEN * step.positions.shape[0]):
             return False
         device = step.positions.device
         lens = step.prefix_lens + step.query_start.diff()
-        count = (lens + (BLOCK - 1)) // BLOCK
+        count = (lens + (BLOCK_TOKENS - 1)) // BLOCK_TOKENS
         owner = torch.repeat_interleave(torch.arange(len(lengths), device=device), count, output_size=total)
         place = torch.arange(total, device=device)
         column = place - (count.cumsum(0) - count)[owner]
         self._blocks = step.block_table[owner, column]
+        if self._places is None:
+            self._places = torch.zeros(self._block_count, dtype=torch.int32, device=device)
         # Requests that share a block put it in several places; any of them does.
         self._places[self._blocks.long()] = place.to(torch.int32)
-        if self._table.shape[0] < rows:
-            self._table = self._table.new_empty(rows, ENTRY_DIM)
+        if self._table is None or self._table.shape[0] < rows:
+            self._table = torch.empty(rows, ENTRY_DIM, dtype=torch.bfloat16, device=device)
         self._window_size = step.window_size
         return True
 
-    @property
-    def takes_step(self) -> bool:
-        return self._blocks is not None
+    def _rotated(self, q: Tensor, sink: Tensor, inputs: AttendInputs) -> Tensor:
+        table, (lists, lens) = self._write_out(inputs), self._joined_lists(inputs)
+        return _sparse_attention(q, table, lists, lens, sink, inputs.scale)
 
-    def attend(
-        self,
-        q: Tensor,
-        sink: Tensor,
-        window: Tensor,
-        window_rows: Tensor,
-        window_lens: Tensor,
-        entries: Tensor | None,
-        entry_rows: Tensor | None,
-        entry_lens: Tensor | None,
-        positions: Tensor,
-        rope: Tensor,
-        scale: float,
-        row_format: int,
-        ratio: int,
-        leave_rotated: bool = False,
-    ) -> Tensor:
-        """The op `attend` for one layer of compression `ratio` and all tokens of the step. `leave_rotated`: the caller
-        derotates the output.
-        """
-        table = self._write_out(window, entries, row_format, BLOCK // ratio if ratio else 1)
-        lists, lens = self._lists(window_rows, window_lens, entry_rows, entry_lens, ratio)
-        heads = q.shape[1]
-        padded = 64 if heads <= 64 else 128
-        if padded != heads:
-            q, sink = F.pad(q, (0, 0, 0, padded - heads)), F.pad(sink, (0, padded - heads))
-        out = _sparse_attention(q, table, lists, lens, sink, scale)
-        if padded != heads:
-            out = out[:, :heads].contiguous()
-        if not leave_rotated:
-            derotate(out, positions, rope)
-        return out
-
-    def _write_out(self, window: Tensor, entries: Tensor | None, row_format: int, listed_rows: int) -> Tensor:
-        """bf16 rows: the window workspace, then of each block of the step its `listed_rows` entries."""
-        assert self._blocks is not None, "attend comes after a step that begin_step took"
-        rows = self._window_size + (0 if entries is None else self._blocks.shape[0] * listed_rows)
+    def _write_out(self, inputs: AttendInputs) -> Tensor:
+        """bf16 rows: the window workspace, then of each block of the step its entries."""
+        assert self._blocks is not None and self._table is not None, "attend comes after a step that begin_step took"
+        listed_rows = _entries_a_block(inputs.ratio)
+        rows = self._window_size + (self._blocks.shape[0] * listed_rows if inputs.entries else 0)
         table = self._table[:rows]
-        entries = window if entries is None else entries
+        window, entries = inputs.window.table, (inputs.entries or inputs.window).table
         _write_out_kernel[(triton.cdiv(rows, _ROWS_A_PROGRAM),)](
             window,
             entries,
@@ -234,27 +213,23 @@ class SparsePrefillReader:
             window.shape[1],
             entries.shape[1],
             listed_rows,
-            FP8=row_format == RowFormat.FP8.code,
+            FP8=inputs.row_format is RowFormat.FP8,
             BLOCK_N=_ROWS_A_PROGRAM,
             num_warps=4,
         )
         return table
 
-    def _lists(
-        self,
-        window_rows: Tensor,
-        window_lens: Tensor,
-        entry_rows: Tensor | None,
-        entry_lens: Tensor | None,
-        ratio: int,
-    ) -> tuple[Tensor, Tensor]:
+    def _joined_lists(self, inputs: AttendInputs) -> tuple[Tensor, Tensor]:
         """Places of a token's rows in the written table and their number; only CSA layers have lists of their own."""
-        if ratio in self._shared_lists:
-            return self._shared_lists[ratio]
-        if entry_rows is None or entry_lens is None:
+        if inputs.ratio in self._shared_lists:
+            return self._shared_lists[inputs.ratio]
+        _, window_rows, window_lens = inputs.window
+        if inputs.entries:
+            _, entry_rows, entry_lens = inputs.entries
+        else:
             entry_rows, entry_lens = window_rows[:, :0], torch.zeros_like(window_lens)
         tokens = entry_lens.shape[0]
-        width = -(-(entry_rows.shape[1] + window_rows.shape[1]) // LIST_ALIGNMENT) * LIST_ALIGNMENT
+        width = -(-(entry_rows.shape[1] + window_rows.shape[1]) // JOINED_ALIGNMENT) * JOINED_ALIGNMENT
         lists = window_rows.new_empty(tokens, width)
         lens = torch.empty_like(entry_lens)
         _join_kernel[(tokens,)](
@@ -269,10 +244,10 @@ class SparsePrefillReader:
             window_rows.stride(0),
             width,
             self._window_size,
-            BLOCK // ratio if ratio else 1,
+            _entries_a_block(inputs.ratio),
             COLUMNS=256,
             num_warps=4,
         )
-        if ratio != CSA_RATIO:
-            self._shared_lists[ratio] = lists, lens
+        if inputs.ratio != CSA_RATIO:
+            self._shared_lists[inputs.ratio] = lists, lens
         return lists, lens

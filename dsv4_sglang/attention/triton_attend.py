@@ -5,10 +5,9 @@ those of the entry list. Rows are gathered by number, a row is key and value at 
 do not fill the GPU, so their lists are cut into splits; a second kernel merges them, adds the sink once and derotates
 the output.
 
-FP8 rows are decoded by integer arithmetic, which sm_80 can do too: the bits of an e4m3 number, moved to the exponent
-and mantissa of a bf16, are that number times 2^-120. For bf16 queries these numbers are multiplied as they are, and
-what they lack goes half with the query, half with the row's scale to its logit and its probability: all powers of two,
-so the result is that of dequantised rows.
+FP8 rows are decoded by integer arithmetic (`triton_rows`) to numbers that lack a factor of 2^120. For bf16 queries
+these numbers are multiplied as they are, and what they lack goes half with the query, half with the row's scale to its
+logit and its probability (`FOLD`): all powers of two, so the result is that of dequantised rows.
 
 On the H200, where a multiprocessor holds one such program, instructions and latency bound it, not bytes (measured:
 docs/performance.md). So a thread computes the address of one row alone, for which pieces of 64 dims share a layout;
@@ -27,43 +26,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4_sglang.attention.readers import AttendInputs
+from dsv4_sglang.attention.triton_rows import (
+    AT1,
+    AT2,
+    DIM,
+    E4M3_LACK,
+    PIECE0,
+    PIECE1,
+    PIECE2,
+    ROPE,
+    angles,
+    derotate_pairs,
+    derotate_tail,
+    e4m3_bits,
+    exponent_to_scale,
+    fp8_row,
+    load_pieces,
+    rope_dims,
+    store_pieces,
+    table_stride,
+)
 from dsv4_sglang.formats import RowFormat
 from dsv4_sglang.formats.rows import ENTRY_DIM
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # The online maximum starts here and not at -inf, whose difference with itself is no number.
 NO_LOGIT = tl.constexpr(-1e30)
-E4M3_LACK = tl.constexpr(2.0**60)  # the square root of what the moved bits of an e4m3 number lack as a bf16 one
 # The interpreter multiplies the bits of bf16 operands as if they were integers; there the products are taken in fp32.
 _INTERPRETED = triton.knobs.runtime.interpret
-
-
-# Four codes in a register to four bf16 in two: each code into the upper byte of a half, then its exponent and mantissa
-# four bits down and its sign kept.
-_DECODE = tl.constexpr(
-    """{
-    .reg .b32 a, b, c, d;
-    prmt.b32 a, $2, 0, 0x1404;
-    prmt.b32 b, $2, 0, 0x3424;
-    shr.u32 c, a, 4;
-    shr.u32 d, b, 4;
-    and.b32 c, c, 0x07F007F0;
-    and.b32 d, d, 0x07F007F0;
-    lop3.b32 $0, a, 0x80008000, c, 0xEA;
-    lop3.b32 $1, b, 0x80008000, d, 0xEA;
-    }"""
-)
-
-
-@triton.jit
-def e4m3_bits(code, DOT: tl.constexpr):
-    """uint8 e4m3 codes -> their values times 2^-120, bf16 or fp32 (whose exponents are the same)."""
-    if DOT == tl.bfloat16:  # noqa: SIM300
-        value = tl.inline_asm_elementwise(_DECODE, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
-    else:
-        bits = code.to(tl.uint32)
-        value = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
-    return value
 
 
 @triton.jit
@@ -79,76 +70,174 @@ def _beside(a, b, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _derotate(tail, cos, sin, BLOCK_H: tl.constexpr):
-    """Inverse rotation of [BLOCK_H, 64] by interleaved pairs; cos and sin are [32]."""
-    even, odd = tl.split(tl.reshape(tail, [BLOCK_H, 32, 2]))
-    c, s = cos[None, :], sin[None, :]
-    return tl.reshape(tl.join(even * c + odd * s, odd * c - even * s), [BLOCK_H, 64])
+def _select(condition, a, b):
+    """Of two lists (table, rows, length, block stride, rows a block, its log2) the first where `condition`."""
+    return (
+        tl.where(condition, a[0], b[0]),
+        tl.where(condition, a[1], b[1]),
+        tl.where(condition, a[2], b[2]),
+        tl.where(condition, a[3], b[3]),
+        tl.where(condition, a[4], b[4]),
+        tl.where(condition, a[5], b[5]),
+    )
 
 
 @triton.jit
-def _attend_kernel(
-    q_ptr,
-    sink_ptr,
-    window_ptr,
-    window_rows_ptr,
-    window_lens_ptr,
-    entries_ptr,
-    entry_rows_ptr,
-    entry_lens_ptr,
-    positions_ptr,
-    rope_ptr,
-    out_ptr,
-    partial_ptr,
-    stats_ptr,
-    scale,
-    heads,
-    splits,
-    q_token_stride,
-    q_head_stride,
-    window_rows_stride,
-    entry_rows_stride,
-    window_block_stride,
-    entry_block_stride,
-    window_rows_per_block,
-    entry_rows_per_block,
-    window_shift,
-    entry_shift,
-    SHIFT: tl.constexpr,
-    FP8: tl.constexpr,
-    FOLD: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr,
-    SPLIT: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Grid (tokens, splits, groups of BLOCK_H heads).
-
-    The 512 dims are handled as 256 + 128 + 64 (without RoPE) + 64 (RoPE): powers of two, and the border of the two
-    formats of an FP8 row.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
-    head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
-    is_head = (head < heads)[:, None]
-    d256 = tl.arange(0, 256)[None, :]
-    d128 = tl.arange(0, 128)[None, :]
-    d64 = tl.arange(0, 64)[None, :]
-
-    q_at = q_ptr + token * q_token_stride + head[:, None] * q_head_stride
-    q0 = tl.load(q_at + d256, mask=is_head, other=0.0).to(DOT)
-    q1 = tl.load(q_at + 256 + d128, mask=is_head, other=0.0).to(DOT)
-    q2 = tl.load(q_at + 384 + d64, mask=is_head, other=0.0).to(DOT)
-    q3 = tl.load(q_at + 448 + d64, mask=is_head, other=0.0).to(DOT)
-
+def _load_query(at, is_head, FOLD: tl.constexpr, DOT: tl.constexpr):
+    q0, q1, q2, q3 = load_pieces(at, is_head, DOT)
     if FOLD:
         # Exact, and a query that is computed goes to the tensor cores by registers, which is faster.
         q0 = (q0 * E4M3_LACK).to(DOT)
         q1 = (q1 * E4M3_LACK).to(DOT)
         q2 = (q2 * E4M3_LACK).to(DOT)
+    return q0, q1, q2, q3
+
+
+@triton.jit
+def _load_fp8(row_at, is_row, multiplier, FOLD: tl.constexpr, DOT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pieces of FP8 rows; with FOLD those without RoPE still lack 2^120 and their scale."""
+    d2 = tl.arange(0, PIECE2)[None, :]
+    if FOLD:
+        # Pieces of one width share one layout, so that a thread computes the address of one row.
+        at = row_at + d2
+        k0 = _beside(
+            _beside(_piece(at, is_row, DOT), _piece(at + PIECE2, is_row, DOT), BLOCK_N, PIECE2),
+            _beside(_piece(at + 2 * PIECE2, is_row, DOT), _piece(at + 3 * PIECE2, is_row, DOT), BLOCK_N, PIECE2),
+            BLOCK_N,
+            2 * PIECE2,
+        )
+        k1 = _beside(_piece(at + AT1, is_row, DOT), _piece(at + AT1 + PIECE2, is_row, DOT), BLOCK_N, PIECE2)
+    else:
+        # Triton 3.6 multiplies joined pieces wrongly on tf32 tensor cores.
+        k0 = _piece(row_at + tl.arange(0, PIECE0)[None, :], is_row, DOT)
+        k1 = _piece(row_at + AT1 + tl.arange(0, PIECE1)[None, :], is_row, DOT)
+    k2 = _piece(row_at + AT2 + d2, is_row, DOT)
+    k3 = tl.load(rope_dims(row_at) + tl.arange(0, ROPE)[None, :], mask=is_row, other=0.0).to(DOT)
+    if not FOLD:
+        k0 = k0 * E4M3_LACK * E4M3_LACK * multiplier[:, None]
+        k1 = k1 * E4M3_LACK * E4M3_LACK * multiplier[:, None]
+        k2 = k2 * E4M3_LACK * E4M3_LACK * multiplier[:, None]
+    return k0, k1, k2, k3
+
+
+@triton.jit
+def _load_rows(
+    row, table, block_stride, rows_per_block, shift,
+    SHIFT: tl.constexpr, FP8: tl.constexpr, FOLD: tl.constexpr, DOT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Four pieces of rows [BLOCK_N] by number, which of them exist, and with FOLD half of what they lack."""
+    valid = row >= 0
+    is_row = valid[:, None]
+    if SHIFT:
+        block = row >> shift
+        inside = row - (block << shift)
+    else:
+        block = row // rows_per_block
+        inside = row - block * rows_per_block
+    block_at = table + block.to(tl.int64) * tl.multiple_of(block_stride, 16)
+    lack = tl.full([BLOCK_N], 1.0, tl.float32)
+    if FP8:
+        row_at, scale_at = fp8_row(block_at, inside, rows_per_block)
+        # All bytes of the strip are equal, and none is 0: the least amax is 1e-4. The reduction keeps the layout of the
+        # products from reaching back to the addresses.
+        word = tl.load(scale_at[:, None] + tl.arange(0, 2)[None, :], mask=is_row, other=0)
+        exponent = tl.max(word & 0xFF, 1)
+        valid = exponent > 0
+        multiplier = exponent_to_scale(exponent)
+        k0, k1, k2, k3 = _load_fp8(row_at[:, None], is_row, multiplier, FOLD, DOT, BLOCK_N)
+        lack = multiplier * E4M3_LACK
+    else:
+        k0, k1, k2, k3 = load_pieces((block_at + inside * DIM)[:, None], is_row, DOT)
+    return k0, k1, k2, k3, valid, lack
+
+
+@triton.jit
+def _logits(q0, q1, q2, q3, k0, k1, k2, k3, lack, FOLD: tl.constexpr, PRECISION: tl.constexpr):
+    logit = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+    logit = tl.dot(q1, tl.trans(k1), logit, input_precision=PRECISION)
+    logit = tl.dot(q2, tl.trans(k2), logit, input_precision=PRECISION)
+    if FOLD:
+        logit = logit * lack[None, :]
+    return tl.dot(q3, tl.trans(k3), logit, input_precision=PRECISION)
+
+
+@triton.jit
+def _weigh(logit, top, total):
+    """A step of the online softmax: probabilities, the factor of all sums so far, the new maximum and sum."""
+    new_top = tl.maximum(top, tl.max(logit, 1))
+    rescale = tl.exp2(top - new_top)
+    p = tl.exp2(logit - new_top[:, None])
+    return p, rescale, new_top, total * rescale + tl.sum(p, 1)
+
+
+@triton.jit
+def _add(
+    p, k0, k1, k2, k3, lack, o0, o1, o2, o3, rescale, FOLD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr
+):
+    """The sums of rows with a tile's rows."""
+    tail_p = p.to(DOT)
+    if FOLD:
+        # The other half of what the rows lack comes after the sum: their products shall stay far from subnormal.
+        p = p * lack[None, :]
+    p = p.to(DOT)
+    o0 = tl.dot(p, k0, o0 * rescale, input_precision=PRECISION)
+    o1 = tl.dot(p, k1, o1 * rescale, input_precision=PRECISION)
+    o2 = tl.dot(p, k2, o2 * rescale, input_precision=PRECISION)
+    # Not into the accumulator: this product would then run into the next tile's, and ptxas serialise them all.
+    o3 = tl.fma(o3, rescale, tl.dot(tail_p, k3, input_precision=PRECISION))
+    return o0, o1, o2, o3
+
+
+@triton.jit
+def _inverse_denominator(sink, top, total):
+    """Of the softmax over keys of this maximum and sum, and the sink. A token that sees nothing gives zeros, with a
+    sink of -inf too."""
+    return tl.where(total > 0, 1.0 / (total + tl.exp2(sink * LOG2_E - top)), 0.0)
+
+
+@triton.jit
+def _store_partial(partial_ptr, stats_ptr, at, is_head, has_keys, top, total, o0, o1, o2, o3, FOLD: tl.constexpr):
+    """What `_merge_kernel` reads of a split: maximum, sum and, if there were keys, the sums of rows."""
+    tl.store(stats_ptr + at * 2, top, mask=is_head)
+    tl.store(stats_ptr + at * 2 + 1, total, mask=is_head)
+    if FOLD:
+        o0, o1, o2 = o0 * E4M3_LACK, o1 * E4M3_LACK, o2 * E4M3_LACK
+    store_pieces(partial_ptr + at[:, None] * DIM, o0, o1, o2, o3, is_head[:, None] & has_keys)
+
+
+@triton.jit
+def _store_output(out_ptr, at, is_head, norm, o0, o1, o2, o3, angle_at, FOLD: tl.constexpr, BLOCK_H: tl.constexpr):
+    """The sums of rows, normalised and derotated."""
+    to = out_ptr + at[:, None] * DIM
+    nope_norm = norm
+    if FOLD:
+        nope_norm = norm * E4M3_LACK
+    norm, nope_norm = norm[:, None], nope_norm[:, None]
+    o3 = o3 * norm
+    angle_at += tl.arange(0, ROPE // 2) * 2
+    o3 = derotate_tail(o3, tl.load(angle_at), tl.load(angle_at + 1), BLOCK_H)
+    store_pieces(to, o0 * nope_norm, o1 * nope_norm, o2 * nope_norm, o3, is_head[:, None])
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr, sink_ptr,
+    window_ptr, window_rows_ptr, window_lens_ptr,
+    entries_ptr, entry_rows_ptr, entry_lens_ptr,
+    positions_ptr, rope_ptr, out_ptr, partial_ptr, stats_ptr,
+    scale, heads, splits, q_token_stride, q_head_stride,
+    window_rows_stride, window_block_stride, window_rows_per_block, window_shift,
+    entry_rows_stride, entry_block_stride, entry_rows_per_block, entry_shift,
+    SHIFT: tl.constexpr, FP8: tl.constexpr, FOLD: tl.constexpr, HAS_ENTRIES: tl.constexpr, SPLIT: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, splits, groups of BLOCK_H heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_head = head < heads
+    q_at = q_ptr + token * q_token_stride + head[:, None] * q_head_stride
+    q0, q1, q2, q3 = _load_query(q_at, is_head[:, None], FOLD, DOT)
 
     window_len = tl.load(window_lens_ptr + token)
     window_tiles = tl.cdiv(window_len, BLOCK_N)
@@ -160,143 +249,43 @@ def _attend_kernel(
     begin = tl.minimum(split * share, tiles)
     end = tl.minimum(begin + share, tiles)
 
-    top = tl.full([BLOCK_H], NO_LOGIT, tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
-    o0 = tl.zeros([BLOCK_H, 256], tl.float32)
-    o1 = tl.zeros([BLOCK_H, 128], tl.float32)
-    o2 = tl.zeros([BLOCK_H, 64], tl.float32)
-    o3 = tl.zeros([BLOCK_H, 64], tl.float32)
+    top, total = tl.full([BLOCK_H], NO_LOGIT, tl.float32), tl.zeros([BLOCK_H], tl.float32)
+    o0, o1 = tl.zeros([BLOCK_H, PIECE0], tl.float32), tl.zeros([BLOCK_H, PIECE1], tl.float32)
+    o2, o3 = tl.zeros([BLOCK_H, PIECE2], tl.float32), tl.zeros([BLOCK_H, ROPE], tl.float32)
     for tile in tl.range(begin, end, num_stages=STAGES):
-        table = window_ptr
         rows_at = window_rows_ptr + token * window_rows_stride
+        chosen = (window_ptr, rows_at, window_len, window_block_stride, window_rows_per_block, window_shift)
         first = tile * BLOCK_N
-        length = window_len
-        block_stride = window_block_stride
-        rows_per_block = window_rows_per_block
-        shift = window_shift
         if HAS_ENTRIES:
+            rows_at = entry_rows_ptr + token * entry_rows_stride
+            entries = (entries_ptr, rows_at, entry_len, entry_block_stride, entry_rows_per_block, entry_shift)
             in_window = tile < window_tiles
-            table = tl.where(in_window, table, entries_ptr)
-            rows_at = tl.where(in_window, rows_at, entry_rows_ptr + token * entry_rows_stride)
+            chosen = _select(in_window, chosen, entries)
             first = tl.where(in_window, first, first - window_tiles * BLOCK_N)
-            length = tl.where(in_window, length, entry_len)
-            block_stride = tl.where(in_window, block_stride, entry_block_stride)
-            rows_per_block = tl.where(in_window, rows_per_block, entry_rows_per_block)
-            shift = tl.where(in_window, shift, entry_shift)
+        table, rows_at, length, block_stride, rows_per_block, shift = chosen
         listed = first + tl.arange(0, BLOCK_N)
         row = tl.load(rows_at + listed, mask=listed < length, other=-1)
-        valid = row >= 0
-        is_row = valid[:, None]
-        if SHIFT:
-            block = row >> shift
-            inside = row - (block << shift)
-        else:
-            block = row // rows_per_block
-            inside = row - block * rows_per_block
-        block_at = table + block.to(tl.int64) * tl.multiple_of(block_stride, 16)
-        if FP8:
-            row_at = (block_at + inside * 576)[:, None]
-            scale_at = (block_at + (rows_per_block * 576 + inside * 8)).to(tl.pointer_type(tl.int32))
-            # All bytes of the strip are equal, and none is 0: the least amax is 1e-4. The reduction keeps the layout of
-            # the products from reaching back to the addresses.
-            word = tl.load(scale_at[:, None] + tl.arange(0, 2)[None, :], mask=is_row, other=0)
-            exponent = tl.max(word & 0xFF, 1)
-            valid = exponent > 0
-            multiplier = (exponent << 23).to(tl.float32, bitcast=True)
-            if FOLD:
-                # Pieces of one width share one layout, so that a thread computes the address of one row.
-                piece_at = row_at + d64
-                k0 = _beside(
-                    _beside(_piece(piece_at, is_row, DOT), _piece(piece_at + 64, is_row, DOT), BLOCK_N, 64),
-                    _beside(_piece(piece_at + 128, is_row, DOT), _piece(piece_at + 192, is_row, DOT), BLOCK_N, 64),
-                    BLOCK_N,
-                    128,
-                )
-                k1 = _beside(_piece(piece_at + 256, is_row, DOT), _piece(piece_at + 320, is_row, DOT), BLOCK_N, 64)
-            else:
-                # Triton 3.6 multiplies joined pieces wrongly on tf32 tensor cores.
-                k0 = _piece(row_at + d256, is_row, DOT)
-                k1 = _piece(row_at + 256 + d128, is_row, DOT)
-            k2 = _piece(row_at + 384 + d64, is_row, DOT)
-            tail_at = (row_at + 448).to(tl.pointer_type(tl.bfloat16))
-            k3 = tl.load(tail_at + d64, mask=is_row, other=0.0).to(DOT)
-            if not FOLD:
-                k0 = k0 * E4M3_LACK * E4M3_LACK * multiplier[:, None]
-                k1 = k1 * E4M3_LACK * E4M3_LACK * multiplier[:, None]
-                k2 = k2 * E4M3_LACK * E4M3_LACK * multiplier[:, None]
-        else:
-            row_at = (block_at + inside * 512)[:, None]
-            k0 = tl.load(row_at + d256, mask=is_row, other=0.0).to(DOT)
-            k1 = tl.load(row_at + 256 + d128, mask=is_row, other=0.0).to(DOT)
-            k2 = tl.load(row_at + 384 + d64, mask=is_row, other=0.0).to(DOT)
-            k3 = tl.load(row_at + 448 + d64, mask=is_row, other=0.0).to(DOT)
-
-        logit = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-        logit = tl.dot(q1, tl.trans(k1), logit, input_precision=PRECISION)
-        logit = tl.dot(q2, tl.trans(k2), logit, input_precision=PRECISION)
-        if FOLD:
-            multiplier = multiplier * E4M3_LACK
-            logit = logit * multiplier[None, :]
-        logit = tl.dot(q3, tl.trans(k3), logit, input_precision=PRECISION)
+        k0, k1, k2, k3, valid, lack = _load_rows(
+            row, table, block_stride, rows_per_block, shift, SHIFT, FP8, FOLD, DOT, BLOCK_N
+        )
+        logit = _logits(q0, q1, q2, q3, k0, k1, k2, k3, lack, FOLD, PRECISION)
         logit = tl.where(valid[None, :], logit * (scale * LOG2_E), float("-inf"))
+        p, rescale, top, total = _weigh(logit, top, total)
+        o0, o1, o2, o3 = _add(p, k0, k1, k2, k3, lack, o0, o1, o2, o3, rescale[:, None], FOLD, DOT, PRECISION)
 
-        new_top = tl.maximum(top, tl.max(logit, 1))
-        rescale = tl.exp2(top - new_top)
-        p = tl.exp2(logit - new_top[:, None])
-        total = total * rescale + tl.sum(p, 1)
-        top = new_top
-        rescale = rescale[:, None]
-        tail_p = p.to(DOT)
-        if FOLD:
-            # The other half of what the rows lack comes after the sum: their products shall stay far from subnormal.
-            p = p * multiplier[None, :]
-        p = p.to(DOT)
-        o0 = tl.dot(p, k0, o0 * rescale, input_precision=PRECISION)
-        o1 = tl.dot(p, k1, o1 * rescale, input_precision=PRECISION)
-        o2 = tl.dot(p, k2, o2 * rescale, input_precision=PRECISION)
-        # Not into the accumulator: this product would then run into the next tile's, and ptxas serialise them all.
-        o3 = tl.fma(o3, rescale, tl.dot(tail_p, k3, input_precision=PRECISION))
-
-    at = token * heads + head
     if SPLIT:
         at = (token * splits + split) * heads + head
-        tl.store(stats_ptr + at * 2, top, mask=head < heads)
-        tl.store(stats_ptr + at * 2 + 1, total, mask=head < heads)
-        is_head = is_head & (begin < end)
-        norm = tl.full([BLOCK_H], 1.0, tl.float32)
-        to = partial_ptr + at[:, None] * 512
+        _store_partial(partial_ptr, stats_ptr, at, is_head, begin < end, top, total, o0, o1, o2, o3, FOLD)
     else:
-        sink = tl.load(sink_ptr + head, mask=head < heads, other=0.0)
-        denominator = total + tl.exp2(sink * LOG2_E - top)
-        # A token that sees nothing gives zeros, with a sink of -inf too.
-        norm = tl.where(total > 0, 1.0 / denominator, 0.0)
-        to = out_ptr + at[:, None] * 512
-    nope_norm = norm
-    if FOLD:
-        nope_norm = norm * E4M3_LACK
-    norm, nope_norm = norm[:, None], nope_norm[:, None]
-    o3 = o3 * norm
-    if not SPLIT:
-        at_position = rope_ptr + tl.load(positions_ptr + token) * 64 + tl.arange(0, 32) * 2
-        o3 = _derotate(o3, tl.load(at_position), tl.load(at_position + 1), BLOCK_H)
-    dtype = to.dtype.element_ty
-    tl.store(to + d256, (o0 * nope_norm).to(dtype), mask=is_head)
-    tl.store(to + 256 + d128, (o1 * nope_norm).to(dtype), mask=is_head)
-    tl.store(to + 384 + d64, (o2 * nope_norm).to(dtype), mask=is_head)
-    tl.store(to + 448 + d64, o3.to(dtype), mask=is_head)
+        at = token * heads + head
+        norm = _inverse_denominator(tl.load(sink_ptr + head, mask=is_head, other=0.0), top, total)
+        angle_at = rope_ptr + tl.load(positions_ptr + token) * ROPE
+        _store_output(out_ptr, at, is_head, norm, o0, o1, o2, o3, angle_at, FOLD, BLOCK_H)
 
 
 @triton.jit
 def _merge_kernel(
-    partial_ptr,
-    stats_ptr,
-    sink_ptr,
-    positions_ptr,
-    rope_ptr,
-    out_ptr,
-    heads,
-    splits,
-    BLOCK_S: tl.constexpr,
+    partial_ptr, stats_ptr, sink_ptr, positions_ptr, rope_ptr, out_ptr, heads, splits, BLOCK_S: tl.constexpr
 ):
     """Grid (tokens, heads): the splits of one head, weighted by their share of the softmax; the sink counts once."""
     token = tl.program_id(0).to(tl.int64)
@@ -307,49 +296,22 @@ def _merge_kernel(
     total = tl.load(stats_ptr + at + 1, mask=split < splits, other=0.0)
     highest = tl.max(top, 0)
     total = total * tl.exp2(top - highest)
-    denominator = tl.sum(total, 0) + tl.exp2(tl.load(sink_ptr + head) * LOG2_E - highest)
-    inverse = tl.where(tl.sum(total, 0) > 0, 1.0 / denominator, 0.0)
+    inverse = _inverse_denominator(tl.load(sink_ptr + head), highest, tl.sum(total, 0))
 
-    d = tl.arange(0, 512)
-    o = tl.zeros([512], tl.float32)
+    d = tl.arange(0, DIM)
+    o = tl.zeros([DIM], tl.float32)
     for first in range(0, splits, 8):
         piece = first + tl.arange(0, 8)
         at_piece = (token * splits + piece) * heads + head
         seen = tl.load(stats_ptr + at_piece * 2 + 1, mask=piece < splits, other=0.0)
         peak = tl.load(stats_ptr + at_piece * 2, mask=piece < splits, other=NO_LOGIT)
         # A split without keys wrote no row.
-        row = tl.load(partial_ptr + at_piece[:, None] * 512 + d[None, :], mask=(seen > 0)[:, None], other=0.0)
+        row = tl.load(partial_ptr + at_piece[:, None] * DIM + d[None, :], mask=(seen > 0)[:, None], other=0.0)
         o += tl.sum(row * tl.exp2(peak - highest)[:, None], 0)
-    o = o * inverse
-
-    pair = tl.reshape(o, [256, 2])
-    even, odd = tl.split(pair)
-    i = tl.arange(0, 256) - 224
-    at_position = rope_ptr + tl.load(positions_ptr + token) * 64 + i * 2
-    cos = tl.load(at_position, mask=i >= 0, other=1.0)
-    sin = tl.load(at_position + 1, mask=i >= 0, other=0.0)
-    o = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), [512])
-    tl.store(out_ptr + (token * heads + head) * 512 + d, o.to(out_ptr.dtype.element_ty))
-
-
-@triton.jit
-def _derotate_kernel(out_ptr, positions_ptr, rope_ptr, heads, BLOCK_H: tl.constexpr):
-    """Grid (tokens, groups of heads): inverse rotation of the last 64 dims of contiguous [T, H, 512], in place."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    at = out_ptr + (token * heads + head[:, None]) * 512 + 448 + tl.arange(0, 64)[None, :]
-    mask = (head < heads)[:, None]
-    tail = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    angle_at = rope_ptr + tl.load(positions_ptr + token) * 64 + 2 * tl.arange(0, 32)
-    tail = _derotate(tail, tl.load(angle_at), tl.load(angle_at + 1), BLOCK_H)
-    tl.store(at, tail.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-def derotate(out: Tensor, positions: Tensor, rope: Tensor) -> None:
-    """Undo the rotation of the last 64 dims of contiguous `out` [T, H, 512] at `positions` [T], in place (SPEC 2.2)."""
-    tokens, heads, _ = out.shape
-    block = min(triton.next_power_of_2(heads), 32)
-    _derotate_kernel[(tokens, triton.cdiv(heads, block))](out, positions, rope, heads, BLOCK_H=block, num_warps=4)
+    even, odd = tl.split(tl.reshape(o * inverse, [DIM // 2, 2]))
+    cos, sin = angles(rope_ptr, tl.load(positions_ptr + token))
+    o = tl.reshape(derotate_pairs(even, odd, cos, sin), [DIM])
+    tl.store(out_ptr + (token * heads + head) * DIM + d, o.to(out_ptr.dtype.element_ty))
 
 
 class Tiling(NamedTuple):
@@ -397,11 +359,6 @@ def _device(index: int) -> tuple[int, int]:
     return properties["max_shared_mem"], properties["multiprocessor_count"]
 
 
-def table_stride(table: Tensor) -> int:
-    # A table of one block may have a size that no block stride may have.
-    return table.stride(0) if table.shape[0] > 1 else 0
-
-
 def _block_shift(table: Tensor) -> int:
     """log2 of the rows of a block; a table of one block may have any number. -1 where it is no power of two."""
     if table.shape[0] == 1:
@@ -410,19 +367,20 @@ def _block_shift(table: Tensor) -> int:
     return rows.bit_length() - 1 if rows & (rows - 1) == 0 else -1
 
 
-def _check(q: Tensor, window: Tensor, entries: Tensor | None, row_format: RowFormat) -> None:
+def _check(q: Tensor, inputs: AttendInputs) -> None:
     if q.dim() != 3 or q.shape[-1] != ENTRY_DIM or q.stride(-1) != 1:
         raise ValueError(
             f"q is {tuple(q.shape)}, stride {q.stride()}; expected [tokens, heads, {ENTRY_DIM}] with inner stride 1"
         )
-    for name, table in (("window", window), ("entries", entries)):
-        if table is None:
+    stored = inputs.row_format
+    for name, listed in (("window", inputs.window), ("entries", inputs.entries)):
+        if listed is None:
             continue
-        width = row_format.width
-        if table.dtype != row_format.dtype or table.shape[-1] != width:
+        table, width = listed.table, stored.width
+        if table.dtype != stored.dtype or table.shape[-1] != width:
             raise ValueError(
-                f"{name} is {table.dtype} of width {table.shape[-1]}; expected {row_format.dtype} of {width} for "
-                f"{row_format.value} rows"
+                f"{name} is {table.dtype} of width {table.shape[-1]}; expected {stored.dtype} of {width} for "
+                f"{stored.value} rows"
             )
         odd_blocks = table.shape[0] > 1 and table.stride(0) * table.element_size() % 16
         if table.stride(-1) != 1 or table.stride(-2) != width or odd_blocks or table.data_ptr() % 16:
@@ -431,85 +389,70 @@ def _check(q: Tensor, window: Tensor, entries: Tensor | None, row_format: RowFor
             )
 
 
-def attend(
-    q: Tensor,
-    sink: Tensor,
-    window: Tensor,
-    window_rows: Tensor,
-    window_lens: Tensor,
-    entries: Tensor | None,
-    entry_rows: Tensor | None,
-    entry_lens: Tensor | None,
-    positions: Tensor,
-    rope: Tensor,
-    scale: float,
-    row_format: int,
-    splits: int | None = None,
-) -> Tensor:
-    """The op `attend`; `dsv4_sglang.ops.reference.read.attend` says what the tensors are. `splits` fixes their number.
+def _products(q: torch.dtype, stored: RowFormat) -> tuple[tl.dtype, str]:
+    """dtype and precision of the products of queries and rows.
 
     bf16 queries on fp8 and bf16 rows are multiplied on bf16 tensor cores, fp16 queries on tf32 ones (which hold both
-    exactly), everything fp32 without tensor cores. Sums are fp32. Launches depend on shapes only, so the call can be
-    captured into a CUDA graph; lengths are read on the device.
+    exactly), everything fp32 without tensor cores.
     """
-    stored = RowFormat.from_code(row_format)
-    _check(q, window, entries, stored)
+    if stored is RowFormat.FP32 or q == torch.float32:
+        return tl.float32, "ieee"
+    if q == torch.bfloat16:
+        return (tl.float32, "ieee") if _INTERPRETED else (tl.bfloat16, "tf32")
+    if q == torch.float16:
+        return tl.float32, "tf32"
+    raise ValueError(f"q is {q}; expected bfloat16, float16 or float32")
+
+
+def attend(q: Tensor, inputs: AttendInputs, splits: int | None = None) -> Tensor:
+    """The op `attend`; `dsv4_sglang.ops.reference.read.attend` says what the tensors are. `splits` fixes their number.
+
+    Sums are fp32. Launches depend on shapes only, so the call can be captured into a CUDA graph; lengths are read on
+    the device.
+    """
+    _check(q, inputs)
     tokens, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
-    fp8 = stored is RowFormat.FP8
-    if stored is RowFormat.FP32 or q.dtype == torch.float32:
-        dot, precision = tl.float32, "ieee"
-    elif q.dtype == torch.bfloat16:
-        dot, precision = (tl.float32, "ieee") if _INTERPRETED else (tl.bfloat16, "tf32")
-    elif q.dtype == torch.float16:
-        dot, precision = tl.float32, "tf32"
-    else:
-        raise ValueError(f"q is {q.dtype}; expected bfloat16, float16 or float32")
+    fp8 = inputs.row_format is RowFormat.FP8
+    dot, precision = _products(q.dtype, inputs.row_format)
     shared_memory, processors = _device(q.device.index) if q.is_cuda else (0, 1)
     tile = tiling(heads, fp8, dot == tl.float32, shared_memory)
     groups = triton.cdiv(heads, tile.heads)
-    listed = window_rows.shape[1] + (entry_rows.shape[1] if entries is not None and entry_rows is not None else 0)
+    window, entries = inputs.window, inputs.entries or inputs.window
     if splits is None:
+        listed = window.rows.shape[1] + (entries.rows.shape[1] if inputs.entries else 0)
         splits = split_count(tokens, groups, triton.cdiv(listed, tile.rows), processors)
     partial = stats = out
     if splits > 1:
         partial = torch.empty(tokens, splits, heads, ENTRY_DIM, dtype=torch.float32, device=q.device)
         stats = torch.empty(tokens, splits, heads, 2, dtype=torch.float32, device=q.device)
-    if entries is None or entry_rows is None or entry_lens is None:
-        entries_args = (window, window_rows, window_lens)
-    else:
-        entries_args = (entries, entry_rows, entry_lens)
-    shifts = [_block_shift(table) for table in (window, entries_args[0])]
+    tables = [
+        (listed.rows.stride(0), table_stride(listed.table), listed.table.shape[1], _block_shift(listed.table))
+        for listed in (window, entries)
+    ]
     _attend_kernel[(tokens, splits, groups)](
         q,
-        sink,
-        window,
-        window_rows,
-        window_lens,
-        *entries_args,
-        positions,
-        rope,
+        inputs.sink,
+        *window,
+        *entries,
+        inputs.positions,
+        inputs.rope,
         out,
         partial,
         stats,
-        scale,
+        inputs.scale,
         heads,
         splits,
         q.stride(0),
         q.stride(1),
-        window_rows.stride(0),
-        entries_args[1].stride(0),
-        table_stride(window),
-        table_stride(entries_args[0]),
-        window.shape[1],
-        entries_args[0].shape[1],
-        *shifts,
-        SHIFT=-1 not in shifts,
+        *tables[0],
+        *tables[1],
+        SHIFT=all(shift >= 0 for *_, shift in tables),
         FP8=fp8,
         FOLD=fp8 and q.dtype == torch.bfloat16,
-        HAS_ENTRIES=entries is not None,
+        HAS_ENTRIES=inputs.entries is not None,
         SPLIT=splits > 1,
         DOT=dot,
         PRECISION=precision,
@@ -520,14 +463,7 @@ def attend(
     )
     if splits > 1:
         _merge_kernel[(tokens, heads)](
-            partial,
-            stats,
-            sink,
-            positions,
-            rope,
-            out,
-            heads,
-            splits,
+            *(partial, stats, inputs.sink, inputs.positions, inputs.rope, out, heads, splits),
             BLOCK_S=triton.next_power_of_2(splits),
             num_warps=4,
         )

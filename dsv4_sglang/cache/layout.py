@@ -13,10 +13,14 @@ from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema, build_schema
 from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.formats.rows import block_stride_bytes
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, WINDOW
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_PREVIOUS_K, CSA_PREVIOUS_Z, CSA_RATIO, CSA_TAIL_ROWS, WINDOW
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 
 COMPRESSED = (AttentionType.CSA, AttentionType.HCA)
+SLOT_UNITS = CSA_TAIL_ROWS // CSA_RATIO
+"""Units of four rows in a slot's CSA tail: current k, current z, previous k (two), previous z (two)."""
+KEPT_UNITS = (CSA_PREVIOUS_K // CSA_RATIO + 1, CSA_PREVIOUS_Z // CSA_RATIO + 1)
+"""Those alive at a multiple of 128: the second half of the previous windows' rings, positions t & 7 = 4..7."""
 
 
 class PoolPart(NamedTuple):
@@ -100,33 +104,40 @@ class CacheLayout:
                 shape = (count, blocks, schema.indexer_entries_per_block, schema.key_format.width)
                 yield _part("index keys", shape, schema.key_format.dtype)
 
+    def rings(self, slots: int, name: str = "window rings") -> PoolPart:
+        """[layers, slots, R, width]"""
+        return self._rows(name, len(self.schemas), slots, self.ring_rows)
+
+    def tails(self, kind: AttentionType, slots: int) -> PoolPart | None:
+        """[layers of the kind, slots, ...] of its compressors, None without such layers."""
+        layers = self.layers(kind)
+        tail = self.schemas[layers[0]].tail_shape if layers else None
+        return None if tail is None else _part(f"{kind.name} tails", (len(layers), slots, *tail), torch.float32)
+
     def state_parts(self, slots: int) -> Iterator[PoolPart]:
         """The half that does not grow: window rings and tails of `slots` slots."""
-        yield self._rows("window rings", len(self.schemas), slots, self.ring_rows)
-        for kind in COMPRESSED:
-            layers = self.layers(kind)
-            tail = self.schemas[layers[0]].tail_shape if layers else None
-            if tail is not None:
-                yield _part(f"{kind.name} tails", (len(layers), slots, *tail), torch.float32)
+        yield self.rings(slots)
+        yield from filter(None, (self.tails(kind, slots) for kind in COMPRESSED))
 
-    def position_parts(self, slots: int) -> Iterator[PoolPart]:
+    def position_parts(self, slots: int) -> tuple[PoolPart, PoolPart, PoolPart]:
         """Bookkeeping of `slots` slots: positions of ring rows, heads of rings, tokens in the open windows. It follows
         from the lengths of the requests, so a server does without.
         """
         layers, compressed = len(self.schemas), sum(len(self.layers(kind)) for kind in COMPRESSED)
-        yield _part("ring positions", (layers, slots, self.ring_rows), torch.int32)
-        yield _part("ring heads", (layers, slots), torch.int32)
-        yield _part("tail lengths", (compressed, slots), torch.int32)
+        return (
+            _part("ring positions", (layers, slots, self.ring_rows), torch.int32),
+            _part("ring heads", (layers, slots), torch.int32),
+            _part("tail lengths", (compressed, slots), torch.int32),
+        )
 
     def checkpoint_parts(self, checkpoints: int) -> Iterator[PoolPart]:
         """What is alive of a state at a multiple of 128 (SPEC 6.6): the rings, and of each CSA compressor the last four
         rows of k and of z of the previous window.
         """
-        yield self._rows("checkpointed rings", len(self.schemas), checkpoints, self.ring_rows)
-        layers = self.layers(AttentionType.CSA)
-        tail = self.schemas[layers[0]].tail_shape if layers else None
-        if tail is not None:
-            yield _part("checkpointed tails", (len(layers), checkpoints, 2 * CSA_RATIO, tail[1]), torch.float32)
+        yield self.rings(checkpoints, "checkpointed rings")
+        if csa := self.tails(AttentionType.CSA, checkpoints):
+            layers, _, _, columns = csa.shape
+            yield _part("checkpointed tails", (layers, checkpoints, len(KEPT_UNITS) * CSA_RATIO, columns), csa.dtype)
 
     def _rows(self, name: str, tables: int, blocks: int, rows_per_block: int) -> PoolPart:
         """Row tables, with the padding behind blocks."""

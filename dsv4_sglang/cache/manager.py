@@ -75,7 +75,7 @@ class KVCacheManager:
         self.schemas = list(self.layout.schemas)
         self.state = StateStorage(self.layout, max_concurrent_requests)
         self.state_pools = [
-            StateCachePool(schema, max_concurrent_requests, state=self.state.layer(i))
+            StateCachePool(schema, max_concurrent_requests, storage=self.state, layer=i)
             for i, schema in enumerate(self.schemas)
         ]
         sizes = {AttentionType.CSA: num_blocks_per_csa_layer, AttentionType.HCA: num_blocks_per_hca_layer}

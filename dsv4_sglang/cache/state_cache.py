@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
 from dsv4_sglang.cache.device import resolve_device
-from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cache.layout import KEPT_UNITS, SLOT_UNITS, CacheLayout
 from dsv4_sglang.cache.schema import LayerCacheSchema
 from dsv4_sglang.formats import RowTable, make_row_tables
-from dsv4_sglang.model.geometry import (
-    CSA_CURRENT_ROWS,
-    CSA_PREVIOUS_K,
-    CSA_PREVIOUS_ROWS,
-    CSA_PREVIOUS_Z,
-    CSA_RATIO,
-    CSA_TAIL_ROWS,
-    HCA_RATIO,
-)
+from dsv4_sglang.model.geometry import CSA_CURRENT_ROWS, CSA_PREVIOUS_ROWS, CSA_RATIO, HCA_RATIO
 from dsv4_sglang.model.layer_schedule import AttentionType
 
 EMPTY = -1
 """`swa_pos` of a ring row that holds no token."""
-SLOT_UNITS = CSA_TAIL_ROWS // CSA_RATIO
-"""Units of four rows in a slot's CSA tail: current k, current z, previous k (two), previous z (two)."""
-KEPT_UNITS = (CSA_PREVIOUS_K // CSA_RATIO + 1, CSA_PREVIOUS_Z // CSA_RATIO + 1)
-"""Those alive at a multiple of 128: the second half of the previous windows' rings, positions t & 7 = 4..7."""
 
 
 class StateStorage:
@@ -54,18 +40,15 @@ class StateStorage:
             raise ValueError(f"{num_slots} state slots; expected at least 1")
         self.layout, self.num_slots, self.checkpoints = layout, num_slots, checkpoints
         self.device = resolve_device(layout.device)
-        parts = {part.name: part.shape for part in (*layout.state_parts(num_slots), *layout.position_parts(num_slots))}
-        kept = {part.name: part.shape for part in layout.checkpoint_parts(checkpoints)}
-
-        layers, slots, rows, _ = parts["window rings"]
-        self._all_rings = make_row_tables(layers, slots + checkpoints, rows, layout.row_format, self.device)
-        self.rings: Tensor = self._all_rings[:, :slots]
+        layers, slots, rows, _ = layout.rings(num_slots + checkpoints).shape
+        self._all_rings = make_row_tables(layers, slots, rows, layout.row_format, self.device)
+        self.rings: Tensor = self._all_rings[:, :num_slots]
         self.tails: dict[AttentionType, Tensor] = {}
         self._tail_units: Tensor | None = None
-        if "CSA tails" in parts:
-            self.tails[AttentionType.CSA] = self._csa_tails(parts["CSA tails"], kept["checkpointed tails"])
-        if "HCA tails" in parts:
-            self.tails[AttentionType.HCA] = torch.zeros(parts["HCA tails"], device=self.device)
+        if csa := layout.tails(AttentionType.CSA, num_slots):
+            self.tails[AttentionType.CSA] = self._csa_tails(csa.shape[0], csa.shape[-1])
+        if hca := layout.tails(AttentionType.HCA, num_slots):
+            self.tails[AttentionType.HCA] = torch.zeros(hca.shape, device=self.device)
         self._tail_of_layer = {
             layer: tail for kind, tails in self.tails.items() for layer, tail in zip(layout.layers(kind), tails)
         }
@@ -73,20 +56,20 @@ class StateStorage:
         self.swa_head: Tensor | None = None
         self.tail_len: Tensor | None = None
         if positions:
-            self.swa_pos = torch.full(parts["ring positions"], EMPTY, dtype=torch.int32, device=self.device)
-            self.swa_head = torch.zeros(parts["ring heads"], dtype=torch.int32, device=self.device)
-            self.tail_len = torch.zeros(parts["tail lengths"], dtype=torch.int32, device=self.device)
+            at, heads, lengths = (part.shape for part in layout.position_parts(num_slots))
+            self.swa_pos = torch.full(at, EMPTY, dtype=torch.int32, device=self.device)
+            self.swa_head = torch.zeros(heads, dtype=torch.int32, device=self.device)
+            self.tail_len = torch.zeros(lengths, dtype=torch.int32, device=self.device)
 
-    def _csa_tails(self, live: tuple[int, ...], kept: tuple[int, ...]) -> Tensor:
-        """Allocate the tails of slots (shape `live`) and checkpoints (`kept`) together; those of slots."""
-        layers, slots, _, columns = live
-        units = slots * SLOT_UNITS + kept[1] * len(KEPT_UNITS)
+    def _csa_tails(self, layers: int, columns: int) -> Tensor:
+        """Allocate the tails of slots and checkpoints together; those of slots [layers, slots, 24, columns]."""
+        live = self.num_slots * SLOT_UNITS
+        units = live + self.checkpoints * len(KEPT_UNITS)
         self._tail_units = torch.zeros((layers, units, CSA_RATIO, columns), device=self.device)
         # Units of slot 0 and of checkpoint 0, which does not exist.
         self._live_units = torch.tensor(KEPT_UNITS, dtype=torch.int32, device=self.device)
-        before = slots * SLOT_UNITS - len(KEPT_UNITS)
-        self._kept_units = torch.arange(before, before + len(KEPT_UNITS), dtype=torch.int32, device=self.device)
-        return self._tail_units[:, : slots * SLOT_UNITS].unflatten(1, (slots, SLOT_UNITS)).flatten(2, 3)
+        self._kept_units = torch.arange(live - len(KEPT_UNITS), live, dtype=torch.int32, device=self.device)
+        return self._tail_units[:, :live].unflatten(1, (self.num_slots, SLOT_UNITS)).flatten(2, 3)
 
     def ring(self, layer: int) -> Tensor:
         """[slots, R, width] row table of a layer's windows."""
@@ -96,25 +79,18 @@ class StateStorage:
         """[slots, ...] compressor state of a layer, None without a compressor."""
         return self._tail_of_layer.get(layer)
 
+    def tail_lengths(self, layer: int) -> Tensor | None:
+        """[slots] int32 tokens in the open windows of a layer; None without a compressor or without `positions`."""
+        if self.tail_len is None or layer not in self._tail_of_layer:
+            return None
+        return self.tail_len[sum(other < layer for other in self._tail_of_layer)]
+
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor of the slots, slot dimension second: what a slot copy moves. Kinds of layers that do not exist
         have none."""
         every = (self.rings, *self.tails.values(), self.swa_pos, self.swa_head, self.tail_len)
         return [tensor for tensor in every if tensor is not None and tensor.shape[0]]
-
-    def layer(self, index: int) -> LayerState:
-        """The tensors of layer `index` (its place in the layout's schemas), as views. Needs `positions`."""
-        if self.swa_pos is None or self.swa_head is None or self.tail_len is None:
-            raise ValueError("this storage keeps no positions; make it with positions=True")
-        compressed = sorted(self._tail_of_layer)
-        return LayerState(
-            ring=self.ring(index),
-            tail=self.tail(index),
-            swa_pos=self.swa_pos[index],
-            swa_head=self.swa_head[index],
-            tail_len=self.tail_len[compressed.index(index)] if index in self._tail_of_layer else None,
-        )
 
     def reset_slot(self, slot: int) -> None:
         """Empty a slot in all layers."""
@@ -161,19 +137,8 @@ class StateStorage:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
 
-@dataclass(frozen=True)
-class LayerState:
-    """One layer's part of a `StateStorage`, slot dimension first."""
-
-    ring: Tensor
-    tail: Tensor | None
-    swa_pos: Tensor
-    swa_head: Tensor
-    tail_len: Tensor | None
-
-
 class StateCachePool:
-    """The state of one layer, `max_requests` slots: by itself, or a view of a storage that all layers share.
+    """The state of one layer, `max_requests` slots: by itself, or views of layer `layer` of a storage of all layers.
 
     Tables, as the ops take them: `ring` [slots, R, width] (R: `LayerCacheSchema.ring_rows`) and `tail` (None for SWA;
     shape in `LayerCacheSchema.tail_shape`). Everything below is a view of them. Names end in `a` for the window that is
@@ -199,22 +164,23 @@ class StateCachePool:
         max_requests: int,
         device: torch.device | str | None = None,
         *,
-        state: LayerState | None = None,
+        storage: StateStorage | None = None,
+        layer: int = 0,
     ) -> None:
+        if storage is None:
+            storage = StateStorage(CacheLayout((schema,), resolve_device(device)), max_requests)
+        if storage.num_slots != max_requests:
+            raise ValueError(f"the storage given has {storage.num_slots} slots; expected {max_requests}")
+        if storage.swa_pos is None or storage.swa_head is None:
+            raise ValueError("the storage given keeps no positions; make it with positions=True")
         self.schema = schema
         self.max_requests = max_requests
-        # Without a given state the pool owns one, of a single layer.
-        if state is None:
-            state = StateStorage(CacheLayout((schema,), resolve_device(device)), max_requests).layer(0)
-        self._state = state
-        if self._state.ring.shape[0] != max_requests:
-            raise ValueError(f"the state given has {self._state.ring.shape[0]} slots; expected {max_requests}")
-        self.device = self._state.ring.device
-        self.ring: Tensor = self._state.ring
-        self.tail: Tensor | None = self._state.tail
-        self.swa_pos: Tensor = self._state.swa_pos
-        self.swa_head: Tensor = self._state.swa_head
-        self.tail_len: Tensor | None = self._state.tail_len
+        self.device = storage.device
+        self.ring: Tensor = storage.ring(layer)
+        self.tail: Tensor | None = storage.tail(layer)
+        self.swa_pos: Tensor = storage.swa_pos[layer]
+        self.swa_head: Tensor = storage.swa_head[layer]
+        self.tail_len: Tensor | None = storage.tail_lengths(layer)
 
         views = RowTable(self.ring, schema.row_format).views()
         self.swa_fp8: Tensor | None = views.fp8 if views else None

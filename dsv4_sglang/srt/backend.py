@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 from torch.nn.functional import pad
 
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
 from dsv4_sglang.attention.metadata import (
-    BLOCK,
-    CSA_RATIO,
     DecodeBuffers,
     build_decode,
     build_prefill,
     snapshot_decode,
 )
+from dsv4_sglang.attention.readers import AttendInputs, LayerOutput, Reader, RowList, begin_step, make_readers
+from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import make_row_tables
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
 from dsv4_sglang.srt.prefix.schedule import PrefillPlanTaker
 
 # Index scores of a prefill step that exist at a time.
@@ -67,13 +68,6 @@ class LayerInputs(NamedTuple):
     index_query: IndexQuery | None = None
 
 
-class LayerOutput(NamedTuple):
-    """Attention's output `[T, H, 512]`, and whether its last 64 dims are still rotated."""
-
-    values: Tensor
-    rotated: bool
-
-
 class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     """Serves decode and prefill steps of all layers. CUDA graphs record decode steps, metadata included."""
 
@@ -86,39 +80,22 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         live = runner.req_to_token_pool.mamba_pool
         self.state, self.last_live_slot = live.storage, live.size
         self.blocks = runner.token_to_kv_pool.full_kv_pool
-        self.max_blocks = -(-runner.model_config.context_len // BLOCK)
+        self.max_blocks = -(-runner.model_config.context_len // BLOCK_TOKENS)
         self.last_layer = config.num_hidden_layers - 1
         self.top_k = config.index_topk
         self.row_format = self.blocks.layout.row_format
         self.key_format = self.blocks.layout.schemas[0].key_format
         self.metadata: StepMetadata | None = None
-        self._flashmla = self._flashmla_reader()
-        self._prefill_reader = self._sparse_prefill_reader()
+        heads = config.num_attention_heads // get_parallel().attn_tp_size
+        device = resolve_device(self.device)  # registers its ops
+        self.readers = make_readers(device, self.blocks.blocks, heads, runner.dtype, self.row_format)
+        self.reader: Reader | None = None
         self._graph_buffers: DecodeBuffers | None = None
         self._decode_buffers: DecodeBuffers | None = None
         self._workspace: Tensor | None = None
         self._graph_scratch: dict[str, Tensor] = {}
         self._scratch: dict[str, Tensor] = {}
         self._staged: tuple[Tensor, Tensor] | None = None
-
-    def _flashmla_reader(self) -> Any:
-        """A reader whose schedule layers of a kind share; None where there is no CUDA device."""
-        if torch.device(self.device).type != "cuda":
-            return None
-        from dsv4_sglang.attention.flashmla import FlashMLAReader, supported
-
-        importlib.import_module("dsv4_sglang.attention.cuda_ops")  # registers ops
-        self._takes = supported
-        return FlashMLAReader()
-
-    def _sparse_prefill_reader(self) -> Any:
-        """None where there is no CUDA device."""
-        if self._flashmla is None:
-            return None
-        from dsv4_sglang.attention import sparse_prefill
-
-        self._takes_prefill = sparse_prefill.supported
-        return sparse_prefill.SparsePrefillReader(self.blocks.blocks, self.device)
 
     # Metadata of a step
 
@@ -158,13 +135,10 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             top_k=self.top_k,
             max_length=max(lengths),
         )
-        if self._prefill_reader is not None:
-            self._prefill_reader.begin_step(self.metadata, lengths)
+        self.reader = begin_step(self.readers, self.metadata, lengths)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """The last thing before the layers of any step, and the first that a CUDA graph records."""
-        if self._flashmla is not None:
-            self._flashmla.begin_step()
         if not forward_batch.forward_mode.is_decode():
             return
         assert self._decode_buffers is not None, "a decode step begins with its snapshot"
@@ -177,6 +151,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             track_slots=forward_batch.mamba_track_indices,
             top_k=self.top_k,
         )
+        self.reader = begin_step(self.readers, self.metadata, lengths=None)
 
     def _snapshot(self, forward_batch: Any) -> None:
         requests = forward_batch.req_pool_indices
@@ -284,38 +259,25 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         )
 
     def _read(self, q: Tensor, layer: Any, inputs: LayerInputs, step: StepMetadata, window: Tensor) -> LayerOutput:
-        entries = self.blocks.entries(layer.layer_id)
-        rows = lens = None
+        table = self.blocks.entries(layer.layer_id)
+        entries = None
         if inputs.ratio == CSA_RATIO:
-            rows, lens = self._select(layer.layer_id, inputs, step), step.csa_lens
+            entries = RowList(table, self._select(layer.layer_id, inputs, step), step.csa_lens)
         elif inputs.ratio:
-            rows, lens = step.hca_rows, step.hca_lens
-        inputs.wait_for_query()
-        arguments = (
-            q,
-            inputs.sink,
-            window,
-            step.window_rows,
-            step.window_lens,
-            entries,
-            rows,
-            lens,
-            step.positions,
-            inputs.rope,
-            layer.scaling,
-            self.row_format.code,
+            entries = RowList(table, step.hca_rows, step.hca_lens)
+        read = AttendInputs(
+            sink=inputs.sink,
+            window=RowList(window, step.window_rows, step.window_lens),
+            entries=entries,
+            positions=step.positions,
+            rope=inputs.rope,
+            scale=layer.scaling,
+            row_format=self.row_format,
+            ratio=inputs.ratio,
         )
-        if self._flashmla is None:
-            return LayerOutput(torch.ops.dsv4_sglang.attend(*arguments), False)
-        rotated = inputs.takes_rotated
-        if not step.is_decode and self._prefill_reader.takes_step and self._takes_prefill(q, self.row_format):
-            out = self._prefill_reader.attend(*arguments, ratio=inputs.ratio, leave_rotated=rotated)
-        elif self._takes(q, self.row_format):
-            changes = inputs.ratio == CSA_RATIO
-            out = self._flashmla.attend(*arguments, entry_rows_change=changes, leave_rotated=rotated)
-        else:
-            out, rotated = torch.ops.dsv4_sglang.attend(*arguments), False
-        return LayerOutput(out, rotated)
+        assert self.reader is not None, "a layer comes after the beginning of its step"
+        inputs.wait_for_query()
+        return self.reader.attend(q, read, leave_rotated=inputs.takes_rotated)
 
     def _select(self, layer: int, inputs: LayerInputs, step: StepMetadata) -> Tensor:
         """Table rows `[T, top_k]` of the entries that the tokens read."""
@@ -349,7 +311,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
 
     def _score_width(self, block_table: Tensor) -> int:
         """Scores of a token: one an entry of the longest context, none where every entry is read."""
-        visible = block_table.shape[1] * (BLOCK // CSA_RATIO)
+        visible = block_table.shape[1] * (BLOCK_TOKENS // CSA_RATIO)
         return visible if visible > self.top_k else 0
 
     def _buffer(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from kernel_cases import DEVICE, FORMATS, KINDS, Layer, Step, ops
 
 from dsv4_sglang.attention import cuda_index
+from dsv4_sglang.formats import KeyFormat
 
 sys.path.append(str(Path(__file__).parents[1]))
 from reader_cases import index_case
@@ -53,9 +54,8 @@ def main() -> None:
     one_token = [(4 * n + 1, 4 * n + 2) for n in (0, 1, 511, 513, 4100)]
     chunk = [(0, 9), (2050, 2090)]
     for lens, tokens in ((one_token, 5), (chunk, 49)):
-        for fp32_keys in (False, True):
-            q_dtype = torch.float32 if fp32_keys else torch.bfloat16
-            case = index_case(lens=lens, heads=64, top=512, q_dtype=q_dtype, fp32_keys=fp32_keys)
+        for key_format, q_dtype in ((KeyFormat.MXFP4, torch.bfloat16), (KeyFormat.FP32, torch.float32)):
+            case = index_case(lens=lens, heads=64, top=512, q_dtype=q_dtype, key_format=key_format)
             cuda_index.index_topk(*case.args(DEVICE, slices=min(tokens, 16)))
     torch.cuda.synchronize()
     print("done")

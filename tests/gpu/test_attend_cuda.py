@@ -6,10 +6,14 @@ import pytest
 import torch
 from reader_cases import AttendCase, assert_attends, attend_case, prefill_case, rope
 
-from dsv4_sglang.attention import flashmla, sparse_prefill, triton_attend, triton_output
+from dsv4_sglang.attention import flashmla, triton_attend, triton_output
+from dsv4_sglang.attention.flashmla import FlashMLAReader
+from dsv4_sglang.attention.readers import AttendInputs, Reader
+from dsv4_sglang.attention.sparse_prefill import SparsePrefillReader
 from dsv4_sglang.formats import RowFormat
 
 pytestmark = pytest.mark.gpu
+STEP = prefill_case(ratio=0, row_format=RowFormat.FP8, heads=64)[0]
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float32: 2e-5}
 
 
@@ -18,13 +22,17 @@ def _registered_ops():
     from dsv4_sglang.attention import cuda_ops  # noqa: F401  builds the extension, which needs a GPU
 
 
-def run(case: AttendCase, reader: str) -> torch.Tensor:
-    args = case.args("cuda")
-    if reader == "triton":
-        return triton_attend.attend(*args)
-    if not flashmla.supported(args[0], case.row_format):
+def needs(reader: type[Reader], case: AttendCase) -> None:
+    if not reader.supports(torch.device("cuda"), case.q.shape[1], case.q.dtype, case.row_format):
         pytest.skip("FlashMLA does not run here")
-    return flashmla.FlashMLAReader().attend(*args)
+
+
+def run(case: AttendCase, reader: str) -> torch.Tensor:
+    q, inputs = case.inputs("cuda")
+    if reader == "triton":
+        return triton_attend.attend(q, inputs)
+    needs(FlashMLAReader, case)
+    return FlashMLAReader().attend(q, inputs).values
 
 
 @pytest.mark.parametrize("reader", ["flashmla", "triton"])
@@ -77,9 +85,9 @@ def test_triton_formats(row_format, q_dtype, heads):
 @pytest.mark.parametrize("splits", [1, 2, 5, 20])
 def test_triton_splits(splits):
     case = attend_case(tokens=9, heads=64, width=700, seed=7)
-    out = triton_attend.attend(*case.args("cuda"), splits=splits)
+    out = triton_attend.attend(*case.inputs("cuda"), splits=splits)
     assert_attends(out, case, BOUND[torch.bfloat16])
-    assert torch.equal(out, triton_attend.attend(*case.args("cuda"), splits=splits)), "two runs differ"
+    assert torch.equal(out, triton_attend.attend(*case.inputs("cuda"), splits=splits)), "two runs differ"
 
 
 @pytest.mark.parametrize("width", [None, 512])
@@ -93,7 +101,7 @@ def test_strided_queries_and_tables(width):
     layers = torch.full((3, *args[2].shape), 0xFF, dtype=torch.uint8, device="cuda")
     layers[1] = args[2]
     args[2] = layers[1]
-    assert_attends(triton_attend.attend(*args), case, BOUND[torch.bfloat16])
+    assert_attends(triton_attend.attend(args[0], AttendInputs.from_op(*args[1:])), case, BOUND[torch.bfloat16])
     assert_attends(torch.ops.dsv4_sglang.attend(*args), case, BOUND[torch.bfloat16])
 
 
@@ -108,14 +116,13 @@ def test_flashmla_slices_of_a_long_prefill(monkeypatch):
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_sparse_prefill(ratio, heads, row_format):
     step, lengths, case = prefill_case(ratio=ratio, row_format=row_format, heads=heads)
-    args = case.args("cuda")
-    if not sparse_prefill.supported(args[0], row_format):
-        pytest.skip("FlashMLA does not run here")
+    needs(SparsePrefillReader, case)
+    q, inputs = case.inputs("cuda")
     step = dataclasses.replace(step, **{k: v.cuda() for k, v in vars(step).items() if isinstance(v, torch.Tensor)})
-    reader = sparse_prefill.SparsePrefillReader(8, "cuda")
+    reader = SparsePrefillReader(8)
     assert reader.begin_step(step, lengths)
     for _ in range(2):
-        assert_attends(reader.attend(*args, ratio), case, BOUND[torch.bfloat16])
+        assert_attends(reader.attend(q, inputs).values, case, BOUND[torch.bfloat16])
 
 
 @pytest.mark.parametrize("tokens, heads", [(1, 64), (300, 64), (5, 128)])
@@ -126,7 +133,7 @@ def test_derotate_and_quantise(tokens, heads):
     positions, table = torch.randint(0, 4096, (tokens,), generator=g).cuda(), rope().cuda()
     codes, scales = triton_output.derotate_and_quantise(out, positions, table)
     derotated = out.clone()
-    triton_attend.derotate(derotated, positions, table)
+    triton_output.derotate(derotated, positions, table)
     grouped = derotated.float().view(tokens, heads, 4, 128)
     assert torch.allclose(scales, grouped.abs().amax(-1).clamp_min(1e-10) / 448, rtol=1e-6)
     expected = (grouped / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).float()
@@ -168,8 +175,14 @@ class Step:
                 if isinstance(to, torch.Tensor):
                     to.copy_(value)
 
-    def outputs(self, reader) -> list[torch.Tensor]:
-        return [reader(*args) for args in self.args]
+    def outputs(self, reader: Reader | None) -> list[torch.Tensor]:
+        """Through the reader, else Triton."""
+        layers = [(args[0], AttendInputs.from_op(*args[1:])) for args in self.args]
+        if reader is None:
+            return [triton_attend.attend(q, inputs) for q, inputs in layers]
+        # The schedules of a reader depend on the lengths of the lists alone, so any step will do.
+        reader.begin_step(STEP, None)
+        return [reader.attend(q, inputs).values for q, inputs in layers]
 
 
 def step_cases(seed: int, tokens: int = 9) -> list[AttendCase]:
@@ -191,21 +204,19 @@ def step_cases(seed: int, tokens: int = 9) -> list[AttendCase]:
 @pytest.mark.parametrize("kind", ["flashmla", "triton"])
 def test_cuda_graph_with_other_lengths(kind):
     """Captured with one step's lengths, replayed with others; FlashMLA's schedule is made anew at each replay."""
-    step = Step(step_cases(100))
-    reader = flashmla.FlashMLAReader()
-    if kind == "flashmla" and not flashmla.supported(step.args[0][0], RowFormat.FP8):
-        pytest.skip("FlashMLA does not run here")
-    attend = reader.attend if kind == "flashmla" else triton_attend.attend
+    cases = step_cases(100)
+    step, reader = Step(cases), None
+    if kind == "flashmla":
+        needs(FlashMLAReader, cases[0])
+        reader = FlashMLAReader()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        reader.begin_step()
-        step.outputs(attend)
+        step.outputs(reader)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        reader.begin_step()
-        outputs = step.outputs(attend)
-    if kind == "flashmla":
+        outputs = step.outputs(reader)
+    if reader is not None:
         assert len(reader._schedules) == 3, f"{len(reader._schedules)} schedules for CSA, HCA and SWA"
     for seed in (200, 300, 100):
         cases = step_cases(seed)

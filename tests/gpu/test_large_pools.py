@@ -8,7 +8,10 @@ from kernel_cases import DEVICE, FORMATS, Layer, Step, ops
 from reader_cases import GARBAGE, attend_case, index_case, prefill_case
 from torch import Tensor
 
-from dsv4_sglang.attention import cuda_index, flashmla, sparse_prefill, triton_attend
+from dsv4_sglang.attention import cuda_index, triton_attend
+from dsv4_sglang.attention.flashmla import FlashMLAReader
+from dsv4_sglang.attention.readers import RowList
+from dsv4_sglang.attention.sparse_prefill import SparsePrefillReader
 from dsv4_sglang.formats import RowFormat
 
 pytestmark = pytest.mark.gpu
@@ -31,31 +34,40 @@ def shifted(rows: Tensor, by: int) -> Tensor:
     return torch.where((rows >= 0) & (rows < GARBAGE), rows + by, rows)
 
 
+def far_list(near: RowList) -> RowList:
+    """The same rows of a table whose blocks lie `far`, 32 rows each."""
+    return RowList(far(near.table), shifted(near.rows, (BLOCKS - near.table.shape[0]) * 32), near.lens)
+
+
 @pytest.mark.parametrize("reader", ["flashmla", "triton"])
 def test_attend(reader):
     case = attend_case(tokens=9, heads=64, width=320, seed=3)
-    attend = triton_attend.attend if reader == "triton" else flashmla.FlashMLAReader().attend
-    near = list(case.args("cuda"))
-    entries = far(case.entries)
-    assert entries.untyped_storage().nbytes() > 2**31
-    rows = shifted(near[6], (BLOCKS - case.entries.shape[0]) * 32)
-    if reader == "flashmla" and not flashmla.supported(near[0], RowFormat.FP8):
+    if reader == "flashmla" and not FlashMLAReader.supports(DEVICE, 64, torch.bfloat16, RowFormat.FP8):
         pytest.skip("FlashMLA does not run here")
-    got = attend(*near[:5], entries, rows, *near[7:])
-    assert torch.equal(got, attend(*near)) and got.any()
+
+    def attend(q, inputs):
+        return triton_attend.attend(q, inputs) if reader == "triton" else FlashMLAReader().attend(q, inputs).values
+
+    q, near = case.inputs(DEVICE)
+    distant = far_list(near.entries)
+    assert distant.table.untyped_storage().nbytes() > 2**31
+    got = attend(q, near._replace(entries=distant))
+    assert torch.equal(got, attend(q, near)) and got.any()
 
 
 def test_sparse_prefill():
     step, lengths, case = prefill_case(ratio=4, row_format=RowFormat.FP8, heads=64)
     step = dataclasses.replace(step, **{k: v.cuda() for k, v in vars(step).items() if isinstance(v, Tensor)})
-    near = list(case.args("cuda"))
-    if not sparse_prefill.supported(near[0], RowFormat.FP8):
+    if not SparsePrefillReader.supports(DEVICE, 64, torch.bfloat16, RowFormat.FP8):
         pytest.skip("FlashMLA does not run here")
+    q, near = case.inputs(DEVICE)
     outs = []
-    for shift, entries in ((0, near[5]), (BLOCKS - near[5].shape[0], far(case.entries))):
-        reader = sparse_prefill.SparsePrefillReader(entries.shape[0], "cuda")
+    for entries in (near.entries, far_list(near.entries)):
+        blocks = entries.table.shape[0]
+        shift = blocks - near.entries.table.shape[0]
+        reader = SparsePrefillReader(blocks)
         assert reader.begin_step(dataclasses.replace(step, block_table=step.block_table + shift), lengths)
-        outs.append(reader.attend(*near[:5], entries, shifted(near[6], 32 * shift), *near[7:], ratio=4))
+        outs.append(reader.attend(q, near._replace(entries=entries)).values)
     assert torch.equal(*outs) and outs[0].any()
 
 

@@ -7,7 +7,8 @@ import torch
 from reader_cases import rope
 from torch import nn
 
-from dsv4_sglang.attention.triton_attend import derotate
+from dsv4_sglang.attention.readers import LayerOutput
+from dsv4_sglang.attention.triton_output import derotate
 
 pytestmark = pytest.mark.gpu
 GROUPS, RANK, HEADS = 8, 1024, 64
@@ -38,8 +39,6 @@ def layer(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("tokens", [1, 7, 300])
 def test_rotated_and_derotated_heads_project_alike(layer, tokens):
-    from dsv4_sglang.srt.backend import LayerOutput
-
     g = torch.Generator().manual_seed(tokens)
     rotated = torch.randn(tokens, HEADS, 512, generator=g).bfloat16().cuda()
     positions = torch.randint(0, 4096, (tokens,), generator=g).cuda()

@@ -72,7 +72,7 @@ def _store(original: Callable[..., None], state: Any, slots: Any, checkpoints: A
     original(state, slots, checkpoints)
     columns = {FAULTS[1]: KEPT_MAIN, FAULTS[2]: KEPT_INDEX}.get(_fault())
     if columns is not None:
-        from dsv4_sglang.cache.state_cache import KEPT_UNITS, SLOT_UNITS
+        from dsv4_sglang.cache.layout import KEPT_UNITS, SLOT_UNITS
 
         kept = state._tail_units[:, state.num_slots * SLOT_UNITS :].unflatten(1, (-1, len(KEPT_UNITS)))
         for checkpoint in checkpoints[checkpoints > 0].tolist():

@@ -96,16 +96,6 @@ def test_a_branch_anywhere(server: Server) -> None:
         assert [got.cached for got in warm] == [at // INTERVAL * INTERVAL, at // BLOCK * BLOCK], at
 
 
-def test_a_branch_of_any_length(server: Server) -> None:
-    """The next branch at the same place resumes there, wherever in a block the prompt of the first one ended."""
-    trunk = prompt(500, seed=13)
-    for length in (640, 641, 642):
-        server.flush()
-        server.generate(trunk, 1)
-        assert server.generate(trunk[:450] + prompt(length - 450, seed=14), 4).cached == 0
-        assert server.generate(trunk[:450] + prompt(40, seed=15), 1).cached == 384, length
-
-
 @pytest.mark.parametrize("count", [1, 150])
 def test_the_next_turn(server: Server, count: int) -> None:
     """Decode takes a checkpoint every 128 tokens; the turn ends with the last of them."""

@@ -24,11 +24,11 @@ from sglang.srt.utils import add_prefix
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dsv4_sglang.attention.readers import LayerOutput
+from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.srt import compat
-from dsv4_sglang.srt.backend import Compression, IndexQuery, LayerInputs, LayerOutput
+from dsv4_sglang.srt.backend import Compression, IndexQuery, LayerInputs
 from dsv4_sglang.srt.models import torch_layers
-
-CSA_RATIO = 4
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:

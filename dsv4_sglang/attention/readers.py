@@ -1,0 +1,131 @@
+"""Readers: what a layer's attention reads, the interface of the kernels that read it, and which of them a step takes.
+
+| reader | kernel | steps | rows |
+| --- | --- | --- | --- |
+| `sparse_prefill.SparsePrefillReader` | FlashMLA's sparse bf16 kernel, on rows written out | prefill | fp8, bf16 |
+| `flashmla.FlashMLAReader` | FlashMLA's FP8 kernel for decode, on the tables as they are | any | fp8 |
+| `PortableReader` | the op `attend`: Triton (`triton_attend`) on CUDA, `ops.reference.read` on a CPU | any | all |
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
+from dsv4_sglang.cache.step import StepMetadata
+from dsv4_sglang.formats import RowFormat
+
+
+class RowList(NamedTuple):
+    """Rows of a row table `table` [blocks, rows a block, width] that T tokens read: of token t those of
+    `rows` [T, K] int32 (-1: none) before `lens[t]`, [T] int32; anything may lie behind."""
+
+    table: Tensor
+    rows: Tensor
+    lens: Tensor
+
+    def of_tokens(self, part: slice) -> RowList:
+        return self._replace(rows=self.rows[part], lens=self.lens[part])
+
+
+class AttendInputs(NamedTuple):
+    """What the queries of a layer read (SPEC 2.2, 4.5): the arguments of the op `attend` besides the query.
+
+    `sink` [H] fp32; `window` and `entries` (None: the layer has none) lists of rows of one format; `positions` [T]
+    int64 and `rope` [positions, 64] fp32, by which the output is derotated; `scale` of the logits; `ratio` 0, 4 or 128,
+    None in a call of the op, which does not say.
+    """
+
+    sink: Tensor
+    window: RowList
+    entries: RowList | None
+    positions: Tensor
+    rope: Tensor
+    scale: float
+    row_format: RowFormat
+    ratio: int | None = None
+
+    @classmethod
+    def from_op(cls, sink: Tensor, *args: Any) -> AttendInputs:
+        """Of the op's arguments behind `q`."""
+        *lists, positions, rope, scale, row_format = args
+        entries = None if any(x is None for x in lists[3:]) else RowList(*lists[3:])
+        return cls(sink, RowList(*lists[:3]), entries, positions, rope, scale, RowFormat.from_code(row_format))
+
+    def op_args(self) -> tuple[Any, ...]:
+        """The op's arguments behind `q`."""
+        entries = self.entries or (None, None, None)
+        return self.sink, *self.window, *entries, self.positions, self.rope, self.scale, self.row_format.code
+
+
+class LayerOutput(NamedTuple):
+    """Attention's output `[T, H, 512]`, and whether its last 64 dims are still rotated."""
+
+    values: Tensor
+    rotated: bool
+
+
+class Reader(ABC):
+    """Attention of a step, layer by layer, through one kernel."""
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, device: torch.device, heads: int, dtype: torch.dtype, row_format: RowFormat) -> bool:
+        """Whether the kernel runs on this device and takes queries [T, heads, 512] of this dtype and such rows."""
+
+    @abstractmethod
+    def begin_step(self, step: StepMetadata, lengths: list[int] | None) -> bool:
+        """Prepare for the layers of `step`; False: the step is better read by another reader.
+
+        `lengths`: tokens of each request after a prefill step; None in a decode step, where the host does not know
+        them. A decode step that a CUDA graph records begins inside it.
+        """
+
+    @abstractmethod
+    def attend(self, q: Tensor, inputs: AttendInputs, *, leave_rotated: bool = False) -> LayerOutput:
+        """`attend` for one layer of the step and queries `q` [T, H, 512]. `leave_rotated`: the caller can derotate the
+        output itself."""
+
+
+class PortableReader(Reader):
+    """The op `attend`: any device, format, dtype and number of heads, any step. It derotates on the way."""
+
+    @classmethod
+    def supports(cls, device: torch.device, heads: int, dtype: torch.dtype, row_format: RowFormat) -> bool:
+        return True
+
+    def begin_step(self, step: StepMetadata, lengths: list[int] | None) -> bool:
+        return True
+
+    def attend(self, q: Tensor, inputs: AttendInputs, *, leave_rotated: bool = False) -> LayerOutput:
+        return LayerOutput(torch.ops.dsv4_sglang.attend(q, *inputs.op_args()), rotated=False)
+
+
+def make_readers(
+    device: torch.device, blocks: int, heads: int, dtype: torch.dtype, row_format: RowFormat
+) -> list[Reader]:
+    """The readers that support a model's queries and rows on `device`, the fastest first; the last takes any step.
+
+    `blocks`: blocks of the entry tables.
+    """
+    readers: list[Reader] = []
+    model = device, heads, dtype, row_format
+    if device.type == "cuda":
+        from dsv4_sglang.attention.flashmla import FlashMLAReader
+        from dsv4_sglang.attention.sparse_prefill import SparsePrefillReader
+
+        if SparsePrefillReader.supports(*model):
+            readers.append(SparsePrefillReader(blocks))
+        if FlashMLAReader.supports(*model):
+            readers.append(FlashMLAReader())
+    return [*readers, PortableReader()]
+
+
+def begin_step(readers: Sequence[Reader], step: StepMetadata, lengths: list[int] | None) -> Reader:
+    """The first reader that takes the step, ready for its layers."""
+    return next(reader for reader in readers if reader.begin_step(step, lengths))
