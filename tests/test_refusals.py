@@ -11,6 +11,8 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, default
 from sglang.srt.server_args import ServerArgs
 
 from dsv4_sglang.srt import compat, contracts, flags, launch
+from dsv4_sglang.srt.decisions import Launch
+from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.refusals import LIMITS, flag, refuse_given, refuse_resolved
 
 DEFAULTS = compat.flag_defaults()
@@ -139,6 +141,11 @@ def test_what_the_model_has_no_place_for() -> None:
     assert line.startswith("--device cpu is not supported: the checkpoint is quantised")
     (line,) = refusals(config(context_len=65537))
     assert line.startswith("--context-length 65537 is not supported: the model has positions for 65536 tokens")
+
+
+def test_another_model() -> None:
+    with pytest.raises(ValueError, match="the model is a LlamaForCausalLM; expected DeepseekV4ForCausalLM"):
+        Launch(Options()).declarations(lambda *_: [], "LlamaForCausalLM", arguments(), SimpleNamespace())
 
 
 def test_all_at_once() -> None:

@@ -40,6 +40,8 @@ class Launch:
             refuse_resolved(server_args)
 
     def declarations(self, original: Callable[..., Any], architecture: str, server_args: Any, hf_config: Any) -> Any:
+        if architecture != ARCHITECTURE:
+            raise ValueError(f"dsv4_sglang refuses to start: the model is a {architecture}; expected {ARCHITECTURE}")
         refuse_given(server_args, hf_config)
         # Decoding requests take a rolling checkpoint at the end of every block.
         server_args.mamba_track_interval = BLOCK

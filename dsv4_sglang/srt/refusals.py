@@ -14,7 +14,8 @@ from dsv4_sglang.srt import compat, flags
 
 
 class Limit(NamedTuple):
-    """A field of which `serves` says whether a value is served; `reason` ends "--flag value is not supported: ".
+    """A field of which `serves` says whether a value other than the default is served; `reason` ends the sentence
+    "--flag value is not supported: ".
 
     `as_given`: SGLang may change the field itself to what is not served, so only the flag as given is refused.
     """
@@ -29,9 +30,9 @@ def _one_of(*values: object) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
-def _on_grid(value: int | None) -> bool:
-    """A number of tokens that is not given (none, 0 or -1) or a multiple of a block."""
-    return not value or value < 0 or value % BLOCK == 0
+def _on_grid(tokens: int) -> bool:
+    """A multiple of a block; 0 and -1 say "no limit"."""
+    return tokens <= 0 or tokens % BLOCK == 0
 
 
 _READ_BY = "this cache is read by its own backend"
@@ -44,39 +45,39 @@ LIMITS = (
     ),
     Limit(
         "mamba_track_interval",
-        _one_of(BLOCK, 256),  # 256 is SGLang's default
+        _one_of(BLOCK),
         f"a decoding request takes a checkpoint every {BLOCK} tokens and keeps those at multiples of the option "
         '"checkpoint_interval"; set that one instead',
     ),
     Limit(
         "mamba_radix_cache_strategy",
-        _one_of("auto", "extra_buffer"),
+        _one_of("extra_buffer"),
         "checkpoints are taken into extra slots; give auto or extra_buffer",
     ),
-    Limit("page_size", _one_of(None, BLOCK), f"a block of this cache has {BLOCK} tokens"),
+    Limit("page_size", _one_of(BLOCK), f"a block of this cache has {BLOCK} tokens"),
     # On a CPU SGLang fills in the last two before it looks at the model.
-    Limit("attention_backend", _one_of(None, "dsv4_sglang", "intel_amx", "torch_native"), _READ_BY),
-    Limit("prefill_attention_backend", _one_of(None, "dsv4_sglang"), _READ_BY),
-    Limit("decode_attention_backend", _one_of(None, "dsv4_sglang"), _READ_BY),
-    Limit("radix_cache_backend", _one_of(None, "dsv4_sglang"), "checkpoints hang on SGLang's unified radix tree"),
+    Limit("attention_backend", _one_of("dsv4_sglang", "intel_amx", "torch_native"), _READ_BY),
+    Limit("prefill_attention_backend", _one_of("dsv4_sglang"), _READ_BY),
+    Limit("decode_attention_backend", _one_of("dsv4_sglang"), _READ_BY),
+    Limit("radix_cache_backend", _one_of("dsv4_sglang"), "checkpoints hang on SGLang's unified radix tree"),
     Limit("schedule_policy", lambda policy: policy != "dfs-weight", "it walks SGLang's plain radix tree"),
     Limit(
         "kv_cache_dtype",
-        _one_of("auto", "fp8_e4m3", "bfloat16", "bf16"),
+        _one_of("fp8_e4m3", "bfloat16", "bf16"),
         "rows have 584 or 1024 bytes; give auto, fp8_e4m3 or bfloat16",
     ),
-    Limit("dtype", _one_of("auto", "bfloat16", "float32", "float"), "the kernels take bfloat16, on a CPU float32, too"),
-    Limit("device", _one_of(None, "cuda", "cpu"), "the kernels are for CUDA, the formulas for a CPU"),
-    Limit("model_impl", _one_of("auto", "sglang"), "layers come from SGLang's implementation of the model"),
+    Limit("dtype", _one_of("bfloat16", "float32", "float"), "the kernels take bfloat16, on a CPU float32, too"),
+    Limit("device", _one_of("cuda", "cpu"), "the kernels are for CUDA, the formulas for a CPU"),
+    Limit("model_impl", _one_of("sglang"), "layers come from SGLang's implementation of the model"),
     Limit(
         "quantization",
-        _one_of(None, "fp8"),
+        _one_of("fp8"),
         "weights are taken as the checkpoint has them; quantising them at start has not been tested",
         as_given=True,
     ),
     Limit(
         "load_format",
-        _one_of("auto", "safetensors", "pt", "npcache", "dummy", "fastsafetensors", "runai_streamer"),
+        _one_of("safetensors", "pt", "npcache", "dummy", "fastsafetensors", "runai_streamer"),
         "weights in this form have not been tested",
         as_given=True,
     ),
@@ -105,7 +106,8 @@ def _refused(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
             if not (resolved and group.ignored) and _given(value := getattr(args, field), defaults[field]):
                 yield _named(field, value), group.reason
     for limit in LIMITS:
-        if not (resolved and limit.as_given) and not limit.serves(value := getattr(args, limit.field)):
+        value = getattr(args, limit.field)
+        if not (resolved and limit.as_given) and _given(value, defaults[limit.field]) and not limit.serves(value):
             yield _named(limit.field, value), limit.reason
     graphs = args.cuda_graph_config
     if graphs is not None and graphs.prefill.backend != "disabled":
