@@ -1,4 +1,5 @@
-# make serve    set up, make a tiny checkpoint, serve it with this package's cache, print one completion, stay up
+# make serve    set up, make a tiny checkpoint, serve it, print two turns of a conversation and what came from the
+#               cache, stay up
 # make test     set up, format and lint checks, types, tests (two processes, a file each: servers start slowly)
 # make demo     make serve on a free port, then stop
 # make bench    the benchmarks
@@ -39,7 +40,7 @@ $(MODEL)/config.json: | $(STAMP)
 	$(BIN)/dsv4-sglang make-tiny $(MODEL)
 
 serve: $(STAMP) $(MODEL)/config.json
-	$(BIN)/dsv4-sglang serve --model-path $(MODEL) --ask "The hybrid cache" $(ARGS)
+	$(BIN)/dsv4-sglang serve --model-path $(MODEL) --ask "What are the two halves of the cache?" $(ARGS)
 
 demo: $(STAMP) $(MODEL)/config.json
 	$(BIN)/dsv4-sglang demo --model-path $(MODEL) $(ARGS)

@@ -12,11 +12,10 @@ from torch import Tensor
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
 from dsv4_sglang.formats import KeyFormat, RowFormat, make_key_table, make_row_tables
 from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.ops.rope import rope_table
-
-BLOCK = 128
 
 
 def ops_for(device: torch.device) -> None:

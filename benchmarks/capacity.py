@@ -23,13 +23,13 @@ import torch
 
 from benchmarks import report
 from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
-from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.sizing import MAX_STAGING, StateDemand
 
 GIB = 1 << 30
-BLOCK = 128
 MODELS = {"flash": DSV4Config.flash, "pro": DSV4Config.pro}
 ROWS = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 
@@ -50,7 +50,7 @@ def ours(
     config: DSV4Config, requests: int, checkpoints: int, row_format: str = "fp8", hca_state: str = "online"
 ) -> Cost:
     """Fixed are the state slots, the checkpoints, and the two blocks that serve no request."""
-    layout = CacheLayout.from_model(config, ROWS[row_format], Options(hca_state=hca_state), "cpu")
+    layout = served_layout(config, ROWS[row_format], Options(hca_state=hca_state), "cpu")
     demand = StateDemand(requests, MAX_STAGING, checkpoints)
     return Cost(layout.token_bytes, demand.bytes(layout) + 2 * layout.block_bytes)
 

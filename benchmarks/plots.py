@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import append, attend, index, oracle_distance, serve
+from benchmarks import append, attend, index, move, oracle_distance, serve
 from benchmarks.environment import ROOT
 from benchmarks.report import RESULTS
 
@@ -19,6 +19,9 @@ COLOURS = {
     "ours triton": "#2ca02c",
     "flashmla": "#7f7f7f",
     "floor": "#999999",
+    "ours, far": "#aec7e8",
+    "in-tree, layer first": "#ff9896",
+    "copy": "#999999",
 }
 Row = dict[str, Any]
 
@@ -67,6 +70,19 @@ def draw_index(axis: Any, rows: list[Row]) -> None:
     axis.set_title("Selection, decode: requests x context")
 
 
+def draw_move(axis: Any, rows: list[Row]) -> None:
+    lines = move.compare(rows)
+    far = {(line["direction"], line["run"]): line.get("ours") for line in lines if line["place"] == "far"}
+    lines = [line for line in lines if line["place"] != "far" and "ours" in line]
+    lines = [line | {"ours, far": far.get((line["direction"], line["run"]))} for line in lines]
+    lines.sort(key=lambda line: line["direction"], reverse=True)
+    labels = [f"{line['run']}\n{line['direction']}" for line in lines]
+    grouped_bars(axis, labels, pick(lines, ("ours", "ours, far", *move.LAYOUTS, "copy")), "GB/s")
+    axis.margins(y=0.15)  # the legend stands above the bars
+    axis.legend(fontsize=7, loc="upper center", ncols=5)
+    axis.set_title("All blocks of all layers to the host and back: length of the runs of ids")
+
+
 def draw_serve(axis: Any, rows: list[Row]) -> None:
     lines = [line for line in serve.compare(rows) if line["measure"] == "decode tokens/s"]
     grouped_bars(axis, [str(line["at"]) for line in lines], pick(lines, ("ours", "in-tree")), "tokens/s")
@@ -109,6 +125,7 @@ DRAWN: dict[str, Callable[[Any, list[Row]], None]] = {
     "append": draw_append,
     "attend": draw_attend,
     "index": draw_index,
+    "move": draw_move,
     "serve": draw_serve,
     "capacity": draw_capacity,
     "oracle_distance": draw_oracle_distance,

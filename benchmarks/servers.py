@@ -110,7 +110,9 @@ class Server:
     def launch(self) -> None:
         """Start it without waiting."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        extra = plugin_path(Path(tempfile.gettempdir()) / f"dsv4_sglang_plugin_{os.getuid()}")
+        # The server imports from it: nobody else may be able to write it, or to make it first.
+        self._plugin = tempfile.TemporaryDirectory(prefix="dsv4_sglang_plugin_")
+        extra = plugin_path(Path(self._plugin.name))
         environment = {**os.environ, **self.environment}
         paths = [*extra, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
         if paths:
@@ -148,6 +150,7 @@ class Server:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(seconds)
         self.process = None
+        self._plugin.cleanup()
 
     def request(self, path: str, body: Any = None, timeout: float = 120) -> Any:
         """JSON answer of a GET, or of a POST of `body`; an empty answer is {}. OSError if it fails."""

@@ -17,7 +17,6 @@ CSA_SCORE, CSA_INDEX_SCORE, HCA_SCORE = 4 * 512 * 4, 4 * 128 * 4, 2 * 512 * 4
 CSA_STATE_ROW = 2 * (512 + 128) * 4
 """k and z of one role (current or previous window) of a token, main compressor and indexer."""
 HCA_ONLINE = 3 * 512 * 4
-WINDOW = 128
 ROW_PARAMETERS = 512 * 2
 CSA_PARAMETERS = (4 * 1024 + 512 + 4 * 256 + 128) * 4
 HCA_PARAMETERS = (128 * 512 + 512) * 4

@@ -13,18 +13,18 @@ using torch::stable::Tensor;
 
 void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> index_kv_score, Tensor kv_norm,
             std::optional<Tensor> entry_norm, std::optional<Tensor> index_norm, std::optional<Tensor> ape,
-            std::optional<Tensor> index_ape, Tensor rope, double eps, int64_t ratio, int64_t index_format, Tensor slots,
-            Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc,
-            std::optional<Tensor> track_slots, Tensor ring, std::optional<Tensor> tail, std::optional<Tensor> entries,
-            std::optional<Tensor> index_keys, std::optional<Tensor> window, std::optional<Tensor> swa_pos,
-            std::optional<Tensor> swa_head, std::optional<Tensor> tail_len);
+            std::optional<Tensor> index_ape, Tensor rope, double eps, int64_t ratio, int64_t row_format,
+            int64_t key_format, Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request,
+            Tensor out_loc, std::optional<Tensor> track_slots, Tensor ring, std::optional<Tensor> tail,
+            std::optional<Tensor> entries, std::optional<Tensor> index_keys, std::optional<Tensor> window,
+            std::optional<Tensor> swa_pos, std::optional<Tensor> swa_head, std::optional<Tensor> tail_len);
 
 void append_swa(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor swa_fp8, Tensor swa_rope, Tensor swa_inv,
                 Tensor swa_pos, Tensor swa_head, int64_t rope_dim);
 
-void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors);
+void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors, std::optional<Tensor> refused);
 
-void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid);
+void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid, std::optional<Tensor> refused);
 
 void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, Tensor owned,
                      Tensor block_table);
@@ -32,11 +32,11 @@ void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_requ
 void swap_blocks(std::vector<Tensor> device_pools, std::vector<Tensor> host_pools, Tensor ids, bool to_host);
 
 /// The steps of index_topk, for attention/cuda_index.py; registered with their schemas in register.cpp.
-void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_t index_format, Tensor out,
+void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_t key_format, Tensor out,
                  Tensor out_weights);
 
 void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request,
-                 Tensor positions, int64_t index_format, int64_t top, Tensor scores);
+                 Tensor positions, int64_t key_format, int64_t top, Tensor scores);
 
 void index_select(Tensor scores, Tensor block_table, Tensor token_request, Tensor positions, Tensor rows);
 

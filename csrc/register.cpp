@@ -6,13 +6,13 @@
 
 STABLE_TORCH_LIBRARY_FRAGMENT(dsv4_sglang, m) {
   m.def(
-      "index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int index_format, Tensor(a!) out, "
+      "index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int key_format, Tensor(a!) out, "
       "Tensor(b!) out_weights) "
       "-> ()");
   m.def(
       "index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor "
       "positions, "
-      "int index_format, int top, Tensor(a!) scores) -> ()");
+      "int key_format, int top, Tensor(a!) scores) -> ()");
   m.def(
       "index_select(Tensor scores, Tensor block_table, Tensor token_request, Tensor positions, Tensor(a!) rows) -> ()");
 }

@@ -20,7 +20,7 @@ struct RowAddress {
 };
 
 __device__ __forceinline__ int row_bytes(int format) {
-  return format == kFp8 ? kRowBytes : format == kBf16 ? 1024 : 2048;
+  return format == kFp8 ? kRowBytes : kEntryDim * (format == kBf16 ? 2 : 4);
 }
 
 __device__ __forceinline__ RowAddress row_address(const RowTable& table, int64_t block, int row) {

@@ -2,9 +2,12 @@
 //
 // Row tables (window ring, window workspace, CSA and HCA entries) are [blocks, rows_per_block, width]:
 //   kFp8   584 B a row: a block holds rows_per_block x (448 e4m3 | 64 bf16) of 576 B, then rows_per_block x 8 equal
-//   ue8m0 bytes; kBf16  1024 B; kFp32  2048 B: plain.
+//          ue8m0 bytes;
+//   kBf16, kFp32   1024 and 2048 B a row: plain.
 // Key tables are [blocks, keys_per_block, width]: 64 B of e2m1 pairs a key, then 8 e4m3 scales a key; or 128 plain
 // floats.
+//
+// dsv4_sglang/formats has the same; tests/test_numeric.py holds both equal.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +21,15 @@ constexpr int kRowBytes = kNopeDim + 2 * kRopeDim;  // 576
 constexpr int kScaleBytes = 8;
 constexpr int kIndexDim = 128;
 constexpr int kKeyBytes = kIndexDim / 2;
+constexpr int kKeyScales = kIndexDim / 16;
 
+// The codes that the ops take as row_format and key_format.
 enum RowFormat : int { kFp8, kBf16, kFp32 };
 enum KeyFormat : int { kMxfp4, kNvfp4, kKeyFp32 };
+
+/// Size of a table's last dimension, in elements.
+constexpr int row_width(RowFormat format) { return format == kFp8 ? kRowBytes + kScaleBytes : kEntryDim; }
+constexpr int key_width(KeyFormat format) { return format == kKeyFp32 ? kIndexDim : kKeyBytes + kKeyScales; }
 
 struct RowTable {
   uint8_t* base;

@@ -79,7 +79,7 @@ class Checker {
       size == kAny ? expected << "any" : expected << size;
       separator = ", ";
     }
-    fail(op_, ": ", name, " is ", describe(t), "; expected ", expected.str(), "] on cuda:", device_);
+    fail(name, " is ", describe(t), "; expected ", expected.str(), "] on cuda:", device_);
   }
 
   /// Dimensions from `first_dense` on lie without gaps.
@@ -87,8 +87,8 @@ class Checker {
     int64_t expected = 1;
     for (int64_t dim = t.dim() - 1; dim >= first_dense; --dim) {
       if (t.size(dim) != 1 && t.stride(dim) != expected) {
-        fail(op_, ": ", name, " is ", describe(t), "; expected dimensions ", first_dense,
-             " and up without gaps (stride ", expected, " in dimension ", dim, ")");
+        fail(name, " is ", describe(t), "; expected dimensions ", first_dense, " and up without gaps (stride ",
+             expected, " in dimension ", dim, ")");
       }
       expected *= t.size(dim);
     }
@@ -98,21 +98,27 @@ class Checker {
   void aligned(const char* name, const Tensor& t, int64_t bytes) const {
     const bool start = reinterpret_cast<uintptr_t>(t.data_ptr()) % bytes == 0;
     if (start && (t.dim() == 1 || t.size(0) <= 1 || t.stride(0) * int64_t(t.element_size()) % bytes == 0)) return;
-    fail(op_, ": ", name, " is ", describe(t), " at ", t.data_ptr(),
-         "; expected its start and its rows at multiples of ", bytes, " bytes");
+    fail(name, " is ", describe(t), " at ", t.data_ptr(), "; expected its start and its rows at multiples of ", bytes,
+         " bytes");
   }
 
   const Tensor& given(const char* name, const std::optional<Tensor>& t, const char* when) const {
-    if (!t) fail(op_, ": ", name, " is missing; expected a tensor ", when);
+    if (!t) fail(name, " is missing; expected a tensor ", when);
     return *t;
   }
 
   void absent(const char* name, const std::optional<Tensor>& t, const char* when) const {
-    if (t) fail(op_, ": ", name, " is ", describe(*t), "; expected None ", when);
+    if (t) fail(name, " is ", describe(*t), "; expected None ", when);
   }
 
   void launched(cudaError_t error) const {
-    if (error != cudaSuccess) fail(op_, ": the kernel launch failed: ", cudaGetErrorString(error));
+    if (error != cudaSuccess) fail("the kernel launch failed: ", cudaGetErrorString(error));
+  }
+
+  /// An error that begins with the op's name.
+  template <typename... Parts>
+  [[noreturn]] void fail(const Parts&... parts) const {
+    dsv4::fail(op_, ": ", parts...);
   }
 
  private:

@@ -19,10 +19,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("questions", nargs="+", help="what the user says, turn by turn")
     parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser.add_argument("--api-key", default="none", help="the server's --api-key, if it has one")
     parser.add_argument("--max-tokens", type=int, default=64)
     options = parser.parse_args()
 
-    client = OpenAI(base_url=f"{options.url}/v1", api_key="none")
+    client = OpenAI(base_url=f"{options.url}/v1", api_key=options.api_key)
     model = client.models.list().data[0].id
     messages: list = [{"role": "system", "content": "You answer in one sentence."}]
     for question in options.questions:

@@ -36,12 +36,13 @@ def read_pools(url: str) -> dict[str, dict[str, int]]:
     }
 
 
-def generate(url: str, prompt_tokens: int, new_tokens: int, seed: int) -> None:
+def generate(url: str, api_key: str, prompt_tokens: int, new_tokens: int, seed: int) -> None:
     """One request with a prompt of its own; returns when it is answered."""
     prompt = [3 + (seed * 7919 + i * i) % 250 for i in range(prompt_tokens)]
     sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
     body = json.dumps({"input_ids": prompt, "sampling_params": sampling}).encode()
-    request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+    request = urllib.request.Request(f"{url}/generate", body, headers)
     with urllib.request.urlopen(request, timeout=600) as response:
         response.read()
 
@@ -56,6 +57,7 @@ def bar(pool: dict[str, int]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser.add_argument("--api-key", default="none", help="the server's --api-key, if it has one")
     parser.add_argument("--prompt", type=int, nargs=2, default=(900, 300), help="prompt tokens of the two requests")
     parser.add_argument("--new", type=int, default=48, help="tokens that each generates")
     parser.add_argument("--interval", type=float, default=0.25, help="seconds between looks")
@@ -66,7 +68,7 @@ def main() -> int:
         print(f"no pools at {options.url}/metrics ({error!r}): start the server with --enable-metrics", file=sys.stderr)
         return 1
     requests = [
-        threading.Thread(target=generate, args=(options.url, length, options.new, seed), daemon=True)
+        threading.Thread(target=generate, args=(options.url, options.api_key, length, options.new, seed), daemon=True)
         for seed, length in enumerate(options.prompt)
     ]
     start = time.monotonic()

@@ -67,12 +67,12 @@ def append(manager: KVCacheManager, step: Step, weights: list[LayerWeights]) -> 
 
 def report(manager: KVCacheManager, step: Step, lengths: dict[int, int]) -> None:
     """What the last token of each request sees, layer by layer."""
-    last = (step.query_start[1:] - 1).tolist()
+    last = (step.metadata.query_start[1:] - 1).tolist()
     for i, schema in enumerate(manager.schemas):
         handle = manager.layer(i, step)
         swa, entries, keys = handle.read_swa_view(), handle.read_classical_view(), handle.read_indexer_view()
         for request, token in enumerate(last):
-            slot = int(step.slots[request])
+            slot = int(step.metadata.slots[request])
             seen = f"window of {int((swa.swa_pos[slot] >= 0).sum())} rows"
             if entries is not None:
                 n = int(entries.n_visible[token])

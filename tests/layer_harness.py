@@ -104,6 +104,7 @@ class Layer:
     rows: str = "fp32"
     keys: str = "fp32"
     hca_state: str = "raw"
+    ring_rows: int = 128
     slots: int = 4
     blocks: int = 16
     topk: int = 16
@@ -115,7 +116,7 @@ class Layer:
         self.rope = rope_table(self.blocks * 128, frequencies(self.ratio))
         width, dtype = WIDTH[self.rows]
         junk = 127 if dtype == torch.uint8 else float("nan")  # whatever is read before it is written must show
-        self.ring = torch.full((self.slots, 128, width), junk, dtype=dtype)
+        self.ring = torch.full((self.slots, self.ring_rows, width), junk, dtype=dtype)
         self.entries = self.index_keys = self.tail = None
         self.kv_weight = a.kv_proj.weight
         if not self.ratio:
@@ -230,7 +231,7 @@ class Layer:
                 entry_lens = visible.clamp_max(self.topk).int()
             else:
                 entry_rows, entry_lens = batch.block_table[batch.token_request.long()], visible.int()
-        window_rows, window_lens = batch.window_lists(window is None)
+        window_rows, window_lens = batch.window_lists(self.ring_rows if window is None else None)
         o = torch.ops.dsv4_sglang.attend(
             q,
             a.sinks.float(),
@@ -275,12 +276,13 @@ class Batch:
         out_loc = table[request, positions // 128].long() * 128 + positions % 128
         return cls(slots, prefix, start, request.int(), positions.long(), out_loc, table)
 
-    def window_lists(self, decode: bool) -> tuple[Tensor, Tensor]:
+    def window_lists(self, ring_rows: int | None) -> tuple[Tensor, Tensor]:
+        """Rows of rings of `ring_rows` rows, or of the workspace."""
         b, t = self.token_request.long(), self.positions
         lens = (t + 1).clamp_max(128)
         p = (t + 1 - lens)[:, None] + torch.arange(128)
-        if decode:
-            rows = self.slots[b].long()[:, None] * 128 + p % 128
+        if ring_rows is not None:
+            rows = self.slots[b].long()[:, None] * ring_rows + p % ring_rows
         else:
             rows = (self.query_start[b] + 128 * b + 128 - self.prefix_lens[b])[:, None] + p
         return torch.where(torch.arange(128) < lens[:, None], rows, -1).int(), lens.int()

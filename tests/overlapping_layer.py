@@ -4,18 +4,27 @@ Every piece of work notes what its stream has seen: a vector clock. A piece come
 waited for it, directly or through others, whatever the order in which Python launched them.
 """
 
+import os
+import traceback
+from collections.abc import Callable
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt import runtime_context
+from sglang.srt.distributed import parallel_state
+from sglang.srt.server_args import ServerArgs
 from torch import nn
 
 from dsv4_sglang.attention.readers import PortableReader
 from dsv4_sglang.formats import KeyFormat, RowFormat
-from dsv4_sglang.srt.backend import HybridCacheBackend
+from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.backend import HybridCacheBackend, LayerOutput
 from dsv4_sglang.srt.models import deepseek_v4
 from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, CompressorWeights, IndexerWeights
+from dsv4_sglang.testing.tiny import TinySpec, config_json
 
 CONFIG = SimpleNamespace(
     hidden_size=8, rms_norm_eps=1e-6, index_n_heads=4, index_head_dim=128, q_lora_rank=16, head_dim=512
@@ -87,7 +96,8 @@ def make_layer(ratio: int, streams: list[Stream], device: Device, name: str) -> 
 def make_backend(device: Device, monkeypatch: pytest.MonkeyPatch) -> tuple[HybridCacheBackend, SimpleNamespace]:
     """The real backend's decode over fake ops, which note themselves under the name of the layer at work."""
     backend = HybridCacheBackend.__new__(HybridCacheBackend)
-    backend.state = SimpleNamespace(ring=lambda layer: None, tail=lambda layer: None)
+    layout = SimpleNamespace(ring_rows=128)
+    backend.state = SimpleNamespace(ring=lambda layer: None, tail=lambda layer: None, layout=layout)
     backend.blocks = SimpleNamespace(entries=lambda layer: None, keys=lambda layer: None)
     backend.last_layer, backend.top_k, backend.device = -1, 8, "cpu"
     backend.row_format, backend.key_format = RowFormat.FP32, KeyFormat.FP32
@@ -191,3 +201,50 @@ def test_a_prefill_leaves_graphs_their_scratch(monkeypatch: pytest.MonkeyPatch) 
         assert backend._buffer(name, 100, *shape).shape == (100, shape[0])
     for name, shape in shapes.items():
         assert backend._buffer(name, 3, *shape).data_ptr() == recorded[name]
+
+
+def in_processes(count: int, folder: Path, work: Callable[[int], None]) -> None:
+    """Run `work(rank)` in forks of this process, which find each other through a file; all must return."""
+    children = []
+    for rank in range(count):
+        if (child := os.fork()) == 0:
+            try:
+                where = f"file://{folder}/found"
+                parallel_state.init_distributed_environment(count, rank, where, rank, "gloo")
+                work(rank)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * count
+
+
+@pytest.mark.parametrize("split", ["attention_context_model_parallel_size", "attention_data_parallel_size"])
+def test_parts_of_attention_that_some_processes_have_are_added_up(
+    split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four processes of tensor parallelism of which two share a layer's heads, in either way that SGLang has: each has
+    the whole output, which the projection of all heads in one process gives."""
+    monkeypatch.setattr(deepseek_v4.in_tree, "_FP8_WO_A_GEMM", False)
+    spec = TinySpec()
+    config = compat.config_class()(**config_json(spec))
+    torch.manual_seed(0)
+    dim = config.num_attention_heads * 512 // config.o_groups
+    wo_a = torch.randn(config.o_groups * config.o_lora_rank, dim, dtype=torch.bfloat16)
+    wo_b = torch.randn(config.hidden_size, config.o_groups * config.o_lora_rank)
+    heads = torch.randn(5, config.num_attention_heads, 512)
+    low = torch.einsum("tgd,grd->tgr", heads.view(5, config.o_groups, dim), wo_a.float().view(config.o_groups, -1, dim))
+    whole = low.flatten(1) @ wo_b.T
+
+    def work(rank: int) -> None:
+        runtime_context.publish(ServerArgs(model_path="dummy", device="cpu", tp_size=4), role="test")
+        parallel_state.initialize_model_parallel(4, backend="gloo", **{split: 2})
+        layer = CachedAttention(config, 0, None, "", None)
+        layer.wo_a.weight.weight_loader(layer.wo_a.weight, wo_a)
+        layer.wo_b.weight.weight_loader(layer.wo_b.weight, wo_b)
+        mine = heads.tensor_split(2, dim=1)[rank % 2]
+        out = layer._project_out(LayerOutput(mine, rotated=False), torch.arange(5))
+        assert layer.attn_tp_size == 2 and torch.allclose(out, whole, rtol=1e-4, atol=1e-4 * whole.abs().max())
+
+    in_processes(4, tmp_path, work)

@@ -21,7 +21,8 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, mamba_c
 
 from dsv4_sglang.srt.options import BLOCK
 from dsv4_sglang.srt.prefix import component as component_module
-from dsv4_sglang.srt.prefix.component import PENDING, build_prefix_cache, component_of
+from dsv4_sglang.srt.prefix import schedule
+from dsv4_sglang.srt.prefix.component import PENDING, Pending, build_prefix_cache, component_of
 from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
 MAX_LENGTH = 64 * BLOCK
@@ -79,7 +80,7 @@ class Request:
         return self.full_untruncated_fill_ids[: self.extend_range.end]
 
     @property
-    def pending(self) -> list[tuple[int, int]]:
+    def pending(self) -> list[Pending]:
         return getattr(self, PENDING, None) or []
 
 
@@ -96,9 +97,8 @@ class TreeServer:
             page_size=BLOCK,
             enable_mamba_extra_buffer=True,
         )
-        self.cache = build_prefix_cache(SimpleNamespace(disable_radix_cache=False, params=params))
+        self.cache = build_prefix_cache(SimpleNamespace(disable_radix_cache=False, params=params), interval * BLOCK)
         self.component = component_of(self.cache)
-        self.component.interval = interval * BLOCK
         self.chunk = chunk * BLOCK
         self.running: list[Request] = []
         self.history: list[tuple[int, ...]] = []
@@ -160,15 +160,29 @@ class TreeServer:
     # Steps
 
     def prefill(self, request: Request) -> None:
+        if request.computed < request.prompt:
+            self.launch_prefill(request)
+            self.process_prefill(request)
+
+    def launch_prefill(self, request: Request) -> None:
         begin, end = len(request.prefix_indices), min(len(request.prefix_indices) + self.chunk, request.prompt)
-        if request.computed >= request.prompt:
-            return
         request.extend_range = SimpleNamespace(start=begin, end=end, length=end - begin)
         taken = self.component.plan_prefill(request, room=5)
         self._compute(request, end)
         for length, slot in taken:
             self.state_content[slot] = self.path(request, length)
-        self.cache.cache_unfinished_req(request, chunked=end < request.prompt)
+
+    def process_prefill(self, request: Request) -> None:
+        """With overlap scheduling the first decode step is planned before this."""
+        self.cache.cache_unfinished_req(request, chunked=request.computed < request.prompt)
+
+    def plan_decode(self, request: Request, length: int) -> None:
+        """What SGLang calls before the decode step that brings a request to `length` tokens."""
+        lengths = torch.tensor([length])
+        batch = SimpleNamespace(tree_cache=self.cache, seq_lens_cpu=lengths, reqs=[request], device="cpu")
+        schedule.plan_decode(batch)
+        if slot := int(batch.mamba_track_indices[0]):
+            self.state_content[slot] = self.path(request, length)
 
     def prefill_all(self, request: Request) -> None:
         while request.computed < request.prompt:
@@ -186,12 +200,9 @@ class TreeServer:
             self._allocate(request, stop)
         while len(request.full_untruncated_fill_ids) < stop:
             request.output_ids.append(key + 1)
-        self._compute(request, end)
-        slot = self.component.plan_decode(request, end)
-        if slot:
-            self.state_content[slot] = self.path(request, end)
-        self._compute(request, stop)
-        self.component.settle(request)
+        for length in range(end, stop + 1):
+            self._compute(request, length)
+            self.plan_decode(request, length)
         return True
 
     def _compute(self, request: Request, end: int) -> None:
@@ -272,8 +283,8 @@ class TreeServer:
         for request in self.running:
             row = self.pool.req_to_token[request.req_pool_idx]
             blocks += [int(row[i]) // BLOCK for i in range(request.cache_protected_len, request.allocated, BLOCK)]
-            held += [slot for _, slot in request.pending]
-            for length, slot in request.pending:
+            held += [p.slot for p in request.pending]
+            for length, slot, _ in request.pending:
                 assert self.state_content[slot] == self.path(request, length), "a held state was overwritten"
             for end in range(BLOCK, request.computed // BLOCK * BLOCK + 1, BLOCK):
                 page = int(row[end - BLOCK]) // BLOCK

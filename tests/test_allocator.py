@@ -106,6 +106,20 @@ def test_negative_total() -> None:
         BlockAllocator(-1, "cpu")
 
 
+def test_a_capture_is_refused_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ids of a capture would come again with every replay. tests/gpu/test_allocator_cuda.py captures one."""
+    allocator = BlockAllocator(4, "cpu")
+    ids = allocator.acquire(2)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    allocator.acquire(1)  # no graph captures what a CPU does
+    monkeypatch.setattr(allocator, "device", torch.device("cuda"))
+    with pytest.raises(RuntimeError, match=r"acquire: .* captured into a CUDA graph"):
+        allocator.acquire(1)
+    with pytest.raises(RuntimeError, match=r"release: .* captured into a CUDA graph"):
+        allocator.release(ids)
+    assert allocator.num_free == 1
+
+
 @given(st.integers(0, 20), st.lists(st.tuples(st.booleans(), st.integers(0, 8), st.randoms()), max_size=40))
 def test_any_order_of_calls(total: int, calls: list) -> None:
     """Blocks are out or free, never both, never lost; the count and the errors follow from what is out."""

@@ -1,5 +1,7 @@
 """`append_swa`: final rows into the window rings, as the first design has it; and the moving ops."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -92,21 +94,69 @@ def test_update_rows_writes_the_valid_slices_only():
 
 
 @pytest.mark.parametrize(
-    "slices, message",
+    "slices, first, message",
     [
-        ([[0, 2], [0, 4], [3, 3]], "overlap"),
-        ([[18], [0], [3]], "leaves"),
-        ([[0], [8], [3]], "leaves"),
-        ([[-1], [0], [1]], "leaves"),
+        ([[0, 2], [0, 4], [3, 3]], 0, "overlaps"),
+        ([[4, 2, 0], [0, 0, 0], [1, 1, 6]], 0, "overlaps"),
+        ([[18], [0], [3]], 0, "leaves"),
+        ([[0], [8], [3]], 0, "leaves"),
+        ([[-1], [0], [1]], 0, "leaves"),
+        ([[0, 5], [0, 0], [1, -1]], 1, "leaves"),
+        ([[3, 0], [0, 0], [2, 99]], 1, "leaves"),
     ],
 )
-def test_update_rows_refuses_bad_slices_and_writes_nothing(slices, message):
-    pool = torch.zeros(20, 3)
-    with pytest.raises(ValueError, match=message):
-        torch.ops.dsv4_sglang.update_rows(
-            pool, torch.ones(10, 3), torch.tensor(slices), torch.tensor([len(slices[0])], dtype=torch.int32)
-        )
+def test_update_rows_refuses_bad_slices_and_writes_nothing(slices, first, message):
+    pool, refused = torch.zeros(20, 3), torch.tensor([7], dtype=torch.int32)
+    count = torch.tensor([len(slices[0])], dtype=torch.int32)
+    for more in ((), (refused,)):
+        with pytest.raises(ValueError, match=rf"slice {first} .*{message}.*nothing is written"):
+            torch.ops.dsv4_sglang.update_rows(pool, torch.ones(10, 3), torch.tensor(slices), count, *more)
+    assert refused.tolist() == [first]
     assert not pool.any()
+
+
+@given(st.lists(st.tuples(st.integers(-1, 8), st.integers(-1, 8), st.integers(-1, 4)), max_size=6))
+def test_update_rows_refuses_the_first_bad_slice(slices):
+    """Against every pair of slices, as the kernel looks at them."""
+    pool, refused = torch.zeros(8, 1), torch.tensor([7], dtype=torch.int32)
+    fits = [min(d, s, n) >= 0 and d + n <= 8 and s + n <= 5 for d, s, n in slices]
+
+    def overlaps(i):
+        d, _, n = slices[i]
+        others = [slices[k] for k in range(len(slices)) if k != i and fits[k]]
+        return any(d < other + length and other < d + n for other, _, length in others)
+
+    bad = [i for i in range(len(slices)) if not fits[i] or overlaps(i)]
+    table = torch.tensor(slices, dtype=torch.int64).reshape(-1, 3).T
+    with pytest.raises(ValueError, match="update_rows") if bad else contextlib.nullcontext():
+        count = torch.tensor([len(slices)], dtype=torch.int32)
+        torch.ops.dsv4_sglang.update_rows(pool, torch.ones(5, 1), table, count, refused)
+    assert refused.tolist() == [min(bad, default=-1)]
+    assert pool.sum() == (0 if bad else sum(n for *_, n in slices))
+
+
+def test_update_rows_says_that_nothing_was_refused():
+    pool, refused = torch.zeros(20, 3), torch.tensor([7], dtype=torch.int32)
+    # Slices that touch, an empty one between them, and one that does not count.
+    slices = torch.tensor([[5, 0, 5, 99], [0, 5, 3, 99], [5, 5, 0, 99]])
+    count = torch.tensor([3], dtype=torch.int32)
+    torch.ops.dsv4_sglang.update_rows(pool, torch.ones(10, 3), slices, count, refused)
+    assert refused.tolist() == [-1]
+    assert pool[:10].all() and not pool[10:].any()
+
+
+def test_copy_state_refuses_a_slot_that_a_tensor_has_not_and_writes_nothing():
+    tensors = [torch.randn(2, 5, 3), torch.randn(2, 4, 3)]
+    before = [tensor.clone() for tensor in tensors]
+    refused = torch.tensor([7], dtype=torch.int32)
+    src, dst = torch.tensor([0, 9, 1, 4], dtype=torch.int32), torch.tensor([2, -1, 4, 3], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"pair 2, slot 1 to slot 4, leaves tensors of 4 slots; nothing is written"):
+        torch.ops.dsv4_sglang.copy_state(src, dst, tensors, refused)
+    assert refused.tolist() == [2]
+    assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before))
+    torch.ops.dsv4_sglang.copy_state(src[:2], dst[:2], tensors, refused)
+    assert refused.tolist() == [-1]
+    assert all(torch.equal(tensor[:, 2], old[:, 0]) for tensor, old in zip(tensors, before))
 
 
 def test_swap_blocks_round_trip_and_validation_before_any_move():

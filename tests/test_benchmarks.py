@@ -8,11 +8,13 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 
 import pytest
 import torch
+from progress import LONG, wait
 
 from benchmarks import (
     append,
@@ -20,6 +22,8 @@ from benchmarks import (
     capacity,
     index,
     loads,
+    move,
+    move_in_tree,
     oracle_distance,
     report,
     serve,
@@ -126,6 +130,91 @@ def test_random_tables_hold_finite_values() -> None:
     assert pages[:, : 64 * 128].view(torch.float8_e4m3fn).float().isfinite().all()
 
 
+# Moves
+
+
+def run_lengths(ids: torch.Tensor) -> list[int]:
+    """Lengths of the runs that follow each other on both sides."""
+    breaks = (ids.diff(dim=1) != 1).any(0).nonzero().flatten() + 1
+    return torch.tensor([0, *breaks.tolist(), ids.shape[1]]).diff().tolist()
+
+
+@pytest.mark.parametrize("run", [1, 2, 8, 64, 512])
+def test_ids_form_runs_of_exactly_their_length(run: int) -> None:
+    for seed in range(5):
+        ids = move.run_ids(512, run, seed)
+        assert run_lengths(ids) == [run] * (512 // run)
+        assert all(sorted(side) == list(range(512)) for side in ids.tolist())
+    assert run_lengths(move.run_ids(2, 1)) == [1, 1]
+    with pytest.raises(ValueError, match="512 blocks are not whole runs of 7"):
+        move.run_ids(512, 7)
+
+
+def test_places_of_host_memory_and_why_one_is_missing(tmp_path: Path) -> None:
+    for node, cpus in ((0, "0-1"), (1, "2,3"), (2, "")):  # the last has memory only
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(cpus + "\n")
+    nodes = move.numa_nodes(tmp_path)
+    assert nodes == {0: {0, 1}, 1: {2, 3}, 2: set()}
+    assert move.places({2, 3}, nodes, {0, 1, 2, 3}) == ({"near": {2, 3}, "far": {0, 1}}, {})
+    assert move.places({3}, nodes, {1, 3}) == ({"near": {3}, "far": {1}}, {})
+    where, missing = move.places({2, 3}, nodes, {2, 3})
+    assert (where, missing["far"]) == (
+        {"near": {2, 3}},
+        "this process may not use the CPUs of the other nodes ([0])",
+    )
+    where, missing = move.places({0, 1}, {0: {0, 1}}, {0, 1})
+    assert (where, missing["far"]) == ({"near": {0, 1}}, "this machine shows 1 NUMA node")
+    where, missing = move.places(set(), nodes, {0, 1})
+    assert where == {"any": set()} and missing.keys() == {"near", "far"}
+
+
+def test_what_bounds_a_move() -> None:
+    assert move.bound(us=110, host_us=100, floor_us=100, floor_of="link") == "link"
+    assert move.bound(us=200, host_us=190, floor_us=100, floor_of="link") == "host"
+    assert move.bound(us=200, host_us=20, floor_us=100, floor_of="link") == "kernel"
+
+
+def test_pieces_of_sglangs_pools_are_those_of_our_blocks() -> None:
+    bench = move.Bench(report.parser("x").parse_args([]))
+    pieces = move_in_tree.pieces_of(bench.block_bytes)
+    assert pieces == {32 * 584: 21, 32 * 72: 21, 592: 20}
+    assert sum(map(sum, bench.block_bytes)) == 21 * 32 * (584 + 72) + 20 * 584
+
+
+def test_a_missing_sglang_is_said_and_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.memory_pool_host", None)  # its import fails
+    bench = move.Bench(report.parser("x").parse_args(["--dry-run"]))
+    for rows_of in (move.compile_in_tree(bench), bench.in_tree("near", set(), "in-tree")):
+        [row] = rows_of
+        assert row["subject"] == "in-tree"
+        assert row["not available"].startswith("not available: import of sglang.srt.mem_cache.memory_pool_host")
+
+
+def moves_measured(places: tuple[str, ...], subjects: tuple[str, ...]) -> list[dict]:
+    """Rows of a made-up result: the copy at 50 GB/s, then 40, 30, ... GB/s for the subjects."""
+    rows_made = []
+    for place in places:
+        for direction in move.DIRECTIONS:
+            for i, subject in enumerate(("copy", *subjects)):
+                row = {"move": "swap", "place": place, "direction": direction, "subject": subject}
+                row |= {"GB/s": 50.0 - 10 * i, "us": 100.0, "MB": 5.0, "host us": 9.0, "floor us": 90.0}
+                row |= {"x floor": 1.1, "bound": "link"}
+                rows_made += [row | {"run": run} for run in (("one copy",) if i == 0 else (1, 64, "all"))]
+    return rows_made
+
+
+def test_table_of_moves() -> None:
+    rows_of = moves_measured(("near",), ("ours", "in-tree"))
+    missing = {"move": "swap", "place": "near", "subject": "in-tree, layer first", "not available": "no module"}
+    lines = move.compare([*rows_of, missing, {"move": "allocator", "subject": "ours, acquire", "us": 3.0}])
+    assert [(line["direction"], line["run"]) for line in lines] == [
+        (direction, run) for direction in ("to host", "to device") for run in ("1", "64", "all")
+    ]
+    assert all((line["ours"], line["in-tree"], line["copy"]) == (40.0, 30.0, 50.0) for line in lines)
+    assert all(line["bound"] == "link" and "in-tree, layer first" not in line for line in lines)
+
+
 # Statistics and reports
 
 
@@ -185,7 +274,9 @@ def test_rows_before_a_failure_are_kept_and_parts_are_chosen(tmp_path: Path) -> 
 # Dry runs of everything that needs no server
 
 
-@pytest.mark.parametrize("module", [append, attend, index, step], ids=lambda module: module.__name__.split(".")[-1])
+@pytest.mark.parametrize(
+    "module", [append, attend, index, step, move], ids=lambda module: module.__name__.split(".")[-1]
+)
 def test_dry_run(module: types.ModuleType, tmp_path: Path) -> None:
     assert module.main(arguments(tmp_path)) == 0
     data = result(tmp_path, module.__name__.split(".")[-1])
@@ -219,6 +310,21 @@ def test_plots_of_all_results(tmp_path: Path) -> None:
     written = plots.draw(tmp_path, tmp_path / "docs")
     assert sorted(path.name for path in written) == ["append.png", "append.svg", "capacity.png", "capacity.svg"]
     assert all(path.stat().st_size > 1000 for path in written)
+
+
+def test_plot_of_moves_with_and_without_a_far_node(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import plots
+
+    made = report.Report("move", report.parser("x").parse_args(arguments(tmp_path)))
+    made.rows.extend(moves_measured(("near", "far"), ("ours", *move.LAYOUTS)))
+    made.save()
+    both = [path.read_bytes() for path in plots.draw(tmp_path, tmp_path / "docs")]
+    made.data["rows"] = [*moves_measured(("any",), ("ours",)), {"move": "swap", "place": "far", "not available": "one"}]
+    made.save()
+    one = plots.draw(tmp_path, tmp_path / "docs")
+    assert [path.name for path in one] == ["move.png", "move.svg"]
+    assert b"ours, far" in both[1] and b"ours, far" not in one[1].read_bytes()
 
 
 def test_run_refuses_unknown_names() -> None:
@@ -320,7 +426,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 
 def test_a_server_is_started_asked_and_stopped(tmp_path: Path) -> None:
     server = servers.Server("fake", [sys.executable, "-c", FAKE], {}, tmp_path / "logs" / "fake.log")
-    with servers.running(server, 30):
+    with servers.running(server, LONG):
         process = server.process
         assert process is not None
         assert server.request("/server_info")["max_total_num_tokens"] == 1000
@@ -333,10 +439,25 @@ def test_a_server_is_started_asked_and_stopped(tmp_path: Path) -> None:
     assert answer["prefill"] == [-1.0] * 3
 
 
+def test_a_servers_plugin_folder_is_private_and_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    program = "import os; print(os.environ['PYTHONPATH'], flush=True)" + FAKE
+    one, other = (servers.Server(name, [sys.executable, "-c", program], {}, tmp_path / f"{name}.log") for name in "ab")
+    with servers.running(one, 30), servers.running(other, 30):
+        folders = sorted(shared.iterdir())
+        assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
+        for folder in folders:
+            assert f"{folder}{os.pathsep}" in one.lines() + other.lines(), "no server has it on PYTHONPATH"
+    assert not list(shared.iterdir())
+
+
 def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
     broken = [sys.executable, "-c", "print('ValueError: no such flag'); raise SystemExit(3)"]
     server = servers.Server("broken", broken, {}, tmp_path / "broken.log")
-    with pytest.raises(RuntimeError, match=r"ended with 3: .*no such flag"), servers.running(server, 30):
+    with pytest.raises(RuntimeError, match=r"ended with 3: .*no such flag"), servers.running(server, LONG):
         pass
     assert server.process is None
 
@@ -390,23 +511,23 @@ def test_append_table_has_the_ratio() -> None:
 
 def test_a_time_limit_stops_the_servers_and_keeps_the_rows(tmp_path: Path) -> None:
     program = f"""
-import sys, time
+import signal, sys
 from pathlib import Path
 from benchmarks import report, servers
 made = report.Report("demo", report.parser("x").parse_args(["--out", {str(tmp_path)!r}]))
 server = servers.Server("fake", [sys.executable, "-c", {FAKE!r}], {{}}, Path({str(tmp_path)!r}) / "fake.log")
 def part():
-    with servers.running(server, 30):
+    with servers.running(server, {LONG}):
         yield {{"us": 1.0}}
         print("pid", server.process.pid, flush=True)
-        time.sleep(60)
+        signal.pause()
 made.part("slow", part)
 """
     running = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert running.stdout is not None
     line = next(line for line in running.stdout if line.startswith("pid"))
     running.terminate()
-    assert running.wait(30) == 143
+    assert wait(running) == 143
     running.stdout.close()
     assert [row["us"] for row in result(tmp_path, "demo")["rows"]] == [1.0]
     with pytest.raises(ProcessLookupError):

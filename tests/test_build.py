@@ -1,6 +1,9 @@
 """The extension compiles for every architecture that is promised, is cached, and says what is missing."""
 
+import contextlib
 import ctypes
+import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -83,6 +86,128 @@ def test_missing_library_is_named(monkeypatch):
     monkeypatch.setenv("DSV4_SGLANG_EXTENSION", "/nowhere/x.so")
     with pytest.raises(RuntimeError, match=r"DSV4_SGLANG_EXTENSION is /nowhere/x\.so"):
         extension.load.__wrapped__()
+
+
+# Whose files are loaded
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache that holds a library for the present sources, on a machine without a compiler."""
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    (folder / f"dsv4_sglang-{extension.source_hash()}-0-sm90a.so").touch(mode=0o644)
+    monkeypatch.delenv("DSV4_SGLANG_EXTENSION", raising=False)
+    monkeypatch.setenv("DSV4_SGLANG_CACHE", str(folder))
+    monkeypatch.setattr(extension, "PREBUILT", tmp_path / "nowhere")
+    monkeypatch.setattr(extension, "device_arch", lambda: "90a")
+    monkeypatch.setattr(extension, "find_nvcc", lambda: pytest.fail("nvcc was looked for"))
+    monkeypatch.setattr(extension, "_locked", lambda folder: pytest.fail("the cache was locked"))
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    return folder
+
+
+def library_of(cache: Path) -> Path:
+    return next(cache.glob("*.so"))
+
+
+def give_to_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root can; for others, whoever runs this process is another."""
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        me = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+
+
+def test_a_cached_library_needs_neither_nvcc_nor_a_writable_cache(cache: Path) -> None:
+    cache.chmod(0o500)
+    assert extension.load.__wrapped__() == library_of(cache)
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+@pytest.mark.parametrize("part", ["folder", "library"])
+def test_what_others_can_write_is_not_loaded(cache: Path, part: str, mode: int) -> None:
+    refused = cache if part == "folder" else library_of(cache)
+    refused.chmod(mode)
+    with pytest.raises(RuntimeError, match=rf"{re.escape(str(refused))} has mode 0{mode:o}: others .*chmod go-w"):
+        extension.load.__wrapped__()
+
+
+@pytest.mark.parametrize("part", ["folder", "library"])
+def test_what_others_own_is_not_loaded(cache: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = cache if part == "folder" else library_of(cache)
+    give_to_another(refused, monkeypatch)
+    with pytest.raises(RuntimeError, match=r"belongs to user \d+; expected user .* DSV4_SGLANG_CACHE"):
+        extension.load.__wrapped__()
+
+
+def test_a_named_library_that_everybody_can_write_is_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = library_of(cache)
+    monkeypatch.setenv("DSV4_SGLANG_EXTENSION", str(named))
+    named.chmod(0o775)
+    assert extension.load.__wrapped__() == named, "its owner and its group are the user's choice"
+    named.chmod(0o757)
+    with pytest.raises(RuntimeError, match=r"has mode 0757: every user can write it"):
+        extension.load.__wrapped__()
+    named.chmod(0o644)
+    cache.chmod(0o777)
+    with pytest.raises(RuntimeError, match=r"has mode 0777: every user can write it"):
+        extension.load.__wrapped__()
+    cache.chmod(0o1777)
+    assert extension.load.__wrapped__() == named, "as in /tmp, where nobody replaces another's file"
+
+
+@pytest.fixture
+def quick_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that writes an empty library which all may write."""
+
+    def compile_(nvcc: Path, archs: object, output: Path) -> None:
+        assert output.parent.stat().st_mode & 0o077 == 0, "others can put files beside an unfinished library"
+        output.touch()
+        output.chmod(0o777)
+
+    monkeypatch.setattr(extension, "find_nvcc", lambda: Path("nvcc"))
+    monkeypatch.setattr(extension, "compiler_hash", lambda nvcc: "0")
+    monkeypatch.setattr(extension, "_compile", compile_)
+
+
+def test_a_first_use_makes_a_cache_of_its_own(cache: Path, quick_build: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = cache.parent / "another"
+    monkeypatch.setenv("DSV4_SGLANG_CACHE", str(mine))
+    monkeypatch.setattr(extension, "_locked", lambda folder: contextlib.nullcontext())
+    assert extension.load.__wrapped__().parent == mine
+    assert mine.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_built_library_is_its_owners_alone_to_write(quick_build: None, tmp_path: Path) -> None:
+    library = extension.build(["90a"], tmp_path)
+    assert library.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_build_takes_nothing_that_others_left(
+    quick_build: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(RuntimeError, match="every user can write it"):
+        extension.build(["90a"], tmp_path)
+    tmp_path.chmod(0o1777)
+    (tmp_path / "theirs").touch()
+    (tmp_path / "build.lock").symlink_to(tmp_path / "theirs")
+    with pytest.raises(RuntimeError, match=r"cannot be built there.*build\.lock"):
+        extension.build(["90a"], tmp_path)
+    (tmp_path / "build.lock").unlink()
+    library = extension.build(["90a"], tmp_path)
+    give_to_another(library, monkeypatch)
+    with pytest.raises(RuntimeError, match=r"belongs to user"):
+        extension.build(["90a"], tmp_path)
+
+
+def test_a_cache_that_cannot_be_made_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DSV4_SGLANG_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(RuntimeError, match=r"cannot be made: .*file/cache.* set DSV4_SGLANG_CACHE"):
+        extension._make_cache()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

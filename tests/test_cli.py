@@ -1,36 +1,45 @@
-"""The commands, against a stand-in for `sglang.launch_server`; the real one is in test_cli_server.py."""
+"""The commands, against a stand-in for `sglang.launch_server`; the real one is in tests/server/test_commands.py."""
 
 import json
 import os
+import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from progress import LONG, communicate, run, wait
 from typer.testing import CliRunner
 
-from dsv4_sglang.cli import app, demo, doctor
+from dsv4_sglang.cli import app, client, conversation, demo, doctor
 from dsv4_sglang.srt import launch
-from dsv4_sglang.testing import selftest
+from dsv4_sglang.testing import selftest, tiny
 from dsv4_sglang.testing.formula import layer_output
 
 COMMAND = [sys.executable, "-m", "dsv4_sglang.cli"]
-WAIT = 60
+DATA = Path(__file__).parent / "data"
+TLS = ("--ssl-keyfile", str(DATA / "server.key"), "--ssl-certfile", str(DATA / "server.crt"))
+KEYS = ("--api-key", "of users", "--admin-api-key", "of admins")
 
 STAND_IN = """
-import http.server, json, os, signal, sys, time
+import http.server, json, os, signal, socket, ssl, sys, time
 
 flags = sys.argv[1:]
+held = []  # prompts: the "cache", a character a token, in blocks of 128
 
 
 def stop(number, frame):
     if "--stubborn" not in flags:
         os._exit(40 + number)
+
+
+def flag(name, default=None):
+    return flags[flags.index(name) + 1] if name in flags else default
 
 
 # Before the line that tests wait for: they send signals as soon as they have read it.
@@ -39,30 +48,53 @@ signal.signal(signal.SIGINT, stop)
 print("STARTED", json.dumps([flags, os.environ.get("SGLANG_USE_CPU_ENGINE")]), flush=True)
 if "--die" in flags:
     sys.exit(3)
+time.sleep(0.3)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    def answer(self, status, body):
+    def answer(self, status, text):
         self.send_response(status)
         self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
+        self.wfile.write(text.encode())
 
     def do_GET(self):
-        self.answer(200 if time.time() > ready else 503, {})
+        kept = sum(len(p) // 128 * 128 for p in held)
+        values = {"kv_used": 0, "kv_evictable": kept, "kv_available": 65536 - kept}
+        page = "".join(f'sglang:{name}_tokens{{rank="0"}} {value}.0\\n' for name, value in values.items())
+        found = self.path == "/metrics" and "--enable-metrics" in flags
+        self.answer(200 if found else 404, page + f'dsv4:checkpoints_held {len(held)}.0\\n')
 
     def do_POST(self):
-        prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
-        if "--refuse" in flags:
-            self.answer(400, {"error": "too long"})
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        key = flag("--api-key")
+        if key and self.headers["Authorization"] != f"Bearer {key}":
+            self.answer(401, "no key")
+        elif self.path != "/generate" or "--refuse" in flags:
+            self.answer(400, "too long")
         else:
-            self.answer(200, {"choices": [{"text": prompt[::-1]}], "usage": {"completion_tokens": 5}})
+            prompt = body["text"]
+            cached = max([len(os.path.commonprefix([prompt, p])) // 128 * 128 for p in held], default=0)
+            held.append(prompt)
+            meta = {"prompt_tokens": len(prompt), "cached_tokens": cached}
+            lines = [{"text": "ab"[:n], "meta_info": {**meta, "completion_tokens": n}} for n in (1, 2)]
+            if "--break-off" in flags:
+                lines = [{"error": {"message": "out of memory"}}]
+            self.answer(200, "".join(f"data: {json.dumps(line)}\\n\\n" for line in lines) + "data: [DONE]\\n\\n")
 
-    def log_message(self, *args):
-        pass
+    def log_message(self, form, *values):
+        print("REQUEST", form % values, flush=True)
 
 
-ready = time.time() + 1
-http.server.HTTPServer(("127.0.0.1", int(flags[flags.index("--port") + 1])), Handler).serve_forever()
+class Server(http.server.ThreadingHTTPServer):
+    address_family = socket.AF_INET6 if ":" in flag("--host", "") else socket.AF_INET
+
+
+server = Server((flag("--host", "127.0.0.1"), int(flag("--port"))), Handler)
+if flag("--ssl-certfile"):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(flag("--ssl-certfile"), flag("--ssl-keyfile"))
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+server.serve_forever()
 """
 
 
@@ -96,7 +128,7 @@ def start(stand_in: None):
     for process in started:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=WAIT)
+        process.communicate()
 
 
 def _read_until(process: subprocess.Popen[str], text: str) -> list[str]:
@@ -135,54 +167,174 @@ def test_serve_becomes_the_server(start, number: signal.Signals) -> None:
     assert engine == (None if torch.cuda.is_available() else "1")
     assert shlex.split(lines[0])[-3:] == flags[-3:]
     process.send_signal(number)
-    assert process.wait(timeout=WAIT) == 40 + number
+    assert wait(process) == 40 + number
+
+
+def turns(output: str) -> list[list[int]]:
+    """[prompt tokens, those from the cache] of each turn that was shown."""
+    found = re.findall(r"turn \d: (\d+) prompt tokens, (\d+) of them from the cache", output)
+    return [list(map(int, turn)) for turn in found]
 
 
 def test_serve_can_ask_and_stays_up(start) -> None:
     process = start("serve", "--model-path", "m", "--port", str(demo.free_port()), "--ask", "abc")
-    lines = _read_until(process, "serving at")
-    assert any("'abc' -> 'cba' (5 tokens" in line for line in lines)
-    time.sleep(0.5)
+    output = "".join(_read_until(process, "serving at"))
+    (first, first_cached), (second, second_cached) = turns(output)
+    assert first_cached == 0
+    assert first - 128 < second_cached <= first < second
+    assert "turn 1: 'abc' -> 'ab'" in output
+    pools = re.findall(
+        r"pools \w+.*: 0 of 65536 tokens used by running requests, (\d+) kept .*, checkpoints: \d+", output
+    )
+    assert len(pools) == 2
+    assert int(pools[0]) < int(pools[1])
+    assert "noise" not in output  # "m" is no tiny model's folder
+    requests = [line for line in output.splitlines() if line.startswith("REQUEST")]
+    assert requests and all('" 200' in line for line in requests), "refused while it started"
     assert process.poll() is None
 
 
 def test_asking_ends_with_the_server(start) -> None:
     process = start("serve", "--model-path", "m", "--port", str(demo.free_port()), "--ask", "abc", "--die")
-    assert "no completion: the server" in "".join(_read_until(process, "no completion"))
-    assert process.wait(timeout=WAIT) == 3
+    assert "no conversation: the server" in "".join(_read_until(process, "no conversation"))
+    assert wait(process) == 3
 
 
-def test_demo_prints_and_stops(start) -> None:
-    process = start("demo", "--model-path", "m", "--prompt", "xyz")
-    output, _ = process.communicate(timeout=WAIT)
-    assert process.returncode == 0
-    assert "'xyz' -> 'zyx'" in output
+@pytest.mark.parametrize("flags", [(), (*KEYS, *TLS)], ids=["plain", "keys and TLS"])
+def test_demo_prints_and_stops(start, flags: tuple[str, ...]) -> None:
+    process = start("demo", "--model-path", "m", "--prompt", "xyz", *flags)
+    output, _ = communicate(process)
+    assert process.returncode == 0, output
+    assert "turn 1: 'xyz' -> 'ab'" in output
+    assert len(turns(output)) == 2
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
 
 
 @pytest.mark.parametrize(
-    ("flag", "said"), [("--die", "ended before it was ready"), ("--refuse", 'answered 400: {"error": "too long"}')]
+    ("flag", "said"),
+    [
+        ("--die", "ended before it was ready"),
+        ("--refuse", "answered 400: too long"),
+    ],
 )
 def test_demo_fails_clearly(start, flag: str, said: str) -> None:
     process = start("demo", "--model-path", "m", flag)
-    output, _ = process.communicate(timeout=WAIT)
+    output, _ = communicate(process)
     assert process.returncode == 1
+    assert "no conversation: the server" in output
     assert said in output
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--ssl-certfile=absent.crt", "No such file or directory: 'absent.crt'"),
+        (f"--ssl-certfile={DATA / 'server.key'}", "certificate"),
+        ("--host=192.0.2.1", "Cannot assign requested address"),
+    ],
+)
+def test_demo_starts_nothing_that_it_could_not_reach(flag: str, said: str) -> None:
+    result = CliRunner().invoke(app, ["demo", "--model-path", "m", flag])
+    assert result.exit_code == 1
+    assert "no conversation: " in result.output
+    assert said in result.output
+    assert "launch_server" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "url"),
+    [
+        ([], "http://127.0.0.1:30000"),
+        (["--host=localhost", "--port", "1"], "http://localhost:1"),
+        (["--host", "::1"], "http://[::1]:30000"),
+        (["--host", "0.0.0.0"], "http://127.0.0.1:30000"),
+        (["--host", "::"], "http://[::1]:30000"),
+        (["--host", "::1", *TLS], "https://[::1]:30000"),
+    ],
+)
+def test_address(flags: list[str], url: str) -> None:
+    assert client.Server(flags).url == url
+
+
+def _hosts() -> list[str]:
+    """Those of loopback and "every address" that this machine has; a kernel may be without IPv6."""
+    hosts = ["127.0.0.1", "0.0.0.0"]
+    try:
+        demo.free_port("::1")
+    except OSError:
+        return hosts
+    return [*hosts, "::1", "::"]
+
+
+@pytest.mark.parametrize("host", _hosts())
+def test_a_server_is_reached(stand_in: None, host: str) -> None:
+    flags = ("--host", host, "--port", str(demo.free_port(host)), *KEYS, *TLS)
+    with demo.running(launch.server_command("m", flags, cpu=True)) as process:
+        server = client.Server(flags)
+        client.wait_ready(server, lambda: process.poll() is None, LONG)
+        assert server.generate("abc", 2).text == "ab"
+
+
+@pytest.mark.parametrize("host", _hosts())
+def test_free_ports_are_free_on_their_address(host: str) -> None:
+    port = demo.free_port(host)
+    with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+        pass
+
+
+def test_keys_are_needed_and_no_other_certificate_is_taken(stand_in: None) -> None:
+    """So that the test above shows something."""
+    port = ("--port", str(demo.free_port()))
+    with demo.running(launch.server_command("m", [*port, *KEYS, *TLS], cpu=True)) as process:
+        client.wait_ready(client.Server([*port, *KEYS, *TLS]), lambda: process.poll() is None, LONG)
+        with pytest.raises(RuntimeError, match="answered 401: no key"):
+            client.Server([*port, *TLS]).generate("abc", 2)
+        other = client.Server([*port, *KEYS, "--ssl-certfile", str(DATA / "other.crt")])
+        with pytest.raises(RuntimeError, match=r"does not show the certificate .*other\.crt: .*verify failed"):
+            client.wait_ready(other, lambda: True, LONG)
+
+
+def test_errors_inside_an_answer(stand_in: None) -> None:
+    """SGLang has said 200 when a stream goes wrong."""
+    flags = ("--port", str(demo.free_port()), "--break-off")
+    with (
+        demo.running(launch.server_command("m", flags, cpu=True)) as process,
+        pytest.raises(RuntimeError, match=r"answered \{.message.: .out of memory.\}"),
+    ):
+        client.wait_ready(client.Server(flags), lambda: process.poll() is None, LONG)
+
+
+def test_requests_pass_by_a_proxy(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{demo.free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    flags = ("--port", str(demo.free_port()))
+    with demo.running(launch.server_command("m", flags, cpu=True)) as process:
+        client.wait_ready(client.Server(flags), lambda: process.poll() is None, LONG)
 
 
 def test_a_stubborn_server_is_killed(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "STOP_SECONDS", 0.5)
-    port = demo.free_port()
-    command = launch.server_command("m", ["--port", str(port), "--stubborn"], cpu=True)
-    with demo.running(command) as server:
-        demo.wait_ready(f"http://127.0.0.1:{port}", lambda: server.poll() is None, WAIT)
-    assert server.returncode == -signal.SIGKILL
+    flags = ("--port", str(demo.free_port()))
+    command = launch.server_command("m", [*flags, "--stubborn"], cpu=True)
+    with demo.running(command) as process:
+        demo.wait_ready(client.Server(flags), lambda: process.poll() is None, LONG)
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_waiting_is_bounded() -> None:
     with pytest.raises(TimeoutError, match="within 0 s"):
-        demo.wait_ready(f"http://127.0.0.1:{demo.free_port()}", lambda: True, timeout=0.1)
+        demo.wait_ready(client.Server(["--port", str(demo.free_port())]), lambda: True, timeout=0.1)
+
+
+def test_tiny_models_are_known(tmp_path: Path) -> None:
+    assert not conversation.is_tiny(str(tmp_path))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(tiny.config_json(tiny.TinySpec(seed=3, ratios=(4, 0), hidden=128, context=1024))))
+    assert conversation.is_tiny(str(tmp_path))
+    config.write_text(json.dumps({**json.loads(config.read_text()), "n_routed_experts": 256}))
+    assert not conversation.is_tiny(str(tmp_path))
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
@@ -221,23 +373,36 @@ def test_doctor_reports_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 of 2 checks failed" in result.output
 
 
-BREAK_A_HOOK = """
+BREAK_THINGS = """
 import sys
 from dsv4_sglang.srt import launch
 launch.prepare_this_process(cpu=not launch.has_gpu())
-from dsv4_sglang.srt import hooks
-hooks.HOOKS = (hooks.HOOKS[0]._replace(target="sglang.srt.gone.Thing"), *hooks.HOOKS[1:])
+from dsv4_sglang.srt import compat, flags, hooks
+whole = hooks.hooks_of
+def broken(*arguments, **named):
+    first, second, *rest = whole(*arguments, **named)
+    return first._replace(target="sglang.srt.gone.Thing"), second._replace(function=lambda original, other: None), *rest
+hooks.hooks_of = broken
+flags.REFUSED += (flags.Refused("it is gone", "renamed_flag"),)
+compat.OVERRIDES += (compat.OVERRIDES[0]._replace(method="_gone"),)
 from dsv4_sglang.cli import doctor
-print([f for f in doctor.hooks(launch.has_gpu())])
+for check in (doctor.hooks, doctor.flags, doctor.server_classes):
+    for finding in check(launch.has_gpu()):
+        print(finding.state, finding.what, finding.found)
 """
 
 
 @pytest.mark.slow
-def test_doctor_passes_here_and_sees_a_missing_hook() -> None:
-    whole = subprocess.run([*COMMAND, "doctor"], capture_output=True, text=True, timeout=300)
+def test_doctor_passes_here_and_sees_what_is_missing() -> None:
+    whole = run([*COMMAND, "doctor"])
     assert whole.returncode == 0, whole.stdout + whole.stderr
-    for check in ("python", "sglang", "plugin", "hooks", "CSA layer", "HCA layer"):
+    for check in ("python", "sglang", "plugin", "hooks", "flags", "overrides", "CSA layer", "HCA layer"):
         assert check in whole.stdout
-    hook = subprocess.run([sys.executable, "-c", BREAK_A_HOOK], capture_output=True, text=True, timeout=300)
-    assert "sglang.srt.gone.Thing does not exist" in hook.stdout, hook.stderr
-    assert "state='fail'" in hook.stdout
+    broken = run([sys.executable, "-c", BREAK_THINGS])
+    for line in (
+        "fail hook sglang.srt.gone.Thing does not exist",
+        "materialize_declarations takes (server_args",
+        "fail flag ServerArgs.renamed_flag does not exist",
+        "fail override sglang.srt.models.deepseek_v4.DeepseekV4DecoderLayer._gone does not exist",
+    ):
+        assert line in broken.stdout, broken.stdout + broken.stderr

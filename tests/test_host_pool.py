@@ -1,10 +1,15 @@
 """Blocks to the host and back: every byte of a block moves, no other byte does."""
 
+import gc
+import mmap
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 from dsv4_sglang.cache import HostBlockPool, PagedKVPool, build_schema
-from dsv4_sglang.cache.host_pool import cpus_near
+from dsv4_sglang.cache.host_pool import PinnedMemory, _pages, _register, cpus_in, cpus_near, running_on
 from dsv4_sglang.model import DSV4Config, build_schedule
 
 BLOCKS = 9
@@ -72,10 +77,90 @@ def test_bad_ids_move_nothing(device: torch.device) -> None:
     assert all(torch.equal(a, b) for pool, old in zip(pools, before) for a, b in zip(all_bytes(pool), old))
 
 
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_views_of_one_memory_do_not_share_a_byte(device: torch.device, num_blocks: int) -> None:
+    pools = make_pools(device, row_format="bf16")
+    host = HostBlockPool(pools, num_blocks)
+    views = [view for of_layer in host._on_host for view in of_layer]
+    for i, view in enumerate(views):
+        assert view.shape[0] == num_blocks and not view.any()
+        view.fill_(i + 1)
+    assert all(bool((view == i + 1).all()) for i, view in enumerate(views))
+    assert all(view.data_ptr() % 16 == 0 for view in views)
+
+
+def test_memory_bytes_are_the_blocks_without_a_gpu() -> None:
+    host = HostBlockPool(make_pools(torch.device("cpu")), 3)
+    assert host.memory_bytes() == 3 * (32 * (584 + 72) + 584)
+
+
+def test_cpu_lists_of_the_kernel() -> None:
+    assert cpus_in("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert cpus_in("\n") == set()
+
+
+def test_a_thread_comes_back_to_its_cpus() -> None:
+    before = os.sched_getaffinity(0)
+    with running_on({min(before)}):
+        assert os.sched_getaffinity(0) == {min(before)}
+    assert os.sched_getaffinity(0) == before
+    with running_on(()):
+        assert os.sched_getaffinity(0) == before
+
+
+def test_pages_are_whole_zero_and_shared_with_a_fork() -> None:
+    """A fork must not part the pages that the GPU writes from those that this process reads."""
+    pages = _pages(2 * mmap.PAGESIZE)
+    assert pages.data_ptr() % mmap.PAGESIZE == 0 and pages.nbytes == 2 * mmap.PAGESIZE and not pages.any()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(at, 16) for at in line.split()[0].split("-"))
+        if begin <= pages.data_ptr() < end:
+            assert line.split()[1] == "rw-s"
+            break
+    else:
+        pytest.fail("the pages are not mapped")
+
+
+def test_more_memory_than_there_is_names_the_size() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"1125899906842624 bytes \(1048576.00 GiB\) of host memory .* fewer host blocks"
+    ):
+        _pages(1 << 50)
+
+
 @pytest.mark.gpu
 def test_pinned_and_counted() -> None:
     pools = make_pools(torch.device("cuda", 0))
     host = HostBlockPool(pools, 3)
     assert all(view.is_pinned() for views in host._on_host for view in views)
-    assert host.memory_bytes() == 3 * (32 * (584 + 72) + 584)
+    asked = 3 * (32 * (584 + 72) + 584)
+    assert asked <= host.memory_bytes() < asked + mmap.PAGESIZE + 16 * sum(map(len, host._on_host))
+    assert host.memory_bytes() % mmap.PAGESIZE == 0
     print("CPUs near the GPU:", sorted(cpus_near(torch.device("cuda", 0))))
+
+
+@pytest.mark.gpu
+def test_unpinned_with_the_pool_behind_its_copies() -> None:
+    pools = make_pools(torch.device("cuda", 0))
+    host = HostBlockPool(pools, BLOCKS)
+    view = host._on_host[0][0]
+    expected = pools[0].block_views()[0].clone()
+    torch.cuda.synchronize()
+    host.swap(list(range(BLOCKS)), list(range(BLOCKS)), to_host=True, stream=torch.cuda.Stream())
+    assert view.is_pinned()
+    del host
+    gc.collect()
+    assert not view.is_pinned()
+    assert torch.equal(view, expected.cpu())
+    assert HostBlockPool(pools, BLOCKS).memory_bytes() > 0
+
+
+@pytest.mark.gpu
+def test_memory_that_cannot_be_pinned_is_an_error_with_its_size() -> None:
+    """Pages that are pinned already; and the next launch does not report this failure as its own."""
+    device = torch.device("cuda", 0)
+    memory = PinnedMemory(5000, device)
+    assert memory.nbytes == 2 * mmap.PAGESIZE and memory.bytes.is_pinned()
+    with pytest.raises(RuntimeError, match=rf"cannot pin {memory.nbytes} bytes .* for cuda:0: .*ulimit -l"):
+        _register(memory.bytes, device)
+    assert torch.ones(3, device=device).sum().item() == 3

@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -90,3 +91,50 @@ def test_importing_it_imports_neither_torch_nor_sglang() -> None:
 )
 def test_flag_value(flags: list[str], found: str | None) -> None:
     assert launch.flag_value(flags, "--a") == found
+
+
+@pytest.mark.parametrize("given", [["--json-model-override", '{"a": 1}'], ['--json={"a": 1}'], ["--j", '{"a": 1}']])
+def test_an_abbreviated_override_is_merged(given: list[str]) -> None:
+    """SGLang's parser takes it for the whole flag, and the last one would replace the opt-in."""
+    command = launch.server_command("m", ["--port", "1", *given], cpu=False)
+    assert _override(command) == {"dsv4_sglang": {}, "a": 1}
+    assert command.argv[-2:] == ["--port", "1"]
+
+
+def test_abbreviations_are_spelled_out() -> None:
+    argv = launch.server_command("m", ["--dev", "cpu", "--max-tot=7", "--por", "5", "--tp", "2"], cpu=True).argv
+    assert argv[-6:] == ["cpu", "--max-total-tokens=7", "--port", "5", "--tp", "2"]
+    assert argv.count("--device") == sum(word.startswith("--max-t") for word in argv) == 1
+    assert launch.flag_value(["--por", "5"], "--port") == "5"
+    assert launch.flag_value(["--p", "5"], "--port") is None  # ambiguous, which SGLang says
+    assert launch.spelled_out(["--model", "m"]) == ["--model", "m"]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "flags.yaml"
+    path.write_text("json-model-override-args: {a: 1}\nport: 77\nmax_total_tokens: 999\nlora-paths: [a, b]\n")
+    return path
+
+
+@pytest.mark.parametrize("name", ["--config", "--conf"])
+@pytest.mark.parametrize("join", [False, True])
+def test_flags_of_a_file(file: Path, name: str, join: bool) -> None:
+    given = [f"{name}={file}"] if join else [name, str(file)]
+    command = launch.server_command("m", given, cpu=True)
+    assert _override(command) == {"dsv4_sglang": {}, "a": 1}
+    assert command.argv[-2:] == ["--config", str(file)], "in two words, which SGLang looks for"
+    assert "--max-total-tokens" not in command.argv and "--max-running-requests" in command.argv
+    assert launch.flag_value(given, "--port") == "77"
+    assert launch.flag_value([*given, "--port", "5"], "--port") == launch.flag_value(["--port", "5", *given], "--port")
+    assert launch.flag_value([*given, "--port", "5"], "--port") == "5"
+    more = launch.server_command("m", [*given, FLAG, '{"b": 2}'], cpu=False)
+    assert _override(more) == {"dsv4_sglang": {}, "b": 2}, "the command line wins, as in SGLang"
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", None])
+def test_a_file_that_cannot_be_read(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "flags.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"--config .*flags\.yaml"):
+        launch.server_command("m", ["--config", str(tmp_path / "flags.yaml")], cpu=False)

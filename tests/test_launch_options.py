@@ -1,17 +1,16 @@
-"""Options in the braces of the opt-in, flags that are refused, and how memory is divided; without SGLang."""
+"""Options in the braces of the opt-in, and how memory is divided; without SGLang."""
 
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dsv4_sglang.cache import CacheLayout
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options, from_override_args
-from dsv4_sglang.srt.refusals import REFUSALS, refuse_unsupported
 from dsv4_sglang.srt.sizing import (
     GIB,
     StateDemand,
@@ -59,119 +58,13 @@ def test_bad_options_are_named(options: dict[str, object], words: list[str]) -> 
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_processes_that_do_not_divide_the_output_groups_are_refused() -> None:
-    for processes in (1, 2, 4, 8):
-        refuse_unsupported(plain_arguments(tp_size=processes), output_groups=8)
-    with pytest.raises(ValueError, match=r"--tp-size 3 is not supported.* the 8 groups .*; give 1 or 2 or 4 or 8"):
-        refuse_unsupported(plain_arguments(tp_size=3), output_groups=8)
-
-
 def test_options_must_be_an_object() -> None:
     with pytest.raises(ValueError, match="expected an object"):
         from_override_args('{"dsv4_sglang": true}')
 
 
-def plain_arguments(**changed: object) -> SimpleNamespace:
-    """ServerArgs of a launch that asks for nothing special, as far as refusals look at them."""
-    decode, prefill = SimpleNamespace(backend="full"), SimpleNamespace(backend="disabled")
-    values = {
-        "disaggregation_mode": "null",
-        "mamba_radix_cache_strategy": "auto",
-        "page_size": None,
-        "kv_cache_dtype": "auto",
-        "cuda_graph_config": SimpleNamespace(decode=decode, prefill=prefill),
-        "device": "cuda",
-    }
-    return SimpleNamespace(**{**values, **changed})
-
-
-def test_a_plain_launch_is_not_refused() -> None:
-    refuse_unsupported(plain_arguments())
-    refuse_unsupported(plain_arguments(page_size=128, kv_cache_dtype="bfloat16", attention_backend="dsv4_sglang"))
-
-
-REFUSED = {
-    "speculative_algorithm": "EAGLE",
-    "disaggregation_mode": "decode",
-    "pp_size": 2,
-    "dp_size": 2,
-    "ep_size": 2,
-    "enable_dp_attention": True,
-    "enable_hierarchical_cache": True,
-    "enable_mixed_chunk": True,
-    "chunked_prefill_size": 300,
-    "mamba_track_interval": 512,
-    "mamba_max_states_per_path": 3,
-    "enable_int8_mamba_checkpoint": True,
-    "mamba_ssm_dtype": "bfloat16",
-    "enable_two_batch_overlap": True,
-    "enable_lora": True,
-    "mamba_radix_cache_strategy": "no_buffer",
-    "page_size": 256,
-    "attention_backend": "triton",
-    "kv_cache_dtype": "fp8_e5m2",
-    "cuda_graph_config": SimpleNamespace(
-        decode=SimpleNamespace(backend="full"), prefill=SimpleNamespace(backend="breakable")
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("mamba_track_interval", 512, ["--mamba-track-interval 512", "every 128 tokens", '"checkpoint_interval"']),
-        ("mamba_max_states_per_path", 3, ["--mamba-max-states-per-path 3", '"max_checkpoints"']),
-        ("chunked_prefill_size", 300, ["--chunked-prefill-size 300", "multiples of 128"]),
-        ("chunked_prefill_size", 64, ["--chunked-prefill-size 64", "multiples of 128"]),
-        ("int8_mamba_ckpt_size", 9, ["--enable-int8-mamba-checkpoint", '"max_checkpoints"']),
-        ("enable_mixed_chunk", True, ["--enable-mixed-chunk", "wrong checkpoints"]),
-        ("enable_dynamic_chunking", True, ["--enable-dynamic-chunking", "grid of blocks"]),
-    ],
-)
-def test_what_breaks_the_grid_of_checkpoints_is_refused(name: str, value: object, words: list[str]) -> None:
-    with pytest.raises(ValueError) as error:
-        refuse_unsupported(plain_arguments(**{name: value}))
-    assert all(word in str(error.value) for word in words), str(error.value)
-
-
-def test_chunks_on_the_grid_are_not_refused() -> None:
-    for size in (None, -1, 128, 8192):
-        refuse_unsupported(plain_arguments(chunked_prefill_size=size))
-    refuse_unsupported(plain_arguments(mamba_track_interval=128))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_each_refusal_is_one_line(name: str) -> None:
-    with pytest.raises(ValueError, match="refuses to start") as error:
-        refuse_unsupported(plain_arguments(**{name: REFUSED[name]}))
-    assert len(str(error.value).splitlines()) == 2
-
-
-def test_a_quantised_checkpoint_on_a_cpu_is_refused() -> None:
-    refuse_unsupported(plain_arguments(), quantised=True)
-    with pytest.raises(ValueError, match="--device cpu is not supported with a quantised checkpoint"):
-        refuse_unsupported(plain_arguments(device="cpu"), quantised=True)
-
-
-def test_flags_of_pools_that_are_not_there() -> None:
-    class Arguments(SimpleNamespace):
-        swa_full_tokens_ratio = 0.8
-
-    plain = vars(plain_arguments())
-    refuse_unsupported(Arguments(**plain))
-    with pytest.raises(ValueError, match="--swa-full-tokens-ratio is not supported"):
-        refuse_unsupported(Arguments(**plain, swa_full_tokens_ratio=0.5))
-
-
-def test_all_refusals_at_once() -> None:
-    with pytest.raises(ValueError) as error:
-        refuse_unsupported(plain_arguments(**REFUSED))
-    assert len(str(error.value).splitlines()) == 1 + len(REFUSED)
-    assert len({refusal.flag for refusal in REFUSALS}) == len(REFUSALS)
-
-
 def layout(config: DSV4Config, kv_cache_dtype: torch.dtype = torch.float8_e4m3fn, **options: object) -> CacheLayout:
-    return CacheLayout.from_model(config, kv_cache_dtype, Options(**options), "cpu")
+    return served_layout(config, kv_cache_dtype, Options(**options), "cpu")
 
 
 def test_bytes_of_flash_and_pro() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import hypothesis
 import pytest
@@ -32,7 +33,7 @@ EXACT = {"row_format": "fp32", "key_format": "fp32"}
 
 
 def make_manager(
-    device: torch.device | str = "cpu", slots: int = 3, blocks: int = 12, **options: str
+    device: torch.device | str = "cpu", slots: int = 3, blocks: int = 12, **options: Any
 ) -> KVCacheManager:
     return KVCacheManager(
         CONFIG,
@@ -238,6 +239,20 @@ def test_chunks_equal_one_shot(device: torch.device, plan: list[int], hca_state:
     check(request, 0, **EXACT)
 
 
+def test_rings_of_more_rows_than_the_window() -> None:
+    """Where the older rows lie changes nothing: prefill, decode over the end of the ring, a chunk after it."""
+    manager = make_manager(ring_rows=136, **EXACT)
+    request = Request.admit(manager, 0)
+    for n in (130, 1, 1, 1, 1, 1, 1, 1, 1, 150, 1):
+        run_step(manager, [(request, n)])
+    check(request, 0, **EXACT)
+    pool = manager.state_pools[0]
+    assert pool.ring.shape[1] == pool.swa_pos.shape[1] == 136
+    kept = sorted(pool.swa_pos[request.slot].tolist())
+    assert kept[-128:] == list(range(289 - 128, 289)), "the window is there, among older rows"
+    assert int(pool.swa_head[request.slot]) == 289 % 136
+
+
 @hypothesis.settings(max_examples=12)
 @given(st.data())
 def test_interleaved_requests(data: st.DataObject) -> None:
@@ -348,6 +363,8 @@ def ints(*values: int) -> Tensor:
         ([0, 0], [1, 0], [0, 0], "not consecutive"),
         ([0], [-1], [0], "negative"),
         ([0, 1], [0, 1], [0, 0], "several slots"),
+        ([0, 0], [0, 0], [5, 6], "requests 5 and 6 are both in state slot 0"),
+        ([0, 1, 0], [0, 0, 1], [7, 8, 9], "requests 7 and 9 are both in state slot 0"),
         ([3], [0], [0], r"not in -1\.\.2"),
         ([-2], [0], [0], r"not in -1\.\.2"),
         ([0], [128], [0], r"position 128 of state slot 0 has no block: allocate_block\(0\)"),
@@ -407,6 +424,7 @@ def test_views_of_a_layer_kind() -> None:
     assert [h.read_indexer_view() is None for h in handles] == [True, False, True]
     csa, hca = handles[1].read_classical_view(), handles[2].read_classical_view()
     assert csa.entry_rows is None
+    assert all(h.paged is h.paged_pool is manager.paged_pools[i] for i, h in enumerate(handles))
     assert hca.entry_rows.tolist() == [[0] + [-1] * (manager.block_tables.shape[1] - 1)]
     assert csa.entries_fp8.shape == (12, 32, 448)
     assert hca.entries_fp8.shape == (12, 1, 448)

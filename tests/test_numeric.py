@@ -1,18 +1,23 @@
 """csrc/numeric.h and csrc/index/layout.h on the host: roundings and scales give torch's bytes, for every bf16 and at
-every tie; decoded keys are exact, and scores keep their order."""
+every tie; decoded keys are exact, and scores keep their order. csrc/rows.h and csrc/geometry.h: every constant equals
+its Python twin."""
 
 import ctypes
+import re
 import subprocess
 
 import pytest
 import torch
 
-from dsv4_sglang.formats import KeyFormat, index_keys, rows
+from dsv4_sglang.formats import KeyFormat, RowFormat, index_keys, rows
+from dsv4_sglang.model import geometry
 from dsv4_sglang.ops import extension
 
 WRAPPER = """
 #include "numeric.h"
+#include "geometry.h"
 #include "index/layout.h"
+#include "rows.h"
 using namespace dsv4;
 #define EACH(name, expression) \\
   extern "C" void name(const float* x, float* y, long n) { for (long i = 0; i < n; ++i) y[i] = float(expression); }
@@ -30,6 +35,15 @@ EACH(host_channel_at, channel_at(int(x[i])))
 EACH(host_word_in_image, word_in_image(int(x[i]) / 64, int(x[i]) / 16 % 4, int(x[i]) / 2 % 8, int(x[i]) % 2))
 EACH(host_pack_low, low_bf16(pack_bf16(x[i], -1.0f)))
 EACH(host_pack_high, high_bf16(pack_bf16(-1.0f, x[i])))
+#define CONSTANTS(each) \\
+  each(kEntryDim) each(kRopeDim) each(kNopeDim) each(kRowBytes) each(kScaleBytes) each(kIndexDim) each(kKeyBytes) \\
+  each(kKeyScales) each(kFp8) each(kBf16) each(kFp32) each(kMxfp4) each(kNvfp4) each(kKeyFp32) each(kCsaRatio) \\
+  each(kHcaRatio) each(kWindow) each(kBlockTokens) each(kCsaCurrentRows) each(kCsaPreviousRows) each(kCsaCurrentZ) \\
+  each(kCsaPreviousK) each(kCsaPreviousZ) each(kCsaTailRows) each(kHcaOnlineRows) each(kHcaRawRows)
+#define EXPORT(name) extern "C" const int constant_##name = name;
+CONSTANTS(EXPORT)
+extern "C" int host_row_width(int format) { return row_width(RowFormat(format)); }
+extern "C" int host_key_width(int format) { return key_width(KeyFormat(format)); }
 // Eight codes and two scales a row -> eight products with the first scale, then with the second, as the codes lie.
 extern "C" void host_decode_keys(const uint8_t* rows, float* y, long n) {
   for (long i = 0; i < n; ++i, rows += 6, y += 16) {
@@ -80,6 +94,48 @@ def host(tmp_path_factory):
 
     call.library = library
     return call
+
+
+def test_constants_equal_their_python_twins(host):
+    """All of rows.h and geometry.h: a constant that is added there without a twin here fails too."""
+    twins = {
+        "kEntryDim": rows.ENTRY_DIM,
+        "kRopeDim": rows.ROPE_DIM,
+        "kNopeDim": rows.NOPE_DIM,
+        "kRowBytes": rows.ROW_BYTES,
+        "kScaleBytes": rows.SCALE_BYTES,
+        "kIndexDim": index_keys.INDEX_DIM,
+        "kKeyBytes": index_keys.KEY_BYTES,
+        "kKeyScales": index_keys.KEY_SCALES,
+        "kFp8": RowFormat.FP8.code,
+        "kBf16": RowFormat.BF16.code,
+        "kFp32": RowFormat.FP32.code,
+        "kMxfp4": KeyFormat.MXFP4.code,
+        "kNvfp4": KeyFormat.NVFP4.code,
+        "kKeyFp32": KeyFormat.FP32.code,
+        "kCsaRatio": geometry.CSA_RATIO,
+        "kHcaRatio": geometry.HCA_RATIO,
+        "kWindow": geometry.WINDOW,
+        "kBlockTokens": geometry.BLOCK_TOKENS,
+        "kCsaCurrentRows": geometry.CSA_CURRENT_ROWS,
+        "kCsaPreviousRows": geometry.CSA_PREVIOUS_ROWS,
+        "kCsaCurrentZ": geometry.CSA_CURRENT_Z,
+        "kCsaPreviousK": geometry.CSA_PREVIOUS_K,
+        "kCsaPreviousZ": geometry.CSA_PREVIOUS_Z,
+        "kCsaTailRows": geometry.CSA_TAIL_ROWS,
+        "kHcaOnlineRows": geometry.HCA_ONLINE_ROWS,
+        "kHcaRawRows": geometry.HCA_RAW_ROWS,
+    }
+    compiled = {name: ctypes.c_int.in_dll(host.library, f"constant_{name}").value for name in twins}
+    assert compiled == twins
+    headers = "".join((extension.source_dir() / name).read_text() for name in ("rows.h", "geometry.h"))
+    named = set(re.findall(r"constexpr int (k\w+)\b(?!\()", headers))
+    named.update(name for names in re.findall(r"enum \w+ : int \{([^}]*)\}", headers) for name in names.split(", "))
+    assert {name.strip() for name in named} == set(twins)
+    for row_format in RowFormat:
+        assert host.library.host_row_width(row_format.code) == row_format.width
+    for key_format in KeyFormat:
+        assert host.library.host_key_width(key_format.code) == key_format.width
 
 
 def all_bf16() -> torch.Tensor:

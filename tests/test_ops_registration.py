@@ -67,10 +67,14 @@ def test_readers():
 
 def test_moves():
     state = [torch.randn(2, 5, 3), torch.randn(1, 5)]
-    check("copy_state", torch.tensor([1, -1, 2]).int(), torch.tensor([3, 0, -1]).int(), state)
+    pairs = torch.tensor([1, -1, 2]).int(), torch.tensor([3, 0, -1]).int()
+    check("copy_state", *pairs, state)
+    check("copy_state", *pairs, state, torch.zeros(1).int())
     pools = [torch.randn(4, 6)], [torch.randn(3, 6)]
     check("swap_blocks", *pools, torch.tensor([[1, 3], [0, 2]]), True)
     tables = torch.tensor([1, 0]), torch.tensor([300, 5]), torch.tensor([2, 1]).int(), torch.zeros(2, 384).int()
     check("snapshot_tables", *tables, torch.zeros(2).int(), torch.zeros(2, 3).int())
     slices = torch.tensor([[4, 0, 9], [0, 3, 9], [2, 1, 9]])
-    check("update_rows", torch.zeros(6, 2), torch.randn(5, 2), slices, torch.tensor([2]).int())
+    update = torch.zeros(6, 2), torch.randn(5, 2), slices, torch.tensor([2]).int()
+    check("update_rows", *update)
+    check("update_rows", *update, torch.zeros(1).int())

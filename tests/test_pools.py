@@ -1,12 +1,14 @@
 """`PagedKVPool`, `StateCachePool` and their views: shapes, bytes, and that every view is the same memory."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from dsv4_sglang.cache import (
+    CacheLayout,
     LayerCacheSchema,
     PagedKVPool,
     RowFormat,
@@ -27,6 +29,10 @@ ONLINE = ["tail_max", "tail_sum", "tail_acc"]
 
 def schema(kind: AttentionType, **options: str) -> LayerCacheSchema:
     return build_schema(FLASH, SPECS[kind], **options)
+
+
+def storage_of(schemas: Sequence[LayerCacheSchema], slots: int, device: torch.device | str = "cpu") -> StateStorage:
+    return StateStorage(CacheLayout(tuple(schemas), torch.device(device)), slots)
 
 
 def within(view: Tensor, table: Tensor) -> bool:
@@ -223,9 +229,9 @@ def test_csa_tail_rows() -> None:
 
 
 def test_storage_is_one_tensor_for_all_layers() -> None:
-    schemas = [schema(kind) for kind in (SWA, CSA, HCA, CSA)]
-    storage = StateStorage(schemas, 3, "cpu")
-    pools = [StateCachePool(s, 3, state=storage.layer(i)) for i, s in enumerate(schemas)]
+    schemas = [schema(kind, hca_state="raw") for kind in (SWA, CSA, HCA, CSA)]
+    storage = storage_of(schemas, 3)
+    pools = [StateCachePool(s, 3, storage=storage, layer=i) for i, s in enumerate(schemas)]
     assert storage.rings.shape == (4, 3, 128, 584)
     assert storage.tails[CSA].shape == (2, 3, 24, 640)
     assert storage.tails[HCA].shape == (1, 3, 256, 512)
@@ -253,7 +259,7 @@ def fill(tensors: list[Tensor], slot_dim: int) -> None:
 
 
 def test_reset_and_copy_of_all_layers(device: torch.device) -> None:
-    storage = StateStorage([schema(kind, hca_state="online") for kind in (SWA, CSA, HCA)], 4, device)
+    storage = storage_of([schema(kind, hca_state="online") for kind in (SWA, CSA, HCA)], 4, device)
     fill(storage.tensors, 1)
     storage.copy_slot(1, 3)
     for tensor in storage.tensors:
@@ -283,7 +289,7 @@ def test_reset_and_copy_of_one_layer(device: torch.device, kind: AttentionType) 
 
 def test_unknown_slots() -> None:
     pool = StateCachePool(schema(SWA), 2, "cpu")
-    storage = StateStorage([schema(SWA)], 2, "cpu")
+    storage = storage_of([schema(SWA)], 2)
     for owner in (pool, storage):
         for slot in (-1, 2):
             with pytest.raises(IndexError, match=rf"state slot {slot} is not in 0\.\.1"):
@@ -296,13 +302,16 @@ def test_bad_storage() -> None:
     with pytest.raises(ValueError, match="0 state slots"):
         StateCachePool(schema(SWA), 0, "cpu")
     with pytest.raises(ValueError, match="no layers"):
-        StateStorage([], 1, "cpu")
+        storage_of([], 1)
     with pytest.raises(ValueError, match="several formats"):
-        StateStorage([schema(SWA), schema(CSA, row_format="bf16")], 1, "cpu")
+        storage_of([schema(SWA), schema(CSA, row_format="bf16")], 1)
     with pytest.raises(ValueError, match="HCA tails of several shapes"):
-        StateStorage([schema(HCA), schema(HCA, hca_state="online")], 1, "cpu")
+        storage_of([schema(HCA, hca_state="raw"), schema(HCA, hca_state="online")], 1)
     with pytest.raises(ValueError, match="has 2 slots; expected 3"):
-        StateCachePool(schema(SWA), 3, state=StateStorage([schema(SWA)], 2, "cpu").layer(0))
+        StateCachePool(schema(SWA), 3, storage=storage_of([schema(SWA)], 2))
+    layout = CacheLayout((schema(SWA),), torch.device("cpu"))
+    with pytest.raises(ValueError, match="keeps no positions"):
+        StateCachePool(schema(SWA), 2, storage=StateStorage(layout, 2, positions=False))
 
 
 @pytest.mark.gpu

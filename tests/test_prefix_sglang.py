@@ -9,6 +9,8 @@ import pytest
 from prefix_model import MiniServer
 from prefix_tree_server import BLOCK, TreeServer, without_a_server
 
+from dsv4_sglang.srt.prefix.component import LeafOrder
+
 
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +66,22 @@ def test_a_branch_point_gets_a_checkpoint_of_its_own() -> None:
     server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
     run(server, list(range(10)))
     assert run(server, [*range(6), 40, 41]) == 0
+    assert run(server, [*range(6), 42]) == 6 * BLOCK
+
+
+@pytest.mark.parametrize("tail", [127, 0, 1, 2, 3])
+def test_a_branch_point_keeps_its_checkpoint_where_steps_overlap(tail: int) -> None:
+    """The first decode step is planned before the result of the prefill, which inserts its checkpoints, is processed:
+    that step must drop nothing but what decode took, wherever in a block the prompt ends."""
+    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+    run(server, list(range(10)))
+    request = server.admit([*range(6), 40, 41], tail)
+    assert request is not None
+    server.launch_prefill(request)
+    server.plan_decode(request, request.prompt + 1)
+    server.process_prefill(request)
+    server.finish(request)
+    server.check()
     assert run(server, [*range(6), 42]) == 6 * BLOCK
 
 
@@ -230,6 +248,25 @@ def test_a_loop_over_more_than_fits_keeps_hitting_a_part() -> None:
     server = TreeServer(blocks=50, checkpoints=40, interval=30, chunk=30)
     hits = [run(server, [10 * c + i for i in range(9)]) for _ in range(6) for c in range(8)]
     assert sum(hit > 0 for hit in hits[8:]) >= 12
+
+
+def test_the_order_of_leaves_is_read_anew_after_a_flush() -> None:
+    """The registry of after the flush counts its changes from 0 and comes past the counts of the one before."""
+
+    def priorities(order: LeafOrder) -> list[tuple[float, float]]:
+        return [order.get_priority(node) for _, node in sorted(server.component.slots.nodes.items())]
+
+    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+    order = server.cache.tree_core.eviction_strategy
+    assert isinstance(order, LeafOrder)
+    for keys in ([1, 2], [3, 4], [1, 2]):
+        run(server, keys)
+    before, changes = priorities(order), server.component.slots.registry.changes
+    server.flush()
+    for keys in ([1, 2], [3, 4], [3, 4]):
+        run(server, keys)
+    assert server.component.slots.registry.changes == changes, "the test does not test"
+    assert priorities(order) == priorities(LeafOrder(server.component.slots)) != before
 
 
 def random_steps(server: TreeServer, rng: random.Random, steps: int) -> int:

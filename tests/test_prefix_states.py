@@ -3,23 +3,29 @@ interrupted."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
+from dsv4_sglang.cache import CacheLayout, StateStorage
+from dsv4_sglang.cache.layout import KEPT_UNITS, SLOT_UNITS
 from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import AttentionType
-from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.pools import KEPT_UNITS, SLOT_UNITS, StateParams, StateSlotPool
+from dsv4_sglang.srt.pools import StateParams, StateSlotPool
+from dsv4_sglang.srt.prefix import timer as timer_module
 from dsv4_sglang.srt.prefix.timer import CopyTimer
 
 
-def make_pool(dtype: torch.dtype = torch.float8_e4m3fn) -> StateSlotPool:
+def make_pool(dtype: torch.dtype = torch.float8_e4m3fn, ring_rows: int = 128) -> StateSlotPool:
     config = DSV4Config.flash()
-    layout = CacheLayout.from_model(config, dtype, Options(), "cpu")
-    layout = CacheLayout(layout.schemas[:5], layout.device)
+    layout = served_layout(config, dtype, Options(), "cpu")
+    schemas = [dataclasses.replace(schema, ring_rows=ring_rows) for schema in layout.schemas[:5]]
+    layout = CacheLayout(tuple(schemas), layout.device)
     params = StateParams.of(layout, staging=2, checkpoints=3)
     return StateSlotPool(size=3, cache_params=params, mamba_layer_ids=list(range(5)), device="cpu")
 
@@ -28,34 +34,37 @@ def ids(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def fill(pool: StateSlotPool, slot: int, seed: int) -> None:
+def fill(state: StateStorage, slot: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    pool.rings[:, slot] = torch.randint(0, 255, pool.rings[:, slot].shape, generator=generator).to(pool.rings.dtype)
-    for tail in pool.tails.values():
+    state.rings[:, slot] = torch.randint(0, 255, state.rings[:, slot].shape, generator=generator).to(state.rings.dtype)
+    for tail in state.tails.values():
         tail[:, slot] = torch.randn(tail[:, slot].shape, generator=generator)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
-def test_a_state_goes_to_a_checkpoint_and_back(dtype: torch.dtype) -> None:
-    pool = make_pool(dtype)
-    for slot in range(1, pool.live_slots):
-        fill(pool, slot, slot)
-    before = pool.rings.clone(), pool.tails[AttentionType.CSA].clone(), pool.tails[AttentionType.HCA].clone()
+@pytest.mark.parametrize(
+    ("dtype", "ring_rows"), [(torch.float8_e4m3fn, 128), (torch.bfloat16, 128), (torch.float8_e4m3fn, 136)]
+)
+def test_a_state_goes_to_a_checkpoint_and_back(dtype: torch.dtype, ring_rows: int) -> None:
+    state = make_pool(dtype, ring_rows).storage
+    assert state.rings.shape[2] == ring_rows
+    for slot in range(1, state.num_slots):
+        fill(state, slot, slot)
+    before = state.rings.clone(), state.tails[AttentionType.CSA].clone(), state.tails[AttentionType.HCA].clone()
     # Slot 2 and staging slot 4 are stored; -1 and checkpoint 0 skip.
-    pool.store(ids(2, 4, -1, 3), ids(3, 1, 2, 0))
-    for tensor, old in zip((pool.rings, *pool.tails.values()), before):
+    state.store(ids(2, 4, -1, 3), ids(3, 1, 2, 0))
+    for tensor, old in zip((state.rings, *state.tails.values()), before):
         assert torch.equal(tensor, old), "storing changed a live slot"
-    fill(pool, 1, 77)
-    untouched = pool.tails[AttentionType.CSA][:, 1].clone()
-    pool.load(ids(3), ids(1))
-    assert torch.equal(pool.rings[:, 1], before[0][:, 2])
-    tail, source = pool.tails[AttentionType.CSA][:, 1], before[1][:, 2]
+    fill(state, 1, 77)
+    untouched = state.tails[AttentionType.CSA][:, 1].clone()
+    state.load(ids(3), ids(1))
+    assert torch.equal(state.rings[:, 1], before[0][:, 2])
+    tail, source = state.tails[AttentionType.CSA][:, 1], before[1][:, 2]
     for rows in (slice(12, 16), slice(20, 24)):
         assert torch.equal(tail[:, rows], source[:, rows]), "the four last rows of the previous window's k and z"
     for rows in (slice(0, 12), slice(16, 20)):
         assert torch.equal(tail[:, rows], untouched[:, rows])
-    pool.load(ids(1), ids(3))
-    assert torch.equal(pool.rings[:, 3], before[0][:, 4])
+    state.load(ids(1), ids(3))
+    assert torch.equal(state.rings[:, 3], before[0][:, 4])
 
 
 def test_the_units_kept_are_the_second_half_of_the_previous_rings() -> None:
@@ -63,17 +72,17 @@ def test_the_units_kept_are_the_second_half_of_the_previous_rings() -> None:
 
 
 def test_checkpoints_do_not_overlap() -> None:
-    pool = make_pool()
+    state = make_pool().storage
     for i in range(1, 4):
-        fill(pool, i, i)
-    pool.store(ids(1, 2, 3), ids(1, 2, 3))
-    rings, tails = pool.rings[:, 1:4].clone(), pool.tails[AttentionType.CSA][:, 1:4].clone()
+        fill(state, i, i)
+    state.store(ids(1, 2, 3), ids(1, 2, 3))
+    rings, tails = state.rings[:, 1:4].clone(), state.tails[AttentionType.CSA][:, 1:4].clone()
     for i in range(1, 4):
-        fill(pool, i, 50)
-    pool.load(ids(1, 2, 3), ids(1, 2, 3))
-    assert torch.equal(pool.rings[:, 1:4], rings)
-    assert torch.equal(pool.tails[AttentionType.CSA][:, 1:4, 12:16], tails[:, :, 12:16])
-    assert torch.equal(pool.tails[AttentionType.CSA][:, 1:4, 20:24], tails[:, :, 20:24])
+        fill(state, i, 50)
+    state.load(ids(1, 2, 3), ids(1, 2, 3))
+    assert torch.equal(state.rings[:, 1:4], rings)
+    assert torch.equal(state.tails[AttentionType.CSA][:, 1:4, 12:16], tails[:, :, 12:16])
+    assert torch.equal(state.tails[AttentionType.CSA][:, 1:4, 20:24], tails[:, :, 20:24])
 
 
 def test_copies_are_timed_without_waiting(device: torch.device) -> None:
@@ -95,12 +104,47 @@ def test_copies_are_timed_without_waiting(device: torch.device) -> None:
     assert timer.seconds() > first
 
 
+class LateEvent:
+    """An event of a device that is `BEHIND` records behind the host; `made` of them exist."""
+
+    BEHIND = 6
+    made = recorded = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+
+    def record(self) -> None:
+        type(self).recorded += 1
+        self.at = self.recorded
+
+    def query(self) -> bool:
+        return self.at + self.BEHIND <= self.recorded
+
+    def elapsed_time(self, end: LateEvent) -> float:
+        assert self.query() and end.query(), "this would raise, and waiting must not be the answer"
+        return float(end.at - self.at)
+
+
+def test_events_of_a_timer_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first process of tensor parallelism publishes its counters."""
+    monkeypatch.setattr(timer_module, "_event", LateEvent)
+    monkeypatch.setattr(LateEvent, "made", 0)
+    monkeypatch.setattr(LateEvent, "recorded", 0)
+    timer = CopyTimer("cuda")
+    for _ in range(1000):
+        with timer.measure():
+            pass
+    assert LateEvent.made <= LateEvent.BEHIND + 4
+    over = 1000 - LateEvent.BEHIND // 2
+    assert timer.seconds() == pytest.approx(over / 1e3), "each block that is over counts once"
+
+
 def test_bytes_are_those_allocated() -> None:
     pool = make_pool()
-    allocated = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [pool.rings, *pool.tails.values()]
-    }
-    assert sum(allocated.values()) == pool.bytes
+    layout, tensors = pool.storage.layout, pool.storage.tensors
+    allocated = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    counted = [*layout.state_parts(pool.storage.num_slots), *layout.checkpoint_parts(pool.storage.checkpoints)]
+    assert pool.bytes == sum(allocated.values()) == sum(part.bytes for part in counted)
 
 
 # A layer that resumes from a checkpoint, against the same layer uninterrupted.
@@ -115,10 +159,11 @@ class ResumedLayer:
     def __init__(self, ratio: int) -> None:
         config = DSV4Config.flash()
         options = Options(entry_format="fp32", indexer_format="fp32")
-        layout = CacheLayout.from_model(config, torch.bfloat16, options, "cpu")
+        layout = served_layout(config, torch.bfloat16, options, "cpu")
         layout = CacheLayout(layout.schemas[:4], layout.device)
         params = StateParams.of(layout, staging=1, checkpoints=1)
         self.pool = StateSlotPool(size=3, cache_params=params, mamba_layer_ids=list(range(4)), device="cpu")
+        self.state = self.pool.storage
         self.ratio, self.layer = ratio, {0: 0, 4: 2, 128: 3}[ratio]
         generator = torch.Generator().manual_seed(ratio)
 
@@ -162,8 +207,8 @@ class ResumedLayer:
             torch.zeros(n, dtype=torch.int32),
             at,
             tracked if track >= 0 else None,
-            self.pool.ring(self.layer),
-            self.pool.tail(self.layer),
+            self.state.ring(self.layer),
+            self.state.tail(self.layer),
             tables[0] if self.ratio else None,
             tables[1] if csa else None,
             torch.zeros(1, n + 128, 512),
@@ -175,18 +220,18 @@ class ResumedLayer:
     def resumed(self, fault: str = "") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Entries, index keys and ring of a request of TOKENS tokens that resumes at RESUME."""
         tables = self.tables()
-        fill(self.pool, 3, 5)
+        fill(self.state, 3, 5)
         self.step(1, 0, WRITTEN, tables, track=self.pool.size + 1)
-        self.pool.store(ids(1 if fault == "the state at the end" else self.pool.size + 1), ids(1))
-        units = self.pool._tail_units
+        self.state.store(ids(1 if fault == "the state at the end" else self.pool.size + 1), ids(1))
+        units = self.state._tail_units
         assert units is not None
-        kept = units[:, self.pool.live_slots * SLOT_UNITS :]
+        kept = units[:, self.state.num_slots * SLOT_UNITS :]
         if fault == "previous rows dropped":
             kept[..., :512] = 0
         elif fault == "indexer tail dropped":
             kept[..., 512:] = 0
         if fault != "a slot not loaded":
-            self.pool.load(ids(1), ids(3))
+            self.state.load(ids(1), ids(3))
         # The blocks that the first request wrote behind the checkpoint are not shared.
         if self.ratio == 4:
             tables[0][2:], tables[1][2:] = 0, 0
@@ -195,12 +240,12 @@ class ResumedLayer:
         if fault == "a checkpoint shared without a copy":
             self.step(3, RESUME, RESUME + 50, self.tables())
         self.step(3, RESUME, TOKENS, tables)
-        return (*tables, self.pool.ring(self.layer)[3].clone())
+        return (*tables, self.state.ring(self.layer)[3].clone())
 
     def uninterrupted(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         tables = self.tables()
         self.step(2, 0, TOKENS, tables)
-        return (*tables, self.pool.ring(self.layer)[2].clone())
+        return (*tables, self.state.ring(self.layer)[2].clone())
 
 
 def differing_rows(got: torch.Tensor, want: torch.Tensor) -> list[int]:
@@ -237,12 +282,12 @@ def test_the_window_of_a_resumed_request_comes_from_its_checkpoint(fault: str) -
     """The ring of a request that ran 20 tokens still holds 108 rows from before."""
     layer = ResumedLayer(0)
     tables = layer.tables()
-    fill(layer.pool, 3, 5)
+    fill(layer.state, 3, 5)
     layer.step(1, 0, WRITTEN, tables, track=layer.pool.size + 1)
-    layer.pool.store(ids(1 if fault == "the state at the end" else layer.pool.size + 1), ids(1))
+    layer.state.store(ids(1 if fault == "the state at the end" else layer.pool.size + 1), ids(1))
     if fault != "a slot not loaded":
-        layer.pool.load(ids(1), ids(3))
+        layer.state.load(ids(1), ids(3))
     layer.step(3, RESUME, RESUME + 20, tables)
     layer.step(2, 0, RESUME + 20, tables)
-    rows = differing_rows(layer.pool.ring(0)[3], layer.pool.ring(0)[2])
+    rows = differing_rows(layer.state.ring(0)[3], layer.state.ring(0)[2])
     assert rows and set(rows) <= set(range(20, 128))

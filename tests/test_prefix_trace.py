@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from progress import LONG
 
 from benchmarks import prefix_trace
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, rounds, trace
@@ -122,7 +123,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
 
 
 def _client(server: FakeServer) -> Client:
-    return Client(f"http://127.0.0.1:{server.server_port}", timeout_s=20)
+    return Client(f"http://127.0.0.1:{server.server_port}", timeout_s=LONG)
 
 
 def test_an_infinite_cache_hits_the_ideal(server: FakeServer) -> None:

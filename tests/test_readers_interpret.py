@@ -1,11 +1,11 @@
 """The Triton readers without a GPU: results under Triton's interpreter, and compilation for each architecture."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from progress import run
 
 pytest.importorskip("triton")
 
@@ -13,15 +13,12 @@ pytest.importorskip("triton")
 def test_results_under_the_interpreter():
     """In a process of its own: Triton decides when it is imported whether it interprets."""
     here = Path(__file__).parent
-    run = subprocess.run(
+    done = run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "interpreted_readers.py"],
         cwd=here,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{here.parent}{os.pathsep}{here}"},
-        capture_output=True,
-        text=True,
-        timeout=600,
     )
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
 # What a block may have of shared memory on sm_80, sm_90, sm_100, and on sm_86 and sm_89.

@@ -1,30 +1,35 @@
 """Schemas, and every byte count of SPEC 5 for V4-Flash and V4-Pro."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
 from dsv4_sglang.cache import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
+    CacheLayout,
+    HcaState,
     KVCacheManager,
     LayerCacheSchema,
+    StateStorage,
     build_schema,
     compute_block_budget,
 )
-from dsv4_sglang.formats import RowFormat, make_row_tables
+from dsv4_sglang.formats import KeyFormat, RowFormat, make_row_tables
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
+from dsv4_sglang.srt.options import Options
 
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
 FLASH, PRO = DSV4Config.flash(), DSV4Config.pro()
 MODELS = pytest.mark.parametrize("config", [FLASH, PRO], ids=["flash", "pro"])
 
 
-def schemas(config: DSV4Config, **options: str) -> list[LayerCacheSchema]:
+def schemas(config: DSV4Config, **options: Any) -> list[LayerCacheSchema]:
     return [build_schema(config, spec, **options) for spec in build_schedule(config)]
 
 
-def of(kind: AttentionType, **options: str) -> LayerCacheSchema:
+def of(kind: AttentionType, **options: Any) -> LayerCacheSchema:
     return next(schema for schema in schemas(FLASH, **options) if schema.attn is kind)
 
 
@@ -35,8 +40,8 @@ def test_geometry() -> None:
     assert [of(k).tail_buffer_size for k in (CSA, HCA, SWA)] == [3, 127, 0]
     assert [of(k).previous_window_rows for k in (CSA, HCA, SWA)] == [7, 0, 0]
     assert [of(k).ratio for k in (CSA, HCA, SWA)] == [4, 128, 0]
-    assert [of(k).tail_shape for k in (CSA, HCA, SWA)] == [(24, 640), (256, 512), None]
-    assert of(HCA, hca_state="online").tail_shape == (3, 512)
+    assert [of(k).tail_shape for k in (CSA, HCA, SWA)] == [(24, 640), (3, 512), None]
+    assert of(HCA, hca_state="raw").tail_shape == (256, 512)
     for kind in (CSA, HCA, SWA):
         assert (of(kind).swa_window_size, of(kind).entry_head_dim, of(kind).rope_dim) == (128, 512, 64)
 
@@ -76,8 +81,8 @@ def test_bytes_of_model(
     assert sum(s.swa_bytes for s in schemas(config, row_format="bf16")) == swa_bf16
     # Between SPEC 5.3's minimum of 51,200 B a layer (3 + 7 rows) and the common 81,920 B (8 rows of everything).
     assert sum(s.tail_bytes for s in layers if s.attn is CSA) == csa_layers * 24 * 640 * 4
-    assert sum(s.tail_bytes for s in layers if s.attn is HCA) == hca_raw
-    assert sum(s.tail_bytes for s in schemas(config, hca_state="online") if s.attn is HCA) == hca_online
+    assert sum(s.tail_bytes for s in schemas(config, hca_state="raw") if s.attn is HCA) == hca_raw
+    assert sum(s.tail_bytes for s in layers if s.attn is HCA) == hca_online
     assert all(s.tail_bytes == 0 for s in layers if s.attn is SWA)
 
 
@@ -152,6 +157,37 @@ def test_unknown_format_is_named() -> None:
         of(CSA, key_format="fp8")
     with pytest.raises(ValueError, match=r"hca_state is 'folded'.*'raw', 'online'"):
         of(HCA, hca_state="folded")
+
+
+def test_rings_of_more_rows() -> None:
+    """Every size follows from `ring_rows`; what is allocated is what is counted."""
+    more = schemas(FLASH, ring_rows=136)
+    for schema, usual in zip(more, schemas(FLASH)):
+        assert schema.swa_bytes - usual.swa_bytes == 8 * 584
+        assert schema.state_bytes - usual.state_bytes == 8 * (584 + 4)
+    layout = CacheLayout(tuple(more), torch.device("cpu"))
+    assert layout.slot_bytes - CacheLayout(tuple(schemas(FLASH)), layout.device).slot_bytes == 43 * 8 * 584
+    storage = StateStorage(layout, 2, checkpoints=3)
+    parts = [*layout.state_parts(2), *layout.position_parts(2), *layout.checkpoint_parts(3)]
+    assert storage.memory_bytes() == sum(part.bytes for part in parts)
+    options = {"max_context_len": 128, "max_requests": 1, "ring_rows": 136}
+    assert compute_block_budget(FLASH, build_schedule(FLASH), **options)["state_bytes"] == sum(
+        schema.state_bytes for schema in more
+    )
+
+
+@pytest.mark.parametrize("ring_rows", [0, 126, 131])
+def test_rings_that_cannot_be(ring_rows: int) -> None:
+    with pytest.raises(ValueError, match=rf"ring_rows is {ring_rows}; expected an even number .* at least 128"):
+        of(SWA, ring_rows=ring_rows)
+    mixed = (of(SWA), of(CSA, ring_rows=136))
+    with pytest.raises(ValueError, match=r"rings of several sizes \[128, 136\]"):
+        CacheLayout(mixed, torch.device("cpu"))
+
+
+def test_the_library_and_the_server_have_one_default() -> None:
+    assert of(HCA).hca_state is HcaState(Options().hca_state)
+    assert of(CSA).key_format is KeyFormat(Options().indexer_format)
 
 
 def test_schema_is_frozen() -> None:

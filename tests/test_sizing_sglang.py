@@ -13,10 +13,10 @@ from sglang.srt import runtime_context
 
 from benchmarks import capacity
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.srt import hooks, state
+from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.sizing import GIB, StateDemand
-from dsv4_sglang.srt.state import Launch
 
 MEMORY = 78.82
 """GiB for the cache with --mem-fraction-static 0.6 on an H200 and the weights of benchmarks/configs/flashshape."""
@@ -29,7 +29,7 @@ def flashshape() -> DSV4Config:
 
 
 class Configurator(SimpleNamespace):
-    """The fields of SGLang's KVCacheConfigurator that the hooks read; `overridden` is what they set."""
+    """The fields of SGLang's KVCacheConfigurator that the hooks of `launch` read; `overridden` is what they set."""
 
 
 @pytest.fixture
@@ -50,14 +50,14 @@ def configurator(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(runtime_context, "get_exec", lambda: features)
         monkeypatch.setattr(runtime_context, "get_memory", lambda: SimpleNamespace(disable_radix_cache=not radix))
         monkeypatch.setattr(runtime_context, "get_context", lambda: context)
-        monkeypatch.setattr(hooks, "model_config", lambda _config: config)
-        monkeypatch.setattr(state, "_launch", Launch(Options(**options)))
+        monkeypatch.setattr(compat, "model_config", lambda _config: config)
         return Configurator(
             model_config=SimpleNamespace(hf_config=None, context_len=1 << 20),
             kv_cache_dtype=torch.float8_e4m3fn,
             device="cpu",
             server_args=SimpleNamespace(max_total_tokens=None, enable_mamba_extra_buffer=lambda: True),
             overridden=overridden,
+            launch=Launch(Options(**options)),
         )
 
     return make
@@ -67,8 +67,8 @@ def tokens_of(configurator: Configurator, gib: float) -> int:
     def sglangs_way(*_args: Any) -> Any:
         raise AssertionError("SGLang's own division was asked for")
 
-    left = hooks._state_slots(sglangs_way, configurator, gib)
-    blocks = hooks._pool_configurator(sglangs_way, configurator)
+    left = configurator.launch.state_slots(sglangs_way, configurator, gib)
+    blocks = configurator.launch.pool_configurator(sglangs_way, configurator)
     return blocks.calculate_pool_sizes(int(left * GIB), 128).max_total_num_tokens
 
 
@@ -77,7 +77,7 @@ def test_the_server_allocates_what_the_benchmark_computes(configurator: Any, mak
     launched = configurator(make(), 256, max_checkpoints=512)
     tokens = tokens_of(launched, MEMORY)
     assert tokens == capacity.ours(make(), 256, 512).tokens(MEMORY * GIB)
-    assert state.current().demand == StateDemand(256, 64, 512)
+    assert launched.launch.demand == StateDemand(256, 64, 512)
     if make is flashshape:
         assert tokens >= 21_000_000
 
@@ -86,13 +86,13 @@ def test_a_running_request_has_one_live_slot(configurator: Any) -> None:
     launched = configurator(flashshape(), 256, max_checkpoints=512)
     tokens_of(launched, MEMORY)
     assert launched.overridden == {"max_mamba_cache_size": 256}, "SGLang would take 3 slots a request"
-    assert hooks._slots_of_request(lambda _configurator: 5, launched) == 1
+    assert launched.launch.slots_of_request(lambda _configurator: 5, launched) == 1
 
 
 def test_without_a_prefix_cache_there_are_no_checkpoints(configurator: Any) -> None:
     launched = configurator(flashshape(), 256, radix=False)
     assert tokens_of(launched, MEMORY) > capacity.ours(flashshape(), 256, 512).tokens(MEMORY * GIB)
-    assert state.current().demand == StateDemand(256)
+    assert launched.launch.demand == StateDemand(256)
 
 
 def test_a_request_takes_one_slot_of_the_pool_that_is_built(configurator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,9 +104,9 @@ def test_a_request_takes_one_slot_of_the_pool_that_is_built(configurator: Any, m
     schedule = runtime_context.get_schedule()
     schedule.max_mamba_cache_size, schedule.chunked_prefill_size = 2, 128
     launched.model_config.context_len = 256
-    pool = hooks._request_pool(lambda *_: None, launched, max_num_reqs=2, extra_max_context_len=0)
+    pool = launched.launch.request_pool(lambda *_: None, launched, max_num_reqs=2, extra_max_context_len=0)
     assert (pool.mamba_allocator.size, pool.mamba_pool.size, pool.mamba_ckpt_pool.num_slots) == (2, 2, 4)
-    demand, layout = state.current().demand, state.current().layout
+    demand, layout = launched.launch.demand, launched.launch.layout
     assert demand is not None and layout is not None
     assert pool.mamba_pool.bytes == demand.bytes(layout), "what is allocated is what was counted"
     request = SimpleNamespace(req_pool_idx=None, mamba_pool_idx=None, inflight_middle_chunks=0, kv=None)

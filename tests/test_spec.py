@@ -135,6 +135,21 @@ def test_ring_holds_the_last_128_rows_and_chunks_longer_than_it_are_right():
     assert torch.allclose(kept, fresh.ring[1, (positions - 300) % 128, :448], atol=1e-6)
 
 
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_rings_of_more_rows_give_the_same_outputs(ratio):
+    """Decode from 120 over the ends of both rings, a chunk that goes round both, decode again: with R = 136 each output
+    is that of R = 128. Rows sought in a ring of another size are wrong."""
+    attention, x = make_attention(ratio), inputs(300)
+    few, more, wrong = (Layer(attention, ratio, ring_rows=rows) for rows in (128, 136, 136))
+    for begin, end, decode in [(0, 120, False), *((t, t + 1, True) for t in range(120, 160)), (160, 299, False)]:
+        outputs = [layer.step({1: x[begin:end]}, TABLE, decode)[1] for layer in (few, more, wrong)]
+        assert relative(outputs[1], outputs[0]) < 1e-6, begin
+    wrong.ring_rows = 128
+    right, misread = (layer.step({1: x[299:]}, TABLE, decode=True)[1] for layer in (more, wrong))
+    assert relative(right, few.step({1: x[299:]}, TABLE, decode=True)[1]) < 1e-6
+    assert not relative(misread, right) < 0.1
+
+
 def test_writing_the_ring_before_reading_it_would_be_wrong():
     """Why a prefill step reads its workspace: early queries of a chunk need rows that its late tokens replace (SPEC
     6.4)."""

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from dsv4_sglang.attention.metadata import (
     DecodeBuffers,
-    StepMetadata,
     align,
     build_decode,
     build_prefill,
     snapshot_decode,
 )
 from dsv4_sglang.cache.device import resolve_device
+from dsv4_sglang.cache.step import Step, StepMetadata
 
 BLOCK = 128
 MAX_LENGTH = 1024
@@ -77,15 +77,17 @@ def decode(tables: Tables, lengths: list[int], padding: int, buffers: DecodeBuff
     )
 
 
-def check_decode(step: StepMetadata, tables: Tables, lengths: list[int], padding: int, interval: int) -> None:
+def check_decode(
+    step: StepMetadata, tables: Tables, lengths: list[int], padding: int, interval: int, ring_rows: int = 128
+) -> None:
     assert step.is_decode
     for b, length in enumerate(lengths):
         slot = int(tables.state_slot[b + 1])
         assert (step.slots[b], step.prefix_lens[b], step.token_request[b]) == (slot, length, b)
         seen = min(length + 1, 128)
         assert step.window_lens[b] == seen
-        wanted = {slot * 128 + p % 128 for p in range(max(0, length - 127), length + 1)}
-        assert set(step.window_rows[b, :seen].tolist()) == wanted
+        wanted = [slot * ring_rows + p % ring_rows for p in range(max(0, length - 127), length + 1)]
+        assert step.window_rows[b, :seen].tolist() == wanted
         check_blocks_and_entries(step, b, b, length, tables)
         due = (length + 1) % interval == 0
         assert step.copy_src is not None and step.copy_dst is not None
@@ -99,12 +101,31 @@ def check_decode(step: StepMetadata, tables: Tables, lengths: list[int], padding
 LENGTHS = st.lists(st.integers(0, MAX_LENGTH - 1), min_size=1, max_size=6)
 
 
-@given(lengths=LENGTHS, padding=st.integers(0, 3))
+@given(lengths=LENGTHS, padding=st.integers(0, 3), ring_rows=st.sampled_from([128, 136]))
 @settings(max_examples=60)
-def test_decode(lengths: list[int], padding: int) -> None:
+def test_decode(lengths: list[int], padding: int, ring_rows: int) -> None:
     tables = Tables(len(lengths), torch.device("cpu"))
-    buffers = DecodeBuffers(len(lengths) + padding + 1, MAX_LENGTH // BLOCK, "cpu")
-    check_decode(decode(tables, lengths, padding, buffers, 256), tables, lengths, padding, 256)
+    buffers = DecodeBuffers(len(lengths) + padding + 1, MAX_LENGTH // BLOCK, "cpu", ring_rows)
+    check_decode(decode(tables, lengths, padding, buffers, 256), tables, lengths, padding, 256, ring_rows)
+
+
+@given(lengths=LENGTHS, ring_rows=st.sampled_from([128, 136]))
+@settings(max_examples=30)
+def test_the_library_makes_the_same_decode_step(lengths: list[int], ring_rows: int) -> None:
+    """`Step` from its tensors a token, `build_decode` from SGLang's tables: every tensor that both have."""
+    n = len(lengths)
+    tables = Tables(n, torch.device("cpu"))
+    buffers = DecodeBuffers(n, MAX_LENGTH // BLOCK, "cpu", ring_rows)
+    served = decode(tables, lengths, 0, buffers, 256)
+    block_tables = torch.full((n + 1, MAX_LENGTH // BLOCK), -1, dtype=torch.int32)
+    block_tables[tables.state_slot[1:].long()] = tables.pages.int()
+    step = Step(tables.state_slot[1:], torch.tensor(lengths), torch.arange(n), block_tables, ring_rows)
+    assert step.is_decode and step.metadata.is_decode
+    assert torch.equal(step.out_loc, served.out_loc)
+    for name in ("slots", "prefix_lens", "query_start", "token_request", "positions", "window_lens", "hca_lens"):
+        assert torch.equal(getattr(step.metadata, name), getattr(served, name)), name
+    assert torch.equal(step.metadata.window_rows, served.window_rows)
+    assert torch.equal(step.metadata.csa_lens.clamp_max(TOP_K), served.csa_lens)
 
 
 def test_decode_buffers_keep_nothing_of_the_last_step() -> None:

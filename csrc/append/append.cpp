@@ -3,12 +3,11 @@
 #include "append.h"
 
 #include "../ops.h"
-#include "../tensors.h"
+#include "../tables.h"
 
 namespace dsv4 {
 namespace {
 
-constexpr auto kByte = ScalarType::Byte;
 constexpr auto kBFloat = ScalarType::BFloat16;
 constexpr auto kFloat = ScalarType::Float;
 constexpr auto kInt = ScalarType::Int;
@@ -37,16 +36,6 @@ class AppendChecker : public Checker {
     tensor(name, t, {type}, {size});
     dense(name, t, 0);
   }
-
-  RowTable rows(const char* name, const Tensor& t, int64_t blocks, int64_t rows_per_block) const {
-    tensor(name, t, {kByte, kBFloat, kFloat}, {blocks, rows_per_block, kAny});
-    const int format = t.scalar_type() == kByte ? kFp8 : t.scalar_type() == kBFloat ? kBf16 : kFp32;
-    const int64_t width = format == kFp8 ? kRowBytes + kScaleBytes : kEntryDim;
-    tensor(name, t, {t.scalar_type()}, {blocks, rows_per_block, width});
-    dense(name, t, 1);
-    aligned(name, t, 16);
-    return {data<uint8_t>(t), t.stride(0) * int64_t(t.element_size()), int(t.size(1)), format};
-  }
 };
 
 bool is_bf16(const Tensor& t) { return t.scalar_type() == kBFloat; }
@@ -63,120 +52,129 @@ bool is_recorded(cudaStream_t stream) {
   return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusActive;
 }
 
-}  // namespace
-
-void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> index_kv_score, Tensor kv_norm,
-            std::optional<Tensor> entry_norm, std::optional<Tensor> index_norm, std::optional<Tensor> ape,
-            std::optional<Tensor> index_ape, Tensor rope, double eps, int64_t ratio, int64_t index_format, Tensor slots,
-            Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc,
-            std::optional<Tensor> track_slots, Tensor ring, std::optional<Tensor> tail, std::optional<Tensor> entries,
-            std::optional<Tensor> index_keys, std::optional<Tensor> window, std::optional<Tensor> swa_pos,
-            std::optional<Tensor> swa_head, std::optional<Tensor> tail_len) {
-  if (!kv.is_cuda() || kv.dim() != 2) fail("append: kv is ", describe(kv), "; expected [tokens, 512] on a CUDA device");
-  const int device = kv.get_device_index();
-  const AppendChecker check("append", device);
-  const int64_t tokens = kv.size(0), requests = slots.numel();
-  if (ratio != 0 && ratio != 4 && ratio != 128) fail("append: ratio is ", ratio, "; expected 0, 4 or 128");
-  const bool is_csa = ratio == 4, is_hca = ratio == 128;
-  const bool prefill = window.has_value();
-  if (!prefill && tokens != requests) {
-    fail("append: ", tokens, " tokens for ", requests, " requests without `window`; a step with chunks needs one");
-  }
-
-  AppendParams p{};
-  p.eps = float(eps);
-  p.tokens = int(tokens), p.requests = int(requests);
-  check.projection("kv", kv, {kBFloat, kFloat}, tokens, kEntryDim);
+/// Projections, weights and batch of any layer.
+void take_step(const AppendChecker& check, AppendParams& p, const Tensor& kv, const Tensor& kv_norm, const Tensor& rope,
+               const Tensor& slots, const Tensor& prefix_lens, const Tensor& query_start, const Tensor& token_request,
+               const Tensor& out_loc, const std::optional<Tensor>& track_slots) {
+  check.projection("kv", kv, {kBFloat, kFloat}, p.tokens, kEntryDim);
   p.kv = kv.data_ptr(), p.kv_stride = kv.stride(0), p.kv_bf16 = is_bf16(kv);
   check.weight("kv_norm", kv_norm, {kBFloat, kFloat}, {kEntryDim});
   p.kv_norm = kv_norm.data_ptr(), p.kv_norm_bf16 = is_bf16(kv_norm);
   check.weight("rope", rope, {kFloat}, {kAny, kRopeDim});
   p.rope = data<float>(rope);
 
-  check.vector("slots", slots, kInt, requests);
-  check.vector("prefix_lens", prefix_lens, kInt, requests);
-  check.vector("query_start", query_start, kInt, requests + 1);
-  check.vector("token_request", token_request, kInt, tokens);
-  check.vector("out_loc", out_loc, kLong, tokens);
-  p.slots = data<int32_t>(slots), p.prefix_lens = data<int32_t>(prefix_lens),
-  p.query_start = data<int32_t>(query_start);
-  p.token_request = data<int32_t>(token_request), p.out_loc = data<int64_t>(out_loc);
-  if (track_slots) check.vector("track_slots", *track_slots, kInt, tokens);
+  check.vector("slots", slots, kInt, p.requests);
+  check.vector("prefix_lens", prefix_lens, kInt, p.requests);
+  check.vector("query_start", query_start, kInt, p.requests + 1);
+  check.vector("token_request", token_request, kInt, p.tokens);
+  check.vector("out_loc", out_loc, kLong, p.tokens);
+  p.slots = data<int32_t>(slots), p.prefix_lens = data<int32_t>(prefix_lens);
+  p.query_start = data<int32_t>(query_start), p.token_request = data<int32_t>(token_request);
+  p.out_loc = data<int64_t>(out_loc);
+  if (track_slots) check.vector("track_slots", *track_slots, kInt, p.tokens);
   p.track_slots = data<int32_t>(track_slots);
+}
 
-  p.ring = check.rows("ring", ring, kAny, 128);
-  const int64_t num_slots = ring.size(0);
-  if (prefill) {
-    p.window = check.rows("window", *window, 1, tokens + 128 * requests);
-    if (p.window.format != p.ring.format) {
-      fail("append: window is ", describe(*window), "; expected the format of ring, which is ", describe(ring));
-    }
-  }
+/// The window ring, the workspace of a prefill step and what is noted of positions.
+void take_window(const AppendChecker& check, AppendParams& p, RowFormat format, const Tensor& ring,
+                 const std::optional<Tensor>& window, const std::optional<Tensor>& swa_pos,
+                 const std::optional<Tensor>& swa_head, const std::optional<Tensor>& tail_len) {
+  p.ring = row_table(check, "ring", ring, format, kAny, kAny);
+  const int64_t slots = ring.size(0), rows = ring.size(1);
+  if (rows < kWindow) check.fail("ring is ", describe(ring), "; expected at least ", kWindow, " rows a slot");
+  if (window) p.window = row_table(check, "window", *window, format, 1, p.tokens + int64_t(kWindow) * p.requests);
   if (swa_pos) {
-    check.tensor("swa_pos", *swa_pos, {kInt}, {num_slots, 128});
+    check.tensor("swa_pos", *swa_pos, {kInt}, {slots, rows});
     check.dense("swa_pos", *swa_pos, 1);
     p.swa_pos = data<int32_t>(swa_pos), p.swa_pos_stride = swa_pos->stride(0);
   }
-  if (swa_head) check.vector("swa_head", *swa_head, kInt, num_slots);
-  if (tail_len) check.vector("tail_len", *tail_len, kInt, num_slots);
+  if (swa_head) check.vector("swa_head", *swa_head, kInt, slots);
+  if (tail_len) check.vector("tail_len", *tail_len, kInt, slots);
   p.swa_head = data<int32_t>(swa_head), p.tail_len = data<int32_t>(tail_len);
+}
 
+/// The main compressor of a CSA or HCA layer, its tail and its entries; says which form the tail has.
+LayerKind take_compressor(const AppendChecker& check, AppendParams& p, RowFormat format, int64_t ratio, int64_t slots,
+                          const std::optional<Tensor>& kv_score, const std::optional<Tensor>& entry_norm,
+                          const std::optional<Tensor>& ape, const std::optional<Tensor>& tail,
+                          const std::optional<Tensor>& entries) {
+  const bool csa = ratio == kCsaRatio;
+  const char* when = csa ? "for ratio 4" : "for ratio 128";
+  const Tensor& score = check.given("kv_score", kv_score, when);
+  const Tensor& norm = check.given("entry_norm", entry_norm, when);
+  const Tensor& bias = check.given("ape", ape, when);
+  const Tensor& state = check.given("tail", tail, when);
+  const Tensor& table = check.given("entries", entries, when);
+  const int64_t streams = csa ? 2 : 1;
+  check.projection("kv_score", score, {kFloat}, p.tokens, 2 * streams * kEntryDim);
+  p.kv_score = data<float>(score), p.kv_score_stride = score.stride(0);
+  check.weight("entry_norm", norm, {kBFloat, kFloat}, {kEntryDim});
+  p.entry_norm = norm.data_ptr(), p.entry_norm_bf16 = is_bf16(norm);
+  check.weight("ape", bias, {kFloat}, {ratio, streams * kEntryDim});
+  p.ape = data<float>(bias);
+  p.entries = row_table(check, "entries", table, format, csa ? kAny : 1, kAny);
+
+  check.tensor("tail", state, {kFloat}, {slots, kAny, kAny});
+  const LayerKind kind = csa                               ? LayerKind::kCsa
+                         : state.size(1) == kHcaOnlineRows ? LayerKind::kHcaOnline
+                                                           : LayerKind::kHcaRaw;
+  const int64_t rows = csa ? kCsaTailRows : kind == LayerKind::kHcaOnline ? kHcaOnlineRows : kHcaRawRows;
+  check.tensor("tail", state, {kFloat}, {slots, rows, csa ? kEntryDim + kIndexDim : kEntryDim});
+  check.dense("tail", state, 1);
+  check.aligned("tail", state, 16);
+  p.tail = data<float>(state), p.tail_stride = state.stride(0);
+  return kind;
+}
+
+/// The indexer's compressor of a CSA layer and its keys.
+void take_indexer(const AppendChecker& check, AppendParams& p, KeyFormat format,
+                  const std::optional<Tensor>& index_kv_score, const std::optional<Tensor>& index_norm,
+                  const std::optional<Tensor>& index_ape, const std::optional<Tensor>& index_keys) {
+  const Tensor& score = check.given("index_kv_score", index_kv_score, "for ratio 4");
+  const Tensor& norm = check.given("index_norm", index_norm, "for ratio 4");
+  const Tensor& bias = check.given("index_ape", index_ape, "for ratio 4");
+  const Tensor& keys = check.given("index_keys", index_keys, "for ratio 4");
+  check.projection("index_kv_score", score, {kFloat}, p.tokens, 4 * kIndexDim);
+  p.index_kv_score = data<float>(score), p.index_kv_score_stride = score.stride(0);
+  check.weight("index_norm", norm, {kBFloat, kFloat}, {kIndexDim});
+  p.index_norm = norm.data_ptr(), p.index_norm_bf16 = is_bf16(norm);
+  check.weight("index_ape", bias, {kFloat}, {kCsaRatio, 2 * kIndexDim});
+  p.index_ape = data<float>(bias);
+  p.index_keys = key_table(check, "index_keys", keys, format, kAny);
+}
+
+}  // namespace
+
+void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> index_kv_score, Tensor kv_norm,
+            std::optional<Tensor> entry_norm, std::optional<Tensor> index_norm, std::optional<Tensor> ape,
+            std::optional<Tensor> index_ape, Tensor rope, double eps, int64_t ratio, int64_t row_format,
+            int64_t key_format, Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request,
+            Tensor out_loc, std::optional<Tensor> track_slots, Tensor ring, std::optional<Tensor> tail,
+            std::optional<Tensor> entries, std::optional<Tensor> index_keys, std::optional<Tensor> window,
+            std::optional<Tensor> swa_pos, std::optional<Tensor> swa_head, std::optional<Tensor> tail_len) {
+  if (!kv.is_cuda() || kv.dim() != 2) fail("append: kv is ", describe(kv), "; expected [tokens, 512] on a CUDA device");
+  const int device = kv.get_device_index();
+  const AppendChecker check("append", device);
+  const int64_t tokens = kv.size(0), requests = slots.numel();
+  if (ratio != 0 && ratio != kCsaRatio && ratio != kHcaRatio) check.fail("ratio is ", ratio, "; expected 0, 4 or 128");
+  if (!window && tokens != requests) {
+    check.fail(tokens, " tokens for ", requests, " requests without `window`; a step with chunks needs one");
+  }
+  const RowFormat rows = row_format_of(check, row_format);
+  const KeyFormat keys = key_format_of(check, key_format);
+
+  AppendParams p{};
+  p.eps = float(eps), p.tokens = int(tokens), p.requests = int(requests);
+  take_step(check, p, kv, kv_norm, rope, slots, prefix_lens, query_start, token_request, out_loc, track_slots);
+  take_window(check, p, rows, ring, window, swa_pos, swa_head, tail_len);
   LayerKind kind = LayerKind::kSwa;
-  if (is_csa || is_hca) {
-    const char* when = is_csa ? "for ratio 4" : "for ratio 128";
-    const Tensor& score = check.given("kv_score", kv_score, when);
-    const Tensor& norm = check.given("entry_norm", entry_norm, when);
-    const Tensor& bias = check.given("ape", ape, when);
-    const Tensor& state = check.given("tail", tail, when);
-    const Tensor& table = check.given("entries", entries, when);
-    const int64_t streams = is_csa ? 2 : 1;
-    check.projection("kv_score", score, {kFloat}, tokens, 2 * streams * kEntryDim);
-    p.kv_score = data<float>(score), p.kv_score_stride = score.stride(0);
-    check.weight("entry_norm", norm, {kBFloat, kFloat}, {kEntryDim});
-    p.entry_norm = norm.data_ptr(), p.entry_norm_bf16 = is_bf16(norm);
-    check.weight("ape", bias, {kFloat}, {ratio, streams * kEntryDim});
-    p.ape = data<float>(bias);
-    p.entries = check.rows("entries", table, is_csa ? kAny : 1, kAny);
+  if (ratio) kind = take_compressor(check, p, rows, ratio, ring.size(0), kv_score, entry_norm, ape, tail, entries);
+  if (kind == LayerKind::kCsa) take_indexer(check, p, keys, index_kv_score, index_norm, index_ape, index_keys);
 
-    check.tensor("tail", state, {kFloat}, {num_slots, kAny, kAny});
-    if (is_csa) {
-      kind = LayerKind::kCsa;
-      check.tensor("tail", state, {kFloat}, {num_slots, 24, kEntryDim + kIndexDim});
-    } else {
-      kind = state.size(1) == 3 ? LayerKind::kHcaOnline : LayerKind::kHcaRaw;
-      check.tensor("tail", state, {kFloat}, {num_slots, kind == LayerKind::kHcaOnline ? 3 : 256, kEntryDim});
-    }
-    check.dense("tail", state, 1);
-    check.aligned("tail", state, 16);
-    p.tail = data<float>(state), p.tail_stride = state.stride(0);
-  }
-  if (is_csa) {
-    const Tensor& score = check.given("index_kv_score", index_kv_score, "for ratio 4");
-    const Tensor& norm = check.given("index_norm", index_norm, "for ratio 4");
-    const Tensor& bias = check.given("index_ape", index_ape, "for ratio 4");
-    const Tensor& keys = check.given("index_keys", index_keys, "for ratio 4");
-    check.projection("index_kv_score", score, {kFloat}, tokens, 4 * kIndexDim);
-    p.index_kv_score = data<float>(score), p.index_kv_score_stride = score.stride(0);
-    check.weight("index_norm", norm, {kBFloat, kFloat}, {kIndexDim});
-    p.index_norm = norm.data_ptr(), p.index_norm_bf16 = is_bf16(norm);
-    check.weight("index_ape", bias, {kFloat}, {ratio, 2 * kIndexDim});
-    p.index_ape = data<float>(bias);
-
-    check.tensor("index_keys", keys, {kByte, kFloat}, {kAny, kAny, kAny});
-    const bool fp4 = keys.scalar_type() == kByte;
-    check.tensor("index_keys", keys, {keys.scalar_type()}, {kAny, kAny, fp4 ? kKeyBytes + kScaleBytes : kIndexDim});
-    check.dense("index_keys", keys, 1);
-    check.aligned("index_keys", keys, 16);
-    if (index_format != kMxfp4 && index_format != kNvfp4) {
-      fail("append: index_format is ", index_format, "; expected 0 (mxfp4) or 1 (nvfp4)");
-    }
-    p.index_keys = {data<uint8_t>(keys), keys.stride(0) * int64_t(keys.element_size()), int(keys.size(1)),
-                    fp4 ? int(index_format) : int(kKeyFp32)};
-  }
   if (tokens == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
-  if (prefill) {
+  if (window) {
     check.launched(launch_append_prefill(p, kind, can_overlap(device), stream));
   } else {
     // Outside a graph, what computed the batch may be the kernel just before this one: no overlap then (append.h).

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "../geometry.h"
 #include "../rows.h"
 
 namespace dsv4 {
@@ -36,6 +37,16 @@ struct AppendParams {
 };
 
 enum class LayerKind { kSwa, kCsa, kHcaOnline, kHcaRaw };  // in the order of the launch tables
+
+template <LayerKind kind>
+inline constexpr bool is_csa = kind == LayerKind::kCsa;
+template <LayerKind kind>
+inline constexpr bool is_hca = kind == LayerKind::kHcaOnline || kind == LayerKind::kHcaRaw;
+/// Tokens of a compressed entry; 0: a layer of the window alone, which has none.
+template <LayerKind kind>
+inline constexpr int ratio_of = is_csa<kind>   ? kCsaRatio
+                                : is_hca<kind> ? kHcaRatio
+                                               : 0;
 
 /// One launch each. `overlap` lets it start while the stream's previous kernel drains (sm_90 and later).
 ///

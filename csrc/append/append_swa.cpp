@@ -1,14 +1,15 @@
 // Host side of `append_swa`: checks its arguments and fills the kernel's parameters.
 #include "append_swa.h"
 
+#include "../geometry.h"
 #include "../ops.h"
+#include "../rows.h"
 #include "../tensors.h"
 
 namespace dsv4 {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 512;  // four channels a thread
-constexpr int64_t kScaleStrip = 8;
+constexpr int64_t kMaxHeadDim = kEntryDim;  // four channels a thread
 
 }  // namespace
 
@@ -31,12 +32,14 @@ void append_swa(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor sw
     check.tensor(name, *t, {ScalarType::Int}, {tokens});
     check.dense(name, *t, 0);
   }
-  if (swa_fp8.dim() != 3) fail("append_swa: swa_fp8 is ", describe(swa_fp8), "; expected [slots, 128, ", nope, "]");
-  const int64_t slots = swa_fp8.size(0);
-  check.tensor("swa_fp8", swa_fp8, {ScalarType::Byte}, {slots, 128, nope});
-  check.tensor("swa_rope", swa_rope, {ScalarType::BFloat16}, {slots, 128, rope_dim});
-  check.tensor("swa_inv", swa_inv, {ScalarType::Float8_e8m0fnu}, {slots, 128});
-  check.tensor("swa_pos", swa_pos, {ScalarType::Int}, {slots, 128});
+  if (swa_fp8.dim() != 3) fail("append_swa: swa_fp8 is ", describe(swa_fp8), "; expected [slots, rows, ", nope, "]");
+  const int64_t slots = swa_fp8.size(0), rows = swa_fp8.size(1);
+  if (rows < kWindow)
+    fail("append_swa: swa_fp8 is ", describe(swa_fp8), "; expected at least ", kWindow, " rows a slot");
+  check.tensor("swa_fp8", swa_fp8, {ScalarType::Byte}, {slots, rows, nope});
+  check.tensor("swa_rope", swa_rope, {ScalarType::BFloat16}, {slots, rows, rope_dim});
+  check.tensor("swa_inv", swa_inv, {ScalarType::Float8_e8m0fnu}, {slots, rows});
+  check.tensor("swa_pos", swa_pos, {ScalarType::Int}, {slots, rows});
   check.tensor("swa_head", swa_head, {ScalarType::Int}, {slots});
   check.dense("swa_fp8", swa_fp8, 2);
   check.dense("swa_rope", swa_rope, 2);
@@ -51,14 +54,15 @@ void append_swa(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor sw
   // A strip of 8 exponent bytes a row, one of which the view shows: FlashMLA reads one a tile, so all get the same
   // value.
   const int64_t strip = swa_inv.stride(1);
-  if (strip != 1 && strip != kScaleStrip) {
-    fail("append_swa: swa_inv is ", describe(swa_inv), "; expected its rows 1 or ", kScaleStrip, " bytes apart");
+  if (strip != 1 && strip != kScaleBytes) {
+    fail("append_swa: swa_inv is ", describe(swa_inv), "; expected its rows 1 or ", kScaleBytes, " bytes apart");
   }
   if (tokens == 0) return;
 
   AppendSwaParams p{};
   p.raw_kv = raw_kv.data_ptr(), p.kv_stride = raw_kv.stride(0);
   p.request_slots = data<int32_t>(request_slots), p.positions = data<int32_t>(positions);
+  p.ring_rows = int(rows);
   p.tokens = int(tokens), p.nope = int(nope), p.rope = int(rope_dim);
   p.fp8 = data<uint8_t>(swa_fp8), p.fp8_slot = swa_fp8.stride(0), p.fp8_row = swa_fp8.stride(1);
   p.rotated = data<uint8_t>(swa_rope), p.rotated_slot = 2 * swa_rope.stride(0), p.rotated_row = 2 * swa_rope.stride(1);

@@ -10,7 +10,6 @@ namespace dsv4 {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kRing = 128;
 
 __global__ void __launch_bounds__(kThreads) append_swa_kernel(const __grid_constant__ AppendSwaParams p) {
   __shared__ float warp_amax[kThreads / 32];
@@ -23,13 +22,13 @@ __global__ void __launch_bounds__(kThreads) append_swa_kernel(const __grid_const
     const int at = p.positions[other];
     if (at > position || (at == position && other > token)) {
       later = true;
-      replaced |= (at - position) % kRing == 0;
+      replaced |= (at - position) % p.ring_rows == 0;
     }
   }
   if (__syncthreads_or(replaced)) return;
   const bool latest = !__syncthreads_or(later);
 
-  const int row = position & (kRing - 1), channel = 4 * thread;
+  const int row = position % p.ring_rows, channel = 4 * thread;
   uint32_t pair[2] = {0, 0};
   if (channel < p.nope + p.rope) {
     const uint2 raw =
@@ -59,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) append_swa_kernel(const __grid_const
   if (thread < p.inv_bytes) p.inv[slot * p.inv_slot + row * p.inv_row + thread] = uint8_t(exponent);
   if (thread == 0) {
     p.pos[slot * p.pos_slot + row] = position;
-    if (latest) p.head[slot] = (position + 1) & (kRing - 1);
+    if (latest) p.head[slot] = (position + 1) % p.ring_rows;
   }
 }
 

@@ -12,9 +12,10 @@ struct AppendSwaParams {
   int64_t kv_stride;   // elements
   const int32_t *request_slots, *positions;
   int tokens, nope, rope;
-  // The ring [slots, 128, ...] as split views; strides in bytes.
+  // The ring [slots, ring_rows, ...] as split views; strides in bytes.
   uint8_t *fp8, *rotated, *inv;
   int64_t fp8_slot, fp8_row, rotated_slot, rotated_row, inv_slot, inv_row;
+  int ring_rows;
   int inv_bytes;  // equal exponent bytes a row
   int32_t *pos, *head;
   int64_t pos_slot;  // elements

@@ -5,11 +5,14 @@
 
 namespace dsv4 {
 
-constexpr int kCsaRatio = 4;
-// Rows of a tail: 4 current k, 4 current z, 8 previous k, 8 previous z of 640 floats.
 constexpr int kCsaTailWidth = kEntryDim + kIndexDim;
-constexpr int kCurZ = 4, kPrevK = 8, kPrevZ = 16;
 constexpr int kCsaThreads = kCsaTailWidth / 4;  // four warps of the main compressor, one of the indexer's
+
+// Row of a position in the parts of a tail, and in the position bias.
+static_assert((kCsaCurrentRows & (kCsaCurrentRows - 1)) == 0 && (kCsaPreviousRows & (kCsaPreviousRows - 1)) == 0);
+__device__ __forceinline__ int current_row(int position) { return position & (kCsaCurrentRows - 1); }
+__device__ __forceinline__ int previous_row(int position) { return position & (kCsaPreviousRows - 1); }
+__device__ __forceinline__ int bias_row(int position) { return position & (kCsaRatio - 1); }
 
 /// One compressor as a thread sees it, pointers at the thread's channels.
 struct Stream {
@@ -38,9 +41,9 @@ __device__ __forceinline__ Stream csa_stream_of_thread(const AppendParams& p, in
 
 __device__ __forceinline__ void write_prev_row(const Stream& s, float* tail, int64_t token, int position) {
   const float* score = s.scores + token * s.stride;
-  store4(tail + (kPrevK + (position & 7)) * kCsaTailWidth, load4(score));
-  const float4 z = load4(score + 2 * s.width) + load4(s.ape + (position & 3) * 2 * s.width);
-  store4(tail + (kPrevZ + (position & 7)) * kCsaTailWidth, z);
+  store4(tail + (kCsaPreviousK + previous_row(position)) * kCsaTailWidth, load4(score));
+  const float4 z = load4(score + 2 * s.width) + load4(s.ape + bias_row(position) * 2 * s.width);
+  store4(tail + (kCsaPreviousZ + previous_row(position)) * kCsaTailWidth, z);
 }
 
 /// The previous-window rows of a token among the last four before a checkpoint, into the checkpoint's tails; by
@@ -75,13 +78,13 @@ __device__ __forceinline__ const float* input_row(const Stream& s, int row, int6
   return s.scores + token * s.stride + (row < 4 ? 0 : s.width);
 }
 __device__ __forceinline__ float4 input_bias(const Stream& s, int row) {
-  return load4(s.ape + (row & 3) * 2 * s.width + (row < 4 ? 0 : s.width));
+  return load4(s.ape + bias_row(row) * 2 * s.width + (row < 4 ? 0 : s.width));
 }
 __device__ __forceinline__ const float* tail_k(const float* tail, int row, int position) {
-  return tail + (row < 4 ? kPrevK + (position & 7) : position & 3) * kCsaTailWidth;
+  return tail + (row < 4 ? kCsaPreviousK + previous_row(position) : current_row(position)) * kCsaTailWidth;
 }
 __device__ __forceinline__ const float* tail_z(const float* tail, int row, int position) {
-  return tail_k(tail, row, position) + (row < 4 ? kPrevZ - kPrevK : kCurZ) * kCsaTailWidth;
+  return tail_k(tail, row, position) + (row < 4 ? kCsaPreviousZ - kCsaPreviousK : kCsaCurrentZ) * kCsaTailWidth;
 }
 
 }  // namespace dsv4

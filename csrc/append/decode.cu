@@ -23,14 +23,12 @@ namespace {
 
 template <LayerKind kind>
 struct Shape {
-  static constexpr bool is_csa = kind == LayerKind::kCsa;
-  static constexpr int ratio = is_csa ? kCsaRatio : kind == LayerKind::kSwa ? 1 : kHcaRatio;
   static constexpr int groups = kind == LayerKind::kHcaRaw ? 4 : 1;
-  static constexpr int compressor_warps = is_csa ? 5 : kind == LayerKind::kSwa ? 0 : 4 * groups;
+  static constexpr int compressor_warps = is_csa<kind> ? 5 : is_hca<kind> ? 4 * groups : 0;
   static constexpr int threads = 32 * (compressor_warps + 4);
   // Two CSA blocks and no more: with room for a third, some SMs would start three blocks of the next layer and others
   // one.
-  static constexpr int blocks_per_sm = is_csa ? 2 : kind == LayerKind::kHcaRaw ? 1 : 4;
+  static constexpr int blocks_per_sm = is_csa<kind> ? 2 : kind == LayerKind::kHcaRaw ? 1 : 4;
 };
 
 /// The token of a decode step that a block has.
@@ -48,7 +46,6 @@ __device__ __forceinline__ void prefetch(const float* from, unsigned bytes) {
 /// Four warps: the window row.
 template <LayerKind kind>
 __device__ __forceinline__ void write_row(const AppendParams& p, RowScratch& scratch, const Token& token, int thread) {
-  constexpr int ratio = Shape<kind>::ratio;
   const int position = token.position, format = p.ring.format;
   const int track = p.track_slots ? p.track_slots[token.request] : -1;
   QuadFinish finish;
@@ -60,11 +57,11 @@ __device__ __forceinline__ void write_row(const AppendParams& p, RowScratch& scr
   packed.store(format, ring_row(p, token.slot, position), thread);
   if (track >= 0) {
     packed.store(format, ring_row(p, track, position), thread);
-    if (tracks_prev_rows<ratio>(position)) track_prev_rows(p, token.request, position, track, thread, kRowThreads);
+    if (tracks_prev_rows<kind>(position)) track_prev_rows(p, token.request, position, track, thread, kRowThreads);
   }
   if (thread == 0) {
     store_position(p, token.slot, position);
-    store_length<ratio>(p, token.slot, position + 1);
+    store_length<kind>(p, token.slot, position + 1);
   }
 }
 
@@ -74,7 +71,7 @@ __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& 
   const bool closes = position % kCsaRatio == kCsaRatio - 1, index = warp == 4;
   const int first = position - 7;  // of the rows that the entry pools
   const Stream s = csa_stream_of_thread(p, threadIdx.x);
-  const float* ape = s.ape + (position & 3) * 2 * s.width;
+  const float* ape = s.ape + bias_row(position) * 2 * s.width;
   const float4 ape_prev = load4(ape), ape_cur = load4(ape + s.width);
   QuadFinish finish;
   KeyFinish key;
@@ -82,7 +79,10 @@ __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& 
   if (closes) {
     if (lane == 0 && !index && (warp >= 2 || first >= 0)) {
       // The four older rows of the previous stream, and the three of the current one, lie together.
-      const int row = warp == 0 ? kPrevK + (first & 7) : warp == 1 ? kPrevZ + (first & 7) : warp == 2 ? 0 : kCurZ;
+      const int row = warp == 0   ? kCsaPreviousK + previous_row(first)
+                      : warp == 1 ? kCsaPreviousZ + previous_row(first)
+                      : warp == 2 ? 0
+                                  : kCsaCurrentZ;
       prefetch(p.tail + token.slot * p.tail_stride + row * kCsaTailWidth,
                (warp < 2 ? 4 : 3) * kCsaTailWidth * sizeof(float));
     }
@@ -111,10 +111,10 @@ __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& 
   z_prev = z_prev + ape_prev, z_cur = z_cur + ape_cur;
   // The token's previous-stream row goes to the other half of the ring of 8 than those just read, its current-stream
   // row is the 4th.
-  store4(tail + (kPrevK + (position & 7)) * kCsaTailWidth, k_prev);
-  store4(tail + (kPrevZ + (position & 7)) * kCsaTailWidth, z_prev);
-  store4(tail + (position & 3) * kCsaTailWidth, k_cur);
-  store4(tail + (kCurZ + (position & 3)) * kCsaTailWidth, z_cur);
+  store4(tail + (kCsaPreviousK + previous_row(position)) * kCsaTailWidth, k_prev);
+  store4(tail + (kCsaPreviousZ + previous_row(position)) * kCsaTailWidth, z_prev);
+  store4(tail + current_row(position) * kCsaTailWidth, k_cur);
+  store4(tail + (kCsaCurrentZ + current_row(position)) * kCsaTailWidth, z_cur);
   if (!closes) return;
   k[7] = k_cur, z[7] = z_cur;
   const float4 pooled = pool_entry(z, [&](int row) { return k[row]; });
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(Shape<kind>::threads, Shape<kind>::blocks_per_
     wait_for_previous_kernel();
   } else if (int(threadIdx.x) >= 32 * S::compressor_warps) {
     write_row<kind>(p, scratch, token, threadIdx.x - 32 * S::compressor_warps);
-  } else if constexpr (S::is_csa) {
+  } else if constexpr (is_csa<kind>) {
     csa_compress(p, shared.scratch[0], token);
   } else if constexpr (kind == LayerKind::kHcaOnline) {
     hca_compress(p, shared.scratch[0], token);

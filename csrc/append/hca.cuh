@@ -5,8 +5,6 @@
 
 namespace dsv4 {
 
-constexpr int kHcaRatio = 128;
-
 /// What the compressor warps of a block share: what its four first warps need to finish entries, and the pools of the
 /// groups.
 template <int groups>

@@ -26,13 +26,10 @@ namespace {
 
 template <LayerKind kind>
 struct Shape {
-  static constexpr bool is_csa = kind == LayerKind::kCsa;
-  static constexpr bool is_hca = kind == LayerKind::kHcaOnline || kind == LayerKind::kHcaRaw;
-  static constexpr int ratio = is_csa ? kCsaRatio : is_hca ? kHcaRatio : 1;
-  static constexpr int groups = is_hca ? 4 : 1;  // of 128 threads that share the rows of an HCA window
-  static constexpr int warps = is_csa ? kCsaThreads / 32 : 4 * groups;
-  static constexpr int rows_a_warp = is_hca ? 2 : 1;
-  static constexpr int blocks_per_sm = is_csa ? 3 : is_hca ? 1 : 8;
+  static constexpr int groups = is_hca<kind> ? 4 : 1;  // of 128 threads that share the rows of an HCA window
+  static constexpr int warps = is_csa<kind> ? kCsaThreads / 32 : 4 * groups;
+  static constexpr int rows_a_warp = is_hca<kind> ? 2 : 1;
+  static constexpr int blocks_per_sm = is_csa<kind> ? 3 : is_hca<kind> ? 1 : 8;
 };
 
 /// Numbers of blocks.
@@ -42,12 +39,17 @@ struct Grid {
   int boundary, entries, rows;
 
   __host__ __device__ Grid(int tokens, int requests)
-      : boundary(kind == LayerKind::kSwa ? 0 : requests),
-        entries(kind == LayerKind::kSwa ? 0 : divide_up(tokens, S::ratio)),
+      : boundary(ratio_of<kind> ? requests : 0),
+        entries(entry_blocks(tokens)),
         rows(divide_up(row_warps(tokens) + kWindow * requests, S::warps)) {}
 
   /// Warps that write window rows of the step's tokens.
   __host__ __device__ static constexpr int row_warps(int tokens) { return divide_up(tokens, S::rows_a_warp); }
+  /// Blocks that pool an entry from the step's rows alone.
+  __host__ __device__ static constexpr int entry_blocks(int tokens) {
+    if constexpr (ratio_of<kind> > 0) return divide_up(tokens, ratio_of<kind>);
+    return 0;
+  }
   __host__ __device__ static constexpr int divide_up(int a, int b) { return (a + b - 1) / b; }
 };
 
@@ -145,9 +147,9 @@ __device__ void csa_boundary(const AppendParams& p, Shared<1>& shared, int b) {
     write_prev_row(s, tail, token, position);
     if (position >= stop - 4) {
       const float* score = s.scores + token * s.stride + s.width;
-      store4(tail + (position & 3) * kCsaTailWidth, load4(score));
-      store4(tail + (kCurZ + (position & 3)) * kCsaTailWidth,
-             load4(score + 2 * s.width) + load4(s.ape + (position & 3) * 2 * s.width + s.width));
+      store4(tail + current_row(position) * kCsaTailWidth, load4(score));
+      store4(tail + (kCsaCurrentZ + current_row(position)) * kCsaTailWidth,
+             load4(score + 2 * s.width) + load4(s.ape + bias_row(position) * 2 * s.width + s.width));
     }
   }
 }
@@ -204,9 +206,9 @@ __global__ void __launch_bounds__(32 * Shape<kind>::warps, Shape<kind>::blocks_p
   wait_for_previous_kernel();
   const Grid<kind> grid(p.tokens, p.requests);
   int block = blockIdx.x;
-  if constexpr (S::is_csa || S::is_hca) {
+  if constexpr (ratio_of<kind> > 0) {
     if (block < grid.boundary) {
-      if constexpr (S::is_csa) {
+      if constexpr (is_csa<kind>) {
         csa_boundary(p, shared, block);
       } else {
         hca_request<kind == LayerKind::kHcaRaw, true>(p, shared, block);
@@ -219,17 +221,17 @@ __global__ void __launch_bounds__(32 * Shape<kind>::warps, Shape<kind>::blocks_p
     const bool is_entry = block < 2 * paired ? block % 2 == 0 : grid.entries > paired;
     block = block < 2 * paired ? block / 2 : block - paired;
     if (is_entry) {
-      if constexpr (S::is_csa) {
-        csa_entry(p, shared, block * S::ratio);
+      if constexpr (is_csa<kind>) {
+        csa_entry(p, shared, block * kCsaRatio);
       } else {
-        hca_entry(p, shared, block * S::ratio);
+        hca_entry(p, shared, block * kHcaRatio);
       }
       return;
     }
   }
   const int warp = block * S::warps + threadIdx.x / 32, lane = threadIdx.x % 32, old = warp - grid.row_warps(p.tokens);
   if (old < 0) {
-    write_window_rows<S::ratio, S::rows_a_warp>(p, warp * S::rows_a_warp, lane);
+    write_window_rows<kind, S::rows_a_warp>(p, warp * S::rows_a_warp, lane);
   } else if (old < kWindow * p.requests) {
     keep_old_row(p, old / kWindow, old % kWindow, lane);
   }

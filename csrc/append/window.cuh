@@ -5,10 +5,13 @@
 
 namespace dsv4 {
 
-constexpr int kWindow = 128;
+/// Row of a position in its slot's ring, which may have more rows than the window.
+__device__ __forceinline__ int ring_place(const AppendParams& p, int position) {
+  return int(uint32_t(position) % uint32_t(p.ring.rows_per_block));
+}
 
 __device__ __forceinline__ RowAddress ring_row(const AppendParams& p, int slot, int position) {
-  return row_address(p.ring, slot, position & (kWindow - 1));
+  return row_address(p.ring, slot, ring_place(p, position));
 }
 
 __device__ __forceinline__ const void* kv_row(const AppendParams& p, int64_t token) {
@@ -16,20 +19,29 @@ __device__ __forceinline__ const void* kv_row(const AppendParams& p, int64_t tok
 }
 
 __device__ __forceinline__ void store_position(const AppendParams& p, int slot, int position) {
-  if (p.swa_pos) p.swa_pos[slot * p.swa_pos_stride + (position & (kWindow - 1))] = position;
+  if (p.swa_pos) p.swa_pos[slot * p.swa_pos_stride + ring_place(p, position)] = position;
 }
 
 /// Whether a checkpoint that holds the token's row also needs its previous-window rows.
-template <int ratio>
+template <LayerKind kind>
 __device__ __forceinline__ bool tracks_prev_rows(int position) {
-  return ratio == kCsaRatio && (position & (kWindow - 1)) >= kWindow - kCsaRatio;
+  return is_csa<kind> && position % kBlockTokens >= kBlockTokens - kCsaRatio;
 }
 
 /// What follows from the length of a request after the step.
-template <int ratio>
+template <LayerKind kind>
 __device__ __forceinline__ void store_length(const AppendParams& p, int slot, int length) {
-  if (p.swa_head) p.swa_head[slot] = length & (kWindow - 1);
-  if (p.tail_len && ratio > 1) p.tail_len[slot] = length & (ratio - 1);
+  if (p.swa_head) p.swa_head[slot] = ring_place(p, length);
+  if constexpr (ratio_of<kind> > 0) {
+    if (p.tail_len) p.tail_len[slot] = length % ratio_of<kind>;
+  }
+}
+
+/// The old row, 0 .. 127 for position length - 128 .. length - 1, whose place in the ring the chunk's token `offset`
+/// takes; negative where it takes one that holds none of them.
+__device__ __forceinline__ int replaced_by(const AppendParams& p, int offset) {
+  const int rows = p.ring.rows_per_block;
+  return offset % rows - (rows - kWindow);
 }
 
 /// First row of request `b` in the window workspace: that of position length - 128.
@@ -37,7 +49,7 @@ __device__ __forceinline__ int workspace_base(int begin, int b) { return begin +
 
 /// One warp: window rows of the tokens first .. first + n - 1 of a prefill step; nothing is used before all that can be
 /// has been asked for.
-template <int ratio, int n>
+template <LayerKind kind, int n>
 __device__ void write_window_rows(const AppendParams& p, int first, int lane) {
   float x[n][16];
   int b[n], slot[n], length[n], begin[n], count[n], track[n];
@@ -71,8 +83,8 @@ __device__ void write_window_rows(const AppendParams& p, int first, int lane) {
     const PackedRow packed = pack_row(p.ring.format, x[i], lane);
     const bool stays = offset >= count[i] - kWindow;
     const int base = workspace_base(begin[i], b[i]);
-    const int old = offset & (kWindow - 1);  // the position that this row replaces is length - 128 + old
-    if (stays && length[i] - kWindow + old >= 0) {
+    const int old = replaced_by(p, offset);
+    if (stays && old >= 0 && length[i] - kWindow + old >= 0) {
       copy_row(p.ring.format, ring_row(p, slot[i], position), row_address(p.window, 0, base + old), lane);
       __syncwarp();
     }
@@ -83,18 +95,22 @@ __device__ void write_window_rows(const AppendParams& p, int first, int lane) {
     }
     if (track[i] >= 0) {
       store_row(p.ring.format, packed, ring_row(p, track[i], position), lane);
-      if (tracks_prev_rows<ratio>(position)) track_prev_rows(p, first + i, position, track[i], lane, 32);
+      if (tracks_prev_rows<kind>(position)) track_prev_rows(p, first + i, position, track[i], lane, 32);
     }
-    if (offset == count[i] - 1 && lane == 0) store_length<ratio>(p, slot[i], position + 1);
+    if (offset == count[i] - 1 && lane == 0) store_length<kind>(p, slot[i], position + 1);
   }
 }
 
-/// One warp: an old ring row that the chunk (shorter than the window) does not replace, into the workspace.
+/// One warp: an old ring row that no token of the chunk replaces, into the workspace.
 __device__ inline void keep_old_row(const AppendParams& p, int b, int old, int lane) {
   const int slot = p.slots[b], begin = p.query_start[b], count = p.query_start[b + 1] - begin,
             length = p.prefix_lens[b];
   const int position = length - kWindow + old;
-  if (slot < 0 || count <= 0 || old < count || position < 0) return;
+  if (slot < 0 || count <= 0 || position < 0) return;
+  // The last token that takes this row's place, if it is one of those that stay in the ring: it has copied the row.
+  const int rows = p.ring.rows_per_block, place = old + rows - kWindow;
+  const int behind = (count - 1 + rows - place) % rows;
+  if (behind < kWindow && behind < count) return;
   copy_row(p.ring.format, ring_row(p, slot, position), row_address(p.window, 0, workspace_base(begin, b) + old), lane);
 }
 

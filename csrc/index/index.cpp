@@ -5,12 +5,11 @@
 #include <algorithm>
 
 #include "../ops.h"
-#include "../tensors.h"
+#include "../tables.h"
 
 namespace dsv4 {
 namespace {
 
-constexpr auto kByte = ScalarType::Byte;
 constexpr auto kBFloat = ScalarType::BFloat16;
 constexpr auto kHalf = ScalarType::Half;
 constexpr auto kFloat = ScalarType::Float;
@@ -31,14 +30,9 @@ struct Gpu {
 };
 
 /// How queries for FP4 keys are prepared. `kByteImage` and `kHalfImage` are for `launch_score_hopper`.
-QueryForm form_of(const Gpu& gpu, int64_t index_format, int64_t heads) {
-  if (!gpu.hopper || heads != kIndexHeads) return QueryForm::kPlaces;
-  return index_format == kMxfp4 ? QueryForm::kByteImage : QueryForm::kHalfImage;
-}
-
-void check_format(const char* op, int64_t index_format) {
-  if (index_format != kMxfp4 && index_format != kNvfp4)
-    fail(op, ": index_format is ", index_format, "; expected 0 (mxfp4) or 1 (nvfp4)");
+QueryForm form_of(const Gpu& gpu, KeyFormat format, int64_t heads) {
+  if (!gpu.hopper || heads != kIndexHeads || format == kKeyFp32) return QueryForm::kPlaces;
+  return format == kMxfp4 ? QueryForm::kByteImage : QueryForm::kHalfImage;
 }
 
 int device_of(const char* op, const char* name, const Tensor& t) {
@@ -61,7 +55,7 @@ void check_step(const Checker& check, const Tensor& scores, const Tensor& table,
 
 }  // namespace
 
-void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_t index_format, Tensor out,
+void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_t key_format, Tensor out,
                  Tensor out_weights) {
   const int device = device_of("index_query", "q", q);
   const Checker check("index_query", device);
@@ -82,12 +76,12 @@ void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_
   check.tensor("rope", rope, {kFloat}, {kAny, kRopeDim});
   check.dense("rope", rope, 0);
   check.aligned("rope", rope, 16);
-  check.tensor("out", out, {kHalf, kFloat}, {tokens, heads, kIndexDim});
+  const KeyFormat format = key_format_of(check, key_format);
+  check.tensor("out", out, {format == kKeyFp32 ? kFloat : kHalf}, {tokens, heads, kIndexDim});
   check.dense("out", out, 0);
   check.aligned("out", out, 16);
   check.tensor("out_weights", out_weights, {kFloat}, {tokens, heads});
   check.dense("out_weights", out_weights, 0);
-  check_format("index_query", index_format);
   if (tokens * heads > INT32_MAX / 32) fail("index_query: q is ", describe(q), "; expected at most 2^26 heads in all");
   if (tokens * heads == 0) return;
   QueryParams p{};
@@ -95,28 +89,24 @@ void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_
   p.positions = data<int64_t>(positions), p.rope = data<float>(rope), p.out = out.data_ptr();
   p.weights = data<float>(weights), p.weights_stride = weights.stride(0), p.out_weights = data<float>(out_weights);
   p.tokens = int(tokens), p.heads = int(heads);
-  p.format = out.scalar_type() == kHalf ? int(index_format) : int(kKeyFp32);
+  p.format = format;
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Gpu gpu(device);
-  p.form = p.format == kKeyFp32 ? QueryForm::kPlaces : form_of(gpu, index_format, heads);
+  p.form = form_of(gpu, format, heads);
   check.launched(launch_query(p, gpu.sm_90, current_stream(device)));
 }
 
 void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request,
-                 Tensor positions, int64_t index_format, int64_t top, Tensor scores) {
+                 Tensor positions, int64_t key_format, int64_t top, Tensor scores) {
   const int device = device_of("index_score", "query", query);
   const Checker check("index_score", device);
-  check.tensor("index_keys", index_keys, {kByte, kFloat}, {kAny, kKeysPerBlock, kAny});
-  const bool fp4 = index_keys.scalar_type() == kByte;
-  check.tensor("index_keys", index_keys, {kByte, kFloat},
-               {kAny, kKeysPerBlock, fp4 ? kKeyBytes + kScaleBytes : kIndexDim});
-  check.dense("index_keys", index_keys, 1);
-  check.aligned("index_keys", index_keys, 16);
+  const KeyFormat format = key_format_of(check, key_format);
+  const KeyTable keys = key_table(check, "index_keys", index_keys, format, kKeysPerBlock);
+  const bool fp4 = format != kKeyFp32;
   check.tensor("query", query, {fp4 ? kHalf : kFloat}, {kAny, kAny, kIndexDim});
   check.dense("query", query, 0);
   check.aligned("query", query, 16);
   const int64_t tokens = query.size(0), heads = query.size(1);
-  check_format("index_score", index_format);
   if (heads > kIndexHeads)
     fail("index_score: query is ", describe(query), "; expected at most ", kIndexHeads, " heads");
   check.tensor("weights", weights, {kFloat}, {tokens, heads});
@@ -127,7 +117,7 @@ void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_t
   if (tokens == 0 || scores.size(1) == 0) return;
   ScoreParams p{};
   p.query = query.data_ptr(), p.weights = data<float>(weights);
-  p.keys = data<uint8_t>(index_keys), p.block_bytes = index_keys.stride(0) * int64_t(index_keys.element_size());
+  p.keys = keys.base, p.block_bytes = keys.block_bytes;
   p.table = data<int32_t>(block_table), p.table_stride = block_table.stride(0);
   p.request = data<int32_t>(token_request), p.positions = data<int64_t>(positions);
   p.scores = data<float>(scores), p.scores_stride = scores.stride(0);
@@ -135,7 +125,7 @@ void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_t
   p.width = int(std::min(scores.size(1), block_table.size(1) * kKeysPerBlock));
   const torch::stable::accelerator::DeviceGuard guard(device);
   const Gpu gpu(device);
-  const QueryForm form = fp4 ? form_of(gpu, index_format, heads) : QueryForm::kPlaces;
+  const QueryForm form = form_of(gpu, format, heads);
   if (form != QueryForm::kPlaces) check.aligned("weights", weights, 8);
   check.launched(form == QueryForm::kPlaces ? launch_score(p, fp4, gpu.sm_90, gpu.processors, current_stream(device))
                                             : launch_score_hopper(p, form, gpu.processors, current_stream(device)));

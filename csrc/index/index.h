@@ -5,13 +5,13 @@
 
 #include <cstdint>
 
+#include "../geometry.h"
 #include "../rows.h"
 #include "layout.h"
 
 namespace dsv4 {
 
-constexpr int kCsaRatio = 4;
-constexpr int kKeysPerBlock = 32;
+constexpr int kKeysPerBlock = kBlockTokens / kCsaRatio;
 constexpr int kIndexHeads = 64;             // at most
 constexpr int64_t kIndexEntries = 1 << 20;  // of a token, at most: a bit each in shared memory
 

@@ -1,6 +1,9 @@
 // Host side of `copy_state`, `update_rows`, `snapshot_tables` and `swap_blocks`: checks, then one launch each
-// (swap_blocks: one copy a run of ids, one launch for the scattered rest).
+// (update_rows: one to check its slices, one to write; swap_blocks: one copy a run of ids, one launch for the scattered
+// rest).
 #include "move.h"
+
+#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 
@@ -24,11 +27,15 @@ int64_t bytes_of(const Tensor& t, int64_t first_dim) {
 int64_t stride_bytes(const Tensor& t, int64_t dim) { return t.stride(dim) * int64_t(t.element_size()); }
 uint64_t address(const Tensor& t) { return reinterpret_cast<uint64_t>(t.data_ptr()); }
 
+/// Nothing refused yet: -1, whose bytes are all ones.
+void reset_refused(const Checker& check, const Tensor& refused, cudaStream_t stream) {
+  check.launched(cudaMemsetAsync(refused.data_ptr(), 0xff, sizeof(int32_t), stream));
+}
+
 }  // namespace
 
-void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors) {
-  if (tensors.empty()) return;
-  const int device = tensors[0].is_cuda() ? tensors[0].get_device_index() : src.get_device_index();
+void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors, std::optional<Tensor> refused) {
+  const int device = src.is_cuda() ? src.get_device_index() : (tensors.empty() ? 0 : tensors[0].get_device_index());
   const Checker check("copy_state", device);
   const int64_t pairs = src.numel();
   for (auto [name, t] : {std::pair{"src", &src}, {"dst", &dst}}) {
@@ -36,28 +43,37 @@ void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors) {
     check.dense(name, *t, 0);
   }
   if (pairs > kMaxGridY) fail("copy_state: ", pairs, " pairs of slots; expected at most ", kMaxGridY);
-  if (pairs == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  CopyStateParams p{};
-  p.src = data<int32_t>(src), p.dst = data<int32_t>(dst), p.pairs = int(pairs);
+  if (refused) check.tensor("refused", *refused, {ScalarType::Int}, {1});
+  int64_t slots = INT32_MAX;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& t = tensors[i];
     if (!t.is_cuda() || t.get_device_index() != device || t.dim() < 2) {
       fail("copy_state: tensors[", i, "] is ", describe(t), "; expected [layers, slots, ...] on cuda:", device);
     }
     check.dense("a tensor", t, 2);
+    slots = std::min(slots, t.size(1));
+  }
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const cudaStream_t stream = current_stream(device);
+  if (refused) reset_refused(check, *refused, stream);
+  if (pairs == 0) return;
+  CopyStateParams p{};
+  p.src = data<int32_t>(src), p.dst = data<int32_t>(dst), p.pairs = int(pairs), p.slots = int(slots);
+  p.refused = data<int32_t>(refused);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Tensor& t = tensors[i];
     StateTensor& s = p.tensors[p.count++];
-    s.base = data<uint8_t>(t), s.layers = int(t.size(0)), s.slots = int(t.size(1));
+    s.base = data<uint8_t>(t), s.layers = int(t.size(0));
     s.layer_stride = stride_bytes(t, 0), s.slot_stride = stride_bytes(t, 1), s.bytes = bytes_of(t, 2);
     s.width = access_width(address(t) | s.layer_stride | s.slot_stride | s.bytes);
     if (p.count == kMaxStateTensors || i + 1 == tensors.size()) {
-      check.launched(launch_copy_state(p, current_stream(device)));
+      check.launched(launch_copy_state(p, stream));
       p.count = 0;
     }
   }
 }
 
-void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid) {
+void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid, std::optional<Tensor> refused) {
   const int device = pool.is_cuda() ? pool.get_device_index() : new_rows.get_device_index();
   const Checker check("update_rows", device);
   bool fits = pool.dim() >= 1 && pool.dim() == new_rows.dim() && pool.scalar_type() == new_rows.scalar_type();
@@ -74,6 +90,11 @@ void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid) {
   check.tensor("n_valid", n_valid, {ScalarType::Int}, {1});
   const int64_t count = slices.size(1);
   if (count > kMaxGridY) fail("update_rows: ", count, " slices; expected at most ", kMaxGridY);
+  if (refused) check.tensor("refused", *refused, {ScalarType::Int}, {1});
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const cudaStream_t stream = current_stream(device);
+  const Tensor noted = refused ? *refused : torch::stable::new_empty(n_valid, {1});
+  reset_refused(check, noted, stream);
   if (count == 0) return;
   UpdateRowsParams p{};
   p.pool = data<uint8_t>(pool), p.source = data<uint8_t>(new_rows);
@@ -82,8 +103,8 @@ void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid) {
   p.slices = data<int64_t>(slices), p.slices_stride = slices.stride(0), p.valid = data<int32_t>(n_valid),
   p.count = int(count);
   p.width = access_width(address(pool) | address(new_rows) | p.pool_stride | p.source_stride | p.row_bytes);
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  check.launched(launch_update_rows(p, current_stream(device)));
+  p.refused = data<int32_t>(noted), p.print = !refused;
+  check.launched(launch_update_rows(p, stream));
 }
 
 void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, Tensor owned,

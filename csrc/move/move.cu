@@ -2,12 +2,15 @@
 // memory (swap_blocks), and of what a decode step needs of the tables of all requests (snapshot_tables). Every byte is
 // read and written once.
 //
-// copy_state: grid (layers x 16 KiB pieces of all tensors, pairs of slots). update_rows: grid (row groups, slices), a
-// warp a row. swap_blocks: grid (blocks, pools), loads and stores that pass the caches by, since each block is touched
-// once. snapshot_tables: grid (groups of 1024 block ids, requests), a sector of 32 bytes read and 4 bytes written a
-// block; groups behind a length are idle.
+// copy_state: grid (layers x 16 KiB pieces of all tensors, pairs of slots). update_rows: grid (slices) to check them,
+// then grid (row groups, slices), a warp a row. swap_blocks: grid (blocks, pools), loads and stores that pass the
+// caches by, since each block is touched once. snapshot_tables: grid (groups of 1024 block ids, requests), a sector of
+// 32 bytes read and 4 bytes written a block; groups behind a length are idle.
+//
+// A launch cannot raise, and an assertion would cost the process its CUDA context: copy_state and update_rows write
+// nothing when a pair or slice is wrong, and leave the index of the first one in `refused`, which is -1 before.
 #include <algorithm>
-#include <cassert>
+#include <cstdio>
 
 #include "move.h"
 
@@ -42,9 +45,31 @@ __device__ __forceinline__ void copy(int width, uint8_t* to, const uint8_t* from
 
 __host__ __device__ int64_t pieces(const StateTensor& t) { return (t.bytes + kPiece - 1) / kPiece; }
 
+/// Of all reports of a call the lowest index stays; -1 is the largest unsigned number.
+__device__ void report(int32_t* refused, int index) {
+  atomicMin(reinterpret_cast<unsigned*>(refused), unsigned(index));
+}
+
+__device__ bool pair_leaves(const CopyStateParams& p, int pair) {
+  return p.src[pair] >= 0 && p.dst[pair] >= 0 && max(p.src[pair], p.dst[pair]) >= p.slots;
+}
+
 __global__ void __launch_bounds__(kThreads) copy_state_kernel(const __grid_constant__ CopyStateParams p) {
   const int src = p.src[blockIdx.y], dst = p.dst[blockIdx.y];
   if (src < 0 || dst < 0) return;
+  // Every block that would write looks at all pairs, so that none writes when one is wrong.
+  bool wrong = false;
+  for (int pair = threadIdx.x; pair < p.pairs; pair += kThreads) {
+    if (!pair_leaves(p, pair)) continue;
+    wrong = true;
+    if (p.refused) {
+      report(p.refused, pair);
+    } else if (pair == int(blockIdx.y) && blockIdx.x == 0) {
+      printf("copy_state: pair %d, slot %d to slot %d, leaves tensors of %d slots; nothing is written\n", pair, src,
+             dst, p.slots);
+    }
+  }
+  if (__syncthreads_or(wrong)) return;
   int64_t item = blockIdx.x;
   int k = 0;
   while (item >= p.tensors[k].layers * pieces(p.tensors[k])) {
@@ -52,31 +77,54 @@ __global__ void __launch_bounds__(kThreads) copy_state_kernel(const __grid_const
     ++k;
   }
   const StateTensor& t = p.tensors[k];
-  assert(src < t.slots && dst < t.slots && "copy_state: a slot is not one of the tensors'");
   const int64_t layer = item / pieces(t), begin = item % pieces(t) * kPiece;
   uint8_t* base = t.base + layer * t.layer_stride + begin;
   const int64_t bytes = min(kPiece, t.bytes - begin);
   copy(t.width, base + dst * t.slot_stride, base + src * t.slot_stride, bytes, threadIdx.x, kThreads);
 }
 
-__global__ void __launch_bounds__(kThreads) update_rows_kernel(const __grid_constant__ UpdateRowsParams p) {
-  const int valid = min(*p.valid, p.count), mine = blockIdx.y;
-  if (mine >= valid) return;
-  const int64_t *starts = p.slices, *sources = starts + p.slices_stride, *lengths = sources + p.slices_stride;
-  const int64_t start = starts[mine], source = sources[mine], length = lengths[mine];
-  // A launch cannot raise: a refused slice stops the kernel, as an index out of range does in torch.
-  assert(length >= 0 && start >= 0 && source >= 0 && "update_rows: a slice is negative");
-  assert(start <= p.pool_rows - length && source <= p.source_rows - length &&
-         "update_rows: a slice leaves pool or new_rows");
-  for (int other = threadIdx.x; other < valid; other += kThreads) {
-    const bool apart = other == mine || starts[other] >= start + length || start >= starts[other] + lengths[other];
-    assert(apart && "update_rows: slices overlap in the destination");
+struct Slice {
+  int64_t start, source, length;
+};
+
+__device__ __forceinline__ Slice slice_at(const UpdateRowsParams& p, int i) {
+  return {p.slices[i], p.slices[p.slices_stride + i], p.slices[2 * p.slices_stride + i]};
+}
+
+__device__ __forceinline__ bool fits(const UpdateRowsParams& p, const Slice& s) {
+  return s.start >= 0 && s.source >= 0 && s.length >= 0 && s.start <= p.pool_rows - s.length &&
+         s.source <= p.source_rows - s.length;
+}
+
+__global__ void __launch_bounds__(kThreads) check_slices_kernel(const __grid_constant__ UpdateRowsParams p) {
+  const int valid = min(*p.valid, p.count), index = blockIdx.x;
+  if (index >= valid) return;
+  const Slice mine = slice_at(p, index);
+  const bool inside = fits(p, mine);
+  bool overlaps = false;
+  for (int i = threadIdx.x; inside && i < valid; i += kThreads) {
+    const Slice other = slice_at(p, i);
+    if (i == index || !fits(p, other)) continue;
+    overlaps |= mine.start < other.start + other.length && other.start < mine.start + mine.length;
   }
-  __syncthreads();
+  overlaps = __syncthreads_or(overlaps);
+  if (threadIdx.x || (inside && !overlaps)) return;
+  report(p.refused, index);
+  if (p.print) {
+    printf("update_rows: slice %d (destination %lld, source %lld, length %lld) %s; nothing is written\n", index,
+           static_cast<long long>(mine.start), static_cast<long long>(mine.source), static_cast<long long>(mine.length),
+           inside ? "overlaps another in the destination" : "leaves pool or new_rows");
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) update_rows_kernel(const __grid_constant__ UpdateRowsParams p) {
+  const int index = blockIdx.y;
+  if (*p.refused >= 0 || index >= min(*p.valid, p.count)) return;
+  const Slice mine = slice_at(p, index);
   const int warps = kThreads / 32, lane = threadIdx.x % 32;
-  for (int64_t row = blockIdx.x * warps + threadIdx.x / 32; row < length; row += gridDim.x * warps) {
-    copy(p.width, p.pool + (start + row) * p.pool_stride, p.source + (source + row) * p.source_stride, p.row_bytes,
-         lane, 32);
+  for (int64_t row = blockIdx.x * warps + threadIdx.x / 32; row < mine.length; row += gridDim.x * warps) {
+    copy(p.width, p.pool + (mine.start + row) * p.pool_stride, p.source + (mine.source + row) * p.source_stride,
+         p.row_bytes, lane, 32);
   }
 }
 
@@ -122,6 +170,7 @@ cudaError_t launch_update_rows(const UpdateRowsParams& p, cudaStream_t stream) {
   // Lengths are known on the device only: enough blocks a slice for an even share of the new rows, 8 rows a block.
   const int64_t share = (p.source_rows + p.count - 1) / p.count;
   const unsigned groups = unsigned(std::clamp<int64_t>((share + 7) / 8, 1, 1024));
+  check_slices_kernel<<<unsigned(p.count), kThreads, 0, stream>>>(p);
   update_rows_kernel<<<dim3(groups, unsigned(p.count)), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "../geometry.h"
+
 namespace dsv4 {
 
 /// Widest load, 16 to 1 bytes, that `bits` (addresses, strides and sizes or-ed together) allows.
@@ -18,7 +20,7 @@ inline int access_width(uint64_t bits) {
 struct StateTensor {  // [layers, slots, ...]
   uint8_t* base;
   int64_t layer_stride, slot_stride, bytes;  // `bytes` of one slot in one layer
-  int layers, slots, width;
+  int layers, width;
 };
 
 constexpr int kMaxStateTensors = 32;
@@ -27,6 +29,8 @@ struct CopyStateParams {
   int count;
   const int32_t *src, *dst;
   int pairs;
+  int slots;         // of the tensor, in any launch of the call, that has fewest
+  int32_t* refused;  // null: the kernel prints what it refuses
 };
 cudaError_t launch_copy_state(const CopyStateParams& params, cudaStream_t stream);
 
@@ -38,7 +42,10 @@ struct UpdateRowsParams {
   int64_t slices_stride;  // elements
   const int32_t* valid;
   int count, width;
+  int32_t* refused;
+  bool print;  // what is refused: the caller reads no `refused`
 };
+/// Two kernels: the second writes nothing if the first has refused a slice.
 cudaError_t launch_update_rows(const UpdateRowsParams& params, cudaStream_t stream);
 
 struct SwapPool {
@@ -56,7 +63,6 @@ struct SwapParams {
 };
 cudaError_t launch_swap_blocks(const SwapParams& params, cudaStream_t stream);
 
-constexpr int kBlockTokens = 128;
 struct SnapshotParams {
   const void *requests, *seq_lens;  // int64 or int32
   const int32_t *state_slot, *req_to_token;

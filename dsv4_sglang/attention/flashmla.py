@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsv4_sglang.attention.metadata import StepMetadata, align
+from dsv4_sglang.attention.metadata import align
 from dsv4_sglang.attention.readers import AttendInputs, LayerOutput, Reader, RowList
 from dsv4_sglang.attention.triton_output import derotate
+from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import RowFormat
 from dsv4_sglang.formats.rows import ENTRY_DIM
 

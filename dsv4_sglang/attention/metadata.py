@@ -1,73 +1,23 @@
-"""What one step of the server says to every layer: who owns which token, where it is written, which rows it reads.
+"""The `StepMetadata` of a server's step, from SGLang's tables of all requests.
 
 Built once a step. A decode step is built by device work alone, into buffers of a fixed address where it is given some,
-so that it can be recorded into a CUDA graph; a prefill step knows its sizes on the host.
-
-Letters: B requests, T tokens of the step, NB blocks of the longest context considered. A request of length L before the
-step has L tokens in the cache; SPEC 4.3 and 4.4 say what is visible to position t.
+so that it can be recorded into a CUDA graph; a prefill step knows its sizes on the host. Letters as in `cache.step`.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
-from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
+from dsv4_sglang.cache.step import StepMetadata, ring_window, visible_entries, window_lens
+from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO, WINDOW
 from dsv4_sglang.ops.schemas import NAMESPACE
 
 _OPS = getattr(torch.ops, NAMESPACE)
 
-WINDOW = 128
 # Row lists have widths that are multiples of this, as readers on a GPU want them.
 LIST_ALIGNMENT = 64
-
-
-@dataclass
-class StepMetadata:
-    """Device tensors of one step.
-
-    Attributes:
-        slots: [B] int32 state slot of each request, -1 for a row that only pads a CUDA graph.
-        prefix_lens: [B] int32 tokens of the request before the step.
-        query_start: [B + 1] int32 first token of each request in the step.
-        token_request: [T] int32 request of each token.
-        positions: [T] int64 position of each token in its request.
-        out_loc: [T] int64 pool slot of each token; congruent to its position modulo 128.
-        track_slots: [T] int32 state slot of the checkpoint that holds this token's row, -1: none; None: none is due.
-        block_table: [B, NB] int32 block ids of each request; anything behind its last block.
-        window_rows: [T, 128] int32 rows of the window table that are visible: in decode rows of the ring, in prefill
-            rows of the step's window workspace.
-        window_lens: [T] int32 how many of them.
-        csa_lens: [T] int32 entries that a CSA layer reads, at most its top k.
-        hca_rows: [T, NB] int32 rows of the HCA table; entry i of a request lies in the row of its block i.
-        hca_lens: [T] int32 how many of them are visible.
-        copy_src, copy_dst: [B] int32, decode only: state slots to copy after the last layer has written, -1 to skip.
-        window_size: rows of the window workspace of a prefill step, 0 in a decode step.
-    """
-
-    slots: Tensor
-    prefix_lens: Tensor
-    query_start: Tensor
-    token_request: Tensor
-    positions: Tensor
-    out_loc: Tensor
-    track_slots: Tensor | None
-    block_table: Tensor
-    window_rows: Tensor
-    window_lens: Tensor
-    csa_lens: Tensor
-    hca_rows: Tensor
-    hca_lens: Tensor
-    copy_src: Tensor | None = None
-    copy_dst: Tensor | None = None
-    window_size: int = 0
-
-    @property
-    def is_decode(self) -> bool:
-        return self.window_size == 0
 
 
 def align(width: int) -> int:
@@ -76,18 +26,18 @@ def align(width: int) -> int:
 
 
 class DecodeBuffers:
-    """Tensors of a decode step at fixed addresses, for up to `max_requests` requests."""
+    """Tensors of a decode step at fixed addresses, for up to `max_requests` requests with rings of `ring_rows` rows."""
 
-    def __init__(self, max_requests: int, max_blocks: int, device: torch.device | str) -> None:
+    def __init__(self, max_requests: int, max_blocks: int, device: torch.device | str, ring_rows: int = WINDOW) -> None:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
+        self.ring_rows = ring_rows
         self.owned = ints(max_requests)  # state slot of each request, 0 for padding
         self.slots, self.prefix_lens = ints(max_requests), ints(max_requests)
         self.window_rows, self.window_lens = ints(max_requests, WINDOW), ints(max_requests)
         self.csa_lens, self.hca_lens = ints(max_requests), ints(max_requests)
         self.block_table = ints(max_requests, align(max_blocks))
-        self.ring_rows = torch.arange(WINDOW, dtype=torch.int32, device=device)
         self.copy_src, self.copy_dst = ints(max_requests), ints(max_requests)
         # One token a request: both count up and never change.
         self.query_start = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
@@ -126,10 +76,10 @@ def _fill_decode(
     length = seq_lens.to(torch.int32).masked_fill(~real, 0)
     buffers.slots[:n].copy_(owned.masked_fill(~real, -1))
     buffers.prefix_lens[:n].copy_((length - 1).clamp_min(0))
-    buffers.window_lens[:n].copy_(length.clamp_max(WINDOW))
-    buffers.csa_lens[:n].copy_((length // CSA_RATIO).clamp_max(top_k))
-    buffers.hca_lens[:n].copy_(length // HCA_RATIO)
-    buffers.window_rows[:n].copy_(owned[:, None] * WINDOW + buffers.ring_rows)
+    buffers.window_lens[:n].copy_(window_lens(length))
+    buffers.csa_lens[:n].copy_(visible_entries(length, CSA_RATIO, top_k))
+    buffers.hca_lens[:n].copy_(visible_entries(length, HCA_RATIO))
+    buffers.window_rows[:n].copy_(ring_window(owned, length, buffers.ring_rows))
     if track_mask is not None and track_slots is not None:
         due = track_mask & real
         buffers.copy_src[:n].copy_(owned.masked_fill(~due, -1))
@@ -156,7 +106,7 @@ def build_decode(
     if seq_lens.is_cuda:
         from dsv4_sglang.attention import triton_metadata
 
-        triton_metadata.build(buffers, seq_lens, track_mask, track_slots, top_k, CSA_RATIO, HCA_RATIO)
+        triton_metadata.build(buffers, seq_lens, track_mask, track_slots, top_k)
     else:
         _fill_decode(buffers, seq_lens, track_mask, track_slots, top_k)
     tracks = track_mask is not None and track_slots is not None
@@ -207,36 +157,25 @@ def build_prefill(
     token_request = torch.repeat_interleave(
         torch.arange(requests, dtype=torch.int32, device=device), chunk_lens, output_size=tokens
     )
-    owner = token_request.long()
     width = align(-(-max_length // BLOCK))
     first_slots = req_to_token[:, : width * BLOCK : BLOCK]
     block_table = torch.zeros((requests, width), dtype=torch.int32, device=device)
     block_table[:, : first_slots.shape[1]] = first_slots[req_pool_indices] // BLOCK
-    # Row of position p of request b in the workspace: query_start[b] + 128 b + 128 + (p - prefix_lens[b]).
-    base = query_start[:-1] + WINDOW * torch.arange(1, requests + 1, dtype=torch.int32, device=device) - prefix_lens
-    t = positions.to(torch.int32)
-    first = (t - (WINDOW - 1)).clamp_min(0)
-    window_rows = (base[owner] + first)[:, None] + torch.arange(WINDOW, dtype=torch.int32, device=device)
     token_track = None
     if track_slots is not None and track_lens is not None:
         # The slot of each block that ends in a checkpoint; one more column takes what is not there.
         block = torch.where(track_slots >= 0, track_lens // BLOCK - 1, width)
         slot_of_block = torch.full((requests, width + 1), -1, dtype=torch.int32, device=device)
         slot_of_block.scatter_(1, block.long(), track_slots.to(torch.int32))
-        token_track = slot_of_block[owner, positions // BLOCK]
-    return StepMetadata(
+        token_track = slot_of_block[token_request.long(), positions // BLOCK]
+    return StepMetadata.build(
         slots=state_slot_of_request[req_pool_indices].to(torch.int32),
         prefix_lens=prefix_lens,
         query_start=query_start,
         token_request=token_request,
         positions=positions,
         out_loc=out_loc,
-        track_slots=token_track,
         block_table=block_table,
-        window_rows=window_rows,
-        window_lens=(t + 1).clamp_max(WINDOW),
-        csa_lens=((t + 1) // CSA_RATIO).clamp_max(top_k),
-        hca_rows=block_table[owner],
-        hca_lens=(t + 1) // HCA_RATIO,
-        window_size=tokens + WINDOW * requests,
+        track_slots=token_track,
+        top_k=top_k,
     )

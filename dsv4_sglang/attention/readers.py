@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
-from dsv4_sglang.attention.metadata import StepMetadata
+from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import RowFormat
 
 

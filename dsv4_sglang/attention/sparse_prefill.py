@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_sglang.attention.flashmla import FlashMLAKernel
-from dsv4_sglang.attention.metadata import StepMetadata
 from dsv4_sglang.attention.readers import AttendInputs
 from dsv4_sglang.attention.triton_rows import (
     DIM,
@@ -30,6 +29,7 @@ from dsv4_sglang.attention.triton_rows import (
     rope_dims,
     table_stride,
 )
+from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import RowFormat
 from dsv4_sglang.formats.rows import ENTRY_DIM
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO, WINDOW
+
 if TYPE_CHECKING:
     from dsv4_sglang.attention.metadata import DecodeBuffers
 
@@ -31,6 +33,7 @@ def _decode_kernel(
     copy_src_ptr,
     copy_dst_ptr,
     top_k,
+    ring_rows,
     TRACKS: tl.constexpr,
     WINDOW: tl.constexpr,
     CSA_RATIO: tl.constexpr,
@@ -47,8 +50,9 @@ def _decode_kernel(
     tl.store(window_lens_ptr + b, tl.minimum(length, WINDOW))
     tl.store(csa_lens_ptr + b, tl.minimum(length // CSA_RATIO, top_k))
     tl.store(hca_lens_ptr + b, length // HCA_RATIO)
-    row = tl.arange(0, WINDOW)
-    tl.store(window_rows_ptr + b * WINDOW + row, owned * WINDOW + row)
+    column = tl.arange(0, WINDOW)
+    position = tl.maximum(length - WINDOW, 0) + column
+    tl.store(window_rows_ptr + b * WINDOW + column, owned * ring_rows + position % ring_rows)
     if TRACKS:
         due = real & (tl.load(track_mask_ptr + b) != 0)
         tl.store(copy_src_ptr + b, tl.where(due, owned, -1))
@@ -61,8 +65,6 @@ def build(
     track_mask: Tensor | None,
     track_slots: Tensor | None,
     top_k: int,
-    csa_ratio: int,
-    hca_ratio: int,
 ) -> None:
     """Fill the buffers for the requests of `seq_lens` [B]. Without a mask the copies are left as they are."""
     tracks = track_mask is not None and track_slots is not None
@@ -80,9 +82,10 @@ def build(
         buffers.copy_src,
         buffers.copy_dst,
         top_k,
+        buffers.ring_rows,
         TRACKS=tracks,
-        WINDOW=buffers.window_rows.shape[1],
-        CSA_RATIO=csa_ratio,
-        HCA_RATIO=hca_ratio,
+        WINDOW=WINDOW,
+        CSA_RATIO=CSA_RATIO,
+        HCA_RATIO=HCA_RATIO,
         num_warps=1,
     )

@@ -3,6 +3,7 @@
 from dsv4_sglang.cache.allocator import BlockAllocator
 from dsv4_sglang.cache.handle import ClassicalView, IndexerView, LayerCacheHandle, LayerWeights, SwaView
 from dsv4_sglang.cache.host_pool import HostBlockPool
+from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.manager import KVCacheManager
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.schema import (
@@ -13,12 +14,13 @@ from dsv4_sglang.cache.schema import (
     compute_block_budget,
 )
 from dsv4_sglang.cache.state_cache import StateCachePool, StateStorage
-from dsv4_sglang.cache.step import Step
+from dsv4_sglang.cache.step import Step, StepMetadata
 from dsv4_sglang.formats import KeyFormat, RowFormat
 
 __all__ = [
     "BLOCK_SIZE_ORIGINAL_TOKENS",
     "BlockAllocator",
+    "CacheLayout",
     "ClassicalView",
     "HcaState",
     "HostBlockPool",
@@ -33,6 +35,7 @@ __all__ = [
     "StateCachePool",
     "StateStorage",
     "Step",
+    "StepMetadata",
     "SwaView",
     "build_schema",
     "compute_block_budget",

@@ -19,7 +19,8 @@ class BlockAllocator:
     that costs: 5 B of host memory a block, and at `release` a few passes over the ids on the host and one wait for the
     device, for the copy of the ids to the other side. `acquire` never waits.
 
-    Not for use inside a CUDA graph: acquire and release between captures and replays.
+    Not for use inside a CUDA graph: acquire and release between captures and replays. While the current stream is
+    captured both raise RuntimeError, since every replay would hand out the ids of the capture again.
     """
 
     def __init__(self, num_total_blocks: int, device: torch.device | str | None = None) -> None:
@@ -46,6 +47,7 @@ class BlockAllocator:
 
     def acquire_with_host_ids(self, n: int) -> tuple[Tensor, list[int]]:
         """`acquire`, and the same ids on the host; no wait for the device."""
+        self._refuse_in_capture("acquire")
         if n < 0:
             raise ValueError(f"acquire: {n} blocks asked; expected 0 or more")
         top = self.num_free
@@ -63,6 +65,7 @@ class BlockAllocator:
         Raises ValueError and changes nothing when an id is not a block of this allocator, is given twice, is free
         already, or when more ids come back than are out.
         """
+        self._refuse_in_capture("release")
         given = ids if isinstance(ids, Tensor) else torch.tensor(list(ids), dtype=torch.int32)
         if given.dim() != 1 or given.is_floating_point() or given.dtype == torch.bool:
             raise ValueError(
@@ -75,6 +78,13 @@ class BlockAllocator:
         self._stack[top : top + n] = given.to(self.device, torch.int32)
         self._is_free[host] = True
         self._top[0] = top + n
+
+    def _refuse_in_capture(self, what: str) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{what}: the current stream is captured into a CUDA graph, whose replays would use the block ids of "
+                f"the capture again; call {what} outside the graph and copy the ids into a tensor that the graph reads"
+            )
 
     def _check_release(self, ids: Tensor) -> None:
         out = self.num_total_blocks - self.num_free

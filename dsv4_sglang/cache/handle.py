@@ -52,13 +52,13 @@ class SwaView:
     positions: Tensor
     """[T] int64"""
     swa_fp8: Tensor | None
-    """[slots, 128, 448] uint8; None for unquantised rows, like the next two."""
+    """[slots, R, 448] uint8; None for unquantised rows, like the next two."""
     swa_rope: Tensor | None
-    """[slots, 128, 64] bf16"""
+    """[slots, R, 64] bf16"""
     swa_inv: Tensor | None
-    """[slots, 128] float8_e8m0fnu"""
+    """[slots, R] float8_e8m0fnu"""
     swa_pos: Tensor
-    """[slots, 128] int32 position of every ring row, -1: none."""
+    """[slots, R] int32 position of every ring row, -1: none."""
     swa_head: Tensor
     """[slots] int32 ring row of the next position."""
 
@@ -121,6 +121,11 @@ class LayerCacheHandle:
         self._window: Tensor | None = None
 
     @property
+    def paged(self) -> PagedKVPool | None:
+        """`paged_pool`, by the name of the design's first version."""
+        return self.paged_pool
+
+    @property
     def schema(self) -> LayerCacheSchema:
         return self.state_pool.schema
 
@@ -164,9 +169,9 @@ class LayerCacheHandle:
         the checkpoint that takes this token's row, or -1. Call it once a step: it moves the tails on.
         """
         self._check_append(kv, weights, kv_score, index_kv_score)
-        pool, paged, step = self.state_pool, self.paged_pool, self.step
+        pool, paged, step, out_loc = self.state_pool, self.paged_pool, self.step.metadata, self.step.out_loc
         if not step.is_decode:
-            self._window = make_row_tables(1, 1, step.workspace_rows, self.schema.row_format, kv.device)[0]
+            self._window = make_row_tables(1, 1, step.window_size, self.schema.row_format, kv.device)[0]
         torch.ops.dsv4_sglang.append(
             kv,
             kv_score,
@@ -185,7 +190,7 @@ class LayerCacheHandle:
             step.prefix_lens,
             step.query_start,
             step.token_request,
-            step.out_loc,
+            out_loc,
             track_slots,
             pool.ring,
             pool.tail,
@@ -228,8 +233,8 @@ class LayerCacheHandle:
         window = pool.ring if step.is_decode else self._window
         return SwaView(
             window=window,
-            window_rows=step.window_rows if window is not None else None,
-            window_lens=step.window_lens if window is not None else None,
+            window_rows=step.metadata.window_rows if window is not None else None,
+            window_lens=step.metadata.window_lens if window is not None else None,
             row_format=self.schema.row_format.code,
             positions=step.positions.long(),
             swa_fp8=pool.swa_fp8,
@@ -243,29 +248,29 @@ class LayerCacheHandle:
         """The compressed entries; None in an SWA layer."""
         if self.paged_pool is None:
             return None
-        step, is_hca = self.step, self.schema.attn is AttentionType.HCA
+        step, is_hca = self.step.metadata, self.schema.attn is AttentionType.HCA
         return ClassicalView(
             entries=self.paged_pool.entries,
             entries_fp8=self.paged_pool.entries_fp8,
             entries_rope=self.paged_pool.entries_rope,
             inv_scale=self.paged_pool.inv_scale,
             block_table=step.block_table,
-            n_visible=step.visible_entries(self.schema.ratio),
-            # Entry i of a request is row `block i` of the flat HCA table.
-            entry_rows=step.block_table[step.owner] if is_hca else None,
+            n_visible=step.hca_lens if is_hca else step.csa_lens,
+            entry_rows=step.hca_rows if is_hca else None,
         )
 
     def read_indexer_view(self) -> IndexerView | None:
         """The index keys; None in a layer without an indexer."""
         if self.paged_pool is None or self.paged_pool.index_keys is None:
             return None
+        step = self.step.metadata
         return IndexerView(
             index_keys=self.paged_pool.index_keys,
             indexer_keys_fp4=self.paged_pool.indexer_keys_fp4,
             indexer_scales=self.paged_pool.indexer_scales,
-            block_table=self.step.block_table,
-            token_request=self.step.token_request,
-            positions=self.step.positions.long(),
+            block_table=step.block_table,
+            token_request=step.token_request,
+            positions=step.positions,
             key_format=self.schema.key_format.code,
-            n_visible=self.step.visible_entries(self.schema.ratio),
+            n_visible=step.csa_lens,
         )

@@ -11,12 +11,14 @@ from torch import Tensor
 from dsv4_sglang.cache.allocator import BlockAllocator
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.handle import LayerCacheHandle
-from dsv4_sglang.cache.paged_cache import PagedKVPool
-from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS, HcaState, build_schema
+from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cache.paged_cache import make_paged_pools
+from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS, HcaState
 from dsv4_sglang.cache.state_cache import StateCachePool, StateStorage
 from dsv4_sglang.cache.step import NO_BLOCK, Step
 from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.geometry import WINDOW
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 
 
@@ -32,6 +34,7 @@ class KVCacheManager:
     `allocate_block()` without a slot is a block that no request owns; it goes back through `release_block`.
 
     Attributes:
+        layout: shapes and bytes of all layers; `schemas` are its.
         schemas: one a layer of `schedule`.
         state: the state of all layers; `state_pools[i]` are views of it.
         state_pools: one a layer.
@@ -50,7 +53,8 @@ class KVCacheManager:
         num_blocks_per_hca_layer: int,
         row_format: RowFormat | str = RowFormat.FP8,
         key_format: KeyFormat | str = KeyFormat.MXFP4,
-        hca_state: HcaState | str = HcaState.RAW,
+        hca_state: HcaState | str = HcaState.ONLINE,
+        ring_rows: int = WINDOW,
         device: torch.device | str | None = None,
     ) -> None:
         if max_concurrent_requests < 1:
@@ -59,20 +63,23 @@ class KVCacheManager:
         self.schedule = list(schedule)
         self.max_concurrent_requests = max_concurrent_requests
         self.device = resolve_device(device)
-        self.schemas = [
-            build_schema(config, spec, row_format=row_format, key_format=key_format, hca_state=hca_state)
-            for spec in self.schedule
-        ]
-        self.state = StateStorage(self.schemas, max_concurrent_requests, self.device)
+        self.layout = CacheLayout.build(
+            config,
+            self.schedule,
+            self.device,
+            row_format=row_format,
+            key_format=key_format,
+            hca_state=hca_state,
+            ring_rows=ring_rows,
+        )
+        self.schemas = list(self.layout.schemas)
+        self.state = StateStorage(self.layout, max_concurrent_requests)
         self.state_pools = [
-            StateCachePool(schema, max_concurrent_requests, state=self.state.layer(i))
+            StateCachePool(schema, max_concurrent_requests, storage=self.state, layer=i)
             for i, schema in enumerate(self.schemas)
         ]
         sizes = {AttentionType.CSA: num_blocks_per_csa_layer, AttentionType.HCA: num_blocks_per_hca_layer}
-        self.paged_pools = [
-            PagedKVPool(schema, sizes[schema.attn], self.device) if schema.attn in sizes else None
-            for schema in self.schemas
-        ]
+        self.paged_pools = make_paged_pools(self.layout, sizes)
         self.num_blocks = min((pool.num_blocks for pool in self.paged_pools if pool is not None), default=0)
         self._allocator = BlockAllocator(self.num_blocks, self.device)
 
@@ -164,7 +171,14 @@ class KVCacheManager:
 
     def begin_step(self, request_slots: Tensor, positions: Tensor, request_ids: Tensor) -> Step:
         """The tokens of a forward, see `Step`; hand it to `layer` for every layer. Allocates nothing on the device."""
-        return Step(request_slots, positions, request_ids, self.block_tables, has_blocks=self.num_blocks > 0)
+        return Step(
+            request_slots,
+            positions,
+            request_ids,
+            self.block_tables,
+            ring_rows=self.layout.ring_rows,
+            has_blocks=self.num_blocks > 0,
+        )
 
     def layer(self, layer_idx: int, step: Step) -> LayerCacheHandle:
         """One layer's handle for a step. Allocates nothing on the device."""

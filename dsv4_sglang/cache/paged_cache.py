@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from dsv4_sglang.cache.device import resolve_device
+from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.schema import LayerCacheSchema
 from dsv4_sglang.formats import KeyTable, RowTable, make_key_table, make_row_tables
 from dsv4_sglang.model.layer_schedule import AttentionType
@@ -16,7 +19,7 @@ class PagedKVPool:
 
     Tables, as the ops take them:
     - `entries`: CSA [num_blocks, 32, width], entry i of a request in block i // 32 of its table, row i % 32;
-      HCA [1, num_blocks, width], one flat block with a row a block, because FlashMLA's rows start at multiples of 16 B.
+      HCA [1, num_blocks, width], a row a block (`LayerCacheSchema.entry_table_shape`).
     - `index_keys`: CSA [num_blocks, 32, width], else None.
 
     Views of the same memory, None in the unquantised formats:
@@ -38,9 +41,7 @@ class PagedKVPool:
         self.num_blocks = num_blocks
         self.device = resolve_device(device)
 
-        per_block = schema.entries_per_block
-        flat = schema.attn is AttentionType.HCA
-        shape = (1, num_blocks * per_block) if flat else (num_blocks, per_block)
+        shape = schema.entry_table_shape(num_blocks)
         self.entries: Tensor = make_row_tables(1, *shape, schema.row_format, self.device)[0]
         self.index_keys: Tensor | None = None
         if schema.has_indexer:
@@ -54,6 +55,7 @@ class PagedKVPool:
         self.flashmla_view: Tensor | None = None
         views = RowTable(self.entries, schema.row_format).views()
         if views is not None:
+            flat = schema.attn is AttentionType.HCA
             by_block = [view.transpose(0, 1) if flat else view for view in (views.fp8, views.rope, views.inv_scale)]
             self.entries_fp8, self.entries_rope, self.inv_scale = by_block
             self.flashmla_view = self.entries.unsqueeze(2)
@@ -80,3 +82,11 @@ class PagedKVPool:
         """Bytes of the allocations, block padding included."""
         tables = [self.entries] + ([self.index_keys] if self.index_keys is not None else [])
         return sum(table.untyped_storage().nbytes() for table in tables)
+
+
+def make_paged_pools(layout: CacheLayout, blocks: Mapping[AttentionType, int]) -> list[PagedKVPool | None]:
+    """The pools of all layers, None for SWA layers; `blocks` of a layer by its kind."""
+    return [
+        PagedKVPool(schema, blocks[schema.attn], layout.device) if schema.entries_per_block else None
+        for schema in layout.schemas
+    ]

@@ -10,7 +10,7 @@ from typing import TypedDict, TypeVar
 
 from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, CSA_TAIL_ROWS, HCA_ONLINE_ROWS, HCA_RAW_ROWS
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, CSA_TAIL_ROWS, HCA_ONLINE_ROWS, HCA_RAW_ROWS, WINDOW
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 
 BLOCK_SIZE_ORIGINAL_TOKENS = BLOCK_TOKENS
@@ -44,6 +44,16 @@ class LayerCacheSchema:
     row_format: RowFormat
     key_format: KeyFormat
     hca_state: HcaState
+    ring_rows: int = WINDOW
+    """Rows of a slot's window ring, position t in row t % ring_rows: the window, and more where tokens may be taken
+    back (a draft that is rejected must not have replaced rows that are still seen)."""
+
+    def __post_init__(self) -> None:
+        if self.ring_rows < self.swa_window_size or self.ring_rows % 2:
+            raise ValueError(
+                f"ring_rows is {self.ring_rows}; expected an even number (FP8 rows start at multiples of 16 B) of at "
+                f"least {self.swa_window_size}, the window"
+            )
 
     @property
     def ratio(self) -> int:
@@ -61,6 +71,11 @@ class LayerCacheSchema:
     @property
     def indexer_entries_per_block(self) -> int:
         return self.entries_per_block if self.has_indexer else 0
+
+    def entry_table_shape(self, blocks: int) -> tuple[int, int]:
+        """Blocks and rows a block of the row table that holds the entries of `blocks` blocks: in an HCA layer one flat
+        block with a row for each, because FlashMLA's rows start at multiples of 16 B."""
+        return (1, blocks) if self.attn is AttentionType.HCA else (blocks, self.entries_per_block)
 
     @property
     def tail_buffer_size(self) -> int:
@@ -102,7 +117,7 @@ class LayerCacheSchema:
     @property
     def swa_bytes(self) -> int:
         """Bytes of a slot's window ring."""
-        return self.swa_window_size * self.row_format.row_bytes
+        return self.ring_rows * self.row_format.row_bytes
 
     @property
     def tail_bytes(self) -> int:
@@ -112,7 +127,7 @@ class LayerCacheSchema:
     @property
     def position_bytes(self) -> int:
         """Bytes of a slot's bookkeeping: swa_pos, swa_head and, with a compressor, tail_len."""
-        return (self.swa_window_size + 1 + (self.ratio > 0)) * _INT32_BYTES
+        return (self.ring_rows + 1 + (self.ratio > 0)) * _INT32_BYTES
 
     @property
     def state_bytes(self) -> int:
@@ -126,7 +141,8 @@ def build_schema(
     *,
     row_format: RowFormat | str = RowFormat.FP8,
     key_format: KeyFormat | str = KeyFormat.MXFP4,
-    hca_state: HcaState | str = HcaState.RAW,
+    hca_state: HcaState | str = HcaState.ONLINE,
+    ring_rows: int = WINDOW,
 ) -> LayerCacheSchema:
     """The schema of one layer. Formats may be given by name ("fp8", "mxfp4", "raw"); an unknown one is a ValueError."""
     has_indexer = layer_spec.attn is AttentionType.CSA
@@ -139,6 +155,7 @@ def build_schema(
         row_format=_option(RowFormat, "row_format", row_format),
         key_format=_option(KeyFormat, "key_format", key_format),
         hca_state=_option(HcaState, "hca_state", hca_state),
+        ring_rows=ring_rows,
     )
 
 
@@ -166,7 +183,8 @@ def compute_block_budget(
     *,
     row_format: RowFormat | str = RowFormat.FP8,
     key_format: KeyFormat | str = KeyFormat.MXFP4,
-    hca_state: HcaState | str = HcaState.RAW,
+    hca_state: HcaState | str = HcaState.ONLINE,
+    ring_rows: int = WINDOW,
 ) -> BlockBudget:
     """Storage for `max_requests` requests of `max_context_len` tokens each, without sharing.
 
@@ -176,7 +194,9 @@ def compute_block_budget(
         if value < 1:
             raise ValueError(f"{name} is {value}; expected at least 1")
     schemas = [
-        build_schema(config, spec, row_format=row_format, key_format=key_format, hca_state=hca_state)
+        build_schema(
+            config, spec, row_format=row_format, key_format=key_format, hca_state=hca_state, ring_rows=ring_rows
+        )
         for spec in schedule
     ]
     blocks = max_requests * math.ceil(max_context_len / BLOCK_TOKENS)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
 from dsv4_sglang.cache.device import resolve_device
+from dsv4_sglang.cache.layout import KEPT_UNITS, SLOT_UNITS, CacheLayout
 from dsv4_sglang.cache.schema import LayerCacheSchema
 from dsv4_sglang.formats import RowTable, make_row_tables
-from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
+from dsv4_sglang.model.geometry import CSA_CURRENT_ROWS, CSA_PREVIOUS_ROWS, CSA_RATIO, HCA_RATIO
 from dsv4_sglang.model.layer_schedule import AttentionType
 
 EMPTY = -1
@@ -19,64 +18,79 @@ EMPTY = -1
 
 
 class StateStorage:
-    """The state of all layers in a few tensors, each `[layers of that kind, slots, ...]`.
+    """The state of all layers: slots of requests, and compact checkpoints of them, in a few tensors.
 
-    - `rings` [layers, slots, 128, width]: window rows, position t in row t & 127
+    - `rings` [layers, slots, R, width]: window rows, position t in row t % R (R: `CacheLayout.ring_rows`)
     - `tails`: fp32, by kind: CSA [layers, slots, 24, 640]; HCA [layers, slots, 256, 512] raw, [.., .., 3, 512] online
-    - `swa_pos` [layers, slots, 128], `swa_head` [layers, slots], `tail_len` [layers, slots] int32
+    - `swa_pos` [layers, slots, R], `swa_head` [layers, slots], `tail_len` [layers, slots] int32; None without
+      `positions`: they follow from the lengths of the requests
+
+    Slots count from 0, checkpoints from 1. Of a state at a multiple of 128 a checkpoint keeps what is alive (SPEC 6.6),
+    and one allocation holds the rings of both, another the CSA tails of both, in units of four rows: six a slot, two a
+    checkpoint. So a copy between them is a copy of slots.
 
     What of a slot is alive follows from its request's length alone (SPEC 3.7), so nothing must be cleared for a new
     owner; `reset_slot` clears it all the same, so that a slot reads as empty.
+
+    Raises ValueError for less than one slot.
     """
 
-    def __init__(
-        self, schemas: Sequence[LayerCacheSchema], num_slots: int, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, layout: CacheLayout, num_slots: int, checkpoints: int = 0, positions: bool = True) -> None:
         if num_slots < 1:
             raise ValueError(f"{num_slots} state slots; expected at least 1")
-        if not schemas:
-            raise ValueError("no layers: a state needs at least one schema")
-        formats = {schema.row_format for schema in schemas}
-        if len(formats) > 1:
-            raise ValueError(f"window rings of several formats {sorted(f.value for f in formats)}; expected one")
-        self.schemas = list(schemas)
-        self.num_slots = num_slots
-        self.device = resolve_device(device)
-        layers, window = len(schemas), schemas[0].swa_window_size
-
-        self.rings: Tensor = make_row_tables(layers, num_slots, window, schemas[0].row_format, self.device)
-        self.swa_pos: Tensor = torch.full((layers, num_slots, window), EMPTY, dtype=torch.int32, device=self.device)
-        self.swa_head: Tensor = torch.zeros((layers, num_slots), dtype=torch.int32, device=self.device)
-        compressed = [schema for schema in schemas if schema.ratio]
-        self.tail_len: Tensor = torch.zeros((len(compressed), num_slots), dtype=torch.int32, device=self.device)
+        self.layout, self.num_slots, self.checkpoints = layout, num_slots, checkpoints
+        self.device = resolve_device(layout.device)
+        layers, slots, rows, _ = layout.rings(num_slots + checkpoints).shape
+        self._all_rings = make_row_tables(layers, slots, rows, layout.row_format, self.device)
+        self.rings: Tensor = self._all_rings[:, :num_slots]
         self.tails: dict[AttentionType, Tensor] = {}
-        for kind in (AttentionType.CSA, AttentionType.HCA):
-            shapes = {schema.tail_shape for schema in schemas if schema.attn is kind}
-            if len(shapes) > 1:
-                raise ValueError(f"{kind.name} tails of several shapes {shapes}; expected one")
-            for shape in shapes:
-                assert shape is not None
-                count = sum(schema.attn is kind for schema in schemas)
-                self.tails[kind] = torch.zeros((count, num_slots, *shape), dtype=torch.float32, device=self.device)
+        self._tail_units: Tensor | None = None
+        if csa := layout.tails(AttentionType.CSA, num_slots):
+            self.tails[AttentionType.CSA] = self._csa_tails(csa.shape[0], csa.shape[-1])
+        if hca := layout.tails(AttentionType.HCA, num_slots):
+            self.tails[AttentionType.HCA] = torch.zeros(hca.shape, device=self.device)
+        self._tail_of_layer = {
+            layer: tail for kind, tails in self.tails.items() for layer, tail in zip(layout.layers(kind), tails)
+        }
+        self.swa_pos: Tensor | None = None
+        self.swa_head: Tensor | None = None
+        self.tail_len: Tensor | None = None
+        if positions:
+            at, heads, lengths = (part.shape for part in layout.position_parts(num_slots))
+            self.swa_pos = torch.full(at, EMPTY, dtype=torch.int32, device=self.device)
+            self.swa_head = torch.zeros(heads, dtype=torch.int32, device=self.device)
+            self.tail_len = torch.zeros(lengths, dtype=torch.int32, device=self.device)
+
+    def _csa_tails(self, layers: int, columns: int) -> Tensor:
+        """Allocate the tails of slots and checkpoints together; those of slots [layers, slots, 24, columns]."""
+        live = self.num_slots * SLOT_UNITS
+        units = live + self.checkpoints * len(KEPT_UNITS)
+        self._tail_units = torch.zeros((layers, units, CSA_RATIO, columns), device=self.device)
+        # Units of slot 0 and of checkpoint 0, which does not exist.
+        self._live_units = torch.tensor(KEPT_UNITS, dtype=torch.int32, device=self.device)
+        self._kept_units = torch.arange(live - len(KEPT_UNITS), live, dtype=torch.int32, device=self.device)
+        return self._tail_units[:, :live].unflatten(1, (self.num_slots, SLOT_UNITS)).flatten(2, 3)
+
+    def ring(self, layer: int) -> Tensor:
+        """[slots, R, width] row table of a layer's windows."""
+        return self.rings[layer]
+
+    def tail(self, layer: int) -> Tensor | None:
+        """[slots, ...] compressor state of a layer, None without a compressor."""
+        return self._tail_of_layer.get(layer)
+
+    def tail_lengths(self, layer: int) -> Tensor | None:
+        """[slots] int32 tokens in the open windows of a layer; None without a compressor or without `positions`."""
+        if self.tail_len is None or layer not in self._tail_of_layer:
+            return None
+        return self.tail_len[sum(other < layer for other in self._tail_of_layer)]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Every tensor, slot dimension second: what a slot copy moves. Layer kinds that do not exist have none."""
-        bookkeeping = [self.swa_pos, self.swa_head] + ([self.tail_len] if self.tail_len.shape[0] else [])
-        return [self.rings, *self.tails.values(), *bookkeeping]
-
-    def layer(self, index: int) -> LayerState:
-        """The tensors of layer `index` (its place in `schemas`), as views."""
-        kind = self.schemas[index].attn
-        before = self.schemas[:index]
-        compressed = kind in self.tails
-        return LayerState(
-            ring=self.rings[index],
-            tail=self.tails[kind][sum(s.attn is kind for s in before)] if compressed else None,
-            swa_pos=self.swa_pos[index],
-            swa_head=self.swa_head[index],
-            tail_len=self.tail_len[sum(s.ratio > 0 for s in before)] if compressed else None,
-        )
+        """Every tensor of the slots, slot dimension second: what a slot copy moves. Kinds of layers that do not exist
+        have none."""
+        every = (self.rings, *self.tails.values(), self.swa_pos, self.swa_head, self.tail_len)
+        return [tensor for tensor in every if tensor is not None and tensor.shape[0]]
 
     def reset_slot(self, slot: int) -> None:
         """Empty a slot in all layers."""
@@ -93,34 +107,49 @@ class StateStorage:
         pair = torch.tensor([[src], [dst]], dtype=torch.int32).to(self.device)
         torch.ops.dsv4_sglang.copy_state(pair[0], pair[1], self.tensors)
 
+    def store(self, slots: Tensor, checkpoints: Tensor) -> None:
+        """Copy slots to checkpoints, both [n] int32 on the device; a negative slot or a checkpoint below 1 skips. The
+        lengths of their requests are multiples of 128."""
+        self._copy(slots, checkpoints, to_checkpoints=True)
+
+    def load(self, checkpoints: Tensor, slots: Tensor) -> None:
+        """Copy checkpoints to the slots of the requests that resume from them."""
+        self._copy(slots, checkpoints, to_checkpoints=False)
+
+    def _copy(self, slots: Tensor, checkpoints: Tensor, *, to_checkpoints: bool) -> None:
+        # Few and small launches: a decode step makes them all even when nothing is due. `copy_state` skips a pair with
+        # a negative slot, which -1 gives for the units of a slot too.
+        none = checkpoints < 1
+        self._move(self._all_rings, slots, (checkpoints + (self.num_slots - 1)).masked_fill(none, -1), to_checkpoints)
+        if self._tail_units is not None:
+            live = torch.add(self._live_units, slots[:, None], alpha=SLOT_UNITS)
+            kept = torch.add(self._kept_units, checkpoints[:, None], alpha=len(KEPT_UNITS))
+            kept = kept.masked_fill(none[:, None], -1)
+            self._move(self._tail_units, live.flatten(), kept.flatten(), to_checkpoints)
+
+    @staticmethod
+    def _move(tensor: Tensor, live: Tensor, checkpoint: Tensor, to_checkpoints: bool) -> None:
+        source, target = (live, checkpoint) if to_checkpoints else (checkpoint, live)
+        torch.ops.dsv4_sglang.copy_state(source, target, [tensor])
+
     def memory_bytes(self) -> int:
-        """Bytes of the allocations, block padding included."""
+        """Bytes of the allocations, checkpoints and block padding included."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
 
-@dataclass(frozen=True)
-class LayerState:
-    """One layer's part of a `StateStorage`, slot dimension first."""
-
-    ring: Tensor
-    tail: Tensor | None
-    swa_pos: Tensor
-    swa_head: Tensor
-    tail_len: Tensor | None
-
-
 class StateCachePool:
-    """The state of one layer, `max_requests` slots: by itself, or a view of a storage that all layers share.
+    """The state of one layer, `max_requests` slots: by itself, or views of layer `layer` of a storage of all layers.
 
-    Tables, as the ops take them: `ring` [slots, 128, width] and `tail` (None for SWA; shape in
-    `LayerCacheSchema.tail_shape`). Everything below is a view of them. Names end in `a` for the window that is open and
-    in `b` for the stream that the next window pools too; k and z are projections, z with the position bias added.
+    Tables, as the ops take them: `ring` [slots, R, width] (R: `LayerCacheSchema.ring_rows`) and `tail` (None for SWA;
+    shape in `LayerCacheSchema.tail_shape`). Everything below is a view of them. Names end in `a` for the window that is
+    open and in `b` for the stream that the next window pools too; k and z are projections, z with the position bias
+    added.
 
     | attribute | shape | who has it |
     | --- | --- | --- |
-    | swa_fp8, swa_rope | [slots, 128, 448] uint8, [slots, 128, 64] bf16 | FP8 rows |
-    | swa_inv | [slots, 128] float8_e8m0fnu, the multiplier that dequantises | FP8 rows |
-    | swa_pos | [slots, 128] int32, position of each ring row, -1: none | all |
+    | swa_fp8, swa_rope | [slots, R, 448] uint8, [slots, R, 64] bf16 | FP8 rows |
+    | swa_inv | [slots, R] float8_e8m0fnu, the multiplier that dequantises | FP8 rows |
+    | swa_pos | [slots, R] int32, position of each ring row, -1: none | all |
     | swa_head | [slots] int32, ring row of the next position | all |
     | tail_ka, tail_za | [slots, 4, 512] (row t & 3), HCA [slots, 128, 512] (row t & 127) fp32 | CSA, HCA raw |
     | tail_kb, tail_zb | [slots, 8, 512] fp32 (row t & 7) | CSA |
@@ -135,20 +164,23 @@ class StateCachePool:
         max_requests: int,
         device: torch.device | str | None = None,
         *,
-        state: LayerState | None = None,
+        storage: StateStorage | None = None,
+        layer: int = 0,
     ) -> None:
+        if storage is None:
+            storage = StateStorage(CacheLayout((schema,), resolve_device(device)), max_requests)
+        if storage.num_slots != max_requests:
+            raise ValueError(f"the storage given has {storage.num_slots} slots; expected {max_requests}")
+        if storage.swa_pos is None or storage.swa_head is None:
+            raise ValueError("the storage given keeps no positions; make it with positions=True")
         self.schema = schema
         self.max_requests = max_requests
-        # Without a given state the pool owns one, of a single layer.
-        self._state = state if state is not None else StateStorage([schema], max_requests, device).layer(0)
-        if self._state.ring.shape[0] != max_requests:
-            raise ValueError(f"the state given has {self._state.ring.shape[0]} slots; expected {max_requests}")
-        self.device = self._state.ring.device
-        self.ring: Tensor = self._state.ring
-        self.tail: Tensor | None = self._state.tail
-        self.swa_pos: Tensor = self._state.swa_pos
-        self.swa_head: Tensor = self._state.swa_head
-        self.tail_len: Tensor | None = self._state.tail_len
+        self.device = storage.device
+        self.ring: Tensor = storage.ring(layer)
+        self.tail: Tensor | None = storage.tail(layer)
+        self.swa_pos: Tensor = storage.swa_pos[layer]
+        self.swa_head: Tensor = storage.swa_head[layer]
+        self.tail_len: Tensor | None = storage.tail_lengths(layer)
 
         views = RowTable(self.ring, schema.row_format).views()
         self.swa_fp8: Tensor | None = views.fp8 if views else None
@@ -160,7 +192,7 @@ class StateCachePool:
         names = ("tail_ka", "tail_za", "tail_kb", "tail_zb")
         parts: dict[str, Tensor] = {}
         if self.tail is not None and self.schema.attn is AttentionType.CSA:
-            sizes = (CSA_RATIO, CSA_RATIO, 2 * CSA_RATIO, 2 * CSA_RATIO)
+            sizes = (CSA_CURRENT_ROWS, CSA_CURRENT_ROWS, CSA_PREVIOUS_ROWS, CSA_PREVIOUS_ROWS)
             main, index = self.tail.split((self.schema.entry_head_dim, self.schema.indexer_head_dim), dim=-1)
             parts.update(zip(names, main.split(sizes, dim=1)))
             parts.update((f"index_{name}", part) for name, part in zip(names, index.split(sizes, dim=1)))

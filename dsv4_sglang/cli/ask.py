@@ -1,6 +1,6 @@
-"""`python -m dsv4_sglang.cli.ask URL PROMPT PID`: one completion, printed, as soon as the server of process PID is up.
+"""`python -m dsv4_sglang.cli.ask PID MODEL QUESTION FLAGS...`: a conversation, printed, once the server is up.
 
-`serve --ask` starts this beside itself before it becomes the server.
+`serve --ask` starts this beside itself before it becomes the server of these flags, process PID.
 """
 
 from __future__ import annotations
@@ -8,22 +8,25 @@ from __future__ import annotations
 import os
 import sys
 
-from dsv4_sglang.cli.client import complete, wait_ready
+from dsv4_sglang.cli.client import Server, wait_ready
+from dsv4_sglang.cli.conversation import converse
 
 READY_SECONDS = 1200.0
 MAX_TOKENS = 16
 
 
-def ask(base_url: str, prompt: str, server: int) -> int:
-    """0 after a completion, 1 if there was none. Waits for `server`, the parent process, and ends with it."""
+def ask(process: int, model_path: str, question: str, flags: list[str]) -> int:
+    """0 after the conversation, 1 if there was none. Waits for `process`, the parent, and ends with it."""
     try:
-        wait_ready(base_url, alive=lambda: os.getppid() == server, timeout=READY_SECONDS)
-        print(f"dsv4-sglang: {complete(base_url, prompt, MAX_TOKENS)}\ndsv4-sglang: serving at {base_url}", flush=True)
+        server = Server(flags)
+        wait_ready(server, alive=lambda: os.getppid() == process, timeout=READY_SECONDS)
+        converse(server, model_path, question, MAX_TOKENS)
     except (OSError, RuntimeError) as error:
-        print(f"dsv4-sglang: no completion: {error}", file=sys.stderr, flush=True)
+        print(f"dsv4-sglang: no conversation: {error}", file=sys.stderr, flush=True)
         return 1
+    print(f"dsv4-sglang: serving at {server.url}", flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(ask(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    sys.exit(ask(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]))

@@ -1,62 +1,169 @@
-"""The little HTTP that the commands need: wait for a server, ask for one completion."""
+"""The little HTTP that the commands need: where the server of given flags answers, and requests to it."""
 
 from __future__ import annotations
 
+import http.client
 import json
+import re
+import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from dsv4_sglang.srt import launch
+
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", "30000"
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Who listens on every address is asked on this one."""
 POLL_SECONDS = 0.5
+REQUEST_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Completion:
-    prompt: str
+class Answer:
+    """`cached_tokens` of the `prompt_tokens` came from the cache; seconds count from the request."""
+
     text: str
-    tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    first_token_seconds: float
     seconds: float
 
+
+@dataclass(frozen=True)
+class Pools:
+    """`used` tokens belong to running requests, `kept` ones wait for a request that begins like a finished one."""
+
+    used: int
+    kept: int
+    tokens: int
+    checkpoints: int
+
     def __str__(self) -> str:
-        return f"{self.prompt!r} -> {self.text!r} ({self.tokens} tokens in {self.seconds:.1f} s)"
+        return (
+            f"{self.used} of {self.tokens} tokens used by running requests, {self.kept} kept for requests to come, "
+            f"checkpoints: {self.checkpoints}"
+        )
 
 
-def wait_ready(base_url: str, alive: Callable[[], bool], timeout: float) -> None:
-    """Return when `base_url` answers /health.
+def _opener(certificate: str | None) -> urllib.request.OpenerDirector:
+    """Asks this machine, past any proxy. Over TLS it trusts the first certificate of the PEM file `certificate`, the
+    server's own, and no other.
 
-    Raises RuntimeError when `alive` turns false before, TimeoutError after `timeout` seconds.
+    The name in it is not compared: it may be the machine's while we ask on loopback, and whoever shows this very
+    certificate is the server.
+    """
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever signed it need not be known
+        pem = Path(certificate).read_text(encoding="ascii", errors="ignore")
+        context.load_verify_locations(cadata="".join(pem.partition("-----END CERTIFICATE-----")[:2]))
+        handlers.append(urllib.request.HTTPSHandler(context=context))
+    return urllib.request.build_opener(*handlers)
+
+
+class Server:
+    """The server of `flags`, asked from this machine: its address, its key, its certificate.
+
+    Raises OSError if the file of --ssl-certfile cannot be read as a certificate.
+    """
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        host = launch.flag_value(flags, "--host") or DEFAULT_HOST
+        host = LOOPBACK.get(host, host)
+        port = launch.flag_value(flags, "--port") or DEFAULT_PORT
+        certificate = launch.flag_value(flags, "--ssl-certfile")
+        key = launch.flag_value(flags, "--api-key")  # --admin-api-key guards none of the routes below
+        scheme = "http" if certificate is None else "https"
+        self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        self._headers = {"Content-Type": "application/json"} | (
+            {} if key is None else {"Authorization": f"Bearer {key}"}
+        )
+        self._certificate = certificate
+        self._opener = _opener(certificate)
+
+    @contextmanager
+    def _open(
+        self, path: str, body: Any = None, timeout: float = REQUEST_SECONDS
+    ) -> Iterator[http.client.HTTPResponse]:
+        """The response to a GET, or to a POST of `body`. Raises RuntimeError with the server's words when it refuses,
+        OSError when there is no answer.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with self._opener.open(
+                urllib.request.Request(self.url + path, data, self._headers), timeout=timeout
+            ) as response:
+                yield response
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"the server answered {error.code}: {error.read().decode(errors='replace')}") from None
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, ssl.SSLCertVerificationError):
+                raise RuntimeError(
+                    f"{self.url} does not show the certificate {self._certificate}: {error.reason}"
+                ) from None
+            raise
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"the server's answer broke off: {error!r}") from None
+
+    def generate(self, prompt: str, max_tokens: int, timeout: float = REQUEST_SECONDS) -> Answer:
+        """The greedy answer to `prompt`, of `max_tokens` tokens at most. Raises what `_open` raises."""
+        body = {"text": prompt, "stream": True, "sampling_params": {"max_new_tokens": max_tokens, "temperature": 0}}
+        start = time.monotonic()
+        first = 0.0
+        last: dict[str, Any] = {"error": "nothing"}
+        with self._open("/generate", body, timeout) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    first = first or time.monotonic() - start
+                    last = json.loads(line.removeprefix(b"data: "))
+        if "error" in last:
+            raise RuntimeError(f"the server answered {last['error']}")
+        meta = last["meta_info"]
+        return Answer(
+            text=last["text"],
+            prompt_tokens=meta["prompt_tokens"],
+            cached_tokens=meta["cached_tokens"],
+            new_tokens=meta["completion_tokens"],
+            first_token_seconds=first,
+            seconds=time.monotonic() - start,
+        )
+
+    def pools(self) -> Pools:
+        """What the server's Prometheus page says. Raises RuntimeError if it has none, else what `_open` raises."""
+        with self._open("/metrics") as response:
+            page = response.read().decode()
+        found = dict(re.findall(r"^(?:sglang|dsv4):(\w+)(?:\{[^}]*\})? (\S+)$", page, re.MULTILINE))
+        try:
+            used, kept, free = (int(float(found[f"kv_{state}_tokens"])) for state in ("used", "evictable", "available"))
+            return Pools(used, kept, used + kept + free, int(float(found["checkpoints_held"])))
+        except KeyError as error:
+            raise RuntimeError(f"{self.url}/metrics has no {error}") from None
+
+
+def wait_ready(server: Server, alive: Callable[[], bool], timeout: float) -> None:
+    """Return when `server` has answered a request of one token.
+
+    Not /health: SGLang answers it with 503 and a line in the log for as long as it warms up, while a request waits for
+    its turn. Raises RuntimeError when `alive` turns false before or the server refuses, TimeoutError after `timeout`
+    seconds.
     """
     deadline = time.monotonic() + timeout
     while alive():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"no server answered at {server.url} within {timeout:.0f} s")
         try:
-            with urllib.request.urlopen(f"{base_url}/health", timeout=10) as response:
-                if response.status == 200:
-                    return
-        except OSError:  # not listening yet, or 503 while it starts
-            pass
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no server answered at {base_url} within {timeout:.0f} s")
-        time.sleep(POLL_SECONDS)
-    raise RuntimeError(f"the server at {base_url} ended before it was ready")
-
-
-def complete(base_url: str, prompt: str, max_tokens: int, timeout: float = 300) -> Completion:
-    """One greedy completion over the OpenAI route. Raises RuntimeError with the server's words when it refuses."""
-    body = {"model": "default", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-    request = urllib.request.Request(
-        f"{base_url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    start = time.monotonic()
-    try:
-        with urllib.request.urlopen(request, timeout=timeout) as response:
-            answer = json.load(response)
-    except urllib.error.HTTPError as error:
-        raise RuntimeError(f"the server answered {error.code}: {error.read().decode(errors='replace')}") from None
-    return Completion(
-        prompt=prompt,
-        text=answer["choices"][0]["text"],
-        tokens=answer["usage"]["completion_tokens"],
-        seconds=time.monotonic() - start,
-    )
+            server.generate("Ready?", max_tokens=1, timeout=left)
+            return
+        except OSError:  # not listening yet, or gone
+            time.sleep(POLL_SECONDS)
+    raise RuntimeError(f"the server at {server.url} ended before it was ready")

@@ -13,16 +13,19 @@ from typing import Annotated
 
 import typer
 
-from dsv4_sglang.cli.client import complete, wait_ready
-from dsv4_sglang.cli.serve import base_url, command_for
+from dsv4_sglang.cli.client import DEFAULT_HOST, Server, wait_ready
+from dsv4_sglang.cli.conversation import QUESTION, converse
+from dsv4_sglang.cli.serve import POOL_FLAGS, command_for
 from dsv4_sglang.srt import launch
 
 STOP_SECONDS = 20.0
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+def free_port(host: str = DEFAULT_HOST) -> int:
+    """A port that is free on the address `host`. Raises OSError if this machine does not have that address."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.bind(address)
         return int(listener.getsockname()[1])
 
 
@@ -45,21 +48,21 @@ def running(command: launch.Command) -> Iterator[subprocess.Popen[bytes]]:
 def demo(
     context: typer.Context,
     model_path: Annotated[str, typer.Option("--model-path", "--model", help="Checkpoint folder or hub name.")],
-    prompt: Annotated[str, typer.Option(help="What to complete.")] = "The hybrid cache",
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=1)] = 16,
+    prompt: Annotated[str, typer.Option(help="What to ask in the first turn.")] = QUESTION,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 16,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the server.", min=1)] = 600.0,
 ) -> None:
-    """Start a server on a free port, print one completion over HTTP, stop the server."""
-    flags = list(context.args)
-    if launch.flag_value(flags, "--port") is None:
-        flags += ["--port", str(free_port())]
-    command = command_for(model_path, flags)
-    typer.echo(command.shell())
+    """Start a server on a free port, print two turns of a conversation and what the cache did, stop the server."""
+    flags = [*POOL_FLAGS, *context.args]
     try:
-        with running(command) as server:
-            wait_ready(base_url(flags), alive=lambda: server.poll() is None, timeout=timeout)
-            answer = complete(base_url(flags), prompt, max_tokens)
+        if launch.flag_value(flags, "--port") is None:
+            flags += ["--port", str(free_port(launch.flag_value(flags, "--host") or DEFAULT_HOST))]
+        server = Server(flags)
+        command = command_for(model_path, flags)
+        typer.echo(command.shell())
+        with running(command) as process:
+            wait_ready(server, alive=lambda: process.poll() is None, timeout=timeout)
+            converse(server, model_path, prompt, max_tokens)
     except (OSError, RuntimeError) as error:
-        typer.echo(f"dsv4-sglang: no completion: {error}", err=True)
+        typer.echo(f"dsv4-sglang: no conversation: {error}", err=True)
         raise typer.Exit(1) from None
-    typer.echo(f"dsv4-sglang: {answer}")

@@ -123,25 +123,47 @@ def plugin(gpu: bool) -> Iterator[Finding]:
 
 
 def hooks(gpu: bool) -> Iterator[Finding]:
-    from dsv4_sglang.srt.hooks import hooks_for
+    """The places where SGLang is changed: each there, with the parameters that the hook has."""
+    from dsv4_sglang.srt import contracts
+    from dsv4_sglang.srt.decisions import Launch
+    from dsv4_sglang.srt.hooks import hooks_of
+    from dsv4_sglang.srt.options import Options
 
-    wanted = hooks_for(not gpu)
-    missing = []
-    for hook in wanted:
-        try:
-            pkgutil.resolve_name(hook.target)
-        except (ImportError, AttributeError):
-            missing.append(hook.target)
-    for target in missing:
-        yield Finding("hook", f"{target} does not exist in this SGLang", "fail")
-    if not missing:
-        yield Finding("hooks", f"all {len(wanted)} targets exist")
+    wanted = hooks_of(Launch(Options()), on_cpu=not gpu)
+    different = contracts.hook_differences(wanted)
+    for line in different:
+        yield Finding("hook", line, "fail")
+    if not different:
+        yield Finding("hooks", f"all {len(wanted)} targets exist and take what is expected")
+
+
+def flags(gpu: bool) -> Iterator[Finding]:
+    """SGLang's flags: each that is refused or served by name is there, and each that is there has a name here."""
+    from dsv4_sglang.srt import compat, contracts
+    from dsv4_sglang.srt import flags as listed
+
+    different = contracts.flag_differences()
+    for line in different:
+        yield Finding("flag", line, "fail")
+    there = compat.flag_defaults()
+    if unknown := sorted(there.keys() - set(listed.known())):
+        yield Finding("flags", f"refused when given, for want of a decision: {', '.join(unknown)}", "note")
+    elif not different:
+        yield Finding("flags", f"all {len(there)} of SGLang are known")
 
 
 def server_classes(gpu: bool) -> Iterator[Finding]:
+    """Our classes over SGLang's, and the private methods of SGLang's that they override."""
+    from dsv4_sglang.srt import compat, contracts
+
     for module in ("dsv4_sglang.srt.backend", "dsv4_sglang.srt.models.deepseek_v4"):
         importlib.import_module(module)
         yield Finding("import", module)
+    different = contracts.override_differences()
+    for line in different:
+        yield Finding("override", line, "fail")
+    if not different:
+        yield Finding("overrides", f"all {len(compat.OVERRIDES)} private methods of SGLang are as expected")
 
 
 def self_test(gpu: bool) -> Iterator[Finding]:
@@ -170,6 +192,7 @@ CHECKS: tuple[Callable[[bool], Iterator[Finding]], ...] = (
     extension,
     plugin,
     hooks,
+    flags,
     server_classes,
     self_test,
 )

@@ -11,22 +11,17 @@ import typer
 
 from dsv4_sglang.srt import launch
 
-DEFAULT_PORT = 30000
 SGLANG_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-
-def base_url(flags: list[str]) -> str:
-    """Where the server of these flags listens."""
-    host = launch.flag_value(flags, "--host") or "127.0.0.1"
-    port = launch.flag_value(flags, "--port") or str(DEFAULT_PORT)
-    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+POOL_FLAGS = ["--enable-metrics", "--decode-log-interval", "8"]
+"""What a conversation shows of the pools, the server has to publish: SGLang does so after 40 decode steps, unless told
+otherwise. Put before a user's flags, so that those win."""
 
 
 def command_for(model_path: str, flags: list[str]) -> launch.Command:
     """The server command for this machine, or the CPU's if the flags ask for it."""
-    device = launch.flag_value(flags, "--device")
-    cpu = device == "cpu" if device is not None else not launch.has_gpu()
     try:
+        device = launch.flag_value(flags, "--device")
+        cpu = device == "cpu" if device is not None else not launch.has_gpu()
         return launch.server_command(model_path, flags, cpu)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -37,19 +32,20 @@ def serve(
     model_path: Annotated[str, typer.Option("--model-path", "--model", help="Checkpoint folder or hub name.")],
     only_print: Annotated[bool, typer.Option("--print", help="Print the command and do nothing else.")] = False,
     ask: Annotated[
-        str | None, typer.Option(help="Once the server is up, send this prompt and print its completion.")
+        str | None,
+        typer.Option(help="Once the server is up, ask this, print two turns of a conversation and what the cache did."),
     ] = None,
 ) -> None:
     """Serve with this package's cache: `python -m sglang.launch_server` with the opt-in and any of SGLang's flags.
 
     The server replaces this process, so signals reach it as they are and its exit code is this command's.
     """
-    command = command_for(model_path, context.args)
+    command = command_for(model_path, context.args if ask is None else [*POOL_FLAGS, *context.args])
     typer.echo(command.shell())
     if only_print:
         return
     sys.stdout.flush()
     if ask is not None:
-        helper = [sys.executable, "-m", "dsv4_sglang.cli.ask", base_url(context.args), ask, str(os.getpid())]
-        subprocess.Popen(helper)
+        module = [sys.executable, "-m", "dsv4_sglang.cli.ask"]
+        subprocess.Popen([*module, str(os.getpid()), model_path, ask, *context.args])
     os.execvpe(command.argv[0], command.argv, command.full_environment())

@@ -2,14 +2,15 @@
 
 `load()` registers the CUDA implementations of the ops. It takes, in this order: the file that `DSV4_SGLANG_EXTENSION`
 names; a library built ahead of time into `PREBUILT` that has the device's architecture and was made from the present
-sources; one that an earlier first use left in the cache; else it builds one for the present GPU with nvcc. Ahead of
-time, for any machine:
+sources; one like it that an earlier first use left in the cache; else it builds one for the present GPU with nvcc,
+which nothing else needs. Ahead of time, for any machine:
 
     python -m dsv4_sglang.ops.extension --arch 80,89,90a,100a [--out DIR]
 
 The extension uses LibTorch's stable ABI only, so one file serves torch 2.11 and later, whatever CUDA they were built
-with. The cache is `DSV4_SGLANG_CACHE`, else `~/.cache/dsv4_sglang`; a file's name holds a hash of sources and flags,
-one of the compiler, and the architectures.
+with. The cache is `DSV4_SGLANG_CACHE`, else `~/.cache/dsv4_sglang`, and nobody else's: a folder or library there that
+others own or can write is refused (`dsv4_sglang.ops.trust`). A file's name holds a hash of sources and flags, one of
+the compiler, and the architectures.
 """
 
 import argparse
@@ -25,6 +26,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from dsv4_sglang.ops.trust import refuse_writable_by_all, require_own
+
 logger = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -33,6 +36,7 @@ DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
 RELEASE_ARCHS = ("80", "89", "90a", "100a")
 SOURCE_SUFFIXES = (".cu", ".cpp")
 HEADER_SUFFIXES = (".h", ".cuh")
+OTHER_CACHE = "Or set DSV4_SGLANG_CACHE to a folder that is yours alone"
 FLAGS = (
     "-O3",
     "-std=c++17",
@@ -99,13 +103,49 @@ def cache_dir() -> Path:
     return Path(configured) if configured else Path.home() / ".cache" / "dsv4_sglang"
 
 
+def find_cached(arch: str) -> Path | None:
+    """A library in the cache made from the present sources, by any compiler, that has `arch`; nothing is written.
+
+    Raises RuntimeError where others own the cache or the library, or can write it.
+    """
+    folder = cache_dir()
+    if not folder.is_dir():
+        return None
+    require_own(folder, OTHER_CACHE)
+    library = find_prebuilt(arch, folder)
+    if library is not None:
+        require_own(library, OTHER_CACHE)
+    return library
+
+
+def _make_cache() -> Path:
+    """The cache folder, made for this user alone if it is not there."""
+    folder = cache_dir()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise RuntimeError(f"the cache of the CUDA extension cannot be made: {error}. {OTHER_CACHE}") from error
+    require_own(folder, OTHER_CACHE)
+    return folder
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Only one process builds into a folder at a time; the lock goes with the process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "build.lock", "w") as lock:
+    try:
+        # Whoever may read the folder may wait for it; a link that somebody else put there is not followed.
+        lock = os.open(folder / "build.lock", os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise RuntimeError(
+            f"the CUDA extension is not in {folder} and cannot be built there: {error}. Build it ahead of time with "
+            "`python -m dsv4_sglang.ops.extension --arch ... --out DIR` and set DSV4_SGLANG_EXTENSION to the file, or "
+            "set DSV4_SGLANG_CACHE to a folder that you can write"
+        ) from error
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 def _compile(nvcc: Path, archs: Sequence[str], output: Path) -> None:
@@ -123,7 +163,9 @@ def _compile(nvcc: Path, archs: Sequence[str], output: Path) -> None:
     threads = str(min(len(archs), os.cpu_count() or 1))
     inputs = [f"-I{root / 'include'}", *map(str, sources()), *libraries]
     command = [str(nvcc), *FLAGS, "-t", threads, *codes, *inputs, "-o", str(output)]
-    result = subprocess.run(command, capture_output=True, text=True)
+    # nvcc's own files go where the output goes: a folder that only this user can write.
+    environment = {**os.environ, "TMPDIR": str(output.parent)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
     if result.returncode:
         message = (result.stderr or result.stdout).strip()
         raise RuntimeError(f"nvcc failed with exit status {result.returncode}\n{' '.join(command)}\n{message}")
@@ -131,16 +173,25 @@ def _compile(nvcc: Path, archs: Sequence[str], output: Path) -> None:
 
 def build(archs: Sequence[str], out: Path) -> Path:
     """The library for `archs` ("90a", ...) in folder `out`, compiled unless it is there already."""
-    nvcc = find_nvcc()
-    target = out / library_name(compiler_hash(nvcc), archs)
-    with _locked(out):
-        if not target.exists():
-            logger.warning("building the CUDA extension for %s (about half a minute, once)", ", ".join(archs))
-            with tempfile.TemporaryDirectory(dir=out) as scratch:
-                unfinished = Path(scratch) / target.name
-                _compile(nvcc, archs, unfinished)
-                os.replace(unfinished, target)
+    target = out / library_name(compiler_hash(find_nvcc()), archs)
+    out.mkdir(parents=True, exist_ok=True)
+    refuse_writable_by_all(out)
+    if not target.exists():
+        with _locked(out):
+            if not target.exists():
+                _build(archs, target)
+    require_own(target, "Remove it, or name another folder")
     return target
+
+
+def _build(archs: Sequence[str], target: Path) -> None:
+    logger.warning("building the CUDA extension for %s (about half a minute, once)", ", ".join(archs))
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        unfinished = Path(scratch) / target.name
+        _compile(find_nvcc(), archs, unfinished)
+        # Whatever the umask, only its owner may change what others load.
+        unfinished.chmod(unfinished.stat().st_mode & 0o755)
+        os.replace(unfinished, target)
 
 
 def device_arch() -> str:
@@ -175,9 +226,10 @@ def load() -> Path:
         path = Path(configured)
         if not path.is_file():
             raise RuntimeError(f"DSV4_SGLANG_EXTENSION is {configured}, which is not a file")
+        refuse_writable_by_all(path)
     else:
         arch = device_arch()
-        path = find_prebuilt(arch) or build([arch], cache_dir())
+        path = find_prebuilt(arch) or find_cached(arch) or build([arch], _make_cache())
     torch.ops.load_library(str(path))
     return path
 

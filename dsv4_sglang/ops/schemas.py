@@ -31,13 +31,15 @@ SCHEMAS = {
         "(Tensor q, Tensor sink, Tensor window, Tensor window_rows, Tensor window_lens, Tensor? entries, "
         "Tensor? entry_rows, Tensor? entry_lens, Tensor positions, Tensor rope, float scale, int row_format) -> Tensor"
     ),
-    "copy_state": "(Tensor src, Tensor dst, Tensor(a!)[] tensors) -> ()",
+    "copy_state": "(Tensor src, Tensor dst, Tensor(a!)[] tensors, Tensor(b!)? refused=None) -> ()",
     "snapshot_tables": (
         "(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, "
         "Tensor(a!) owned, Tensor(b!) block_table) -> ()"
     ),
     "swap_blocks": "(Tensor(a!)[] device_pools, Tensor(b!)[] host_pools, Tensor ids, bool to_host) -> ()",
-    "update_rows": "(Tensor(a!) pool, Tensor new_rows, Tensor slices, Tensor n_valid) -> ()",
+    "update_rows": (
+        "(Tensor(a!) pool, Tensor new_rows, Tensor slices, Tensor n_valid, Tensor(b!)? refused=None) -> ()"
+    ),
 }
 
 # Kept for the life of the process: dropping a Library removes its registrations.

@@ -6,36 +6,32 @@ import json
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from dsv4_sglang.srt import compat
-from dsv4_sglang.srt.hooks import ARCHITECTURE, BACKEND, hooks_for
-from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.state import open_launch
+from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
+from dsv4_sglang.srt import compat, contracts
+from dsv4_sglang.srt.decisions import ARCHITECTURE, BACKEND, PREFIX_CACHE, Launch
+from dsv4_sglang.srt.hooks import Hook, hooks_of
 
 log = logging.getLogger(__name__)
 
 MODEL_PACKAGE = "dsv4_sglang.srt.models"
 
-_active = False
 
-
-def activate(options: Options, server_args: Any) -> None:
-    """Idempotent; raises if anything that the cache relies on is not there."""
-    global _active
-    open_launch(options)
-    if _active:
-        return
+def activate(launch: Launch, server_args: Any) -> None:
+    """Once a process. Raises if anything that the cache relies on is not there."""
+    hooks = hooks_of(launch, on_cpu=server_args.device == "cpu")
+    contracts.require([*contracts.flag_differences(), *contracts.hook_differences(hooks)])
     _set_environment(server_args.model_path)
     _declare_state()
     _register_backend()
-    _register_prefix_cache(options)
-    _apply_hooks(server_args.device == "cpu")
+    _register_prefix_cache(launch.options.checkpoint_interval)
+    _apply(hooks)
     _register_model()
-    _active = True
     if compat.sglang_version() not in compat.VALIDATED:
         log.warning("dsv4_sglang: %s", compat.version_note())
 
@@ -51,11 +47,10 @@ def _set_environment(model_path: str) -> None:
 def _declare_state() -> None:
     """Give SGLang's config class of this architecture what makes it a model with a recurrent state."""
     from sglang.srt.configs.linear_attn_model_registry import LinearAttnModelSpec, register_linear_attn_model
-    from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
 
-    config_class = _CONFIG_REGISTRY["deepseek_v4"]
+    config_class = compat.config_class()
     # Checkpoints end at multiples of this many tokens.
-    config_class.mamba_chunk_size = 128
+    config_class.mamba_chunk_size = BLOCK
     config_class.full_attention_layer_ids = property(lambda config: list(range(config.num_hidden_layers)))
     register_linear_attn_model(
         LinearAttnModelSpec(config_class=config_class, backend_class_name=BACKEND, arch_names=[ARCHITECTURE])
@@ -70,23 +65,20 @@ def _register_backend() -> None:
     register_attention_backend(BACKEND)(HybridCacheBackend)
 
 
-def _register_prefix_cache(options: Options) -> None:
+def _register_prefix_cache(interval: int) -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from dsv4_sglang.srt.hooks import PREFIX_CACHE
-    from dsv4_sglang.srt.prefix.component import CheckpointComponent, build_prefix_cache
+    from dsv4_sglang.srt.prefix.component import build_prefix_cache
 
-    CheckpointComponent.interval = options.checkpoint_interval
-    register_radix_cache_backend(PREFIX_CACHE, build_prefix_cache)
+    register_radix_cache_backend(PREFIX_CACHE, partial(build_prefix_cache, interval=interval))
 
 
-def _apply_hooks(on_cpu: bool) -> None:
-    """Register and apply the table of hooks; SGLang only logs a hook that fails, so each is looked up afterwards."""
-    hooks = hooks_for(on_cpu)
+def _apply(hooks: tuple[Hook, ...]) -> None:
+    """Register and apply hooks; SGLang only logs one that fails, so each is looked up afterwards."""
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, hook.kind)
     HookRegistry.apply_hooks()
-    missing = [hook for hook in hooks if hook.target not in HookRegistry._patched]
+    missing = [hook for hook in hooks if hook.target not in compat.applied_hooks()]
     if missing:
         lines = "\n".join(f"  {hook.target}: {hook.reason}" for hook in missing)
         raise RuntimeError(f"dsv4_sglang cannot hook into SGLang ({compat.version_note()}). Missing targets:\n{lines}")

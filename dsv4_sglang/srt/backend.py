@@ -14,17 +14,16 @@ from torch.nn.functional import pad
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
 from dsv4_sglang.attention.metadata import (
     DecodeBuffers,
-    StepMetadata,
     build_decode,
     build_prefill,
     snapshot_decode,
 )
 from dsv4_sglang.attention.readers import AttendInputs, LayerOutput, Reader, RowList, begin_step, make_readers
 from dsv4_sglang.cache.device import resolve_device
-from dsv4_sglang.formats import KeyFormat, make_row_tables
+from dsv4_sglang.cache.step import StepMetadata
+from dsv4_sglang.formats import make_row_tables
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
 from dsv4_sglang.srt.prefix.schedule import PrefillPlanTaker
-from dsv4_sglang.srt.state import current
 
 # Index scores of a prefill step that exist at a time.
 SCRATCH_BYTES = 256 << 20
@@ -78,13 +77,14 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.device = runner.device
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
-        self.state = runner.req_to_token_pool.mamba_pool
+        live = runner.req_to_token_pool.mamba_pool
+        self.state, self.last_live_slot = live.storage, live.size
         self.blocks = runner.token_to_kv_pool.full_kv_pool
         self.max_blocks = -(-runner.model_config.context_len // BLOCK_TOKENS)
         self.last_layer = config.num_hidden_layers - 1
         self.top_k = config.index_topk
         self.row_format = self.blocks.layout.row_format
-        self.key_format = KeyFormat(current().options.indexer_format)
+        self.key_format = self.blocks.layout.schemas[0].key_format
         self.metadata: StepMetadata | None = None
         heads = config.num_attention_heads // get_parallel().attn_tp_size
         device = resolve_device(self.device)  # registers its ops
@@ -100,7 +100,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     # Metadata of a step
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self._graph_buffers = DecodeBuffers(max_bs, self.max_blocks, self.device)
+        self._graph_buffers = DecodeBuffers(max_bs, self.max_blocks, self.device, self.state.layout.ring_rows)
         scores = max_bs * self._score_width(self._graph_buffers.block_table)
         self._graph_scratch = {
             "rows": torch.empty(max_bs * self.top_k, dtype=torch.int32, device=self.device),
@@ -157,7 +157,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         requests = forward_batch.req_pool_indices
         buffers = self._graph_buffers
         if buffers is None or requests.shape[0] > buffers.slots.shape[0]:
-            buffers = DecodeBuffers(requests.shape[0], self.max_blocks, self.device)
+            buffers = DecodeBuffers(requests.shape[0], self.max_blocks, self.device, self.state.layout.ring_rows)
         self._decode_buffers = buffers
         snapshot_decode(
             buffers,
@@ -179,7 +179,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         lengths, checkpoints = pad(plan, (0, 0, 0, 0, 0, requests - plan.shape[0])).unbind(-1)
         due = checkpoints > 0
         order = due.flatten().cumsum(0).view_as(checkpoints)
-        slots = torch.where(due, self.state.size + order, -1).to(torch.int32)
+        slots = torch.where(due, self.last_live_slot + order, -1).to(torch.int32)
         self._staged = slots.flatten(), checkpoints.flatten().to(torch.int32)
         return slots, lengths
 

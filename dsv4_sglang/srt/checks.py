@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsv4_sglang.srt import compat
+from dsv4_sglang.srt import compat, contracts
 
 
 def check_started(scheduler: Any) -> None:
-    """Raise, which stops the server, unless pools, allocator, tree, backend and model are the classes that belong here.
+    """Raise, which stops the server, unless pools, allocator, tree, backend and model are the classes that belong here
+    and SGLang's have the methods that ours override.
 
     SGLang logs a failing plugin or hook and serves on with its own pools: this is what makes that loud.
     """
@@ -21,6 +22,7 @@ def check_started(scheduler: Any) -> None:
     from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, DeepseekV4ForCausalLM
     from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateReqToTokenPool, StateSlotPool
 
+    contracts.require(contracts.override_differences())
     runner = scheduler.tp_worker.model_runner
     requests, tokens = runner.req_to_token_pool, runner.token_to_kv_pool
     tree = ChunkCache if scheduler.server_args.disable_radix_cache else UnifiedRadixCache

@@ -1,14 +1,67 @@
-"""What this package knows about SGLang versions: one place for every difference."""
+"""What this package knows about SGLang's insides: versions, and every name that SGLang keeps to itself.
+
+A leading underscore says that a name may change without notice, so such names stand here only, behind functions that
+say what they are for. `contracts` compares them with the SGLang that is installed before a server starts.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections import defaultdict
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsv4_sglang.model.config import DSV4Config
 
-# Versions on which the server tests have passed. Other versions are tried and refused if a hook target is missing.
+# Versions on which the server tests have passed. Other versions are tried and refused if `contracts` finds differences.
 VALIDATED = ("0.5.17",)
+
+# Private functions that hooks replace or wrap; `hooks` says why.
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
+CHOOSE_STATE_SLOTS = _CONFIGURATOR + "_handle_max_mamba_cache"
+SLOTS_OF_A_REQUEST = _CONFIGURATOR + "_calculate_mamba_ratio"
+BUILD_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_req_pool"
+BUILD_KV_POOL = _CONFIGURATOR + "_build_token_to_kv_pool"
+TRACK_REQUEST = "sglang.srt.managers.schedule_batch.ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend"
+VALIDATE_EXTRA_BUFFER = "sglang.srt.server_args.ServerArgs._validate_mamba_extra_buffer"
+
+
+class Override(NamedTuple):
+    """A private method of SGLang's class `base` that our class `ours` overrides."""
+
+    base: str
+    ours: str
+    method: str
+    reason: str
+
+
+_IN_TREE, _MODEL = "sglang.srt.models.deepseek_v4.", "dsv4_sglang.srt.models.deepseek_v4."
+OVERRIDES = (
+    Override(
+        _IN_TREE + "DeepseekV4DecoderLayer",
+        _MODEL + "DecoderLayer",
+        "_build_self_attn",
+        "where SGLang's layer makes its attention, which is ours here",
+    ),
+    Override(
+        _IN_TREE + "DeepseekV4DecoderLayer",
+        _MODEL + "DecoderLayer",
+        "_run_moe_ffn_dp_sync",
+        "the experts of a layer; SGLang has them as GPU kernels only",
+    ),
+    Override(
+        _IN_TREE + "DeepseekV4ForCausalLM",
+        _MODEL + "DeepseekV4ForCausalLM",
+        "_prewarm_mhc_kernels",
+        "compiles GPU kernels, of which there are none on a CPU",
+    ),
+    Override(
+        "sglang.srt.mem_cache.unified_cache.components.MambaComponent",
+        "dsv4_sglang.srt.prefix.component.CheckpointComponent",
+        "_evict_device_next_node",
+        "evicts checkpoints for want of live slots, which no checkpoint would give",
+    ),
+)
 
 
 def sglang_version() -> str:
@@ -27,3 +80,59 @@ def model_config(hf_config: Any) -> DSV4Config:
     theta, scaling = get_rope_config(hf_config)
     fields = {name: value for name, value in hf_config.to_dict().items() if name != "rope_parameters"}
     return DSV4Config.from_hf({**fields, "rope_theta": theta, "rope_scaling": scaling})
+
+
+def config_class() -> Any:
+    """The class that SGLang parses the config.json of this architecture with."""
+    from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
+
+    return _CONFIG_REGISTRY["deepseek_v4"]
+
+
+def applied_hooks() -> set[str]:
+    """Targets that SGLang has hooked. It only logs a hook that fails."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return HookRegistry._patched
+
+
+def flag_defaults() -> dict[str, Any]:
+    """Every field of SGLang's ServerArgs and its default; None for the one that has none, the model's path."""
+    from sglang.srt.server_args import ServerArgs
+
+    defaults: dict[str, Any] = {}
+    for field in dataclasses.fields(ServerArgs):
+        if field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+        else:
+            defaults[field.name] = None if field.default is dataclasses.MISSING else field.default
+    return defaults
+
+
+def flags_are_resolved(server_args: Any) -> bool:
+    """Whether SGLang has filled in everything that follows from the flags as given."""
+    return bool(getattr(server_args, "_declarations_materialized", False))
+
+
+def quantises_output_projection() -> bool:
+    """Whether SGLang multiplies the first output projection in FP8, read from the environment when it was imported."""
+    from sglang.srt.models import deepseek_v4
+
+    return deepseek_v4._FP8_WO_A_GEMM
+
+
+def track_entry(taken: bool) -> Any:
+    """What `TRACK_REQUEST` returns for a request; its one index and length say nothing here."""
+    from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry
+
+    return _MambaRadixCacheV2TrackEntry(track_mask=taken, track_index=0, track_seqlen=0)
+
+
+def evict_from_device(component: Any, node: Any) -> None:
+    """Take what `component` has on a node of the tree off the device; the node's other components stay."""
+    from sglang.srt.mem_cache.unified_cache.components.tree_component import EvictLayer
+
+    device: dict[Any, list[Any]] = defaultdict(list)
+    host: dict[Any, list[Any]] = defaultdict(list)
+    component.tree_core._evict_component_and_detach_lru(node, component, device, host, target=EvictLayer.DEVICE)
+    component.cache._free_values(device, host)

@@ -13,8 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 OPT_IN_FLAG = "--json-model-override-args"
 OPT_IN_KEY = "dsv4_sglang"
+CONFIG_FLAG = "--config"
 MODEL_FLAGS = ("--model-path", "--model")
 CPU_SHIM = Path(__file__).parent / "cpu_shim"
 
@@ -25,6 +28,22 @@ CPU_FLAGS: dict[str, str] = {
     "--max-total-tokens": "65536",
     "--max-running-requests": "16",
     "--chunked-prefill-size": "512",
+}
+
+# The flags that are looked at before SGLang reads them, and the shortest abbreviation that its parser takes for each.
+ABBREVIATED = {
+    OPT_IN_FLAG: "--j",
+    CONFIG_FLAG: "--conf",
+    "--model-path": "--model-p",
+    "--host": "--ho",
+    "--port": "--po",
+    "--api-key": "--ap",
+    "--ssl-certfile": "--ssl-ce",
+    "--ssl-ca-certs": "--ssl-ca",
+    "--device": "--dev",
+    "--max-total-tokens": "--max-t",
+    "--max-running-requests": "--max-r",
+    "--chunked-prefill-size": "--chu",
 }
 
 
@@ -50,13 +69,53 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def flag_value(flags: Sequence[str], *names: str) -> str | None:
-    """The last value of a flag given as `--name value` or `--name=value`, None if it is not there."""
-    found = None
-    for i, flag in enumerate(flags):
+def _whole(name: str) -> str:
+    """The flag that argparse takes `name` for, if it is one of those that matter here."""
+    for flag, shortest in ABBREVIATED.items():
+        if flag.startswith(name) and len(name) >= len(shortest):
+            return flag
+    return name
+
+
+def spelled_out(flags: Sequence[str]) -> list[str]:
+    """`flags` with abbreviations of those that matter here written out, and `--config FILE` in two words: SGLang reads
+    the file only if it finds that very word."""
+    words: list[str] = []
+    for flag in flags:
         name, equals, value = flag.partition("=")
+        name = _whole(name)
+        words += [name, value] if equals and name == CONFIG_FLAG else [name + equals + value]
+    return words
+
+
+def _with_file(flags: Sequence[str]) -> list[str]:
+    """Spelled out flags, those of the file of `--config` first, as SGLang puts them. Lists are left out."""
+    words = spelled_out(flags)
+    if CONFIG_FLAG not in words:
+        return words
+    path = Path(*words[words.index(CONFIG_FLAG) + 1 :][:1])
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{CONFIG_FLAG} {path} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{CONFIG_FLAG} {path}: expected flags and their values, found {values!r}")
+    texts = {key: json.dumps(value) if isinstance(value, dict) else str(value) for key, value in values.items()}
+    return [*spelled_out([f"--{key.replace('_', '-')}={text}" for key, text in texts.items()]), *words]
+
+
+def flag_value(flags: Sequence[str], *names: str) -> str | None:
+    """The last value of a flag given as `--name value` or `--name=value`, there or in the file of `--config`; None if
+    it is not there. An abbreviation that SGLang would take for the flag counts.
+
+    Raises ValueError if there is a file that cannot be read.
+    """
+    found = None
+    words = _with_file(flags)
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=")
         if name in names:
-            found = value if equals else (flags[i + 1] if i + 1 < len(flags) else "")
+            found = value if equals else (words[i + 1] if i + 1 < len(words) else "")
     return found
 
 
@@ -128,10 +187,12 @@ def engine_arguments(
 def server_command(model_path: str, flags: Sequence[str], cpu: bool, python: str = sys.executable) -> Command:
     """`python -m sglang.launch_server` with this cache selected.
 
-    `flags` are any of SGLang's; they win over the defaults for a CPU. Raises ValueError if the overrides are not JSON.
+    `flags` are any of SGLang's; they win over the defaults for a CPU. Overrides in a file of `--config` are kept, where
+    SGLang's parser lets those of the command line replace them. Raises ValueError if the overrides are not JSON or the
+    file cannot be read.
     """
     overrides = opt_in(flag_value(flags, OPT_IN_FLAG))
-    rest = _without(flags, OPT_IN_FLAG)
+    rest = _without(spelled_out(flags), OPT_IN_FLAG)
     argv = [python, "-m", "sglang.launch_server", "--model-path", model_path, OPT_IN_FLAG, overrides]
     if cpu:
         for flag, value in CPU_FLAGS.items():

@@ -8,7 +8,10 @@ the launcher while the flags are resolved, in a scheduler process before weights
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsv4_sglang.srt.decisions import Launch
 
 OPT_IN = "sglang.srt.configs.model_config.ModelConfig.from_server_args"
 
@@ -20,18 +23,33 @@ def register() -> None:
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        HookRegistry.register(OPT_IN, _before_model_config, HookType.BEFORE)
+        HookRegistry.register(OPT_IN, OptIn().before_model_config, HookType.BEFORE)
     except Exception as error:
         if any("dsv4_sglang" in argument for argument in sys.argv):
             raise SystemExit(f"dsv4_sglang cannot hook into SGLang: {error!r}") from error
         raise
 
 
-def _before_model_config(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    from dsv4_sglang.srt.options import from_override_args
+class OptIn:
+    """Waits for a launch that opts in; there is at most one in a process."""
 
-    options = from_override_args(server_args.json_model_override_args)
-    if options is not None:
-        from dsv4_sglang.srt.activate import activate
+    def __init__(self) -> None:
+        self.launch: Launch | None = None
 
-        activate(options, server_args)
+    def before_model_config(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
+        """Put the cache in place if the launch asks for it; a second model config must agree with the first."""
+        from dsv4_sglang.srt.options import from_override_args
+
+        options = from_override_args(server_args.json_model_override_args)
+        if options is None:
+            return
+        if self.launch is None:
+            from dsv4_sglang.srt.activate import activate
+            from dsv4_sglang.srt.decisions import Launch
+
+            launch = Launch(options)
+            activate(launch, server_args)
+            self.launch = launch
+        elif self.launch.options != options:
+            raise ValueError(f"two launches in one process with different options: {self.launch.options} and {options}")
+        self.launch.begin(server_args)

@@ -15,18 +15,11 @@ from sglang.srt.configs.mamba_utils import BaseLinearStateParams, Mamba2StateDTy
 from sglang.srt.mem_cache.memory_pool import GB, HybridLinearKVPool, HybridReqToTokenPool, KVCache, MambaPool
 from torch import Tensor
 
-from dsv4_sglang.cache.paged_cache import PagedKVPool
+from dsv4_sglang.cache.layout import COMPRESSED, CacheLayout
+from dsv4_sglang.cache.paged_cache import make_paged_pools
 from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
-from dsv4_sglang.formats import make_row_tables
-from dsv4_sglang.model.geometry import CSA_RATIO
-from dsv4_sglang.model.layer_schedule import AttentionType
-from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.srt.prefix.slots import CheckpointSlots
-
-SLOT_UNITS = 6
-"""Units of four rows in a slot's CSA tail: current k, current z, previous k (two), previous z (two)."""
-KEPT_UNITS = (3, 5)
-"""Those alive at a multiple of 128: the second half of the previous windows' rings, positions t & 7 = 4..7."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -65,25 +58,18 @@ class StateParams(BaseLinearStateParams):
 
 
 class StateSlotPool(MambaPool):
-    """Window rings and compressor tails of all layers: live slots of requests, and compact checkpoints.
-
-    - `rings` [layers, slots, 128, width]: window rows, position t in row t & 127
-    - `tails`: fp32, one tensor a kind of compressor, [layers of the kind, slots, ...]
+    """A `StateStorage` by the names that SGLang knows: live slots of requests, staging slots, checkpoints.
 
     Slots 1..size are those of requests; the `staging` slots behind them take the checkpoints of a prefill step until
-    its end, when `store` moves them to checkpoints 1..`checkpoints`. Of a state at a multiple of 128 a checkpoint
-    keeps what is alive (SPEC 6.6), and one allocation holds the rings of both, another the CSA tails of both, in
-    units of four rows: six a slot, two a checkpoint. So a copy between them is a copy of slots.
+    its end, when `storage.store` moves them to checkpoints.
 
-    The live part also lies in `mamba_cache.conv`, slot dimension second, so that what SGLang inherits (transfer
-    descriptions, copies) walks it. What of a slot is alive follows from its request's length alone (SPEC 3.7).
+    All slots also lie in `mamba_cache.conv`, slot dimension second, so that what SGLang inherits (transfer
+    descriptions, copies) walks them.
     """
 
     def __init__(
         self, *, size: int, cache_params: StateParams, mamba_layer_ids: list[int], device: str, **ignored: Any
     ) -> None:
-        layout = cache_params.cache_layout
-        self.layout = layout
         self.size, self.device = size, device
         self.mamba_layer_ids = list(mamba_layer_ids)
         self.num_mamba_layers = len(self.mamba_layer_ids)
@@ -94,75 +80,18 @@ class StateSlotPool(MambaPool):
         self.enable_custom_mem_pool, self.custom_mem_pool = False, None
         self.conv_shard_groups, self.conv_slice_axis = None, 0
 
-        self.staging, self.checkpoints = cache_params.staging, cache_params.checkpoints
-        self.live_slots = slots = size + 1 + self.staging
-        layers, window = len(layout.schemas), layout.schemas[0].swa_window_size
-        self._all_rings = make_row_tables(
-            layers, slots + self.checkpoints, window, layout.row_format, torch.device(device)
-        )
-        self.rings = self._all_rings[:, :slots]
-        self._tail_units: Tensor | None = None
-        self.tails: dict[AttentionType, Tensor] = {}
-        self._tail_of_layer: dict[int, Tensor] = {}
-        for kind in (AttentionType.CSA, AttentionType.HCA):
-            members = layout.layers(kind)
-            shape = layout.schemas[members[0]].tail_shape if members else None
-            if shape is None:
-                continue
-            if kind is AttentionType.CSA:
-                units = (len(members), slots * SLOT_UNITS + self.checkpoints * len(KEPT_UNITS), CSA_RATIO, shape[1])
-                self._tail_units = torch.zeros(units, dtype=torch.float32, device=device)
-                live = self._tail_units[:, : slots * SLOT_UNITS]
-                # Units of slot 0 and of checkpoint 0, which does not exist.
-                self._live_units = torch.tensor(KEPT_UNITS, dtype=torch.int32, device=device)
-                before = slots * SLOT_UNITS - len(KEPT_UNITS)
-                self._kept_units = torch.arange(before, before + len(KEPT_UNITS), dtype=torch.int32, device=device)
-                self.tails[kind] = live.unflatten(1, (slots, SLOT_UNITS)).flatten(2, 3)
-            else:
-                self.tails[kind] = torch.zeros((len(members), slots, *shape), dtype=torch.float32, device=device)
-            self._tail_of_layer.update(zip(members, self.tails[kind]))
+        self.staging = cache_params.staging
+        slots = size + 1 + self.staging
+        self.storage = StateStorage(cache_params.cache_layout, slots, cache_params.checkpoints, positions=False)
         self.mamba_cache = self.State(
-            conv=[self.rings, *self.tails.values()],
+            conv=self.storage.tensors,
             temporal=torch.zeros((self.num_mamba_layers, slots, 0), device=device),
         )
-        parts = [*layout.state_parts(slots), *layout.checkpoint_parts(self.checkpoints)]
-        self.bytes = sum(part.bytes for part in parts)
+        self.bytes = self.storage.memory_bytes()
         self.mem_usage = self.bytes / GB
-
-    def ring(self, layer: int) -> Tensor:
-        """[slots, 128, width] row table of a layer's windows."""
-        return self.rings[layer]
-
-    def tail(self, layer: int) -> Tensor | None:
-        """[slots, ...] compressor state of a layer, None without a compressor."""
-        return self._tail_of_layer.get(layer)
 
     def clear_slots(self, indices: Tensor) -> None:
         """Nothing: with no tokens in the request every old row of a slot is invisible (SPEC 3.8, 6.2)."""
-
-    def store(self, slots: Tensor, checkpoints: Tensor) -> None:
-        """Copy live or staging slots to checkpoints, both [n] int32, -1 skips. Their lengths are multiples of 128."""
-        self._copy(slots, checkpoints, to_checkpoints=True)
-
-    def load(self, checkpoints: Tensor, slots: Tensor) -> None:
-        """Copy checkpoints to the live slots of the requests that resume from them."""
-        self._copy(slots, checkpoints, to_checkpoints=False)
-
-    def _copy(self, slots: Tensor, checkpoints: Tensor, *, to_checkpoints: bool) -> None:
-        # Few and small launches: a decode step makes them all even when nothing is due. `copy_state` skips a pair with
-        # a negative slot, which -1 gives for the units of a slot too.
-        none = checkpoints < 1
-        self._move(self._all_rings, slots, (checkpoints + (self.live_slots - 1)).masked_fill(none, -1), to_checkpoints)
-        if self._tail_units is not None:
-            live = torch.add(self._live_units, slots[:, None], alpha=SLOT_UNITS)
-            kept = torch.add(self._kept_units, checkpoints[:, None], alpha=len(KEPT_UNITS))
-            kept = kept.masked_fill(none[:, None], -1)
-            self._move(self._tail_units, live.flatten(), kept.flatten(), to_checkpoints)
-
-    @staticmethod
-    def _move(tensor: Tensor, live: Tensor, checkpoint: Tensor, to_checkpoints: bool) -> None:
-        source, target = (live, checkpoint) if to_checkpoints else (checkpoint, live)
-        torch.ops.dsv4_sglang.copy_state(source, target, [tensor])
 
     def get_kv_size_bytes(self) -> int:
         return self.bytes
@@ -192,20 +121,22 @@ class CompressedKVPool(KVCache):
     def __init__(self, *, size: int, page_size: int, dtype: torch.dtype, layout: CacheLayout, device: str) -> None:
         if page_size != BLOCK:
             raise ValueError(f"page size is {page_size}; the blocks of this cache have {BLOCK} tokens")
-        compressed = {layer: schema for layer, schema in enumerate(layout.schemas) if schema.ratio}
-        super().__init__(size, page_size, dtype, len(compressed), device, False)
+        self.compressed_layers = sorted(layer for kind in COMPRESSED for layer in layout.layers(kind))
+        super().__init__(size, page_size, dtype, len(self.compressed_layers), device, False)
         self.layout = layout
         self.blocks = size // BLOCK + 1
-        self.pools = {layer: PagedKVPool(schema, self.blocks, device) for layer, schema in compressed.items()}
-        self.bytes = sum(part.bytes for part in layout.block_parts(self.blocks))
+        self.pools = make_paged_pools(layout, dict.fromkeys(COMPRESSED, self.blocks))
+        self.bytes = sum(pool.memory_bytes() for pool in self.pools if pool is not None)
 
     def entries(self, layer: int) -> Tensor | None:
         """Row table of a layer's entries, None without a compressor."""
-        return self.pools[layer].entries if layer in self.pools else None
+        pool = self.pools[layer]
+        return None if pool is None else pool.entries
 
     def keys(self, layer: int) -> Tensor | None:
         """Index keys of a CSA layer."""
-        return self.pools[layer].index_keys if layer in self.pools else None
+        pool = self.pools[layer]
+        return None if pool is None else pool.index_keys
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """One vector is key and value: all bytes count as keys."""
@@ -232,7 +163,7 @@ class CacheKVPool(HybridLinearKVPool):
             page_size=compressed.page_size,
             head_num=1,
             head_dim=compressed.layout.schemas[0].entry_head_dim,
-            full_attention_layer_ids=list(compressed.pools),
+            full_attention_layer_ids=compressed.compressed_layers,
             device=compressed.device,
             mamba_pool=state,
             full_kv_pool=compressed,

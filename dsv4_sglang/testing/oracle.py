@@ -98,8 +98,8 @@ class Oracle:
         return Score(logprobs=chosen, best=top.indices, margin=top.values - chosen)
 
     @torch.no_grad()
-    def selection_gap(self, ids: Sequence[int]) -> torch.Tensor:
-        """[len(ids)]: how near the indexer is to selecting another entry, with fp32 rows and keys.
+    def selection_gap(self, ids: Sequence[int], rows: RowFormat = "fp32", keys: KeyFormat = "fp32") -> torch.Tensor:
+        """[len(ids)]: how near the indexer is to selecting another entry.
 
         (last selected score - first that is not) / |last selected|, the smallest of all layers; infinite where all
         entries are selected. Rounding in fp32 changes a score by some 1e-6 of it.
@@ -118,7 +118,7 @@ class Oracle:
         modules = [m for m in self.model.modules() if isinstance(m, hf.DeepseekV4IndexerScorer)]
         hooks = [module.register_forward_hook(look) for module in modules]
         try:
-            self.logits(ids)
+            self.logits(ids, rows, keys)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
-from dsv4_sglang.attention.metadata import DecodeBuffers, StepMetadata, build_decode, build_prefill, snapshot_decode
+from dsv4_sglang.attention.metadata import DecodeBuffers, build_decode, build_prefill, snapshot_decode
+from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import KeyFormat, RowFormat, make_key_table, make_row_tables
 from dsv4_sglang.model.geometry import WINDOW
 from dsv4_sglang.ops.rope import rope_table, rotate

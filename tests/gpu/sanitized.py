@@ -42,7 +42,10 @@ def main() -> None:
     op.snapshot_tables(*ints, table[0, :2].clone(), table, table.new_zeros(3), table.new_zeros(3, 64))
     pool, rows = torch.zeros(50, 73, device=DEVICE), torch.randn(20, 73, device=DEVICE)
     slices = torch.tensor([[3, 40, 0], [0, 8, 0], [8, 10, 99]], device=DEVICE)
-    op.update_rows(pool, rows, slices, torch.tensor([2], dtype=torch.int32, device=DEVICE))
+    refused = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for count in (2, 3):  # the third slice leaves the pool
+        op.update_rows(pool, rows, slices, torch.tensor([count], dtype=torch.int32, device=DEVICE), refused)
+        assert int(refused) == (-1 if count == 2 else 2)
     host = torch.zeros(30, 1168, dtype=torch.uint8).pin_memory()
     device = torch.zeros(30, 1168, dtype=torch.uint8, device=DEVICE)
     ids = torch.stack([torch.randperm(30)[:12], torch.randperm(30)[:12]])

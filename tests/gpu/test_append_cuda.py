@@ -16,11 +16,12 @@ PHASES = [*range(10), *range(124, 133), *range(250, 259), 1000]
 CHUNKS = [1, 2, 3, 5, 127, 128, 129, 130, 300, 700]
 
 
-def layer_and_step(kind, formats, requests, decode, free=6, seed=0, **options):
+def layer_and_step(kind, formats, requests, decode, free=6, seed=0, ring_rows=128, **options):
     dtype, rows, keys = formats
     used = [s for s, _, _ in requests if s >= 0]
     blocks = sum((length + count + 127) // 128 for _, length, count in requests)
-    layer = Layer(kind, dtype, rows, keys, slots=max(used, default=0) + 1 + free, blocks=blocks, seed=seed)
+    slots = max(used, default=0) + 1 + free
+    layer = Layer(kind, dtype, rows, keys, slots=slots, blocks=blocks, seed=seed, ring_rows=ring_rows)
     return layer, Step.make(layer, requests, decode, seed=seed + 1, **options)
 
 
@@ -72,6 +73,16 @@ def test_prefill_formats(kind, formats):
 def test_prefill_alone(kind):
     for length, count in ((0, 1), (0, 4), (0, 128), (1, 127), (3, 126), (127, 2), (130, 1000), (1000, 24)):
         check_step(*layer_and_step(kind, FORMATS[0], [(2, length, count)], False, seed=length))
+
+
+@pytest.mark.parametrize("ring_rows", [130, 136, 300])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rings_wider_than_the_window(kind, ring_rows):
+    """Decode, and chunks shorter and longer than window and ring: old rows reach the workspace from where they lie."""
+    check_step(*layer_and_step(kind, FORMATS[0], decode_requests(PHASES), True, ring_rows=ring_rows))
+    print(check_step(*layer_and_step(kind, FORMATS[0], chunk_requests(2, 12), False, ring_rows=ring_rows)))
+    for length, count in ((130, 1), (1000, 131), (140, 301)):
+        check_step(*layer_and_step(kind, FORMATS[0], [(2, length, count)], False, ring_rows=ring_rows))
 
 
 @pytest.mark.parametrize("decode", [True, False])

@@ -20,7 +20,7 @@ FAULTS = (
     "a checkpoint shared without a copy",
 )
 KEPT_MAIN, KEPT_INDEX = slice(0, 512), slice(512, 640)
-PACKAGE = "dsv4_sglang.srt."
+PACKAGE = "dsv4_sglang."
 
 
 def entry_point(folder: Path) -> list[str]:
@@ -36,9 +36,9 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, function in (
-        ("backend.HybridCacheBackend.forward_extend", _extend),
-        ("pools.StateSlotPool.store", _store),
-        ("prefix.slots.CheckpointSlots.load_to_active", _load),
+        ("srt.backend.HybridCacheBackend.forward_extend", _extend),
+        ("cache.state_cache.StateStorage.store", _store),
+        ("srt.prefix.slots.CheckpointSlots.load_to_active", _load),
     ):
         HookRegistry.register(PACKAGE + target, function, HookType.AROUND)
 
@@ -68,13 +68,13 @@ def _extend(
     return out
 
 
-def _store(original: Callable[..., None], pool: Any, slots: Any, checkpoints: Any) -> None:
-    original(pool, slots, checkpoints)
+def _store(original: Callable[..., None], state: Any, slots: Any, checkpoints: Any) -> None:
+    original(state, slots, checkpoints)
     columns = {FAULTS[1]: KEPT_MAIN, FAULTS[2]: KEPT_INDEX}.get(_fault())
     if columns is not None:
-        from dsv4_sglang.srt.pools import KEPT_UNITS, SLOT_UNITS
+        from dsv4_sglang.cache.layout import KEPT_UNITS, SLOT_UNITS
 
-        kept = pool._tail_units[:, pool.live_slots * SLOT_UNITS :].unflatten(1, (-1, len(KEPT_UNITS)))
+        kept = state._tail_units[:, state.num_slots * SLOT_UNITS :].unflatten(1, (-1, len(KEPT_UNITS)))
         for checkpoint in checkpoints[checkpoints > 0].tolist():
             kept[:, checkpoint - 1, :, :, columns] = 0
 

@@ -8,12 +8,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from server_harness import START_SECONDS
+from progress import POLL_SECONDS, Progress, run, wait
 
+from dsv4_sglang.cli.conversation import QUESTION
 from dsv4_sglang.cli.demo import free_port
 
 pytestmark = pytest.mark.server
@@ -21,37 +23,33 @@ pytestmark = pytest.mark.server
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--enable-cache-report")
 METRICS = ("--enable-metrics", "--decode-log-interval", "1")
-STOP_SECONDS = 60
+KEY = "of users"
+KEYS = ("--api-key", KEY, "--admin-api-key", "of admins")
 
 
 def run_example(name: str, *arguments: str) -> str:
-    result = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=START_SECONDS
-    )
+    result = run([sys.executable, str(EXAMPLES / name), *arguments])
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
 
 
 @pytest.fixture(scope="module")
 def process(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
-    """(process, url, log) of `dsv4-sglang serve --ask`, once it has said its completion."""
+    """(process, url, log) of `dsv4-sglang serve --ask` with keys, once it has shown its conversation."""
     port, log = free_port(), tmp_path_factory.mktemp("serve") / "log"
     serve = [sys.executable, "-m", "dsv4_sglang.cli", "serve", "--model-path", str(tiny(seed=0))]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*serve, "--port", str(port), "--ask", "The hybrid cache", *FLAGS, *METRICS],
+            [*serve, "--port", str(port), "--ask", QUESTION, *FLAGS, *KEYS, *METRICS],
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     try:
-        polls = START_SECONDS * 2
+        progress = Progress(process, log)
         while b"dsv4-sglang: serving at" not in log.read_bytes():
-            assert process.poll() is None, log.read_text(errors="replace")[-4000:]
-            polls -= 1
-            assert polls > 0, f"not up within {START_SECONDS} s: {log.read_text(errors='replace')[-4000:]}"
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.5)
+            progress.check()
+            time.sleep(POLL_SECONDS / 2)
         yield process, f"http://127.0.0.1:{port}", log
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -59,16 +57,32 @@ def process(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
         process.wait()
 
 
-def test_completion(process: tuple) -> None:
+def test_conversation(process: tuple) -> None:
     log = process[2].read_text(errors="replace")
     assert log.splitlines()[0].endswith(" ".join(METRICS))
-    assert re.search(r"dsv4-sglang: 'The hybrid cache' -> '.+' \(16 tokens in", log)
     assert "dsv4_sglang cache:" in log
+    assert f"dsv4-sglang: turn 1: {QUESTION!r} -> " in log
+    shown = r"turn \d: (\d+) prompt tokens, (\d+) of them from the cache; first token after .+ s, (\d+) tokens after"
+    (first, first_cached, first_new), (second, second_cached, second_new) = (
+        list(map(int, turn)) for turn in re.findall(shown, log)
+    )
+    assert second > first + first_new
+    assert first_new == second_new == 16
+    assert first_cached == 0
+    assert second_cached == first // 128 * 128
+    pools = re.findall(r"pools .*: (\d+) of 65536 tokens used by .*, (\d+) kept for .*, checkpoints: (\d+)", log)
+    assert [int(used) for used, _, _ in pools] == [0, 0]
+    assert [int(kept) for _, kept, _ in pools] == [first // 128 * 128, second // 128 * 128]
+    assert all(int(checkpoints) > 0 for _, _, checkpoints in pools)
+    assert "dsv4-sglang: the words are noise" in log
+    assert " 503 " not in log
 
 
 def test_chat(process: tuple) -> None:
     """The second turn repeats the first, which is longer than the 256 tokens between checkpoints."""
-    out = run_example("chat_client.py", "x" * 300, "and now?", "--url", process[1], "--max-tokens", "8")
+    out = run_example(
+        "chat_client.py", "x" * 300, "and now?", "--url", process[1], "--api-key", KEY, "--max-tokens", "8"
+    )
     turns = re.findall(r"\[(\d+) prompt tokens(?:, (\d+) of them from the cache)?; (\d+) new\]", out)
     (first, first_cached, first_new), (second, second_cached, second_new) = ([int(n or 0) for n in t] for t in turns)
     assert first_new == second_new == 8
@@ -78,7 +92,7 @@ def test_chat(process: tuple) -> None:
 
 
 def test_pools(process: tuple) -> None:
-    out = run_example("pools_filling.py", "--url", process[1], "--prompt", "300", "140", "--new", "8")
+    out = run_example("pools_filling.py", "--url", process[1], "--api-key", KEY, "--prompt", "300", "140", "--new", "8")
     rows = [list(map(int, re.findall(r" (\d+) +(\d+) kept", line)[i])) for line in out.splitlines()[1:] for i in (0, 1)]
     tokens, slots = rows[0::2], rows[1::2]
     assert max(used for used, _ in tokens) >= 300
@@ -88,7 +102,7 @@ def test_pools(process: tuple) -> None:
 
 def test_sigterm_stops_it(process: tuple) -> None:
     process[0].send_signal(signal.SIGTERM)
-    assert process[0].wait(STOP_SECONDS) in (0, -signal.SIGKILL)  # SGLang ends by killing its own tree
+    assert wait(process[0]) in (0, -signal.SIGKILL)  # SGLang ends by killing its own tree
 
 
 def test_offline_generation(tiny: Callable[..., Path]) -> None:

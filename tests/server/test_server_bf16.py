@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from progress import STUCK_SECONDS
 from server_harness import Generated, Server, assert_same, prompt, running
 
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.srt.layout import CacheLayout
+from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.sizing import StateDemand, table
 from dsv4_sglang.testing.oracle import Oracle
@@ -25,9 +26,10 @@ pytestmark = pytest.mark.server
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
 GENERATED = 40
 FLAGS = ("--dtype", "float32", "--context-length", "2048")
-# Sums in another order make single elements of a row round the other way; rounding all of them moves log p by 0.004 on
-# average and 0.02 at most (tests/test_make_tiny.py).
-SAME = 5e-3
+# Sums in another order make some elements of a row round the other way, the more the deeper the layer. Rounding all of
+# them moves log p by 0.004 on average and 0.02 at most; one wrong entry moves it by eight times that average
+# (tests/test_make_tiny.py holds the checkpoint to both). Two runs share most roundings: half of the average apart.
+SAME, SAME_ON_AVERAGE = 0.02, 0.002
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def test_warm_is_cold(server: Server, alone: dict[int, Generated]) -> None:
         assert_same(got, alone[n], SAME)
 
 
-def test_warm_answers_within_2e_3_of_cold_ones(server: Server) -> None:
+def test_warm_answers_are_as_cold_ones_but_for_rounding(server: Server) -> None:
     """Teacher-forced: a branch a token before, at and after a block boundary and inside a block, each taken twice; and
     a turn after one that decoded over a boundary. The cold answers are computed in one step."""
     trunk, first = prompt(400, seed=3), prompt(200, seed=5)
@@ -86,12 +88,25 @@ def test_warm_answers_within_2e_3_of_cold_ones(server: Server) -> None:
     server.generate(trunk, 1)
     asked = [trunk[:at] + prompt(60, seed=at) for at in (255, 256, 257, 300)]
     asked.append(first + server.generate(first, 70).tokens + prompt(30, seed=6))
+    distances = []
     for ids in asked:
         for warm in (server.generate(ids, 8), server.generate(ids, 8)):
             cold = server.score(ids, warm.tokens, extra_key=f"cold {len(ids)}")
-            apart = (torch.tensor(warm.logprobs) - torch.tensor(cold.logprobs)).abs().max()
-            assert apart <= 2e-3, f"{len(ids)} tokens, {warm.cached} of them cached: {apart:.1e}"
+            apart = (torch.tensor(warm.logprobs) - torch.tensor(cold.logprobs)).abs()
+            assert apart.max() <= SAME, f"{len(ids)} tokens, {warm.cached} of them cached: {apart.max():.1e}"
+            distances.append(apart)
         assert warm.cached == (len(ids) - 1) // 128 * 128
+    assert torch.cat(distances).mean() <= SAME_ON_AVERAGE
+
+
+def test_a_branch_of_any_length(server: Server) -> None:
+    """The next branch at the same place resumes there, wherever in a block the prompt of the first one ended."""
+    trunk = prompt(400, seed=13)
+    for length in (384, 385, 386):
+        server.flush()
+        server.generate(trunk, 1)
+        assert server.generate(trunk[:300] + prompt(length - 300, seed=14), 4).cached == 0
+        assert server.generate(trunk[:300] + prompt(40, seed=15), 1).cached == 256, length
 
 
 def test_slots_used_by_200_others(server: Server, alone: dict[int, Generated]) -> None:
@@ -106,16 +121,16 @@ def test_abort_and_lost_client(server: Server, alone: dict[int, Generated]) -> N
     sampling = {"max_new_tokens": 1000, "temperature": 0, "ignore_eos": True}
     body = json.dumps({"input_ids": prompt(300), "sampling_params": sampling, "stream": True}).encode()
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as client:
+    with socket.create_connection((host, int(port)), timeout=STUCK_SECONDS) as client:
         head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert client.recv(4096)  # it runs, and then the client is gone
     with ThreadPoolExecutor(1) as other:
         aborted = other.submit(server.generate, prompt(128), 1000, rid="to-abort")
-        while not any(rank["num_reqs"] for rank in server.get("/get_load")):
+        while not aborted.done() and not any(rank["num_reqs"] for rank in server.get("/get_load")):
             time.sleep(0.05)
         server.post("/abort_request", {"rid": "to-abort"})
-        assert len(aborted.result(60).tokens) < 1000
+        assert len(aborted.result().tokens) < 1000
     server.wait_idle()
     server.flush()
     assert_same(server.generate(prompt(300), 8), alone[300], SAME)
@@ -138,7 +153,7 @@ def test_what_the_server_says_of_itself(server: Server, tiny: Callable[..., Path
     info = server.get("/get_server_info")
     assert info["max_total_num_tokens"] == 16384
     config = DSV4Config.from_hf(json.loads((tiny(seed=1) / "config.json").read_text()))
-    layout = CacheLayout.from_model(config, torch.bfloat16, Options(), "cpu")
+    layout = served_layout(config, torch.bfloat16, Options(), "cpu")
     demand = StateDemand(running=16, staging=32, checkpoints=32)
     assert table(layout, 16384, demand) in server.log_text()
     blocks = sum(part.bytes for part in layout.block_parts(129))

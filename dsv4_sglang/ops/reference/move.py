@@ -1,6 +1,11 @@
-"""`copy_state`, `snapshot_tables`, `swap_blocks`, `update_rows`: moving state, tables, blocks and rows."""
+"""`copy_state`, `snapshot_tables`, `swap_blocks`, `update_rows`: moving state, tables, blocks and rows.
 
-import itertools
+Two of them take what to move from the device, where nothing can be raised without waiting: a launch that is given
+something wrong writes nothing at all, ends nothing, and leaves in `refused` [1] int32, if given, the index of the first
+pair or slice that is wrong, -1 if none is. Read it where waiting is allowed; every call and every replay of a graph
+writes it anew. Without `refused` the kernel prints what is wrong to stdout. On a CPU both raise ValueError at once.
+"""
+
 from collections.abc import Sequence
 
 import torch
@@ -10,12 +15,29 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.ops.schemas import NAMESPACE
 
 
-def copy_state(src: Tensor, dst: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy the state of slot `src[i]` to slot `dst[i]` ([n] int32, -1 in either skips) in every tensor [layers,
-    slots, ...].
+def _refuse(refused: Tensor | None, op: str, wrong: dict[int, str]) -> None:
+    """Note the first of `wrong`, problems by index, and raise it."""
+    first = min(wrong, default=-1)
+    if refused is not None:
+        refused.fill_(first)
+    if wrong:
+        raise ValueError(f"{op}: {wrong[first]}; nothing is written")
 
-    No slot may be both a source and a destination, nor twice a destination.
+
+def copy_state(src: Tensor, dst: Tensor, tensors: Sequence[Tensor], refused: Tensor | None = None) -> None:
+    """Copy the state of slot `src[i]` to slot `dst[i]` ([n] int32, a negative one in either skips) in every tensor
+    [layers, slots, ...].
+
+    A pair with a slot that one of the tensors does not have is refused, and nothing is written; `refused`: see the
+    module. No slot may be both a source and a destination, nor twice a destination, which is not checked.
     """
+    slots = min((tensor.shape[1] for tensor in tensors), default=0)
+    wrong = {
+        i: f"pair {i}, slot {s} to slot {d}, leaves tensors of {slots} slots"
+        for i, (s, d) in enumerate(zip(src.tolist(), dst.tolist()))
+        if tensors and min(s, d) >= 0 and max(s, d) >= slots
+    }
+    _refuse(refused, "copy_state", wrong)
     valid = (src >= 0) & (dst >= 0)
     src, dst = src[valid].long(), dst[valid].long()
     for tensor in tensors:
@@ -64,26 +86,29 @@ def swap_blocks(device_pools: Sequence[Tensor], host_pools: Sequence[Tensor], id
             device_pool[ids[0]] = host_pool[ids[1]]
 
 
-def update_rows(pool: Tensor, new_rows: Tensor, slices: Tensor, n_valid: Tensor) -> None:
+def update_rows(pool: Tensor, new_rows: Tensor, slices: Tensor, n_valid: Tensor, refused: Tensor | None = None) -> None:
     """Write slices of `new_rows` [N, ...] into `pool` [R, ...].
 
-    `slices` [3, n] int64: destination start, source start, length; the first `n_valid` [1] int32 of them count. Slices
-    that leave either tensor or overlap in the destination are refused and nothing is written.
+    `slices` [3, n] int64: destination start, source start, length; the first `n_valid` [1] int32 of them count. If one
+    of those leaves either tensor or overlaps another in the destination, all are refused and nothing is written;
+    `refused`: see the module.
     """
-    start, source, length = slices[:, : int(n_valid)].tolist()
-    taken: list[tuple[int, int]] = []
-    for d, s, n in zip(start, source, length):
-        if n < 0 or d < 0 or s < 0 or d + n > pool.shape[0] or s + n > new_rows.shape[0]:
-            raise ValueError(
-                f"update_rows: slice (destination {d}, source {s}, length {n}) leaves a pool of {pool.shape[0]} or "
-                f"{new_rows.shape[0]} new rows"
-            )
-        taken.append((d, d + n))
-    taken.sort()
-    for (_, end), (begin, _) in itertools.pairwise(taken):
-        if begin < end:
-            raise ValueError(f"update_rows: slices overlap at destination row {begin}")
-    for d, s, n in zip(start, source, length):
+    valid = slices[:, : max(0, int(n_valid))].T.tolist()
+    wrong = {
+        i: f"slice {i} (destination {d}, source {s}, length {n}) leaves a pool of {pool.shape[0]} or "
+        f"{new_rows.shape[0]} new rows"
+        for i, (d, s, n) in enumerate(valid)
+        if min(d, s, n) < 0 or d + n > pool.shape[0] or s + n > new_rows.shape[0]
+    }
+    spans = sorted((d, d + n, i) for i, (d, _, n) in enumerate(valid) if i not in wrong)
+    reached = 0
+    for k, (begin, end, i) in enumerate(spans):
+        following = spans[k + 1][0] if k + 1 < len(spans) else end
+        if begin < reached or following < end:
+            wrong[i] = f"slice {i} of destination rows {begin}..{end - 1} overlaps another"
+        reached = max(reached, end)
+    _refuse(refused, "update_rows", wrong)
+    for d, s, n in valid:
         pool[d : d + n] = new_rows[s : s + n]
 
 

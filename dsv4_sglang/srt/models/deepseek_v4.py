@@ -13,20 +13,22 @@ from typing import Any
 
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.layers.dp_attention import attn_tp_all_reduce
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.runner import get_is_capture_mode
 from sglang.srt.models import deepseek_v4 as in_tree
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import add_prefix
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dsv4_sglang.attention.readers import LayerOutput
+from dsv4_sglang.model.geometry import CSA_RATIO
+from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.backend import Compression, IndexQuery, LayerInputs
 from dsv4_sglang.srt.models import torch_layers
-
-CSA_RATIO = 4
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
@@ -138,7 +140,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
         self.streams = (
             tuple(streams[:2]) if streams and envs.SGLANG_OPT_USE_MULTI_STREAM_OVERLAP.get() else (None, None)
         )
-        self.quantises_output = in_tree._FP8_WO_A_GEMM and _scales_are_fp32()
+        self.quantises_output = compat.quantises_output_projection() and _scales_are_fp32()
         self._widths: list[int] = []
         self._weight_of_x = self.attn_sink.data.new_empty(0)
 
@@ -228,12 +230,15 @@ class CachedAttention(in_tree.MqaAttentionBase):
     def _project_out(self, out: LayerOutput, positions: Tensor) -> Tensor:
         """Grouped output projection of the heads `[T, heads, 512]`."""
         grouped = out.values.view(out.values.shape[0], self.n_local_groups, -1)
-        if out.rotated or in_tree._FP8_WO_A_GEMM:
+        if out.rotated or compat.quantises_output_projection():
             projected = self._fp8_wo_a(grouped, positions if out.rotated else None)
         else:
             weight = self.wo_a.weight.view(self.n_local_groups, self.o_lora_rank, -1).to(grouped.dtype)
             projected = torch.einsum("tgd,grd->tgr", grouped, weight)
         y, _ = self.wo_b(projected.flatten(1))
+        # wo_b adds up the parts of all processes itself, but not where attention is split over some of them only.
+        if 1 < self.attn_tp_size < get_parallel().tp_size:
+            y = attn_tp_all_reduce(y)
         return y
 
     def _fp8_wo_a(self, grouped: Tensor, derotate_from: Tensor | None) -> Tensor:

@@ -3,8 +3,8 @@ own."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
@@ -12,8 +12,10 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, MambaCo
 from sglang.srt.mem_cache.unified_cache.components.tree_component import EvictLayer
 from sglang.srt.runtime_context import get_parallel
 
+from dsv4_sglang.srt.compat import evict_from_device
 from dsv4_sglang.srt.prefix.counters import PrefixCounters
 from dsv4_sglang.srt.prefix.placement import Due, due_in_prefill, is_kept
+from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
 from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
 if TYPE_CHECKING:
@@ -22,8 +24,16 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 PENDING = "dsv4_checkpoints"
-"""Attribute of a request: (length, slot) of its checkpoints that are not on the tree, ascending. Absent or None: the
+"""Attribute of a request: its checkpoints that are not on the tree, as `Pending`, ascending. Absent or None: the
 request has not begun."""
+
+
+class Pending(NamedTuple):
+    """A checkpoint that waits for its blocks to be inserted. `rolling`: decode took it; the next one replaces it."""
+
+    length: int
+    slot: int
+    rolling: bool
 
 
 class CheckpointComponent(MambaComponent):
@@ -33,11 +43,10 @@ class CheckpointComponent(MambaComponent):
     end of the request. See docs/prefix.md.
     """
 
-    interval = 4096
-    """Set at start-up from the option `checkpoint_interval`."""
-
-    def __init__(self, cache: Any, params: Any) -> None:
+    def __init__(self, cache: Any, params: Any, interval: int) -> None:
+        """`interval`: checkpoints at multiples of so many tokens stay."""
         super().__init__(cache, params)
+        self.interval = interval
         self.slots: CheckpointSlots = params.req_to_token_pool.mamba_ckpt_pool
         # The processes of tensor parallelism do the same; the first one tells.
         self.counters = PrefixCounters(self.slots, params.enable_metrics, silent=get_parallel().tp_rank > 0)
@@ -70,8 +79,9 @@ class CheckpointComponent(MambaComponent):
         taken = [(d.length, slot) for d in due[:room] if (slot := self._take(d))]
         self.counters.refused += len(due) - len(taken)
         self.counters.timed_copies += len(taken)
-        getattr(req, PENDING).extend(sorted(taken))
-        return sorted(taken)
+        taken.sort()
+        getattr(req, PENDING).extend(Pending(length, slot, rolling=False) for length, slot in taken)
+        return taken
 
     def plan_decode(self, req: Req, length: int) -> int:
         """The slot for the rolling checkpoint at `length`, 0 if there is none."""
@@ -80,17 +90,21 @@ class CheckpointComponent(MambaComponent):
             return 0
         slot = self._take(Due(length, True))
         if slot:
-            pending.append((length, slot))
+            pending.append(Pending(length, slot, rolling=True))
         return slot
 
     def settle(self, req: Req) -> None:
-        """The last checkpoint of a decoding request is written: those before it that are not to stay go."""
+        """The last checkpoint of a decoding request is written: rolling ones before it that are not to stay go.
+
+        Those of the prefill may still be here, and stay: with overlap scheduling the first decode step is prepared
+        before the prefill's result is processed, which inserts them.
+        """
         pending = getattr(req, PENDING, None)
         if not pending:
             return
-        old = [slot for length, slot in pending[:-1] if not is_kept(length, self.interval)]
-        setattr(req, PENDING, [p for p in pending if p[1] not in old])
-        self.slots.give_back(old)
+        old = [p for p in pending[:-1] if p.rolling and not is_kept(p.length, self.interval)]
+        setattr(req, PENDING, [p for p in pending if p not in old])
+        self.slots.give_back(p.slot for p in old)
 
     # Slots
 
@@ -111,10 +125,7 @@ class CheckpointComponent(MambaComponent):
 
     def _give_up(self, node: UnifiedTreeNode) -> None:
         """Evict a checkpoint; the node's blocks stay until blocks are needed."""
-        device_frees: dict[ComponentType, list[Any]] = defaultdict(list)
-        host_frees: dict[ComponentType, list[Any]] = defaultdict(list)
-        self.tree_core._evict_component_and_detach_lru(node, self, device_frees, host_frees, target=EvictLayer.DEVICE)
-        self.cache._free_values(device_frees, host_frees)
+        evict_from_device(self, node)
 
     # What SGLang's tree asks of a component
 
@@ -132,12 +143,11 @@ class CheckpointComponent(MambaComponent):
     ) -> int | None:
         """Blocks are inserted up to the request's last checkpoint, which the insertion attaches."""
         pending = getattr(req, PENDING, None) or []
-        reached = [p for p in pending if req.cache_protected_len < p[0] <= token_ids_len]
+        reached = [p for p in pending if req.cache_protected_len < p.length <= token_ids_len]
         if not reached:
             return 0
-        length, slot = reached[-1]
-        insert_params.mamba_value = self.slots.node_value(slot)
-        return length
+        insert_params.mamba_value = self.slots.node_value(reached[-1].slot)
+        return reached[-1].length
 
     def commit_insert_component_data(
         self, node: UnifiedTreeNode, is_new_leaf: bool, params: InsertParams, result: InsertResult, cache_actions: Any
@@ -162,16 +172,16 @@ class CheckpointComponent(MambaComponent):
         left = pending
         if insert_result is not None and insert_params is not None and insert_params.mamba_value is not None:
             last, used = len(insert_params.key), int(insert_params.mamba_value)
-            for length, slot in [p for p in pending if p[0] <= last]:
+            for length, slot, _ in [p for p in pending if p.length <= last]:
                 if slot == used:
                     attached = not insert_result.mamba_exist
                 else:
                     attached = length > insert_params.prev_prefix_len and self._attach(insert_params, length, slot)
                 if not attached:
                     self.slots.give_back([slot])
-            left = [p for p in pending if p[0] > last]
+            left = [p for p in pending if p.length > last]
         if is_finished:
-            self.slots.give_back(slot for _, slot in left)
+            self.slots.give_back(p.slot for p in left)
             setattr(req, PENDING, None)
             self.cache.req_to_token_pool.free_mamba_cache(req)
         else:
@@ -248,7 +258,8 @@ class LeafOrder(EvictionStrategy):
 
     def __init__(self, slots: CheckpointSlots) -> None:
         self.slots = slots
-        self._at = -1
+        self._read: tuple[CheckpointRegistry, int] | None = None
+        """The registry and its count of changes that `_patience` is of: a flush begins a new registry at 0."""
         self._patience: list[float] = []
 
     def get_priority(self, node: Any) -> tuple[float, float]:
@@ -256,20 +267,23 @@ class LeafOrder(EvictionStrategy):
         if value is None:
             return (-float("inf"), node.last_access_time)
         registry = self.slots.registry
-        if self._at != registry.changes:
-            self._at, self._patience = registry.changes, registry.patience().tolist()
+        if self._read != (registry, registry.changes):
+            self._read, self._patience = (registry, registry.changes), registry.patience().tolist()
         return (-self._patience[int(value)], 0.0)
 
 
-def build_prefix_cache(ctx: Any) -> Any:
-    """Factory for `register_radix_cache_backend`: SGLang's unified tree with our component and our order of leaves."""
+def build_prefix_cache(ctx: Any, interval: int) -> Any:
+    """Factory for `register_radix_cache_backend`: SGLang's unified tree with our component and our order of leaves.
+
+    `interval` is the option `checkpoint_interval`.
+    """
     from sglang.srt.mem_cache.registry import default_radix_cache_factory
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
     if ctx.disable_radix_cache:
         return default_radix_cache_factory(ctx)
     ctx.params.tree_components = (ComponentType.FULL, ComponentType.MAMBA)
-    ctx.params.component_registry_override = {ComponentType.MAMBA: CheckpointComponent}
+    ctx.params.component_registry_override = {ComponentType.MAMBA: partial(CheckpointComponent, interval=interval)}
     cache = UnifiedRadixCache(ctx.params)
     cache.tree_core.eviction_strategy = LeafOrder(ctx.params.req_to_token_pool.mamba_ckpt_pool)
     return cache

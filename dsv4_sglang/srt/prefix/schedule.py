@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dsv4_sglang.srt.compat import track_entry
 from dsv4_sglang.srt.options import BLOCK
 from dsv4_sglang.srt.prefix.component import component_of
 
@@ -43,22 +44,20 @@ def prepare_for_extend(original: Callable[..., None], batch: Any) -> None:
     setattr(batch, TABLE, table.to(batch.device, non_blocking=True))
 
 
-def hand_over(original: Callable[..., Any], cls: Any, batch: Any, runner: Any, **arguments: Any) -> Any:
+def hand_over(original: Callable[..., Any], cls: Any, batch: Any, model_runner: Any, **arguments: Any) -> Any:
     """AROUND `ForwardBatch.init_new`, the last that sees the scheduler's batch; the step follows in the same thread."""
-    if isinstance(runner.attn_backend, PrefillPlanTaker):
-        runner.attn_backend.prefill_plan = getattr(batch, TABLE, None) if batch.forward_mode.is_extend() else None
-    return original(cls, batch, runner, **arguments)
+    if isinstance(model_runner.attn_backend, PrefillPlanTaker):
+        model_runner.attn_backend.prefill_plan = getattr(batch, TABLE, None) if batch.forward_mode.is_extend() else None
+    return original(cls, batch, model_runner, **arguments)
 
 
 def plan_request(batch: Any, req: Any) -> Any:
-    """REPLACE `ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend`: checkpoints of one request."""
-    from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry
-
+    """REPLACE `compat.TRACK_REQUEST`: checkpoints of one request."""
     plan = getattr(batch, PLAN)
     room = batch.req_to_token_pool.mamba_pool.staging - sum(len(taken) for taken in plan)
     taken = component_of(batch.tree_cache).plan_prefill(req, room)
     plan.append(taken)
-    return _MambaRadixCacheV2TrackEntry(track_mask=bool(taken), track_index=0, track_seqlen=0)
+    return track_entry(bool(taken))
 
 
 def plan_decode(batch: Any, track_positions: Any = None) -> None:
@@ -81,10 +80,10 @@ def plan_decode(batch: Any, track_positions: Any = None) -> None:
     batch.mamba_track_indices = slots.to(batch.device, non_blocking=True)
 
 
-def retract_for_memory(original: Callable[..., None], batch: Any, index: int, *arguments: Any, **named: Any) -> None:
+def retract_for_memory(original: Callable[..., None], batch: Any, idx: int, *arguments: Any, **named: Any) -> None:
     """AROUND `ScheduleBatch.release_req`, by which a decoding request makes room for others."""
-    setattr(batch.reqs[index], KEEP, True)
-    original(batch, index, *arguments, **named)
+    setattr(batch.reqs[idx], KEEP, True)
+    original(batch, idx, *arguments, **named)
 
 
 def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any, is_insert: bool = True) -> None:

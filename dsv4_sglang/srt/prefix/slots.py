@@ -4,7 +4,7 @@ slots."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,11 +14,8 @@ from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
 from dsv4_sglang.srt.prefix.timer import CopyTimer
 from dsv4_sglang.srt.prefix.tree import FreeList
 
-
-class CheckpointStore(Protocol):
-    """Where states lie; `StateSlotPool` in a server. Slot tensors are [n] on the pool's device, -1 skips."""
-
-    def load(self, checkpoints: Tensor, slots: Tensor) -> None: ...
+if TYPE_CHECKING:
+    from dsv4_sglang.srt.pools import StateSlotPool
 
 
 class CheckpointSlots:
@@ -69,6 +66,6 @@ class CheckpointSlots:
         """[1] int64 on the device."""
         return self._ids[slot : slot + 1]
 
-    def load_to_active(self, live_pool: CheckpointStore, checkpoints: Tensor, live: Tensor) -> None:
+    def load_to_active(self, live_pool: StateSlotPool, checkpoints: Tensor, live: Tensor) -> None:
         with self.timer.measure():
-            live_pool.load(checkpoints.to(torch.int32), live.to(torch.int32))
+            live_pool.storage.load(checkpoints.to(torch.int32), live.to(torch.int32))

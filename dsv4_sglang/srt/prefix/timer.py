@@ -13,8 +13,9 @@ import torch
 class CopyTimer:
     """Sums the time between the two ends of `measure` blocks, as the device sees it.
 
-    On CUDA an event is recorded at each end, on the current stream; `seconds` reads those pairs that are over. Not for
-    what a CUDA graph records. On a CPU operations are over when they return, and the clock is read.
+    On CUDA an event is recorded at each end, on the current stream. `measure` and `seconds` read those pairs that are
+    over, so that only what the device has before it is held, whether anybody asks or not. Not for what a CUDA graph
+    records. On a CPU operations are over when they return, and the clock is read.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -30,6 +31,7 @@ class CopyTimer:
             yield
             self._seconds += time.perf_counter() - begin
             return
+        self._read_finished()
         pair = self._idle.pop() if self._idle else (_event(), _event())
         pair[0].record()
         yield
@@ -38,11 +40,14 @@ class CopyTimer:
 
     def seconds(self) -> float:
         """Of all blocks that are over by now."""
+        self._read_finished()
+        return self._seconds
+
+    def _read_finished(self) -> None:
         while self._open and self._open[0][1].query():
             pair = self._open.popleft()
             self._seconds += pair[0].elapsed_time(pair[1]) / 1e3
             self._idle.append(pair)
-        return self._seconds
 
 
 def _event() -> torch.cuda.Event:

@@ -1,0 +1,424 @@
+"""Moves: blocks between GPU and host memory, rows inside the GPU, window rows of a decode step, ids of the allocator.
+
+    python -m benchmarks.move [--quick] [--out DIR]
+
+"swap": every block of all layers of Flash to the host and back, in runs of ids of one length that follow each other on
+both sides, otherwise shuffled. The ceiling, "copy", is one cudaMemcpyAsync of the same bytes, to memory that CUDA
+allocated; "copy, our pages" is the same with memory as `HostBlockPool` pins it. Host memory lies on the NUMA node near
+the GPU ("near") and on another ("far"), or where the process runs ("any") if the system does not say which node is
+near. In-tree: SGLang's host pools. "host us": until the call returns; the rest is the device's.
+
+"update_rows" beside index_copy_ of the same rows, as 8-byte words. "append_swa", which takes finished rows, beside
+`append`, which also normalises and rotates: a window-only layer. Both in a CUDA graph of 8 with memory of their own;
+"cold us": with the L2 cache replaced. The floor: bytes at the copy rate of `benchmarks.timing`, which what lies in the
+L2 cache can pass, or an empty launch.
+
+"allocator": host time; the floor is the host time of one launch.
+
+What bounds a move: the link or memory (within 1.25 x of its floor), an empty launch, the host that issues the work, or
+the kernel, which then has too few bytes in flight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks import append, loads, report, timing, traffic
+from benchmarks.append_ours import Ours, ops_for
+from benchmarks.move_in_tree import InTree, compile_kernels, pieces_of
+from dsv4_sglang.cache import BlockAllocator, HostBlockPool, PagedKVPool, build_schema
+from dsv4_sglang.cache.host_pool import PinnedMemory, cpus_in, cpus_near, running_on
+from dsv4_sglang.formats import RowFormat, RowTable
+from dsv4_sglang.model import DSV4Config, build_schedule
+from dsv4_sglang.model.geometry import WINDOW
+
+RUNS = (1, 2, 8, 64)
+DIRECTIONS = {"to host": True, "to device": False}
+LAYOUTS = {"in-tree": "page_first", "in-tree, layer first": "layer_first"}
+"""SGLang's default first."""
+ROW_SLICES = ((16, 1), (256, 1), (16, 128), (256, 32), (256, 128))
+"""Slices and their rows."""
+BATCHES = (1, 16, 64, 256)
+ACQUIRED = (1, 16, 256, 4096)
+LAYERS = 8
+AT_THE_FLOOR = 1.25
+NODES = Path("/sys/devices/system/node")
+
+
+def run_ids(blocks: int, run: int, seed: int = 0) -> Tensor:
+    """Every block once on both sides, in runs of exactly `run` that both sides share: int64 [2, blocks]."""
+    if blocks % run:
+        raise ValueError(f"{blocks} blocks are not whole runs of {run}")
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.stack([torch.randperm(blocks // run, generator=generator) for _ in range(2)])
+        if not (order.diff(dim=1) == 1).all(0).any():  # two runs that follow each other on both sides would be one
+            return (order[:, :, None] * run + torch.arange(run)).flatten(1)
+
+
+def bound(us: float, host_us: float, floor_us: float, floor_of: str) -> str:
+    """What keeps a move from being faster; `floor_of`: what its floor is made of."""
+    if us <= AT_THE_FLOOR * floor_us:
+        return floor_of
+    return "host" if host_us >= 0.8 * us else "kernel"
+
+
+def numa_nodes(folder: Path = NODES) -> dict[int, set[int]]:
+    """CPUs of each NUMA node; empty where the system does not say."""
+    lists = sorted(folder.glob("node[0-9]*/cpulist"))
+    return {int(path.parent.name.removeprefix("node")): cpus_in(path.read_text()) for path in lists}
+
+
+def places(
+    near: set[int], nodes: Mapping[int, set[int]], allowed: set[int]
+) -> tuple[dict[str, set[int]], dict[str, str]]:
+    """(CPUs by place, why a place is missing by place); "any" stands for both where the near node is not known."""
+    if not near:
+        why = "the system does not say which CPUs are near the GPU, or this process may not use them"
+        return {"any": set()}, {"near": why, "far": why}
+    far = {node: cpus for node, cpus in nodes.items() if cpus and not cpus & near}
+    if not far:
+        return {"near": near}, {"far": f"this machine shows {len(nodes)} NUMA node{'s' if len(nodes) != 1 else ''}"}
+    usable = [cpus & allowed for cpus in far.values() if cpus & allowed]
+    if not usable:
+        return {"near": near}, {"far": f"this process may not use the CPUs of the other nodes ({sorted(far)})"}
+    return {"near": near, "far": usable[0]}, {}
+
+
+def from_idle(function: Callable[[], object], device: torch.device, samples: int) -> tuple[timing.Timing, float]:
+    """(until the work is done, microseconds until the call returns): the queue is empty before each sample."""
+    function()
+    whole, host = [], []
+    for _ in range(samples):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            begin = time.perf_counter()
+            function()
+            host.append((time.perf_counter() - begin) * 1e6)
+            end.record()
+            end.synchronize()
+            whole.append(start.elapsed_time(end) * 1e3)
+        else:
+            begin = time.perf_counter()
+            function()
+            whole.append((time.perf_counter() - begin) * 1e6)
+            host.append(whole[-1])
+    return timing.summarise(whole), timing.summarise(host).us
+
+
+class Mover(Protocol):
+    """Something that takes the blocks of `tables` [blocks, ...] to the host and back."""
+
+    tables: list[Tensor]
+
+    def prepare(self, ids: Tensor) -> None: ...
+    def move(self, to_host: bool) -> None: ...
+    def close(self) -> None: ...
+
+
+class Copy:
+    """One contiguous copy of `host`, whatever the ids are."""
+
+    def __init__(self, host: Tensor, device: torch.device) -> None:
+        self.host = host
+        self.tables = [torch.empty(host.shape, dtype=torch.uint8, device=device).random_(0, 256)]
+
+    def prepare(self, ids: Tensor) -> None:
+        pass
+
+    def move(self, to_host: bool) -> None:
+        to, source = (self.host, self.tables[0]) if to_host else (self.tables[0], self.host)
+        to.copy_(source, non_blocking=True)
+
+    def close(self) -> None:
+        pass
+
+
+class OurPools:
+    """`HostBlockPool` over all layers."""
+
+    def __init__(self, pools: list[PagedKVPool], blocks: int, cpus: set[int]) -> None:
+        self.tables = [view for pool in pools for view in pool.block_views()]
+        for table in self.tables:
+            table.random_(0, 256)
+        self.host = HostBlockPool(pools, blocks, cpus)
+        self.stream = torch.cuda.current_stream() if self.host.device.type == "cuda" else None
+
+    def prepare(self, ids: Tensor) -> None:
+        self.there, self.here = ids.tolist()
+
+    def move(self, to_host: bool) -> None:
+        self.host.swap(self.there, self.here, to_host, stream=self.stream)
+
+    def close(self) -> None:
+        pass
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.device = torch.device("cpu") if args.dry_run else torch.device("cuda", 0)
+        self.samples = 2 if args.dry_run else 5 if args.quick else 10
+        self.blocks = 16 if args.dry_run else 512 if args.quick else 2048
+        config = DSV4Config.flash()
+        self.config = append.first_layers(config, 4) if args.dry_run else config
+        self.facts: dict[str, Any] = {}
+        self.held: list[Tensor] = []
+
+        self.block_bytes = [[view.nbytes for view in p.block_views()] for p in self.pools(1, torch.device("cpu"))]
+        """Of the views of each layer that has blocks."""
+        self.bytes_moved = self.blocks * sum(map(sum, self.block_bytes))
+
+    def pools(self, blocks: int, device: torch.device) -> list[PagedKVPool]:
+        schemas = [build_schema(self.config, spec) for spec in build_schedule(self.config)]
+        return [PagedKVPool(schema, blocks, device) for schema in schemas if schema.entries_per_block]
+
+    def swap(self, place: str, subject: str, mover: Mover) -> Iterator[dict[str, Any]]:
+        """A row for each run and direction; what comes back must be what went."""
+        saved = [table.clone() for table in mover.tables]
+        size = sum(table.nbytes for table in mover.tables)
+        one = subject.startswith("copy")
+        runs = [self.blocks] if one else [*(run for run in RUNS if run < self.blocks), self.blocks]
+        try:
+            for run in runs:
+                mover.prepare(run_ids(self.blocks, run))
+                for table, kept in zip(mover.tables, saved):
+                    table.copy_(kept)
+                for direction, to_host in DIRECTIONS.items():
+                    time, host_us = from_idle(partial(mover.move, to_host), self.device, self.samples)
+                    if subject == "copy":
+                        self.facts[f"{direction}, {place}, GB/s"] = size / time.us / 1e3
+                    row = {"move": "swap", "place": place, "subject": subject, "direction": direction}
+                    row |= {"run": "one copy" if one else "all" if run == self.blocks else run}
+                    ceiling = self.facts.get(f"{direction}, {place}, GB/s", 0.0)
+                    floor = size / ceiling / 1e3 if ceiling else 0.0
+                    yield row | {"host us": host_us} | self.rates(time, size, floor, host_us, "link")
+                    if to_host:
+                        for table in mover.tables:
+                            table.zero_()
+                if not all(torch.equal(table, kept) for table, kept in zip(mover.tables, saved)):
+                    raise ValueError(f"{subject}, runs of {run}: the blocks that came back are not those that went")
+        finally:
+            mover.close()
+
+    def rates(self, time: timing.Timing, size: float, floor: float, host_us: float, floor_of: str) -> dict[str, Any]:
+        row = {"us": time.us, "low": time.low, "high": time.high, "MB": size / 1e6, "GB/s": size / time.us / 1e3}
+        row |= {"floor us": floor, "x floor": time.us / floor if floor else None}
+        return row | {"bound": bound(time.us, host_us, floor, floor_of)}
+
+    def copies(self, place: str, cpus: set[int]) -> Iterator[dict[str, Any]]:
+        pinned = self.device.type == "cuda"
+        with running_on(cpus):
+            host = torch.zeros(self.bytes_moved, dtype=torch.uint8, pin_memory=pinned)
+            pages = PinnedMemory(self.bytes_moved, self.device) if pinned else None
+        # Held: what is freed torch gives out again, wherever it lies.
+        self.held.append(host)
+        yield from self.swap(place, "copy", Copy(host, self.device))
+        if pages is not None:
+            yield from self.swap(place, "copy, our pages", Copy(pages.bytes[: self.bytes_moved], self.device))
+
+    def ours(self, place: str, cpus: set[int]) -> Iterator[dict[str, Any]]:
+        yield from self.swap(place, "ours", OurPools(self.pools(self.blocks, self.device), self.blocks, cpus))
+
+    def in_tree(self, place: str, cpus: set[int], subject: str) -> Iterator[dict[str, Any]]:
+        try:
+            with running_on(cpus):
+                mover = InTree(pieces_of(self.block_bytes), self.blocks, self.device, LAYOUTS[subject])
+        except ImportError as error:
+            yield {"move": "swap", "place": place, "subject": subject, "not available": f"not available: {error}"}
+            return
+        yield from self.swap(place, subject, mover)
+
+    def update_rows(self, slices: int, length: int) -> Iterator[dict[str, Any]]:
+        """Words of 8 bytes on both sides, which is what `update_rows` takes by itself."""
+        count = slices * length
+        pool_rows = 2 * count
+        generator = torch.Generator().manual_seed(1)
+        new = torch.randint(-(2**62), 2**62, (count, traffic.ROW // 8), generator=generator).to(self.device)
+        pools = [torch.zeros(pool_rows, traffic.ROW // 8, dtype=torch.int64, device=self.device) for _ in range(LAYERS)]
+        starts = torch.randperm(2 * slices, generator=generator)[:slices] * length
+        table = torch.stack([starts, torch.arange(slices) * length, torch.full_like(starts, length)]).to(self.device)
+        valid = torch.tensor([slices], dtype=torch.int32, device=self.device)
+        index = (starts[:, None] + torch.arange(length)).flatten().to(self.device)
+        expected = torch.zeros_like(pools[0]).index_copy_(0, index, new)
+
+        def ours() -> None:
+            for pool in pools:
+                torch.ops.dsv4_sglang.update_rows(pool, new, table, valid)
+
+        def theirs() -> None:
+            for pool in pools:
+                pool.index_copy_(0, index, new)
+
+        case = f"{slices} slices of {length}"
+        for subject, step, ids in (("ours", ours, table), ("index_copy_", theirs, index)):
+            for pool in pools:
+                pool.zero_()
+            yield from self.recorded("update_rows", case, subject, step, 2 * new.nbytes + ids.nbytes)
+            if not all(torch.equal(pool, expected) for pool in pools):
+                raise ValueError(f"update_rows, {case}: {subject} wrote other rows than index_copy_")
+
+    def append_swa(self, batch: int) -> Iterator[dict[str, Any]]:
+        window_only = dataclasses.replace(
+            self.config, num_hidden_layers=LAYERS, compress_ratios=(0,) * LAYERS, num_nextn_predict_layers=0
+        )
+        context = 256 if self.args.dry_run else append.CONTEXT
+        load = loads.no_entry(batch, context)
+        step = Ours(window_only, batch, context, self.device)
+        step.set_lengths(load.prefix_lens)
+        slots = batch + 1
+        positions = step.prefix_lens.int()
+        marks = [torch.full((slots, WINDOW), -1, dtype=torch.int32, device=self.device) for _ in range(LAYERS)]
+        heads = [torch.zeros(slots, dtype=torch.int32, device=self.device) for _ in range(LAYERS)]
+        views = [RowTable(layer.ring, RowFormat.FP8).views() for layer in step.layers]
+
+        def finished_rows() -> None:
+            for layer, view, mark, head in zip(step.layers, views, marks, heads):
+                assert view is not None
+                torch.ops.dsv4_sglang.append_swa(
+                    layer.inputs.kv, step.slots, positions, view.fp8, view.rope, view.inv_scale, mark, head, 64
+                )
+
+        case = f"decode x {batch}"
+        rows = traffic.decode_bytes(window_only, load, traffic.OURS_ONLINE) / LAYERS
+        yield from self.recorded("append_swa", case, "append", step.step, rows)
+        # Without the norm's weights; with slots and positions read, positions and heads written.
+        rows += batch * 4 * 4 - traffic.ROW_PARAMETERS
+        yield from self.recorded("append_swa", case, "ours", finished_rows, rows)
+
+    def recorded(
+        self, move: str, case: str, subject: str, step: Callable[[], object], size: float
+    ) -> Iterator[dict[str, Any]]:
+        """`step` makes LAYERS calls, each of which moves `size` bytes."""
+        recorded = timing.Recorded(step, self.device)
+        time = recorded.time(self.samples, divide=LAYERS)
+        cold = recorded.time_cold(max(5, self.samples // 2), divide=LAYERS)
+        copy_gbs, launch_us = self.facts.get("copy_gbs", 0.0), self.facts.get("empty_launch_us", 0.0)
+        floor = timing.floor_us(size, 1, copy_gbs, launch_us) if copy_gbs else 0.0
+        row = {"move": move, "case": case, "subject": subject, "cold us": cold.us}
+        yield row | self.rates(time, size, floor, 0.0, "launch" if floor <= launch_us else "memory")
+
+    def allocator(self) -> Iterator[dict[str, Any]]:
+        allocator = BlockAllocator(2 * max(ACQUIRED), self.device)
+        synchronise = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        for count in ACQUIRED:
+            ids, listed = allocator.acquire_with_host_ids(count)
+            launch = timing.host_time(lambda ids=ids: ids.flip(0), samples=20)
+            allocator.release(listed)
+            taken: dict[str, list[float]] = {"acquire": [], "release": [], "release, ids on the host": []}
+            for i in range(4 * self.samples + 1):
+                synchronise()
+                begin = time.perf_counter()
+                ids, listed = allocator.acquire_with_host_ids(count)
+                acquired = time.perf_counter()
+                synchronise()
+                before = time.perf_counter()
+                allocator.release(listed if i % 2 else ids)
+                after = time.perf_counter()
+                if i > 1:  # the first of each kind is slower
+                    taken["acquire"].append((acquired - begin) * 1e6)
+                    taken["release, ids on the host" if i % 2 else "release"].append((after - before) * 1e6)
+            for what, samples in taken.items():
+                spent = timing.summarise(samples)
+                row = {
+                    "move": "allocator",
+                    "case": f"{count} block{'s' * (count > 1)}",
+                    "subject": f"ours, {what}",
+                    "host us": spent.us,
+                }
+                yield row | self.rates(spent, 4 * count, launch.us, spent.us, "launch")
+
+
+def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Swaps, a line for each place, direction and run: GB/s of the subjects, and what bounds ours."""
+    ceilings = {(row["place"], row["direction"]): row["GB/s"] for row in rows if row.get("subject") == "copy"}
+    lines: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for row in rows:
+        if row.get("move") != "swap" or "us" not in row or row["subject"] == "copy":
+            continue
+        place, direction, run = row["place"], row["direction"], str(row["run"])
+        new = {"place": place, "direction": direction, "run": run, "copy": ceilings.get((place, direction))}
+        line = lines.setdefault((place, direction, run), new)
+        line[row["subject"]] = row["GB/s"]
+        if row["subject"].startswith(("ours", "copy")):
+            line |= {name: row[name] for name in ("MB", "us", "host us", "floor us", "x floor", "bound")}
+    return list(lines.values())
+
+
+def parts(bench: Bench, where: dict[str, set[int]]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """(name, function) in the order they run: subjects of one place follow each other."""
+    for place, cpus in where.items():
+        yield f"swap/{place}/ours", partial(bench.ours, place, cpus)
+        for subject in () if bench.args.dry_run else LAYOUTS:
+            yield f"swap/{place}/{subject}", partial(bench.in_tree, place, cpus, subject)
+    for slices, length in ((3, 5),) if bench.args.dry_run else ROW_SLICES:
+        yield f"update_rows/{slices}x{length}", partial(bench.update_rows, slices, length)
+    for batch in (2,) if bench.args.dry_run else BATCHES:
+        yield f"append_swa/{batch}", partial(bench.append_swa, batch)
+    yield "allocator", bench.allocator
+
+
+def compile_in_tree(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Import and build SGLang's kernels before anything is timed; where they are missing, each part says so itself."""
+    try:
+        usable = compile_kernels(list(pieces_of(bench.block_bytes)))
+    except ImportError as error:
+        yield {"move": "swap", "subject": "in-tree", "not available": f"not available: {error}"}
+        return
+    bench.facts["in-tree gathers pieces of, bytes"] = [size for size, usable_here in usable.items() if usable_here]
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = report.parser(__doc__).parse_args(argv)
+    bench = Bench(args)
+    settings = {"blocks": bench.blocks, "samples": bench.samples, "bytes of a block": bench.bytes_moved // bench.blocks}
+    result = report.Report("move", args, settings)
+    bench.facts = result.data["facts"]
+    where, missing = {"any": set[int]()}, {"far": "dry run on the CPU"}
+    if not args.dry_run:
+        where, missing = places(cpus_near(bench.device), numa_nodes(), os.sched_getaffinity(0))
+    result.fact("places", {place: sorted(cpus) for place, cpus in where.items()})
+    result.fact("places not measured", missing)
+    if "copy_gbs" not in bench.facts:
+        result.part("ceilings", partial(timing.ceilings, bench.device, result.fact), setup=True)
+    result.part("load ours", partial(ops_for, bench.device), setup=True)
+    if not args.dry_run:
+        result.part("compile in-tree", partial(compile_in_tree, bench), setup=True)
+    for place, cpus in where.items():
+        if f"swap/{place}/copy" not in result.data["parts"]:
+            result.part(f"swap/{place}/copy", partial(bench.copies, place, cpus), setup=True)
+    for name, function in parts(bench, where):
+        result.part(name, function)
+    for place, why in missing.items():
+        result.part(f"swap/{place}", partial(list, [{"move": "swap", "place": place, "not available": why}]))
+    lines = compare(result.rows)
+    subjects = [s for s in ("ours", *LAYOUTS, "copy, our pages", "copy") if any(s in line for line in lines)]
+    of_ours = ["MB", "us", "host us", "floor us", "x floor", "bound"]
+    result.table("swap, GB/s; and of ours", ["place", "direction", "run", *subjects, *of_ours], lines)
+    for move, columns in {
+        "update_rows": ["us", "cold us", "MB", "GB/s", "floor us", "x floor", "bound"],
+        "append_swa": ["us", "cold us", "MB", "GB/s", "floor us", "x floor", "bound"],
+        "allocator": ["host us", "low", "high", "floor us", "x floor", "bound"],
+    }.items():
+        rows = [row for row in result.rows if row.get("move") == move and "us" in row]
+        result.table(move, ["case", "subject", *columns], rows)
+    for row in result.rows:
+        if "not available" in row:
+            result.console.print(f"{row['part']}: {row['not available']}", highlight=False)
+    return result.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,93 @@
+"""SGLang's own way of blocks to the host and back: `DeepSeekV4PagedHostPool`, as its cache controller calls it.
+
+One pool for each kind of table, around buffers of as many bytes a block as ours. Its default layout, page first, keeps
+all layers of a block together in host memory: to the host a kernel gathers 64 blocks in device memory, from which each
+is one copy; to the device a kernel a layer reads host memory. Layer first: one kernel for all layers to the host, one
+a layer to the device. Its kernels that touch host memory take two thread blocks, to leave the GPU to the model.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PIECE = 16
+"""Its gathering kernel wants pieces that are a multiple of this many bytes."""
+
+
+def pieces_of(block_bytes: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Bytes of a piece: its number in a block. `block_bytes`: of each layer's views.
+
+    A CSA layer has entries and keys; an HCA layer's row and its exponents are one piece in its pages, rounded up.
+    """
+    counted: Counter[int] = Counter()
+    for views in block_bytes:
+        whole = all(size % PIECE == 0 for size in views)
+        counted.update(views if whole else [math.ceil(sum(views) / PIECE) * PIECE])
+    return dict(counted)
+
+
+def compile_kernels(pieces: Sequence[int]) -> dict[int, bool]:
+    """Build the gathering kernels of all sizes at once. False: not to be had, and its plain kernel is taken."""
+    import sglang.srt.mem_cache.memory_pool_host  # noqa: F401  slow, and nothing that is timed should do it
+    from sglang.kernels.ops.kvcache.hicache import can_use_write_back_jit_kernel
+
+    with concurrent.futures.ThreadPoolExecutor(len(pieces)) as pool:
+        usable = pool.map(lambda size: can_use_write_back_jit_kernel(element_size=size), pieces)
+        return dict(zip(pieces, usable))
+
+
+class InTree:
+    """`blocks` blocks on both sides; the host memory lies where the thread that makes this runs."""
+
+    def __init__(self, pieces: dict[int, int], blocks: int, device: torch.device, layout: str) -> None:
+        from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
+
+        self.device = device
+        self.pools: list[Any] = []
+        self.tables: list[Tensor] = []
+        for size, layers in pieces.items():
+            tables = [
+                torch.empty(blocks, size, dtype=torch.uint8, device=device).random_(0, 256) for _ in range(layers)
+            ]
+            self.tables += tables
+            # A page is a block here: with a page size of 1 its indices are ids.
+            self.pools.append(
+                DeepSeekV4PagedHostPool(
+                    pool_name=f"{layers} x {size} B",
+                    device_buffers=tables,
+                    item_bytes=size,
+                    num_host_pages=blocks,
+                    slot_page_size=1,
+                    layout=layout,
+                )
+            )
+
+    def prepare(self, ids: Tensor) -> None:
+        """Ids [2, n] int64 on the CPU: of the device, of the host."""
+        self.host_ids = ids[1].contiguous()
+        self.there, self.here = ids.to(self.device)
+
+    def move(self, to_host: bool) -> None:
+        for pool in self.pools:
+            if to_host:
+                here = self.host_ids if pool.can_use_write_back_jit else self.here
+                pool.backup_from_device_all_layer(None, here, self.there, "kernel")
+                continue
+            for layer in range(pool.layer_num):
+                pool.load_to_device_per_layer(None, self.here, self.there, layer, "kernel")
+
+    def close(self) -> None:
+        """It never unpins what it pinned; memory that is mapped there next could not be pinned."""
+        torch.cuda.synchronize(self.device)
+        for pool in self.pools:
+            for buffer in pool.get_hybrid_pool_buffer():
+                status = torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+                if int(status) != 0:
+                    raise RuntimeError(f"cudaHostUnregister of SGLang's pool {pool.pool_name}: error {int(status)}")

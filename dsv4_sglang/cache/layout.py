@@ -1,0 +1,170 @@
+"""`CacheLayout`: shapes and bytes of the pools of all layers. Pools allocate from it, a server divides memory by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema, build_schema
+from dsv4_sglang.formats import KeyFormat, RowFormat
+from dsv4_sglang.formats.rows import block_stride_bytes
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_PREVIOUS_K, CSA_PREVIOUS_Z, CSA_RATIO, CSA_TAIL_ROWS, WINDOW
+from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
+
+COMPRESSED = (AttentionType.CSA, AttentionType.HCA)
+SLOT_UNITS = CSA_TAIL_ROWS // CSA_RATIO
+"""Units of four rows in a slot's CSA tail: current k, current z, previous k (two), previous z (two)."""
+KEPT_UNITS = (CSA_PREVIOUS_K // CSA_RATIO + 1, CSA_PREVIOUS_Z // CSA_RATIO + 1)
+"""Those alive at a multiple of 128: the second half of the previous windows' rings, positions t & 7 = 4..7."""
+
+
+class PoolPart(NamedTuple):
+    """One kind of content of a pool, all layers together."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """What a block of 128 tokens and a state slot consist of, layer by layer. `device` decides the padding of FP8
+    blocks.
+
+    Raises ValueError for no layers, and for layers that cannot share tensors: rows of several formats, rings of several
+    sizes, tails of a kind of several shapes.
+    """
+
+    schemas: tuple[LayerCacheSchema, ...]
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        if not self.schemas:
+            raise ValueError("no layers: a cache needs at least one schema")
+        formats = {schema.row_format.value for schema in self.schemas}
+        if len(formats) > 1:
+            raise ValueError(f"window rings of several formats {sorted(formats)}; expected one")
+        rows = {schema.ring_rows for schema in self.schemas}
+        if len(rows) > 1:
+            raise ValueError(f"window rings of several sizes {sorted(rows)}; expected one")
+        for kind in COMPRESSED:
+            shapes = {schema.tail_shape for schema in self.schemas if schema.attn is kind}
+            if len(shapes) > 1:
+                raise ValueError(f"{kind.name} tails of several shapes {shapes}; expected one")
+
+    @classmethod
+    def build(
+        cls,
+        config: DSV4Config,
+        schedule: Sequence[LayerSpec],
+        device: torch.device,
+        *,
+        row_format: RowFormat | str = RowFormat.FP8,
+        key_format: KeyFormat | str = KeyFormat.MXFP4,
+        hca_state: HcaState | str = HcaState.ONLINE,
+        ring_rows: int = WINDOW,
+    ) -> CacheLayout:
+        """The layout of a model; options as `build_schema` takes them."""
+        schemas = [
+            build_schema(
+                config, spec, row_format=row_format, key_format=key_format, hca_state=hca_state, ring_rows=ring_rows
+            )
+            for spec in schedule
+        ]
+        return cls(tuple(schemas), device)
+
+    def layers(self, kind: AttentionType) -> list[int]:
+        """Ids of the layers of a kind, in order."""
+        return [layer for layer, schema in enumerate(self.schemas) if schema.attn is kind]
+
+    @property
+    def row_format(self) -> RowFormat:
+        return self.schemas[0].row_format
+
+    @property
+    def ring_rows(self) -> int:
+        """Rows of a slot's window ring, in every layer."""
+        return self.schemas[0].ring_rows
+
+    def block_parts(self, blocks: int) -> Iterator[PoolPart]:
+        """The paged half: entries and index keys of `blocks` blocks."""
+        for kind in COMPRESSED:
+            layers = self.layers(kind)
+            if not layers:
+                continue
+            schema, count = self.schemas[layers[0]], len(layers)
+            yield self._rows(f"{kind.name} entries", count, *schema.entry_table_shape(blocks))
+            if schema.has_indexer:
+                shape = (count, blocks, schema.indexer_entries_per_block, schema.key_format.width)
+                yield _part("index keys", shape, schema.key_format.dtype)
+
+    def rings(self, slots: int, name: str = "window rings") -> PoolPart:
+        """[layers, slots, R, width]"""
+        return self._rows(name, len(self.schemas), slots, self.ring_rows)
+
+    def tails(self, kind: AttentionType, slots: int) -> PoolPart | None:
+        """[layers of the kind, slots, ...] of its compressors, None without such layers."""
+        layers = self.layers(kind)
+        tail = self.schemas[layers[0]].tail_shape if layers else None
+        return None if tail is None else _part(f"{kind.name} tails", (len(layers), slots, *tail), torch.float32)
+
+    def state_parts(self, slots: int) -> Iterator[PoolPart]:
+        """The half that does not grow: window rings and tails of `slots` slots."""
+        yield self.rings(slots)
+        yield from filter(None, (self.tails(kind, slots) for kind in COMPRESSED))
+
+    def position_parts(self, slots: int) -> tuple[PoolPart, PoolPart, PoolPart]:
+        """Bookkeeping of `slots` slots: positions of ring rows, heads of rings, tokens in the open windows. It follows
+        from the lengths of the requests, so a server does without.
+        """
+        layers, compressed = len(self.schemas), sum(len(self.layers(kind)) for kind in COMPRESSED)
+        return (
+            _part("ring positions", (layers, slots, self.ring_rows), torch.int32),
+            _part("ring heads", (layers, slots), torch.int32),
+            _part("tail lengths", (compressed, slots), torch.int32),
+        )
+
+    def checkpoint_parts(self, checkpoints: int) -> Iterator[PoolPart]:
+        """What is alive of a state at a multiple of 128 (SPEC 6.6): the rings, and of each CSA compressor the last four
+        rows of k and of z of the previous window.
+        """
+        yield self.rings(checkpoints, "checkpointed rings")
+        if csa := self.tails(AttentionType.CSA, checkpoints):
+            layers, _, _, columns = csa.shape
+            yield _part("checkpointed tails", (layers, checkpoints, len(KEPT_UNITS) * CSA_RATIO, columns), csa.dtype)
+
+    def _rows(self, name: str, tables: int, blocks: int, rows_per_block: int) -> PoolPart:
+        """Row tables, with the padding behind blocks."""
+        size = tables * blocks * block_stride_bytes(rows_per_block, self.row_format, self.device)
+        shape = (tables, blocks, rows_per_block, self.row_format.width)
+        return PoolPart(name, shape, self.row_format.dtype, size)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one more block. An HCA layer is one flat table, whose padding does not grow with its rows."""
+        csa = [self.schemas[layer] for layer in self.layers(AttentionType.CSA)]
+        entries = sum(block_stride_bytes(schema.entries_per_block, self.row_format, self.device) for schema in csa)
+        keys = sum(schema.indexer_entries_per_block * schema.indexer_entry_bytes for schema in csa)
+        return entries + keys + len(self.layers(AttentionType.HCA)) * self.row_format.row_bytes
+
+    @property
+    def token_bytes(self) -> float:
+        return self.block_bytes / BLOCK_TOKENS
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(part.bytes for part in self.state_parts(1))
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return sum(part.bytes for part in self.checkpoint_parts(1))
+
+
+def _part(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> PoolPart:
+    return PoolPart(name, shape, dtype, math.prod(shape) * dtype.itemsize)

@@ -1,0 +1,77 @@
+"""What the commands show of a running server: two turns of a conversation, and what the cache has to do with them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from dsv4_sglang.cli.client import Answer, Pools, Server
+
+QUESTION = "What are the two halves of the cache?"
+SECOND_QUESTION = "Say that again in one sentence."
+# Long enough for blocks and a checkpoint: 128 tokens and more with any tokenizer.
+TEXT = """Answer questions about this text. DeepSeek-V4 keeps two kinds of things about the tokens that it has read. \
+The first is entries: a CSA layer compresses every 4 tokens into one, an HCA layer every 128. Entries lie in blocks of \
+128 tokens, and requests with the same beginning share their blocks. The second is state: of each running request the \
+rows of the last 128 tokens in every layer, and the tokens that do not fill an entry yet, in one slot that never \
+grows. From blocks alone no request can go on, so a copy of the state, a checkpoint, is kept where a prompt ends. When \
+a conversation continues, the next request finds the blocks of its earlier turns, loads the checkpoint behind them and \
+computes only the tokens that are new. Whatever is asked for least often is given up first."""
+SETTLE_SECONDS = 35.0
+"""An idle SGLang publishes its pools at once after decode steps that it reported, else within 30 seconds."""
+
+
+def is_tiny(model_path: str) -> bool:
+    """Whether the folder holds a checkpoint of `make-tiny`: its config.json is what that command writes."""
+    try:
+        config = json.loads((Path(model_path) / "config.json").read_text())
+        from dsv4_sglang.testing.tiny import TinySpec, config_json  # imports torch
+
+        spec = TinySpec(
+            ratios=config["compress_ratios"][:-1],
+            hidden=config["hidden_size"],
+            vocab=config["vocab_size"],
+            index_topk=config["index_topk"],
+            hash_layers=config["num_hash_layers"],
+            context=config["max_position_embeddings"],
+        )
+    except (OSError, ValueError, KeyError, TypeError):  # no folder, or another model's
+        return False
+    return config == config_json(spec)
+
+
+def settled(server: Server) -> Pools:
+    """The pools once no request runs, or as they are after SETTLE_SECONDS: others may use the server."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while (pools := server.pools()).used and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return pools
+
+
+def _say(line: str) -> None:
+    print(f"dsv4-sglang: {line}", flush=True)
+
+
+def _show(turn: int, question: str, answer: Answer, pools: Pools) -> None:
+    _say(f"turn {turn}: {question!r} -> {answer.text!r}")
+    _say(
+        f"turn {turn}: {answer.prompt_tokens} prompt tokens, {answer.cached_tokens} of them from the cache; "
+        f"first token after {answer.first_token_seconds:.2f} s, {answer.new_tokens} tokens after {answer.seconds:.2f} s"
+    )
+    _say(f"pools after turn {turn}: {pools}")
+
+
+def converse(server: Server, model_path: str, question: str, max_tokens: int) -> None:
+    """Ask `question` about a text, then a second question in the same conversation, and print what came from the cache
+    and what is in the pools. Raises what `Server.generate` and `Server.pools` raise.
+    """
+    _say("two turns of a conversation; the seconds of the first include what a server does once, such as compiling")
+    prompt = TEXT
+    for turn, asked in enumerate((question, SECOND_QUESTION), 1):
+        prompt += f"\n\nUser: {asked}\n\nAssistant:"
+        answer = server.generate(prompt, max_tokens)
+        _show(turn, asked, answer, settled(server))
+        prompt += answer.text
+    if is_tiny(model_path):
+        _say("the words are noise: this model is tiny and random")

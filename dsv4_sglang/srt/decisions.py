@@ -1,0 +1,150 @@
+"""What one launch decides, and the functions that SGLang calls to ask for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
+from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.configurator import BlockConfigurator
+from dsv4_sglang.srt.layout import served_layout
+from dsv4_sglang.srt.options import Options
+from dsv4_sglang.srt.refusals import refuse_given, refuse_resolved
+from dsv4_sglang.srt.sizing import GIB, StateDemand, default_checkpoints, memory_after_slots, state_demand, table
+
+log = logging.getLogger(__name__)
+
+ARCHITECTURE = "DeepseekV4ForCausalLM"
+BACKEND = "dsv4_sglang"
+PREFIX_CACHE = "dsv4_sglang"
+
+
+class Launch:
+    """One launch in this process: its options, and what follows from them as SGLang asks.
+
+    The methods are hooks of the table in `hooks`, which says what each is for: their parameters have SGLang's names,
+    which is checked. The layout and the demand for slots are known once the pools are sized.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.layout: CacheLayout | None = None
+        self.demand: StateDemand | None = None
+
+    def begin(self, server_args: Any) -> None:
+        """A model config is being built. In a scheduler process this is where the flags come in, resolved."""
+        if compat.flags_are_resolved(server_args):
+            refuse_resolved(server_args)
+
+    def declarations(self, original: Callable[..., Any], architecture: str, server_args: Any, hf_config: Any) -> Any:
+        refuse_given(server_args, hf_config)
+        # Decoding requests take a rolling checkpoint at the end of every block.
+        server_args.mamba_track_interval = BLOCK
+        server_args.radix_cache_backend = PREFIX_CACHE
+        ours = {"page_size": BLOCK, "attention_backend": BACKEND}
+        # SGLang splits its memory between window pages and the rest; this cache has no window pages.
+        declared = [
+            (source, {k: v for k, v in values.items() if k != "swa_full_tokens_ratio"})
+            for source, values in original(architecture, server_args, hf_config)
+        ]
+        return [*declared, ("dsv4_sglang", ours)]
+
+    def resolved(self, original: Callable[..., None], server_args: Any) -> None:
+        original(server_args)
+        refuse_resolved(server_args)
+
+    def extra_buffer(self, original: Callable[..., bool], view: Any, model_arch: str) -> bool:
+        return model_arch == ARCHITECTURE or original(view, model_arch)
+
+    def is_hybrid_swa(
+        self, original: Callable[..., bool], model_architectures: list[str], *args: Any, **kwargs: Any
+    ) -> bool:
+        return ARCHITECTURE not in model_architectures and original(model_architectures, *args, **kwargs)
+
+    def layout_for(self, configurator: Any) -> CacheLayout:
+        """The layout of this launch; the dtype of the rows is known once the model is loaded."""
+        if self.layout is None:
+            self.layout = served_layout(
+                compat.model_config(configurator.model_config.hf_config),
+                configurator.kv_cache_dtype,
+                self.options,
+                configurator.device,
+            )
+        return self.layout
+
+    def state_slots(self, original: Callable[..., float], configurator: Any, total_rest_memory: float) -> float:
+        """Choose the number of state slots; return the memory that is left for blocks, in GiB."""
+        from sglang.srt.runtime_context import get_context, get_memory, get_schedule
+
+        layout, options = self.layout_for(configurator), self.options
+        settings, memory = get_schedule(), get_memory()
+        running = settings.max_running_requests
+        if memory.disable_radix_cache:
+            if options.max_checkpoints:
+                raise ValueError(
+                    f"dsv4_sglang option max_checkpoints is {options.max_checkpoints}, "
+                    "but --disable-radix-cache is given"
+                )
+            self.demand = StateDemand(running)
+        else:
+            available = int(total_rest_memory * GIB)
+            if limit := configurator.server_args.max_total_tokens:
+                available = min(available, int(limit * layout.token_bytes))
+            step_tokens = settings.chunked_prefill_size or 0
+            self.demand = state_demand(
+                running,
+                step_tokens=step_tokens if step_tokens > 0 else settings.max_prefill_tokens,
+                default=default_checkpoints(layout, running, available),
+                max_checkpoints=options.max_checkpoints,
+            )
+        get_context().override("dsv4_sglang.state_slots", max_mamba_cache_size=running)
+        return memory_after_slots(layout, self.demand, total_rest_memory)
+
+    def slots_of_request(self, original: Callable[..., int], configurator: Any) -> int:
+        """SGLang divides the slots by this to cap the running requests, which were given to begin with."""
+        return original(configurator) if self.demand is None else 1
+
+    def pool_configurator(self, original: Callable[..., Any], kvc: Any) -> BlockConfigurator:
+        return BlockConfigurator(self.layout_for(kvc), kvc.model_config.context_len)
+
+    def request_pool(
+        self, original: Callable[..., Any], configurator: Any, *, max_num_reqs: int, extra_max_context_len: int
+    ) -> Any:
+        from sglang.srt.runtime_context import get_exec, get_schedule
+
+        from dsv4_sglang.srt.pools import StateParams, StateReqToTokenPool
+
+        layout, demand = self.layout_for(configurator), self.demand
+        assert demand is not None, "state slots are chosen before pools are built"
+        return StateReqToTokenPool(
+            size=max_num_reqs,
+            mamba_size=get_schedule().max_mamba_cache_size,
+            mamba_spec_state_size=max_num_reqs,
+            max_context_len=configurator.model_config.context_len + extra_max_context_len,
+            device=configurator.device,
+            enable_memory_saver=get_exec().features.enable_memory_saver,
+            cache_params=StateParams.of(layout, demand.staging, demand.checkpoints),
+            mamba_layer_ids=list(range(len(layout.schemas))),
+            enable_mamba_extra_buffer=configurator.server_args.enable_mamba_extra_buffer(),
+            enable_overlap_schedule=not get_schedule().disable_overlap_schedule,
+        )
+
+    def kv_pool(
+        self, original: Callable[..., Any], configurator: Any, *, sizes: Any, req_to_token_pool: Any, **kwargs: Any
+    ) -> Any:
+        from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool
+
+        layout = self.layout_for(configurator)
+        compressed = CompressedKVPool(
+            size=sizes.max_total_num_tokens,
+            page_size=configurator.pool_page_size,
+            dtype=configurator.kv_cache_dtype,
+            layout=layout,
+            device=configurator.device,
+        )
+        assert self.demand is not None, "state slots are chosen before blocks"
+        log.info(table(layout, sizes.max_total_num_tokens, self.demand))
+        return CacheKVPool(compressed, req_to_token_pool.mamba_pool)

@@ -1,0 +1,26 @@
+"""`BlockAllocator` and CUDA graphs."""
+
+import pytest
+import torch
+
+from dsv4_sglang.cache import BlockAllocator
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_capture_is_refused_and_goes_on() -> None:
+    allocator = BlockAllocator(8)
+    ids = allocator.acquire(3)
+    counter = torch.zeros(1, device=allocator.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counter.add_(1)
+        with pytest.raises(RuntimeError, match=r"acquire: .* captured into a CUDA graph"):
+            allocator.acquire(1)
+        with pytest.raises(RuntimeError, match=r"release: .* captured into a CUDA graph"):
+            allocator.release(ids)
+    graph.replay()
+    assert int(counter) == 1, "the refusals left the capture whole"
+    assert allocator.num_free == 5
+    allocator.release(ids)
+    assert allocator.num_free == 8

@@ -1,0 +1,169 @@
+"""What this package relies on in SGLang, and that private names of SGLang are used in one module only."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang.srt.plugins.hook_registry import HookType
+
+import dsv4_sglang
+from dsv4_sglang.srt import compat, contracts
+from dsv4_sglang.srt.backend import HybridCacheBackend
+from dsv4_sglang.srt.configurator import BlockConfigurator
+from dsv4_sglang.srt.decisions import Launch
+from dsv4_sglang.srt.hooks import Hook, hooks_of
+from dsv4_sglang.srt.models import deepseek_v4
+from dsv4_sglang.srt.options import Options
+from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool, StateSlotPool
+from dsv4_sglang.srt.prefix.component import CheckpointComponent, LeafOrder
+
+PACKAGE = Path(dsv4_sglang.__file__).parent
+PRIVATE = re.compile(r"_[a-zA-Z]\w*")
+SUBCLASSES = (
+    BlockConfigurator,
+    CacheKVPool,
+    CheckpointComponent,
+    CompressedKVPool,
+    HybridCacheBackend,
+    LeafOrder,
+    StateParams,
+    StateReqToTokenPool,
+    StateSlotPool,
+    deepseek_v4.CachedAttention,
+    deepseek_v4.DecoderLayer,
+    deepseek_v4.DeepseekV4ForCausalLM,
+    deepseek_v4.Model,
+)
+
+
+def private_uses(tree: ast.AST) -> Iterator[str]:
+    """Private names that a module reads: attributes, what it imports, and the parts of dotted strings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang"):
+            yield from [name.name for name in node.names]
+            yield from (node.module or "").split(".")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
+            yield from node.value.split(".")
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """Names that a module defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def foreign_private_names(sources: dict[str, str]) -> set[tuple[str, str]]:
+    """(module, name) of private names that a module uses and none of the modules defines."""
+    trees = {module: ast.parse(source) for module, source in sources.items()}
+    own = {name for tree in trees.values() for name in own_names(tree)}
+    return {
+        (module, name)
+        for module, tree in trees.items()
+        for name in private_uses(tree)
+        if PRIVATE.fullmatch(name) and name not in own
+    }
+
+
+def test_private_names_of_sglang_are_in_compat_only() -> None:
+    files = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+    sources = {
+        name: text
+        for name, text in files.items()
+        if name != "srt/compat.py" and (name.startswith("srt/") or re.search(r"\bsglang\.", text))
+    }
+    assert foreign_private_names(sources) == set()
+    for line in (
+        "from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry",
+        "from sglang.srt import deepseek\ndeepseek._FP8_WO_A_GEMM",
+        "def f(tree): tree._evict_component_and_detach_lru(1)",
+        'TARGET = "sglang.srt.server_args.ServerArgs._validate"',
+    ):
+        assert len(foreign_private_names({"a.py": line})) == 1, line
+
+
+def test_private_methods_that_are_overridden_are_listed() -> None:
+    found = {
+        (ours, name)
+        for ours in SUBCLASSES
+        for base in ours.__mro__
+        if base.__module__.startswith("sglang.")
+        for name in vars(ours)
+        if PRIVATE.fullmatch(name) and name in vars(base) and name != "_abc_impl"
+    }
+    assert found == {(pkgutil.resolve_name(override.ours), override.method) for override in compat.OVERRIDES}
+    assert all(override.reason for override in compat.OVERRIDES)
+    assert contracts.override_differences() == []
+
+
+def test_all_subclasses_are_looked_at() -> None:
+    ours = {ours.__qualname__ for ours in SUBCLASSES}
+    for path in (PACKAGE / "srt").rglob("*.py"):
+        module = ".".join(("dsv4_sglang", *path.relative_to(PACKAGE).with_suffix("").parts))
+        if "cpu_shim" in module or path.stem == "__init__":
+            continue
+        for made in vars(pkgutil.resolve_name(module)).values():
+            if isinstance(made, type) and made.__module__ == module:
+                from_sglang = any(base.__module__.startswith("sglang.") for base in made.__mro__)
+                assert from_sglang == (made.__qualname__ in ours), made
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_hooks_fit(on_cpu: bool) -> None:
+    hooks = hooks_of(Launch(Options()), on_cpu)
+    assert contracts.hook_differences(hooks) == []
+    assert len({hook.target for hook in hooks}) == len(hooks) and all(hook.reason for hook in hooks)
+
+
+TARGETS = "sglang.srt.mem_cache.common."
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda original, req: None,
+        lambda original, req, tree_cache: None,
+        lambda original, tree_cache, req, is_insert=True: None,
+        lambda original, req, tree_cache, is_insert=True, *, force: None,
+        lambda original, req, tree, is_insert=True: None,
+        lambda original, *, req, tree_cache, is_insert: None,
+    ],
+)
+def test_a_hook_with_other_parameters_is_named(function: Callable[..., Any]) -> None:
+    hook = Hook(TARGETS + "release_kv_cache", HookType.AROUND, function, "to be tried")
+    (line,) = contracts.hook_differences([hook])
+    assert line.startswith(TARGETS + "release_kv_cache takes (req") and line.endswith(": to be tried")
+    with pytest.raises(RuntimeError, match=r"does not fit this SGLang .*validated: 0\.5\.17"):
+        contracts.require([line])
+
+
+def test_a_hook_that_takes_anything_fits() -> None:
+    for function in (lambda original, *args, **kwargs: None, lambda original, req, *args, **kwargs: None):
+        assert contracts.hook_differences([Hook(TARGETS + "release_kv_cache", HookType.AROUND, function, "")]) == []
+
+
+def test_a_target_that_is_gone_is_named() -> None:
+    (line,) = contracts.hook_differences([Hook(TARGETS + "gone", HookType.REPLACE, print, "to be missed")])
+    assert line == TARGETS + "gone does not exist in this SGLang: to be missed"
+
+
+def test_an_override_that_is_gone_or_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = next(override for override in compat.OVERRIDES if "Mamba" in override.base)
+    monkeypatch.setattr(compat, "OVERRIDES", (tree._replace(method="_gone"),))
+    assert contracts.override_differences() == [f"{tree.base}._gone does not exist in this SGLang: {tree.reason}"]
+    monkeypatch.setattr(compat, "OVERRIDES", (tree,))
+    monkeypatch.setattr(CheckpointComponent, tree.method, lambda self, tracker, device_frees: None)
+    (line,) = contracts.override_differences()
+    assert line.startswith(f"{tree.base}.{tree.method} takes (tracker")

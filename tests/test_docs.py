@@ -1,0 +1,108 @@
+"""What pages and comments point to exists (sections of docs/spec.md, links, files), and imports point one way."""
+
+import re
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ("dsv4_sglang", "csrc", "tests", "benchmarks", "docs", "examples")
+SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp", ".md"}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+NUMBER = r"\d+(?:\.\d+)?"
+# "SPEC 2.1, 2.4 and 3.1 to 3.7", "SPEC 9, conflict 12".
+CITATION = re.compile(rf"\bSPEC ({NUMBER}(?:(?:, | and | to |, and ){NUMBER}\b)*)(?:, (conflict \d+))?")
+HEADING = re.compile(rf"^##+ ({NUMBER})\b", re.MULTILINE)
+CONFLICT = re.compile(r"^\| (\d+) \|", re.MULTILINE)
+FILE = re.compile(r"`((?:dsv4_sglang|csrc|tests|benchmarks|examples|docs|tools)/[\w./]*)`")
+IMPORT = re.compile(r"^\s*(?:from|import) dsv4_sglang\.(\w+)", re.MULTILINE)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<(?:img|source)\b[^>]*?\bsrc(?:set)?=\"([^\"]+)\"")
+
+
+def citations(text: str) -> list[str]:
+    """Numbers of cited sections, "conflict n" for rows of section 9; a comment may break its line inside a citation."""
+    joined = re.sub(r"\n[ \t]*(?:///?|#|\*)?[ \t]*", " ", text)
+    found = []
+    for match in CITATION.finditer(joined):
+        found += re.findall(NUMBER, match[1])
+        if match[2]:
+            found.append(match[2])
+    return found
+
+
+def targets() -> set[str]:
+    spec = (ROOT / "docs" / "spec.md").read_text()
+    conflicts = spec[spec.index("\n## 9.") : spec.index("\n## 10.")]
+    return {*HEADING.findall(spec), *(f"conflict {n}" for n in CONFLICT.findall(conflicts))}
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings as GitHub names them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("# of both (SPEC 4.3).", ["4.3"]),
+        ("// (SPEC 2.1, 2.4, 2.5, 3.1 to 3.7).", ["2.1", "2.4", "2.5", "3.1", "3.7"]),
+        ('"""SPEC 5.2 and 5.3: 584 B"""', ["5.2", "5.3"]),
+        ("    /// fake-quantised (SPEC\n    /// 2.5, 4.1).", ["2.5", "4.1"]),
+        ("from the tests that SPEC 8 requires, SPEC 1.3, at which", ["8", "1.3"]),
+        ("its bf16 rounding (SPEC 9, conflict 12).", ["9", "conflict 12"]),
+        ("SPECIALS 3.1, a SPEC of 2 parts", []),
+    ],
+)
+def test_citations_are_found(text: str, expected: list[str]) -> None:
+    assert citations(text) == expected
+
+
+def test_every_cited_section_of_the_specification_exists() -> None:
+    known = targets()
+    files = [f for f in chain.from_iterable((ROOT / s).rglob("*") for s in SOURCES) if f.suffix in SUFFIXES]
+    cited = {
+        (number, str(file.relative_to(ROOT)))
+        for file in [*files, ROOT / "README.md"]
+        if file != Path(__file__)
+        for number in citations(file.read_text())
+    }
+    assert len(cited) > 50, "the citations are no longer found"
+    assert not sorted(c for c in cited if c[0] not in known)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_resolve(page: Path) -> None:
+    broken = []
+    for match in LINK.finditer(page.read_text()):
+        path, _, anchor = (match[1] or match[1]).partition("#")
+        if re.match(r"[a-z]+:", path):
+            continue
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(match[0])
+    assert not broken
+
+
+# The notebook's paths are those of the time of each note.
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "notebook.md"], ids=lambda page: page.name)
+def test_named_files_exist(page: Path) -> None:
+    assert not [path for path in FILE.findall(page.read_text()) if not (ROOT / path).exists()]
+
+
+def test_packages_import_in_the_order_of_the_architecture_page() -> None:
+    """A package knows those listed above it; docs/architecture.md lists them all."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    order = re.findall(r"^\| `dsv4_sglang/(\w+)`", page, re.MULTILINE)
+    folders = {folder.name for folder in (ROOT / "dsv4_sglang").iterdir() if list(folder.glob("*.py"))}
+    assert set(order) == folders
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {name}"
+        for place, package in enumerate(order)
+        for file in (ROOT / "dsv4_sglang" / package).rglob("*.py")
+        for name in IMPORT.findall(file.read_text())
+        if name in order[place + 1 :]
+    ]
+    assert not wrong

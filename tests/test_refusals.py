@@ -1,0 +1,187 @@
+"""What becomes of each of SGLang's flags, on its real ServerArgs as given, before anything of them is resolved."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, default_cuda_graph_config
+from sglang.srt.server_args import ServerArgs
+
+from dsv4_sglang.srt import compat, contracts, flags, launch
+from dsv4_sglang.srt.refusals import LIMITS, flag, refuse_given, refuse_resolved
+
+DEFAULTS = compat.flag_defaults()
+REFUSED = {field: group for group in flags.REFUSED for field in group.fields.split()}
+LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
+    "chunked_prefill_size": ([300, 64], [None, -1, 128, 8192]),
+    "mamba_track_interval": ([512], [128, 256]),
+    "mamba_radix_cache_strategy": (["no_buffer", "extra_buffer_lazy"], ["auto", "extra_buffer"]),
+    "page_size": ([64, 256], [None, 128]),
+    "attention_backend": (["triton", "dsv4"], [None, "dsv4_sglang"]),
+    "prefill_attention_backend": (["fa3"], [None]),
+    "decode_attention_backend": (["flashinfer"], [None]),
+    "radix_cache_backend": (["other"], [None, "dsv4_sglang"]),
+    "schedule_policy": (["dfs-weight"], ["fcfs", "lpm"]),
+    "kv_cache_dtype": (["fp8_e5m2", "nvfp4"], ["auto", "fp8_e4m3", "bfloat16", "bf16"]),
+    "dtype": (["half", "float16"], ["auto", "bfloat16", "float32"]),
+    "device": (["xpu"], ["cuda", None]),
+    "model_impl": (["transformers"], ["auto", "sglang"]),
+    "quantization": (["awq"], [None, "fp8"]),
+    "load_format": (["gguf"], ["auto", "safetensors", "dummy"]),
+}
+"""Values of each limited flag that are refused, and such that are not."""
+
+
+def arguments(**given: Any) -> ServerArgs:
+    """SGLang resolves nothing for a model path of "dummy"."""
+    return ServerArgs(**{"model_path": "dummy", "device": "cuda", **given})
+
+
+def config(**values: Any) -> SimpleNamespace:
+    """As far as refusals look at the model's."""
+    return SimpleNamespace(**{"o_groups": 8, "max_position_embeddings": 65536, "context_len": 65536, **values})
+
+
+def graphs(**backends: str) -> CudaGraphConfig:
+    made = default_cuda_graph_config()
+    made.decode.backend, made.prefill.backend = "full", "disabled"
+    for phase, backend in backends.items():
+        getattr(made, phase).backend = backend
+    return made
+
+
+def refusals(hf_config: SimpleNamespace | None = None, **given: Any) -> list[str]:
+    """The lines of the refusal of a launch with these flags, none if it is served."""
+    try:
+        refuse_given(arguments(**given), hf_config or config())
+    except ValueError as error:
+        first, *lines = str(error).splitlines()
+        assert first == "dsv4_sglang refuses to start."
+        return lines
+    return []
+
+
+def another(default: Any) -> Any:
+    """A value of a flag that is not its default."""
+    if default is None or isinstance(default, str):
+        return "other"
+    if isinstance(default, list):
+        return ["other"]
+    return True if default is False else default + 1
+
+
+def test_every_flag_is_listed_once() -> None:
+    """A flag of a newer SGLang belongs into one of the groups of `flags`, and none stays that is no more."""
+    assert sorted(flags.known()) == sorted(DEFAULTS)
+    assert all(group.reason for group in (*flags.SUPPORTED, *flags.WITHOUT_EFFECT, *flags.REFUSED))
+    assert contracts.flag_differences() == []
+
+
+def test_limits_are_of_supported_flags_and_have_cases() -> None:
+    assert list(LIMITED) == [limit.field for limit in LIMITS]
+    assert set(LIMITED) <= {field for group in flags.SUPPORTED for field in group.fields.split()}
+
+
+def test_a_plain_launch_is_served() -> None:
+    assert refusals() == []
+    assert refusals(cuda_graph_config=graphs()) == []
+    refuse_resolved(arguments())
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_each_refused_flag_has_its_line(field: str) -> None:
+    value = another(DEFAULTS[field])
+    shown = flag(field) if value is True else f"{flag(field)} {value}"
+    assert refusals(**{field: value}) == [f"{shown} is not supported: {REFUSED[field].reason}"]
+    assert refusals(**{field: DEFAULTS[field]}) == []
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=[limit.field for limit in LIMITS])
+def test_each_limit_has_its_line(limit: Any) -> None:
+    bad, good = LIMITED[limit.field]
+    for value in bad:
+        (line,) = refusals(**{limit.field: value})
+        assert line == f"{flag(limit.field)} {value} is not supported: {limit.reason}"
+    for value in good:
+        assert refusals(**{limit.field: value}) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"prefill": "breakable"}, "--cuda-graph-backend-prefill breakable is not supported: "),
+        ({"decode": "tc_piecewise"}, "--cuda-graph-backend-decode tc_piecewise is not supported: "),
+    ],
+)
+def test_graphs(given: dict[str, str], line: str) -> None:
+    (found,) = refusals(cuda_graph_config=graphs(**given))
+    assert found.startswith(line)
+    assert refusals(cuda_graph_config=graphs(decode="disabled")) == []
+
+
+def test_the_tree_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "1")
+    (line,) = refusals()
+    assert line.startswith("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE is not supported: ")
+
+
+def test_what_the_model_has_no_place_for() -> None:
+    for processes in (1, 2, 4, 8):
+        assert refusals(tp_size=processes) == []
+    (line,) = refusals(tp_size=3)
+    assert line.startswith("--tp-size 3 is not supported: the 8 groups ") and line.endswith("give 1 or 2 or 4 or 8")
+    quantised = config(quantization_config={})
+    assert refusals(quantised) == []
+    (line,) = refusals(quantised, device="cpu")
+    assert line.startswith("--device cpu is not supported: the checkpoint is quantised")
+    (line,) = refusals(config(context_len=65537))
+    assert line.startswith("--context-length 65537 is not supported: the model has positions for 65536 tokens")
+
+
+def test_all_at_once() -> None:
+    changed = {field: another(DEFAULTS[field]) for field in REFUSED}
+    limited = {field: bad[0] for field, (bad, _) in LIMITED.items()}
+    assert len(refusals(**changed, **limited)) == len(changed) + len(limited)
+
+
+def test_a_flag_that_is_not_listed_is_refused_when_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flags, "WITHOUT_EFFECT", flags.WITHOUT_EFFECT[1:])
+    assert refusals() == []
+    (line,) = refusals(tokenizer_worker_num=2)
+    assert line.startswith("--tokenizer-worker-num 2 is not supported: it is not known to this package (this is SGLang")
+
+
+def test_a_renamed_flag_is_seen_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flags, "REFUSED", (*flags.REFUSED, flags.Refused("no", "enable_something_renamed")))
+    with pytest.raises(RuntimeError, match=r"ServerArgs\.enable_something_renamed does not exist in this SGLang"):
+        contracts.require(contracts.flag_differences())
+
+
+def test_resolved_flags() -> None:
+    """What SGLang may fill in by itself and nothing here reads is refused as given only."""
+    refuse_resolved(arguments(triton_attention_num_kv_splits=16, quantization="modelopt_fp4", ep_size=1))
+    with pytest.raises(ValueError, match="--ep-size 2 is not supported"):
+        refuse_resolved(arguments(ep_size=2))
+
+
+@pytest.fixture(scope="module")
+def parser() -> ArgumentParser:
+    made = ArgumentParser()
+    ServerArgs.add_cli_args(made)
+    return made
+
+
+def test_flags_are_called_what_sglang_calls_them(parser: ArgumentParser) -> None:
+    fields = [*REFUSED, *LIMITED, "context_length", "tp_size"]
+    assert [field for field in fields if flag(field) not in parser.format_help()] == []
+
+
+def test_abbreviations_are_those_of_the_parser(parser: ArgumentParser) -> None:
+    """The shortest one of each flag that a launch looks at, and none that means another flag."""
+    options = [option for action in parser._actions for option in action.option_strings]
+    for name, shortest in launch.ABBREVIATED.items():
+        unique = [n for n in range(3, len(name) + 1) if [o for o in options if o.startswith(name[:n])] == [name]]
+        assert shortest == name[: unique[0]], name
