@@ -46,20 +46,10 @@ _ROWS_A_PROGRAM = 16
 
 @triton.jit
 def _write_out_kernel(
-    window_ptr,
-    entries_ptr,
-    blocks_ptr,
-    out_ptr,
-    window_rows,
-    rows,
-    window_block_stride,
-    entry_block_stride,
-    window_rows_per_block,
-    entry_rows_per_block,
-    listed_rows,
-    FP8: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    window_ptr, entries_ptr, blocks_ptr, out_ptr, window_rows, rows,
+    window_block_stride, entry_block_stride, window_rows_per_block, entry_rows_per_block, listed_rows,
+    FP8: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Grid (groups of BLOCK_N rows): the window table from its first row on, then `listed_rows` rows of each block."""
     at = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = at < rows
@@ -92,20 +82,10 @@ def _write_out_kernel(
 
 @triton.jit
 def _join_kernel(
-    entry_rows_ptr,
-    entry_lens_ptr,
-    window_rows_ptr,
-    window_lens_ptr,
-    places_ptr,
-    out_ptr,
-    out_lens_ptr,
-    entry_rows_stride,
-    window_rows_stride,
-    width,
-    window_size,
-    listed_rows,
+    entry_rows_ptr, entry_lens_ptr, window_rows_ptr, window_lens_ptr, places_ptr, out_ptr, out_lens_ptr,
+    entry_rows_stride, window_rows_stride, width, window_size, listed_rows,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (tokens): a token's entries, found in the written table by the place of their block, then its window, then
     -1.
     """
@@ -202,17 +182,8 @@ class SparsePrefillReader(FlashMLAKernel):
         table = self._table[:rows]
         window, entries = inputs.window.table, (inputs.entries or inputs.window).table
         _write_out_kernel[(triton.cdiv(rows, _ROWS_A_PROGRAM),)](
-            window,
-            entries,
-            self._blocks,
-            table,
-            self._window_size,
-            rows,
-            table_stride(window),
-            table_stride(entries),
-            window.shape[1],
-            entries.shape[1],
-            listed_rows,
+            *(window, entries, self._blocks, table, self._window_size, rows),
+            *(table_stride(window), table_stride(entries), window.shape[1], entries.shape[1], listed_rows),
             FP8=inputs.row_format is RowFormat.FP8,
             BLOCK_N=_ROWS_A_PROGRAM,
             num_warps=4,
@@ -233,18 +204,8 @@ class SparsePrefillReader(FlashMLAKernel):
         lists = window_rows.new_empty(tokens, width)
         lens = torch.empty_like(entry_lens)
         _join_kernel[(tokens,)](
-            entry_rows,
-            entry_lens,
-            window_rows,
-            window_lens,
-            self._places,
-            lists,
-            lens,
-            entry_rows.stride(0),
-            window_rows.stride(0),
-            width,
-            self._window_size,
-            _entries_a_block(inputs.ratio),
+            *(entry_rows, entry_lens, window_rows, window_lens, self._places, lists, lens),
+            *(entry_rows.stride(0), window_rows.stride(0), width, self._window_size, _entries_a_block(inputs.ratio)),
             COLUMNS=256,
             num_warps=4,
         )
