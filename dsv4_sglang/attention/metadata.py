@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
 from dsv4_sglang.cache.step import StepMetadata, ring_window, visible_entries, window_lens
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO, WINDOW
 from dsv4_sglang.ops.schemas import NAMESPACE
 

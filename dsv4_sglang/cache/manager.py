@@ -13,12 +13,12 @@ from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.handle import LayerCacheHandle
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.paged_cache import make_paged_pools
-from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS, HcaState
+from dsv4_sglang.cache.schema import HcaState
 from dsv4_sglang.cache.state_cache import StateCachePool, StateStorage
 from dsv4_sglang.cache.step import NO_BLOCK, Step
 from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.model.geometry import WINDOW
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, WINDOW
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 
 
@@ -83,7 +83,7 @@ class KVCacheManager:
         self.num_blocks = min((pool.num_blocks for pool in self.paged_pools if pool is not None), default=0)
         self._allocator = BlockAllocator(self.num_blocks, self.device)
 
-        longest = math.ceil(config.max_position_embeddings / BLOCK_SIZE_ORIGINAL_TOKENS)
+        longest = math.ceil(config.max_position_embeddings / BLOCK_TOKENS)
         width = max(1, min(self.num_blocks, longest))
         self.block_tables: Tensor = torch.full(
             (max_concurrent_requests, width), NO_BLOCK, dtype=torch.int32, device=self.device

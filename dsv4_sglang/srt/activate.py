@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt import compat, contracts
 from dsv4_sglang.srt.decisions import ARCHITECTURE, BACKEND, PREFIX_CACHE, Launch
 from dsv4_sglang.srt.hooks import Hook, hooks_of

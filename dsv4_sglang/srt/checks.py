@@ -17,7 +17,7 @@ def check_started(scheduler: Any) -> None:
     from sglang.srt.mem_cache.chunk_cache import ChunkCache
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
+    from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
     from dsv4_sglang.srt.backend import HybridCacheBackend
     from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, DeepseekV4ForCausalLM
     from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateReqToTokenPool, StateSlotPool

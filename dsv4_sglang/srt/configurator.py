@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
 
 from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.sizing import GIB, require_context, tokens_in_bytes
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.configurator import BlockConfigurator
 from dsv4_sglang.srt.layout import served_layout

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_type_hints
 
-from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 
 KEY = "dsv4_sglang"
 

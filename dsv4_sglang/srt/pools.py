@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dsv4_sglang.cache.layout import COMPRESSED, CacheLayout
 from dsv4_sglang.cache.paged_cache import make_paged_pools
-from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
 from dsv4_sglang.cache.state_cache import StateStorage
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
 

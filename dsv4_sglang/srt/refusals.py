@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from dsv4_sglang.cache.schema import BLOCK_SIZE_ORIGINAL_TOKENS as BLOCK
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt import compat, flags
 
 

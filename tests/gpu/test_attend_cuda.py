@@ -153,7 +153,7 @@ def test_op_dispatches():
             args[0].float(),
             *args[1:2],
             *(x.nan_to_num(0) if x is not None and x.is_floating_point() else x for x in args[2:10]),
-            args[10],
+            *args[10:],
         ),
         test_utils=("test_schema", "test_faketensor"),
     )

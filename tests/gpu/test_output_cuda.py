@@ -27,6 +27,7 @@ def layer(monkeypatch: pytest.MonkeyPatch):
     g = torch.Generator().manual_seed(1)
     made = object.__new__(deepseek_v4.CachedAttention)
     nn.Module.__init__(made)
+    made.attn_tp_size = 1
     made.n_local_groups, made.o_lora_rank, made.head_dim, made.rope = GROUPS, RANK, 512, rope().cuda()
     scales = torch.exp2(torch.randint(-9, -6, (GROUPS, RANK // 128, DIM // 128), generator=g).float())
     made.wo_a = SimpleNamespace(
