@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
-from dsv4_sglang.srt.options import BLOCK
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix.placement import Due, due_in_prefill, is_kept
 from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
 from dsv4_sglang.srt.prefix.tree import FreeList, Node, PrefixTree

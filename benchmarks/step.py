@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import report, timing
-from dsv4_sglang.attention.metadata import BLOCK, DecodeBuffers, build_decode, snapshot_decode
+from dsv4_sglang.attention.metadata import DecodeBuffers, build_decode, snapshot_decode
 from dsv4_sglang.cache.device import resolve_device
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 
 K = 1024
 TOP_K = 512

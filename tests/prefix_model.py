@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dsv4_sglang.srt.options import BLOCK
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix.placement import due_in_prefill, is_kept
 from dsv4_sglang.srt.prefix.tree import FreeList, Node, PrefixTree
 

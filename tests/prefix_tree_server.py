@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, mamba_component
 
-from dsv4_sglang.srt.options import BLOCK
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix import component as component_module
 from dsv4_sglang.srt.prefix import schedule
 from dsv4_sglang.srt.prefix.component import PENDING, Pending, build_prefix_cache, component_of

@@ -13,7 +13,7 @@ from benchmarks.prefix_simulation import (
     Simulation,
     expected_blind,
 )
-from dsv4_sglang.srt.options import BLOCK
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.compat import track_entry
-from dsv4_sglang.srt.options import BLOCK
 from dsv4_sglang.srt.prefix.component import component_of
 
 PLAN, TABLE = "dsv4_plan", "dsv4_plan_table"

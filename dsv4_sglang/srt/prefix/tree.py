@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsv4_sglang.srt.options import BLOCK
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix.placement import Due
 from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
 
