@@ -14,14 +14,11 @@ from progress import run
 
 LEVELS = ("default", "avx2", "avx512")
 NATIVE = torch.backends.cpu.get_cpu_capability().lower()
-# The quick ones of each kind: the oracle, the ops against transformers, rounded rows, requests in steps of any shape.
+# The quick ones of each kind: the oracle, the ops against transformers, rounded rows.
 TESTS = (
     "test_oracle.py::test_teacher_forced_equals_incremental",
     "test_against_hf.py::test_any_chunking_equals_hf",
-    "test_spec.py::test_resuming_at_a_checkpoint_equals_never_stopping",
     "test_spec.py::test_fp8_rows_and_fp4_keys_equal_hf_with_fake_quantised_rows",
-    "test_manager.py::test_chunks_equal_one_shot",
-    "test_manager.py::test_quantised_formats_stay_near",
 )
 
 
@@ -33,6 +30,7 @@ def test_bounds_hold_whatever_the_order_of_sums(level: str) -> None:
     done = run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS],
         cwd=Path(__file__).parent,
-        env={**os.environ, "ATEN_CPU_CAPABILITY": level, "OMP_NUM_THREADS": "2"},
+        # A thread that waits for another must not take its core.
+        env={**os.environ, "ATEN_CPU_CAPABILITY": level, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"},
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
