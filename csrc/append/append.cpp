@@ -2,6 +2,8 @@
 // the device.
 #include "append.h"
 
+#include <algorithm>
+
 #include "../ops.h"
 #include "../tables.h"
 
@@ -76,12 +78,16 @@ void take_step(const AppendChecker& check, AppendParams& p, const Tensor& kv, co
 }
 
 /// The window ring, the workspace of a prefill step and what is noted of positions.
-void take_window(const AppendChecker& check, AppendParams& p, RowFormat format, const Tensor& ring,
+void take_window(const AppendChecker& check, AppendParams& p, RowFormat format, int64_t positions, const Tensor& ring,
                  const std::optional<Tensor>& window, const std::optional<Tensor>& swa_pos,
                  const std::optional<Tensor>& swa_head, const std::optional<Tensor>& tail_len) {
   p.ring = row_table(check, "ring", ring, format, kAny, kAny);
   const int64_t slots = ring.size(0), rows = ring.size(1);
-  if (rows < kWindow) check.fail("ring is ", describe(ring), "; expected at least ", kWindow, " rows a slot");
+  if (rows < kWindow || rows * positions > UINT32_MAX) {
+    check.fail("ring is ", describe(ring), "; expected at least ", kWindow, " rows a slot and, with ", positions,
+               " positions of rope, at most ", UINT32_MAX / positions);
+  }
+  p.ring_reciprocal = uint32_t((uint64_t(1) << 32) / rows + ((uint64_t(1) << 32) % rows != 0));
   if (window) p.window = row_table(check, "window", *window, format, 1, p.tokens + int64_t(kWindow) * p.requests);
   if (swa_pos) {
     check.tensor("swa_pos", *swa_pos, {kInt}, {slots, rows});
@@ -166,7 +172,7 @@ void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> ind
   AppendParams p{};
   p.eps = float(eps), p.tokens = int(tokens), p.requests = int(requests);
   take_step(check, p, kv, kv_norm, rope, slots, prefix_lens, query_start, token_request, out_loc, track_slots);
-  take_window(check, p, rows, ring, window, swa_pos, swa_head, tail_len);
+  take_window(check, p, rows, std::max<int64_t>(rope.size(0), 1), ring, window, swa_pos, swa_head, tail_len);
   LayerKind kind = LayerKind::kSwa;
   if (ratio) kind = take_compressor(check, p, rows, ratio, ring.size(0), kv_score, entry_norm, ape, tail, entries);
   if (kind == LayerKind::kCsa) take_indexer(check, p, keys, index_kv_score, index_norm, index_ape, index_keys);

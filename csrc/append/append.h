@@ -29,6 +29,7 @@ struct AppendParams {
   int tokens, requests;
   // Written.
   RowTable ring, entries, window;
+  uint32_t ring_reciprocal;  // of the ring's rows, times 2^32, rounded up
   KeyTable index_keys;
   float* tail;
   int64_t tail_stride;                     // floats of a slot

@@ -5,9 +5,10 @@
 
 namespace dsv4 {
 
-/// Row of a position in its slot's ring, which may have more rows than the window.
+/// Row of a position in its slot's ring, which may have more rows than the window: the remainder of a division by them.
+/// Exact while position x rows is below 2^32, which `append` checks.
 __device__ __forceinline__ int ring_place(const AppendParams& p, int position) {
-  return int(uint32_t(position) % uint32_t(p.ring.rows_per_block));
+  return position - int(__umulhi(uint32_t(position), p.ring_reciprocal)) * p.ring.rows_per_block;
 }
 
 __device__ __forceinline__ RowAddress ring_row(const AppendParams& p, int slot, int position) {
@@ -40,8 +41,7 @@ __device__ __forceinline__ void store_length(const AppendParams& p, int slot, in
 /// The old row, 0 .. 127 for position length - 128 .. length - 1, whose place in the ring the chunk's token `offset`
 /// takes; negative where it takes one that holds none of them.
 __device__ __forceinline__ int replaced_by(const AppendParams& p, int offset) {
-  const int rows = p.ring.rows_per_block;
-  return offset % rows - (rows - kWindow);
+  return ring_place(p, offset) - (p.ring.rows_per_block - kWindow);
 }
 
 /// First row of request `b` in the window workspace: that of position length - 128.
@@ -109,7 +109,7 @@ __device__ inline void keep_old_row(const AppendParams& p, int b, int old, int l
   if (slot < 0 || count <= 0 || position < 0) return;
   // The last token that takes this row's place, if it is one of those that stay in the ring: it has copied the row.
   const int rows = p.ring.rows_per_block, place = old + rows - kWindow;
-  const int behind = (count - 1 + rows - place) % rows;
+  const int behind = ring_place(p, count - 1 + rows - place);
   if (behind < kWindow && behind < count) return;
   copy_row(p.ring.format, ring_row(p, slot, position), row_address(p.window, 0, workspace_base(begin, b) + old), lane);
 }

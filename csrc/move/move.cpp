@@ -14,9 +14,9 @@ namespace dsv4 {
 namespace {
 
 constexpr int64_t kMaxGridY = 65535;
-// A run of at least this many blocks is one copy by the copy engine; shorter ones cost less inside the kernel than a
-// call a pool.
-constexpr int64_t kRunBlocks = 8;
+// A run of ids whose copies have at least this many bytes a pool goes to the copy engine; a shorter one costs less
+// inside the kernel than a call a pool (benchmarks.move).
+constexpr int64_t kRunBytes = 2 << 20;
 
 int64_t bytes_of(const Tensor& t, int64_t first_dim) {
   int64_t bytes = int64_t(t.element_size());
@@ -204,13 +204,17 @@ void swap_blocks(std::vector<Tensor> device_pools, std::vector<Tensor> host_pool
   const std::vector<int64_t> device_ids = checked_ids("device", ids, 0, device_pools);
   const std::vector<int64_t> host_ids = checked_ids("host", ids, 1, host_pools);
 
+  int64_t block_bytes = 0;
+  for (const SwapPool& s : pools) block_bytes += s.bytes;
+  const int64_t least_run_bytes = kRunBytes * int64_t(pools.size());
+
   // Everything is checked: from here on blocks move.
   const cudaStream_t stream = current_stream(device);
   std::vector<int64_t> scattered;  // indices into ids
   for (int64_t begin = 0, end; begin < count; begin = end) {
     end = begin + 1;
     while (end < count && device_ids[end] == device_ids[end - 1] + 1 && host_ids[end] == host_ids[end - 1] + 1) ++end;
-    if (end - begin < kRunBlocks) {
+    if ((end - begin) * block_bytes < least_run_bytes) {
       for (int64_t i = begin; i < end; ++i) scattered.push_back(i);
       continue;
     }

@@ -229,20 +229,19 @@ def pools(blocks: int, seed: int, pinned: bool) -> list[Tensor]:
 def ids(pattern: str) -> Tensor:
     g = torch.Generator().manual_seed(0)
     if pattern == "one run":
-        return torch.stack([torch.arange(3, 33), torch.arange(20, 50)])
+        return torch.stack([torch.arange(3, 603), torch.arange(20, 620)])
     if pattern == "scattered":
-        return torch.stack([torch.randperm(60, generator=g)[:40], torch.randperm(70, generator=g)[:40]])
-    if pattern == "mixed":  # a run of 12, a short run, single blocks, a run on one side only
-        return torch.tensor(
-            [[*range(12), 20, 21, 40, 50, *range(30, 39)], [*range(40, 52), 3, 4, 9, 8, *range(38, 29, -1)]]
-        )
+        return torch.stack([torch.randperm(700, generator=g)[:40], torch.randperm(710, generator=g)[:40]])
+    if pattern == "mixed":  # a run for the copy engine, a short one, single blocks, a run on one side only
+        device = [*range(500), 520, 521, 540, 550, *range(530, 539)]
+        return torch.tensor([device, [*range(200, 700), 3, 4, 9, 8, *range(38, 29, -1)]])
     return torch.zeros(2, 0, dtype=torch.long)
 
 
 @pytest.mark.parametrize("to_host", [True, False])
 @pytest.mark.parametrize("pattern", ["one run", "scattered", "mixed", "none"])
 def test_swap_blocks(pattern, to_host):
-    gpu, host = pools(60, 1, False), pools(70, 50, True)
+    gpu, host = pools(700, 1, False), pools(710, 50, True)
     expected_gpu, expected_host = [t.cpu() for t in gpu], [t.clone() for t in host]
     torch.ops.dsv4_sglang.swap_blocks(expected_gpu, expected_host, ids(pattern), to_host)
     stream = torch.cuda.Stream()
