@@ -50,11 +50,12 @@ __device__ __forceinline__ void write_row(const AppendParams& p, RowScratch& scr
   const int track = p.track_slots ? p.track_slots[token.request] : -1;
   QuadFinish finish;
   finish.load(p, p.kv_norm, p.kv_norm_bf16, position, thread);
+  const RowAddress row = ring_row(p, token.slot, position);
   wait_for_previous_kernel();
 
   const float4 kv = load_quad(kv_row(p, token.request), p.kv_bf16, thread);
   const PackedQuad packed = finish.apply(kv, format, p.eps, p.kv_bf16, scratch, 1, thread);
-  packed.store(format, ring_row(p, token.slot, position), thread);
+  packed.store(format, row, thread);
   if (track >= 0) {
     packed.store(format, ring_row(p, track, position), thread);
     if (tracks_prev_rows<kind>(position)) track_prev_rows(p, token.request, position, track, thread, kRowThreads);

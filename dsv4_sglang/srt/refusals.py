@@ -64,7 +64,7 @@ LIMITS = (
     Limit(
         "kv_cache_dtype",
         _one_of("fp8_e4m3", "bfloat16", "bf16"),
-        "rows have 584 or 1024 bytes; give auto, fp8_e4m3 or bfloat16",
+        "rows are FP8 or bfloat16; give auto, fp8_e4m3 or bfloat16",
     ),
     Limit("dtype", _one_of("bfloat16", "float32", "float"), "the kernels take bfloat16, on a CPU float32, too"),
     Limit("device", _one_of("cuda", "cpu"), "the kernels are for CUDA, the formulas for a CPU"),
