@@ -8,7 +8,6 @@ its byte written twice), and NVFP4 (blocks of 16). FP32, width 128, holds unquan
 
 from __future__ import annotations
 
-import enum
 import functools
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4_sglang.formats.code import CodedFormat
 from dsv4_sglang.formats.rows import ceil_pow2_exponent, exp2_of_biased
 
 INDEX_DIM = 128
@@ -29,7 +29,7 @@ _MIN_EXPONENT, _MAX_EXPONENT = 127 - 9, 127 + 8
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-class KeyFormat(enum.Enum):
+class KeyFormat(CodedFormat):
     """Storage of one 128-dim index key."""
 
     MXFP4 = "mxfp4"
@@ -38,18 +38,6 @@ class KeyFormat(enum.Enum):
     """64 B of e2m1 and 8 e4m3 scales, one per 16: 72 B."""
     FP32 = "fp32"
     """512 B, unquantised, for exact tests and CPU."""
-
-    @property
-    def code(self) -> int:
-        """The ops' argument `key_format`; the enum of that name in csrc/rows.h."""
-        return _CODES.index(self)
-
-    @classmethod
-    def from_code(cls, code: int) -> KeyFormat:
-        if not 0 <= code < len(_CODES):
-            known = ", ".join(f"{i} ({key_format.value})" for i, key_format in enumerate(_CODES))
-            raise ValueError(f"key_format is {code}; expected {known}")
-        return _CODES[code]
 
     @property
     def is_fp4(self) -> bool:
@@ -67,9 +55,6 @@ class KeyFormat(enum.Enum):
     @property
     def key_bytes(self) -> int:
         return self.width * self.dtype.itemsize
-
-
-_CODES = (KeyFormat.MXFP4, KeyFormat.NVFP4, KeyFormat.FP32)
 
 
 @functools.cache

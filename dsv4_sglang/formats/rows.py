@@ -16,13 +16,14 @@ FlashMLA takes. One scale an entry, a power of two: the same values as DeepSeek'
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from dsv4_sglang.formats.code import CodedFormat
 
 ENTRY_DIM = 512
 ROPE_DIM = 64
@@ -39,7 +40,7 @@ _BLOCK_ALIGNMENT = 16
 _SM100_BLOCK_ALIGNMENT = ROW_BYTES
 
 
-class RowFormat(enum.Enum):
+class RowFormat(CodedFormat):
     """Storage of one 512-dim row: window row, CSA entry or HCA entry."""
 
     FP8 = "fp8"
@@ -48,18 +49,6 @@ class RowFormat(enum.Enum):
     """1024 B, unquantised."""
     FP32 = "fp32"
     """2048 B, unquantised, for exact tests and CPU."""
-
-    @property
-    def code(self) -> int:
-        """The ops' argument `row_format`; the enum of that name in csrc/rows.h."""
-        return _CODES.index(self)
-
-    @classmethod
-    def from_code(cls, code: int) -> RowFormat:
-        if not 0 <= code < len(_CODES):
-            known = ", ".join(f"{i} ({row_format.value})" for i, row_format in enumerate(_CODES))
-            raise ValueError(f"row_format is {code}; expected {known}")
-        return _CODES[code]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,9 +62,6 @@ class RowFormat(enum.Enum):
     @property
     def row_bytes(self) -> int:
         return self.width * self.dtype.itemsize
-
-
-_CODES = (RowFormat.FP8, RowFormat.BF16, RowFormat.FP32)
 
 
 def block_stride_bytes(rows_per_block: int, row_format: RowFormat, device: torch.device) -> int:

@@ -1,0 +1,25 @@
+"""What row and key formats share: a code, by which the ops name them."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+class CodedFormat(enum.Enum):
+    """A format whose code is its place among the members, as in the enum of the same name in csrc/rows.h."""
+
+    def __init__(self, name: str) -> None:
+        self.code = len(type(self).__members__)
+
+    @classmethod
+    def from_code(cls, code: int) -> Self:
+        """Raises ValueError for a number that is no format's."""
+        for member in cls:
+            if member.code == code:
+                return member
+        known = ", ".join(f"{member.code} ({member.value})" for member in cls)
+        raise ValueError(f"{cls.__name__} {code}; expected {known}")
