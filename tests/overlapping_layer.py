@@ -19,7 +19,9 @@ from sglang.srt.server_args import ServerArgs
 from torch import nn
 
 from dsv4_sglang.attention.readers import PortableReader
-from dsv4_sglang.formats import KeyFormat, RowFormat
+from dsv4_sglang.cache.append import LayerTables
+from dsv4_sglang.cache.schema import build_schema
+from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.backend import HybridCacheBackend, LayerOutput
 from dsv4_sglang.srt.models import deepseek_v4
@@ -93,14 +95,17 @@ def make_layer(ratio: int, streams: list[Stream], device: Device, name: str) -> 
     return layer
 
 
-def make_backend(device: Device, monkeypatch: pytest.MonkeyPatch) -> tuple[HybridCacheBackend, SimpleNamespace]:
+def make_backend(
+    device: Device, monkeypatch: pytest.MonkeyPatch, ratio: int = 4
+) -> tuple[HybridCacheBackend, SimpleNamespace]:
     """The real backend's decode over fake ops, which note themselves under the name of the layer at work."""
     backend = HybridCacheBackend.__new__(HybridCacheBackend)
-    layout = SimpleNamespace(ring_rows=128)
-    backend.state = SimpleNamespace(ring=lambda layer: None, tail=lambda layer: None, layout=layout)
-    backend.blocks = SimpleNamespace(entries=lambda layer: None, keys=lambda layer: None)
+    config = DSV4Config.flash()
+    spec = next(spec for spec in build_schedule(config) if spec.attn.ratio == ratio)
+    backend.schemas = [build_schema(config, spec, row_format="fp32", key_format="fp32")]
+    backend.tables = [LayerTables(None, None, None, None)]
+    backend.state = SimpleNamespace(layout=SimpleNamespace(ring_rows=128))
     backend.last_layer, backend.top_k, backend.device = -1, 8, "cpu"
-    backend.row_format, backend.key_format = RowFormat.FP32, KeyFormat.FP32
     backend.reader, backend._graph_scratch, backend._scratch = PortableReader(), {}, {}
     i = torch.zeros(1, dtype=torch.int32)
     backend.metadata = SimpleNamespace(
@@ -126,7 +131,7 @@ def make_backend(device: Device, monkeypatch: pytest.MonkeyPatch) -> tuple[Hybri
 def test_order_of_a_layer(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     streams = [Stream(), Stream()]
-    backend, at = make_backend(device, monkeypatch)
+    backend, at = make_backend(device, monkeypatch, ratio)
     for name in "AB":
         layer = make_layer(ratio, streams, device, name)
         at.layer = name

@@ -1,7 +1,8 @@
 """The hybrid cache: pools, state slots, and who owns them. Knows nothing of SGLang."""
 
 from dsv4_sglang.cache.allocator import BlockAllocator
-from dsv4_sglang.cache.handle import ClassicalView, IndexerView, LayerCacheHandle, LayerWeights, SwaView
+from dsv4_sglang.cache.append import LayerWeights
+from dsv4_sglang.cache.handle import ClassicalView, IndexerView, LayerCacheHandle, SwaView
 from dsv4_sglang.cache.host_pool import HostBlockPool
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.manager import KVCacheManager

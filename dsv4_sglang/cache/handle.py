@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
+from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.schema import LayerCacheSchema
 from dsv4_sglang.cache.state_cache import StateCachePool
 from dsv4_sglang.cache.step import Step
 from dsv4_sglang.formats import make_row_tables
 from dsv4_sglang.model.layer_schedule import AttentionType
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """What `append` takes of a layer's weights. Norm weights bf16 or fp32, the rest fp32."""
-
-    kv_norm: Tensor
-    """[512]"""
-    rope: Tensor
-    """[positions, 64] cos and sin interleaved, of this layer's frequencies (SPEC 1.3)."""
-    eps: float = 1e-6
-    entry_norm: Tensor | None = None
-    """[512], CSA and HCA."""
-    ape: Tensor | None = None
-    """Position bias: CSA [4, 1024] = [previous | current], HCA [128, 512]."""
-    index_norm: Tensor | None = None
-    """[128], CSA."""
-    index_ape: Tensor | None = None
-    """[4, 256], CSA."""
 
 
 @dataclass(frozen=True)
@@ -164,43 +146,24 @@ class LayerCacheHandle:
     ) -> None:
         """Everything the layer writes for the step's tokens, from the raw projections.
 
-        `kv` [T, 512] bf16 or fp32; `kv_score` fp32, CSA [T, 2048] = [k_prev | k_cur | z_prev | z_cur], HCA [T, 1024] =
-        [k | z]; `index_kv_score` fp32 [T, 512] like CSA's with 128 a group; `track_slots` [T] int32, the state slot of
-        the checkpoint that takes this token's row, or -1. Call it once a step: it moves the tails on.
+        `kv`, `kv_score`, `index_kv_score`: see `Projections`; `track_slots` [T] int32, the state slot of the checkpoint
+        that takes this token's row, or -1. Call it once a step: it moves the tails on.
         """
         self._check_append(kv, weights, kv_score, index_kv_score)
         pool, paged, step, out_loc = self.state_pool, self.paged_pool, self.step.metadata, self.step.out_loc
         if not step.is_decode:
             self._window = make_row_tables(1, 1, step.window_size, self.schema.row_format, kv.device)[0]
-        torch.ops.dsv4_sglang.append(
-            kv,
-            kv_score,
-            index_kv_score,
-            weights.kv_norm,
-            weights.entry_norm,
-            weights.index_norm,
-            weights.ape,
-            weights.index_ape,
-            weights.rope,
-            weights.eps,
-            self.schema.ratio,
-            self.schema.row_format.code,
-            self.schema.key_format.code,
-            step.slots,
-            step.prefix_lens,
-            step.query_start,
-            step.token_request,
-            out_loc,
-            track_slots,
+        tables = LayerTables(
             pool.ring,
             pool.tail,
             paged.entries if paged else None,
             paged.index_keys if paged else None,
-            self._window,
             pool.swa_pos,
             pool.swa_head,
             pool.tail_len,
         )
+        step = replace(step, out_loc=out_loc, track_slots=track_slots)
+        append_layer(self.schema, tables, weights, Projections(kv, kv_score, index_kv_score), step, self._window)
 
     def _check_append(
         self, kv: Tensor, weights: LayerWeights, kv_score: Tensor | None, index_kv_score: Tensor | None

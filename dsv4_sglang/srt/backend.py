@@ -19,6 +19,7 @@ from dsv4_sglang.attention.metadata import (
     snapshot_decode,
 )
 from dsv4_sglang.attention.readers import AttendInputs, LayerOutput, Reader, RowList, begin_step, make_readers
+from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import make_row_tables
@@ -27,14 +28,6 @@ from dsv4_sglang.srt.prefix.schedule import PrefillPlanTaker
 
 # Index scores of a prefill step that exist at a time.
 SCRATCH_BYTES = 256 << 20
-
-
-class Compression(NamedTuple):
-    """One compressor's projections of the step and its parameters (shapes: the `append` op)."""
-
-    kv_score: Tensor
-    ape: Tensor
-    norm: Tensor
 
 
 class IndexQuery(NamedTuple):
@@ -50,21 +43,19 @@ class IndexQuery(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """What a layer hands to the backend besides its query and its raw window projection.
+    """What a layer hands to the backend besides its query and its raw window projection; `kv_score` and
+    `index_kv_score` as in `cache.append.Projections`.
 
     `wait_for_query` must be called before the query is read: another stream may still compute it. `takes_rotated`: the
     layer derotates an output itself, which spares a launch where the reader does not do it on the way.
     """
 
-    ratio: int
-    eps: float
-    kv_norm: Tensor
-    rope: Tensor
+    weights: LayerWeights
     sink: Tensor
     wait_for_query: Callable[[], None]
     takes_rotated: bool
-    main: Compression | None = None
-    indexer: Compression | None = None
+    kv_score: Tensor | None = None
+    index_kv_score: Tensor | None = None
     index_query: IndexQuery | None = None
 
 
@@ -79,16 +70,19 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.token_to_kv_pool = runner.token_to_kv_pool
         live = runner.req_to_token_pool.mamba_pool
         self.state, self.last_live_slot = live.storage, live.size
-        self.blocks = runner.token_to_kv_pool.full_kv_pool
+        blocks = runner.token_to_kv_pool.full_kv_pool
+        self.schemas = blocks.layout.schemas
+        self.tables = [
+            LayerTables(self.state.ring(i), self.state.tail(i), blocks.entries(i), blocks.keys(i))
+            for i in range(len(self.schemas))
+        ]
         self.max_blocks = -(-runner.model_config.context_len // BLOCK_TOKENS)
         self.last_layer = config.num_hidden_layers - 1
         self.top_k = config.index_topk
-        self.row_format = self.blocks.layout.row_format
-        self.key_format = self.blocks.layout.schemas[0].key_format
         self.metadata: StepMetadata | None = None
         heads = config.num_attention_heads // get_parallel().attn_tp_size
         device = resolve_device(self.device)  # registers its ops
-        self.readers = make_readers(device, self.blocks.blocks, heads, runner.dtype, self.row_format)
+        self.readers = make_readers(device, blocks.blocks, heads, runner.dtype, blocks.layout.row_format)
         self.reader: Reader | None = None
         self._graph_buffers: DecodeBuffers | None = None
         self._decode_buffers: DecodeBuffers | None = None
@@ -200,7 +194,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self._append(k, layer.layer_id, inputs, step, window=None)
         if layer.layer_id == self.last_layer and step.copy_src is not None:
             self.state.store(step.copy_src, step.copy_dst)
-        return self._read(q, layer, inputs, step, self.state.ring(layer.layer_id))
+        return self._read(q, layer, inputs, step, self.tables[layer.layer_id].ring)
 
     def forward_extend(
         self,
@@ -227,53 +221,25 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         return self.metadata
 
     def _append(self, kv: Tensor, layer: int, inputs: LayerInputs, step: StepMetadata, window: Tensor | None) -> None:
-        main, index = inputs.main, inputs.indexer
-        torch.ops.dsv4_sglang.append(
-            kv.flatten(1),
-            main.kv_score if main else None,
-            index.kv_score if index else None,
-            inputs.kv_norm,
-            main.norm if main else None,
-            index.norm if index else None,
-            main.ape if main else None,
-            index.ape if index else None,
-            inputs.rope,
-            inputs.eps,
-            inputs.ratio,
-            self.row_format.code,
-            self.key_format.code,
-            step.slots,
-            step.prefix_lens,
-            step.query_start,
-            step.token_request,
-            step.out_loc,
-            step.track_slots,
-            self.state.ring(layer),
-            self.state.tail(layer),
-            self.blocks.entries(layer),
-            self.blocks.keys(layer),
-            window,
-            None,
-            None,
-            None,
-        )
+        projections = Projections(kv.flatten(1), inputs.kv_score, inputs.index_kv_score)
+        append_layer(self.schemas[layer], self.tables[layer], inputs.weights, projections, step, window)
 
     def _read(self, q: Tensor, layer: Any, inputs: LayerInputs, step: StepMetadata, window: Tensor) -> LayerOutput:
-        table = self.blocks.entries(layer.layer_id)
+        schema, table = self.schemas[layer.layer_id], self.tables[layer.layer_id].entries
         entries = None
-        if inputs.ratio == CSA_RATIO:
+        if schema.has_indexer:
             entries = RowList(table, self._select(layer.layer_id, inputs, step), step.csa_lens)
-        elif inputs.ratio:
+        elif schema.ratio:
             entries = RowList(table, step.hca_rows, step.hca_lens)
         read = AttendInputs(
             sink=inputs.sink,
             window=RowList(window, step.window_rows, step.window_lens),
             entries=entries,
             positions=step.positions,
-            rope=inputs.rope,
+            rope=inputs.weights.rope,
             scale=layer.scaling,
-            row_format=self.row_format,
-            ratio=inputs.ratio,
+            row_format=schema.row_format,
+            ratio=schema.ratio,
         )
         assert self.reader is not None, "a layer comes after the beginning of its step"
         inputs.wait_for_query()
@@ -290,12 +256,12 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         torch.ops.dsv4_sglang.index_topk(
             inputs.index_query.query,
             inputs.index_query.weights,
-            self.blocks.keys(layer),
+            self.tables[layer].index_keys,
             step.block_table,
             step.token_request,
             step.positions,
-            inputs.rope,
-            self.key_format.code,
+            inputs.weights.rope,
+            self.schemas[layer].key_format.code,
             self._buffer("scores", at_once, width, torch.float32),
             rows,
         )

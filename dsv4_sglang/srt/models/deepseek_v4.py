@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dsv4_sglang.attention.readers import LayerOutput
+from dsv4_sglang.cache.append import LayerWeights
 from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.srt import compat
-from dsv4_sglang.srt.backend import Compression, IndexQuery, LayerInputs
+from dsv4_sglang.srt.backend import IndexQuery, LayerInputs
 from dsv4_sglang.srt.models import torch_layers
 
 
@@ -84,10 +85,6 @@ class CompressorWeights(nn.Module):
         self.norm = RMSNorm(dim, eps=config.rms_norm_eps, weight_dtype=torch.float32)
         # SGLang's own kernels want another layout of `ape`; this tells its loader that there is nothing to convert.
         self.ape_converted = True
-
-    def forward(self, kv_score: Tensor) -> Compression:
-        """`kv_score` [T, ...] fp32 is x @ wkv_gate, which the layer computes with its other projections of x."""
-        return Compression(kv_score, self.ape, self.norm.weight)
 
 
 class IndexerWeights(nn.Module):
@@ -186,18 +183,27 @@ class CachedAttention(in_tree.MqaAttentionBase):
             with branch(side_stream) as side:
                 index_query = IndexQuery(self.indexer(q_lora), projected[2], side.join)
         inputs = LayerInputs(
-            ratio=self.compress_ratio,
-            eps=self.eps,
-            kv_norm=self.kv_norm.weight,
-            rope=self.rope,
+            weights=self._cache_weights(),
             sink=self.attn_sink.narrow(0, self.attn_tp_rank * self.n_local_heads, self.n_local_heads),
             wait_for_query=query.join,
             takes_rotated=self.quantises_output,
-            main=self.compressor(projected[0]) if self.compressor else None,
-            indexer=self.indexer.compressor(projected[1]) if self.indexer else None,
+            kv_score=projected[0] if self.compressor else None,
+            index_kv_score=projected[1] if self.indexer else None,
             index_query=index_query,
         )
         return self._project_out(self.attn_mqa(q, kv, kv, forward_batch, inputs=inputs), positions)
+
+    def _cache_weights(self) -> LayerWeights:
+        main, index = self.compressor, self.indexer.compressor if self.indexer else None
+        return LayerWeights(
+            kv_norm=self.kv_norm.weight,
+            rope=self.rope,
+            eps=self.eps,
+            entry_norm=main.norm.weight if main else None,
+            ape=main.ape if main else None,
+            index_norm=index.norm.weight if index else None,
+            index_ape=index.ape if index else None,
+        )
 
     def _overlaps(self, x: Tensor) -> bool:
         return x.is_cuda and get_is_capture_mode() and x.shape[0] <= self.overlap_limit
