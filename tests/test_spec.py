@@ -23,6 +23,13 @@ def relative(a, b) -> float:
     return float((a - b).norm() / b.norm())
 
 
+def assert_same_rows(a: torch.Tensor, b: torch.Tensor) -> None:
+    """The same but for the order in which the `HIDDEN` products of a projection are added, which depends on the
+    processor and on how many tokens a step has: half an ulp for each, of a row's norm.
+    """
+    assert ((a - b).norm(dim=-1) <= HIDDEN * 2**-24 * b.norm(dim=-1)).all()
+
+
 def inputs(n: int, seed: int = 3) -> torch.Tensor:
     return torch.randn(n, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
@@ -90,7 +97,7 @@ def test_state_after_any_length_continues_as_if_never_interrupted(length, hca_st
         cut.step({1: x[:length]}, TABLE, read=False)
         cut.step({1: x[length:]}, TABLE, read=False)
         count = len(x) // ratio
-        assert torch.allclose(entry_table(cut, 1, count), entry_table(whole, 1, count), atol=2e-6, rtol=1e-6)
+        assert_same_rows(entry_table(cut, 1, count), entry_table(whole, 1, count))
 
 
 # 8.5 visibility
@@ -132,7 +139,7 @@ def test_ring_holds_the_last_128_rows_and_chunks_longer_than_it_are_right():
     fresh.step({1: x[300:]}, TABLE)
     positions = torch.arange(300, 428)
     kept = layer.ring[1, positions % 128, :448]
-    assert torch.allclose(kept, fresh.ring[1, (positions - 300) % 128, :448], atol=1e-6)
+    assert_same_rows(kept, fresh.ring[1, (positions - 300) % 128, :448])
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])
