@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.formats.code import CodedFormat
-from dsv4_sglang.formats.rows import ceil_pow2_exponent, exp2_of_biased
+from dsv4_sglang.formats.rows import FP8_MAX, block_and_row, ceil_pow2_exponent, exp2_of_biased
 
 INDEX_DIM = 128
 KEY_BYTES = INDEX_DIM // 2
@@ -87,7 +87,7 @@ def quantise_keys(y: Tensor, key_format: KeyFormat) -> tuple[Tensor, Tensor]:
         scale = exp2_of_biased(e).repeat_interleave(2, -1)
     elif key_format is KeyFormat.NVFP4:
         amax = y.unflatten(-1, (-1, 16)).abs().amax(-1)
-        scale = (amax * (1.0 / FP4_MAX)).clamp(E4M3_MIN, 448.0).to(torch.float8_e4m3fn).float()
+        scale = (amax * (1.0 / FP4_MAX)).clamp(E4M3_MIN, FP8_MAX).to(torch.float8_e4m3fn).float()
     else:
         raise ValueError(f"{key_format.value} keys are not quantised; expected mxfp4 or nvfp4")
     codes = e2m1_codes((y.unflatten(-1, (-1, 16)) / scale.unsqueeze(-1)).flatten(-2))
@@ -130,13 +130,9 @@ class KeyTable(NamedTuple):
         )
         return KeyViews(fp4, scales.view(torch.float8_e4m3fn))
 
-    def _at(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        rows = rows.long()
-        return rows // self.data.shape[1], rows % self.data.shape[1]
-
     def write(self, rows: Tensor, y: Tensor) -> None:
         """Quantise rotated keys `y` [N, 128] into the rows `rows` [N], which must not repeat."""
-        at, views = self._at(rows), self.views()
+        at, views = block_and_row(self.data, rows), self.views()
         if views is None:
             self.data[at] = y.to(self.data.dtype)
             return
@@ -146,7 +142,7 @@ class KeyTable(NamedTuple):
 
     def read(self, rows: Tensor) -> Tensor:
         """Dequantised keys, fp32 [*rows.shape, 128]."""
-        at, views = self._at(rows), self.views()
+        at, views = block_and_row(self.data, rows), self.views()
         if views is None:
             return self.data[at].float()
         return dequantise_keys(views.fp4[at], views.scales.view(torch.uint8)[at])

@@ -96,6 +96,12 @@ class RowViews:
     """[blocks, rows] float8_e8m0fnu: the multiplier that dequantises `fp8`, a power of two (SPEC 6.3)."""
 
 
+def block_and_row(data: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Where rows that count through all blocks of `data` [blocks, rows_per_block, ...] lie: block, and row in it."""
+    rows = rows.long()
+    return rows // data.shape[1], rows % data.shape[1]
+
+
 class RowTable(NamedTuple):
     """Rows in blocks, `data` [blocks, rows_per_block, width], and what their bytes mean. Row numbers count through all
     blocks."""
@@ -129,13 +135,9 @@ class RowTable(NamedTuple):
             inv_scale=exponents[..., 0].view(torch.float8_e8m0fnu),
         )
 
-    def _at(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        rows = rows.long()
-        return rows // self.data.shape[1], rows % self.data.shape[1]
-
     def write(self, rows: Tensor, values: Tensor) -> None:
         """Quantise `values` [N, 512] fp32 into the rows `rows` [N], which must not repeat."""
-        at = self._at(rows)
+        at = block_and_row(self.data, rows)
         if self.format is not RowFormat.FP8:
             self.data[at] = values.to(self.data.dtype)
             return
@@ -147,7 +149,7 @@ class RowTable(NamedTuple):
 
     def read(self, rows: Tensor) -> Tensor:
         """Dequantised rows, fp32 [*rows.shape, 512]."""
-        at = self._at(rows)
+        at = block_and_row(self.data, rows)
         if self.format is not RowFormat.FP8:
             return self.data[at].float()
         data, exponents = self.strips()
@@ -158,7 +160,7 @@ class RowTable(NamedTuple):
 
     def copy_from(self, other: RowTable, other_rows: Tensor, rows: Tensor) -> None:
         """Copy rows of a table of the same format without requantising; `rows` must not repeat."""
-        source, target = other._at(other_rows), self._at(rows)
+        source, target = block_and_row(other.data, other_rows), block_and_row(self.data, rows)
         for mine, theirs in zip(self.strips(), other.strips()):
             mine[target] = theirs[source]
 
