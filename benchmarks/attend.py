@@ -176,6 +176,7 @@ def our_subject(case: Case, subject: str, device: torch.device, layers: int) -> 
     read = [
         AttendInputs(
             sink=shared.sink,
+            heads=case.heads,
             window=RowList(window[layer], lists.window, lists.window_lens),
             entries=RowList(entries[layer], lists.entries[layer], lists.entry_lens),
             positions=shared.positions,

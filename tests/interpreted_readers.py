@@ -32,12 +32,20 @@ def test_more_splits_than_tiles():
     assert_attends(triton_attend.attend(*case.inputs(), splits=15), case, BOUND[torch.bfloat16])
 
 
-def test_derotate():
-    out, positions = torch.randn(3, 5, 512), torch.tensor([0, 7, 300])
+@pytest.mark.parametrize("behind", [0, 3])
+def test_derotate(behind):
+    """Of all heads that a kernel wrote, or of the first 5 of them."""
+    written, positions = torch.randn(3, 5 + behind, 512), torch.tensor([0, 7, 300])
     table = attend_case(tokens=1, heads=1, width=None).rope
+    out, rest = written[:, :5], written[:, 5:].clone()
     expected = read.rotate(out, positions, table, inverse=True)
     triton_output.derotate(out, positions, table)
-    assert torch.allclose(out, expected, atol=1e-6)
+    assert torch.allclose(out, expected, atol=1e-6) and torch.equal(written[:, 5:], rest)
+
+
+def test_heads_that_do_not_lie_in_a_row_are_refused():
+    with pytest.raises(ValueError, match=r"expected \(any, 512, 1\)"):
+        triton_output.derotate(torch.zeros(5, 3, 512).transpose(0, 1), torch.arange(3), torch.zeros(4, 64))
 
 
 def test_derotate_and_quantise():

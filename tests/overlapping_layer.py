@@ -15,9 +15,11 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.distributed import parallel_state
+from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.server_args import ServerArgs
 from torch import nn
 
+from dsv4_sglang.attention.flashmla import FlashMLAReader
 from dsv4_sglang.attention.readers import PortableReader
 from dsv4_sglang.cache.append import LayerTables
 from dsv4_sglang.cache.schema import build_schema
@@ -78,14 +80,13 @@ def make_layer(ratio: int, streams: list[Stream], device: Device, name: str) -> 
     layer = CachedAttention.__new__(CachedAttention)
     nn.Module.__init__(layer)
     layer.compress_ratio, layer.eps, layer.rope, layer.streams = ratio, 1e-6, torch.zeros(4, 64), tuple(streams)
-    layer.kv_norm, layer.attn_sink = nn.LayerNorm(512), torch.zeros(1)
-    layer.attn_tp_rank, layer.n_local_heads = 0, 1
+    layer.kv_norm, layer._sinks = nn.LayerNorm(512), torch.zeros(1)
     layer._widths, layer._weight_of_x, layer.quantises_output = [], torch.zeros(0), False
     layer.compressor = CompressorWeights(CONFIG, ratio, 512, "compressor") if ratio else None
     layer.indexer = IndexerWeights(CONFIG, None, "indexer") if ratio == 4 else None
     layer._overlaps = lambda x: True
     layer._latents = device.doing(f"{name} latents", (torch.zeros(1, 16), torch.zeros(1, 512)))
-    layer._query = device.doing(f"{name} query", torch.zeros(1, 1, 512))
+    layer._query = device.doing(f"{name} query")
     layer._project_out = device.doing(f"{name} out", torch.zeros(1, 8))
     if ratio:
         project = layer._project_x
@@ -106,6 +107,7 @@ def make_backend(
     backend.tables = [LayerTables(None, None, None, None)]
     backend.state = SimpleNamespace(layout=SimpleNamespace(ring_rows=128))
     backend.last_layer, backend.top_k, backend.device = -1, 8, "cpu"
+    backend.heads, backend.dtype, backend.readers = 1, torch.float32, [PortableReader()]
     backend.reader, backend._graph_scratch, backend._scratch = PortableReader(), {}, {}
     i = torch.zeros(1, dtype=torch.int32)
     backend.metadata = SimpleNamespace(
@@ -132,6 +134,7 @@ def test_order_of_a_layer(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     streams = [Stream(), Stream()]
     backend, at = make_backend(device, monkeypatch, ratio)
+    monkeypatch.setattr(deepseek_v4, "get_attn_backend", lambda: backend)
     for name in "AB":
         layer = make_layer(ratio, streams, device, name)
         at.layer = name
@@ -208,6 +211,22 @@ def test_a_prefill_leaves_graphs_their_scratch(monkeypatch: pytest.MonkeyPatch) 
         assert backend._buffer(name, 3, *shape).data_ptr() == recorded[name]
 
 
+def test_queries_lie_where_their_reader_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that pad a query are zero in every step: before and after others, within graphs and beside them."""
+    backend, _ = make_backend(Device(monkeypatch), monkeypatch)
+    backend.max_blocks, backend.heads = 64, 5
+    assert backend.query_buffer(3).shape == (3, 5, 512)
+    backend.reader = FlashMLAReader()
+    backend.readers.insert(0, backend.reader)
+    backend.init_cuda_graph_state(4, 4)
+    recorded = backend.query_buffer(4).data_ptr()
+    for tokens in (4, 100, 3, 300, 100, 4):
+        query = backend.query_buffer(tokens)
+        assert query.shape == (tokens, 64, 512) and not query[:, 5:].any()
+        query[:, :5] = float("nan")
+    assert backend.query_buffer(4).data_ptr() == recorded
+
+
 def in_processes(count: int, folder: Path, work: Callable[[int], None]) -> None:
     """Run `work(rank)` in forks of this process, which find each other through a file; all must return."""
     children = []
@@ -251,5 +270,10 @@ def test_parts_of_attention_that_some_processes_have_are_added_up(
         mine = heads.tensor_split(2, dim=1)[rank % 2]
         out = layer._project_out(LayerOutput(mine, rotated=False), torch.arange(5))
         assert layer.attn_tp_size == 2 and torch.allclose(out, whole, rtol=1e-4, atol=1e-4 * whole.abs().max())
+        # This process's sinks, also when they are loaded again, and room behind them for a kernel of more heads.
+        for sinks in (torch.arange(config.num_attention_heads), torch.randn(config.num_attention_heads)):
+            default_weight_loader(layer.attn_sink, sinks.float())
+            own = sinks.float().tensor_split(2)[rank % 2]
+            assert torch.equal(layer._sinks[: len(own)], own) and len(layer._sinks) >= 128
 
     in_processes(4, tmp_path, work)

@@ -11,6 +11,7 @@ from dsv4_sglang.formats import RowFormat
 
 pytest.importorskip("triton")
 from dsv4_sglang.attention import flashmla, sparse_prefill
+from dsv4_sglang.attention.flashmla import FlashMLAReader
 
 FP8, BF16, FP32 = RowFormat.FP8, RowFormat.BF16, RowFormat.FP32
 SPARSE, DECODE, PORTABLE = "SparsePrefillReader", "FlashMLAReader", "PortableReader"
@@ -78,16 +79,19 @@ def test_a_prefill_with_much_context_reads_the_tables_where_they_are(
 
 @pytest.mark.parametrize("heads, padded", [(1, 64), (64, 64), (65, 128), (128, 128)])
 def test_heads_are_padded_to_what_flashmla_takes(heads: int, padded: int) -> None:
-    q, sink = torch.randn(2, heads, 512), torch.randn(heads)
-    more_q, more_sink = flashmla.pad_heads(q, sink)
-    assert more_q.shape == (2, padded, 512) and more_sink.shape == (padded,)
-    assert torch.equal(more_q[:, :heads], q) and torch.equal(more_sink[:heads], sink)
+    q, inputs = attend_case(tokens=2, heads=heads, width=None).inputs()
+    more_q, more = flashmla.pad_heads(q, inputs)
+    assert FlashMLAReader().query_heads(heads) == padded
+    assert more_q.shape == (2, padded, 512) and more.sink.shape == (padded,) and more.heads == heads
+    assert torch.equal(more_q[:, :heads], q) and torch.equal(more.sink[:heads], inputs.sink)
     assert not more_q[:, heads:].any() and (padded != heads or more_q is q)
 
 
-def test_more_heads_than_flashmla_takes_are_refused() -> None:
+def test_other_numbers_of_heads_are_refused() -> None:
     with pytest.raises(ValueError, match="129 heads; expected at most 128"):
-        flashmla.pad_heads(torch.zeros(2, 129, 512), torch.zeros(129))
+        FlashMLAReader().query_heads(129)
+    with pytest.raises(ValueError, match="q has 65 heads; expected 128"):
+        FlashMLAReader().attend(*attend_case(tokens=2, heads=65, width=None).inputs())
 
 
 @pytest.mark.parametrize("width", [None, 64])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.attention import cuda_index, triton_attend
-from dsv4_sglang.attention.flashmla import FlashMLAReader
+from dsv4_sglang.attention.flashmla import FlashMLAReader, pad_heads
 from dsv4_sglang.attention.readers import AttendInputs
 from dsv4_sglang.ops import extension
 from dsv4_sglang.ops.schemas import NAMESPACE
@@ -20,7 +20,7 @@ def attend(q: Tensor, *args: Any) -> Tensor:
     """FlashMLA where it takes the tensors, with a schedule for this call alone, else Triton."""
     inputs = AttendInputs.from_op(*args)
     if FlashMLAReader.supports(q.device, q.shape[1], q.dtype, inputs.row_format):
-        return FlashMLAReader().attend(q, inputs).values
+        return FlashMLAReader().attend(*pad_heads(q, inputs)).values.contiguous()
     return triton_attend.attend(q, inputs)
 
 

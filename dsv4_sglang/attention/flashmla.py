@@ -1,7 +1,8 @@
 """`attend` through FlashMLA, for sm_90 and sm_100 (SPEC 2.2, 4.5): what its kernels share, and the one for decode.
 
-FlashMLA wants bf16 queries of 64 or 128 heads (padded here), and returns the output still rotated; a small kernel here
-derotates its last 64 dims in place.
+FlashMLA wants bf16 queries of 64 or 128 heads and returns the output still rotated; a small kernel here derotates its
+last 64 dims in place. Where a process has fewer heads, the caller writes its queries into a tensor of as many
+(`query_heads`), and the output is a part of what the kernel writes: neither is copied.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsv4_sglang.attention.metadata import align
-from dsv4_sglang.attention.readers import AttendInputs, LayerOutput, Reader, RowList
+from dsv4_sglang.attention.readers import MOST_PADDED_HEADS, AttendInputs, LayerOutput, Reader, RowList
 from dsv4_sglang.attention.triton_output import derotate
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import RowFormat
 from dsv4_sglang.formats.rows import ENTRY_DIM
 
-HEAD_COUNTS = (64, 128)
+HEAD_COUNTS = (64, MOST_PADDED_HEADS)
 """Heads that FlashMLA's kernels are made for."""
 # FlashMLA keeps 2 KiB of partial results a token and head, in fp32; a longer prefill goes in slices of this many heads.
 _HEADS_AT_ONCE = 131072
@@ -41,13 +42,17 @@ def has_kernel(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def pad_heads(q: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """`q` [T, H, 512] and `sink` [H] with as many heads as a kernel takes. ValueError where H is above 128."""
-    heads = q.shape[1]
+def padded_heads(heads: int) -> int:
+    """As many heads as a kernel takes, at least `heads`. ValueError where those are above 128."""
     if heads > HEAD_COUNTS[-1]:
         raise ValueError(f"{heads} heads; expected at most {HEAD_COUNTS[-1]}: ask `supports` first")
-    more = next(count for count in HEAD_COUNTS if count >= heads) - heads
-    return (F.pad(q, (0, 0, 0, more)), F.pad(sink, (0, more))) if more else (q, sink)
+    return next(count for count in HEAD_COUNTS if count >= heads)
+
+
+def pad_heads(q: Tensor, inputs: AttendInputs) -> tuple[Tensor, AttendInputs]:
+    """Copies of `q` [T, H, 512] and of the sink with as many heads as a kernel takes, for who did not write them so."""
+    more = padded_heads(q.shape[1]) - q.shape[1]
+    return (F.pad(q, (0, 0, 0, more)), inputs._replace(sink=F.pad(inputs.sink, (0, more)))) if more else (q, inputs)
 
 
 class FlashMLAKernel(Reader):
@@ -60,18 +65,22 @@ class FlashMLAKernel(Reader):
         takes = dtype == torch.bfloat16 and heads <= HEAD_COUNTS[-1] and row_format in cls.row_formats
         return takes and device.type == "cuda" and has_kernel(device) and installed()
 
+    def query_heads(self, heads: int) -> int:
+        return padded_heads(heads)
+
     def attend(self, q: Tensor, inputs: AttendInputs, *, leave_rotated: bool = False) -> LayerOutput:
-        tokens, heads, _ = q.shape
-        if tokens == 0:
-            return LayerOutput(torch.empty_like(q), leave_rotated)
-        out = self._rotated(*pad_heads(q, inputs.sink), inputs)[:, :heads].contiguous()
+        if q.shape[1] not in HEAD_COUNTS:
+            raise ValueError(f"q has {q.shape[1]} heads; expected {padded_heads(q.shape[1])}, as `query_heads` says")
+        if q.shape[0] == 0:
+            return LayerOutput(torch.empty_like(q)[:, : inputs.heads], leave_rotated)
+        out = self._rotated(q, inputs)[:, : inputs.heads]
         if not leave_rotated:
             derotate(out, inputs.positions, inputs.rope)
         return LayerOutput(out, leave_rotated)
 
     @abstractmethod
-    def _rotated(self, q: Tensor, sink: Tensor, inputs: AttendInputs) -> Tensor:
-        """The rotated output [T, H, 512] for `q` and `sink` of padded heads H."""
+    def _rotated(self, q: Tensor, inputs: AttendInputs) -> Tensor:
+        """The rotated output [T, H, 512] of all heads of `q`."""
 
 
 def _aligned(listed: RowList) -> RowList:
@@ -115,7 +124,7 @@ class FlashMLAReader(FlashMLAKernel):
             self._alive.extend(x.lens for x in lists if x)  # while they live, no other tensor has their address
         return self._schedules[key]
 
-    def _rotated(self, q: Tensor, sink: Tensor, inputs: AttendInputs) -> Tensor:
+    def _rotated(self, q: Tensor, inputs: AttendInputs) -> Tensor:
         from sgl_kernel.flash_mla import flash_mla_with_kvcache
 
         tokens, heads, _ = q.shape
@@ -136,7 +145,7 @@ class FlashMLAReader(FlashMLAKernel):
                 is_fp8_kvcache=True,
                 indices=window.rows.unsqueeze(1),
                 topk_length=window.lens,
-                attn_sink=sink,
+                attn_sink=inputs.sink,
                 extra_k_cache=entries.table.unsqueeze(2) if entries else None,
                 extra_indices_in_kvcache=entries.rows.unsqueeze(1) if entries else None,
                 extra_topk_length=entries.lens if entries else None,

@@ -20,6 +20,9 @@ import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import RowFormat
 
+MOST_PADDED_HEADS = 128
+"""Heads up to which a reader pads (`Reader.query_heads`)."""
+
 
 class RowList(NamedTuple):
     """Rows of a row table `table` [blocks, rows a block, width] that T tokens read: of token t those of
@@ -36,12 +39,14 @@ class RowList(NamedTuple):
 class AttendInputs(NamedTuple):
     """What the queries of a layer read (SPEC 2.2, 4.5): the arguments of the op `attend` besides the query.
 
-    `sink` [H] fp32; `window` and `entries` (None: the layer has none) lists of rows of one format; `positions` [T]
-    int64 and `rope` [positions, 64] fp32, by which the output is derotated; `scale` of the logits; `ratio` 0, 4 or 128,
-    None in a call of the op, which does not say.
+    `sink` [H] fp32, of which the first `heads` count: a kernel may want more heads than there are, and then query and
+    sink have what it wants (`Reader.query_heads`); `window` and `entries` (None: the layer has none) lists of rows of
+    one format; `positions` [T] int64 and `rope` [positions, 64] fp32, by which the output is derotated; `scale` of the
+    logits; `ratio` 0, 4 or 128, None in a call of the op, which does not say.
     """
 
     sink: Tensor
+    heads: int
     window: RowList
     entries: RowList | None
     positions: Tensor
@@ -55,7 +60,9 @@ class AttendInputs(NamedTuple):
         """Of the op's arguments behind `q`."""
         *lists, positions, rope, scale, row_format = args
         entries = None if any(x is None for x in lists[3:]) else RowList(*lists[3:])
-        return cls(sink, RowList(*lists[:3]), entries, positions, rope, scale, RowFormat.from_code(row_format))
+        return cls(
+            sink, sink.shape[0], RowList(*lists[:3]), entries, positions, rope, scale, RowFormat.from_code(row_format)
+        )
 
     def op_args(self) -> tuple[Any, ...]:
         """The op's arguments behind `q`."""
@@ -64,7 +71,10 @@ class AttendInputs(NamedTuple):
 
 
 class LayerOutput(NamedTuple):
-    """Attention's output `[T, H, 512]`, and whether its last 64 dims are still rotated."""
+    """Attention's output `[T, heads, 512]`, and whether its last 64 dims are still rotated.
+
+    A token's heads lie in a row, tokens further apart where a kernel had more heads than count.
+    """
 
     values: Tensor
     rotated: bool
@@ -86,10 +96,14 @@ class Reader(ABC):
         them. A decode step that a CUDA graph records begins inside it.
         """
 
+    def query_heads(self, heads: int) -> int:
+        """Heads H that queries and sinks have for `attend`, of which the first `heads` count."""
+        return heads
+
     @abstractmethod
     def attend(self, q: Tensor, inputs: AttendInputs, *, leave_rotated: bool = False) -> LayerOutput:
-        """`attend` for one layer of the step and queries `q` [T, H, 512]. `leave_rotated`: the caller can derotate the
-        output itself."""
+        """`attend` for one layer of the step and queries `q` [T, H, 512], H as `query_heads` says; heads that do not
+        count hold anything. `leave_rotated`: the caller can derotate the output itself."""
 
 
 class PortableReader(Reader):

@@ -170,9 +170,9 @@ class SparsePrefillReader(FlashMLAKernel):
         self._window_size = step.window_size
         return True
 
-    def _rotated(self, q: Tensor, sink: Tensor, inputs: AttendInputs) -> Tensor:
+    def _rotated(self, q: Tensor, inputs: AttendInputs) -> Tensor:
         table, (lists, lens) = self._write_out(inputs), self._joined_lists(inputs)
-        return _sparse_attention(q, table, lists, lens, sink, inputs.scale)
+        return _sparse_attention(q, table, lists, lens, inputs.sink, inputs.scale)
 
     def _write_out(self, inputs: AttendInputs) -> Tensor:
         """bf16 rows: the window workspace, then of each block of the step its entries."""

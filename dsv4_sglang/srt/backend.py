@@ -23,6 +23,7 @@ from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, app
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import make_row_tables
+from dsv4_sglang.formats.rows import ENTRY_DIM
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
 from dsv4_sglang.srt.prefix.schedule import PrefillPlanTaker
 
@@ -46,6 +47,7 @@ class LayerInputs(NamedTuple):
     """What a layer hands to the backend besides its query and its raw window projection; `kv_score` and
     `index_kv_score` as in `cache.append.Projections`.
 
+    `sink` [at least as many as `query_buffer` has heads] fp32, of which the layer's own come first.
     `wait_for_query` must be called before the query is read: another stream may still compute it. `takes_rotated`: the
     layer derotates an output itself, which spares a launch where the reader does not do it on the way.
     """
@@ -80,9 +82,9 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.last_layer = config.num_hidden_layers - 1
         self.top_k = config.index_topk
         self.metadata: StepMetadata | None = None
-        heads = config.num_attention_heads // get_parallel().attn_tp_size
+        self.heads, self.dtype = config.num_attention_heads // get_parallel().attn_tp_size, runner.dtype
         device = resolve_device(self.device)  # registers its ops
-        self.readers = make_readers(device, blocks.blocks, heads, runner.dtype, blocks.layout.row_format)
+        self.readers = make_readers(device, blocks.blocks, self.heads, self.dtype, blocks.layout.row_format)
         self.reader: Reader | None = None
         self._graph_buffers: DecodeBuffers | None = None
         self._decode_buffers: DecodeBuffers | None = None
@@ -100,6 +102,9 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             "rows": torch.empty(max_bs * self.top_k, dtype=torch.int32, device=self.device),
             "scores": torch.empty(scores, dtype=torch.float32, device=self.device),
         }
+        heads = max(reader.query_heads(self.heads) for reader in self.readers)
+        if heads > self.heads:
+            self._graph_scratch["query"] = torch.zeros(max_bs * heads * ENTRY_DIM, dtype=self.dtype, device=self.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -179,6 +184,14 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
 
     # One layer
 
+    def query_buffer(self, tokens: int) -> Tensor:
+        """`[tokens, H, 512]` to write a layer's queries to, where the reader of the step takes them: the layer's heads
+        come first, those behind them are zero and stay so."""
+        heads = self.reader.query_heads(self.heads) if self.reader else self.heads
+        if heads == self.heads:
+            return torch.empty(tokens, heads, ENTRY_DIM, dtype=self.dtype, device=self.device)
+        return self._buffer("query", tokens, heads * ENTRY_DIM, self.dtype).view(tokens, heads, ENTRY_DIM)
+
     def forward_decode(
         self,
         q: Tensor,
@@ -232,7 +245,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         elif schema.ratio:
             entries = RowList(table, step.hca_rows, step.hca_lens)
         read = AttendInputs(
-            sink=inputs.sink,
+            sink=inputs.sink[: q.shape[1]],
+            heads=self.heads,
             window=RowList(window, step.window_rows, step.window_lens),
             entries=entries,
             positions=step.positions,
@@ -281,10 +295,13 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         return visible if visible > self.top_k else 0
 
     def _buffer(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Scratch `[rows, columns]`: what recorded graphs write to, which is never let go, or what grows as needed."""
+        """Scratch `[rows, columns]`: what recorded graphs write to, which is never let go, or what grows as needed.
+
+        It begins as zeros. A name is used with one number of columns only, where some of them must stay zero.
+        """
         needed = rows * columns
         for scratch in (self._graph_scratch.get(name), self._scratch.get(name)):
             if scratch is not None and scratch.numel() >= needed:
                 return scratch[:needed].view(rows, columns)
-        self._scratch[name] = torch.empty(needed, dtype=dtype, device=self.device)
+        self._scratch[name] = torch.zeros(needed, dtype=dtype, device=self.device)
         return self._scratch[name].view(rows, columns)

@@ -32,7 +32,7 @@ def run(case: AttendCase, reader: str) -> torch.Tensor:
     if reader == "triton":
         return triton_attend.attend(q, inputs)
     needs(FlashMLAReader, case)
-    return FlashMLAReader().attend(q, inputs).values
+    return FlashMLAReader().attend(*flashmla.pad_heads(q, inputs)).values
 
 
 @pytest.mark.parametrize("reader", ["flashmla", "triton"])
@@ -122,21 +122,29 @@ def test_sparse_prefill(ratio, heads, row_format):
     reader = SparsePrefillReader(8)
     assert reader.begin_step(step, lengths)
     for _ in range(2):
-        assert_attends(reader.attend(q, inputs).values, case, BOUND[torch.bfloat16])
+        assert_attends(reader.attend(*flashmla.pad_heads(q, inputs)).values, case, BOUND[torch.bfloat16])
 
 
-@pytest.mark.parametrize("tokens, heads", [(1, 64), (300, 64), (5, 128)])
-def test_derotate_and_quantise(tokens, heads):
-    """The codes of SGLang's own quantisation of the derotated output, up to the direction in which a tie falls."""
+@pytest.mark.parametrize("of", [0, 128])
+@pytest.mark.parametrize("tokens, heads", [(1, 64), (300, 64), (5, 128), (40, 16)])
+def test_derotate_and_quantise(tokens, heads, of):
+    """The codes of SGLang's own quantisation of the derotated output, up to the direction in which a tie falls; of all
+    heads that a kernel wrote, or of the first of `of`."""
     g = torch.Generator().manual_seed(tokens)
-    out = torch.randn(tokens, heads, 512, generator=g).bfloat16().cuda()
+    written = torch.randn(tokens, max(heads, of), 512, generator=g).bfloat16().cuda()
+    out = written[:, :heads]
     positions, table = torch.randint(0, 4096, (tokens,), generator=g).cuda(), rope().cuda()
     codes, scales = triton_output.derotate_and_quantise(out, positions, table)
-    derotated = out.clone()
+    whole = written.clone()
+    derotated = whole[:, :heads]
     triton_output.derotate(derotated, positions, table)
+    alone = out.contiguous()
+    triton_output.derotate(alone, positions, table)
+    assert torch.equal(derotated, alone) and torch.equal(whole[:, heads:], written[:, heads:])
     grouped = derotated.float().view(tokens, heads, 4, 128)
     assert torch.allclose(scales, grouped.abs().amax(-1).clamp_min(1e-10) / 448, rtol=1e-6)
     expected = (grouped / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    assert codes.is_contiguous() and scales.is_contiguous()
     got = codes.float().view(expected.shape)
     differs = got != expected
     assert differs.float().mean() < 1e-3, f"{int(differs.sum())} of {differs.numel()} codes differ"

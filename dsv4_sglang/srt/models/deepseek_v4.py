@@ -17,6 +17,7 @@ from sglang.srt.layers.dp_attention import attn_tp_all_reduce
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.model_executor.runner import get_is_capture_mode
 from sglang.srt.models import deepseek_v4 as in_tree
 from sglang.srt.runtime_context import get_parallel
@@ -24,7 +25,7 @@ from sglang.srt.utils import add_prefix
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dsv4_sglang.attention.readers import LayerOutput
+from dsv4_sglang.attention.readers import MOST_PADDED_HEADS, LayerOutput
 from dsv4_sglang.cache.append import LayerWeights
 from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.srt import compat
@@ -138,6 +139,10 @@ class CachedAttention(in_tree.MqaAttentionBase):
             tuple(streams[:2]) if streams and envs.SGLANG_OPT_USE_MULTI_STREAM_OVERLAP.get() else (None, None)
         )
         self.quantises_output = compat.quantises_output_projection() and _scales_are_fp32()
+        # Room behind the sinks, from which a kernel of more heads than this process has takes sinks, too. The parameter
+        # stays a part of it, so that weights that are loaded later arrive here.
+        sinks = self.attn_sink.data.new_zeros(self.n_heads + MOST_PADDED_HEADS)
+        self.attn_sink.data, self._sinks = sinks[: self.n_heads], sinks[self.attn_tp_rank * self.n_local_heads :]
         self._widths: list[int] = []
         self._weight_of_x = self.attn_sink.data.new_empty(0)
 
@@ -172,11 +177,12 @@ class CachedAttention(in_tree.MqaAttentionBase):
         if x.shape[0] == 0:
             return x
         query_stream, side_stream = self.streams if self._overlaps(x) else (None, None)
+        q = get_attn_backend().query_buffer(x.shape[0])
         with branch(side_stream if self.compressor else None) as side:
             projected = self._project_x(x)
         q_lora, kv = self._latents(x)
         with branch(query_stream) as query:
-            q = self._query(q_lora, positions)
+            self._query(q_lora, positions, q)
         side.join()
         index_query = None
         if self.indexer:
@@ -184,7 +190,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
                 index_query = IndexQuery(self.indexer(q_lora), projected[2], side.join)
         inputs = LayerInputs(
             weights=self._cache_weights(),
-            sink=self.attn_sink.narrow(0, self.attn_tp_rank * self.n_local_heads, self.n_local_heads),
+            sink=self._sinks,
             wait_for_query=query.join,
             takes_rotated=self.quantises_output,
             kv_score=projected[0] if self.compressor else None,
@@ -224,17 +230,17 @@ class CachedAttention(in_tree.MqaAttentionBase):
             q_lora, kv = self.wq_a(x)[0], self.wkv(x)[0]
         return self.q_norm(q_lora), kv
 
-    def _query(self, q_lora: Tensor, positions: Tensor) -> Tensor:
+    def _query(self, q_lora: Tensor, positions: Tensor, out: Tensor) -> None:
+        """Write the normed and rotated queries to the first heads of `out` [T, at least this process's heads, 512]."""
         q, _ = self.wq_b(q_lora)
-        q = q.view(-1, self.n_local_heads, self.head_dim)
-        if not q.is_cuda:
-            return torch_layers.query_norm_rope(q, positions, self.rope, self.eps)
-        out = torch.empty_like(q)
-        in_tree.fused_q_norm_rope(q, out, self.eps, self.freqs_cis, positions)
-        return out
+        q, out = q.view(-1, self.n_local_heads, self.head_dim), out[:, : self.n_local_heads]
+        if q.is_cuda:
+            in_tree.fused_q_norm_rope(q, out, self.eps, self.freqs_cis, positions)
+        else:
+            out.copy_(torch_layers.query_norm_rope(q, positions, self.rope, self.eps))
 
     def _project_out(self, out: LayerOutput, positions: Tensor) -> Tensor:
-        """Grouped output projection of the heads `[T, heads, 512]`."""
+        """Grouped output projection of the heads `[T, heads, 512]`, each token's heads in a row."""
         grouped = out.values.view(out.values.shape[0], self.n_local_groups, -1)
         if out.rotated or compat.quantises_output_projection():
             projected = self._fp8_wo_a(grouped, positions if out.rotated else None)
@@ -259,11 +265,12 @@ class CachedAttention(in_tree.MqaAttentionBase):
         if derotate_from is not None:
             from dsv4_sglang.attention.triton_output import derotate_and_quantise
 
-            codes, scales = derotate_and_quantise(grouped.view(tokens, -1, self.head_dim), derotate_from, self.rope)
+            heads = grouped.view(tokens, -1, self.head_dim)
+            codes, scales = derotate_and_quantise(heads, derotate_from, self.rope)
             codes, scales = codes.view(tokens, groups, dim), scales.view(tokens, groups, -1)
         elif _scales_are_fp32():
             codes, scales = in_tree.sglang_per_token_group_quant_fp8(
-                grouped.view(tokens * groups, dim), group_size=128, scale_ue8m0=False
+                grouped.reshape(tokens * groups, dim), group_size=128, scale_ue8m0=False
             )
             codes, scales = codes.view(tokens, groups, dim), scales.view(tokens, groups, -1)
         else:
