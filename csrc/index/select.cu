@@ -1,7 +1,9 @@
 // index_select: the rows of the `top` best visible entries of each token, exactly: of equal scores the first entries,
 // in the order of entries, -1 behind (SPEC 4.2, 4.3).
 //
-// A block, or a cluster of them, a token. Scores are read twice and mostly not kept:
+// A block, or a cluster of them, a token. Up to 16,384 scores it reads once and holds in registers (`select_held`): the
+// bin of a histogram that has the `top`-th largest, all above it, and of that bin the largest. More scores are read
+// twice and mostly not kept:
 //   1. A thread keeps the largest score of each of its four columns of the row. The `top`-th largest of these 2048
 //   maxima (of a
 //      cluster's block, its share of `top`, and then the least of the blocks) is a bound that at least `top` scores
@@ -31,6 +33,7 @@ constexpr int kCandidates = 4096;
 constexpr int kBatch = 4;  // loads of four scores in flight
 constexpr int kMaxCluster = 8;
 constexpr int kShare = 4096;  // entries for which another block of the cluster is worth its barriers
+constexpr int kTies = 128;    // numbers of a bin of which each counts the larger ones
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct Found {
@@ -40,8 +43,9 @@ struct Found {
 struct Shared {
   uint64_t candidates[kCandidates];
   uint32_t bins[kBins];
-  uint32_t warp_sums[kWarps];
+  uint32_t warp_sums[kWarps], warp_low[kWarps], warp_high[kWarps];
   uint32_t bound[kMaxCluster];
+  uint32_t chosen[kThreads];  // bits of a thread's entries
   Found found;
   uint32_t low, high;  // of the maxima
   uint32_t count;      // of candidates
@@ -53,6 +57,13 @@ __host__ __device__ __forceinline__ int spread(int word) { return word + word / 
 __host__ __device__ __forceinline__ int words_of(int entries) { return (entries + 31) / 32; }
 unsigned shared_bytes(int width) { return unsigned(sizeof(Shared) + sizeof(uint32_t) * (spread(words_of(width)) + 1)); }
 
+/// Scores at `at` and the three behind it; those from n on are 0.
+__device__ __forceinline__ float4 load_four(const float* row, int at, int n, bool aligned) {
+  if (aligned && at + 3 < n) return *reinterpret_cast<const float4*>(row + at);
+  return {at < n ? row[at] : 0, at + 1 < n ? row[at + 1] : 0, at + 2 < n ? row[at + 2] : 0,
+          at + 3 < n ? row[at + 3] : 0};
+}
+
 /// Calls f(entry, order) for this block's entries below n, `ranks` blocks taking turns; f must not assume an order.
 template <typename F>
 __device__ __forceinline__ void visit_scores(const float* row, int n, bool aligned, int rank, int ranks, F f) {
@@ -60,15 +71,7 @@ __device__ __forceinline__ void visit_scores(const float* row, int n, bool align
   for (int quad = kThreads * rank + threadIdx.x; 4 * quad < n; quad += kBatch * step) {
     float4 v[kBatch];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int at = 4 * (quad + i * step);
-      if (aligned && at + 3 < n) {
-        v[i] = *reinterpret_cast<const float4*>(row + at);
-      } else {
-        v[i].x = at < n ? row[at] : 0, v[i].y = at + 1 < n ? row[at + 1] : 0;
-        v[i].z = at + 2 < n ? row[at + 2] : 0, v[i].w = at + 3 < n ? row[at + 3] : 0;
-      }
-    }
+    for (int i = 0; i < kBatch; ++i) v[i] = load_four(row, 4 * (quad + i * step), n, aligned);
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int at = 4 * (quad + i * step);
@@ -182,6 +185,149 @@ __device__ __forceinline__ void write_rows(Shared& s, const uint32_t* bitmap, in
   }
 }
 
+/// How many bits are set in `flags` before each of this lane's quads, in the order of entries: of a warp's quads i,
+/// four bits of each lane from bit 4 i on, first those of quad 0. All threads take part; a barrier must come before the
+/// next call.
+template <int quads>
+__device__ __forceinline__ void set_before(Shared& s, uint32_t flags, uint32_t (&before)[quads]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint32_t total = 0;
+#pragma unroll
+  for (int first = 0; first < quads; first += 4) {
+    uint32_t own = 0;  // a byte a quad: a warp has at most 128 bits of it
+#pragma unroll
+    for (int i = first; i < first + 4 && i < quads; ++i) own |= __popc(flags >> 4 * i & 15) << 8 * (i - first);
+    uint32_t sum = own;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const uint32_t other = __shfl_up_sync(kAllLanes, sum, step);
+      sum += lane >= step ? other : 0;
+    }
+    const uint32_t all = __shfl_sync(kAllLanes, sum, 31);
+#pragma unroll
+    for (int i = first; i < first + 4 && i < quads; ++i) {
+      before[i] = total + ((sum - own) >> 8 * (i - first) & 0xff);
+      total += all >> 8 * (i - first) & 0xff;
+    }
+  }
+  if (lane == 0) s.warp_sums[warp] = total;
+  __syncthreads();
+  const uint32_t of_warps = __reduce_add_sync(kAllLanes, lane < warp ? s.warp_sums[lane] : 0);
+#pragma unroll
+  for (int i = 0; i < quads; ++i) before[i] += of_warps;
+}
+
+/// Entries of `quads` quads a thread.
+template <int quads>
+constexpr int kHeld = 4 * quads * kThreads;
+
+/// Writes the rows of the `p.top` best of n entries, p.top < n <= kHeld<quads>. A warp has 128 x quads entries in a
+/// row, a lane four of each 128.
+template <int quads>
+__device__ __forceinline__ void select_held(const SelectParams& p, Shared& s, const float* row, int n,
+                                            const int32_t* table, int32_t* rows) {
+  static_assert(quads <= 8, "a bit of `flags` an entry");
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int first = 128 * quads * warp + 4 * lane;
+  if (threadIdx.x == 0) s.count = 0;
+  s.chosen[threadIdx.x] = 0;
+  for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
+  float4 v[quads];
+  // Asked for with the scores, unless that takes more registers than there are.
+  constexpr bool early = quads <= 4;
+  int32_t block[quads];
+#pragma unroll
+  for (int i = 0; i < quads; ++i) {
+    const int at = first + 128 * i;
+    v[i] = load_four(row, at, n, p.aligned);
+    block[i] = early && at < n ? table[at / kKeysPerBlock] : 0;
+  }
+  uint32_t order[quads][4], low = 0xffffffffu, high = 0;
+#pragma unroll
+  for (int i = 0; i < quads; ++i) {
+    const float four[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const bool is_entry = first + 128 * i + k < n;
+      order[i][k] = is_entry ? order_of(four[k]) : 0;  // which is below all
+      if (is_entry) low = min(low, order[i][k]), high = max(high, order[i][k]);
+    }
+  }
+  low = __reduce_min_sync(kAllLanes, low), high = __reduce_max_sync(kAllLanes, high);
+  if (lane == 0) s.warp_low[warp] = low, s.warp_high[warp] = high;
+  __syncthreads();
+  low = __reduce_min_sync(kAllLanes, lane < kWarps ? s.warp_low[lane] : 0xffffffffu);
+  high = __reduce_max_sync(kAllLanes, lane < kWarps ? s.warp_high[lane] : 0);
+
+  // All above `high` are among the best, and `wanted` of the `inside` ones from `low` to `high`.
+  uint32_t wanted = p.top, inside;
+  while (true) {
+    const int bits = 32 - __clz(high - low), shift = bits > kBinBits ? bits - kBinBits : 0;
+#pragma unroll
+    for (int i = 0; i < quads; ++i) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (order[i][k] >= low && order[i][k] <= high) atomicAdd(&s.bins[(order[i][k] - low) >> shift], 1u);
+      }
+    }
+    __syncthreads();
+    const Found found = find_bin(s, wanted);
+    low += found.bin << shift, high = low + min(high - low, (1u << shift) - 1);
+    wanted -= found.above, inside = found.inside;
+    if (shift == 0 || inside == wanted || inside <= kTies) break;
+    for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
+    __syncthreads();
+  }
+
+  uint32_t best = 0, ties = 0, before[quads];
+#pragma unroll
+  for (int i = 0; i < quads; ++i) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      best |= uint32_t(order[i][k] > high) << (4 * i + k);
+      ties |= uint32_t(order[i][k] >= low && order[i][k] <= high) << (4 * i + k);
+    }
+  }
+  if (inside == wanted) {
+    best |= ties;
+  } else if (inside <= kTies) {
+#pragma unroll
+    for (int i = 0; i < quads; ++i) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (ties >> (4 * i + k) & 1) s.candidates[atomicAdd(&s.count, 1u)] = order_of(order[i][k], first + 128 * i + k);
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x < inside) {
+      const uint64_t own = s.candidates[threadIdx.x];
+      uint32_t larger = 0;
+      for (uint32_t j = 0; j < inside; ++j) larger += s.candidates[j] > own;
+      const uint32_t entry = entry_of(own), at = entry % (128 * quads);
+      const uint32_t owner = entry / (128 * quads) * 32 + at % 128 / 4;
+      if (larger < wanted) atomicOr(&s.chosen[owner], 1u << (4 * (at / 128) + at % 4));
+    }
+    __syncthreads();
+    best |= s.chosen[threadIdx.x];
+  } else {  // all of one score: the first ones
+    set_before<quads>(s, ties, before);
+#pragma unroll
+    for (int i = 0; i < quads; ++i) {
+      uint32_t at = before[i];
+      for (uint32_t four = ties >> 4 * i & 15; four && at < wanted; four &= four - 1, ++at)
+        best |= (four & -four) << 4 * i;
+    }
+    __syncthreads();
+  }
+  set_before<quads>(s, best, before);
+#pragma unroll
+  for (int i = 0; i < quads; ++i) {
+    uint32_t at = before[i], four = best >> 4 * i & 15;
+    if (!early && four) block[i] = table[(first + 128 * i) / kKeysPerBlock];
+    for (; four; four &= four - 1) rows[at++] = block[i] * kKeysPerBlock + 4 * lane % kKeysPerBlock + __ffs(four) - 1;
+  }
+}
+
 /// `resident`: blocks of a processor at a time.
 template <bool clustered, int resident>
 __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid_constant__ SelectParams p) {
@@ -193,11 +339,24 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
   const int n = int(visible <= p.top ? visible : min(visible, int64_t(p.width)));
   const int32_t* table = p.table + p.request[token] * p.table_stride;
   int32_t* rows = p.rows + token * p.rows_stride;
+  const float* row = p.scores + token * p.scores_stride;
   if (n <= p.top) {
     if (rank > 0) return;
     for (int i = threadIdx.x; i < p.top; i += kThreads) {
       rows[i] = i < n ? table[i / kKeysPerBlock] * kKeysPerBlock + i % kKeysPerBlock : -1;
     }
+    return;
+  }
+  // Eight quads take more registers than three blocks leave.
+  constexpr int most = resident > 2 ? 4 : 8;
+  if (n <= kHeld<most>) {
+    if (rank > 0) return;
+    if (n <= kHeld<2>)
+      select_held<2>(p, s, row, n, table, rows);
+    else if (n <= kHeld<4>)
+      select_held<4>(p, s, row, n, table, rows);
+    else if constexpr (most > 4)
+      select_held<8>(p, s, row, n, table, rows);
     return;
   }
   const int ranks = clustered ? min(p.cluster, (n + kShare - 1) / kShare) : 1;
@@ -206,7 +365,6 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
   __syncthreads();
   if (ranks > 1) cluster_arrive();
 
-  const float* row = p.scores + token * p.scores_stride;
   uint32_t bound = find_bound(s, row, n, p.aligned, rank, ranks, uint32_t((p.top + ranks - 1) / ranks));
   Shared* root = &s;
   if (ranks > 1) {
@@ -263,13 +421,15 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
 }  // namespace
 
 cudaError_t launch_select(SelectParams p, bool sm_90, int processors, cudaStream_t stream) {
+  const bool holds = p.width <= kHeld<8>;
   p.cluster = 1;
-  while (sm_90 && p.cluster < kMaxCluster && 2 * p.cluster * p.tokens <= processors && p.cluster * kShare < p.width)
+  while (sm_90 && !holds && p.cluster < kMaxCluster && 2 * p.cluster * p.tokens <= processors &&
+         p.cluster * kShare < p.width)
     p.cluster *= 2;
   const unsigned bytes = shared_bytes(p.width);
   // Where two blocks a processor hold all tokens, a third place would only let some processors take more than others.
-  const bool few = p.tokens <= 2 * processors;
-  const auto kernel = p.cluster > 1 ? select_kernel<true, 2> : few ? select_kernel<false, 2> : select_kernel<false, 3>;
+  const bool two = holds || p.tokens <= 2 * processors;
+  const auto kernel = p.cluster > 1 ? select_kernel<true, 2> : two ? select_kernel<false, 2> : select_kernel<false, 3>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
   if (error != cudaSuccess) return error;
   return launch(kernel, {dim3(unsigned(p.tokens * p.cluster)), kThreads, bytes, unsigned(p.cluster), sm_90}, stream, p);

@@ -157,7 +157,10 @@ def test_scores(lens, key_format):
         (70000, 1024),
         (262144, 512),
         (20001, 2048),
+        (4096, 512),
         (4097, 1),
+        (8192, 1024),
+        (8193, 512),
         (16384, 512),
         (16385, 512),
         (3000, 512),
@@ -165,7 +168,9 @@ def test_scores(lens, key_format):
         (40, 8),
     ],
 )
-def test_select(width, top):
+@pytest.mark.parametrize("copies", [1, 40], ids=["few", "many"])
+def test_select(width, top, copies):
+    """Few tokens and many are taken by different kernels, and long lists otherwise than short ones."""
     g = torch.Generator().manual_seed(width)
     scores = torch.randn(8, width, generator=g)
     scores[1] = torch.randint(-3, 3, (width,), generator=g)
@@ -173,11 +178,16 @@ def test_select(width, top):
     scores[3] = torch.where(torch.rand(width, generator=g) < 0.5, 0.0, -0.0)
     scores[4] = -scores[4].abs() * 1e-30
     scores[5] = torch.linspace(-1e30, 1e30, width)
+    # More scores than a bin's share that are close but not equal, and more of one score than are compared in pairs.
+    scores[6] = 1 + 2e-7 * torch.randint(0, 1000, (width,), generator=g)
+    scores[6, : width // 8] = 1e20
     visible = torch.tensor([width, width, width, width, width, width - 1, width // 2, top])
     table = torch.arange(-(-width // 32)).int().expand(8, -1).contiguous()
-    rows = torch.full((8, top), -7, dtype=torch.int32, device="cuda")
-    cuda_index.select(scores.cuda(), table.cuda(), torch.arange(8).int().cuda(), (visible * 4 + 2).cuda(), rows)
+    rows = torch.full((8 * copies, top), -7, dtype=torch.int32, device="cuda")
+    owners, positions = torch.arange(8).int().repeat(copies), (visible * 4 + 2).repeat(copies)
+    cuda_index.select(scores.repeat(copies, 1).cuda(), table.cuda(), owners.cuda(), positions.cuda(), rows)
     rows = rows.cpu()
+    assert torch.equal(rows, rows[:8].repeat(copies, 1)), "equal tokens have different rows"
     for t, n in enumerate(visible.tolist()):
         expected = torch.sort(scores[t, :n], descending=True, stable=True).indices[:top].sort().values
         wrong = (rows[t, : len(expected)] != expected).nonzero().flatten().tolist()
