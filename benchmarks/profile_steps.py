@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,19 +40,20 @@ TOTAL_NAMES = {
 }
 
 GENERIC = re.compile(r"^(device_kernel|[Kk]ernel\d?|\w*elementwise_kernel\w*|reduce_kernel|vectorized_\w+)$")
-HINT = re.compile(r"\w*Functor\w*|\w+_kernel_cuda\w*|\w+Ops?\b")
+HINT = re.compile(r"\b(?!ReduceOp\b)(?:\w*Functor\w*|\w+_kernel_cuda\w*|\w+Ops?)\b")
 SIZE = 128
 """Template numbers from this on are taken for sizes of a problem or a tile, which tell two products apart."""
 
 
 class Kernel(NamedTuple):
-    """`begin` and `end` in us; `correlation` of its launch and `node` of its graph, 0 where the trace has none."""
+    """`begin` and `end` in us. `correlation` of its launch, its `graph` and `node` there; 0 where there is none."""
 
     name: str
     begin: float
     end: float
     stream: int
     correlation: int
+    graph: int
     node: int
 
 
@@ -82,26 +83,38 @@ def short(name: str) -> str:
         return name
     text = re.sub(r"\(anonymous namespace\)::|<unnamed>::|^void ", "", name.strip())
     text = re.sub(r"^(?:std::)?enable_if<.*?>::type ", "", text)
-    head, bracket, template = text.partition("<")
-    base = head.split("(")[0].split("::")[-1].split(" ")[-1].strip() or name[:60]
-    if not bracket:
-        return base[:80]
+    head = re.split(r"[<(]", text, maxsplit=1)[0]
+    template = text[len(head) + 1 :] if text[len(head) :].startswith("<") else ""
+    base = head.split("::")[-1].split(" ")[-1] or name[:60]
     hint = ""
     if GENERIC.match(base):
-        found = HINT.search(template)
-        first = re.match(r"[\w:]+", template)
-        word = found.group(0) if found else first.group(0).split("::")[-1] if first else ""
-        hint = f"[{word}]" if word and not word.isdigit() else ""
+        # "Kernel<ns::Name<...>>", "elementwise_kernel<128, 4, ns::NameFunctor<...>>"
+        found = re.match(r"(?:\w+::)*([A-Za-z_]\w*)", template) or HINT.search(template)
+        hint = f"[{found.group(found.lastindex or 0)}]" if found else ""
     sizes = [n for n in re.findall(r"(?<![\w.])(\d+)u?l*(?![\w.])", template) if int(n) >= SIZE][:3]
     return (base + hint)[:80] + (f"<{','.join(sizes)}>" if sizes else "")
 
 
-def read(path: Path) -> tuple[list[Kernel], set[int]]:
-    """Kernels of a chrome trace in their order on the GPU, and the correlation ids of graph launches."""
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as file:
-        data = json.load(file)
-    kernels, launches = [], set()
+@dataclass
+class Trace:
+    """Kernels in their order on the GPU, correlation ids of graph launches, when the host launched what, and when it
+    began a decode step (SGLang's annotations; us)."""
+
+    kernels: list[Kernel]
+    graph_launches: set[int]
+    launched: dict[int, float]
+    decodes: list[float]
+
+    def before_decode(self) -> list[Kernel]:
+        """Kernels of a prefill: SGLang launches one decode step more before it knows that a request has ended."""
+        end = min(self.decodes, default=float("inf"))
+        return [kernel for kernel in self.kernels if self.launched.get(kernel.correlation, kernel.begin) < end]
+
+
+def read(path: Path) -> Trace:
+    content = path.read_bytes()
+    data = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+    trace = Trace([], set(), {}, [])
     for event in data["traceEvents"] if isinstance(data, dict) else data:
         if event.get("ph") != "X":
             continue
@@ -111,12 +124,16 @@ def read(path: Path) -> tuple[list[Kernel], set[int]]:
         if category in CATEGORIES:
             begin = float(event["ts"])
             end = begin + float(event.get("dur") or 0)
-            stream, node = int(args.get("stream") or 0), int(args.get("graph node id") or 0)
-            kernels.append(Kernel(short(event["name"]), begin, end, stream, correlation, node))
-        elif category in ("cuda_runtime", "cuda_driver") and LAUNCH.search(event["name"]):
-            launches.add(correlation)
-    kernels.sort(key=lambda kernel: kernel.begin)
-    return kernels, launches
+            stream, graph, node = (int(args.get(key) or 0) for key in ("stream", "graph id", "graph node id"))
+            trace.kernels.append(Kernel(short(event["name"]), begin, end, stream, correlation, graph, node))
+        elif category in ("cuda_runtime", "cuda_driver") and correlation:
+            trace.launched[correlation] = float(event["ts"])
+            if LAUNCH.search(event["name"]):
+                trace.graph_launches.add(correlation)
+        elif category == "user_annotation" and event["name"].startswith("step[DECODE"):
+            trace.decodes.append(float(event["ts"]))
+    trace.kernels.sort(key=lambda kernel: kernel.begin)
+    return trace
 
 
 def replays(kernels: Sequence[Kernel], launches: set[int]) -> tuple[list[float], str]:
@@ -137,7 +154,7 @@ def replays(kernels: Sequence[Kernel], launches: set[int]) -> tuple[list[float],
         for kernel in kernels:
             if not kernel.node:
                 continue
-            if not found or kernel.node in seen:
+            if not found or kernel.node in seen or kernel.graph != found[-1][0].graph:
                 found.append([])
                 seen = set()
             seen.add(kernel.node)
@@ -192,14 +209,15 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def summarise(path: Path, whole: bool = False) -> Summary:
-    """Of the median step of a trace; `whole`: of all its kernels, as of a prefill."""
-    kernels, launches = read(path)
+    """Of the median step of a trace; `whole`: of all its kernels up to the first decode step, as of a prefill."""
+    trace = read(path)
+    kernels = trace.before_decode() if whole else trace.kernels
     if not kernels:
         return Summary(0, "no GPU kernels in the trace", *(0.0,) * 6, {}, {}, [])
-    begins, how = ([], "") if whole else replays(kernels, launches)
+    begins, how = ([], "") if whole else replays(kernels, trace.graph_launches)
     steps = steps_of(kernels, begins)
     if steps:
-        periods = [later - begin for begin, later in zip(begins, begins[1:])]
+        periods = [later - begin for begin, later in itertools.pairwise(begins)]
     else:
         how = "whole trace" if whole else "whole trace: fewer than two replays of a graph"
         steps, periods = [list(kernels)], [max(kernel.end for kernel in kernels) - kernels[0].begin]

@@ -212,7 +212,8 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.closing(rows):
             for row in rows:
                 figures = [f"{name} {row[name]:.6g}" for name in ("value", "low", "high") if row.get(name) is not None]
-                print(row["subject"], row["measure"], row["at"], *(figures or [row.get("error", "-")]), flush=True)
+                why = row.get("error") or row.get("split", "no figure")
+                print(row["subject"], row["measure"], row["at"], *(figures or [why]), flush=True)
                 yield row
 
     subjects = ["ours"] if args.dry_run else args.servers.split(",")

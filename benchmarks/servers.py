@@ -60,9 +60,9 @@ def free_port(lane: int | None = None) -> int:
     on one host give different lanes, so that they cannot choose the same ports.
     """
     if lane is None:
-        tried = [port + os.getpid() % 1000 for port in itertools.islice(_next_port, len(PORTS))]
+        tried = (port + os.getpid() % 1000 for port in itertools.islice(_next_port, len(PORTS)))
     else:
-        tried = [PORTS[lane % len(PORTS)] + offset for offset in itertools.islice(_next_in_lane, 20)]
+        tried = (PORTS[lane % len(PORTS)] + offset for offset in itertools.islice(_next_in_lane, 20))
     for port in tried:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

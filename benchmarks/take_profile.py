@@ -5,7 +5,6 @@ Not by stage: there a rank that has no request never reaches the end of its stag
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
 import threading
@@ -38,7 +37,8 @@ def decode(server: Server, prompts: Sequence[list[int]], tokens: int, keep: Path
             time.sleep(0.01)
         _start(server, folder, num_steps=STEPS)
         burst.result()
-        _stop(server)  # where fewer steps came than were asked for
+        if not _traces(Path(folder)):  # fewer steps came than were asked for
+            server.request("/stop_profile", {})
         return _read(Path(folder), keep, whole=False)
 
 
@@ -47,7 +47,7 @@ def prefill(server: Server, prompt: list[int], keep: Path | None) -> Summary:
     with tempfile.TemporaryDirectory(prefix="profile_") as folder:
         _start(server, folder)
         server.generate(prompt, 1, **on_first_rank(server, 1))
-        _stop(server)
+        server.request("/stop_profile", {})
         return _read(Path(folder), keep, whole=True)
 
 
@@ -88,14 +88,13 @@ def _start(server: Server, folder: str, **more: Any) -> None:
     server.request("/start_profile", asked)
 
 
-def _stop(server: Server) -> None:
-    with contextlib.suppress(OSError):  # it has stopped by itself
-        server.request("/stop_profile", {})
+def _traces(folder: Path) -> list[Path]:
+    """The first rank's: "ID-TP-0.trace.json.gz", with its other ranks behind TP-0."""
+    return sorted(folder.glob("*-TP-0*.trace.json.gz"))
 
 
 def _read(folder: Path, keep: Path | None, whole: bool) -> Summary:
-    """Of the first rank's trace: "ID-TP-0.trace.json.gz", with other ranks' names behind TP-0."""
-    found = sorted(folder.glob("*-TP-0*.trace.json.gz"))
+    found = _traces(folder)
     if not found:
         raise RuntimeError(f"the server wrote no trace; {folder} has {[path.name for path in folder.iterdir()]}")
     if keep is not None:
