@@ -119,8 +119,11 @@ class Bench:
             server.generate(self.prompts(requests), WARM_UP_TOKENS)
         prompts = {*(self.plan.ttft if "ttft" in measures else ())}
         prompts |= {self.plan.profile_prompt} if "profile" in measures else set()
+        # A rank of DP attention has kernels of its own to load, and single prompts go to the ranks in turn.
+        ranks = [{"routed_dp_rank": rank} for rank in range(self.args.dp)] if self.args.dp > 1 else [{}]
         for tokens in sorted(prompts):
-            server.generate(self.prompt(tokens), 1)
+            for rank in ranks:
+                server.generate(self.prompt(tokens), 1, **rank)
 
     def main_start(self, subject: str, number: int, measures: list[str]) -> Generator[dict[str, Any], None, None]:
         server = self.server(subject, str(number), self.args.memory)
