@@ -1,4 +1,4 @@
-"""Results of one benchmark: parts that may fail alone, a table, one JSON file that is complete after every part."""
+"""Results of one benchmark: parts that may fail alone, a table, one JSON file that is complete after every row."""
 
 from __future__ import annotations
 
@@ -73,10 +73,13 @@ class Report:
         wanted = not self.wanted or any(word in name for word in self.wanted)
         if not setup and (name in self.data["parts"] or not wanted):
             return
+        self.rows[:] = [row for row in self.rows if row.get("part") != name]  # of a run that ended in this part
         start = time.perf_counter()
+        rows: Any = ()
         try:
-            for row in function() or ():
+            for row in (rows := function() or ()):
                 self.rows.append({"part": name, **row})
+                self.save()
         except Exception as error:
             text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
             self.data["failures"].append({"part": name, "error": text, "traceback": traceback.format_exc()[-4000:]})
@@ -84,6 +87,9 @@ class Report:
         except SystemExit:
             self.save()
             raise
+        finally:
+            if hasattr(rows, "close"):
+                rows.close()  # a signal may come while the part waits here with its server running
         _free_memory()
         self.data["parts"][name] = round(time.perf_counter() - start, 2)
         self.console.print(f"{name}: {self.data['parts'][name]} s", highlight=False)

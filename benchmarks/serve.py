@@ -1,60 +1,49 @@
-"""Serving with `launch_server`: decode tokens/s, time to the first token, 32K requests at once; ours and SGLang's own.
+"""Serving with `launch_server`: decode tokens/s, time to the first token, 32K requests at once, and where a step's time
+goes; ours and SGLang's own.
 
     python -m benchmarks.serve [--servers ours,in-tree] [--rounds 1] [--measure decode,ttft,fit] [--out DIR]
+    python -m benchmarks.serve --model v4flash --tp 2 --measure decode,ttft,profile
+    python -m benchmarks.serve --model v4flash --tp 4 --dp 4
+    python -m benchmarks.serve --model v4flash --tp 2 --servers in-tree --gpus 2,3 --out DIR2   # beside one on 0,1
 
-The model is benchmarks/configs/flashshape: 43 layers with the ratios of V4-Flash and small widths, dummy weights. One
-server at a time on the whole GPU, both with the same flags; a round starts each once, rounds alternate the order.
-Decode: that many prompts of 1024 random tokens at once, the median of the server's own decode lines. TTFT: one prompt
-alone, one token. Fit: a second start with little memory, the same for both, and more 32K prompts than it holds: the
-most that ran at once. Logs are kept beside the JSON file.
+Models (benchmarks/configs, dummy weights): flashshape, 43 layers with the ratios of V4-Flash and small widths; v4flash,
+V4-Flash at its real widths with 128 of its 256 experts in FP8, for two GPUs or more. One server at a time on the same
+GPUs, both with the same flags; a round starts each once, rounds alternate the order. Every size goes through once
+before it is timed, with other tokens: kernels are compiled when a shape first comes. Decode: that many prompts of 1024
+random tokens at once, the median of the server's own decode lines, added over the ranks of DP attention. TTFT: one
+prompt alone, one token. Fit: a second start with little memory, the same for both, and more 32K prompts than it holds:
+the most that ran at once. Profile: a decode step at each number of requests and one prefill, kernel by kernel, to be
+read with `python -m benchmarks.profile_steps`. Logs are kept beside the JSON file, which has every row as it comes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
-from benchmarks import report, servers
-from benchmarks.environment import ROOT
+from benchmarks import profile_steps, report, serve_plan, servers, take_profile
+from benchmarks.serve_plan import FIT_PROMPT, FIT_TOKENS, MAX_REQUESTS
 from benchmarks.servers import Server
 
-MODEL = ROOT / "benchmarks" / "configs" / "flashshape"
-MAX_REQUESTS = 256
-PROMPT = 1024
-FIT_PROMPT, FIT_TOKENS = 32768, 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Sizes of a run. `decode`: requests at once, tokens each. `ttft`: prompt tokens, repeats. Memory: fractions."""
-
-    decode: dict[int, int]
-    ttft: dict[int, int]
-    memory: float
-    fit_memory: float
-    fit_requests: int
-    prompt: int = PROMPT
-    fit_prompt: int = FIT_PROMPT
-
-
-FULL = Plan({1: 256, 16: 512, 64: 512, 256: 384}, {8192: 5, 65536: 3}, 0.6, 0.075, 48)
-QUICK = Plan({1: 128, 16: 256, 64: 256}, {8192: 3, 65536: 2}, 0.6, 0.075, 48)
-DRY = Plan({1: 24, 2: 24}, {64: 2}, 0.6, 0.1, 3, prompt=20, fit_prompt=100)
+WARM_UP_TOKENS = 4
 
 
 class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.plan = DRY if args.dry_run else QUICK if args.quick else FULL
-        self.model = MODEL
+        self.plan = serve_plan.plan(args)
+        self.model = serve_plan.MODELS[args.model].folder
         self.seed = 0
         if args.dry_run:
             from dsv4_sglang.testing.tiny import TinySpec, make_tiny
@@ -63,34 +52,33 @@ class Bench:
         self.vocab = json.loads((self.model / "config.json").read_text())["vocab_size"]
 
     def flags(self, memory: float) -> list[str]:
-        if self.args.dry_run:
-            return ["--max-running-requests", "2", "--context-length", "4096", "--decode-log-interval", "4"]
-        batches = [str(n) for n in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)]
-        return [
-            *("--load-format", "dummy", "--mem-fraction-static", str(memory)),
-            *("--max-running-requests", str(MAX_REQUESTS), "--cuda-graph-bs-decode", *batches),
-            *("--decode-log-interval", "20", *self.args.flags.split()),
-        ]
+        return serve_plan.flags(self.args, memory)
 
     def server(self, subject: str, label: str, memory: float) -> Server:
         argv, environment = servers.command(self.model, self.flags(memory), subject == "ours", self.args.dry_run)
         log = Path(self.args.out) / "logs" / f"serve-{subject}-{label}.log"
-        return Server(f"{subject} {label}", argv, environment, log)
+        lane = int(self.args.gpus.split(",")[0]) if self.args.gpus else None
+        return Server(f"{subject} {label}", argv, environment, log, servers.free_port(lane))
 
     def prompt(self, tokens: int) -> list[int]:
         self.seed += 1
         return servers.random_prompt(tokens, self.vocab, self.seed)
 
+    def prompts(self, requests: int) -> list[list[int]]:
+        return [self.prompt(self.plan.prompt) for _ in range(requests)]
+
     def decode(self, server: Server) -> Iterator[dict[str, Any]]:
         for requests, tokens in self.plan.decode.items():
+            prompts = self.prompts(requests)
             mark, start = server.mark(), time.monotonic()
-            server.generate([self.prompt(self.plan.prompt) for _ in range(requests)], tokens)
+            server.generate(prompts, tokens)
             seconds = time.monotonic() - start
             time.sleep(0.3)  # the log's last lines
+            rate = servers.decode_rate(server.lines(mark), requests)
             yield {
                 "measure": "decode tokens/s",
                 "at": requests,
-                "value": servers.decode_throughput(server.lines(mark), requests),
+                **(dataclasses.asdict(rate) if rate else {"value": None}),
                 "with prefill": requests * tokens / seconds,
             }
 
@@ -102,34 +90,67 @@ class Bench:
                 start = time.monotonic()
                 server.generate(prompt, 1)
                 times.append(1e3 * (time.monotonic() - start))
-            yield {"measure": "TTFT ms", "at": tokens, "value": statistics.median(times), "low": min(times)}
+            value = statistics.median(times)
+            yield {"measure": "TTFT ms", "at": tokens, "value": value, "low": min(times), "high": max(times)}
 
-    def warm_up(self, server: Server) -> None:
-        """First requests compile kernels: every size that is measured goes through once."""
-        largest = max(self.plan.decode)
-        server.generate([self.prompt(self.plan.prompt) for _ in range(largest)], 4)
-        for requests in self.plan.decode:
-            server.generate([self.prompt(40) for _ in range(requests)], 4)
-        for tokens in self.plan.ttft:
-            server.generate(self.prompt(tokens), 2)
+    def profile(self, server: Server, label: str) -> Iterator[dict[str, Any]]:
+        taken: dict[str, Callable[[Path | None], profile_steps.Summary]] = {
+            f"decode {n}": partial(take_profile.decode, server, self.prompts(n), self.plan.profile_tokens)
+            for n in self.plan.profile
+        }
+        prompt = self.plan.profile_prompt
+        taken[f"prefill {prompt}"] = partial(take_profile.prefill, server, self.prompt(prompt))
+        for at, take in taken.items():
+            trace = Path(self.args.out) / "traces" / f"{label}-{at.replace(' ', '-')}.trace.json.gz"
+            row = {"measure": profile_steps.MEASURE, "at": at}
+            try:
+                summary = take(trace if self.args.keep_traces else None)
+            except (RuntimeError, HTTPError) as error:  # the next may succeed
+                yield row | {"value": None, "error": f"{type(error).__name__}: {error}"}
+            else:
+                yield row | {"value": summary.period_us or None, **dataclasses.asdict(summary)}
 
-    def main_start(self, subject: str, number: int, measures: list[str]) -> Iterator[dict[str, Any]]:
-        server = self.server(subject, str(number), self.plan.memory)
+    def warm_up(self, server: Server, measures: list[str]) -> None:
+        """Every size that is measured goes through once, and the batches of few prompts with which a burst begins."""
+        bursts = {*(self.plan.decode if "decode" in measures else ())}
+        bursts |= {*(self.plan.profile if "profile" in measures else ())}
+        first = range(1, min(8, max(bursts, default=0)) + 1)
+        for requests in sorted({*first, *bursts}):
+            server.generate(self.prompts(requests), WARM_UP_TOKENS)
+        prompts = {*(self.plan.ttft if "ttft" in measures else ())}
+        prompts |= {self.plan.profile_prompt} if "profile" in measures else set()
+        # A rank of DP attention has kernels of its own to load, and single prompts go to the ranks in turn.
+        ranks = [{"routed_dp_rank": rank} for rank in range(self.args.dp)] if self.args.dp > 1 else [{}]
+        for tokens in sorted(prompts):
+            for rank in ranks:
+                server.generate(self.prompt(tokens), 1, **rank)
+
+    def main_start(self, subject: str, number: int, measures: list[str]) -> Generator[dict[str, Any], None, None]:
+        server = self.server(subject, str(number), self.args.memory)
+        base = {"subject": subject, "round": number}
         with servers.running(server, self.args.start_timeout):
-            base = {"subject": subject, "round": number}
             yield base | {"measure": "start s", "at": "", "value": server.start_seconds}
-            info = server.request("/server_info")
-            tokens = info.get("max_total_num_tokens")
-            yield base | {"measure": "tokens in the cache", "at": "", "value": tokens, **servers.sizes(server.lines())}
-            fits = min(info.get("max_running_requests") or MAX_REQUESTS, (tokens or 0) // (FIT_PROMPT + FIT_TOKENS))
+            ranks = servers.cache_tokens(server.request("/server_info"), self.args.dp)
+            row = {"measure": "tokens in the cache", "at": "", "value": sum(ranks), **servers.sizes(server.lines())}
+            if len(ranks) > 1:
+                row["note"] = (
+                    f"value: sum over the {len(ranks)} ranks, each with a cache of its own; the rest: one rank"
+                )
+                row["of ranks"] = ranks
+            yield base | row
+            fits = min(MAX_REQUESTS, sum(tokens // (FIT_PROMPT + FIT_TOKENS) for tokens in ranks))
             yield base | {"measure": "32K requests that fit (computed)", "at": "", "value": fits}
-            self.warm_up(server)
+            start = time.monotonic()
+            self.warm_up(server, measures)
+            yield base | {"measure": "warm-up s", "at": "", "value": time.monotonic() - start}
             if "decode" in measures:
                 yield from (base | row for row in self.decode(server))
             if "ttft" in measures:
                 yield from (base | row for row in self.ttft(server))
+            if "profile" in measures:
+                yield from (base | row for row in self.profile(server, f"{subject}-{number}"))
 
-    def fit_start(self, subject: str, number: int) -> Iterator[dict[str, Any]]:
+    def fit_start(self, subject: str, number: int) -> Generator[dict[str, Any], None, None]:
         """Fewer requests slots, since each costs state in both servers, and memory for a few 32K requests only."""
         server = self.server(subject, f"fit-{number}", self.plan.fit_memory)
         if not self.args.dry_run:
@@ -171,24 +192,43 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     options = report.parser(__doc__)
     options.add_argument("--servers", default="ours,in-tree", help="which, in the order of the first round")
-    options.add_argument("--measure", default="decode,ttft,fit", help="which measures")
+    options.add_argument(
+        "--measure", help="some of decode,ttft,fit,profile; default: all that the model has but profile"
+    )
     options.add_argument("--rounds", type=int, default=1, help="starts of each server; the issue asks for 2")
     options.add_argument("--first-round", type=int, default=1, help="number of the first round, for a run in pieces")
     options.add_argument("--flags", default="", help="more flags for both servers")
-    options.add_argument("--start-timeout", type=float, default=240, help="seconds a server may take to start")
+    options.add_argument("--keep-traces", action="store_true", help="keep the profiles' traces in OUT/traces")
+    serve_plan.add_options(options)
     args = options.parse_args(argv)
+    serve_plan.resolve(options, args)
+    if args.gpus:
+        # This process looks at a GPU, too: at the first of its own servers, not at one of a benchmark beside it.
+        os.environ["CUDA_VISIBLE_DEVICES"] = args.gpus
     bench = Bench(args)
     measures = args.measure.split(",")
-    result = report.Report("serve", args, {"flags": bench.flags(bench.plan.memory), "model": bench.model.name})
+    settings = {"flags": bench.flags(args.memory), "model": args.model, "tp": args.tp, "dp": args.dp, "gpus": args.gpus}
+    result = report.Report("serve", args, settings)
+
+    def shown(rows: Generator[dict[str, Any], None, None]) -> Iterator[dict[str, Any]]:
+        """Rows on the screen as they come."""
+        with contextlib.closing(rows):
+            for row in rows:
+                figures = [f"{name} {row[name]:.6g}" for name in ("value", "low", "high") if row.get(name) is not None]
+                why = row.get("error") or row.get("split", "no figure")
+                print(row["subject"], row["measure"], row["at"], *(figures or [why]), flush=True)
+                yield row
+
     subjects = ["ours"] if args.dry_run else args.servers.split(",")
     for number in range(args.first_round, args.first_round + args.rounds):
         order = subjects if number % 2 else subjects[::-1]
         for subject in order:
-            if "decode" in measures or "ttft" in measures:
-                result.part(f"serve/{subject}/{number}", partial(bench.main_start, subject, number, measures))
+            if set(measures) - {"fit"}:
+                rows = bench.main_start(subject, number, measures)
+                result.part(f"serve/{subject}/{number}", partial(shown, rows))
         for subject in order:
             if "fit" in measures:
-                result.part(f"fit/{subject}/{number}", partial(bench.fit_start, subject, number))
+                result.part(f"fit/{subject}/{number}", partial(shown, bench.fit_start(subject, number)))
     columns = ["measure", "at", "ours", "in-tree", "ours / in-tree", "ours rounds", "in-tree rounds"]
     result.table("serving", columns, compare(result.rows))
     return result.close()

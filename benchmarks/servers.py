@@ -35,7 +35,10 @@ GPU_FLAGS = ("--skip-tokenizer-init", "--sampling-backend", "pytorch", "--gramma
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN = "dsv4_sglang.srt.plugin:register"
 
-DECODE_LINE = re.compile(r"Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")
+# The prefix in brackets has the time and, with data parallelism, the rank: "[2026-11-21 10:00:00 DP1 TP1]".
+DECODE_LINE = re.compile(
+    r"\[\S+ \S+?(?: DP(\d+))?(?: [^\]]*)?\] Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)"
+)
 IN_TREE_SIZES = re.compile(
     r"bytes_per_full_token=([\d.]+), available_bytes=([\d.]+) GB, c128_state_fixed=([\d.]+) GB, full_token=(\d+)"
 )
@@ -46,16 +49,21 @@ OUR_SIZES = re.compile(
 
 PORTS = range(12000, 52000, 3000)
 _next_port = itertools.cycle(random.sample(PORTS, len(PORTS)))
+_next_in_lane = itertools.cycle(range(0, 1000, 50))
 
 
-def free_port() -> int:
+def free_port(lane: int | None = None) -> int:
     """A port that is free now, with the 3000 above it left to the server's own sockets.
 
     Not one of those given shortly before: a server binds its port when it has loaded, and of two that were launched
-    with the same one the second ends while the first answers for both.
+    with the same one the second ends while the first answers for both. Two programs that start servers at the same time
+    on one host give different lanes, so that they cannot choose the same ports.
     """
-    for port in itertools.islice(_next_port, len(PORTS)):
-        port += os.getpid() % 1000
+    if lane is None:
+        tried = (port + os.getpid() % 1000 for port in itertools.islice(_next_port, len(PORTS)))
+    else:
+        tried = (PORTS[lane % len(PORTS)] + offset for offset in itertools.islice(_next_in_lane, 20))
+    for port in tried:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
@@ -205,16 +213,69 @@ def running(server: Server, timeout: float) -> Iterator[Server]:
         server.stop()
 
 
-def decode_throughput(log: str, running_requests: int) -> float | None:
-    """Median of the log's decode lines with exactly that many requests, tokens a second; None if there is none."""
-    rates = [float(rate) for count, rate in DECODE_LINE.findall(log) if int(count) == running_requests]
+@dataclass(frozen=True)
+class DecodeRate:
+    """Tokens a second of a burst: the median, the slowest and the fastest of `lines` of the log."""
+
+    value: float
+    low: float
+    high: float
+    lines: int
+
+
+def decode_lines(log: str) -> dict[int, list[tuple[int, float]]]:
+    """(requests, tokens a second) of the log's decode lines, by rank of data parallelism; 0 where there is one."""
+    found: dict[int, list[tuple[int, float]]] = {}
+    for rank, count, rate in DECODE_LINE.findall(log):
+        found.setdefault(int(rank or 0), []).append((int(count), float(rate)))
+    return found
+
+
+def decode_rate(log: str, running_requests: int) -> DecodeRate | None:
+    """Of the decode lines of a burst of that many requests, when all of them ran; None if there are none.
+
+    With data parallelism a line speaks of one rank's requests and tokens, so rates are added over the ranks: those
+    lines count in which a rank has its most requests, and these must be all requests of the burst.
+    """
+    ranks = [(lines, max(count for count, _ in lines)) for lines in decode_lines(log).values()]
+    busy = [(lines, most) for lines, most in ranks if most]
+    if len(busy) == 1:
+        busy = [(busy[0][0], running_requests)]
+    if not busy or sum(most for _, most in busy) != running_requests:
+        return None
     # The first line of a burst counts the time since the line before it.
-    return statistics.median(rates[1:]) if len(rates) > 1 else None
+    rates = [[rate for count, rate in lines if count == most][1:] for lines, most in busy]
+    if not all(rates):
+        return None
+    return DecodeRate(
+        sum(statistics.median(of_rank) for of_rank in rates),
+        sum(min(of_rank) for of_rank in rates),
+        sum(max(of_rank) for of_rank in rates),
+        min(len(of_rank) for of_rank in rates),
+    )
+
+
+def running_now(log: str) -> int:
+    """Requests in the last decode step that was logged, over all ranks."""
+    return sum(lines[-1][0] for lines in decode_lines(log).values())
 
 
 def most_running(log: str) -> int:
-    """Most requests in a decode step. A prefill line's count may hold requests that are over."""
-    return max((int(count) for count, _ in DECODE_LINE.findall(log)), default=0)
+    """Most requests in a decode step, added over the ranks. A prefill line's count may hold requests that are over."""
+    return sum(max(count for count, _ in lines) for lines in decode_lines(log).values())
+
+
+def cache_tokens(info: Mapping[str, Any], ranks: int) -> list[int]:
+    """Tokens in the cache of each rank of data parallelism, of the answer to /server_info.
+
+    `max_total_num_tokens` there is the first rank's. Each rank's own stands in its internal state; where not every rank
+    has sent one, the first rank's is taken for all.
+    """
+    states = info.get("internal_states") or []
+    of_ranks = [(state.get("memory_usage") or {}).get("token_capacity") for state in states]
+    if len(of_ranks) == ranks and all(of_ranks):
+        return [int(tokens) for tokens in of_ranks]
+    return [info.get("max_total_num_tokens") or 0] * ranks
 
 
 def sizes(log: str) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import gzip
 import importlib.metadata
 import json
 import os
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,11 +28,14 @@ from benchmarks import (
     move,
     move_in_tree,
     oracle_distance,
+    profile_steps,
     report,
     serve,
+    serve_plan,
     servers,
     step,
     tables,
+    take_profile,
     timing,
     traffic,
 )
@@ -265,10 +271,27 @@ def test_rows_before_a_failure_are_kept_and_parts_are_chosen(tmp_path: Path) -> 
         raise RuntimeError("lost")
 
     made.part("half", half)
+    assert [row["us"] for row in result(tmp_path, "demo")["rows"]] == [1.0]
     made.part("other", lambda: [{"us": 2.0}])
     made.part("setting", lambda: [{"us": 3.0}], setup=True)
     assert [row["us"] for row in made.rows] == [1.0, 3.0]
     assert made.data["failures"][0]["error"] == "RuntimeError: lost"
+
+
+def test_a_killed_run_has_its_rows_and_is_done_again(tmp_path: Path) -> None:
+    """The file as a part left it that was killed behind its first row."""
+    given = arguments(tmp_path)
+
+    def slow() -> Iterator[dict[str, float]]:
+        yield {"us": 1.0}
+        (tmp_path / "killed.json").write_bytes((tmp_path / "demo.json").read_bytes())
+        yield {"us": 2.0}
+
+    report.Report("demo", report.parser("x").parse_args(given)).part("slow", slow)
+    assert [row["us"] for row in result(tmp_path, "killed")["rows"]] == [1.0]
+    again = report.Report("killed", report.parser("x").parse_args([*given, "--resume"]))
+    again.part("slow", lambda: [{"us": 3.0}])
+    assert [row["us"] for row in again.rows] == [3.0]
 
 
 # Dry runs of everything that needs no server
@@ -349,11 +372,97 @@ gen throughput (token/s): 1000.00, #queue-req: 0
 
 
 def test_decode_lines_of_the_log() -> None:
-    assert servers.decode_throughput(DECODE_LOG, 16) == 2805
-    assert servers.decode_throughput(DECODE_LOG, 7) is None  # one line counts the time since the burst before
+    assert servers.decode_rate(DECODE_LOG, 16) == servers.DecodeRate(2805, 2800, 2810, 2)
+    assert servers.decode_rate(DECODE_LOG, 7) is None  # one line counts the time since the burst before
+    assert servers.decode_rate("", 7) is None
+    of_tensor_parallelism = DECODE_LOG.replace("] Decode", " TP0] Decode").replace("Decode batch,", "Decode batch [7],")
+    assert servers.decode_rate(of_tensor_parallelism, 16) == servers.decode_rate(DECODE_LOG, 16)
+    assert servers.running_now(DECODE_LOG) == 7
     late = "[2026-11-21 10:00:04] Prefill batch, #new-seq: 1, #running-req: 31, #queue-req: 0, cuda graph: False\n"
     assert servers.most_running(DECODE_LOG + late + DECODE_LOG) == 16
     assert servers.most_running("") == 0
+
+
+def decode_line(rank: int, requests: int, rate: float) -> str:
+    """As SGLang's logger writes it with `--tp-size 2 --dp-size 2 --enable-dp-attention`."""
+    return (
+        f"[2026-11-22 10:00:00 DP{rank} TP{rank}] Decode batch, #running-req: {requests}, #token: 9, "
+        f"token usage: 0.00, cuda graph: True, gen throughput (token/s): {rate:.2f}, #queue-req: 0\n"
+    )
+
+
+def test_decode_lines_of_ranks_are_added() -> None:
+    burst = "".join(
+        decode_line(rank, 8, rate)
+        for rates in ((3.0, 5.0), (100.0, 200.0), (110.0, 220.0), (120.0, 210.0))
+        for rank, rate in enumerate(rates)
+    )
+    assert servers.decode_rate(burst, 16) == servers.DecodeRate(320, 300, 340, 3)
+    assert servers.decode_rate(burst, 8) is None  # a rank's line is no burst of 8
+    assert servers.decode_rate(burst + decode_line(0, 3, 50.0), 16) == servers.DecodeRate(320, 300, 340, 3)
+    assert servers.decode_rate(decode_line(0, 8, 3.0) + decode_line(0, 8, 4.0), 16) is None  # the other says nothing
+    one = decode_line(1, 1, 3.0) + decode_line(1, 1, 131.0) + decode_line(0, 0, 0.0)
+    assert servers.decode_rate(one, 1) == servers.DecodeRate(131, 131, 131, 1)
+    assert servers.running_now(burst) == 16
+    assert servers.running_now(burst + decode_line(1, 2, 9.0)) == 10
+    assert servers.most_running(burst + decode_line(1, 2, 9.0)) == 16
+
+
+def test_tokens_in_the_caches_of_all_ranks() -> None:
+    states = [{"memory_usage": {"token_capacity": tokens}} for tokens in (1000, 900)]
+    info = {"max_total_num_tokens": 1000, "internal_states": states}
+    assert servers.cache_tokens(info, 2) == [1000, 900]
+    assert servers.cache_tokens({**info, "internal_states": states[:1]}, 2) == [1000, 1000]
+    assert servers.cache_tokens({"max_total_num_tokens": 1000}, 1) == [1000]
+
+
+def serve_arguments(*given: str) -> argparse.Namespace:
+    options = report.parser("x")
+    options.add_argument("--servers", default="ours,in-tree")
+    options.add_argument("--measure")
+    options.add_argument("--flags", default="")
+    serve_plan.add_options(options)
+    args = options.parse_args(given)
+    serve_plan.resolve(options, args)
+    return args
+
+
+def test_flags_of_the_served_configurations() -> None:
+    def value(flags: list[str], name: str) -> str:
+        return flags[flags.index(name) + 1]
+
+    small = serve_arguments()
+    assert (small.memory, small.start_timeout, small.measure) == (0.6, 240, "decode,ttft,fit")
+    assert "--tp-size" not in serve_plan.flags(small, 0.6) and "--dp-size" not in serve_plan.flags(small, 0.6)
+    real = serve_arguments("--model", "v4flash", "--tp", "4", "--dp", "2", "--mem-fraction-static", "0.8")
+    assert (real.memory, real.start_timeout, real.measure) == (0.8, 420, "decode,ttft")
+    flags = serve_plan.flags(real, real.memory)
+    assert value(flags, "--tp-size") == "4" and value(flags, "--dp-size") == "2" and "--enable-dp-attention" in flags
+    assert value(flags, "--max-running-requests") == "256"  # of all ranks: SGLang divides it
+    graphs = flags[flags.index("--cuda-graph-bs-decode") + 1 : flags.index("--tp-size")]
+    assert (graphs[0], graphs[-1]) == ("1", "128")  # of one rank
+    config = json.loads((serve_plan.MODELS["v4flash"].folder / "config.json").read_text())
+    assert (config["n_routed_experts"], config["quantization_config"]["quant_method"]) == (128, "fp8")
+    assert config["hidden_size"] == FLASH.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--tp 4 --dp 3", "DP attention divides the 4 GPUs evenly"),
+        ("--dp 2", "DP attention divides the 1 GPUs evenly"),
+        ("--tp 2 --gpus 3", "expected the numbers of 2 GPUs"),
+        ("--tp 2 --gpus 2,x", "expected the numbers of 2 GPUs"),
+        ("--measure ttfd", "--measure ttfd: expected some of decode"),
+        ("--servers theirs", "--servers theirs: expected ours, in-tree or both"),
+        ("--model v4flash --measure fit", "is made for flashshape"),
+        ("--dry-run --tp 2", "a dry run has one process"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve_arguments(*given.split())
+    assert said in capsys.readouterr().err
 
 
 def test_sizes_of_both_servers_logs() -> None:
@@ -384,7 +493,7 @@ def test_commands_of_both_servers(tmp_path: Path) -> None:
     ours, _ = servers.command(tmp_path, ["--max-running-requests", "4"], ours=True, cpu=False)
     assert "dsv4_sglang" in ours[ours.index("--json-model-override-args") + 1]
     assert set(argv) <= set(ours)
-    _, quantised = servers.command(serve.MODEL, [], ours=False, cpu=False)
+    _, quantised = servers.command(serve_plan.MODELS["flashshape"].folder, [], ours=False, cpu=False)
     assert "SGLANG_OPT_FP8_WO_A_GEMM" not in quantised
     with pytest.raises(ValueError, match="needs a GPU"):
         servers.command(tmp_path, [], ours=False, cpu=True)
@@ -392,6 +501,9 @@ def test_commands_of_both_servers(tmp_path: Path) -> None:
 
 def test_servers_launched_together_get_ports_of_their_own() -> None:
     assert len({servers.free_port() for _ in range(10)}) == 10
+    lanes = [{servers.free_port(lane) for _ in range(4)} for lane in (0, 2)]
+    assert all(len(lane) == 4 for lane in lanes)
+    assert max(lanes[0]) + 3000 <= min(lanes[1])
 
 
 def test_a_tree_that_is_not_installed_gets_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,6 +572,175 @@ def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"ended with 3: .*no such flag"), servers.running(server, LONG):
         pass
     assert server.process is None
+
+
+# Profiles
+
+
+def event(category: str, name: str, begin: float, us: float, **args: object) -> dict:
+    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": us, "args": args}
+
+
+def decode_trace(steps: int = 4, product_us: float = 40.0, launches: bool = True) -> list[dict]:
+    """As torch's profiler writes it: steps of 200 us (the third of 300), each one graph of three kernels, one of them
+    on another stream beside the first, then a sampling kernel behind the graph that begins before its end. A small
+    graph runs before the first.
+    """
+    graph = {"graph id": 9}
+    events = [event("cuda_runtime", "cudaGraphLaunch", 1, 2, correlation=5)] if launches else []
+    events.append(event("kernel", "small", 10, 5, stream=7, correlation=5, **graph, **{"graph node id": 77}))
+    begin = 1000.0
+    for i in range(steps):
+        ids = {"correlation": 100 + i} if launches else {"correlation": 100}
+        if launches:
+            events.append(event("cuda_runtime", "cudaGraphLaunch", begin - 20, 2, **ids))
+        node = iter(range(1, 9))
+        for name, at, us, stream in (
+            ("void ns::product<256, float>(float*)", 0, product_us, 7),
+            ("void ns::side<4>(int)", 10, 20, 8),
+            ("Memcpy DtoD (Device -> Device)", 60, 10, 7),
+        ):
+            category = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
+            events.append(event(category, name, begin + at, us, stream=stream, **ids, **{"graph node id": next(node)}))
+        events.append(event("kernel", "sample", begin + 65, 55, stream=7, correlation=1000 + i))
+        events.append(event("cpu_op", "aten::add", begin, 500))
+        begin += 300 if i == 2 else 200
+    events.append({"ph": "M", "name": "process_name", "args": {}})
+    return events
+
+
+def written(path: Path, events: list[dict]) -> Path:
+    data = json.dumps({"schemaVersion": 1, "traceEvents": events}).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+@pytest.mark.parametrize("launches", [True, False])
+def test_steps_of_a_trace(launches: bool, tmp_path: Path) -> None:
+    summary = profile_steps.summarise(written(tmp_path / "a.trace.json.gz", decode_trace(launches=launches)))
+    assert summary.split == ("graph launches" if launches else "graph nodes")
+    assert (summary.steps, summary.period_us, summary.wall_us) == (3, 200, 120)
+    assert summary.kernels == {
+        "sample": [1, 55],
+        "product<256>": [1, 40],
+        "side": [1, 20],
+        "Memcpy DtoD (Device -> Device)": [1, 10],
+    }
+    assert (summary.kernel_us, summary.busy_us, summary.idle_us) == (125, 100, 20)
+    assert summary.overlapping == {"product<256>": 20, "side": 20}
+    assert summary.walls_us == [120, 120, 120]
+
+
+def test_a_prefill_is_all_kernels_before_the_first_decode_step(tmp_path: Path) -> None:
+    launch = [event("cuda_runtime", "cudaLaunchKernel", at, 1, correlation=at) for at in (1, 2, 50)]
+    kernels = [
+        event("kernel", "k", at, us, stream=7, correlation=c) for at, us, c in ((5, 20, 1), (40, 30, 2), (80, 9, 50))
+    ]
+    step = event("user_annotation", "step[DECODE bs=1]", 45, 20)
+    trace = written(tmp_path / "a.json", [*launch, *kernels, step])
+    summary = profile_steps.summarise(trace, whole=True)
+    assert (summary.steps, summary.wall_us, summary.idle_us) == (1, 65, 15)
+    assert summary.kernels == {"k": [2, 50]}  # the second was launched before and runs after it
+
+
+def test_a_trace_of_the_profiler_without_a_gpu(tmp_path: Path) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        torch.ones(3).sum()
+    path = tmp_path / "cpu.trace.json.gz"
+    seen.export_chrome_trace(str(path))
+    assert profile_steps.summarise(path).split == "no GPU kernels in the trace"
+    with_kernels = json.loads(gzip.decompress(path.read_bytes()))
+    with_kernels["traceEvents"] += decode_trace()
+    path.write_bytes(gzip.compress(json.dumps(with_kernels).encode()))
+    assert profile_steps.summarise(path).steps == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("void deep_gemm::gemm_impl<(cute::UMMA::Major)0, 0u, 4096u, 1024u, 1u, 64u>(float*)", "gemm_impl<4096,1024>"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclStorage<4096ul>)", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"),
+        ("void (anonymous namespace)::norm<true>(x<3>)", "norm"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>, x>(int)",
+            "vectorized_elementwise_kernel[FillFunctor]",
+        ),
+        ("void cutlass::device_kernel<flash::FwdSm90<flash::Coll<2> > >(P)", "device_kernel[FwdSm90]"),
+        ("_triton_kernel_0", "_triton_kernel_0"),
+    ],
+)
+def test_short_names_of_kernels(name: str, short: str) -> None:
+    assert profile_steps.short(name) == short
+
+
+def test_two_traces_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = written(tmp_path / "ours.json", decode_trace(product_us=55))
+    theirs = written(tmp_path / "theirs.json.gz", [e for e in decode_trace() if "side" not in e["name"]])
+    assert profile_steps.main([str(ours), str(theirs), "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "profile_steps.md").read_text()
+    assert text in capsys.readouterr().out
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    table = lines[lines.index("| kernel | launches ours | theirs | us ours | us theirs | difference |") + 2 :]
+    assert table[:2] == ["| side | 1 | 0 | 20.0 | 0.0 | 20.0 |", "| product<256> | 1 | 1 | 55.0 | 40.0 | 15.0 |"]
+    assert "| sum of the kernels' times | 140.0 | 105.0 | 35.0 |" in lines
+    assert len(result(tmp_path / "out", "profile_steps")["step"]) == 2
+
+
+def test_profiles_of_two_runs_are_compared(tmp_path: Path) -> None:
+    for subject, us in (("ours", 55.0), ("in-tree", 40.0)):
+        (tmp_path / subject).mkdir()
+        summary = profile_steps.summarise(written(tmp_path / "t.json", decode_trace(product_us=us)))
+        row = {"subject": subject, "measure": profile_steps.MEASURE, **vars(summary)}
+        failed = {"subject": subject, "measure": profile_steps.MEASURE, "at": "decode 64", "value": None, "error": "x"}
+        (tmp_path / subject / "serve.json").write_text(json.dumps({"rows": [{**row, "at": "decode 16"}, failed]}))
+    both = [str(tmp_path / subject / "serve.json") for subject in ("ours", "in-tree")]
+    assert profile_steps.main([*both, "--out", str(tmp_path)]) == 0
+    [(at, summaries)] = result(tmp_path, "profile_steps").items()
+    assert at == "decode 16"
+    assert [summary["kernel_us"] for summary in summaries] == [140, 125]
+    (tmp_path / "none.json").write_text(json.dumps({"rows": []}))
+    with pytest.raises(ValueError, match=r"none.json has no profiles: run .*--measure profile"):
+        profile_steps.main([str(tmp_path / "none.json")])
+
+
+PROFILED = """
+import gzip, json, sys, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+started, trace = threading.Event(), Path(sys.argv[1]).read_bytes()
+class Handler(BaseHTTPRequestHandler):
+    def answer(self):
+        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+    do_GET = answer
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/start_profile":
+            for rank in (0, 1):
+                path = Path(asked["output_dir"], f"1.5-TP-{rank}-DP-{rank}.trace.json.gz")
+                path.write_bytes(b"" if rank else trace)
+            started.set()
+        elif self.path == "/generate" and len(asked["input_ids"]) == 2:
+            print("[2026-11-22 10:00:00] Decode batch, #running-req: 2, gen throughput (token/s): 1.00, ", flush=True)
+            started.wait(20)
+        self.answer()
+    def log_message(self, *args): pass
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_a_profile_waits_for_all_requests_and_reads_the_first_ranks_trace(tmp_path: Path) -> None:
+    trace = written(tmp_path / "t.json.gz", decode_trace())
+    server = servers.Server("fake", [sys.executable, "-c", PROFILED, str(trace)], {}, tmp_path / "fake.log")
+    with servers.running(server, LONG):
+        kept = tmp_path / "kept" / "a.trace.json.gz"
+        assert take_profile.decode(server, [[3], [4]], 100, kept).steps == 3
+        assert kept.read_bytes() == trace.read_bytes()
+        with pytest.raises(RuntimeError, match="3 requests were never seen decoding together"):
+            take_profile.decode(server, [[3]] * 3, 100, None)
+        assert take_profile.prefill(server, [3, 4, 5], None).split == "whole trace"
+    assert take_profile.on_first_rank(server, 1) == {}
+    server.argv.append("--dp-size")
+    assert take_profile.on_first_rank(server, 1) == {"routed_dp_rank": 0}
 
 
 # Comparisons

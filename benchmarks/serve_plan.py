@@ -1,0 +1,126 @@
+"""What `benchmarks.serve` starts and asks: models, sizes, flags of both servers."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from benchmarks.environment import ROOT
+
+CONFIGS = ROOT / "benchmarks" / "configs"
+MAX_REQUESTS = 256
+"""Of the whole server, whatever its ranks."""
+GRAPH_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+PROMPT = 1024
+FIT_PROMPT, FIT_TOKENS = 32768, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """`memory`: share of a GPU for weights and cache. `measures`: the default ones."""
+
+    folder: Path
+    memory: float
+    start_seconds: float
+    measures: str
+
+
+MODELS = {
+    "flashshape": Model(CONFIGS / "flashshape", 0.6, 240, "decode,ttft,fit"),
+    "v4flash": Model(CONFIGS / "v4flash", 0.85, 420, "decode,ttft"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Sizes of a run. `decode`: requests at once, tokens each. `ttft`: prompt tokens, repeats.
+
+    `profile`: requests at once; `profile_tokens`: each of them, enough to be seen in the log and then profiled.
+    """
+
+    decode: dict[int, int]
+    ttft: dict[int, int]
+    fit_requests: int = 48
+    fit_memory: float = 0.075
+    prompt: int = PROMPT
+    fit_prompt: int = FIT_PROMPT
+    profile: tuple[int, ...] = (1, 16, 64, 256)
+    profile_tokens: int = 256
+    profile_prompt: int = 8192
+    log_interval: int = 20
+
+
+FULL = Plan({1: 256, 16: 512, 64: 512, 256: 384}, {8192: 5, 65536: 3})
+SHORT = Plan({1: 160, 16: 160, 64: 160, 256: 160}, {8192: 5, 65536: 3})
+"""Seven decode lines at each number of requests: the real widths take 18 ms a step at 256."""
+QUICK = Plan({1: 128, 16: 256, 64: 256}, {8192: 3, 65536: 2}, profile=(1, 64))
+DRY = Plan(
+    {1: 24, 2: 24},
+    {64: 2},
+    fit_requests=3,
+    fit_memory=0.1,
+    prompt=20,
+    fit_prompt=100,
+    profile=(1, 2),
+    profile_tokens=80,
+    profile_prompt=64,
+    log_interval=4,
+)
+
+
+def plan(args: argparse.Namespace) -> Plan:
+    if args.dry_run:
+        return DRY
+    return QUICK if args.quick else SHORT if args.model == "v4flash" else FULL
+
+
+def flags(args: argparse.Namespace, memory: float) -> list[str]:
+    """Of either server. SGLang divides the requests by the ranks of data parallelism itself; a graph's batch is one
+    rank's."""
+    interval = ["--decode-log-interval", str(plan(args).log_interval)]
+    if args.dry_run:
+        return ["--max-running-requests", "2", "--context-length", "4096", *interval]
+    batches = [str(n) for n in GRAPH_BATCHES if n <= MAX_REQUESTS // args.dp]
+    return [
+        *("--load-format", "dummy", "--mem-fraction-static", str(memory)),
+        *("--max-running-requests", str(MAX_REQUESTS), "--cuda-graph-bs-decode", *batches),
+        *(("--tp-size", str(args.tp)) if args.tp > 1 else ()),
+        *(("--dp-size", str(args.dp), "--enable-dp-attention") if args.dp > 1 else ()),
+        *interval,
+        *args.flags.split(),
+    ]
+
+
+def add_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--model", choices=MODELS, default="flashshape", help="of benchmarks/configs (%(default)s)")
+    options.add_argument("--tp", type=int, default=1, help="GPUs of a server (%(default)s)")
+    options.add_argument("--dp", type=int, default=1, help="ranks of DP attention among them (%(default)s)")
+    options.add_argument("--gpus", default="", help="the servers' GPUs, as in 2,3; default: the first ones")
+    options.add_argument(
+        "--mem-fraction-static", type=float, dest="memory", help="default: 0.6 flashshape, 0.85 v4flash"
+    )
+    options.add_argument("--start-timeout", type=float, help="seconds to start; default: 240 flashshape, 420 v4flash")
+
+
+def resolve(options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Fill in what follows from the model; refuse what does not fit together."""
+    model = MODELS[args.model]
+    args.memory = model.memory if args.memory is None else args.memory
+    args.start_timeout = model.start_seconds if args.start_timeout is None else args.start_timeout
+    args.measure = model.measures if args.measure is None else args.measure
+    measures = args.measure.split(",")
+    if unknown := set(measures) - {"decode", "ttft", "fit", "profile"}:
+        options.error(f"--measure {min(unknown)}: expected some of decode, ttft, fit, profile")
+    if unknown := set(args.servers.split(",")) - {"ours", "in-tree"}:
+        options.error(f"--servers {min(unknown)}: expected ours, in-tree or both")
+    if args.dp < 1 or args.tp < 1 or args.tp % args.dp:
+        options.error(f"--tp {args.tp} --dp {args.dp}: DP attention divides the {args.tp} GPUs evenly")
+    if args.dry_run and (args.tp > 1 or args.gpus):
+        options.error("a dry run has one process on the CPU: leave --tp, --dp and --gpus out")
+    if args.gpus and (not args.gpus.replace(",", "").isdigit() or len(args.gpus.split(",")) != args.tp):
+        options.error(
+            f"--gpus {args.gpus}: expected the numbers of {args.tp} GPUs, separated by commas, for --tp {args.tp}"
+        )
+    if "fit" in measures and args.model != "flashshape":
+        options.error(f"--measure fit is made for flashshape, whose weights leave room, not for {args.model}")
