@@ -195,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument(
         "--measure", help="some of decode,ttft,fit,profile; default: all that the model has but profile"
     )
-    options.add_argument("--rounds", type=int, default=1, help="starts of each server; the issue asks for 2")
+    options.add_argument("--rounds", type=int, default=1, help="starts of each server (%(default)s)")
     options.add_argument("--first-round", type=int, default=1, help="number of the first round, for a run in pieces")
     options.add_argument("--flags", default="", help="more flags for both servers")
     options.add_argument("--keep-traces", action="store_true", help="keep the profiles' traces in OUT/traces")
