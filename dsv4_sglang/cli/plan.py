@@ -97,7 +97,7 @@ def draw(file: Path, bars: dict[str, Plan]) -> None:
     axis.margins(x=0.14)
     axis.set_xlabel("GiB of one GPU")
     axis.set_title(f"{first.model.name}, {first.count} x {first.gpu.name}", fontsize=10)
-    axis.legend(fontsize=7, ncols=len(COLOURS), loc="upper center", bbox_to_anchor=(0.5, -0.6 / len(bars) - 0.12))
+    figure.legend(fontsize=7, ncols=len(COLOURS), loc="outside lower center")
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=160)
 
@@ -105,7 +105,7 @@ def draw(file: Path, bars: dict[str, Plan]) -> None:
 def _memory_table(made: Plan) -> Any:
     from rich.table import Table
 
-    table = Table("memory of one GPU", "", "GiB", "%", "", box=None, pad_edge=False)
+    table = Table("one GPU", "", "GiB", "%", "", box=None, pad_edge=False)
     total = made.choice.gpu.memory
     for group, members in groupby(made.parts, key=lambda part: part.group):
         parts = list(members)
@@ -116,25 +116,35 @@ def _memory_table(made: Plan) -> Any:
         for part in parts if only is None else ():
             table.add_row("", part.name, f"{part.bytes / 2**30:.2f}", "", part.known, style="dim")
     table.add_row("all", "", f"{total / 2**30:.2f}", "", made.choice.gpu.source)
-    for column in table.columns[2:4]:
-        column.justify = "right"
-    return table
+    return _aligned(table, slice(2, 4))
 
 
 def _others_table(made: Plan, other: dict[str, Plan | str]) -> Any:
     from rich.table import Table
 
-    size = f"requests of {made.choice.request:,}"
-    table = Table("other choices", "tokens", size, "at once", "checkpoints", "", box=None, pad_edge=False)
+    table = Table("other choices", "tokens", "requests", "at once", "checkpoints", box=None, pad_edge=False)
     for change, found in {"as given": made, **other}.items():
         if isinstance(found, str):
-            table.add_row(change, "", "", "", "", "does not fit")
+            table.add_row(change, "does not fit")
         else:
             counts = (found.total_tokens, found.requests, found.at_once, found.checkpoints)
-            table.add_row(change, *(f"{count:,}" for count in counts), "; ".join(found.notes()))
-    for column in table.columns[1:5]:
+            table.add_row(change, *(f"{count:,}" for count in counts))
+    return _aligned(table, slice(1, 5))
+
+
+def _aligned(table: Any, numbers: slice) -> Any:
+    for column in table.columns:
+        column.no_wrap = True
+    for column in table.columns[numbers]:
         column.justify = "right"
     return table
+
+
+def _notes(made: Plan, other: dict[str, Plan | str]) -> Iterator[str]:
+    """What speaks against each choice."""
+    for change, found in {"as given": made, **other}.items():
+        for note in [found] if isinstance(found, str) else found.notes():
+            yield f"{change}: {note}"
 
 
 def plan(
@@ -201,10 +211,15 @@ def plan(
     console = Console()
     servers = "" if choice.tp == choice.count else f", {choice.count // choice.tp} servers"
     replicas = f", --dp {choice.dp}" if choice.dp > 1 else ""
-    console.print(f"[bold]{choice.model.name}, {choice.count} x {choice.gpu.name}[/], --tp {choice.tp}{replicas}{servers}")
-    console.print(holds(made), "\n", soft_wrap=True, highlight=False)
-    console.print(_memory_table(made), "\n")
-    console.print(_others_table(made, other), "\n")
-    for note in made.notes():
-        console.print(f"[yellow]note[/] {note}", soft_wrap=True)
+    console.print(
+        f"[bold]{choice.model.name}, {choice.count} x {choice.gpu.name}[/], --tp {choice.tp}{replicas}{servers}"
+    )
+    console.print(holds(made), soft_wrap=True, highlight=False)
+    for table in (_memory_table(made), _others_table(made, other)):
+        console.print()
+        console.print(table)
+    console.print()
+    for note in _notes(made, other):
+        console.print(f"[yellow]{note}[/]", soft_wrap=True, highlight=False)
+    console.print()
     typer.echo(choice.command())

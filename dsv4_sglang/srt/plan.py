@@ -24,8 +24,6 @@ BEFORE_WEIGHTS = int(1.65 * GIB)
 """CUDA context and NCCL: what of an H200 was not free when SGLang began to load, two GPUs; docs/recipes.md."""
 BESIDE_WEIGHTS = int(0.90 * GIB)
 """What loading takes beyond the parameters (compiled kernels, workspaces): mean of four runs; docs/recipes.md."""
-GRAPH_OF_REQUEST = 2 * MIB
-"""SGLang's own reserve for the CUDA graph of one more request (`ServerArgs.reserve_for_graph_mb`)."""
 MOST_GPUS = 8
 """Of one host."""
 ROWS = {"auto": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}
@@ -43,8 +41,8 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    "h100": Gpu("H100", 81089 * MIB, "public logs of torch on an H100 80GB HBM3", expert_runner="marlin"),
-    "h200": Gpu("H200", 150_109_880_320, "torch on this project's machines", expert_runner="marlin"),
+    "h100": Gpu("H100", 81089 * MIB, "public logs of torch", expert_runner="marlin"),
+    "h200": Gpu("H200", 150_109_880_320, "torch", expert_runner="marlin"),
     "b200": Gpu(
         "B200",
         182631 * MIB,
@@ -194,9 +192,19 @@ class Plan:
         layout, demand = self.layout, self.demand
         parts = [
             *(Part("weights", name, size, "computed") for name, size in self.weights.items()),
-            Part("weights", "beside them: kernels, workspaces", BESIDE_WEIGHTS, "measured"),
-            Part("state slots", f"{demand.slots} slots", (demand.slots + 1) * layout.slot_bytes, "computed"),
-            Part("checkpoints", f"{demand.checkpoints}", demand.checkpoints * layout.checkpoint_bytes, "computed"),
+            Part("weights", "loaded beside them", BESIDE_WEIGHTS, "measured"),
+            Part(
+                "state slots",
+                f"{demand.running} requests, {demand.staging} staging",
+                (demand.slots + 1) * layout.slot_bytes,
+                "computed",
+            ),
+            Part(
+                "checkpoints",
+                f"{demand.checkpoints} checkpoints",
+                demand.checkpoints * layout.checkpoint_bytes,
+                "computed",
+            ),
             Part("blocks", f"{self.tokens // BLOCK} blocks of {BLOCK} tokens", _block_bytes(self), "computed"),
             Part("graphs", "CUDA graphs of decode", graph_bytes(self.choice), "SGLang's estimate"),
             Part("reserve", "context, NCCL", BEFORE_WEIGHTS, "measured"),
@@ -228,16 +236,19 @@ def token_table_bytes(choice: Choice) -> int:
 
 
 def graph_bytes(choice: Choice) -> int:
-    """SGLang's own reserve (0.5.17): 2 MiB a request of the largest batch that is recorded, more under DP attention."""
+    """What SGLang 0.5.17 reckons with (`ServerArgs.reserve_for_graph_mb`): 2 MiB a request of the largest batch that is
+    recorded, more under DP attention."""
     recorded = 512 if choice.tp >= 4 or choice.gpu.memory >= 160 * GIB else 256
     requests = min(choice.running // choice.dp, recorded)
-    of_dp = 0 if choice.dp == 1 else 3 * MIB * choice.dp + (3 * MIB * choice.dp // 2 if requests > 300 else 0)
-    return requests * (GRAPH_OF_REQUEST + of_dp)
+    of_dp = 0.0 if choice.dp == 1 else choice.dp * (4.5 if requests > 300 else 3)
+    return int(requests * (2 + of_dp)) * MIB
 
 
 def activation_bytes(choice: Choice) -> int:
-    """SGLang's own reserve (0.5.17): 1.5 MiB a token of a chunk, and 512 MiB."""
-    return 512 * MIB + max(choice.chunk, 2048) * 3 * MIB // 2
+    """What SGLang 0.5.17 reckons with (`ServerArgs.pre_capture_activation_reserve_mb`): 1.5 MiB a token of a chunk and
+    some more, on large GPUs at least 10 GiB."""
+    mib = 512 + max(choice.chunk, 2048) * 3 // 2 + choice.tp * 128
+    return max(mib, 10 * 1024 if choice.gpu.memory > 60 * GIB else 0) * MIB
 
 
 def plan(choice: Choice) -> Plan:
@@ -261,7 +272,15 @@ def plan(choice: Choice) -> Plan:
     )
     left_gib = memory_after_slots(layout, demand, available_gib)
     tokens = tokens_of_pool(layout, int(left_gib * GIB), choice.served_context)
-    return Plan(choice, layout, weights, available_gib, demand, tokens)
+    made = Plan(choice, layout, weights, available_gib, demand, tokens)
+    if (left := made.parts[-1].bytes) < 0:
+        raise ValueError(
+            f"--mem-fraction-static {choice.mem_fraction:g} leaves {-left / GIB:.1f} GiB too little for what lies "
+            f"outside: token tables of {choice.running // choice.dp} requests of {choice.served_context} tokens take "
+            f"{token_table_bytes(choice) / GIB:.1f} GiB, CUDA graphs about {graph_bytes(choice) / GIB:.1f}. Lower it, "
+            "--max-running-requests or --context-length"
+        )
+    return made
 
 
 def _too_large(choice: Choice, weights: dict[str, int], before: int) -> str:
