@@ -1,4 +1,4 @@
-"""`dsv4-sglang plan`: weights by shapes against what was measured, the cache by the code that sizes a server's pools."""
+"""`dsv4-sglang plan`: weights against what was measured and what SGLang makes, the cache against a server's sizing."""
 
 import json
 import os
@@ -6,16 +6,17 @@ import re
 import shlex
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import capacity
 from progress import run
 from safetensors import safe_open
 from typer.testing import CliRunner
 
+from benchmarks import capacity
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.plan import holds
 from dsv4_sglang.srt import flags
@@ -131,6 +132,58 @@ def test_what_sglang_reckons_with_outside_of_the_pools() -> None:
         assert graph_bytes(given) == ServerArgs.reserve_for_graph_mb(arguments) * 2**20  # type: ignore[arg-type]
 
 
+# docs/recipes.md
+
+RECIPES = (ROOT / "docs" / "recipes.md").read_text()
+HELD = re.compile(
+    r"([\d,]+) tokens; ([\d,]+) requests of 32,768 \(([\d,]+) at once\); ([\d,]+) checkpoints; weights ([\d.]+) of .*"
+)
+
+
+def recipes() -> list[tuple[str, str, str]]:
+    """(GPUs as the tables name them, arguments of `plan`, command) of each recipe of the page."""
+    plain = RECIPES.replace(" \\\n", "")
+    return re.findall(
+        r"^(.*\d [HB]200):\n\n    dsv4-sglang plan (.*)\n    (dsv4-sglang serve .*)$", plain, re.MULTILINE
+    )
+
+
+@pytest.mark.parametrize(("gpus", "arguments", "command"), recipes(), ids=lambda text: text[:60])
+def test_recipe(gpus: str, arguments: str, command: str) -> None:
+    lines = invoke(*shlex.split(arguments)).splitlines()
+    held = HELD.fullmatch(lines[1])
+    assert held is not None
+    assert f"| {gpus} | {' | '.join(held.groups())} |\n" in RECIPES
+    assert shlex.split(command) == shlex.split(lines[-1])
+    assert "left for activations" not in "".join(line for line in lines if line.startswith("as given:"))
+
+
+def test_every_figure_of_the_tables_has_a_recipe() -> None:
+    tables = re.findall(r"^\| ((?:\w+, )?\d [HB]200) \| [\d,]+ \|", RECIPES, re.MULTILINE)
+    assert sorted(tables) == sorted(gpus for gpus, *_ in recipes())
+    assert len(tables) == 14
+
+
+def test_distances_on_the_page() -> None:
+    def row(measured: float, computed: float, form: str) -> str:
+        return f" | {measured:{form}} | {computed:{form}} | {100 * (computed / measured - 1):+.1f} % |"
+
+    def loaded(model: Model, split: Split, experts: Format) -> float:
+        return (sum(weight_bytes(model, split, experts).values()) + BESIDE_WEIGHTS) / GIB
+
+    shape = plan(choice(Model.from_file(FLASHSHAPE), count=1, mem_fraction=0.6, experts=Format.FP8))
+    for expected in (
+        row(11_287_808, plan(choice()).tokens, ","),
+        row(74.6, loaded(FLASH, Split(2), Format.FP4), ".1f"),
+        row(12_244_608, plan(choice(HALF, experts=Format.FP8)).tokens, ","),
+        row(71.1, loaded(HALF, Split(2), Format.FP8), ".1f"),
+        row(78.82, shape.available_gib, ".2f"),
+        row(35.52, loaded(FLASH, Split(8), Format.FP8), ".2f"),
+    ):
+        assert expected in RECIPES
+    assert f"{loaded(PRO, Split(4), Format.FP4):.0f} GiB of a GPU on four" in RECIPES
+
+
 # The plan
 
 
@@ -236,7 +289,7 @@ def test_the_command_has_every_choice() -> None:
         *("--context-length", "262144"),
     )
     words = shlex.split(printed.splitlines()[-1])
-    values = dict(zip(words[2::1], words[3::1]))
+    values = dict(pairwise(words))
     assert values["--tp-size"] == "4" and values["--dp-size"] == "2" and "--enable-dp-attention" in words
     assert values["--kv-cache-dtype"] == "bfloat16" and values["--context-length"] == "262144"
     assert values["--max-running-requests"] == "64" and values["--chunked-prefill-size"] == "4096"

@@ -19,11 +19,17 @@ from dsv4_sglang.srt.weights import Format, Model, Split, weight_bytes
 from dsv4_sglang.testing.tiny import TinySpec, config_json
 
 NAMES = (
-    "hidden_size q_lora_rank o_lora_rank o_groups moe_intermediate_size num_attention_heads n_routed_experts".split()
+    "hidden_size",
+    "q_lora_rank",
+    "o_lora_rank",
+    "o_groups",
+    "num_attention_heads",
+    "moe_intermediate_size",
+    "n_routed_experts",
 )
 WIDTHS = {
-    "flash": dict(zip(NAMES, (4096, 1024, 1024, 8, 2048, 64, 256))),
-    "pro": dict(zip(NAMES, (7168, 1536, 1024, 16, 3072, 128, 384))),
+    "flash": dict(zip(NAMES, (4096, 1024, 1024, 8, 64, 2048, 256))),
+    "pro": dict(zip(NAMES, (7168, 1536, 1024, 16, 128, 3072, 384))),
 }
 LAYERS = (0, 4, 128, 4)
 

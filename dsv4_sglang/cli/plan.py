@@ -165,7 +165,7 @@ def plan(
     context: Annotated[int, typer.Option(help="Tokens of a request when requests are counted.")] = 32768,
     plot: Annotated[Path | None, typer.Option(help="Draw the memory into this file (.png, .svg, .pdf).")] = None,
 ) -> None:
-    """Show what GPUs hold before there are any: memory of weights, state slots, checkpoints and blocks, and the command.
+    """Show what GPUs would hold: memory of weights, state slots, checkpoints and blocks, other choices, the command.
 
     The cache is sized by the functions that size a server's pools; docs/recipes.md says how far the weights are from
     what was measured.

@@ -1,4 +1,4 @@
-"""What a launch would hold, without a GPU: weights from shapes, the cache by the functions that size a server's pools."""
+"""What a launch would hold: weights from shapes, the cache by the functions that size a server's pools."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import math
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -67,7 +67,7 @@ class Choice:
     """--max-running-requests of a server."""
     mem_fraction: float = 0.85
     kv_cache_dtype: str = "auto"
-    options: Options = Options()
+    options: Options = field(default_factory=Options)
     chunk: int = 8192
     """--chunked-prefill-size"""
     context_length: int | None = None
@@ -315,7 +315,7 @@ def others(choice: Choice) -> Iterator[tuple[str, Choice]]:
             yield f"--mem-fraction-static {fraction:.2f}", replace(choice, mem_fraction=round(fraction, 4))
     rows = "auto" if choice.kv_cache_dtype == "bfloat16" else "bfloat16"
     yield f"--kv-cache-dtype {rows}", replace(choice, kv_cache_dtype=rows)
-    state = "online" if choice.options.hca_state == "raw" else "raw"
+    state: Literal["online", "raw"] = "online" if choice.options.hca_state == "raw" else "raw"
     yield f"--hca-state {state}", replace(choice, options=replace(choice.options, hca_state=state))
     for dp in (1, choice.tp):
         if dp != choice.dp and choice.running >= dp and config.o_groups % (choice.tp // dp) == 0:

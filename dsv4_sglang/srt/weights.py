@@ -75,7 +75,7 @@ class Model:
 
     @classmethod
     def from_file(cls, path: Path) -> Model:
-        """From a config.json. OSError if it cannot be read, KeyError, TypeError or ValueError for what is wrong in it."""
+        """From a config.json. KeyError, TypeError or ValueError for what is wrong in it."""
         values: Any = json.loads(path.read_text())
         if not isinstance(values, dict):
             raise TypeError(f"{path} holds {type(values).__name__}; expected an object")
