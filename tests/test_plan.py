@@ -253,12 +253,16 @@ def test_neighbours_differ_in_one_thing() -> None:
         "--kv-cache-dtype bfloat16",
         "--hca-state raw",
         "--dp 4",
+        "--tp 2",
         "--count 2",
         "--count 8",
     ]
     for other in found.values():
         changed = {name for name in vars(given) if vars(given)[name] != vars(other)[name]}
-        assert len(changed - {"tp"}) == 1
+        assert len(changed) == 1 or changed == {"count", "tp"}
+    assert "--tp 4" in dict(others(replace(given, tp=2))), "two servers, or one"
+    for other in (choice(count=8, dp=8), choice(PRO, count=8), choice(count=1, gpu="b200"), replace(given, running=1)):
+        assert other not in dict(others(other)).values(), "every one of them can be made, and differs"
 
 
 # The command
@@ -321,7 +325,7 @@ def test_a_config_of_ones_own(tmp_path: Path) -> None:
         (["--model", "pro"], r"DeepSeek-V4-Pro does not fit into 2 H200: its weights take 399.* --count 8"),
         (["--count", "1"], r"does not fit into 1 H200.* What fits: --count 2"),
         (["--model", "pro", "--count", "8", "--gpu", "h100"], r"does not fit into 8 H100.* Take larger GPUs"),
-        (["--mem-fraction-static", "0.5"], r"does not fit into 2 H200.* Raise it above 0.541"),
+        (["--mem-fraction-static", "0.5"], r"does not fit into 2 H200.* Raise --mem-fraction-static above 0.541"),
         (["--mem-fraction-static", "1.5"], r"--mem-fraction-static is 1.5; expected"),
         (["--mem-fraction-static", "0.57"], r"one request of the context length.* --context-length"),
         (["--max-running-requests", "20000"], r"state slots do not fit.* Lower --max-running-requests"),
@@ -356,6 +360,7 @@ def test_bad_input(arguments: list[str], complaint: str) -> None:
     [
         ({"hc_mult": None}, "config field 'hc_mult' is missing"),
         ({"n_routed_experts": "many"}, "config field 'n_routed_experts' is 'many'; expected an integer"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method' is 'awq'; expected 'fp8'"),
         ({"head_dim": 128}, "config field 'head_dim' is 128; this cache stores only 512"),
     ],
 )

@@ -57,11 +57,10 @@ def _gpu(given: str) -> Gpu:
 def holds(made: Plan) -> str:
     """One line, which docs/recipes.md quotes."""
     loaded = sum(part.bytes for part in made.parts if part.group == "weights")
-    gib = 2**30
     return (
         f"{made.total_tokens:,} tokens; {made.requests:,} requests of {made.choice.request:,} ({made.at_once:,} at "
-        f"once); {made.checkpoints:,} checkpoints; weights {loaded / gib:.1f} of {made.choice.gpu.memory / gib:.1f} "
-        "GiB a GPU"
+        f"once); {made.checkpoints:,} checkpoints; weights {loaded / 2**30:.1f} of "
+        f"{made.choice.gpu.memory / 2**30:.1f} GiB a GPU"
     )
 
 
@@ -185,19 +184,19 @@ def plan(
         given = {"indexer_format": indexer_format, "hca_state": hca_state, "max_checkpoints": max_checkpoints}
         made = make(
             Choice(
-                described,
-                _gpu(gpu),
-                count,
-                count if tp is None else tp,
-                dp,
-                described.experts if experts is None else Format(experts),
-                max_running_requests,
-                mem_fraction_static,
-                kv_cache_dtype,
-                options.parse(given),
-                chunked_prefill_size,
-                context_length,
-                context,
+                model=described,
+                gpu=_gpu(gpu),
+                count=count,
+                tp=count if tp is None else tp,
+                dp=dp,
+                experts=described.experts if experts is None else Format(experts),
+                running=max_running_requests,
+                mem_fraction=mem_fraction_static,
+                kv_cache_dtype=kv_cache_dtype,
+                options=options.parse(given),
+                chunk=chunked_prefill_size,
+                context_length=context_length,
+                request=context,
             )
         )
         other = dict(compared(made.choice))
@@ -208,18 +207,17 @@ def plan(
     except ModuleNotFoundError as error:
         raise typer.BadParameter(f"--plot: {error}; pip install 'dsv4-sglang[plot]'") from None
     choice = made.choice
-    console = Console()
+    console = Console(markup=False, highlight=False)
     servers = "" if choice.tp == choice.count else f", {choice.count // choice.tp} servers"
     replicas = f", --dp {choice.dp}" if choice.dp > 1 else ""
-    console.print(
-        f"[bold]{choice.model.name}, {choice.count} x {choice.gpu.name}[/], --tp {choice.tp}{replicas}{servers}"
-    )
-    console.print(holds(made), soft_wrap=True, highlight=False)
+    name = f"{choice.model.name}, {choice.count} x {choice.gpu.name}"
+    console.print(f"{name}, --tp {choice.tp}{replicas}{servers}", style="bold")
+    console.print(holds(made), soft_wrap=True)
     for table in (_memory_table(made), _others_table(made, other)):
         console.print()
         console.print(table)
     console.print()
     for note in _notes(made, other):
-        console.print(f"[yellow]{note}[/]", soft_wrap=True, highlight=False)
+        console.print(note, style="yellow", soft_wrap=True)
     console.print()
     typer.echo(choice.command())

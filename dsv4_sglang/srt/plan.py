@@ -190,6 +190,7 @@ class Plan:
     def parts(self) -> list[Part]:
         """The whole memory of a GPU. Graphs and reserve lie outside of `--mem-fraction-static`."""
         layout, demand = self.layout, self.demand
+        blocks = sum(part.bytes for part in layout.block_parts(self.tokens // BLOCK + 1))  # with SGLang's dummy
         parts = [
             *(Part("weights", name, size, "computed") for name, size in self.weights.items()),
             Part("weights", "loaded beside them", BESIDE_WEIGHTS, "measured"),
@@ -205,7 +206,7 @@ class Plan:
                 demand.checkpoints * layout.checkpoint_bytes,
                 "computed",
             ),
-            Part("blocks", f"{self.tokens // BLOCK} blocks of {BLOCK} tokens", _block_bytes(self), "computed"),
+            Part("blocks", f"{self.tokens // BLOCK} blocks of {BLOCK} tokens", blocks, "computed"),
             Part("graphs", "CUDA graphs of decode", graph_bytes(self.choice), "SGLang's estimate"),
             Part("reserve", "context, NCCL", BEFORE_WEIGHTS, "measured"),
             Part("reserve", "token tables of requests", token_table_bytes(self.choice), "computed"),
@@ -222,11 +223,6 @@ class Plan:
         wanted = activation_bytes(choice)
         if (left := self.parts[-1].bytes) < wanted:
             yield f"{left / GIB:.1f} GiB left for activations, SGLang reckons with {wanted / GIB:.1f}"
-
-
-def _block_bytes(made: Plan) -> int:
-    """With SGLang's dummy block."""
-    return sum(part.bytes for part in made.layout.block_parts(made.tokens // BLOCK + 1))
 
 
 def token_table_bytes(choice: Choice) -> int:
@@ -291,7 +287,7 @@ def _too_large(choice: Choice, weights: dict[str, int], before: int) -> str:
         f"{before * choice.mem_fraction / GIB:.1f} of {choice.gpu.memory / GIB:.1f} GiB"
     )
     if loaded / before < 0.9:
-        return f"{text}. Raise it above {math.ceil(loaded / before * 1000) / 1000:g}"
+        return f"{text}. Raise --mem-fraction-static above {math.ceil(loaded / before * 1000) / 1000:g}"
     larger = next((n for n in (2, 4, 8) if n > choice.tp and _fits(choice, n)), None)
     return f"{text}. {'Take larger GPUs' if larger is None else f'What fits: --count {larger}'}"
 
@@ -320,9 +316,10 @@ def others(choice: Choice) -> Iterator[tuple[str, Choice]]:
     for dp in (1, choice.tp):
         if dp != choice.dp and choice.running >= dp and config.o_groups % (choice.tp // dp) == 0:
             yield f"--dp {dp}", replace(choice, dp=dp)
-    for count in (choice.tp // 2, choice.tp * 2):
-        if choice.dp <= count <= MOST_GPUS:
-            try:
-                yield f"--count {count}", choice.gpus(count)
-            except ValueError:
-                continue  # a split that the model's widths do not allow
+    for gpus in (choice.tp // 2, choice.tp * 2):
+        if gpus < choice.dp or gpus > MOST_GPUS or config.o_groups % max(gpus // choice.dp, 1):
+            continue
+        if choice.count % gpus == 0:
+            yield f"--tp {gpus}", replace(choice, tp=gpus)
+        if choice.count == choice.tp:
+            yield f"--count {gpus}", choice.gpus(gpus)

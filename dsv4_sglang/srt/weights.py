@@ -80,6 +80,9 @@ class Model:
         if not isinstance(values, dict):
             raise TypeError(f"{path} holds {type(values).__name__}; expected an object")
         fields = Fields(values)
+        quantised = fields.get("quantization_config") is not None
+        if quantised and (method := fields.mapping("quantization_config").get("quant_method")) != "fp8":
+            raise ValueError(f"config field 'quantization_config.quant_method' is {method!r}; expected 'fp8'")
         return cls(
             path.parent.resolve().name,
             str(path.parent),
@@ -90,7 +93,7 @@ class Model:
             expert_width=fields.integer("moe_intermediate_size"),
             vocabulary=fields.integer("vocab_size"),
             streams=fields.integer("hc_mult"),
-            quantised=fields.get("quantization_config") is not None,
+            quantised=quantised,
         )
 
     @property
