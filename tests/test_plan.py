@@ -148,7 +148,7 @@ def recipes() -> list[tuple[str, str, str]]:
     )
 
 
-@pytest.mark.parametrize(("gpus", "arguments", "command"), recipes(), ids=lambda text: text[:60])
+@pytest.mark.parametrize(("gpus", "arguments", "command"), recipes(), ids=[gpus for gpus, *_ in recipes()])
 def test_recipe(gpus: str, arguments: str, command: str) -> None:
     lines = invoke(*shlex.split(arguments)).splitlines()
     held = HELD.fullmatch(lines[1])
