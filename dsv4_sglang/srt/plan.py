@@ -30,7 +30,7 @@ ROWS = {"auto": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "bfloat16"
 
 
 class Gpu(NamedTuple):
-    """`memory` is what torch reports as `total_memory`, in bytes; `source` says who saw it."""
+    """`memory` is what torch reports as `total_memory`, in bytes; `source` says where that was seen, docs/recipes.md has more."""
 
     name: str
     memory: int
@@ -41,12 +41,12 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    "h100": Gpu("H100", 81089 * MIB, "public logs of torch", expert_runner="marlin"),
-    "h200": Gpu("H200", 150_109_880_320, "torch", expert_runner="marlin"),
+    "h100": Gpu("H100", 81089 * MIB, "public logs", expert_runner="marlin"),
+    "h200": Gpu("H200", 150_109_880_320, "as torch reports", expert_runner="marlin"),
     "b200": Gpu(
         "B200",
         182631 * MIB,
-        "public logs of torch; 178.35 GiB in pytorch/ao #4002",
+        "public logs",
         sm100=True,
         expert_runner="flashinfer_mxfp4",
     ),
@@ -193,7 +193,7 @@ class Plan:
         blocks = sum(part.bytes for part in layout.block_parts(self.tokens // BLOCK + 1))  # with SGLang's dummy
         parts = [
             *(Part("weights", name, size, "computed") for name, size in self.weights.items()),
-            Part("weights", "loaded beside them", BESIDE_WEIGHTS, "measured"),
+            Part("weights", "loaded beside them", BESIDE_WEIGHTS, "fitted to runs"),
             Part(
                 "state slots",
                 f"{demand.running} requests, {demand.staging} staging",
@@ -208,7 +208,7 @@ class Plan:
             ),
             Part("blocks", f"{self.tokens // BLOCK} blocks of {BLOCK} tokens", blocks, "computed"),
             Part("graphs", "CUDA graphs of decode", graph_bytes(self.choice), "SGLang's estimate"),
-            Part("reserve", "context, NCCL", BEFORE_WEIGHTS, "measured"),
+            Part("reserve", "context, NCCL", BEFORE_WEIGHTS, "fitted to a run"),
             Part("reserve", "token tables of requests", token_table_bytes(self.choice), "computed"),
         ]
         left = self.choice.gpu.memory - sum(part.bytes for part in parts)
