@@ -30,7 +30,7 @@ ROWS = {"auto": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "bfloat16"
 
 
 class Gpu(NamedTuple):
-    """`memory` is what torch reports as `total_memory`, in bytes; `source` says where that was seen, docs/recipes.md has more."""
+    """`memory` is what torch reports as `total_memory`, in bytes; `source` where that was seen (docs/recipes.md)."""
 
     name: str
     memory: int
@@ -43,13 +43,7 @@ class Gpu(NamedTuple):
 GPUS = {
     "h100": Gpu("H100", 81089 * MIB, "public logs", expert_runner="marlin"),
     "h200": Gpu("H200", 150_109_880_320, "as torch reports", expert_runner="marlin"),
-    "b200": Gpu(
-        "B200",
-        182631 * MIB,
-        "public logs",
-        sm100=True,
-        expert_runner="flashinfer_mxfp4",
-    ),
+    "b200": Gpu("B200", 182631 * MIB, "public logs", sm100=True, expert_runner="flashinfer_mxfp4"),
 }
 
 
