@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
 
 from benchmarks import capacity
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.options import Options
+from dsv4_sglang.srt.plan import GPUS, Choice, plan, token_table_bytes
 from dsv4_sglang.srt.sizing import GIB, StateDemand
+from dsv4_sglang.srt.weights import Format, Model
 
 MEMORY = 78.82
 """GiB for the cache with --mem-fraction-static 0.6 on an H200 and the weights of benchmarks/configs/flashshape."""
@@ -82,6 +85,15 @@ def test_the_server_allocates_what_the_benchmark_computes(configurator: Any, mak
         assert tokens >= 21_000_000
 
 
+@pytest.mark.parametrize("model", [Model.flash(), Model.pro()], ids=lambda model: model.name)
+@pytest.mark.parametrize("options", [{}, {"hca_state": "raw", "max_checkpoints": 600}], ids=["defaults", "options"])
+def test_the_server_allocates_what_the_plan_says(configurator: Any, model: Model, options: dict[str, Any]) -> None:
+    made = plan(Choice(model, GPUS["h200"], 8, 8, 1, Format.FP4, 128, options=Options(**options)))
+    launched = configurator(model.config, 128, **options)
+    assert tokens_of(launched, made.available_gib) == made.tokens
+    assert launched.launch.demand == made.demand
+
+
 def test_a_running_request_has_one_live_slot(configurator: Any) -> None:
     launched = configurator(flashshape(), 256, max_checkpoints=512)
     tokens_of(launched, MEMORY)
@@ -104,11 +116,15 @@ def test_a_request_takes_one_slot_of_the_pool_that_is_built(configurator: Any, m
     schedule = runtime_context.get_schedule()
     schedule.max_mamba_cache_size, schedule.chunked_prefill_size = 2, 128
     launched.model_config.context_len = 256
-    pool = launched.launch.request_pool(lambda *_: None, launched, max_num_reqs=2, extra_max_context_len=0)
+    flags = SimpleNamespace(max_speculative_num_draft_tokens=None, speculative_algorithm=None)
+    extra = get_req_to_token_extra_context_len(flags)
+    pool = launched.launch.request_pool(lambda *_: None, launched, max_num_reqs=2, extra_max_context_len=extra)
     assert (pool.mamba_allocator.size, pool.mamba_pool.size, pool.mamba_ckpt_pool.num_slots) == (2, 2, 4)
     demand, layout = launched.launch.demand, launched.launch.layout
     assert demand is not None and layout is not None
     assert pool.mamba_pool.bytes == demand.bytes(layout), "what is allocated is what was counted"
+    given = Choice(Model.flash(), GPUS["h200"], 2, 2, 1, Format.FP4, 2, context_length=256, request=256)
+    assert pool.req_to_token.nbytes == token_table_bytes(given)
     request = SimpleNamespace(req_pool_idx=None, mamba_pool_idx=None, inflight_middle_chunks=0, kv=None)
     assert pool.alloc([request]) is not None
     assert pool.mamba_allocator.available_size() == 1

@@ -35,7 +35,7 @@ class PoolPart(NamedTuple):
 @dataclass(frozen=True)
 class CacheLayout:
     """What a block of 128 tokens and a state slot consist of, layer by layer. `device` decides the padding of FP8
-    blocks.
+    blocks; in a layout that is only counted, `sm100` does, so that it may be that of another machine's GPU.
 
     Raises ValueError for no layers, and for layers that cannot share tensors: rows of several formats, rings of several
     sizes, tails of a kind of several shapes.
@@ -43,6 +43,7 @@ class CacheLayout:
 
     schemas: tuple[LayerCacheSchema, ...]
     device: torch.device
+    sm100: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.schemas:
@@ -69,6 +70,7 @@ class CacheLayout:
         key_format: KeyFormat | str = KeyFormat.MXFP4,
         hca_state: HcaState | str = HcaState.ONLINE,
         ring_rows: int = WINDOW,
+        sm100: bool | None = None,
     ) -> CacheLayout:
         """The layout of a model; options as `build_schema` takes them."""
         schemas = [
@@ -77,7 +79,7 @@ class CacheLayout:
             )
             for spec in schedule
         ]
-        return cls(tuple(schemas), device)
+        return cls(tuple(schemas), device, sm100)
 
     def layers(self, kind: AttentionType) -> list[int]:
         """Ids of the layers of a kind, in order."""
@@ -141,7 +143,7 @@ class CacheLayout:
 
     def _rows(self, name: str, tables: int, blocks: int, rows_per_block: int) -> PoolPart:
         """Row tables, with the padding behind blocks."""
-        size = tables * blocks * block_stride_bytes(rows_per_block, self.row_format, self.device)
+        size = tables * blocks * block_stride_bytes(rows_per_block, self.row_format, self.device, self.sm100)
         shape = (tables, blocks, rows_per_block, self.row_format.width)
         return PoolPart(name, shape, self.row_format.dtype, size)
 
@@ -149,9 +151,11 @@ class CacheLayout:
     def block_bytes(self) -> int:
         """Bytes of one more block. An HCA layer is one flat table, whose padding does not grow with its rows."""
         csa = [self.schemas[layer] for layer in self.layers(AttentionType.CSA)]
-        entries = sum(block_stride_bytes(schema.entries_per_block, self.row_format, self.device) for schema in csa)
+        strides = [
+            block_stride_bytes(schema.entries_per_block, self.row_format, self.device, self.sm100) for schema in csa
+        ]
         keys = sum(schema.indexer_entries_per_block * schema.indexer_entry_bytes for schema in csa)
-        return entries + keys + len(self.layers(AttentionType.HCA)) * self.row_format.row_bytes
+        return sum(strides) + keys + len(self.layers(AttentionType.HCA)) * self.row_format.row_bytes
 
     @property
     def token_bytes(self) -> float:

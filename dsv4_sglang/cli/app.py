@@ -7,6 +7,7 @@ import typer
 from dsv4_sglang.cli.demo import demo
 from dsv4_sglang.cli.doctor import doctor
 from dsv4_sglang.cli.make_tiny import make_tiny
+from dsv4_sglang.cli.plan import plan
 from dsv4_sglang.cli.serve import SGLANG_FLAGS, serve
 
 app = typer.Typer(
@@ -20,3 +21,4 @@ app.command("serve", context_settings=SGLANG_FLAGS)(serve)
 app.command("demo", context_settings=SGLANG_FLAGS)(demo)
 app.command("doctor")(doctor)
 app.command("make-tiny")(make_tiny)
+app.command("plan")(plan)

@@ -64,13 +64,16 @@ class RowFormat(CodedFormat):
         return self.width * self.dtype.itemsize
 
 
-def block_stride_bytes(rows_per_block: int, row_format: RowFormat, device: torch.device) -> int:
-    """Bytes from one block of a row table to the next on `device`."""
+def block_stride_bytes(
+    rows_per_block: int, row_format: RowFormat, device: torch.device, sm100: bool | None = None
+) -> int:
+    """Bytes from one block of a row table to the next on `device`, or on a GPU that is not there and is an `sm100`."""
     size = rows_per_block * row_format.row_bytes
     if row_format is not RowFormat.FP8:
         return size
-    on_sm100 = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
-    alignment = _SM100_BLOCK_ALIGNMENT if on_sm100 else _BLOCK_ALIGNMENT
+    if sm100 is None:
+        sm100 = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+    alignment = _SM100_BLOCK_ALIGNMENT if sm100 else _BLOCK_ALIGNMENT
     return math.ceil(size / alignment) * alignment
 
 

@@ -154,7 +154,7 @@ class DSV4Config:
 
         Raises KeyError naming the field that is missing, TypeError or ValueError naming the field that is wrong.
         """
-        fields = _Fields(config)
+        fields = Fields(config)
         fields.check_model_type()
         rope_theta, compress_rope_theta, yarn = fields.rope()
         return cls(
@@ -196,7 +196,7 @@ _COMMON: dict[str, Any] = {
 }
 
 
-class _Fields:
+class Fields:
     """Typed access to a dict's or a config object's fields; `path` names the dict in errors."""
 
     def __init__(self, source: Any, path: str = "") -> None:
@@ -232,11 +232,11 @@ class _Fields:
             raise ValueError(f"config field {self.path + names[0]!r} is {value}; expected a positive number")
         return float(value)
 
-    def mapping(self, name: str) -> _Fields:
+    def mapping(self, name: str) -> Fields:
         value = self.need(name)
         if not isinstance(value, Mapping):
             raise TypeError(f"config field {self.path + name!r} is {value!r}; expected a mapping")
-        return _Fields(value, f"{self.path}{name}.")
+        return Fields(value, f"{self.path}{name}.")
 
     def sequence(self, name: str) -> Sequence[Any]:
         value = self.need(name)

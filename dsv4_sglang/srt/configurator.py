@@ -6,7 +6,7 @@ from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, Memory
 
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.sizing import GIB, require_context, tokens_in_bytes
+from dsv4_sglang.srt.sizing import require_context, tokens_of_pool
 
 
 class BlockConfigurator(MemoryPoolConfigurator):
@@ -16,13 +16,9 @@ class BlockConfigurator(MemoryPoolConfigurator):
         self.layout, self.context_len = layout, context_len
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
-        tokens = tokens_in_bytes(self.layout, available_bytes)
-        memory = f"the {available_bytes / GIB:.2f} GiB that weights and state slots leave hold"
-        return self._config(tokens, memory)
+        return MemoryPoolConfig(max_total_num_tokens=tokens_of_pool(self.layout, available_bytes, self.context_len))
 
     def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
-        return self._config(max_total_num_tokens // BLOCK * BLOCK, f"--max-total-tokens {max_total_num_tokens} gives")
-
-    def _config(self, tokens: int, reason: str) -> MemoryPoolConfig:
-        require_context(self.layout, tokens, self.context_len, reason)
+        tokens = max_total_num_tokens // BLOCK * BLOCK
+        require_context(self.layout, tokens, self.context_len, f"--max-total-tokens {max_total_num_tokens} gives")
         return MemoryPoolConfig(max_total_num_tokens=tokens)

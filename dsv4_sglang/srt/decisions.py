@@ -13,7 +13,7 @@ from dsv4_sglang.srt.configurator import BlockConfigurator
 from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.refusals import refuse_given, refuse_resolved
-from dsv4_sglang.srt.sizing import GIB, StateDemand, default_checkpoints, memory_after_slots, state_demand, table
+from dsv4_sglang.srt.sizing import StateDemand, demand_of, memory_after_slots, table
 
 log = logging.getLogger(__name__)
 
@@ -81,27 +81,17 @@ class Launch:
         """Choose the number of state slots; return the memory that is left for blocks, in GiB."""
         from sglang.srt.runtime_context import get_context, get_memory, get_schedule
 
-        layout, options = self.layout_for(configurator), self.options
-        settings, memory = get_schedule(), get_memory()
-        running = settings.max_running_requests
-        if memory.disable_radix_cache:
-            if options.max_checkpoints:
-                raise ValueError(
-                    f"dsv4_sglang option max_checkpoints is {options.max_checkpoints}, "
-                    "but --disable-radix-cache is given"
-                )
-            self.demand = StateDemand(running)
-        else:
-            available = int(total_rest_memory * GIB)
-            if limit := configurator.server_args.max_total_tokens:
-                available = min(available, int(limit * layout.token_bytes))
-            step_tokens = settings.chunked_prefill_size or 0
-            self.demand = state_demand(
-                running,
-                step_tokens=step_tokens if step_tokens > 0 else settings.max_prefill_tokens,
-                default=default_checkpoints(layout, running, available),
-                max_checkpoints=options.max_checkpoints,
-            )
+        layout, settings = self.layout_for(configurator), get_schedule()
+        running, step_tokens = settings.max_running_requests, settings.chunked_prefill_size or 0
+        self.demand = demand_of(
+            layout,
+            total_rest_memory,
+            running=running,
+            step_tokens=step_tokens if step_tokens > 0 else settings.max_prefill_tokens,
+            max_checkpoints=self.options.max_checkpoints,
+            max_total_tokens=configurator.server_args.max_total_tokens,
+            prefix_cache=not get_memory().disable_radix_cache,
+        )
         get_context().override("dsv4_sglang.state_slots", max_mamba_cache_size=running)
         return memory_after_slots(layout, self.demand, total_rest_memory)
 

@@ -12,9 +12,16 @@ from dsv4_sglang.srt.options import Options
 
 
 def served_layout(
-    config: DSV4Config, kv_cache_dtype: torch.dtype, options: Options, device: str | torch.device
+    config: DSV4Config,
+    kv_cache_dtype: torch.dtype,
+    options: Options,
+    device: str | torch.device,
+    sm100: bool | None = None,
 ) -> CacheLayout:
-    """Rows as `--kv-cache-dtype` says, or fp32 by the option `entry_format`. ValueError for any other dtype."""
+    """Rows as `--kv-cache-dtype` says, or fp32 by the option `entry_format`. ValueError for any other dtype.
+
+    `sm100` is that of `CacheLayout`: a layout of a GPU that is not there.
+    """
     if options.entry_format == "fp32":
         rows = RowFormat.FP32
     elif kv_cache_dtype == torch.float8_e4m3fn:
@@ -30,4 +37,5 @@ def served_layout(
         row_format=rows,
         key_format=options.indexer_format,
         hca_state=options.hca_state,
+        sm100=sm100,
     )

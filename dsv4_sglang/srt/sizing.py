@@ -51,6 +51,33 @@ def state_demand(running: int, *, step_tokens: int, default: int, max_checkpoint
     return StateDemand(running, max(1, min(MAX_STAGING, step_tokens // BLOCK)), checkpoints)
 
 
+def demand_of(
+    layout: CacheLayout,
+    available_gib: float,
+    *,
+    running: int,
+    step_tokens: int,
+    max_checkpoints: int | None = None,
+    max_total_tokens: int | None = None,
+    prefix_cache: bool = True,
+) -> StateDemand:
+    """What one process keeps beside its blocks, of the `available_gib` that the weights leave it for the cache.
+
+    Raises ValueError for `max_checkpoints` that are too few, or without a prefix cache too many.
+    """
+    if not prefix_cache:
+        if max_checkpoints:
+            raise ValueError(
+                f"dsv4_sglang option max_checkpoints is {max_checkpoints}, but --disable-radix-cache is given"
+            )
+        return StateDemand(running)
+    available = int(available_gib * GIB)
+    if max_total_tokens:
+        available = min(available, int(max_total_tokens * layout.token_bytes))
+    default = default_checkpoints(layout, running, available)
+    return state_demand(running, step_tokens=step_tokens, default=default, max_checkpoints=max_checkpoints)
+
+
 def memory_after_slots(layout: CacheLayout, demand: StateDemand, available_gib: float) -> float:
     """GiB that state slots and checkpoints leave for blocks. Raises if they do not fit."""
     needed = demand.bytes(layout) / GIB
@@ -78,6 +105,16 @@ def require_context(layout: CacheLayout, tokens: int, context_len: int, reason: 
             f"--context-length {tokens}. Or give more memory (--mem-fraction-static, --max-total-tokens) or fewer "
             f"state slots (--max-running-requests; {layout.slot_bytes / 1e6:.2f} MB a slot)"
         )
+
+
+def tokens_of_pool(layout: CacheLayout, available: int, context_len: int) -> int:
+    """Tokens of the blocks in the `available` bytes behind state slots and checkpoints. ValueError if one request of
+    the context length does not fit.
+    """
+    tokens = tokens_in_bytes(layout, available)
+    memory = f"the {available / GIB:.2f} GiB that weights and state slots leave hold"
+    require_context(layout, tokens, context_len, memory)
+    return tokens
 
 
 def table(layout: CacheLayout, tokens: int, demand: StateDemand) -> str:

@@ -1,0 +1,223 @@
+"""`dsv4-sglang plan`: what a launch would hold, and what the next larger or smaller choice would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from dsv4_sglang.srt.plan import Choice, Gpu, Plan
+    from dsv4_sglang.srt.weights import Model
+
+COLOURS = {
+    "weights": "#7f7f7f",
+    "state slots": "#ff7f0e",
+    "checkpoints": "#2ca02c",
+    "blocks": "#1f77b4",
+    "graphs": "#9467bd",
+    "reserve": "#dddddd",
+}
+
+
+def _model(given: str) -> Model:
+    from dsv4_sglang.srt.weights import Model
+
+    known = {"flash": Model.flash, "pro": Model.pro}
+    if given in known:
+        return known[given]()
+    path = Path(given)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"--model {given!r} is no file; expected flash, pro, or a config.json or its folder")
+    try:
+        return Model.from_file(path)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error.args[0]}") from None
+
+
+def _gpu(given: str) -> Gpu:
+    from dsv4_sglang.srt.plan import GPUS, Gpu
+    from dsv4_sglang.srt.sizing import GIB
+
+    if given.lower() in GPUS:
+        return GPUS[given.lower()]
+    try:
+        gib = float(given)
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < 1e6:
+        raise ValueError(f"--gpu is {given!r}; expected {', '.join(GPUS)}, or GiB of memory as torch reports them")
+    return Gpu(f"GPU of {gib:g} GiB", int(gib * GIB), "--gpu")
+
+
+def holds(made: Plan) -> str:
+    """One line, which docs/recipes.md quotes."""
+    loaded = sum(part.bytes for part in made.parts if part.group == "weights")
+    return (
+        f"{made.total_tokens:,} tokens; {made.requests:,} requests of {made.choice.request:,} ({made.at_once:,} at "
+        f"once); {made.checkpoints:,} checkpoints; weights {loaded / 2**30:.1f} of "
+        f"{made.choice.gpu.memory / 2**30:.1f} GiB a GPU"
+    )
+
+
+def compared(choice: Choice) -> Iterator[tuple[str, Plan | str]]:
+    """Each neighbouring choice, and what it gives or why it does not fit."""
+    from dsv4_sglang.srt.plan import others
+    from dsv4_sglang.srt.plan import plan as make
+
+    for change, other in others(choice):
+        try:
+            yield change, make(other)
+        except ValueError as error:
+            yield change, str(error)
+
+
+def draw(file: Path, bars: dict[str, Plan]) -> None:
+    """Stacked bars of one GPU's memory, one a choice. ModuleNotFoundError without matplotlib, ValueError for a suffix
+    that it does not know."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.2 + 0.45 * len(bars)), layout="constrained")
+    axis = figure.subplots()
+    for row, made in enumerate(bars.values()):
+        start = 0.0
+        for group, parts in groupby(made.parts, key=lambda part: part.group):
+            width = sum(part.bytes for part in parts) / 2**30
+            axis.barh(row, width, left=start, color=COLOURS[group], label=None if row else group)
+            start += width
+        axis.text(start, row, f" {made.total_tokens / 1e6:.1f} M tokens", va="center", fontsize=7)
+    first = next(iter(bars.values())).choice
+    axis.set_yticks(range(len(bars)), list(bars), fontsize=8)
+    axis.invert_yaxis()
+    axis.margins(x=0.14)
+    axis.set_xlabel("GiB of one GPU")
+    axis.set_title(f"{first.model.name}, {first.count} x {first.gpu.name}", fontsize=10)
+    figure.legend(fontsize=7, ncols=len(COLOURS), loc="outside lower center")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=160)
+
+
+def _memory_table(made: Plan) -> Any:
+    from rich.table import Table
+
+    table = Table("one GPU", "", "GiB", "%", "", box=None, pad_edge=False)
+    total = made.choice.gpu.memory
+    for group, members in groupby(made.parts, key=lambda part: part.group):
+        parts = list(members)
+        size = sum(part.bytes for part in parts)
+        only = parts[0] if len(parts) == 1 else None
+        share = f"{100 * size / total:.1f}"
+        table.add_row(group, only.name if only else "", f"{size / 2**30:.2f}", share, only.known if only else "")
+        for part in parts if only is None else ():
+            table.add_row("", part.name, f"{part.bytes / 2**30:.2f}", "", part.known, style="dim")
+    table.add_row("all", "", f"{total / 2**30:.2f}", "", made.choice.gpu.source)
+    return _aligned(table, slice(2, 4))
+
+
+def _others_table(made: Plan, other: dict[str, Plan | str]) -> Any:
+    from rich.table import Table
+
+    table = Table("other choices", "tokens", "requests", "at once", "checkpoints", box=None, pad_edge=False)
+    for change, found in {"as given": made, **other}.items():
+        if isinstance(found, str):
+            table.add_row(change, "does not fit")
+        else:
+            counts = (found.total_tokens, found.requests, found.at_once, found.checkpoints)
+            table.add_row(change, *(f"{count:,}" for count in counts))
+    return _aligned(table, slice(1, 5))
+
+
+def _aligned(table: Any, numbers: slice) -> Any:
+    for column in table.columns:
+        column.no_wrap = True
+    for column in table.columns[numbers]:
+        column.justify = "right"
+    return table
+
+
+def _notes(made: Plan, other: dict[str, Plan | str]) -> Iterator[str]:
+    """What speaks against each choice."""
+    for change, found in {"as given": made, **other}.items():
+        for note in [found] if isinstance(found, str) else found.notes():
+            yield f"{change}: {note}"
+
+
+def plan(
+    model: Annotated[str, typer.Option(help="flash, pro, or a config.json or its folder.")],
+    gpu: Annotated[str, typer.Option(help="h100, h200, b200, or GiB of memory as torch reports them.")],
+    count: Annotated[int, typer.Option(help="GPUs.")],
+    tp: Annotated[int | None, typer.Option("--tp", "--tp-size", help="GPUs of one server; default: all.")] = None,
+    dp: Annotated[int, typer.Option("--dp", "--dp-size", help="Replicas of the cache under DP attention.")] = 1,
+    experts: Annotated[str | None, typer.Option(help="fp4, fp8 or bf16; default: fp4, bf16 if not quantised.")] = None,
+    max_running_requests: Annotated[int, typer.Option(help="Of one server; SGLang's default for this model.")] = 256,
+    mem_fraction_static: Annotated[float, typer.Option(help="Share for weights and cache.")] = 0.85,
+    kv_cache_dtype: Annotated[str, typer.Option(help="Rows: auto (FP8), fp8_e4m3 or bfloat16.")] = "auto",
+    indexer_format: Annotated[str, typer.Option(help="Index keys: mxfp4, nvfp4 or fp32.")] = "mxfp4",
+    hca_state: Annotated[str, typer.Option(help="Open windows of 128: online or raw.")] = "online",
+    max_checkpoints: Annotated[int | None, typer.Option(help="Of one cache; default: a tenth of its memory.")] = None,
+    chunked_prefill_size: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 8192,
+    context_length: Annotated[int | None, typer.Option(help="Longest request; default: the model's.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens of a request when requests are counted.")] = 32768,
+    plot: Annotated[Path | None, typer.Option(help="Draw the memory into this file (.png, .svg, .pdf).")] = None,
+) -> None:
+    """Show what GPUs would hold: memory of weights, state slots, checkpoints and blocks, other choices, the command.
+
+    The cache is sized by the functions that size a server's pools; docs/recipes.md says how far the weights are from
+    what was measured.
+    """
+    from rich.console import Console
+
+    from dsv4_sglang.srt import options
+    from dsv4_sglang.srt.plan import Choice
+    from dsv4_sglang.srt.plan import plan as make
+    from dsv4_sglang.srt.weights import Format
+
+    try:
+        described = _model(model)
+        formats = [format.value for format in Format]
+        if experts is not None and experts not in formats:
+            raise ValueError(f"--experts is {experts!r}; expected one of {', '.join(formats)}")
+        given = {"indexer_format": indexer_format, "hca_state": hca_state, "max_checkpoints": max_checkpoints}
+        made = make(
+            Choice(
+                model=described,
+                gpu=_gpu(gpu),
+                count=count,
+                tp=count if tp is None else tp,
+                dp=dp,
+                experts=described.experts if experts is None else Format(experts),
+                running=max_running_requests,
+                mem_fraction=mem_fraction_static,
+                kv_cache_dtype=kv_cache_dtype,
+                options=options.parse(given),
+                chunk=chunked_prefill_size,
+                context_length=context_length,
+                request=context,
+            )
+        )
+        other = dict(compared(made.choice))
+        if plot is not None:
+            draw(plot, {"as given": made, **{change: o for change, o in other.items() if not isinstance(o, str)}})
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(f"--plot: {error}; pip install 'dsv4-sglang[plot]'") from None
+    choice = made.choice
+    console = Console(markup=False, highlight=False)
+    servers = "" if choice.tp == choice.count else f", {choice.count // choice.tp} servers"
+    replicas = f", --dp {choice.dp}" if choice.dp > 1 else ""
+    name = f"{choice.model.name}, {choice.count} x {choice.gpu.name}"
+    console.print(f"{name}, --tp {choice.tp}{replicas}{servers}", style="bold")
+    console.print(holds(made), soft_wrap=True)
+    for table in (_memory_table(made), _others_table(made, other)):
+        console.print()
+        console.print(table)
+    console.print()
+    for note in _notes(made, other):
+        console.print(note, style="yellow", soft_wrap=True)
+    console.print()
+    typer.echo(choice.command())
