@@ -21,6 +21,7 @@ from dsv4_sglang.srt.hooks import Hook, hooks_of
 from dsv4_sglang.srt.models import deepseek_v4
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool, StateSlotPool
+from dsv4_sglang.srt.prefix.cache import PrefixCache
 from dsv4_sglang.srt.prefix.component import CheckpointComponent, LeafOrder
 
 PACKAGE = Path(dsv4_sglang.__file__).parent
@@ -32,6 +33,7 @@ SUBCLASSES = (
     CompressedKVPool,
     HybridCacheBackend,
     LeafOrder,
+    PrefixCache,
     StateParams,
     StateReqToTokenPool,
     StateSlotPool,

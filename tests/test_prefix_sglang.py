@@ -9,6 +9,7 @@ import pytest
 from prefix_model import MiniServer
 from prefix_tree_server import BLOCK, TreeServer, without_a_server
 
+from dsv4_sglang.srt.prefix import cache as cache_module
 from dsv4_sglang.srt.prefix.component import LeafOrder
 
 
@@ -267,6 +268,30 @@ def test_the_order_of_leaves_is_read_anew_after_a_flush() -> None:
         run(server, keys)
     assert server.component.slots.registry.changes == changes, "the test does not test"
     assert priorities(order) == priorities(LeafOrder(server.component.slots)) != before
+
+
+def test_an_idle_server_spends_little_time_on_checks_of_its_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check finds what is wrong; the next comes when a hundred times its time has passed."""
+    server, now = TreeServer(blocks=64, checkpoints=20), 1000.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.5  # so much passes in a check
+        return now
+
+    monkeypatch.setattr(cache_module.time, "monotonic", clock)
+    run(server, [1, 2, 3])
+    server.cache.sanity_check()
+    node = next(iter(server.component.slots.nodes.values()))
+    node.parent, parent = None, node.parent
+    server.cache.sanity_check()
+    now += 48
+    server.cache.sanity_check()
+    now += 2
+    with pytest.raises(AssertionError):
+        server.cache.sanity_check()
+    node.parent = parent
+    server.cache.sanity_check()
 
 
 def random_steps(server: TreeServer, rng: random.Random, steps: int) -> int:

@@ -68,7 +68,7 @@ def _register_backend() -> None:
 def _register_prefix_cache(interval: int) -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from dsv4_sglang.srt.prefix.component import build_prefix_cache
+    from dsv4_sglang.srt.prefix.cache import build_prefix_cache
 
     register_radix_cache_backend(PREFIX_CACHE, partial(build_prefix_cache, interval=interval))
 

@@ -15,17 +15,17 @@ def check_started(scheduler: Any) -> None:
     """
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.chunk_cache import ChunkCache
-    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
     from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
     from dsv4_sglang.srt.backend import HybridCacheBackend
     from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, DeepseekV4ForCausalLM
     from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateReqToTokenPool, StateSlotPool
+    from dsv4_sglang.srt.prefix.cache import PrefixCache
 
     contracts.require(contracts.override_differences())
     runner = scheduler.tp_worker.model_runner
     requests, tokens = runner.req_to_token_pool, runner.token_to_kv_pool
-    tree = ChunkCache if scheduler.server_args.disable_radix_cache else UnifiedRadixCache
+    tree = ChunkCache if scheduler.server_args.disable_radix_cache else PrefixCache
     found: list[tuple[str, object, type]] = [
         ("request pool", requests, StateReqToTokenPool),
         ("state pool", getattr(requests, "mamba_pool", None), StateSlotPool),

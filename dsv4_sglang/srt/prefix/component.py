@@ -3,7 +3,6 @@ own."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
@@ -270,23 +269,6 @@ class LeafOrder(EvictionStrategy):
         if self._read != (registry, registry.changes):
             self._read, self._patience = (registry, registry.changes), registry.patience().tolist()
         return (-self._patience[int(value)], 0.0)
-
-
-def build_prefix_cache(ctx: Any, interval: int) -> Any:
-    """Factory for `register_radix_cache_backend`: SGLang's unified tree with our component and our order of leaves.
-
-    `interval` is the option `checkpoint_interval`.
-    """
-    from sglang.srt.mem_cache.registry import default_radix_cache_factory
-    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-    if ctx.disable_radix_cache:
-        return default_radix_cache_factory(ctx)
-    ctx.params.tree_components = (ComponentType.FULL, ComponentType.MAMBA)
-    ctx.params.component_registry_override = {ComponentType.MAMBA: partial(CheckpointComponent, interval=interval)}
-    cache = UnifiedRadixCache(ctx.params)
-    cache.tree_core.eviction_strategy = LeafOrder(ctx.params.req_to_token_pool.mamba_ckpt_pool)
-    return cache
 
 
 def component_of(tree_cache: Any) -> CheckpointComponent:
