@@ -43,6 +43,14 @@ class Stream:
         for stream, count in other.seen.items():
             self.seen[stream] = max(self.seen.get(stream, 0), count)
 
+    def record_event(self) -> "Stream":
+        """What this stream has seen so far."""
+        event = Stream()
+        event.seen = dict(self.seen)
+        return event
+
+    wait_event = wait_stream
+
 
 class Device:
     """Streams and the work done on them, in place of `torch.cuda`."""
@@ -167,6 +175,8 @@ def test_order_of_a_layer(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for then in work - {"x"}:
         assert device.ordered("A out", f"B {then}"), then
 
+    if ratio == 4:
+        assert [name for name in device.work if "query" in name][:2] == ["A index query", "A query"], "as launched"
     beside = [("query", "append"), ("query", "project"), ("query", "index_topk"), ("latents", "project")]
     for pair in [*beside, ("index query", "append"), ("index query", "query")]:
         if set(pair) <= work:

@@ -61,13 +61,18 @@ class Branch:
             self.stream = None
 
 
+def so_far(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """What the current stream has done so far, for work on `stream` to wait for; None where there is no such stream."""
+    return None if stream is None else torch.cuda.current_stream().record_event()
+
+
 @contextmanager
-def branch(stream: torch.cuda.Stream | None) -> Iterator[Branch]:
-    """Run the body on `stream`, from what the current stream has done so far; None: on the current stream."""
-    if stream is None:
+def branch(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> Iterator[Branch]:
+    """Run the body on `stream`, when `after` has been reached; None: on the current stream."""
+    if stream is None or after is None:
         yield Branch(None)
         return
-    stream.wait_stream(torch.cuda.current_stream())
+    stream.wait_event(after)
     with torch.cuda.stream(stream):
         yield Branch(stream)
 
@@ -172,22 +177,25 @@ class CachedAttention(in_tree.MqaAttentionBase):
 
         In a CUDA graph of a small batch three streams run: one projects the query, one the compressors' inputs and then
         the index query, while the current one writes the cache and, when the index query is there, selects from it.
-        The backend waits for each where it first reads it.
+        The backend waits for each where it first reads it. The index query is launched before the query: both want the
+        whole GPU, and a selection comes between the one and attention.
         """
         if x.shape[0] == 0:
             return x
         query_stream, side_stream = self.streams if self._overlaps(x) else (None, None)
         q = get_attn_backend().query_buffer(x.shape[0])
-        with branch(side_stream if self.compressor else None) as side:
+        side_stream = side_stream if self.compressor else None
+        with branch(side_stream, so_far(side_stream)) as side:
             projected = self._project_x(x)
         q_lora, kv = self._latents(x)
-        with branch(query_stream) as query:
-            self._query(q_lora, positions, q)
+        latents = so_far(query_stream)
         side.join()
         index_query = None
         if self.indexer:
-            with branch(side_stream) as side:
+            with branch(side_stream, latents) as side:
                 index_query = IndexQuery(self.indexer(q_lora), projected[2], side.join)
+        with branch(query_stream, latents) as query:
+            self._query(q_lora, positions, q)
         inputs = LayerInputs(
             weights=self._cache_weights(),
             sink=self._sinks,
