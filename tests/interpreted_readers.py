@@ -7,6 +7,7 @@ from reader_cases import assert_attends, attend_case, prefill_case, rope
 from dsv4_sglang.attention import metadata, sparse_prefill, triton_attend, triton_metadata, triton_output
 from dsv4_sglang.formats import RowFormat, RowTable
 from dsv4_sglang.ops.reference import read
+from dsv4_sglang.srt.models import triton_latent
 
 # The interpreter cuts the bits of a bf16 off where hardware rounds.
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}
@@ -41,6 +42,24 @@ def test_derotate(behind):
     expected = read.rotate(out, positions, table, inverse=True)
     triton_output.derotate(out, positions, table)
     assert torch.allclose(out, expected, atol=1e-6) and torch.equal(written[:, 5:], rest)
+
+
+@pytest.mark.parametrize("tokens, dim", [(1, 1024), (5, 1536), (4, 128)])
+def test_norm_and_quantise(tokens, dim):
+    """The latent's codes and scales, of rows that are a part of wider ones; 1536 channels are no power of two."""
+    wide, weight = torch.randn(tokens, dim + 64), torch.rand(dim)
+    codes, scales = triton_latent.norm_and_quantise(wide[:, :dim], weight, 1e-6)
+    normed = torch.nn.functional.rms_norm(wide[:, :dim], (dim,), weight, 1e-6)
+    expected = normed.view(tokens, -1, 128).abs().amax(-1) / 448
+    assert torch.allclose(scales, expected, rtol=1e-5) and scales.stride(1) % 4 == 0
+    # A place of e4m3, of which the interpreter cuts off what is below.
+    place = torch.maximum(normed.abs() / 8, scales.repeat_interleave(128, 1) * 2**-9)
+    assert ((codes.float() * scales.repeat_interleave(128, 1) - normed).abs() <= place * 1.01).all()
+
+
+def test_norm_and_quantise_refuses_odd_sizes():
+    with pytest.raises(ValueError, match="a multiple of 128"):
+        triton_latent.norm_and_quantise(torch.zeros(2, 100), torch.zeros(100), 1e-6)
 
 
 def test_heads_that_do_not_lie_in_a_row_are_refused():

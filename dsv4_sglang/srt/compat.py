@@ -121,6 +121,27 @@ def quantises_output_projection() -> bool:
     return deepseek_v4._FP8_WO_A_GEMM
 
 
+def takes_quantised_input(linear: Any) -> bool:
+    """Whether a linear layer takes a pair of FP8 codes and fp32 scales, one a row and 128 channels, for its input.
+
+    SGLang has that for FP8 weights in blocks that DeepGEMM multiplies, where scales are not packed.
+    """
+    method = linear.quant_method
+    if not getattr(method, "block_quant", False) or method.use_marlin or method.use_mxfp8:
+        return False
+    from sglang.srt.layers import deep_gemm_wrapper
+    from sglang.srt.layers.quantization.fp8_utils import deepgemm_w8a8_block_fp8_linear_with_fallback
+
+    rows, columns = linear.weight.shape
+    return (
+        method.w8a8_block_fp8_linear is deepgemm_w8a8_block_fp8_linear_with_fallback
+        and not deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0
+        and list(method.weight_block_size) == [128, 128]
+        and rows % 64 == 0
+        and columns % 128 == 0
+    )
+
+
 def track_entry(taken: bool) -> Any:
     """What `TRACK_REQUEST` returns for a request; its one index and length say nothing here."""
     from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -77,6 +78,10 @@ def branch(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> 
         yield Branch(stream)
 
 
+Latent = Tensor | tuple[Tensor, Tensor]
+"""The normalised latent `[T, q_lora_rank]` that both queries are projected from, or its FP8 codes and scales."""
+
+
 class CompressorWeights(nn.Module):
     """Parameters of one compressor, named as SGLang's loader knows them; `ape` keeps the layout of the checkpoint."""
 
@@ -111,9 +116,9 @@ class IndexerWeights(nn.Module):
         )
         self.compressor = CompressorWeights(config, CSA_RATIO, self.dim, add_prefix("compressor", prefix))
 
-    def forward(self, q_lora: Tensor) -> Tensor:
-        """Raw index queries `[T, heads, 128]` of the normalised query latent."""
-        query, _ = self.wq_b(q_lora)
+    def forward(self, latent: Latent) -> Tensor:
+        """Raw index queries `[T, heads, 128]`."""
+        query, _ = self.wq_b(latent)
         return query.view(-1, self.heads, self.dim)
 
 
@@ -187,15 +192,15 @@ class CachedAttention(in_tree.MqaAttentionBase):
         side_stream = side_stream if self.compressor else None
         with branch(side_stream, so_far(side_stream)) as side:
             projected = self._project_x(x)
-        q_lora, kv = self._latents(x)
+        latent, kv = self._latents(x)
         latents = so_far(query_stream)
         side.join()
         index_query = None
         if self.indexer:
             with branch(side_stream, latents) as side:
-                index_query = IndexQuery(self.indexer(q_lora), projected[2], side.join)
+                index_query = IndexQuery(self.indexer(latent), projected[2], side.join)
         with branch(query_stream, latents) as query:
-            self._query(q_lora, positions, q)
+            self._query(latent, positions, q)
         inputs = LayerInputs(
             weights=self._cache_weights(),
             sink=self._sinks,
@@ -230,17 +235,27 @@ class CachedAttention(in_tree.MqaAttentionBase):
             self.fuse_projections_of_x()
         return list(linear_fp32(x, self._weight_of_x).split(self._widths, dim=-1))
 
-    def _latents(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised query latent `[T, q_lora_rank]` and the raw window projection `[T, 512]`."""
+    @cached_property
+    def quantises_latent(self) -> bool:
+        """Whether the latent is quantised once, with its norm, for all that is projected from it."""
+        projections = [self.wq_b, *([self.indexer.wq_b] if self.indexer else [])]
+        return all(map(compat.takes_quantised_input, projections))
+
+    def _latents(self, x: Tensor) -> tuple[Latent, Tensor]:
+        """The query latent, and the raw window projection `[T, 512]`."""
         if self.fuse_wqa_wkv:
             q_lora, kv = self.wqkv_a(x)[0].split([self.q_lora_rank, self.head_dim], dim=-1)
         else:
             q_lora, kv = self.wq_a(x)[0], self.wkv(x)[0]
+        if self.quantises_latent:
+            from dsv4_sglang.srt.models.triton_latent import norm_and_quantise
+
+            return norm_and_quantise(q_lora, self.q_norm.weight, self.q_norm.variance_epsilon), kv
         return self.q_norm(q_lora), kv
 
-    def _query(self, q_lora: Tensor, positions: Tensor, out: Tensor) -> None:
+    def _query(self, latent: Latent, positions: Tensor, out: Tensor) -> None:
         """Write the normed and rotated queries to the first heads of `out` [T, at least this process's heads, 512]."""
-        q, _ = self.wq_b(q_lora)
+        q, _ = self.wq_b(latent)
         q, out = q.view(-1, self.n_local_heads, self.head_dim), out[:, : self.n_local_heads]
         if q.is_cuda:
             in_tree.fused_q_norm_rope(q, out, self.eps, self.freqs_cis, positions)

@@ -1,0 +1,33 @@
+"""The query latent on CUDA: normalised and quantised at once as SGLang does it in two steps."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dim", [1024, 1536])
+@pytest.mark.parametrize("tokens", [1, 3, 4, 257])
+def test_as_sglang_normalises_and_quantises(tokens, dim):
+    from sgl_kernel import rmsnorm
+    from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+
+    from dsv4_sglang.srt.models.triton_latent import norm_and_quantise
+
+    g = torch.Generator().manual_seed(tokens)
+    wide = torch.randn(tokens, dim + 512, generator=g).mul(10 ** torch.randn(tokens, 1, generator=g)).bfloat16().cuda()
+    latent, weight = wide[:, :dim], torch.rand(dim, generator=g).bfloat16().cuda()
+    codes, scales = norm_and_quantise(latent, weight, 1e-6)
+    normed = rmsnorm(latent.contiguous(), weight, 1e-6)
+    other, other_scales = sglang_per_token_group_quant_fp8(
+        normed, 128, column_major_scales=True, scale_tma_aligned=True, scale_ue8m0=False
+    )
+    assert codes.shape == other.shape and codes.dtype == other.dtype and codes.is_contiguous()
+    assert scales.shape == other_scales.shape and (tokens == 1 or scales.stride() == other_scales.stride())
+    assert scales.data_ptr() % 16 == 0 and scales.stride(1) % 4 == 0
+    # A sum of squares in another order moves a bf16 by one place at most, and with it a code.
+    assert torch.allclose(scales, other_scales, rtol=2**-7)
+    got, expected = (c.float() * s.repeat_interleave(128, 1) for c, s in ((codes, scales), (other, other_scales)))
+    largest = normed.float().view(tokens, -1, 128).abs().amax(-1).repeat_interleave(128, 1)
+    assert ((got - expected).abs() <= expected.abs() / 7 + largest * 2**-16).all()
+    assert (got != expected).float().mean() < 0.05
