@@ -83,7 +83,8 @@ class Launch:
 
         layout, options = self.layout_for(configurator), self.options
         settings, memory = get_schedule(), get_memory()
-        running = settings.max_running_requests
+        # Each rank of DP attention runs its share.
+        running = settings.max_running_requests // configurator.ps.attn_dp_size
         if memory.disable_radix_cache:
             if options.max_checkpoints:
                 raise ValueError(
