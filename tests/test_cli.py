@@ -63,8 +63,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             {"kv_used": 0, "kv_evictable": kept, "kv_available": 32768 - kept},
             {"kv_used": 0, "kv_evictable": 0, "kv_available": 32768},
         ]
-        rows = [(name, rank, value) for rank, values in enumerate(ranks) for name, value in values.items()]
-        page = "".join(f'sglang:{name}_tokens{{tp_rank="0",dp_rank="{rank}"}} {value}.0\\n' for name, rank, value in rows)
+        rows = [(f'{name}_tokens{{dp_rank="{i}"}}', n) for i, values in enumerate(ranks) for name, n in values.items()]
+        page = "".join(f"sglang:{row} {value}.0\\n" for row, value in rows)
         found = self.path == "/metrics" and "--enable-metrics" in flags
         self.answer(200 if found else 404, page + f'dsv4:checkpoints_held {len(held)}.0\\n')
 
