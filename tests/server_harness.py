@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from progress import POLL_SECONDS, STUCK_SECONDS, Progress
 
@@ -243,6 +244,15 @@ def one_core_each(processes: int) -> str:
     return "|".join(str(cores[i * len(cores) // processes]) for i in range(processes))
 
 
+def make_way(server: Server) -> Server:
+    """The server, after SGLang's process that hands requests to ranks of DP attention, which spins on a core, has been
+    told to let others go first."""
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        if any("data_parallel_controller" in word for word in process.cmdline()):
+            process.nice(19)
+    return server
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     """Random ordinary tokens."""
     return torch.randint(3, 384, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
@@ -278,6 +288,17 @@ def assert_right_though_retracted(server: Server, oracle: Oracle, tolerance: flo
         assert distances(oracle, ids, got).max() <= tolerance
     assert server.retractions() > before, "nothing was retracted: the test does not test"
     server.wait_idle()
+
+
+def assert_burst(
+    server: Server, oracle: Oracle, asked: Sequence[tuple[int, int, int]], seed: int, tolerance: float
+) -> None:
+    """Requests of (tokens, tokens to generate, rank of DP attention), all at once, are answered as by the oracle."""
+    prompts = [prompt(length, seed=seed + i) for i, (length, _, _) in enumerate(asked)]
+    counts, ranks = [count for _, count, _ in asked], [rank for _, _, rank in asked]
+    for ids, got, count in zip(prompts, server.generate_all(prompts, counts, ranks), counts):
+        assert len(got.tokens) == count
+        assert distances(oracle, ids, got).max() <= tolerance
 
 
 def assert_same(got: Generated, reference: Generated, tolerance: float) -> None:
