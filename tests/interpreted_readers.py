@@ -52,9 +52,12 @@ def test_norm_and_quantise(tokens, dim):
     normed = torch.nn.functional.rms_norm(wide[:, :dim], (dim,), weight, 1e-6)
     expected = normed.view(tokens, -1, 128).abs().amax(-1) / 448
     assert torch.allclose(scales, expected, rtol=1e-5) and scales.stride(1) % 4 == 0
-    # A place of e4m3, of which the interpreter cuts off what is below.
-    place = torch.maximum(normed.abs() / 8, scales.repeat_interleave(128, 1) * 2**-9)
-    assert ((codes.float() * scales.repeat_interleave(128, 1) - normed).abs() <= place * 1.01).all()
+    exact = normed / scales.repeat_interleave(128, 1)
+    rounded = exact.to(torch.float8_e4m3fn).float()
+    # The interpreter halves what is rounded up to a power of two.
+    carries = torch.frexp(rounded).exponent != torch.frexp(exact).exponent
+    differs = (codes.float() != rounded) & ~carries
+    assert differs.float().mean() < 0.01, f"{int(differs.sum())} of {differs.numel()} codes differ"
 
 
 def test_norm_and_quantise_refuses_odd_sizes():

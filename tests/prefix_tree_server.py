@@ -35,7 +35,7 @@ def without_a_server(monkeypatch: Any) -> None:
     settings = SimpleNamespace(mamba_cache_chunk_size=BLOCK, mamba=SimpleNamespace(mamba_max_states_per_path=-1))
     monkeypatch.setattr(mamba_component, "get_server_args", lambda: settings)
     monkeypatch.setattr(mamba_component, "get_exec", lambda: settings)
-    monkeypatch.setattr(component_module, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
+    monkeypatch.setattr(component_module, "get_parallel", lambda: SimpleNamespace(attn_tp_rank=0, attn_dp_rank=0))
 
 
 class Pool(HybridReqToTokenPool):

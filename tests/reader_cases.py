@@ -135,26 +135,27 @@ def attend_case(
 
 
 def prefill_case(*, ratio: int, row_format: RowFormat, heads: int) -> tuple[StepMetadata, list[int], AttendCase]:
-    """A prefill step of three requests, two of which share their first block, with long and short prefixes and chunks;
-    the lengths after it; and one layer's `attend`.
+    """A prefill step of three requests, two of which share their first block, with long and short prefixes and chunks,
+    and of three tokens that only fill it up; the lengths after it; and one layer's `attend`.
     """
     g = torch.Generator().manual_seed(ratio)
-    prefix, chunk, top = torch.tensor([130, 0, 128]), torch.tensor([30, 7, 1]), 8
-    pages = torch.tensor([[5, 2], [7, 0], [5, 3]], dtype=torch.int32)
-    positions = torch.cat([torch.arange(p, p + n) for p, n in zip(prefix, chunk)])
-    tokens, lengths = len(positions), (prefix + chunk).tolist()
+    prefix, chunk, top, padding = torch.tensor([130, 0, 128]), torch.tensor([30, 7, 1]), 8, 3
+    pages = torch.tensor([[0, 0], [5, 2], [7, 0], [5, 3]], dtype=torch.int32)
+    positions = torch.cat([*(torch.arange(p, p + n) for p, n in zip(prefix, chunk)), torch.zeros(padding).long()])
+    tokens, lengths = len(positions), [*(prefix + chunk).tolist(), padding]
     step = build_prefill(
-        req_pool_indices=torch.arange(3),
+        req_pool_indices=torch.arange(1, 4),
         prefix_lens=prefix,
         chunk_lens=chunk,
         positions=positions,
         out_loc=torch.zeros(tokens, dtype=torch.int64),
-        req_to_token=(pages[:, :, None] * 128 + torch.arange(128)).view(3, -1).int(),
-        state_slot_of_request=torch.arange(3),
+        req_to_token=(pages[:, :, None] * 128 + torch.arange(128)).view(4, -1).int(),
+        state_slot_of_request=torch.arange(4),
         track_slots=None,
         track_lens=None,
         top_k=top,
         max_length=max(lengths),
+        padding=padding,
     )
     entries = entry_rows = entry_lens = None
     if ratio == 4:

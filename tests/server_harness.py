@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from progress import POLL_SECONDS, STUCK_SECONDS, Progress
 
@@ -61,10 +62,11 @@ def _answer(meta: dict[str, Any]) -> Generated:
 
 
 class Server:
-    """A server process and the little HTTP that tests need."""
+    """A server process and the little HTTP that tests need. `fields` go into every request that has none of its own."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self.process, self.port, self.log = process, port, log
+        self.fields: dict[str, Any] = {}
 
     @property
     def url(self) -> str:
@@ -93,11 +95,12 @@ class Server:
             return json.loads(response.read())
 
     def generate(self, prompt: Sequence[int], count: int = 8, **fields: Any) -> Generated:
-        return _answer(self.post("/generate", {**_request(prompt, count), **fields})["meta_info"])
+        return _answer(self.post("/generate", {**_request(prompt, count), **self.fields, **fields})["meta_info"])
 
-    def begin(self, prompt: Sequence[int], count: int, generated: int) -> Callable[[], Generated]:
+    def begin(self, prompt: Sequence[int], count: int, generated: int, **fields: Any) -> Callable[[], Generated]:
         """Start a request and return once it has generated so many tokens. Call for the whole answer."""
-        response = self.request("POST", "/generate", {**_request(prompt, count), "stream": True})
+        body = {**_request(prompt, count), **self.fields, **fields, "stream": True}
+        response = self.request("POST", "/generate", body)
         lines = (line[5:] for line in response if line.startswith(b"data:") and b"[DONE]" not in line)
         for line in lines:
             meta = json.loads(line)["meta_info"]
@@ -111,11 +114,14 @@ class Server:
 
         return rest
 
-    def generate_all(self, prompts: Sequence[Sequence[int]], count: int | Sequence[int] = 8) -> list[Generated]:
-        """All prompts at once, one connection each."""
+    def generate_all(
+        self, prompts: Sequence[Sequence[int]], count: int | Sequence[int] = 8, ranks: Sequence[int] | None = None
+    ) -> list[Generated]:
+        """All prompts at once, one connection each; `ranks` of DP attention to which they go."""
         counts = [count] * len(prompts) if isinstance(count, int) else count
+        fields = [{} if ranks is None else on_rank(ranks[i]) for i in range(len(prompts))]
         with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(self.generate, prompts, counts))
+            return list(pool.map(lambda ids, n, more: self.generate(ids, n, **more), prompts, counts, fields))
 
     def cold(self, prompt: Sequence[int], count: int = 8) -> Generated:
         """The answer without a prefix hit: in a name space of its own, so that nothing has to be flushed."""
@@ -132,16 +138,18 @@ class Server:
     def score(self, prompt: Sequence[int], tokens: Sequence[int], **fields: Any) -> Generated:
         """Teacher-forced: log p of `tokens` after `prompt`, computed as a prompt. SGLang scores the last id of the
         vocabulary as 0."""
-        body = {**_request([*prompt, *tokens], 1), "logprob_start_len": len(prompt) - 1, **fields}
+        start = {"logprob_start_len": len(prompt) - 1}
+        body = {**_request([*prompt, *tokens], 1), **start, **self.fields, **fields}
         meta = self.post("/generate", body)["meta_info"]
         pairs = meta["input_token_logprobs"][1:]
         assert len(pairs) == len(tokens) and all(p[1] in (token, 0) for p, token in zip(pairs, tokens))
         return Generated(list(tokens), [p[0] for p in pairs], meta["cached_tokens"])
 
-    def metrics(self, prefix: str = "dsv4:") -> dict[str, float]:
-        """Values of /metrics by name, without labels and the `_total` of counters."""
+    def metrics(self, prefix: str = "dsv4:", rank: int = 0) -> dict[str, float]:
+        """Values of /metrics by name, without labels and the `_total` of counters; `rank`: of DP attention."""
         with self.request("GET", "/metrics") as response:
-            lines = [row for row in response.read().decode().splitlines() if row.startswith(prefix)]
+            rows = response.read().decode().splitlines()
+        lines = [row for row in rows if row.startswith(prefix) and ("dp_rank" not in row or f'dp_rank="{rank}"' in row)]
         found = {row.split("{")[0].split(" ")[0].removeprefix(prefix): float(row.rsplit(" ", 1)[1]) for row in lines}
         return {name.removesuffix("_total"): value for name, value in found.items() if not name.endswith("_created")}
 
@@ -225,6 +233,26 @@ def running(model: Path, log: Path, *flags: str, cpu: bool = True, **options: An
         Progress(process, log).check()
 
 
+def on_rank(rank: int) -> dict[str, int]:
+    """The field of a request by which it goes to this rank of DP attention."""
+    return {"routed_dp_rank": rank}
+
+
+def one_core_each(processes: int) -> str:
+    """SGLANG_CPU_OMP_THREADS_BIND for so many processes: on a CPU SGLang wants to know which runs on which cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cores[i * len(cores) // processes]) for i in range(processes))
+
+
+def make_way(server: Server) -> Server:
+    """The server, after SGLang's process that hands requests to ranks of DP attention, which spins on a core, has been
+    told to let others go first."""
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        if any("data_parallel_controller" in word for word in process.cmdline()):
+            process.nice(19)
+    return server
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     """Random ordinary tokens."""
     return torch.randint(3, 384, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
@@ -245,7 +273,7 @@ def assert_oracle_chooses(oracle: Oracle, ids: Sequence[int], got: Generated, to
     assert score.margin.max() <= 2 * tolerance, "not the oracle's likeliest token"
 
 
-def assert_right_though_retracted(server: Server, oracle: Oracle, tolerance: float) -> None:
+def assert_right_though_retracted(server: Server, oracle: Oracle, tolerance: float, **fields: Any) -> None:
     """In a pool of eight blocks four requests grow to two blocks, then the first needs a third: the last is retracted
     and comes back, all finish, all are right.
     """
@@ -253,13 +281,24 @@ def assert_right_though_retracted(server: Server, oracle: Oracle, tolerance: flo
     prompts = [prompt(n, seed=20 + i) for i, n in enumerate((140, 100, 100, 120))]
     counts, ahead = (150, 60, 60, 60), (70, 3, 3, 3)
     # Each begins when the one before decodes: SGLang would let it wait for the end of another.
-    running_requests = [server.begin(ids, count, at) for ids, count, at in zip(prompts, counts, ahead)]
+    running_requests = [server.begin(ids, count, at, **fields) for ids, count, at in zip(prompts, counts, ahead)]
     for ids, answer, count in zip(prompts, running_requests, counts):
         got = answer()
         assert len(got.tokens) == count
         assert distances(oracle, ids, got).max() <= tolerance
     assert server.retractions() > before, "nothing was retracted: the test does not test"
     server.wait_idle()
+
+
+def assert_burst(
+    server: Server, oracle: Oracle, asked: Sequence[tuple[int, int, int]], seed: int, tolerance: float
+) -> None:
+    """Requests of (tokens, tokens to generate, rank of DP attention), all at once, are answered as by the oracle."""
+    prompts = [prompt(length, seed=seed + i) for i, (length, _, _) in enumerate(asked)]
+    counts, ranks = [count for _, count, _ in asked], [rank for _, _, rank in asked]
+    for ids, got, count in zip(prompts, server.generate_all(prompts, counts, ranks), counts):
+        assert len(got.tokens) == count
+        assert distances(oracle, ids, got).max() <= tolerance
 
 
 def assert_same(got: Generated, reference: Generated, tolerance: float) -> None:

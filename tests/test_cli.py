@@ -59,8 +59,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         kept = sum(len(p) // 128 * 128 for p in held)
-        values = {"kv_used": 0, "kv_evictable": kept, "kv_available": 65536 - kept}
-        page = "".join(f'sglang:{name}_tokens{{rank="0"}} {value}.0\\n' for name, value in values.items())
+        ranks = [
+            {"kv_used": 0, "kv_evictable": kept, "kv_available": 32768 - kept},
+            {"kv_used": 0, "kv_evictable": 0, "kv_available": 32768},
+        ]
+        rows = [(f'{name}_tokens{{dp_rank="{i}"}}', n) for i, values in enumerate(ranks) for name, n in values.items()]
+        page = "".join(f"sglang:{row} {value}.0\\n" for row, value in rows)
         found = self.path == "/metrics" and "--enable-metrics" in flags
         self.answer(200 if found else 404, page + f'dsv4:checkpoints_held {len(held)}.0\\n')
 

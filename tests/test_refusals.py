@@ -32,6 +32,7 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "device": (["xpu"], ["cuda", None]),
     "model_impl": (["transformers"], ["auto", "sglang"]),
     "quantization": (["awq"], [None, "fp8"]),
+    "moe_a2a_backend": (["megamoe", "mooncake"], ["none", "deepep"]),
     "load_format": (["gguf"], ["auto", "safetensors", "dummy"]),
 }
 """Values of each limited flag that are refused, and such that are not."""
@@ -143,6 +144,29 @@ def test_what_the_model_has_no_place_for() -> None:
     assert line.startswith("--context-length 65537 is not supported: the model has positions for 65536 tokens")
 
 
+def test_attention_ranks() -> None:
+    """`--dp-size` with `--enable-dp-attention`; heads are divided among the processes of a rank only."""
+
+    def ranked(**given: Any) -> list[str]:
+        return refusals(**{"tp_size": 4, "dp_size": 4, "enable_dp_attention": True, **given})
+
+    assert ranked() == ranked(tp_size=32) == ranked(chunked_prefill_size=512, max_running_requests=4) == []
+    assert ranked(ep_size=4) == ranked(moe_a2a_backend="deepep", ep_size=4) == ranked(chunked_prefill_size=-1) == []
+    assert refusals(tp_size=8, ep_size=8, moe_a2a_backend="deepep", deepep_mode="low_latency") == []
+    (line,) = refusals(dp_size=2)
+    assert line.startswith("--dp-size 2 is not supported: ") and "--enable-dp-attention" in line
+    (line,) = ranked(tp_size=6)
+    assert line == "--dp-size 4 is not supported: the 6 processes of --tp-size are divided evenly among the ranks"
+    (line,) = ranked(tp_size=64)
+    assert line.startswith("--tp-size 64 is not supported: the 8 groups ") and line.endswith("give 4 or 8 or 16 or 32")
+    (line,) = ranked(chunked_prefill_size=256)
+    assert line.startswith("--chunked-prefill-size 256 is not supported: ") and "give a multiple of 512" in line
+    (line,) = ranked(max_running_requests=3)
+    assert line.startswith("--max-running-requests 3 is not supported: ") and line.endswith("give 4 or more")
+    (line,) = refusals(device="cpu", tp_size=2, moe_a2a_backend="deepep")
+    assert line.startswith("--moe-a2a-backend deepep is not supported: ") and line.endswith("give none")
+
+
 def test_another_model() -> None:
     with pytest.raises(ValueError, match="the model is a LlamaForCausalLM; expected DeepseekV4ForCausalLM"):
         Launch(Options()).declarations(lambda *_: [], "LlamaForCausalLM", arguments(), SimpleNamespace())
@@ -169,9 +193,13 @@ def test_a_renamed_flag_is_seen_at_start(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_resolved_flags() -> None:
     """What SGLang may fill in by itself and nothing here reads is refused as given only."""
-    refuse_resolved(arguments(triton_attention_num_kv_splits=16, quantization="modelopt_fp4", ep_size=1))
-    with pytest.raises(ValueError, match="--ep-size 2 is not supported"):
-        refuse_resolved(arguments(ep_size=2))
+    refuse_resolved(arguments(triton_attention_num_kv_splits=16, quantization="modelopt_fp4", pp_size=1))
+    with pytest.raises(ValueError, match="--pp-size 2 is not supported"):
+        refuse_resolved(arguments(pp_size=2))
+    # SGLang has divided chunks by the attention ranks, and turned an environment variable into a flag.
+    refuse_resolved(arguments(tp_size=2, dp_size=2, enable_dp_attention=True, chunked_prefill_size=128))
+    with pytest.raises(ValueError, match="--moe-a2a-backend megamoe is not supported"):
+        refuse_resolved(arguments(moe_a2a_backend="megamoe"))
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ class Configurator(SimpleNamespace):
 def configurator(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes one of a launch: its config, running requests and options."""
 
-    def make(config: DSV4Config, running: int, radix: bool = True, **options: Any) -> Configurator:
+    def make(config: DSV4Config, running: int, radix: bool = True, ranks: int = 1, **options: Any) -> Configurator:
         overridden: dict[str, int] = {}
         schedule = SimpleNamespace(
             max_running_requests=running,
@@ -58,6 +58,7 @@ def configurator(monkeypatch: pytest.MonkeyPatch) -> Any:
             model_config=SimpleNamespace(hf_config=None, context_len=1 << 20),
             kv_cache_dtype=torch.float8_e4m3fn,
             device="cpu",
+            ps=SimpleNamespace(attn_dp_size=ranks),
             server_args=SimpleNamespace(max_total_tokens=None, enable_mamba_extra_buffer=lambda: True),
             overridden=overridden,
             launch=Launch(Options(**options)),
@@ -99,6 +100,13 @@ def test_a_running_request_has_one_live_slot(configurator: Any) -> None:
     tokens_of(launched, MEMORY)
     assert launched.overridden == {"max_mamba_cache_size": 256}, "SGLang would take 3 slots a request"
     assert launched.launch.slots_of_request(lambda _configurator: 5, launched) == 1
+
+
+def test_a_rank_of_dp_attention_has_slots_for_its_share(configurator: Any) -> None:
+    launched = configurator(flashshape(), 256, ranks=8)
+    tokens_of(launched, MEMORY)
+    assert launched.overridden == {"max_mamba_cache_size": 32}
+    assert (launched.launch.demand.running, launched.launch.demand.staging) == (32, 64)
 
 
 def test_without_a_prefix_cache_there_are_no_checkpoints(configurator: Any) -> None:

@@ -196,13 +196,14 @@ def test_decode_recorded_in_a_cuda_graph() -> None:
 CHUNKS = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 400)), min_size=1, max_size=4)
 
 
-@given(chunks=CHUNKS)
+@given(chunks=CHUNKS, padding=st.sampled_from([0, 1, 3, 130]))
 @settings(max_examples=40)
-def test_prefill(chunks: list[tuple[int, int]]) -> None:
+def test_prefill(chunks: list[tuple[int, int]], padding: int) -> None:
     n = len(chunks)
     tables = Tables(n, torch.device("cpu"))
     prefix, count = (torch.tensor(x) for x in zip(*chunks))
-    positions = torch.cat([torch.arange(p, p + c) for p, c in chunks])
+    real = torch.cat([torch.arange(p, p + c) for p, c in chunks])
+    positions = torch.cat([real, real.new_zeros(padding)])
     owner = torch.repeat_interleave(torch.arange(n), count)
     # Every other multiple of 128 whose block is in the chunk, at most two a request.
     due = [[e for e in range(256, p + c + 1, 256) if e - 128 >= p][:2] for p, c in chunks]
@@ -213,20 +214,27 @@ def test_prefill(chunks: list[tuple[int, int]]) -> None:
         prefix_lens=prefix,
         chunk_lens=count,
         positions=positions,
-        out_loc=tables.req_to_token[owner + 1, positions].long(),
+        out_loc=torch.cat([tables.req_to_token[owner + 1, real].long(), positions.new_zeros(padding)]),
         req_to_token=tables.req_to_token,
         state_slot_of_request=tables.state_slot,
         track_slots=track_slots,
         track_lens=track_lens,
         top_k=TOP_K,
         max_length=int((prefix + count).max()),
+        padding=padding,
     )
+    more = 1 if padding else 0
     assert not step.is_decode
-    assert step.window_size == len(positions) + 128 * n
-    assert step.slots.tolist() == tables.state_slot[1:].tolist()
+    assert step.window_size == len(positions) + 128 * (n + more)
+    assert step.slots.tolist() == tables.state_slot[1:].tolist() + [-1] * more
+    assert step.prefix_lens.tolist() == prefix.tolist() + [0] * more
     assert step.track_slots is not None
     start = step.query_start.tolist()
-    for i, t in enumerate(positions.tolist()):
+    assert start[-1] == len(positions)
+    for seen in (step.window_lens, step.csa_lens, step.hca_lens):
+        assert (seen[len(real) :] == 0).all(), "padding sees nothing"
+    assert (step.track_slots[len(real) :] == -1).all() and (step.token_request[len(real) :] == n).all()
+    for i, t in enumerate(real.tolist()):
         b = int(step.token_request[i])
         assert b == owner[i] and start[b] <= i < start[b + 1]
         seen = min(t + 1, 128)

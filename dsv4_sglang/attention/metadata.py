@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsv4_sglang.cache.step import StepMetadata, ring_window, visible_entries, window_lens
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
@@ -142,13 +143,23 @@ def build_prefill(
     track_lens: Tensor | None,
     top_k: int,
     max_length: int,
+    padding: int = 0,
 ) -> StepMetadata:
-    """Chunks of any lengths from any starts. Sizes come from the host (`positions`, `max_length`): no synchronisation.
+    """Chunks of any lengths from any starts. Sizes come from the host (`positions`, `max_length`, `padding`): no
+    synchronisation.
 
     `prefix_lens`, `chunk_lens` [B]; `max_length` the longest request after the step. `track_slots` [B, K] (-1: none)
     and `track_lens` [B, K]: a checkpoint holds the request's state at length `track_lens`, a multiple of 128, so it
     takes the rows of positions [track_lens - 128, track_lens), which must all be in this chunk.
+
+    `padding`: tokens of `positions` behind those of the chunks, which only fill the step up. They are those of one
+    more request, SGLang's request 0: it has no state slot, so its tokens write nothing and see nothing.
     """
+    if padding:
+        req_pool_indices, prefix_lens = pad(req_pool_indices, (0, 1)), pad(prefix_lens, (0, 1))
+        chunk_lens = pad(chunk_lens, (0, 1), value=padding)
+        if track_slots is not None and track_lens is not None:
+            track_slots, track_lens = pad(track_slots, (0, 0, 0, 1), value=-1), pad(track_lens, (0, 0, 0, 1))
     device = positions.device
     tokens, requests = positions.shape[0], req_pool_indices.shape[0]
     chunk_lens, prefix_lens = chunk_lens.to(torch.int32), prefix_lens.to(torch.int32)
@@ -168,8 +179,9 @@ def build_prefill(
         slot_of_block = torch.full((requests, width + 1), -1, dtype=torch.int32, device=device)
         slot_of_block.scatter_(1, block.long(), track_slots.to(torch.int32))
         token_track = slot_of_block[token_request.long(), positions // BLOCK]
+    owned = state_slot_of_request[req_pool_indices].to(torch.int32)
     return StepMetadata.build(
-        slots=state_slot_of_request[req_pool_indices].to(torch.int32),
+        slots=owned.masked_fill(owned == 0, -1),
         prefix_lens=prefix_lens,
         query_start=query_start,
         token_request=token_request,

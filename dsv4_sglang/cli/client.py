@@ -138,13 +138,19 @@ class Server:
         )
 
     def pools(self) -> Pools:
-        """What the server's Prometheus page says. Raises RuntimeError if it has none, else what `_open` raises."""
+        """What the server's Prometheus page says, of all ranks of DP attention together. Raises RuntimeError if it has
+        none, else what `_open` raises.
+        """
         with self._open("/metrics") as response:
             page = response.read().decode()
-        found = dict(re.findall(r"^(?:sglang|dsv4):(\w+)(?:\{[^}]*\})? (\S+)$", page, re.MULTILINE))
+        found: dict[str, dict[str, float]] = {}
+        for name, labels, value in re.findall(r"^(?:sglang|dsv4):(\w+)(?:\{([^}]*)\})? (\S+)$", page, re.MULTILINE):
+            rank = re.search(r'dp_rank="(\d+)"', labels)
+            found.setdefault(name, {})[rank[1] if rank else ""] = float(value)
         try:
-            used, kept, free = (int(float(found[f"kv_{state}_tokens"])) for state in ("used", "evictable", "available"))
-            return Pools(used, kept, used + kept + free, int(float(found["checkpoints_held"])))
+            states = ("kv_used_tokens", "kv_evictable_tokens", "kv_available_tokens", "checkpoints_held")
+            used, kept, free, held = (int(sum(found[state].values())) for state in states)
+            return Pools(used, kept, used + kept + free, held)
         except KeyError as error:
             raise RuntimeError(f"{self.url}/metrics has no {error}") from None
 

@@ -120,6 +120,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             prefix + chunk
             for prefix, chunk in zip(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu)
         ]
+        # With attention split over some of the processes SGLang rounds the tokens of a step up to their number.
+        padding = forward_batch.positions.shape[0] - sum(forward_batch.extend_seq_lens_cpu)
         track_slots, track_lens = self._checkpoints_due(forward_batch.req_pool_indices.shape[0])
         self.metadata = build_prefill(
             req_pool_indices=forward_batch.req_pool_indices,
@@ -133,8 +135,9 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             track_lens=track_lens,
             top_k=self.top_k,
             max_length=max(lengths),
+            padding=padding,
         )
-        self.reader = begin_step(self.readers, self.metadata, lengths)
+        self.reader = begin_step(self.readers, self.metadata, [*lengths, padding] if padding else lengths)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """The last thing before the layers of any step, and the first that a CUDA graph records."""
@@ -191,6 +194,21 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         if heads == self.heads:
             return torch.empty(tokens, heads, ENTRY_DIM, dtype=self.dtype, device=self.device)
         return self._buffer("query", tokens, heads * ENTRY_DIM, self.dtype).view(tokens, heads, ENTRY_DIM)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **named: Any,
+    ) -> LayerOutput:
+        """An idle rank of DP attention joins a step of the others with tokens that are nobody's."""
+        if forward_batch.forward_mode.is_idle():
+            return LayerOutput(torch.zeros_like(q[:, : self.heads]), rotated=False)
+        return super().forward(q, k, v, layer, forward_batch, save_kv_cache, **named)
 
     def forward_decode(
         self,

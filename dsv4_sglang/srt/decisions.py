@@ -82,7 +82,9 @@ class Launch:
         from sglang.srt.runtime_context import get_context, get_memory, get_schedule
 
         layout, settings = self.layout_for(configurator), get_schedule()
-        running, step_tokens = settings.max_running_requests, settings.chunked_prefill_size or 0
+        # Each rank of DP attention runs its share.
+        running = settings.max_running_requests // configurator.ps.attn_dp_size
+        step_tokens = settings.chunked_prefill_size or 0
         self.demand = demand_of(
             layout,
             total_rest_memory,

@@ -40,7 +40,11 @@ SUPPORTED = (
     Group(
         "steps of the scheduler, with limits there too",
         "chunked_prefill_size max_prefill_tokens prefill_max_requests disable_overlap_schedule schedule_policy "
-        "schedule_conservativeness retraction_policy tp_size enable_metrics enable_metrics_for_all_schedulers",
+        "schedule_conservativeness retraction_policy enable_metrics enable_metrics_for_all_schedulers",
+    ),
+    Group(
+        "processes that share a model, with limits there too; docs/parallel.md says what they do to the cache",
+        "tp_size dp_size enable_dp_attention ep_size moe_a2a_backend",
     ),
     Group(
         "CUDA graphs of decode steps, with limits there too",
@@ -66,7 +70,8 @@ WITHOUT_EFFECT = (
         "custom_weight_loader weight_version",
     ),
     Group(
-        "order and number of requests",
+        "order and number of requests, and which rank of DP attention they go to",
+        "load_balance_method "
         "max_queued_requests enable_priority_scheduling disable_priority_preemption default_priority_value "
         "abort_on_priority_when_disabled schedule_low_priority_values_first priority_scheduling_preemption_threshold "
         "scheduler_recv_interval num_continuous_decode_steps min_free_slots_delay allow_auto_truncate",
@@ -76,6 +81,7 @@ WITHOUT_EFFECT = (
         "nccl_port dist_timeout dist_init_addr nnodes node_rank enable_p2p_check base_gpu_id gpu_id_step random_seed "
         "watchdog_timeout soft_watchdog_timeout sleep_on_idle custom_sigquit_handler numa_node gc_threshold "
         "enable_nccl_nvls enable_symm_mem disable_custom_all_reduce enable_mscclpp enable_torch_symm_mem "
+        "enable_dp_attention_local_control_broadcast deepep_mode deepep_dispatcher_output_dtype deepep_config "
         "enable_scattered_sconv pre_warm_nccl enable_quant_communications enable_flashinfer_allreduce_fusion "
         "enforce_disable_flashinfer_allreduce_fusion flashinfer_allreduce_fusion_backend "
         "enable_aiter_allreduce_fusion",
@@ -149,13 +155,13 @@ WITHOUT_EFFECT = (
         "num_reserved_decode_tokens disaggregation_decode_extra_slots disaggregation_decode_polling_interval "
         "optimistic_prefill_attempts pdmux_config_path sm_group_num "
         # parallelism
-        "pp_max_micro_batch_size pp_async_batch_depth load_balance_method dcp_comm_backend dcp_replicate_q_proj "
-        "enable_dp_attention_local_control_broadcast prefill_delayer_max_delay_passes "
+        "pp_max_micro_batch_size pp_async_batch_depth dcp_comm_backend dcp_replicate_q_proj "
+        "prefill_delayer_max_delay_passes "
         "prefill_delayer_token_usage_low_watermark prefill_delayer_forward_passes_buckets "
         "prefill_delayer_wait_seconds_buckets prefill_delayer_queue_min_ratio prefill_delayer_max_delay_ms "
         "tbo_token_distribution_threshold "
         # experts
-        "deepep_mode fuseep_mode deepep_dispatcher_output_dtype deepep_config eplb_algorithm "
+        "fuseep_mode eplb_algorithm "
         "eplb_rebalance_num_iterations eplb_rebalance_layers_per_chunk eplb_min_rebalancing_utilization_threshold "
         "expert_distribution_recorder_buffer_size mooncake_ib_device ep_join_rank_offset elastic_ep_initial_size "
         "max_ep_size elastic_ep_scale_timeout kt_method kt_cpuinfer kt_threadpool_count kt_num_gpu_experts "
@@ -189,10 +195,9 @@ REFUSED = (
         "disaggregation_mode disaggregation_decode_enable_radix_cache disaggregation_decode_enable_offload_kvcache",
     ),
     Refused("pools are sized for all layers in one process", "pp_size"),
-    Refused("start as many servers instead; it has not been tested", "dp_size"),
     Refused(
-        "attention that is split otherwise than by tensor parallelism has not been tested",
-        "enable_dp_attention enable_dp_lm_head moe_dense_tp_size moe_dp_size dwdp_size enable_prefill_delayer "
+        "with DP attention it has not been tested",
+        "enable_dp_lm_head moe_dense_tp_size moe_dp_size dwdp_size enable_prefill_delayer "
         "enable_attn_tp_input_scattered disable_attn_tp_gather",
     ),
     Refused(
@@ -202,8 +207,8 @@ REFUSED = (
     ),
     Refused("a block belongs to one process: no context parallelism", "dcp_size"),
     Refused(
-        "expert parallelism has not been tested",
-        "ep_size moe_a2a_backend ep_num_redundant_experts ep_dispatch_algorithm init_expert_location enable_eplb "
+        "experts lie where --ep-size puts them: moving, doubling or recording them has not been tested",
+        "ep_num_redundant_experts ep_dispatch_algorithm init_expert_location enable_eplb "
         "expert_distribution_recorder_mode enable_expert_distribution_metrics elastic_ep_backend "
         "enable_elastic_expert_backup enable_waterfill ep_join_mode elastic_ep_rejoin enable_return_routed_experts "
         "kt_weight_path",

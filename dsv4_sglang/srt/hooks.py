@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from dsv4_sglang.srt import compat
+from dsv4_sglang.srt import collectives, compat
 from dsv4_sglang.srt.checks import check_started
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.prefix import schedule
@@ -117,6 +117,18 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "a retracted request resumes from its last checkpoint if memory allows; SGLang drops what it generated",
         ),
         Hook(
+            SRT + "layers.dp_attention.dp_gather_partial",
+            HookType.REPLACE,
+            collectives.gather_equal,
+            "a process has whole sums of attention; SGLang adds up those of an attention rank's processes once more",
+        ),
+        Hook(
+            SRT + "layers.dp_attention.dp_gather_replicate",
+            HookType.AROUND,
+            collectives.gather_a_copy,
+            "it clears what it gathers from, as token ids, in all but one process of an attention rank",
+        ),
+        Hook(
             SRT + "managers.scheduler.Scheduler.get_init_info",
             HookType.BEFORE,
             check_started,
@@ -141,6 +153,34 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             HookType.REPLACE,
             lambda self, *args, **kwargs: self,
             "ScheduleBatch.prepare_for_decode pins host memory, which needs a GPU",
+            cpu_only=True,
+        ),
+        Hook(
+            "torch.tensor",
+            HookType.AROUND,
+            lambda original, *args, **kwargs: original(*args, **{**kwargs, "pin_memory": False}),
+            "ForwardBatch.prepare_mlp_sync_batch of DP attention pins host memory, which needs a GPU",
+            cpu_only=True,
+        ),
+        Hook(
+            SRT + "distributed.parallel_state.inplace_all_reduce",
+            HookType.REPLACE,
+            collectives.sum_token_ids,
+            "DP attention gathers token ids by it; SGLang's exists for GPUs only",
+            cpu_only=True,
+        ),
+        Hook(
+            SRT + "distributed.parallel_state.GroupCoordinator.all_gather_into_tensor",
+            HookType.REPLACE,
+            collectives.all_gather,
+            "DP attention gathers tokens by it; SGLang's exists for GPUs only",
+            cpu_only=True,
+        ),
+        Hook(
+            SRT + "distributed.parallel_state.GroupCoordinator.reduce_scatter_tensor",
+            HookType.REPLACE,
+            collectives.reduce_scatter,
+            "DP attention over several processes a rank gathers tokens by it; SGLang's exists for GPUs only",
             cpu_only=True,
         ),
     )

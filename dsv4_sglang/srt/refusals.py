@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, NamedTuple
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
@@ -75,6 +76,7 @@ LIMITS = (
         "weights are taken as the checkpoint has them; quantising them at start has not been tested",
         as_given=True,
     ),
+    Limit("moe_a2a_backend", _one_of("deepep"), "tokens go to experts by all-reduce or DeepEP; give none or deepep"),
     Limit(
         "load_format",
         _one_of("safetensors", "pt", "npcache", "dummy", "fastsafetensors", "runai_streamer"),
@@ -127,14 +129,48 @@ def _unknown(args: Any) -> Iterable[tuple[str, str]]:
             yield _named(field, value), f"it is not known to this package ({compat.version_note()})"
 
 
+def _attention_ranks(args: Any) -> int:
+    """Ranks of DP attention, each with a cache and requests of its own."""
+    return args.dp_size if args.enable_dp_attention else 1
+
+
+def _refused_in_parallel(args: Any) -> Iterable[tuple[str, str]]:
+    """What does not fit the number of processes; `args` as given, since SGLang divides chunks by the ranks later."""
+    ranks = _attention_ranks(args)
+    if args.dp_size > ranks:
+        yield (
+            f"--dp-size {args.dp_size}",
+            "copies of the model share nothing: start as many servers, or give --enable-dp-attention",
+        )
+    if ranks < 2:
+        return
+    if args.tp_size % ranks:
+        yield f"--dp-size {ranks}", f"the {args.tp_size} processes of --tp-size are divided evenly among the ranks"
+    chunk, running = args.chunked_prefill_size, args.max_running_requests
+    if chunk is not None and _on_grid(chunk) and chunk > 0 and chunk % (ranks * BLOCK):
+        yield (
+            f"--chunked-prefill-size {chunk}",
+            f"each of the {ranks} attention ranks takes a part, and parts end at multiples of {BLOCK} tokens; "
+            f"give a multiple of {ranks * BLOCK}, or -1",
+        )
+    if running is not None and running < ranks:
+        yield (
+            f"--max-running-requests {running}",
+            f"each of the {ranks} attention ranks serves a part; give {ranks} or more",
+        )
+
+
 def _refused_for_model(args: Any, hf_config: Any) -> Iterable[tuple[str, str]]:
     """What the model's config has no place for."""
     if args.device == "cpu" and getattr(hf_config, "quantization_config", None) is not None:
         yield "--device cpu", "the checkpoint is quantised, and SGLang has no such layers without a GPU"
-    groups = hf_config.o_groups
-    if groups % args.tp_size:
-        fitting = " or ".join(str(n) for n in range(1, groups + 1) if groups % n == 0)
-        reason = f"the {groups} groups of output heads are divided evenly; give {fitting}"
+    if args.device == "cpu" and args.moe_a2a_backend != "none":
+        yield f"--moe-a2a-backend {args.moe_a2a_backend}", "it sends tokens between GPUs; give none"
+    groups, ranks = hf_config.o_groups, _attention_ranks(args)
+    if args.tp_size % ranks == 0 and groups % (args.tp_size // ranks):
+        fitting = " or ".join(str(n * ranks) for n in range(1, groups + 1) if groups % n == 0)
+        among = f" among the processes of each of {ranks} attention ranks" if ranks > 1 else ""
+        reason = f"the {groups} groups of output heads are divided evenly{among}; give {fitting}"
         yield f"--tp-size {args.tp_size}", reason
     if hf_config.context_len > hf_config.max_position_embeddings:
         yield (
@@ -151,7 +187,13 @@ def _raise(found: Iterable[tuple[str, str]]) -> None:
 
 def refuse_given(args: Any, hf_config: Any) -> None:
     """Raise with every refused flag of `args`, SGLang's ServerArgs while the model's part of them is resolved."""
-    _raise([*_refused(args, resolved=False), *_unknown(args), *_refused_for_model(args, hf_config)])
+    found = (
+        _refused(args, resolved=False),
+        _unknown(args),
+        _refused_in_parallel(args),
+        _refused_for_model(args, hf_config),
+    )
+    _raise(chain.from_iterable(found))
 
 
 def refuse_resolved(args: Any) -> None:

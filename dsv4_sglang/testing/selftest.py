@@ -145,6 +145,7 @@ def _steps(device: torch.device, topk: int) -> list[tuple[StepMetadata, slice]]:
         track_lens=None,
         top_k=topk,
         max_length=PREFILL,
+        padding=0,
         **tables,
     )
     steps = [(prefill, slice(0, PREFILL))]

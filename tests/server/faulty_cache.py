@@ -1,7 +1,8 @@
-"""A plugin of SGLang that breaks the prefix cache of a server under test, one way at a time.
+"""A plugin of SGLang that breaks a server under test, one way at a time.
 
 `entry_point` makes a folder for PYTHONPATH through which servers find it. It does nothing while the file named by
-FAULT_FILE is empty or missing; a test writes one of FAULTS there, and the steps from then on are broken that way.
+FAULT_FILE is empty or missing; a test writes one of FAULTS (of the prefix cache) or
+RANK_FAULTS (of DP attention) there, and the steps from then on are broken that way.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ FAULTS = (
     "indexer tail dropped",
     "a slot reused without its state",
     "a checkpoint shared without a copy",
+)
+RANK_FAULTS = (
+    "a rank's processes are added up",
+    "experts see tokens of one rank",
+    "padding owns a request's slot",
 )
 KEPT_MAIN, KEPT_INDEX = slice(0, 512), slice(512, 640)
 PACKAGE = "dsv4_sglang."
@@ -39,6 +45,8 @@ def register() -> None:
         ("srt.backend.HybridCacheBackend.forward_extend", _extend),
         ("cache.state_cache.StateStorage.store", _store),
         ("srt.prefix.slots.CheckpointSlots.load_to_active", _load),
+        ("srt.collectives.gather_a_copy", _gather),
+        ("attention.metadata.build_prefill", _build_prefill),
     ):
         HookRegistry.register(PACKAGE + target, function, HookType.AROUND)
 
@@ -87,3 +95,20 @@ def _load(original: Callable[..., None], slots: Any, pool: Any, checkpoints: Any
         import torch
 
         _shared.append((checkpoints.to(torch.int32), live.to(torch.int32)))
+
+
+def _gather(original: Callable[..., None], gather: Callable[..., None], everyones: Any, own: Any, batch: Any) -> None:
+    original(gather, everyones, own, batch)
+    if everyones.is_floating_point() and _fault() == RANK_FAULTS[0]:
+        from sglang.srt.runtime_context import get_parallel
+
+        everyones *= get_parallel().attn_tp_size
+    if everyones.is_floating_point() and _fault() == RANK_FAULTS[1]:
+        everyones[: everyones.shape[0] // 2] = 0
+
+
+def _build_prefill(original: Callable[..., Any], **arguments: Any) -> Any:
+    step = original(**arguments)
+    if arguments["padding"] and _fault() == RANK_FAULTS[2]:
+        step.slots[-1] = step.slots[0]
+    return step

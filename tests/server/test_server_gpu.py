@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_harness import Generated, Server, distances, prompt, running
+from server_harness import Generated, Server, distances, on_rank, prompt, running
 
 from dsv4_sglang.testing.oracle import Oracle
 
@@ -45,8 +45,15 @@ SERVERS: dict[str, tuple[str, ...]] = {
         *("--schedule-conservativeness", "0.3"),
     ),
     "fp8, two GPUs": ("--max-total-tokens", "65536", "--max-running-requests", "16", "--tp-size", "2"),
+    # 16 requests and chunks of 4,096 tokens a rank.
+    "fp8, two ranks": (
+        *("--max-total-tokens", "65536", "--max-running-requests", "32", "--chunked-prefill-size", "8192"),
+        *("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+    ),
 }
-GPUS = {"fp8, two GPUs": 2}
+GPUS = {"fp8, two GPUs": 2, "fp8, two ranks": 2}
+# What hits depends on the rank: tests that know of one cache have the other rank idle.
+FIELDS = {"fp8, two ranks": on_rank(0)}
 # Means of |d log p|. The rounding of rows alone gives 0.004 (bf16) and 0.053 (FP8), bf16 compute 0.014 on top; one
 # spoilt entry gives 0.07 and more (tests/test_make_tiny.py).
 ALLOWED = {name: 0.025 if name.startswith("bf16") else 0.068 for name in SERVERS}
@@ -67,7 +74,9 @@ def servers(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
         def start(name: str) -> Server:
             log = tmp_path_factory.mktemp("gpu") / "log"
             flags = (*COMMON, *SERVERS[name], *extra)
-            return stack.enter_context(running(model, log, *flags, cpu=False, **OPTIONS))
+            server = stack.enter_context(running(model, log, *flags, cpu=False, **OPTIONS))
+            server.fields = FIELDS.get(name, {})
+            return server
 
         yield dict(zip(names, pool.map(start, names)))
 
@@ -149,6 +158,43 @@ def test_more_requests_than_fit(servers: dict[str, Server], oracle: Oracle) -> N
     assert servers[name].retractions(), "nothing was retracted: the test does not test"
     assert_near(oracle, name, list(zip(prompts[::6], answers[::6])))
     servers[name].wait_idle()
+
+
+@pytest.fixture
+def ranks(servers: dict[str, Server]) -> Server:
+    """The server with two ranks of DP attention, both of them empty."""
+    if "fp8, two ranks" not in servers:
+        pytest.skip("needs 2 GPUs")
+    server = servers["fp8, two ranks"]
+    server.flush()
+    return server
+
+
+def test_both_ranks_at_once(ranks: Server, oracle: Oracle) -> None:
+    """Steps in which both decode, one prefills, and one has nothing to do: graphs of padding, and steps without."""
+    asked = [
+        (n, 10 * (1 + i % 4), i % 2 if i < 8 else 1) for i, n in enumerate((*LENGTHS, 2000, 64, 30, 5, 1, 900, 17))
+    ]
+    prompts = [prompt(n, seed=30 + i) for i, (n, _, _) in enumerate(asked)]
+    got = ranks.generate_all(prompts, [count for _, count, _ in asked], [rank for _, _, rank in asked])
+    assert [len(answer.tokens) for answer in got] == [count for _, count, _ in asked]
+    assert_near(oracle, "fp8, two ranks", list(zip(prompts, got)))
+    ranks.wait_idle()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_other_rank_is_idle(ranks: Server, oracle: Oracle, rank: int) -> None:
+    prompts = [prompt(n, seed=40 + rank) for n in (1, 129, 700)]
+    asked = [(ids, ranks.generate(ids, GENERATED, **on_rank(rank))) for ids in prompts]
+    assert_near(oracle, "fp8, two ranks", asked)
+
+
+def test_hits_are_those_of_a_rank(ranks: Server, oracle: Oracle) -> None:
+    ids = prompt(700, seed=42)
+    found = [ranks.generate(ids, GENERATED, **on_rank(rank)) for rank in (0, 1, 0, 1)]
+    assert [got.cached for got in found] == [0, 0, 640, 640]
+    assert_near(oracle, "fp8, two ranks", [(ids, got) for got in found])
+    assert all(ranks.metrics(rank=rank)["prefix_hit_tokens"] >= 640 for rank in (0, 1))
 
 
 # Warm = cold. Both answers come from the same server: what they differ by without a prefix hit, an answer that was

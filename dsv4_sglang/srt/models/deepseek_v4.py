@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from sglang.srt.environ import envs
-from sglang.srt.layers.dp_attention import attn_tp_all_reduce
+from sglang.srt.layers import dp_attention
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -273,7 +273,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
         y, _ = self.wo_b(projected.flatten(1))
         # wo_b adds up the parts of all processes itself, but not where attention is split over some of them only.
         if 1 < self.attn_tp_size < get_parallel().tp_size:
-            y = attn_tp_all_reduce(y)
+            y = dp_attention.attn_tp_all_reduce(y)
         return y
 
     def _fp8_wo_a(self, grouped: Tensor, derotate_from: Tensor | None) -> Tensor:
@@ -348,13 +348,21 @@ class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
         return torch_layers.hyper_connection_post(x, residual, post, comb)
 
     def _run_moe_ffn_dp_sync(
-        self, hidden_states: Tensor, forward_batch: Any, *, input_ids: Tensor, **kwargs: Any
+        self, hidden_states: Tensor, forward_batch: Any, *, input_ids: Tensor, input_ids_global: Tensor
     ) -> Tensor:
         if not self.on_cpu:
-            return super()._run_moe_ffn_dp_sync(hidden_states, forward_batch, input_ids=input_ids, **kwargs)
-        return torch_layers.mixture_of_experts(
-            self.mlp, hidden_states, input_ids, getattr(self.config, "swiglu_limit", None)
-        )
+            ids = {"input_ids": input_ids, "input_ids_global": input_ids_global}
+            return super()._run_moe_ffn_dp_sync(hidden_states, forward_batch, **ids)
+        limit = getattr(self.config, "swiglu_limit", None)
+        if get_parallel().attn_dp_size == 1:
+            return torch_layers.mixture_of_experts(self.mlp, hidden_states, input_ids, limit)
+        # Experts are divided among all processes: each takes the tokens of all ranks, then keeps its rank's.
+        everyones = dp_attention.get_global_dp_buffer(get_parallel().tp_group)
+        dp_attention.dp_gather_replicate(everyones, hidden_states, forward_batch)
+        out = torch_layers.mixture_of_experts(self.mlp, everyones, input_ids_global, limit)
+        own = torch.empty_like(hidden_states)
+        dp_attention.dp_scatter(own, out, forward_batch)
+        return own
 
 
 class Model(in_tree.DeepseekV4Model):

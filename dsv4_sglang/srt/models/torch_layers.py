@@ -108,11 +108,14 @@ def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, limit:
 def mixture_of_experts(mlp: Any, x: torch.Tensor, input_ids: torch.Tensor, limit: float | None) -> torch.Tensor:
     """The whole MoE block of one layer for unquantised experts: `x [T, hidden]` to `[T, hidden]`.
 
-    With tensor parallelism a process has a part of every expert's intermediate dims, and the parts are added.
+    With several processes one has some of the experts (expert parallelism), or a part of every expert's intermediate
+    dims (tensor parallelism), or both; what they have is added.
     """
     experts, weights = route(mlp, x, input_ids)
+    count = mlp.experts.num_local_experts
+    experts = experts - count * mlp.experts.moe_ep_rank
     out = torch.zeros_like(x, dtype=torch.float32)
-    for expert in experts.unique().tolist():
+    for expert in experts[(experts >= 0) & (experts < count)].unique().tolist():
         token, rank = (experts == expert).nonzero(as_tuple=True)
         y = gated_mlp(x[token], mlp.experts.w13_weight[expert], mlp.experts.w2_weight[expert], limit)
         out.index_add_(0, token, y.float() * weights[token, rank, None])

@@ -47,8 +47,11 @@ class CheckpointComponent(MambaComponent):
         super().__init__(cache, params)
         self.interval = interval
         self.slots: CheckpointSlots = params.req_to_token_pool.mamba_ckpt_pool
-        # The processes of tensor parallelism do the same; the first one tells.
-        self.counters = PrefixCounters(self.slots, params.enable_metrics, silent=get_parallel().tp_rank > 0)
+        # The processes of tensor parallelism do the same, and the first one tells; those of DP attention do not.
+        parallel = get_parallel()
+        self.counters = PrefixCounters(
+            self.slots, params.enable_metrics, rank=parallel.attn_dp_rank, silent=parallel.attn_tp_rank > 0
+        )
 
     # Requests
 

@@ -23,6 +23,8 @@ COUNTERS = {
     "copy_seconds": "device time of the copies of prefill steps; decode steps copy inside their CUDA graph, untimed",
 }
 HELD = "checkpoint slots in use"
+RANK_LABEL = "dp_rank"
+"""Of every metric, as SGLang calls it."""
 
 
 class PrefixCounters:
@@ -31,7 +33,8 @@ class PrefixCounters:
     A request that was retracted counts again when it comes back.
     """
 
-    def __init__(self, slots: CheckpointSlots, metrics: bool, silent: bool = False) -> None:
+    def __init__(self, slots: CheckpointSlots, metrics: bool, rank: int = 0, silent: bool = False) -> None:
+        """`rank`: of DP attention, whose ranks count for themselves."""
         self._slots, self._silent = slots, silent
         self.hit_tokens = self.lost_tokens = self.taken = self.evicted = self.refused = self.loaded = 0
         self.timed_copies = 0
@@ -43,8 +46,11 @@ class PrefixCounters:
             # SGLang sets PROMETHEUS_MULTIPROC_DIR first; the library reads it when it is imported.
             from prometheus_client import Counter, Gauge
 
-            self._prometheus = {name: Counter(f"dsv4:prefix_{name}", text) for name, text in COUNTERS.items()}
-            self._held = Gauge("dsv4:checkpoints_held", HELD, multiprocess_mode="mostrecent")
+            label, value = (RANK_LABEL,), str(rank)
+            self._prometheus = {
+                name: Counter(f"dsv4:prefix_{name}", text, label).labels(value) for name, text in COUNTERS.items()
+            }
+            self._held = Gauge("dsv4:checkpoints_held", HELD, label, multiprocess_mode="mostrecent").labels(value)
 
     def resumed(self, resumed: int, cached: int) -> None:
         """A request begins at `resumed` tokens; its path has blocks up to `cached`."""

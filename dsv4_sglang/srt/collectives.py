@@ -1,0 +1,43 @@
+"""What processes exchange in a step of DP attention, where SGLang's own functions are wrong or need a GPU.
+
+Parameters have the names of those of the functions that these replace; `hooks` says which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed
+from sglang.srt.layers import dp_attention
+from sglang.srt.runtime_context import get_parallel
+from torch import Tensor
+
+Gather = Callable[[Tensor, Tensor, Any], None]
+
+
+def gather_equal(global_tokens: Tensor, local_tokens: Tensor, forward_batch: Any) -> None:
+    """Tokens of all attention ranks from those of each, which are the same in all processes of a rank."""
+    dp_attention.dp_gather_replicate(global_tokens, local_tokens, forward_batch)
+
+
+def gather_a_copy(original: Gather, global_tokens: Tensor, local_tokens: Tensor, forward_batch: Any) -> None:
+    """The same, and `local_tokens` stay as they are."""
+    if get_parallel().attn_tp_size > 1:
+        local_tokens = local_tokens.clone()
+    original(global_tokens, local_tokens, forward_batch)
+
+
+def sum_token_ids(*args: Any, **kwargs: Any) -> None:
+    """REPLACE `parallel_state.inplace_all_reduce(tensor, group_name)`, whose decorator hides the parameters: on a CPU
+    only DP attention calls it, for its token ids, of which all processes have a part.
+    """
+    tensor = args[0] if args else kwargs["tensor"]
+    torch.distributed.all_reduce(tensor, group=get_parallel().tp_group.device_group)
+
+
+def all_gather(self: Any, output: Tensor, input: Tensor) -> None:
+    torch.distributed.all_gather_into_tensor(output, input, group=self.device_group)
+
+
+def reduce_scatter(self: Any, output: Tensor, input: Tensor) -> None:
+    torch.distributed.reduce_scatter_tensor(output, input, group=self.device_group)

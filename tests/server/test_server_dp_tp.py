@@ -1,0 +1,82 @@
+"""DP attention with two processes a rank, which share its heads; an expert belongs to two of the four.
+
+SGLang fills steps up to an even number of tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from faulty_cache import FAULT_FILE, RANK_FAULTS, entry_point
+from server_harness import (
+    Server,
+    assert_burst,
+    assert_same,
+    distances,
+    make_way,
+    on_rank,
+    one_core_each,
+    prompt,
+    running,
+)
+
+from dsv4_sglang.testing.oracle import Oracle
+
+pytestmark = pytest.mark.server
+
+TOLERANCE = 1e-4
+FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024")
+FLAGS += ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention", "--ep-size", "2")
+FLAGS += ("--max-running-requests", "12", "--chunked-prefill-size", "512")
+OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_checkpoints": 12}
+# (tokens, tokens to generate, rank); an odd number of tokens is filled up to an even one.
+ASKED = [(131, 6, 0), (5, 10, 1), (3, 4, 1)]
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny: Callable[..., Path]) -> Oracle:
+    return Oracle(tiny(seed=0))
+
+
+@pytest.fixture(scope="module")
+def fault(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The file that says how the server is broken at the moment."""
+    folder = tmp_path_factory.mktemp("fault")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([*entry_point(folder), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv(FAULT_FILE, str(folder / "fault"))
+        yield folder / "fault"
+
+
+@pytest.fixture(scope="module")
+def server(fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("dp4") / "log"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(4))
+        with running(tiny(seed=0), log, *FLAGS, **OPTIONS) as server:
+            yield make_way(server)
+
+
+def test_two_processes_a_rank(server: Server, oracle: Oracle) -> None:
+    assert_burst(server, oracle, ASKED, seed=50, tolerance=TOLERANCE)
+    ids = prompt(259, seed=9)
+    cold = server.generate(ids, 8, **on_rank(1))
+    warm = server.generate(ids, 8, **on_rank(1))
+    assert (cold.cached, warm.cached) == (0, 256)
+    assert distances(oracle, ids, cold).max() <= TOLERANCE
+    assert_same(warm, cold, TOLERANCE)
+    server.wait_idle()
+
+
+@pytest.mark.parametrize("kind", RANK_FAULTS)
+def test_a_broken_rank_shows(server: Server, oracle: Oracle, fault: Path, kind: str) -> None:
+    fault.write_text(kind)
+    try:
+        with pytest.raises(AssertionError):
+            assert_burst(server, oracle, ASKED, seed=60, tolerance=TOLERANCE)
+    finally:
+        fault.unlink()
+    server.flush()
