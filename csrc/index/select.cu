@@ -26,7 +26,7 @@
 namespace dsv4 {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kThreads = 512;
 constexpr int kGroups = 4 * kThreads;  // of scores of which the largest is kept
 constexpr int kBins = 2048, kBinBits = 11;
 constexpr int kCandidates = 4096;
@@ -40,16 +40,29 @@ struct Found {
   uint32_t bin, above, inside;  // how many lie in higher bins, and in it
 };
 
-struct Shared {
-  uint64_t candidates[kCandidates];
+/// What a block of so many threads counts in.
+template <int threads>
+struct Histogram {
   uint32_t bins[kBins];
-  uint32_t warp_sums[kWarps], warp_low[kWarps], warp_high[kWarps];
-  uint32_t bound[kMaxCluster];
-  uint32_t chosen[kThreads];  // bits of a thread's entries
+  uint32_t warp_sums[threads / 32];
   Found found;
+};
+
+struct Shared : Histogram<kThreads> {
+  uint64_t candidates[kCandidates];
+  uint32_t bound[kMaxCluster];
   uint32_t low, high;  // of the maxima
   uint32_t count;      // of candidates
   uint32_t peak;       // of candidates
+};
+
+/// The same for scores in registers.
+template <int threads>
+struct SharedHeld : Histogram<threads> {
+  uint64_t ties[kTies];
+  uint32_t warp_low[threads / 32], warp_high[threads / 32];
+  uint32_t chosen[threads];  // bits of a thread's entries
+  uint32_t count;            // of ties
 };
 
 /// A bit an entry, words spread so that threads may take runs of them without bank conflicts.
@@ -85,7 +98,8 @@ __device__ __forceinline__ void visit_scores(const float* row, int n, bool align
 }
 
 /// Sum of x over the threads before this one; all threads take part, and a barrier must come before the next call.
-__device__ __forceinline__ uint32_t sum_before(Shared& s, uint32_t x) {
+template <int threads>
+__device__ __forceinline__ uint32_t sum_before(Histogram<threads>& s, uint32_t x) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint32_t sum = x;
 #pragma unroll
@@ -99,8 +113,9 @@ __device__ __forceinline__ uint32_t sum_before(Shared& s, uint32_t x) {
 }
 
 /// The bin, counted from the highest, that has number `wanted` of the numbers in `bins`.
-__device__ __forceinline__ Found find_bin(Shared& s, uint32_t wanted) {
-  constexpr int own = kBins / kThreads;
+template <int threads>
+__device__ __forceinline__ Found find_bin(Histogram<threads>& s, uint32_t wanted) {
+  constexpr int own = kBins / threads;
   uint32_t count[own], sum = 0;
   const int highest = kBins - 1 - own * threadIdx.x;
 #pragma unroll
@@ -188,8 +203,8 @@ __device__ __forceinline__ void write_rows(Shared& s, const uint32_t* bitmap, in
 /// How many bits are set in `flags` before each of this lane's quads, in the order of entries: of a warp's quads i,
 /// four bits of each lane from bit 4 i on, first those of quad 0. All threads take part; a barrier must come before the
 /// next call.
-template <int quads>
-__device__ __forceinline__ void set_before(Shared& s, uint32_t flags, uint32_t (&before)[quads]) {
+template <int quads, int threads>
+__device__ __forceinline__ void set_before(Histogram<threads>& s, uint32_t flags, uint32_t (&before)[quads]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint32_t total = 0;
 #pragma unroll
@@ -217,21 +232,18 @@ __device__ __forceinline__ void set_before(Shared& s, uint32_t flags, uint32_t (
   for (int i = 0; i < quads; ++i) before[i] += of_warps;
 }
 
-/// Entries of `quads` quads a thread.
-template <int quads>
-constexpr int kHeld = 4 * quads * kThreads;
-
-/// Writes the rows of the `p.top` best of n entries, p.top < n <= kHeld<quads>. A warp has 128 x quads entries in a
-/// row, a lane four of each 128.
-template <int quads>
-__device__ __forceinline__ void select_held(const SelectParams& p, Shared& s, const float* row, int n,
+/// Writes the rows of the `p.top` best of n entries, p.top < n <= 4 x quads x threads. A warp has 128 x quads entries
+/// in a row, a lane four of each 128.
+template <int quads, int threads>
+__device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<threads>& s, const float* row, int n,
                                             const int32_t* table, int32_t* rows) {
+  static_assert(kTies <= threads && threads / 32 <= 32, "a thread a tie, a lane a warp");
   static_assert(quads <= 8, "a bit of `flags` an entry");
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first = 128 * quads * warp + 4 * lane;
   if (threadIdx.x == 0) s.count = 0;
   s.chosen[threadIdx.x] = 0;
-  for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
+  for (int i = threadIdx.x; i < kBins; i += threads) s.bins[i] = 0;
   float4 v[quads];
   // Asked for with the scores, unless that takes more registers than there are.
   constexpr bool early = quads <= 4;
@@ -256,8 +268,8 @@ __device__ __forceinline__ void select_held(const SelectParams& p, Shared& s, co
   low = __reduce_min_sync(kAllLanes, low), high = __reduce_max_sync(kAllLanes, high);
   if (lane == 0) s.warp_low[warp] = low, s.warp_high[warp] = high;
   __syncthreads();
-  low = __reduce_min_sync(kAllLanes, lane < kWarps ? s.warp_low[lane] : 0xffffffffu);
-  high = __reduce_max_sync(kAllLanes, lane < kWarps ? s.warp_high[lane] : 0);
+  low = __reduce_min_sync(kAllLanes, lane < threads / 32 ? s.warp_low[lane] : 0xffffffffu);
+  high = __reduce_max_sync(kAllLanes, lane < threads / 32 ? s.warp_high[lane] : 0);
 
   // All above `high` are among the best, and `wanted` of the `inside` ones from `low` to `high`.
   uint32_t wanted = p.top, inside;
@@ -275,7 +287,7 @@ __device__ __forceinline__ void select_held(const SelectParams& p, Shared& s, co
     low += found.bin << shift, high = low + min(high - low, (1u << shift) - 1);
     wanted -= found.above, inside = found.inside;
     if (shift == 0 || inside == wanted || inside <= kTies) break;
-    for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
+    for (int i = threadIdx.x; i < kBins; i += threads) s.bins[i] = 0;
     __syncthreads();
   }
 
@@ -295,14 +307,14 @@ __device__ __forceinline__ void select_held(const SelectParams& p, Shared& s, co
     for (int i = 0; i < quads; ++i) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        if (ties >> (4 * i + k) & 1) s.candidates[atomicAdd(&s.count, 1u)] = order_of(order[i][k], first + 128 * i + k);
+        if (ties >> (4 * i + k) & 1) s.ties[atomicAdd(&s.count, 1u)] = order_of(order[i][k], first + 128 * i + k);
       }
     }
     __syncthreads();
     if (threadIdx.x < inside) {
-      const uint64_t own = s.candidates[threadIdx.x];
+      const uint64_t own = s.ties[threadIdx.x];
       uint32_t larger = 0;
-      for (uint32_t j = 0; j < inside; ++j) larger += s.candidates[j] > own;
+      for (uint32_t j = 0; j < inside; ++j) larger += s.ties[j] > own;
       const uint32_t entry = entry_of(own), at = entry % (128 * quads);
       const uint32_t owner = entry / (128 * quads) * 32 + at % 128 / 4;
       if (larger < wanted) atomicOr(&s.chosen[owner], 1u << (4 * (at / 128) + at % 4));
@@ -310,7 +322,7 @@ __device__ __forceinline__ void select_held(const SelectParams& p, Shared& s, co
     __syncthreads();
     best |= s.chosen[threadIdx.x];
   } else {  // all of one score: the first ones
-    set_before<quads>(s, ties, before);
+    set_before<quads, threads>(s, ties, before);
 #pragma unroll
     for (int i = 0; i < quads; ++i) {
       uint32_t at = before[i];
@@ -319,13 +331,48 @@ __device__ __forceinline__ void select_held(const SelectParams& p, Shared& s, co
     }
     __syncthreads();
   }
-  set_before<quads>(s, best, before);
+  set_before<quads, threads>(s, best, before);
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
     uint32_t at = before[i], four = best >> 4 * i & 15;
     if (!early && four) block[i] = table[(first + 128 * i) / kKeysPerBlock];
     for (; four; four &= four - 1) rows[at++] = block[i] * kKeysPerBlock + 4 * lane % kKeysPerBlock + __ffs(four) - 1;
   }
+}
+
+struct Token {
+  int n;  // entries that it sees
+  const int32_t* table;
+  int32_t* rows;
+  const float* row;  // of scores
+
+  __device__ __forceinline__ Token(const SelectParams& p, int token)
+      : table(p.table + p.request[token] * p.table_stride),
+        rows(p.rows + token * p.rows_stride),
+        row(p.scores + token * p.scores_stride) {
+    const int64_t visible = (p.positions[token] + 1) / kCsaRatio;
+    n = int(visible <= p.top ? visible : min(visible, int64_t(p.width)));
+  }
+
+  /// Where all are selected.
+  __device__ __forceinline__ void write_all(int top) const {
+    for (int i = threadIdx.x; i < top; i += blockDim.x)
+      rows[i] = i < n ? table[i / kKeysPerBlock] * kKeysPerBlock + i % kKeysPerBlock : -1;
+  }
+};
+
+/// Many tokens that see at most 4 x quads x threads entries: small blocks, `resident` of a processor at a time.
+template <int threads, int quads, int resident>
+__global__ void __launch_bounds__(threads, resident) select_held_kernel(const __grid_constant__ SelectParams p) {
+  wait_for_previous_kernel();
+  SharedHeld<threads>& s = *static_cast<SharedHeld<threads>*>(shared_memory());
+  const Token t(p, blockIdx.x);
+  if (t.n <= p.top)
+    t.write_all(p.top);
+  else if (t.n <= 2 * quads * threads)
+    select_held<quads / 2>(p, s, t.row, t.n, t.table, t.rows);
+  else
+    select_held<quads>(p, s, t.row, t.n, t.table, t.rows);
 }
 
 /// `resident`: blocks of a processor at a time.
@@ -335,28 +382,20 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
   Shared& s = *static_cast<Shared*>(shared_memory());
   uint32_t* bitmap = reinterpret_cast<uint32_t*>(&s + 1);
   const int token = clustered ? blockIdx.x / p.cluster : blockIdx.x, rank = clustered ? cluster_rank() : 0;
-  const int64_t visible = (p.positions[token] + 1) / kCsaRatio;
-  const int n = int(visible <= p.top ? visible : min(visible, int64_t(p.width)));
-  const int32_t* table = p.table + p.request[token] * p.table_stride;
-  int32_t* rows = p.rows + token * p.rows_stride;
-  const float* row = p.scores + token * p.scores_stride;
-  if (n <= p.top) {
-    if (rank > 0) return;
-    for (int i = threadIdx.x; i < p.top; i += kThreads) {
-      rows[i] = i < n ? table[i / kKeysPerBlock] * kKeysPerBlock + i % kKeysPerBlock : -1;
-    }
-    return;
-  }
+  const auto [n, table, rows, row] = Token(p, token);
   // Eight quads take more registers than three blocks leave.
   constexpr int most = resident > 2 ? 4 : 8;
-  if (n <= kHeld<most>) {
+  if (n <= max(p.top, 4 * most * kThreads)) {
     if (rank > 0) return;
-    if (n <= kHeld<2>)
-      select_held<2>(p, s, row, n, table, rows);
-    else if (n <= kHeld<4>)
-      select_held<4>(p, s, row, n, table, rows);
+    SharedHeld<kThreads>& held = *static_cast<SharedHeld<kThreads>*>(shared_memory());
+    if (n <= p.top)
+      Token(p, token).write_all(p.top);
+    else if (n <= 8 * kThreads)
+      select_held<2>(p, held, row, n, table, rows);
+    else if (n <= 16 * kThreads)
+      select_held<4>(p, held, row, n, table, rows);
     else if constexpr (most > 4)
-      select_held<8>(p, s, row, n, table, rows);
+      select_held<8>(p, held, row, n, table, rows);
     return;
   }
   const int ranks = clustered ? min(p.cluster, (n + kShare - 1) / kShare) : 1;
@@ -418,18 +457,28 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
   write_rows(s, bitmap, n, table, rows);
 }
 
+template <int threads, int quads, int resident>
+cudaError_t launch_held(const SelectParams& p, bool sm_90, cudaStream_t stream) {
+  constexpr unsigned bytes = sizeof(SharedHeld<threads>);
+  static_assert(bytes <= 48 << 10, "more must be asked for");
+  return launch(select_held_kernel<threads, quads, resident>, {dim3(unsigned(p.tokens)), threads, bytes, 1, sm_90},
+                stream, p);
+}
+
 }  // namespace
 
 cudaError_t launch_select(SelectParams p, bool sm_90, int processors, cudaStream_t stream) {
-  const bool holds = p.width <= kHeld<8>;
+  // Where two blocks a processor hold all tokens, a third place would only let some processors take more than others.
+  const bool few = p.tokens <= 2 * processors;
+  if (!few && p.width <= 4096) return launch_held<256, 4, 6>(p, sm_90, stream);
+  if (!few && p.width <= 8192) return launch_held<256, 8, 4>(p, sm_90, stream);
+  if (!few && p.width <= 16384) return launch_held<512, 8, 2>(p, sm_90, stream);
   p.cluster = 1;
-  while (sm_90 && !holds && p.cluster < kMaxCluster && 2 * p.cluster * p.tokens <= processors &&
+  while (sm_90 && p.width > 32 * kThreads && p.cluster < kMaxCluster && 2 * p.cluster * p.tokens <= processors &&
          p.cluster * kShare < p.width)
     p.cluster *= 2;
   const unsigned bytes = shared_bytes(p.width);
-  // Where two blocks a processor hold all tokens, a third place would only let some processors take more than others.
-  const bool two = holds || p.tokens <= 2 * processors;
-  const auto kernel = p.cluster > 1 ? select_kernel<true, 2> : two ? select_kernel<false, 2> : select_kernel<false, 3>;
+  const auto kernel = p.cluster > 1 ? select_kernel<true, 2> : few ? select_kernel<false, 2> : select_kernel<false, 3>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
   if (error != cudaSuccess) return error;
   return launch(kernel, {dim3(unsigned(p.tokens * p.cluster)), kThreads, bytes, unsigned(p.cluster), sm_90}, stream, p);
