@@ -5,17 +5,15 @@
 // bin of a histogram that has the `top`-th largest, all above it, and of that bin the largest. More scores are read
 // twice and mostly not kept:
 //   1. A thread keeps the largest score of each of its four columns of the row. The `top`-th largest of these 2048
-//   maxima (of a
-//      cluster's block, its share of `top`, and then the least of the blocks) is a bound that at least `top` scores
-//      reach, and few more.
+//      maxima (of a cluster's block, its share of `top`, and then the least of the blocks) is a bound that at least
+//      `top` scores reach, and few more.
 //   2. Scores that reach it go to a list, in any order, as numbers that hold score and entry and are all different; in
-//   a cluster, to one
-//      of each block, which then reserves its place in the first block's at once.
+//      a cluster, to one of each block, which then reserves its place in the first block's at once.
 //   3. The `top`-th largest of the list, by histograms of eleven bits of what is left of the range, until a bin's
-//   numbers are all
-//      wanted. Scores that overflow the list (many equal ones) are instead read again for each histogram.
+//      numbers are all wanted. Scores that overflow the list (many equal ones) are instead read again for each
+//      histogram.
 //   4. What reaches it sets a bit; a word of bits is a block of the table, and sums of the bits before it say where
-//   rows go.
+//      rows go.
 // Counts in shared memory are atomic and do not depend on the order of the additions. Bytes: 4 a score, a second time
 // from L1 or L2.
 #include "../launch.cuh"

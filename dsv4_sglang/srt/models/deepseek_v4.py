@@ -268,8 +268,10 @@ class CachedAttention(in_tree.MqaAttentionBase):
         if out.rotated or compat.quantises_output_projection():
             projected = self._fp8_wo_a(grouped, positions if out.rotated else None)
         else:
-            weight = self.wo_a.weight.view(self.n_local_groups, self.o_lora_rank, -1).to(grouped.dtype)
-            projected = torch.einsum("tgd,grd->tgr", grouped, weight)
+            weight = self.wo_a.weight.data.view(self.n_local_groups, self.o_lora_rank, -1).to(grouped.dtype)
+            projected = grouped.new_empty(grouped.shape[0], self.n_local_groups, self.o_lora_rank)
+            # One product a group, written where its tokens lie; einsum would lay groups apart and wo_b copy them.
+            torch.bmm(grouped.transpose(0, 1), weight.transpose(1, 2), out=projected.transpose(0, 1))
         y, _ = self.wo_b(projected.flatten(1))
         # wo_b adds up the parts of all processes itself, but not where attention is split over some of them only.
         if 1 < self.attn_tp_size < get_parallel().tp_size:
