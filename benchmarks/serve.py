@@ -111,11 +111,13 @@ class Bench:
                 yield row | {"value": summary.period_us or None, **dataclasses.asdict(summary)}
 
     def warm_up(self, server: Server, measures: list[str]) -> None:
-        """Every size that is measured goes through once, and the batches of few prompts with which a burst begins."""
+        """Every size that is measured goes through once.
+
+        How many prompts a burst's prefill steps have is not known, but decode lines count only when all decode.
+        """
         bursts = {*(self.plan.decode if "decode" in measures else ())}
         bursts |= {*(self.plan.profile if "profile" in measures else ())}
-        first = range(1, min(8, max(bursts, default=0)) + 1)
-        for requests in sorted({*first, *bursts}):
+        for requests in sorted(bursts):
             server.generate(self.prompts(requests), WARM_UP_TOKENS)
         prompts = {*(self.plan.ttft if "ttft" in measures else ())}
         prompts |= {self.plan.profile_prompt} if "profile" in measures else set()

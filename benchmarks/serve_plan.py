@@ -72,7 +72,10 @@ DRY = Plan(
 def plan(args: argparse.Namespace) -> Plan:
     if args.dry_run:
         return DRY
-    return QUICK if args.quick else SHORT if args.model == "v4flash" else FULL
+    chosen = QUICK if args.quick else SHORT if args.model == "v4flash" else FULL
+    if not args.decode:
+        return chosen
+    return dataclasses.replace(chosen, decode={int(n): chosen.decode.get(int(n), 160) for n in args.decode.split(",")})
 
 
 def flags(args: argparse.Namespace, memory: float) -> list[str]:
@@ -94,6 +97,7 @@ def flags(args: argparse.Namespace, memory: float) -> list[str]:
 
 def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--model", choices=MODELS, default="flashshape", help="of benchmarks/configs (%(default)s)")
+    options.add_argument("--decode", default="", help="requests at once, as in 64,256; default: 1,16,64,256")
     options.add_argument("--tp", type=int, default=1, help="GPUs of a server (%(default)s)")
     options.add_argument("--dp", type=int, default=1, help="ranks of DP attention among them (%(default)s)")
     options.add_argument("--gpus", default="", help="the servers' GPUs, as in 2,3; default: the first ones")
@@ -109,6 +113,8 @@ def resolve(options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     args.memory = model.memory if args.memory is None else args.memory
     args.start_timeout = model.start_seconds if args.start_timeout is None else args.start_timeout
     args.measure = model.measures if args.measure is None else args.measure
+    if args.decode and not all(n.isdigit() and 0 < int(n) <= MAX_REQUESTS for n in args.decode.split(",")):
+        options.error(f"--decode {args.decode}: expected numbers of 1 to {MAX_REQUESTS} requests, separated by commas")
     measures = args.measure.split(",")
     if unknown := set(measures) - {"decode", "ttft", "fit", "profile"}:
         options.error(f"--measure {min(unknown)}: expected some of decode, ttft, fit, profile")

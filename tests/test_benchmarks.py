@@ -441,6 +441,7 @@ def test_flags_of_the_served_configurations() -> None:
     assert value(flags, "--max-running-requests") == "256"  # of all ranks: SGLang divides it
     graphs = flags[flags.index("--cuda-graph-bs-decode") + 1 : flags.index("--tp-size")]
     assert (graphs[0], graphs[-1]) == ("1", "128")  # of one rank
+    assert serve_plan.plan(serve_arguments("--model", "v4flash", "--decode", "64,256")).decode == {64: 160, 256: 160}
     config = json.loads((serve_plan.MODELS["v4flash"].folder / "config.json").read_text())
     assert (config["n_routed_experts"], config["quantization_config"]["quant_method"]) == (128, "fp8")
     assert config["hidden_size"] == FLASH.hidden_size
@@ -453,6 +454,7 @@ def test_flags_of_the_served_configurations() -> None:
         ("--dp 2", "DP attention divides the 1 GPUs evenly"),
         ("--tp 2 --gpus 3", "expected the numbers of 2 GPUs"),
         ("--tp 2 --gpus 2,x", "expected the numbers of 2 GPUs"),
+        ("--decode 64,0", "--decode 64,0: expected numbers of 1 to 256 requests"),
         ("--measure ttfd", "--measure ttfd: expected some of decode"),
         ("--servers theirs", "--servers theirs: expected ours, in-tree or both"),
         ("--model v4flash --measure fit", "is made for flashshape"),
