@@ -14,6 +14,9 @@ STAMP := $(VENV)/.setup-done
 ARGS ?=
 
 export PYTHON
+# Setup installs without bytecode, which Python is to keep when it has compiled it: a server is several processes, each
+# of which would compile torch, transformers and sglang again, 14 s of CPU time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup test lint format serve demo bench check-recipes
 
