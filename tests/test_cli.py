@@ -284,7 +284,15 @@ def test_a_server_is_reached(stand_in: None, host: str) -> None:
 def test_free_ports_are_free_on_their_address(host: str) -> None:
     port = demo.free_port(host)
     with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-        pass
+        assert port in demo.PORTS and port != demo.free_port(host)
+
+
+def test_ports_that_are_in_use_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = demo.free_port()
+    monkeypatch.setattr(demo, "PORTS", range(port, port + 1))
+    assert demo.free_port() == port
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match=f"all ports from {port} to {port}"):
+        demo.free_port()
 
 
 def test_keys_are_needed_and_no_other_certificate_is_taken(stand_in: None) -> None:

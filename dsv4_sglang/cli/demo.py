@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,14 +21,24 @@ from dsv4_sglang.cli.serve import POOL_FLAGS, command_for
 from dsv4_sglang.srt import launch
 
 STOP_SECONDS = 20.0
+PORTS = range(20000, 32000)
+"""Below those that a system gives to whoever asks for any: a server binds its port when it has loaded, and by then its
+own processes or others may have been given one of those."""
 
 
 def free_port(host: str = DEFAULT_HOST) -> int:
-    """A port that is free on the address `host`. Raises OSError if this machine does not have that address."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as listener:
-        listener.bind(address)
-        return int(listener.getsockname()[1])
+    """A port of PORTS that is free on the address `host`. Raises OSError if this machine does not have that address."""
+    for port in random.sample(PORTS, len(PORTS)):
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            try:
+                listener.bind(address)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            return port
+    raise OSError(f"all ports from {PORTS[0]} to {PORTS[-1]} of {host} are in use")
 
 
 @contextmanager
