@@ -77,8 +77,8 @@ refused(('unknown dsv4_sglang option "hca_stat"; valid options: ', "hca_state"),
 
 # So does what only follows from flags, when SGLang resolves them late, and in a scheduler, which gets them resolved.
 late = ServerArgs._handle_debug_utils
-ServerArgs._handle_debug_utils = lambda self: setattr(self, "ep_size", 2)
-refused(("--ep-size 2 is not supported: ",))
+ServerArgs._handle_debug_utils = lambda self: setattr(self, "enable_eplb", True)
+refused(("--enable-eplb is not supported: ",))
 ServerArgs._handle_debug_utils = late
 from sglang.srt.configs.model_config import ModelConfig
 ModelConfig.from_server_args(arguments)
