@@ -230,11 +230,32 @@ __device__ __forceinline__ void set_before(Histogram<threads>& s, uint32_t flags
   for (int i = 0; i < quads; ++i) before[i] += of_warps;
 }
 
+struct Token {
+  int n;  // entries that it sees
+  const int32_t* table;
+  int32_t* rows;
+  const float* row;  // of scores
+
+  __device__ __forceinline__ Token(const SelectParams& p, int token)
+      : table(p.table + p.request[token] * p.table_stride),
+        rows(p.rows + token * p.rows_stride),
+        row(p.scores + token * p.scores_stride) {
+    const int64_t visible = (p.positions[token] + 1) / kCsaRatio;
+    n = int(visible <= p.top ? visible : min(visible, int64_t(p.width)));
+  }
+
+  /// Where all are selected.
+  __device__ __forceinline__ void write_all(int top) const {
+    for (int i = threadIdx.x; i < top; i += blockDim.x)
+      rows[i] = i < n ? table[i / kKeysPerBlock] * kKeysPerBlock + i % kKeysPerBlock : -1;
+  }
+};
+
 /// Writes the rows of the `p.top` best of n entries, p.top < n <= 4 x quads x threads. A warp has 128 x quads entries
 /// in a row, a lane four of each 128.
 template <int quads, int threads>
-__device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<threads>& s, const float* row, int n,
-                                            const int32_t* table, int32_t* rows) {
+__device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<threads>& s, const Token& t) {
+  const int n = t.n;
   static_assert(kTies <= threads && threads / 32 <= 32, "a thread a tie, a lane a warp");
   static_assert(quads <= 8, "a bit of `flags` an entry");
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -249,8 +270,8 @@ __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<th
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
     const int at = first + 128 * i;
-    v[i] = load_four(row, at, n, p.aligned);
-    block[i] = early && at < n ? table[at / kKeysPerBlock] : 0;
+    v[i] = load_four(t.row, at, n, p.aligned);
+    block[i] = early && at < n ? t.table[at / kKeysPerBlock] : 0;
   }
   uint32_t order[quads][4], low = 0xffffffffu, high = 0;
 #pragma unroll
@@ -333,31 +354,10 @@ __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<th
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
     uint32_t at = before[i], four = best >> 4 * i & 15;
-    if (!early && four) block[i] = table[(first + 128 * i) / kKeysPerBlock];
-    for (; four; four &= four - 1) rows[at++] = block[i] * kKeysPerBlock + 4 * lane % kKeysPerBlock + __ffs(four) - 1;
+    if (!early && four) block[i] = t.table[(first + 128 * i) / kKeysPerBlock];
+    for (; four; four &= four - 1) t.rows[at++] = block[i] * kKeysPerBlock + 4 * lane % kKeysPerBlock + __ffs(four) - 1;
   }
 }
-
-struct Token {
-  int n;  // entries that it sees
-  const int32_t* table;
-  int32_t* rows;
-  const float* row;  // of scores
-
-  __device__ __forceinline__ Token(const SelectParams& p, int token)
-      : table(p.table + p.request[token] * p.table_stride),
-        rows(p.rows + token * p.rows_stride),
-        row(p.scores + token * p.scores_stride) {
-    const int64_t visible = (p.positions[token] + 1) / kCsaRatio;
-    n = int(visible <= p.top ? visible : min(visible, int64_t(p.width)));
-  }
-
-  /// Where all are selected.
-  __device__ __forceinline__ void write_all(int top) const {
-    for (int i = threadIdx.x; i < top; i += blockDim.x)
-      rows[i] = i < n ? table[i / kKeysPerBlock] * kKeysPerBlock + i % kKeysPerBlock : -1;
-  }
-};
 
 /// Many tokens that see at most 4 x quads x threads entries: small blocks, `resident` of a processor at a time.
 template <int threads, int quads, int resident>
@@ -368,9 +368,9 @@ __global__ void __launch_bounds__(threads, resident) select_held_kernel(const __
   if (t.n <= p.top)
     t.write_all(p.top);
   else if (t.n <= 2 * quads * threads)
-    select_held<quads / 2>(p, s, t.row, t.n, t.table, t.rows);
+    select_held<quads / 2>(p, s, t);
   else
-    select_held<quads>(p, s, t.row, t.n, t.table, t.rows);
+    select_held<quads>(p, s, t);
 }
 
 /// `resident`: blocks of a processor at a time.
@@ -380,20 +380,24 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
   Shared& s = *static_cast<Shared*>(shared_memory());
   uint32_t* bitmap = reinterpret_cast<uint32_t*>(&s + 1);
   const int token = clustered ? blockIdx.x / p.cluster : blockIdx.x, rank = clustered ? cluster_rank() : 0;
-  const auto [n, table, rows, row] = Token(p, token);
+  const Token t(p, token);
+  const int n = t.n;
+  const int32_t* table = t.table;
+  int32_t* rows = t.rows;
+  const float* row = t.row;
   // Eight quads take more registers than three blocks leave.
   constexpr int most = resident > 2 ? 4 : 8;
   if (n <= max(p.top, 4 * most * kThreads)) {
     if (rank > 0) return;
     SharedHeld<kThreads>& held = *static_cast<SharedHeld<kThreads>*>(shared_memory());
     if (n <= p.top)
-      Token(p, token).write_all(p.top);
+      t.write_all(p.top);
     else if (n <= 8 * kThreads)
-      select_held<2>(p, held, row, n, table, rows);
+      select_held<2>(p, held, t);
     else if (n <= 16 * kThreads)
-      select_held<4>(p, held, row, n, table, rows);
+      select_held<4>(p, held, t);
     else if constexpr (most > 4)
-      select_held<8>(p, held, row, n, table, rows);
+      select_held<8>(p, held, t);
     return;
   }
   const int ranks = clustered ? min(p.cluster, (n + kShare - 1) / kShare) : 1;
