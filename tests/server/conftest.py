@@ -1,12 +1,14 @@
-"""Checkpoints that the servers of these tests serve."""
+"""What the servers of these tests serve, and how they are broken on purpose."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_cache import FAULT_FILE, entry_point
 
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
@@ -24,3 +26,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def fault(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The file that says how the servers that a module starts are broken at the moment (faulty_cache.py)."""
+    folder = tmp_path_factory.mktemp("fault")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([*entry_point(folder), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv(FAULT_FILE, str(folder / "fault"))
+        yield folder / "fault"

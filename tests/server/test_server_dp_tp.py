@@ -5,12 +5,11 @@ SGLang fills steps up to an even number of tokens.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faulty_cache import FAULT_FILE, RANK_FAULTS, entry_point
+from faulty_cache import RANK_FAULTS
 from server_harness import (
     Server,
     assert_burst,
@@ -39,16 +38,6 @@ ASKED = [(131, 6, 0), (5, 10, 1), (3, 4, 1)]
 @pytest.fixture(scope="module")
 def oracle(tiny: Callable[..., Path]) -> Oracle:
     return Oracle(tiny(seed=0))
-
-
-@pytest.fixture(scope="module")
-def fault(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The file that says how the server is broken at the moment."""
-    folder = tmp_path_factory.mktemp("fault")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([*entry_point(folder), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv(FAULT_FILE, str(folder / "fault"))
-        yield folder / "fault"
 
 
 @pytest.fixture(scope="module")

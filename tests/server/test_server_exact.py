@@ -6,12 +6,10 @@ warm, whose steps hold other requests besides (docs/prefix.md). `same_but_for_ti
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faulty_cache import FAULT_FILE, entry_point
 from server_harness import (
     Generated,
     Server,
@@ -36,16 +34,6 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def oracle(tiny: Callable[..., Path]) -> Oracle:
     return Oracle(tiny(seed=0, index_topk=64))
-
-
-@pytest.fixture(scope="module")
-def fault(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The file that says how the server is broken at the moment (faulty_cache.py)."""
-    folder = tmp_path_factory.mktemp("fault")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([*entry_point(folder), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv(FAULT_FILE, str(folder / "fault"))
-        yield folder / "fault"
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,13 @@ Chunks of 128 are in test_server_exact.py and test_server_fp8_prefix.py, of 4,09
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from faulty_cache import FAULT_FILE, FAULTS, entry_point
+from faulty_cache import FAULTS
 from server_harness import Generated, Server, assert_same, prompt, running
 
 pytestmark = pytest.mark.server
@@ -23,16 +22,6 @@ INTERVAL = 512
 FLAGS = ("--dtype", "float32", "--context-length", "6144", "--max-running-requests", "4")
 FLAGS += ("--max-total-tokens", "6144", "--chunked-prefill-size", "256", "--enable-metrics")
 OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "checkpoint_interval": INTERVAL, "max_checkpoints": 12}
-
-
-@pytest.fixture(scope="module")
-def fault(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The file that says how the server is broken at the moment."""
-    folder = tmp_path_factory.mktemp("fault")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([*entry_point(folder), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv(FAULT_FILE, str(folder / "fault"))
-        yield folder / "fault"
 
 
 @pytest.fixture(scope="module")
