@@ -69,7 +69,6 @@ def decode(tables: Tables, lengths: list[int], padding: int, buffers: DecodeBuff
     return build_decode(
         buffers,
         seq_lens=lens + 1,
-        positions=lens.clone(),
         out_loc=out_loc,
         track_mask=(lens + 1) % interval == 0,
         track_slots=100 + requests,
@@ -152,6 +151,54 @@ def test_a_snapshot_leaves_what_lies_behind_a_length() -> None:
     assert (buffers.block_table[4:] == -9).all()
 
 
+@given(lengths=LENGTHS, padding=st.integers(0, 2), each=st.integers(2, 8), before=st.sampled_from([0, -8]))
+@settings(max_examples=60)
+def test_several_tokens_a_request(lengths: list[int], padding: int, each: int, before: int) -> None:
+    """A step that verifies drafts is token by token the decode steps of these positions."""
+    n, ring_rows = len(lengths), 136
+    lengths = [min(length, MAX_LENGTH - each) for length in lengths]
+    tables = Tables(n, torch.device("cpu"))
+    buffers = DecodeBuffers(n + padding + 1, MAX_LENGTH // BLOCK, "cpu", ring_rows, each)
+    requests = torch.tensor([*range(1, n + 1), *[0] * padding])
+    lens = torch.tensor(lengths + [0] * padding)
+    at = lens[:, None] + torch.arange(each)
+    snapshot(buffers, tables, requests, lens + each)
+    step = build_decode(
+        buffers,
+        seq_lens=lens - before,
+        out_loc=tables.req_to_token[requests[:, None], at].flatten().long(),
+        track_mask=None,
+        track_slots=None,
+        top_k=TOP_K,
+        before=before,
+    )
+    assert step.is_decode and step.copy_src is None
+    assert step.query_start.tolist() == [each * b for b in range(n + padding + 1)]
+    for b, length in enumerate(lengths):
+        slot = int(tables.state_slot[b + 1])
+        assert (step.slots[b], step.prefix_lens[b]) == (slot, length)
+        for token, t in enumerate(range(length, length + each), b * each):
+            assert (step.token_request[token], step.positions[token], step.window_lens[token]) == (b, t, min(t + 1, 128))
+            wanted = [slot * ring_rows + p % ring_rows for p in range(max(0, t - 127), t + 1)]
+            assert step.window_rows[token, : min(t + 1, 128)].tolist() == wanted
+            check_blocks_and_entries(step, token, b, t, tables)
+    for b in range(n, n + padding):
+        tokens = slice(b * each, (b + 1) * each)
+        assert step.slots[b] == -1
+        assert not (step.window_lens[tokens].any() or step.csa_lens[tokens].any() or step.hca_lens[tokens].any())
+
+
+def test_layers_without_entries_read_no_block_table() -> None:
+    tables = Tables(2, torch.device("cpu"))
+    buffers = DecodeBuffers(2, 0, "cpu", 132, 4)
+    requests, lens = torch.tensor([2, 1]), torch.tensor([300, 5])
+    snapshot(buffers, tables, requests, lens + 4)
+    out_loc = torch.zeros(8, dtype=torch.int64)
+    step = build_decode(buffers, seq_lens=lens, out_loc=out_loc, track_mask=None, track_slots=None, top_k=8, before=0)
+    assert step.slots.tolist() == tables.state_slot[[2, 1]].tolist()
+    assert step.block_table.shape == (2, 0) and step.positions.tolist() == [300, 301, 302, 303, 5, 6, 7, 8]
+
+
 @pytest.mark.gpu
 def test_decode_recorded_in_a_cuda_graph() -> None:
     """Recorded once, replayed on other values of the static inputs, while the scheduler's tables already change."""
@@ -166,7 +213,6 @@ def test_decode_recorded_in_a_cuda_graph() -> None:
         return build_decode(
             buffers,
             seq_lens=lens + 1,
-            positions=lens,
             out_loc=out_loc,
             track_mask=(lens + 1) % 256 == 0,
             track_slots=100 + requests,
