@@ -241,7 +241,7 @@ def test_chunks_equal_one_shot(device: torch.device, plan: list[int], hca_state:
 
 def test_rings_of_more_rows_than_the_window(device: torch.device) -> None:
     """Where the older rows lie changes nothing: prefill, decode over the end of the ring, a chunk after it."""
-    manager = make_manager(device, ring_rows=136, **EXACT)
+    manager = make_manager(device, draft_tokens=8, **EXACT)
     request = Request.admit(manager, 0)
     for n in (130, 1, 1, 1, 1, 1, 1, 1, 1, 150, 1):
         run_step(manager, [(request, n)])

@@ -18,7 +18,7 @@ from dsv4_sglang.cache.state_cache import StateCachePool, StateStorage
 from dsv4_sglang.cache.step import NO_BLOCK, Step
 from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.model.geometry import BLOCK_TOKENS, WINDOW
+from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 
 
@@ -54,7 +54,7 @@ class KVCacheManager:
         row_format: RowFormat | str = RowFormat.FP8,
         key_format: KeyFormat | str = KeyFormat.MXFP4,
         hca_state: HcaState | str = HcaState.ONLINE,
-        ring_rows: int = WINDOW,
+        draft_tokens: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
         if max_concurrent_requests < 1:
@@ -70,7 +70,7 @@ class KVCacheManager:
             row_format=row_format,
             key_format=key_format,
             hca_state=hca_state,
-            ring_rows=ring_rows,
+            draft_tokens=draft_tokens,
         )
         self.schemas = list(self.layout.schemas)
         self.state = StateStorage(self.layout, max_concurrent_requests)

@@ -80,9 +80,9 @@ def _store(original: Callable[..., None], state: Any, slots: Any, checkpoints: A
     original(state, slots, checkpoints)
     columns = {FAULTS[1]: KEPT_MAIN, FAULTS[2]: KEPT_INDEX}.get(_fault())
     if columns is not None:
-        from dsv4_sglang.cache.layout import KEPT_UNITS, SLOT_UNITS
-
-        kept = state._tail_units[:, state.num_slots * SLOT_UNITS :].unflatten(1, (-1, len(KEPT_UNITS)))
+        layout = state.layout
+        kept = state._tail_units[:, state.num_slots * layout.tail_units :]
+        kept = kept.unflatten(1, (-1, len(layout.kept_units)))
         for checkpoint in checkpoints[checkpoints > 0].tolist():
             kept[:, checkpoint - 1, :, :, columns] = 0
 
