@@ -178,7 +178,11 @@ def test_several_tokens_a_request(lengths: list[int], padding: int, each: int, b
         slot = int(tables.state_slot[b + 1])
         assert (step.slots[b], step.prefix_lens[b]) == (slot, length)
         for token, t in enumerate(range(length, length + each), b * each):
-            assert (step.token_request[token], step.positions[token], step.window_lens[token]) == (b, t, min(t + 1, 128))
+            assert (step.token_request[token], step.positions[token], step.window_lens[token]) == (
+                b,
+                t,
+                min(t + 1, 128),
+            )
             wanted = [slot * ring_rows + p % ring_rows for p in range(max(0, t - 127), t + 1)]
             assert step.window_rows[token, : min(t + 1, 128)].tolist() == wanted
             check_blocks_and_entries(step, token, b, t, tables)

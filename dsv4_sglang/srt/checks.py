@@ -40,6 +40,7 @@ def check_started(scheduler: Any) -> None:
             (f"attention of layer {i}", layer.self_attn, CachedAttention)
             for i, layer in enumerate(runner.model.model.layers)
         ],
+        *_draft_classes(scheduler, tokens),
     ]
     wrong = [
         f"  {what} is {type(item).__module__}.{type(item).__qualname__}, not {wanted.__qualname__}"
@@ -50,6 +51,27 @@ def check_started(scheduler: Any) -> None:
         wrong.append(f"  the page size is {scheduler.page_size}, not {BLOCK}")
     if wrong:
         raise RuntimeError("dsv4_sglang refuses to serve: " + compat.version_note() + ".\n" + "\n".join(wrong))
+
+
+def _draft_classes(scheduler: Any, tokens: object) -> list[tuple[str, object, type]]:
+    """What speculation adds, where there is some."""
+    from dsv4_sglang.srt.backend import HybridCacheBackend
+    from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention
+    from dsv4_sglang.srt.models.deepseek_v4_nextn import DeepseekV4ForCausalLMNextN
+    from dsv4_sglang.srt.speculation import DraftBackends
+
+    if scheduler.draft_worker is None:
+        return []
+    worker = scheduler.draft_worker.draft_worker
+    runner, steps = worker.draft_runner, worker.draft_attn_backend
+    if runner.token_to_kv_pool is not tokens:
+        raise RuntimeError("dsv4_sglang refuses to serve: the draft model has a KV pool of its own")
+    return [
+        ("draft model", runner.model, DeepseekV4ForCausalLMNextN),
+        ("attention of the draft model", getattr(runner.model.model.decoder, "self_attn", None), CachedAttention),
+        ("attention backend of the draft model", runner.attn_backend, HybridCacheBackend),
+        *([] if steps is None else [("attention backends of its steps", steps, DraftBackends)]),
+    ]
 
 
 def _checkpoint_classes(scheduler: Any, requests: Any) -> list[tuple[str, object, type]]:

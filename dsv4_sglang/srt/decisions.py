@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
@@ -15,9 +15,13 @@ from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.refusals import refuse_given, refuse_resolved
 from dsv4_sglang.srt.sizing import StateDemand, demand_of, memory_after_slots, table
 
+if TYPE_CHECKING:
+    from dsv4_sglang.srt.pools import CacheKVPool
+
 log = logging.getLogger(__name__)
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
+DRAFT_ARCHITECTURES = ("DeepseekV4ForCausalLMNextN",)
 BACKEND = "dsv4_sglang"
 PREFIX_CACHE = "dsv4_sglang"
 
@@ -33,6 +37,7 @@ class Launch:
         self.options = options
         self.layout: CacheLayout | None = None
         self.demand: StateDemand | None = None
+        self.pool: CacheKVPool | None = None
 
     def begin(self, server_args: Any) -> None:
         """A model config is being built. In a scheduler process this is where the flags come in, resolved."""
@@ -64,16 +69,20 @@ class Launch:
     def is_hybrid_swa(
         self, original: Callable[..., bool], model_architectures: list[str], *args: Any, **kwargs: Any
     ) -> bool:
-        return ARCHITECTURE not in model_architectures and original(model_architectures, *args, **kwargs)
+        ours = {ARCHITECTURE, *DRAFT_ARCHITECTURES}.intersection(model_architectures)
+        return not ours and original(model_architectures, *args, **kwargs)
 
     def layout_for(self, configurator: Any) -> CacheLayout:
         """The layout of this launch; the dtype of the rows is known once the model is loaded."""
         if self.layout is None:
+            args = configurator.server_args
             self.layout = served_layout(
                 compat.model_config(configurator.model_config.hf_config),
                 configurator.kv_cache_dtype,
                 self.options,
                 configurator.device,
+                draft_tokens=args.speculative_num_draft_tokens or 0,
+                draft_layers=0 if args.speculative_algorithm is None else 1,
             )
         return self.layout
 
@@ -131,6 +140,9 @@ class Launch:
     ) -> Any:
         from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool
 
+        if configurator.is_draft_worker:
+            assert self.pool is not None, "the pools of the served model are built before those of the draft model"
+            return self.pool
         layout = self.layout_for(configurator)
         compressed = CompressedKVPool(
             size=sizes.max_total_num_tokens,
@@ -141,4 +153,5 @@ class Launch:
         )
         assert self.demand is not None, "state slots are chosen before blocks"
         log.info(table(layout, sizes.max_total_num_tokens, self.demand))
-        return CacheKVPool(compressed, req_to_token_pool.mamba_pool)
+        self.pool = CacheKVPool(compressed, req_to_token_pool.mamba_pool)
+        return self.pool

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from dsv4_sglang.srt import collectives, compat
+from dsv4_sglang.srt import collectives, compat, speculation
 from dsv4_sglang.srt.checks import check_started
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.prefix import schedule
@@ -103,6 +103,36 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             HookType.REPLACE,
             schedule.plan_decode,
             "decoding requests keep one rolling checkpoint instead of two slots that alternate",
+        ),
+        Hook(
+            SRT + "speculative.spec_utils.spec_prepare_for_decode",
+            HookType.AROUND,
+            schedule.plan_verify,
+            "slots of the rolling checkpoints that a verify step may pass; the step itself must not change pools",
+        ),
+        Hook(
+            SRT + "speculative.draft_utils.DraftBackendFactory.create_decode_backend",
+            HookType.AROUND,
+            speculation.decode_backends,
+            "the draft model's steps read our rings; SGLang knows a fixed list of backends",
+        ),
+        Hook(
+            SRT + "speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend",
+            HookType.AROUND,
+            speculation.extend_backend,
+            "the same of its step behind a verify step",
+        ),
+        Hook(
+            compat.CAPTURE_DRAFT_GRAPHS,
+            HookType.AROUND,
+            speculation.capture_graphs,
+            "that step in a CUDA graph, which SGLang records for its own backends only",
+        ),
+        Hook(
+            compat.DRAFT_EXTEND,
+            HookType.AROUND,
+            speculation.take_checkpoints,
+            "a verify step's checkpoints are complete when the draft model has read what was accepted",
         ),
         Hook(
             SRT + "managers.schedule_batch.ScheduleBatch.release_req",

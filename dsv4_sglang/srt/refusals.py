@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
 from dsv4_sglang.srt import compat, flags
 
 
@@ -75,6 +76,21 @@ LIMITS = (
         _one_of("fp8"),
         "weights are taken as the checkpoint has them; quantising them at start has not been tested",
         as_given=True,
+    ),
+    Limit(
+        "speculative_algorithm",
+        _one_of("EAGLE", "NEXTN"),
+        "drafts come from the model's own NextN layer; give EAGLE",
+    ),
+    Limit(
+        "speculative_eagle_topk",
+        _one_of(1),
+        "drafts are a chain, so that a request goes on from one of its lengths; give 1",
+    ),
+    Limit(
+        "speculative_num_draft_tokens",
+        lambda tokens: tokens <= MAX_DRAFT_TOKENS,
+        f"rings and tails have room for {MAX_DRAFT_TOKENS} tokens of a request at once; give that or less",
     ),
     Limit("moe_a2a_backend", _one_of("deepep"), "tokens go to experts by all-reduce or DeepEP; give none or deepep"),
     Limit(
@@ -162,6 +178,9 @@ def _refused_in_parallel(args: Any) -> Iterable[tuple[str, str]]:
 
 def _refused_for_model(args: Any, hf_config: Any) -> Iterable[tuple[str, str]]:
     """What the model's config has no place for."""
+    own_drafts = args.speculative_draft_model_path in (None, args.model_path)
+    if args.speculative_algorithm and own_drafts and not getattr(hf_config, "num_nextn_predict_layers", 0):
+        yield f"--speculative-algorithm {args.speculative_algorithm}", "the checkpoint has no NextN layer"
     if args.device == "cpu" and getattr(hf_config, "quantization_config", None) is not None:
         yield "--device cpu", "the checkpoint is quantised, and SGLang has no such layers without a GPU"
     if args.device == "cpu" and args.moe_a2a_backend != "none":
