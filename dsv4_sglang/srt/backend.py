@@ -215,10 +215,12 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         if mode.is_idle() or mode.is_extend_without_speculative():
             return
         assert self._decode_buffers is not None, "a decode step begins with its snapshot"
+        tokens = forward_batch.seq_lens.shape[0] * self._decode_buffers.each
         self.metadata = build_decode(
             self._decode_buffers,
             seq_lens=forward_batch.seq_lens,
-            out_loc=forward_batch.out_cache_loc,
+            # For the draft model SGLang has those of all its steps; its layers write no entries.
+            out_loc=forward_batch.out_cache_loc[:tokens],
             track_mask=forward_batch.mamba_track_mask,
             track_slots=forward_batch.mamba_track_indices,
             top_k=self.top_k,
