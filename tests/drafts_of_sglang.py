@@ -1,4 +1,4 @@
-"""What SGLang makes of a checkpoint's drafts on a CPU, and what it asks of `sgl_kernel`; `test_drafts.py` runs this file."""
+"""SGLang's drafts of a checkpoint on a CPU, and what they ask of `sgl_kernel`; `test_drafts.py` runs this file."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ RATIOS = (0, 4, 128)
 
 
 def loaded(made: Callable[..., nn.Module], folder: Path, caplog: pytest.LogCaptureFixture) -> nn.Module:
-    """SGLang's model of a draft with the weights of a folder, in fp32: every parameter is loaded, every tensor known."""
+    """SGLang's model of a draft with a folder's weights, in fp32. Its loader knows every tensor."""
     config = compat.config_class()(**json.loads((folder / "config.json").read_text()))
     model = made(config)
     for parameter in model.parameters():

@@ -1,8 +1,8 @@
 """Stands in for `sgl_kernel` on a machine without a GPU, where no build of it exists.
 
 `dsv4-sglang serve` puts the folder above on PYTHONPATH when it launches for the CPU; it is never used on a GPU machine.
-SGLang's CPU path imports many names and calls few of them: two always, the others for EAGLE drafts. No operator of `torch.ops.sgl_kernel` is defined, which
-SGLang reads as a CPU without AMX, so that it takes its plain PyTorch layers.
+SGLang's CPU path imports many names and calls few of them: two always, the others for EAGLE drafts. No operator of
+`torch.ops.sgl_kernel` is defined, which SGLang reads as a CPU without AMX, so that it takes its plain PyTorch layers.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def build_tree_kernel_efficient_cpu(
     draft_token_num: int,
     tree_mask_mode: int,
 ) -> None:
-    """Fill in mask, positions and links of the tokens to verify. With a top-k of 1 they are a chain, whatever its parts.
+    """Fill in mask, positions and links of the tokens to verify, which with a top-k of 1 are a chain.
 
     Links are `[requests, draft_token_num]`: where a token lies in the batch, its first child (-1 behind the last), its
     next sibling (none). The mask is a causal one for each request (QLEN_ONLY).
@@ -125,7 +125,7 @@ def verify_tree_greedy_cpu(
 def fill_bonus_tokens_cpu(
     accept_tokens: torch.Tensor, accept_lens: torch.Tensor, bonus_tokens: torch.Tensor, accept_stride: int
 ) -> None:
-    """Read each request's last accepted token; a request has `accept_stride` places, of which `accept_lens` are filled."""
+    """Read each request's last accepted token; it has `accept_stride` places, the first `accept_lens` filled."""
     last = torch.arange(len(accept_lens)) * accept_stride + accept_lens - 1
     bonus_tokens.copy_(accept_tokens.flatten()[last])
 
@@ -135,7 +135,7 @@ def _empty_cache() -> None:
 
 
 if not hasattr(torch.cpu, "empty_cache"):  # SGLang calls it for any device when a draft gets the target's embedding
-    torch.cpu.empty_cache = _empty_cache
+    setattr(torch.cpu, "empty_cache", _empty_cache)  # noqa: B010  (a type checker knows that it is not there)
 
 
 def __getattr__(name: str) -> object:
