@@ -273,13 +273,18 @@ def test_requests_go_on_from_any_token_of_a_verify_step(device: str, data: st.Da
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 @on_device
 def test_every_format_and_every_phase(device: str, ratio: int, formats: tuple[str, str, torch.dtype]) -> None:
-    """Verify step after verify step over the end of a block, with every number of tokens that stay."""
+    """Verify step after verify step over the end of a block, with every number of tokens that stay; then chunks that
+    leave checkpoints."""
     both = Compared(ratio, formats, state_rows(5))
     both.chunks([117, 125])
     for turn in range(10):
         kept = [1 + turn % 5, 1 + 3 * turn % 5]
         both.verify([5, 5], kept, list(REJECTED)[turn % 3])
     assert min(both.plain.lengths) > 128
+    both.chunks([130, 3])
+    both.verify([5, 5], [1, 4], "nan")
+    both.chunks([0, 260])
+    both.verify([5, 5], [5, 1], "huge")
 
 
 # The least sizes, and one below each.
