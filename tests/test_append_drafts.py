@@ -246,7 +246,7 @@ def on_device(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @DEVICES
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=40)
 @given(data=st.data())
 @on_device
 def test_requests_go_on_from_any_token_of_a_verify_step(device: str, data: st.DataObject) -> None:
