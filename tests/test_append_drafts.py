@@ -4,6 +4,7 @@ rejected token is ever seen, and what a request goes on from has the bytes that 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from itertools import product
 
@@ -17,13 +18,14 @@ from torch import Tensor
 
 from dsv4_sglang.formats import KeyFormat, KeyTable, RowFormat, RowTable
 from dsv4_sglang.model.geometry import CsaTail, StateRows, state_rows
+from dsv4_sglang.ops import extension
 from dsv4_sglang.ops.reference import append as reference
 
 FORMATS = [("fp8", "mxfp4", torch.bfloat16), ("bf16", "nvfp4", torch.bfloat16), ("fp32", "fp32", torch.float32)]
 TABLES = {0: [3, 1, 6, 4, 8], 1: [0, 5, 2, 7, 9]}  # of two requests, in slots 0 and 1
 CHECKPOINT = 2
 POSITIONS = 5 * 128
-ATTENTION = {ratio: make_attention(ratio) for ratio in (0, 4, 128)}
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 REJECTED: dict[str, Callable[[Tensor], Tensor]] = {
     "other": lambda x: -x.roll(1, 0),
@@ -33,9 +35,25 @@ REJECTED: dict[str, Callable[[Tensor], Tensor]] = {
 """What the projections of tokens that are taken back hold."""
 
 
+@functools.cache
+def attention(ratio: int, device: str) -> torch.nn.Module:
+    with torch.device("cpu"):
+        return make_attention(ratio).to(device)
+
+
 def make_layer(ratio: int, formats: tuple[str, str, torch.dtype], sizes: StateRows) -> Layer:
     rows, keys, dtype = formats
-    return Layer(ATTENTION[ratio], ratio, rows, keys, "online", sizes, slots=3, blocks=10, dtype=dtype)
+    return Layer(
+        attention(ratio, str(torch.get_default_device())),
+        ratio,
+        rows,
+        keys,
+        "online",
+        sizes,
+        slots=3,
+        blocks=10,
+        dtype=dtype,
+    )
 
 
 def strips(tensor: Tensor, table: RowTable) -> Tensor:
@@ -44,22 +62,29 @@ def strips(tensor: Tensor, table: RowTable) -> Tensor:
     return torch.cat(parts, -1)
 
 
+@functools.cache
+def projections(ratio: int, dtype: torch.dtype, device: str) -> dict[str, Tensor | None]:
+    """Of every token of both requests, [2, positions, columns]."""
+    generator = torch.Generator().manual_seed(ratio)
+
+    def random(columns: int, dtype: torch.dtype) -> Tensor | None:
+        if not columns:
+            return None
+        return torch.randn(2, POSITIONS, columns, generator=generator, device="cpu").to(device, dtype)
+
+    return {
+        "kv": random(512, dtype),
+        "kv_score": random({0: 0, 4: 2048, 128: 1024}[ratio], torch.float32),
+        "index_kv_score": random({0: 0, 4: 512, 128: 0}[ratio], torch.float32),
+    }
+
+
 class Requests:
     """Two requests in one layer: what is appended is a slice of each one's projections; `lengths` is what stays."""
 
-    def __init__(self, layer: Layer, seed: int = 0) -> None:
+    def __init__(self, layer: Layer) -> None:
         self.layer, self.lengths = layer, [0, 0]
-        generator = torch.Generator().manual_seed(seed)
-
-        def random(columns: int, dtype: torch.dtype) -> Tensor | None:
-            return torch.randn(2, POSITIONS, columns, generator=generator).to(dtype) if columns else None
-
-        ratio = layer.ratio
-        self.inputs = {
-            "kv": random(512, layer.dtype),
-            "kv_score": random({0: 0, 4: 2048, 128: 1024}[ratio], torch.float32),
-            "index_kv_score": random({0: 0, 4: 512, 128: 0}[ratio], torch.float32),
-        }
+        self.inputs = projections(layer.ratio, layer.dtype, str(torch.get_default_device()))
 
     def take(self, request: int, count: int, kept: int, rejected: str) -> dict[str, Tensor | None]:
         """Projections of the request's next `count` tokens, of which `kept` will stay."""
@@ -142,9 +167,9 @@ def assert_same(got: Tensor, want: Tensor, what: str) -> None:
 class Compared:
     """Requests with drafts beside the same ones without, a token a step in rings of the least size."""
 
-    def __init__(self, ratio: int, formats: tuple[str, str, torch.dtype], sizes: StateRows, seed: int = 0) -> None:
-        self.drafting = Requests(make_layer(ratio, formats, sizes), seed)
-        self.plain = Requests(make_layer(ratio, formats, state_rows(0)), seed)
+    def __init__(self, ratio: int, formats: tuple[str, str, torch.dtype], sizes: StateRows) -> None:
+        self.drafting = Requests(make_layer(ratio, formats, sizes))
+        self.plain = Requests(make_layer(ratio, formats, state_rows(0)))
         self.rows: list[Tensor] = [self.drafting.ring(0, 0, 0)] * 2  # of each request, every window row there was
 
     def chunks(self, counts: list[int]) -> None:
@@ -207,9 +232,24 @@ LENGTHS = st.one_of(st.integers(0, 12), st.integers(120, 136), st.integers(250, 
 """Before the first verify step: around multiples of 4 and of 128, and before a window is full."""
 
 
-@hypothesis.settings(max_examples=60)
-@given(st.data())
-def test_requests_go_on_from_any_token_of_a_verify_step(data: st.DataObject) -> None:
+def on_device(test: Callable[..., None]) -> Callable[..., None]:
+    """All tensors of a test on its `device`, whose implementation of the op it runs."""
+
+    @functools.wraps(test)
+    def run(device: str, *args: object, **kwargs: object) -> None:
+        if device == "cuda":
+            extension.load()
+        with torch.device(device):
+            test(device, *args, **kwargs)
+
+    return run
+
+
+@DEVICES
+@hypothesis.settings(max_examples=40)
+@given(data=st.data())
+@on_device
+def test_requests_go_on_from_any_token_of_a_verify_step(device: str, data: st.DataObject) -> None:
     ratio, formats = data.draw(st.sampled_from([0, 4, 128])), data.draw(st.sampled_from(FORMATS))
     d = data.draw(st.integers(1, 9), label="draft tokens")
     both = Compared(ratio, formats, state_rows(d))
@@ -228,16 +268,23 @@ def test_requests_go_on_from_any_token_of_a_verify_step(data: st.DataObject) -> 
         both.verify(counts, kept, data.draw(st.sampled_from(list(REJECTED))))
 
 
+@DEVICES
 @pytest.mark.parametrize("formats", FORMATS, ids=lambda f: f[0])
 @pytest.mark.parametrize("ratio", [0, 4, 128])
-def test_every_format_and_every_phase(ratio: int, formats: tuple[str, str, torch.dtype]) -> None:
-    """Verify step after verify step over the end of a block, with every number of tokens that stay."""
+@on_device
+def test_every_format_and_every_phase(device: str, ratio: int, formats: tuple[str, str, torch.dtype]) -> None:
+    """Verify step after verify step over the end of a block, with every number of tokens that stay; then chunks that
+    leave checkpoints."""
     both = Compared(ratio, formats, state_rows(5))
     both.chunks([117, 125])
     for turn in range(10):
         kept = [1 + turn % 5, 1 + 3 * turn % 5]
         both.verify([5, 5], kept, list(REJECTED)[turn % 3])
     assert min(both.plain.lengths) > 128
+    both.chunks([130, 3])
+    both.verify([5, 5], [1, 4], "nan")
+    both.chunks([0, 260])
+    both.verify([5, 5], [5, 1], "huge")
 
 
 # The least sizes, and one below each.

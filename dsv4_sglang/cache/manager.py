@@ -33,6 +33,9 @@ class KVCacheManager:
     appended (`allocate_block(slot)`), and gives them back (`release_blocks(slot)`) before its slot is released.
     `allocate_block()` without a slot is a block that no request owns; it goes back through `release_block`.
 
+    With `draft_tokens` d above 1 a step may have up to d tokens of each request, as many of each, and the next step may
+    take back all but the first of them: its positions begin where the request is to go on (`state_rows`).
+
     Attributes:
         layout: shapes and bytes of all layers; `schemas` are its.
         schemas: one a layer of `schedule`.
@@ -176,7 +179,7 @@ class KVCacheManager:
             positions,
             request_ids,
             self.block_tables,
-            ring_rows=self.layout.ring_rows,
+            draft_tokens=self.layout.schemas[0].draft_tokens,
             has_blocks=self.num_blocks > 0,
         )
 

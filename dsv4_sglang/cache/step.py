@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, WINDOW
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, WINDOW, state_rows
 
 NO_BLOCK = -1
 """What a block table holds where a request has no block."""
@@ -104,9 +104,9 @@ class StepMetadata:
     ) -> StepMetadata:
         """Derive what layers read from who owns what. Nothing is read back from the device.
 
-        `decode_ring_rows`: R of a decode step, one token a request, whose readers use the rings. None: a prefill step,
-        whose readers use a workspace with the rows of all tokens and, before each chunk, of 128 older positions:
-        position p of request b is in row query_start[b] + 128 (b + 1) + p - prefix_lens[b].
+        `decode_ring_rows`: R of a decode step, as many tokens of each request, whose readers use the rings. None: a
+        prefill step, whose readers use a workspace with the rows of all tokens and, before each chunk, of 128 older
+        positions: position p of request b is in row query_start[b] + 128 (b + 1) + p - prefix_lens[b].
         """
         owner = token_request.long()
         owned = slots[owner]
@@ -148,7 +148,8 @@ class Step:
         positions: [T] int32 or int64 position of each token in its request.
         request_ids: [T] int, any number that tells the requests of the step apart.
         block_tables: [slots, blocks] int32 block ids of every state slot's request, -1 where it has none.
-        ring_rows: rows of a window ring.
+        draft_tokens: tokens of a request that a decode step may write and the next one take back (`state_rows`): that
+            one then simply begins at an earlier position.
         has_blocks: False for a cache of SWA layers alone, whose tokens need no blocks.
     """
 
@@ -158,7 +159,7 @@ class Step:
         positions: Tensor,
         request_ids: Tensor,
         block_tables: Tensor,
-        ring_rows: int = WINDOW,
+        draft_tokens: int = 0,
         has_blocks: bool = True,
     ) -> None:
         for name, tensor in (("request_slots", request_slots), ("positions", positions), ("request_ids", request_ids)):
@@ -174,7 +175,7 @@ class Step:
         self.positions = positions
         self.request_ids = request_ids
         self.block_tables = block_tables
-        self.ring_rows = ring_rows
+        self.draft_tokens = draft_tokens
         self.has_blocks = has_blocks
 
     @cached_property
@@ -185,8 +186,17 @@ class Step:
 
     @property
     def is_decode(self) -> bool:
-        """One token a request: readers use the rings; otherwise they use the window workspace of `append`."""
-        return len(self._runs[0]) == len(self.positions)
+        """One token a request, or as many of each as a cache for drafts takes: readers use the rings; otherwise they
+        use the window workspace of `append`."""
+        return self._is_decode
+
+    @cached_property
+    def _is_decode(self) -> bool:
+        ids, counts, _ = self._runs
+        each, rest = divmod(len(self.positions), max(len(ids), 1))
+        if rest or each > max(self.draft_tokens, 1):
+            return False
+        return each <= 1 or bool((counts == each).all())
 
     @cached_property
     def metadata(self) -> StepMetadata:
@@ -207,7 +217,7 @@ class Step:
             positions=at,
             out_loc=self._out_loc(block_table[owner], at) if self.has_blocks else at,
             block_table=block_table,
-            decode_ring_rows=self.ring_rows if self.is_decode else None,
+            decode_ring_rows=state_rows(self.draft_tokens).ring if self.is_decode else None,
         )
 
     def _check(self, first: Tensor) -> None:

@@ -92,7 +92,7 @@ def _hca_draft_tokens(tail: Tensor) -> int:
     """Tokens of a request that a decode step may write into an HCA tail."""
     rows = tail.shape[1]
     _check(
-        rows == HCA_RAW_ROWS or rows % HCA_ONLINE_ROWS == 0,
+        rows == HCA_RAW_ROWS or (rows > 0 and rows % HCA_ONLINE_ROWS == 0),
         lambda: f"tail has {rows} rows a slot; for ratio 128 expected {HCA_RAW_ROWS} or a multiple of 3",
     )
     return 1 if rows == HCA_RAW_ROWS else max(1, rows // HCA_ONLINE_ROWS - 1)
