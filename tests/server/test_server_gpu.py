@@ -240,7 +240,7 @@ def test_samples_follow_the_distribution(server: Server, name: str) -> None:
     statistic = float(((came - expected) ** 2 / expected).sum())
     print(f"{name}: chi-squared {statistic:.1f} of {ranks} degrees of freedom, {int(came.sum())} tokens")
     # One run in a million is above: the quantile of chi-squared with 20 degrees of freedom.
-    assert statistic < 62.2, (came, expected)
+    assert statistic < 65.4, (came, expected)
 
 
 @only(*filter(drafts, SERVERS))
