@@ -3,10 +3,10 @@
     python -m benchmarks.index [--quick] [--out DIR]
 
 From the raw index query of 64 heads to the rows that attention reads. Four layers with keys of their own in a CUDA
-graph; times are a layer's. In-tree: query RoPE + Hadamard + FP8, deep_gemm.fp8_paged_mqa_logits over 132 B keys, a token
-a row (of a prefill chunk: keys gathered, then deep_gemm.fp8_mqa_logits), top-k v2; its schedules are metadata and
-computed before. Stages are timed alone as well. The floor is the keys' bytes at the copy rate, or the products at FP8's, which is taken
-for twice what bf16 products reach.
+graph; times are a layer's. In-tree: query RoPE + Hadamard + FP8, deep_gemm.fp8_paged_mqa_logits over 132 B keys, each
+token by itself (of a prefill chunk: keys gathered, then deep_gemm.fp8_mqa_logits), top-k v2; its schedules are metadata
+and computed before. Stages are timed alone as well. The floor is the keys' bytes at the copy rate, or the products at
+FP8's, which is taken for twice what bf16 products reach.
 """
 
 from __future__ import annotations
