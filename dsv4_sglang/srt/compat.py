@@ -117,13 +117,6 @@ def flags_are_resolved(server_args: Any) -> bool:
     return bool(getattr(server_args, "_declarations_materialized", False))
 
 
-def quantises_output_projection() -> bool:
-    """Whether SGLang multiplies the first output projection in FP8, read from the environment when it was imported."""
-    from sglang.srt.models import deepseek_v4
-
-    return deepseek_v4._FP8_WO_A_GEMM
-
-
 def takes_quantised_input(linear: Any) -> bool:
     """Whether a linear layer takes a pair of FP8 codes and fp32 scales, one a row and 128 channels, for its input.
 

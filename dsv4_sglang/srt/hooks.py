@@ -135,6 +135,18 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "a verify step's checkpoints are complete when the draft model has read what was accepted",
         ),
         Hook(
+            SRT + "speculative.draft_worker_common.draft_server_args_overrides",
+            HookType.AROUND,
+            launch.draft_flags,
+            "DSPARK's stages read our rings; SGLang gives its worker the backend of its own pool",
+        ),
+        Hook(
+            SRT + "speculative.dspark_components.dspark_kv_inject.TargetHiddenKvInjector.inject_target_hidden",
+            HookType.REPLACE,
+            speculation.write_context,
+            "the context that DSPARK's stages read is rows of our rings; with it a step's checkpoints are complete",
+        ),
+        Hook(
             SRT + "managers.schedule_batch.ScheduleBatch.release_req",
             HookType.AROUND,
             schedule.retract_for_memory,
