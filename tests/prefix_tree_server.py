@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, mamba_component
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix import component as component_module
@@ -182,6 +183,7 @@ class TreeServer:
         """What SGLang calls before the decode step that brings a request to `length` tokens."""
         lengths = torch.tensor([length])
         batch = SimpleNamespace(tree_cache=self.cache, seq_lens_cpu=lengths, reqs=[request], device="cpu")
+        batch.spec_algorithm = SpeculativeAlgorithm.NONE
         schedule.plan_decode(batch)
         if slot := int(batch.mamba_track_indices[0]):
             self.state_content[slot] = self.path(request, length)

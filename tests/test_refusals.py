@@ -32,6 +32,9 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "device": (["xpu"], ["cuda", None]),
     "model_impl": (["transformers"], ["auto", "sglang"]),
     "quantization": (["awq"], [None, "fp8"]),
+    "speculative_algorithm": (["EAGLE3", "NGRAM", "STANDALONE"], [None, "EAGLE", "NEXTN"]),
+    "speculative_eagle_topk": ([4], [None, 1]),
+    "speculative_num_draft_tokens": ([10, 64], [None, 2, 4, 9]),
     "moe_a2a_backend": (["megamoe", "mooncake"], ["none", "deepep"]),
     "load_format": (["gguf"], ["auto", "safetensors", "dummy"]),
 }
@@ -45,7 +48,8 @@ def arguments(**given: Any) -> ServerArgs:
 
 def config(**values: Any) -> SimpleNamespace:
     """As far as refusals look at the model's."""
-    return SimpleNamespace(**{"o_groups": 8, "max_position_embeddings": 65536, "context_len": 65536, **values})
+    facts = {"o_groups": 8, "max_position_embeddings": 65536, "context_len": 65536, "num_nextn_predict_layers": 1}
+    return SimpleNamespace(**{**facts, **values})
 
 
 def graphs(**backends: str) -> CudaGraphConfig:
@@ -136,6 +140,10 @@ def test_what_the_model_has_no_place_for() -> None:
         assert refusals(tp_size=processes) == []
     (line,) = refusals(tp_size=3)
     assert line.startswith("--tp-size 3 is not supported: the 8 groups ") and line.endswith("give 1 or 2 or 4 or 8")
+    for drafts in (config(num_nextn_predict_layers=0), config(num_nextn_predict_layers=None)):
+        (line,) = refusals(drafts, speculative_algorithm="EAGLE")
+        assert line == "--speculative-algorithm EAGLE is not supported: the checkpoint has no NextN layer"
+        assert refusals(drafts, speculative_algorithm="EAGLE", speculative_draft_model_path="elsewhere") == []
     quantised = config(quantization_config={})
     assert refusals(quantised) == []
     (line,) = refusals(quantised, device="cpu")

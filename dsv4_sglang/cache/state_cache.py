@@ -27,8 +27,8 @@ class StateStorage:
       `positions`: they follow from the lengths of the requests
 
     Slots count from 0, checkpoints from 1. Of a state at a multiple of 128 a checkpoint keeps what is alive (SPEC 6.6),
-    and one allocation holds the rings of both, another the CSA tails of both, in units of four rows, of which a checkpoint
-    has two. So a copy between them is a copy of slots.
+    and one allocation holds the rings of both, another the CSA tails of both, in units of four rows, of which a
+    checkpoint has two. So a copy between them is a copy of slots.
 
     What of a slot is alive follows from its request's length alone (SPEC 3.7), so nothing must be cleared for a new
     owner; `reset_slot` clears it all the same, so that a slot reads as empty.
@@ -145,7 +145,8 @@ class StateCachePool:
     Tables, as the ops take them: `ring` [slots, R, width] (R: `LayerCacheSchema.ring_rows`) and `tail` (None for SWA;
     shape in `LayerCacheSchema.tail_shape`). Everything below is a view of them. Names end in `a` for the window that is
     open and in `b` for the stream that the next window pools too; k and z are projections, z with the position bias
-    added. Cc and Cp are the rows of a CSA tail's rings, n the banks of an HCA tail (`state_rows`): 4, 8, 1 without drafts.
+    added. Cc and Cp are the rows of a CSA tail's rings, n the banks of an HCA tail (`state_rows`): 4, 8, 1 without
+    drafts.
 
     | attribute | shape | who has it |
     | --- | --- | --- |

@@ -306,6 +306,7 @@ def append(
         assert tail is not None
         most = _hca_draft_tokens(tail)
     tokens = kv.shape[0]
+    _check(out_loc.shape[0] == tokens, lambda: f"out_loc has {out_loc.shape[0]} slots for {tokens} tokens")
     if window is None:
         _check_decode(tokens, slots.shape[0], ring, tail if ratio else None, most)
     round_stage = rounding(kv.dtype)
