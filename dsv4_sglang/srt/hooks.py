@@ -191,6 +191,20 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             cpu_only=True,
         ),
         Hook(
+            compat.RESOLVE_DSPARK,
+            HookType.AROUND,
+            speculation.resolve_dspark_on_cpu,
+            "it asks for a GPU, although SGLang has what DSPARK runs in PyTorch, too",
+            cpu_only=True,
+        ),
+        Hook(
+            "torch.Tensor.record_stream",
+            HookType.REPLACE,
+            lambda self, *args, **kwargs: None,
+            "DSPARK's worker tells the allocator of streams, of which there are none",
+            cpu_only=True,
+        ),
+        Hook(
             "torch.Tensor.pin_memory",
             HookType.REPLACE,
             lambda self, *args, **kwargs: self,

@@ -94,6 +94,12 @@ LIMITS = (
         lambda tokens: tokens <= MAX_DRAFT_TOKENS,
         f"rings and tails have room for {MAX_DRAFT_TOKENS} tokens of a request at once; give that or less",
     ),
+    Limit(
+        "speculative_dspark_block_size",
+        lambda tokens: tokens < MAX_DRAFT_TOKENS,
+        f"a block is verified with the token before it, and rings have room for {MAX_DRAFT_TOKENS} tokens of a request "
+        f"at once; give {MAX_DRAFT_TOKENS - 1} or less",
+    ),
     Limit("moe_a2a_backend", _one_of("deepep"), "tokens go to experts by all-reduce or DeepEP; give none or deepep"),
     Limit(
         "load_format",

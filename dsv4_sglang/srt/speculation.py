@@ -72,6 +72,16 @@ def capture_graphs(original: Callable[..., None], worker: Any) -> None:
         worker.cuda_graph_runner_for_draft_extend = EAGLEDraftExtendCudaGraphRunner(worker)
 
 
+def resolve_dspark_on_cpu(original: Callable[..., None], server_args: Any) -> None:
+    """AROUND `compat.RESOLVE_DSPARK`. The worker would choose drafts inside CUDA graphs, where those are allowed."""
+    server_args.disable_cuda_graph = True
+    device, server_args.device = server_args.device, "cuda"
+    try:
+        original(server_args)
+    finally:
+        server_args.device = device
+
+
 def write_context(
     injector: Any,
     *,
