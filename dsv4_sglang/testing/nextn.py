@@ -50,10 +50,10 @@ class NextN:
         config = DeepseekV4Config.from_pretrained(str(folder), local_files_only=True)
         config.num_hidden_layers = 1
         config.layer_types, config.mlp_layer_types = ["sliding_attention"], ["moe"]
-        self.config = config
         self.model = DeepseekV4ForCausalLM.from_pretrained(
             None, config=config, state_dict=_as_one_layer(tensors), dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        self.config = self.model.config  # unlike the one above, it says that attention is eager: masks depend on that
         width = config.hidden_size
         self.enorm = hf.DeepseekV4RMSNorm(width, eps=config.rms_norm_eps)
         self.hnorm = hf.DeepseekV4RMSNorm(width, eps=config.rms_norm_eps)
