@@ -198,6 +198,13 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             cpu_only=True,
         ),
         Hook(
+            SRT + "speculative.dflash_utils.validate_dflash_request",
+            HookType.AROUND,
+            speculation.validate_on_cpu,
+            "SGLang accepts drafts by sampling with GPU kernels only, and the server would end",
+            cpu_only=True,
+        ),
+        Hook(
             "torch.Tensor.record_stream",
             HookType.REPLACE,
             lambda self, *args, **kwargs: None,

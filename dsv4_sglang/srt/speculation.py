@@ -82,6 +82,13 @@ def resolve_dspark_on_cpu(original: Callable[..., None], server_args: Any) -> No
         server_args.device = device
 
 
+def validate_on_cpu(original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
+    """AROUND `dflash_utils.validate_dflash_request`: why a request is refused."""
+    if req.sampling_params.top_k != 1:
+        return "DSPARK on a CPU chooses the likeliest tokens only: give temperature 0, or start without DSPARK."
+    return original(req, enable_overlap)
+
+
 def write_context(
     injector: Any,
     *,

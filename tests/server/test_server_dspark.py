@@ -107,17 +107,14 @@ def test_warm(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> Non
     check(oracle, head, drafts, asked, got)
 
 
-def test_log_p_is_refused_a_request_at_a_time(server: Server) -> None:
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"return_logprob": True}, "return_logprob"), ({"sampling_params": {"temperature": 0.5}}, "temperature 0")],
+)
+def test_what_is_refused_a_request_at_a_time(server: Server, fields: dict[str, Any], said: str) -> None:
+    sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
     with pytest.raises(urllib.error.HTTPError) as refused:
-        server.generate(prompt(5), 4)
-    assert refused.value.code == 400 and "return_logprob" in refused.value.read().decode()
-    assert len(generate(server, prompt(5), 4, "after")["output_ids"]) == 4
-    server.wait_idle()
-
-
-def test_sampled(server: Server) -> None:
-    """A token at a time and a block at a time are the same distribution; here, that it runs and ends."""
-    sampling = {"max_new_tokens": 20, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
-    answer = server.post("/generate", {"input_ids": prompt(9), "sampling_params": sampling})
-    assert len(answer["output_ids"]) == 20
+        server.post("/generate", {"input_ids": prompt(5), "sampling_params": sampling, **fields})
+    assert refused.value.code == 400 and said in refused.value.read().decode()
+    assert len(generate(server, prompt(5), 4, f"after {said}")["output_ids"]) == 4
     server.wait_idle()
