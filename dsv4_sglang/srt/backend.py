@@ -391,7 +391,9 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     def _step(self, tokens: Tensor) -> StepMetadata:
         """The metadata of the step of `tokens` [T, ...]."""
         if self.metadata is None or self.metadata.positions.shape[0] != tokens.shape[0]:
-            raise RuntimeError(f"no metadata for a step of {tokens.shape[0]} tokens: init_forward_metadata was not called")
+            raise RuntimeError(
+                f"no metadata for a step of {tokens.shape[0]} tokens: init_forward_metadata was not called"
+            )
         return self.metadata
 
     def _append(self, kv: Tensor, layer: int, inputs: LayerInputs, step: StepMetadata, window: Tensor | None) -> None:

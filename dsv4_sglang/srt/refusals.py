@@ -193,7 +193,9 @@ def _refused_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
         reason = "a verify step has as many tokens of each request; give static, or leave it out"
         yield f"SGLANG_RAGGED_VERIFY_MODE={mode}", reason
     if args.enable_dp_attention:
-        reason = "SGLang wants --enable-dp-lm-head with it, which has not been tested here; give EAGLE, or --tp-size alone"
+        reason = (
+            "SGLang wants --enable-dp-lm-head with it, which has not been tested here; give EAGLE, or --tp-size alone"
+        )
         yield "--speculative-algorithm DSPARK with --enable-dp-attention", reason
 
 

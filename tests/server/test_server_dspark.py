@@ -1,5 +1,5 @@
-"""A server that drafts with DSPARK, fp32 rows and keys, chunks of 128: its tokens are the oracle's, and every block that
-it drafts is that of the head in plain PyTorch, so every row of the context that a block reads is right, too.
+"""A server that drafts with DSPARK, fp32 rows and keys, chunks of 128: its tokens are the oracle's, and every block
+that it drafts is that of the head in plain PyTorch, so every row of the context that a block reads is right, too.
 
 SGLang has no log p of tokens with DSPARK.
 """

@@ -151,8 +151,8 @@ class CachedAttention(in_tree.MqaAttentionBase):
         is_draft: bool = False,
         **projections: bool,
     ) -> None:
-        """`is_draft`: layer `layer_id` of the draft model, with the window alone. `projections`: how SGLang's base class
-        builds them, where that is not its default."""
+        """`is_draft`: layer `layer_id` of the draft model, with the window alone. `projections`: how SGLang's base
+        class builds them, where that is not its default."""
         ratio = 0 if is_draft else config.compress_ratios[layer_id]
         cache_layer = config.num_hidden_layers + layer_id if is_draft else layer_id
         # SGLang would apply YaRN to window-only layers too; the released model does not (SPEC 1.3).
