@@ -20,15 +20,7 @@ from dsv4_sglang.attention.metadata import (
     snapshot_decode,
     step_of,
 )
-from dsv4_sglang.attention.readers import (
-    MOST_PADDED_HEADS,
-    AttendInputs,
-    LayerOutput,
-    Reader,
-    RowList,
-    begin_step,
-    make_readers,
-)
+from dsv4_sglang.attention.readers import AttendInputs, LayerOutput, Reader, RowList, begin_step, make_readers
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.step import StepMetadata
@@ -39,8 +31,6 @@ from dsv4_sglang.srt.prefix.schedule import PrefillPlanTaker
 
 # Index scores of a prefill step that exist at a time.
 SCRATCH_BYTES = 256 << 20
-# Steps of so many tokens leave room on the GPU for what is prepared beside their first layers.
-PREPARED_TOKENS = 64
 
 
 class IndexQuery(NamedTuple):
@@ -112,10 +102,6 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         device = resolve_device(self.device)  # registers its ops
         self.readers = make_readers(device, blocks.blocks, self.heads, self.dtype, blocks.layout.row_format)
         self.reader: Reader | None = None
-        first_layer = len(self.schemas) - 1 if self.is_draft else 0
-        self._first_of_kind = {s.ratio: i for i, s in reversed(list(enumerate(self.schemas))) if i >= first_layer}
-        self._prepared: dict[int, torch.cuda.Event] = {}
-        self._side_stream: torch.cuda.Stream | None = None
         self._crossings: tuple[Tensor, Tensor] | None = None
         self._graph_buffers: DecodeBuffers | None = None
         self._decode_buffers: DecodeBuffers | None = None
@@ -124,6 +110,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self._graph_scratch: dict[str, Tensor] = {}
         self._scratch: dict[str, Tensor] = {}
         self._staged: tuple[Tensor, Tensor] | None = None
+
         if self.draft_tokens and not self.is_draft:
             self._verify_mask = self._make_verify_mask(1)
 
@@ -135,14 +122,12 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         if heads > self.heads:
             query = torch.zeros(max_num_tokens * heads * ENTRY_DIM, dtype=self.dtype, device=self.device)
             self._graph_scratch["query"] = query
-        self._graph_scratch["no sink"] = torch.zeros(MOST_PADDED_HEADS, device=self.device)
         if self.is_draft:
             return
         if self.draft_tokens:
             self._verify_mask = self._make_verify_mask(max_bs)
         scores = max_num_tokens * self._score_width(self._graph_buffers.block_table)
-        # Rows of the tables from the beginning: `_prepare_kinds` reads what an earlier step selected.
-        self._graph_scratch["rows"] = torch.zeros(max_num_tokens * self.top_k, dtype=torch.int32, device=self.device)
+        self._graph_scratch["rows"] = torch.empty(max_num_tokens * self.top_k, dtype=torch.int32, device=self.device)
         self._graph_scratch["scores"] = torch.empty(scores, dtype=torch.float32, device=self.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -231,28 +216,6 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             before=self._tokens_of(mode)[1],
         )
         self.reader = begin_step(self.readers, self.metadata, lengths=None)
-        self._prepare_kinds(self.metadata)
-
-    def _prepare_kinds(self, step: StepMetadata) -> None:
-        """Let the reader prepare each kind of layer on another stream, in CUDA graphs of small steps. The first layer
-        of a kind waits for it."""
-        self._prepared.clear()
-        tokens = step.positions.shape[0]
-        if step.positions.device.type != "cuda" or tokens > PREPARED_TOKENS:
-            return
-        if not torch.cuda.is_current_stream_capturing():
-            return
-        assert self.reader is not None
-        self._side_stream = self._side_stream or torch.cuda.Stream()
-        begun = torch.cuda.current_stream().record_event()
-        query, sink = self.query_buffer(tokens), self._buffer("no sink", 1, MOST_PADDED_HEADS, torch.float32)[0]
-        rows = None if self.is_draft else self._buffer("rows", tokens, self.top_k, torch.int32)
-        with torch.cuda.stream(self._side_stream):
-            self._side_stream.wait_event(begun)
-            for ratio, layer in self._first_of_kind.items():
-                window = RowList(self.tables[layer].ring, step.window_rows, step.window_lens)
-                self.reader.prepare(query, sink[: query.shape[1]], window, self._entries(layer, step, rows))
-                self._prepared[ratio] = self._side_stream.record_event()
 
     def snapshot(self, forward_batch: Any, like: HybridCacheBackend | None = None) -> None:
         """Copy what a step that is no prefill needs of SGLang's tables of all requests.
@@ -401,13 +364,17 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         append_layer(self.schemas[layer], self.tables[layer], inputs.weights, projections, step, window)
 
     def _read(self, q: Tensor, layer: Any, inputs: LayerInputs, step: StepMetadata, window: Tensor) -> LayerOutput:
-        schema = self.schemas[layer.layer_id]
-        selected = self._select(layer.layer_id, inputs, step) if schema.has_indexer else None
+        schema, table = self.schemas[layer.layer_id], self.tables[layer.layer_id].entries
+        entries = None
+        if schema.has_indexer:
+            entries = RowList(table, self._select(layer.layer_id, inputs, step), step.csa_lens)
+        elif schema.ratio:
+            entries = RowList(table, step.hca_rows, step.hca_lens)
         read = AttendInputs(
             sink=inputs.sink[: q.shape[1]],
             heads=self.heads,
             window=RowList(window, step.window_rows, step.window_lens),
-            entries=self._entries(layer.layer_id, step, selected),
+            entries=entries,
             positions=step.positions,
             rope=inputs.weights.rope,
             scale=layer.scaling,
@@ -416,19 +383,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         )
         assert self.reader is not None, "a layer comes after the beginning of its step"
         inputs.wait_for_query()
-        if prepared := self._prepared.pop(schema.ratio, None):
-            torch.cuda.current_stream().wait_event(prepared)
         return self.reader.attend(q, read, leave_rotated=inputs.takes_rotated)
-
-    def _entries(self, layer: int, step: StepMetadata, selected: Tensor | None) -> RowList | None:
-        """What a layer's tokens read besides the window; `selected`: rows `[T, top_k]` of a CSA layer."""
-        schema, table = self.schemas[layer], self.tables[layer].entries
-        if table is None:
-            return None
-        if schema.has_indexer:
-            assert selected is not None
-            return RowList(table, selected, step.csa_lens)
-        return RowList(table, step.hca_rows, step.hca_lens)
 
     def _select(self, layer: int, inputs: LayerInputs, step: StepMetadata) -> Tensor:
         """Table rows `[T, top_k]` of the entries that the tokens read."""
