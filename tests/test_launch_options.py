@@ -97,7 +97,7 @@ def test_checkpoints_are_compact() -> None:
 
 def test_a_share_of_memory_goes_to_checkpoints() -> None:
     flash = layout(DSV4Config.flash())
-    assert default_checkpoints(flash, 256, 80 * GIB) == int(0.1 * 80 * GIB) // flash.checkpoint_bytes
+    assert default_checkpoints(flash, 256, 84 * GIB) == 7 * GIB // flash.checkpoint_bytes
     assert default_checkpoints(flash, 256, GIB) == 512, "two a running request"
 
 
