@@ -114,7 +114,7 @@ class Choice:
         given = f"--speculative-num-draft-tokens {self.draft_tokens}"
         if not 2 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
             raise ValueError(
-                f"{given}: expected 2 to {MAX_DRAFT_TOKENS}, one token and the drafts behind it, or 0 for no speculation"
+                f"{given}: expected 2 to {MAX_DRAFT_TOKENS}, a token and its drafts, or 0 for no speculation"
             )
         if not self.model.config.num_nextn_predict_layers:
             raise ValueError(f"{given}: {self.model.name} has no NextN layer to draft with (num_nextn_predict_layers)")
