@@ -160,7 +160,7 @@ def plan(
     hca_state: Annotated[str, typer.Option(help="Open windows of 128: online or raw.")] = "online",
     max_checkpoints: Annotated[int | None, typer.Option(help="Of one cache; default: a twelfth of its memory.")] = None,
     chunked_prefill_size: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 8192,
-    speculative_num_draft_tokens: Annotated[int, typer.Option(help="Of EAGLE, 2 to 9; default: no speculation.")] = 0,
+    speculative_num_draft_tokens: Annotated[int, typer.Option(help="Of EAGLE, 2 to 9; 0: no speculation.")] = 0,
     context_length: Annotated[int | None, typer.Option(help="Longest request; default: the model's.")] = None,
     context: Annotated[int, typer.Option(help="Tokens of a request when requests are counted.")] = 32768,
     plot: Annotated[Path | None, typer.Option(help="Draw the memory into this file (.png, .svg, .pdf).")] = None,
