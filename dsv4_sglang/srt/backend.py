@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from dsv4_sglang.attention.metadata import (
     build_decode,
     build_prefill,
     snapshot_decode,
+    step_of,
 )
 from dsv4_sglang.attention.readers import (
     MOST_PADDED_HEADS,
@@ -86,6 +87,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         super().__init__()
         config = runner.model_config.hf_config
         self.is_draft, self.draft_step = runner.is_draft_worker, draft_step
+        # DSPARK drafts a block at once; what a request is verified with has the last accepted token, too.
+        self.drafts_blocks = runner.is_draft_worker and runner.spec_algorithm.is_dspark()
         self.device = runner.device
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -166,14 +169,15 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         """Nothing: a step's metadata depends on lengths alone, not on the drafts."""
 
     def _make_buffers(self, requests: int, each: int) -> DecodeBuffers:
-        return DecodeBuffers(requests, self.max_blocks, self.device, self.state.layout.ring_rows, each)
+        ring_rows = self.state.layout.ring_rows
+        return DecodeBuffers(requests, self.max_blocks, self.device, ring_rows, each, sees_block=self.drafts_blocks)
 
     def _tokens_of(self, mode: Any) -> tuple[int, int]:
         """Tokens of a request in a step that is no prefill, and `before` of `build_decode`: SGLang's lengths count the
         token of a decode step; in the turns of the draft model and in a verify step they are those before the turn, and
-        behind it those with all drafts."""
+        behind it those with all drafts. The block that DSPARK drafts has the mode of a verify step."""
         if mode.is_target_verify():
-            return self.draft_tokens, 0
+            return self.draft_tokens - self.drafts_blocks, 0
         if mode.is_draft_extend_v2():
             return self.draft_tokens, -self.draft_tokens
         return 1, self.draft_step if self.is_draft else -1
@@ -298,7 +302,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         mamba_track_indices: Tensor | None,
         mamba_steps_to_track: Tensor | None,
         model: Any,
-        req_pool_indices: Tensor,
+        req_pool_indices: Tensor | None = None,
     ) -> None:
         """SGLang's call behind a verify step: `mamba_steps_to_track` [B] is -1 where no multiple of 128 was passed,
         `mamba_track_indices` [B] the checkpoints planned (0: none).
@@ -319,6 +323,28 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         crossings, self._crossings = self._crossings, None
         if crossings is not None:
             self.state.store(*crossings)
+
+    # Rows of a draft model that runs in no step of the served model (DSPARK)
+
+    def write_context(
+        self, layers: Iterable[tuple[int, LayerWeights, Tensor]], out_loc: Tensor, requests: int | None
+    ) -> None:
+        """Write the window rows of layers for the tokens of the served model's step that has just run: of each its
+        number in the cache, its weights, and its raw projections [T, 512]. Then take the checkpoints that are due.
+
+        `out_loc` [T]: the tokens' pool slots. `requests`: of a verify step, None behind a prefill step. Rows of drafts
+        that were rejected are written, too: they lie behind the request's length, and the ring has room for them.
+        """
+        if requests is None:
+            step = self._step(out_loc)
+        else:
+            assert self._decode_buffers is not None, "a verify step begins with its snapshot"
+            step = step_of(self._decode_buffers, requests, out_loc)
+        window = None if step.is_decode else self._window(step.window_size)
+        for layer, weights, kv in layers:
+            append_layer(self.schemas[layer], self.tables[layer], weights, Projections(kv), step, window)
+        self._store(step)
+        self.take_crossings()
 
     # One layer
 
@@ -362,9 +388,12 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             with self.req_to_token_pool.mamba_ckpt_pool.timer.measure():
                 self.state.store(*staged)
 
-    def _step(self, q: Tensor) -> StepMetadata:
-        if self.metadata is None or self.metadata.positions.shape[0] != q.shape[0]:
-            raise RuntimeError(f"no metadata for a step of {q.shape[0]} tokens: init_forward_metadata was not called")
+    def _step(self, tokens: Tensor) -> StepMetadata:
+        """The metadata of the step of `tokens` [T, ...]."""
+        if self.metadata is None or self.metadata.positions.shape[0] != tokens.shape[0]:
+            raise RuntimeError(
+                f"no metadata for a step of {tokens.shape[0]} tokens: init_forward_metadata was not called"
+            )
         return self.metadata
 
     def _append(self, kv: Tensor, layer: int, inputs: LayerInputs, step: StepMetadata, window: Tensor | None) -> None:
