@@ -119,12 +119,14 @@ def test_memory_for_the_cache_on_one_gpu() -> None:
     assert plan(ONE_GPU).available_gib == pytest.approx(78.82, rel=0.005)
 
 
-def test_the_draft_model_that_was_measured() -> None:
-    """SGLang's log said that it took 0.08 GiB, and this package's how large slots and checkpoints were."""
+def test_what_the_log_of_the_run_with_speculation_said() -> None:
+    """The draft model took 0.08 GiB; slots and checkpoints of these sizes, and with the blocks 79.131 GiB in all."""
     draft = draft_weight_bytes(EAGLE.model, Split(1), Format.FP8)
     assert sum(draft) / GIB == pytest.approx(0.08, abs=0.005)
-    layout = plan(EAGLE).layout
-    assert (layout.slot_bytes, layout.checkpoint_bytes) == (6_586_752, 3_821_952)
+    made = plan(EAGLE)
+    assert (made.layout.slot_bytes, made.layout.checkpoint_bytes) == (6_586_752, 3_821_952)
+    blocks = sum(part.bytes for part in made.layout.block_parts(21_032_448 // 128 + 1))
+    assert (made.demand.bytes(made.layout) + blocks) / GIB == pytest.approx(79.131, abs=0.0005)
 
 
 def test_what_sglang_reckons_with_outside_of_the_pools() -> None:

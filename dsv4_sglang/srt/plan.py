@@ -269,6 +269,7 @@ def plan(choice: Choice) -> Plan:
     weights, until_shared = weight_bytes(choice.model, choice.split, choice.experts), 0
     if choice.draft_tokens:
         weights["NextN layer"], until_shared = draft_weight_bytes(choice.model, choice.split, choice.experts)
+    # What is shared later is free then, and part of what is left for activations.
     loaded = sum(weights.values()) + BESIDE_WEIGHTS + until_shared
     # SGLang: free memory after loading, less the share (1 - mem_fraction) of what was free before
     # (`KVCacheConfigurator._profile_available_bytes`).
@@ -337,12 +338,12 @@ def others(choice: Choice) -> Iterator[tuple[str, Choice]]:
     rows = "auto" if choice.kv_cache_dtype == "bfloat16" else "bfloat16"
     yield f"--kv-cache-dtype {rows}", replace(choice, kv_cache_dtype=rows)
     state: Literal["online", "raw"] = "online" if choice.options.hca_state == "raw" else "raw"
-    if not choice.draft_tokens:
-        yield f"--hca-state {state}", replace(choice, options=replace(choice.options, hca_state=state))
     if choice.draft_tokens:
         yield "no speculation", replace(choice, draft_tokens=0)
-    elif config.num_nextn_predict_layers and choice.options.hca_state == "online":
-        yield f"--speculative-num-draft-tokens {DRAFT_TOKENS}", replace(choice, draft_tokens=DRAFT_TOKENS)
+    else:
+        yield f"--hca-state {state}", replace(choice, options=replace(choice.options, hca_state=state))
+        if config.num_nextn_predict_layers and state == "raw":
+            yield f"--speculative-num-draft-tokens {DRAFT_TOKENS}", replace(choice, draft_tokens=DRAFT_TOKENS)
     for dp in (1, choice.tp):
         if dp != choice.dp and choice.running >= dp and config.o_groups % (choice.tp // dp) == 0:
             yield f"--dp {dp}", replace(choice, dp=dp)
