@@ -200,8 +200,7 @@ def test_both_ranks_at_once(ranks: Server, oracle: Callable[[str], Oracle], name
 @two_ranks
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_other_rank_is_idle(ranks: Server, oracle: Callable[[str], Oracle], name: str, rank: int) -> None:
-    prompts = [prompt(n, seed=40 + rank) for n in (1, 129, 700)]
-    asked = [(ids, ranks.generate(ids, GENERATED, **on_rank(rank))) for ids in prompts]
+    asked = [(prompt(n), ranks.generate(prompt(n), GENERATED, **on_rank(rank))) for n in LENGTHS]
     assert_near(oracle, name, asked)
 
 
