@@ -147,10 +147,10 @@ def test_what_the_model_has_no_place_for() -> None:
         assert line == "--speculative-algorithm EAGLE is not supported: the checkpoint has no NextN layer"
         assert refusals(drafts, speculative_algorithm="EAGLE", speculative_draft_model_path="elsewhere") == []
     with_dspark = config(num_nextn_predict_layers=1, dspark_target_layer_ids=[40, 41, 42])
-    assert refusals(with_dspark, speculative_algorithm="DSPARK") == []
+    assert refusals(with_dspark, device="cpu", speculative_algorithm="DSPARK") == []
     (line,) = refusals(with_dspark, speculative_algorithm="EAGLE")
     assert line.endswith("the checkpoint has a DSPARK head and no NextN layer; give DSPARK")
-    (line,) = refusals(speculative_algorithm="DSPARK")
+    (line,) = refusals(device="cpu", speculative_algorithm="DSPARK")
     assert line.startswith("--speculative-algorithm DSPARK is not supported: the checkpoint has no DSPARK head")
     quantised = config(quantization_config={})
     assert refusals(quantised) == []
@@ -163,12 +163,14 @@ def test_what_the_model_has_no_place_for() -> None:
 def test_what_dspark_has_besides(monkeypatch: pytest.MonkeyPatch) -> None:
     model = config(dspark_target_layer_ids=[40, 41, 42])
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "static")
-    assert refusals(model, speculative_algorithm="DSPARK") == []
-    ranks = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+    assert refusals(model, device="cpu", speculative_algorithm="DSPARK") == []
+    (line,) = refusals(model, speculative_algorithm="DSPARK")
+    assert line.startswith("--speculative-algorithm DSPARK is not supported: on an H200 ")
+    ranks = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "device": "cpu"}
     (line,) = refusals(model, speculative_algorithm="DSPARK", **ranks)
     assert line.startswith("--speculative-algorithm DSPARK with --enable-dp-attention is not supported: ")
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
-    (line,) = refusals(model, speculative_algorithm="DSPARK")
+    (line,) = refusals(model, device="cpu", speculative_algorithm="DSPARK")
     assert line.startswith("SGLANG_RAGGED_VERIFY_MODE=compact is not supported: ") and "give static" in line
     assert refusals(config(num_nextn_predict_layers=1), speculative_algorithm="EAGLE") == []
 

@@ -20,7 +20,13 @@ import pytest
 import torch
 from server_harness import Generated, Server, prompt, running
 
-pytestmark = [pytest.mark.server, pytest.mark.gpu]
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.gpu,
+    pytest.mark.skip(
+        reason="refused on a GPU (refusals.py) until test_batch_of_16 has passed or its failure is explained"
+    ),
+]
 
 COMMON = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192")
 COMMON += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--max-total-tokens", "65536")
