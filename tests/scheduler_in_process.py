@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.managers import scheduler as scheduler_module
-from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.models import registry  # noqa: F401  imports all models, once for all forks
 from sglang.srt.plugins import load_plugins
@@ -239,10 +239,6 @@ class InProcess:
         assert live.available_size() == live.size
         assert checkpoints.available_size() + len(checkpoints.nodes) == checkpoints.num_slots
         assert allocator.available_size() + tree.full_evictable_size() == allocator.size
-
-
-def abort(name: str) -> AbortReq:
-    return AbortReq(rid=name)
 
 
 _server: InProcess | None = None

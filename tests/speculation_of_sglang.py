@@ -1,131 +1,112 @@
 """EAGLE in SGLang's own scheduler on a CPU, with drafts that are right as often as a test wants; `test_speculation.py`
-runs this file.
-
-Answers are held to transformers' model, token by token and in log p. States are held to those of a request that had
-the same text for its prompt: what a verify step left is what a prefill leaves, but for rounding.
-"""
+runs this file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from scheduler_in_process import Answer, Asked, Child, InProcess, abort, child
+from scheduler_in_process import Answer, Asked, Child, InProcess, child
 from sglang.srt.managers import scheduler as scheduler_module
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
-from torch import Tensor
-
-from dsv4_sglang.cache import schema
-from dsv4_sglang.cache.state_cache import StateStorage
-from dsv4_sglang.model.geometry import CsaTail, state_rows
-from dsv4_sglang.ops.reference import append as reference
-from dsv4_sglang.srt import backend
-from dsv4_sglang.srt.backend import HybridCacheBackend
-from dsv4_sglang.srt.prefix import schedule
-from dsv4_sglang.testing.oracle import Oracle
-from dsv4_sglang.testing.tiny import TinySpec, make_tiny
-
-TOLERANCE = 1e-4
-"""Of log p, in fp32, as of the server tests."""
-SAME_STATE = 1e-3
-"""Of rows and tails, whose values are about 1 and at most 20, and which two fp32 runs round in other places."""
-CONTEXT = 1024
-FLAGS = {"max_total_tokens": 4096, "context_length": CONTEXT, "max_running_requests": 6}
-ASKED = {1: 24, 126: 150, 300: 90, 515: 12}
-"""Tokens of the prompts, and how many are generated."""
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(3, 384, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
-
-
-class Judge:
-    """The oracle, which remembers the texts that it has found right."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.oracle = folder, Oracle(folder)
-        self.right: list[tuple[list[int], list[int], Tensor]] = []
-
-    def hold(self, asked: Asked, answer: Answer) -> None:
-        """`answer` is greedy, but at near ties, and its log p are right."""
-        known = next((s for p, t, s in self.right if p == asked.prompt and t[: len(answer.tokens)] == answer.tokens), None)
-        if known is None:
-            score = self.oracle.score(asked.prompt, answer.tokens, chunk=128)
-            assert score.margin.max() <= 2 * TOLERANCE, "not the oracle's likeliest token"
-            self.right.append((asked.prompt, answer.tokens, known := score.logprobs))
-        assert (torch.tensor(answer.logprobs) - known[: len(answer.tokens)]).abs().max() <= TOLERANCE
-
-    def hold_all(self, asked: Sequence[Asked], answers: Sequence[Answer]) -> None:
-        for request, answer in zip(asked, answers, strict=True):
-            assert len(answer.tokens) == request.count
-            self.hold(request, answer)
-
-
-def serve(server: InProcess, asked: Sequence[Asked]) -> list[Answer]:
-    return server.serve(asked)
-
-
-def cold(server: InProcess, answers: Sequence[Answer]) -> list[Answer]:
-    """Requests whose prompt is what of each answer's text was in the cache, without a prefix hit."""
-    server.drafts.count += 1
-    space = f"cold {server.drafts.count}"
-    return server.serve([Asked(answer.text[: answer.length], 1, space=space) for answer in answers])
-
-
-def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
-    """The parts of two states that differ, and by how much."""
-    assert ours.keys() == theirs.keys()
-    found = {name: float((part - theirs[name]).abs().max()) for name, part in ours.items() if part.numel()}
-    return {name: difference for name, difference in found.items() if not difference <= SAME_STATE}
-
-
-def hold_states(server: Child, answers: Sequence[Answer]) -> None:
-    for answer, other in zip(answers, server.do(cold, answers), strict=True):
-        assert other.length == answer.length and other.cached == 0
-        assert not apart(answer.state, other.state)
+from speculation_judge import CONTEXT, FLAGS, Judge, hold_states, prompt, serve
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    spec = TinySpec(ratios=(0, 4, 128), index_topk=64, nextn=True, context=CONTEXT)
-    return Judge(make_tiny(tmp_path_factory.mktemp("tiny"), spec))
-
-
-@pytest.fixture(scope="module")
-def server(judge: Judge) -> Iterator[Child]:
-    """Four tokens a verify step, and overlap scheduling."""
-    with child(judge.folder, 4, True, **FLAGS) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def texts(judge: Judge, server: Child) -> dict[int, Asked]:
-    """A request a prompt, which knows its answer. The model's own drafts made it, right some of the time."""
-    asked = [Asked(prompt(length), count + 8) for length, count in ASKED.items()]
-    answers = server.do(serve, asked)
-    judge.hold_all(asked, answers)
-    hold_states(server, answers)
-    lengths = [len(answer.tokens) / answer.verified for answer in answers]
-    assert max(lengths) > 1.5 and {0} == {answer.cached for answer in answers}
-    server.do(InProcess.flush)
-    return {
-        length: replace(request, count=ASKED[length], follows=answer.tokens)
-        for length, request, answer in zip(ASKED, asked, answers)
-    }
-
-
-def test_any_accept_lengths(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
+def written(judge: Judge, server: Child, texts: dict[int, Asked]) -> dict[int, Answer]:
     """A batch whose requests have other accept lengths, over boundaries of 4 and 128."""
-    asked = [replace(text, right=right, space="batch") for text, right in zip(texts.values(), (0.5, 0.8, 0.7, 1.0))]
+    asked = [replace(text, right=right, space="batch") for text, right in zip(texts.values(), (0.4, 0.8, 0.6))]
     answers = server.do(serve, asked)
     judge.hold_all(asked, answers)
     hold_states(server, answers)
+    return dict(zip(texts, answers))
+
+
+def test_warm_branched_and_after_eviction(judge: Judge, server: Child, written: dict[int, Answer]) -> None:
+    """Behind a checkpoint that a verify step wrote."""
+    text = written[126].text
+    asked = [Asked(text[:end] + prompt(20, seed=end), 6, space="batch") for end in (270, 258)]
+    for cached in (256, 0):
+        answers = server.do(serve, asked)
+        assert [answer.cached for answer in answers] == [cached, cached]
+        judge.hold_all(asked, answers)
+        hold_states(server, answers)
+        server.do(InProcess.evict)
+
+
+def test_after_a_flush(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
+    asked = [replace(texts[300], count=4)]
+    for cached in (0, 256, 0):
+        answers = server.do(serve, asked)
+        assert answers[0].cached == cached
+        judge.hold_all(asked, answers)
+        if cached:
+            server.do(InProcess.flush)
+
+
+def retracting(server: InProcess, asked: Sequence[Asked]) -> list[Answer]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_module, "TEST_RETRACT", True)
+        patch.setattr(scheduler_module, "TEST_RETRACT_INTERVAL", 6)
+        return server.serve(asked)
+
+
+def test_retraction(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
+    """Every sixth step one of the requests goes, wherever in a burst it is, and comes back."""
+    asked = [replace(texts[length], count=count, space="retracted") for length, count in ((1, 24), (126, 20), (300, 8))]
+    answers = server.do(retracting, asked)
+    assert sum(answer.retracted for answer in answers) >= 2
+    judge.hold_all(asked, answers)
+
+
+def aborting(server: InProcess, asked: Sequence[Asked]) -> list[Answer]:
+    """The second is aborted when the third verify step is about to begin."""
+    verify, steps = EAGLEWorkerV2.verify, 0
+
+    def verified(worker: Any, batch: Any, **arguments: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            server.scheduler.abort_request(AbortReq(rid="1"))
+        return verify(worker, batch, **arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EAGLEWorkerV2, "verify", verified)
+        return server.serve(asked)
+
+
+def test_abort_between_draft_and_verify(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
+    asked = [replace(texts[length], count=count, space="aborted") for length, count in ((1, 16), (126, 100))]
+    whole, aborted = server.do(aborting, asked)
+    judge.hold_all(asked[:1], [whole])
+    assert aborted.reason["type"] == "abort" and len(aborted.tokens) < 24
+    judge.hold(asked[1], aborted)
+
+
+def test_a_stop_token_among_the_accepted(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
+    """Drafts that are all right: the prefill's token, then four a step. The stop is the second of a step."""
+    text = texts[126]
+    new = [token not in text.follows[:i] for i, token in enumerate(text.follows)]
+    at = next(i for i in range(6, 150, 4) if new[i])
+    asked = replace(text, count=150, right=1.0, stop=text.follows[at], space="stopped")
+    answer = server.do(serve, [asked])[0]
+    assert answer.tokens == text.follows[: at + 1] and answer.reason["type"] == "stop"
+    judge.hold(asked, answer)
+
+
+def test_the_end_of_the_context(judge: Judge, server: Child) -> None:
+    """Drafts lie behind it, where the model has no positions."""
+    asked = Asked(prompt(CONTEXT - 14), 100)
+    first = server.do(serve, [asked])[0]
+    judge.hold(asked, first)
+    assert first.reason["type"] == "length" and CONTEXT - 2 <= len(asked.prompt) + len(first.tokens) <= CONTEXT
+    again = replace(asked, follows=first.tokens, right=1.0)
+    second = server.do(serve, [again])[0]
+    assert second.tokens == first.tokens and second.cached == 384
+    judge.hold(again, second)
 
 
 @pytest.mark.parametrize(("drafts", "overlap"), [(2, True), (8, False)])
