@@ -92,7 +92,6 @@ class Drafts:
         self.generator = torch.Generator().manual_seed(1)
         self.asked: dict[str, Asked] = {}
         self.requests: list[Any] = []
-        self.count = 0
         draft, forward = EagleDraftWorker.draft, EagleDraftWorker.draft_forward
 
         def noted(worker: Any, batch: Any) -> Any:

@@ -26,12 +26,15 @@ def not_stored(patch: pytest.MonkeyPatch) -> None:
 
 
 def stored_before_the_boundary(patch: pytest.MonkeyPatch) -> None:
-    """In the turns before the one that passes it, which hold rejected tokens."""
-    update = HybridCacheBackend.update_mamba_state_after_mtp_verify
+    """In the turn before the one that passes it, which leaves rejected tokens."""
+    update, stored = HybridCacheBackend.update_mamba_state_after_mtp_verify, False
 
     def early(backend: HybridCacheBackend, *, mamba_steps_to_track: Tensor | None, **arguments: Any) -> None:
-        other = None if mamba_steps_to_track is None else torch.where(mamba_steps_to_track < 0, 0, -1)
-        update(backend, mamba_steps_to_track=other, **arguments)
+        nonlocal stored
+        if mamba_steps_to_track is not None:
+            mamba_steps_to_track = torch.full_like(mamba_steps_to_track, -1 if stored else 0)
+            stored = True
+        update(backend, mamba_steps_to_track=mamba_steps_to_track, **arguments)
 
     patch.setattr(HybridCacheBackend, "update_mamba_state_after_mtp_verify", early)
 
@@ -63,11 +66,12 @@ def nothing_wrong(patch: pytest.MonkeyPatch) -> None:
 
 
 def hit(server: InProcess, fault: Callable[[pytest.MonkeyPatch], None], writer: Asked, turn: Asked) -> Answer:
-    """`turn`, behind a checkpoint of `writer`, in a server with a fault and somebody else's states in its slots."""
+    """`turn`, behind a checkpoint of `writer`, in a server with a fault and nobody's states in its checkpoints."""
     server.flush()
+    rings, tails = server.storage._all_rings, server.storage._tail_units
+    rings[:, server.storage.num_slots :] = tails[:, -2 * server.storage.checkpoints :] = 1.0
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
-        server.serve([Asked(prompt(140, seed=9), 2)] * 3)
         server.serve([writer])
         return server.serve([turn])[0]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ TOLERANCE = 1e-4
 """Of log p, in fp32, as of the server tests."""
 SAME_STATE = 1e-3
 """Of rows and tails, whose values are about 1 and at most 20, and which two fp32 runs round in other places."""
-CONTEXT = 512
+CONTEXT = 400
 FLAGS = {"max_total_tokens": 2048, "context_length": CONTEXT, "max_running_requests": 6}
 ASKED = {1: 24, 126: 150, 300: 20}
 """Tokens of the prompts, and how many are generated."""
@@ -63,9 +64,7 @@ def serve(server: InProcess, asked: Sequence[Asked]) -> list[Answer]:
 
 def cold(server: InProcess, answers: Sequence[Answer]) -> list[Answer]:
     """Requests whose prompt is what of each answer's text was in the cache, without a prefix hit."""
-    server.drafts.count += 1
-    space = f"cold {server.drafts.count}"
-    return server.serve([Asked(answer.text[: answer.length], 1, space=space) for answer in answers])
+    return server.serve([Asked(answer.text[: answer.length], 1, space=uuid4().hex) for answer in answers])
 
 
 def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
