@@ -33,13 +33,13 @@ from torch import Tensor
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO, WINDOW
 from dsv4_sglang.model.layer_schedule import AttentionType
-from dsv4_sglang.srt.prefix.component import component_of
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A greedy request for `count` tokens. `follows`: what drafts are taken from, right with a probability of `right`;
-    without it they are the draft model's. `space`: a name space of the prefix cache."""
+    """A greedy request for `count` tokens. `follows`: the answer, from which drafts are taken, each right with a
+    probability of `right`; without it they are the draft model's. `space`: a name space of the prefix cache. `stop`: a
+    token behind which the answer ends."""
 
     prompt: list[int]
     count: int
@@ -137,16 +137,14 @@ class InProcess:
             "speculative_num_draft_tokens": draft_tokens,
             "disable_overlap_schedule": not overlap,
         }
-        options = {"entry_format": "fp32", "indexer_format": "fp32", **flags.pop("options", {})}
-        overrides = json.dumps({"dsv4_sglang": options})
-        args = ServerArgs(**{**settings, **flags}, json_model_override_args=overrides)
+        options = {"entry_format": "fp32", "indexer_format": "fp32"}
+        args = ServerArgs(**settings, **flags, json_model_override_args=json.dumps({"dsv4_sglang": options}))
         scheduler_module.configure_scheduler_process(args, 0, 0, 0, 0, 0, 0, None)
         scheduler_module.publish(args, role="scheduler")
         self.scheduler = scheduler_module.Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
         self.scheduler.get_init_info()
         assert self.scheduler.enable_overlap == overlap
         self.pools = self.scheduler.req_to_token_pool
-        self.component = component_of(self.scheduler.tree_cache)
         self.drafts = Drafts()
         self.released: dict[str, tuple[Any, dict[str, Tensor]]] = {}
         self.pools.free_mamba_cache = partial(self._release, self.pools.free_mamba_cache)
@@ -191,9 +189,9 @@ class InProcess:
 
     def _input(self, name: str, asked: Asked) -> TokenizedGenerateReqInput:
         stops = None if asked.stop is None else [asked.stop]
-        sampling = SamplingParams(max_new_tokens=asked.count, temperature=0, ignore_eos=True, stop_token_ids=stops)
-        if stops:
-            sampling.ignore_eos = False
+        sampling = SamplingParams(
+            max_new_tokens=asked.count, temperature=0, ignore_eos=stops is None, stop_token_ids=stops
+        )
         sampling.normalize(None)
         return TokenizedGenerateReqInput(
             rid=name,
