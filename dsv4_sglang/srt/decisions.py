@@ -24,6 +24,10 @@ ARCHITECTURE = "DeepseekV4ForCausalLM"
 DRAFT_ARCHITECTURES = ("DeepseekV4ForCausalLMNextN", "DeepseekV4ForCausalLMDSpark")
 BACKEND = "dsv4_sglang"
 PREFIX_CACHE = "dsv4_sglang"
+GREEDY_ON_CPU = (
+    "dsv4_sglang: with --speculative-algorithm %s a CPU answers greedily behind the first token of an answer, whatever "
+    "temperature and other sampling parameters a request has: SGLang verifies drafts in no other way there"
+)
 
 
 class Launch:
@@ -62,6 +66,8 @@ class Launch:
     def resolved(self, original: Callable[..., None], server_args: Any) -> None:
         original(server_args)
         refuse_resolved(server_args)
+        if server_args.device == "cpu" and server_args.speculative_algorithm is not None:
+            log.warning(GREEDY_ON_CPU, server_args.speculative_algorithm)
 
     def extra_buffer(self, original: Callable[..., bool], view: Any, model_arch: str) -> bool:
         return model_arch == ARCHITECTURE or original(view, model_arch)
