@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 PENDING = "dsv4_checkpoints"
 """Attribute of a request: its checkpoints that are not on the tree, as `Pending`, ascending. Absent or None: the
 request has not begun."""
-PREFILLED = "dsv4_prefilled"
-"""Attribute of a request whose last planned step is a prefill step."""
+REACHED = "dsv4_reached"
+"""Attribute of a request: the most tokens that it can have behind its last planned step, prefill or verify."""
 
 
 class Pending(NamedTuple):
@@ -71,8 +71,8 @@ class CheckpointComponent(MambaComponent):
         """(length, slot) of the checkpoints that the next prefill step of the request takes, at most `room` of them."""
         if getattr(req, PENDING, None) is None:
             self.begin(req)
-        setattr(req, PREFILLED, True)
         begin, end = len(req.prefix_indices), req.extend_range.end
+        setattr(req, REACHED, end)
         due = due_in_prefill(
             begin,
             end,
@@ -116,15 +116,16 @@ class CheckpointComponent(MambaComponent):
         """The slot for the rolling checkpoint at the next multiple of 128 if a verify step of `draft_tokens` tokens may
         pass it, else 0. The device takes it when it passes; until that is known it waits in the list.
 
-        The turn before may still run, so the step begins with up to `draft_tokens` more tokens than are known, behind a
-        prefill with as many. A slot is taken only while that length cannot have been passed: a checkpoint that the
-        device did not know of would never be written.
+        The turn before may still run, so the step begins with up to `draft_tokens` more tokens than are known, and with
+        no more than that turn can have reached. A slot is taken only while that length cannot have been passed: a
+        checkpoint that the device did not know of would never be written.
         """
         pending = getattr(req, PENDING, None)
         if pending is None:
             return 0
         known = req.kv_committed_len
-        begin = known if vars(req).pop(PREFILLED, False) else known + draft_tokens
+        begin = min(getattr(req, REACHED), known + draft_tokens)
+        setattr(req, REACHED, begin + draft_tokens)
         if len(pending) > 1 and pending[-1].length <= known:
             self.settle(req)
         length = (known // BLOCK + 1) * BLOCK
