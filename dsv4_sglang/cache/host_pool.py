@@ -1,4 +1,4 @@
-"""`HostBlockPool`: blocks of paged pools in host memory, and their way there and back."""
+"""`HostBlockPool` and `HostCheckpointPool`: blocks and checkpoints in host memory, and their way there and back."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
 from dsv4_sglang.cache.paged_cache import PagedKVPool
+from dsv4_sglang.cache.state_cache import StateStorage
 
 STAGED_BLOCKS = 64
 """Blocks that are gathered on the GPU at a time on their way to the host."""
@@ -223,6 +224,45 @@ class HostBlockPool:
                     self.load(blocks, rows, layer)
         if stream is None and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+    def memory_bytes(self) -> int:
+        """Bytes of host memory, whole pages."""
+        return self._memory.nbytes
+
+
+class HostCheckpointPool:
+    """`num_checkpoints` host copies of checkpoints: `rows` [num_checkpoints, checkpoint_bytes] uint8, the rings of all
+    layers and then their CSA tails (`StateStorage.checkpoint_views`).
+
+    Raises RuntimeError when the system does not give or pin so much memory; it says how much was asked for.
+    """
+
+    def __init__(self, storage: StateStorage, num_checkpoints: int, cpus: Collection[int] | None = None) -> None:
+        if num_checkpoints < 1:
+            raise ValueError(f"num_checkpoints is {num_checkpoints}; expected at least 1")
+        self.num_checkpoints = num_checkpoints
+        self._storage = storage
+        self.checkpoint_bytes = sum(view.nbytes for view in storage.checkpoint_views(1))
+        self._memory = host_memory(num_checkpoints * self.checkpoint_bytes, storage.device, cpus)
+        used = self._memory.bytes[: num_checkpoints * self.checkpoint_bytes]
+        self.rows = used.view(num_checkpoints, self.checkpoint_bytes)
+
+    def save(self, checkpoint: int, row: int) -> None:
+        """Copy a checkpoint (from 1 on) to a row (from 0 on), ordered on the current stream."""
+        for here, there in self._pairs(checkpoint, row):
+            here.copy_(there, non_blocking=True)
+
+    def load(self, checkpoint: int, row: int) -> None:
+        """Copy a row to a checkpoint, ordered on the current stream."""
+        for here, there in self._pairs(checkpoint, row):
+            there.copy_(here, non_blocking=True)
+
+    def _pairs(self, checkpoint: int, row: int) -> Iterator[tuple[Tensor, Tensor]]:
+        begin = 0
+        for view in self._storage.checkpoint_views(checkpoint):
+            end = begin + view.nbytes
+            yield self.rows[row, begin:end].view(view.shape), view
+            begin = end
 
     def memory_bytes(self) -> int:
         """Bytes of host memory, whole pages."""

@@ -238,6 +238,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         *,
         inputs: LayerInputs,
     ) -> LayerOutput:
+        self.token_to_kv_pool.wait_for_layer(layer.layer_id)
         step = self._step(q)
         window = self._window(step.window_size)
         self._append(k, layer.layer_id, inputs, step, window)

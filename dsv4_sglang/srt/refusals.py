@@ -76,6 +76,14 @@ LIMITS = (
         "weights are taken as the checkpoint has them; quantising them at start has not been tested",
         as_given=True,
     ),
+    Limit("hicache_ratio", lambda ratio: ratio > 0, "the host has so many times what the device has; give more than 0"),
+    Limit("hicache_size", lambda size: size >= 0, "it is a number of GB; give one, or 0 for --hicache-ratio"),
+    Limit("hicache_io_backend", _one_of("kernel"), "copies are kernels of this package; give kernel"),
+    Limit(
+        "hicache_mem_layout",
+        _one_of("page_first"),
+        "a host block is one row of all layers; give page_first, which is the nearest to it",
+    ),
     Limit("moe_a2a_backend", _one_of("deepep"), "tokens go to experts by all-reduce or DeepEP; give none or deepep"),
     Limit(
         "load_format",

@@ -1,8 +1,8 @@
 """A plugin of SGLang that breaks a server under test, one way at a time.
 
 `entry_point` makes a folder for PYTHONPATH through which servers find it. It does nothing while the file named by
-FAULT_FILE is empty or missing; a test writes one of FAULTS (of the prefix cache) or
-RANK_FAULTS (of DP attention) there, and the steps from then on are broken that way.
+FAULT_FILE is empty or missing; a test writes one of FAULTS (of the prefix cache),
+RANK_FAULTS (of DP attention) or HOST_FAULTS (of the host tier) there, and the steps from then on are broken that way.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ RANK_FAULTS = (
     "padding owns a request's slot",
 )
 KEPT_MAIN, KEPT_INDEX = slice(0, 512), slice(512, 640)
+HOST_FAULTS = (
+    "rows of other blocks",
+    "a layer that does not come back",
+    "a checkpoint of zeros",
+    "a checkpoint of somebody else",
+)
 PACKAGE = "dsv4_sglang."
 
 
@@ -47,6 +53,8 @@ def register() -> None:
         ("srt.prefix.slots.CheckpointSlots.load_to_active", _load),
         ("srt.collectives.gather_a_copy", _gather),
         ("attention.metadata.build_prefill", _build_prefill),
+        ("cache.host_pool.HostBlockPool.load", _load_blocks),
+        ("cache.host_pool.HostCheckpointPool.load", _load_checkpoint),
     ):
         HookRegistry.register(PACKAGE + target, function, HookType.AROUND)
 
@@ -112,3 +120,17 @@ def _build_prefill(original: Callable[..., Any], **arguments: Any) -> Any:
     if arguments["padding"] and _fault() == RANK_FAULTS[2]:
         step.slots[-1] = step.slots[0]
     return step
+
+
+def _load_blocks(original: Callable[..., None], pool: Any, blocks: Any, rows: Any, layer: int) -> None:
+    if _fault() == HOST_FAULTS[1] and layer == 0:
+        return
+    original(pool, blocks, rows.roll(1) if _fault() == HOST_FAULTS[0] else rows, layer)
+
+
+def _load_checkpoint(original: Callable[..., None], pool: Any, checkpoint: int, row: int) -> None:
+    others = _fault() == HOST_FAULTS[3]
+    original(pool, checkpoint, (row + 1) % pool.num_checkpoints if others else row)
+    if _fault() == HOST_FAULTS[2]:
+        for view in pool._storage.checkpoint_views(checkpoint):
+            view.zero_()

@@ -14,6 +14,7 @@ import torch
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.compat import track_entry
+from dsv4_sglang.srt.prefix.cache import PrefixCache
 from dsv4_sglang.srt.prefix.component import component_of
 
 PLAN, TABLE = "dsv4_plan", "dsv4_plan_table"
@@ -88,8 +89,11 @@ def retract_for_memory(original: Callable[..., None], batch: Any, idx: int, *arg
 
 def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any, is_insert: bool = True) -> None:
     """AROUND the `release_kv_cache` that retraction calls, with `is_insert` False: insert what reaches to the last
-    checkpoint, unlocked, so that it is evicted like anything else that nobody runs.
+    checkpoint, unlocked, so that it is evicted like anything else that nobody runs; with a host tier it is saved.
 
     A pause that retracts all requests, as before new weights, comes here too, and inserts nothing.
     """
-    original(req, tree_cache, is_insert=is_insert or vars(req).pop(KEEP, False))
+    for_memory = vars(req).pop(KEEP, False)
+    original(req, tree_cache, is_insert=is_insert or for_memory)
+    if for_memory and isinstance(tree_cache, PrefixCache):
+        tree_cache.retracted(req)
