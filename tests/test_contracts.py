@@ -21,6 +21,7 @@ from dsv4_sglang.srt.hooks import Hook, hooks_of
 from dsv4_sglang.srt.host.cache import TieredCache
 from dsv4_sglang.srt.host.component import Loading, TieredComponent
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
+from dsv4_sglang.srt.host.storage import FileStorage
 from dsv4_sglang.srt.host.transfers import HostStack, TransferController
 from dsv4_sglang.srt.models import deepseek_v4
 from dsv4_sglang.srt.options import Options
@@ -35,6 +36,7 @@ SUBCLASSES = (
     CacheKVPool,
     CheckpointComponent,
     CompressedKVPool,
+    FileStorage,
     HostBlocks,
     HostCheckpoints,
     HostRows,

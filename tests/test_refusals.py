@@ -33,6 +33,11 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "model_impl": (["transformers"], ["auto", "sglang"]),
     "quantization": (["awq"], [None, "fp8"]),
     "moe_a2a_backend": (["megamoe", "mooncake"], ["none", "deepep"]),
+    "hicache_ratio": ([0, -1.0], [2.0, 0.5]),
+    "hicache_size": ([-1], [0, 64]),
+    "hicache_io_backend": (["direct", "kernel_ascend"], ["kernel"]),
+    "hicache_mem_layout": (["layer_first", "page_first_direct"], ["page_first"]),
+    "hicache_storage_backend": (["mooncake", "nixl", "dynamic"], [None]),
     "load_format": (["gguf"], ["auto", "safetensors", "dummy"]),
 }
 """Values of each limited flag that are refused, and such that are not."""
@@ -123,6 +128,15 @@ def test_graphs(given: dict[str, str], line: str) -> None:
     (found,) = refusals(cuda_graph_config=graphs(**given))
     assert found.startswith(line)
     assert refusals(cuda_graph_config=graphs(decode="disabled")) == []
+
+
+def test_a_storage_wants_a_host_tier() -> None:
+    assert refusals(enable_hierarchical_cache=True, hicache_storage_backend="file") == []
+    (line,) = refusals(hicache_storage_backend="file")
+    assert line == (
+        "--hicache-storage-backend file is not supported: it stands behind the host tier; "
+        "give --enable-hierarchical-cache"
+    )
 
 
 def test_the_tree_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:

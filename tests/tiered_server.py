@@ -8,11 +8,13 @@ step looks at the bytes that it reads. Blocks hold their tokens, a checkpoint th
 from __future__ import annotations
 
 import random
+import time
 from array import array
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import sglang.srt.managers.cache_controller as base_controller
 import torch
 from prefix_tree_server import BLOCK, MAX_LENGTH, Pool, Request
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -25,9 +27,11 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from streams import Event, Stream, Streams
 
+from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.srt.host.cache import TieredCache
 from dsv4_sglang.srt.host.component import TieredComponent
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints
+from dsv4_sglang.srt.host.storage import register_file_storage
 from dsv4_sglang.srt.host.transfers import HostStack, TransferController
 from dsv4_sglang.srt.pools import CacheKVPool
 from dsv4_sglang.srt.prefix.cache import build_prefix_cache
@@ -43,7 +47,8 @@ class Blocks(KVCache):
     def __init__(self, blocks: int) -> None:
         self.size, self.page_size, self.device, self.layer_num = blocks * BLOCK, BLOCK, "cpu", len(WITH_BLOCKS)
         self.compressed_layers = list(WITH_BLOCKS)
-        self.layout = SimpleNamespace(schemas=[None] * LAYERS)
+        schema = SimpleNamespace(row_format=RowFormat.FP32, key_format=KeyFormat.FP32)
+        self.layout = SimpleNamespace(schemas=[schema] * LAYERS)
         self.tokens = {layer: torch.zeros(blocks + 1, BLOCK, dtype=torch.int64) for layer in WITH_BLOCKS}
         self.pools = [
             SimpleNamespace(device=torch.device("cpu"), block_views=lambda table=table: [table.view(torch.uint8)])
@@ -100,12 +105,19 @@ class TieredServer:
         checkpoints: int = 14,
         host_blocks: int = 120,
         host_checkpoints: int = 60,
+        storage: str | None = None,
     ) -> None:
+        """`storage`: `file` for SGLang's files, where its environment says."""
         self.rng = random.Random(seed)
         self.streams = Streams(seed + 1)
         self.streams.use(monkeypatch)
         late_copies(monkeypatch, self.streams)
         monkeypatch.setattr(hybrid_pool_assembler, "_STRATEGIES", [HostStack(host_checkpoints)])
+        if storage is not None:
+            register_file_storage()
+            alone = SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
+            monkeypatch.setattr(base_controller, "get_parallel", lambda: alone)
+            monkeypatch.setattr(base_controller, "is_dp_attention_enabled", lambda: False)
         self.forward = Stream(self.streams)
         self.device, self.states = Blocks(blocks), States(checkpoints)
         self.pool = Pool(MOST_RUNNING + 1, checkpoints)
@@ -120,14 +132,19 @@ class TieredServer:
             enable_mamba_extra_buffer=True,
         )
         args = SimpleNamespace(
-            hicache_storage_backend=None,
+            hicache_storage_backend=storage,
+            hicache_storage_backend_extra_config=None,
             hicache_write_policy=policy,
-            hicache_storage_prefetch_policy="timeout",
+            hicache_storage_prefetch_policy="wait_complete",
             hicache_ratio=host_blocks / blocks,
             hicache_size=0,
             hicache_io_backend="kernel",
             extra_metric_labels=None,
             served_model_name="m",
+            model_path="nowhere",
+            dtype="float32",
+            tp_size=1,
+            weight_version="default",
         )
         worker = SimpleNamespace(
             model_runner=SimpleNamespace(forward_stream=self.forward),
@@ -203,7 +220,7 @@ class TieredServer:
         self.last = launched
 
     def _next_steps(self) -> tuple[list[dict[str, Any]], int, str]:
-        if len(self.running) < MOST_RUNNING and self.rng.random() < 0.35 and (step := self._admit()):
+        if len(self.running) < MOST_RUNNING and self.rng.random() < 0.35 and (step := self._admit(self._prompt())):
             return [step], self._consumer, "prefill"
         steps = [self._decode(request) for request in list(self.running) if request.decoding]
         return [step for step in steps if step], -1, "decode"
@@ -223,9 +240,36 @@ class TieredServer:
         request.decoding = False
         return request
 
-    def _admit(self) -> dict[str, Any] | None:
+    def serve(self, tokens: list[int]) -> int:
+        """A prompt by itself, to its end: how many of its tokens were found."""
+        self.admitted += 1
+        request = Request([], 0, self.admitted)
+        request.origin_input_ids, request.prompt, request.decoding = array("q", tokens), len(tokens), False
+        step = self._admit(request)
+        assert step is not None
+        self._process([(request, "launched")], self.launch([step], self._consumer))
+        request.decoding = True
+        self.cache.cache_unfinished_req(request)
+        self.finish(request)
+        self.settle()
+        return step["begin"]
+
+    def prefetch(self, tokens: list[int]) -> int:
+        """As Scheduler._prefetch_kvcache, and until it is over: how many tokens came from the storage."""
+        cache, key = self.cache, RadixKey(array("q", tokens), None, limit=len(tokens) - 1)
+        match = cache.match_prefix(MatchPrefixParams(key=key))
+        rest = array("q", tokens[len(match.device_indices) + match.host_hit_length : -1])
+        node = match.last_host_node
+        cache.prefetch_from_storage("prefetched", node, rest, cache.get_last_hash_value(node))
+        while not cache.check_prefetch_progress("prefetched"):
+            cache.check_hicache_events()
+            time.sleep(0.001)
+        self.settle()
+        return cache.pop_prefetch_loaded_tokens("prefetched")
+
+    def _admit(self, request: Request) -> dict[str, Any] | None:
         """As Scheduler.get_new_batch_prefill and PrefillAdder.add_one_req."""
-        request, cache = self._prompt(), self.cache
+        cache = self.cache
         if request.prompt > 20 * BLOCK or not self.pool.rows:
             return None
         key = RadixKey(request.origin_input_ids, None, limit=request.prompt - 1)
@@ -368,11 +412,13 @@ class TieredServer:
                 request.decoding = True
                 self.cache.cache_unfinished_req(request)
             self.finish(request)
-        for _ in range(1000):
+        for _ in range(100_000):
             self.streams.run_all()
             self.cache.check_hicache_events()
-            if not (self.cache.ongoing_write_through or self.cache.ongoing_load_back):
+            if not (self.cache.ongoing_write_through or self.cache.ongoing_load_back or self.cache.ongoing_backup):
                 return
+            if self.cache.ongoing_backup:
+                time.sleep(0.001)  # a thread of SGLang writes
         raise AssertionError("copies that never end")
 
     # What must hold

@@ -36,6 +36,7 @@ class Override(NamedTuple):
 
 
 _IN_TREE, _MODEL = "sglang.srt.models.deepseek_v4.", "dsv4_sglang.srt.models.deepseek_v4."
+_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _TREE, _TIERED = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache", "dsv4_sglang.srt.host.cache.TieredCache"
 OVERRIDES = (
     Override(
@@ -73,6 +74,12 @@ OVERRIDES = (
         _TIERED,
         "_evict_device_leaf",
         "with write_back it saves blocks that no checkpoint follows, which nobody could resume from",
+    ),
+    Override(
+        _CONTROLLER,
+        "dsv4_sglang.srt.host.transfers.TransferController",
+        "_generate_storage_config",
+        "all processes of a group hold the same bytes, of which one writes; SGLang knows that of its own pools only",
     ),
 )
 
@@ -211,3 +218,8 @@ def start_backup(cache: Any, node_id: int, device_blocks: Any, transfers: Any) -
 def note_backup(cache: Any, node_id: int, lock: Any) -> None:
     """The node's copy is under way; `lock` is let go when it is done."""
     cache._track_write_through_node(node_id, lock)
+
+
+def forget_files(storage: Any) -> None:
+    """SGLang's account of the files of a storage, after they are gone."""
+    storage._evictor.clear()

@@ -84,6 +84,11 @@ LIMITS = (
         _one_of("page_first"),
         "a host block is one row of all layers; give page_first, which is the nearest to it",
     ),
+    Limit(
+        "hicache_storage_backend",
+        _one_of("file"),
+        "blocks and checkpoints have been stored in files only; give file",
+    ),
     Limit("moe_a2a_backend", _one_of("deepep"), "tokens go to experts by all-reduce or DeepEP; give none or deepep"),
     Limit(
         "load_format",
@@ -119,6 +124,8 @@ def _refused(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
         value = getattr(args, limit.field)
         if not (resolved and limit.as_given) and _given(value, defaults[limit.field]) and not limit.serves(value):
             yield _named(limit.field, value), limit.reason
+    if args.hicache_storage_backend == "file" and not args.enable_hierarchical_cache:
+        yield "--hicache-storage-backend file", "it stands behind the host tier; give --enable-hierarchical-cache"
     graphs = args.cuda_graph_config
     if graphs is not None and graphs.prefill.backend != "disabled":
         yield f"--cuda-graph-backend-prefill {graphs.prefill.backend}", "prefill steps have no fixed shape"

@@ -64,6 +64,11 @@ class TieredCache(PrefixCache):
         if self.component.policy != WRITE_BACK and node is not self.root_node:
             self.save_now(node)
 
+    def forget_stored(self) -> None:
+        """The model has new weights: what the storage holds is of the old ones."""
+        if self.enable_storage:
+            self.clear_storage_backend()
+
     # To the host
 
     def check_hicache_events(self) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from dsv4_sglang.cache.host_pool import HostBlockPool, HostCheckpointPool
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints
 from dsv4_sglang.srt.host.sizing import HostDemand, host_demand, host_table
+from dsv4_sglang.srt.host.storage import page_name
 from dsv4_sglang.srt.pools import CacheKVPool
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,13 @@ class TransferController(HybridCacheController):
         if self.load_queue:
             self.start_loading()
             self.forward_stream.wait_stream(self.load_stream)
+
+    def _generate_storage_config(
+        self, model_name: str | None = None, storage_backend_extra_config: dict[str, Any] | None = None
+    ) -> Any:
+        config = super()._generate_storage_config(model_name, storage_backend_extra_config)
+        config.is_mla_model = True
+        return config
 
     def move_indices(self, host_indices: Tensor, device_indices: Tensor) -> tuple[Tensor, Tensor]:
         """Host indices stay on the CPU, where copies are launched from."""
@@ -129,6 +137,17 @@ class HostStack(StackStrategy):
                 device_free_fn=component.slots.free,
             ),
         ]
+        if storage_backend is not None:
+            model_name = page_name(
+                model_name,
+                server_args.model_path,
+                device_blocks.layout,
+                (demand.block_bytes, demand.checkpoint_bytes),
+                dtype=server_args.dtype,
+                tp_size=server_args.tp_size,
+                weight_version=server_args.weight_version,
+            )
+            log.info("dsv4_sglang host tier: pages of the storage %s are called %s", storage_backend, model_name)
         controller = TransferController(
             params.token_to_kv_pool_allocator,
             HostPoolGroup(entries),

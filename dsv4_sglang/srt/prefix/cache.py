@@ -40,6 +40,9 @@ class PrefixCache(UnifiedRadixCache):
     def retracted(self, req: Req) -> None:
         """The request was retracted for want of memory, and what it had is in the tree."""
 
+    def forget_stored(self) -> None:
+        """The model has new weights, and the tree is empty."""
+
 
 def build_prefix_cache(ctx: Any, interval: int) -> Any:
     """Factory for `register_radix_cache_backend`; `interval` is the option `checkpoint_interval`."""

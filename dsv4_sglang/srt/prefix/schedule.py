@@ -87,6 +87,13 @@ def retract_for_memory(original: Callable[..., None], batch: Any, idx: int, *arg
     original(batch, idx, *arguments, **named)
 
 
+def forget_stored(original: Callable[..., None], updater: Any, recv_req: Any) -> None:
+    """AROUND `SchedulerWeightUpdaterManager.flush_cache_after_weight_update`, which empties device and host."""
+    original(updater, recv_req)
+    if recv_req.flush_cache and isinstance(updater.scheduler.tree_cache, PrefixCache):
+        updater.scheduler.tree_cache.forget_stored()
+
+
 def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any, is_insert: bool = True) -> None:
     """AROUND the `release_kv_cache` that retraction calls, with `is_insert` False: insert what reaches to the last
     checkpoint, unlocked, so that it is evicted like anything else that nobody runs; with a host tier it is saved.
