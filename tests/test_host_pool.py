@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4_sglang.cache import HostBlockPool, PagedKVPool, build_schema
+from dsv4_sglang.cache import CacheLayout, HostBlockPool, HostCheckpointPool, PagedKVPool, StateStorage, build_schema
 from dsv4_sglang.cache.host_pool import HostMemory, _pages, _register, cpus_in, cpus_near, running_on, runs
 from dsv4_sglang.model import DSV4Config, build_schedule
 
@@ -89,6 +89,48 @@ def test_more_blocks_than_are_staged_at_a_time(device: torch.device) -> None:
     for block, row in zip(there, here):
         expected = [view[block].view(torch.uint8).cpu() for pool in pools for view in pool.block_views()]
         assert torch.equal(host.rows[row], torch.cat(expected))
+
+
+@pytest.mark.parametrize("row_format", ["fp8", "bf16", "fp32"])
+def test_checkpoints_there_and_back(device: torch.device, row_format: str) -> None:
+    """Every byte of a checkpoint moves, in rows that are not those it had, and no other checkpoint changes."""
+    config = DSV4Config.flash()
+    layout = CacheLayout.build(config, build_schedule(config)[:5], device, row_format=row_format)
+    storage = StateStorage(layout, num_slots=3, checkpoints=4, positions=False)
+    for checkpoint in range(1, 5):
+        for view in storage.checkpoint_views(checkpoint):
+            view.random_(0, 256)
+    before = {i: [view.clone() for view in storage.checkpoint_views(i)] for i in range(1, 5)}
+    host = HostCheckpointPool(storage, 5)
+    assert host.checkpoint_bytes == layout.checkpoint_bytes
+    host.save(2, 4)
+    host.save(4, 1)
+    for view in storage.checkpoint_views(2):
+        view.zero_()
+    host.load(2, 1)
+    host.load(4, 4)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    for here, there in ((1, 1), (2, 4), (3, 3), (4, 2)):
+        assert all(torch.equal(a, b) for a, b in zip(storage.checkpoint_views(here), before[there])), here
+    assert not host.rows[[0, 2, 3]].any()
+
+
+def test_a_loaded_checkpoint_is_the_state_that_was_stored(device: torch.device) -> None:
+    """Through a slot, a checkpoint, the host, another checkpoint and another slot."""
+    config = DSV4Config.flash()
+    layout = CacheLayout.build(config, build_schedule(config)[:5], device)
+    storage = StateStorage(layout, num_slots=3, checkpoints=2, positions=False)
+    for tensor in storage.tensors:
+        tensor.copy_(torch.randint(0, 100, tensor.shape).to(tensor.dtype))
+    host, ints = HostCheckpointPool(storage, 1), torch.tensor([[1], [2]], dtype=torch.int32, device=device)
+    one, two = ints
+    storage.store(one, one)
+    host.save(1, 0)
+    host.load(2, 0)
+    storage.load(two, two)
+    first, second = (storage.rings[:, slot].view(torch.uint8) for slot in (1, 2))
+    assert torch.equal(first, second)
 
 
 def test_runs_of_rows() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from prefix_tree_server import without_a_server
+from prefix_tree_server import BLOCK, without_a_server
 from streams import Stream
 from tiered_server import TieredServer
 
+from dsv4_sglang.srt.host.pools import FreeRows
+from dsv4_sglang.srt.host.sizing import host_demand
 from dsv4_sglang.srt.host.transfers import TransferController
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
@@ -78,3 +81,128 @@ def test_copies_in_sglangs_order_bring_wrong_bytes(monkeypatch: pytest.MonkeyPat
                 if server.wrong:
                     return
     pytest.fail("the order of copies makes no difference here: the test does not test")
+
+
+def prompt(line: int, blocks: int = 6) -> list[int]:
+    """Blocks of one line, and a few tokens behind them."""
+    return [100 * line + at // BLOCK + 1 for at in range(blocks * BLOCK + 20)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lines_beyond_the_device_come_back(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """Ten lines of six blocks in a device of 20: every later visit finds all of it."""
+    server = TieredServer(monkeypatch, seed=0, policy=policy, blocks=20)
+    for visit in range(3):
+        for line in range(10):
+            assert server.serve(prompt(line)) == (6 * BLOCK if visit else 0), (visit, line)
+            server.check()
+    server.check_contents()
+    assert not server.wrong
+    assert server.component.host_counters.saves_refused == 0
+
+
+def test_all_checkpoints_of_a_prompt_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are attached behind the insertion, too: a branch resumes from the host in the middle."""
+    server = TieredServer(monkeypatch, seed=0, blocks=20)
+    server.serve(prompt(0, blocks=10))  # the interval is four blocks
+    server._make_room(20)
+    assert server.serve(prompt(0, blocks=10)[: 8 * BLOCK] + [7] * 200) == 8 * BLOCK
+    assert server.from_host > 0 and not server.wrong
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2])
+def test_a_host_smaller_than_the_device_has_what_the_device_gives_up_next(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """It does not fill up with copies of what came first: of five lines it holds the last two."""
+    server = TieredServer(monkeypatch, seed=0, policy=policy, blocks=40, host_blocks=14, host_checkpoints=5)
+    for line in range(5):
+        assert server.serve(prompt(line)) == 0
+        server.check()
+    server.check_contents()
+    server._make_room(40)
+    assert server.cache.full_kv_pool_host.held == 12
+    assert [server.serve(prompt(line)) for line in (4, 3, 0)] == [6 * BLOCK, 6 * BLOCK, 0]
+    assert not server.wrong
+
+
+def test_a_loop_over_more_than_both_hold_keeps_hitting_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 lines of six blocks, 3 of which fit the device and 10 the host; by age alone none would be found."""
+    server = TieredServer(monkeypatch, seed=0, blocks=20, host_blocks=60)
+    hits = [sum(server.serve(prompt(line)) > 0 for line in range(24)) for _ in range(5)]
+    server.check()
+    assert hits[-1] >= 6, hits
+
+
+def test_a_retracted_request_is_on_the_host_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is evicted then: it resumes from its last checkpoint."""
+    server = TieredServer(monkeypatch, seed=0)
+    step = server.start(prompt(0, blocks=7))
+    server.retract(step["request"])
+    saved = {place for place in server.component.slots.nodes if server.component.slots.registry.copied[place]}
+    assert saved, "nothing was saved"
+    assert server.cache.full_kv_pool_host.held == 7
+    server._make_room(40)
+    assert server.allocator.available_size() == 40 * BLOCK
+    assert server.serve(prompt(0, blocks=7)) == 7 * BLOCK
+    assert not server.wrong
+    server.check_contents()
+
+
+@pytest.mark.parametrize("full", ["blocks", "slots"])
+def test_a_load_without_room_computes_again(monkeypatch: pytest.MonkeyPatch, full: str) -> None:
+    """The request keeps what the device has, and resumes from a state of it or from none."""
+    server = TieredServer(monkeypatch, seed=0, blocks=20)
+    server.serve(prompt(0))
+    server._make_room(20)
+    with monkeypatch.context() as patch:
+        if full == "blocks":
+            patch.setattr(server.allocator, "alloc", lambda count: None)
+        else:
+            patch.setattr(server.component, "free_slot", lambda needed: 0)
+        request = server.arrive(prompt(0))
+        assert request.host_hit_length == 0 and len(request.prefix_indices) == 0
+    assert server.component.host_counters.loads_failed == 1
+    server.check()
+    assert server.serve(prompt(0)) == 6 * BLOCK
+    assert not server.wrong
+
+
+def test_a_load_of_a_request_that_was_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is loaded all the same, and whoever comes next may read it."""
+    server = TieredServer(monkeypatch, seed=0, blocks=20)
+    server.serve(prompt(0))
+    server._make_room(20)
+    server.arrive(prompt(0))  # and goes
+    assert server.controller.load_queue
+    server.cache.check_hicache_events()
+    assert not server.controller.load_queue
+    assert server.serve(prompt(0)) == 6 * BLOCK
+    assert not server.wrong
+    server.check_contents()
+    assert server.flush()
+
+
+def test_rows_are_handed_out_side_by_side() -> None:
+    rows = FreeRows(10)
+    assert rows.take(3).tolist() == [0, 1, 2] and rows.take(4).tolist() == [3, 4, 5, 6]
+    rows.give_back(np.array([1, 2]))
+    assert rows.take(4).tolist() == [7, 8, 9, 1], "behind those before, and round"
+    assert rows.take(2) is None and rows.available == 1
+    assert rows.take(1).tolist() == [2] and rows.take(0).tolist() == []
+    rows.give_back(np.array([4]))
+    for wrong in ([4], [5, 5]):
+        with pytest.raises(ValueError, match="not all of them are out"):
+            rows.give_back(np.array(wrong))
+
+
+def test_sizes() -> None:
+    device = {"device_blocks": 100, "device_checkpoints": 10, "block_bytes": 400_000, "checkpoint_bytes": 4_000_000}
+    by_ratio = host_demand(**device, ratio=2.5, size_gb=0, host_checkpoints=None)
+    assert (by_ratio.blocks, by_ratio.checkpoints, by_ratio.bytes) == (250, 25, 200_000_000)
+    by_size = host_demand(**device, ratio=2.0, size_gb=1, host_checkpoints=None)
+    assert (by_size.blocks, by_size.checkpoints) == (1250, 125)
+    given = host_demand(**device, ratio=2.0, size_gb=1, host_checkpoints=50)
+    assert (given.blocks, given.checkpoints) == (2000, 50)
+    with pytest.raises(ValueError, match=r"0 blocks and 0 checkpoints \(--hicache-ratio 0.001"):
+        host_demand(**device, ratio=0.001, size_gb=0, host_checkpoints=None)

@@ -32,12 +32,12 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "device": (["xpu"], ["cuda", None]),
     "model_impl": (["transformers"], ["auto", "sglang"]),
     "quantization": (["awq"], [None, "fp8"]),
-    "moe_a2a_backend": (["megamoe", "mooncake"], ["none", "deepep"]),
     "hicache_ratio": ([0, -1.0], [2.0, 0.5]),
     "hicache_size": ([-1], [0, 64]),
     "hicache_io_backend": (["direct", "kernel_ascend"], ["kernel"]),
     "hicache_mem_layout": (["layer_first", "page_first_direct"], ["page_first"]),
     "hicache_storage_backend": (["mooncake", "nixl", "dynamic"], [None]),
+    "moe_a2a_backend": (["megamoe", "mooncake"], ["none", "deepep"]),
     "load_format": (["gguf"], ["auto", "safetensors", "dummy"]),
 }
 """Values of each limited flag that are refused, and such that are not."""

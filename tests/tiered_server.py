@@ -240,19 +240,34 @@ class TieredServer:
         request.decoding = False
         return request
 
-    def serve(self, tokens: list[int]) -> int:
-        """A prompt by itself, to its end: how many of its tokens were found."""
+    def _request(self, tokens: list[int]) -> Request:
         self.admitted += 1
         request = Request([], 0, self.admitted)
         request.origin_input_ids, request.prompt, request.decoding = array("q", tokens), len(tokens), False
-        step = self._admit(request)
+        return request
+
+    def start(self, tokens: list[int]) -> dict[str, Any]:
+        """A prompt by itself, computed and in the tree."""
+        step = self._admit(self._request(tokens))
         assert step is not None
-        self._process([(request, "launched")], self.launch([step], self._consumer))
-        request.decoding = True
-        self.cache.cache_unfinished_req(request)
-        self.finish(request)
+        self.launch([step], self._consumer).synchronize()
+        step["request"].decoding = True
+        self.cache.cache_unfinished_req(step["request"])
+        return step
+
+    def serve(self, tokens: list[int]) -> int:
+        """The same to its end: how many of its tokens were found."""
+        step = self.start(tokens)
+        self.finish(step["request"])
         self.settle()
         return step["begin"]
+
+    def arrive(self, tokens: list[int]) -> Request:
+        """A request that is looked up and goes before it is admitted."""
+        request = self._request(tokens)
+        self._look_up(request)
+        self.cache._dec_req_lock(request)
+        return request
 
     def prefetch(self, tokens: list[int]) -> int:
         """As Scheduler._prefetch_kvcache, and until it is over: how many tokens came from the storage."""
@@ -267,11 +282,9 @@ class TieredServer:
         self.settle()
         return cache.pop_prefetch_loaded_tokens("prefetched")
 
-    def _admit(self, request: Request) -> dict[str, Any] | None:
-        """As Scheduler.get_new_batch_prefill and PrefillAdder.add_one_req."""
+    def _look_up(self, request: Request) -> None:
+        """Match and load, as PrefillAdder.add_one_req; the request then holds what it found."""
         cache = self.cache
-        if request.prompt > 20 * BLOCK or not self.pool.rows:
-            return None
         key = RadixKey(request.origin_input_ids, None, limit=request.prompt - 1)
         match = cache.match_prefix(MatchPrefixParams(key=key, cow_mamba=True, req=request))
         request.prefix_indices, request.last_node = match.device_indices, match.last_device_node
@@ -285,10 +298,17 @@ class TieredServer:
             request.prefix_indices = torch.cat([request.prefix_indices, loaded])
             self.from_host += len(loaded)
         request.cache_protected_len = len(request.prefix_indices)
-        begin = len(request.prefix_indices)
         held = cache.inc_lock_ref(request.last_node)
         request.skip_lock_node_ids = held.skip_lock_node_ids
         cache.dec_lock_ref(locked, lock.to_dec_params())
+
+    def _admit(self, request: Request) -> dict[str, Any] | None:
+        """As Scheduler.get_new_batch_prefill and PrefillAdder.add_one_req."""
+        cache = self.cache
+        if request.prompt > 20 * BLOCK or not self.pool.rows:
+            return None
+        self._look_up(request)
+        begin = len(request.prefix_indices)
         if not self._make_room(-(-request.prompt // BLOCK) - begin // BLOCK):
             cache._dec_req_lock(request)
             return None  # and a load may be left behind
@@ -344,7 +364,7 @@ class TieredServer:
             return None
         if end > request.allocated and not self._make_room(1):
             if self.rng.random() < 0.5:
-                self._retract(request)
+                self.retract(request)
             return None
         self._allocate(request, end)
         request.output_ids.extend([200 + at % 7 for at in range(begin, end)])
@@ -379,7 +399,7 @@ class TieredServer:
         del self.history[:-6]
         self._release(request, is_insert=True)
 
-    def _retract(self, request: Request) -> None:
+    def retract(self, request: Request) -> None:
         self._release(request, is_insert=True)
         self.cache.retracted(request)
 
