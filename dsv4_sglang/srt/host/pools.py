@@ -158,10 +158,12 @@ class HostBlocks(HostRows):
     def __init__(self, pool: HostBlockPool) -> None:
         super().__init__(pool.rows, BLOCK, pool.device)
         self._pool: HostBlockPool | None = pool
+        self._loading: tuple[Tensor, Tensor] | None = None
+        """Device indices and blocks of the load whose layers are asked for one after another."""
 
     def destroy(self) -> None:
         super().destroy()
-        self._pool = None
+        self._pool = self._loading = None
 
     def save(self, device_indices: Tensor, rows: Tensor) -> None:
         assert self._pool is not None, "the pool is destroyed"
@@ -169,7 +171,9 @@ class HostBlocks(HostRows):
 
     def load(self, device_indices: Tensor, rows: Tensor, layer: int) -> None:
         assert self._pool is not None, "the pool is destroyed"
-        self._pool.load(device_indices[::BLOCK] // BLOCK, rows, layer)
+        if self._loading is None or self._loading[0] is not device_indices:
+            self._loading = device_indices, device_indices[::BLOCK] // BLOCK
+        self._pool.load(self._loading[1], rows, layer)
 
 
 class HostCheckpoints(HostRows):
