@@ -11,6 +11,7 @@ from tiered_server import TieredServer
 from dsv4_sglang.srt.host.pools import FreeRows
 from dsv4_sglang.srt.host.sizing import host_demand
 from dsv4_sglang.srt.host.transfers import TransferController
+from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
 
@@ -150,21 +151,27 @@ def test_a_retracted_request_is_on_the_host_at_once(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("full", ["blocks", "slots"])
-def test_a_load_without_room_computes_again(monkeypatch: pytest.MonkeyPatch, full: str) -> None:
-    """The request keeps what the device has, and resumes from a state of it or from none."""
-    server = TieredServer(monkeypatch, seed=0, blocks=20)
-    server.serve(prompt(0))
-    server._make_room(20)
+@pytest.mark.parametrize("room, kept", [(20, 0), (12, 8)])
+def test_a_load_without_room_computes_again(monkeypatch: pytest.MonkeyPatch, full: str, room: int, kept: int) -> None:
+    """The request resumes from the deepest state that the device has, or from none. Checkpoints at 4, 8, 10 blocks."""
+    server, tokens = TieredServer(monkeypatch, seed=0, blocks=20), prompt(0, blocks=10)
+    server.serve(tokens)
+    server._make_room(room)
     with monkeypatch.context() as patch:
         if full == "blocks":
             patch.setattr(server.allocator, "alloc", lambda count: None)
         else:
             patch.setattr(server.component, "free_slot", lambda needed: 0)
-        request = server.arrive(prompt(0))
-        assert request.host_hit_length == 0 and len(request.prefix_indices) == 0
+        request = server.arrive(tokens)
+    assert request.host_hit_length == 0 and len(request.prefix_indices) == kept * BLOCK
+    if kept:
+        slot = server.component.slots.id_of(server.cache.tree_core.node_by_id(request.last_node))
+        assert int(request.mamba_cow_src_index) == slot <= 14
+    else:
+        assert request.mamba_cow_src_index is None
     assert server.component.host_counters.loads_failed == 1
     server.check()
-    assert server.serve(prompt(0)) == 6 * BLOCK
+    assert server.serve(tokens) == 10 * BLOCK
     assert not server.wrong
 
 
@@ -206,3 +213,43 @@ def test_sizes() -> None:
     assert (given.blocks, given.checkpoints) == (2000, 50)
     with pytest.raises(ValueError, match=r"0 blocks and 0 checkpoints \(--hicache-ratio 0.001"):
         host_demand(**device, ratio=0.001, size_gb=0, host_checkpoints=None)
+
+
+def test_a_checkpoint_keeps_its_history_when_it_moves() -> None:
+    """A line of three and a branch, of which the one in the middle goes to the host and comes back to another slot."""
+    registry = CheckpointRegistry(4, host_rows=3)
+    registry.add(1, 100, 0)
+    registry.add(2, 300, 1)
+    registry.add(3, 600, 2)
+    for _ in range(5):
+        registry.tick()
+    registry.use(2)
+    row = registry.host_id(1)
+    before = registry.length[2], registry.worth[2], registry.last[2], registry.interval[2]
+    for place, to in ((2, row), (row, 4)):
+        registry.move(place, to)
+        assert (registry.length[to], registry.worth[to], registry.last[to], registry.interval[to]) == before
+        assert registry.previous[to] == 1 and registry.previous[3] == to
+        assert registry.held[to] and not registry.held[place]
+    registry.remove(4)
+    assert registry.previous[3] == 1 and len(registry) == 2
+    with pytest.raises(ValueError, match="cannot move"):
+        registry.move(1, 3)
+
+
+def test_what_the_host_has_goes_first_on_the_device() -> None:
+    registry = CheckpointRegistry(4, host_rows=4)
+    for slot, length in ((1, 4000), (2, 2000), (3, 1000)):
+        registry.add(slot, length, 0)
+        registry.wanted[slot] = True
+    registry.tick()
+    assert registry.least_worth(needed=True, saves=0) == 3
+    assert registry.to_copy() == [1, 2, 3], "those worth most first"
+    registry.copied[1] = True
+    assert registry.to_copy() == [2, 3]
+    assert registry.least_worth(needed=True, saves=0) == 1
+    registry.copied[1] = False
+    registry.move(1, registry.host_id(2))
+    assert registry.least_worth(needed=True, saves=0) == 3, "what only the host has frees no slot"
+    registry.copied[3] = True
+    assert registry.on_host() == [3, registry.host_id(2)], "those worth least first"
