@@ -37,7 +37,7 @@ from benchmarks import append, loads, report, timing, traffic
 from benchmarks.append_ours import Ours, ops_for
 from benchmarks.move_in_tree import InTree, compile_kernels, pieces_of
 from dsv4_sglang.cache import BlockAllocator, HostBlockPool, PagedKVPool, build_schema
-from dsv4_sglang.cache.host_pool import PinnedMemory, cpus_in, cpus_near, running_on
+from dsv4_sglang.cache.host_pool import HostMemory, cpus_in, cpus_near, running_on
 from dsv4_sglang.formats import RowFormat, RowTable
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.model.geometry import WINDOW
@@ -222,7 +222,7 @@ class Bench:
         pinned = self.device.type == "cuda"
         with running_on(cpus):
             host = torch.zeros(self.bytes_moved, dtype=torch.uint8, pin_memory=pinned)
-            pages = PinnedMemory(self.bytes_moved, self.device) if pinned else None
+            pages = HostMemory(self.bytes_moved, self.device) if pinned else None
         # Held: what is freed torch gives out again, wherever it lies.
         self.held.append(host)
         yield from self.swap(place, "copy", Copy(host, self.device))

@@ -6,8 +6,9 @@
     python -m benchmarks.prefix_trace working-set          # the most 20,000-token conversations that still hit 98 %
 
 `--serve ours` or `--serve in-tree` starts a server of benchmarks/configs/flashshape for it (dummy weights), with
-`--flags "..."`; `--url` takes one that runs. The cache is flushed first. Hit rates are token-weighted, against what an
-infinite cache would hold.
+`--flags "..."`, such as "--enable-hierarchical-cache --hicache-ratio 4 --max-total-tokens 1000000"; `--url` takes one
+that runs. The cache is flushed first. Hit rates are token-weighted, against what an infinite cache would hold;
+`host_tokens` are those of the hits that came from host memory or from behind it.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def summary(served: Sequence[Served]) -> dict[str, Any]:
         "turns": len(served),
         "prompt_tokens": sum(s.prompt for s in served),
         "cached_tokens": cached,
+        "host_tokens": sum(s.from_host for s in served),
         "ideal_tokens": ideal,
         "hit_of_ideal": round(cached / ideal, 4) if ideal else None,
         "first_token_s": {"mean": round(statistics.fmean(times), 4), "p50": at(0.5), "p90": at(0.9), "p99": at(0.99)},

@@ -22,6 +22,7 @@ FIRST_TOKEN_ID = 10
 class Answer:
     tokens: list[int]
     cached: int
+    from_host: int
     first_token_s: float
     total_s: float
     logprobs: list[float] = field(default_factory=list)
@@ -29,11 +30,13 @@ class Answer:
 
 @dataclass
 class Served:
-    """One turn: tokens of the prompt, those the server had cached, those an infinite cache would have had."""
+    """One turn: tokens of the prompt, those the server had cached, of these the ones that it had in host memory or
+    behind it, and those an infinite cache would have had."""
 
     turn: Turn
     prompt: int
     cached: int
+    from_host: int
     ideal: int
     first_token_s: float
     total_s: float
@@ -86,6 +89,7 @@ class Client:
         return Answer(
             answer["output_ids"][-count:],
             meta["cached_tokens"],
+            meta["cached_tokens"] - (meta.get("cached_tokens_details") or {}).get("device", meta["cached_tokens"]),
             first - begin,
             time.perf_counter() - begin,
             [pair[0] for pair in pairs],
@@ -167,7 +171,17 @@ class Replay:
         with self._ready:
             if sampled:
                 self.samples.append(Sample(prompt, answer))
-            self.served.append(Served(turn, len(prompt), answer.cached, ideal, answer.first_token_s, answer.total_s))
+            self.served.append(
+                Served(
+                    turn,
+                    len(prompt),
+                    answer.cached,
+                    answer.from_host,
+                    ideal,
+                    answer.first_token_s,
+                    answer.total_s,
+                )
+            )
             self._left[turn.key] = prompt + array("i", answer.tokens)
             self._ready.notify_all()
 

@@ -100,7 +100,9 @@ class TreeServer:
             page_size=BLOCK,
             enable_mamba_extra_buffer=True,
         )
-        self.cache = build_prefix_cache(SimpleNamespace(disable_radix_cache=False, params=params), interval * BLOCK)
+        self.cache = build_prefix_cache(
+            SimpleNamespace(disable_radix_cache=False, enable_hierarchical_cache=False, params=params), interval * BLOCK
+        )
         self.component = component_of(self.cache)
         self.chunk = chunk * BLOCK
         self.running: list[Request] = []

@@ -160,22 +160,28 @@ def test_copy_state_refuses_a_slot_that_a_tensor_has_not_and_writes_nothing():
 
 
 def test_swap_blocks_round_trip_and_validation_before_any_move():
-    device = [torch.randn(8, 5), torch.randn(8, 2, 3)]
-    host = [torch.zeros(6, 5), torch.zeros(6, 2, 3)]
-    before = [d.clone() for d in device]
-    ids = torch.tensor([[1, 2, 3, 7], [4, 5, 0, 2]])
-    torch.ops.dsv4_sglang.swap_blocks(device, host, ids, True)
-    assert all(torch.equal(h[ids[1]], d[ids[0]]) for h, d in zip(host, before))
-    for d in device:
-        d.zero_()
-    torch.ops.dsv4_sglang.swap_blocks(device, host, ids, False)
-    assert all(torch.equal(d[ids[0]], b[ids[0]]) for d, b in zip(device, before))
-    kept = [h.clone() for h in host]
-    for bad, message in (
-        (torch.tensor([[0, 8], [0, 1]]), "device block 8"),
-        (torch.tensor([[0, 1], [0, -1]]), "host block -1"),
-        (torch.tensor([[0, 0], [0, 1]]), "twice"),
+    pools = [torch.randn(8, 5), torch.randn(8, 2, 3)]
+    host = torch.zeros(6, 4 * 11 + 3, dtype=torch.uint8)
+    before = [pool.clone() for pool in pools]
+    blocks, rows = torch.tensor([1, 2, 3, 7]), torch.tensor([4, 5, 0, 2])
+    torch.ops.dsv4_sglang.swap_blocks(pools, host, blocks, rows, True, 3)
+    assert torch.equal(host[rows][:, 3:23], pools[0][blocks].view(torch.uint8))
+    assert torch.equal(host[rows][:, 23:], pools[1][blocks].flatten(1).view(torch.uint8))
+    assert not host[:, :3].any() and not host[[1, 3]].any()
+    for pool in pools:
+        pool.zero_()
+    torch.ops.dsv4_sglang.swap_blocks(pools, host, blocks, rows, False, 3)
+    assert all(torch.equal(pool[blocks], old[blocks]) for pool, old in zip(pools, before))
+    kept = host.clone()
+    for bad_blocks, bad_rows, first_byte, message in (
+        ([0, 8], [0, 1], 0, "block 8"),
+        ([0, 1], [0, -1], 0, "host row -1"),
+        ([0, 1], [0, 0], 0, "twice"),
+        ([0, 1], [0], 0, "2 blocks and 1 host rows"),
+        ([0], [0], 4, r"bytes 4\.\.48 of host rows of 47"),
     ):
         with pytest.raises(ValueError, match=message):
-            torch.ops.dsv4_sglang.swap_blocks(device, host, bad, True)
-    assert all(torch.equal(h, k) for h, k in zip(host, kept))
+            torch.ops.dsv4_sglang.swap_blocks(
+                pools, host, torch.tensor(bad_blocks), torch.tensor(bad_rows), True, first_byte
+            )
+    assert torch.equal(host, kept)

@@ -18,6 +18,11 @@ from dsv4_sglang.srt.backend import HybridCacheBackend
 from dsv4_sglang.srt.configurator import BlockConfigurator
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.hooks import Hook, hooks_of
+from dsv4_sglang.srt.host.cache import TieredCache
+from dsv4_sglang.srt.host.component import Loading, TieredComponent
+from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
+from dsv4_sglang.srt.host.storage import FileStorage
+from dsv4_sglang.srt.host.transfers import HostStack, TransferController
 from dsv4_sglang.srt.models import deepseek_v4, deepseek_v4_dspark, deepseek_v4_nextn
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool, StateSlotPool
@@ -31,12 +36,21 @@ SUBCLASSES = (
     CacheKVPool,
     CheckpointComponent,
     CompressedKVPool,
+    FileStorage,
+    HostBlocks,
+    HostCheckpoints,
+    HostRows,
+    HostStack,
     HybridCacheBackend,
     LeafOrder,
+    Loading,
     PrefixCache,
     StateParams,
     StateReqToTokenPool,
     StateSlotPool,
+    TieredCache,
+    TieredComponent,
+    TransferController,
     deepseek_v4.CachedAttention,
     deepseek_v4.DecoderLayer,
     deepseek_v4.DeepseekV4ForCausalLM,

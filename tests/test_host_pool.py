@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4_sglang.cache import HostBlockPool, PagedKVPool, build_schema
-from dsv4_sglang.cache.host_pool import PinnedMemory, _pages, _register, cpus_in, cpus_near, running_on
+from dsv4_sglang.cache import CacheLayout, HostBlockPool, HostCheckpointPool, PagedKVPool, StateStorage, build_schema
+from dsv4_sglang.cache.host_pool import HostMemory, _pages, _register, cpus_in, cpus_near, running_on, runs
 from dsv4_sglang.model import DSV4Config, build_schedule
 
 BLOCKS = 9
@@ -53,18 +53,90 @@ def test_round_trip(device: torch.device, options: dict[str, str]) -> None:
             assert torch.equal(new[:used], expected[:used])
 
 
-def test_one_layer_and_a_stream(device: torch.device) -> None:
+def test_a_layer_comes_back_alone(device: torch.device) -> None:
     pools = make_pools(device)
     host = HostBlockPool(pools, 2)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     csa, hca = (all_bytes(pool) for pool in pools)
-    host.swap([1], [0], to_host=True, layer=0, stream=stream)
-    host.swap([6], [0], to_host=False, layer=0, stream=stream)
+    host.swap([1], [1], to_host=True, stream=stream)
+    with torch.cuda.stream(stream):
+        host.load(torch.tensor([6], device=device), torch.tensor([1]), layer=0)
     if stream is not None:
         stream.synchronize()
     assert all(torch.equal(view[6], view[1]) for view in pools[0].block_views())
     assert not all(torch.equal(a, b) for a, b in zip(all_bytes(pools[0]), csa))
     assert all(torch.equal(a, b) for a, b in zip(all_bytes(pools[1]), hca))
+
+
+def test_a_row_is_a_block_of_all_layers(device: torch.device) -> None:
+    """And the row beside it stays as it is."""
+    pools = make_pools(device)
+    host = HostBlockPool(pools, 3)
+    assert host.block_bytes == 32 * (584 + 72) + 584
+    host.swap([5], [1], to_host=True)
+    expected = [view[5].view(torch.uint8).cpu() for pool in pools for view in pool.block_views()]
+    assert torch.equal(host.rows[1], torch.cat(expected))
+    assert not host.rows[0].any() and not host.rows[2].any()
+
+
+def test_more_blocks_than_are_staged_at_a_time(device: torch.device) -> None:
+    pools = make_pools(device)
+    host = HostBlockPool(pools, 9)
+    if host._staging is not None:
+        host._staging = host._staging[:4].clone()
+    there, here = [8, 7, 6, 5, 4, 3, 2, 1, 0], [0, 1, 2, 8, 7, 3, 4, 5, 6]
+    host.swap(there, here, to_host=True)
+    for block, row in zip(there, here):
+        expected = [view[block].view(torch.uint8).cpu() for pool in pools for view in pool.block_views()]
+        assert torch.equal(host.rows[row], torch.cat(expected))
+
+
+@pytest.mark.parametrize("row_format", ["fp8", "bf16", "fp32"])
+def test_checkpoints_there_and_back(device: torch.device, row_format: str) -> None:
+    """Every byte of a checkpoint moves, in rows that are not those it had, and no other checkpoint changes."""
+    config = DSV4Config.flash()
+    layout = CacheLayout.build(config, build_schedule(config)[:5], device, row_format=row_format)
+    storage = StateStorage(layout, num_slots=3, checkpoints=4, positions=False)
+    for checkpoint in range(1, 5):
+        for view in storage.checkpoint_views(checkpoint):
+            view.random_(0, 256)
+    before = {i: [view.clone() for view in storage.checkpoint_views(i)] for i in range(1, 5)}
+    host = HostCheckpointPool(storage, 5)
+    assert host.checkpoint_bytes == layout.checkpoint_bytes
+    host.save(2, 4)
+    host.save(4, 1)
+    for view in storage.checkpoint_views(2):
+        view.zero_()
+    host.load(2, 1)
+    host.load(4, 4)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    for here, there in ((1, 1), (2, 4), (3, 3), (4, 2)):
+        assert all(torch.equal(a, b) for a, b in zip(storage.checkpoint_views(here), before[there])), here
+    assert not host.rows[[0, 2, 3]].any()
+
+
+def test_a_loaded_checkpoint_is_the_state_that_was_stored(device: torch.device) -> None:
+    """Through a slot, a checkpoint, the host, another checkpoint and another slot."""
+    config = DSV4Config.flash()
+    layout = CacheLayout.build(config, build_schedule(config)[:5], device)
+    storage = StateStorage(layout, num_slots=3, checkpoints=2, positions=False)
+    for tensor in storage.tensors:
+        tensor.copy_(torch.randint(0, 100, tensor.shape).to(tensor.dtype))
+    host, ints = HostCheckpointPool(storage, 1), torch.tensor([[1], [2]], dtype=torch.int32, device=device)
+    one, two = ints
+    storage.store(one, one)
+    host.save(1, 0)
+    host.load(2, 0)
+    storage.load(two, two)
+    first, second = (storage.rings[:, slot].view(torch.uint8) for slot in (1, 2))
+    assert torch.equal(first, second)
+
+
+def test_runs_of_rows() -> None:
+    assert runs(torch.tensor([3, 4, 5, 9, 8, 7, 0, 1])) == [(0, 3), (3, 4), (4, 5), (5, 6), (6, 8)]
+    assert runs(torch.tensor([7])) == [(0, 1)]
+    assert runs(torch.tensor([], dtype=torch.int64)) == []
 
 
 def test_bad_ids_move_nothing(device: torch.device) -> None:
@@ -77,21 +149,11 @@ def test_bad_ids_move_nothing(device: torch.device) -> None:
     assert all(torch.equal(a, b) for pool, old in zip(pools, before) for a, b in zip(all_bytes(pool), old))
 
 
-@pytest.mark.parametrize("num_blocks", [1, 3])
-def test_views_of_one_memory_do_not_share_a_byte(device: torch.device, num_blocks: int) -> None:
-    pools = make_pools(device, row_format="bf16")
-    host = HostBlockPool(pools, num_blocks)
-    views = [view for of_layer in host._on_host for view in of_layer]
-    for i, view in enumerate(views):
-        assert view.shape[0] == num_blocks and not view.any()
-        view.fill_(i + 1)
-    assert all(bool((view == i + 1).all()) for i, view in enumerate(views))
-    assert all(view.data_ptr() % 16 == 0 for view in views)
-
-
-def test_memory_bytes_are_the_blocks_without_a_gpu() -> None:
+def test_memory_is_the_blocks_in_whole_pages() -> None:
     host = HostBlockPool(make_pools(torch.device("cpu")), 3)
-    assert host.memory_bytes() == 3 * (32 * (584 + 72) + 584)
+    asked = 3 * (32 * (584 + 72) + 584)
+    assert asked <= host.memory_bytes() < asked + mmap.PAGESIZE
+    assert host.memory_bytes() % mmap.PAGESIZE == 0
 
 
 def test_cpu_lists_of_the_kernel() -> None:
@@ -129,13 +191,8 @@ def test_more_memory_than_there_is_names_the_size() -> None:
 
 
 @pytest.mark.gpu
-def test_pinned_and_counted() -> None:
-    pools = make_pools(torch.device("cuda", 0))
-    host = HostBlockPool(pools, 3)
-    assert all(view.is_pinned() for views in host._on_host for view in views)
-    asked = 3 * (32 * (584 + 72) + 584)
-    assert asked <= host.memory_bytes() < asked + mmap.PAGESIZE + 16 * sum(map(len, host._on_host))
-    assert host.memory_bytes() % mmap.PAGESIZE == 0
+def test_pinned() -> None:
+    assert HostBlockPool(make_pools(torch.device("cuda", 0)), 3).rows.is_pinned()
     print("CPUs near the GPU:", sorted(cpus_near(torch.device("cuda", 0))))
 
 
@@ -143,8 +200,8 @@ def test_pinned_and_counted() -> None:
 def test_unpinned_with_the_pool_behind_its_copies() -> None:
     pools = make_pools(torch.device("cuda", 0))
     host = HostBlockPool(pools, BLOCKS)
-    view = host._on_host[0][0]
-    expected = pools[0].block_views()[0].clone()
+    view = host.rows
+    expected = torch.cat([v.view(torch.uint8) for pool in pools for v in pool.block_views()], dim=1)
     torch.cuda.synchronize()
     host.swap(list(range(BLOCKS)), list(range(BLOCKS)), to_host=True, stream=torch.cuda.Stream())
     assert view.is_pinned()
@@ -159,7 +216,7 @@ def test_unpinned_with_the_pool_behind_its_copies() -> None:
 def test_memory_that_cannot_be_pinned_is_an_error_with_its_size() -> None:
     """Pages that are pinned already; and the next launch does not report this failure as its own."""
     device = torch.device("cuda", 0)
-    memory = PinnedMemory(5000, device)
+    memory = HostMemory(5000, device)
     assert memory.nbytes == 2 * mmap.PAGESIZE and memory.bytes.is_pinned()
     with pytest.raises(RuntimeError, match=rf"cannot pin {memory.nbytes} bytes .* for cuda:0: .*ulimit -l"):
         _register(memory.bytes, device)

@@ -328,7 +328,7 @@ def random_steps(server: TreeServer, rng: random.Random, steps: int) -> int:
 
 
 def counted(server: TreeServer) -> dict[str, float]:
-    return server.component.counters.values()
+    return {name.removeprefix("prefix_"): count for name, count in server.component.counters.values().items()}
 
 
 def test_what_is_counted() -> None:

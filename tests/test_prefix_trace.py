@@ -83,7 +83,11 @@ class FakeServer(ThreadingHTTPServer):
             self.known.append(ids + out[:-1])
         return {
             "output_ids": out,
-            "meta_info": {"cached_tokens": cached, "output_token_logprobs": [[-0.5, token, None] for token in out]},
+            "meta_info": {
+                "cached_tokens": cached,
+                "cached_tokens_details": {"device": cached - cached // 4, "host": cached // 4},
+                "output_token_logprobs": [[-0.5, token, None] for token in out],
+            },
         }
 
 
@@ -158,6 +162,7 @@ def test_the_command_reports_each_round_and_the_working_set(
     prefix_trace.main(["revisit", "--url", url, "--conversations", "3", "--tokens", "200", "--rounds", "2"])
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first["cached_tokens"] == 0 and second["hit_of_ideal"] == 1
+    assert first["host_tokens"] == 0 < second["host_tokens"] <= second["cached_tokens"] / 4
     assert (first["part"], second["part"], second["live_tokens"]) == ("round 1", "round 2", 3 * 2 * 216)
     prefix_trace.main(["working-set", "--url", url, "--tokens", "200", "--steps", "2", "4"])
     _, result = map(json.loads, capsys.readouterr().out.splitlines())

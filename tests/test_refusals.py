@@ -37,6 +37,11 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "speculative_eagle_topk": ([4], [None, 1]),
     "speculative_num_draft_tokens": ([10, 64], [None, 2, 4, 9]),
     "speculative_dspark_block_size": ([9, 64], [None, 5, 7, 8]),
+    "hicache_ratio": ([0, -1.0], [2.0, 0.5]),
+    "hicache_size": ([-1], [0, 64]),
+    "hicache_io_backend": (["direct", "kernel_ascend"], ["kernel"]),
+    "hicache_mem_layout": (["layer_first", "page_first_direct"], ["page_first"]),
+    "hicache_storage_backend": (["mooncake", "nixl", "dynamic"], [None]),
     "moe_a2a_backend": (["megamoe", "mooncake"], ["none", "deepep"]),
     "load_format": (["gguf"], ["auto", "safetensors", "dummy"]),
 }
@@ -129,6 +134,20 @@ def test_graphs(given: dict[str, str], line: str) -> None:
     (found,) = refusals(cuda_graph_config=graphs(**given))
     assert found.startswith(line)
     assert refusals(cuda_graph_config=graphs(decode="disabled")) == []
+
+
+def test_a_storage_wants_a_host_tier() -> None:
+    tier = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
+    assert refusals(device="cpu", **tier) == []
+    (line,) = refusals(**tier)
+    assert line.startswith("--enable-hierarchical-cache is not supported: the host tier has run on CPUs only")
+    (line,) = refusals(device="cpu", speculative_algorithm="EAGLE", **tier)
+    assert line.endswith("with --speculative-algorithm EAGLE it has not been tested")
+    (line,) = refusals(hicache_storage_backend="file")
+    assert line == (
+        "--hicache-storage-backend file is not supported: it stands behind the host tier; "
+        "give --enable-hierarchical-cache"
+    )
 
 
 def test_the_tree_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:

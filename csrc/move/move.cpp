@@ -1,6 +1,5 @@
 // Host side of `copy_state`, `update_rows`, `snapshot_tables` and `swap_blocks`: checks, then one launch each
-// (update_rows: one to check its slices, one to write; swap_blocks: one copy a run of ids, one launch for the scattered
-// rest).
+// (update_rows: one to check its slices, one to write).
 #include "move.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -14,9 +13,6 @@ namespace dsv4 {
 namespace {
 
 constexpr int64_t kMaxGridY = 65535;
-// A run of ids whose copies have at least this many bytes a pool goes to the copy engine; a shorter one costs less
-// inside the kernel than a call a pool (benchmarks.move).
-constexpr int64_t kRunBytes = 2 << 20;
 
 int64_t bytes_of(const Tensor& t, int64_t first_dim) {
   int64_t bytes = int64_t(t.element_size());
@@ -141,106 +137,78 @@ void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_requ
 
 namespace {
 
-/// One row of `ids` as a vector; every id once and inside every pool.
-std::vector<int64_t> checked_ids(const char* side, const Tensor& ids, int64_t row, const std::vector<Tensor>& pools) {
-  const int64_t count = ids.size(1);
-  std::vector<int64_t> blocks(count);
-  for (int64_t i = 0; i < count; ++i) blocks[i] = data<int64_t>(ids)[row * ids.stride(0) + i * ids.stride(1)];
-  std::vector<int64_t> sorted = blocks;
+/// The row ids as a vector; every id once and inside `host`.
+std::vector<int64_t> checked_rows(const Tensor& rows, int64_t size) {
+  std::vector<int64_t> ids(rows.numel());
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = data<int64_t>(rows)[int64_t(i) * rows.stride(0)];
+  std::vector<int64_t> sorted = ids;
   std::sort(sorted.begin(), sorted.end());
   const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
-  if (twice != sorted.end()) fail("swap_blocks: ", side, " block ", *twice, " is named twice");
-  for (const Tensor& pool : pools) {
-    for (int64_t id : {sorted.front(), sorted.back()}) {
-      if (id < 0 || id >= pool.size(0)) fail("swap_blocks: ", side, " block ", id, " is not in 0..", pool.size(0) - 1);
-    }
+  if (twice != sorted.end()) fail("swap_blocks: host row ", *twice, " is named twice");
+  for (int64_t id : {sorted.front(), sorted.back()}) {
+    if (id < 0 || id >= size) fail("swap_blocks: host row ", id, " is not in 0..", size - 1);
   }
-  return blocks;
+  return ids;
 }
 
-/// The device's address of pinned host memory.
-uint8_t* mapped(const Tensor& t, size_t i) {
+/// The device's address of `host`: its own memory, or pinned host memory.
+uint8_t* as_device_sees(const Tensor& host) {
+  if (host.is_cuda()) return data<uint8_t>(host);
   cudaPointerAttributes attributes{};
-  if (cudaPointerGetAttributes(&attributes, t.data_ptr()) != cudaSuccess || attributes.type != cudaMemoryTypeHost) {
-    fail("swap_blocks: host_pools[", i, "] is ", describe(t),
-         " in pageable memory; expected pinned memory (pin_memory=True)");
+  if (cudaPointerGetAttributes(&attributes, host.data_ptr()) != cudaSuccess || attributes.type != cudaMemoryTypeHost) {
+    fail("swap_blocks: host is ", describe(host), " in pageable memory; expected pinned memory (pin_memory=True)");
   }
   return static_cast<uint8_t*>(attributes.devicePointer);
 }
 
 }  // namespace
 
-void swap_blocks(std::vector<Tensor> device_pools, std::vector<Tensor> host_pools, Tensor ids, bool to_host) {
-  if (device_pools.size() != host_pools.size()) {
-    fail("swap_blocks: ", device_pools.size(), " device pools and ", host_pools.size(), " host pools");
+void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor rows, bool to_host, int64_t first_byte) {
+  if (!rows.is_cpu() || rows.scalar_type() != ScalarType::Long || rows.dim() != 1) {
+    fail("swap_blocks: rows is ", describe(rows), "; expected Long [n] on the CPU");
   }
-  if (!ids.is_cpu() || ids.scalar_type() != ScalarType::Long || ids.dim() != 2 || ids.size(0) != 2) {
-    fail("swap_blocks: ids is ", describe(ids), "; expected Long [2, n] on the CPU");
-  }
-  const int64_t count = ids.size(1);
-  if (count == 0 || device_pools.empty()) return;
-  if (!device_pools[0].is_cuda())
-    fail("swap_blocks: device_pools[0] is ", describe(device_pools[0]), "; expected a CUDA tensor");
-  const int device = device_pools[0].get_device_index();
+  const int64_t count = rows.numel();
+  if (count == 0 || pools.empty()) return;
+  if (!pools[0].is_cuda()) fail("swap_blocks: pools[0] is ", describe(pools[0]), "; expected a CUDA tensor");
+  const int device = pools[0].get_device_index();
   const Checker check("swap_blocks", device);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  std::vector<SwapPool> pools;
-  for (size_t i = 0; i < device_pools.size(); ++i) {
-    const Tensor &d = device_pools[i], &h = host_pools[i];
-    if (!d.is_cuda() || d.get_device_index() != device || d.dim() < 1) {
-      fail("swap_blocks: device_pools[", i, "] is ", describe(d), "; expected [blocks, ...] on cuda:", device);
+  check.tensor("blocks", blocks, {ScalarType::Long}, {count});
+  if (host.dim() != 2 || host.scalar_type() != ScalarType::Byte ||
+      (host.is_cuda() && host.get_device_index() != device))
+    fail("swap_blocks: host is ", describe(host), "; expected Byte [rows, bytes], pinned or on cuda:", device);
+  check.dense("host", host, 1);
+  SwapParams p{};
+  p.host = as_device_sees(host), p.host_stride = host.stride(0);
+  p.blocks = data<int64_t>(blocks), p.blocks_stride = blocks.stride(0), p.to_host = to_host;
+  const uint64_t base = reinterpret_cast<uint64_t>(p.host);
+  std::vector<SwapPool> parts;
+  int64_t offset = first_byte;
+  for (size_t i = 0; i < pools.size(); ++i) {
+    const Tensor& t = pools[i];
+    if (!t.is_cuda() || t.get_device_index() != device || t.dim() < 1) {
+      fail("swap_blocks: pools[", i, "] is ", describe(t), "; expected [blocks, ...] on cuda:", device);
     }
-    bool fits = h.is_cpu() && h.dim() == d.dim() && h.scalar_type() == d.scalar_type();
-    for (int64_t dim = 1; fits && dim < d.dim(); ++dim) fits = h.size(dim) == d.size(dim);
-    if (!fits)
-      fail("swap_blocks: host_pools[", i, "] is ", describe(h), "; expected blocks like those of ", describe(d),
-           " on the CPU");
-    check.dense("a device pool", d, 1);
-    check.dense("a host pool", h, 1);
-    SwapPool s{data<uint8_t>(d), mapped(h, i), stride_bytes(d, 0), stride_bytes(h, 0), bytes_of(d, 1), 0};
-    s.width = access_width(address(d) | reinterpret_cast<uint64_t>(s.host) | s.device_stride | s.host_stride | s.bytes);
-    pools.push_back(s);
+    check.dense("a pool", t, 1);
+    SwapPool s{data<uint8_t>(t), stride_bytes(t, 0), bytes_of(t, 1), t.size(0), offset, 0};
+    s.width = access_width(address(t) | (base + offset) | s.stride | p.host_stride | s.bytes);
+    parts.push_back(s);
+    offset += s.bytes;
   }
-  const std::vector<int64_t> device_ids = checked_ids("device", ids, 0, device_pools);
-  const std::vector<int64_t> host_ids = checked_ids("host", ids, 1, host_pools);
+  if (first_byte < 0 || offset > host.size(1)) {
+    fail("swap_blocks: bytes ", first_byte, "..", offset, " of host rows of ", host.size(1));
+  }
+  const std::vector<int64_t> ids = checked_rows(rows, host.size(0));
 
-  int64_t block_bytes = 0;
-  for (const SwapPool& s : pools) block_bytes += s.bytes;
-  const int64_t least_run_bytes = kRunBytes * int64_t(pools.size());
-
-  // Everything is checked: from here on blocks move.
+  // Everything that the host can check is checked: from here on blocks move.
   const cudaStream_t stream = current_stream(device);
-  std::vector<int64_t> scattered;  // indices into ids
-  for (int64_t begin = 0, end; begin < count; begin = end) {
-    end = begin + 1;
-    while (end < count && device_ids[end] == device_ids[end - 1] + 1 && host_ids[end] == host_ids[end - 1] + 1) ++end;
-    if ((end - begin) * block_bytes < least_run_bytes) {
-      for (int64_t i = begin; i < end; ++i) scattered.push_back(i);
-      continue;
-    }
-    for (const SwapPool& s : pools) {
-      uint8_t* d = s.device + device_ids[begin] * s.device_stride;
-      uint8_t* h = s.host + host_ids[begin] * s.host_stride;
-      const int64_t to_stride = to_host ? s.host_stride : s.device_stride,
-                    from_stride = to_host ? s.device_stride : s.host_stride;
-      const cudaMemcpyKind kind = to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice;
-      const bool gapless = to_stride == s.bytes && from_stride == s.bytes;
-      check.launched(gapless ? cudaMemcpyAsync(to_host ? h : d, to_host ? d : h, s.bytes * (end - begin), kind, stream)
-                             : cudaMemcpy2DAsync(to_host ? h : d, to_stride, to_host ? d : h, from_stride, s.bytes,
-                                                 end - begin, kind, stream));
-    }
-  }
-  for (size_t pool = 0; pool < pools.size(); pool += kMaxSwapPools) {
-    for (size_t i = 0; i < scattered.size(); i += kMaxSwapBlocks) {
-      SwapParams p{};
-      p.to_host = to_host;
-      p.pool_count = int(std::min<size_t>(kMaxSwapPools, pools.size() - pool));
-      p.blocks = int(std::min<size_t>(kMaxSwapBlocks, scattered.size() - i));
-      std::copy_n(pools.begin() + pool, p.pool_count, p.pools);
-      for (int k = 0; k < p.blocks; ++k) {
-        p.device_block[k] = int32_t(device_ids[scattered[i + k]]);
-        p.host_block[k] = int32_t(host_ids[scattered[i + k]]);
-      }
+  for (size_t part = 0; part < parts.size(); part += kMaxSwapPools) {
+    p.pool_count = int(std::min<size_t>(kMaxSwapPools, parts.size() - part));
+    std::copy_n(parts.begin() + part, p.pool_count, p.pools);
+    for (size_t i = 0; i < ids.size(); i += kMaxSwapRows) {
+      p.count = int(std::min<size_t>(kMaxSwapRows, ids.size() - i));
+      for (int k = 0; k < p.count; ++k) p.row[k] = int32_t(ids[i + k]);
+      p.blocks = data<int64_t>(blocks) + int64_t(i) * p.blocks_stride;
       check.launched(launch_swap_blocks(p, stream));
     }
   }

@@ -1,6 +1,6 @@
-// Copies of state slots (copy_state), of slices of rows (update_rows), of scattered blocks to and from pinned host
-// memory (swap_blocks), and of what a decode step needs of the tables of all requests (snapshot_tables). Every byte is
-// read and written once.
+// Copies of state slots (copy_state), of slices of rows (update_rows), of scattered blocks to and from rows of pinned
+// host memory or of a buffer (swap_blocks), and of what a decode step needs of the tables of all requests
+// (snapshot_tables). Every byte is read and written once.
 //
 // copy_state: grid (layers x 16 KiB pieces of all tensors, pairs of slots). update_rows: grid (slices) to check them,
 // then grid (row groups, slices), a warp a row. swap_blocks: grid (blocks, pools), loads and stores that pass the
@@ -130,8 +130,16 @@ __global__ void __launch_bounds__(kThreads) update_rows_kernel(const __grid_cons
 
 __global__ void __launch_bounds__(kThreads) swap_blocks_kernel(const __grid_constant__ SwapParams p) {
   const SwapPool& pool = p.pools[blockIdx.y];
-  uint8_t* device = pool.device + p.device_block[blockIdx.x] * pool.device_stride;
-  uint8_t* host = pool.host + p.host_block[blockIdx.x] * pool.host_stride;
+  const int64_t block = p.blocks[blockIdx.x * p.blocks_stride];
+  if (block < 0 || block >= pool.blocks) {
+    if (threadIdx.x == 0 && blockIdx.y == 0) {
+      printf("swap_blocks: block %lld is not in 0..%lld; it is left out\n", static_cast<long long>(block),
+             static_cast<long long>(pool.blocks - 1));
+    }
+    return;
+  }
+  uint8_t* device = pool.base + block * pool.stride;
+  uint8_t* host = p.host + p.row[blockIdx.x] * p.host_stride + pool.offset;
   copy(pool.width, p.to_host ? host : device, p.to_host ? device : host, pool.bytes, threadIdx.x, kThreads);
 }
 
@@ -182,7 +190,7 @@ cudaError_t launch_snapshot_tables(const SnapshotParams& p, cudaStream_t stream)
 }
 
 cudaError_t launch_swap_blocks(const SwapParams& p, cudaStream_t stream) {
-  swap_blocks_kernel<<<dim3(unsigned(p.blocks), unsigned(p.pool_count)), kThreads, 0, stream>>>(p);
+  swap_blocks_kernel<<<dim3(unsigned(p.count), unsigned(p.pool_count)), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

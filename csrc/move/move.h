@@ -49,16 +49,21 @@ struct UpdateRowsParams {
 cudaError_t launch_update_rows(const UpdateRowsParams& params, cudaStream_t stream);
 
 struct SwapPool {
-  uint8_t *device, *host;  // both as the device addresses them
-  int64_t device_stride, host_stride, bytes;
+  uint8_t* base;
+  int64_t stride, bytes, blocks;
+  int64_t offset;  // in a host row
   int width;
 };
 
-constexpr int kMaxSwapPools = 64, kMaxSwapBlocks = 1024;
+constexpr int kMaxSwapPools = 96, kMaxSwapRows = 1024;
 struct SwapParams {
   SwapPool pools[kMaxSwapPools];
-  int32_t device_block[kMaxSwapBlocks], host_block[kMaxSwapBlocks];
-  int pool_count, blocks;
+  uint8_t* host;  // as the device addresses it
+  int64_t host_stride;
+  const int64_t* blocks;
+  int64_t blocks_stride;  // elements
+  int32_t row[kMaxSwapRows];
+  int pool_count, count;
   bool to_host;
 };
 cudaError_t launch_swap_blocks(const SwapParams& params, cudaStream_t stream);

@@ -3,7 +3,7 @@
 from dsv4_sglang.cache.allocator import BlockAllocator
 from dsv4_sglang.cache.append import LayerWeights
 from dsv4_sglang.cache.handle import ClassicalView, IndexerView, LayerCacheHandle, SwaView
-from dsv4_sglang.cache.host_pool import HostBlockPool
+from dsv4_sglang.cache.host_pool import HostBlockPool, HostCheckpointPool
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.manager import KVCacheManager
 from dsv4_sglang.cache.paged_cache import PagedKVPool
@@ -25,6 +25,7 @@ __all__ = [
     "ClassicalView",
     "HcaState",
     "HostBlockPool",
+    "HostCheckpointPool",
     "IndexerView",
     "KVCacheManager",
     "KeyFormat",

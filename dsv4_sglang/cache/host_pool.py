@@ -1,4 +1,4 @@
-"""`HostBlockPool`: blocks of paged pools in host memory, and their way there and back."""
+"""`HostBlockPool` and `HostCheckpointPool`: blocks and checkpoints in host memory, and their way there and back."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
 from dsv4_sglang.cache.paged_cache import PagedKVPool
+from dsv4_sglang.cache.state_cache import StateStorage
 
-_ALIGNMENT = 16
-"""Bytes of the widest access of `swap_blocks`: every view of a pool's memory starts at a multiple."""
+STAGED_BLOCKS = 64
+"""Blocks that are gathered on the GPU at a time on their way to the host."""
 
 
 def cpus_in(listed: str) -> set[int]:
@@ -53,8 +54,9 @@ def running_on(cpus: Collection[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-class PinnedMemory:
-    """Zeroed host memory that the GPU reads and writes itself: `bytes` [nbytes] uint8, whole pages of its own.
+class HostMemory:
+    """Zeroed host memory, `bytes` [nbytes] uint8, whole pages of its own; for a GPU pinned, so that it reads and writes
+    the memory itself.
 
     What is pinned is what was asked for, rounded up to a page: torch's allocator of pinned memory rounds to a power of
     two and keeps what is freed. Unpinned with the object, behind the copies in flight; tensors that still show the
@@ -66,9 +68,19 @@ class PinnedMemory:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.bytes = _pages(self.nbytes)
+        if device.type != "cuda":
+            return
         _register(self.bytes, device)
         unpin = weakref.finalize(self, _unregister, self.bytes.data_ptr(), device)
         unpin.atexit = False  # the end of the process unpins, and CUDA may be gone before it
+
+
+def host_memory(nbytes: int, device: torch.device, cpus: Collection[int] | None = None) -> HostMemory:
+    """`HostMemory` on the NUMA node of `cpus`, by default of those near the GPU."""
+    if device.type != "cuda":
+        return HostMemory(nbytes, device)
+    with running_on(cpus_near(device) if cpus is None else cpus):
+        return HostMemory(nbytes, device)
 
 
 def _pages(nbytes: int) -> Tensor:
@@ -130,6 +142,11 @@ def _size(nbytes: int) -> str:
 class HostBlockPool:
     """`num_blocks` host blocks for the paged pools of some layers (one of several, or all of a model).
 
+    `rows` [num_blocks, block_bytes] uint8: a row is a block, the bytes of all its layers one after another
+    (`PagedKVPool.block_views`), the same on every kind of GPU. The way to the host is a gather on the GPU and a copy of
+    each run of rows that follow each other, so that SMs are busy for a moment only; the way back is one launch a layer,
+    so that a step can begin when its first layer is there.
+
     Args:
         pools: the layers' pools, all on one device; with a GPU the host memory is pinned.
         num_blocks: blocks of 128 tokens, the same number for every layer.
@@ -146,59 +163,120 @@ class HostBlockPool:
             raise ValueError(f"num_blocks is {num_blocks}; expected at least 1")
         self.num_blocks = num_blocks
         self.device = devices.pop()
-        self._on_device: list[list[Tensor]] = [pool.block_views() for pool in pools]
-        # One piece of memory for all views, because pinning rounds each piece up to pages.
-        self._memory: PinnedMemory | None = None
-        size = sum(self._aligned_bytes(view) for views in self._on_device for view in views)
+        self._views = [pool.block_views() for pool in pools]
+        sizes = [sum(view.shape[1] * view.itemsize for view in views) for views in self._views]
+        self._first_byte = [sum(sizes[:layer]) for layer in range(len(sizes))]
+        self.block_bytes = sum(sizes)
+        self._memory = host_memory(num_blocks * self.block_bytes, self.device, cpus)
+        self.rows = self._memory.bytes[: num_blocks * self.block_bytes].view(num_blocks, self.block_bytes)
+        self._staging: Tensor | None = None
         if self.device.type == "cuda":
-            with running_on(cpus_near(self.device) if cpus is None else cpus):
-                self._memory = PinnedMemory(size, self.device)
-            memory = self._memory.bytes
-        else:
-            memory = torch.zeros(size, dtype=torch.uint8)
-        self._on_host: list[list[Tensor]] = []
-        begin = 0
-        for views in self._on_device:
-            self._on_host.append([])
-            for view in views:
-                end = begin + self.num_blocks * view.shape[1] * view.itemsize
-                self._on_host[-1].append(memory[begin:end].view(view.dtype).view(self.num_blocks, view.shape[1]))
-                begin += self._aligned_bytes(view)
+            shape = min(STAGED_BLOCKS, num_blocks), self.block_bytes
+            self._staging = torch.empty(shape, dtype=torch.uint8, device=self.device)
 
-    def _aligned_bytes(self, view: Tensor) -> int:
-        """Bytes of `num_blocks` blocks like those of `view`, up to where the next view starts."""
-        nbytes = self.num_blocks * view.shape[1] * view.itemsize
-        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    def save(self, blocks: Tensor, rows: Tensor) -> None:
+        """Copy `blocks` [n] int64 (device) of all layers to `rows` [n] int64 (CPU), ordered on the current stream.
+
+        One stream at a time: they share a buffer on the GPU. Ids as `swap_blocks` wants them.
+        """
+        views = [view for of_layer in self._views for view in of_layer]
+        if self._staging is None:
+            torch.ops.dsv4_sglang.swap_blocks(views, self.rows, blocks, rows, True)
+            return
+        for begin in range(0, len(rows), len(self._staging)):
+            part = rows[begin : begin + len(self._staging)]
+            there = torch.arange(len(part))
+            torch.ops.dsv4_sglang.swap_blocks(views, self._staging, blocks[begin : begin + len(part)], there, True)
+            for first, last in runs(part):
+                row = int(part[first])
+                to = self.rows[row : row + last - first]
+                to.copy_(self._staging[first:last], non_blocking=True)
+
+    def load(self, blocks: Tensor, rows: Tensor, layer: int) -> None:
+        """Copy `rows` [n] int64 (CPU) to `blocks` [n] int64 (device) of the pool `layer` of those given at the start,
+        ordered on the current stream."""
+        first = self._first_byte[layer]
+        torch.ops.dsv4_sglang.swap_blocks(self._views[layer], self.rows, blocks, rows, False, first)
 
     def swap(
         self,
         device_blocks: Sequence[int],
         host_blocks: Sequence[int],
         to_host: bool,
-        layer: int | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """Copy blocks one to one, of the pool `layer` of those given at the start or of all of them.
+        """Copy blocks of all layers one to one, to the host or back.
 
-        Without a `stream` the copies are done on return; with one they are ordered on it. Raises ValueError (CPU) or
-        RuntimeError (CUDA) for a block out of range or named twice, and then nothing has moved.
+        Without a `stream` the copies are done on return; with one they are ordered on it. Raises ValueError for a block
+        out of range or named twice, and then nothing has moved.
         """
         if len(device_blocks) != len(host_blocks):
             raise ValueError(f"{len(device_blocks)} device blocks and {len(host_blocks)} host blocks; expected as many")
-        ids = torch.tensor([list(device_blocks), list(host_blocks)], dtype=torch.int64)
-        layers = range(len(self._on_device)) if layer is None else [layer]
-        device_views = [view for i in layers for view in self._on_device[i]]
-        host_views = [view for i in layers for view in self._on_host[i]]
-        if self.device.type != "cuda":
-            torch.ops.dsv4_sglang.swap_blocks(device_views, host_views, ids, to_host)
-            return
+        blocks, rows = (torch.tensor(list(ids), dtype=torch.int64) for ids in (device_blocks, host_blocks))
+        _check_ids("device", blocks, min(view.shape[0] for views in self._views for view in views))
+        _check_ids("host", rows, self.num_blocks)
         with torch.cuda.stream(stream):
-            torch.ops.dsv4_sglang.swap_blocks(device_views, host_views, ids, to_host)
-        if stream is None:
+            blocks = blocks.to(self.device)
+            if to_host:
+                self.save(blocks, rows)
+            else:
+                for layer in range(len(self._views)):
+                    self.load(blocks, rows, layer)
+        if stream is None and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def memory_bytes(self) -> int:
-        """Bytes of host memory that are pinned; without a GPU those of the blocks."""
-        if self._memory is not None:
-            return self._memory.nbytes
-        return sum(view.nbytes for views in self._on_host for view in views)
+        """Bytes of host memory, whole pages."""
+        return self._memory.nbytes
+
+
+class HostCheckpointPool:
+    """`num_checkpoints` host copies of checkpoints: `rows` [num_checkpoints, checkpoint_bytes] uint8, the rings of all
+    layers and then their CSA tails (`StateStorage.checkpoint_views`).
+
+    Raises RuntimeError when the system does not give or pin so much memory; it says how much was asked for.
+    """
+
+    def __init__(self, storage: StateStorage, num_checkpoints: int, cpus: Collection[int] | None = None) -> None:
+        if num_checkpoints < 1:
+            raise ValueError(f"num_checkpoints is {num_checkpoints}; expected at least 1")
+        self.num_checkpoints = num_checkpoints
+        self._storage = storage
+        self.checkpoint_bytes = sum(view.nbytes for view in storage.checkpoint_views(1))
+        self._memory = host_memory(num_checkpoints * self.checkpoint_bytes, storage.device, cpus)
+        used = self._memory.bytes[: num_checkpoints * self.checkpoint_bytes]
+        self.rows = used.view(num_checkpoints, self.checkpoint_bytes)
+
+    def save(self, checkpoint: int, row: int) -> None:
+        """Copy a checkpoint (from 1 on) to a row (from 0 on), ordered on the current stream."""
+        for here, there in self._pairs(checkpoint, row):
+            here.copy_(there, non_blocking=True)
+
+    def load(self, checkpoint: int, row: int) -> None:
+        """Copy a row to a checkpoint, ordered on the current stream."""
+        for here, there in self._pairs(checkpoint, row):
+            there.copy_(here, non_blocking=True)
+
+    def _pairs(self, checkpoint: int, row: int) -> Iterator[tuple[Tensor, Tensor]]:
+        begin = 0
+        for view in self._storage.checkpoint_views(checkpoint):
+            end = begin + view.nbytes
+            yield self.rows[row, begin:end].view(view.shape), view
+            begin = end
+
+    def memory_bytes(self) -> int:
+        """Bytes of host memory, whole pages."""
+        return self._memory.nbytes
+
+
+def runs(rows: Tensor) -> list[tuple[int, int]]:
+    """[begin, end) of the stretches of `rows` [n] whose numbers follow each other."""
+    cuts = (torch.nonzero(rows.diff() != 1).flatten() + 1).tolist()
+    return list(zip([0, *cuts], [*cuts, len(rows)])) if len(rows) else []
+
+
+def _check_ids(side: str, ids: Tensor, size: int) -> None:
+    if (bad := ids[(ids < 0) | (ids >= size)]).numel():
+        raise ValueError(f"{side} block {int(bad[0])} is not in 0..{size - 1}")
+    if ids.unique().numel() != ids.numel():
+        raise ValueError(f"a {side} block is named twice in {ids.tolist()}")

@@ -118,6 +118,16 @@ class StateStorage:
         """Copy checkpoints to the slots of the requests that resume from them."""
         self._copy(slots, checkpoints, to_checkpoints=False)
 
+    def checkpoint_views(self, checkpoint: int) -> list[Tensor]:
+        """All that a checkpoint holds as bytes: rings [layers, R, n] uint8, CSA tails [layers, 8, n] uint8."""
+        if not 1 <= checkpoint <= self.checkpoints:
+            raise IndexError(f"checkpoint {checkpoint} is not in 1..{self.checkpoints}")
+        views = [self._all_rings[:, self.num_slots - 1 + checkpoint]]
+        if self._tail_units is not None:
+            first = self.num_slots * SLOT_UNITS + (checkpoint - 1) * len(KEPT_UNITS)
+            views.append(self._tail_units[:, first : first + len(KEPT_UNITS)].flatten(1, 2))
+        return [view.view(torch.uint8) for view in views]
+
     def _copy(self, slots: Tensor, checkpoints: Tensor, *, to_checkpoints: bool) -> None:
         # Few and small launches: a decode step makes them all even when nothing is due. `copy_state` skips a pair with
         # a negative slot, which -1 gives for the units of a slot too.

@@ -36,7 +36,9 @@ SCHEMAS = {
         "(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, "
         "Tensor(a!) owned, Tensor(b!) block_table) -> ()"
     ),
-    "swap_blocks": "(Tensor(a!)[] device_pools, Tensor(b!)[] host_pools, Tensor ids, bool to_host) -> ()",
+    "swap_blocks": (
+        "(Tensor(a!)[] pools, Tensor(b!) host, Tensor blocks, Tensor rows, bool to_host, int first_byte=0) -> ()"
+    ),
     "update_rows": (
         "(Tensor(a!) pool, Tensor new_rows, Tensor slices, Tensor n_valid, Tensor(b!)? refused=None) -> ()"
     ),

@@ -30,6 +30,8 @@ def activate(launch: Launch, server_args: Any) -> None:
     _declare_state()
     _register_backend()
     _register_prefix_cache(launch.options.checkpoint_interval)
+    if server_args.enable_hierarchical_cache:
+        _register_host_tier(launch.options.host_checkpoints, server_args.hicache_storage_backend)
     _apply(hooks)
     _register_model()
     if compat.sglang_version() not in compat.VALIDATED:
@@ -71,6 +73,17 @@ def _register_prefix_cache(interval: int) -> None:
     from dsv4_sglang.srt.prefix.cache import build_prefix_cache
 
     register_radix_cache_backend(PREFIX_CACHE, partial(build_prefix_cache, interval=interval))
+
+
+def _register_host_tier(host_checkpoints: int | None, storage: str | None) -> None:
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
+
+    from dsv4_sglang.srt.host.storage import register_file_storage
+    from dsv4_sglang.srt.host.transfers import HostStack
+
+    register_stack_strategy(HostStack(host_checkpoints))
+    if storage == "file":
+        register_file_storage()
 
 
 def _apply(hooks: tuple[Hook, ...]) -> None:

@@ -335,7 +335,10 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             # An idle rank of DP attention joins a step of the others with tokens that are nobody's.
             return LayerOutput(torch.zeros_like(q[:, : self.heads]), rotated=False)
         step = self._step(q)
-        window = None if step.is_decode else self._window(step.window_size)
+        window = None
+        if not step.is_decode:
+            self.token_to_kv_pool.wait_for_layer(layer.layer_id)
+            window = self._window(step.window_size)
         self._append(k, layer.layer_id, inputs, step, window)
         if layer.layer_id == self.last_layer:
             self._store(step)

@@ -14,18 +14,16 @@ def check_started(scheduler: Any) -> None:
     SGLang logs a failing plugin or hook and serves on with its own pools: this is what makes that loud.
     """
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-    from sglang.srt.mem_cache.chunk_cache import ChunkCache
 
     from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
     from dsv4_sglang.srt.backend import HybridCacheBackend
     from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, DeepseekV4ForCausalLM
     from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateReqToTokenPool, StateSlotPool
-    from dsv4_sglang.srt.prefix.cache import PrefixCache
 
     contracts.require(contracts.override_differences())
     runner = scheduler.tp_worker.model_runner
     requests, tokens = runner.req_to_token_pool, runner.token_to_kv_pool
-    tree = ChunkCache if scheduler.server_args.disable_radix_cache else PrefixCache
+    tree = _tree_class(scheduler.server_args)
     found: list[tuple[str, object, type]] = [
         ("request pool", requests, StateReqToTokenPool),
         ("state pool", getattr(requests, "mamba_pool", None), StateSlotPool),
@@ -84,6 +82,20 @@ def _draft_classes(scheduler: Any, tokens: object) -> list[tuple[str, object, ty
     ]
 
 
+def _tree_class(server_args: Any) -> type:
+    from sglang.srt.mem_cache.chunk_cache import ChunkCache
+
+    from dsv4_sglang.srt.prefix.cache import PrefixCache
+
+    if server_args.disable_radix_cache:
+        return ChunkCache
+    if not server_args.enable_hierarchical_cache:
+        return PrefixCache
+    from dsv4_sglang.srt.host.cache import TieredCache
+
+    return TieredCache
+
+
 def _checkpoint_classes(scheduler: Any, requests: Any) -> list[tuple[str, object, type]]:
     """What the prefix cache adds, where there is one."""
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -94,8 +106,22 @@ def _checkpoint_classes(scheduler: Any, requests: Any) -> list[tuple[str, object
     if scheduler.server_args.disable_radix_cache:
         return []
     tree = scheduler.tree_cache
+    component: type = CheckpointComponent
+    found: list[tuple[str, object, type]] = []
+    if scheduler.server_args.enable_hierarchical_cache:
+        from dsv4_sglang.srt.host.component import TieredComponent
+        from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints
+        from dsv4_sglang.srt.host.transfers import TransferController
+
+        component = TieredComponent
+        found = [
+            ("host blocks", getattr(tree, "full_kv_pool_host", None), HostBlocks),
+            ("host checkpoints", getattr(tree, "mamba_pool_host", None), HostCheckpoints),
+            ("controller of copies to the host", getattr(tree, "cache_controller", None), TransferController),
+        ]
     return [
         ("checkpoint slots", getattr(requests, "mamba_ckpt_pool", None), CheckpointSlots),
-        ("checkpoints of the tree", getattr(tree, "components", {}).get(ComponentType.MAMBA), CheckpointComponent),
+        ("checkpoints of the tree", getattr(tree, "components", {}).get(ComponentType.MAMBA), component),
         ("order of eviction", getattr(getattr(tree, "tree_core", None), "eviction_strategy", None), LeafOrder),
+        *found,
     ]

@@ -40,6 +40,8 @@ class Override(NamedTuple):
 
 
 _IN_TREE, _MODEL = "sglang.srt.models.deepseek_v4.", "dsv4_sglang.srt.models.deepseek_v4."
+_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+_TREE, _TIERED = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache", "dsv4_sglang.srt.host.cache.TieredCache"
 OVERRIDES = (
     Override(
         _IN_TREE + "DeepseekV4DecoderLayer",
@@ -70,6 +72,24 @@ OVERRIDES = (
         "dsv4_sglang.srt.prefix.component.CheckpointComponent",
         "_evict_device_next_node",
         "evicts checkpoints for want of live slots, which no checkpoint would give",
+    ),
+    Override(
+        _TREE,
+        _TIERED,
+        "_execute_and_commit_kv_backup",
+        "where SGLang copies a node to the host at each insertion; here checkpoints are saved, by what they are worth",
+    ),
+    Override(
+        _TREE,
+        _TIERED,
+        "_evict_device_leaf",
+        "with write_back it saves blocks that no checkpoint follows, which nobody could resume from",
+    ),
+    Override(
+        _CONTROLLER,
+        "dsv4_sglang.srt.host.transfers.TransferController",
+        "_generate_storage_config",
+        "all processes of a group hold the same bytes, of which one writes; SGLang knows that of its own pools only",
     ),
 )
 
@@ -160,3 +180,49 @@ def evict_from_device(component: Any, node: Any) -> None:
     host: dict[Any, list[Any]] = defaultdict(list)
     component.tree_core._evict_component_and_detach_lru(node, component, device, host, target=EvictLayer.DEVICE)
     component.cache._free_values(device, host)
+
+
+def evict_from_host(cache: Any, node: Any) -> int:
+    """Take all that the host has of a node that the device has, too; the number of tokens whose blocks are free."""
+    from sglang.srt.mem_cache.unified_cache.components.tree_component import EvictLayer
+
+    core = cache.tree_core
+    device: dict[Any, list[Any]] = defaultdict(list)
+    host: dict[Any, list[Any]] = defaultdict(list)
+    for component in cache.components.values():
+        core._evict_component_and_detach_lru(node, component, device, host, target=EvictLayer.HOST)
+    core._update_evictable_leaf_sets(node)
+    cache._free_values(device, host)
+    return len(node.key)
+
+
+def evict_checkpoint_from_host(component: Any, node: Any, tracker: Any, device_frees: Any, host_frees: Any) -> None:
+    """Within SGLang's drive for room on the host: take the node's checkpoint; where the path ends, its blocks, too.
+
+    Nothing happens while a copy to the host or to a storage is under way.
+    """
+    from sglang.srt.mem_cache.unified_cache.components.tree_component import EvictLayer
+
+    core = component.tree_core
+    if node in core.evictable_host_leaves:
+        core._evict_host_leaf(node, tracker, device_frees, host_frees)
+    elif not node.component_data[component.component_type].host_lock_ref and node.write_through_pending_id is None:
+        core._evict_component_and_detach_lru(
+            node, component, device_frees, host_frees, target=EvictLayer.HOST, tracker=tracker
+        )
+        core._update_evictable_leaf_sets(node)
+
+
+def start_backup(cache: Any, node_id: int, device_blocks: Any, transfers: Any) -> Any:
+    """Begin to copy a node to the host: the host indices of its blocks, or None without room for all of it."""
+    return cache._execute_kv_backup(node_id, device_blocks, transfers, [])
+
+
+def note_backup(cache: Any, node_id: int, lock: Any) -> None:
+    """The node's copy is under way; `lock` is let go when it is done."""
+    cache._track_write_through_node(node_id, lock)
+
+
+def forget_files(storage: Any) -> None:
+    """SGLang's account of the files of a storage, after they are gone."""
+    storage._evictor.clear()

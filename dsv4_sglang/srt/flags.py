@@ -52,6 +52,12 @@ SUPPORTED = (
         "speculative_dspark_block_size speculative_draft_model_path speculative_draft_attention_backend",
     ),
     Group(
+        "the host tier, with limits there too; docs/host_tier.md",
+        "enable_hierarchical_cache hicache_ratio hicache_size hicache_write_policy hicache_io_backend "
+        "hicache_mem_layout hicache_storage_backend hicache_storage_prefetch_policy "
+        "hicache_storage_backend_extra_config",
+    ),
+    Group(
         "CUDA graphs of decode steps, with limits there too",
         "cuda_graph_config cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_max_bs_decode "
         "cuda_graph_bs_decode cuda_graph_max_bs_prefill cuda_graph_bs_prefill cuda_graph_tc_compiler "
@@ -173,8 +179,7 @@ WITHOUT_EFFECT = (
         "max_ep_size elastic_ep_scale_timeout kt_method kt_cpuinfer kt_threadpool_count kt_num_gpu_experts "
         "kt_max_deferred_experts_per_token "
         # host memory and other machines
-        "hicache_ratio hicache_size hicache_write_policy hicache_io_backend hicache_mem_layout "
-        "hicache_storage_prefetch_policy hicache_storage_backend_extra_config lmcache_config_file flexkv_config_file "
+        "lmcache_config_file flexkv_config_file "
         "hisparse_config offload_num_in_group offload_prefetch_step offload_mode enable_weights_cpu_backup "
         "weight_cache_socket weight_cache_timeout remote_instance_weight_loader_seed_instance_ip "
         "remote_instance_weight_loader_seed_instance_service_port "
@@ -217,10 +222,6 @@ REFUSED = (
         "expert_distribution_recorder_mode enable_expert_distribution_metrics elastic_ep_backend "
         "enable_elastic_expert_backup enable_waterfill ep_join_mode elastic_ep_rejoin enable_return_routed_experts "
         "kt_weight_path",
-    ),
-    Refused(
-        "compressed blocks and checkpoints have no host pool in SGLang",
-        "enable_hierarchical_cache hicache_storage_backend",
     ),
     Refused("it stores rows of one kind a token, which this cache has not", "enable_lmcache enable_flexkv"),
     Refused("it moves rows of SGLang's own pool", "enable_hisparse"),

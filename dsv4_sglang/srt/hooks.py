@@ -159,6 +159,14 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "a retracted request resumes from its last checkpoint if memory allows; SGLang drops what it generated",
         ),
         Hook(
+            SRT
+            + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+            + ".flush_cache_after_weight_update",
+            HookType.AROUND,
+            schedule.forget_stored,
+            "a storage behind the host holds what the old weights computed; SGLang would serve it",
+        ),
+        Hook(
             SRT + "layers.dp_attention.dp_gather_partial",
             HookType.REPLACE,
             collectives.gather_equal,

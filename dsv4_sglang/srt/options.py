@@ -21,6 +21,7 @@ class Options:
     hca_state: Literal["online", "raw"] = "online"
     checkpoint_interval: int = 4096
     max_checkpoints: int | None = None
+    host_checkpoints: int | None = None
 
     def __post_init__(self) -> None:
         if self.checkpoint_interval <= 0 or self.checkpoint_interval % BLOCK:
@@ -30,6 +31,8 @@ class Options:
             )
         if self.max_checkpoints is not None and self.max_checkpoints < 0:
             raise ValueError(f"dsv4_sglang option max_checkpoints is {self.max_checkpoints}; expected 0 or more")
+        if self.host_checkpoints is not None and self.host_checkpoints < 1:
+            raise ValueError(f"dsv4_sglang option host_checkpoints is {self.host_checkpoints}; expected 1 or more")
 
 
 def _describe() -> str:

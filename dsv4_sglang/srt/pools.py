@@ -111,6 +111,11 @@ class StateReqToTokenPool(HybridReqToTokenPool):
                 params.checkpoints, arguments["device"], params.cache_layout.checkpoint_bytes
             )
 
+    def register_layer_transfer_counter(self, layer_transfer_counter: Any) -> None:
+        """Of the host tier: it says when the layers of what is loaded have arrived."""
+        super().register_layer_transfer_counter(layer_transfer_counter)
+        self.mamba_ckpt_pool.layer_transfer_counter = layer_transfer_counter
+
 
 class CompressedKVPool(KVCache):
     """Compressed entries and index keys: 32 + 1 entries a block of 128 slots, written by the append op only.
@@ -169,3 +174,8 @@ class CacheKVPool(HybridLinearKVPool):
             full_kv_pool=compressed,
         )
         self.mem_usage = compressed.bytes / GB + state.mem_usage
+
+    def wait_for_layer(self, layer: int) -> None:
+        """The current stream waits for what the step loads of a layer from the host tier, if there is one."""
+        if self.layer_transfer_counter is not None:
+            self.layer_transfer_counter.wait_until(layer)

@@ -100,6 +100,19 @@ LIMITS = (
         f"a block is verified with the token before it, and rings have room for {MAX_DRAFT_TOKENS} tokens of a request "
         f"at once; give {MAX_DRAFT_TOKENS - 1} or less",
     ),
+    Limit("hicache_ratio", lambda ratio: ratio > 0, "the host has so many times what the device has; give more than 0"),
+    Limit("hicache_size", lambda size: size >= 0, "it is a number of GB; give one, or 0 for --hicache-ratio"),
+    Limit("hicache_io_backend", _one_of("kernel"), "copies are kernels of this package; give kernel"),
+    Limit(
+        "hicache_mem_layout",
+        _one_of("page_first"),
+        "a host block is one row of all layers; give page_first, which is the nearest to it",
+    ),
+    Limit(
+        "hicache_storage_backend",
+        _one_of("file"),
+        "blocks and checkpoints have been stored in files only; give file",
+    ),
     Limit("moe_a2a_backend", _one_of("deepep"), "tokens go to experts by all-reduce or DeepEP; give none or deepep"),
     Limit(
         "load_format",
@@ -204,6 +217,22 @@ def _refused_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
         yield "--speculative-algorithm DSPARK with --enable-dp-attention", reason
 
 
+def _refused_with_host_tier(args: Any) -> Iterable[tuple[str, str]]:
+    """What the host tier has not been seen to do, and what is nothing without it."""
+    if not args.enable_hierarchical_cache:
+        if args.hicache_storage_backend == "file":
+            yield "--hicache-storage-backend file", "it stands behind the host tier; give --enable-hierarchical-cache"
+        return
+    if args.device != "cpu":
+        yield (
+            "--enable-hierarchical-cache",
+            "the host tier has run on CPUs only: its copies have not been seen on a GPU",
+        )
+    if args.speculative_algorithm:
+        reason = f"with --speculative-algorithm {args.speculative_algorithm} it has not been tested"
+        yield "--enable-hierarchical-cache", reason
+
+
 def _has_no_head(algorithm: str, hf_config: Any) -> str | None:
     """Why a checkpoint has no drafts for an algorithm. Both heads are stored under one name: it has one of them."""
     has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
@@ -249,6 +278,7 @@ def refuse_given(args: Any, hf_config: Any) -> None:
         _unknown(args),
         _refused_in_parallel(args),
         _refused_with_dspark(args),
+        _refused_with_host_tier(args),
         _refused_for_model(args, hf_config),
     )
     _raise(chain.from_iterable(found))

@@ -53,11 +53,10 @@ def main() -> None:
     for count in (2, 3):  # the third slice leaves the pool
         op.update_rows(pool, rows, slices, torch.tensor([count], dtype=torch.int32, device=DEVICE), refused)
         assert int(refused) == (-1 if count == 2 else 2)
-    host = torch.zeros(30, 1168, dtype=torch.uint8).pin_memory()
+    host = torch.zeros(30, 1168 + 24, dtype=torch.uint8).pin_memory()
     device = torch.zeros(30, 1168, dtype=torch.uint8, device=DEVICE)
-    ids = torch.stack([torch.randperm(30)[:12], torch.randperm(30)[:12]])
     for to_host in (True, False):
-        op.swap_blocks([device], [host], ids, to_host)
+        op.swap_blocks([device], host, torch.randperm(30, device=DEVICE)[:12], torch.randperm(30)[:12], to_host, 24)
     one_token = [(4 * n + 1, 4 * n + 2) for n in (0, 1, 511, 513, 4100)]
     chunk = [(0, 9), (2050, 2090)]
     for lens, tokens in ((one_token, 5), (chunk, 49)):

@@ -214,76 +214,91 @@ def test_copy_state_refuses(tensors, capfd):
     assert all(torch.equal(g[:, 2].cpu(), t[:, 0]) for g, t in zip(got, state))
 
 
-def pools(blocks: int, seed: int, pinned: bool) -> list[Tensor]:
-    """CSA entries, index keys, the two strips of an HCA table, and blocks that are padded on the device only."""
+def pools(blocks: int) -> list[Tensor]:
+    """CSA entries, index keys, the two strips of an HCA table, and blocks that are padded."""
     made = [
-        random_bytes(blocks, 32, 584, seed=seed),
-        random_bytes(blocks, 2304, seed=seed + 1),
-        random_bytes(blocks, 576, seed=seed + 2),
-        random_bytes(blocks, 8, seed=seed + 3),
-        random_bytes(blocks, 100 if pinned else 112, seed=seed + 4)[:, :100],
+        random_bytes(blocks, 32, 584, seed=1),
+        random_bytes(blocks, 2304, seed=2),
+        random_bytes(blocks, 576, seed=3),
+        random_bytes(blocks, 8, seed=4),
+        random_bytes(blocks, 112, seed=5)[:, :100],
     ]
-    return [t.pin_memory() if pinned else strided_copy(t) for t in made]
+    return [strided_copy(t) for t in made]
 
 
-def ids(pattern: str) -> Tensor:
-    g = torch.Generator().manual_seed(0)
-    if pattern == "one run":
-        return torch.stack([torch.arange(3, 603), torch.arange(20, 620)])
-    if pattern == "scattered":
-        return torch.stack([torch.randperm(700, generator=g)[:40], torch.randperm(710, generator=g)[:40]])
-    if pattern == "mixed":  # a run for the copy engine, a short one, single blocks, a run on one side only
-        device = [*range(500), 520, 521, 540, 550, *range(530, 539)]
-        return torch.tensor([device, [*range(200, 700), 3, 4, 9, 8, *range(38, 29, -1)]])
-    return torch.zeros(2, 0, dtype=torch.long)
+BYTES = 32 * 584 + 2304 + 576 + 8 + 100
+SCATTERED = torch.Generator().manual_seed(0)
+IDS = {
+    "one run": (torch.arange(3, 603), torch.arange(20, 620)),
+    "scattered": (torch.randperm(700, generator=SCATTERED)[:40], torch.randperm(710, generator=SCATTERED)[:40]),
+    "none": (torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long)),
+}
 
 
 @pytest.mark.parametrize("to_host", [True, False])
-@pytest.mark.parametrize("pattern", ["one run", "scattered", "mixed", "none"])
-def test_swap_blocks(pattern, to_host):
-    gpu, host = pools(700, 1, False), pools(710, 50, True)
-    expected_gpu, expected_host = [t.cpu() for t in gpu], [t.clone() for t in host]
-    torch.ops.dsv4_sglang.swap_blocks(expected_gpu, expected_host, ids(pattern), to_host)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        ops().swap_blocks(gpu, host, ids(pattern), to_host)
-    stream.synchronize()
-    for i, (g, e) in enumerate(zip([*gpu, *host], [*expected_gpu, *expected_host])):
-        assert torch.equal(g.cpu(), e), f"pool {i}"
+@pytest.mark.parametrize("pattern", IDS)
+@pytest.mark.parametrize("staged", [True, False])
+def test_swap_blocks(pattern, to_host, staged):
+    """To and from pinned memory, and to and from a buffer on the GPU; all pools, and all but the first."""
+    gpu, host = pools(700), random_bytes(710, BYTES, seed=50)
+    blocks, rows = IDS[pattern]
+    there = device(host.clone()) if staged else host.clone().pin_memory()
+    for part, first_byte in ((slice(None), 0), (slice(1, None), 32 * 584)):
+        expected_gpu, expected_host = [t.cpu() for t in gpu], there.cpu().clone()
+        torch.ops.dsv4_sglang.swap_blocks(expected_gpu[part], expected_host, blocks, rows, to_host, first_byte)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        on_device = device(blocks)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            ops().swap_blocks(gpu[part], there, on_device, rows, to_host, first_byte)
+        stream.synchronize()
+        assert torch.equal(there.cpu(), expected_host)
+        for i, (g, e) in enumerate(zip(gpu, expected_gpu)):
+            assert torch.equal(g.cpu(), e), f"pool {i}"
 
 
 def test_swap_blocks_of_more_than_a_launch_holds():
-    gpu, host = [device(random_bytes(3000, 48, seed=i)) for i in range(70)], []
-    host = [torch.zeros(3000, 48, dtype=torch.uint8).pin_memory() for _ in range(70)]
+    gpu = [device(random_bytes(3000, 48, seed=i)) for i in range(130)]
+    host = torch.zeros(3000, 130 * 48, dtype=torch.uint8).pin_memory()
     g = torch.Generator().manual_seed(2)
-    where = torch.stack([torch.randperm(3000, generator=g)[:2100], torch.randperm(3000, generator=g)[:2100]])
-    ops().swap_blocks(gpu, host, where, True)
+    blocks, rows = torch.randperm(3000, generator=g)[:2100], torch.randperm(3000, generator=g)[:2100]
+    ops().swap_blocks(gpu, host, device(blocks), rows, True)
     torch.cuda.synchronize()
-    for i, (d, h) in enumerate(zip(gpu, host)):
-        assert torch.equal(h[where[1]], d.cpu()[where[0]]), f"pool {i}"
-        assert int((h != 0).any(1).sum()) <= 2100, f"pool {i}"
+    for i, d in enumerate(gpu):
+        assert torch.equal(host[rows][:, 48 * i : 48 * i + 48], d.cpu()[blocks]), f"pool {i}"
+    assert int((host != 0).any(1).sum()) <= 2100
 
 
 @pytest.mark.parametrize(
-    "where, message",
+    "blocks, rows, first_byte, message",
     [
-        ([[0, 60], [0, 1]], "device block 60 is not in 0..59"),
-        ([[0, 1], [0, -1]], "host block -1 is not in 0..69"),
-        ([[5, 5], [0, 1]], "device block 5 is named twice"),
-        ([[5, 6], [7, 7]], "host block 7 is named twice"),
+        ([0, 1], [0, -1], 0, r"host row -1 is not in 0\.\.69"),
+        ([0, 1], [0, 70], 0, r"host row 70 is not in 0\.\.69"),
+        ([5, 6], [7, 7], 0, "host row 7 is named twice"),
+        ([5], [7], 8, rf"bytes 8\.\.{BYTES + 8} of host rows of {BYTES}"),
+        ([5], [7, 8], 0, "blocks is"),
     ],
 )
-def test_swap_blocks_checks_before_it_moves(where, message):
-    gpu, host = pools(60, 1, False), pools(70, 50, True)
-    before = [t.clone().cpu() for t in (*gpu, *host)]
+def test_swap_blocks_checks_before_it_moves(blocks, rows, first_byte, message):
+    gpu, host = pools(60), random_bytes(70, BYTES).pin_memory()
+    before = [t.clone().cpu() for t in (*gpu, host)]
     with pytest.raises(RuntimeError, match=message):
-        ops().swap_blocks(gpu, host, torch.tensor(where), True)
+        ops().swap_blocks(gpu, host, device(torch.tensor(blocks)), torch.tensor(rows), True, first_byte)
     torch.cuda.synchronize()
-    assert all(torch.equal(t.cpu(), b) for t, b in zip((*gpu, *host), before))
+    assert all(torch.equal(t.cpu(), b) for t, b in zip((*gpu, host), before))
+
+
+def test_swap_blocks_leaves_out_a_block_that_is_not_there(capfd):
+    gpu, host = pools(60), torch.zeros(70, BYTES, dtype=torch.uint8).pin_memory()
+    ops().swap_blocks(gpu, host, device(torch.tensor([3, 60, -1])), torch.tensor([0, 1, 2]), True)
+    torch.cuda.synchronize()
+    ctypes.CDLL(None).fflush(None)
+    assert "swap_blocks: block 60 is not in 0..59" in capfd.readouterr().out
+    assert host[0].any() and not host[1:].any()
 
 
 def test_swap_blocks_wants_pinned_memory():
-    gpu, host = [device(random_bytes(4, 16))], [random_bytes(4, 16)]
-    with pytest.raises(RuntimeError, match=r"host_pools\[0\] is Byte .* pageable"):
-        ops().swap_blocks(gpu, host, torch.tensor([[0], [1]]), True)
+    gpu, host = [device(random_bytes(4, 16))], random_bytes(4, 16)
+    with pytest.raises(RuntimeError, match=r"host is Byte .* pageable"):
+        ops().swap_blocks(gpu, host, device(torch.tensor([0])), torch.tensor([1]), True)

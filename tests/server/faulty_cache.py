@@ -1,8 +1,8 @@
 """A plugin of SGLang that breaks a server under test, one way at a time.
 
 `entry_point` makes a folder for PYTHONPATH through which servers find it. It does nothing while the file named by
-FAULT_FILE is empty or missing; a test writes one of FAULTS (of the prefix cache) or
-RANK_FAULTS (of DP attention) there, and the steps from then on are broken that way.
+FAULT_FILE is empty or missing; a test writes one of FAULTS (of the prefix cache),
+RANK_FAULTS (of DP attention) or HOST_FAULTS (of the host tier) there, and the steps from then on are broken that way.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ RANK_FAULTS = (
     "experts see tokens of one rank",
     "padding owns a request's slot",
 )
+HOST_FAULTS = (
+    "the row behind each",
+    "a layer that does not come back",
+    "a checkpoint of zeros",
+    "a checkpoint of somebody else",
+)
 KEPT_MAIN, KEPT_INDEX = slice(0, 512), slice(512, 640)
 PACKAGE = "dsv4_sglang."
 
@@ -43,11 +49,13 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, function in (
-        ("srt.backend.HybridCacheBackend.forward_extend", _extend),
+        ("srt.backend.HybridCacheBackend.forward", _forward),
         ("cache.state_cache.StateStorage.store", _store),
         ("srt.prefix.slots.CheckpointSlots.load_to_active", _load),
         ("srt.collectives.gather_a_copy", _gather),
         ("attention.metadata.build_prefill", _build_prefill),
+        ("cache.host_pool.HostBlockPool.load", _load_blocks),
+        ("cache.host_pool.HostCheckpointPool.load", _load_checkpoint),
     ):
         HookRegistry.register(PACKAGE + target, function, HookType.AROUND)
 
@@ -61,7 +69,7 @@ _shared: list[tuple[Any, Any]] = []
 """(checkpoints, live slots) of the requests that resumed, while they are to share them."""
 
 
-def _extend(
+def _forward(
     original: Callable[..., Any], backend: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **kw: Any
 ) -> Any:
     last = layer.layer_id == backend.last_layer
@@ -113,3 +121,19 @@ def _build_prefill(original: Callable[..., Any], **arguments: Any) -> Any:
     if arguments["padding"] and _fault() == RANK_FAULTS[2]:
         step.slots[-1] = step.slots[0]
     return step
+
+
+def _load_blocks(original: Callable[..., None], pool: Any, blocks: Any, rows: Any, layer: int) -> None:
+    if _fault() == HOST_FAULTS[1] and layer == 0:
+        return
+    # Not those of the same prompt in another order, which attention to all entries would not notice.
+    others = _fault() == HOST_FAULTS[0]
+    original(pool, blocks, (rows + 1) % pool.num_blocks if others else rows, layer)
+
+
+def _load_checkpoint(original: Callable[..., None], pool: Any, checkpoint: int, row: int) -> None:
+    others = _fault() == HOST_FAULTS[3]
+    original(pool, checkpoint, (row + 1) % pool.num_checkpoints if others else row)
+    if _fault() == HOST_FAULTS[2]:
+        for view in pool._storage.checkpoint_views(checkpoint):
+            view.zero_()

@@ -64,26 +64,36 @@ def snapshot_tables(
         row[: slots.shape[0]] = slots // BLOCK_TOKENS
 
 
-def swap_blocks(device_pools: Sequence[Tensor], host_pools: Sequence[Tensor], ids: Tensor, to_host: bool) -> None:
-    """Copy blocks between two lists of pools, [blocks, ...] each, pool by pool.
+def swap_blocks(
+    pools: Sequence[Tensor], host: Tensor, blocks: Tensor, rows: Tensor, to_host: bool, first_byte: int = 0
+) -> None:
+    """Copy block `blocks[i]` of every pool to or from row `rows[i]` of `host`.
 
-    `ids` [2, n] int64 on the CPU: blocks of the device pools, blocks of the host pools. All ids are checked first; an
-    id out of range is an error and nothing has moved.
+    `pools`: [blocks, ...] of any dtype, the last dimensions without gaps. In a row of `host` [rows, bytes] uint8 their
+    blocks lie one after another from `first_byte` on. `blocks` [n] int64 on the device of the pools, each once, which
+    is not checked; `rows` [n] int64 on the CPU, each once. `host` is pinned, or on the device of the pools.
+
+    Raises ValueError for rows and bytes that `host` has not, and nothing has moved. On a CPU the same for blocks; a
+    GPU leaves out a block that a pool has not, and prints it.
     """
-    if len(device_pools) != len(host_pools):
-        raise ValueError(f"swap_blocks: {len(device_pools)} device pools and {len(host_pools)} host pools")
-    for name, pools, row in (("device", device_pools, ids[0]), ("host", host_pools, ids[1])):
-        if row.unique().numel() != row.numel():
-            raise ValueError(f"swap_blocks: a {name} block is named twice in {row.tolist()}")
-        for pool in pools:
-            bad = row[(row < 0) | (row >= pool.shape[0])]
-            if bad.numel():
-                raise ValueError(f"swap_blocks: {name} block {int(bad[0])} is not in 0..{pool.shape[0] - 1}")
-    for device_pool, host_pool in zip(device_pools, host_pools):
+    views = [pool.flatten(1).view(torch.uint8) for pool in pools]
+    end = first_byte + sum(view.shape[1] for view in views)
+    if not 0 <= first_byte <= end <= host.shape[1]:
+        raise ValueError(f"swap_blocks: bytes {first_byte}..{end} of host rows of {host.shape[1]}")
+    if rows.shape != blocks.shape:
+        raise ValueError(f"swap_blocks: {blocks.numel()} blocks and {rows.numel()} host rows")
+    if rows.unique().numel() != rows.numel():
+        raise ValueError(f"swap_blocks: a host row is named twice in {rows.tolist()}")
+    for name, ids, size in (("host row", rows, host.shape[0]), *(("block", blocks, view.shape[0]) for view in views)):
+        if (bad := ids[(ids < 0) | (ids >= size)]).numel():
+            raise ValueError(f"swap_blocks: {name} {int(bad[0])} is not in 0..{size - 1}")
+    for view in views:
+        of_view = slice(first_byte, first_byte + view.shape[1])
         if to_host:
-            host_pool[ids[1]] = device_pool[ids[0]]
+            host[rows, of_view] = view[blocks]
         else:
-            device_pool[ids[0]] = host_pool[ids[1]]
+            view[blocks] = host[rows, of_view]
+        first_byte = of_view.stop
 
 
 def update_rows(pool: Tensor, new_rows: Tensor, slices: Tensor, n_valid: Tensor, refused: Tensor | None = None) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.registry import default_radix_cache_factory
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from dsv4_sglang.srt.prefix.component import CheckpointComponent, LeafOrder
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
 
 CHECK_PAUSE = 100
 """Times that a check of the tree took, before the next one."""
@@ -34,13 +37,25 @@ class PrefixCache(UnifiedRadixCache):
         end = time.monotonic()
         self._next_check = end + CHECK_PAUSE * (end - begin)
 
+    def retracted(self, req: Req) -> None:
+        """The request was retracted for want of memory, and what it had is in the tree."""
+
+    def forget_stored(self) -> None:
+        """The model has new weights, and the tree is empty."""
+
 
 def build_prefix_cache(ctx: Any, interval: int) -> Any:
     """Factory for `register_radix_cache_backend`; `interval` is the option `checkpoint_interval`."""
     if ctx.disable_radix_cache:
         return default_radix_cache_factory(ctx)
     ctx.params.tree_components = (ComponentType.FULL, ComponentType.MAMBA)
-    ctx.params.component_registry_override = {ComponentType.MAMBA: partial(CheckpointComponent, interval=interval)}
-    cache = PrefixCache(ctx.params)
-    cache.tree_core.eviction_strategy = LeafOrder(ctx.params.req_to_token_pool.mamba_ckpt_pool)
+    slots = ctx.params.req_to_token_pool.mamba_ckpt_pool
+    if ctx.enable_hierarchical_cache:
+        from dsv4_sglang.srt.host.cache import build_tiered_cache
+
+        cache: PrefixCache = build_tiered_cache(ctx, interval)
+    else:
+        ctx.params.component_registry_override = {ComponentType.MAMBA: partial(CheckpointComponent, interval=interval)}
+        cache = PrefixCache(ctx.params)
+    cache.tree_core.eviction_strategy = LeafOrder(slots)
     return cache

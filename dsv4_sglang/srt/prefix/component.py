@@ -52,9 +52,8 @@ class CheckpointComponent(MambaComponent):
         self.slots: CheckpointSlots = params.req_to_token_pool.mamba_ckpt_pool
         # The processes of tensor parallelism do the same, and the first one tells; those of DP attention do not.
         parallel = get_parallel()
-        self.counters = PrefixCounters(
-            self.slots, params.enable_metrics, rank=parallel.attn_dp_rank, silent=parallel.attn_tp_rank > 0
-        )
+        self.rank, self.silent = parallel.attn_dp_rank, parallel.attn_tp_rank > 0
+        self.counters = PrefixCounters(self.slots, params.enable_metrics, rank=self.rank, silent=self.silent)
 
     # Requests
 
@@ -140,15 +139,19 @@ class CheckpointComponent(MambaComponent):
         return None if value is None else int(value)
 
     def _take(self, due: Due) -> int:
-        slot = self.slots.take()
-        if not slot:
-            victim = self.slots.registry.least_worth(needed=due.needed, saves=self.interval)
-            if not victim:
-                return 0
-            self._give_up(self.slots.nodes[victim])
-            slot = self.slots.take()
-        self.counters.taken += 1
+        slot = self.free_slot(needed=due.needed)
+        self.counters.taken += slot > 0
         return slot
+
+    def free_slot(self, *, needed: bool) -> int:
+        """A slot, if need be that of a checkpoint that is worth less; 0 if there is none."""
+        if slot := self.slots.take():
+            return slot
+        victim = self.slots.registry.least_worth(needed=needed, saves=self.interval)
+        if not victim:
+            return 0
+        self._give_up(self.slots.nodes[victim])
+        return self.slots.take()
 
     def _give_up(self, node: UnifiedTreeNode) -> None:
         """Evict a checkpoint; the node's blocks stay until blocks are needed."""
@@ -160,7 +163,7 @@ class CheckpointComponent(MambaComponent):
         """Note the checkpoint to resume from. The request gets its live slot at admission, like any other, so that
         requests that wait hold nothing."""
         if params.cow_mamba and params.req is not None:
-            slot = self._slot(self.tree_core.node_by_id(result.best_match_node))
+            slot = self._slot(self.tree_core.node_by_id(result.last_device_node))
             params.req.mamba_cow_src_index = None if slot is None else self.slots.device_index(slot)
             params.req.mamba_needs_clear = False
         return result
@@ -184,8 +187,12 @@ class CheckpointComponent(MambaComponent):
             return
         slot = self._slot(node)
         assert slot is not None and params.key is not None
+        self._note(node, slot, len(params.key))
+
+    def _note(self, node: UnifiedTreeNode, slot: int, length: int) -> None:
+        """A checkpoint of a path of `length` tokens hangs on the node."""
         self.slots.nodes[slot] = node
-        self.slots.registry.add(slot, len(params.key), self._above(node), self._below(node))
+        self.slots.registry.add(slot, length, self._above(node), self._below(node))
 
     def cleanup_after_caching_req(
         self,
@@ -232,11 +239,11 @@ class CheckpointComponent(MambaComponent):
         return not result.mamba_exist
 
     def _above(self, node: UnifiedTreeNode) -> int:
-        """The checkpoint before the node's, 0 if there is none."""
+        """The checkpoint before the node's, by its number in the registry; 0 if there is none."""
         at = node.parent
         while at is not None and at is not self.tree_core.root_node:
-            if (slot := self._slot(at)) is not None:
-                return slot
+            if found := self.slots.id_of(at):
+                return found
             at = at.parent
         return 0
 
@@ -245,8 +252,8 @@ class CheckpointComponent(MambaComponent):
         found, stack = [], list(node.children.values())
         while stack:
             at = stack.pop()
-            if (slot := self._slot(at)) is not None:
-                found.append(slot)
+            if there := self.slots.id_of(at):
+                found.append(there)
             else:
                 stack.extend(at.children.values())
         return found
@@ -256,10 +263,13 @@ class CheckpointComponent(MambaComponent):
     ) -> tuple[int, int]:
         slot = self._slot(node)
         if EvictLayer.DEVICE in target and slot is not None:
-            self.slots.registry.remove(slot)
-            del self.slots.nodes[slot]
+            self._leaves_device(node, slot, target)
             self.counters.evicted += 1
         return super().evict_component(node, device_frees, host_frees, target)
+
+    def _leaves_device(self, node: UnifiedTreeNode, slot: int, target: EvictLayer) -> None:
+        self.slots.registry.remove(slot)
+        del self.slots.nodes[slot]
 
     def _evict_device_next_node(self, tracker: Any, device_frees: Any, host_frees: Any) -> int | None:
         """Nothing: SGLang calls this when it has fewer than three free live slots a new request, and no checkpoint
@@ -290,13 +300,13 @@ class LeafOrder(EvictionStrategy):
         self._patience: list[float] = []
 
     def get_priority(self, node: Any) -> tuple[float, float]:
-        value = node.component_data[ComponentType.MAMBA].value
-        if value is None:
+        checkpoint = self.slots.id_of(node)
+        if not checkpoint:
             return (-float("inf"), node.last_access_time)
         registry = self.slots.registry
         if self._read != (registry, registry.changes):
             self._read, self._patience = (registry, registry.changes), registry.patience().tolist()
-        return (-self._patience[int(value)], 0.0)
+        return (-self._patience[checkpoint], 0.0)
 
 
 def component_of(tree_cache: Any) -> CheckpointComponent:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from collections.abc import Mapping
 
 from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
@@ -12,19 +12,43 @@ log = logging.getLogger(__name__)
 
 LOG_SECONDS = 60.0
 COUNTERS = {
-    "hit_tokens": "prompt tokens served from the cache",
-    "lost_tokens": "prompt tokens whose blocks were cached, computed again for want of a checkpoint",
-    "checkpoints_taken": "checkpoints taken",
-    "checkpoints_evicted": "checkpoints evicted, alone or with their blocks",
-    "checkpoints_refused": "checkpoints not taken because no slot was free or worth evicting",
-    "checkpoints_loaded": "checkpoints that requests resumed from",
-    "copied_bytes": "bytes copied to checkpoints and from them",
-    "timed_bytes": "those of copied_bytes that prefill steps copied, to which copy_seconds belongs",
-    "copy_seconds": "device time of the copies of prefill steps; decode steps copy inside their CUDA graph, untimed",
+    "prefix_hit_tokens": "prompt tokens served from the cache",
+    "prefix_lost_tokens": "prompt tokens whose blocks were cached, computed again for want of a checkpoint",
+    "prefix_checkpoints_taken": "checkpoints taken",
+    "prefix_checkpoints_evicted": "checkpoints evicted, alone or with their blocks",
+    "prefix_checkpoints_refused": "checkpoints not taken because no slot was free or worth evicting",
+    "prefix_checkpoints_loaded": "checkpoints that requests resumed from",
+    "prefix_copied_bytes": "bytes copied to checkpoints and from them",
+    "prefix_timed_bytes": "those of copied_bytes that prefill steps copied, to which copy_seconds belongs",
+    "prefix_copy_seconds": "device time of the copies of prefill steps; those of decode steps are part of a CUDA graph",
 }
-HELD = "checkpoint slots in use"
+GAUGES = {"checkpoints_held": "checkpoint slots in use"}
 RANK_LABEL = "dp_rank"
 """Of every metric, as SGLang calls it."""
+
+
+class Metrics:
+    """Prometheus' counters and gauges of one rank of DP attention, under the names `dsv4:` + theirs."""
+
+    def __init__(self, counters: Mapping[str, str], gauges: Mapping[str, str], rank: int) -> None:
+        """Names with what they say."""
+        # SGLang sets PROMETHEUS_MULTIPROC_DIR first; the library reads it when it is imported.
+        from prometheus_client import Counter, Gauge
+
+        label, value = (RANK_LABEL,), str(rank)
+        self._counters = {name: Counter(f"dsv4:{name}", text, label).labels(value) for name, text in counters.items()}
+        self._gauges = {
+            name: Gauge(f"dsv4:{name}", text, label, multiprocess_mode="mostrecent").labels(value)
+            for name, text in gauges.items()
+        }
+        self._published: dict[str, float] = dict.fromkeys(counters, 0)
+
+    def publish(self, counters: dict[str, float], gauges: dict[str, float]) -> None:
+        for name, metric in self._counters.items():
+            metric.inc(counters[name] - self._published[name])
+        self._published = counters
+        for name, gauge in self._gauges.items():
+            gauge.set(gauges[name])
 
 
 class PrefixCounters:
@@ -40,17 +64,7 @@ class PrefixCounters:
         self.timed_copies = 0
         """Checkpoints copied by prefill steps, in either direction."""
         self._logged_at, self._logged = time.monotonic(), (0, 0)
-        self._published: dict[str, float] = dict.fromkeys(COUNTERS, 0)
-        self._prometheus: dict[str, Any] = {}
-        if metrics and not silent:
-            # SGLang sets PROMETHEUS_MULTIPROC_DIR first; the library reads it when it is imported.
-            from prometheus_client import Counter, Gauge
-
-            label, value = (RANK_LABEL,), str(rank)
-            self._prometheus = {
-                name: Counter(f"dsv4:prefix_{name}", text, label).labels(value) for name, text in COUNTERS.items()
-            }
-            self._held = Gauge("dsv4:checkpoints_held", HELD, label, multiprocess_mode="mostrecent").labels(value)
+        self._metrics = Metrics(COUNTERS, GAUGES, rank) if metrics and not silent else None
 
     def resumed(self, resumed: int, cached: int) -> None:
         """A request begins at `resumed` tokens; its path has blocks up to `cached`."""
@@ -69,24 +83,20 @@ class PrefixCounters:
         """All counters by name."""
         size = self._slots.checkpoint_bytes
         return {
-            "hit_tokens": self.hit_tokens,
-            "lost_tokens": self.lost_tokens,
-            "checkpoints_taken": self.taken,
-            "checkpoints_evicted": self.evicted,
-            "checkpoints_refused": self.refused,
-            "checkpoints_loaded": self.loaded,
-            "copied_bytes": (self.taken + self.loaded) * size,
-            "timed_bytes": self.timed_copies * size,
-            "copy_seconds": self._slots.timer.seconds(),
+            "prefix_hit_tokens": self.hit_tokens,
+            "prefix_lost_tokens": self.lost_tokens,
+            "prefix_checkpoints_taken": self.taken,
+            "prefix_checkpoints_evicted": self.evicted,
+            "prefix_checkpoints_refused": self.refused,
+            "prefix_checkpoints_loaded": self.loaded,
+            "prefix_copied_bytes": (self.taken + self.loaded) * size,
+            "prefix_timed_bytes": self.timed_copies * size,
+            "prefix_copy_seconds": self._slots.timer.seconds(),
         }
 
     def publish(self) -> None:
-        if self._prometheus:
-            values = self.values()
-            for name, metric in self._prometheus.items():
-                metric.inc(values[name] - self._published[name])
-            self._published = values
-            self._held.set(self.held)
+        if self._metrics is not None:
+            self._metrics.publish(self.values(), {"checkpoints_held": self.held})
         now = time.monotonic()
         if not self._silent and now - self._logged_at >= LOG_SECONDS and (self.hit_tokens, self.taken) != self._logged:
             self._logged_at, self._logged = now, (self.hit_tokens, self.taken)
@@ -94,11 +104,12 @@ class PrefixCounters:
 
     def __str__(self) -> str:
         values = self.values()
-        seconds, timed = values["copy_seconds"], values["timed_bytes"]
+        seconds, timed = values["prefix_copy_seconds"], values["prefix_timed_bytes"]
         rate = f" at {timed / seconds / 1e9:.0f} GB/s" if seconds and timed else ""
         return (
             f"prefix cache: {self.hit_tokens} tokens hit, {self.lost_tokens} lost for want of a checkpoint; "
             f"checkpoints {self.held} of {self._slots.num_slots} held, {self.taken} taken, {self.evicted} evicted, "
-            f"{self.refused} not taken, {self.loaded} resumed from; {values['copied_bytes'] / 1e9:.2f} GB copied, of "
-            f"which prefill steps {timed / 1e9:.2f} GB in {1e3 * seconds:.1f} ms{rate}"
+            f"{self.refused} not taken, {self.loaded} resumed from; "
+            f"{values['prefix_copied_bytes'] / 1e9:.2f} GB copied, of which prefill steps {timed / 1e9:.2f} GB in "
+            f"{1e3 * seconds:.1f} ms{rate}"
         )

@@ -1,8 +1,8 @@
 """Which checkpoint and which blocks to give up: the registry of all checkpoints, with what each is worth.
 
-Knows nothing of trees and servers. A checkpoint is its slot in the checkpoint pool, 1 or more; 0 means none. The
-registry keeps the checkpoints in a forest of their own: `previous` is the next one up the path to the root, whatever
-blocks lie between.
+Knows nothing of trees and servers. A checkpoint is its slot in the checkpoint pool, 1 or more; 0 means none. One that
+only the host has is a number behind those of the slots (`host_id`). The registry keeps the checkpoints in a forest of
+their own: `previous` is the next one up the path to the root, whatever blocks lie between.
 """
 
 from __future__ import annotations
@@ -28,8 +28,14 @@ PATIENCE = 2
 after 300 others."""
 
 
+RELOADED = 1 / 300
+"""Worth of a checkpoint of which the host has a copy: what the load costs, of what it would cost to compute the tokens
+again."""
+
+
 class CheckpointRegistry:
-    """Checkpoints in slots 1..capacity. Time is counted in admitted requests (`tick`).
+    """Checkpoints in slots 1..capacity, and in `host_rows` rows of the host tier. Time is counted in admitted requests
+    (`tick`).
 
     Worth of a checkpoint = tokens computed again without it x likelihood of use. The first is `length` minus the
     length of `previous`. The second is 1 / max(age, interval): `age` since it was taken or last resumed from,
@@ -44,7 +50,7 @@ class CheckpointRegistry:
     out all others.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, host_rows: int = 0) -> None:
         self.capacity = capacity
         self.now = 0
         self.usual = UNKNOWN
@@ -52,17 +58,22 @@ class CheckpointRegistry:
         self._waited = self._uses = self._used_after = 0.0
         self.changes = 0
         """Counts what may change the order of checkpoints."""
-        self.length = np.zeros(capacity + 1, dtype=np.int64)
-        self.worth = np.zeros(capacity + 1, dtype=np.float64)
+        size = capacity + host_rows + 1
+        self.length = np.zeros(size, dtype=np.int64)
+        self.worth = np.zeros(size, dtype=np.float64)
         """Tokens that the checkpoint saves, times SUPERSEDED where that applies."""
-        self.last = np.zeros(capacity + 1, dtype=np.int64)
-        self.interval = np.zeros(capacity + 1, dtype=np.float64)
-        self.held = np.zeros(capacity + 1, dtype=bool)
-        self.locks = np.zeros(capacity + 1, dtype=np.int32)
-        self.at_leaf = np.zeros(capacity + 1, dtype=bool)
+        self.last = np.zeros(size, dtype=np.int64)
+        self.interval = np.zeros(size, dtype=np.float64)
+        self.held = np.zeros(size, dtype=bool)
+        self.locks = np.zeros(size, dtype=np.int32)
+        self.at_leaf = np.zeros(size, dtype=bool)
         """Whether its blocks end in a leaf that may be evicted; set by the tree."""
-        self.previous = np.zeros(capacity + 1, dtype=np.int64)
-        self._following: list[set[int]] = [set() for _ in range(capacity + 1)]
+        self.previous = np.zeros(size, dtype=np.int64)
+        self._following: list[set[int]] = [set() for _ in range(size)]
+        self.copied = np.zeros(size, dtype=bool)
+        """Of one in a slot: the host has a copy."""
+        self.wanted = np.zeros(size, dtype=bool)
+        """Of one in a slot: the host is to have a copy."""
 
     def tick(self) -> None:
         self.now += 1
@@ -100,8 +111,33 @@ class CheckpointRegistry:
             self.previous[after] = previous
             self._value(after)
         self._following[slot] = set()
-        self.held[slot] = self.at_leaf[slot] = False
+        self._forget(slot)
         self._value(previous)
+
+    def _forget(self, slot: int) -> None:
+        self.held[slot] = self.at_leaf[slot] = self.copied[slot] = self.wanted[slot] = False
+
+    def host_id(self, row: int) -> int:
+        """The number of a checkpoint that only the host has, in its row `row` (from 0 on)."""
+        return self.capacity + 1 + row
+
+    def move(self, slot: int, to: int) -> None:
+        """A checkpoint is at another place now, with its history and its neighbours."""
+        if not self.held[slot] or self.locks[slot] or self.held[to]:
+            raise ValueError(f"checkpoint {slot} cannot move to {to}: not held, locked, or taken")
+        self.changes += 1
+        for column in (self.length, self.worth, self.last, self.interval, self.previous):
+            column[to] = column[slot]
+        self.locks[to] = 0
+        following, self._following[slot] = self._following[slot], set()
+        self._following[to] = following
+        for after in following:
+            self.previous[after] = to
+        siblings = self._following[int(self.previous[slot])]
+        siblings.discard(slot)
+        siblings.add(to)
+        self._forget(slot)
+        self.held[to] = True
 
     def use(self, slot: int) -> None:
         """A request resumes from the checkpoint."""
@@ -145,9 +181,11 @@ class CheckpointRegistry:
 
     def least_worth(self, *, needed: bool, saves: int) -> int:
         """The checkpoint to give up for its slot, 0 if all are locked; unless the new one is `needed`, 0 also if none
-        is worth less than one that saves `saves` tokens and lies before another on its line."""
-        free = self.held & (self.locks == 0)
-        score = np.where(free, self.patience() / np.maximum(self.worth, 1e-9), -1.0)
+        is worth less than one that saves `saves` tokens and lies before another on its line. Not those that only the
+        host has."""
+        free = (self.held & (self.locks == 0))[: self.capacity + 1]
+        worth = self.worth * np.where(self.copied, RELOADED, 1.0)
+        score = np.where(free, (self.patience() / np.maximum(worth, 1e-9))[: len(free)], -1.0)
         slot = int(score.argmax())
         least = 0.0 if needed else max(self.usual, 1.0) / max(saves * SUPERSEDED, 1e-9)
         return slot if free[slot] and score[slot] > least else 0
@@ -157,3 +195,20 @@ class CheckpointRegistry:
         score = np.where(self.at_leaf, self.patience(), -1.0)
         slot = int(score.argmax())
         return slot if self.at_leaf[slot] else 0
+
+    # The host tier
+
+    def price(self) -> np.ndarray:
+        """Patience by worth, by number: the larger, the sooner a copy on the host is given up."""
+        return self.patience() / np.maximum(self.worth, 1e-9)
+
+    def to_copy(self) -> list[int]:
+        """The slots of which the host is to have a copy and has none, those worth most first."""
+        slots = np.flatnonzero(self.held & self.wanted & ~self.copied)
+        return slots[np.argsort(self.price()[slots], kind="stable")].tolist() if len(slots) else []
+
+    def on_host(self) -> list[int]:
+        """All of which the host has a copy, alone or not, those worth least first."""
+        everywhere = np.arange(len(self.held))
+        ids = everywhere[self.held & (self.copied | (everywhere > self.capacity))]
+        return ids[np.argsort(-self.price()[ids], kind="stable")].tolist()

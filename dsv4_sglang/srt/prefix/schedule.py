@@ -15,6 +15,7 @@ from sglang.srt.runtime_context import get_spec
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.compat import track_entry
+from dsv4_sglang.srt.prefix.cache import PrefixCache
 from dsv4_sglang.srt.prefix.component import component_of
 
 PLAN, TABLE = "dsv4_plan", "dsv4_plan_table"
@@ -110,10 +111,20 @@ def retract_for_memory(original: Callable[..., None], batch: Any, idx: int, *arg
     original(batch, idx, *arguments, **named)
 
 
+def forget_stored(original: Callable[..., None], updater: Any, recv_req: Any) -> None:
+    """AROUND `SchedulerWeightUpdaterManager.flush_cache_after_weight_update`, which empties device and host."""
+    original(updater, recv_req)
+    if recv_req.flush_cache and isinstance(updater.scheduler.tree_cache, PrefixCache):
+        updater.scheduler.tree_cache.forget_stored()
+
+
 def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any, is_insert: bool = True) -> None:
     """AROUND the `release_kv_cache` that retraction calls, with `is_insert` False: insert what reaches to the last
-    checkpoint, unlocked, so that it is evicted like anything else that nobody runs.
+    checkpoint, unlocked, so that it is evicted like anything else that nobody runs; with a host tier it is saved.
 
     A pause that retracts all requests, as before new weights, comes here too, and inserts nothing.
     """
-    original(req, tree_cache, is_insert=is_insert or vars(req).pop(KEEP, False))
+    for_memory = vars(req).pop(KEEP, False)
+    original(req, tree_cache, is_insert=is_insert or for_memory)
+    if for_memory and isinstance(tree_cache, PrefixCache):
+        tree_cache.retracted(req)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
 from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
@@ -26,7 +27,7 @@ class CheckpointSlots:
     """
 
     def __init__(self, size: int, device: torch.device | str, checkpoint_bytes: int = 0) -> None:
-        self.num_slots, self.checkpoint_bytes = size, checkpoint_bytes
+        self.num_slots, self.checkpoint_bytes, self.host_rows = size, checkpoint_bytes, 0
         self._free = FreeList(size)
         self._host_ids = torch.arange(size + 1, dtype=torch.int64)
         self._ids = self._host_ids.to(device)
@@ -34,7 +35,16 @@ class CheckpointSlots:
         """Of the copies of prefill steps; those of decode steps are part of a CUDA graph."""
         self.registry = CheckpointRegistry(size)
         self.nodes: dict[int, Any] = {}
-        """The tree node of each checkpoint that hangs on the tree."""
+        """The tree node of each checkpoint that hangs on the tree, by its number in the registry."""
+        self.layer_transfer_counter: Any = None
+        """Of the host tier: says when what a step reads has arrived."""
+        self.waits = CopyTimer(device)
+        """Of steps, for what they load from the host."""
+
+    def add_host_tier(self, rows: int) -> None:
+        """Checkpoints may be in so many rows of host memory as well."""
+        self.host_rows = rows
+        self.clear()
 
     def available_size(self) -> int:
         return self._free.available_size()
@@ -55,8 +65,16 @@ class CheckpointSlots:
 
     def clear(self) -> None:
         self._free.clear()
-        self.registry = CheckpointRegistry(self.num_slots)
+        self.registry = CheckpointRegistry(self.num_slots, self.host_rows)
         self.nodes.clear()
+
+    def id_of(self, node: Any) -> int:
+        """The number in the registry of a tree node's checkpoint: its slot, or that of its row on the host if the
+        device does not have it; 0 if there is none."""
+        data = node.component_data[ComponentType.MAMBA]
+        if data.value is not None:
+            return int(data.value)
+        return 0 if data.host_value is None else self.registry.host_id(int(data.host_value))
 
     def node_value(self, slot: int) -> Tensor:
         """[1] int64 on the host: what hangs on a tree node, readable without waiting."""
@@ -67,5 +85,9 @@ class CheckpointSlots:
         return self._ids[slot : slot + 1]
 
     def load_to_active(self, live_pool: StateSlotPool, checkpoints: Tensor, live: Tensor) -> None:
+        if self.layer_transfer_counter is not None:
+            # Checkpoints come with the first layer.
+            with self.waits.measure():
+                self.layer_transfer_counter.wait_until(0)
         with self.timer.measure():
             live_pool.storage.load(checkpoints.to(torch.int32), live.to(torch.int32))

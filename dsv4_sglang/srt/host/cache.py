@@ -1,0 +1,223 @@
+"""The prefix cache of a server with a host tier."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_cache.components.tree_component import CacheTransferPhase
+
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.host.component import SELECTIVE, WRITE_BACK, TieredComponent
+from dsv4_sglang.srt.prefix.cache import PrefixCache
+from dsv4_sglang.srt.prefix.component import component_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+SAVED_AT_ONCE = 256 << 20
+"""Bytes after which a pass of the scheduler saves no more. Not seconds: all processes of a group must save the same."""
+
+
+class TieredCache(PrefixCache):
+    """SGLang's tree over device and host. What it saves, and in which order, follows from checkpoints, not from nodes:
+    blocks are saved up to a checkpoint, and checkpoints as `TieredComponent.want` says, those worth most first, all of
+    a pass in one copy.
+    """
+
+    def __init__(self, params: Any, forward_stream: Any) -> None:
+        """`forward_stream`: on which steps run."""
+        self.forward_stream = forward_stream
+        super().__init__(params)
+
+    @property
+    def component(self) -> TieredComponent:
+        component = component_of(self)
+        assert isinstance(component, TieredComponent)
+        return component
+
+    def init_hicache(self, server_args: Any, params: Any) -> None:
+        super().init_hicache(server_args, params)
+        self.component.policy = server_args.hicache_write_policy
+        self.component.host_counters.attach(self.full_kv_pool_host, self.mamba_pool_host)
+
+    # Requests
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int, **arguments: Any) -> None:
+        before = req.last_node
+        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle, **arguments)
+        if not is_insert:
+            return
+        if req.last_node == self.root_node.id:  # nothing was inserted
+            req.last_node = before
+        if self.component.policy == SELECTIVE:
+            self.component.want(self.tree_core.node_by_id(req.last_node))
+
+    def retracted(self, req: Req) -> None:
+        """What the request leaves is saved before it can be evicted: nothing is worth less to the device."""
+        node = self.tree_core.node_by_id(req.last_node)
+        if self.component.policy != WRITE_BACK and node is not self.root_node:
+            self.save_now(node)
+
+    def forget_stored(self) -> None:
+        """The model has new weights: what the storage holds is of the old ones."""
+        if self.enable_storage:
+            self.clear_storage_backend()
+
+    # To the host
+
+    def check_hicache_events(self) -> None:
+        super().check_hicache_events()
+        self.cache_controller.load_what_is_left()
+        self._save_wanted()
+
+    def save_now(self, node: UnifiedTreeNode) -> None:
+        """Save a node's checkpoint and the blocks up to it, if there is room, and wait for it."""
+        self.component.want(node)
+        slot = self.component.slots.id_of(node)
+        if not self._is_to_save(slot):
+            return
+        with self.cache_controller.one_launch():
+            self._save(node)
+        self.writing_check(write_back=True)
+
+    def _is_to_save(self, slot: int) -> bool:
+        registry = self.component.slots.registry
+        return 0 < slot <= registry.capacity and bool(registry.wanted[slot]) and not registry.copied[slot]
+
+    def _save_wanted(self) -> None:
+        slots = self.component.slots
+        wanted = slots.registry.to_copy()
+        if not wanted:
+            return
+        left = SAVED_AT_ONCE
+        with self.cache_controller.one_launch():
+            for slot in wanted:
+                # Making room on the host may have changed what is held.
+                if left > 0 and self._is_to_save(slot):
+                    left -= self._save(slots.nodes[slot])
+
+    def _save(self, node: UnifiedTreeNode) -> int:
+        """Begin to save a checkpoint and the blocks up to it; the bytes of it. What cannot be saved is not wanted any
+        more, until somebody uses it again."""
+        if node.write_through_pending_id is not None:  # its blocks are on their way
+            return 0
+        path = [node]
+        while (above := path[-1].parent) is not self.root_node and not above.backuped:
+            path.append(above)
+        # Locked, so that the room for one part is not that of another.
+        lock = self.inc_lock_ref(node.id).to_dec_params()
+        try:
+            saved = 0
+            for part in reversed(path):
+                if not self._has_room_for_checkpoint(part) or (size := self._copy(part)) is None:
+                    slot = self.component.slots.id_of(node)
+                    self.component.slots.registry.wanted[slot] = False
+                    self.component.host_counters.saves_refused += 1
+                    break
+                saved += size
+            return saved
+        finally:
+            self.dec_lock_ref(node.id, lock)
+
+    def _has_room_for_checkpoint(self, node: UnifiedTreeNode) -> bool:
+        """Whether a row is free for the node's checkpoint, or holds one that is worth less; none is needed for a node
+        whose checkpoint is not wanted."""
+        slots = self.component.slots
+        slot, registry = slots.id_of(node), slots.registry
+        if not self._is_to_save(slot) or self.mamba_pool_host.available_size():
+            return True
+        price = registry.price()
+        return price[slot] < price[registry.on_host()[0]]
+
+    def _copy(self, node: UnifiedTreeNode) -> int | None:
+        """Begin to copy what the host has not of a node: its bytes, or None without room."""
+        blocks, transfers = self.tree_core.build_backup_spec(node.id)
+        only_checkpoint = node.backuped
+        rows = compat.start_backup(self, node.id, blocks[:0] if only_checkpoint else blocks, transfers)
+        if rows is None:
+            return None
+        if only_checkpoint:
+            self.component.commit_hicache_transfer(
+                node, CacheTransferPhase.BACKUP_HOST, transfers[ComponentType.MAMBA], cache_actions=[]
+            )
+        else:
+            self.tree_core.commit_backup(node.id, rows, transfers)
+        compat.note_backup(self, node.id, self.inc_lock_ref(node.id).to_dec_params())
+        checkpoints = sum(len(transfer.host_indices) for of_one in transfers.values() for transfer in of_one)
+        return len(rows) // BLOCK * self.full_kv_pool_host.row_bytes + checkpoints * self.mamba_pool_host.row_bytes
+
+    def _execute_and_commit_kv_backup(self, action: Any, write_back: bool = False) -> int:
+        """SGLang asks for a copy of nodes that were inserted: they are saved with their checkpoints."""
+        return super()._execute_and_commit_kv_backup(action, write_back) if write_back else 0
+
+    def _evict_device_leaf(self, node_id: int, tracker: Any) -> Any:
+        """Blocks behind the last checkpoint of a path are worth nothing, and not saved with write_back either."""
+        node = self.tree_core.node_by_id(node_id)
+        worthless = not node.children and not self.component.slots.id_of(node)
+        core = self.tree_core
+        saves, core.is_write_back = core.is_write_back, core.is_write_back and not worthless
+        try:
+            return super()._evict_device_leaf(node_id, tracker)
+        finally:
+            core.is_write_back = saves
+
+    # Room on the host
+
+    def evict_host(self, num_tokens: int, component_type: ComponentType = ComponentType.FULL) -> int:
+        """What only the host has goes first, as SGLang does it; then copies of what the device has."""
+        freed = super().evict_host(num_tokens, component_type)
+        if component_type is ComponentType.FULL and freed < num_tokens:
+            freed += self._evict_copies(num_tokens - freed)
+        return freed
+
+    def _evict_copies(self, num_tokens: int) -> int:
+        """Free blocks of the host that the device has, too, and nobody holds: from the ends of paths up, and what the
+        device will keep for longest first, since that of the others will soon be the only copy."""
+        slots = self.component.slots
+        patience = slots.registry.patience()
+
+        def entry(node: UnifiedTreeNode) -> tuple[float, int, UnifiedTreeNode]:
+            saved = node.component_data[ComponentType.MAMBA].host_value is not None
+            return patience[slots.id_of(node)] if saved else 0.0, node.id, node
+
+        queue = [entry(node) for node in self._nodes() if self._is_last_copy(node)]
+        heapq.heapify(queue)
+        freed = 0
+        while queue and freed < num_tokens:
+            _, _, node = heapq.heappop(queue)
+            freed += compat.evict_from_host(self, node)
+            if node.parent is not self.root_node and self._is_last_copy(node.parent):
+                heapq.heappush(queue, entry(node.parent))
+        return freed
+
+    def _nodes(self) -> Iterator[UnifiedTreeNode]:
+        stack = list(self.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _is_last_copy(self, node: UnifiedTreeNode) -> bool:
+        """Whether the host's copy of a node that the device has is the last of its path, and free to go."""
+        return (
+            node.backuped
+            and not node.evicted
+            and node.write_through_pending_id is None
+            and not any(data.lock_ref or data.host_lock_ref for data in node.component_data)
+            and not any(child.backuped for child in node.children.values())
+        )
+
+
+def build_tiered_cache(ctx: Any, interval: int) -> TieredCache:
+    """The cache of a launch with --enable-hierarchical-cache."""
+    ctx.params.component_registry_override = {ComponentType.MAMBA: partial(TieredComponent, interval=interval)}
+    cache = TieredCache(ctx.params, ctx.tp_worker.model_runner.forward_stream)
+    cache.init_hicache(ctx.server_args, ctx.params)
+    ctx.tp_worker.register_hicache_layer_transfer_counter(cache.cache_controller.layer_done_counter)
+    return cache

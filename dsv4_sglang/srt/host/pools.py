@@ -1,0 +1,198 @@
+"""Host memory as SGLang's hierarchical cache sees it: pools that hand out rows, and copy them."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.pool_host.base import HostKVCache, synchronized
+from torch import Tensor
+
+from dsv4_sglang.cache.host_pool import HostBlockPool, HostCheckpointPool
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.prefix.timer import CopyTimer
+
+
+class FreeRows:
+    """Which of `size` rows are free. They are handed out in ascending order, next to those handed out before, so that
+    what is saved together can be copied together."""
+
+    def __init__(self, size: int) -> None:
+        self._free = np.ones(size, dtype=bool)
+        self.available, self._next = size, 0
+
+    def take(self, count: int) -> np.ndarray | None:
+        """`count` rows, None if there are fewer."""
+        if count > self.available:
+            return None
+        rows = self._next + np.flatnonzero(self._free[self._next : self._next + 2 * count])[:count]
+        if len(rows) < count:
+            every = np.flatnonzero(self._free)
+            rows = np.roll(every, -int(np.searchsorted(every, self._next)))[:count]
+        self._free[rows] = False
+        self.available -= count
+        self._next = int(rows[-1]) + 1 if count else self._next
+        return rows
+
+    def give_back(self, rows: np.ndarray) -> None:
+        """Raises ValueError for a row that is not out."""
+        if self._free[rows].any() or len(np.unique(rows)) != len(rows):
+            raise ValueError(f"host rows {rows.tolist()} are given back, and not all of them are out")
+        self._free[rows] = True
+        self.available += len(rows)
+
+
+class HostRows(HostKVCache):
+    """`rows` [n, bytes] uint8, a row a page of `page_size` of the tree's indices (int64, on the CPU).
+
+    SGLang's base class sizes and allocates pools by a whole number of bytes a token, which this cache has not.
+    """
+
+    def __init__(self, rows: Tensor, page_size: int, device: torch.device) -> None:
+        self.kv_buffer: Any = rows
+        self.page_size, self.page_num = page_size, rows.shape[0]
+        self.size = self.page_num * page_size
+        self.row_bytes = rows.shape[1]
+        self.size_per_token = self.row_bytes / page_size
+        self.dtype, self.device, self.layout = torch.uint8, "cpu", "page_first"
+        self.pin_memory = rows.is_pinned()
+        self.start_layer = self.end_layer = 0
+        self.allocator = self.fd = None
+        # What SGLang calls so is that a backup takes host indices on the CPU.
+        self.can_use_write_back_jit = True
+        self.lock = threading.RLock()
+        self.saving, self.loading = CopyTimer(device), CopyTimer(device)
+        self.saved_rows = self.loaded_rows = 0
+        self.clear()
+
+    def get_size_per_token(self) -> float:
+        return self.size_per_token
+
+    get_ksize_per_token = get_size_per_token
+
+    def init_kv_buffer(self) -> Tensor:
+        return self.kv_buffer
+
+    def destroy(self) -> None:
+        """Let go of the memory, which is unpinned with its last owner."""
+        self.kv_buffer = None
+
+    @property
+    def held(self) -> int:
+        """Rows in use."""
+        return self.page_num - self._rows.available
+
+    # Indices
+
+    @synchronized
+    def clear(self) -> None:
+        self._rows = FreeRows(self.page_num)
+
+    @synchronized
+    def available_size(self) -> int:
+        return self._rows.available * self.page_size
+
+    @synchronized
+    def alloc(self, need_size: int) -> Tensor | None:
+        assert need_size % self.page_size == 0, f"{need_size} indices; expected whole pages of {self.page_size}"
+        rows = self._rows.take(need_size // self.page_size)
+        if rows is None:
+            return None
+        return torch.from_numpy((rows[:, None] * self.page_size + np.arange(self.page_size)).ravel())
+
+    @synchronized
+    def free(self, indices: Tensor) -> int:
+        self._rows.give_back(self.rows_of(indices).numpy())
+        return len(indices)
+
+    def rows_of(self, indices: Tensor) -> Tensor:
+        """[n] int64, the rows of whole pages of indices."""
+        return indices[:: self.page_size] // self.page_size
+
+    # A row as a page of a storage behind the host
+
+    def get_data_page(self, index: Any, flat: bool = True) -> Tensor:
+        return self.kv_buffer[int(index) // self.page_size]
+
+    def get_dummy_flat_data_page(self) -> Tensor:
+        return torch.zeros(self.row_bytes, dtype=torch.uint8)
+
+    def set_from_flat_data_page(self, index: int, data_page: Tensor) -> None:
+        self.kv_buffer[int(index) // self.page_size].copy_(data_page)
+
+    # Copies
+
+    def backup_from_device_all_layer(
+        self, device_pool: Any, host_indices: Tensor, device_indices: Tensor, io_backend: str
+    ) -> None:
+        if host_indices.numel() == 0:
+            return
+        with self.saving.measure():
+            self.save(device_indices, self.rows_of(host_indices))
+        self.saved_rows += len(host_indices) // self.page_size
+
+    def load_to_device_per_layer(
+        self, device_pool: Any, host_indices: Tensor, device_indices: Tensor, layer_id: int, io_backend: str
+    ) -> None:
+        if host_indices.numel() == 0:
+            return
+        with self.loading.measure():
+            self.load(device_indices, self.rows_of(host_indices), layer_id)
+        self.loaded_rows += (layer_id == 0) * len(host_indices) // self.page_size
+
+    @abstractmethod
+    def save(self, device_indices: Tensor, rows: Tensor) -> None:
+        """Copy what the tree has at `device_indices` to `rows`, ordered on the current stream."""
+
+    @abstractmethod
+    def load(self, device_indices: Tensor, rows: Tensor, layer: int) -> None:
+        """The way back, of the pool's layer `layer`, from 0 on."""
+
+
+class HostBlocks(HostRows):
+    """Blocks of 128 tokens, all layers in a row; the tree's indices are a slot a token, as on the device."""
+
+    def __init__(self, pool: HostBlockPool) -> None:
+        super().__init__(pool.rows, BLOCK, pool.device)
+        self._pool: HostBlockPool | None = pool
+        self._loading: tuple[Tensor, Tensor] | None = None
+        """Device indices and blocks of the load whose layers are asked for one after another."""
+
+    def destroy(self) -> None:
+        super().destroy()
+        self._pool = self._loading = None
+
+    def save(self, device_indices: Tensor, rows: Tensor) -> None:
+        assert self._pool is not None, "the pool is destroyed"
+        self._pool.save(device_indices[::BLOCK] // BLOCK, rows)
+
+    def load(self, device_indices: Tensor, rows: Tensor, layer: int) -> None:
+        assert self._pool is not None, "the pool is destroyed"
+        if self._loading is None or self._loading[0] is not device_indices:
+            self._loading = device_indices, device_indices[::BLOCK] // BLOCK
+        self._pool.load(self._loading[1], rows, layer)
+
+
+class HostCheckpoints(HostRows):
+    """Checkpoints, a row and an index each; they have one layer, which is all of them."""
+
+    def __init__(self, pool: HostCheckpointPool, device: torch.device) -> None:
+        super().__init__(pool.rows, 1, device)
+        self._pool: HostCheckpointPool | None = pool
+
+    def destroy(self) -> None:
+        super().destroy()
+        self._pool = None
+
+    def save(self, device_indices: Tensor, rows: Tensor) -> None:
+        assert self._pool is not None, "the pool is destroyed"
+        for slot, row in zip(device_indices.tolist(), rows.tolist()):
+            self._pool.save(slot, row)
+
+    def load(self, device_indices: Tensor, rows: Tensor, layer: int) -> None:
+        assert self._pool is not None, "the pool is destroyed"
+        for slot, row in zip(device_indices.tolist(), rows.tolist()):
+            self._pool.load(slot, row)

@@ -1,0 +1,72 @@
+"""How large the host tier of a process is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class HostDemand:
+    """Blocks and checkpoints on the host, with their bytes, which have no padding."""
+
+    blocks: int
+    checkpoints: int
+    block_bytes: int
+    checkpoint_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.blocks * self.block_bytes + self.checkpoints * self.checkpoint_bytes
+
+
+def host_demand(
+    *,
+    device_blocks: int,
+    device_checkpoints: int,
+    block_bytes: int,
+    checkpoint_bytes: int,
+    ratio: float,
+    size_gb: float,
+    host_checkpoints: int | None,
+) -> HostDemand:
+    """`ratio` times what the device has, or `size_gb` GB (10^9 bytes, if not 0) in the proportion of the device's
+    blocks and checkpoints; `host_checkpoints`, if given, are as many, and with `size_gb` the rest is blocks.
+
+    Raises ValueError if that leaves no block or no checkpoint.
+    """
+    flag = f"--hicache-size {size_gb}" if size_gb else f"--hicache-ratio {ratio}"
+    if size_gb:
+        ratio = size_gb * GB / (device_blocks * block_bytes + device_checkpoints * checkpoint_bytes)
+    checkpoints = int(device_checkpoints * ratio) if host_checkpoints is None else host_checkpoints
+    blocks = int(device_blocks * ratio)
+    if size_gb and host_checkpoints is not None:
+        blocks = int(size_gb * GB - checkpoints * checkpoint_bytes) // block_bytes
+    if blocks < 1 or checkpoints < 1:
+        raise ValueError(
+            f"the host tier would have {blocks} blocks and {checkpoints} checkpoints ({flag}, option host_checkpoints "
+            f"{host_checkpoints}); expected at least one of each: raise --hicache-ratio or --hicache-size"
+        )
+    return HostDemand(blocks, checkpoints, block_bytes, checkpoint_bytes)
+
+
+def host_table(demand: HostDemand, blocks: Tensor, checkpoints: Tensor, policy: str) -> str:
+    """For the log, beside the table of the device's pools."""
+    pinned = "pinned" if blocks.is_pinned() else "not pinned"
+    lines = [
+        f"  {name:<18} {'x'.join(map(str, rows.shape)):>24} {'uint8':<9} {rows.nbytes / 2**30:9.3f} GiB"
+        for name, rows in (("host blocks", blocks), ("host checkpoints", checkpoints))
+    ]
+    return "\n".join(
+        [
+            f"dsv4_sglang host tier of this process: {demand.blocks * BLOCK} tokens in {demand.blocks} blocks of "
+            f"{demand.block_bytes} bytes, {demand.checkpoints} checkpoints of {demand.checkpoint_bytes} bytes; "
+            f"{demand.bytes / 2**30:.3f} GiB of host memory, {pinned}; policy {policy}",
+            *lines,
+        ]
+    )

@@ -1,0 +1,118 @@
+"""A storage behind the host: what its pages are called, and SGLang's files with a checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from torch import Tensor
+
+from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.srt import compat
+
+log = logging.getLogger(__name__)
+
+PAGE_VERSION = 1
+"""Of what a page holds, beyond what `page_name` hashes."""
+CHECKSUM_BYTES = 16
+SAMPLE_BYTES = 1 << 16
+
+
+def page_name(
+    model_name: str | None, model_path: str, layout: CacheLayout, row_bytes: Sequence[int], **facts: Any
+) -> str:
+    """The name of a model in a storage, of which SGLang makes the names of its pages: its keys are hashes of tokens
+    only, so that everything else that a page depends on stands here.
+
+    `row_bytes`: of a block and of a checkpoint; `facts`: whatever else changes the bytes. Hashed as well are the
+    version of this package, the layers of `layout` with their formats, and of a model in a folder its config and
+    samples of its weights.
+    """
+    layers = [repr(schema) for schema in layout.schemas]
+    described = json.dumps([version("dsv4_sglang"), layers, list(row_bytes), facts], default=str, sort_keys=True)
+    digest = hashlib.blake2b(described.encode(), digest_size=8)
+    digest.update(_weights(Path(model_path)))
+    first = layout.schemas[0]
+    formats = f"{first.row_format.value}-{first.key_format.value}"
+    return f"{model_name or 'model'}-dsv4v{PAGE_VERSION}-{formats}-{digest.hexdigest()}"
+
+
+def _weights(folder: Path) -> bytes:
+    """Digest of a checkpoint folder: its config, and size, head and tail of each file of weights. Of a model that is
+    no folder the name says which it is."""
+    digest = hashlib.blake2b(digest_size=8)
+    config = folder / "config.json"
+    if config.is_file():
+        digest.update(config.read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(SAMPLE_BYTES))
+            file.seek(max(0, size - SAMPLE_BYTES))
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.digest()
+
+
+class FileStorage(HiCacheFile):
+    """SGLang's files, each with a checksum at its end. A file that is torn or was changed is a miss and a warning, and
+    goes, so that it is written anew."""
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return super().set(key, torch.cat([value, _checksum(value)]), target_location, target_sizes)
+
+    def get(self, key: str, target_location: Tensor, target_sizes: Any = None) -> Tensor | None:
+        size = target_location.numel()
+        page = torch.empty(size + CHECKSUM_BYTES, dtype=torch.uint8)
+        try:
+            found = super().get(key, page, target_sizes)
+        except OSError as error:
+            self._remove(key, str(error))
+            return None
+        if found is None:
+            return None
+        if not torch.equal(found[size:], _checksum(found[:size])):
+            self._remove(key, "its checksum is another")
+            return None
+        return target_location.copy_(found[:size])
+
+    def _remove(self, key: str, why: str) -> None:
+        name = key + self.config_suffix
+        path = Path(self.file_path) / f"{name}.bin"
+        log.warning("host tier: the stored page %s cannot be used and is removed: %s", path, why)
+        with suppress(OSError):
+            path.unlink()
+        if self.metadata_cache is not None:
+            self.metadata_cache.remove(name)
+
+    def clear(self) -> bool:
+        """Remove the pages of this model; those of others in the same folder stay."""
+        for path in Path(self.file_path).glob("*.bin"):
+            if path.stem.endswith(self.config_suffix):
+                with suppress(OSError):
+                    path.unlink()
+        if self.metadata_cache is not None:
+            self.metadata_cache.clear()
+        compat.forget_files(self)
+        return True
+
+
+def register_file_storage() -> None:
+    """`--hicache-storage-backend file` is `FileStorage`, about which SGLang logs a warning."""
+    from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+    StorageBackendFactory.register_backend("file", __name__, FileStorage.__name__)
+
+
+def _checksum(page: Tensor) -> Tensor:
+    """[16] uint8."""
+    digest = hashlib.blake2b(page.contiguous().numpy().data, digest_size=CHECKSUM_BYTES).digest()
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)

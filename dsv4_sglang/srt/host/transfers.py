@@ -1,0 +1,196 @@
+"""What SGLang's hierarchical cache is made of for this cache: host pools, and a controller that orders their copies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackBuildResult, StackStrategy, build_pool_entry
+from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from torch import Tensor
+
+from dsv4_sglang.cache.host_pool import HostBlockPool, HostCheckpointPool
+from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints
+from dsv4_sglang.srt.host.sizing import HostDemand, host_demand, host_table
+from dsv4_sglang.srt.host.storage import page_name
+from dsv4_sglang.srt.pools import CacheKVPool
+
+log = logging.getLogger(__name__)
+
+CHECKPOINTS = PoolName.DEEPSEEK_V4_C4_STATE
+"""The pool's name. One called MAMBA would be written to a storage by every process, each under a name of its own."""
+
+
+class TransferController(HybridCacheController):
+    """SGLang's controller, with copies behind the steps that run.
+
+    Copies of SGLang begin behind what its scheduler has done. With overlap scheduling a decode step may still run then,
+    which writes what a backup reads (the last entry of a block and the checkpoint at its end) and reads or writes what
+    a load writes over (blocks and slots that were given up while it ran). See docs/host_tier.md.
+    """
+
+    forward_stream: Any = None
+    """The stream of the steps."""
+    _together = False
+
+    @contextmanager
+    def one_launch(self) -> Iterator[None]:
+        """Backups that begin within are copied together, at the end."""
+        self._together = True
+        try:
+            yield
+        finally:
+            self._together = False
+            self.start_writing()
+
+    def start_writing(self) -> None:
+        if self._together or not self.write_queue:
+            return
+        self.write_stream.wait_stream(self.forward_stream)
+        super().start_writing()
+
+    def start_loading(self) -> int:
+        if self.load_queue:
+            self.load_stream.wait_stream(self.forward_stream)
+        return super().start_loading()
+
+    def load_what_is_left(self) -> None:
+        """Load for requests that were not admitted after all: nobody's step waits for it, so all of them do."""
+        if self.load_queue:
+            self.start_loading()
+            self.forward_stream.wait_stream(self.load_stream)
+
+    def _generate_storage_config(
+        self, model_name: str | None = None, storage_backend_extra_config: dict[str, Any] | None = None
+    ) -> Any:
+        config = super()._generate_storage_config(model_name, storage_backend_extra_config)
+        config.is_mla_model = True
+        return config
+
+    def move_indices(self, host_indices: Tensor, device_indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Host indices stay on the CPU, where copies are launched from."""
+        return host_indices, device_indices
+
+
+class HostStack(StackStrategy):
+    """Host pools and controller for this cache's pools; SGLang asks it first, since it is registered last."""
+
+    def __init__(self, host_checkpoints: int | None) -> None:
+        """`host_checkpoints`: the option of that name."""
+        self.host_checkpoints = host_checkpoints
+
+    def matches(self, kvcache: Any, components: set[ComponentType]) -> bool:
+        return isinstance(kvcache, CacheKVPool) and components == {ComponentType.FULL, ComponentType.MAMBA}
+
+    def build(
+        self,
+        *,
+        cache: Any,
+        kvcache: CacheKVPool,
+        params: Any,
+        server_args: Any,
+        load_cache_event: Any,
+        storage_backend: str | None = None,
+        storage_backend_extra_config: dict[str, Any] | None = None,
+        prefetch_threshold: int = 256,
+        model_name: str | None = None,
+        enable_storage_metrics: bool = False,
+    ) -> StackBuildResult:
+        device_blocks, storage = kvcache.full_kv_pool, kvcache.mamba_pool.storage
+        demand = host_demand(
+            device_blocks=device_blocks.size // params.page_size,
+            device_checkpoints=storage.checkpoints,
+            block_bytes=sum(
+                view.shape[1] * view.itemsize for p in device_blocks.pools if p for view in p.block_views()
+            ),
+            checkpoint_bytes=storage.layout.checkpoint_bytes,
+            ratio=server_args.hicache_ratio,
+            size_gb=server_args.hicache_size,
+            host_checkpoints=self.host_checkpoints,
+        )
+        blocks, checkpoints = _host_pools(kvcache, demand)
+        component = cache.components[ComponentType.MAMBA]
+        component.slots.add_host_tier(demand.checkpoints)
+        layers = len(device_blocks.layout.schemas)
+        entries = [
+            build_pool_entry(
+                name=PoolName.KV,
+                host_pool=blocks,
+                device_pool=device_blocks,
+                layer_mapping={layer: i for i, layer in enumerate(device_blocks.compressed_layers)},
+                transfer_layer_num=layers,
+                is_anchor=True,
+            ),
+            build_pool_entry(
+                name=CHECKPOINTS,
+                host_pool=checkpoints,
+                device_pool=kvcache.mamba_pool,
+                layer_mapping={0: 0},
+                transfer_layer_num=layers,
+                host_evict_fn=lambda count: cache.evict_host(count, ComponentType.MAMBA),
+                device_alloc_fn=component.slots_for_load,
+                device_free_fn=component.slots.free,
+            ),
+        ]
+        if storage_backend is not None:
+            model_name = page_name(
+                model_name,
+                server_args.model_path,
+                device_blocks.layout,
+                (demand.block_bytes, demand.checkpoint_bytes),
+                dtype=server_args.dtype,
+                tp_size=server_args.tp_size,
+                weight_version=server_args.weight_version,
+            )
+            log.info("dsv4_sglang host tier: pages of the storage %s are called %s", storage_backend, model_name)
+        controller = TransferController(
+            params.token_to_kv_pool_allocator,
+            HostPoolGroup(entries),
+            params.page_size,
+            params.tp_cache_group,
+            load_cache_event=load_cache_event,
+            attn_cp_group=params.attn_cp_cache_group,
+            attn_tp_group=params.attn_tp_cache_group,
+            pp_group=params.pp_cache_group,
+            write_policy=server_args.hicache_write_policy,
+            io_backend=server_args.hicache_io_backend,
+            storage_backend=storage_backend,
+            prefetch_threshold=prefetch_threshold,
+            model_name=model_name,
+            storage_backend_extra_config=storage_backend_extra_config,
+            transfer_layer_num=layers,
+            enable_storage_metrics=enable_storage_metrics,
+        )
+        controller.forward_stream = cache.forward_stream
+        if demand.blocks < device_blocks.size // params.page_size:
+            log.warning(
+                "dsv4_sglang host tier: it holds less than the device, of which it has copies first, and adds little; "
+                "give --hicache-ratio 2 or more"
+            )
+        log.info(host_table(demand, blocks.kv_buffer, checkpoints.kv_buffer, server_args.hicache_write_policy))
+        return StackBuildResult(
+            host_pool_group=controller.mem_pool_host,
+            cache_controller=controller,
+            component_host_pools={ComponentType.FULL: blocks, ComponentType.MAMBA: checkpoints},
+            register_req_to_token_counter=True,
+            transfer_layer_num=layers,
+            pools_desc="blocks and checkpoints",
+        )
+
+
+def _host_pools(kvcache: CacheKVPool, demand: HostDemand) -> tuple[HostBlocks, HostCheckpoints]:
+    storage = kvcache.mamba_pool.storage
+    try:
+        blocks = HostBlockPool([pool for pool in kvcache.full_kv_pool.pools if pool], demand.blocks)
+        checkpoints = HostCheckpointPool(storage, demand.checkpoints)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the host tier does not fit: {demand.blocks} blocks and {demand.checkpoints} checkpoints a process take "
+            f"{demand.bytes / 2**30:.2f} GiB. Lower --hicache-ratio or --hicache-size. {error}"
+        ) from error
+    return HostBlocks(blocks), HostCheckpoints(checkpoints, storage.device)

@@ -1,0 +1,145 @@
+"""The host tier of a real server: what the device has no room for comes back from the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from faulty_cache import HOST_FAULTS
+from server_harness import Server, assert_same, prompt, running
+
+pytestmark = pytest.mark.server
+
+TOLERANCE = 2e-3
+BLOCK = 128
+FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-running-requests", "4", "--max-total-tokens", "2048")
+FLAGS += ("--chunked-prefill-size", "256", "--enable-metrics", "--enable-hierarchical-cache", "--hicache-ratio", "4")
+OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "checkpoint_interval": 512, "max_checkpoints": 12}
+POLICIES = ("write_through", "write_through_selective", "write_back")
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def server(
+    request: pytest.FixtureRequest, fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A device of 2,048 tokens and 12 checkpoints, a host of four times that; a layer of each kind, and the indexer
+    selects all entries (docs/prefix.md says why)."""
+    log = tmp_path_factory.mktemp("host") / "log"
+    flags = (*FLAGS, "--hicache-write-policy", request.param)
+    with running(tiny(seed=0, ratios=(0, 4, 128), index_topk=1536), log, *flags, **OPTIONS) as server:
+        yield server
+
+
+def only_with(server: Server, policy: str) -> None:
+    if f"policy {policy}\n" not in server.log_text():
+        pytest.skip(f"the same with every policy: tried with {policy}")
+
+
+def test_conversations_beyond_the_device(server: Server) -> None:
+    """Six of 700 tokens in turn, three times: the second and third visits find all that can be found."""
+    prompts = [prompt(700, seed=i) for i in range(6)]
+    references = [server.cold(ids) for ids in prompts]
+    server.flush()
+    before = server.metrics()
+    for visit in range(3):
+        for ids, reference in zip(prompts, references):
+            got = server.generate(ids)
+            assert got.cached == (640 if visit else 0), visit
+            assert_same(got, reference, TOLERANCE)
+    after = server.metrics()
+    change = {name: after[name] - before[name] for name in after}
+    tiers = [change[f"host_hit_tokens_{tier}"] for tier in ("device", "host", "storage")]
+    assert sum(tiers) == change["prefix_hit_tokens"] == 12 * 640
+    assert tiers[1] > 4 * 640 and tiers[2] == 0, "little came from the host"
+    assert change["host_saved_bytes"] > 0 and change["host_loaded_bytes"] > 0 and change["host_load_seconds"] > 0
+    assert after["host_blocks_held"] > 16, "the host holds no more than the device could"
+    assert change["host_saves_refused"] == change["host_loads_failed"] == 0
+    server.wait_idle()
+
+
+def test_next_turns_and_branches_four_at_a_time(server: Server) -> None:
+    """Each goes on from where the host has it, or from the middle of it."""
+    only_with(server, POLICIES[0])
+    first = [prompt(500, seed=20 + i) for i in range(6)]
+    server.flush()
+    answers = [server.generate(ids, 40) for ids in first]
+    following = [ids + got.tokens + prompt(30, seed=40 + i) for i, (ids, got) in enumerate(zip(first, answers))]
+    following += [ids[:300] + prompt(60, seed=60 + i) for i, ids in enumerate(first[:2])]
+    warm = [got for at in (0, 4) for got in server.generate_all(following[at : at + 4], 8)]
+    for ids, got in zip(following, warm):
+        assert_same(got, server.cold(ids), TOLERANCE)
+    assert all(got.cached >= 384 for got in warm[:6])
+    server.wait_idle()
+
+
+def test_after_a_flush_the_host_has_nothing(server: Server) -> None:
+    only_with(server, POLICIES[0])
+    ids = prompt(400, seed=80)
+    reference = server.generate(ids)
+    server.flush()
+    got = server.generate(ids)
+    assert got.cached == 0
+    assert_same(got, reference, TOLERANCE)
+
+
+def to_host_only(server: Server, ids: list[int]) -> None:
+    """Serve a prompt, and others before and behind it: of equals the device gives up what came last."""
+    for i in range(4):
+        server.generate(prompt(500, seed=130 + i), 1)
+    server.generate(ids, 1)
+    for i in range(4):
+        server.generate(prompt(500, seed=140 + i), 1)
+
+
+def test_a_retracted_request_resumes_from_the_host(server: Server) -> None:
+    """In a pool of 16 blocks four requests grow to four blocks each, then the first needs a fifth: one of the others is
+    retracted, and goes on from its last checkpoint, whatever took its place on the device."""
+    prompts = [prompt(n, seed=100 + i) for i, n in enumerate((396, 356, 356, 376))]
+    counts, ahead = (150, 60, 60, 60), (70, 3, 3, 3)
+    references = [server.cold(ids, count) for ids, count in zip(prompts, counts)]
+    server.flush()
+    before, retracted = server.metrics(), server.retractions()
+    # Each begins when the one before decodes: SGLang would let it wait for the end of another.
+    answers = [server.begin(ids, count, at) for ids, count, at in zip(prompts, counts, ahead)]
+    for answer, reference in zip(answers, references):
+        got = answer()
+        assert len(got.tokens) == len(reference.tokens)
+        assert_same(got, reference, TOLERANCE)
+    retracted = server.retractions() - retracted
+    assert retracted > 0, "nothing was retracted: the test does not test"
+    server.generate(prompt(5), 1)  # counters are published when requests come and go
+    assert server.metrics()["prefix_hit_tokens"] - before["prefix_hit_tokens"] >= 384 * retracted
+    server.wait_idle()
+
+
+@pytest.mark.parametrize("kind", HOST_FAULTS)
+def test_a_broken_load_shows(server: Server, fault: Path, kind: str) -> None:
+    """What the tests above would see of each way to bring back something else."""
+    only_with(server, POLICIES[0])
+    ids = prompt(520, seed=120)
+    reference = server.cold(ids)
+    server.flush()
+    to_host_only(server, ids)
+    before = server.metrics()["host_loaded_bytes"]
+    try:
+        fault.write_text(kind)
+        got = server.score(ids, reference.tokens)
+    finally:
+        fault.unlink()
+    assert got.cached == 512
+    assert server.metrics()["host_loaded_bytes"] > before, "nothing was loaded: the test does not test"
+    apart = (torch.tensor(got.logprobs) - torch.tensor(reference.logprobs)).abs().max()
+    assert apart > 10 * TOLERANCE, f"{kind}: log p differs by {apart:.1e}, which the tests would not see"
+    server.flush()
+    to_host_only(server, ids)
+    loaded = server.score(ids, reference.tokens)
+    assert loaded.cached == 512
+    assert_same(loaded, reference, TOLERANCE)
+
+
+def test_the_table_names_the_host(server: Server) -> None:
+    """64 blocks of a CSA and an HCA layer in fp32, 48 checkpoints of three rings and a CSA tail."""
+    table = "host tier of this process: 8192 tokens in 64 blocks of 83968 bytes, 48 checkpoints of 806912 bytes"
+    assert table in server.log_text()

@@ -1,0 +1,121 @@
+"""Files behind the host: they outlive the server, and what cannot be used is a miss."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from prefix_tree_server import BLOCK, without_a_server
+from tiered_server import TieredServer
+
+from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.model import DSV4Config, build_schedule
+from dsv4_sglang.srt.host.storage import page_name
+
+PROMPT = [1 + at // BLOCK for at in range(5 * BLOCK + 60)]
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    without_a_server(monkeypatch)
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "pages"))
+    return tmp_path / "pages"
+
+
+def restarted(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> TieredServer:
+    return TieredServer(monkeypatch, seed=0, storage="file", **sizes)
+
+
+def test_a_new_server_finds_what_the_last_one_stored(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    with monkeypatch.context() as patch:
+        server = restarted(patch)
+        assert server.serve(PROMPT) == 0
+        server.check()
+    pages = sorted(path.name for path in folder.glob("*.bin"))
+    assert len(pages) == 5 + 2, "five blocks; checkpoints at four blocks, the interval, and at five, the end"
+    assert all("-dsv4v1-fp32-fp32-" in page for page in pages)
+    with monkeypatch.context() as patch:
+        server = restarted(patch)
+        assert server.prefetch(PROMPT) == 5 * BLOCK
+        server.check()
+        assert server.serve(PROMPT) == 5 * BLOCK
+        assert not server.wrong
+        assert server.component.host_counters.host_tokens == 5 * BLOCK
+        server.check()
+        server.check_contents()
+
+
+@pytest.mark.parametrize("damage", ["torn", "changed", "of zeros", "gone"])
+@pytest.mark.parametrize("which", ["a block", "a checkpoint"])
+def test_a_page_that_cannot_be_used_is_a_miss(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture, damage: str, which: str
+) -> None:
+    with monkeypatch.context() as patch:
+        restarted(patch).serve(PROMPT)
+    pages = {path: path.read_bytes() for path in folder.glob("*.bin")}
+    size = 3 * BLOCK * 8 if which == "a block" else 4 * 8
+    for path, page in pages.items():
+        if len(page) < size or len(page) > size + 100:
+            continue
+        if damage == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(
+                {"torn": page[:-9], "changed": page[:3] + b"!" + page[4:], "of zeros": bytes(len(page))}[damage]
+            )
+    caplog.set_level(logging.WARNING)
+    with monkeypatch.context() as patch:
+        server = restarted(patch)
+        assert server.prefetch(PROMPT) == 0
+        assert server.serve(PROMPT) == 0
+        assert not server.wrong
+        server.check()
+        if damage != "gone":
+            assert "cannot be used and is removed" in caplog.text
+        server.check_contents()
+    with monkeypatch.context() as patch:
+        assert restarted(patch).prefetch(PROMPT) == 5 * BLOCK, "what was removed was stored anew"
+
+
+def test_a_storage_that_is_cleared_has_nothing(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """As after new weights. Pages of others stay."""
+    server = restarted(monkeypatch)
+    server.serve(PROMPT)
+    other = folder / "abc_other-dsv4v1-fp32-fp32-0123456789abcdef.bin"
+    other.write_bytes(b"123")
+    server.cache.forget_stored()
+    assert list(folder.glob("*.bin")) == [other]
+
+
+def test_requests_beside_a_storage(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Steps, evictions on both tiers and stores in one, with a host that is full."""
+    server = restarted(monkeypatch, host_blocks=50, host_checkpoints=10)
+    for _ in range(150):
+        server.turn()
+        assert not server.wrong
+    server.settle()
+    server.check()
+    server.check_contents()
+    assert len(list(folder.glob("*.bin"))) > 50
+
+
+def name_of(folder: Path, **options: str) -> str:
+    config = DSV4Config.flash()
+    layout = CacheLayout.build(config, build_schedule(config), torch.device("cpu"), sm100=False, **options)
+    return page_name("m", str(folder), layout, (layout.block_bytes, layout.checkpoint_bytes), tp_size=4)
+
+
+def test_names_tell_formats_and_weights_apart(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"a" * 200_000)
+    names = [name_of(tmp_path, row_format=row, key_format=key) for row in ("fp8", "bf16") for key in ("mxfp4", "nvfp4")]
+    assert names[0] == name_of(tmp_path, row_format="fp8", key_format="mxfp4")
+    weights.write_bytes(b"a" * 199_999 + b"b")
+    names.append(name_of(tmp_path, row_format="fp8", key_format="mxfp4"))
+    (tmp_path / "config.json").write_text("{ }")
+    names.append(name_of(tmp_path, row_format="fp8", key_format="mxfp4"))
+    assert len(set(names)) == 6
+    assert names[0].startswith("m-dsv4v1-fp8-mxfp4-")

@@ -1,0 +1,512 @@
+"""A server with a host tier, without a server: SGLang's tree and controller, our pools, component and copies.
+
+Requests go through the calls of SGLang's scheduler in the order of overlap scheduling: a step is planned and launched
+before the result of the one before is processed. Copies and layers run late and in random order (`streams`), and every
+step looks at the bytes that it reads. Blocks hold their tokens, a checkpoint the hash of its path.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import sglang.srt.managers.cache_controller as base_controller
+import torch
+from prefix_tree_server import BLOCK, MAX_LENGTH, Pool, Request
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
+from sglang.srt.mem_cache.memory_pool import KVCache
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from streams import Event, Stream, Streams
+
+from dsv4_sglang.formats import KeyFormat, RowFormat
+from dsv4_sglang.srt.host.cache import TieredCache
+from dsv4_sglang.srt.host.component import TieredComponent
+from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints
+from dsv4_sglang.srt.host.storage import register_file_storage
+from dsv4_sglang.srt.host.transfers import HostStack, TransferController
+from dsv4_sglang.srt.pools import CacheKVPool
+from dsv4_sglang.srt.prefix.cache import build_prefix_cache
+
+LAYERS = 4
+WITH_BLOCKS = (0, 2, 3)
+MOST_RUNNING = 5
+
+
+class Blocks(KVCache):
+    """[blocks, 128] int64 tokens in each layer that has blocks."""
+
+    def __init__(self, blocks: int) -> None:
+        self.size, self.page_size, self.device, self.layer_num = blocks * BLOCK, BLOCK, "cpu", len(WITH_BLOCKS)
+        self.compressed_layers = list(WITH_BLOCKS)
+        schema = SimpleNamespace(row_format=RowFormat.FP32, key_format=KeyFormat.FP32)
+        self.layout = SimpleNamespace(schemas=[schema] * LAYERS)
+        self.tokens = {layer: torch.zeros(blocks + 1, BLOCK, dtype=torch.int64) for layer in WITH_BLOCKS}
+        self.pools = [
+            SimpleNamespace(device=torch.device("cpu"), block_views=lambda table=table: [table.view(torch.uint8)])
+            for table in self.tokens.values()
+        ]
+
+    def get_key_buffer(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+    get_value_buffer = get_kv_buffer = set_kv_buffer = get_key_buffer
+
+
+class States:
+    """[layers] int64 a checkpoint."""
+
+    def __init__(self, checkpoints: int) -> None:
+        self.checkpoints, self.device = checkpoints, torch.device("cpu")
+        self.layout = SimpleNamespace(checkpoint_bytes=8 * LAYERS)
+        self.states = torch.zeros(checkpoints + 1, LAYERS, dtype=torch.int64)
+
+    def checkpoint_views(self, checkpoint: int) -> list[torch.Tensor]:
+        return [self.states[checkpoint].view(torch.uint8)]
+
+
+class Pools(CacheKVPool):
+    def __init__(self, blocks: Blocks, states: States) -> None:
+        self.full_kv_pool, self.mamba_pool = blocks, SimpleNamespace(storage=states)
+
+
+def state_of(tokens: Any) -> int:
+    return hash(tuple(tokens)) & 0x7FFFFFFFFFFFFFFF
+
+
+def late_copies(monkeypatch: Any, streams: Streams) -> None:
+    """Copies of the host pools run when their stream does."""
+    for pool, name in ((p, n) for p in (HostBlocks, HostCheckpoints) for n in ("save", "load")):
+        original: Callable[..., None] = getattr(pool, name)
+
+        def queued(self: Any, *args: Any, original: Callable[..., None] = original) -> None:
+            held = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+            streams.queue(lambda: original(self, *held))
+
+        monkeypatch.setattr(pool, name, queued)
+
+
+class TieredServer:
+    def __init__(
+        self,
+        monkeypatch: Any,
+        seed: int,
+        *,
+        policy: str = "write_through",
+        blocks: int = 40,
+        checkpoints: int = 14,
+        host_blocks: int = 120,
+        host_checkpoints: int = 60,
+        storage: str | None = None,
+    ) -> None:
+        """`storage`: `file` for SGLang's files, where its environment says."""
+        self.rng = random.Random(seed)
+        self.streams = Streams(seed + 1)
+        self.streams.use(monkeypatch)
+        late_copies(monkeypatch, self.streams)
+        monkeypatch.setattr(hybrid_pool_assembler, "_STRATEGIES", [HostStack(host_checkpoints)])
+        if storage is not None:
+            register_file_storage()
+            alone = SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
+            monkeypatch.setattr(base_controller, "get_parallel", lambda: alone)
+            monkeypatch.setattr(base_controller, "is_dp_attention_enabled", lambda: False)
+        self.forward = Stream(self.streams)
+        self.device, self.states = Blocks(blocks), States(checkpoints)
+        self.pool = Pool(MOST_RUNNING + 1, checkpoints)
+        self.allocator = PagedTokenToKVPoolAllocator(
+            blocks * BLOCK, BLOCK, torch.uint8, "cpu", Pools(self.device, self.states), False
+        )
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.pool,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=BLOCK,
+            enable_mamba_extra_buffer=True,
+        )
+        args = SimpleNamespace(
+            hicache_storage_backend=storage,
+            hicache_storage_backend_extra_config=None,
+            hicache_write_policy=policy,
+            hicache_storage_prefetch_policy="wait_complete",
+            hicache_ratio=host_blocks / blocks,
+            hicache_size=0,
+            hicache_io_backend="kernel",
+            extra_metric_labels=None,
+            served_model_name="m",
+            model_path="nowhere",
+            dtype="float32",
+            tp_size=1,
+            weight_version="default",
+        )
+        worker = SimpleNamespace(
+            model_runner=SimpleNamespace(forward_stream=self.forward),
+            register_hicache_layer_transfer_counter=lambda counter: None,
+        )
+        context = SimpleNamespace(
+            disable_radix_cache=False,
+            enable_hierarchical_cache=True,
+            params=params,
+            server_args=args,
+            tp_worker=worker,
+        )
+        cache = build_prefix_cache(context, 4 * BLOCK)
+        assert isinstance(cache, TieredCache)
+        self.cache: TieredCache = cache
+        self.component: TieredComponent = cache.component
+        self.controller: TransferController = cache.cache_controller
+        self.counter = self.controller.layer_done_counter
+        self.running: list[Request] = []
+        self.history: list[list[int]] = []
+        self.wrong: list[str] = []
+        """What steps have read that was not what they should have."""
+        self.last: tuple[list[tuple[Request, str]], Event] | None = None
+        self.hit = self.from_host = self.admitted = 0
+
+    # Steps, on the stream of steps
+
+    def launch(self, steps: list[dict[str, Any]], consumer: int) -> Event:
+        self.forward.wait_stream(self.streams.current)
+        done = Event(self.streams)
+        loads = self.counter.events[consumer].load_events if consumer >= 0 else None
+        for layer in range(LAYERS):
+            if loads is not None:
+                self.forward.wait_event(loads[layer])
+            for step in steps:
+                if layer == 0 and step["source"]:
+                    self.forward.queue.append(lambda step=step: self._resume(step))
+                self.forward.queue.append(lambda step=step, layer=layer: self._layer(step, layer))
+        done.record(self.forward)
+        return done
+
+    def _resume(self, step: dict[str, Any]) -> None:
+        if (self.states.states[step["source"]] != state_of(step["tokens"][: step["begin"]])).any():
+            self.wrong.append(f"request {step['rid']} resumed from another state")
+
+    def _layer(self, step: dict[str, Any], layer: int) -> None:
+        begin, end, tokens = step["begin"], step["end"], step["tokens"]
+        if layer in WITH_BLOCKS:
+            table = self.device.tokens[layer]
+            before = table[step["blocks"][: -(-begin // BLOCK)]].flatten()[:begin]
+            if not torch.equal(before, torch.tensor(tokens[:begin])):
+                self.wrong.append(f"request {step['rid']} read other blocks in layer {layer}")
+            for at in range(begin, end):
+                table[step["blocks"][at // BLOCK], at % BLOCK] = tokens[at]
+        for length, slot in step["checkpoints"]:
+            self.states.states[slot, layer] = state_of(tokens[:length])
+
+    # The scheduler's turn
+
+    def turn(self) -> None:
+        """A turn with overlap: the next step is launched before the result of the last is processed."""
+        self.streams.run_some(self.rng.randrange(12))
+        self.cache.check_hicache_events()
+        steps, consumer, kind = self._next_steps()
+        launched = None
+        if steps:
+            launched = ([(step["request"], kind) for step in steps], self.launch(steps, consumer))
+            # After a prefill step the scheduler's stream waits for all of it, after a decode graph for its tables only.
+            if kind == "prefill":
+                self.streams.current.wait_stream(self.forward)
+        if self.last is not None:
+            self._process(*self.last)
+        self.last = launched
+
+    def _next_steps(self) -> tuple[list[dict[str, Any]], int, str]:
+        if len(self.running) < MOST_RUNNING and self.rng.random() < 0.35 and (step := self._admit(self._prompt())):
+            return [step], self._consumer, "prefill"
+        steps = [self._decode(request) for request in list(self.running) if request.decoding]
+        return [step for step in steps if step], -1, "decode"
+
+    def _prompt(self) -> Request:
+        rng = self.rng
+        self.admitted += 1
+        keys = [rng.randrange(3)]
+        while rng.random() < 0.8 and len(keys) < 8:
+            keys.append(rng.randrange(2))
+        request = Request(keys, rng.randrange(1, 100), self.admitted)
+        if self.history and rng.random() < 0.7:
+            past = rng.choice(self.history)
+            cut = len(past) if rng.random() < 0.7 else rng.randrange(1, len(past))
+            request.origin_input_ids = array("q", past[:cut] + [1000 + self.admitted] * rng.randrange(1, 200))
+            request.prompt = len(request.origin_input_ids)
+        request.decoding = False
+        return request
+
+    def _request(self, tokens: list[int]) -> Request:
+        self.admitted += 1
+        request = Request([], 0, self.admitted)
+        request.origin_input_ids, request.prompt, request.decoding = array("q", tokens), len(tokens), False
+        return request
+
+    def start(self, tokens: list[int]) -> dict[str, Any]:
+        """A prompt by itself, computed and in the tree."""
+        step = self._admit(self._request(tokens))
+        assert step is not None
+        self.launch([step], self._consumer).synchronize()
+        step["request"].decoding = True
+        self.cache.cache_unfinished_req(step["request"])
+        return step
+
+    def serve(self, tokens: list[int]) -> int:
+        """The same to its end: how many of its tokens were found."""
+        step = self.start(tokens)
+        self.finish(step["request"])
+        self.settle()
+        return step["begin"]
+
+    def arrive(self, tokens: list[int]) -> Request:
+        """A request that is looked up and goes before it is admitted."""
+        request = self._request(tokens)
+        self._look_up(request)
+        self.cache._dec_req_lock(request)
+        return request
+
+    def prefetch(self, tokens: list[int]) -> int:
+        """As Scheduler._prefetch_kvcache, and until it is over: how many tokens came from the storage."""
+        cache, key = self.cache, RadixKey(array("q", tokens), None, limit=len(tokens) - 1)
+        match = cache.match_prefix(MatchPrefixParams(key=key))
+        rest = array("q", tokens[len(match.device_indices) + match.host_hit_length : -1])
+        node = match.last_host_node
+        cache.prefetch_from_storage("prefetched", node, rest, cache.get_last_hash_value(node))
+        while not cache.check_prefetch_progress("prefetched"):
+            cache.check_hicache_events()
+            time.sleep(0.001)
+        self.settle()
+        return cache.pop_prefetch_loaded_tokens("prefetched")
+
+    def _look_up(self, request: Request) -> None:
+        """Match and load, as PrefillAdder.add_one_req; the request then holds what it found."""
+        cache = self.cache
+        key = RadixKey(request.origin_input_ids, None, limit=request.prompt - 1)
+        match = cache.match_prefix(MatchPrefixParams(key=key, cow_mamba=True, req=request))
+        request.prefix_indices, request.last_node = match.device_indices, match.last_device_node
+        request.mamba_branching_seqlen = match.mamba_branching_seqlen
+        request.host_hit_length, request.storage_hit_length = match.host_hit_length, 0
+        request.swa_host_hit_length, request.mamba_host_hit_length = 0, match.mamba_host_hit_length
+        lock, locked = cache.inc_lock_ref(request.last_node), request.last_node
+        if request.host_hit_length or request.mamba_host_hit_length:
+            load = InitLoadBackParams(match.best_match_node, match.host_hit_length, req=request)
+            loaded, request.last_node = cache.init_load_back(load)
+            request.prefix_indices = torch.cat([request.prefix_indices, loaded])
+            self.from_host += len(loaded)
+        request.cache_protected_len = len(request.prefix_indices)
+        held = cache.inc_lock_ref(request.last_node)
+        request.skip_lock_node_ids = held.skip_lock_node_ids
+        cache.dec_lock_ref(locked, lock.to_dec_params())
+
+    def _admit(self, request: Request) -> dict[str, Any] | None:
+        """As Scheduler.get_new_batch_prefill and PrefillAdder.add_one_req."""
+        cache = self.cache
+        if request.prompt > 20 * BLOCK or not self.pool.rows:
+            return None
+        self._look_up(request)
+        begin = len(request.prefix_indices)
+        if not self._make_room(-(-request.prompt // BLOCK) - begin // BLOCK):
+            cache._dec_req_lock(request)
+            return None  # and a load may be left behind
+        self._consumer = cache.ready_to_load_host_cache()
+        self.hit += begin
+        request.req_pool_idx = self.pool.rows.pop()
+        request.mamba_pool_idx = self.pool.mamba_allocator.alloc(1)[0]
+        self.pool.req_to_token[request.req_pool_idx, :begin] = request.prefix_indices.int()
+        request.allocated = begin
+        self._allocate(request, request.prompt)
+        request.extend_range = SimpleNamespace(start=begin, end=request.prompt, length=request.prompt - begin)
+        taken = self.component.plan_prefill(request, room=5)
+        source = 0 if request.mamba_cow_src_index is None else int(request.mamba_cow_src_index)
+        request.mamba_cow_src_index = None
+        assert bool(begin) == bool(source), "a prefix without a state, or a state without a prefix"
+        request.computed = request.prompt
+        self.running.append(request)
+        return self._step(request, begin, request.prompt, source, taken)
+
+    def _step(
+        self, request: Request, begin: int, end: int, source: int, checkpoints: list[tuple[int, int]]
+    ) -> dict[str, Any]:
+        row = self.pool.req_to_token[request.req_pool_idx]
+        return {
+            "request": request,
+            "rid": request.rid,
+            "tokens": list(request.full_untruncated_fill_ids),
+            "blocks": (row[: request.allocated : BLOCK] // BLOCK).tolist(),
+            "begin": begin,
+            "end": end,
+            "source": source,
+            "checkpoints": checkpoints,
+        }
+
+    def _make_room(self, blocks: int) -> bool:
+        missing = blocks * BLOCK - self.allocator.available_size()
+        if missing > 0:
+            self.cache.evict(EvictParams(num_tokens=missing))
+        return self.allocator.available_size() >= blocks * BLOCK
+
+    def _allocate(self, request: Request, length: int) -> None:
+        count = -(-length // BLOCK) * BLOCK - request.allocated
+        if count > 0:
+            fresh, at = self.allocator.alloc(count), request.allocated
+            self.pool.req_to_token[request.req_pool_idx, at : at + count] = fresh.int()
+            request.allocated = at + count
+
+    def _decode(self, request: Request) -> dict[str, Any] | None:
+        """Some tokens at once, up to the end of the block, so that ends of blocks are common."""
+        begin = request.computed
+        end = min(begin + self.rng.choice([1, 40, BLOCK]), begin // BLOCK * BLOCK + BLOCK)
+        if end + BLOCK > MAX_LENGTH:
+            return None
+        if end > request.allocated and not self._make_room(1):
+            if self.rng.random() < 0.5:
+                self.retract(request)
+            return None
+        self._allocate(request, end)
+        request.output_ids.extend([200 + at % 7 for at in range(begin, end)])
+        request.computed = end
+        taken = []
+        if end % BLOCK == 0:
+            slot = self.component.plan_decode(request, end)
+            taken = [(end, slot)] if slot else []
+        elif begin % BLOCK == 0:
+            self.component.settle(request)
+        return self._step(request, begin, end, 0, taken)
+
+    def _process(self, batch: list[tuple[Request, str]], done: Event) -> None:
+        done.synchronize()
+        for request, kind in batch:
+            if request not in self.running:
+                continue
+            if kind == "prefill":
+                request.decoding = True
+                if self.rng.random() < 0.3:
+                    self.finish(request)
+                else:
+                    self.cache.cache_unfinished_req(request)
+            elif (dice := self.rng.random()) < 0.25:  # while the next step, which has it too, runs
+                if dice < 0.02:
+                    self._release(request, is_insert=False)
+                else:
+                    self.finish(request)
+
+    def finish(self, request: Request) -> None:
+        self.history.append(list(request.full_untruncated_fill_ids))
+        del self.history[:-6]
+        self._release(request, is_insert=True)
+
+    def retract(self, request: Request) -> None:
+        self._release(request, is_insert=True)
+        self.cache.retracted(request)
+
+    def _release(self, request: Request, is_insert: bool) -> None:
+        """As mem_cache.common.release_kv_cache."""
+        self.running.remove(request)
+        self.cache.cache_finished_req(request, is_insert=is_insert, kv_len_to_handle=request.computed)
+        row, begin = self.pool.req_to_token[request.req_pool_idx], -(-request.computed // BLOCK) * BLOCK
+        if begin < request.allocated:
+            self.allocator.free_segment(row[begin : request.allocated].long(), start_pos=begin)
+        self.pool.rows.append(request.req_pool_idx)
+
+    def flush(self) -> bool:
+        """As Scheduler.flush_cache, which wants a server without requests and copies."""
+        if self.running or self.last or self.cache.ongoing_write_through or self.cache.ongoing_load_back:
+            return False
+        self.cache.reset()
+        self.pool.mamba_ckpt_pool.clear()
+        self.pool.mamba_allocator.clear()
+        self.allocator.clear()
+        return True
+
+    def settle(self) -> None:
+        """No requests, and all copies done."""
+        if self.last is not None:
+            self._process(*self.last)
+            self.last = None
+        for request in list(self.running):
+            if not request.decoding:
+                request.decoding = True
+                self.cache.cache_unfinished_req(request)
+            self.finish(request)
+        for _ in range(100_000):
+            self.streams.run_all()
+            self.cache.check_hicache_events()
+            if not (self.cache.ongoing_write_through or self.cache.ongoing_load_back or self.cache.ongoing_backup):
+                return
+            if self.cache.ongoing_backup:
+                time.sleep(0.001)  # a thread of SGLang writes
+        raise AssertionError("copies that never end")
+
+    # What must hold
+
+    def check(self) -> None:
+        """Every block, slot and row has one owner, and the registry says what the tree has."""
+        core, slots = self.cache.tree_core, self.component.slots
+        registry = slots.registry
+        UnifiedRadixCache.sanity_check(self.cache)
+        blocks = self.allocator.free_pages.tolist() + self.allocator.release_pages.tolist()
+        held, rows, host = slots._free.free_ids().tolist(), [], []
+        places = {}
+        for node in core._collect_all_nodes():
+            if node is core.root_node:
+                continue
+            full, mamba = (node.component_data[kind] for kind in (ComponentType.FULL, ComponentType.MAMBA))
+            if full.value is not None:
+                blocks += (full.value[::BLOCK] // BLOCK).tolist()
+            if full.host_value is not None:
+                rows += (full.host_value[::BLOCK] // BLOCK).tolist()
+            if mamba.value is not None:
+                held.append(int(mamba.value))
+            if mamba.host_value is not None:
+                host.append(int(mamba.host_value))
+            if place := slots.id_of(node):
+                places[place] = node
+                assert registry.copied[place] == (mamba.value is not None and mamba.host_value is not None)
+                assert registry.length[place] == len(self.path(node))
+                assert registry.previous[place] == self.component._above(node)
+                assert registry._following[place] == set(self.component._below(node))
+                assert registry.locks[place] == mamba.lock_ref
+        assert places == slots.nodes
+        assert set(places) == set(registry.held.nonzero()[0].tolist())
+        for request in self.running:
+            row = self.pool.req_to_token[request.req_pool_idx]
+            blocks += [int(row[i]) // BLOCK for i in range(request.cache_protected_len, request.allocated, BLOCK)]
+            held += [pending.slot for pending in request.pending]
+        assert sorted(blocks) == list(range(1, self.device.size // BLOCK + 1)), "a block leaked or has two owners"
+        assert sorted(held) == list(range(1, slots.num_slots + 1)), "a slot leaked or has two owners"
+        for pool, used in ((self.cache.full_kv_pool_host, rows), (self.cache.mamba_pool_host, host)):
+            free = pool._rows._free.nonzero()[0].tolist()
+            assert sorted([*used, *free]) == list(range(pool.page_num)), "a host row leaked or has two owners"
+
+    def check_contents(self) -> None:
+        """Of everything that is cached in either place, when nothing runs."""
+        host_blocks, host_states = (
+            pool.kv_buffer.view(torch.int64) for pool in (self.cache.full_kv_pool_host, self.cache.mamba_pool_host)
+        )
+        for node in self.cache.tree_core._collect_all_nodes():
+            if node is self.cache.tree_core.root_node:
+                continue
+            path = self.path(node)
+            tokens = torch.tensor(path[len(path) - len(node.key) :]).view(-1, BLOCK)
+            full, mamba = (node.component_data[kind] for kind in (ComponentType.FULL, ComponentType.MAMBA))
+            for i, layer in enumerate(WITH_BLOCKS):
+                if full.value is not None:
+                    assert torch.equal(self.device.tokens[layer][full.value[::BLOCK] // BLOCK], tokens)
+                if full.host_value is not None:
+                    on_host = host_blocks[full.host_value[::BLOCK] // BLOCK]
+                    assert torch.equal(on_host[:, i * BLOCK : (i + 1) * BLOCK], tokens)
+            if mamba.value is not None:
+                assert (self.states.states[int(mamba.value)] == state_of(path)).all()
+            if mamba.host_value is not None:
+                assert (host_states[int(mamba.host_value)] == state_of(path)).all()
+
+    def path(self, node: Any) -> list[int]:
+        parts: list[list[int]] = []
+        while node.parent is not None:
+            parts.append(list(node.key.token_ids)[: len(node.key)])
+            node = node.parent
+        return [token for part in reversed(parts) for token in part]
