@@ -32,8 +32,6 @@ from dsv4_sglang.testing.oracle import KeyFormat, Oracle, RowFormat
 
 # Waits of SGLang that end a server: for the other processes of its group, for a step.
 UNHURRIED = ("--dist-timeout", "7200", "--watchdog-timeout", "7200")
-# SGLang answers a SIGTERM only when its step is over; then it is killed.
-STOP_SECONDS = 3
 # Of the oracle.
 CHUNK = 128
 
@@ -197,9 +195,7 @@ def _spawned(command: launch.Command, log: Path) -> subprocess.Popen[bytes]:
 
 
 def _stop(process: Process) -> None:
-    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(STOP_SECONDS)
+    """Without a SIGTERM, which SGLang looks for every five seconds, to kill its processes then."""
     # The group may outlive its leader.
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
