@@ -1,8 +1,8 @@
 """Servers on a CPU that import nothing: forked of a process that has imported SGLang once.
 
 A server is a launcher, schedulers and a detokenizer, and each would import SGLang and torch for 13 s of CPU time. Apart
-from that a server starts as by its command: in a session, with an environment, arguments and a file for its output of
-its own, and with SGLang's `launch_server` as the main program. What SGLang reads of the environment when it is imported
+from that a server starts as by its command: in a process group, with an environment, arguments and a file for its
+output of its own, and with SGLang's `launch_server` as the main program. What SGLang reads of the environment when it is imported
 is the same for all.
 """
 
@@ -53,7 +53,7 @@ class Forked:
 
 
 def start(command: Command, log: Path) -> Forked:
-    """Run a server's command for a CPU, `python -m sglang.launch_server ...`, in a session of its own."""
+    """Run a server's command for a CPU, `python -m sglang.launch_server ...`, in a process group of its own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([IMPORTS])
     environment = {**ENVIRONMENT, **cpu_environment(ENVIRONMENT), **NO_FP8_CHECKPOINT}
@@ -68,7 +68,8 @@ def start(command: Command, log: Path) -> Forked:
 
 
 def _serve(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-    os.setsid()
+    # In the session of the tests: Linux shares cores between sessions first, and `nice` counts within one.
+    os.setpgid(0, 0)
     with log.open("ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

@@ -42,7 +42,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, function in (
-        ("srt.backend.HybridCacheBackend.forward_extend", _extend),
+        ("srt.backend.HybridCacheBackend.forward", _forward),
         ("cache.state_cache.StateStorage.store", _store),
         ("srt.prefix.slots.CheckpointSlots.load_to_active", _load),
         ("srt.collectives.gather_a_copy", _gather),
@@ -60,7 +60,7 @@ _shared: list[tuple[Any, Any]] = []
 """(checkpoints, live slots) of the requests that resumed, while they are to share them."""
 
 
-def _extend(
+def _forward(
     original: Callable[..., Any], backend: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **kw: Any
 ) -> Any:
     last = layer.layer_id == backend.last_layer
