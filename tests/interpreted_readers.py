@@ -90,9 +90,16 @@ def test_derotate_and_quantise():
 
 
 @pytest.mark.parametrize(
-    ("tracks", "ring_rows", "each", "before"), [(False, 128, 1, -1), (True, 136, 1, 2), (False, 132, 4, 0)]
+    ("tracks", "ring_rows", "each", "before", "sees_block"),
+    [
+        (False, 128, 1, -1, False),
+        (True, 136, 1, 2, False),
+        (False, 132, 4, 0, False),
+        (False, 134, 5, 0, True),
+        (False, 136, 7, 0, True),
+    ],
 )
-def test_decode_metadata(tracks, ring_rows, each, before):
+def test_decode_metadata(tracks, ring_rows, each, before, sees_block):
     """The launch against PyTorch, every output: requests that see little and much, padding."""
     owned = torch.tensor([6, 7, 2, 0, 5, 0])
     seq_lens = torch.tensor([1, 128, 129, 1, 1000, 1])
@@ -102,7 +109,7 @@ def test_decode_metadata(tracks, ring_rows, each, before):
         return {name: value for name, value in vars(buffers).items() if isinstance(value, torch.Tensor)}
 
     def make() -> metadata.DecodeBuffers:
-        buffers = metadata.DecodeBuffers(8, 9, "cpu", ring_rows, each)
+        buffers = metadata.DecodeBuffers(8, 9, "cpu", ring_rows, each, sees_block)
         for name, tensor in tensors(buffers).items():
             if name not in ("query_start", "token_request"):
                 tensor.fill_(-9)

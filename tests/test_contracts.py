@@ -18,7 +18,7 @@ from dsv4_sglang.srt.backend import HybridCacheBackend
 from dsv4_sglang.srt.configurator import BlockConfigurator
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.hooks import Hook, hooks_of
-from dsv4_sglang.srt.models import deepseek_v4, deepseek_v4_nextn
+from dsv4_sglang.srt.models import deepseek_v4, deepseek_v4_dspark, deepseek_v4_nextn
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool, StateSlotPool
 from dsv4_sglang.srt.prefix.cache import PrefixCache
@@ -41,6 +41,8 @@ SUBCLASSES = (
     deepseek_v4.DecoderLayer,
     deepseek_v4.DeepseekV4ForCausalLM,
     deepseek_v4.Model,
+    deepseek_v4_dspark.DeepseekV4ForCausalLMDSpark,
+    deepseek_v4_dspark.Stage,
     deepseek_v4_nextn.DeepseekV4ForCausalLMNextN,
 )
 

@@ -193,6 +193,53 @@ def test_several_tokens_a_request(lengths: list[int], padding: int, each: int, b
         assert not (step.window_lens[tokens].any() or step.csa_lens[tokens].any() or step.hca_lens[tokens].any())
 
 
+@given(lengths=LENGTHS, padding=st.integers(0, 2), each=st.integers(1, 8))
+@settings(max_examples=60)
+def test_block_of_drafts(lengths: list[int], padding: int, each: int) -> None:
+    """Every token of a block sees the 128 before it and the whole block, in the order of SGLang's own list of pages."""
+    from sglang.kernels.ops.speculative.dspark import dspark_attn_metadata as sglang
+
+    n, ring_rows = len(lengths), 128 + each + 1
+    lengths = [min(length, MAX_LENGTH - each) for length in lengths]
+    tables = Tables(n, torch.device("cpu"))
+    buffers = DecodeBuffers(n + padding + 1, 0, "cpu", ring_rows, each, sees_block=True)
+    requests = torch.tensor([*range(1, n + 1), *[0] * padding])
+    lens = torch.tensor(lengths + [0] * padding)
+    out_loc = tables.req_to_token[requests[:, None], lens[:, None] + torch.arange(each)].flatten().long()
+    snapshot(buffers, tables, requests, lens + each)
+    step = build_decode(
+        buffers, seq_lens=lens, out_loc=out_loc, track_mask=None, track_slots=None, top_k=TOP_K, before=0
+    )
+    gather = sglang.compute_dspark_window_gather(
+        seq_lens_casual=(lens[:, None] + 1 + torch.arange(each)).flatten(),
+        req_pool_indices_repeated=requests.repeat_interleave(each),
+        block_size=each,
+        swa_window=128,
+    )
+    # With page slots for positions: its list is then one of positions.
+    pages, page_lens = sglang.build_dspark_swa_page_indices(
+        req_to_token=torch.arange(MAX_LENGTH + 128).expand(n + 1, -1),
+        full_to_swa_mapping=torch.arange(MAX_LENGTH + 128),
+        req_pool_indices_per_request=gather.req_pool_indices_per_request,
+        offsets=gather.offsets,
+        invalid=gather.invalid,
+        out_loc=(lens[:, None] + torch.arange(each)).flatten(),
+        context_lens=gather.context_lens,
+        block_size=each,
+        swa_window=128,
+        page_index_aligned_size=64,
+    )
+    assert step.window_rows.shape == pages.shape
+    for token in range(n * each):
+        slot, count = int(tables.state_slot[token // each + 1]), int(page_lens[token])
+        assert step.positions[token] == lengths[token // each] + token % each
+        assert step.window_lens[token] == count
+        wanted = slot * ring_rows + pages[token, :count] % ring_rows
+        assert step.window_rows[token, :count].tolist() == wanted.tolist()
+        assert len(set(wanted.tolist())) == count
+    assert not step.window_lens[n * each :].any() and (step.slots[n:] == -1).all()
+
+
 def test_layers_without_entries_read_no_block_table() -> None:
     tables = Tables(2, torch.device("cpu"))
     buffers = DecodeBuffers(2, 0, "cpu", 132, 4)

@@ -115,10 +115,6 @@ class FlashMLAReader(FlashMLAKernel):
         self._alive.clear()
         return True
 
-    def prepare(self, q: Tensor, sink: Tensor, window: RowList, entries: RowList | None) -> None:
-        """FlashMLA has no call for the schedule alone: attention whose output nobody takes makes it."""
-        self._attention(q, sink, window, entries, scale=1.0)
-
     def _schedule(self, heads: int, *lists: RowList | None) -> Any:
         from sgl_kernel.flash_mla import FlashMLASchedMeta
 
@@ -129,13 +125,10 @@ class FlashMLAReader(FlashMLAKernel):
         return self._schedules[key]
 
     def _rotated(self, q: Tensor, inputs: AttendInputs) -> Tensor:
-        return self._attention(q, inputs.sink, inputs.window, inputs.entries, inputs.scale)
-
-    def _attention(self, q: Tensor, sink: Tensor, window: RowList, entries: RowList | None, scale: float) -> Tensor:
         from sgl_kernel.flash_mla import flash_mla_with_kvcache
 
         tokens, heads, _ = q.shape
-        whole_window, whole_entries = _aligned(window), entries and _aligned(entries)
+        whole_window, whole_entries = _aligned(inputs.window), inputs.entries and _aligned(inputs.entries)
         at_once = _HEADS_AT_ONCE // heads
         outs = []
         for begin in range(0, tokens, at_once):
@@ -148,11 +141,11 @@ class FlashMLAReader(FlashMLAKernel):
                 cache_seqlens=None,
                 head_dim_v=ENTRY_DIM,
                 tile_scheduler_metadata=self._schedule(heads, window, entries),
-                softmax_scale=scale,
+                softmax_scale=inputs.scale,
                 is_fp8_kvcache=True,
                 indices=window.rows.unsqueeze(1),
                 topk_length=window.lens,
-                attn_sink=sink,
+                attn_sink=inputs.sink,
                 extra_k_cache=entries.table.unsqueeze(2) if entries else None,
                 extra_indices_in_kvcache=entries.rows.unsqueeze(1) if entries else None,
                 extra_topk_length=entries.lens if entries else None,

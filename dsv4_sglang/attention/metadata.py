@@ -30,7 +30,9 @@ class DecodeBuffers:
     """Tensors of a decode step at fixed addresses: `each` tokens of up to `max_requests` requests, with rings of
     `ring_rows` rows. Speculation verifies several tokens a request in a step (docs/speculation.md).
 
-    `max_blocks` 0: for layers without entries, which read no block table.
+    `max_blocks` 0: for layers without entries, which read no block table. `sees_block`: the tokens of a request see the
+    128 before the step and all of the step, as those of a block that is drafted at once (DSPARK); else each sees the
+    128 that end with it.
     """
 
     def __init__(
@@ -40,16 +42,18 @@ class DecodeBuffers:
         device: torch.device | str,
         ring_rows: int = WINDOW,
         each: int = 1,
+        sees_block: bool = False,
     ) -> None:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         tokens = max_requests * each
-        self.ring_rows, self.each = ring_rows, each
+        self.ring_rows, self.each, self.sees_block = ring_rows, each, sees_block
+        self.reach = WINDOW + each if sees_block else WINDOW
         self.owned = ints(max_requests)  # state slot of each request, 0 for padding
         self.slots, self.prefix_lens = ints(max_requests), ints(max_requests)
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self.window_rows, self.window_lens = ints(tokens, WINDOW), ints(tokens)
+        self.window_rows, self.window_lens = ints(tokens, align(self.reach)), ints(tokens)
         self.csa_lens, self.hca_lens = ints(tokens), ints(tokens)
         self.block_table = ints(max_requests, align(max_blocks))
         # The HCA rows of a request's only token are its blocks.
@@ -99,13 +103,15 @@ def _fill_decode(
     positions = prefix[owner] + torch.arange(t, dtype=torch.int32, device=prefix.device) % each
     buffers.positions[:t].copy_(positions)
     length = (positions + 1).masked_fill(~real[owner], 0)
-    buffers.window_lens[:t].copy_(window_lens(length))
+    seen = (prefix + each).masked_fill(~real, 0)[owner] if buffers.sees_block else length
+    buffers.window_lens[:t].copy_(window_lens(seen, buffers.reach))
     buffers.csa_lens[:t].copy_(visible_entries(length, CSA_RATIO, top_k))
     buffers.hca_lens[:t].copy_(visible_entries(length, HCA_RATIO))
-    buffers.window_rows[:t].copy_(ring_window(owned[owner], length, buffers.ring_rows))
+    rows = ring_window(owned[owner], seen, buffers.ring_rows, buffers.reach)
+    buffers.window_rows[:t, : buffers.reach].copy_(rows)
     if each > 1:
-        seen = torch.arange(buffers.block_table.shape[1], device=length.device) < buffers.hca_lens[:t, None]
-        buffers.hca_rows[:t].copy_(torch.where(seen, buffers.block_table[owner], buffers.hca_rows[:t]))
+        visible = torch.arange(buffers.block_table.shape[1], device=length.device) < buffers.hca_lens[:t, None]
+        buffers.hca_rows[:t].copy_(torch.where(visible, buffers.block_table[owner], buffers.hca_rows[:t]))
     if track_mask is not None and track_slots is not None:
         due = track_mask & real
         buffers.copy_src[:n].copy_(owned.masked_fill(~due, -1))
@@ -130,8 +136,6 @@ def build_decode(
     of both pools, which no request owns. Their slot becomes -1 and their lengths 0. `track_mask` [B] bool and
     `track_slots` [B] say which requests end a checkpoint interval with this token and where its state goes.
     """
-    n = seq_lens.shape[0]
-    t = n * buffers.each
     if seq_lens.is_cuda:
         from dsv4_sglang.attention import triton_metadata
 
@@ -139,6 +143,12 @@ def build_decode(
     else:
         _fill_decode(buffers, seq_lens, before, track_mask, track_slots, top_k)
     tracks = track_mask is not None and track_slots is not None
+    return step_of(buffers, seq_lens.shape[0], out_loc, tracks)
+
+
+def step_of(buffers: DecodeBuffers, n: int, out_loc: Tensor, tracks: bool = False) -> StepMetadata:
+    """What `build_decode` has written for the first `n` requests, which a CUDA graph's replay may have done."""
+    t = n * buffers.each
     return StepMetadata(
         slots=buffers.slots[:n],
         prefix_lens=buffers.prefix_lens[:n],

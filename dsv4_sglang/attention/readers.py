@@ -100,10 +100,6 @@ class Reader(ABC):
         """Heads H that queries and sinks have for `attend`, of which the first `heads` count."""
         return heads
 
-    def prepare(self, q: Tensor, sink: Tensor, window: RowList, entries: RowList | None) -> None:  # noqa: B027
-        """Compute what the layers of the step that read lists of such shapes and lengths share, so that it can be done
-        beside other work; rows of the lists, `q` and `sink` may hold anything. Else the first of them does it."""
-
     @abstractmethod
     def attend(self, q: Tensor, inputs: AttendInputs, *, leave_rotated: bool = False) -> LayerOutput:
         """`attend` for one layer of the step and queries `q` [T, H, 512], H as `query_heads` says; heads that do not

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO, WINDOW
+from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
 
 if TYPE_CHECKING:
     from dsv4_sglang.attention.metadata import DecodeBuffers
@@ -40,8 +40,11 @@ def _decode_kernel(
     ring_rows,
     table_columns,
     EACH: tl.constexpr,
+    SEES_BLOCK: tl.constexpr,
     TRACKS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    REACH: tl.constexpr,
+    LISTED: tl.constexpr,
+    COLUMNS: tl.constexpr,
     CSA_RATIO: tl.constexpr,
     HCA_RATIO: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
@@ -56,12 +59,13 @@ def _decode_kernel(
     position = prefix + t % EACH
     length = tl.where(real, position + 1, 0)
     tl.store(positions_ptr + t, position.to(tl.int64))
-    tl.store(window_lens_ptr + t, tl.minimum(length, WINDOW))
+    seen = tl.where(real, prefix + EACH, 0) if SEES_BLOCK else length
+    tl.store(window_lens_ptr + t, tl.minimum(seen, REACH))
     tl.store(csa_lens_ptr + t, tl.minimum(length // CSA_RATIO, top_k))
     tl.store(hca_lens_ptr + t, length // HCA_RATIO)
-    column = tl.arange(0, WINDOW)
-    seen = tl.maximum(length - WINDOW, 0) + column
-    tl.store(window_rows_ptr + t * WINDOW + column, owned * ring_rows + seen % ring_rows)
+    column = tl.arange(0, COLUMNS)
+    row = owned * ring_rows + (tl.maximum(seen - REACH, 0) + column) % ring_rows
+    tl.store(window_rows_ptr + t * LISTED + column, row, mask=column < REACH)
     if EACH > 1:
         at = tl.arange(0, COLUMNS_AT_ONCE)
         stop = tl.minimum(length // HCA_RATIO, table_columns)
@@ -86,7 +90,7 @@ def build(
     top_k: int,
 ) -> None:
     """Fill the buffers for the requests of `seq_lens` [B]. Without a mask the copies are left as they are."""
-    tracks = track_mask is not None and track_slots is not None
+    tracks, listed = track_mask is not None and track_slots is not None, buffers.window_rows.shape[1]
     _decode_kernel[(seq_lens.shape[0] * buffers.each,)](
         buffers.owned,
         seq_lens,
@@ -108,8 +112,11 @@ def build(
         buffers.ring_rows,
         buffers.block_table.shape[1],
         EACH=buffers.each,
+        SEES_BLOCK=buffers.sees_block,
         TRACKS=tracks,
-        WINDOW=WINDOW,
+        REACH=buffers.reach,
+        LISTED=listed,
+        COLUMNS=triton.next_power_of_2(listed),
         CSA_RATIO=CSA_RATIO,
         HCA_RATIO=HCA_RATIO,
         COLUMNS_AT_ONCE=256,

@@ -31,7 +31,8 @@ class PoolPart(NamedTuple):
 @dataclass(frozen=True)
 class CacheLayout:
     """What a block of 128 tokens and a state slot consist of, layer by layer. `device` decides the padding of FP8
-    blocks; in a layout that is only counted, `sm100` does, so that it may be that of another machine's GPU.
+    blocks; in a layout that is only counted, `sm100` does, so that it may be that of another machine's GPU. The last
+    `draft_layers` are those of a draft model.
 
     Raises ValueError for no layers, and for layers that cannot share tensors: rows of several formats, several numbers
     of draft tokens, tails of a kind of several shapes.
@@ -40,6 +41,7 @@ class CacheLayout:
     schemas: tuple[LayerCacheSchema, ...]
     device: torch.device
     sm100: bool | None = None
+    draft_layers: int = 0
 
     def __post_init__(self) -> None:
         if not self.schemas:
@@ -67,8 +69,10 @@ class CacheLayout:
         hca_state: HcaState | str = HcaState.ONLINE,
         draft_tokens: int = 0,
         sm100: bool | None = None,
+        draft_layers: int = 0,
     ) -> CacheLayout:
-        """The layout of a model; options as `build_schema` takes them."""
+        """The layout of a model; options as `build_schema` takes them. `draft_layers` of the schedule's are those of a
+        draft model, the last ones."""
         schemas = [
             build_schema(
                 config,
@@ -80,7 +84,7 @@ class CacheLayout:
             )
             for spec in schedule
         ]
-        return cls(tuple(schemas), device, sm100)
+        return cls(tuple(schemas), device, sm100, draft_layers)
 
     def layers(self, kind: AttentionType) -> list[int]:
         """Ids of the layers of a kind, in order."""

@@ -20,21 +20,23 @@ NO_BLOCK = -1
 """What a block table holds where a request has no block."""
 
 
-def window_lens(lengths: Tensor) -> Tensor:
-    """Tokens that a token sees through the window; `lengths` int32 counts it: t + 1, 0 for padding."""
-    return lengths.clamp_max(WINDOW)
+def window_lens(lengths: Tensor, reach: int = WINDOW) -> Tensor:
+    """Tokens that a token sees through a window of `reach` tokens; `lengths` int32 counts them from the request's first
+    on: t + 1, 0 for padding."""
+    return lengths.clamp_max(reach)
 
 
-def window_positions(lengths: Tensor) -> Tensor:
-    """[T, 128] the positions in the window of each token, oldest first; those behind `window_lens` are not visible."""
-    oldest = (lengths - WINDOW).clamp_min(0)
-    return oldest[:, None] + torch.arange(WINDOW, dtype=lengths.dtype, device=lengths.device)
+def window_positions(lengths: Tensor, reach: int = WINDOW) -> Tensor:
+    """[T, reach] the positions in the window of each token, oldest first; those behind `window_lens` are not
+    visible."""
+    oldest = (lengths - reach).clamp_min(0)
+    return oldest[:, None] + torch.arange(reach, dtype=lengths.dtype, device=lengths.device)
 
 
-def ring_window(slots: Tensor, lengths: Tensor, ring_rows: int) -> Tensor:
-    """[T, 128] int32 rows of the rings where the window of each token lies: position p of slot s in row
+def ring_window(slots: Tensor, lengths: Tensor, ring_rows: int, reach: int = WINDOW) -> Tensor:
+    """[T, reach] int32 rows of the rings where the window of each token lies: position p of slot s in row
     s R + p mod R."""
-    return slots[:, None] * ring_rows + window_positions(lengths) % ring_rows
+    return slots[:, None] * ring_rows + window_positions(lengths, reach) % ring_rows
 
 
 def visible_entries(lengths: Tensor, ratio: int, top_k: int | None = None) -> Tensor:
@@ -56,8 +58,8 @@ class StepMetadata:
         out_loc: [T] int64 pool slot of each token; congruent to its position modulo 128.
         track_slots: [T] int32 state slot of the checkpoint that holds this token's row, -1: none; None: none is due.
         block_table: [B, NB] int32 block ids of each request; anything behind its last block.
-        window_rows: [T, 128] int32 rows of the window table, oldest position first: in decode rows of the ring, in
-            prefill rows of the step's window workspace.
+        window_rows: [T, W] int32 rows of the window table, oldest position first: in decode rows of the ring, in
+            prefill rows of the step's window workspace. W is 128, more in a step whose tokens all see each other.
         window_lens: [T] int32 how many of them are visible.
         csa_lens: [T] int32 entries that a CSA layer reads, at most its top k; all visible ones where none is given.
         hca_rows: [T, NB] int32 rows of the HCA table; entry i of a request lies in the row of its block i.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +18,9 @@ from dsv4_sglang.attention.metadata import (
     build_decode,
     build_prefill,
     snapshot_decode,
+    step_of,
 )
-from dsv4_sglang.attention.readers import (
-    MOST_PADDED_HEADS,
-    AttendInputs,
-    LayerOutput,
-    Reader,
-    RowList,
-    begin_step,
-    make_readers,
-)
+from dsv4_sglang.attention.readers import AttendInputs, LayerOutput, Reader, RowList, begin_step, make_readers
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.step import StepMetadata
@@ -38,8 +31,6 @@ from dsv4_sglang.srt.prefix.schedule import PrefillPlanTaker
 
 # Index scores of a prefill step that exist at a time.
 SCRATCH_BYTES = 256 << 20
-# Steps of so many tokens leave room on the GPU for what is prepared beside their first layers.
-PREPARED_TOKENS = 64
 
 
 class IndexQuery(NamedTuple):
@@ -86,6 +77,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         super().__init__()
         config = runner.model_config.hf_config
         self.is_draft, self.draft_step = runner.is_draft_worker, draft_step
+        # DSPARK drafts a block at once; what a request is verified with has the last accepted token, too.
+        self.drafts_blocks = runner.is_draft_worker and runner.spec_algorithm.is_dspark()
         self.device = runner.device
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -109,10 +102,6 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         device = resolve_device(self.device)  # registers its ops
         self.readers = make_readers(device, blocks.blocks, self.heads, self.dtype, blocks.layout.row_format)
         self.reader: Reader | None = None
-        first_layer = len(self.schemas) - 1 if self.is_draft else 0
-        self._first_of_kind = {s.ratio: i for i, s in reversed(list(enumerate(self.schemas))) if i >= first_layer}
-        self._prepared: dict[int, torch.cuda.Event] = {}
-        self._side_stream: torch.cuda.Stream | None = None
         self._crossings: tuple[Tensor, Tensor] | None = None
         self._graph_buffers: DecodeBuffers | None = None
         self._decode_buffers: DecodeBuffers | None = None
@@ -121,6 +110,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self._graph_scratch: dict[str, Tensor] = {}
         self._scratch: dict[str, Tensor] = {}
         self._staged: tuple[Tensor, Tensor] | None = None
+
         if self.draft_tokens and not self.is_draft:
             self._verify_mask = self._make_verify_mask(1)
 
@@ -132,14 +122,12 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         if heads > self.heads:
             query = torch.zeros(max_num_tokens * heads * ENTRY_DIM, dtype=self.dtype, device=self.device)
             self._graph_scratch["query"] = query
-        self._graph_scratch["no sink"] = torch.zeros(MOST_PADDED_HEADS, device=self.device)
         if self.is_draft:
             return
         if self.draft_tokens:
             self._verify_mask = self._make_verify_mask(max_bs)
         scores = max_num_tokens * self._score_width(self._graph_buffers.block_table)
-        # Rows of the tables from the beginning: `_prepare_kinds` reads what an earlier step selected.
-        self._graph_scratch["rows"] = torch.zeros(max_num_tokens * self.top_k, dtype=torch.int32, device=self.device)
+        self._graph_scratch["rows"] = torch.empty(max_num_tokens * self.top_k, dtype=torch.int32, device=self.device)
         self._graph_scratch["scores"] = torch.empty(scores, dtype=torch.float32, device=self.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -166,14 +154,15 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         """Nothing: a step's metadata depends on lengths alone, not on the drafts."""
 
     def _make_buffers(self, requests: int, each: int) -> DecodeBuffers:
-        return DecodeBuffers(requests, self.max_blocks, self.device, self.state.layout.ring_rows, each)
+        ring_rows = self.state.layout.ring_rows
+        return DecodeBuffers(requests, self.max_blocks, self.device, ring_rows, each, sees_block=self.drafts_blocks)
 
     def _tokens_of(self, mode: Any) -> tuple[int, int]:
         """Tokens of a request in a step that is no prefill, and `before` of `build_decode`: SGLang's lengths count the
         token of a decode step; in the turns of the draft model and in a verify step they are those before the turn, and
-        behind it those with all drafts."""
+        behind it those with all drafts. The block that DSPARK drafts has the mode of a verify step."""
         if mode.is_target_verify():
-            return self.draft_tokens, 0
+            return self.draft_tokens - self.drafts_blocks, 0
         if mode.is_draft_extend_v2():
             return self.draft_tokens, -self.draft_tokens
         return 1, self.draft_step if self.is_draft else -1
@@ -227,28 +216,6 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             before=self._tokens_of(mode)[1],
         )
         self.reader = begin_step(self.readers, self.metadata, lengths=None)
-        self._prepare_kinds(self.metadata)
-
-    def _prepare_kinds(self, step: StepMetadata) -> None:
-        """Let the reader prepare each kind of layer on another stream, in CUDA graphs of small steps. The first layer
-        of a kind waits for it."""
-        self._prepared.clear()
-        tokens = step.positions.shape[0]
-        if step.positions.device.type != "cuda" or tokens > PREPARED_TOKENS:
-            return
-        if not torch.cuda.is_current_stream_capturing():
-            return
-        assert self.reader is not None
-        self._side_stream = self._side_stream or torch.cuda.Stream()
-        begun = torch.cuda.current_stream().record_event()
-        query, sink = self.query_buffer(tokens), self._buffer("no sink", 1, MOST_PADDED_HEADS, torch.float32)[0]
-        rows = None if self.is_draft else self._buffer("rows", tokens, self.top_k, torch.int32)
-        with torch.cuda.stream(self._side_stream):
-            self._side_stream.wait_event(begun)
-            for ratio, layer in self._first_of_kind.items():
-                window = RowList(self.tables[layer].ring, step.window_rows, step.window_lens)
-                self.reader.prepare(query, sink[: query.shape[1]], window, self._entries(layer, step, rows))
-                self._prepared[ratio] = self._side_stream.record_event()
 
     def snapshot(self, forward_batch: Any, like: HybridCacheBackend | None = None) -> None:
         """Copy what a step that is no prefill needs of SGLang's tables of all requests.
@@ -298,7 +265,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         mamba_track_indices: Tensor | None,
         mamba_steps_to_track: Tensor | None,
         model: Any,
-        req_pool_indices: Tensor,
+        req_pool_indices: Tensor | None = None,
     ) -> None:
         """SGLang's call behind a verify step: `mamba_steps_to_track` [B] is -1 where no multiple of 128 was passed,
         `mamba_track_indices` [B] the checkpoints planned (0: none).
@@ -319,6 +286,28 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         crossings, self._crossings = self._crossings, None
         if crossings is not None:
             self.state.store(*crossings)
+
+    # Rows of a draft model that runs in no step of the served model (DSPARK)
+
+    def write_context(
+        self, layers: Iterable[tuple[int, LayerWeights, Tensor]], out_loc: Tensor, requests: int | None
+    ) -> None:
+        """Write the window rows of layers for the tokens of the served model's step that has just run: of each its
+        number in the cache, its weights, and its raw projections [T, 512]. Then take the checkpoints that are due.
+
+        `out_loc` [T]: the tokens' pool slots. `requests`: of a verify step, None behind a prefill step. Rows of drafts
+        that were rejected are written, too: they lie behind the request's length, and the ring has room for them.
+        """
+        if requests is None:
+            step = self._step(out_loc)
+        else:
+            assert self._decode_buffers is not None, "a verify step begins with its snapshot"
+            step = step_of(self._decode_buffers, requests, out_loc)
+        window = None if step.is_decode else self._window(step.window_size)
+        for layer, weights, kv in layers:
+            append_layer(self.schemas[layer], self.tables[layer], weights, Projections(kv), step, window)
+        self._store(step)
+        self.take_crossings()
 
     # One layer
 
@@ -362,9 +351,12 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             with self.req_to_token_pool.mamba_ckpt_pool.timer.measure():
                 self.state.store(*staged)
 
-    def _step(self, q: Tensor) -> StepMetadata:
-        if self.metadata is None or self.metadata.positions.shape[0] != q.shape[0]:
-            raise RuntimeError(f"no metadata for a step of {q.shape[0]} tokens: init_forward_metadata was not called")
+    def _step(self, tokens: Tensor) -> StepMetadata:
+        """The metadata of the step of `tokens` [T, ...]."""
+        if self.metadata is None or self.metadata.positions.shape[0] != tokens.shape[0]:
+            raise RuntimeError(
+                f"no metadata for a step of {tokens.shape[0]} tokens: init_forward_metadata was not called"
+            )
         return self.metadata
 
     def _append(self, kv: Tensor, layer: int, inputs: LayerInputs, step: StepMetadata, window: Tensor | None) -> None:
@@ -372,13 +364,17 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         append_layer(self.schemas[layer], self.tables[layer], inputs.weights, projections, step, window)
 
     def _read(self, q: Tensor, layer: Any, inputs: LayerInputs, step: StepMetadata, window: Tensor) -> LayerOutput:
-        schema = self.schemas[layer.layer_id]
-        selected = self._select(layer.layer_id, inputs, step) if schema.has_indexer else None
+        schema, table = self.schemas[layer.layer_id], self.tables[layer.layer_id].entries
+        entries = None
+        if schema.has_indexer:
+            entries = RowList(table, self._select(layer.layer_id, inputs, step), step.csa_lens)
+        elif schema.ratio:
+            entries = RowList(table, step.hca_rows, step.hca_lens)
         read = AttendInputs(
             sink=inputs.sink[: q.shape[1]],
             heads=self.heads,
             window=RowList(window, step.window_rows, step.window_lens),
-            entries=self._entries(layer.layer_id, step, selected),
+            entries=entries,
             positions=step.positions,
             rope=inputs.weights.rope,
             scale=layer.scaling,
@@ -387,19 +383,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         )
         assert self.reader is not None, "a layer comes after the beginning of its step"
         inputs.wait_for_query()
-        if prepared := self._prepared.pop(schema.ratio, None):
-            torch.cuda.current_stream().wait_event(prepared)
         return self.reader.attend(q, read, leave_rotated=inputs.takes_rotated)
-
-    def _entries(self, layer: int, step: StepMetadata, selected: Tensor | None) -> RowList | None:
-        """What a layer's tokens read besides the window; `selected`: rows `[T, top_k]` of a CSA layer."""
-        schema, table = self.schemas[layer], self.tables[layer].entries
-        if table is None:
-            return None
-        if schema.has_indexer:
-            assert selected is not None
-            return RowList(table, selected, step.csa_lens)
-        return RowList(table, step.hca_rows, step.hca_lens)
 
     def _select(self, layer: int, inputs: LayerInputs, step: StepMetadata) -> Tensor:
         """Table rows `[T, top_k]` of the entries that the tokens read."""

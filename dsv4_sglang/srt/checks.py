@@ -57,19 +57,29 @@ def _draft_classes(scheduler: Any, tokens: object) -> list[tuple[str, object, ty
     """What speculation adds, where there is some."""
     from dsv4_sglang.srt.backend import HybridCacheBackend
     from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention
+    from dsv4_sglang.srt.models.deepseek_v4_dspark import DeepseekV4ForCausalLMDSpark
     from dsv4_sglang.srt.models.deepseek_v4_nextn import DeepseekV4ForCausalLMNextN
     from dsv4_sglang.srt.speculation import DraftBackends
 
     if scheduler.draft_worker is None:
         return []
     worker = scheduler.draft_worker.draft_worker
-    runner, steps = worker.draft_runner, worker.draft_attn_backend
+    runner = worker.draft_runner
     if runner.token_to_kv_pool is not tokens:
         raise RuntimeError("dsv4_sglang refuses to serve: the draft model has a KV pool of its own")
+    backend: tuple[str, object, type] = "attention backend of the draft model", runner.attn_backend, HybridCacheBackend
+    if scheduler.spec_algorithm.is_dspark():
+        stages = getattr(runner.model, "stages", ())
+        return [
+            ("draft model", runner.model, DeepseekV4ForCausalLMDSpark),
+            *[(f"attention of stage {i}", stage.self_attn, CachedAttention) for i, stage in enumerate(stages)],
+            backend,
+        ]
+    steps = worker.draft_attn_backend
     return [
         ("draft model", runner.model, DeepseekV4ForCausalLMNextN),
         ("attention of the draft model", getattr(runner.model.model.decoder, "self_attn", None), CachedAttention),
-        ("attention backend of the draft model", runner.attn_backend, HybridCacheBackend),
+        backend,
         *([] if steps is None else [("attention backends of its steps", steps, DraftBackends)]),
     ]
 

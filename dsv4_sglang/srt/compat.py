@@ -26,6 +26,7 @@ TRACK_REQUEST = "sglang.srt.managers.schedule_batch.ScheduleBatch._mamba_radix_c
 _DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker."
 CAPTURE_DRAFT_GRAPHS = _DRAFT_WORKER + "_capture_cuda_graphs"
 DRAFT_EXTEND = _DRAFT_WORKER + "_draft_extend_for_decode"
+RESOLVE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
 VALIDATE_EXTRA_BUFFER = "sglang.srt.server_args.ServerArgs._validate_mamba_extra_buffer"
 
 
@@ -51,6 +52,12 @@ OVERRIDES = (
         _MODEL + "DecoderLayer",
         "_run_moe_ffn_dp_sync",
         "the experts of a layer; SGLang has them as GPU kernels only",
+    ),
+    Override(
+        "sglang.srt.models.deepseek_v4_dspark.DSparkV4Stage",
+        "dsv4_sglang.srt.models.deepseek_v4_dspark.Stage",
+        "_build_self_attn",
+        "the same of a stage of DSPARK's draft model",
     ),
     Override(
         _IN_TREE + "DeepseekV4ForCausalLM",
@@ -115,13 +122,6 @@ def flag_defaults() -> dict[str, Any]:
 def flags_are_resolved(server_args: Any) -> bool:
     """Whether SGLang has filled in everything that follows from the flags as given."""
     return bool(getattr(server_args, "_declarations_materialized", False))
-
-
-def quantises_output_projection() -> bool:
-    """Whether SGLang multiplies the first output projection in FP8, read from the environment when it was imported."""
-    from sglang.srt.models import deepseek_v4
-
-    return deepseek_v4._FP8_WO_A_GEMM
 
 
 def takes_quantised_input(linear: Any) -> bool:

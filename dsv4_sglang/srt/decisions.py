@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
-DRAFT_ARCHITECTURES = ("DeepseekV4ForCausalLMNextN",)
+DRAFT_ARCHITECTURES = ("DeepseekV4ForCausalLMNextN", "DeepseekV4ForCausalLMDSpark")
 BACKEND = "dsv4_sglang"
 PREFIX_CACHE = "dsv4_sglang"
+GREEDY_ON_CPU = (
+    "dsv4_sglang: with --speculative-algorithm %s a CPU answers greedily behind the first token of an answer, whatever "
+    "temperature and other sampling parameters a request has: SGLang verifies drafts in no other way there"
+)
 
 
 class Launch:
@@ -62,6 +66,8 @@ class Launch:
     def resolved(self, original: Callable[..., None], server_args: Any) -> None:
         original(server_args)
         refuse_resolved(server_args)
+        if server_args.device == "cpu" and server_args.speculative_algorithm is not None:
+            log.warning(GREEDY_ON_CPU, server_args.speculative_algorithm)
 
     def extra_buffer(self, original: Callable[..., bool], view: Any, model_arch: str) -> bool:
         return model_arch == ARCHITECTURE or original(view, model_arch)
@@ -76,15 +82,24 @@ class Launch:
         """The layout of this launch; the dtype of the rows is known once the model is loaded."""
         if self.layout is None:
             args = configurator.server_args
+            draft_layers = 0 if args.speculative_algorithm is None else 1
+            if args.speculative_algorithm == "DSPARK":
+                # A stage for each layer of the model that it reads.
+                draft_layers = len(configurator.spec_aux_config.dflash_target_layer_ids)
             self.layout = served_layout(
                 compat.model_config(configurator.model_config.hf_config),
                 configurator.kv_cache_dtype,
                 self.options,
                 configurator.device,
                 draft_tokens=args.speculative_num_draft_tokens or 0,
-                draft_layers=0 if args.speculative_algorithm is None else 1,
+                draft_layers=draft_layers,
             )
         return self.layout
+
+    def draft_flags(
+        self, original: Callable[..., dict[str, Any]], target_model_config: Any, draft_backend: str
+    ) -> dict[str, Any]:
+        return original(target_model_config, BACKEND)
 
     def state_slots(self, original: Callable[..., float], configurator: Any, total_rest_memory: float) -> float:
         """Choose the number of state slots; return the memory that is left for blocks, in GiB."""

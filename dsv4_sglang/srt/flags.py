@@ -47,9 +47,9 @@ SUPPORTED = (
         "tp_size dp_size enable_dp_attention ep_size moe_a2a_backend",
     ),
     Group(
-        "drafts of the model's own NextN layer, with limits there too; docs/speculation.md",
+        "drafts of the model's own NextN layer or DSPARK head, with limits there too; docs/speculation.md",
         "speculative_algorithm speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens "
-        "speculative_draft_model_path",
+        "speculative_dspark_block_size speculative_draft_model_path speculative_draft_attention_backend",
     ),
     Group(
         "CUDA graphs of decode steps, with limits there too",
@@ -149,7 +149,7 @@ WITHOUT_EFFECT = (
     Group(
         "read only with a flag that is refused",
         # other speculation
-        "speculative_dflash_block_size speculative_dspark_block_size speculative_draft_window_size "
+        "speculative_dflash_block_size speculative_draft_window_size "
         "speculative_dspark_sps_table_path speculative_dspark_confidence_sts_path "
         "speculative_dspark_align_verify_tokens_to_graph_tier speculative_adaptive_config decoupled_spec_bind_endpoint "
         "decoupled_spec_connect_endpoints decoupled_spec_rank spec_trace_dir speculative_ngram_min_bfs_breadth "
@@ -194,7 +194,6 @@ REFUSED = (
     Refused("rings and tails have room for one number of drafts", "speculative_adaptive"),
     Refused("the draft model is one layer", "enable_multi_layer_eagle"),
     Refused("the draft model's rows are state of the request that it drafts for", "decoupled_spec_role"),
-    Refused("the draft model's rings are read by this cache's own backend", "speculative_draft_attention_backend"),
     Refused("with speculation it has not been tested", "speculative_token_map speculative_skip_dp_mlp_sync"),
     Refused(
         "state slots and compressed blocks have no transfer between servers",

@@ -135,6 +135,18 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "a verify step's checkpoints are complete when the draft model has read what was accepted",
         ),
         Hook(
+            SRT + "speculative.draft_worker_common.draft_server_args_overrides",
+            HookType.AROUND,
+            launch.draft_flags,
+            "DSPARK's stages read our rings; SGLang gives its worker the backend of its own pool",
+        ),
+        Hook(
+            SRT + "speculative.dspark_components.dspark_kv_inject.TargetHiddenKvInjector.inject_target_hidden",
+            HookType.REPLACE,
+            speculation.write_context,
+            "the context that DSPARK's stages read is rows of our rings; with it a step's checkpoints are complete",
+        ),
+        Hook(
             SRT + "managers.schedule_batch.ScheduleBatch.release_req",
             HookType.AROUND,
             schedule.retract_for_memory,
@@ -176,6 +188,27 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             HookType.REPLACE,
             lambda model_config, load_config, tp_size: model_config,
             "it multiplies KV heads until every process has one of its own; here all share the one",
+            cpu_only=True,
+        ),
+        Hook(
+            compat.RESOLVE_DSPARK,
+            HookType.AROUND,
+            speculation.resolve_dspark_on_cpu,
+            "it asks for a GPU, although SGLang has what DSPARK runs in PyTorch, too",
+            cpu_only=True,
+        ),
+        Hook(
+            SRT + "speculative.dflash_utils.validate_dflash_request",
+            HookType.AROUND,
+            speculation.validate_on_cpu,
+            "SGLang accepts drafts by sampling with GPU kernels only, and the server would end",
+            cpu_only=True,
+        ),
+        Hook(
+            "torch.Tensor.record_stream",
+            HookType.REPLACE,
+            lambda self, *args, **kwargs: None,
+            "DSPARK's worker tells the allocator of streams, of which there are none",
             cpu_only=True,
         ),
         Hook(

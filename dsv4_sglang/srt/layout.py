@@ -45,4 +45,5 @@ def served_layout(
         hca_state=options.hca_state,
         draft_tokens=draft_tokens,
         sm100=sm100,
+        draft_layers=draft_layers,
     )

@@ -79,9 +79,11 @@ LIMITS = (
     ),
     Limit(
         "speculative_algorithm",
-        _one_of("EAGLE", "NEXTN"),
-        "drafts come from the model's own NextN layer; give EAGLE",
+        _one_of("EAGLE", "NEXTN", "DSPARK"),
+        "drafts come from the model's own NextN layer or DSPARK head; give EAGLE or DSPARK",
     ),
+    # SGLang sets it for the worker of DSPARK's draft model.
+    Limit("speculative_draft_attention_backend", _one_of("dsv4_sglang"), _READ_BY),
     Limit(
         "speculative_eagle_topk",
         _one_of(1),
@@ -91,6 +93,12 @@ LIMITS = (
         "speculative_num_draft_tokens",
         lambda tokens: tokens <= MAX_DRAFT_TOKENS,
         f"rings and tails have room for {MAX_DRAFT_TOKENS} tokens of a request at once; give that or less",
+    ),
+    Limit(
+        "speculative_dspark_block_size",
+        lambda tokens: tokens < MAX_DRAFT_TOKENS,
+        f"a block is verified with the token before it, and rings have room for {MAX_DRAFT_TOKENS} tokens of a request "
+        f"at once; give {MAX_DRAFT_TOKENS - 1} or less",
     ),
     Limit("moe_a2a_backend", _one_of("deepep"), "tokens go to experts by all-reduce or DeepEP; give none or deepep"),
     Limit(
@@ -176,11 +184,41 @@ def _refused_in_parallel(args: Any) -> Iterable[tuple[str, str]]:
         )
 
 
+def _refused_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
+    """What SGLang's DSPARK can, or asks for, and this cache does not serve."""
+    if args.speculative_algorithm != "DSPARK":
+        return
+    if args.device != "cpu":
+        reason = (
+            "on an H200 a batch of 16 did not pass its test, and why is not known; give EAGLE if there is a NextN layer"
+        )
+        yield "--speculative-algorithm DSPARK", reason
+    mode = os.environ.get("SGLANG_RAGGED_VERIFY_MODE", "static")
+    if mode != "static":
+        reason = "a verify step has as many tokens of each request; give static, or leave it out"
+        yield f"SGLANG_RAGGED_VERIFY_MODE={mode}", reason
+    if args.enable_dp_attention:
+        reason = (
+            "SGLang wants --enable-dp-lm-head with it, which has not been tested here; give EAGLE, or --tp-size alone"
+        )
+        yield "--speculative-algorithm DSPARK with --enable-dp-attention", reason
+
+
+def _has_no_head(algorithm: str, hf_config: Any) -> str | None:
+    """Why a checkpoint has no drafts for an algorithm. Both heads are stored under one name: it has one of them."""
+    has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
+    if algorithm == "DSPARK":
+        return None if has_dspark else "the checkpoint has no DSPARK head (dspark_target_layer_ids in its config.json)"
+    if has_dspark:
+        return "the checkpoint has a DSPARK head and no NextN layer; give DSPARK"
+    return None if getattr(hf_config, "num_nextn_predict_layers", 0) else "the checkpoint has no NextN layer"
+
+
 def _refused_for_model(args: Any, hf_config: Any) -> Iterable[tuple[str, str]]:
     """What the model's config has no place for."""
     own_drafts = args.speculative_draft_model_path in (None, args.model_path)
-    if args.speculative_algorithm and own_drafts and not getattr(hf_config, "num_nextn_predict_layers", 0):
-        yield f"--speculative-algorithm {args.speculative_algorithm}", "the checkpoint has no NextN layer"
+    if args.speculative_algorithm and own_drafts and (reason := _has_no_head(args.speculative_algorithm, hf_config)):
+        yield f"--speculative-algorithm {args.speculative_algorithm}", reason
     if args.device == "cpu" and getattr(hf_config, "quantization_config", None) is not None:
         yield "--device cpu", "the checkpoint is quantised, and SGLang has no such layers without a GPU"
     if args.device == "cpu" and args.moe_a2a_backend != "none":
@@ -210,6 +248,7 @@ def refuse_given(args: Any, hf_config: Any) -> None:
         _refused(args, resolved=False),
         _unknown(args),
         _refused_in_parallel(args),
+        _refused_with_dspark(args),
         _refused_for_model(args, hf_config),
     )
     _raise(chain.from_iterable(found))

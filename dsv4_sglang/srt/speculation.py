@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from dsv4_sglang.srt.backend import HybridCacheBackend
 
@@ -68,6 +70,40 @@ def capture_graphs(original: Callable[..., None], worker: Any) -> None:
     on_gpu = worker.device == "cuda" and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
     if on_gpu and not envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.get():
         worker.cuda_graph_runner_for_draft_extend = EAGLEDraftExtendCudaGraphRunner(worker)
+
+
+def resolve_dspark_on_cpu(original: Callable[..., None], server_args: Any) -> None:
+    """AROUND `compat.RESOLVE_DSPARK`. The worker would choose drafts inside CUDA graphs, where those are allowed."""
+    server_args.disable_cuda_graph = True
+    device, server_args.device = server_args.device, "cuda"
+    try:
+        original(server_args)
+    finally:
+        server_args.device = device
+
+
+def validate_on_cpu(original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
+    """AROUND `dflash_utils.validate_dflash_request`: why a request is refused."""
+    if req.sampling_params.top_k != 1:
+        return "DSPARK on a CPU chooses the likeliest tokens only: give temperature 0, or start without DSPARK."
+    return original(req, enable_overlap)
+
+
+def write_context(
+    injector: Any,
+    *,
+    target_hidden: torch.Tensor,
+    cache_loc: torch.Tensor,
+    positions: torch.Tensor,
+    cache_loc_2d: torch.Tensor | None = None,
+    commit_lens: torch.Tensor | None = None,
+) -> None:
+    """REPLACE `TargetHiddenKvInjector.inject_target_hidden`: the last of a prefill step, and of a verify step, which
+    comes with the number of tokens accepted of each request."""
+    requests = None if commit_lens is None else commit_lens.shape[0]
+    with torch.inference_mode():
+        rows = injector.draft_model.context_rows(target_hidden)
+        injector.model_runner.attn_backend.write_context(rows, cache_loc, requests)
 
 
 def take_checkpoints(original: Callable[..., None], worker: Any, batch: Any, batch_result: Any) -> None:

@@ -15,7 +15,8 @@ time, and nothing that one layer computes foretells what six random layers put o
 foreseeable: each printable character has a successor, all of them form one cycle, and the character's own embedding
 adds to its successor's logit about as much as the likeliest of the other tokens has. The rest of the model decides
 whether greedy text follows the cycle, which it does about half of the time; the block, whose streams are mostly the
-embedding, drafts along it. The layers' tensors are those of the checkpoint without the block. A DSPARK head is random.
+embedding, drafts along it. The layers' tensors are those of the checkpoint without the block. A DSPARK
+head's stages are random; its first-order bias knows the cycle.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ BLOCK_STREAMS_GAIN = 0.5
 # As released: three stages, fed by the streams of the target's last three layers.
 DSPARK_STAGES = 3
 MARKOV_RANK = 32
+# Of the successor's bias along its predecessor's vector, which is 5.7 long.
+MARKOV_GAIN = 0.5
 
 
 @dataclass(frozen=True)
@@ -208,10 +211,15 @@ def _embedding(draw: _Draw, spec: TinySpec) -> torch.Tensor:
     return weight
 
 
+def _cycle(draw: _Draw, spec: TinySpec) -> torch.Tensor:
+    """The printable characters in the order in which each has its successor behind it."""
+    ids = torch.tensor(printable_ids(spec.vocab))
+    return ids[torch.randperm(len(ids), generator=draw.generator("head.succession"))]
+
+
 def _succession(draw: _Draw, spec: TinySpec, embedding: torch.Tensor) -> torch.Tensor:
     """fp32 [vocab, hidden], to add to the head: each printable character points to the next of a cycle of them all."""
-    ids = torch.tensor(printable_ids(spec.vocab))
-    cycle = ids[torch.randperm(len(ids), generator=draw.generator("head.succession"))]
+    cycle = _cycle(draw, spec)
     direction = embedding[cycle].float()
     direction[:, :EXPERTS] = 0.0
     added = torch.zeros(spec.vocab, spec.hidden)
@@ -363,13 +371,17 @@ def _dspark(draw: _Draw, spec: TinySpec) -> dict[str, torch.Tensor]:
         tensors |= _layer(draw, f"mtp.{stage}", spec, ratio=0, hashed=False)
     tensors["mtp.0.main_proj.weight"] = draw.linear("mtp.0.main_proj", spec.hidden, DSPARK_STAGES * spec.hidden)
     markov, confidence = f"{last}.markov_head", f"{last}.confidence_head.proj"
+    of_previous = draw.normal(f"{markov}.markov_w1", spec.vocab, MARKOV_RANK, std=1.0)
+    biases = draw.linear(f"{markov}.markov_w2", spec.vocab, MARKOV_RANK)
+    cycle = _cycle(draw, spec)
+    biases[cycle.roll(-1)] += MARKOV_GAIN * of_previous[cycle]
     return {
         **tensors,
         **_norm(draw, "mtp.0.main_norm", spec),
         **_norm(draw, f"{last}.norm", spec),
         **_collapse(draw, f"{last}.", spec),
-        f"{markov}.markov_w1.weight": draw.normal(f"{markov}.markov_w1", spec.vocab, MARKOV_RANK, std=1.0),
-        f"{markov}.markov_w2.weight": draw.linear(f"{markov}.markov_w2", spec.vocab, MARKOV_RANK),
+        f"{markov}.markov_w1.weight": of_previous,
+        f"{markov}.markov_w2.weight": biases,
         f"{confidence}.weight": draw.linear(confidence, 1, spec.hidden + MARKOV_RANK).float(),
     }
 
@@ -378,7 +390,7 @@ def tiny_tensors(spec: TinySpec) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) in file order: bf16 weights, fp32 where the release has fp32, int64 hash tables."""
     draw = _Draw(spec.seed)
     embedding, head = _embedding(draw, spec), _head(draw, spec)
-    if spec.nextn:
+    if spec.nextn or spec.dspark is not None:
         head = (head.float() + _succession(draw, spec, embedding)).bfloat16()
     yield "embed.weight", embedding
     for layer, ratio in enumerate(spec.ratios):
