@@ -1,9 +1,9 @@
 """Servers on a CPU that import nothing: forked of a process that has imported SGLang once.
 
 A server is a launcher, schedulers and a detokenizer, and each would import SGLang and torch for 13 s of CPU time. Apart
-from that a server starts as by its command: in a process group, with an environment, arguments and a file for its
-output of its own, and with SGLang's `launch_server` as the main program. What SGLang reads of the environment when it is imported
-is the same for all.
+from that a server starts as by its command: with a process group, an environment, arguments and a file for its output
+of its own, and SGLang's `launch_server` as the main program. But what is read of the environment when SGLang is
+imported is the same for all, and a scheduler has the plugin from its launcher (test_commands.py: it loads its own).
 """
 
 from __future__ import annotations
