@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -24,10 +24,25 @@ LONG = 3600.0
 """A limit for what has to be given one and fails by itself when its server ends."""
 
 
+class Process(Protocol):
+    """What is used of a `subprocess.Popen`; nursery.py has another."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
 class Progress:
     """Of a process and all below it, from now on. `log`: a file that they write to."""
 
-    def __init__(self, process: subprocess.Popen[Any], log: Path | None = None) -> None:
+    def __init__(self, process: Process, log: Path | None = None) -> None:
         self.process, self.log = process, log
         self._since, self._used, self._lines = time.monotonic(), self._cpu_seconds(), self._lines_of_log()
 
@@ -61,7 +76,7 @@ class Progress:
         return text.count(b"\n") - text.count(b" HTTP/1.1")
 
 
-def wait(process: subprocess.Popen[Any], log: Path | None = None) -> int:
+def wait(process: Process, log: Path | None = None) -> int:
     """The exit code of a process that is to end by itself."""
     progress = Progress(process, log)
     while process.poll() is None:

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import nursery
 import psutil
 import torch
-from progress import POLL_SECONDS, STUCK_SECONDS, Progress
+from progress import POLL_SECONDS, STUCK_SECONDS, Process, Progress
 
 from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.srt import launch
@@ -31,8 +32,6 @@ from dsv4_sglang.testing.oracle import KeyFormat, Oracle, RowFormat
 
 # Waits of SGLang that end a server: for the other processes of its group, for a step.
 UNHURRIED = ("--dist-timeout", "7200", "--watchdog-timeout", "7200")
-# SGLang answers a SIGTERM only when its step is over; then it is killed.
-STOP_SECONDS = 3
 # Of the oracle.
 CHUNK = 128
 
@@ -64,7 +63,7 @@ def _answer(meta: dict[str, Any]) -> Generated:
 class Server:
     """A server process and the little HTTP that tests need. `fields` go into every request that has none of its own."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(self, process: Process, port: int, log: Path) -> None:
         self.process, self.port, self.log = process, port, log
         self.fields: dict[str, Any] = {}
 
@@ -184,35 +183,39 @@ class Server:
         return self.log.read_text(errors="replace")
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(STOP_SECONDS)
-    # The group may outlive its leader.
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-@contextmanager
-def launched(
-    model: Path, log: Path, flags: Sequence[str], options: dict[str, Any], cpu: bool = True
-) -> Iterator[subprocess.Popen[bytes]]:
-    """The server's process, in a process group of its own, stopped at the end."""
-    overrides = json.dumps({launch.OPT_IN_KEY: options})
-    command = launch.server_command(str(model), ["--host", "127.0.0.1", *flags, launch.OPT_IN_FLAG, overrides], cpu=cpu)
+def _spawned(command: launch.Command, log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as output:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command.argv,
             env=command.full_environment(),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            yield process
-        finally:
-            _stop(process)
+
+
+def _stop(process: Process) -> None:
+    """Without a SIGTERM, which SGLang looks for every five seconds, to kill its processes then."""
+    # The group may outlive its leader.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    # One that has just been forked may not lead a group yet.
+    process.kill()
+    process.wait()
+
+
+@contextmanager
+def launched(
+    model: Path, log: Path, flags: Sequence[str], options: dict[str, Any], cpu: bool = True
+) -> Iterator[Process]:
+    """The server's process, in a process group of its own, stopped at the end."""
+    overrides = json.dumps({launch.OPT_IN_KEY: options})
+    command = launch.server_command(str(model), ["--host", "127.0.0.1", *flags, launch.OPT_IN_FLAG, overrides], cpu=cpu)
+    process = nursery.start(command, log) if cpu else _spawned(command, log)
+    try:
+        yield process
+    finally:
+        _stop(process)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from progress import POLL_SECONDS, Progress, run, wait
+from server_harness import one_core_each
 
 from dsv4_sglang.cli.conversation import QUESTION
 from dsv4_sglang.cli.demo import free_port
@@ -21,7 +22,8 @@ from dsv4_sglang.cli.demo import free_port
 pytestmark = pytest.mark.server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FLAGS = ("--dtype", "float32", "--context-length", "2048", "--enable-cache-report")
+# Two schedulers: those of other tests are forked (nursery.py), these find the plugin by themselves.
+FLAGS = ("--dtype", "float32", "--context-length", "2048", "--enable-cache-report", "--tp-size", "2")
 METRICS = ("--enable-metrics", "--decode-log-interval", "1")
 KEY = "of users"
 KEYS = ("--api-key", KEY, "--admin-api-key", "of admins")
@@ -41,6 +43,7 @@ def process(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*serve, "--port", str(port), "--ask", QUESTION, *FLAGS, *KEYS, *METRICS],
+            env={**os.environ, "SGLANG_CPU_OMP_THREADS_BIND": one_core_each(2)},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
