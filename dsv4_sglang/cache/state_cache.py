@@ -124,8 +124,9 @@ class StateStorage:
             raise IndexError(f"checkpoint {checkpoint} is not in 1..{self.checkpoints}")
         views = [self._all_rings[:, self.num_slots - 1 + checkpoint]]
         if self._tail_units is not None:
-            first = self.num_slots * SLOT_UNITS + (checkpoint - 1) * len(KEPT_UNITS)
-            views.append(self._tail_units[:, first : first + len(KEPT_UNITS)].flatten(1, 2))
+            kept = len(self.layout.kept_units)
+            first = self.num_slots * self.layout.tail_units + (checkpoint - 1) * kept
+            views.append(self._tail_units[:, first : first + kept].flatten(1, 2))
         return [view.view(torch.uint8) for view in views]
 
     def _copy(self, slots: Tensor, checkpoints: Tensor, *, to_checkpoints: bool) -> None:
