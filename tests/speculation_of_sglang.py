@@ -50,13 +50,14 @@ def test_after_a_flush(judge: Judge, server: Child, texts: dict[int, Asked]) -> 
 def retracting(server: InProcess, asked: Sequence[Asked]) -> list[Answer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler_module, "TEST_RETRACT", True)
-        patch.setattr(scheduler_module, "TEST_RETRACT_INTERVAL", 6)
+        patch.setattr(scheduler_module, "TEST_RETRACT_INTERVAL", 4)
         return server.serve(asked)
 
 
 def test_retraction(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
-    """Every sixth step one of the requests goes, wherever in a burst it is, and comes back."""
-    asked = [replace(texts[length], count=count, space="retracted") for length, count in ((1, 24), (126, 20), (300, 8))]
+    """Every fourth step one of the requests goes, wherever in a burst it is, and comes back."""
+    each = ((1, 24), (126, 20), (300, 8))
+    asked = [replace(texts[length], count=count, right=0.4, space="retracted") for length, count in each]
     answers = server.do(retracting, asked)
     assert sum(answer.retracted for answer in answers) >= 2
     judge.hold_all(asked, answers)
