@@ -3,10 +3,10 @@
     python -m benchmarks.index [--quick] [--out DIR]
 
 From the raw index query of 64 heads to the rows that attention reads. Four layers with keys of their own in a CUDA
-graph; times are a layer's. In-tree: query RoPE + Hadamard + FP8, deep_gemm.fp8_paged_mqa_logits over 132 B keys (of a
-prefill chunk: keys gathered, then deep_gemm.fp8_mqa_logits), top-k v2; its schedules are metadata and computed before.
-Stages are timed alone as well. The floor is the keys' bytes at the copy rate, or the products at FP8's, which is taken
-for twice what bf16 products reach.
+graph; times are a layer's. In-tree: query RoPE + Hadamard + FP8, deep_gemm.fp8_paged_mqa_logits over 132 B keys, each
+token by itself (of a prefill chunk: keys gathered, then deep_gemm.fp8_mqa_logits), top-k v2; its schedules are metadata
+and computed before. Stages are timed alone as well. The floor is the keys' bytes at the copy rate, or the products at
+FP8's, which is taken for twice what bf16 products reach.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ class Load(NamedTuple):
         return self.context // CSA_RATIO
 
     @property
+    def is_prefill(self) -> bool:
+        return self.chunk > 8
+
+    @property
     def tokens(self) -> int:
         return self.requests * self.chunk
 
@@ -64,7 +68,13 @@ class Load(NamedTuple):
 
 
 DECODE = ((1, 16), (1, 128), (1, K), (16, 32), (64, 16), (16, 128), (64, 128), (256, 16))
-CASES = (*(Load(n, thousands * K) for n, thousands in DECODE), Load(1, 64 * K, 8 * K), Load(1, 256 * K, 8 * K))
+VERIFY = ((1, 128), (16, 32), (64, 32), (16, 128))
+"""With four tokens of each request, three of them drafts."""
+CASES = (
+    *(Load(n, thousands * K) for n, thousands in DECODE),
+    *(Load(n, thousands * K, 4) for n, thousands in VERIFY),
+    *(Load(1, 64 * K, 8 * K), Load(1, 256 * K, 8 * K)),
+)
 QUICK = (Load(1, 128 * K), Load(16, 128 * K), Load(64, 16 * K), Load(1, 64 * K, 8 * K))
 DRY = (Load(2, 4 * K), Load(1, 4 * K, 64))
 
@@ -98,7 +108,7 @@ class Ours(Tensors):
         self.block_table = page_table(load, KEYS_A_BLOCK, device)
         self.key_tables = [tables.our_keys(self.block_table.numel(), device) for _ in range(layers)]
         self.owner = torch.arange(load.requests, dtype=torch.int32, device=device).repeat_interleave(load.chunk)
-        at_once = load.tokens if load.chunk == 1 else min(load.tokens, SCRATCH_BYTES // (4 * load.keys))
+        at_once = load.tokens if not load.is_prefill else min(load.tokens, SCRATCH_BYTES // (4 * load.keys))
         self.slices = [slice(begin, begin + at_once) for begin in range(0, load.tokens, at_once)]
         self.scores = torch.empty(at_once, load.keys, device=device)
         self.rows = torch.empty(load.tokens, top_k, dtype=torch.int32, device=device)
@@ -178,7 +188,7 @@ def in_tree(load: Load, top_k: int, device: torch.device, layers: int) -> Stages
 
     schedule = (
         deep_gemm.get_paged_mqa_logits_metadata(lens.unsqueeze(-1), KEYS_A_PAGE, deep_gemm.get_num_sms())
-        if load.chunk == 1
+        if not load.is_prefill
         else None
     )
     start, last = torch.zeros_like(lens), lens[-1:]
@@ -186,11 +196,11 @@ def in_tree(load: Load, top_k: int, device: torch.device, layers: int) -> Stages
 
     def score(layer: int, made: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         q, head_weights = made
-        if load.chunk == 1:
+        if not load.is_prefill:
             cache = caches[layer].view(-1, KEYS_A_PAGE, 1, KEY_BYTES["in-tree"])
             ends = lens.unsqueeze(-1)
             return deep_gemm.fp8_paged_mqa_logits(
-                q.unsqueeze(1), cache, head_weights, ends, pages, schedule, load.keys, False
+                q.unsqueeze(1), cache, head_weights, ends, token_pages, schedule, load.keys, False
             )
         keys, scales = GetKAndS.execute(
             pool,

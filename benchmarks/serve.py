@@ -4,6 +4,7 @@ goes; ours and SGLang's own.
     python -m benchmarks.serve [--servers ours,in-tree] [--rounds 1] [--measure decode,ttft,fit] [--out DIR]
     python -m benchmarks.serve --model v4flash --tp 2 --measure decode,ttft,profile
     python -m benchmarks.serve --model v4flash --tp 4 --dp 4
+    python -m benchmarks.serve --speculate 3 --measure decode,ttft
     python -m benchmarks.serve --model v4flash --tp 2 --servers in-tree --gpus 2,3 --out DIR2   # beside one on 0,1
 
 Models (benchmarks/configs, dummy weights): flashshape, 43 layers with the ratios of V4-Flash and small widths; v4flash,
@@ -56,6 +57,7 @@ class Bench:
 
     def server(self, subject: str, label: str, memory: float) -> Server:
         argv, environment = servers.command(self.model, self.flags(memory), subject == "ours", self.args.dry_run)
+        environment |= serve_plan.environment(self.args)
         log = Path(self.args.out) / "logs" / f"serve-{subject}-{label}.log"
         lane = int(self.args.gpus.split(",")[0]) if self.args.gpus else None
         return Server(f"{subject} {label}", argv, environment, log, servers.free_port(lane))
@@ -68,7 +70,8 @@ class Bench:
         return [self.prompt(self.plan.prompt) for _ in range(requests)]
 
     def decode(self, server: Server) -> Iterator[dict[str, Any]]:
-        for requests, tokens in self.plan.decode.items():
+        for requests, steps in self.plan.decode.items():
+            tokens = serve_plan.tokens_of_burst(self.args, steps)
             prompts = self.prompts(requests)
             mark, start = server.mark(), time.monotonic()
             server.generate(prompts, tokens)
@@ -210,6 +213,7 @@ def main(argv: list[str] | None = None) -> int:
     bench = Bench(args)
     measures = args.measure.split(",")
     settings = {"flags": bench.flags(args.memory), "model": args.model, "tp": args.tp, "dp": args.dp, "gpus": args.gpus}
+    settings |= serve_plan.environment(args)
     result = report.Report("serve", args, settings)
 
     def shown(rows: Generator[dict[str, Any], None, None]) -> Iterator[dict[str, Any]]:

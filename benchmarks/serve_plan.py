@@ -78,6 +78,11 @@ def plan(args: argparse.Namespace) -> Plan:
     return dataclasses.replace(chosen, decode={int(n): chosen.decode.get(int(n), 160) for n in args.decode.split(",")})
 
 
+def tokens_of_burst(args: argparse.Namespace, tokens: int) -> int:
+    """Log lines count steps, and with speculation a step makes several tokens."""
+    return int(tokens * args.accept_length) if args.speculate else tokens
+
+
 def flags(args: argparse.Namespace, memory: float) -> list[str]:
     """Of either server. SGLang divides the requests by the ranks of data parallelism itself; a graph's batch is one
     rank's."""
@@ -90,9 +95,23 @@ def flags(args: argparse.Namespace, memory: float) -> list[str]:
         *("--max-running-requests", str(MAX_REQUESTS), "--cuda-graph-bs-decode", *batches),
         *(("--tp-size", str(args.tp)) if args.tp > 1 else ()),
         *(("--dp-size", str(args.dp), "--enable-dp-attention") if args.dp > 1 else ()),
+        *(speculation(args.speculate) if args.speculate else ()),
         *interval,
         *args.flags.split(),
     ]
+
+
+def speculation(steps: int) -> tuple[str, ...]:
+    """Flags for a chain of `steps` drafts of the model's own NextN layer."""
+    return (
+        *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps)),
+        *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1)),
+    )
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    """Of either server: dummy weights accept no draft, so SGLang makes up which are right."""
+    return {"SGLANG_SIMULATE_ACC_LEN": str(args.accept_length)} if args.speculate else {}
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
@@ -101,6 +120,10 @@ def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--tp", type=int, default=1, help="GPUs of a server (%(default)s)")
     options.add_argument("--dp", type=int, default=1, help="ranks of DP attention among them (%(default)s)")
     options.add_argument("--gpus", default="", help="the servers' GPUs, as in 2,3; default: the first ones")
+    options.add_argument("--speculate", type=int, default=0, help="drafts a turn (EAGLE), as 3; default: none")
+    options.add_argument(
+        "--accept-length", type=float, default=2.49, help="tokens a turn that speculation keeps (%(default)s)"
+    )
     options.add_argument(
         "--mem-fraction-static", type=float, dest="memory", help="default: 0.6 flashshape, 0.85 v4flash"
     )

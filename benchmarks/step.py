@@ -65,7 +65,6 @@ class Ours:
         self.made = build_decode(
             self.buffers,
             seq_lens=b.seq_lens,
-            positions=b.positions,
             out_loc=b.out_cache_loc,
             track_mask=self.mask,
             track_slots=self.track,

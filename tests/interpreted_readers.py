@@ -89,8 +89,17 @@ def test_derotate_and_quantise():
     assert carries.float().mean() < 0.05 and differs.float().mean() < 1e-3, "ties apart"
 
 
-@pytest.mark.parametrize(("tracks", "ring_rows"), [(False, 128), (True, 136)])
-def test_decode_metadata(tracks, ring_rows):
+@pytest.mark.parametrize(
+    ("tracks", "ring_rows", "each", "before", "sees_block"),
+    [
+        (False, 128, 1, -1, False),
+        (True, 136, 1, 2, False),
+        (False, 132, 4, 0, False),
+        (False, 134, 5, 0, True),
+        (False, 136, 7, 0, True),
+    ],
+)
+def test_decode_metadata(tracks, ring_rows, each, before, sees_block):
     """The launch against PyTorch, every output: requests that see little and much, padding."""
     owned = torch.tensor([6, 7, 2, 0, 5, 0])
     seq_lens = torch.tensor([1, 128, 129, 1, 1000, 1])
@@ -100,7 +109,7 @@ def test_decode_metadata(tracks, ring_rows):
         return {name: value for name, value in vars(buffers).items() if isinstance(value, torch.Tensor)}
 
     def make() -> metadata.DecodeBuffers:
-        buffers = metadata.DecodeBuffers(8, 9, "cpu", ring_rows)
+        buffers = metadata.DecodeBuffers(8, 9, "cpu", ring_rows, each, sees_block)
         for name, tensor in tensors(buffers).items():
             if name not in ("query_start", "token_request"):
                 tensor.fill_(-9)
@@ -108,8 +117,8 @@ def test_decode_metadata(tracks, ring_rows):
         return buffers
 
     expected, got = make(), make()
-    metadata._fill_decode(expected, seq_lens, mask, to, top_k=64)
-    triton_metadata.build(got, seq_lens, mask, to, 64)
+    metadata._fill_decode(expected, seq_lens, before, mask, to, top_k=64)
+    triton_metadata.build(got, seq_lens, before, mask, to, 64)
     for name, tensor in tensors(expected).items():
         assert torch.equal(tensor, getattr(got, name)), name
 

@@ -14,9 +14,11 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
+from dsv4_sglang.model.geometry import StateRows, state_rows
 from dsv4_sglang.ops.rope import rms_norm, rope_table, rotate
 
 HIDDEN, HEADS, Q_RANK, GROUPS = 64, 4, 32, 2
+NO_DRAFTS = state_rows(0)
 INDEX_HEADS, EPS, SCALE = 32, 1e-6, 512**-0.5
 LAYER_TYPES = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
 ROW_CODE = {"fp8": 0, "bf16": 1, "fp32": 2}
@@ -104,7 +106,7 @@ class Layer:
     rows: str = "fp32"
     keys: str = "fp32"
     hca_state: str = "raw"
-    ring_rows: int = 128
+    sizes: StateRows = NO_DRAFTS
     slots: int = 4
     blocks: int = 16
     topk: int = 16
@@ -116,7 +118,7 @@ class Layer:
         self.rope = rope_table(self.blocks * 128, frequencies(self.ratio))
         width, dtype = WIDTH[self.rows]
         junk = 127 if dtype == torch.uint8 else float("nan")  # whatever is read before it is written must show
-        self.ring = torch.full((self.slots, self.ring_rows, width), junk, dtype=dtype)
+        self.ring = torch.full((self.slots, self.sizes.ring, width), junk, dtype=dtype)
         self.entries = self.index_keys = self.tail = None
         self.kv_weight = a.kv_proj.weight
         if not self.ratio:
@@ -129,10 +131,11 @@ class Layer:
         )
         if self.ratio == 128:
             self.entries = torch.full((1, self.blocks, width), junk, dtype=dtype)
-            self.tail = torch.full((self.slots, {"raw": 256, "online": 3}[self.hca_state], 512), float("nan"))
+            rows = {"raw": 256, "online": 3 * self.sizes.hca_banks}[self.hca_state]
+            self.tail = torch.full((self.slots, rows, 512), float("nan"))
             return
         self.entries = torch.full((self.blocks, 32, width), junk, dtype=dtype)
-        self.tail = torch.full((self.slots, 24, 640), float("nan"))
+        self.tail = torch.full((self.slots, self.sizes.csa.rows, 640), float("nan"))
         key_width, key_dtype = KEY_WIDTH[self.keys]
         self.index_keys = torch.full(
             (self.blocks, 32, key_width), 127 if key_dtype == torch.uint8 else float("nan"), dtype=key_dtype
@@ -231,7 +234,7 @@ class Layer:
                 entry_lens = visible.clamp_max(self.topk).int()
             else:
                 entry_rows, entry_lens = batch.block_table[batch.token_request.long()], visible.int()
-        window_rows, window_lens = batch.window_lists(self.ring_rows if window is None else None)
+        window_rows, window_lens = batch.window_lists(self.sizes.ring if window is None else None)
         o = torch.ops.dsv4_sglang.attend(
             q,
             a.sinks.float(),

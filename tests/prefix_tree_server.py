@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, mamba_component
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix import component as component_module
@@ -109,6 +110,8 @@ class TreeServer:
         self.block_content: dict[int, tuple[int, ...]] = {}
         self.state_content: dict[int, tuple[int, ...]] = {}
         self.blocks, self.checkpoints = blocks, checkpoints
+        self.kept_back: list[int] = []
+        """Checkpoint slots that nobody gets."""
         self._unique = 0
 
     # Admission, as Scheduler.get_new_batch_prefill and alloc_for_extend do it
@@ -184,6 +187,7 @@ class TreeServer:
         """What SGLang calls before the decode step that brings a request to `length` tokens."""
         lengths = torch.tensor([length])
         batch = SimpleNamespace(tree_cache=self.cache, seq_lens_cpu=lengths, reqs=[request], device="cpu")
+        batch.spec_algorithm = SpeculativeAlgorithm.NONE
         schedule.plan_decode(batch)
         if slot := int(batch.mamba_track_indices[0]):
             self.state_content[slot] = self.path(request, length)
@@ -247,6 +251,15 @@ class TreeServer:
         taken = [slot for slot in [self.component._take(due) for _ in range(checkpoints)] if slot]
         self.component.slots.give_back(taken)
 
+    def keep_back(self) -> None:
+        """The pool is full, until `let_go`."""
+        while slot := self.component.slots.take():
+            self.kept_back.append(slot)
+
+    def let_go(self) -> None:
+        self.component.slots.give_back(self.kept_back)
+        self.kept_back = []
+
     def flush(self) -> None:
         """As Scheduler.flush_cache."""
         if not self.running:
@@ -261,7 +274,7 @@ class TreeServer:
         core, slots = self.cache.tree_core, self.component.slots
         UnifiedRadixCache.sanity_check(self.cache)  # ours leaves out most of them
         blocks = self.allocator.free_pages.tolist() + self.allocator.release_pages.tolist()
-        held = slots._free.free_ids().tolist()
+        held = slots._free.free_ids().tolist() + self.kept_back
         in_tree: set[int] = set()
         for node in core._collect_all_nodes():
             if node is core.root_node:
@@ -289,7 +302,8 @@ class TreeServer:
             blocks += [int(row[i]) // BLOCK for i in range(request.cache_protected_len, request.allocated, BLOCK)]
             held += [p.slot for p in request.pending]
             for length, slot, _ in request.pending:
-                assert self.state_content[slot] == self.path(request, length), "a held state was overwritten"
+                if length <= request.computed:  # a verify step may not get there
+                    assert self.state_content[slot] == self.path(request, length), "a held state was overwritten"
             for end in range(BLOCK, request.computed // BLOCK * BLOCK + 1, BLOCK):
                 page = int(row[end - BLOCK]) // BLOCK
                 assert self.block_content[page] == self.path(request, end), "a held block was overwritten"

@@ -89,11 +89,13 @@ def attend_case(
     row_format: RowFormat = RowFormat.FP8,
     q_dtype: torch.dtype = torch.bfloat16,
     per_block: int | None = 32,
+    ring_rows: int = 128,
     lens: list[tuple[int, int]] | None = None,
     seed: int = 0,
 ) -> AttendCase:
     """`lens`: (window, entries) a token, cycled; default every corner. `width`: of the entry list, None: no entries;
-    `per_block`: rows a block of the entry table, None: one block, with an odd number of rows.
+    `per_block`: rows a block of the entry table, None: one block, with an odd number of rows; `ring_rows`: rows a block
+    of the window table.
     """
     g = torch.Generator().manual_seed(seed)
     k = width or 0
@@ -103,11 +105,11 @@ def attend_case(
     cycled = [lens[t % len(lens)] for t in range(tokens)]
     window_lens = torch.tensor([a for a, _ in cycled]).int()
     entry_lens = torch.tensor([min(b, k) for _, b in cycled]).int()
-    window_rows = _list(tokens, 128, window_lens, 384, g)
+    window_rows = _list(tokens, 128, window_lens, 3 * ring_rows, g)
     if tokens > 4:
         window_rows[4, : int(window_lens[4])] = -1  # a list with a length and nothing in it
     window_used = window_rows[(window_rows >= 0) & (window_rows < GARBAGE)].unique()
-    window = row_table(3, 128, row_format, window_used, 1.0, g)
+    window = row_table(3, ring_rows, row_format, window_used, 1.0, g)
     entries = entry_rows = None
     if width is not None:
         table_rows = 2 * width + 1

@@ -23,7 +23,7 @@ from dsv4_sglang.srt.host.component import Loading, TieredComponent
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
 from dsv4_sglang.srt.host.storage import FileStorage
 from dsv4_sglang.srt.host.transfers import HostStack, TransferController
-from dsv4_sglang.srt.models import deepseek_v4
+from dsv4_sglang.srt.models import deepseek_v4, deepseek_v4_dspark, deepseek_v4_nextn
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool, StateSlotPool
 from dsv4_sglang.srt.prefix.cache import PrefixCache
@@ -55,6 +55,9 @@ SUBCLASSES = (
     deepseek_v4.DecoderLayer,
     deepseek_v4.DeepseekV4ForCausalLM,
     deepseek_v4.Model,
+    deepseek_v4_dspark.DeepseekV4ForCausalLMDSpark,
+    deepseek_v4_dspark.Stage,
+    deepseek_v4_nextn.DeepseekV4ForCausalLMNextN,
 )
 
 

@@ -97,7 +97,7 @@ def test_checkpoints_are_compact() -> None:
 
 def test_a_share_of_memory_goes_to_checkpoints() -> None:
     flash = layout(DSV4Config.flash())
-    assert default_checkpoints(flash, 256, 80 * GIB) == int(0.1 * 80 * GIB) // flash.checkpoint_bytes
+    assert default_checkpoints(flash, 256, 84 * GIB) == 7 * GIB // flash.checkpoint_bytes
     assert default_checkpoints(flash, 256, GIB) == 512, "two a running request"
 
 
@@ -134,3 +134,11 @@ def test_table_adds_up() -> None:
     lines = text.splitlines()
     total = float(lines[0].rsplit("; ", 1)[1].split()[0])
     assert sum(float(line.split()[-2]) for line in lines[1:]) == pytest.approx(total, abs=0.01)
+    assert "draft" not in text
+
+
+def test_table_with_speculation() -> None:
+    drafting = served_layout(DSV4Config.flash(), torch.float8_e4m3fn, Options(), "cpu", draft_tokens=4, draft_layers=1)
+    first = table(drafting, 1 << 20, StateDemand(256, 64, 1000)).splitlines()[0]
+    assert "320 state slots of 6586752 bytes (256 requests" in first and "checkpoints of 3821952 bytes" in first
+    assert "room for 4 draft tokens each; rings of 43 layers and 1 of the draft model)" in first

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app
 from dsv4_sglang.testing.oracle import Oracle
-from dsv4_sglang.testing.tiny import EXPERTS, EXPERTS_PER_TOKEN, TinySpec, make_tiny
+from dsv4_sglang.testing.tiny import EXPERTS, EXPERTS_PER_TOKEN, TinySpec, config_json, make_tiny
 
 VOCAB = TinySpec().vocab
 
@@ -26,6 +26,14 @@ def _digests(folder: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module", params=["--nextn", "--dspark=5"])
+def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafting")
+    result = CliRunner().invoke(app, ["make-tiny", str(folder), request.param])
+    assert result.exit_code == 0, result.output
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +59,33 @@ def test_small_and_quick(tmp_path: Path) -> None:
     assert sum(p.stat().st_size for p in folder.iterdir()) < 100e6
 
 
-def test_values_are_exact_in_bf16(tiny: Path) -> None:
-    for name, tensor in load_file(tiny / "model.safetensors").items():
+def test_values_are_exact_in_bf16(drafting: Path) -> None:
+    for name, tensor in load_file(drafting / "model.safetensors").items():
         if tensor.is_floating_point():
             assert torch.equal(tensor.float(), tensor.bfloat16().float()), name
 
 
-def test_transformers_reads_every_tensor(tiny: Path) -> None:
-    _, info = DeepseekV4ForCausalLM.from_pretrained(tiny, dtype=torch.float32, output_loading_info=True)
-    assert not any(info.values()), info
+def test_transformers_reads_every_tensor(tiny: Path, drafting: Path) -> None:
+    for folder in (tiny, drafting):
+        _, info = DeepseekV4ForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        assert not any(info.values()), info
+
+
+def test_drafts_leave_the_layers_as_they_are(tiny: Path, drafting: Path) -> None:
+    plain, tensors = (load_file(folder / "model.safetensors") for folder in (tiny, drafting))
+    changed = {name for name, tensor in plain.items() if not torch.equal(tensors.pop(name), tensor)}
+    block = json.loads((drafting / "config.json").read_text()).get("dspark_block_size")
+    assert changed == (set() if block else {"head.weight"})
+    assert {".".join(name.split(".")[:2]) for name in tensors} == {f"mtp.{i}" for i in range(3 if block else 1)}
+    assert all(tensor.isfinite().all() and tensor.count_nonzero() for tensor in tensors.values())
+
+
+def test_config_of_a_dspark_head() -> None:
+    config = config_json(TinySpec(ratios=(0, 4, 128, 4), dspark=7))
+    assert config["compress_ratios"] == [0, 4, 128, 4, 0, 0, 0]
+    assert config["dspark_block_size"] == 7
+    assert config["dspark_target_layer_ids"] == [1, 2, 3]
+    assert 2 < config["dspark_noise_token_id"] < config["vocab_size"]
 
 
 def test_config_keeps_the_mtp_entry(tiny: Path) -> None:
@@ -166,6 +192,9 @@ def test_tokenizer(tiny: Path) -> None:
         (["--hidden", "200"], "hidden 200"),
         (["--hash-layers", "9"], "hash_layers 9"),
         (["--index-topk", "0"], "index_topk 0"),
+        (["--dspark", "0"], "dspark 0"),
+        (["--dspark", "5", "--nextn"], "nextn and dspark"),
+        (["--dspark", "5", "--layers", "0,4"], "dspark with 2 layers"),
     ],
 )
 def test_bad_arguments_are_named(tmp_path: Path, arguments: list[str], said: str) -> None:

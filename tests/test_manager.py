@@ -241,7 +241,7 @@ def test_chunks_equal_one_shot(device: torch.device, plan: list[int], hca_state:
 
 def test_rings_of_more_rows_than_the_window(device: torch.device) -> None:
     """Where the older rows lie changes nothing: prefill, decode over the end of the ring, a chunk after it."""
-    manager = make_manager(device, ring_rows=136, **EXACT)
+    manager = make_manager(device, draft_tokens=8, **EXACT)
     request = Request.admit(manager, 0)
     for n in (130, 1, 1, 1, 1, 1, 1, 1, 1, 150, 1):
         run_step(manager, [(request, n)])
@@ -251,6 +251,52 @@ def test_rings_of_more_rows_than_the_window(device: torch.device) -> None:
     kept = sorted(pool.swa_pos[request.slot].tolist())
     assert kept[-128:] == list(range(289 - 128, 289)), "the window is there, among older rows"
     assert int(pool.swa_head[request.slot]) == 289 % 136
+
+
+def verify(manager: KVCacheManager, requests: list[Request], tokens: int, kept: list[int]) -> None:
+    """A step of `tokens` tokens of each request, of which `kept` stay; what the others bring is wrong."""
+    true = [request.layers for request in requests]
+    for request, n in zip(requests, kept):
+        wrong = slice(request.length + n, request.length + tokens)
+        request.layers = [
+            dataclasses.replace(layer, inputs={name: x.clone() for name, x in layer.inputs.items()})
+            for layer in request.layers
+        ]
+        for layer in request.layers:
+            for x in layer.inputs.values():
+                x[wrong] *= -3.0
+    run_step(manager, [(request, tokens) for request in requests])
+    for request, layers, n in zip(requests, true, kept):
+        request.layers, request.length = layers, request.length - tokens + n
+        for outputs in request.outputs:
+            outputs[-1] = outputs[-1][:n]
+
+
+def test_tokens_are_taken_back(device: torch.device) -> None:
+    """Steps of drafts over the end of a block and of the ring, begun at any token of the one before; steps of one token
+    and chunks between."""
+    manager = make_manager(device, draft_tokens=4, **EXACT)
+    requests = [Request.admit(manager, seed) for seed in range(2)]
+    run_step(manager, [(requests[0], 118), (requests[1], 3)])
+    for turn in range(12):
+        verify(manager, requests, 2 + turn % 3, [1 + turn % 2, 2])
+        if turn % 5 == 4:
+            run_step(manager, [(request, 1) for request in requests])
+    run_step(manager, [(requests[0], 7), (requests[1], 150)])
+    verify(manager, requests, 4, [3, 1])
+    verify(manager, requests, 4, [4, 4])
+    for seed, request in enumerate(requests):
+        check(request, seed, **EXACT)
+
+
+def test_more_tokens_than_a_cache_for_drafts_takes_are_a_chunk() -> None:
+    """And so are requests with different numbers of tokens; neither can be taken back."""
+    manager = make_manager(draft_tokens=3, **EXACT)
+    slots = torch.tensor([manager.admit_request(), manager.admit_request()])
+    for counts, is_decode in (([1, 1], True), ([3, 3], True), ([4, 4], False), ([2, 3], False), ([3, 1], False)):
+        positions = torch.cat([torch.arange(n) for n in counts])
+        owner = torch.repeat_interleave(torch.arange(2), torch.tensor(counts))
+        assert manager.begin_step(slots[owner], positions, owner).is_decode == is_decode, counts
 
 
 @hypothesis.settings(max_examples=12)

@@ -38,10 +38,17 @@ EACH(host_pack_high, high_bf16(pack_bf16(-1.0f, x[i])))
 #define CONSTANTS(each) \\
   each(kEntryDim) each(kRopeDim) each(kNopeDim) each(kRowBytes) each(kScaleBytes) each(kIndexDim) each(kKeyBytes) \\
   each(kKeyScales) each(kFp8) each(kBf16) each(kFp32) each(kMxfp4) each(kNvfp4) each(kKeyFp32) each(kCsaRatio) \\
-  each(kHcaRatio) each(kWindow) each(kBlockTokens) each(kCsaCurrentRows) each(kCsaPreviousRows) each(kCsaCurrentZ) \\
-  each(kCsaPreviousK) each(kCsaPreviousZ) each(kCsaTailRows) each(kHcaOnlineRows) each(kHcaRawRows)
+  each(kHcaRatio) each(kWindow) each(kBlockTokens) each(kCsaCurrentRows) each(kCsaPreviousRows) \\
+  each(kHcaOnlineRows) each(kHcaRawRows)
 #define EXPORT(name) extern "C" const int constant_##name = name;
 CONSTANTS(EXPORT)
+extern "C" int host_csa_tails() { return sizeof(kCsaTails) / sizeof(kCsaTails[0]); }
+extern "C" void host_csa_tail(int i, int* y) {
+  const CsaTail& tail = kCsaTails[i];
+  y[0] = tail.current, y[1] = tail.previous, y[2] = rows_of(tail), y[3] = draft_tokens_of(tail);
+}
+extern "C" int host_draft_tokens_of_ring(int rows) { return draft_tokens_of_ring(rows); }
+extern "C" int host_draft_tokens_of_banks(int banks) { return draft_tokens_of_banks(banks); }
 extern "C" int host_row_width(int format) { return row_width(RowFormat(format)); }
 extern "C" int host_key_width(int format) { return key_width(KeyFormat(format)); }
 // Eight codes and two scales a row -> eight products with the first scale, then with the second, as the codes lie.
@@ -117,12 +124,8 @@ def test_constants_equal_their_python_twins(host):
         "kHcaRatio": geometry.HCA_RATIO,
         "kWindow": geometry.WINDOW,
         "kBlockTokens": geometry.BLOCK_TOKENS,
-        "kCsaCurrentRows": geometry.CSA_CURRENT_ROWS,
-        "kCsaPreviousRows": geometry.CSA_PREVIOUS_ROWS,
-        "kCsaCurrentZ": geometry.CSA_CURRENT_Z,
-        "kCsaPreviousK": geometry.CSA_PREVIOUS_K,
-        "kCsaPreviousZ": geometry.CSA_PREVIOUS_Z,
-        "kCsaTailRows": geometry.CSA_TAIL_ROWS,
+        "kCsaCurrentRows": geometry.state_rows(0).csa.current,
+        "kCsaPreviousRows": geometry.state_rows(0).csa.previous,
         "kHcaOnlineRows": geometry.HCA_ONLINE_ROWS,
         "kHcaRawRows": geometry.HCA_RAW_ROWS,
     }
@@ -136,6 +139,19 @@ def test_constants_equal_their_python_twins(host):
         assert host.library.host_row_width(row_format.code) == row_format.width
     for key_format in KeyFormat:
         assert host.library.host_key_width(key_format.code) == key_format.width
+
+
+def test_rows_of_a_state_are_for_as_many_draft_tokens_on_both_sides(host):
+    assert host.library.host_csa_tails() == len(geometry.CSA_TAILS)
+    for i, tail in enumerate(geometry.CSA_TAILS):
+        compiled = (ctypes.c_int * 4)()
+        host.library.host_csa_tail(i, compiled)
+        assert list(compiled) == [*tail, tail.rows, tail.draft_tokens]
+    for d in range(2, geometry.MAX_DRAFT_TOKENS + 1):
+        rows = geometry.state_rows(d)
+        assert d <= host.library.host_draft_tokens_of_ring(rows.ring) == rows.ring - 127
+        assert host.library.host_draft_tokens_of_banks(rows.hca_banks) == d
+    assert host.library.host_draft_tokens_of_ring(128) == host.library.host_draft_tokens_of_banks(1) == 1
 
 
 def all_bf16() -> torch.Tensor:

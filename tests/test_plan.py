@@ -25,7 +25,7 @@ from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options, from_override_args
 from dsv4_sglang.srt.plan import BESIDE_WEIGHTS, GPUS, Choice, Gpu, activation_bytes, graph_bytes, others, plan
 from dsv4_sglang.srt.sizing import GIB
-from dsv4_sglang.srt.weights import Format, Model, Split, weight_bytes
+from dsv4_sglang.srt.weights import Format, Model, Split, draft_weight_bytes, weight_bytes
 from dsv4_sglang.testing import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -91,32 +91,54 @@ def test_loaded_weights(model: Model, split: Split, experts: Format, gib: float,
     assert loaded / GIB == pytest.approx(gib, rel=within)
 
 
+def measured(model: Model, experts: Format, checkpoints: int, **others: object) -> Choice:
+    """A launch that was measured. A tenth of its memory was in checkpoints, which is more than the default is now, so
+    it has as many as were there. In the first that follows from its tokens; the others' logs say it."""
+    return choice(model, experts=experts, options=Options(max_checkpoints=checkpoints), **others)
+
+
+ALL_EXPERTS = measured(FLASH, Format.FP4, 1261)
+HALF_OF_THEM = measured(HALF, Format.FP8, 1364)
+ONE_GPU = choice(Model.from_file(FLASHSHAPE), count=1, mem_fraction=0.6, experts=Format.FP8)
+EAGLE = measured(ONE_GPU.model, Format.FP8, 2223, count=1, mem_fraction=0.6, draft_tokens=4)
+
+
 @pytest.mark.parametrize(
-    ("model", "experts", "tokens", "within"),
+    ("given", "tokens", "within"),
     [
-        pytest.param(FLASH, Format.FP4, 11_287_808, 0.002, id="256 experts, FP4"),
-        pytest.param(HALF, Format.FP8, 12_244_608, 0.012, id="128 experts, FP8"),
+        pytest.param(ALL_EXPERTS, 11_287_808, 0.002, id="256 experts, FP4"),
+        pytest.param(HALF_OF_THEM, 12_244_608, 0.013, id="128 experts, FP8"),
+        pytest.param(EAGLE, 21_032_448, 0.01, id="small widths, EAGLE 3/1/4"),
     ],
 )
-def test_tokens_of_a_server(model: Model, experts: Format, tokens: int, within: float) -> None:
-    assert plan(choice(model, experts=experts)).tokens == pytest.approx(tokens, rel=within)
+def test_tokens_of_a_server(given: Choice, tokens: int, within: float) -> None:
+    assert plan(given).tokens == pytest.approx(tokens, rel=within)
 
 
 def test_memory_for_the_cache_on_one_gpu() -> None:
-    model = Model.from_file(FLASHSHAPE)
-    made = plan(choice(model, count=1, mem_fraction=0.6, experts=Format.FP8))
-    assert made.available_gib == pytest.approx(78.82, rel=0.005)
+    assert plan(ONE_GPU).available_gib == pytest.approx(78.82, rel=0.005)
+
+
+def test_what_the_log_of_the_run_with_speculation_said() -> None:
+    """The draft model took 0.08 GiB; slots and checkpoints of these sizes, and with the blocks 79.131 GiB in all."""
+    draft = draft_weight_bytes(EAGLE.model, Split(1), Format.FP8)
+    assert sum(draft) / GIB == pytest.approx(0.08, abs=0.005)
+    made = plan(EAGLE)
+    assert (made.layout.slot_bytes, made.layout.checkpoint_bytes) == (6_586_752, 3_821_952)
+    blocks = sum(part.bytes for part in made.layout.block_parts(21_032_448 // 128 + 1))
+    assert (made.demand.bytes(made.layout) + blocks) / GIB == pytest.approx(79.131, abs=0.0005)
 
 
 def test_what_sglang_reckons_with_outside_of_the_pools() -> None:
-    """The estimates are SGLang's own."""
+    """The estimates are SGLang's own, which are the same with speculation."""
     from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.server_args import ServerArgs
 
     for gpu, tp, dp, running in (("h200", 2, 1, 256), ("h200", 8, 8, 2048), ("b200", 4, 2, 4096)):
-        given = choice(gpu=gpu, count=tp, dp=dp, running=running, chunk=dp * 1024)
+        given = choice(gpu=gpu, count=tp, dp=dp, running=running, chunk=dp * 1024, draft_tokens=4)
         arguments = SimpleNamespace(
             disaggregation_mode="null",
+            speculative_num_draft_tokens=4,
             chunked_prefill_size=given.chunk,
             tp_size=tp,
             pp_size=1,
@@ -159,9 +181,9 @@ def test_recipe(gpus: str, arguments: str, command: str) -> None:
 
 
 def test_every_figure_of_the_tables_has_a_recipe() -> None:
-    tables = re.findall(r"^\| ((?:\w+, )?\d [HB]200) \| [\d,]+ \|", RECIPES, re.MULTILINE)
+    tables = re.findall(r"^\| ((?:[\w ]+, )*\d [HB]200) \| [\d,]+ \|", RECIPES, re.MULTILINE)
     assert sorted(tables) == sorted(gpus for gpus, *_ in recipes())
-    assert len(tables) == 14
+    assert len(tables) == 22
 
 
 def test_distances_on_the_page() -> None:
@@ -171,13 +193,13 @@ def test_distances_on_the_page() -> None:
     def loaded(model: Model, split: Split, experts: Format) -> float:
         return (sum(weight_bytes(model, split, experts).values()) + BESIDE_WEIGHTS) / GIB
 
-    shape = plan(choice(Model.from_file(FLASHSHAPE), count=1, mem_fraction=0.6, experts=Format.FP8))
     for expected in (
-        row(11_287_808, plan(choice()).tokens, ","),
+        row(11_287_808, plan(ALL_EXPERTS).tokens, ","),
         row(74.6, loaded(FLASH, Split(2), Format.FP4), ".1f"),
-        row(12_244_608, plan(choice(HALF, experts=Format.FP8)).tokens, ","),
+        row(12_244_608, plan(HALF_OF_THEM).tokens, ","),
         row(71.1, loaded(HALF, Split(2), Format.FP8), ".1f"),
-        row(78.82, shape.available_gib, ".2f"),
+        row(78.82, plan(ONE_GPU).available_gib, ".2f"),
+        row(21_032_448, plan(EAGLE).tokens, ","),
         row(35.52, loaded(FLASH, Split(8), Format.FP8), ".2f"),
     ):
         assert expected in RECIPES
@@ -187,12 +209,15 @@ def test_distances_on_the_page() -> None:
 # The plan
 
 
+@pytest.mark.parametrize("drafts", [0, 4])
 @pytest.mark.parametrize("gpu", ["h200", "b200"])
-def test_the_parts_are_the_memory_of_a_gpu(gpu: str) -> None:
-    made = plan(choice(gpu=gpu, count=4))
+def test_the_parts_are_the_memory_of_a_gpu(gpu: str, drafts: int) -> None:
+    made = plan(choice(gpu=gpu, count=4, draft_tokens=drafts))
     assert sum(part.bytes for part in made.parts) == GPUS[gpu].memory
     assert all(part.bytes > 0 for part in made.parts)
     within = sum(part.bytes for part in made.parts if part.group not in ("graphs", "reserve"))
+    if drafts:  # What the draft model gives back once the cache is there, the fraction counted.
+        within += draft_weight_bytes(FLASH, Split(4), Format.FP4).until_shared
     fraction = within / (GPUS[gpu].memory - made.parts[-3].bytes)
     assert made.parts[-3].name == "context, NCCL"
     # Whole blocks: up to two are left over.
@@ -210,6 +235,7 @@ def test_more_holds_more() -> None:
     assert tokens(running=512) < tokens() < tokens(running=128)
     assert tokens(kv_cache_dtype="bfloat16") < tokens()
     assert tokens(options=Options(hca_state="raw")) < tokens()
+    assert tokens(draft_tokens=8) < tokens(draft_tokens=4) < tokens(draft_tokens=2) < tokens()
     assert tokens(options=Options(max_checkpoints=5000)) < tokens() < tokens(options=Options(max_checkpoints=600))
     assert tokens(count=4, tp=2) == 2 * tokens(), "two servers"
     assert plan(choice(PRO, count=8)).total_tokens < plan(choice(count=8)).total_tokens
@@ -252,6 +278,7 @@ def test_neighbours_differ_in_one_thing() -> None:
         "--mem-fraction-static 0.90",
         "--kv-cache-dtype bfloat16",
         "--hca-state raw",
+        "--speculative-num-draft-tokens 4",
         "--dp 4",
         "--tp 2",
         "--count 2",
@@ -261,6 +288,10 @@ def test_neighbours_differ_in_one_thing() -> None:
         changed = {name for name in vars(given) if vars(given)[name] != vars(other)[name]}
         assert len(changed) == 1 or changed == {"count", "tp"}
     assert "--tp 4" in dict(others(replace(given, tp=2))), "two servers, or one"
+    drafting = dict(others(replace(given, draft_tokens=2)))
+    assert drafting["no speculation"] == given and "--hca-state raw" not in drafting
+    raw = replace(given, options=Options(hca_state="raw"))
+    assert not any("speculative" in change for change in dict(others(raw)))
     for other in (choice(count=8, dp=8), choice(PRO, count=8), choice(count=1, gpu="b200"), replace(given, running=1)):
         assert other not in dict(others(other)).values(), "every one of them can be made, and differs"
 
@@ -300,8 +331,20 @@ def test_the_command_has_every_choice() -> None:
     assert values["--mem-fraction-static"] == "0.9"
     options = from_override_args(values["--json-model-override-args"])
     assert options == Options(indexer_format="nvfp4", hca_state="raw", max_checkpoints=400)
+    assert not any("speculative" in word for word in words)
     known = set(flags.known())
     assert all(word[2:].replace("-", "_") in known for word in words if word.startswith("--"))
+
+
+def test_the_command_with_speculation() -> None:
+    printed = invoke("--gpu", "h200", "--count", "4", "--model", "flash", "--speculative-num-draft-tokens", "3")
+    lines = printed.splitlines()
+    assert lines[0].endswith("--speculative-num-draft-tokens 3")
+    assert lines[-1].endswith(
+        "--speculative-algorithm EAGLE --speculative-num-steps 2 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 3"
+    )
+    assert re.search(r"NextN layer +0\.8\d ", printed)
 
 
 def test_a_config_of_ones_own(tmp_path: Path) -> None:
@@ -341,6 +384,12 @@ def test_a_config_of_ones_own(tmp_path: Path) -> None:
         (["--kv-cache-dtype", "fp4"], r"--kv-cache-dtype is 'fp4'; expected one of auto, fp8_e4m3, bfloat16"),
         (["--hca-state", "none"], r'option hca_state is "none"; expected "online" \| "raw"'),
         (["--experts", "int4"], r"--experts is 'int4'; expected one of bf16, fp8, fp4"),
+        (["--speculative-num-draft-tokens", "1"], r"--speculative-num-draft-tokens 1: expected 2 to 9, .* or 0 for no"),
+        (["--speculative-num-draft-tokens", "10"], r"--speculative-num-draft-tokens 10: expected 2 to 9"),
+        (
+            ["--speculative-num-draft-tokens", "4", "--hca-state", "raw"],
+            r"--speculative-num-draft-tokens 4: .* --hca-state raw; give online",
+        ),
         (["--chunked-prefill-size", "1000"], r"--chunked-prefill-size 1000 is 1000 tokens .* multiple of 128"),
         (["--context-length", "2000000"], r"--context-length is 2000000; expected 1 to 1048576"),
         (["--context-length", "4096"], r"--context 32768 is longer than a request may be: 4096"),
@@ -371,6 +420,15 @@ def test_a_config_that_is_wrong(change: dict[str, object], complaint: str, tmp_p
         app, ["plan", "--gpu", "h200", "--count", "1", "--model", str(file)], env={"COLUMNS": "300"}
     )
     assert result.exit_code == 2 and complaint in result.output
+
+
+def test_a_model_without_a_nextn_layer_does_not_draft(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**tiny.config_json(tiny.TinySpec()), "num_nextn_predict_layers": 0}))
+    model = Model.from_file(file)
+    with pytest.raises(ValueError, match=r"num-draft-tokens 4: .* has no NextN layer .*num_nextn_predict_layers"):
+        choice(model, count=1, draft_tokens=4)
+    assert not any("speculative" in change for change in dict(others(choice(model, count=1))))
 
 
 def test_experts_of_an_unquantised_model_stay_as_they_are(tmp_path: Path) -> None:

@@ -3,14 +3,11 @@ interrupted."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
 from dsv4_sglang.cache import CacheLayout, StateStorage
-from dsv4_sglang.cache.layout import KEPT_UNITS, SLOT_UNITS
 from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import AttentionType
@@ -21,11 +18,9 @@ from dsv4_sglang.srt.prefix import timer as timer_module
 from dsv4_sglang.srt.prefix.timer import CopyTimer
 
 
-def make_pool(dtype: torch.dtype = torch.float8_e4m3fn, ring_rows: int = 128) -> StateSlotPool:
-    config = DSV4Config.flash()
-    layout = served_layout(config, dtype, Options(), "cpu")
-    schemas = [dataclasses.replace(schema, ring_rows=ring_rows) for schema in layout.schemas[:5]]
-    layout = CacheLayout(tuple(schemas), layout.device)
+def make_pool(dtype: torch.dtype = torch.float8_e4m3fn, draft_tokens: int = 0) -> StateSlotPool:
+    layout = served_layout(DSV4Config.flash(), dtype, Options(), "cpu", draft_tokens=draft_tokens)
+    layout = CacheLayout(layout.schemas[:5], layout.device)
     params = StateParams.of(layout, staging=2, checkpoints=3)
     return StateSlotPool(size=3, cache_params=params, mamba_layer_ids=list(range(5)), device="cpu")
 
@@ -42,11 +37,20 @@ def fill(state: StateStorage, slot: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "ring_rows"), [(torch.float8_e4m3fn, 128), (torch.bfloat16, 128), (torch.float8_e4m3fn, 136)]
+    ("dtype", "draft_tokens", "ring_rows", "tail_rows", "kept"),
+    [
+        (torch.float8_e4m3fn, 0, 128, 24, (12, 20)),
+        (torch.bfloat16, 0, 128, 24, (12, 20)),
+        (torch.float8_e4m3fn, 4, 132, 48, (28, 44)),
+        (torch.bfloat16, 9, 138, 64, (44, 60)),
+    ],
 )
-def test_a_state_goes_to_a_checkpoint_and_back(dtype: torch.dtype, ring_rows: int) -> None:
-    state = make_pool(dtype, ring_rows).storage
-    assert state.rings.shape[2] == ring_rows
+def test_a_state_goes_to_a_checkpoint_and_back(
+    dtype: torch.dtype, draft_tokens: int, ring_rows: int, tail_rows: int, kept: tuple[int, int]
+) -> None:
+    """`kept`: first of the four rows of the previous stream's k and of its z, those of positions 124 .. 127 mod 128."""
+    state = make_pool(dtype, draft_tokens).storage
+    assert state.rings.shape[2] == ring_rows and state.tails[AttentionType.CSA].shape[2] == tail_rows
     for slot in range(1, state.num_slots):
         fill(state, slot, slot)
     before = state.rings.clone(), state.tails[AttentionType.CSA].clone(), state.tails[AttentionType.HCA].clone()
@@ -59,16 +63,13 @@ def test_a_state_goes_to_a_checkpoint_and_back(dtype: torch.dtype, ring_rows: in
     state.load(ids(3), ids(1))
     assert torch.equal(state.rings[:, 1], before[0][:, 2])
     tail, source = state.tails[AttentionType.CSA][:, 1], before[1][:, 2]
-    for rows in (slice(12, 16), slice(20, 24)):
-        assert torch.equal(tail[:, rows], source[:, rows]), "the four last rows of the previous window's k and z"
-    for rows in (slice(0, 12), slice(16, 20)):
-        assert torch.equal(tail[:, rows], untouched[:, rows])
+    is_kept = torch.zeros(tail_rows, dtype=torch.bool)
+    for first in kept:
+        is_kept[first : first + 4] = True
+    assert torch.equal(tail[:, is_kept], source[:, is_kept]), "the four last rows of the previous window's k and z"
+    assert torch.equal(tail[:, ~is_kept], untouched[:, ~is_kept])
     state.load(ids(1), ids(3))
     assert torch.equal(state.rings[:, 3], before[0][:, 4])
-
-
-def test_the_units_kept_are_the_second_half_of_the_previous_rings() -> None:
-    assert [unit * 4 for unit in KEPT_UNITS] == [12, 20]
 
 
 def test_checkpoints_do_not_overlap() -> None:
@@ -225,7 +226,7 @@ class ResumedLayer:
         self.state.store(ids(1 if fault == "the state at the end" else self.pool.size + 1), ids(1))
         units = self.state._tail_units
         assert units is not None
-        kept = units[:, self.state.num_slots * SLOT_UNITS :]
+        kept = units[:, self.state.num_slots * self.state.layout.tail_units :]
         if fault == "previous rows dropped":
             kept[..., :512] = 0
         elif fault == "indexer tail dropped":

@@ -119,9 +119,11 @@ def test_decode_metadata_compiles(architecture):
     from dsv4_sglang.attention import triton_metadata
 
     types = {"seq_lens_ptr": "*i64", "track_mask_ptr": "*i1", "track_slots_ptr": "*i64"}
-    for tracks in (False, True):
-        constants = {"TRACKS": tracks, "WINDOW": 128, "CSA_RATIO": 4, "HCA_RATIO": 128}
-        compile_for(triton_metadata._decode_kernel, architecture, constants, 1, **types)
+    shared = {"CSA_RATIO": 4, "HCA_RATIO": 128, "COLUMNS_AT_ONCE": 256}
+    decode = {"EACH": 1, "SEES_BLOCK": False, "REACH": 128, "LISTED": 128, "COLUMNS": 128}
+    block = {"EACH": 7, "SEES_BLOCK": True, "REACH": 135, "LISTED": 192, "COLUMNS": 256}
+    for constants in (decode | {"TRACKS": True}, decode | {"TRACKS": False, "EACH": 4}, block | {"TRACKS": False}):
+        compile_for(triton_metadata._decode_kernel, architecture, shared | constants, 1, **types)
 
 
 def test_splits_fill_the_gpu_and_no_more():

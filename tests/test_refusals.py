@@ -37,6 +37,11 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "hicache_io_backend": (["direct", "kernel_ascend"], ["kernel"]),
     "hicache_mem_layout": (["layer_first", "page_first_direct"], ["page_first"]),
     "hicache_storage_backend": (["mooncake", "nixl", "dynamic"], [None]),
+    "speculative_algorithm": (["EAGLE3", "NGRAM", "STANDALONE", "DFLASH"], [None, "EAGLE", "NEXTN"]),
+    "speculative_draft_attention_backend": (["dsv4", "triton"], [None, "dsv4_sglang"]),
+    "speculative_eagle_topk": ([4], [None, 1]),
+    "speculative_num_draft_tokens": ([10, 64], [None, 2, 4, 9]),
+    "speculative_dspark_block_size": ([9, 64], [None, 5, 7, 8]),
     "moe_a2a_backend": (["megamoe", "mooncake"], ["none", "deepep"]),
     "load_format": (["gguf"], ["auto", "safetensors", "dummy"]),
 }
@@ -50,7 +55,8 @@ def arguments(**given: Any) -> ServerArgs:
 
 def config(**values: Any) -> SimpleNamespace:
     """As far as refusals look at the model's."""
-    return SimpleNamespace(**{"o_groups": 8, "max_position_embeddings": 65536, "context_len": 65536, **values})
+    facts = {"o_groups": 8, "max_position_embeddings": 65536, "context_len": 65536, "num_nextn_predict_layers": 1}
+    return SimpleNamespace(**{**facts, **values})
 
 
 def graphs(**backends: str) -> CudaGraphConfig:
@@ -130,6 +136,11 @@ def test_graphs(given: dict[str, str], line: str) -> None:
     assert refusals(cuda_graph_config=graphs(decode="disabled")) == []
 
 
+def test_a_host_tier_beside_speculation() -> None:
+    (line,) = refusals(enable_hierarchical_cache=True, speculative_algorithm="EAGLE")
+    assert line.startswith("--enable-hierarchical-cache with --speculative-algorithm EAGLE is not supported: ")
+
+
 def test_a_storage_wants_a_host_tier() -> None:
     assert refusals(enable_hierarchical_cache=True, hicache_storage_backend="file") == []
     (line,) = refusals(hicache_storage_backend="file")
@@ -150,12 +161,37 @@ def test_what_the_model_has_no_place_for() -> None:
         assert refusals(tp_size=processes) == []
     (line,) = refusals(tp_size=3)
     assert line.startswith("--tp-size 3 is not supported: the 8 groups ") and line.endswith("give 1 or 2 or 4 or 8")
+    for drafts in (config(num_nextn_predict_layers=0), config(num_nextn_predict_layers=None)):
+        (line,) = refusals(drafts, speculative_algorithm="EAGLE")
+        assert line == "--speculative-algorithm EAGLE is not supported: the checkpoint has no NextN layer"
+        assert refusals(drafts, speculative_algorithm="EAGLE", speculative_draft_model_path="elsewhere") == []
+    with_dspark = config(num_nextn_predict_layers=1, dspark_target_layer_ids=[40, 41, 42])
+    assert refusals(with_dspark, device="cpu", speculative_algorithm="DSPARK") == []
+    (line,) = refusals(with_dspark, speculative_algorithm="EAGLE")
+    assert line.endswith("the checkpoint has a DSPARK head and no NextN layer; give DSPARK")
+    (line,) = refusals(device="cpu", speculative_algorithm="DSPARK")
+    assert line.startswith("--speculative-algorithm DSPARK is not supported: the checkpoint has no DSPARK head")
     quantised = config(quantization_config={})
     assert refusals(quantised) == []
     (line,) = refusals(quantised, device="cpu")
     assert line.startswith("--device cpu is not supported: the checkpoint is quantised")
     (line,) = refusals(config(context_len=65537))
     assert line.startswith("--context-length 65537 is not supported: the model has positions for 65536 tokens")
+
+
+def test_what_dspark_has_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = config(dspark_target_layer_ids=[40, 41, 42])
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "static")
+    assert refusals(model, device="cpu", speculative_algorithm="DSPARK") == []
+    (line,) = refusals(model, speculative_algorithm="DSPARK")
+    assert line.startswith("--speculative-algorithm DSPARK is not supported: on an H200 ")
+    ranks = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "device": "cpu"}
+    (line,) = refusals(model, speculative_algorithm="DSPARK", **ranks)
+    assert line.startswith("--speculative-algorithm DSPARK with --enable-dp-attention is not supported: ")
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
+    (line,) = refusals(model, device="cpu", speculative_algorithm="DSPARK")
+    assert line.startswith("SGLANG_RAGGED_VERIFY_MODE=compact is not supported: ") and "give static" in line
+    assert refusals(config(num_nextn_predict_layers=1), speculative_algorithm="EAGLE") == []
 
 
 def test_attention_ranks() -> None:

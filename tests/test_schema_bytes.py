@@ -18,6 +18,8 @@ from dsv4_sglang.cache import (
 )
 from dsv4_sglang.formats import KeyFormat, RowFormat, make_row_tables
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
+from dsv4_sglang.model.geometry import CSA_TAILS, CsaTail, StateRows, state_rows
+from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options
 
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
@@ -159,30 +161,112 @@ def test_unknown_format_is_named() -> None:
         of(HCA, hca_state="folded")
 
 
-def test_rings_of_more_rows() -> None:
-    """Every size follows from `ring_rows`; what is allocated is what is counted."""
-    more = schemas(FLASH, ring_rows=136)
-    for schema, usual in zip(more, schemas(FLASH)):
-        assert schema.swa_bytes - usual.swa_bytes == 8 * 584
-        assert schema.state_bytes - usual.state_bytes == 8 * (584 + 4)
-    layout = CacheLayout(tuple(more), torch.device("cpu"))
-    assert layout.slot_bytes - CacheLayout(tuple(schemas(FLASH)), layout.device).slot_bytes == 43 * 8 * 584
-    storage = StateStorage(layout, 2, checkpoints=3)
-    parts = [*layout.state_parts(2), *layout.position_parts(2), *layout.checkpoint_parts(3)]
-    assert storage.memory_bytes() == sum(part.bytes for part in parts)
-    options = {"max_context_len": 128, "max_requests": 1, "ring_rows": 136}
-    assert compute_block_budget(FLASH, build_schedule(FLASH), **options)["state_bytes"] == sum(
-        schema.state_bytes for schema in more
+# What speculation adds: d tokens of a request a step. Bytes of a ring of Flash, of its CSA and HCA tails, of a slot and
+# of a checkpoint, with the ring of one draft layer; those of d = 1 are those without speculation.
+SPECULATION = [
+    (1, 0, 128, 74_752, 1_290_240, 122_880, 4_627_456, 3_644_416),
+    (2, 1, 130, 75_920, 2_580_480, 368_640, 6_289_600, 3_770_560),
+    (3, 1, 132, 77_088, 2_580_480, 491_520, 6_463_872, 3_821_952),
+    (4, 1, 132, 77_088, 2_580_480, 614_400, 6_586_752, 3_821_952),
+    (5, 1, 134, 78_256, 2_580_480, 737_280, 6_761_024, 3_873_344),
+    (8, 1, 136, 79_424, 3_440_640, 1_105_920, 8_041_216, 3_924_736),
+    (8, 3, 136, 79_424, 3_440_640, 1_105_920, 8_200_064, 4_083_584),
+    (9, 1, 138, 80_592, 3_440_640, 1_228_800, 8_215_488, 3_976_128),
+]
+
+
+@pytest.mark.parametrize(("d", "draft_layers", "rows", "ring", "csa", "hca", "slot", "checkpoint"), SPECULATION)
+def test_bytes_with_speculation(
+    d: int, draft_layers: int, rows: int, ring: int, csa: int, hca: int, slot: int, checkpoint: int
+) -> None:
+    layout = served_layout(FLASH, torch.float8_e4m3fn, Options(), "cpu", draft_tokens=d, draft_layers=draft_layers)
+    assert layout.ring_rows == rows
+    assert [schema.attn for schema in layout.schemas[43:]] == [SWA] * draft_layers
+    parts = {part.name: part.bytes for part in layout.state_parts(1)}
+    assert parts == {"window rings": (43 + draft_layers) * ring, "CSA tails": csa, "HCA tails": hca}
+    assert (layout.slot_bytes, layout.checkpoint_bytes) == (slot, checkpoint)
+    assert layout.block_bytes == served_layout(FLASH, torch.float8_e4m3fn, Options(), "cpu").block_bytes
+    # What is counted is what is allocated; and by kind of layer what the schemas say.
+    few = CacheLayout(layout.schemas[:4] + layout.schemas[43:], layout.device)
+    storage = StateStorage(few, 2, checkpoints=3)
+    counted = [*few.state_parts(2), *few.position_parts(2), *few.checkpoint_parts(3)]
+    assert storage.memory_bytes() == sum(part.bytes for part in counted)
+    assert sum(schema.swa_bytes + schema.tail_bytes for schema in layout.schemas) == slot
+
+
+def test_no_draft_tokens_is_one_token_a_step() -> None:
+    """One token a request is what a step without speculation writes: nothing grows."""
+    plain = schemas(FLASH)
+    assert schemas(FLASH, draft_tokens=0) == plain
+    for one, schema in zip(schemas(FLASH, draft_tokens=1), plain):
+        assert (one.rows, one.tail_shape, one.state_bytes) == (schema.rows, schema.tail_shape, schema.state_bytes)
+    budget = {"max_context_len": 128, "max_requests": 1}
+    four = compute_block_budget(FLASH, build_schedule(FLASH), draft_tokens=4, **budget)
+    assert four["state_bytes"] == sum(schema.state_bytes for schema in schemas(FLASH, draft_tokens=4))
+
+
+@pytest.mark.parametrize("draft_tokens", [-1, 10])
+def test_draft_tokens_that_cannot_be(draft_tokens: int) -> None:
+    with pytest.raises(ValueError, match=rf"draft_tokens is {draft_tokens}; expected 0 to 9"):
+        of(SWA, draft_tokens=draft_tokens)
+
+
+def test_raw_hca_state_is_not_for_drafts() -> None:
+    assert of(HCA, hca_state="raw", draft_tokens=1).tail_shape == (256, 512)
+    with pytest.raises(ValueError, match=r"hca_state is 'raw' with draft_tokens 2.*expected 'online'"):
+        of(HCA, hca_state="raw", draft_tokens=2)
+
+
+def test_layers_for_several_numbers_of_draft_tokens() -> None:
+    with pytest.raises(ValueError, match=r"several numbers of draft tokens \[0, 3\]"):
+        CacheLayout((of(SWA), of(CSA, draft_tokens=3)), torch.device("cpu"))
+
+
+def state_fits(d: int, rows: StateRows, length: int) -> bool:
+    """Whether a decode step of d tokens at `length`, in any order and whatever of it stays, leaves all that it and the
+    steps behind it read: by what each token reads and writes, position by position."""
+
+    def lost(ring: int, read: set[int], written: range) -> bool:
+        """A row of a position that is read and older than the step is given to another position."""
+        return any(p < length and (w - p) % ring == 0 for p in read for w in written)
+
+    written = range(length, length + d)
+    window: set[int] = set()
+    current: set[int] = set()
+    previous: set[int] = set()
+    # The step's own tokens, and the first d of steps that begin at any length that may stay.
+    for start in range(length, length + d + 1):
+        for token in range(start, start + d):
+            window |= set(range(max(0, token - 127), start))
+            if token % 4 == 3:
+                current |= set(range(token - 3, start))
+                previous |= set(range(max(0, token - 7), token - 3))
+    banks = {(length + j + 1) % rows.hca_banks for j in range(d)}
+    return not (
+        lost(rows.ring, window, written)
+        or lost(rows.csa.current, current, written)
+        or lost(rows.csa.previous, previous, written)
+        or length % rows.hca_banks in banks
+        or len(banks) < d
     )
 
 
-@pytest.mark.parametrize("ring_rows", [0, 126, 131])
-def test_rings_that_cannot_be(ring_rows: int) -> None:
-    with pytest.raises(ValueError, match=rf"ring_rows is {ring_rows}; expected an even number .* at least 128"):
-        of(SWA, ring_rows=ring_rows)
-    mixed = (of(SWA), of(CSA, ring_rows=136))
-    with pytest.raises(ValueError, match=r"rings of several sizes \[128, 136\]"):
-        CacheLayout(mixed, torch.device("cpu"))
+@pytest.mark.parametrize("d", range(2, 10))
+def test_rows_are_enough_and_one_less_is_not(d: int) -> None:
+    rows = state_rows(d)
+    lengths = range(300)
+    assert all(state_fits(d, rows, length) for length in lengths)
+    least = StateRows(127 + d, CsaTail(d + 3, d + 7), d + 1)
+    assert rows.ring in (least.ring, least.ring + 1, least.ring + 2) and rows.ring % 2 == 0
+    assert rows.csa in CSA_TAILS and rows.csa.current >= d + 3 and rows.csa.previous >= d + 7
+    assert all(state_fits(d, least, length) for length in lengths)
+    for less in (
+        least._replace(ring=126 + d),
+        least._replace(csa=CsaTail(d + 2, d + 7)),
+        least._replace(csa=CsaTail(d + 3, d + 6)),
+        least._replace(hca_banks=d),
+    ):
+        assert not all(state_fits(d, less, length) for length in lengths), less
 
 
 def test_the_library_and_the_server_have_one_default() -> None:

@@ -31,15 +31,27 @@ def flashshape() -> DSV4Config:
     return DSV4Config.from_hf(values)
 
 
+def speculation(drafts: int) -> dict[str, Any]:
+    """Fields of ServerArgs with EAGLE and `drafts` tokens of a verify step, or without."""
+    return {
+        "speculative_algorithm": "EAGLE" if drafts else None,
+        "speculative_num_steps": drafts - 1 if drafts else None,
+        "speculative_eagle_topk": 1 if drafts else None,
+        "speculative_num_draft_tokens": drafts or None,
+    }
+
+
 class Configurator(SimpleNamespace):
     """The fields of SGLang's KVCacheConfigurator that the hooks of `launch` read; `overridden` is what they set."""
 
 
 @pytest.fixture
 def configurator(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes one of a launch: its config, running requests and options."""
+    """Makes one of a launch: its config, running requests and options; `drafts`: tokens of a verify step of EAGLE."""
 
-    def make(config: DSV4Config, running: int, radix: bool = True, ranks: int = 1, **options: Any) -> Configurator:
+    def make(
+        config: DSV4Config, running: int, radix: bool = True, ranks: int = 1, drafts: int = 0, **options: Any
+    ) -> Configurator:
         overridden: dict[str, int] = {}
         schedule = SimpleNamespace(
             max_running_requests=running,
@@ -59,7 +71,9 @@ def configurator(monkeypatch: pytest.MonkeyPatch) -> Any:
             kv_cache_dtype=torch.float8_e4m3fn,
             device="cpu",
             ps=SimpleNamespace(attn_dp_size=ranks),
-            server_args=SimpleNamespace(max_total_tokens=None, enable_mamba_extra_buffer=lambda: True),
+            server_args=SimpleNamespace(
+                max_total_tokens=None, enable_mamba_extra_buffer=lambda: True, **speculation(drafts)
+            ),
             overridden=overridden,
             launch=Launch(Options(**options)),
         )
@@ -87,12 +101,20 @@ def test_the_server_allocates_what_the_benchmark_computes(configurator: Any, mak
 
 
 @pytest.mark.parametrize("model", [Model.flash(), Model.pro()], ids=lambda model: model.name)
-@pytest.mark.parametrize("options", [{}, {"hca_state": "raw", "max_checkpoints": 600}], ids=["defaults", "options"])
-def test_the_server_allocates_what_the_plan_says(configurator: Any, model: Model, options: dict[str, Any]) -> None:
-    made = plan(Choice(model, GPUS["h200"], 8, 8, 1, Format.FP4, 128, options=Options(**options)))
-    launched = configurator(model.config, 128, **options)
+@pytest.mark.parametrize(
+    ("options", "drafts"),
+    [({}, 0), ({"hca_state": "raw", "max_checkpoints": 600}, 0), ({}, 4), ({}, 9)],
+    ids=["defaults", "options", "4 draft tokens", "9 draft tokens"],
+)
+def test_the_server_allocates_what_the_plan_says(
+    configurator: Any, model: Model, options: dict[str, Any], drafts: int
+) -> None:
+    given = Choice(model, GPUS["h200"], 8, 8, 1, Format.FP4, 128, options=Options(**options), draft_tokens=drafts)
+    made = plan(given)
+    launched = configurator(model.config, 128, drafts=drafts, **options)
     assert tokens_of(launched, made.available_gib) == made.tokens
     assert launched.launch.demand == made.demand
+    assert launched.launch.layout.slot_bytes == made.layout.slot_bytes
 
 
 def test_a_running_request_has_one_live_slot(configurator: Any) -> None:
@@ -115,23 +137,28 @@ def test_without_a_prefix_cache_there_are_no_checkpoints(configurator: Any) -> N
     assert launched.launch.demand == StateDemand(256)
 
 
-def test_a_request_takes_one_slot_of_the_pool_that_is_built(configurator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_a_request_takes_one_slot_of_the_pool_that_is_built(
+    configurator: Any, drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sglang.srt.mem_cache import mamba_checkpoint_pool
 
     monkeypatch.setattr(mamba_checkpoint_pool, "maybe_init_int8_mamba_checkpoint_pool", lambda **_: None)
-    launched = configurator(flashshape(), 2, max_checkpoints=4)
+    launched = configurator(flashshape(), 2, max_checkpoints=4, drafts=drafts)
     tokens_of(launched, MEMORY)
     schedule = runtime_context.get_schedule()
     schedule.max_mamba_cache_size, schedule.chunked_prefill_size = 2, 128
     launched.model_config.context_len = 256
-    flags = SimpleNamespace(max_speculative_num_draft_tokens=None, speculative_algorithm=None)
+    flags = SimpleNamespace(**speculation(drafts), max_speculative_num_draft_tokens=drafts or None, page_size=128)
     extra = get_req_to_token_extra_context_len(flags)
     pool = launched.launch.request_pool(lambda *_: None, launched, max_num_reqs=2, extra_max_context_len=extra)
     assert (pool.mamba_allocator.size, pool.mamba_pool.size, pool.mamba_ckpt_pool.num_slots) == (2, 2, 4)
     demand, layout = launched.launch.demand, launched.launch.layout
     assert demand is not None and layout is not None
     assert pool.mamba_pool.bytes == demand.bytes(layout), "what is allocated is what was counted"
-    given = Choice(Model.flash(), GPUS["h200"], 2, 2, 1, Format.FP4, 2, context_length=256, request=256)
+    given = Choice(
+        Model.flash(), GPUS["h200"], 2, 2, 1, Format.FP4, 2, context_length=256, request=256, draft_tokens=drafts
+    )
     assert pool.req_to_token.nbytes == token_table_bytes(given)
     request = SimpleNamespace(req_pool_idx=None, mamba_pool_idx=None, inflight_middle_chunks=0, kv=None)
     assert pool.alloc([request]) is not None

@@ -7,6 +7,7 @@ import torch
 from layer_harness import HIDDEN, SCALE, Layer, frequencies, hf, hf_forward, make_attention
 
 from dsv4_sglang.formats import KeyFormat, RowFormat, RowTable, index_keys, rows
+from dsv4_sglang.model.geometry import state_rows
 from dsv4_sglang.ops.reference.append import CSA_RATIO
 from dsv4_sglang.ops.rope import rope_table, rotate
 
@@ -147,11 +148,11 @@ def test_rings_of_more_rows_give_the_same_outputs(ratio):
     """Decode from 120 over the ends of both rings, a chunk that goes round both, decode again: with R = 136 each output
     is that of R = 128. Rows sought in a ring of another size are wrong."""
     attention, x = make_attention(ratio), inputs(300)
-    few, more, wrong = (Layer(attention, ratio, ring_rows=rows) for rows in (128, 136, 136))
+    few, more, wrong = (Layer(attention, ratio, sizes=state_rows(d)) for d in (0, 8, 8))
     for begin, end, decode in [(0, 120, False), *((t, t + 1, True) for t in range(120, 160)), (160, 299, False)]:
         outputs = [layer.step({1: x[begin:end]}, TABLE, decode)[1] for layer in (few, more, wrong)]
         assert relative(outputs[1], outputs[0]) < 1e-6, begin
-    wrong.ring_rows = 128
+    wrong.sizes = state_rows(0)
     right, misread = (layer.step({1: x[299:]}, TABLE, decode=True)[1] for layer in (more, wrong))
     assert relative(right, few.step({1: x[299:]}, TABLE, decode=True)[1]) < 1e-6
     assert not relative(misread, right) < 0.1

@@ -16,6 +16,7 @@ from dsv4_sglang.attention.metadata import (
 )
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.step import Step, StepMetadata
+from dsv4_sglang.model.geometry import state_rows
 
 BLOCK = 128
 MAX_LENGTH = 1024
@@ -69,7 +70,6 @@ def decode(tables: Tables, lengths: list[int], padding: int, buffers: DecodeBuff
     return build_decode(
         buffers,
         seq_lens=lens + 1,
-        positions=lens.clone(),
         out_loc=out_loc,
         track_mask=(lens + 1) % interval == 0,
         track_slots=100 + requests,
@@ -109,17 +109,17 @@ def test_decode(lengths: list[int], padding: int, ring_rows: int) -> None:
     check_decode(decode(tables, lengths, padding, buffers, 256), tables, lengths, padding, 256, ring_rows)
 
 
-@given(lengths=LENGTHS, ring_rows=st.sampled_from([128, 136]))
+@given(lengths=LENGTHS, draft_tokens=st.sampled_from([0, 8]))
 @settings(max_examples=30)
-def test_the_library_makes_the_same_decode_step(lengths: list[int], ring_rows: int) -> None:
+def test_the_library_makes_the_same_decode_step(lengths: list[int], draft_tokens: int) -> None:
     """`Step` from its tensors a token, `build_decode` from SGLang's tables: every tensor that both have."""
     n = len(lengths)
     tables = Tables(n, torch.device("cpu"))
-    buffers = DecodeBuffers(n, MAX_LENGTH // BLOCK, "cpu", ring_rows)
+    buffers = DecodeBuffers(n, MAX_LENGTH // BLOCK, "cpu", state_rows(draft_tokens).ring)
     served = decode(tables, lengths, 0, buffers, 256)
     block_tables = torch.full((n + 1, MAX_LENGTH // BLOCK), -1, dtype=torch.int32)
     block_tables[tables.state_slot[1:].long()] = tables.pages.int()
-    step = Step(tables.state_slot[1:], torch.tensor(lengths), torch.arange(n), block_tables, ring_rows)
+    step = Step(tables.state_slot[1:], torch.tensor(lengths), torch.arange(n), block_tables, draft_tokens)
     assert step.is_decode and step.metadata.is_decode
     assert torch.equal(step.out_loc, served.out_loc)
     for name in ("slots", "prefix_lens", "query_start", "token_request", "positions", "window_lens", "hca_lens"):
@@ -152,6 +152,105 @@ def test_a_snapshot_leaves_what_lies_behind_a_length() -> None:
     assert (buffers.block_table[4:] == -9).all()
 
 
+@given(lengths=LENGTHS, padding=st.integers(0, 2), each=st.integers(2, 8), before=st.sampled_from([0, -8]))
+@settings(max_examples=60)
+def test_several_tokens_a_request(lengths: list[int], padding: int, each: int, before: int) -> None:
+    """A step that verifies drafts is token by token the decode steps of these positions."""
+    n, ring_rows = len(lengths), 136
+    lengths = [min(length, MAX_LENGTH - each) for length in lengths]
+    tables = Tables(n, torch.device("cpu"))
+    buffers = DecodeBuffers(n + padding + 1, MAX_LENGTH // BLOCK, "cpu", ring_rows, each)
+    requests = torch.tensor([*range(1, n + 1), *[0] * padding])
+    lens = torch.tensor(lengths + [0] * padding)
+    at = lens[:, None] + torch.arange(each)
+    snapshot(buffers, tables, requests, lens + each)
+    step = build_decode(
+        buffers,
+        seq_lens=lens - before,
+        out_loc=tables.req_to_token[requests[:, None], at].flatten().long(),
+        track_mask=None,
+        track_slots=None,
+        top_k=TOP_K,
+        before=before,
+    )
+    assert step.is_decode and step.copy_src is None
+    assert step.query_start.tolist() == [each * b for b in range(n + padding + 1)]
+    for b, length in enumerate(lengths):
+        slot = int(tables.state_slot[b + 1])
+        assert (step.slots[b], step.prefix_lens[b]) == (slot, length)
+        for token, t in enumerate(range(length, length + each), b * each):
+            assert (step.token_request[token], step.positions[token], step.window_lens[token]) == (
+                b,
+                t,
+                min(t + 1, 128),
+            )
+            wanted = [slot * ring_rows + p % ring_rows for p in range(max(0, t - 127), t + 1)]
+            assert step.window_rows[token, : min(t + 1, 128)].tolist() == wanted
+            check_blocks_and_entries(step, token, b, t, tables)
+    for b in range(n, n + padding):
+        tokens = slice(b * each, (b + 1) * each)
+        assert step.slots[b] == -1
+        assert not (step.window_lens[tokens].any() or step.csa_lens[tokens].any() or step.hca_lens[tokens].any())
+
+
+@given(lengths=LENGTHS, padding=st.integers(0, 2), each=st.integers(1, 8))
+@settings(max_examples=60)
+def test_block_of_drafts(lengths: list[int], padding: int, each: int) -> None:
+    """Every token of a block sees the 128 before it and the whole block, in the order of SGLang's own list of pages."""
+    from sglang.kernels.ops.speculative.dspark import dspark_attn_metadata as sglang
+
+    n, ring_rows = len(lengths), 128 + each + 1
+    lengths = [min(length, MAX_LENGTH - each) for length in lengths]
+    tables = Tables(n, torch.device("cpu"))
+    buffers = DecodeBuffers(n + padding + 1, 0, "cpu", ring_rows, each, sees_block=True)
+    requests = torch.tensor([*range(1, n + 1), *[0] * padding])
+    lens = torch.tensor(lengths + [0] * padding)
+    out_loc = tables.req_to_token[requests[:, None], lens[:, None] + torch.arange(each)].flatten().long()
+    snapshot(buffers, tables, requests, lens + each)
+    step = build_decode(
+        buffers, seq_lens=lens, out_loc=out_loc, track_mask=None, track_slots=None, top_k=TOP_K, before=0
+    )
+    gather = sglang.compute_dspark_window_gather(
+        seq_lens_casual=(lens[:, None] + 1 + torch.arange(each)).flatten(),
+        req_pool_indices_repeated=requests.repeat_interleave(each),
+        block_size=each,
+        swa_window=128,
+    )
+    # With page slots for positions: its list is then one of positions.
+    pages, page_lens = sglang.build_dspark_swa_page_indices(
+        req_to_token=torch.arange(MAX_LENGTH + 128).expand(n + 1, -1),
+        full_to_swa_mapping=torch.arange(MAX_LENGTH + 128),
+        req_pool_indices_per_request=gather.req_pool_indices_per_request,
+        offsets=gather.offsets,
+        invalid=gather.invalid,
+        out_loc=(lens[:, None] + torch.arange(each)).flatten(),
+        context_lens=gather.context_lens,
+        block_size=each,
+        swa_window=128,
+        page_index_aligned_size=64,
+    )
+    assert step.window_rows.shape == pages.shape
+    for token in range(n * each):
+        slot, count = int(tables.state_slot[token // each + 1]), int(page_lens[token])
+        assert step.positions[token] == lengths[token // each] + token % each
+        assert step.window_lens[token] == count
+        wanted = slot * ring_rows + pages[token, :count] % ring_rows
+        assert step.window_rows[token, :count].tolist() == wanted.tolist()
+        assert len(set(wanted.tolist())) == count
+    assert not step.window_lens[n * each :].any() and (step.slots[n:] == -1).all()
+
+
+def test_layers_without_entries_read_no_block_table() -> None:
+    tables = Tables(2, torch.device("cpu"))
+    buffers = DecodeBuffers(2, 0, "cpu", 132, 4)
+    requests, lens = torch.tensor([2, 1]), torch.tensor([300, 5])
+    snapshot(buffers, tables, requests, lens + 4)
+    out_loc = torch.zeros(8, dtype=torch.int64)
+    step = build_decode(buffers, seq_lens=lens, out_loc=out_loc, track_mask=None, track_slots=None, top_k=8, before=0)
+    assert step.slots.tolist() == tables.state_slot[[2, 1]].tolist()
+    assert step.block_table.shape == (2, 0) and step.positions.tolist() == [300, 301, 302, 303, 5, 6, 7, 8]
+
+
 @pytest.mark.gpu
 def test_decode_recorded_in_a_cuda_graph() -> None:
     """Recorded once, replayed on other values of the static inputs, while the scheduler's tables already change."""
@@ -166,7 +265,6 @@ def test_decode_recorded_in_a_cuda_graph() -> None:
         return build_decode(
             buffers,
             seq_lens=lens + 1,
-            positions=lens,
             out_loc=out_loc,
             track_mask=(lens + 1) % 256 == 0,
             track_slots=100 + requests,

@@ -10,12 +10,14 @@ from sglang.srt import runtime_context
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.models import deepseek_v4 as in_tree
+from sglang.srt.models import deepseek_v4_nextn
 from sglang.srt.server_args import ServerArgs
 from torch import nn
 
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
-from dsv4_sglang.srt.weights import Format, Model, Split, weight_bytes
+from dsv4_sglang.srt.models.deepseek_v4_nextn import DeepseekV4ForCausalLMNextN
+from dsv4_sglang.srt.weights import DraftWeights, Format, Model, Split, draft_weight_bytes, weight_bytes
 from dsv4_sglang.testing.tiny import TinySpec, config_json
 
 NAMES = (
@@ -32,6 +34,7 @@ WIDTHS = {
     "pro": dict(zip(NAMES, (7168, 1536, 1024, 16, 128, 3072, 384))),
 }
 LAYERS = (0, 4, 128, 4)
+"""As V4-Flash, some with the window alone; V4-Pro has none of these."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +52,8 @@ def first_of(split: Split, monkeypatch: pytest.MonkeyPatch):
     """What a model that is built meanwhile sees is the first process of `split`, and memory is not allocated."""
     sizes = {"tp": split.tp, "attn_tp": split.attention, "moe_tp": split.tp, "attn_dp": split.dp}
     seen = {f"{name}_{what}": n for name, size in sizes.items() for what, n in (("size", size), ("rank", 0))}
-    monkeypatch.setattr(in_tree, "is_dp_attention_enabled", lambda: split.dp > 1)
+    for module in (in_tree, deepseek_v4_nextn):
+        monkeypatch.setattr(module, "is_dp_attention_enabled", lambda: split.dp > 1)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -85,35 +89,40 @@ def kept_bytes(model: nn.Module, name: str) -> int:
     return parameter.numel() * parameter.element_size()
 
 
-def bytes_of(model: nn.Module) -> dict[str, int]:
+def parameters_of(model: nn.Module) -> dict[str, int]:
     sums: dict[str, int] = {}
     for name, _ in model.named_parameters():
         sums[group(name)] = sums.get(group(name), 0) + kept_bytes(model, name)
-    # Layers share their tables.
-    tables = {id(buffer): buffer for name, buffer in model.named_buffers() if name.endswith("freqs_cis")}
-    return {**sums, "RoPE tables": sum(table.numel() * table.element_size() for table in tables.values())}
+    return sums
+
+
+def tables_of(model: nn.Module) -> dict[int, int]:
+    """Bytes of each RoPE table; layers and models share them."""
+    named = (buffer for name, buffer in model.named_buffers() if name.endswith("freqs_cis"))
+    return {id(table): table.numel() * table.element_size() for table in named}
 
 
 @pytest.mark.parametrize(
-    ("widths", "split", "experts"),
+    ("widths", "layers", "split", "experts"),
     [
-        ("flash", Split(1), Format.FP8),
-        ("flash", Split(2), Format.FP4),
-        ("flash", Split(4, 2), Format.FP8),
-        ("pro", Split(8), Format.FP4),
-        ("pro", Split(8, 8), Format.FP8),
+        ("flash", LAYERS, Split(1), Format.FP8),
+        ("flash", LAYERS, Split(2), Format.FP4),
+        ("flash", LAYERS, Split(4, 2), Format.FP8),
+        ("pro", LAYERS[1:], Split(8), Format.FP4),
+        ("pro", LAYERS[1:], Split(8, 8), Format.FP8),
     ],
     ids=str,
 )
 def test_bytes_of_each_kind(
     widths: str,
+    layers: tuple[int, ...],
     split: Split,
     experts: Format,
     one_process: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    values = config_json(TinySpec(ratios=LAYERS, vocab=129280)) | WIDTHS[widths]
+    values = config_json(TinySpec(ratios=layers, vocab=129280)) | WIDTHS[widths]
     config = compat.config_class()(**values)
     quantised = Fp8Config(
         is_checkpoint_fp8_serialized=True,
@@ -123,6 +132,12 @@ def test_bytes_of_each_kind(
     )
     with first_of(split, monkeypatch):
         built = DeepseekV4ForCausalLM(config, quantised)
+        draft = DeepseekV4ForCausalLMNextN(config, quantised)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**values, "quantization_config": {"quant_method": "fp8"}}))
-    assert bytes_of(built) == weight_bytes(Model.from_file(file), split, experts)
+    model, tables = Model.from_file(file), tables_of(built)
+    assert {**parameters_of(built), "RoPE tables": sum(tables.values())} == weight_bytes(model, split, experts)
+    drafts = parameters_of(draft)
+    shared = drafts.pop("embedding, head")
+    of_its_own = sum(size for table, size in tables_of(draft).items() if table not in tables)
+    assert DraftWeights(sum(drafts.values()) + of_its_own, shared) == draft_weight_bytes(model, split, experts)

@@ -99,6 +99,14 @@ void take_window(const AppendChecker& check, AppendParams& p, RowFormat format, 
   p.swa_head = data<int32_t>(swa_head), p.tail_len = data<int32_t>(tail_len);
 }
 
+/// The rings of a CSA tail of so many rows a slot.
+CsaTail csa_tail(const AppendChecker& check, const Tensor& tail) {
+  for (const CsaTail& rings : kCsaTails) {
+    if (tail.size(1) == rows_of(rings)) return rings;
+  }
+  check.fail("tail is ", describe(tail), "; expected 24, 48 or 64 rows a slot for ratio 4");
+}
+
 /// The main compressor of a CSA or HCA layer, its tail and its entries; says which form the tail has.
 LayerKind take_compressor(const AppendChecker& check, AppendParams& p, RowFormat format, int64_t ratio, int64_t slots,
                           const std::optional<Tensor>& kv_score, const std::optional<Tensor>& entry_norm,
@@ -121,11 +129,18 @@ LayerKind take_compressor(const AppendChecker& check, AppendParams& p, RowFormat
   p.entries = row_table(check, "entries", table, format, csa ? kAny : 1, kAny);
 
   check.tensor("tail", state, {kFloat}, {slots, kAny, kAny});
-  const LayerKind kind = csa                               ? LayerKind::kCsa
-                         : state.size(1) == kHcaOnlineRows ? LayerKind::kHcaOnline
-                                                           : LayerKind::kHcaRaw;
-  const int64_t rows = csa ? kCsaTailRows : kind == LayerKind::kHcaOnline ? kHcaOnlineRows : kHcaRawRows;
-  check.tensor("tail", state, {kFloat}, {slots, rows, csa ? kEntryDim + kIndexDim : kEntryDim});
+  const LayerKind kind = csa                            ? LayerKind::kCsa
+                         : state.size(1) == kHcaRawRows ? LayerKind::kHcaRaw
+                                                        : LayerKind::kHcaOnline;
+  if (csa) {
+    p.csa = csa_tail(check, state);
+  } else if (kind == LayerKind::kHcaOnline) {
+    if (state.size(1) == 0 || state.size(1) % kHcaOnlineRows) {
+      check.fail("tail is ", describe(state), "; expected 256 rows a slot or a multiple of 3 for ratio 128");
+    }
+    p.hca_banks = int(state.size(1)) / kHcaOnlineRows;
+  }
+  check.tensor("tail", state, {kFloat}, {slots, state.size(1), csa ? kEntryDim + kIndexDim : kEntryDim});
   check.dense("tail", state, 1);
   check.aligned("tail", state, 16);
   p.tail = data<float>(state), p.tail_stride = state.stride(0);
@@ -149,6 +164,25 @@ void take_indexer(const AppendChecker& check, AppendParams& p, KeyFormat format,
   p.index_keys = key_table(check, "index_keys", keys, format, kAny);
 }
 
+/// A decode step has as many tokens of each request, and no more than the rows of ring and tail are for.
+void check_decode(const AppendChecker& check, const AppendParams& p, LayerKind kind) {
+  if (p.requests == 0 ? p.tokens > 0 : p.tokens % p.requests > 0) {
+    check.fail(p.tokens, " tokens for ", p.requests,
+               " requests without `window`; expected as many of each. A step with chunks needs `window`");
+  }
+  const int each = p.requests ? p.tokens / p.requests : 0;
+  const auto at_most = [&](const char* name, int most) {
+    if (each > most) {
+      check.fail(each, " tokens of each request without `window`, but the rows of ", name, " are for at most ", most,
+                 ". A cache for more is made with draft_tokens ", each);
+    }
+  };
+  at_most("ring", draft_tokens_of_ring(p.ring.rows_per_block));
+  if (kind == LayerKind::kCsa) at_most("tail", draft_tokens_of(p.csa));
+  if (kind == LayerKind::kHcaOnline) at_most("tail", draft_tokens_of_banks(p.hca_banks));
+  if (kind == LayerKind::kHcaRaw) at_most("tail", 1);
+}
+
 }  // namespace
 
 void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> index_kv_score, Tensor kv_norm,
@@ -163,9 +197,6 @@ void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> ind
   const AppendChecker check("append", device);
   const int64_t tokens = kv.size(0), requests = slots.numel();
   if (ratio != 0 && ratio != kCsaRatio && ratio != kHcaRatio) check.fail("ratio is ", ratio, "; expected 0, 4 or 128");
-  if (!window && tokens != requests) {
-    check.fail(tokens, " tokens for ", requests, " requests without `window`; a step with chunks needs one");
-  }
   const RowFormat rows = row_format_of(check, row_format);
   const KeyFormat keys = key_format_of(check, key_format);
 
@@ -176,6 +207,7 @@ void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> ind
   LayerKind kind = LayerKind::kSwa;
   if (ratio) kind = take_compressor(check, p, rows, ratio, ring.size(0), kv_score, entry_norm, ape, tail, entries);
   if (kind == LayerKind::kCsa) take_indexer(check, p, keys, index_kv_score, index_norm, index_ape, index_keys);
+  if (!window) check_decode(check, p, kind);
 
   if (tokens == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(device);

@@ -33,6 +33,8 @@ struct AppendParams {
   KeyTable index_keys;
   float* tail;
   int64_t tail_stride;                     // floats of a slot
+  CsaTail csa;                             // rings of a CSA tail
+  int hca_banks;                           // states of an online HCA tail, the one after t tokens in bank t % hca_banks
   int32_t *swa_pos, *swa_head, *tail_len;  // or null
   int64_t swa_pos_stride;
 };
@@ -49,7 +51,8 @@ inline constexpr int ratio_of = is_csa<kind>   ? kCsaRatio
                                 : is_hca<kind> ? kHcaRatio
                                                : 0;
 
-/// One launch each. `overlap` lets it start while the stream's previous kernel drains (sm_90 and later).
+/// One launch each. Decode: tokens / requests tokens of each request, request by request. `overlap` lets it start while
+/// the stream's previous kernel drains (sm_90 and later).
 ///
 /// Decode reads batch, weights and rope before it waits for that kernel, so with `overlap` that kernel must not write
 /// them.

@@ -8,10 +8,19 @@ namespace dsv4 {
 constexpr int kCsaTailWidth = kEntryDim + kIndexDim;
 constexpr int kCsaThreads = kCsaTailWidth / 4;  // four warps of the main compressor, one of the indexer's
 
-// Row of a position in the parts of a tail, and in the position bias.
-static_assert((kCsaCurrentRows & (kCsaCurrentRows - 1)) == 0 && (kCsaPreviousRows & (kCsaPreviousRows - 1)) == 0);
-__device__ __forceinline__ int current_row(int position) { return position & (kCsaCurrentRows - 1); }
-__device__ __forceinline__ int previous_row(int position) { return position & (kCsaPreviousRows - 1); }
+/// Rows of a position in a tail. Inlined with rings of constant sizes it costs what constants cost.
+struct TailRows {
+  CsaTail rings;
+
+  __device__ __forceinline__ int current_k(int position) const { return position & (rings.current - 1); }
+  __device__ __forceinline__ int current_z(int position) const { return rings.current + current_k(position); }
+  __device__ __forceinline__ int previous_k(int position) const {
+    return 2 * rings.current + (position & (rings.previous - 1));
+  }
+  __device__ __forceinline__ int previous_z(int position) const { return rings.previous + previous_k(position); }
+};
+
+/// Row of a position in the position bias.
 __device__ __forceinline__ int bias_row(int position) { return position & (kCsaRatio - 1); }
 
 /// One compressor as a thread sees it, pointers at the thread's channels.
@@ -39,20 +48,21 @@ __device__ __forceinline__ Stream csa_stream_of_thread(const AppendParams& p, in
   return csa_stream(p, index, 4 * thread - (index ? kEntryDim : 0));
 }
 
-__device__ __forceinline__ void write_prev_row(const Stream& s, float* tail, int64_t token, int position) {
+__device__ __forceinline__ void write_prev_row(const Stream& s, const TailRows& rows, float* tail, int64_t token,
+                                               int position) {
   const float* score = s.scores + token * s.stride;
-  store4(tail + (kCsaPreviousK + previous_row(position)) * kCsaTailWidth, load4(score));
+  store4(tail + rows.previous_k(position) * kCsaTailWidth, load4(score));
   const float4 z = load4(score + 2 * s.width) + load4(s.ape + bias_row(position) * 2 * s.width);
-  store4(tail + (kCsaPreviousZ + previous_row(position)) * kCsaTailWidth, z);
+  store4(tail + rows.previous_z(position) * kCsaTailWidth, z);
 }
 
 /// The previous-window rows of a token among the last four before a checkpoint, into the checkpoint's tails; by
 /// `threads` threads.
-__device__ inline void track_prev_rows(const AppendParams& p, int64_t token, int position, int slot, int first,
-                                       int threads) {
+__device__ inline void track_prev_rows(const AppendParams& p, const TailRows& rows, int64_t token, int position,
+                                       int slot, int first, int threads) {
   for (int thread = first; thread < kCsaThreads; thread += threads) {
     const Stream s = csa_stream_of_thread(p, thread);
-    write_prev_row(s, s.tail(p, slot), token, position);
+    write_prev_row(s, rows, s.tail(p, slot), token, position);
   }
 }
 
@@ -80,11 +90,11 @@ __device__ __forceinline__ const float* input_row(const Stream& s, int row, int6
 __device__ __forceinline__ float4 input_bias(const Stream& s, int row) {
   return load4(s.ape + bias_row(row) * 2 * s.width + (row < 4 ? 0 : s.width));
 }
-__device__ __forceinline__ const float* tail_k(const float* tail, int row, int position) {
-  return tail + (row < 4 ? kCsaPreviousK + previous_row(position) : current_row(position)) * kCsaTailWidth;
+__device__ __forceinline__ const float* tail_k(const float* tail, const TailRows& rows, int row, int position) {
+  return tail + (row < 4 ? rows.previous_k(position) : rows.current_k(position)) * kCsaTailWidth;
 }
-__device__ __forceinline__ const float* tail_z(const float* tail, int row, int position) {
-  return tail_k(tail, row, position) + (row < 4 ? kCsaPreviousZ - kCsaPreviousK : kCsaCurrentZ) * kCsaTailWidth;
+__device__ __forceinline__ const float* tail_z(const float* tail, const TailRows& rows, int row, int position) {
+  return tail + (row < 4 ? rows.previous_z(position) : rows.current_z(position)) * kCsaTailWidth;
 }
 
 }  // namespace dsv4

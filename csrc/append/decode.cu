@@ -1,7 +1,7 @@
-// append, decode: everything that one layer writes for one token of each request, in one launch
-// (SPEC 2.1, 2.4, 2.5, 3.1 to 3.7).
+// append, decode: everything that one layer writes for one token of each request, or for a few drafts of each, in one
+// launch (SPEC 2.1, 2.4, 2.5, 3.1 to 3.7).
 //
-// One block a request. CSA: four warps main compressor, one the indexer's, four the row. HCA: four warps compressor (16
+// One block a token. CSA: four warps main compressor, one the indexer's, four the row. HCA: four warps compressor (16
 // in the raw form), four the row. Compressors pool the window that closes, finish its entry and move the tails on. A
 // row is spread over four warps because a single warp issues one instruction in five cycles or more. Nothing waits for
 // another block, nothing is atomic, every sum has a fixed order.
@@ -14,6 +14,14 @@
 // Bytes a token, bf16 kv and FP8 rows. Read: kv 1024, CSA 10,240 / HCA 4,096 fp32 of scores. Written: row 584, CSA 146
 // + 18, HCA 5 of entries and keys. Tail rows besides: CSA 10 kB written and, every fourth step, 36 kB read; HCA online
 // 6 kB read and written.
+//
+// With several tokens of a request (`drafts`) every block goes on from the state before the step: what the request's
+// earlier tokens add it takes from their projections, for their blocks may not have run. And blocks of one step do not
+// race, in whatever order they run, because rings and banks are so large that none writes what another reads
+// (draft_tokens_of and its neighbours in geometry.h, which `append` checks): of a token at `length` or behind it a
+// block reads nothing from the tail, and of older ones nothing that shares a row with length .. length + tokens - 1.
+// What a block writes stands at its own position alone, so a step that begins earlier than this one ended finds its
+// state.
 #include "../launch.cuh"
 #include "hca.cuh"
 #include "window.cuh"
@@ -21,20 +29,32 @@
 namespace dsv4 {
 namespace {
 
-template <LayerKind kind>
+template <LayerKind kind, bool drafts>
 struct Shape {
   static constexpr int groups = kind == LayerKind::kHcaRaw ? 4 : 1;
   static constexpr int compressor_warps = is_csa<kind> ? 5 : is_hca<kind> ? 4 * groups : 0;
   static constexpr int threads = 32 * (compressor_warps + 4);
   // Two CSA blocks and no more: with room for a third, some SMs would start three blocks of the next layer and others
   // one.
-  static constexpr int blocks_per_sm = is_csa<kind> ? 2 : kind == LayerKind::kHcaRaw ? 1 : 4;
+  static constexpr int blocks_per_sm = is_csa<kind>                 ? 2
+                                       : kind == LayerKind::kHcaRaw ? 1
+                                       : is_hca<kind> && drafts     ? 2
+                                                                    : 4;
 };
 
 /// The token of a decode step that a block has.
 struct Token {
-  int request, slot, position;
+  int input;  // row of the step's inputs
+  int slot, position;
+  int length;  // of the request before the step
+  bool last;   // of its request in the step
 };
+
+/// The tail's rings; constants in a step of one token a request.
+template <bool drafts>
+__device__ __forceinline__ TailRows tail_rows(const AppendParams& p) {
+  return {drafts ? p.csa : CsaTail{kCsaCurrentRows, kCsaPreviousRows}};
+}
 
 /// Asks L2 for what one thread names: `bytes` (a multiple of 16) from `from` on.
 __device__ __forceinline__ void prefetch(const float* from, unsigned bytes) {
@@ -44,34 +64,38 @@ __device__ __forceinline__ void prefetch(const float* from, unsigned bytes) {
 }
 
 /// Four warps: the window row.
-template <LayerKind kind>
+template <LayerKind kind, bool drafts>
 __device__ __forceinline__ void write_row(const AppendParams& p, RowScratch& scratch, const Token& token, int thread) {
   const int position = token.position, format = p.ring.format;
-  const int track = p.track_slots ? p.track_slots[token.request] : -1;
+  const int track = p.track_slots ? p.track_slots[token.input] : -1;
   QuadFinish finish;
   finish.load(p, p.kv_norm, p.kv_norm_bf16, position, thread);
   const RowAddress row = ring_row(p, token.slot, position);
   wait_for_previous_kernel();
 
-  const float4 kv = load_quad(kv_row(p, token.request), p.kv_bf16, thread);
+  const float4 kv = load_quad(kv_row(p, token.input), p.kv_bf16, thread);
   const PackedQuad packed = finish.apply(kv, format, p.eps, p.kv_bf16, scratch, 1, thread);
   packed.store(format, row, thread);
   if (track >= 0) {
     packed.store(format, ring_row(p, track, position), thread);
-    if (tracks_prev_rows<kind>(position)) track_prev_rows(p, token.request, position, track, thread, kRowThreads);
+    if (tracks_prev_rows<kind>(position)) {
+      track_prev_rows(p, tail_rows<drafts>(p), token.input, position, track, thread, kRowThreads);
+    }
   }
   if (thread == 0) {
     store_position(p, token.slot, position);
-    store_length<kind>(p, token.slot, position + 1);
+    if (token.last) store_length<kind>(p, token.slot, position + 1);
   }
 }
 
 /// Five warps: both compressors.
+template <bool drafts>
 __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& scratch, const Token& token) {
   const int position = token.position, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool closes = position % kCsaRatio == kCsaRatio - 1, index = warp == 4;
   const int first = position - 7;  // of the rows that the entry pools
   const Stream s = csa_stream_of_thread(p, threadIdx.x);
+  const TailRows rows = tail_rows<drafts>(p);
   const float* ape = s.ape + bias_row(position) * 2 * s.width;
   const float4 ape_prev = load4(ape), ape_cur = load4(ape + s.width);
   QuadFinish finish;
@@ -80,14 +104,14 @@ __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& 
   if (closes) {
     if (lane == 0 && !index && (warp >= 2 || first >= 0)) {
       // The four older rows of the previous stream, and the three of the current one, lie together.
-      const int row = warp == 0   ? kCsaPreviousK + previous_row(first)
-                      : warp == 1 ? kCsaPreviousZ + previous_row(first)
-                      : warp == 2 ? 0
-                                  : kCsaCurrentZ;
+      const int row = warp == 0   ? rows.previous_k(first)
+                      : warp == 1 ? rows.previous_z(first)
+                      : warp == 2 ? rows.current_k(first + 4)
+                                  : rows.current_z(first + 4);
       prefetch(p.tail + token.slot * p.tail_stride + row * kCsaTailWidth,
                (warp < 2 ? 4 : 3) * kCsaTailWidth * sizeof(float));
     }
-    loc = p.out_loc[token.request];
+    loc = p.out_loc[token.input];
     if (index) {
       key.load(p, position + 1 - kCsaRatio, lane);
     } else {
@@ -96,7 +120,7 @@ __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& 
   }
   wait_for_previous_kernel();
 
-  const float* score = s.scores + token.request * s.stride;
+  const float* score = s.scores + token.input * s.stride;
   const float4 k_prev = load4_once(score), k_cur = load4_once(score + s.width);
   float4 z_prev = load4_once(score + 2 * s.width), z_cur = load4_once(score + 3 * s.width);
   float* tail = s.tail(p, token.slot);
@@ -105,17 +129,25 @@ __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& 
 #pragma unroll
     for (int row = 0; row < 7; ++row) {
       const bool there = row >= 4 || first >= 0;
-      k[row] = there ? load4(tail_k(tail, row, first + row)) : splat(0);
-      z[row] = there ? load4(tail_z(tail, row, first + row)) : splat(-INFINITY);
+      const float *from_k = tail_k(tail, rows, row, first + row), *from_z = tail_z(tail, rows, row, first + row);
+      if (drafts && first + row >= token.length) {
+        from_k = input_row(s, row, token.input - 7 + row), from_z = from_k + 2 * s.width;
+      }
+      k[row] = there ? load4(from_k) : splat(0);
+      z[row] = there ? load4(from_z) : splat(-INFINITY);
+    }
+#pragma unroll
+    for (int row = 0; row < 7; ++row) {
+      if (drafts && first + row >= token.length) z[row] = z[row] + input_bias(s, row);
     }
   }
   z_prev = z_prev + ape_prev, z_cur = z_cur + ape_cur;
-  // The token's previous-stream row goes to the other half of the ring of 8 than those just read, its current-stream
-  // row is the 4th.
-  store4(tail + (kCsaPreviousK + previous_row(position)) * kCsaTailWidth, k_prev);
-  store4(tail + (kCsaPreviousZ + previous_row(position)) * kCsaTailWidth, z_prev);
-  store4(tail + current_row(position) * kCsaTailWidth, k_cur);
-  store4(tail + (kCsaCurrentZ + current_row(position)) * kCsaTailWidth, z_cur);
+  // Other rows than those just read: the token's previous-stream row is four behind the last of them in a ring of 8 or
+  // more, its current-stream row is the 4th.
+  store4(tail + rows.previous_k(position) * kCsaTailWidth, k_prev);
+  store4(tail + rows.previous_z(position) * kCsaTailWidth, z_prev);
+  store4(tail + rows.current_k(position) * kCsaTailWidth, k_cur);
+  store4(tail + rows.current_z(position) * kCsaTailWidth, z_cur);
   if (!closes) return;
   k[7] = k_cur, z[7] = z_cur;
   const float4 pooled = pool_entry(z, [&](int row) { return k[row]; });
@@ -126,69 +158,102 @@ __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& 
   }
 }
 
+/// Adds the `rows` rows before the one whose projections are at `score`, oldest first and one by one, as steps of one
+/// token would: to the same bits. `ape`: bias of the oldest.
+__device__ __forceinline__ void add_drafted(Pool& pool, const float* score, int64_t stride, const float* ape,
+                                            int rows) {
+  constexpr int batch = 4;  // loads under way at once
+  score -= rows * stride;
+  for (int row = 0; row < rows; row += batch) {
+    float4 k[batch], z[batch], bias[batch];
+#pragma unroll
+    for (int i = 0; i < batch; ++i) {
+      if (row + i >= rows) break;
+      const float* from = score + (row + i) * stride;
+      k[i] = load4(from), z[i] = load4(from + kEntryDim), bias[i] = load4(ape + (row + i) * kEntryDim);
+    }
+#pragma unroll
+    for (int i = 0; i < batch; ++i) {
+      if (row + i >= rows) break;
+      const float4 one_k[1] = {k[i]}, one_z[1] = {z[i] + bias[i]};
+      add_rows(pool, one_k, one_z);
+    }
+  }
+}
+
 /// Four warps: the compressor in its online form.
+template <bool drafts>
 __device__ __forceinline__ void hca_compress(const AppendParams& p, RowScratch& scratch, const Token& token) {
   const int channel = 4 * threadIdx.x, row = token.position % kHcaRatio;
   const bool closes = row == kHcaRatio - 1;
-  float* tail = p.tail + token.slot * p.tail_stride;
+  // Rows of the window that the request's earlier tokens of the step add, and those before them.
+  const int drafted = drafts ? min(row, token.position - token.length) : 0, older = row - drafted;
+  float* before = drafts ? hca_bank(p, token.slot, token.length) : p.tail + token.slot * p.tail_stride;
+  float* after = drafts ? hca_bank(p, token.slot, token.position + 1) : before;
   const float4 ape = load4(p.ape + row * kEntryDim + channel);
-  if (row > 0 && threadIdx.x == 0) prefetch(tail, 3 * kEntryDim * sizeof(float));
+  if (older > 0 && threadIdx.x == 0) prefetch(before, kHcaOnlineRows * kEntryDim * sizeof(float));
   QuadFinish finish;
   int64_t loc = 0;
   if (closes) {
-    loc = p.out_loc[token.request];
+    loc = p.out_loc[token.input];
     finish.load(p, p.entry_norm, p.entry_norm_bf16, token.position + 1 - kHcaRatio, threadIdx.x);
   }
   wait_for_previous_kernel();
 
-  const float* score = p.kv_score + token.request * p.kv_score_stride + channel;
+  const float* score = p.kv_score + token.input * p.kv_score_stride + channel;
   const float4 k[1] = {load4_once(score)}, z_raw = load4_once(score + kEntryDim);
   Pool pool = Pool::empty();
-  if (row > 0) pool = load_pool(tail + channel);
+  if (older > 0) pool = load_pool(before + channel);
+  if (drafts) add_drafted(pool, score, p.kv_score_stride, p.ape + older * kEntryDim + channel, drafted);
   const float4 z[1] = {z_raw + ape};
   add_rows(pool, k, z);
   if (closes) {
     store_entry(p, pool.result(), finish, scratch, loc / kHcaRatio, threadIdx.x);  // and an empty state has no bytes
   } else {
-    store_pool(tail + channel, pool);
+    store_pool(after + channel, pool);
   }
 }
 
-template <LayerKind kind>
-__global__ void __launch_bounds__(Shape<kind>::threads, Shape<kind>::blocks_per_sm)
+template <LayerKind kind, bool drafts>
+__global__ void __launch_bounds__(Shape<kind, drafts>::threads, Shape<kind, drafts>::blocks_per_sm)
     append_decode(const __grid_constant__ AppendParams p) {
-  using S = Shape<kind>;
+  using S = Shape<kind, drafts>;
   let_next_kernel_start();
   __shared__ Shared<S::groups> shared;
   __shared__ RowScratch scratch;
-  const int b = blockIdx.x;
-  const Token token{b, p.slots[b], p.prefix_lens[b]};
+  const int b = blockIdx.x, draft = drafts ? blockIdx.y : 0, each = drafts ? gridDim.y : 1, length = p.prefix_lens[b];
+  const Token token{b * each + draft, p.slots[b], length + draft, length, draft == each - 1};
   if (token.slot < 0) {
     wait_for_previous_kernel();
   } else if (int(threadIdx.x) >= 32 * S::compressor_warps) {
-    write_row<kind>(p, scratch, token, threadIdx.x - 32 * S::compressor_warps);
+    write_row<kind, drafts>(p, scratch, token, threadIdx.x - 32 * S::compressor_warps);
   } else if constexpr (is_csa<kind>) {
-    csa_compress(p, shared.scratch[0], token);
+    csa_compress<drafts>(p, shared.scratch[0], token);
   } else if constexpr (kind == LayerKind::kHcaOnline) {
-    hca_compress(p, shared.scratch[0], token);
+    hca_compress<drafts>(p, shared.scratch[0], token);
   } else if constexpr (kind == LayerKind::kHcaRaw) {
     wait_for_previous_kernel();
     hca_request<true, false>(p, shared, b);
   }
 }
 
-template <LayerKind kind>
+template <LayerKind kind, bool drafts>
 cudaError_t launch_kind(const AppendParams& p, bool overlap, cudaStream_t stream) {
-  return launch(append_decode<kind>, {dim3(unsigned(p.requests)), Shape<kind>::threads, 0, 1, overlap}, stream, p);
+  const dim3 grid(unsigned(p.requests), unsigned(p.tokens / p.requests));
+  return launch(append_decode<kind, drafts>, {grid, Shape<kind, drafts>::threads, 0, 1, overlap}, stream, p);
 }
 
 }  // namespace
 
 cudaError_t launch_append_decode(const AppendParams& p, LayerKind kind, bool overlap, cudaStream_t stream) {
-  constexpr cudaError_t (*launches[])(const AppendParams&, bool, cudaStream_t) = {
-      launch_kind<LayerKind::kSwa>, launch_kind<LayerKind::kCsa>, launch_kind<LayerKind::kHcaOnline>,
-      launch_kind<LayerKind::kHcaRaw>};
-  return launches[int(kind)](p, overlap, stream);
+  using K = LayerKind;
+  constexpr cudaError_t (*launches[][2])(const AppendParams&, bool, cudaStream_t) = {
+      {launch_kind<K::kSwa, false>, launch_kind<K::kSwa, true>},
+      {launch_kind<K::kCsa, false>, launch_kind<K::kCsa, true>},
+      {launch_kind<K::kHcaOnline, false>, launch_kind<K::kHcaOnline, true>},
+      {launch_kind<K::kHcaRaw, false>, launch_kind<K::kHcaRaw, false>}};  // a raw tail is for one token
+  const bool drafts = p.tokens > p.requests || p.csa.current > kCsaCurrentRows || p.hca_banks > 1;
+  return launches[int(kind)][drafts](p, overlap, stream);
 }
 
 }  // namespace dsv4

@@ -75,6 +75,11 @@ __device__ __forceinline__ void merge_groups(Pool& pool, Shared<groups>& shared,
   for (int other = 1; other < groups; ++other) add_pool(pool, shared.pool[other - 1][thread]);
 }
 
+/// The state of a slot's open window after `length` tokens, in the online form.
+__device__ __forceinline__ float* hca_bank(const AppendParams& p, int slot, int length) {
+  return p.tail + slot * p.tail_stride + length % p.hca_banks * (kHcaOnlineRows * kEntryDim);
+}
+
 /// All compressor warps: what of request b touches state from before the step, then its tail. Also the whole of a raw
 /// decode step.
 template <bool raw, bool prefill, int groups>
@@ -85,14 +90,14 @@ __device__ void hca_request(const AppendParams& p, Shared<groups>& shared, int b
   const int begin = prefill ? p.query_start[b] : b, count = prefill ? p.query_start[b + 1] - begin : 1;
   if (slot < 0 || count <= 0) return;
   const int stop = length + count, old = length % kHcaRatio, closing = length / kHcaRatio;
-  float* tail = p.tail + slot * p.tail_stride + channel;
+  float* tail = p.tail + slot * p.tail_stride + channel;  // in the raw form
   // The window that is open at `length`; row r of it is token begin + r - old.
   HcaRows rows{raw ? tail : nullptr, raw ? old : 0, p.kv_score + (begin - old) * p.kv_score_stride + channel,
                p.kv_score_stride, p.ape + channel};
 
   const auto resumed = [&] {
     Pool pool = Pool::empty();
-    if (!raw && old > 0 && group == 0) pool = load_pool(tail);
+    if (!raw && old > 0 && group == 0) pool = load_pool(hca_bank(p, slot, length) + channel);
     return pool;
   };
   if (old > 0 && stop >= kHcaRatio * (closing + 1)) {
@@ -127,7 +132,7 @@ __device__ void hca_request(const AppendParams& p, Shared<groups>& shared, int b
   }
   pool_rows<groups, batch>(pool, rows, same ? old : 0, open, group);
   merge_groups<groups>(pool, shared, group, thread);
-  if (group == 0) store_pool(tail, pool);
+  if (group == 0) store_pool(hca_bank(p, slot, stop) + channel, pool);
 }
 
 }  // namespace dsv4

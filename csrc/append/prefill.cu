@@ -119,6 +119,7 @@ __device__ void csa_boundary(const AppendParams& p, Shared<1>& shared, int b) {
             stop = length + p.query_start[b + 1] - begin;
   if (slot < 0 || stop <= length) return;
   const Stream s = csa_stream_of_thread(p, threadIdx.x);
+  const TailRows rows{p.csa};
   float* tail = s.tail(p, slot);
   // Only the window that is open at `length` and the one after it can pool older rows.
   for (int which = 0; which < 2; ++which) {
@@ -127,12 +128,13 @@ __device__ void csa_boundary(const AppendParams& p, Shared<1>& shared, int b) {
     const auto k_of = [&](int row) {
       const int position = first + row;
       if (position < 0) return splat(0);
-      return load4(position < length ? tail_k(tail, row, position) : input_row(s, row, begin + position - length));
+      return load4(position < length ? tail_k(tail, rows, row, position)
+                                     : input_row(s, row, begin + position - length));
     };
     const auto z_of = [&](int row) {
       const int position = first + row;
       if (position < 0) return splat(-INFINITY);
-      if (position < length) return load4(tail_z(tail, row, position));
+      if (position < length) return load4(tail_z(tail, rows, row, position));
       return load4(input_row(s, row, begin + position - length) + 2 * s.width) + input_bias(s, row);
     };
     float4 z[8];
@@ -144,11 +146,11 @@ __device__ void csa_boundary(const AppendParams& p, Shared<1>& shared, int b) {
   }
   for (int position = max(length, stop - 8); position < stop; ++position) {
     const int64_t token = begin + position - length;
-    write_prev_row(s, tail, token, position);
+    write_prev_row(s, rows, tail, token, position);
     if (position >= stop - 4) {
       const float* score = s.scores + token * s.stride + s.width;
-      store4(tail + current_row(position) * kCsaTailWidth, load4(score));
-      store4(tail + (kCsaCurrentZ + current_row(position)) * kCsaTailWidth,
+      store4(tail + rows.current_k(position) * kCsaTailWidth, load4(score));
+      store4(tail + rows.current_z(position) * kCsaTailWidth,
              load4(score + 2 * s.width) + load4(s.ape + bias_row(position) * 2 * s.width + s.width));
     }
   }

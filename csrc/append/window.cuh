@@ -95,7 +95,8 @@ __device__ void write_window_rows(const AppendParams& p, int first, int lane) {
     }
     if (track[i] >= 0) {
       store_row(p.ring.format, packed, ring_row(p, track[i], position), lane);
-      if (tracks_prev_rows<kind>(position)) track_prev_rows(p, first + i, position, track[i], lane, 32);
+      if (tracks_prev_rows<kind>(position))
+        track_prev_rows(p, TailRows{p.csa}, first + i, position, track[i], lane, 32);
     }
     if (offset == count[i] - 1 && lane == 0) store_length<kind>(p, slot[i], position + 1);
   }

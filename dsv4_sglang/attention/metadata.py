@@ -27,22 +27,41 @@ def align(width: int) -> int:
 
 
 class DecodeBuffers:
-    """Tensors of a decode step at fixed addresses, for up to `max_requests` requests with rings of `ring_rows` rows."""
+    """Tensors of a decode step at fixed addresses: `each` tokens of up to `max_requests` requests, with rings of
+    `ring_rows` rows. Speculation verifies several tokens a request in a step (docs/speculation.md).
 
-    def __init__(self, max_requests: int, max_blocks: int, device: torch.device | str, ring_rows: int = WINDOW) -> None:
+    `max_blocks` 0: for layers without entries, which read no block table. `sees_block`: the tokens of a request see the
+    128 before the step and all of the step, as those of a block that is drafted at once (DSPARK); else each sees the
+    128 that end with it.
+    """
+
+    def __init__(
+        self,
+        max_requests: int,
+        max_blocks: int,
+        device: torch.device | str,
+        ring_rows: int = WINDOW,
+        each: int = 1,
+        sees_block: bool = False,
+    ) -> None:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self.ring_rows = ring_rows
+        tokens = max_requests * each
+        self.ring_rows, self.each, self.sees_block = ring_rows, each, sees_block
+        self.reach = WINDOW + each if sees_block else WINDOW
         self.owned = ints(max_requests)  # state slot of each request, 0 for padding
         self.slots, self.prefix_lens = ints(max_requests), ints(max_requests)
-        self.window_rows, self.window_lens = ints(max_requests, WINDOW), ints(max_requests)
-        self.csa_lens, self.hca_lens = ints(max_requests), ints(max_requests)
+        self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self.window_rows, self.window_lens = ints(tokens, align(self.reach)), ints(tokens)
+        self.csa_lens, self.hca_lens = ints(tokens), ints(tokens)
         self.block_table = ints(max_requests, align(max_blocks))
+        # The HCA rows of a request's only token are its blocks.
+        self.hca_rows = self.block_table if each == 1 else ints(tokens, align(max_blocks))
         self.copy_src, self.copy_dst = ints(max_requests), ints(max_requests)
-        # One token a request: both count up and never change.
-        self.query_start = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
-        self.token_request = self.query_start[:-1]
+        # As many tokens of each request: these never change.
+        self.query_start = each * torch.arange(max_requests + 1, dtype=torch.int32, device=device)
+        self.token_request = torch.arange(tokens, dtype=torch.int32, device=device) // each
 
 
 def snapshot_decode(
@@ -56,7 +75,8 @@ def snapshot_decode(
     """Copy what a decode step needs of SGLang's tables of all requests: state slots and block ids.
 
     The scheduler changes these tables for the next step as soon as a CUDA graph has been launched, so a graph must not
-    read them: this runs before it. `seq_lens` [B] counts the new token; block ids behind it are left as they are.
+    read them: this runs before it. `seq_lens` [B] counts the tokens of the step; block ids behind them are left as they
+    are.
     """
     _OPS.snapshot_tables(
         req_pool_indices, seq_lens, state_slot_of_request, req_to_token, buffers.owned, buffers.block_table
@@ -66,21 +86,32 @@ def snapshot_decode(
 def _fill_decode(
     buffers: DecodeBuffers,
     seq_lens: Tensor,
+    before: int,
     track_mask: Tensor | None,
     track_slots: Tensor | None,
     top_k: int,
 ) -> None:
     """The values of `build_decode`, by PyTorch."""
-    n = seq_lens.shape[0]
+    n, each = seq_lens.shape[0], buffers.each
+    t = n * each
     owned = buffers.owned[:n]
     real = owned > 0
-    length = seq_lens.to(torch.int32).masked_fill(~real, 0)
+    prefix = (seq_lens.to(torch.int32) + before).masked_fill(~real, 0)
     buffers.slots[:n].copy_(owned.masked_fill(~real, -1))
-    buffers.prefix_lens[:n].copy_((length - 1).clamp_min(0))
-    buffers.window_lens[:n].copy_(window_lens(length))
-    buffers.csa_lens[:n].copy_(visible_entries(length, CSA_RATIO, top_k))
-    buffers.hca_lens[:n].copy_(visible_entries(length, HCA_RATIO))
-    buffers.window_rows[:n].copy_(ring_window(owned, length, buffers.ring_rows))
+    buffers.prefix_lens[:n].copy_(prefix)
+    owner = buffers.token_request[:t].long()
+    positions = prefix[owner] + torch.arange(t, dtype=torch.int32, device=prefix.device) % each
+    buffers.positions[:t].copy_(positions)
+    length = (positions + 1).masked_fill(~real[owner], 0)
+    seen = (prefix + each).masked_fill(~real, 0)[owner] if buffers.sees_block else length
+    buffers.window_lens[:t].copy_(window_lens(seen, buffers.reach))
+    buffers.csa_lens[:t].copy_(visible_entries(length, CSA_RATIO, top_k))
+    buffers.hca_lens[:t].copy_(visible_entries(length, HCA_RATIO))
+    rows = ring_window(owned[owner], seen, buffers.ring_rows, buffers.reach)
+    buffers.window_rows[:t, : buffers.reach].copy_(rows)
+    if each > 1:
+        visible = torch.arange(buffers.block_table.shape[1], device=length.device) < buffers.hca_lens[:t, None]
+        buffers.hca_rows[:t].copy_(torch.where(visible, buffers.block_table[owner], buffers.hca_rows[:t]))
     if track_mask is not None and track_slots is not None:
         due = track_mask & real
         buffers.copy_src[:n].copy_(owned.masked_fill(~due, -1))
@@ -91,40 +122,47 @@ def build_decode(
     buffers: DecodeBuffers,
     *,
     seq_lens: Tensor,
-    positions: Tensor,
     out_loc: Tensor,
     track_mask: Tensor | None,
     track_slots: Tensor | None,
     top_k: int,
+    before: int = -1,
 ) -> StepMetadata:
-    """One token a request, after `snapshot_decode`. Device work only: no size depends on a value, nothing is read back.
+    """`buffers.each` tokens a request, after `snapshot_decode`. Device work only: no size depends on a value, nothing
+    is read back.
 
-    `seq_lens` [B] counts the new token. Rows that pad a CUDA graph carry request 0, whose state slot is 0: SGLang's
-    dummy of both pools, which no request owns. Their slot becomes -1 and their lengths 0. `track_mask` [B] bool and
+    `seq_lens` [B] and `before`: a request has seq_lens + before tokens in the cache before the step; -1 where
+    `seq_lens` counts the new token. Rows that pad a CUDA graph carry request 0, whose state slot is 0: SGLang's dummy
+    of both pools, which no request owns. Their slot becomes -1 and their lengths 0. `track_mask` [B] bool and
     `track_slots` [B] say which requests end a checkpoint interval with this token and where its state goes.
     """
-    n = seq_lens.shape[0]
     if seq_lens.is_cuda:
         from dsv4_sglang.attention import triton_metadata
 
-        triton_metadata.build(buffers, seq_lens, track_mask, track_slots, top_k)
+        triton_metadata.build(buffers, seq_lens, before, track_mask, track_slots, top_k)
     else:
-        _fill_decode(buffers, seq_lens, track_mask, track_slots, top_k)
+        _fill_decode(buffers, seq_lens, before, track_mask, track_slots, top_k)
     tracks = track_mask is not None and track_slots is not None
+    return step_of(buffers, seq_lens.shape[0], out_loc, tracks)
+
+
+def step_of(buffers: DecodeBuffers, n: int, out_loc: Tensor, tracks: bool = False) -> StepMetadata:
+    """What `build_decode` has written for the first `n` requests, which a CUDA graph's replay may have done."""
+    t = n * buffers.each
     return StepMetadata(
         slots=buffers.slots[:n],
         prefix_lens=buffers.prefix_lens[:n],
         query_start=buffers.query_start[: n + 1],
-        token_request=buffers.token_request[:n],
-        positions=positions,
+        token_request=buffers.token_request[:t],
+        positions=buffers.positions[:t],
         out_loc=out_loc,
         track_slots=None,
         block_table=buffers.block_table[:n],
-        window_rows=buffers.window_rows[:n],
-        window_lens=buffers.window_lens[:n],
-        csa_lens=buffers.csa_lens[:n],
-        hca_rows=buffers.block_table[:n],
-        hca_lens=buffers.hca_lens[:n],
+        window_rows=buffers.window_rows[:t],
+        window_lens=buffers.window_lens[:t],
+        csa_lens=buffers.csa_lens[:t],
+        hca_rows=buffers.hca_rows[:t],
+        hca_lens=buffers.hca_lens[:t],
         copy_src=buffers.copy_src[:n] if tracks else None,
         copy_dst=buffers.copy_dst[:n] if tracks else None,
     )

@@ -1,6 +1,6 @@
 """The metadata of a decode step on a GPU, in Triton: one launch inside the CUDA graph.
 
-It writes what `metadata.build_decode` says, a program a request. Lengths are read on the device, so nothing depends on
+It writes what `metadata.build_decode` says, a program a token. Lengths are read on the device, so nothing depends on
 the host.
 """
 
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO, WINDOW
+from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
 
 if TYPE_CHECKING:
     from dsv4_sglang.attention.metadata import DecodeBuffers
@@ -24,68 +24,101 @@ def _decode_kernel(
     seq_lens_ptr,
     track_mask_ptr,
     track_slots_ptr,
+    block_table_ptr,
     slots_ptr,
     prefix_lens_ptr,
+    positions_ptr,
     window_rows_ptr,
     window_lens_ptr,
     csa_lens_ptr,
     hca_lens_ptr,
+    hca_rows_ptr,
     copy_src_ptr,
     copy_dst_ptr,
+    before,
     top_k,
     ring_rows,
+    table_columns,
+    EACH: tl.constexpr,
+    SEES_BLOCK: tl.constexpr,
     TRACKS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    REACH: tl.constexpr,
+    LISTED: tl.constexpr,
+    COLUMNS: tl.constexpr,
     CSA_RATIO: tl.constexpr,
     HCA_RATIO: tl.constexpr,
+    COLUMNS_AT_ONCE: tl.constexpr,
 ):
-    """Grid (requests)."""
-    b = tl.program_id(0)
+    """Grid (tokens)."""
+    t = tl.program_id(0)
+    b = t // EACH
     owned = tl.load(owned_ptr + b)
     real = owned > 0
     slot = tl.where(real, owned, -1)
-    length = tl.where(real, tl.load(seq_lens_ptr + b).to(tl.int32), 0)
-    tl.store(slots_ptr + b, slot)
-    tl.store(prefix_lens_ptr + b, tl.maximum(length - 1, 0))
-    tl.store(window_lens_ptr + b, tl.minimum(length, WINDOW))
-    tl.store(csa_lens_ptr + b, tl.minimum(length // CSA_RATIO, top_k))
-    tl.store(hca_lens_ptr + b, length // HCA_RATIO)
-    column = tl.arange(0, WINDOW)
-    position = tl.maximum(length - WINDOW, 0) + column
-    tl.store(window_rows_ptr + b * WINDOW + column, owned * ring_rows + position % ring_rows)
-    if TRACKS:
-        due = real & (tl.load(track_mask_ptr + b) != 0)
-        tl.store(copy_src_ptr + b, tl.where(due, owned, -1))
-        tl.store(copy_dst_ptr + b, tl.where(due, tl.load(track_slots_ptr + b).to(tl.int32), -1))
+    prefix = tl.where(real, tl.load(seq_lens_ptr + b).to(tl.int32) + before, 0)
+    position = prefix + t % EACH
+    length = tl.where(real, position + 1, 0)
+    tl.store(positions_ptr + t, position.to(tl.int64))
+    seen = tl.where(real, prefix + EACH, 0) if SEES_BLOCK else length
+    tl.store(window_lens_ptr + t, tl.minimum(seen, REACH))
+    tl.store(csa_lens_ptr + t, tl.minimum(length // CSA_RATIO, top_k))
+    tl.store(hca_lens_ptr + t, length // HCA_RATIO)
+    column = tl.arange(0, COLUMNS)
+    row = owned * ring_rows + (tl.maximum(seen - REACH, 0) + column) % ring_rows
+    tl.store(window_rows_ptr + t * LISTED + column, row, mask=column < REACH)
+    if EACH > 1:
+        at = tl.arange(0, COLUMNS_AT_ONCE)
+        stop = tl.minimum(length // HCA_RATIO, table_columns)
+        for begin in range(0, stop, COLUMNS_AT_ONCE):
+            block = tl.load(block_table_ptr + b.to(tl.int64) * table_columns + begin + at, mask=begin + at < stop)
+            tl.store(hca_rows_ptr + t.to(tl.int64) * table_columns + begin + at, block, mask=begin + at < stop)
+    if t % EACH == 0:
+        tl.store(slots_ptr + b, slot)
+        tl.store(prefix_lens_ptr + b, prefix)
+        if TRACKS:
+            due = real & (tl.load(track_mask_ptr + b) != 0)
+            tl.store(copy_src_ptr + b, tl.where(due, owned, -1))
+            tl.store(copy_dst_ptr + b, tl.where(due, tl.load(track_slots_ptr + b).to(tl.int32), -1))
 
 
 def build(
     buffers: DecodeBuffers,
     seq_lens: Tensor,
+    before: int,
     track_mask: Tensor | None,
     track_slots: Tensor | None,
     top_k: int,
 ) -> None:
     """Fill the buffers for the requests of `seq_lens` [B]. Without a mask the copies are left as they are."""
-    tracks = track_mask is not None and track_slots is not None
-    _decode_kernel[(seq_lens.shape[0],)](
+    tracks, listed = track_mask is not None and track_slots is not None, buffers.window_rows.shape[1]
+    _decode_kernel[(seq_lens.shape[0] * buffers.each,)](
         buffers.owned,
         seq_lens,
         track_mask if tracks else buffers.owned,
         track_slots if tracks else buffers.owned,
+        buffers.block_table,
         buffers.slots,
         buffers.prefix_lens,
+        buffers.positions,
         buffers.window_rows,
         buffers.window_lens,
         buffers.csa_lens,
         buffers.hca_lens,
+        buffers.hca_rows,
         buffers.copy_src,
         buffers.copy_dst,
+        before,
         top_k,
         buffers.ring_rows,
+        buffers.block_table.shape[1],
+        EACH=buffers.each,
+        SEES_BLOCK=buffers.sees_block,
         TRACKS=tracks,
-        WINDOW=WINDOW,
+        REACH=buffers.reach,
+        LISTED=listed,
+        COLUMNS=triton.next_power_of_2(listed),
         CSA_RATIO=CSA_RATIO,
         HCA_RATIO=HCA_RATIO,
+        COLUMNS_AT_ONCE=256,
         num_warps=1,
     )

@@ -22,9 +22,9 @@ class SwaView:
     """The rings of the layer, and the rows of the window that the tokens of the step see, as `attend` takes them."""
 
     window: Tensor | None
-    """Entry table that `window_rows` count in: the ring (decode) or the step's workspace (prefill). None in a step
-    with several tokens of a request before `append` has filled the workspace, because the ring does not keep all
-    their rows; then the next two are None as well."""
+    """Entry table that `window_rows` count in: the ring (decode) or the step's workspace (prefill). None in a
+    prefill step before `append` has filled the workspace, because the ring does not keep the rows of all its tokens;
+    then the next two are None as well."""
     window_rows: Tensor | None
     """[T, 128] int32"""
     window_lens: Tensor | None
@@ -91,7 +91,7 @@ class IndexerView:
 class LayerCacheHandle:
     """Writes and reads of one layer for the tokens of one step. Making one allocates nothing on the device.
 
-    In a step with more than one token of a request (prefill), `append` makes a workspace of window rows that
+    In a prefill step (not `Step.is_decode`), `append` makes a workspace of window rows that
     `read_swa_view` hands out: the chunk's late tokens replace ring rows that its early ones still see (SPEC 6.4).
     """
 

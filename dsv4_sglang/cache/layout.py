@@ -13,14 +13,10 @@ from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema, build_schema
 from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.formats.rows import block_stride_bytes
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_PREVIOUS_K, CSA_PREVIOUS_Z, CSA_RATIO, CSA_TAIL_ROWS, WINDOW
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 
 COMPRESSED = (AttentionType.CSA, AttentionType.HCA)
-SLOT_UNITS = CSA_TAIL_ROWS // CSA_RATIO
-"""Units of four rows in a slot's CSA tail: current k, current z, previous k (two), previous z (two)."""
-KEPT_UNITS = (CSA_PREVIOUS_K // CSA_RATIO + 1, CSA_PREVIOUS_Z // CSA_RATIO + 1)
-"""Those alive at a multiple of 128: the second half of the previous windows' rings, positions t & 7 = 4..7."""
 
 
 class PoolPart(NamedTuple):
@@ -35,15 +31,17 @@ class PoolPart(NamedTuple):
 @dataclass(frozen=True)
 class CacheLayout:
     """What a block of 128 tokens and a state slot consist of, layer by layer. `device` decides the padding of FP8
-    blocks; in a layout that is only counted, `sm100` does, so that it may be that of another machine's GPU.
+    blocks; in a layout that is only counted, `sm100` does, so that it may be that of another machine's GPU. The last
+    `draft_layers` are those of a draft model.
 
-    Raises ValueError for no layers, and for layers that cannot share tensors: rows of several formats, rings of several
-    sizes, tails of a kind of several shapes.
+    Raises ValueError for no layers, and for layers that cannot share tensors: rows of several formats, several numbers
+    of draft tokens, tails of a kind of several shapes.
     """
 
     schemas: tuple[LayerCacheSchema, ...]
     device: torch.device
     sm100: bool | None = None
+    draft_layers: int = 0
 
     def __post_init__(self) -> None:
         if not self.schemas:
@@ -51,9 +49,9 @@ class CacheLayout:
         formats = {schema.row_format.value for schema in self.schemas}
         if len(formats) > 1:
             raise ValueError(f"window rings of several formats {sorted(formats)}; expected one")
-        rows = {schema.ring_rows for schema in self.schemas}
-        if len(rows) > 1:
-            raise ValueError(f"window rings of several sizes {sorted(rows)}; expected one")
+        drafts = {schema.draft_tokens for schema in self.schemas}
+        if len(drafts) > 1:
+            raise ValueError(f"layers for several numbers of draft tokens {sorted(drafts)}; expected one")
         for kind in COMPRESSED:
             shapes = {schema.tail_shape for schema in self.schemas if schema.attn is kind}
             if len(shapes) > 1:
@@ -69,17 +67,24 @@ class CacheLayout:
         row_format: RowFormat | str = RowFormat.FP8,
         key_format: KeyFormat | str = KeyFormat.MXFP4,
         hca_state: HcaState | str = HcaState.ONLINE,
-        ring_rows: int = WINDOW,
+        draft_tokens: int = 0,
         sm100: bool | None = None,
+        draft_layers: int = 0,
     ) -> CacheLayout:
-        """The layout of a model; options as `build_schema` takes them."""
+        """The layout of a model; options as `build_schema` takes them. `draft_layers` of the schedule's are those of a
+        draft model, the last ones."""
         schemas = [
             build_schema(
-                config, spec, row_format=row_format, key_format=key_format, hca_state=hca_state, ring_rows=ring_rows
+                config,
+                spec,
+                row_format=row_format,
+                key_format=key_format,
+                hca_state=hca_state,
+                draft_tokens=draft_tokens,
             )
             for spec in schedule
         ]
-        return cls(tuple(schemas), device, sm100)
+        return cls(tuple(schemas), device, sm100, draft_layers)
 
     def layers(self, kind: AttentionType) -> list[int]:
         """Ids of the layers of a kind, in order."""
@@ -93,6 +98,18 @@ class CacheLayout:
     def ring_rows(self) -> int:
         """Rows of a slot's window ring, in every layer."""
         return self.schemas[0].ring_rows
+
+    @property
+    def tail_units(self) -> int:
+        """Units of four rows in a slot's CSA tail."""
+        return self.schemas[0].rows.csa.rows // CSA_RATIO
+
+    @property
+    def kept_units(self) -> tuple[int, int]:
+        """Those alive at a multiple of 128, and with them the four rows before it: the last unit of the previous
+        stream's k and that of its z, because their rings divide 128."""
+        tail = self.schemas[0].rows.csa
+        return tail.previous_z // CSA_RATIO - 1, tail.rows // CSA_RATIO - 1
 
     def block_parts(self, blocks: int) -> Iterator[PoolPart]:
         """The paged half: entries and index keys of `blocks` blocks."""
@@ -139,7 +156,8 @@ class CacheLayout:
         yield self.rings(checkpoints, "checkpointed rings")
         if csa := self.tails(AttentionType.CSA, checkpoints):
             layers, _, _, columns = csa.shape
-            yield _part("checkpointed tails", (layers, checkpoints, len(KEPT_UNITS) * CSA_RATIO, columns), csa.dtype)
+            rows = len(self.kept_units) * CSA_RATIO
+            yield _part("checkpointed tails", (layers, checkpoints, rows, columns), csa.dtype)
 
     def _rows(self, name: str, tables: int, blocks: int, rows_per_block: int) -> PoolPart:
         """Row tables, with the padding behind blocks."""

@@ -18,7 +18,7 @@ from dsv4_sglang.cache.state_cache import StateCachePool, StateStorage
 from dsv4_sglang.cache.step import NO_BLOCK, Step
 from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.model.geometry import BLOCK_TOKENS, WINDOW
+from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 
 
@@ -32,6 +32,9 @@ class KVCacheManager:
     A request lives from `admit_request` to `release_request`. It needs a block for every 128 tokens before they are
     appended (`allocate_block(slot)`), and gives them back (`release_blocks(slot)`) before its slot is released.
     `allocate_block()` without a slot is a block that no request owns; it goes back through `release_block`.
+
+    With `draft_tokens` d above 1 a step may have up to d tokens of each request, as many of each, and the next step may
+    take back all but the first of them: its positions begin where the request is to go on (`state_rows`).
 
     Attributes:
         layout: shapes and bytes of all layers; `schemas` are its.
@@ -54,7 +57,7 @@ class KVCacheManager:
         row_format: RowFormat | str = RowFormat.FP8,
         key_format: KeyFormat | str = KeyFormat.MXFP4,
         hca_state: HcaState | str = HcaState.ONLINE,
-        ring_rows: int = WINDOW,
+        draft_tokens: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
         if max_concurrent_requests < 1:
@@ -70,7 +73,7 @@ class KVCacheManager:
             row_format=row_format,
             key_format=key_format,
             hca_state=hca_state,
-            ring_rows=ring_rows,
+            draft_tokens=draft_tokens,
         )
         self.schemas = list(self.layout.schemas)
         self.state = StateStorage(self.layout, max_concurrent_requests)
@@ -176,7 +179,7 @@ class KVCacheManager:
             positions,
             request_ids,
             self.block_tables,
-            ring_rows=self.layout.ring_rows,
+            draft_tokens=self.layout.schemas[0].draft_tokens,
             has_blocks=self.num_blocks > 0,
         )
 

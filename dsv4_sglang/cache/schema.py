@@ -10,7 +10,7 @@ from typing import TypedDict, TypeVar
 
 from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, CSA_TAIL_ROWS, HCA_ONLINE_ROWS, HCA_RAW_ROWS, WINDOW
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_ONLINE_ROWS, HCA_RAW_ROWS, StateRows, state_rows
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 
 BLOCK_SIZE_ORIGINAL_TOKENS = BLOCK_TOKENS
@@ -26,9 +26,10 @@ class HcaState(enum.Enum):
     """How an HCA layer keeps its unfinished window."""
 
     RAW = "raw"
-    """Every (k, z) row of the window: can be rolled back, 512 KiB a layer."""
+    """Every (k, z) row of the window, 512 KiB a layer. Not for speculation: rejected tokens of the next window would
+    have replaced rows of the one that is open again."""
     ONLINE = "online"
-    """Running (max, sum, accumulator): 6 KiB a layer, cannot be rolled back (SPEC 3.7)."""
+    """Running (max, sum, accumulator): 6 KiB a layer, as many of them as there are lengths to go on from (SPEC 3.7)."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,26 @@ class LayerCacheSchema:
     row_format: RowFormat
     key_format: KeyFormat
     hca_state: HcaState
-    ring_rows: int = WINDOW
-    """Rows of a slot's window ring, position t in row t % ring_rows: the window, and more where tokens may be taken
-    back (a draft that is rejected must not have replaced rows that are still seen)."""
+    draft_tokens: int = 0
+    """Tokens of a request that a decode step may write and the next one take back, but for the first; 0 or 1: none is
+    ever taken back. Rings and tails grow by it (`state_rows`)."""
 
     def __post_init__(self) -> None:
-        if self.ring_rows < self.swa_window_size or self.ring_rows % 2:
+        if self.rows.hca_banks > 1 and self.hca_state is HcaState.RAW:
             raise ValueError(
-                f"ring_rows is {self.ring_rows}; expected an even number (FP8 rows start at multiples of 16 B) of at "
-                f"least {self.swa_window_size}, the window"
+                f"hca_state is 'raw' with draft_tokens {self.draft_tokens}: rejected drafts would stay in its open "
+                "window; expected 'online', which keeps a state for each length"
             )
+
+    @property
+    def rows(self) -> StateRows:
+        """Rows of a slot's ring and tails."""
+        return state_rows(self.draft_tokens)
+
+    @property
+    def ring_rows(self) -> int:
+        """Rows of a slot's window ring, position t in row t % ring_rows."""
+        return self.rows.ring
 
     @property
     def ratio(self) -> int:
@@ -92,13 +103,14 @@ class LayerCacheSchema:
     def tail_shape(self) -> tuple[int, int] | None:
         """Rows and fp32 columns of a slot's tail, None for SWA.
 
-        CSA: 4 current k, 4 current z, 8 previous k, 8 previous z (rings indexed t & 3 and t & 7), main compressor and
-        indexer side by side. HCA: 128 k and 128 z (raw), or max, sum, accumulator (online).
+        CSA: rings of current k, current z, previous k, previous z (4, 4, 8, 8 rows without drafts), main compressor and
+        indexer side by side. HCA: 128 k and 128 z (raw), or max, sum, accumulator of each bank (online).
         """
         if self.attn is AttentionType.CSA:
-            return CSA_TAIL_ROWS, self.entry_head_dim + self.indexer_head_dim
+            return self.rows.csa.rows, self.entry_head_dim + self.indexer_head_dim
         if self.attn is AttentionType.HCA:
-            return (HCA_RAW_ROWS if self.hca_state is HcaState.RAW else HCA_ONLINE_ROWS), self.entry_head_dim
+            online = HCA_ONLINE_ROWS * self.rows.hca_banks
+            return (HCA_RAW_ROWS if self.hca_state is HcaState.RAW else online), self.entry_head_dim
         return None
 
     @property
@@ -142,9 +154,10 @@ def build_schema(
     row_format: RowFormat | str = RowFormat.FP8,
     key_format: KeyFormat | str = KeyFormat.MXFP4,
     hca_state: HcaState | str = HcaState.ONLINE,
-    ring_rows: int = WINDOW,
+    draft_tokens: int = 0,
 ) -> LayerCacheSchema:
-    """The schema of one layer. Formats may be given by name ("fp8", "mxfp4", "raw"); an unknown one is a ValueError."""
+    """The schema of one layer. Formats may be given by name ("fp8", "mxfp4", "raw"); an unknown one is a ValueError,
+    and so is a number of draft tokens that the rows of a slot are not made for."""
     has_indexer = layer_spec.attn is AttentionType.CSA
     return LayerCacheSchema(
         attn=layer_spec.attn,
@@ -155,7 +168,7 @@ def build_schema(
         row_format=_option(RowFormat, "row_format", row_format),
         key_format=_option(KeyFormat, "key_format", key_format),
         hca_state=_option(HcaState, "hca_state", hca_state),
-        ring_rows=ring_rows,
+        draft_tokens=draft_tokens,
     )
 
 
@@ -184,7 +197,7 @@ def compute_block_budget(
     row_format: RowFormat | str = RowFormat.FP8,
     key_format: KeyFormat | str = KeyFormat.MXFP4,
     hca_state: HcaState | str = HcaState.ONLINE,
-    ring_rows: int = WINDOW,
+    draft_tokens: int = 0,
 ) -> BlockBudget:
     """Storage for `max_requests` requests of `max_context_len` tokens each, without sharing.
 
@@ -195,7 +208,7 @@ def compute_block_budget(
             raise ValueError(f"{name} is {value}; expected at least 1")
     schemas = [
         build_schema(
-            config, spec, row_format=row_format, key_format=key_format, hca_state=hca_state, ring_rows=ring_rows
+            config, spec, row_format=row_format, key_format=key_format, hca_state=hca_state, draft_tokens=draft_tokens
         )
         for spec in schedule
     ]

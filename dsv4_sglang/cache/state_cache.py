@@ -7,10 +7,10 @@ from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
 from dsv4_sglang.cache.device import resolve_device
-from dsv4_sglang.cache.layout import KEPT_UNITS, SLOT_UNITS, CacheLayout
-from dsv4_sglang.cache.schema import LayerCacheSchema
+from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema
 from dsv4_sglang.formats import RowTable, make_row_tables
-from dsv4_sglang.model.geometry import CSA_CURRENT_ROWS, CSA_PREVIOUS_ROWS, CSA_RATIO, HCA_RATIO
+from dsv4_sglang.model.geometry import CSA_RATIO, HCA_ONLINE_ROWS, HCA_RATIO
 from dsv4_sglang.model.layer_schedule import AttentionType
 
 EMPTY = -1
@@ -21,13 +21,14 @@ class StateStorage:
     """The state of all layers: slots of requests, and compact checkpoints of them, in a few tensors.
 
     - `rings` [layers, slots, R, width]: window rows, position t in row t % R (R: `CacheLayout.ring_rows`)
-    - `tails`: fp32, by kind: CSA [layers, slots, 24, 640]; HCA [layers, slots, 256, 512] raw, [.., .., 3, 512] online
+    - `tails`: fp32, by kind, [layers, slots, *`LayerCacheSchema.tail_shape`]: without drafts CSA [.., .., 24, 640];
+      HCA [.., .., 256, 512] raw, [.., .., 3, 512] online
     - `swa_pos` [layers, slots, R], `swa_head` [layers, slots], `tail_len` [layers, slots] int32; None without
       `positions`: they follow from the lengths of the requests
 
     Slots count from 0, checkpoints from 1. Of a state at a multiple of 128 a checkpoint keeps what is alive (SPEC 6.6),
-    and one allocation holds the rings of both, another the CSA tails of both, in units of four rows: six a slot, two a
-    checkpoint. So a copy between them is a copy of slots.
+    and one allocation holds the rings of both, another the CSA tails of both, in units of four rows, of which a
+    checkpoint has two. So a copy between them is a copy of slots.
 
     What of a slot is alive follows from its request's length alone (SPEC 3.7), so nothing must be cleared for a new
     owner; `reset_slot` clears it all the same, so that a slot reads as empty.
@@ -62,14 +63,15 @@ class StateStorage:
             self.tail_len = torch.zeros(lengths, dtype=torch.int32, device=self.device)
 
     def _csa_tails(self, layers: int, columns: int) -> Tensor:
-        """Allocate the tails of slots and checkpoints together; those of slots [layers, slots, 24, columns]."""
-        live = self.num_slots * SLOT_UNITS
-        units = live + self.checkpoints * len(KEPT_UNITS)
+        """Allocate the tails of slots and checkpoints together; those of slots [layers, slots, rows, columns]."""
+        each, kept = self.layout.tail_units, self.layout.kept_units
+        live = self.num_slots * each
+        units = live + self.checkpoints * len(kept)
         self._tail_units = torch.zeros((layers, units, CSA_RATIO, columns), device=self.device)
         # Units of slot 0 and of checkpoint 0, which does not exist.
-        self._live_units = torch.tensor(KEPT_UNITS, dtype=torch.int32, device=self.device)
-        self._kept_units = torch.arange(live - len(KEPT_UNITS), live, dtype=torch.int32, device=self.device)
-        return self._tail_units[:, :live].unflatten(1, (self.num_slots, SLOT_UNITS)).flatten(2, 3)
+        self._live_units = torch.tensor(kept, dtype=torch.int32, device=self.device)
+        self._kept_units = torch.arange(live - len(kept), live, dtype=torch.int32, device=self.device)
+        return self._tail_units[:, :live].unflatten(1, (self.num_slots, each)).flatten(2, 3)
 
     def ring(self, layer: int) -> Tensor:
         """[slots, R, width] row table of a layer's windows."""
@@ -122,8 +124,9 @@ class StateStorage:
             raise IndexError(f"checkpoint {checkpoint} is not in 1..{self.checkpoints}")
         views = [self._all_rings[:, self.num_slots - 1 + checkpoint]]
         if self._tail_units is not None:
-            first = self.num_slots * SLOT_UNITS + (checkpoint - 1) * len(KEPT_UNITS)
-            views.append(self._tail_units[:, first : first + len(KEPT_UNITS)].flatten(1, 2))
+            kept = self._kept_units.numel()
+            first = self.num_slots * self.layout.tail_units + (checkpoint - 1) * kept
+            views.append(self._tail_units[:, first : first + kept].flatten(1, 2))
         return [view.view(torch.uint8) for view in views]
 
     def _copy(self, slots: Tensor, checkpoints: Tensor, *, to_checkpoints: bool) -> None:
@@ -132,8 +135,8 @@ class StateStorage:
         none = checkpoints < 1
         self._move(self._all_rings, slots, (checkpoints + (self.num_slots - 1)).masked_fill(none, -1), to_checkpoints)
         if self._tail_units is not None:
-            live = torch.add(self._live_units, slots[:, None], alpha=SLOT_UNITS)
-            kept = torch.add(self._kept_units, checkpoints[:, None], alpha=len(KEPT_UNITS))
+            live = torch.add(self._live_units, slots[:, None], alpha=self.layout.tail_units)
+            kept = torch.add(self._kept_units, checkpoints[:, None], alpha=self._kept_units.numel())
             kept = kept.masked_fill(none[:, None], -1)
             self._move(self._tail_units, live.flatten(), kept.flatten(), to_checkpoints)
 
@@ -153,7 +156,8 @@ class StateCachePool:
     Tables, as the ops take them: `ring` [slots, R, width] (R: `LayerCacheSchema.ring_rows`) and `tail` (None for SWA;
     shape in `LayerCacheSchema.tail_shape`). Everything below is a view of them. Names end in `a` for the window that is
     open and in `b` for the stream that the next window pools too; k and z are projections, z with the position bias
-    added.
+    added. Cc and Cp are the rows of a CSA tail's rings, n the banks of an HCA tail (`state_rows`): 4, 8, 1 without
+    drafts.
 
     | attribute | shape | who has it |
     | --- | --- | --- |
@@ -161,10 +165,11 @@ class StateCachePool:
     | swa_inv | [slots, R] float8_e8m0fnu, the multiplier that dequantises | FP8 rows |
     | swa_pos | [slots, R] int32, position of each ring row, -1: none | all |
     | swa_head | [slots] int32, ring row of the next position | all |
-    | tail_ka, tail_za | [slots, 4, 512] (row t & 3), HCA [slots, 128, 512] (row t & 127) fp32 | CSA, HCA raw |
-    | tail_kb, tail_zb | [slots, 8, 512] fp32 (row t & 7) | CSA |
+    | tail_ka, tail_za | [slots, Cc, 512] (row t % Cc), HCA [slots, 128, 512] (row t & 127) fp32 | CSA, HCA raw |
+    | tail_kb, tail_zb | [slots, Cp, 512] fp32 (row t % Cp) | CSA |
     | index_tail_ka, _za, _kb, _zb | the same with 128 columns | CSA |
-    | tail_max, tail_sum, tail_acc | [slots, 512] fp32, accumulator not divided by the sum | HCA online |
+    | tail_max, tail_sum, tail_acc | [slots, 512], with drafts [slots, n, 512] (t tokens: bank t % n) fp32, accumulator
+    not divided by the sum | HCA online |
     | tail_len | [slots] int32, tokens in the open window | CSA, HCA |
     """
 
@@ -202,14 +207,16 @@ class StateCachePool:
         names = ("tail_ka", "tail_za", "tail_kb", "tail_zb")
         parts: dict[str, Tensor] = {}
         if self.tail is not None and self.schema.attn is AttentionType.CSA:
-            sizes = (CSA_CURRENT_ROWS, CSA_CURRENT_ROWS, CSA_PREVIOUS_ROWS, CSA_PREVIOUS_ROWS)
+            rows = self.schema.rows.csa
+            sizes = (rows.current, rows.current, rows.previous, rows.previous)
             main, index = self.tail.split((self.schema.entry_head_dim, self.schema.indexer_head_dim), dim=-1)
             parts.update(zip(names, main.split(sizes, dim=1)))
             parts.update((f"index_{name}", part) for name, part in zip(names, index.split(sizes, dim=1)))
-        elif self.tail is not None and self.tail.shape[1] == 2 * HCA_RATIO:
+        elif self.tail is not None and self.schema.hca_state is HcaState.RAW:
             parts.update(zip(names, self.tail.split(HCA_RATIO, dim=1)))
         elif self.tail is not None:
-            parts.update(zip(("tail_max", "tail_sum", "tail_acc"), self.tail.unbind(1)))
+            banks = self.tail.unflatten(1, (-1, HCA_ONLINE_ROWS)).squeeze(1)
+            parts.update(zip(("tail_max", "tail_sum", "tail_acc"), banks.unbind(-2)))
         self.tail_ka, self.tail_za, self.tail_kb, self.tail_zb = (parts.get(name) for name in names)
         self.index_tail_ka, self.index_tail_za = parts.get("index_tail_ka"), parts.get("index_tail_za")
         self.index_tail_kb, self.index_tail_zb = parts.get("index_tail_kb"), parts.get("index_tail_zb")

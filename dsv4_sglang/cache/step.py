@@ -14,27 +14,29 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, WINDOW
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, WINDOW, state_rows
 
 NO_BLOCK = -1
 """What a block table holds where a request has no block."""
 
 
-def window_lens(lengths: Tensor) -> Tensor:
-    """Tokens that a token sees through the window; `lengths` int32 counts it: t + 1, 0 for padding."""
-    return lengths.clamp_max(WINDOW)
+def window_lens(lengths: Tensor, reach: int = WINDOW) -> Tensor:
+    """Tokens that a token sees through a window of `reach` tokens; `lengths` int32 counts them from the request's first
+    on: t + 1, 0 for padding."""
+    return lengths.clamp_max(reach)
 
 
-def window_positions(lengths: Tensor) -> Tensor:
-    """[T, 128] the positions in the window of each token, oldest first; those behind `window_lens` are not visible."""
-    oldest = (lengths - WINDOW).clamp_min(0)
-    return oldest[:, None] + torch.arange(WINDOW, dtype=lengths.dtype, device=lengths.device)
+def window_positions(lengths: Tensor, reach: int = WINDOW) -> Tensor:
+    """[T, reach] the positions in the window of each token, oldest first; those behind `window_lens` are not
+    visible."""
+    oldest = (lengths - reach).clamp_min(0)
+    return oldest[:, None] + torch.arange(reach, dtype=lengths.dtype, device=lengths.device)
 
 
-def ring_window(slots: Tensor, lengths: Tensor, ring_rows: int) -> Tensor:
-    """[T, 128] int32 rows of the rings where the window of each token lies: position p of slot s in row
+def ring_window(slots: Tensor, lengths: Tensor, ring_rows: int, reach: int = WINDOW) -> Tensor:
+    """[T, reach] int32 rows of the rings where the window of each token lies: position p of slot s in row
     s R + p mod R."""
-    return slots[:, None] * ring_rows + window_positions(lengths) % ring_rows
+    return slots[:, None] * ring_rows + window_positions(lengths, reach) % ring_rows
 
 
 def visible_entries(lengths: Tensor, ratio: int, top_k: int | None = None) -> Tensor:
@@ -56,8 +58,8 @@ class StepMetadata:
         out_loc: [T] int64 pool slot of each token; congruent to its position modulo 128.
         track_slots: [T] int32 state slot of the checkpoint that holds this token's row, -1: none; None: none is due.
         block_table: [B, NB] int32 block ids of each request; anything behind its last block.
-        window_rows: [T, 128] int32 rows of the window table, oldest position first: in decode rows of the ring, in
-            prefill rows of the step's window workspace.
+        window_rows: [T, W] int32 rows of the window table, oldest position first: in decode rows of the ring, in
+            prefill rows of the step's window workspace. W is 128, more in a step whose tokens all see each other.
         window_lens: [T] int32 how many of them are visible.
         csa_lens: [T] int32 entries that a CSA layer reads, at most its top k; all visible ones where none is given.
         hca_rows: [T, NB] int32 rows of the HCA table; entry i of a request lies in the row of its block i.
@@ -104,9 +106,9 @@ class StepMetadata:
     ) -> StepMetadata:
         """Derive what layers read from who owns what. Nothing is read back from the device.
 
-        `decode_ring_rows`: R of a decode step, one token a request, whose readers use the rings. None: a prefill step,
-        whose readers use a workspace with the rows of all tokens and, before each chunk, of 128 older positions:
-        position p of request b is in row query_start[b] + 128 (b + 1) + p - prefix_lens[b].
+        `decode_ring_rows`: R of a decode step, as many tokens of each request, whose readers use the rings. None: a
+        prefill step, whose readers use a workspace with the rows of all tokens and, before each chunk, of 128 older
+        positions: position p of request b is in row query_start[b] + 128 (b + 1) + p - prefix_lens[b].
         """
         owner = token_request.long()
         owned = slots[owner]
@@ -148,7 +150,8 @@ class Step:
         positions: [T] int32 or int64 position of each token in its request.
         request_ids: [T] int, any number that tells the requests of the step apart.
         block_tables: [slots, blocks] int32 block ids of every state slot's request, -1 where it has none.
-        ring_rows: rows of a window ring.
+        draft_tokens: tokens of a request that a decode step may write and the next one take back (`state_rows`): that
+            one then simply begins at an earlier position.
         has_blocks: False for a cache of SWA layers alone, whose tokens need no blocks.
     """
 
@@ -158,7 +161,7 @@ class Step:
         positions: Tensor,
         request_ids: Tensor,
         block_tables: Tensor,
-        ring_rows: int = WINDOW,
+        draft_tokens: int = 0,
         has_blocks: bool = True,
     ) -> None:
         for name, tensor in (("request_slots", request_slots), ("positions", positions), ("request_ids", request_ids)):
@@ -174,7 +177,7 @@ class Step:
         self.positions = positions
         self.request_ids = request_ids
         self.block_tables = block_tables
-        self.ring_rows = ring_rows
+        self.draft_tokens = draft_tokens
         self.has_blocks = has_blocks
 
     @cached_property
@@ -185,8 +188,17 @@ class Step:
 
     @property
     def is_decode(self) -> bool:
-        """One token a request: readers use the rings; otherwise they use the window workspace of `append`."""
-        return len(self._runs[0]) == len(self.positions)
+        """One token a request, or as many of each as a cache for drafts takes: readers use the rings; otherwise they
+        use the window workspace of `append`."""
+        return self._is_decode
+
+    @cached_property
+    def _is_decode(self) -> bool:
+        ids, counts, _ = self._runs
+        each, rest = divmod(len(self.positions), max(len(ids), 1))
+        if rest or each > max(self.draft_tokens, 1):
+            return False
+        return each <= 1 or bool((counts == each).all())
 
     @cached_property
     def metadata(self) -> StepMetadata:
@@ -207,7 +219,7 @@ class Step:
             positions=at,
             out_loc=self._out_loc(block_table[owner], at) if self.has_blocks else at,
             block_table=block_table,
-            decode_ring_rows=self.ring_rows if self.is_decode else None,
+            decode_ring_rows=state_rows(self.draft_tokens).ring if self.is_decode else None,
         )
 
     def _check(self, first: Tensor) -> None:

@@ -29,12 +29,13 @@ def is_tiny(model_path: str) -> bool:
         from dsv4_sglang.testing.tiny import TinySpec, config_json  # imports torch
 
         spec = TinySpec(
-            ratios=config["compress_ratios"][:-1],
+            ratios=config["compress_ratios"][: config["num_hidden_layers"]],
             hidden=config["hidden_size"],
             vocab=config["vocab_size"],
             index_topk=config["index_topk"],
             hash_layers=config["num_hash_layers"],
             context=config["max_position_embeddings"],
+            dspark=config.get("dspark_block_size"),
         )
     except (OSError, ValueError, KeyError, TypeError):  # no folder, or another model's
         return False

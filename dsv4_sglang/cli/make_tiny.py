@@ -25,6 +25,12 @@ def make_tiny(
     index_topk: Annotated[int, typer.Option(help="CSA entries that the indexer selects.")] = 512,
     hash_layers: Annotated[int, typer.Option(help="First layers whose experts are chosen by token id.")] = 2,
     context: Annotated[int, typer.Option(help="max_position_embeddings.")] = 32768,
+    nextn: Annotated[
+        bool, typer.Option("--nextn", help="With a NextN (MTP) block, for --speculative-algorithm EAGLE.")
+    ] = False,
+    dspark: Annotated[
+        int | None, typer.Option(help="With a DSPARK head that drafts this many tokens at once (released: 5).")
+    ] = None,
 ) -> None:
     """Write a small random DeepSeek-V4 checkpoint that SGLang and transformers can read."""
     from dsv4_sglang.testing import tiny
@@ -37,6 +43,8 @@ def make_tiny(
             index_topk=index_topk,
             hash_layers=hash_layers,
             context=context,
+            nextn=nextn,
+            dspark=dspark,
         )
         tiny.make_tiny(folder, spec)
     except (ValueError, FileExistsError) as error:

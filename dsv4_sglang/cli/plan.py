@@ -158,8 +158,9 @@ def plan(
     kv_cache_dtype: Annotated[str, typer.Option(help="Rows: auto (FP8), fp8_e4m3 or bfloat16.")] = "auto",
     indexer_format: Annotated[str, typer.Option(help="Index keys: mxfp4, nvfp4 or fp32.")] = "mxfp4",
     hca_state: Annotated[str, typer.Option(help="Open windows of 128: online or raw.")] = "online",
-    max_checkpoints: Annotated[int | None, typer.Option(help="Of one cache; default: a tenth of its memory.")] = None,
+    max_checkpoints: Annotated[int | None, typer.Option(help="Of one cache; default: a twelfth of its memory.")] = None,
     chunked_prefill_size: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 8192,
+    speculative_num_draft_tokens: Annotated[int, typer.Option(help="Of EAGLE, 2 to 9; 0: no speculation.")] = 0,
     context_length: Annotated[int | None, typer.Option(help="Longest request; default: the model's.")] = None,
     context: Annotated[int, typer.Option(help="Tokens of a request when requests are counted.")] = 32768,
     plot: Annotated[Path | None, typer.Option(help="Draw the memory into this file (.png, .svg, .pdf).")] = None,
@@ -197,6 +198,7 @@ def plan(
                 chunk=chunked_prefill_size,
                 context_length=context_length,
                 request=context,
+                draft_tokens=speculative_num_draft_tokens,
             )
         )
         other = dict(compared(made.choice))
@@ -210,8 +212,9 @@ def plan(
     console = Console(markup=False, highlight=False)
     servers = "" if choice.tp == choice.count else f", {choice.count // choice.tp} servers"
     replicas = f", --dp {choice.dp}" if choice.dp > 1 else ""
+    drafts = f", --speculative-num-draft-tokens {choice.draft_tokens}" if choice.draft_tokens else ""
     name = f"{choice.model.name}, {choice.count} x {choice.gpu.name}"
-    console.print(f"{name}, --tp {choice.tp}{replicas}{servers}", style="bold")
+    console.print(f"{name}, --tp {choice.tp}{replicas}{servers}{drafts}", style="bold")
     console.print(holds(made), soft_wrap=True)
     for table in (_memory_table(made), _others_table(made, other)):
         console.print()

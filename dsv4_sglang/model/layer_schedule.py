@@ -55,14 +55,16 @@ class LayerSpec:
     router_mode: RouterMode
 
 
-def build_schedule(config: DSV4Config) -> list[LayerSpec]:
-    """The `num_hidden_layers` layers of the model, in order; MTP blocks are not among them."""
+def build_schedule(config: DSV4Config, draft_layers: int = 0) -> list[LayerSpec]:
+    """The `num_hidden_layers` layers of the model, in order, and behind them those of a draft model that shares its
+    cache: NextN's MTP block (SPEC 4.6), or DSPARK's stages, which all have the window alone."""
+    kinds = [AttentionType.from_ratio(config.ratio(layer)) for layer in range(config.num_hidden_layers)]
     return [
         LayerSpec(
             layer_idx=layer,
-            attn=AttentionType.from_ratio(config.ratio(layer)),
+            attn=kind,
             ffn=FFNType.MOE,
             router_mode=RouterMode.HASH if layer < config.num_hash_layers else RouterMode.DENSE,
         )
-        for layer in range(config.num_hidden_layers)
+        for layer, kind in enumerate(kinds + [AttentionType.SWA] * draft_layers)
     ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.verify_mask import VerifyMask, maybe_create_verify_mask
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 from torch.nn.functional import pad
@@ -17,6 +18,7 @@ from dsv4_sglang.attention.metadata import (
     build_decode,
     build_prefill,
     snapshot_decode,
+    step_of,
 )
 from dsv4_sglang.attention.readers import AttendInputs, LayerOutput, Reader, RowList, begin_step, make_readers
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
@@ -62,11 +64,21 @@ class LayerInputs(NamedTuple):
 
 
 class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
-    """Serves decode and prefill steps of all layers. CUDA graphs record decode steps, metadata included."""
+    """Serves prefill, decode and verify steps of all layers of a model: the served one, or the draft model behind it
+    (docs/speculation.md). CUDA graphs record decode and verify steps, metadata included.
 
-    def __init__(self, runner: Any) -> None:
+    `draft_step`: which of the decode steps of a turn of the draft model; the served model has no such steps.
+    """
+
+    # With speculation the host learns lengths a turn late, and no step waits for them.
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: Any, draft_step: int = 0) -> None:
         super().__init__()
         config = runner.model_config.hf_config
+        self.is_draft, self.draft_step = runner.is_draft_worker, draft_step
+        # DSPARK drafts a block at once; what a request is verified with has the last accepted token, too.
+        self.drafts_blocks = runner.is_draft_worker and runner.spec_algorithm.is_dspark()
         self.device = runner.device
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -78,43 +90,90 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             LayerTables(self.state.ring(i), self.state.tail(i), blocks.entries(i), blocks.keys(i))
             for i in range(len(self.schemas))
         ]
-        self.max_blocks = -(-runner.model_config.context_len // BLOCK_TOKENS)
-        self.last_layer = config.num_hidden_layers - 1
+        self.draft_tokens = self.schemas[0].draft_tokens
+        # Drafts may lie behind the end of the context. Layers of a draft model have no entries.
+        longest = runner.model_config.context_len + self.draft_tokens
+        self.max_blocks = 0 if self.is_draft else -(-longest // BLOCK_TOKENS)
+        # The one behind which a step's checkpoints are complete: the draft model runs after the served one.
+        self.last_layer = len(self.schemas) - 1
         self.top_k = config.index_topk
         self.metadata: StepMetadata | None = None
         self.heads, self.dtype = config.num_attention_heads // get_parallel().attn_tp_size, runner.dtype
         device = resolve_device(self.device)  # registers its ops
         self.readers = make_readers(device, blocks.blocks, self.heads, self.dtype, blocks.layout.row_format)
         self.reader: Reader | None = None
+        self._crossings: tuple[Tensor, Tensor] | None = None
         self._graph_buffers: DecodeBuffers | None = None
         self._decode_buffers: DecodeBuffers | None = None
+        self._verify_mask: VerifyMask | None = None
         self._workspace: Tensor | None = None
         self._graph_scratch: dict[str, Tensor] = {}
         self._scratch: dict[str, Tensor] = {}
         self._staged: tuple[Tensor, Tensor] | None = None
 
+        if self.draft_tokens and not self.is_draft:
+            self._verify_mask = self._make_verify_mask(1)
+
     # Metadata of a step
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self._graph_buffers = DecodeBuffers(max_bs, self.max_blocks, self.device, self.state.layout.ring_rows)
-        scores = max_bs * self._score_width(self._graph_buffers.block_table)
-        self._graph_scratch = {
-            "rows": torch.empty(max_bs * self.top_k, dtype=torch.int32, device=self.device),
-            "scores": torch.empty(scores, dtype=torch.float32, device=self.device),
-        }
+        self._graph_buffers = self._make_buffers(max_bs, max_num_tokens // max_bs)
         heads = max(reader.query_heads(self.heads) for reader in self.readers)
         if heads > self.heads:
-            self._graph_scratch["query"] = torch.zeros(max_bs * heads * ENTRY_DIM, dtype=self.dtype, device=self.device)
+            query = torch.zeros(max_num_tokens * heads * ENTRY_DIM, dtype=self.dtype, device=self.device)
+            self._graph_scratch["query"] = query
+        if self.is_draft:
+            return
+        if self.draft_tokens:
+            self._verify_mask = self._make_verify_mask(max_bs)
+        scores = max_num_tokens * self._score_width(self._graph_buffers.block_table)
+        self._graph_scratch["rows"] = torch.empty(max_num_tokens * self.top_k, dtype=torch.int32, device=self.device)
+        self._graph_scratch["scores"] = torch.empty(scores, dtype=torch.float32, device=self.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """SGLang's mask of a tree of drafts, which no step here reads: drafts are a chain. It is filled all the same,
+        and one that nobody has made would have a column for every token of the context."""
+        return self._verify_mask
+
+    def _make_verify_mask(self, requests: int) -> VerifyMask | None:
+        return maybe_create_verify_mask(
+            is_draft_runner=False,
+            skip_prefill=False,
+            max_bs=requests,
+            max_context_len=0,  # of another mode
+            num_draft_tokens=self.draft_tokens,
+            device=self.device,
+            is_read=False,
+        )
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Nothing: a step's metadata depends on lengths alone, not on the drafts."""
+
+    def _make_buffers(self, requests: int, each: int) -> DecodeBuffers:
+        ring_rows = self.state.layout.ring_rows
+        return DecodeBuffers(requests, self.max_blocks, self.device, ring_rows, each, sees_block=self.drafts_blocks)
+
+    def _tokens_of(self, mode: Any) -> tuple[int, int]:
+        """Tokens of a request in a step that is no prefill, and `before` of `build_decode`: SGLang's lengths count the
+        token of a decode step; in the turns of the draft model and in a verify step they are those before the turn, and
+        behind it those with all drafts. The block that DSPARK drafts has the mode of a verify step."""
+        if mode.is_target_verify():
+            return self.draft_tokens - self.drafts_blocks, 0
+        if mode.is_draft_extend_v2():
+            return self.draft_tokens, -self.draft_tokens
+        return 1, self.draft_step if self.is_draft else -1
+
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """All of a prefill step; of a decode step what a CUDA graph must not read (see `snapshot_decode`)."""
-        if forward_batch.forward_mode.is_idle():
+        """All of a prefill step; of another what a CUDA graph must not read (see `snapshot_decode`)."""
+        mode = forward_batch.forward_mode
+        if mode.is_idle():
             return
-        if forward_batch.forward_mode.is_decode():
-            self._snapshot(forward_batch)
+        if not mode.is_extend_without_speculative():
+            self.snapshot(forward_batch)
             return
         lengths = [
             prefix + chunk
@@ -141,30 +200,43 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """The last thing before the layers of any step, and the first that a CUDA graph records."""
-        if not forward_batch.forward_mode.is_decode():
+        mode = forward_batch.forward_mode
+        if mode.is_idle() or mode.is_extend_without_speculative():
             return
         assert self._decode_buffers is not None, "a decode step begins with its snapshot"
+        tokens = forward_batch.seq_lens.shape[0] * self._decode_buffers.each
         self.metadata = build_decode(
             self._decode_buffers,
             seq_lens=forward_batch.seq_lens,
-            positions=forward_batch.positions,
-            out_loc=forward_batch.out_cache_loc,
+            # For the draft model SGLang has those of all its steps; its layers write no entries.
+            out_loc=forward_batch.out_cache_loc[:tokens],
             track_mask=forward_batch.mamba_track_mask,
             track_slots=forward_batch.mamba_track_indices,
             top_k=self.top_k,
+            before=self._tokens_of(mode)[1],
         )
         self.reader = begin_step(self.readers, self.metadata, lengths=None)
 
-    def _snapshot(self, forward_batch: Any) -> None:
-        requests = forward_batch.req_pool_indices
+    def snapshot(self, forward_batch: Any, like: HybridCacheBackend | None = None) -> None:
+        """Copy what a step that is no prefill needs of SGLang's tables of all requests.
+
+        `like`: a backend that has just done so for the same requests, in a layer without entries; its slots serve.
+        SGLang's views of a batch may have more rows than the batch.
+        """
+        count, mode = forward_batch.batch_size, forward_batch.forward_mode
+        each, _ = self._tokens_of(mode)
         buffers = self._graph_buffers
-        if buffers is None or requests.shape[0] > buffers.slots.shape[0]:
-            buffers = DecodeBuffers(requests.shape[0], self.max_blocks, self.device, self.state.layout.ring_rows)
+        if buffers is None or count > buffers.slots.shape[0] or buffers.each != each:
+            buffers = self._make_buffers(count, each)
         self._decode_buffers = buffers
+        if like is not None and like._decode_buffers is not None:
+            buffers.owned = like._decode_buffers.owned
+            return
+        seq_lens = forward_batch.seq_lens[:count]
         snapshot_decode(
             buffers,
-            req_pool_indices=requests,
-            seq_lens=forward_batch.seq_lens,
+            req_pool_indices=forward_batch.req_pool_indices[:count],
+            seq_lens=seq_lens + each if mode.is_target_verify() else seq_lens,
             req_to_token=self.req_to_token_pool.req_to_token,
             state_slot_of_request=self.req_to_token_pool.req_index_to_mamba_index_mapping,
         )
@@ -185,6 +257,58 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self._staged = slots.flatten(), checkpoints.flatten().to(torch.int32)
         return slots, lengths
 
+    # Checkpoints of verify steps
+
+    def update_mamba_state_after_mtp_verify(
+        self,
+        last_correct_step_indices: Tensor,
+        mamba_track_indices: Tensor | None,
+        mamba_steps_to_track: Tensor | None,
+        model: Any,
+        req_pool_indices: Tensor | None = None,
+    ) -> None:
+        """SGLang's call behind a verify step: `mamba_steps_to_track` [B] is -1 where no multiple of 128 was passed,
+        `mamba_track_indices` [B] the checkpoints planned (0: none).
+
+        The copies wait for `take_crossings`: the draft model's rows of the accepted tokens are not there yet. Nothing
+        that is copied is rejected or lost until then: what a checkpoint at 128 n keeps lies before 128 n.
+        """
+        self._crossings = None
+        if mamba_track_indices is None or mamba_steps_to_track is None:
+            return
+        assert self._decode_buffers is not None
+        to = mamba_track_indices.masked_fill(mamba_steps_to_track < 0, -1).to(torch.int32)
+        self._crossings = self._decode_buffers.slots[: to.shape[0]], to
+
+    def take_crossings(self) -> None:
+        """Take the checkpoints of the requests that passed a multiple of 128 in this turn; the draft model has read
+        what was accepted."""
+        crossings, self._crossings = self._crossings, None
+        if crossings is not None:
+            self.state.store(*crossings)
+
+    # Rows of a draft model that runs in no step of the served model (DSPARK)
+
+    def write_context(
+        self, layers: Iterable[tuple[int, LayerWeights, Tensor]], out_loc: Tensor, requests: int | None
+    ) -> None:
+        """Write the window rows of layers for the tokens of the served model's step that has just run: of each its
+        number in the cache, its weights, and its raw projections [T, 512]. Then take the checkpoints that are due.
+
+        `out_loc` [T]: the tokens' pool slots. `requests`: of a verify step, None behind a prefill step. Rows of drafts
+        that were rejected are written, too: they lie behind the request's length, and the ring has room for them.
+        """
+        if requests is None:
+            step = self._step(out_loc)
+        else:
+            assert self._decode_buffers is not None, "a verify step begins with its snapshot"
+            step = step_of(self._decode_buffers, requests, out_loc)
+        window = None if step.is_decode else self._window(step.window_size)
+        for layer, weights, kv in layers:
+            append_layer(self.schemas[layer], self.tables[layer], weights, Projections(kv), step, window)
+        self._store(step)
+        self.take_crossings()
+
     # One layer
 
     def query_buffer(self, tokens: int) -> Tensor:
@@ -203,53 +327,38 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
-        **named: Any,
+        *,
+        inputs: LayerInputs,
     ) -> LayerOutput:
-        """An idle rank of DP attention joins a step of the others with tokens that are nobody's."""
+        """Write the step's rows of a layer, then read what its tokens see."""
         if forward_batch.forward_mode.is_idle():
+            # An idle rank of DP attention joins a step of the others with tokens that are nobody's.
             return LayerOutput(torch.zeros_like(q[:, : self.heads]), rotated=False)
-        return super().forward(q, k, v, layer, forward_batch, save_kv_cache, **named)
-
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        *,
-        inputs: LayerInputs,
-    ) -> LayerOutput:
         step = self._step(q)
-        self._append(k, layer.layer_id, inputs, step, window=None)
-        if layer.layer_id == self.last_layer and step.copy_src is not None:
-            self.state.store(step.copy_src, step.copy_dst)
-        return self._read(q, layer, inputs, step, self.tables[layer.layer_id].ring)
-
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        *,
-        inputs: LayerInputs,
-    ) -> LayerOutput:
-        self.token_to_kv_pool.wait_for_layer(layer.layer_id)
-        step = self._step(q)
-        window = self._window(step.window_size)
+        if not step.is_decode:
+            self.token_to_kv_pool.wait_for_layer(layer.layer_id)
+        window = None if step.is_decode else self._window(step.window_size)
         self._append(k, layer.layer_id, inputs, step, window)
-        if layer.layer_id == self.last_layer and self._staged is not None:
-            with self.req_to_token_pool.mamba_ckpt_pool.timer.measure():
-                self.state.store(*self._staged)
-        return self._read(q, layer, inputs, step, window)
+        if layer.layer_id == self.last_layer:
+            self._store(step)
+        return self._read(q, layer, inputs, step, self.tables[layer.layer_id].ring if window is None else window)
 
-    def _step(self, q: Tensor) -> StepMetadata:
-        if self.metadata is None or self.metadata.positions.shape[0] != q.shape[0]:
-            raise RuntimeError(f"no metadata for a step of {q.shape[0]} tokens: init_forward_metadata was not called")
+    def _store(self, step: StepMetadata) -> None:
+        """Take the step's checkpoints. Those of a verify step are taken later: the draft model has yet to read what was
+        accepted (`speculation`)."""
+        if step.copy_src is not None:
+            self.state.store(step.copy_src, step.copy_dst)
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            with self.req_to_token_pool.mamba_ckpt_pool.timer.measure():
+                self.state.store(*staged)
+
+    def _step(self, tokens: Tensor) -> StepMetadata:
+        """The metadata of the step of `tokens` [T, ...]."""
+        if self.metadata is None or self.metadata.positions.shape[0] != tokens.shape[0]:
+            raise RuntimeError(
+                f"no metadata for a step of {tokens.shape[0]} tokens: init_forward_metadata was not called"
+            )
         return self.metadata
 
     def _append(self, kv: Tensor, layer: int, inputs: LayerInputs, step: StepMetadata, window: Tensor | None) -> None:

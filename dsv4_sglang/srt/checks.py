@@ -38,6 +38,7 @@ def check_started(scheduler: Any) -> None:
             (f"attention of layer {i}", layer.self_attn, CachedAttention)
             for i, layer in enumerate(runner.model.model.layers)
         ],
+        *_draft_classes(scheduler, tokens),
     ]
     wrong = [
         f"  {what} is {type(item).__module__}.{type(item).__qualname__}, not {wanted.__qualname__}"
@@ -62,6 +63,37 @@ def _tree_class(server_args: Any) -> type:
     from dsv4_sglang.srt.host.cache import TieredCache
 
     return TieredCache
+
+
+def _draft_classes(scheduler: Any, tokens: object) -> list[tuple[str, object, type]]:
+    """What speculation adds, where there is some."""
+    from dsv4_sglang.srt.backend import HybridCacheBackend
+    from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention
+    from dsv4_sglang.srt.models.deepseek_v4_dspark import DeepseekV4ForCausalLMDSpark
+    from dsv4_sglang.srt.models.deepseek_v4_nextn import DeepseekV4ForCausalLMNextN
+    from dsv4_sglang.srt.speculation import DraftBackends
+
+    if scheduler.draft_worker is None:
+        return []
+    worker = scheduler.draft_worker.draft_worker
+    runner = worker.draft_runner
+    if runner.token_to_kv_pool is not tokens:
+        raise RuntimeError("dsv4_sglang refuses to serve: the draft model has a KV pool of its own")
+    backend: tuple[str, object, type] = "attention backend of the draft model", runner.attn_backend, HybridCacheBackend
+    if scheduler.spec_algorithm.is_dspark():
+        stages = getattr(runner.model, "stages", ())
+        return [
+            ("draft model", runner.model, DeepseekV4ForCausalLMDSpark),
+            *[(f"attention of stage {i}", stage.self_attn, CachedAttention) for i, stage in enumerate(stages)],
+            backend,
+        ]
+    steps = worker.draft_attn_backend
+    return [
+        ("draft model", runner.model, DeepseekV4ForCausalLMNextN),
+        ("attention of the draft model", getattr(runner.model.model.decoder, "self_attn", None), CachedAttention),
+        backend,
+        *([] if steps is None else [("attention backends of its steps", steps, DraftBackends)]),
+    ]
 
 
 def _checkpoint_classes(scheduler: Any, requests: Any) -> list[tuple[str, object, type]]:

@@ -23,6 +23,10 @@ SLOTS_OF_A_REQUEST = _CONFIGURATOR + "_calculate_mamba_ratio"
 BUILD_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_req_pool"
 BUILD_KV_POOL = _CONFIGURATOR + "_build_token_to_kv_pool"
 TRACK_REQUEST = "sglang.srt.managers.schedule_batch.ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend"
+_DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker."
+CAPTURE_DRAFT_GRAPHS = _DRAFT_WORKER + "_capture_cuda_graphs"
+DRAFT_EXTEND = _DRAFT_WORKER + "_draft_extend_for_decode"
+RESOLVE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
 VALIDATE_EXTRA_BUFFER = "sglang.srt.server_args.ServerArgs._validate_mamba_extra_buffer"
 
 
@@ -50,6 +54,12 @@ OVERRIDES = (
         _MODEL + "DecoderLayer",
         "_run_moe_ffn_dp_sync",
         "the experts of a layer; SGLang has them as GPU kernels only",
+    ),
+    Override(
+        "sglang.srt.models.deepseek_v4_dspark.DSparkV4Stage",
+        "dsv4_sglang.srt.models.deepseek_v4_dspark.Stage",
+        "_build_self_attn",
+        "the same of a stage of DSPARK's draft model",
     ),
     Override(
         _IN_TREE + "DeepseekV4ForCausalLM",
@@ -132,13 +142,6 @@ def flag_defaults() -> dict[str, Any]:
 def flags_are_resolved(server_args: Any) -> bool:
     """Whether SGLang has filled in everything that follows from the flags as given."""
     return bool(getattr(server_args, "_declarations_materialized", False))
-
-
-def quantises_output_projection() -> bool:
-    """Whether SGLang multiplies the first output projection in FP8, read from the environment when it was imported."""
-    from sglang.srt.models import deepseek_v4
-
-    return deepseek_v4._FP8_WO_A_GEMM
 
 
 def takes_quantised_input(linear: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
@@ -15,11 +15,19 @@ from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.refusals import refuse_given, refuse_resolved
 from dsv4_sglang.srt.sizing import StateDemand, demand_of, memory_after_slots, table
 
+if TYPE_CHECKING:
+    from dsv4_sglang.srt.pools import CacheKVPool
+
 log = logging.getLogger(__name__)
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
+DRAFT_ARCHITECTURES = ("DeepseekV4ForCausalLMNextN", "DeepseekV4ForCausalLMDSpark")
 BACKEND = "dsv4_sglang"
 PREFIX_CACHE = "dsv4_sglang"
+GREEDY_ON_CPU = (
+    "dsv4_sglang: with --speculative-algorithm %s a CPU answers greedily behind the first token of an answer, whatever "
+    "temperature and other sampling parameters a request has: SGLang verifies drafts in no other way there"
+)
 
 
 class Launch:
@@ -33,6 +41,7 @@ class Launch:
         self.options = options
         self.layout: CacheLayout | None = None
         self.demand: StateDemand | None = None
+        self.pool: CacheKVPool | None = None
 
     def begin(self, server_args: Any) -> None:
         """A model config is being built. In a scheduler process this is where the flags come in, resolved."""
@@ -57,6 +66,8 @@ class Launch:
     def resolved(self, original: Callable[..., None], server_args: Any) -> None:
         original(server_args)
         refuse_resolved(server_args)
+        if server_args.device == "cpu" and server_args.speculative_algorithm is not None:
+            log.warning(GREEDY_ON_CPU, server_args.speculative_algorithm)
 
     def extra_buffer(self, original: Callable[..., bool], view: Any, model_arch: str) -> bool:
         return model_arch == ARCHITECTURE or original(view, model_arch)
@@ -64,18 +75,31 @@ class Launch:
     def is_hybrid_swa(
         self, original: Callable[..., bool], model_architectures: list[str], *args: Any, **kwargs: Any
     ) -> bool:
-        return ARCHITECTURE not in model_architectures and original(model_architectures, *args, **kwargs)
+        ours = {ARCHITECTURE, *DRAFT_ARCHITECTURES}.intersection(model_architectures)
+        return not ours and original(model_architectures, *args, **kwargs)
 
     def layout_for(self, configurator: Any) -> CacheLayout:
         """The layout of this launch; the dtype of the rows is known once the model is loaded."""
         if self.layout is None:
+            args = configurator.server_args
+            draft_layers = 0 if args.speculative_algorithm is None else 1
+            if args.speculative_algorithm == "DSPARK":
+                # A stage for each layer of the model that it reads.
+                draft_layers = len(configurator.spec_aux_config.dflash_target_layer_ids)
             self.layout = served_layout(
                 compat.model_config(configurator.model_config.hf_config),
                 configurator.kv_cache_dtype,
                 self.options,
                 configurator.device,
+                draft_tokens=args.speculative_num_draft_tokens or 0,
+                draft_layers=draft_layers,
             )
         return self.layout
+
+    def draft_flags(
+        self, original: Callable[..., dict[str, Any]], target_model_config: Any, draft_backend: str
+    ) -> dict[str, Any]:
+        return original(target_model_config, BACKEND)
 
     def state_slots(self, original: Callable[..., float], configurator: Any, total_rest_memory: float) -> float:
         """Choose the number of state slots; return the memory that is left for blocks, in GiB."""
@@ -131,6 +155,9 @@ class Launch:
     ) -> Any:
         from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool
 
+        if configurator.is_draft_worker:
+            assert self.pool is not None, "the pools of the served model are built before those of the draft model"
+            return self.pool
         layout = self.layout_for(configurator)
         compressed = CompressedKVPool(
             size=sizes.max_total_num_tokens,
@@ -141,4 +168,5 @@ class Launch:
         )
         assert self.demand is not None, "state slots are chosen before blocks"
         log.info(table(layout, sizes.max_total_num_tokens, self.demand))
-        return CacheKVPool(compressed, req_to_token_pool.mamba_pool)
+        self.pool = CacheKVPool(compressed, req_to_token_pool.mamba_pool)
+        return self.pool

@@ -53,6 +53,11 @@ SUPPORTED = (
         "hicache_storage_backend_extra_config",
     ),
     Group(
+        "drafts of the model's own NextN layer or DSPARK head, with limits there too; docs/speculation.md",
+        "speculative_algorithm speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens "
+        "speculative_dspark_block_size speculative_draft_model_path speculative_draft_attention_backend",
+    ),
+    Group(
         "CUDA graphs of decode steps, with limits there too",
         "cuda_graph_config cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_max_bs_decode "
         "cuda_graph_bs_decode cuda_graph_max_bs_prefill cuda_graph_bs_prefill cuda_graph_tc_compiler "
@@ -119,6 +124,12 @@ WITHOUT_EFFECT = (
         "export_metrics_to_file export_metrics_to_file_dir stat_loggers",
     ),
     Group(
+        "weights and experts of the draft model, and which drafts are accepted",
+        "speculative_draft_model_revision speculative_draft_load_format speculative_draft_model_quantization "
+        "speculative_moe_runner_backend speculative_moe_a2a_backend speculative_accept_threshold_single "
+        "speculative_accept_threshold_acc speculative_use_rejection_sampling speculative_attention_mode",
+    ),
+    Group(
         "kernels of SGLang's linear layers and experts",
         "fp8_gemm_runner_backend fp4_gemm_runner_backend bf16_gemm_backend disable_flashinfer_autotune "
         "flashinfer_autotune_skip_ops enable_fused_moe_sum_all_reduce moe_runner_backend "
@@ -143,15 +154,10 @@ WITHOUT_EFFECT = (
     ),
     Group(
         "read only with a flag that is refused",
-        # speculation
-        "speculative_draft_model_revision speculative_draft_load_format speculative_num_steps speculative_eagle_topk "
-        "speculative_num_draft_tokens speculative_dflash_block_size speculative_dspark_block_size "
+        # other speculation
+        "speculative_dflash_block_size speculative_draft_window_size "
         "speculative_dspark_sps_table_path speculative_dspark_confidence_sts_path "
-        "speculative_dspark_align_verify_tokens_to_graph_tier speculative_accept_threshold_single "
-        "speculative_accept_threshold_acc speculative_use_rejection_sampling speculative_token_map "
-        "speculative_attention_mode speculative_draft_attention_backend speculative_draft_window_size "
-        "speculative_moe_runner_backend speculative_moe_a2a_backend speculative_draft_model_quantization "
-        "speculative_skip_dp_mlp_sync speculative_adaptive_config decoupled_spec_bind_endpoint "
+        "speculative_dspark_align_verify_tokens_to_graph_tier speculative_adaptive_config decoupled_spec_bind_endpoint "
         "decoupled_spec_connect_endpoints decoupled_spec_rank spec_trace_dir speculative_ngram_min_bfs_breadth "
         "speculative_ngram_max_bfs_breadth speculative_ngram_match_type speculative_ngram_max_trie_depth "
         "speculative_ngram_capacity speculative_ngram_external_corpus_path speculative_ngram_external_sam_budget "
@@ -190,11 +196,10 @@ WITHOUT_EFFECT = (
 )
 
 REFUSED = (
-    Refused(
-        "rejected drafts would stay in the window ring and the compressor tails",
-        "speculative_algorithm speculative_draft_model_path speculative_adaptive enable_multi_layer_eagle "
-        "decoupled_spec_role",
-    ),
+    Refused("rings and tails have room for one number of drafts", "speculative_adaptive"),
+    Refused("the draft model is one layer", "enable_multi_layer_eagle"),
+    Refused("the draft model's rows are state of the request that it drafts for", "decoupled_spec_role"),
+    Refused("with speculation it has not been tested", "speculative_token_map speculative_skip_dp_mlp_sync"),
     Refused(
         "state slots and compressed blocks have no transfer between servers",
         "disaggregation_mode disaggregation_decode_enable_radix_cache disaggregation_decode_enable_offload_kvcache",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from dsv4_sglang.srt import collectives, compat
+from dsv4_sglang.srt import collectives, compat, speculation
 from dsv4_sglang.srt.checks import check_started
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.prefix import schedule
@@ -105,6 +105,48 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "decoding requests keep one rolling checkpoint instead of two slots that alternate",
         ),
         Hook(
+            SRT + "speculative.spec_utils.spec_prepare_for_decode",
+            HookType.AROUND,
+            schedule.plan_verify,
+            "slots of the rolling checkpoints that a verify step may pass; the step itself must not change pools",
+        ),
+        Hook(
+            SRT + "speculative.draft_utils.DraftBackendFactory.create_decode_backend",
+            HookType.AROUND,
+            speculation.decode_backends,
+            "the draft model's steps read our rings; SGLang knows a fixed list of backends",
+        ),
+        Hook(
+            SRT + "speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend",
+            HookType.AROUND,
+            speculation.extend_backend,
+            "the same of its step behind a verify step",
+        ),
+        Hook(
+            compat.CAPTURE_DRAFT_GRAPHS,
+            HookType.AROUND,
+            speculation.capture_graphs,
+            "that step in a CUDA graph, which SGLang records for its own backends only",
+        ),
+        Hook(
+            compat.DRAFT_EXTEND,
+            HookType.AROUND,
+            speculation.take_checkpoints,
+            "a verify step's checkpoints are complete when the draft model has read what was accepted",
+        ),
+        Hook(
+            SRT + "speculative.draft_worker_common.draft_server_args_overrides",
+            HookType.AROUND,
+            launch.draft_flags,
+            "DSPARK's stages read our rings; SGLang gives its worker the backend of its own pool",
+        ),
+        Hook(
+            SRT + "speculative.dspark_components.dspark_kv_inject.TargetHiddenKvInjector.inject_target_hidden",
+            HookType.REPLACE,
+            speculation.write_context,
+            "the context that DSPARK's stages read is rows of our rings; with it a step's checkpoints are complete",
+        ),
+        Hook(
             SRT + "managers.schedule_batch.ScheduleBatch.release_req",
             HookType.AROUND,
             schedule.retract_for_memory,
@@ -154,6 +196,27 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             HookType.REPLACE,
             lambda model_config, load_config, tp_size: model_config,
             "it multiplies KV heads until every process has one of its own; here all share the one",
+            cpu_only=True,
+        ),
+        Hook(
+            compat.RESOLVE_DSPARK,
+            HookType.AROUND,
+            speculation.resolve_dspark_on_cpu,
+            "it asks for a GPU, although SGLang has what DSPARK runs in PyTorch, too",
+            cpu_only=True,
+        ),
+        Hook(
+            SRT + "speculative.dflash_utils.validate_dflash_request",
+            HookType.AROUND,
+            speculation.validate_on_cpu,
+            "SGLang accepts drafts by sampling with GPU kernels only, and the server would end",
+            cpu_only=True,
+        ),
+        Hook(
+            "torch.Tensor.record_stream",
+            HookType.REPLACE,
+            lambda self, *args, **kwargs: None,
+            "DSPARK's worker tells the allocator of streams, of which there are none",
             cpu_only=True,
         ),
         Hook(

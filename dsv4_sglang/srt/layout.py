@@ -17,9 +17,15 @@ def served_layout(
     options: Options,
     device: str | torch.device,
     sm100: bool | None = None,
+    *,
+    draft_tokens: int = 0,
+    draft_layers: int = 0,
 ) -> CacheLayout:
-    """Rows as `--kv-cache-dtype` says, or fp32 by the option `entry_format`. ValueError for any other dtype.
+    """Rows as `--kv-cache-dtype` says, or fp32 by the option `entry_format`. ValueError for any other dtype, and for
+    raw HCA state with speculation.
 
+    `draft_tokens`: tokens of a request that a verify step writes, 0 without speculation. `draft_layers`: layers of the
+    draft model, which have only rings, behind those of the model: a NextN model 1, DSPARK its stages.
     `sm100` is that of `CacheLayout`: a layout of a GPU that is not there.
     """
     if options.entry_format == "fp32":
@@ -32,10 +38,12 @@ def served_layout(
         raise ValueError(f"KV cache dtype is {kv_cache_dtype}; --kv-cache-dtype takes auto, fp8_e4m3 or bfloat16")
     return CacheLayout.build(
         config,
-        build_schedule(config),
+        build_schedule(config, draft_layers),
         torch.device(device),
         row_format=rows,
         key_format=options.indexer_format,
         hca_state=options.hca_state,
+        draft_tokens=draft_tokens,
         sm100=sm100,
+        draft_layers=draft_layers,
     )

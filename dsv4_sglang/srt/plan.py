@@ -13,11 +13,12 @@ import torch
 
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
 from dsv4_sglang.srt import flags
 from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import KEY, Options
 from dsv4_sglang.srt.sizing import GIB, StateDemand, demand_of, memory_after_slots, tokens_of_pool
-from dsv4_sglang.srt.weights import Format, Model, Split, check_split, weight_bytes
+from dsv4_sglang.srt.weights import Format, Model, Split, check_split, draft_weight_bytes, weight_bytes
 
 MIB = 1 << 20
 BEFORE_WEIGHTS = int(1.65 * GIB)
@@ -26,6 +27,8 @@ BESIDE_WEIGHTS = int(0.90 * GIB)
 """What loading takes beyond the parameters (compiled kernels, workspaces): mean of four runs; docs/recipes.md."""
 MOST_GPUS = 8
 """Of one host."""
+DRAFT_TOKENS = 4
+"""Of the launch with speculation that is compared with one without: EAGLE 3/1/4."""
 ROWS = {"auto": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}
 
 
@@ -68,6 +71,8 @@ class Choice:
     """None: the model's."""
     request: int = 32768
     """Tokens of the requests that are counted."""
+    draft_tokens: int = 0
+    """--speculative-num-draft-tokens: tokens of a verify step of EAGLE; 0: no speculation."""
 
     def __post_init__(self) -> None:
         for flag, value in (("--count", self.count), ("--tp", self.tp), ("--dp", self.dp), ("--context", self.request)):
@@ -94,6 +99,8 @@ class Choice:
                 f"--experts {self.experts.value}: the weights of {self.model.name} are not quantised, and this package "
                 "serves them as they are; give bf16"
             )
+        if self.draft_tokens:
+            self._check_drafts()
         most = self.model.config.max_position_embeddings
         if not 1 <= self.served_context <= most:
             raise ValueError(f"--context-length is {self.served_context}; expected 1 to {most}, the model's positions")
@@ -102,6 +109,17 @@ class Choice:
                 f"--context {self.request} is longer than a request may be: {self.served_context} tokens "
                 "(--context-length)"
             )
+
+    def _check_drafts(self) -> None:
+        given = f"--speculative-num-draft-tokens {self.draft_tokens}"
+        if not 2 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(
+                f"{given}: expected 2 to {MAX_DRAFT_TOKENS}, a token and its drafts, or 0 for no speculation"
+            )
+        if not self.model.config.num_nextn_predict_layers:
+            raise ValueError(f"{given}: {self.model.name} has no NextN layer to draft with (num_nextn_predict_layers)")
+        if self.options.hca_state == "raw":
+            raise ValueError(f"{given}: rejected drafts cannot be taken back from --hca-state raw; give online")
 
     @property
     def split(self) -> Split:
@@ -128,6 +146,9 @@ class Choice:
             words += ["--kv-cache-dtype", self.kv_cache_dtype]
         words += ["--max-running-requests", str(self.running), "--chunked-prefill-size", str(self.chunk)]
         words += ["--mem-fraction-static", f"{self.mem_fraction:g}"]
+        if self.draft_tokens:
+            words += ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(self.draft_tokens - 1)]
+            words += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(self.draft_tokens)]
         if self.context_length is not None:
             words += ["--context-length", str(self.context_length)]
         given = {f.name: getattr(self.options, f.name) for f in fields(Options)}
@@ -221,8 +242,10 @@ class Plan:
 
 def token_table_bytes(choice: Choice) -> int:
     """SGLang's `req_to_token`: an int32 for every token that each request may have, and a row for none. It is built
-    behind the division of memory, so it lies in what `--mem-fraction-static` leaves."""
-    return (choice.running // choice.dp + 1) * (choice.served_context + 4) * 4
+    behind the division of memory, so it lies in what `--mem-fraction-static` leaves. Behind the context there is room
+    for the tokens of two verify steps, up to the end of a block (`get_req_to_token_extra_context_len`)."""
+    extra = 2 * choice.draft_tokens + BLOCK - 1 if choice.draft_tokens else 4
+    return (choice.running // choice.dp + 1) * (choice.served_context + extra) * 4
 
 
 def graph_bytes(choice: Choice) -> int:
@@ -243,15 +266,25 @@ def activation_bytes(choice: Choice) -> int:
 
 def plan(choice: Choice) -> Plan:
     """ValueError, with what to do, if the weights, the slots or one request of the context length do not fit."""
-    weights = weight_bytes(choice.model, choice.split, choice.experts)
+    weights, until_shared = weight_bytes(choice.model, choice.split, choice.experts), 0
+    if choice.draft_tokens:
+        weights["NextN layer"], until_shared = draft_weight_bytes(choice.model, choice.split, choice.experts)
+    # What is shared later is free then, and part of what is left for activations.
+    loaded = sum(weights.values()) + BESIDE_WEIGHTS + until_shared
     # SGLang: free memory after loading, less the share (1 - mem_fraction) of what was free before
     # (`KVCacheConfigurator._profile_available_bytes`).
     before = choice.gpu.memory - BEFORE_WEIGHTS
-    available_gib = (before * choice.mem_fraction - sum(weights.values()) - BESIDE_WEIGHTS) / GIB
+    available_gib = (before * choice.mem_fraction - loaded) / GIB
     if available_gib <= 0:
-        raise ValueError(_too_large(choice, weights, before))
+        raise ValueError(_too_large(choice, loaded, before))
     layout = served_layout(
-        choice.model.config, ROWS[choice.kv_cache_dtype], choice.options, "cpu", sm100=choice.gpu.sm100
+        choice.model.config,
+        ROWS[choice.kv_cache_dtype],
+        choice.options,
+        "cpu",
+        sm100=choice.gpu.sm100,
+        draft_tokens=choice.draft_tokens,
+        draft_layers=1 if choice.draft_tokens else 0,
     )
     demand = demand_of(
         layout,
@@ -273,8 +306,7 @@ def plan(choice: Choice) -> Plan:
     return made
 
 
-def _too_large(choice: Choice, weights: dict[str, int], before: int) -> str:
-    loaded = sum(weights.values()) + BESIDE_WEIGHTS
+def _too_large(choice: Choice, loaded: int, before: int) -> str:
     text = (
         f"{choice.model.name} does not fit into {choice.tp} {choice.gpu.name}: its weights take {loaded / GIB:.1f} GiB "
         f"of a GPU with experts in {choice.experts.value}, and --mem-fraction-static {choice.mem_fraction:g} allows "
@@ -306,7 +338,12 @@ def others(choice: Choice) -> Iterator[tuple[str, Choice]]:
     rows = "auto" if choice.kv_cache_dtype == "bfloat16" else "bfloat16"
     yield f"--kv-cache-dtype {rows}", replace(choice, kv_cache_dtype=rows)
     state: Literal["online", "raw"] = "online" if choice.options.hca_state == "raw" else "raw"
-    yield f"--hca-state {state}", replace(choice, options=replace(choice.options, hca_state=state))
+    if choice.draft_tokens:
+        yield "no speculation", replace(choice, draft_tokens=0)
+    else:
+        yield f"--hca-state {state}", replace(choice, options=replace(choice.options, hca_state=state))
+        if config.num_nextn_predict_layers and state == "raw":
+            yield f"--speculative-num-draft-tokens {DRAFT_TOKENS}", replace(choice, draft_tokens=DRAFT_TOKENS)
     for dp in (1, choice.tp):
         if dp != choice.dp and choice.running >= dp and config.o_groups % (choice.tp // dp) == 0:
             yield f"--dp {dp}", replace(choice, dp=dp)

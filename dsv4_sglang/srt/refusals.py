@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
 from dsv4_sglang.srt import compat, flags
 
 
@@ -89,6 +90,29 @@ LIMITS = (
         _one_of("file"),
         "blocks and checkpoints have been stored in files only; give file",
     ),
+    Limit(
+        "speculative_algorithm",
+        _one_of("EAGLE", "NEXTN", "DSPARK"),
+        "drafts come from the model's own NextN layer or DSPARK head; give EAGLE or DSPARK",
+    ),
+    # SGLang sets it for the worker of DSPARK's draft model.
+    Limit("speculative_draft_attention_backend", _one_of("dsv4_sglang"), _READ_BY),
+    Limit(
+        "speculative_eagle_topk",
+        _one_of(1),
+        "drafts are a chain, so that a request goes on from one of its lengths; give 1",
+    ),
+    Limit(
+        "speculative_num_draft_tokens",
+        lambda tokens: tokens <= MAX_DRAFT_TOKENS,
+        f"rings and tails have room for {MAX_DRAFT_TOKENS} tokens of a request at once; give that or less",
+    ),
+    Limit(
+        "speculative_dspark_block_size",
+        lambda tokens: tokens < MAX_DRAFT_TOKENS,
+        f"a block is verified with the token before it, and rings have room for {MAX_DRAFT_TOKENS} tokens of a request "
+        f"at once; give {MAX_DRAFT_TOKENS - 1} or less",
+    ),
     Limit("moe_a2a_backend", _one_of("deepep"), "tokens go to experts by all-reduce or DeepEP; give none or deepep"),
     Limit(
         "load_format",
@@ -124,6 +148,11 @@ def _refused(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
         value = getattr(args, limit.field)
         if not (resolved and limit.as_given) and _given(value, defaults[limit.field]) and not limit.serves(value):
             yield _named(limit.field, value), limit.reason
+    if args.enable_hierarchical_cache and args.speculative_algorithm:
+        yield (
+            f"--enable-hierarchical-cache with --speculative-algorithm {args.speculative_algorithm}",
+            "what a draft model reads has not come back from the host in any test; give one of them",
+        )
     if args.hicache_storage_backend == "file" and not args.enable_hierarchical_cache:
         yield "--hicache-storage-backend file", "it stands behind the host tier; give --enable-hierarchical-cache"
     graphs = args.cuda_graph_config
@@ -175,8 +204,41 @@ def _refused_in_parallel(args: Any) -> Iterable[tuple[str, str]]:
         )
 
 
+def _refused_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
+    """What SGLang's DSPARK can, or asks for, and this cache does not serve."""
+    if args.speculative_algorithm != "DSPARK":
+        return
+    if args.device != "cpu":
+        reason = (
+            "on an H200 a batch of 16 did not pass its test, and why is not known; give EAGLE if there is a NextN layer"
+        )
+        yield "--speculative-algorithm DSPARK", reason
+    mode = os.environ.get("SGLANG_RAGGED_VERIFY_MODE", "static")
+    if mode != "static":
+        reason = "a verify step has as many tokens of each request; give static, or leave it out"
+        yield f"SGLANG_RAGGED_VERIFY_MODE={mode}", reason
+    if args.enable_dp_attention:
+        reason = (
+            "SGLang wants --enable-dp-lm-head with it, which has not been tested here; give EAGLE, or --tp-size alone"
+        )
+        yield "--speculative-algorithm DSPARK with --enable-dp-attention", reason
+
+
+def _has_no_head(algorithm: str, hf_config: Any) -> str | None:
+    """Why a checkpoint has no drafts for an algorithm. Both heads are stored under one name: it has one of them."""
+    has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
+    if algorithm == "DSPARK":
+        return None if has_dspark else "the checkpoint has no DSPARK head (dspark_target_layer_ids in its config.json)"
+    if has_dspark:
+        return "the checkpoint has a DSPARK head and no NextN layer; give DSPARK"
+    return None if getattr(hf_config, "num_nextn_predict_layers", 0) else "the checkpoint has no NextN layer"
+
+
 def _refused_for_model(args: Any, hf_config: Any) -> Iterable[tuple[str, str]]:
     """What the model's config has no place for."""
+    own_drafts = args.speculative_draft_model_path in (None, args.model_path)
+    if args.speculative_algorithm and own_drafts and (reason := _has_no_head(args.speculative_algorithm, hf_config)):
+        yield f"--speculative-algorithm {args.speculative_algorithm}", reason
     if args.device == "cpu" and getattr(hf_config, "quantization_config", None) is not None:
         yield "--device cpu", "the checkpoint is quantised, and SGLang has no such layers without a GPU"
     if args.device == "cpu" and args.moe_a2a_backend != "none":
@@ -206,6 +268,7 @@ def refuse_given(args: Any, hf_config: Any) -> None:
         _refused(args, resolved=False),
         _unknown(args),
         _refused_in_parallel(args),
+        _refused_with_dspark(args),
         _refused_for_model(args, hf_config),
     )
     _raise(chain.from_iterable(found))

@@ -8,8 +8,8 @@ from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 
 GIB = 1 << 30
-CHECKPOINT_SHARE = 0.1
-"""Of the memory behind weights and live slots; benchmarks/prefix_simulation.py, docs/prefix.md."""
+CHECKPOINT_SHARE = 1 / 12
+"""Of the memory that weights leave; benchmarks/prefix_simulation.py, docs/prefix.md."""
 MAX_STAGING = 64
 
 
@@ -119,6 +119,12 @@ def tokens_of_pool(layout: CacheLayout, available: int, context_len: int) -> int
 
 def table(layout: CacheLayout, tokens: int, demand: StateDemand) -> str:
     """The pools of a launch for the log, one line a tensor."""
+    of_a_slot = f"{demand.running} requests, {demand.staging} for the checkpoints of a step"
+    if draft_tokens := layout.schemas[0].draft_tokens:
+        of_a_slot += f"; room for {draft_tokens} draft tokens each"
+    if layout.draft_layers:
+        model = len(layout.schemas) - layout.draft_layers
+        of_a_slot += f"; rings of {model} layers and {layout.draft_layers} of the draft model"
     parts = [*layout.block_parts(tokens // BLOCK + 1), *layout.state_parts(demand.slots + 1)]
     if demand.checkpoints:
         parts += layout.checkpoint_parts(demand.checkpoints)
@@ -130,8 +136,8 @@ def table(layout: CacheLayout, tokens: int, demand: StateDemand) -> str:
     return "\n".join(
         [
             f"dsv4_sglang cache: {tokens} tokens in {tokens // BLOCK} blocks, {layout.token_bytes:.2f} bytes a token; "
-            f"{demand.slots} state slots of {layout.slot_bytes} bytes ({demand.running} requests, {demand.staging} for "
-            f"the checkpoints of a step); {demand.checkpoints} checkpoints of {layout.checkpoint_bytes} bytes; "
+            f"{demand.slots} state slots of {layout.slot_bytes} bytes ({of_a_slot}); "
+            f"{demand.checkpoints} checkpoints of {layout.checkpoint_bytes} bytes; "
             f"{sum(part.bytes for part in parts) / GIB:.3f} GiB in all",
             *lines,
         ]

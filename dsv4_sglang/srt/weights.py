@@ -146,23 +146,56 @@ def weight_bytes(model: Model, split: Split, experts: Format) -> dict[str, int]:
     layers, csa = len(ratios), ratios.count(CSA_RATIO)
     hashed = min(config.num_hash_layers, layers)
     compressors = sum(_compressor(hidden, ratio, config.head_dim) for ratio in ratios if ratio)
-    embeddings = model.vocabulary * hidden * BF16
     return {
         "routed experts": layers * model.routed_experts * _expert(model, split, experts),
         "shared experts": layers * _shared(model, split),
         "attention": layers * _attention(model, split),
         "compressors, indexers": compressors + csa * _indexer(model),
-        "embedding, head": embeddings // (1 if split.dp > 1 else split.tp) + embeddings // split.tp,
+        "embedding, head": _embedding_and_head(model, split),
         "routers, norms, streams": layers * _beside(model)
         + (layers - hashed) * model.routed_experts * FP32
         + hashed * model.vocabulary * model.experts_per_token * INT32
         + _last(model),
         # SGLang keeps one table for the layers with compressed entries and one for those without.
-        "RoPE tables": len({ratio > 0 for ratio in ratios})
-        * config.max_position_embeddings
-        * (config.rope_dim // 2)
-        * COMPLEX64,
+        "RoPE tables": len({ratio > 0 for ratio in ratios}) * _rope_table(config),
     }
+
+
+class DraftWeights(NamedTuple):
+    """Bytes of the draft model of EAGLE on one GPU (`models/deepseek_v4_nextn.py` of SGLang)."""
+
+    layer: int
+    """The NextN layer: a decoder layer with the window alone, and the projections before it."""
+    until_shared: int
+    """An embedding and a head of its own. SGLang gives it the served model's instead once the cache is there, so the
+    cache is divided as if they stayed."""
+
+
+def draft_weight_bytes(model: Model, split: Split, experts: Format) -> DraftWeights:
+    """Of a split that `weight_bytes` has checked."""
+    config, hidden = model.config, model.config.hidden_size
+    windows_alone = any(config.ratio(layer) == 0 for layer in range(config.num_hidden_layers))
+    return DraftWeights(
+        layer=model.routed_experts * (_expert(model, split, experts) + FP32)
+        + _shared(model, split)
+        + _attention(model, split)
+        + _beside(model)
+        + 2 * model.matrices.bytes(hidden, hidden)
+        + 2 * hidden * BF16
+        + _last(model)
+        # Layers of the served model that have the window alone have the same table.
+        + (0 if windows_alone else _rope_table(config)),
+        until_shared=_embedding_and_head(model, split),
+    )
+
+
+def _embedding_and_head(model: Model, split: Split) -> int:
+    each = model.vocabulary * model.config.hidden_size * BF16
+    return each // (1 if split.dp > 1 else split.tp) + each // split.tp
+
+
+def _rope_table(config: DSV4Config) -> int:
+    return config.max_position_embeddings * (config.rope_dim // 2) * COMPLEX64
 
 
 def _expert(model: Model, split: Split, experts: Format) -> int:

@@ -87,6 +87,16 @@ class Oracle:
         parts = tokens.split(chunk or len(ids), dim=1)
         return torch.cat([self.model(part, past_key_values=cache, use_cache=True).logits[0].cpu() for part in parts])
 
+    def streams(self, ids: Sequence[int], chunk: int | None = None) -> torch.Tensor:
+        """fp32 [len(ids), hc_mult, hidden] on the CPU: the residual streams behind the last layer."""
+        parts: list[torch.Tensor] = []
+        hook = self.model.model.layers[-1].register_forward_hook(lambda _m, _args, out: parts.append(out[0].cpu()))
+        try:
+            self.logits(ids, chunk=chunk)
+        finally:
+            hook.remove()
+        return torch.cat(parts)
+
     def score(
         self,
         prompt: Sequence[int],

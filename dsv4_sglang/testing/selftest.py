@@ -155,7 +155,6 @@ def _steps(device: torch.device, topk: int) -> list[tuple[StepMetadata, slice]]:
         decode = build_decode(
             buffers,
             seq_lens=length,
-            positions=ints([t], torch.int64),
             out_loc=slots_of_request[t : t + 1],
             track_mask=None,
             track_slots=None,

@@ -3,13 +3,20 @@
 What a cache is sensitive to is as in DeepSeek-V4-Flash: head_dim 512 with 64 RoPE dims, 64 query heads, 64 index
 heads of 128, window 128, ratios 0/4/128 and the entry of the MTP block, the RoPE tables, the sink, hyper-connections,
 hash and learned routing. Tensor names and dtypes are those of DeepSeek's files; the weights are not quantised, and
-every value is exact in bf16, so that a reader in fp32 and one in bf16 hold the same numbers. MTP tensors are not
-written.
+every value is exact in bf16, so that a reader in fp32 and one in bf16 hold the same numbers.
 
 Expert choice does not depend on rounding. The first `n_routed_experts` channels of the residual stream carry the
 class of the token (one-hot); no layer writes to them, and hyper-connections keep what all streams share, so each
 learned router sees the class with full strength and chooses that class's experts by a wide margin. Its other weights
 are small: they only vary the experts' shares.
+
+What drafts for speculative decoding is written on request. With a NextN block (MTP), drafts must be right some of the
+time, and nothing that one layer computes foretells what six random layers put out. So the output head alone is made
+foreseeable: each printable character has a successor, all of them form one cycle, and the character's own embedding
+adds to its successor's logit about as much as the likeliest of the other tokens has. The rest of the model decides
+whether greedy text follows the cycle, which it does about half of the time; the block, whose streams are mostly the
+embedding, drafts along it. The layers' tensors are those of the checkpoint without the block. A DSPARK
+head's stages are random; its first-order bias knows the cycle.
 """
 
 from __future__ import annotations
@@ -41,12 +48,24 @@ ENTRY_GAIN = {4: 1.6, 128: 2.0}
 ATTENTION_GAIN = 1.0
 MLP_GAIN = 0.7
 HEAD_GAIN = 2.5
+# Of the successor's row of the head along the direction of its predecessor's embedding, which is 8 long in the input of
+# the head; of the embedding in the NextN block's streams, against 1 of what its layer adds.
+SUCCESSOR_GAIN = 1.0
+BLOCK_EMBEDDING_GAIN = 4.0
+BLOCK_STREAMS_GAIN = 0.5
+
+# As released: three stages, fed by the streams of the target's last three layers.
+DSPARK_STAGES = 3
+MARKOV_RANK = 32
+# Of the successor's bias along its predecessor's vector, which is 5.7 long.
+MARKOV_GAIN = 0.5
 
 
 @dataclass(frozen=True)
 class TinySpec:
     """What may be chosen. `ratios` are the compress ratios of the layers, without the MTP block's.
 
+    `nextn`: write a NextN block. `dspark`: tokens that a DSPARK head drafts at once; None: write no such head.
     Raises ValueError for a value that no reader would take.
     """
 
@@ -57,6 +76,8 @@ class TinySpec:
     index_topk: int = 512
     hash_layers: int = 2
     context: int = 32768
+    nextn: bool = False
+    dspark: int | None = None
 
     def __post_init__(self) -> None:
         if not self.ratios or any(r not in (0, 4, 128) for r in self.ratios):
@@ -67,6 +88,16 @@ class TinySpec:
             raise ValueError(f"hash_layers {self.hash_layers}: must be between 0 and the number of layers")
         if self.index_topk < 1:
             raise ValueError(f"index_topk {self.index_topk}: must be positive")
+        if self.dspark is None:
+            return
+        if self.dspark < 1:
+            raise ValueError(f"dspark {self.dspark}: must be a number of tokens, such as 5 or 7")
+        if self.nextn:
+            raise ValueError("nextn and dspark: both are stored as mtp.0; give one of them")
+        if len(self.ratios) < DSPARK_STAGES:
+            raise ValueError(
+                f"dspark with {len(self.ratios)} layers: the head reads the last {DSPARK_STAGES} layers; give as many"
+            )
 
     @property
     def q_lora(self) -> int:
@@ -83,6 +114,16 @@ class TinySpec:
 
 def config_json(spec: TinySpec) -> dict[str, Any]:
     """config.json with the field names of the release."""
+    dspark: dict[str, Any] = {}
+    if spec.dspark is not None:
+        layers = len(spec.ratios)
+        dspark = {
+            "compress_ratios": [*spec.ratios, *[0] * DSPARK_STAGES],
+            "dspark_block_size": spec.dspark,
+            "dspark_markov_rank": MARKOV_RANK,
+            "dspark_noise_token_id": spec.vocab - 1,
+            "dspark_target_layer_ids": list(range(layers - DSPARK_STAGES, layers)),
+        }
     return {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",
@@ -134,6 +175,7 @@ def config_json(spec: TinySpec) -> dict[str, Any]:
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": 2,
+        **dspark,
     }
 
 
@@ -167,6 +209,22 @@ def _embedding(draw: _Draw, spec: TinySpec) -> torch.Tensor:
     classes = torch.randint(EXPERTS, (spec.vocab,), generator=draw.generator("embed.class"))
     weight[:, :EXPERTS] = 4.0 * torch.nn.functional.one_hot(classes, EXPERTS)
     return weight
+
+
+def _cycle(draw: _Draw, spec: TinySpec) -> torch.Tensor:
+    """The printable characters in the order in which each has its successor behind it."""
+    ids = torch.tensor(printable_ids(spec.vocab))
+    return ids[torch.randperm(len(ids), generator=draw.generator("head.succession"))]
+
+
+def _succession(draw: _Draw, spec: TinySpec, embedding: torch.Tensor) -> torch.Tensor:
+    """fp32 [vocab, hidden], to add to the head: each printable character points to the next of a cycle of them all."""
+    cycle = _cycle(draw, spec)
+    direction = embedding[cycle].float()
+    direction[:, :EXPERTS] = 0.0
+    added = torch.zeros(spec.vocab, spec.hidden)
+    added[cycle.roll(-1)] = SUCCESSOR_GAIN * torch.nn.functional.normalize(direction, dim=-1)
+    return added
 
 
 def _head(draw: _Draw, spec: TinySpec) -> torch.Tensor:
@@ -259,14 +317,13 @@ def _hyper_connection(draw: _Draw, prefix: str, spec: TinySpec) -> dict[str, tor
     }
 
 
-def _layer(draw: _Draw, spec: TinySpec, layer: int, ratio: int) -> dict[str, torch.Tensor]:
-    prefix = f"layers.{layer}"
+def _layer(draw: _Draw, prefix: str, spec: TinySpec, ratio: int, hashed: bool) -> dict[str, torch.Tensor]:
     tensors = {
         f"{prefix}.attn_norm.weight": draw.normal(f"{prefix}.attn_norm", spec.hidden, std=0.1, mean=1.0),
         f"{prefix}.ffn_norm.weight": draw.normal(f"{prefix}.ffn_norm", spec.hidden, std=0.1, mean=1.0),
     }
     tensors |= _attention(draw, f"{prefix}.attn", spec, ratio)
-    tensors |= _router(draw, f"{prefix}.ffn.gate", spec, hashed=layer < spec.hash_layers)
+    tensors |= _router(draw, f"{prefix}.ffn.gate", spec, hashed)
     for expert in range(EXPERTS):
         tensors |= _mlp(draw, f"{prefix}.ffn.experts.{expert}", spec)
     tensors |= _mlp(draw, f"{prefix}.ffn.shared_experts", spec)
@@ -275,17 +332,76 @@ def _layer(draw: _Draw, spec: TinySpec, layer: int, ratio: int) -> dict[str, tor
     return tensors
 
 
+def _collapse(draw: _Draw, prefix: str, spec: TinySpec) -> dict[str, torch.Tensor]:
+    """What brings the streams together behind the last layer, as `{prefix}hc_head_*`."""
+    return {
+        f"{prefix}hc_head_fn": draw.linear(f"{prefix}hc_head_fn", HC_MULT, HC_MULT * spec.hidden).float(),
+        f"{prefix}hc_head_base": draw.normal(f"{prefix}hc_head_base", HC_MULT, std=0.5).float(),
+        f"{prefix}hc_head_scale": draw.normal(f"{prefix}hc_head_scale", 1, std=0.1, mean=0.5).float(),
+    }
+
+
+def _norm(draw: _Draw, name: str, spec: TinySpec) -> dict[str, torch.Tensor]:
+    return {f"{name}.weight": draw.normal(name, spec.hidden, std=0.1, mean=1.0)}
+
+
+def _nextn(draw: _Draw, spec: TinySpec) -> dict[str, torch.Tensor]:
+    """The block's tensors. Its layer is window-only and its router learned."""
+    hidden = spec.hidden
+    embedding = BLOCK_EMBEDDING_GAIN * torch.eye(hidden)
+    embedding += _closed_to_classes(draw.linear("mtp.0.e_proj", hidden, hidden, gain=0.5)).float()
+    streams = _closed_to_classes(draw.linear("mtp.0.h_proj", hidden, hidden, gain=BLOCK_STREAMS_GAIN))
+    return {
+        **_norm(draw, "mtp.0.enorm", spec),
+        **_norm(draw, "mtp.0.hnorm", spec),
+        "mtp.0.e_proj.weight": embedding.bfloat16(),
+        "mtp.0.h_proj.weight": streams,
+        **_layer(draw, "mtp.0", spec, ratio=0, hashed=False),
+        **_norm(draw, "mtp.0.norm", spec),
+        **_collapse(draw, "mtp.0.", spec),
+    }
+
+
+def _dspark(draw: _Draw, spec: TinySpec) -> dict[str, torch.Tensor]:
+    """Stages, the projection of the target's streams into the first, and behind the last what a draft is chosen by:
+    a collapse, a first-order bias `markov_w2 @ markov_w1[previous token]`, and the confidence in each token."""
+    last = f"mtp.{DSPARK_STAGES - 1}"
+    tensors: dict[str, torch.Tensor] = {}
+    for stage in range(DSPARK_STAGES):
+        tensors |= _layer(draw, f"mtp.{stage}", spec, ratio=0, hashed=False)
+    tensors["mtp.0.main_proj.weight"] = draw.linear("mtp.0.main_proj", spec.hidden, DSPARK_STAGES * spec.hidden)
+    markov, confidence = f"{last}.markov_head", f"{last}.confidence_head.proj"
+    of_previous = draw.normal(f"{markov}.markov_w1", spec.vocab, MARKOV_RANK, std=1.0)
+    biases = draw.linear(f"{markov}.markov_w2", spec.vocab, MARKOV_RANK)
+    cycle = _cycle(draw, spec)
+    biases[cycle.roll(-1)] += MARKOV_GAIN * of_previous[cycle]
+    return {
+        **tensors,
+        **_norm(draw, "mtp.0.main_norm", spec),
+        **_norm(draw, f"{last}.norm", spec),
+        **_collapse(draw, f"{last}.", spec),
+        f"{markov}.markov_w1.weight": of_previous,
+        f"{markov}.markov_w2.weight": biases,
+        f"{confidence}.weight": draw.linear(confidence, 1, spec.hidden + MARKOV_RANK).float(),
+    }
+
+
 def tiny_tensors(spec: TinySpec) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) in file order: bf16 weights, fp32 where the release has fp32, int64 hash tables."""
     draw = _Draw(spec.seed)
-    yield "embed.weight", _embedding(draw, spec)
+    embedding, head = _embedding(draw, spec), _head(draw, spec)
+    if spec.nextn or spec.dspark is not None:
+        head = (head.float() + _succession(draw, spec, embedding)).bfloat16()
+    yield "embed.weight", embedding
     for layer, ratio in enumerate(spec.ratios):
-        yield from _layer(draw, spec, layer, ratio).items()
-    yield "norm.weight", draw.normal("norm", spec.hidden, std=0.1, mean=1.0)
-    yield "head.weight", _head(draw, spec)
-    yield "hc_head_fn", draw.linear("hc_head_fn", HC_MULT, HC_MULT * spec.hidden).float()
-    yield "hc_head_base", draw.normal("hc_head_base", HC_MULT, std=0.5).float()
-    yield "hc_head_scale", draw.normal("hc_head_scale", 1, std=0.1, mean=0.5).float()
+        yield from _layer(draw, f"layers.{layer}", spec, ratio, hashed=layer < spec.hash_layers).items()
+    yield from _norm(draw, "norm", spec).items()
+    yield "head.weight", head
+    yield from _collapse(draw, "", spec).items()
+    if spec.nextn:
+        yield from _nextn(draw, spec).items()
+    if spec.dspark is not None:
+        yield from _dspark(draw, spec).items()
 
 
 def make_tiny(folder: str | Path, spec: TinySpec | None = None) -> Path:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.formats import KeyFormat, KeyTable, RowFormat, RowTable
+from dsv4_sglang.model.geometry import StateRows, state_rows
 from dsv4_sglang.ops import extension
 
 DEVICE = torch.device("cuda")
 POSITIONS = 4096
+NO_DRAFTS = state_rows(0)
 KINDS = {"swa": 0, "csa": 4, "hca-online": 128, "hca-raw": 128}
 # (kv dtype, row format, key format)
 FORMATS = [
@@ -52,7 +54,7 @@ class Layer:
     slots: int = 8
     blocks: int = 64
     seed: int = 0
-    ring_rows: int = 128
+    sizes: StateRows = NO_DRAFTS
     weights: dict[str, Tensor | None] = field(default_factory=dict)
     tables: dict[str, Tensor | None] = field(default_factory=dict)
 
@@ -75,24 +77,25 @@ class Layer:
             "rope": torch.stack([angles.cos(), angles.sin()], -1).flatten(1),
         }
         width, row_dtype = RowFormat(self.rows).width, RowFormat(self.rows).dtype
-        ring = bytes_like((self.slots, self.ring_rows, width), row_dtype, g)
+        ring = bytes_like((self.slots, self.sizes.ring, width), row_dtype, g)
         entries = keys = tail = None
         if self.ratio == 4:
             entries = bytes_like((self.blocks, 32, width), row_dtype, g)
             keys = bytes_like((self.blocks, 32, KeyFormat(self.keys).width), KeyFormat(self.keys).dtype, g)
-            tail = torch.randn(self.slots, 24, 640, generator=g)
+            tail = torch.randn(self.slots, self.sizes.csa.rows, 640, generator=g)
         elif self.ratio == 128:
             entries = bytes_like((1, self.blocks, width), row_dtype, g)
-            tail = torch.randn(self.slots, 3 if self.kind == "hca-online" else 256, 512, generator=g)
+            rows = 3 * self.sizes.hca_banks if self.kind == "hca-online" else 256
+            tail = torch.randn(self.slots, rows, 512, generator=g)
             if self.kind == "hca-online":
-                tail[:, 1] = tail[:, 1].abs() * 20 + 1
-                tail[:, 2] *= tail[:, 1]
+                tail[:, 1::3] = tail[:, 1::3].abs() * 20 + 1
+                tail[:, 2::3] *= tail[:, 1::3]
         self.tables = {
             "ring": ring,
             "tail": tail,
             "entries": entries,
             "index_keys": keys,
-            "swa_pos": torch.randint(0, 999, (self.slots, self.ring_rows), dtype=torch.int32, generator=g),
+            "swa_pos": torch.randint(0, 999, (self.slots, self.sizes.ring), dtype=torch.int32, generator=g),
             "swa_head": torch.randint(0, 99, (self.slots,), dtype=torch.int32, generator=g),
             "tail_len": torch.randint(0, 99, (self.slots,), dtype=torch.int32, generator=g),
         }
@@ -102,14 +105,15 @@ class Layer:
             return {name: None if t is None else t.clone().to(device) for name, t in tensors.items()}
 
         return Layer(
-            self.kind, self.dtype, self.rows, self.keys, self.slots, self.blocks, self.seed, self.ring_rows,
+            self.kind, self.dtype, self.rows, self.keys, self.slots, self.blocks, self.seed, self.sizes,
             move(self.weights), move(self.tables),
         )  # fmt: skip
 
 
 @dataclass
 class Step:
-    """The inputs of one append: requests (state slot or -1, tokens before, tokens now)."""
+    """The inputs of one append: requests (state slot or -1, tokens before, tokens now), in a decode step with as many
+    tokens each."""
 
     requests: list[tuple[int, int, int]]
     decode: bool
@@ -316,10 +320,16 @@ def compare_layers(got: Layer, expected: Layer, before: Layer, step: Step) -> Di
     tail = expected.tables["tail"]
     if tail is not None and got.kind == "hca-online":
         # At a multiple of 128 the state is empty, whatever its bytes are.
-        live = [s for s, length, count in step.requests if s >= 0 and (length + count) % 128]
-        others = [s for s in range(got.slots) if s not in {r[0] for r in step.requests}]
-        d.close("tail (online)", got.tables["tail"].cpu()[live], tail[live])
-        d.exact("tail of other slots", got.tables["tail"].cpu()[others], tail[others])
+        written = torch.zeros(tail.shape[:2], dtype=torch.bool)
+        empty = torch.zeros_like(written)
+        for slot, length, count in step.requests:
+            for stop in range(length + 1 if step.decode else length + count, length + count + 1):
+                if slot >= 0:
+                    bank = 3 * (stop % got.sizes.hca_banks)
+                    (written if stop % 128 else empty)[slot, bank : bank + 3] = True
+        d.close("tail (online)", got.tables["tail"].cpu()[written], tail[written])
+        others = ~written & ~empty
+        d.exact("tail of other slots and lengths", got.tables["tail"].cpu()[others], tail[others])
     elif tail is not None:
         d.exact("tail", got.tables["tail"].cpu(), tail)
     return d

@@ -8,11 +8,13 @@ from kernel_cases import DEVICE, FORMATS, KINDS, Layer, Step, ops
 
 from dsv4_sglang.attention import cuda_index
 from dsv4_sglang.formats import KeyFormat
+from dsv4_sglang.model.geometry import state_rows
 
 sys.path.append(str(Path(__file__).parents[1]))
 from reader_cases import index_case
 
 DECODE = [(0, 0, 1), (1, 3, 1), (-1, 0, 1), (2, 127, 1), (3, 131, 1)]
+VERIFY = [(slot, length, 4) for slot, length, _ in DECODE]
 PREFILL = [(0, 0, 5), (1, 126, 131), (-1, 0, 2), (2, 5, 3), (3, 130, 260)]
 
 
@@ -23,6 +25,11 @@ def main() -> None:
             for requests, decode in ((DECODE, True), (PREFILL, False)):
                 layer = Layer(kind, *formats, slots=8, blocks=16)
                 Step.make(layer, requests, decode).run(op, layer.on(DEVICE))
+            if kind == "hca-raw":
+                continue
+            drafting = Layer(kind, *formats, slots=8, blocks=16, sizes=state_rows(4))
+            for requests, decode in ((VERIFY, True), (PREFILL, False)):
+                Step.make(drafting, requests, decode).run(op, drafting.on(DEVICE))
     ring = torch.zeros(4, 128 * 584, dtype=torch.uint8, device=DEVICE)
     op.append_swa(
         torch.randn(200, 512, device=DEVICE).bfloat16(),

@@ -8,30 +8,33 @@ from pathlib import Path
 import kernel_cases
 import pytest
 import torch
-from kernel_cases import FORMATS, KINDS, Layer, Step, check_step, compare_layers, ops
+from kernel_cases import FORMATS, KINDS, NO_DRAFTS, Layer, Step, check_step, compare_layers, ops
+
+from dsv4_sglang.model.geometry import CSA_TAILS, CsaTail, state_rows
 
 pytestmark = pytest.mark.gpu
 
+DRAFTED = [kind for kind in KINDS if kind != "hca-raw"]
 PHASES = [*range(10), *range(124, 133), *range(250, 259), 1000]
 CHUNKS = [1, 2, 3, 5, 127, 128, 129, 130, 300, 700]
 
 
-def layer_and_step(kind, formats, requests, decode, free=6, seed=0, ring_rows=128, **options):
+def layer_and_step(kind, formats, requests, decode, free=6, seed=0, sizes=NO_DRAFTS, **options):
     dtype, rows, keys = formats
     used = [s for s, _, _ in requests if s >= 0]
     blocks = sum((length + count + 127) // 128 for _, length, count in requests)
     slots = max(used, default=0) + 1 + free
-    layer = Layer(kind, dtype, rows, keys, slots=slots, blocks=blocks, seed=seed, ring_rows=ring_rows)
+    layer = Layer(kind, dtype, rows, keys, slots=slots, blocks=blocks, seed=seed, sizes=sizes)
     return layer, Step.make(layer, requests, decode, seed=seed + 1, **options)
 
 
-def decode_requests(phases, seed=0):
-    """One token a request at each phase; slots in random order, and a padding row in every fifth place."""
+def decode_requests(phases, seed=0, each=1):
+    """`each` tokens a request at each phase; slots in random order, and a padding request in every fifth place."""
     g = torch.Generator().manual_seed(seed)
     slots = torch.randperm(len(phases), generator=g).tolist()
-    requests = [(slot, length, 1) for slot, length in zip(slots, phases)]
+    requests = [(slot, length, each) for slot, length in zip(slots, phases)]
     for at in range(0, len(phases), 5):
-        requests.insert(at, (-1, 0, 1))
+        requests.insert(at, (-1, 0, each))
     return requests
 
 
@@ -79,10 +82,36 @@ def test_prefill_alone(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rings_wider_than_the_window(kind, ring_rows):
     """Decode, and chunks shorter and longer than window and ring: old rows reach the workspace from where they lie."""
-    check_step(*layer_and_step(kind, FORMATS[0], decode_requests(PHASES), True, ring_rows=ring_rows))
-    print(check_step(*layer_and_step(kind, FORMATS[0], chunk_requests(2, 12), False, ring_rows=ring_rows)))
+    sizes = NO_DRAFTS._replace(ring=ring_rows)
+    check_step(*layer_and_step(kind, FORMATS[0], decode_requests(PHASES), True, sizes=sizes))
+    print(check_step(*layer_and_step(kind, FORMATS[0], chunk_requests(2, 12), False, sizes=sizes)))
     for length, count in ((130, 1), (1000, 131), (140, 301)):
-        check_step(*layer_and_step(kind, FORMATS[0], [(2, length, count)], False, ring_rows=ring_rows))
+        check_step(*layer_and_step(kind, FORMATS[0], [(2, length, count)], False, sizes=sizes))
+
+
+# Steps of several tokens a request, and slots that are made for them.
+
+
+@pytest.mark.parametrize("each", range(1, 10))
+@pytest.mark.parametrize("kind", DRAFTED)
+def test_verify(kind, each):
+    """At every phase, in slots for as many tokens and in larger ones; with one token too."""
+    for d in {max(each, 2), 9}:
+        requests = decode_requests(PHASES, each=each)
+        print(check_step(*layer_and_step(kind, FORMATS[0], requests, True, sizes=state_rows(d), seed=each)))
+
+
+@pytest.mark.parametrize("formats", FORMATS[1:], ids=lambda f: f"{f[0]}-{f[1]}-{f[2]}")
+@pytest.mark.parametrize("kind", DRAFTED)
+def test_verify_formats(kind, formats):
+    print(check_step(*layer_and_step(kind, formats, decode_requests(PHASES, each=4), True, sizes=state_rows(4))))
+
+
+@pytest.mark.parametrize("d", [2, 4, 8])
+@pytest.mark.parametrize("kind", DRAFTED)
+def test_prefill_of_slots_for_drafts(kind, d):
+    """With checkpoints of the chunks."""
+    print(check_step(*layer_and_step(kind, FORMATS[0], chunk_requests(3), False, sizes=state_rows(d))))
 
 
 @pytest.mark.parametrize("decode", [True, False])
@@ -149,11 +178,11 @@ def test_chunks_of_any_length_give_the_same_entries(kind):
         print(compare_layers(other, one.on(torch.device("cpu")), layer, step).finish())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_graph_replay_with_other_inputs(kind):
-    requests = [(slot, length, 1) for slot, length in ((3, 0), (0, 3), (1, 126), (5, 127), (2, 131))]
-    others = [(4, 7, 1), (-1, 0, 1), (2, 255, 1), (0, 383, 1), (-1, 0, 1)]
-    layer = Layer(kind, slots=9, blocks=64)
+@pytest.mark.parametrize(("kind", "each"), [*((kind, 1) for kind in KINDS), *((kind, 4) for kind in DRAFTED)])
+def test_graph_replay_with_other_inputs(kind, each):
+    requests = [(slot, length, each) for slot, length in ((3, 0), (0, 3), (1, 126), (5, 127), (2, 131))]
+    others = [(slot, length, each) for slot, length in ((4, 7), (-1, 0), (2, 255), (0, 383), (-1, 0))]
+    layer = Layer(kind, slots=9, blocks=64, sizes=state_rows(each))
     first, second = Step.make(layer, requests, True), Step.make(layer, others, True, seed=9)
     got = layer.on(kernel_cases.DEVICE)
     batch, inputs = (
@@ -234,6 +263,29 @@ def test_errors_name_the_tensor(name):
             group[name] = change(group[name])
     with pytest.raises(RuntimeError, match="append: " + message):
         Step.call(ops(), layer, batch, inputs, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "message"),
+    [
+        ("swa", {"ring": 128}, "3 tokens of each request without `window`, but the rows of ring are for at most 1"),
+        ("csa", {"csa": CSA_TAILS[0]}, "3 tokens .* rows of tail are for at most 1. A cache .* draft_tokens 3"),
+        ("hca-online", {"hca_banks": 3}, "3 tokens .* rows of tail are for at most 2"),
+        ("hca-raw", {}, "3 tokens .* rows of tail are for at most 1"),
+        ("csa", {"csa": CsaTail(4, 16)}, "expected 24, 48 or 64 rows a slot for ratio 4"),
+    ],
+)
+def test_slots_that_are_too_small_are_refused(kind, sizes, message):
+    sizes = state_rows(3)._replace(**sizes)
+    layer, step = layer_and_step(kind, FORMATS[0], [(0, 3, 3), (1, 0, 3)], True, sizes=sizes)
+    with pytest.raises(RuntimeError, match="append: .*" + message):
+        step.run(ops(), layer.on(kernel_cases.DEVICE))
+
+
+def test_requests_with_different_numbers_of_tokens_are_chunks():
+    layer, step = layer_and_step("swa", FORMATS[0], [(0, 3, 2), (1, 0, 1)], True, sizes=state_rows(3))
+    with pytest.raises(RuntimeError, match="3 tokens for 2 requests without `window`; expected as many of each"):
+        step.run(ops(), layer.on(kernel_cases.DEVICE))
 
 
 @pytest.mark.sanitize

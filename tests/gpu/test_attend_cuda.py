@@ -52,6 +52,15 @@ def test_block_sizes(reader, per_block):
 
 
 @pytest.mark.parametrize("reader", ["flashmla", "triton"])
+@pytest.mark.parametrize("ring_rows", [130, 132, 134, 136, 138, 300])
+def test_rings_wider_than_the_window(reader, ring_rows):
+    """Rings of a request whose steps may take back tokens: 128 rows and as many more."""
+    for width in (None, 512):
+        case = attend_case(tokens=40, heads=64, width=width, ring_rows=ring_rows, seed=10)
+        assert_attends(run(case, reader), case, BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("reader", ["flashmla", "triton"])
 @pytest.mark.parametrize(
     "lens", [[(0, 0)], [(1, 0)], [(128, 0)], [(128, 512)], [(127, 511)], [(0, 1)], [(64, 64), (0, 0), (128, 512)]]
 )

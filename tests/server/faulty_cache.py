@@ -35,12 +35,13 @@ KEPT_MAIN, KEPT_INDEX = slice(0, 512), slice(512, 640)
 PACKAGE = "dsv4_sglang."
 
 
-def entry_point(folder: Path) -> list[str]:
-    """Describe this module as an installed distribution in `folder`; returns the entries that PYTHONPATH needs."""
-    described = folder / "faulty_cache-0.dist-info"
+def entry_point(folder: Path, module: str = "faulty_cache") -> list[str]:
+    """Describe a module of this folder as an installed distribution in `folder`; returns the entries that PYTHONPATH
+    needs."""
+    described = folder / f"{module}-0.dist-info"
     described.mkdir()
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-cache\nVersion: 0\n")
-    (described / "entry_points.txt").write_text("[sglang.srt.plugins]\nfaulty_cache = faulty_cache:register\n")
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 0\n")
+    (described / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{module} = {module}:register\n")
     return [str(folder), str(Path(__file__).parent)]
 
 
@@ -88,9 +89,9 @@ def _store(original: Callable[..., None], state: Any, slots: Any, checkpoints: A
     original(state, slots, checkpoints)
     columns = {FAULTS[1]: KEPT_MAIN, FAULTS[2]: KEPT_INDEX}.get(_fault())
     if columns is not None:
-        from dsv4_sglang.cache.layout import KEPT_UNITS, SLOT_UNITS
-
-        kept = state._tail_units[:, state.num_slots * SLOT_UNITS :].unflatten(1, (-1, len(KEPT_UNITS)))
+        layout = state.layout
+        kept = state._tail_units[:, state.num_slots * layout.tail_units :]
+        kept = kept.unflatten(1, (-1, len(layout.kept_units)))
         for checkpoint in checkpoints[checkpoints > 0].tolist():
             kept[:, checkpoint - 1, :, :, columns] = 0
 

@@ -5,7 +5,7 @@ Flags that this machine's SGLang needs besides go into DSV4_SGLANG_TEST_FLAGS.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 import shlex
 import time
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_harness import Generated, Server, distances, on_rank, prompt, running
+from server_harness import CHUNK, Generated, Server, on_rank, prompt, running
 
 from dsv4_sglang.testing.oracle import Oracle
 
@@ -51,65 +51,79 @@ SERVERS: dict[str, tuple[str, ...]] = {
         *("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
     ),
 }
-GPUS = {"fp8, two GPUs": 2, "fp8, two ranks": 2}
+EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1")
+DRAFTS = (*EAGLE, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
+SERVERS |= {f"{name}, 3 drafts": (*SERVERS[name], *DRAFTS) for name in ("fp8", "fp8, small", "fp8, two ranks")}
+SERVERS["fp8, no graphs, no overlap, chunks of 128, 3 drafts"] = (
+    *SERVERS["fp8, no graphs, no overlap, chunks of 128"],
+    *DRAFTS,
+)
+SERVERS["bf16, chunks of 256, two GPUs, 7 drafts"] = (
+    *(*SERVERS["bf16, chunks of 256"], *EAGLE, "--speculative-num-steps", "7", "--speculative-num-draft-tokens", "8"),
+    *("--tp-size", "2"),
+)
+GPUS = {name: 2 for name in SERVERS if "two" in name}
 # What hits depends on the rank: tests that know of one cache have the other rank idle.
-FIELDS = {"fp8, two ranks": on_rank(0)}
+FIELDS = {name: on_rank(0) for name in SERVERS if "ranks" in name}
 # Means of |d log p|. The rounding of rows alone gives 0.004 (bf16) and 0.053 (FP8), bf16 compute 0.014 on top; one
 # spoilt entry gives 0.07 and more (tests/test_make_tiny.py).
 ALLOWED = {name: 0.025 if name.startswith("bf16") else 0.068 for name in SERVERS}
 
 
-@pytest.fixture(scope="module")
-def oracle(tiny: Callable[..., Path]) -> Oracle:
-    return Oracle(tiny(seed=1), device="cuda")
+def drafts(name: str) -> bool:
+    """Whether a server speculates: its checkpoint has a NextN layer, and another head."""
+    return "drafts" in name
 
 
 @pytest.fixture(scope="module")
-def servers(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    """All of them at once: starting takes most of the time."""
-    model, extra = tiny(seed=1), shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", ""))
-    names = [name for name in SERVERS if GPUS.get(name, 1) <= torch.cuda.device_count()]
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(names)) as pool:
-
-        def start(name: str) -> Server:
-            log = tmp_path_factory.mktemp("gpu") / "log"
-            flags = (*COMMON, *SERVERS[name], *extra)
-            server = stack.enter_context(running(model, log, *flags, cpu=False, **OPTIONS))
-            server.fields = FIELDS.get(name, {})
-            return server
-
-        yield dict(zip(names, pool.map(start, names)))
+def oracle(tiny: Callable[..., Path]) -> Callable[[str], Oracle]:
+    """Of the checkpoint of a server."""
+    return functools.cache(lambda name: Oracle(tiny(seed=1, nextn=drafts(name)), device="cuda"))
 
 
-@pytest.fixture(params=SERVERS)
+@pytest.fixture(scope="module", params=SERVERS)
 def name(request: pytest.FixtureRequest) -> str:
     if GPUS.get(request.param, 1) > torch.cuda.device_count():
         pytest.skip(f"needs {GPUS[request.param]} GPUs")
     return request.param
 
 
-@pytest.fixture
-def server(servers: dict[str, Server], name: str) -> Server:
-    return servers[name]
+@pytest.fixture(scope="module")
+def server(name: str, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One after the other: `-k` chooses some, for several processes on several GPUs."""
+    flags = (*COMMON, *SERVERS[name], *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
+    log = tmp_path_factory.mktemp("gpu") / "log"
+    with running(tiny(seed=1, nextn=drafts(name)), log, *flags, cpu=False, **OPTIONS) as server:
+        server.fields = FIELDS.get(name, {})
+        yield server
 
 
-def assert_near(oracle: Oracle, name: str, asked: list[tuple[list[int], Generated]]) -> None:
-    apart = torch.cat([distances(oracle, ids, got).cpu() for ids, got in asked])
+def only(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", names, indirect=True, scope="module")
+
+
+def assert_near(oracle: Callable[[str], Oracle], name: str, asked: list[tuple[list[int], Generated]]) -> None:
+    """As likely as the oracle finds them, on average, and nowhere far behind what it finds likeliest: a draft that was
+    wrongly accepted is as unlikely for both."""
+    scores = [oracle(name).score(ids, got.tokens, chunk=CHUNK) for ids, got in asked]
+    apart = torch.cat([(torch.tensor(got.logprobs) - s.logprobs.cpu()).abs() for s, (_, got) in zip(scores, asked)])
     assert apart.mean() <= ALLOWED[name], f"mean |d log p| {apart.mean():.4f} over {len(apart)} tokens"
+    behind = torch.cat([s.margin.cpu() for s in scores])
+    assert behind.max() <= 10 * ALLOWED[name], f"{behind.max():.3f} behind the likeliest, at {int(behind.argmax())}"
 
 
-def test_one_at_a_time(server: Server, oracle: Oracle, name: str) -> None:
+def test_one_at_a_time(server: Server, oracle: Callable[[str], Oracle], name: str) -> None:
     server.flush()
     assert_near(oracle, name, [(prompt(n), server.generate(prompt(n), GENERATED)) for n in LENGTHS])
 
 
-def test_batch_of_16(server: Server, oracle: Oracle, name: str) -> None:
+def test_batch_of_16(server: Server, oracle: Callable[[str], Oracle], name: str) -> None:
     server.flush()
     prompts = [prompt(n, seed) for seed in (0, 5) for n in LENGTHS][:16]
     assert_near(oracle, name, list(zip(prompts, server.generate_all(prompts, GENERATED))))
 
 
-def test_warm(server: Server, oracle: Oracle, name: str) -> None:
+def test_warm(server: Server, oracle: Callable[[str], Oracle], name: str) -> None:
     """Repeated, the next turn of a generation, and a branch inside a block: resumed, and as near as when cold."""
     server.flush()
     trunk = prompt(700)
@@ -121,7 +135,7 @@ def test_warm(server: Server, oracle: Oracle, name: str) -> None:
     assert_near(oracle, name, asked)
 
 
-def test_slots_used_by_200_others(server: Server, oracle: Oracle, name: str) -> None:
+def test_slots_used_by_200_others(server: Server, oracle: Callable[[str], Oracle], name: str) -> None:
     for seed in range(10):
         server.generate_all([prompt(1 + (7 * i + seed) % 23, seed=100 + seed) for i in range(20)], 3)
     server.wait_idle()
@@ -129,7 +143,7 @@ def test_slots_used_by_200_others(server: Server, oracle: Oracle, name: str) -> 
     assert_near(oracle, name, [(prompt(n), server.generate(prompt(n), GENERATED)) for n in (1, 3, 129, 300)])
 
 
-def test_abort_then_right(server: Server, oracle: Oracle, name: str) -> None:
+def test_abort_then_right(server: Server, oracle: Callable[[str], Oracle], name: str) -> None:
     with ThreadPoolExecutor(1) as other:
         aborted = other.submit(server.generate, prompt(128), 7000, rid="to-abort")
         while not any(rank["num_reqs"] for rank in server.get("/get_load")):
@@ -149,28 +163,29 @@ def test_longer_than_the_context(server: Server) -> None:
     server.wait_idle()
 
 
-def test_more_requests_than_fit(servers: dict[str, Server], oracle: Oracle) -> None:
+@only("fp8, small", "fp8, small, 3 drafts")
+def test_more_requests_than_fit(server: Server, oracle: Callable[[str], Oracle], name: str) -> None:
     """48 requests that grow to 400 tokens in a pool of 8192: some are retracted, all finish, all are right."""
-    name = "fp8, small"
     prompts = [prompt(100 + 2 * i, seed=7) for i in range(48)]
-    answers = servers[name].generate_all(prompts, 256)
+    answers = server.generate_all(prompts, 256)
     assert all(len(got.tokens) == 256 for got in answers)
-    assert servers[name].retractions(), "nothing was retracted: the test does not test"
+    assert server.retractions(), "nothing was retracted: the test does not test"
     assert_near(oracle, name, list(zip(prompts[::6], answers[::6])))
-    servers[name].wait_idle()
+    server.wait_idle()
+
+
+two_ranks = only(*(name for name in SERVERS if "ranks" in name))
 
 
 @pytest.fixture
-def ranks(servers: dict[str, Server]) -> Server:
+def ranks(server: Server) -> Server:
     """The server with two ranks of DP attention, both of them empty."""
-    if "fp8, two ranks" not in servers:
-        pytest.skip("needs 2 GPUs")
-    server = servers["fp8, two ranks"]
     server.flush()
     return server
 
 
-def test_both_ranks_at_once(ranks: Server, oracle: Oracle) -> None:
+@two_ranks
+def test_both_ranks_at_once(ranks: Server, oracle: Callable[[str], Oracle], name: str) -> None:
     """Steps in which both decode, one prefills, and one has nothing to do: graphs of padding, and steps without."""
     asked = [
         (n, 10 * (1 + i % 4), i % 2 if i < 8 else 1) for i, n in enumerate((*LENGTHS, 2000, 64, 30, 5, 1, 900, 17))
@@ -178,23 +193,70 @@ def test_both_ranks_at_once(ranks: Server, oracle: Oracle) -> None:
     prompts = [prompt(n, seed=30 + i) for i, (n, _, _) in enumerate(asked)]
     got = ranks.generate_all(prompts, [count for _, count, _ in asked], [rank for _, _, rank in asked])
     assert [len(answer.tokens) for answer in got] == [count for _, count, _ in asked]
-    assert_near(oracle, "fp8, two ranks", list(zip(prompts, got)))
+    assert_near(oracle, name, list(zip(prompts, got)))
     ranks.wait_idle()
 
 
+@two_ranks
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_other_rank_is_idle(ranks: Server, oracle: Oracle, rank: int) -> None:
-    prompts = [prompt(n, seed=40 + rank) for n in (1, 129, 700)]
-    asked = [(ids, ranks.generate(ids, GENERATED, **on_rank(rank))) for ids in prompts]
-    assert_near(oracle, "fp8, two ranks", asked)
+def test_the_other_rank_is_idle(ranks: Server, oracle: Callable[[str], Oracle], name: str, rank: int) -> None:
+    asked = [(prompt(n), ranks.generate(prompt(n), GENERATED, **on_rank(rank))) for n in LENGTHS]
+    assert_near(oracle, name, asked)
 
 
-def test_hits_are_those_of_a_rank(ranks: Server, oracle: Oracle) -> None:
+@two_ranks
+def test_hits_are_those_of_a_rank(ranks: Server, oracle: Callable[[str], Oracle], name: str) -> None:
     ids = prompt(700, seed=42)
     found = [ranks.generate(ids, GENERATED, **on_rank(rank)) for rank in (0, 1, 0, 1)]
     assert [got.cached for got in found] == [0, 0, 640, 640]
-    assert_near(oracle, "fp8, two ranks", [(ids, got) for got in found])
+    assert_near(oracle, name, [(ids, got) for got in found])
     assert all(ranks.metrics(rank=rank)["prefix_hit_tokens"] >= 640 for rank in (0, 1))
+
+
+@only("fp8", "fp8, 3 drafts")
+def test_samples_follow_the_distribution(server: Server, name: str) -> None:
+    """At temperature 1, chi-squared over the ranks of the tokens that came, by the log p that came with them: 12,000
+    tokens of eight requests, ranks 1 to 20 and all behind. Accepted drafts and what replaces rejected ones are drawn as
+    other tokens are."""
+    ranks, count = 20, 1500
+
+    def one(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        sampling = {"max_new_tokens": count, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "ignore_eos": True}
+        body = {"input_ids": prompt(50, seed=60 + seed), "return_logprob": True, "top_logprobs_num": ranks}
+        meta = server.post("/generate", {**body, "sampling_params": sampling, **server.fields})["meta_info"]
+        top = meta["output_top_logprobs"]
+        likely = torch.tensor([[entry[0] for entry in row] for row in top], dtype=torch.float64).exp()
+        expected = torch.cat([likely, (1 - likely.sum(1, keepdim=True)).clamp_min(0)], 1).sum(0)
+        names = [[entry[1] for entry in row] for row in top]
+        came = [pair[1] for pair in meta["output_token_logprobs"]]
+        at = [row.index(token) if token in row else ranks for row, token in zip(names, came)]
+        return expected, torch.bincount(torch.tensor(at), minlength=ranks + 1).double()
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(one, range(8)))
+    expected, came = sum(e for e, _ in found), sum(c for _, c in found)
+    assert isinstance(expected, torch.Tensor) and isinstance(came, torch.Tensor)
+    statistic = float(((came - expected) ** 2 / expected).sum())
+    print(f"{name}: chi-squared {statistic:.1f} of {ranks} degrees of freedom, {int(came.sum())} tokens")
+    # One run in a million is above: the quantile of chi-squared with 20 degrees of freedom.
+    assert statistic < 65.4, (came, expected)
+
+
+@only(*filter(drafts, SERVERS))
+def test_drafts_are_accepted(server: Server, name: str) -> None:
+    """As often behind a prefix hit as without: the draft model's rows come with the checkpoint."""
+    ids, lengths = prompt(1000, seed=43), {}
+    server.flush()
+    for run in ("cold", "warm"):
+        got = server.post("/generate", {**_greedy(ids, 600), **server.fields})["meta_info"]
+        lengths[run] = got["completion_tokens"] / got["spec_verify_ct"]
+    print(f"{name}: tokens a turn {lengths}, {got['cached_tokens']} cached")
+    assert got["cached_tokens"] == 896 and min(lengths.values()) > 1.3
+    assert abs(lengths["cold"] - lengths["warm"]) < 0.25
+
+
+def _greedy(ids: list[int], count: int) -> dict[str, object]:
+    return {"input_ids": ids, "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}}
 
 
 # Warm = cold. Both answers come from the same server: what they differ by without a prefix hit, an answer that was
@@ -298,9 +360,10 @@ def test_a_branch_off_a_running_request(server: Server) -> None:
     assert_as_cold(server, asked)
 
 
-def test_after_eviction_retraction_and_a_flush(servers: dict[str, Server]) -> None:
+@only("fp8, small", "fp8, small, 3 drafts")
+def test_after_eviction_retraction_and_a_flush(server: Server) -> None:
     """The small pool: a prompt that others push out comes back; retracted requests resume; nothing outlives a flush."""
-    server, ids = servers["fp8, small"], prompt(1400, seed=19)
+    ids = prompt(1400, seed=19)
     server.flush()
     server.generate(ids, 1)
     server.generate(prompt(7000, seed=20), 1)

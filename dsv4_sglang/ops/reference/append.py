@@ -1,14 +1,17 @@
 """`append`: everything a layer writes for the tokens of a step, and `append_swa`: window rows that are already final.
 
-Who reads what when. A decode step has one token a request and no `window`: append writes ring and tails, readers of
-the step read the ring afterwards. A prefill step passes `window`: append copies the ring's old rows and the chunk's
-rows there and only then replaces ring rows; readers of the step read `window`, because the chunk's early queries
-still need rows that its late tokens replace in the ring (SPEC 6.4). Entries whose window of tokens closes in the step
-are written in the step and visible to its readers.
+Who reads what when. A decode step has the same number of tokens of each request, one or a few drafts, and no
+`window`: append writes ring and tails, readers of the step read the ring afterwards. A prefill step passes `window`:
+append copies the ring's old rows and the chunk's rows there and only then replaces ring rows; readers of the step read
+`window`, because the chunk's early queries still need rows that its late tokens replace in the ring (SPEC 6.4). Entries
+whose window of tokens closes in the step are written in the step and visible to its readers.
+
+Behind a decode step of several tokens a request may go on from any of them: rings and tails keep what that needs
+(`model.geometry.state_rows`), so that taking tokens back is to begin the next step at a smaller length.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,15 +21,13 @@ from dsv4_sglang.formats.index_keys import INDEX_DIM, hadamard
 from dsv4_sglang.formats.rows import ENTRY_DIM, quantise_nope
 from dsv4_sglang.model.geometry import (
     BLOCK_TOKENS,
-    CSA_CURRENT_ROWS,
-    CSA_CURRENT_Z,
-    CSA_PREVIOUS_K,
-    CSA_PREVIOUS_ROWS,
-    CSA_PREVIOUS_Z,
     CSA_RATIO,
+    CSA_TAILS,
     HCA_ONLINE_ROWS,
     HCA_RATIO,
+    HCA_RAW_ROWS,
     WINDOW,
+    CsaTail,
 )
 from dsv4_sglang.ops.rope import rms_norm, rotate, rounding
 from dsv4_sglang.ops.schemas import NAMESPACE
@@ -36,13 +37,15 @@ NEG_INF = float("-inf")
 
 @dataclass(frozen=True)
 class _Chunk:
-    """The tokens of one request in the step: rows `begin..end` of the inputs, positions `length..length + count`."""
+    """Tokens of one request in the step: rows `begin..end` of the inputs, positions `length..length + count`. The last
+    `own` of them write, the others are read."""
 
     request: int
     slot: int
     begin: int
     end: int
     length: int
+    own: int
 
     @property
     def count(self) -> int:
@@ -53,23 +56,71 @@ class _Chunk:
         return torch.arange(self.length, self.length + self.count)
 
     def latest(self, keep: int) -> tuple[Tensor, slice]:
-        """Positions of the last `keep` tokens of the chunk and where their inputs are."""
-        kept = min(keep, self.count)
+        """Positions of the last `keep` tokens of those that write, and where their inputs are."""
+        kept = min(keep, self.own)
         return self.positions[self.count - kept :], slice(self.end - kept, self.end)
 
 
-def _chunks(slots: Tensor, prefix_lens: Tensor, query_start: Tensor) -> list[_Chunk]:
+def _chunks(slots: Tensor, prefix_lens: Tensor, query_start: Tensor, decode: bool) -> list[_Chunk]:
+    """One a request. In a decode step one a token, as the device has a block for each: all go on from the state before
+    the step, in any order. Here the last token is first, which asks most of rings and tails."""
     starts, lengths = query_start.tolist(), prefix_lens.tolist()
-    return [
-        _Chunk(b, slot, starts[b], starts[b + 1], lengths[b])
+    requests = [
+        _Chunk(b, slot, starts[b], starts[b + 1], lengths[b], own=starts[b + 1] - starts[b])
         for b, slot in enumerate(slots.tolist())
         if slot >= 0 and starts[b + 1] > starts[b]
     ]
+    if not decode:
+        return requests
+    return [replace(chunk, end=end, own=1) for chunk in requests for end in range(chunk.end, chunk.begin, -1)]
 
 
 def _check(ok: bool, message: Callable[[], str]) -> None:
     if not ok:
         raise ValueError("append: " + message())
+
+
+def _csa_tail(tail: Tensor) -> CsaTail:
+    known = {rings.rows: rings for rings in CSA_TAILS}
+    rings = known.get(tail.shape[1])
+    if rings is None:
+        raise ValueError(f"append: tail has {tail.shape[1]} rows a slot; for ratio 4 expected one of {sorted(known)}")
+    return rings
+
+
+def _hca_draft_tokens(tail: Tensor) -> int:
+    """Tokens of a request that a decode step may write into an HCA tail."""
+    rows = tail.shape[1]
+    _check(
+        rows == HCA_RAW_ROWS or (rows > 0 and rows % HCA_ONLINE_ROWS == 0),
+        lambda: f"tail has {rows} rows a slot; for ratio 128 expected {HCA_RAW_ROWS} or a multiple of 3",
+    )
+    return 1 if rows == HCA_RAW_ROWS else max(1, rows // HCA_ONLINE_ROWS - 1)
+
+
+def _check_decode(tokens: int, requests: int, ring: Tensor, tail: Tensor | None, tail_draft_tokens: int) -> None:
+    """`tail_draft_tokens`: tokens of a request that `tail` is made for."""
+    each, rest = divmod(tokens, max(requests, 1))
+    _check(
+        rest == 0,
+        lambda: (
+            f"{tokens} tokens for {requests} requests without `window`; expected as many of each. A step with "
+            "chunks needs `window`"
+        ),
+    )
+    _check_rows("ring", each, ring, ring.shape[1] - WINDOW + 1)
+    if tail is not None:
+        _check_rows("tail", each, tail, tail_draft_tokens)
+
+
+def _check_rows(name: str, each: int, table: Tensor, most: int) -> None:
+    _check(
+        each <= most,
+        lambda: (
+            f"{each} tokens of each request without `window`, but {name} has {table.shape[1]} rows a slot, for at "
+            f"most {most}. A cache for more is made with draft_tokens {each}"
+        ),
+    )
 
 
 def _write_window(chunk: _Chunk, rows: Tensor, ring: RowTable, window: RowTable | None, track: Tensor | None) -> None:
@@ -82,9 +133,9 @@ def _write_window(chunk: _Chunk, rows: Tensor, ring: RowTable, window: RowTable 
     positions, at = chunk.latest(WINDOW)
     ring.write(slot * ring_rows + positions % ring_rows, rows[at])
     if track is not None:
-        tracked = track[chunk.begin : chunk.end] >= 0
-        target = track[chunk.begin : chunk.end][tracked].long()
-        ring.write(target * ring_rows + chunk.positions[tracked] % ring_rows, rows[chunk.begin : chunk.end][tracked])
+        positions, at = chunk.latest(chunk.own)
+        tracked = track[at] >= 0
+        ring.write(track[at][tracked].long() * ring_rows + positions[tracked] % ring_rows, rows[at][tracked])
 
 
 def _pool(z: Tensor, k: Tensor) -> Tensor:
@@ -92,8 +143,10 @@ def _pool(z: Tensor, k: Tensor) -> Tensor:
     return (z.softmax(1) * k).sum(1)
 
 
-def _csa_pool(chunk: _Chunk, score: Tensor, ape: Tensor, tail: Tensor, tracked: Tensor | None) -> Tensor:
-    """Pool the CSA windows that close in the chunk, then move the tails on. `tail` [slots, 24, D] of one compressor."""
+def _csa_pool(
+    chunk: _Chunk, score: Tensor, ape: Tensor, tail: Tensor, rings: CsaTail, tracked: Tensor | None
+) -> Tensor:
+    """Pool the CSA windows that the chunk closes, then move the tails on. `tail` [slots, rows, D] of one compressor."""
     dim = tail.shape[-1]
     positions = chunk.positions
     k_prev, k_cur, z_prev, z_cur = score[chunk.begin : chunk.end].float().split(dim, -1)
@@ -108,67 +161,86 @@ def _csa_pool(chunk: _Chunk, score: Tensor, ape: Tensor, tail: Tensor, tracked: 
     z_p, z_c = torch.full((stop - start, dim), NEG_INF), torch.full((stop - start, dim), NEG_INF)
     old = torch.arange(max(0, start), chunk.length)
     k_p[old - start], z_p[old - start] = (
-        state[CSA_PREVIOUS_K + old % CSA_PREVIOUS_ROWS],
-        state[CSA_PREVIOUS_Z + old % CSA_PREVIOUS_ROWS],
+        state[rings.previous_k + old % rings.previous],
+        state[rings.previous_z + old % rings.previous],
     )
     old = torch.arange(CSA_RATIO * first, chunk.length)
-    k_c[old - start], z_c[old - start] = state[old % CSA_CURRENT_ROWS], state[CSA_CURRENT_Z + old % CSA_CURRENT_ROWS]
+    k_c[old - start], z_c[old - start] = state[old % rings.current], state[rings.current_z + old % rings.current]
     new = positions - start
     k_p[new], z_p[new], k_c[new], z_c[new] = k_prev, z_prev, k_cur, z_cur
 
-    count = stop // CSA_RATIO - first
-    windows = CSA_RATIO * torch.arange(count)[:, None] + torch.arange(CSA_RATIO)
+    closed = torch.arange((stop - chunk.own) // CSA_RATIO, stop // CSA_RATIO) - first
+    windows = CSA_RATIO * closed[:, None] + torch.arange(CSA_RATIO)
     pooled = _pool(
         torch.cat([z_p[windows], z_c[windows + CSA_RATIO]], 1), torch.cat([k_p[windows], k_c[windows + CSA_RATIO]], 1)
     )
 
-    at, rows = chunk.latest(CSA_CURRENT_ROWS)
-    at, rows = at % CSA_CURRENT_ROWS, slice(rows.start - chunk.begin, None)
-    state[at], state[CSA_CURRENT_Z + at] = k_cur[rows], z_cur[rows]
-    at, rows = chunk.latest(CSA_PREVIOUS_ROWS)
-    at, rows = at % CSA_PREVIOUS_ROWS, slice(rows.start - chunk.begin, None)
-    state[CSA_PREVIOUS_K + at], state[CSA_PREVIOUS_Z + at] = k_prev[rows], z_prev[rows]
+    # Behind them no more than three rows of the open window are alive, and seven of the previous stream.
+    at, rows = chunk.latest(CSA_RATIO)
+    at, rows = at % rings.current, slice(rows.start - chunk.begin, None)
+    state[at], state[rings.current_z + at] = k_cur[rows], z_cur[rows]
+    at, rows = chunk.latest(2 * CSA_RATIO)
+    at, rows = at % rings.previous, slice(rows.start - chunk.begin, None)
+    state[rings.previous_k + at], state[rings.previous_z + at] = k_prev[rows], z_prev[rows]
     if tracked is not None:  # a checkpoint ends at a multiple of 128: only its last 4 previous-window rows live on
-        mine = tracked[chunk.begin : chunk.end]
-        last = torch.nonzero((mine >= 0) & (positions % BLOCK_TOKENS >= BLOCK_TOKENS - CSA_RATIO)).squeeze(-1)
-        target, at = mine[last].long(), positions[last] % CSA_PREVIOUS_ROWS
-        tail[target, CSA_PREVIOUS_K + at], tail[target, CSA_PREVIOUS_Z + at] = k_prev[last], z_prev[last]
+        at, rows = chunk.latest(chunk.own)
+        last = torch.nonzero((tracked[rows] >= 0) & (at % BLOCK_TOKENS >= BLOCK_TOKENS - CSA_RATIO)).squeeze(-1)
+        target, at = tracked[rows][last].long(), at[last] % rings.previous
+        last += rows.start - chunk.begin
+        tail[target, rings.previous_k + at], tail[target, rings.previous_z + at] = k_prev[last], z_prev[last]
     return pooled
 
 
 def _hca_pool(chunk: _Chunk, score: Tensor, ape: Tensor, tail: Tensor) -> Tensor:
-    """Pool the HCA windows that close in the chunk, then move the tail (raw or online) on."""
+    """Pool the HCA windows that the chunk closes, then move the tail on. `tail` [slots, 256, D] raw, [slots, 3 n, D]
+    online with n banks, that of the state after t tokens being t mod n."""
     dim = tail.shape[-1]
     k, z = score[chunk.begin : chunk.end].float().split(dim, -1)
     z = z + ape.float()[chunk.positions % HCA_RATIO]
     state = tail[chunk.slot]
-    online = state.shape[0] == HCA_ONLINE_ROWS
+    pool = _hca_pool_raw if len(state) == HCA_RAW_ROWS else _hca_pool_online
+    pooled = pool(chunk, k, z, state)
+    return torch.stack(pooled) if pooled else k.new_empty(0, dim)
+
+
+def _hca_pool_raw(chunk: _Chunk, k: Tensor, z: Tensor, state: Tensor) -> list[Tensor]:
     open_rows = chunk.length % HCA_RATIO
     pooled, begin = [], 0
     while begin < chunk.count:
         end = min(chunk.count, begin + HCA_RATIO - open_rows)
-        k_w, z_w = k[begin:end], z[begin:end]
-        if online:
-            peak, total, acc = state if open_rows else (k.new_full((dim,), NEG_INF), k.new_zeros(dim), k.new_zeros(dim))
-            new_peak = torch.maximum(peak, z_w.amax(0))
-            weight = (z_w - new_peak).exp()
-            keep = (peak - new_peak).exp()
-            total = total * keep + weight.sum(0)
-            acc = acc * keep + (weight * k_w).sum(0)
-            state[0], state[1], state[2] = new_peak, total, acc
-            entry = acc / total
-        else:
-            if open_rows:
-                k_w, z_w = (
-                    torch.cat([state[:open_rows], k_w]),
-                    torch.cat([state[HCA_RATIO : HCA_RATIO + open_rows], z_w]),
-                )
-            state[: len(k_w)], state[HCA_RATIO : HCA_RATIO + len(z_w)] = k_w.clone(), z_w.clone()
-            entry = _pool(z_w[None], k_w[None])[0]
-        if open_rows + end - begin == HCA_RATIO:
-            pooled.append(entry)
+        k_w = torch.cat([state[:open_rows], k[begin:end]])
+        z_w = torch.cat([state[HCA_RATIO : HCA_RATIO + open_rows], z[begin:end]])
+        state[: len(k_w)], state[HCA_RATIO : HCA_RATIO + len(z_w)] = k_w, z_w
+        if len(k_w) == HCA_RATIO:
+            pooled.append(_pool(z_w[None], k_w[None])[0])
         open_rows, begin = 0, end
-    return torch.stack(pooled) if pooled else k.new_empty(0, dim)
+    return pooled
+
+
+def _hca_pool_online(chunk: _Chunk, k: Tensor, z: Tensor, state: Tensor) -> list[Tensor]:
+    """Rows are added in runs of the tokens that write, that is in a decode step one by one: a token behind others of
+    its step then has the bits that it has behind steps of one token."""
+    dim = k.shape[-1]
+    banks = state.unflatten(0, (-1, HCA_ONLINE_ROWS))
+    peak, total, acc = banks[chunk.length % len(banks)]
+    pooled, begin = [], 0
+    while begin < chunk.count:
+        open_rows = (chunk.length + begin) % HCA_RATIO
+        if open_rows == 0:
+            peak, total, acc = k.new_full((dim,), NEG_INF), k.new_zeros(dim), k.new_zeros(dim)
+        end = min(chunk.count, begin + chunk.own, begin + HCA_RATIO - open_rows)
+        new_peak = torch.maximum(peak, z[begin:end].amax(0))
+        weight, keep = (z[begin:end] - new_peak).exp(), (peak - new_peak).exp()
+        total = total * keep + weight.sum(0)
+        acc = acc * keep + (weight * k[begin:end]).sum(0)
+        peak = new_peak
+        if open_rows + end - begin == HCA_RATIO and end > chunk.count - chunk.own:
+            pooled.append(acc / total)
+        begin = end
+    stop = chunk.length + chunk.count
+    if stop % HCA_RATIO:  # an empty state has no bytes
+        banks[stop % len(banks)] = torch.stack([peak, total, acc])
+    return pooled
 
 
 def append(
@@ -211,9 +283,13 @@ def append(
     tokens before the step; `query_start` [B + 1] int32; `token_request` [T] int32; `out_loc` [T] int64 pool slots,
     congruent to the positions modulo 128; `track_slots` [T] int32, the state slot of the checkpoint that this token's
     row belongs to, or -1. Written: `ring` [slots, R, w], R at least 128, position t in row t % R; `tail` fp32, CSA
-    [slots, 24, 640], HCA [slots, 256, 512] raw or [slots, 3, 512] online; `entries` (CSA [blocks, 32, w] at out_loc //
-    4, HCA [1, blocks, w] at out_loc // 128); `index_keys` [blocks, 32, w]; `window` [1, T + 128 B, w] (prefill);
-    `swa_pos` [slots, R], `swa_head` [slots], `tail_len` [slots] int32 where given.
+    [slots, rows, 640], rows as one of `CSA_TAILS` has, HCA [slots, 256, 512] raw or [slots, 3 n, 512] online, n banks;
+    `entries` (CSA [blocks, 32, w] at out_loc // 4, HCA [1, blocks, w] at out_loc // 128); `index_keys` [blocks, 32, w];
+    `window` [1, T + 128 B, w] (prefill); `swa_pos` [slots, R], `swa_head` [slots], `tail_len` [slots] int32 where
+    given.
+
+    Without `window`, T is a multiple of B: each request has as many tokens, at most those that the rows of ring and
+    tail are for (`model.geometry.state_rows`). ValueError for more.
 
     On CUDA, a decode step that is recorded into a graph reads batch, weights and `rope` while the kernel before it in
     the stream still runs: that kernel must not write them.
@@ -221,12 +297,18 @@ def append(
     _check(ratio in (0, CSA_RATIO, HCA_RATIO), lambda: f"ratio is {ratio}; expected 0, 4 or 128")
     rings, keys = RowTable(ring, RowFormat.from_code(row_format)), KeyFormat.from_code(key_format)
     _check(ring.shape[1] >= WINDOW, lambda: f"ring has {ring.shape[1]} rows a slot; expected at least {WINDOW}")
+    csa, most = CSA_TAILS[0], 1
+    if ratio == CSA_RATIO:
+        assert tail is not None
+        csa = _csa_tail(tail)
+        most = csa.draft_tokens
+    elif ratio == HCA_RATIO:
+        assert tail is not None
+        most = _hca_draft_tokens(tail)
     tokens = kv.shape[0]
+    _check(out_loc.shape[0] == tokens, lambda: f"out_loc has {out_loc.shape[0]} slots for {tokens} tokens")
     if window is None:
-        _check(
-            tokens == slots.shape[0],
-            lambda: f"{tokens} tokens for {slots.shape[0]} requests without `window`; a step with chunks needs one",
-        )
+        _check_decode(tokens, slots.shape[0], ring, tail if ratio else None, most)
     round_stage = rounding(kv.dtype)
     positions = (
         prefix_lens.long()[token_request.long()] + torch.arange(tokens) - query_start.long()[token_request.long()]
@@ -239,21 +321,22 @@ def append(
         at = ratio * (first + torch.arange(pooled.shape[0]))
         return round_stage(rotate(round_stage(rms_norm(round_stage(pooled), norm, eps)), at, rope))
 
-    for chunk in _chunks(slots, prefix_lens, query_start):
+    for chunk in _chunks(slots, prefix_lens, query_start, decode=window is None):
         _write_window(chunk, rows, rings, rings._replace(data=window) if window is not None else None, track_slots)
         stop = chunk.length + chunk.count
         if swa_pos is not None:
             at, _ = chunk.latest(WINDOW)
             swa_pos[chunk.slot, at % ring.shape[1]] = at.to(swa_pos.dtype)
-        if swa_head is not None:
+        is_last = chunk.end == query_start[chunk.request + 1]
+        if swa_head is not None and is_last:
             swa_head[chunk.slot] = stop % ring.shape[1]
         if ratio == 0:
             continue
-        if tail_len is not None:
+        if tail_len is not None and is_last:
             tail_len[chunk.slot] = stop % ratio
         assert kv_score is not None and ape is not None and entry_norm is not None
         assert tail is not None and entries is not None
-        first = chunk.length // ratio
+        first = (stop - chunk.own) // ratio
         closing = ratio * (torch.arange(first, stop // ratio) + 1) - 1  # the token that closes each window
         entry_rows = out_loc[chunk.begin + closing - chunk.length] // ratio
         entry_table = rings._replace(data=entries)
@@ -264,9 +347,9 @@ def append(
         assert (
             index_kv_score is not None and index_ape is not None and index_norm is not None and index_keys is not None
         )
-        pooled = _csa_pool(chunk, kv_score, ape, tail[..., :ENTRY_DIM], track_slots)
+        pooled = _csa_pool(chunk, kv_score, ape, tail[..., :ENTRY_DIM], csa, track_slots)
         entry_table.write(entry_rows, finish(pooled, entry_norm, first))
-        pooled = _csa_pool(chunk, index_kv_score, index_ape, tail[..., ENTRY_DIM:], track_slots)
+        pooled = _csa_pool(chunk, index_kv_score, index_ape, tail[..., ENTRY_DIM:], csa, track_slots)
         assert pooled.shape[-1] == INDEX_DIM
         KeyTable(index_keys, keys).write(entry_rows, hadamard(finish(pooled, index_norm, first)))
 

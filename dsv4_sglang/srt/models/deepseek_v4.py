@@ -7,6 +7,7 @@ the layers that SGLang has as GPU kernels only come from `dsv4_sglang.srt.models
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -78,6 +79,18 @@ def branch(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> 
         yield Branch(stream)
 
 
+def _with_room_for_drafts(config: Any) -> Any:
+    """The config with as many more positions as drafts may lie behind the end of the context: tables of rotations have
+    a row for each."""
+    from sglang.srt.runtime_context import get_spec
+
+    if not (drafts := get_spec().speculative_num_draft_tokens):
+        return config
+    wider = copy.copy(config)
+    wider.max_position_embeddings += drafts
+    return wider
+
+
 Latent = Tensor | tuple[Tensor, Tensor]
 """The normalised latent `[T, q_lora_rank]` that both queries are projected from, or its FP8 codes and scales."""
 
@@ -129,12 +142,24 @@ class CachedAttention(in_tree.MqaAttentionBase):
     overlap_limit = 64
 
     def __init__(
-        self, config: Any, layer_id: int, quant_config: Any, prefix: str, streams: list[torch.cuda.Stream] | None
+        self,
+        config: Any,
+        layer_id: int,
+        quant_config: Any,
+        prefix: str,
+        streams: list[torch.cuda.Stream] | None,
+        is_draft: bool = False,
+        **projections: bool,
     ) -> None:
-        ratio = config.compress_ratios[layer_id]
+        """`is_draft`: layer `layer_id` of the draft model, with the window alone. `projections`: how SGLang's base
+        class builds them, where that is not its default."""
+        ratio = 0 if is_draft else config.compress_ratios[layer_id]
+        cache_layer = config.num_hidden_layers + layer_id if is_draft else layer_id
         # SGLang would apply YaRN to window-only layers too; the released model does not (SPEC 1.3).
         plain = {} if ratio else {"rope_original_seq_len": 0}
-        super().__init__(config, layer_id, quant_config, prefix, **plain)
+        super().__init__(
+            _with_room_for_drafts(config), layer_id, quant_config, prefix, compress_ratio=ratio, **plain, **projections
+        )
         self.rope = torch.view_as_real(self.freqs_cis).flatten(1)
         self.compressor = (
             CompressorWeights(config, ratio, self.head_dim, add_prefix("compressor", prefix)) if ratio else None
@@ -143,12 +168,14 @@ class CachedAttention(in_tree.MqaAttentionBase):
             IndexerWeights(config, quant_config, add_prefix("indexer", prefix)) if ratio == CSA_RATIO else None
         )
         self.attn_mqa = RadixAttention(
-            self.n_local_heads, self.head_dim, self.softmax_scale, num_kv_heads=1, layer_id=layer_id
+            self.n_local_heads, self.head_dim, self.softmax_scale, num_kv_heads=1, layer_id=cache_layer
         )
-        self.streams = (
-            tuple(streams[:2]) if streams and envs.SGLANG_OPT_USE_MULTI_STREAM_OVERLAP.get() else (None, None)
-        )
-        self.quantises_output = compat.quantises_output_projection() and _scales_are_fp32()
+        # A draft model may have one stream for all.
+        overlaps = streams and envs.SGLANG_OPT_USE_MULTI_STREAM_OVERLAP.get()
+        self.streams = (*streams, None)[:2] if streams and overlaps else (None, None)
+        # SGLang multiplies the first output projection in FP8 where its weights came with scales and stayed so.
+        self.fp8_wo_a = hasattr(self.wo_a, "weight_scale_inv")
+        self.quantises_output = self.fp8_wo_a and _scales_are_fp32()
         # Room behind the sinks, from which a kernel of more heads than this process has takes sinks, too. The parameter
         # stays a part of it, so that weights that are loaded later arrive here.
         sinks = self.attn_sink.data.new_zeros(self.n_heads + MOST_PADDED_HEADS)
@@ -177,7 +204,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
             for linear, part in zip(linears, self._weight_of_x.split(self._widths)):
                 linear.weight.data = part
 
-    def forward(self, x: Tensor, positions: Tensor, forward_batch: Any, x_quant: Any = None) -> Tensor:
+    def forward(self, positions: Tensor, x: Tensor, forward_batch: Any, x_quant: Any = None) -> Tensor:
         """`x [T, hidden]` after the input norm, to `[T, hidden]`.
 
         In a CUDA graph of a small batch three streams run: one projects the query, one the compressors' inputs and then
@@ -202,7 +229,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
         with branch(query_stream, latents) as query:
             self._query(latent, positions, q)
         inputs = LayerInputs(
-            weights=self._cache_weights(),
+            weights=self.cache_weights(),
             sink=self._sinks,
             wait_for_query=query.join,
             takes_rotated=self.quantises_output,
@@ -212,7 +239,8 @@ class CachedAttention(in_tree.MqaAttentionBase):
         )
         return self._project_out(self.attn_mqa(q, kv, kv, forward_batch, inputs=inputs), positions)
 
-    def _cache_weights(self) -> LayerWeights:
+    def cache_weights(self) -> LayerWeights:
+        """What the cache takes of this layer's weights."""
         main, index = self.compressor, self.indexer.compressor if self.indexer else None
         return LayerWeights(
             kv_norm=self.kv_norm.weight,
@@ -265,7 +293,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
     def _project_out(self, out: LayerOutput, positions: Tensor) -> Tensor:
         """Grouped output projection of the heads `[T, heads, 512]`, each token's heads in a row."""
         grouped = out.values.view(out.values.shape[0], self.n_local_groups, -1)
-        if out.rotated or compat.quantises_output_projection():
+        if out.rotated or self.fp8_wo_a:
             projected = self._fp8_wo_a(grouped, positions if out.rotated else None)
         else:
             weight = self.wo_a.weight.data.view(self.n_local_groups, self.o_lora_rank, -1).to(grouped.dtype)
@@ -326,9 +354,11 @@ class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
         quant_config: Any,
         prefix: str,
         alt_streams: list[torch.cuda.Stream] | None,
-        **ignored: Any,
+        compress_ratio_override: int | None = None,
     ) -> nn.Module:
-        return CachedAttention(config, layer_id, quant_config, prefix, alt_streams)
+        # SGLang overrides the ratio, by that of a window alone, for the layers of a draft model.
+        is_draft = compress_ratio_override is not None
+        return CachedAttention(config, layer_id, quant_config, prefix, alt_streams, is_draft)
 
     def hc_pre(self, x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.on_cpu:
@@ -377,21 +407,21 @@ class Model(in_tree.DeepseekV4Model):
 
 
 @contextmanager
-def _our_classes() -> Iterator[None]:
-    """SGLang's constructors name the classes of their parts; for their duration the names are ours."""
-    saved = in_tree.DeepseekV4Model, in_tree.DeepseekV4DecoderLayer
-    in_tree.DeepseekV4Model, in_tree.DeepseekV4DecoderLayer = Model, DecoderLayer
+def replaced(module: Any, **classes: type) -> Iterator[None]:
+    """SGLang's constructors name the classes of their parts; for their duration the names in `module` are ours."""
+    saved = {name: getattr(module, name) for name in classes}
+    vars(module).update(classes)
     try:
         yield
     finally:
-        in_tree.DeepseekV4Model, in_tree.DeepseekV4DecoderLayer = saved
+        vars(module).update(saved)
 
 
 class DeepseekV4ForCausalLM(in_tree.DeepseekV4ForCausalLM):
     """The class that SGLang serves: same architecture name and checkpoint names as its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with _our_classes():
+        with replaced(in_tree, DeepseekV4Model=Model, DeepseekV4DecoderLayer=DecoderLayer):
             super().__init__(*args, **kwargs)
 
     def post_load_weights(self, *args: Any, **kwargs: Any) -> None:

@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, MambaCo
 from sglang.srt.mem_cache.unified_cache.components.tree_component import EvictLayer
 from sglang.srt.runtime_context import get_parallel
 
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.compat import evict_from_device
 from dsv4_sglang.srt.prefix.counters import PrefixCounters
 from dsv4_sglang.srt.prefix.placement import Due, due_in_prefill, is_kept
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 PENDING = "dsv4_checkpoints"
 """Attribute of a request: its checkpoints that are not on the tree, as `Pending`, ascending. Absent or None: the
 request has not begun."""
+PREFILLED = "dsv4_prefilled"
+"""Attribute of a request whose last planned step is a prefill step."""
 
 
 class Pending(NamedTuple):
@@ -67,6 +70,7 @@ class CheckpointComponent(MambaComponent):
         """(length, slot) of the checkpoints that the next prefill step of the request takes, at most `room` of them."""
         if getattr(req, PENDING, None) is None:
             self.begin(req)
+        setattr(req, PREFILLED, True)
         begin, end = len(req.prefix_indices), req.extend_range.end
         due = due_in_prefill(
             begin,
@@ -106,6 +110,26 @@ class CheckpointComponent(MambaComponent):
         old = [p for p in pending[:-1] if p.rolling and not is_kept(p.length, self.interval)]
         setattr(req, PENDING, [p for p in pending if p not in old])
         self.slots.give_back(p.slot for p in old)
+
+    def plan_verify(self, req: Req, draft_tokens: int) -> int:
+        """The slot for the rolling checkpoint at the next multiple of 128 if a verify step of `draft_tokens` tokens may
+        pass it, else 0. The device takes it when it passes; until that is known it waits in the list.
+
+        The turn before may still run, so the step begins with up to `draft_tokens` more tokens than are known, behind a
+        prefill with as many. A slot is taken only while that length cannot have been passed: a checkpoint that the
+        device did not know of would never be written.
+        """
+        pending = getattr(req, PENDING, None)
+        if pending is None:
+            return 0
+        known = req.kv_committed_len
+        begin = known if vars(req).pop(PREFILLED, False) else known + draft_tokens
+        if len(pending) > 1 and pending[-1].length <= known:
+            self.settle(req)
+        length = (known // BLOCK + 1) * BLOCK
+        if pending and pending[-1].rolling and pending[-1].length == length:
+            return pending[-1].slot
+        return self.plan_decode(req, length) if begin < length <= begin + draft_tokens else 0
 
     # Slots
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.runtime_context import get_spec
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.compat import track_entry
@@ -19,6 +20,8 @@ from dsv4_sglang.srt.prefix.component import component_of
 
 PLAN, TABLE = "dsv4_plan", "dsv4_plan_table"
 """Attributes of a batch: what its requests take, as lists; the same as a tensor."""
+VERIFY_PLAN = "dsv4_verify_plan"
+"""Attribute of a batch: the slot of the checkpoint that each request takes if its verify step passes the length."""
 KEEP = "dsv4_keep"
 """Attribute of a request that is retracted for want of memory."""
 
@@ -48,7 +51,9 @@ def prepare_for_extend(original: Callable[..., None], batch: Any) -> None:
 def hand_over(original: Callable[..., Any], cls: Any, batch: Any, model_runner: Any, **arguments: Any) -> Any:
     """AROUND `ForwardBatch.init_new`, the last that sees the scheduler's batch; the step follows in the same thread."""
     if isinstance(model_runner.attn_backend, PrefillPlanTaker):
-        model_runner.attn_backend.prefill_plan = getattr(batch, TABLE, None) if batch.forward_mode.is_extend() else None
+        model_runner.attn_backend.prefill_plan = (
+            getattr(batch, TABLE, None) if batch.forward_mode.is_extend_without_speculative() else None
+        )
     return original(cls, batch, model_runner, **arguments)
 
 
@@ -66,7 +71,16 @@ def plan_decode(batch: Any, track_positions: Any = None) -> None:
 
     SGLang counts the token of the step already. Two tokens later the step before is known to be over also with overlap
     scheduling, and what the new checkpoint replaces can go.
+
+    Of a verify step only the device knows how many tokens it keeps, so it gets what `plan_verify` has planned, None if
+    that is nothing.
     """
+    if not batch.spec_algorithm.is_none():
+        planned = getattr(batch, VERIFY_PLAN, [])
+        batch.mamba_track_indices = (
+            torch.tensor(planned, dtype=torch.int64).to(batch.device, non_blocking=True) if any(planned) else None
+        )
+        return
     component = component_of(batch.tree_cache)
     at = batch.seq_lens_cpu % BLOCK
     for row in torch.nonzero(at == 2).flatten().tolist():
@@ -79,6 +93,16 @@ def plan_decode(batch: Any, track_positions: Any = None) -> None:
     for row in due:
         slots[row] = component.plan_decode(batch.reqs[row], int(batch.seq_lens_cpu[row]))
     batch.mamba_track_indices = slots.to(batch.device, non_blocking=True)
+
+
+def plan_verify(original: Callable[..., None], batch: Any) -> None:
+    """AROUND `spec_utils.spec_prepare_for_decode`: the checkpoints that the next verify step may take."""
+    original(batch)
+    if batch.tree_cache.is_chunk_cache():
+        return
+    component = component_of(batch.tree_cache)
+    draft_tokens = get_spec().speculative_num_draft_tokens
+    setattr(batch, VERIFY_PLAN, [component.plan_verify(req, draft_tokens) for req in batch.reqs])
 
 
 def retract_for_memory(original: Callable[..., None], batch: Any, idx: int, *arguments: Any, **named: Any) -> None:

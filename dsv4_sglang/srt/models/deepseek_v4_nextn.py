@@ -1,0 +1,23 @@
+"""DeepSeek-V4's MTP block as SGLang builds it for a draft model (NextN), with its attention replaced.
+
+The block has the window alone. Its cache is one more layer of the served model's: behind the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.models import deepseek_v4_nextn as in_tree
+
+from dsv4_sglang.srt.models.deepseek_v4 import DecoderLayer, replaced
+
+
+class DeepseekV4ForCausalLMNextN(in_tree.DeepseekV4ForCausalLMNextN):
+    """The class that SGLang drafts with: same architecture name and checkpoint names as its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with replaced(in_tree, DeepseekV4DecoderLayer=DecoderLayer):
+            super().__init__(*args, **kwargs)
+
+
+EntryClass = DeepseekV4ForCausalLMNextN

@@ -1,0 +1,188 @@
+"""SGLang's drafts of a checkpoint on a CPU, and what they ask of `sgl_kernel`; `test_drafts.py` runs this file."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import sgl_kernel
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from sglang.kernels.ops.speculative import cache_locs, eagle
+from sglang.srt import runtime_context
+from sglang.srt.models import deepseek_v4, deepseek_v4_dspark, deepseek_v4_nextn
+from sglang.srt.speculative import eagle_utils
+from torch import Tensor, nn
+from weights_of_sglang import one_process  # noqa: F401  (a fixture)
+
+from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.models.deepseek_v4 import DecoderLayer
+from dsv4_sglang.testing.nextn import NextN
+from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+RATIOS = (0, 4, 128)
+
+
+def loaded(made: Callable[..., nn.Module], folder: Path, caplog: pytest.LogCaptureFixture) -> nn.Module:
+    """SGLang's model of a draft with a folder's weights, in fp32. Its loader knows every tensor."""
+    config = compat.config_class()(**json.loads((folder / "config.json").read_text()))
+    model = made(config)
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        model.load_weights(iter(load_file(folder / "model.safetensors").items()))
+    assert not caplog.records
+    return model
+
+
+def missing(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.isnan().any()}
+
+
+def attention_of(reference: NextN) -> Callable[..., Tensor]:
+    """The reference's attention over a full sequence, called as that of SGLang's layer."""
+
+    def attention(x: Tensor, positions: Tensor, *_: object, **__: object) -> Tensor:
+        cos_sin = reference.model.model.rotary_emb(x[None], position_ids=positions[None], layer_type="main")
+        seen = (positions <= positions[:, None]) & (positions > positions[:, None] - 128)
+        mask = torch.where(seen, 0.0, float("-inf"))[None, None]
+        return reference.model.model.layers[0].self_attn(x[None], {"main": cos_sin}, positions[None], mask)[0][0]
+
+    return attention
+
+
+def test_the_nextn_block_is_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_tiny(tmp_path / "tiny", TinySpec(ratios=RATIOS, nextn=True))
+    monkeypatch.setattr(deepseek_v4, "_FP8_WO_A_GEMM", False)
+    # SGLang's own layer has its hyper-connections and its router as GPU kernels only.
+    monkeypatch.setattr(deepseek_v4_nextn, "DeepseekV4DecoderLayer", DecoderLayer)
+    model = loaded(deepseek_v4_nextn.DeepseekV4ForCausalLMNextN, folder, caplog)
+    assert missing(model) == {"model.embed_tokens.weight", "lm_head.weight"}
+    tensors = load_file(folder / "model.safetensors")
+    embed, head = (nn.Parameter(tensors[name].float()) for name in ("embed.weight", "head.weight"))
+    model.set_embed_and_head(embed, head)
+    assert torch.equal(model.model.decoder.self_attn.wo_b.weight, tensors["mtp.0.attn.wo_b.weight"].float())
+
+    reference = NextN(folder)
+    # SGLang's needs a cache; a server holds that to its own oracle.
+    monkeypatch.setattr(model.model.decoder.self_attn, "forward", attention_of(reference))
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(3, 384, (200,), generator=generator)
+    streams = torch.randn(200, 4, 256, generator=generator)
+    wanted_logits, wanted_streams = reference.forward(tokens.tolist(), streams)
+    batch = SimpleNamespace(spec_info=SimpleNamespace(hidden_states=streams.flatten(1)), attn_cp_metadata=None)
+    with torch.no_grad(), runtime_context.get_parallel().override(attn_dp_size=1):
+        hidden, own = model.model(tokens, torch.arange(200), batch)
+    torch.testing.assert_close(own.view_as(wanted_streams), wanted_streams, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(hidden @ head.T, wanted_logits, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("block", [5, 7])
+def test_a_dspark_head_is_taken(
+    block: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")  # in which the confidence head is read, too
+    folder = make_tiny(tmp_path / "tiny", TinySpec(ratios=RATIOS, dspark=block))
+    model = loaded(deepseek_v4_dspark.DeepseekV4ForCausalLMDSpark, folder, caplog)
+    assert missing(model) == set()
+    assert (model.gamma, model.num_stages, model.num_target_features) == (block, 3, 3)
+    assert model.enable_confidence_head
+
+
+# SGLang's Triton kernels, which a GPU runs in the stand-ins' place, say what those have to do; Triton interprets here.
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> SimpleNamespace:
+    """Requests with d drafted and to be verified tokens, in rows of a table in any order."""
+    requests, d = draw(st.integers(1, 5)), draw(st.integers(2, 8))
+    lengths = draw(st.lists(st.integers(1, 40), min_size=requests, max_size=requests))
+    rows = draw(st.permutations(range(requests + 2)))[:requests]
+    return SimpleNamespace(requests=requests, d=d, lengths=torch.tensor(lengths), rows=torch.tensor(rows))
+
+
+@given(batches(), st.integers(1, 3))
+@settings(max_examples=20)
+def test_locations_of_drafts(batch: SimpleNamespace, topk: int) -> None:
+    table = torch.randperm((batch.requests + 2) * 64).view(-1, 64).int()
+    steps = batch.d - 1
+    wanted, got = (torch.full((batch.requests * topk * steps,), -1) for _ in range(2))
+    arguments = batch.rows, table, batch.lengths
+    cache_locs.assign_draft_cache_locs_contiguous[(batch.requests,)](*arguments, wanted, 64, topk, steps)
+    sgl_kernel.assign_draft_cache_locs_contiguous_cpu(*arguments, got, 64, topk, steps)
+    assert torch.equal(got, wanted)
+
+
+def chain(batch: SimpleNamespace, build: Callable[..., None]) -> list[Tensor]:
+    """Mask, positions and the three kinds of links of a chain, from what SGLang prepares and has."""
+    n, d = batch.requests, batch.d
+    mask = torch.ones(n * d * d, dtype=torch.bool)
+    links = [torch.full((n, d), -1) for _ in range(3)]
+    positions = torch.full((n * d,), -1)
+    parents, chosen = torch.arange(-1, d - 2).repeat(n, 1), torch.arange(d - 1).repeat(n, 1)
+    build(parents, chosen, batch.lengths, mask, positions, *links, 1, d - 1, d, eagle_utils.TreeMaskMode.QLEN_ONLY)
+    return [mask, positions, *links]
+
+
+@given(batches())
+@settings(max_examples=20)
+def test_chains(batch: SimpleNamespace) -> None:
+    wanted = chain(batch, eagle_utils.sgl_build_tree_kernel_triton)
+    for got, expected in zip(chain(batch, sgl_kernel.build_tree_kernel_efficient_cpu), wanted, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(("topk", "mode", "said"), [(2, 1, "topk 2"), (1, 0, "mode 0")])
+def test_trees_and_other_masks_are_refused(topk: int, mode: int, said: str) -> None:
+    with pytest.raises(NotImplementedError, match=said):
+        sgl_kernel.build_tree_kernel_efficient_cpu(*[torch.zeros(1, 2)] * 8, topk, 1, 2, mode)
+
+
+@st.composite
+def trees(draw: st.DrawFn, batch: SimpleNamespace) -> list[Tensor]:
+    """Links of trees of any shape: a token's parent is any token before it."""
+    where = torch.arange(batch.requests * batch.d).view(batch.requests, batch.d)
+    children, siblings = torch.full_like(where, -1), torch.full_like(where, -1)
+    for row in range(batch.requests):
+        for token in range(1, batch.d):
+            parent = draw(st.integers(0, token - 1))
+            children[row, parent], siblings[row, token] = token, children[row, parent].clone()
+    return [where, children, siblings]
+
+
+@given(batches(), st.data())
+@settings(max_examples=40)
+def test_verification(batch: SimpleNamespace, data: st.DataObject) -> None:
+    """Tokens of a vocabulary of two, so that drafts are often right; at the end the bonus token of each request."""
+    n, d = batch.requests, batch.d
+    tokens = st.lists(st.integers(0, 1), min_size=n * d, max_size=n * d)
+    candidates, target = (torch.tensor(data.draw(tokens)).view(n, d) for _ in range(2))
+    links = data.draw(trees(batch))
+    width = data.draw(st.integers(1, d))
+    results = []
+    for verify in (eagle_utils.verify_tree_greedy_triton, sgl_kernel.verify_tree_greedy_cpu):
+        made = [torch.zeros(n * d).int(), torch.full((n, width), -1).int(), torch.full((n,), -1).int()]
+        verify(*made, candidates, *links, target)
+        results.append(made)
+    for wanted, got in zip(*results, strict=True):
+        assert torch.equal(got, wanted)
+
+    predicts, accept_index, drafts = results[0]
+    accepted = predicts[accept_index.long()]
+    wanted, got = torch.empty(n, dtype=torch.int32), torch.empty(n, dtype=torch.int32)
+    eagle.fill_bonus_tokens[(n,)](accepted, drafts + 1, wanted, width)
+    sgl_kernel.fill_bonus_tokens_cpu(accepted, drafts + 1, got, width)
+    assert torch.equal(got, wanted)
+
+
+def test_a_draft_that_shares_the_embedding_can_be_made() -> None:
+    torch.get_device_module("cpu").empty_cache()

@@ -1,0 +1,275 @@
+"""SGLang's scheduler and its workers on a CPU, without HTTP: its own event loop over requests that a test hands in.
+
+For processes with the environment of `launch.cpu_environment`. A process has one scheduler; `Child` gives a test
+several, each in a fork of its process, so that SGLang is imported once.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups import speculative_hook
+from sglang.srt.managers import scheduler as scheduler_module
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.models import registry  # noqa: F401  imports all models, once for all forks
+from sglang.srt.plugins import load_plugins
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
+from torch import Tensor
+
+from dsv4_sglang.cache.state_cache import StateStorage
+from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO, WINDOW
+from dsv4_sglang.model.layer_schedule import AttentionType
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A greedy request for `count` tokens. `follows`: the answer, from which drafts are taken, each right with a
+    probability of `right`; without it they are the draft model's. `space`: a name space of the prefix cache. `stop`: a
+    token behind which the answer ends."""
+
+    prompt: list[int]
+    count: int
+    follows: list[int] = field(default_factory=list)
+    right: float = 0.7
+    space: str | None = None
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`verified`: steps of speculation that made it. `length`: tokens of `text` (prompt and all accepted tokens) in
+    the cache at the end. `state`: what is alive of its slot then, by name."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int
+    verified: int
+    retracted: int
+    text: list[int]
+    length: int
+    state: dict[str, Tensor]
+    reason: dict[str, Any]
+
+
+def alive(storage: StateStorage, slot: int, length: int) -> dict[str, Tensor]:
+    """Copies of what a request of `length` tokens may still read of its slot, oldest rows first."""
+    layout = storage.layout
+    window = torch.arange(max(0, length - WINDOW), length) % layout.ring_rows
+    found = {f"ring {layer}": storage.ring(layer)[slot, window].clone() for layer in range(len(layout.schemas))}
+    for layer in layout.layers(AttentionType.CSA):
+        tail, sizes = storage.tail(layer)[slot], layout.schemas[layer].rows.csa
+        begin = length // CSA_RATIO * CSA_RATIO
+        current = torch.arange(begin, length) % sizes.current
+        previous = torch.arange(max(0, begin - CSA_RATIO), length) % sizes.previous
+        rows = [current, sizes.current_z + current, sizes.previous_k + previous, sizes.previous_z + previous]
+        found[f"CSA tail {layer}"] = tail[torch.cat(rows)].clone()
+    for layer in layout.layers(AttentionType.HCA):
+        if length % HCA_RATIO:
+            banks = storage.tail(layer)[slot].unflatten(0, (-1, 3))
+            found[f"HCA tail {layer}"] = banks[length % len(banks)].clone()
+    return found
+
+
+class Drafts:
+    """Stands in front of `EagleDraftWorker.draft_forward`: drafts that are right or not as a test wants them. The draft
+    model runs all the same."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+        self.asked: dict[str, Asked] = {}
+        self.requests: list[Any] = []
+        draft, forward = EagleDraftWorker.draft, EagleDraftWorker.draft_forward
+
+        def noted(worker: Any, batch: Any) -> Any:
+            self.requests = list(batch.reqs)
+            return draft(worker, batch)
+
+        def drafted(worker: Any, batch: Any) -> Any:
+            parents, index, tokens, probabilities = forward(worker, batch)
+            return parents, index, self.of(tokens.clone(), batch.seq_lens.tolist()), probabilities
+
+        EagleDraftWorker.draft, EagleDraftWorker.draft_forward = noted, drafted
+
+    def of(self, tokens: Tensor, lengths: list[int]) -> Tensor:
+        for row, (req, length) in enumerate(zip(self.requests, lengths)):
+            asked = self.asked[req.rid]
+            if not asked.follows:
+                continue
+            # The request's newest token is not in the cache yet: drafts come behind it.
+            known = torch.tensor((asked.prompt + asked.follows)[length + 1 : length + 1 + tokens.shape[1]])
+            wrong = torch.rand(len(known), generator=self.generator) >= asked.right
+            tokens[row, : len(known)] = torch.where(wrong, (known + 1) % 384, known)
+        return tokens
+
+
+class InProcess:
+    """A scheduler with fp32 rows and keys. `draft_tokens` of EAGLE; `flags` are fields of SGLang's ServerArgs."""
+
+    def __init__(self, model: Path, draft_tokens: int, overlap: bool, **flags: Any) -> None:
+        load_plugins()
+        if overlap:
+            speculative_hook._disable_overlap_schedule_for_cpu = lambda server_args: None
+            torch.Tensor.record_stream = lambda self, stream: None
+        settings: dict[str, Any] = {
+            "model_path": str(model),
+            "device": "cpu",
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "log_level": "warning",
+            "chunked_prefill_size": 256,
+            "speculative_algorithm": "EAGLE",
+            "speculative_num_steps": draft_tokens - 1,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": draft_tokens,
+            "disable_overlap_schedule": not overlap,
+        }
+        options = {"entry_format": "fp32", "indexer_format": "fp32"}
+        args = ServerArgs(**settings, **flags, json_model_override_args=json.dumps({"dsv4_sglang": options}))
+        scheduler_module.configure_scheduler_process(args, 0, 0, 0, 0, 0, 0, None)
+        scheduler_module.publish(args, role="scheduler")
+        self.scheduler = scheduler_module.Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
+        self.scheduler.get_init_info()
+        assert self.scheduler.enable_overlap == overlap
+        self.pools = self.scheduler.req_to_token_pool
+        self.drafts = Drafts()
+        self.released: dict[str, tuple[Any, dict[str, Tensor]]] = {}
+        self.pools.free_mamba_cache = partial(self._release, self.pools.free_mamba_cache)
+        for channel in (
+            self.scheduler.ipc_channels.send_to_detokenizer,
+            self.scheduler.ipc_channels.send_to_tokenizer,
+        ):
+            channel.send_output = lambda *args, **kwargs: None
+
+    @property
+    def storage(self) -> StateStorage:
+        return self.pools.mamba_pool.storage
+
+    def serve(self, asked: Sequence[Asked]) -> list[Answer]:
+        """All at once, until the scheduler is idle; then nothing is held."""
+        scheduler = self.scheduler
+        arriving = [self._input(str(i), request) for i, request in enumerate(asked)]
+        self.drafts.asked = {str(i): request for i, request in enumerate(asked)}
+        self.released.clear()
+        turns = 0
+
+        def receive() -> list[Any]:
+            nonlocal turns
+            turns += 1
+            assert turns < 5000, "the requests do not end"
+            ended = sum(req.finished() for req, _ in self.released.values())
+            scheduler.gracefully_exit = ended == len(asked) and scheduler.last_batch is None
+            return arriving if turns == 1 else []
+
+        scheduler.gracefully_exit = False
+        scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
+        scheduler.run_event_loop()
+        scheduler.on_idle()
+        self._check_all_is_given_back()
+        return [self._answer(*self.released[str(i)]) for i in range(len(asked))]
+
+    def _release(self, original: Callable[[Any], None], req: Any) -> None:
+        """A request gives its slot back: the last that it can be asked for its state."""
+        state = alive(self.storage, int(req.mamba_pool_idx), req.kv_committed_len)
+        self.released[req.rid] = req, state
+        original(req)
+
+    def _input(self, name: str, asked: Asked) -> TokenizedGenerateReqInput:
+        stops = None if asked.stop is None else [asked.stop]
+        sampling = SamplingParams(
+            max_new_tokens=asked.count, temperature=0, ignore_eos=stops is None, stop_token_ids=stops
+        )
+        sampling.normalize(None)
+        return TokenizedGenerateReqInput(
+            rid=name,
+            input_text=None,
+            input_ids=array("q", asked.prompt),
+            input_embeds=None,
+            token_type_ids=None,
+            mm_inputs=None,
+            sampling_params=sampling,
+            return_logprob=True,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+            extra_key=asked.space,
+        )
+
+    def _answer(self, req: Any, state: dict[str, Tensor]) -> Answer:
+        count = len(req.output_ids_through_stop)
+        return Answer(
+            tokens=list(req.output_ids_through_stop),
+            logprobs=list(req.logprob.output_token_logprobs_val)[:count],
+            cached=req.cached_tokens,
+            verified=req.spec_verify_ct,
+            retracted=req.retraction_count,
+            text=[*req.origin_input_ids, *req.output_ids],
+            length=req.kv_committed_len,
+            state=state,
+            reason=req.finished_reason.to_json(),
+        )
+
+    def flush(self) -> None:
+        assert self.scheduler.flush_cache()
+
+    def evict(self) -> None:
+        """Everything that no request holds leaves the prefix cache."""
+        self.scheduler.tree_cache.evict(EvictParams(num_tokens=self.scheduler.token_to_kv_pool_allocator.size))
+
+    def _check_all_is_given_back(self) -> None:
+        live, checkpoints = self.pools.mamba_allocator, self.pools.mamba_ckpt_pool
+        allocator, tree = self.scheduler.token_to_kv_pool_allocator, self.scheduler.tree_cache
+        assert live.available_size() == live.size
+        assert checkpoints.available_size() + len(checkpoints.nodes) == checkpoints.num_slots
+        assert allocator.available_size() + tree.full_evictable_size() == allocator.size
+
+
+_server: InProcess | None = None
+"""The scheduler of this process, if it is a child."""
+
+
+def _start(prepare: Callable[[], None] | None, arguments: tuple[Any, ...], flags: dict[str, Any]) -> None:
+    global _server
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    if prepare is not None:
+        prepare()
+    _server = InProcess(*arguments, **flags)
+
+
+def _do(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    assert _server is not None
+    return function(_server, *arguments)
+
+
+class Child:
+    """A scheduler in a fork of this process."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        self.pool = pool
+
+    def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What `function(server, *arguments)` returns there; a function of a module."""
+        return self.pool.submit(_do, function, arguments).result()
+
+
+@contextmanager
+def child(*arguments: Any, prepare: Callable[[], None] | None = None, **flags: Any) -> Iterator[Child]:
+    """`arguments` and `flags` of `InProcess`; `prepare` is called there first."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        pool.submit(_start, prepare, arguments, flags).result()
+        yield Child(pool)

@@ -1,0 +1,120 @@
+"""A server that drafts with DSPARK, fp32 rows and keys, chunks of 128: its tokens are the oracle's, and every block
+that it drafts is that of the head in plain PyTorch, so every row of the context that a block reads is right, too.
+
+SGLang has no log p of tokens with DSPARK.
+"""
+
+from __future__ import annotations
+
+import os
+import urllib.error
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_cache import entry_point
+from recorded_drafts import DRAFTS, recorded
+from server_harness import Server, prompt, running
+
+from dsv4_sglang.testing.dspark import DSpark
+from dsv4_sglang.testing.oracle import Oracle
+
+pytestmark = pytest.mark.server
+
+CHUNK = 128
+# Of log p and of a draft's logits, which reach 20.
+TOLERANCE, LOGITS = 1e-4, 2e-3
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Callable[..., Path]) -> Path:
+    return tiny(seed=0, index_topk=64, dspark=5)
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> Oracle:
+    return Oracle(model)
+
+
+@pytest.fixture(scope="module")
+def head(model: Path) -> DSpark:
+    return DSpark(model)
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("drafts")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, drafts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048")
+    flags += ("--max-running-requests", "4", "--chunked-prefill-size", str(CHUNK), "--speculative-algorithm", "DSPARK")
+    with pytest.MonkeyPatch.context() as patch:
+        found = entry_point(tmp_path_factory.mktemp("recorder"), "recorded_drafts")
+        patch.setenv("PYTHONPATH", os.pathsep.join([*found, os.environ.get("PYTHONPATH", "")]))
+        patch.setenv(DRAFTS, str(drafts))
+        patch.setenv("SGLANG_DSPARK_OPT_MARKOV_W2_BF16", "0")  # SGLang's bias is of bf16 weights otherwise
+        log = tmp_path_factory.mktemp("dspark") / "log"
+        with running(model, log, *flags, entry_format="fp32", indexer_format="fp32") as server:
+            yield server
+
+
+def generate(server: Server, ids: list[int], count: int, rid: str) -> dict[str, Any]:
+    sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
+    return server.post("/generate", {"input_ids": ids, "sampling_params": sampling, "rid": rid})
+
+
+def check(oracle: Oracle, head: DSpark, drafts: Path, asked: dict[str, list[int]], got: dict[str, Any]) -> None:
+    """The oracle's tokens, and the head's drafts in every step of these requests."""
+    for rid, ids in asked.items():
+        tokens = got[rid]["output_ids"]
+        assert len(tokens) == got[rid]["meta_info"]["completion_tokens"]
+        assert oracle.score(ids, tokens, chunk=CHUNK).margin.max() <= 2 * TOLERANCE, "not the oracle's likeliest token"
+        text = [*ids, *tokens]
+        hidden = head.hidden(oracle, text)
+        # The last step of a request may go on behind its end.
+        blocks = [block for block in recorded(drafts) if block.rid == rid and block.length < len(text)]
+        assert len(blocks) >= got[rid]["meta_info"]["spec_verify_ct"] > 0
+        for block in blocks:
+            assert block.tokens[0] == text[block.length]
+            wanted = head.logits(hidden[: block.length], block.tokens)
+            assert (block.logits - wanted).abs().max() <= LOGITS, f"{rid} at {block.length}"
+            assert block.logits.argmax(-1).tolist() == block.tokens[1:]
+
+
+def test_a_batch(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> None:
+    """Requests that see little and much, and pass multiples of 4 and 128; drafts are right some of the time."""
+    asked = {f"batch {n}": prompt(n) for n in (1, 5, 126, 300)}
+    with ThreadPoolExecutor(len(asked)) as pool:
+        got = dict(zip(asked, pool.map(lambda rid: generate(server, asked[rid], 40, rid), asked)))
+    check(oracle, head, drafts, asked, got)
+    steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in got.values())
+    assert steps < 0.7 * 4 * 40, f"{steps} steps for 160 tokens"
+
+
+def test_warm(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> None:
+    """Behind a checkpoint of a prefill step, and behind one that a verify step took while it passed 384."""
+    ids = prompt(300, seed=1)
+    server.flush()
+    cold = generate(server, ids, 110, "cold")
+    asked = {"cold": ids, "warm": ids, "turn": [*ids, *cold["output_ids"]]}
+    got = {"cold": cold, **{rid: generate(server, asked[rid], 12, rid) for rid in ("warm", "turn")}}
+    cached = [got[rid]["meta_info"]["cached_tokens"] for rid in asked]
+    assert cached == [0, 256, 384]
+    check(oracle, head, drafts, asked, got)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"return_logprob": True}, "return_logprob"), ({"sampling_params": {"temperature": 0.5}}, "temperature 0")],
+)
+def test_what_is_refused_a_request_at_a_time(server: Server, fields: dict[str, Any], said: str) -> None:
+    sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.post("/generate", {"input_ids": prompt(5), "sampling_params": sampling, **fields})
+    assert refused.value.code == 400 and said in refused.value.read().decode()
+    assert len(generate(server, prompt(5), 4, f"after {said}")["output_ids"]) == 4
+    server.wait_idle()

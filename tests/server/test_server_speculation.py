@@ -1,0 +1,77 @@
+"""EAGLE with the checkpoint's own NextN layer, through HTTP, in fp32; the tests of `test_speculation.py` go further."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from server_harness import Server, assert_oracle_chooses, prompt, running
+
+from dsv4_sglang.srt.decisions import GREEDY_ON_CPU
+from dsv4_sglang.testing.oracle import Oracle
+
+pytestmark = pytest.mark.server
+
+MODEL = {"ratios": (0, 4, 128), "index_topk": 64, "nextn": True}
+FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--max-running-requests", "4")
+FLAGS += ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
+FLAGS += ("--speculative-num-draft-tokens", "4", "--chunked-prefill-size", "128")
+LENGTHS, GENERATED = (1, 127, 300), 40
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny: Callable[..., Path]) -> Oracle:
+    return Oracle(tiny(**MODEL))
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("speculation") / "log"
+    with running(tiny(**MODEL), log, *FLAGS, entry_format="fp32", indexer_format="fp32") as server:
+        yield server
+
+
+def test_oracle(server: Server, oracle: Oracle) -> None:
+    """A batch of prompts of several lengths: tokens, and their log p."""
+    prompts = [prompt(length) for length in LENGTHS]
+    for ids, got in zip(prompts, server.generate_all(prompts, GENERATED)):
+        assert len(got.tokens) == GENERATED and got.cached == 0
+        assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+
+
+def test_drafts_are_accepted(server: Server) -> None:
+    sampling = {"max_new_tokens": GENERATED, "temperature": 0, "ignore_eos": True}
+    meta = server.post("/generate", {"input_ids": prompt(200), "sampling_params": sampling})["meta_info"]
+    assert meta["completion_tokens"] == GENERATED
+    assert 1.5 < meta["spec_accept_length"] <= 4
+
+
+def test_the_next_turn(server: Server, oracle: Oracle) -> None:
+    """It resumes from a checkpoint that a verify step wrote."""
+    ids = prompt(230, seed=3)
+    turn = server.generate(ids, GENERATED)
+    following = ids + turn.tokens + prompt(20, seed=4)
+    got = server.generate(following, 8)
+    assert got.cached == 256
+    assert_oracle_chooses(oracle, following, got, TOLERANCE)
+
+
+def test_abort(server: Server, oracle: Oracle) -> None:
+    with ThreadPoolExecutor(1) as other:
+        aborted = other.submit(server.generate, prompt(128, seed=5), 800, rid="to-abort")
+        while not aborted.done() and not any(rank["num_reqs"] for rank in server.get("/get_load")):
+            time.sleep(0.05)
+        server.post("/abort_request", {"rid": "to-abort"})
+        assert len(aborted.result().tokens) < 800
+    server.wait_idle()
+    ids = prompt(128, seed=5)
+    got = server.generate(ids, 8)
+    assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+
+
+def test_the_server_says_that_a_cpu_answers_greedily(server: Server) -> None:
+    assert server.log_text().count(GREEDY_ON_CPU % "EAGLE") == 1

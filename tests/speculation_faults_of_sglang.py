@@ -1,0 +1,136 @@
+"""What the tests of `speculation_of_sglang.py` see if something is wrong; `test_speculation.py` runs this file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from scheduler_in_process import Answer, Asked, Child, InProcess, child
+from speculation_judge import FLAGS, Judge, apart, cold, prompt, serve
+from torch import Tensor
+
+from dsv4_sglang.cache import schema
+from dsv4_sglang.cache.state_cache import StateStorage
+from dsv4_sglang.model.geometry import CsaTail, state_rows
+from dsv4_sglang.ops.reference import append as reference
+from dsv4_sglang.srt import backend
+from dsv4_sglang.srt.backend import HybridCacheBackend
+
+
+def not_stored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HybridCacheBackend, "take_crossings", lambda backend: None)
+
+
+def stored_before_the_boundary(patch: pytest.MonkeyPatch) -> None:
+    """In the turn before the one that passes it, which leaves rejected tokens."""
+    update, stored = HybridCacheBackend.update_mamba_state_after_mtp_verify, False
+
+    def early(backend: HybridCacheBackend, *, mamba_steps_to_track: Tensor | None, **arguments: Any) -> None:
+        nonlocal stored
+        if mamba_steps_to_track is not None:
+            mamba_steps_to_track = torch.full_like(mamba_steps_to_track, -1 if stored else 0)
+            stored = True
+        update(backend, mamba_steps_to_track=mamba_steps_to_track, **arguments)
+
+    patch.setattr(HybridCacheBackend, "update_mamba_state_after_mtp_verify", early)
+
+
+def stored_before_the_draft_model_has_read(patch: pytest.MonkeyPatch) -> None:
+    update = HybridCacheBackend.update_mamba_state_after_mtp_verify
+
+    def at_once(backend: HybridCacheBackend, **arguments: Any) -> None:
+        update(backend, **arguments)
+        backend.take_crossings()
+
+    patch.setattr(HybridCacheBackend, "update_mamba_state_after_mtp_verify", at_once)
+
+
+def without_the_draft_models_ring(patch: pytest.MonkeyPatch) -> None:
+    copy = StateStorage._copy
+
+    def copied(storage: Any, *arguments: Any, **named: Any) -> None:
+        rings = storage._all_rings
+        storage._all_rings = rings[:-1]
+        copy(storage, *arguments, **named)
+        storage._all_rings = rings
+
+    patch.setattr(StateStorage, "_copy", copied)
+
+
+def nothing_wrong(patch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def hit(server: InProcess, fault: Callable[[pytest.MonkeyPatch], None], writer: Asked, turn: Asked) -> Answer:
+    """`turn`, behind a checkpoint of `writer`, in a server with a fault and nobody's states in its checkpoints."""
+    server.flush()
+    rings, tails = server.storage._all_rings, server.storage._tail_units
+    rings[:, server.storage.num_slots :] = tails[:, -2 * server.storage.checkpoints :] = 1.0
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        server.serve([writer])
+        return server.serve([turn])[0]
+
+
+FAULTS: dict[Callable[[pytest.MonkeyPatch], None], set[str]] = {
+    nothing_wrong: set(),
+    not_stored: {"ring 0", "ring 3", "CSA tail 1"},
+    stored_before_the_boundary: {"ring 0"},
+    stored_before_the_draft_model_has_read: {"ring 3"},
+    without_the_draft_models_ring: {"ring 3"},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_wrong_checkpoint_shows(server: Child, texts: dict[int, Asked], fault: Callable[..., None]) -> None:
+    """No draft is right: the boundary is passed in the second turn, exactly."""
+    writer = replace(texts[126], count=6, right=0.0)
+    turn = Asked(writer.prompt + writer.follows[:4] + prompt(10), 1)
+    warm = server.do(hit, fault, writer, turn)
+    assert warm.cached == 128
+    found = apart(warm.state, server.do(cold, [warm])[0].state)
+    assert FAULTS[fault] <= found.keys() and bool(FAULTS[fault]) == bool(found)
+
+
+def seeing_no_drafts(server: InProcess, asked: Asked, right: bool) -> Answer:
+    """The step's block ids are those of the lengths before it."""
+    snapshot = backend.snapshot_decode
+
+    def short(buffers: Any, *, seq_lens: Tensor, **tables: Any) -> None:
+        snapshot(buffers, seq_lens=seq_lens - (buffers.each if buffers.each > 1 else 0), **tables)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not right:
+            patch.setattr(backend, "snapshot_decode", short)
+        return server.serve([asked])[0]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_snapshot_without_the_drafts_shows(server: Child, right: bool) -> None:
+    """A step that begins a block also closes a window of it, and sees its entry."""
+    asked = Asked(prompt(128), 6, space=f"snapshot {right}")
+    answer = server.do(seeing_no_drafts, asked, right)
+    assert bool(apart(answer.state, server.do(cold, [answer])[0].state)) != right
+
+
+def smaller(less: dict[str, Any]) -> None:
+    """In this process slots have less room than their drafts need, and nothing refuses that."""
+    rows = state_rows(4)._replace(**less)
+    schema.state_rows = lambda draft_tokens: rows
+    reference.CSA_TAILS = (rows.csa,)
+    reference._check_rows = lambda *arguments: None
+
+
+@pytest.mark.parametrize(
+    "less",
+    [{"ring": 130}, {"csa": CsaTail(4, 16)}, {"csa": CsaTail(8, 8)}, {"hca_banks": 4}],
+    ids=["ring", "current", "previous", "banks"],
+)
+def test_a_slot_one_size_too_small_shows(judge: Judge, texts: dict[int, Asked], less: dict[str, Any]) -> None:
+    with child(judge.folder, 4, True, prepare=partial(smaller, less), **FLAGS) as server:
+        answer = server.do(serve, [replace(texts[126], count=24, right=0.5)])[0]
+        assert apart(answer.state, server.do(cold, [answer])[0].state)

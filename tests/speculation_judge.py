@@ -1,0 +1,109 @@
+"""What tests of speculation ask of a scheduler, and what they hold its answers and states to: a plugin of pytest, so
+that files share a scheduler and the texts.
+
+Answers are held to transformers' model, token by token and in log p. States are held to those of a request that had
+the same text for its prompt: what a verify step left is what a prefill leaves, but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import torch
+from scheduler_in_process import Answer, Asked, Child, InProcess, child
+from torch import Tensor
+
+from dsv4_sglang.testing.oracle import Oracle
+from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+
+TOLERANCE = 1e-4
+"""Of log p, in fp32, as of the server tests."""
+SAME_STATE = 1e-3
+"""Of rows and tails, whose values are about 1 and at most 20, and which two fp32 runs round in other places."""
+CONTEXT = 400
+FLAGS = {"max_total_tokens": 2048, "context_length": CONTEXT, "max_running_requests": 6}
+ASKED = {1: 24, 126: 150, 300: 20}
+"""Tokens of the prompts, and how many are generated."""
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 384, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
+
+
+class Judge:
+    """The oracle, which remembers the texts that it has found right."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.oracle = folder, Oracle(folder)
+        self.right: list[tuple[list[int], list[int], Tensor]] = []
+
+    def hold(self, asked: Asked, answer: Answer) -> None:
+        """`answer` is greedy, but at near ties, and its log p are right."""
+        known = next(
+            (s for p, t, s in self.right if p == asked.prompt and t[: len(answer.tokens)] == answer.tokens), None
+        )
+        if known is None:
+            score = self.oracle.score(asked.prompt, answer.tokens, chunk=128)
+            assert score.margin.max() <= 2 * TOLERANCE, "not the oracle's likeliest token"
+            self.right.append((asked.prompt, answer.tokens, known := score.logprobs))
+        assert (torch.tensor(answer.logprobs) - known[: len(answer.tokens)]).abs().max() <= TOLERANCE
+
+    def hold_all(self, asked: Sequence[Asked], answers: Sequence[Answer]) -> None:
+        for request, answer in zip(asked, answers, strict=True):
+            assert len(answer.tokens) == request.count
+            self.hold(request, answer)
+
+
+def serve(server: InProcess, asked: Sequence[Asked]) -> list[Answer]:
+    return server.serve(asked)
+
+
+def cold(server: InProcess, answers: Sequence[Answer]) -> list[Answer]:
+    """Requests whose prompt is what of each answer's text was in the cache, without a prefix hit."""
+    return server.serve([Asked(answer.text[: answer.length], 1, space=uuid4().hex) for answer in answers])
+
+
+def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+    """The parts of two states that differ, and by how much."""
+    assert ours.keys() == theirs.keys()
+    found = {name: float((part - theirs[name]).abs().max()) for name, part in ours.items() if part.numel()}
+    return {name: difference for name, difference in found.items() if not difference <= SAME_STATE}
+
+
+def hold_states(server: Child, answers: Sequence[Answer]) -> None:
+    for answer, other in zip(answers, server.do(cold, answers), strict=True):
+        assert other.length == answer.length and other.cached == 0
+        assert not apart(answer.state, other.state)
+
+
+@pytest.fixture(scope="session")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    spec = TinySpec(ratios=(0, 4, 128), index_topk=64, nextn=True, context=CONTEXT)
+    return Judge(make_tiny(tmp_path_factory.mktemp("tiny"), spec))
+
+
+@pytest.fixture(scope="session")
+def server(judge: Judge) -> Iterator[Child]:
+    """Four tokens a verify step, and overlap scheduling."""
+    with child(judge.folder, 4, True, **FLAGS) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def texts(judge: Judge, server: Child) -> dict[int, Asked]:
+    """A request a prompt, which knows its answer. The model's own drafts made it, right some of the time."""
+    asked = [Asked(prompt(length), count + 8) for length, count in ASKED.items()]
+    answers = server.do(serve, asked)
+    judge.hold_all(asked, answers)
+    hold_states(server, answers)
+    lengths = [len(answer.tokens) / answer.verified for answer in answers]
+    assert max(lengths) > 1.5 and {0} == {answer.cached for answer in answers}
+    server.do(InProcess.flush)
+    return {
+        length: replace(request, count=ASKED[length], follows=answer.tokens)
+        for length, request, answer in zip(ASKED, asked, answers)
+    }

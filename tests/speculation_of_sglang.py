@@ -1,0 +1,124 @@
+"""EAGLE in SGLang's own scheduler on a CPU, with drafts that are right as often as a test wants; `test_speculation.py`
+runs this file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from scheduler_in_process import Answer, Asked, Child, InProcess, child
+from sglang.srt.managers import scheduler as scheduler_module
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+from speculation_judge import CONTEXT, FLAGS, Judge, hold_states, prompt, serve
+
+
+@pytest.fixture(scope="module")
+def written(judge: Judge, server: Child, texts: dict[int, Asked]) -> dict[int, Answer]:
+    """A batch whose requests have other accept lengths, over boundaries of 4 and 128."""
+    asked = [replace(text, right=right, space="batch") for text, right in zip(texts.values(), (0.4, 0.8, 0.6))]
+    answers = server.do(serve, asked)
+    judge.hold_all(asked, answers)
+    hold_states(server, answers)
+    return dict(zip(texts, answers))
+
+
+def test_warm_branched_and_after_eviction(judge: Judge, server: Child, written: dict[int, Answer]) -> None:
+    """Behind a checkpoint that a verify step wrote; then without it, the second behind the first one's first chunk."""
+    text = written[126].text
+    asked = [Asked(text[:end] + prompt(20, seed=end), 6, space="batch") for end in (270, 258)]
+    for cached in ([256, 256], [0, 256]):
+        answers = server.do(serve, asked)
+        assert [answer.cached for answer in answers] == cached
+        judge.hold_all(asked, answers)
+        hold_states(server, answers)
+        server.do(InProcess.evict)
+
+
+def test_after_a_flush(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
+    asked = [replace(texts[300], count=4)]
+    for cached in (0, 256, 0):
+        answers = server.do(serve, asked)
+        assert answers[0].cached == cached
+        judge.hold_all(asked, answers)
+        if cached:
+            server.do(InProcess.flush)
+
+
+def retracting(server: InProcess, asked: Sequence[Asked]) -> list[Answer]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_module, "TEST_RETRACT", True)
+        patch.setattr(scheduler_module, "TEST_RETRACT_INTERVAL", 6)
+        return server.serve(asked)
+
+
+def test_retraction(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
+    """Every sixth step one of the requests goes, wherever in a burst it is, and comes back."""
+    asked = [replace(texts[length], count=count, space="retracted") for length, count in ((1, 24), (126, 20), (300, 8))]
+    answers = server.do(retracting, asked)
+    assert sum(answer.retracted for answer in answers) >= 2
+    judge.hold_all(asked, answers)
+
+
+def aborting(server: InProcess, asked: Sequence[Asked]) -> list[Answer]:
+    """The second is aborted when the third verify step is about to begin."""
+    verify, steps = EAGLEWorkerV2.verify, 0
+
+    def verified(worker: Any, batch: Any, **arguments: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            server.scheduler.abort_request(AbortReq(rid="1"))
+        return verify(worker, batch, **arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EAGLEWorkerV2, "verify", verified)
+        return server.serve(asked)
+
+
+def test_abort_between_draft_and_verify(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
+    asked = [replace(texts[length], count=count, space="aborted") for length, count in ((1, 16), (126, 100))]
+    whole, aborted = server.do(aborting, asked)
+    judge.hold_all(asked[:1], [whole])
+    assert aborted.reason["type"] == "abort" and len(aborted.tokens) < 24
+    judge.hold(asked[1], aborted)
+
+
+def test_a_stop_token_among_the_accepted(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
+    """Drafts that are all right: the prefill's token, then four a step. The stop is the second of a step."""
+    text = texts[126]
+    new = [token not in text.follows[:i] for i, token in enumerate(text.follows)]
+    at = next(i for i in range(6, 150, 4) if new[i])
+    asked = replace(text, count=150, right=1.0, stop=text.follows[at], space="stopped")
+    answer = server.do(serve, [asked])[0]
+    assert answer.tokens == text.follows[: at + 1] and answer.reason["type"] == "stop"
+    judge.hold(asked, answer)
+
+
+def test_the_end_of_the_context(judge: Judge, server: Child) -> None:
+    """Drafts lie behind it, where the model has no positions."""
+    asked = Asked(prompt(CONTEXT - 14), 100)
+    first = server.do(serve, [asked])[0]
+    judge.hold(asked, first)
+    assert first.reason["type"] == "length" and CONTEXT - 2 <= len(asked.prompt) + len(first.tokens) <= CONTEXT
+    again = replace(asked, follows=first.tokens, right=1.0)
+    second = server.do(serve, [again])[0]
+    assert second.tokens == first.tokens and second.cached == 384
+    judge.hold(again, second)
+
+
+@pytest.mark.parametrize(("drafts", "overlap"), [(2, True), (8, False)])
+def test_other_numbers_of_drafts(judge: Judge, texts: dict[int, Asked], drafts: int, overlap: bool) -> None:
+    asked = [replace(texts[length], count=count) for length, count in ((126, 30), (1, 12))]
+    with child(judge.folder, drafts, overlap, **FLAGS) as other:
+        answers = other.do(serve, asked)
+        judge.hold_all(asked, answers)
+        hold_states(other, answers)
+        # The checkpoint at 128 is of a verify step.
+        turn = Asked(answers[0].text[:150] + prompt(20), 8)
+        hits = other.do(serve, [turn])
+        assert hits[0].cached == 128
+        judge.hold_all([turn], hits)
+        hold_states(other, hits)

@@ -1,0 +1,356 @@
+"""`append` with several tokens of a request in a decode step, of which later steps take some back: nothing of a
+rejected token is ever seen, and what a request goes on from has the bytes that it has where nothing was drafted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from itertools import product
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layer_harness import Batch, Layer, make_attention
+from torch import Tensor
+
+from dsv4_sglang.formats import KeyFormat, KeyTable, RowFormat, RowTable
+from dsv4_sglang.model.geometry import CsaTail, StateRows, state_rows
+from dsv4_sglang.ops import extension
+from dsv4_sglang.ops.reference import append as reference
+
+FORMATS = [("fp8", "mxfp4", torch.bfloat16), ("bf16", "nvfp4", torch.bfloat16), ("fp32", "fp32", torch.float32)]
+TABLES = {0: [3, 1, 6, 4, 8], 1: [0, 5, 2, 7, 9]}  # of two requests, in slots 0 and 1
+CHECKPOINT = 2
+POSITIONS = 5 * 128
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+REJECTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "other": lambda x: -x.roll(1, 0),
+    "huge": lambda x: x * 1e30,
+    "nan": lambda x: torch.full_like(x, float("nan")),
+}
+"""What the projections of tokens that are taken back hold."""
+
+
+@functools.cache
+def attention(ratio: int, device: str) -> torch.nn.Module:
+    with torch.device("cpu"):
+        return make_attention(ratio).to(device)
+
+
+def make_layer(ratio: int, formats: tuple[str, str, torch.dtype], sizes: StateRows) -> Layer:
+    rows, keys, dtype = formats
+    return Layer(
+        attention(ratio, str(torch.get_default_device())),
+        ratio,
+        rows,
+        keys,
+        "online",
+        sizes,
+        slots=3,
+        blocks=10,
+        dtype=dtype,
+    )
+
+
+def strips(tensor: Tensor, table: RowTable) -> Tensor:
+    """[blocks, rows, bytes] of a row table."""
+    parts = [part.contiguous().view(torch.uint8) for part in table._replace(data=tensor).strips()]
+    return torch.cat(parts, -1)
+
+
+@functools.cache
+def projections(ratio: int, dtype: torch.dtype, device: str) -> dict[str, Tensor | None]:
+    """Of every token of both requests, [2, positions, columns]."""
+    generator = torch.Generator().manual_seed(ratio)
+
+    def random(columns: int, dtype: torch.dtype) -> Tensor | None:
+        if not columns:
+            return None
+        return torch.randn(2, POSITIONS, columns, generator=generator, device="cpu").to(device, dtype)
+
+    return {
+        "kv": random(512, dtype),
+        "kv_score": random({0: 0, 4: 2048, 128: 1024}[ratio], torch.float32),
+        "index_kv_score": random({0: 0, 4: 512, 128: 0}[ratio], torch.float32),
+    }
+
+
+class Requests:
+    """Two requests in one layer: what is appended is a slice of each one's projections; `lengths` is what stays."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer, self.lengths = layer, [0, 0]
+        self.inputs = projections(layer.ratio, layer.dtype, str(torch.get_default_device()))
+
+    def take(self, request: int, count: int, kept: int, rejected: str) -> dict[str, Tensor | None]:
+        """Projections of the request's next `count` tokens, of which `kept` will stay."""
+        begin = self.lengths[request]
+        taken = {}
+        for name, values in self.inputs.items():
+            part = None if values is None else values[request, begin : begin + count].clone()
+            if part is not None and kept < count:
+                part[kept:] = REJECTED[rejected](part[kept:])
+            taken[name] = part
+        return taken
+
+    def step(self, counts: list[int], kept: list[int], decode: bool, rejected: str = "other") -> None:
+        """Append `counts` tokens of the requests (0: not in the step), of which `kept` stay."""
+        who = [r for r in (0, 1) if counts[r]]
+        batch = Batch.make([(r, self.lengths[r], counts[r]) for r in who], TABLES)
+        parts = [self.take(r, counts[r], kept[r], rejected) for r in who]
+        inputs = {name: None if x is None else torch.cat([p[name] for p in parts]) for name, x in self.inputs.items()}
+        window = track = None
+        if not decode:
+            stored = RowFormat(self.layer.rows)
+            window = torch.zeros(1, len(batch.positions) + 128 * len(who), stored.width, dtype=stored.dtype)
+            track = self.tracked(who[0], counts[who[0]], batch)
+        self.layer.append(batch, inputs, window, track)
+        for r in who:
+            self.lengths[r] += kept[r]
+
+    def tracked(self, request: int, count: int, batch: Batch) -> Tensor:
+        """The chunk's rows of the last whole block of the step's first request go to a checkpoint."""
+        end = (self.lengths[request] + count) // 128 * 128
+        mine = (batch.token_request == 0) & (batch.positions >= end - 128) & (batch.positions < end)
+        return torch.where(mine, CHECKPOINT, -1).int()
+
+    # What is alive, as bytes.
+
+    def ring(self, slot: int, first: int, stop: int) -> Tensor:
+        rows = strips(self.layer.ring, RowTable(self.layer.ring, RowFormat(self.layer.rows)))
+        return rows[slot, torch.arange(first, stop) % self.layer.sizes.ring]
+
+    def tail(self, slot: int, length: int) -> dict[str, Tensor]:
+        """Rows of the tails that a request of `length` tokens goes on from."""
+        layer = self.layer
+        if layer.ratio == 128:
+            bank = 3 * (length % layer.sizes.hca_banks)
+            return {"state": layer.tail[slot, bank : bank + 3]} if length % 128 else {}
+        if layer.ratio == 0:
+            return {}
+        rings, opened = layer.sizes.csa, length // 4 * 4
+        current, previous = torch.arange(opened, length), torch.arange(max(0, opened - 4), length)
+        tail = layer.tail[slot]
+        return {
+            "current k": tail[current % rings.current],
+            "current z": tail[rings.current_z + current % rings.current],
+            "previous k": tail[rings.previous_k + previous % rings.previous],
+            "previous z": tail[rings.previous_z + previous % rings.previous],
+        }
+
+    def entries(self, request: int) -> list[Tensor]:
+        """Entries and keys of closed windows."""
+        layer = self.layer
+        if not layer.ratio:
+            return []
+        positions = torch.arange(0, self.lengths[request] // layer.ratio * layer.ratio, layer.ratio)
+        rows = (torch.tensor(TABLES[request])[positions // 128] * 128 + positions % 128) // layer.ratio
+        found = [strips(layer.entries, RowTable(layer.entries, RowFormat(layer.rows))).flatten(0, 1)[rows]]
+        if layer.ratio == 4:
+            keys = KeyTable(layer.index_keys, KeyFormat(layer.keys))
+            views = keys.views()
+            if views is None:
+                found.append(layer.index_keys.flatten(0, 1)[rows])
+            else:
+                found += [part.view(torch.uint8).flatten(0, 1)[rows] for part in (views.fp4, views.scales)]
+        return found
+
+
+def assert_same(got: Tensor, want: Tensor, what: str) -> None:
+    assert got.shape == want.shape and torch.equal(got.view(torch.uint8), want.view(torch.uint8)), what
+
+
+class Compared:
+    """Requests with drafts beside the same ones without, a token a step in rings of the least size."""
+
+    def __init__(self, ratio: int, formats: tuple[str, str, torch.dtype], sizes: StateRows) -> None:
+        self.drafting = Requests(make_layer(ratio, formats, sizes))
+        self.plain = Requests(make_layer(ratio, formats, state_rows(0)))
+        self.rows: list[Tensor] = [self.drafting.ring(0, 0, 0)] * 2  # of each request, every window row there was
+
+    def chunks(self, counts: list[int]) -> None:
+        for requests in (self.drafting, self.plain):
+            requests.step(counts, counts, decode=False)
+        for r in (0, 1):
+            self.keep_rows(r, min(counts[r], 128), counts[r])
+        self.check()
+        for r in (0, 1):
+            end = self.plain.lengths[r] // 128 * 128
+            if counts[r] and (r == 0 or not counts[0]):
+                first = max(end - 128, self.plain.lengths[r] - counts[r])
+                if first < end:
+                    got, want = (x.ring(CHECKPOINT, first, end) for x in (self.drafting, self.plain))
+                    assert_same(got, want, f"the checkpoint's window rows {first} to {end}")
+                    if first == end - 128:
+                        # Nothing else is alive in a checkpoint: see what a request goes on from at a multiple of 128.
+                        self.check_tail(CHECKPOINT, end)
+
+    def verify(self, counts: list[int], kept: list[int], rejected: str) -> None:
+        before = list(self.plain.lengths)
+        self.drafting.step(counts, kept, decode=True, rejected=rejected)
+        for i in range(max(kept)):
+            one = [int(i < kept[r]) for r in (0, 1)]
+            self.plain.step(one, one, decode=True)
+            for r in (0, 1):
+                self.keep_rows(r, one[r], one[r])
+        # The readers of the step itself.
+        for r in (0, 1):
+            if counts[r]:
+                first = max(0, before[r] - 127)
+                got = self.drafting.ring(r, first, before[r] + kept[r])
+                assert_same(got, self.rows[r][first : before[r] + kept[r]], f"window of the step at {before[r]}")
+        self.check()
+
+    def keep_rows(self, request: int, last: int, count: int) -> None:
+        """The plain ring has the last ones; those that it never held stand as zeros that nobody can ask for."""
+        length = self.plain.lengths[request]
+        hidden = self.rows[request].new_zeros(count - last, self.rows[request].shape[1])
+        self.rows[request] = torch.cat([self.rows[request], hidden, self.plain.ring(request, length - last, length)])
+
+    def check(self) -> None:
+        assert self.drafting.lengths == self.plain.lengths
+        for r in (0, 1):
+            length = self.plain.lengths[r]
+            first = max(0, length - 127)
+            got, want = (x.ring(r, first, length) for x in (self.drafting, self.plain))
+            assert_same(got, want, f"window rows {first} to {length} of request {r}")
+            self.check_tail(r, length)
+            for got, want in zip(self.drafting.entries(r), self.plain.entries(r)):
+                assert_same(got, want, f"entries or keys of request {r} at {length}")
+
+    def check_tail(self, slot: int, length: int) -> None:
+        got, want = (x.tail(slot, length) for x in (self.drafting, self.plain))
+        for name in want:
+            assert_same(got[name], want[name], f"{name} of slot {slot} at {length}")
+
+
+LENGTHS = st.one_of(st.integers(0, 12), st.integers(120, 136), st.integers(250, 262))
+"""Before the first verify step: around multiples of 4 and of 128, and before a window is full."""
+
+
+def on_device(test: Callable[..., None]) -> Callable[..., None]:
+    """All tensors of a test on its `device`, whose implementation of the op it runs."""
+
+    @functools.wraps(test)
+    def run(device: str, *args: object, **kwargs: object) -> None:
+        if device == "cuda":
+            extension.load()
+        with torch.device(device):
+            test(device, *args, **kwargs)
+
+    return run
+
+
+@DEVICES
+@hypothesis.settings(max_examples=40)
+@given(data=st.data())
+@on_device
+def test_requests_go_on_from_any_token_of_a_verify_step(device: str, data: st.DataObject) -> None:
+    ratio, formats = data.draw(st.sampled_from([0, 4, 128])), data.draw(st.sampled_from(FORMATS))
+    d = data.draw(st.integers(1, 9), label="draft tokens")
+    both = Compared(ratio, formats, state_rows(d))
+    start = [data.draw(LENGTHS), data.draw(LENGTHS)]
+    if any(start):
+        both.chunks(start)
+    for _ in range(data.draw(st.integers(1, 6), label="steps")):
+        if data.draw(st.integers(0, 4)) == 0:
+            counts = [data.draw(st.sampled_from([0, 1, 2, 5, 7, 130])) for _ in (0, 1)]
+            if any(counts):
+                both.chunks(counts)
+            continue
+        count = data.draw(st.integers(1, d), label="tokens of a request")
+        counts = [count, count if data.draw(st.booleans()) else 0]
+        kept = [data.draw(st.integers(1, n)) if n else 0 for n in counts]
+        both.verify(counts, kept, data.draw(st.sampled_from(list(REJECTED))))
+
+
+@DEVICES
+@pytest.mark.parametrize("formats", FORMATS, ids=lambda f: f[0])
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+@on_device
+def test_every_format_and_every_phase(device: str, ratio: int, formats: tuple[str, str, torch.dtype]) -> None:
+    """Verify step after verify step over the end of a block, with every number of tokens that stay; then chunks that
+    leave checkpoints."""
+    both = Compared(ratio, formats, state_rows(5))
+    both.chunks([117, 125])
+    for turn in range(10):
+        kept = [1 + turn % 5, 1 + 3 * turn % 5]
+        both.verify([5, 5], kept, list(REJECTED)[turn % 3])
+    assert min(both.plain.lengths) > 128
+    both.chunks([130, 3])
+    both.verify([5, 5], [1, 4], "nan")
+    both.chunks([0, 260])
+    both.verify([5, 5], [5, 1], "huge")
+
+
+# The least sizes, and one below each.
+
+
+def least_rows(d: int) -> StateRows:
+    """As `state_rows` derives them, before they are rounded up."""
+    return StateRows(127 + d, CsaTail(d + 3, d + 7), d + 1)
+
+
+def survives(ratio: int, sizes: StateRows, d: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether slots of `sizes` are enough for steps of d tokens, begun at every phase of a CSA window."""
+    monkeypatch.setattr(reference, "CSA_TAILS", (state_rows(0).csa, sizes.csa))
+    monkeypatch.setattr(reference, "_check_rows", lambda *args: None)
+    try:
+        for length, kept in product(range(140, 144), {1, 2, d}):
+            both = Compared(ratio, FORMATS[2], sizes)
+            both.chunks([length, 0])
+            both.verify([d, 0], [kept, 0], "other")
+            both.verify([d, 0], [d, 0], "other")
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("d", [2, 3, 5, 9])
+@pytest.mark.parametrize(
+    ("ratio", "less"),
+    [
+        (0, lambda d: {"ring": 126 + d}),
+        (4, lambda d: {"csa": CsaTail(d + 2, d + 7)}),
+        (4, lambda d: {"csa": CsaTail(d + 3, d + 6)}),
+        (128, lambda d: {"hca_banks": d}),
+    ],
+    ids=["ring", "current", "previous", "banks"],
+)
+def test_one_row_less_is_not_enough(
+    ratio: int, less: Callable[[int], dict[str, object]], d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert survives(ratio, least_rows(d), d, monkeypatch)
+    assert not survives(ratio, least_rows(d)._replace(**less(d)), d, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "sizes", "message"),
+    [
+        (0, {"ring": 128}, r"3 tokens of each request without `window`, but ring has 128 rows a slot, for at most 1"),
+        (4, {"csa": CsaTail(4, 8)}, r"tail has 24 rows a slot, for at most 1. A cache for more .* draft_tokens 3"),
+        (128, {"hca_banks": 3}, r"tail has 9 rows a slot, for at most 2"),
+        (4, {"csa": CsaTail(4, 16)}, r"tail has 40 rows a slot; for ratio 4 expected one of \[24, 48, 64\]"),
+    ],
+)
+def test_slots_that_are_too_small_are_refused(ratio: int, sizes: dict[str, object], message: str) -> None:
+    requests = Requests(make_layer(ratio, FORMATS[2], state_rows(3)._replace(**sizes)))
+    before = {name: None if t is None else t.clone() for name, t in vars(requests.layer).items() if name == "ring"}
+    with pytest.raises(ValueError, match=message):
+        requests.step([3, 3], [1, 1], decode=True)
+    assert torch.equal(before["ring"].view(torch.int32), requests.layer.ring.view(torch.int32))
+
+
+def test_a_raw_tail_takes_one_token_of_a_request() -> None:
+    layer = dataclasses.replace(make_layer(128, FORMATS[2], state_rows(3)), hca_state="raw")
+    with pytest.raises(ValueError, match="tail has 256 rows a slot, for at most 1"):
+        Requests(layer).step([2, 2], [1, 1], decode=True)
+
+
+def test_requests_with_different_numbers_of_tokens_are_chunks() -> None:
+    with pytest.raises(ValueError, match="3 tokens for 2 requests without `window`; expected as many of each"):
+        Requests(make_layer(0, FORMATS[2], state_rows(3))).step([2, 1], [1, 1], decode=True)
