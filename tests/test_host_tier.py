@@ -111,6 +111,17 @@ def test_all_checkpoints_of_a_prompt_are_saved(monkeypatch: pytest.MonkeyPatch) 
     assert server.from_host > 0 and not server.wrong
 
 
+def test_the_end_of_a_line_gets_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three checkpoints the host has room for one, and keeps the one that the next turn comes for."""
+    server, tokens = TieredServer(monkeypatch, seed=0, blocks=20, host_checkpoints=1), prompt(0, blocks=10)
+    server.serve(tokens)
+    server._make_room(20)
+    assert server.serve(tokens) == 10 * BLOCK
+    server.check()
+    assert server.component.host_counters.saves_refused == 2
+    assert not server.wrong
+
+
 @pytest.mark.parametrize("policy", POLICIES[:2])
 def test_a_host_smaller_than_the_device_has_what_the_device_gives_up_next(
     monkeypatch: pytest.MonkeyPatch, policy: str

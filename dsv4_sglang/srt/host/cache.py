@@ -103,8 +103,8 @@ class TieredCache(PrefixCache):
                     left -= self._save(slots.nodes[slot])
 
     def _save(self, node: UnifiedTreeNode) -> int:
-        """Begin to save a checkpoint and the blocks up to it; the bytes of it. What cannot be saved is not wanted any
-        more, until somebody uses it again."""
+        """Begin to save a checkpoint and the blocks up to it; the bytes of it. Checkpoints before it are saved by
+        themselves. What cannot be saved is not wanted any more, until somebody uses it again."""
         if node.write_through_pending_id is not None:  # its blocks are on their way
             return 0
         path = [node]
@@ -115,9 +115,10 @@ class TieredCache(PrefixCache):
         try:
             saved = 0
             for part in reversed(path):
-                if not self._has_room_for_checkpoint(part) or (size := self._copy(part)) is None:
-                    slot = self.component.slots.id_of(node)
-                    self.component.slots.registry.wanted[slot] = False
+                size = self._copy(part, with_checkpoint=part is node) if self._has_room_for_checkpoint(node) else None
+                if size is None:
+                    slots = self.component.slots
+                    slots.registry.wanted[slots.id_of(node)] = False
                     self.component.host_counters.saves_refused += 1
                     break
                 saved += size
@@ -126,18 +127,18 @@ class TieredCache(PrefixCache):
             self.dec_lock_ref(node.id, lock)
 
     def _has_room_for_checkpoint(self, node: UnifiedTreeNode) -> bool:
-        """Whether a row is free for the node's checkpoint, or holds one that is worth less; none is needed for a node
-        whose checkpoint is not wanted."""
-        slots = self.component.slots
-        slot, registry = slots.id_of(node), slots.registry
-        if not self._is_to_save(slot) or self.mamba_pool_host.available_size():
+        """Whether a row is free for the node's checkpoint, or holds one that is worth less."""
+        if self.mamba_pool_host.available_size():
             return True
-        price = registry.price()
-        return price[slot] < price[registry.on_host()[0]]
+        slots = self.component.slots
+        price = slots.registry.price()
+        return price[slots.id_of(node)] < price[slots.registry.on_host()[0]]
 
-    def _copy(self, node: UnifiedTreeNode) -> int | None:
+    def _copy(self, node: UnifiedTreeNode, *, with_checkpoint: bool) -> int | None:
         """Begin to copy what the host has not of a node: its bytes, or None without room."""
         blocks, transfers = self.tree_core.build_backup_spec(node.id)
+        if not with_checkpoint:
+            transfers = {}
         only_checkpoint = node.backuped
         rows = compat.start_backup(self, node.id, blocks[:0] if only_checkpoint else blocks, transfers)
         if rows is None:
