@@ -15,6 +15,7 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.distributed import parallel_state
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.server_args import ServerArgs
 from torch import nn
@@ -115,6 +116,8 @@ def make_backend(
     backend.tables = [LayerTables(None, None, None, None)]
     backend.state = SimpleNamespace(layout=SimpleNamespace(ring_rows=128))
     backend.last_layer, backend.top_k, backend.device = -1, 8, "cpu"
+    backend.is_draft = backend.drafts_blocks = False
+    backend.draft_tokens = 0
     backend.heads, backend.dtype, backend.readers = 1, torch.float32, [PortableReader()]
     backend.reader, backend._graph_scratch, backend._scratch = PortableReader(), {}, {}
     i = torch.zeros(1, dtype=torch.int32)
@@ -146,11 +149,12 @@ def test_order_of_a_layer(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "AB":
         layer = make_layer(ratio, streams, device, name)
         at.layer = name
-        layer.attn_mqa = lambda q, k, v, batch, inputs: backend.forward_decode(
+        layer.attn_mqa = lambda q, k, v, batch, inputs: backend.forward(
             q, k, v, SimpleNamespace(layer_id=0, scaling=1.0), batch, inputs=inputs
         )
         device.do(f"{name} x")
-        assert layer(torch.zeros(1, 8), torch.zeros(1), None).shape == (1, 8)
+        batch = SimpleNamespace(forward_mode=ForwardMode.DECODE)
+        assert layer(torch.zeros(1), torch.zeros(1, 8), batch).shape == (1, 8)
     work = {name[2:] for name in device.work}
     assert work == {"x", "latents", "query", "append", "attend", "out"} | ({"project"} if ratio else set()) | (
         {"index query", "index_topk"} if ratio == 4 else set()

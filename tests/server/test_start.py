@@ -110,8 +110,8 @@ runner = SimpleNamespace(
     attn_backend=None, model=model,
 )
 scheduler = SimpleNamespace(
-    tp_worker=SimpleNamespace(model_runner=runner), server_args=SimpleNamespace(disable_radix_cache=False),
-    tree_cache=None, page_size=64,
+    tp_worker=SimpleNamespace(model_runner=runner), draft_worker=None, tree_cache=None, page_size=64,
+    server_args=SimpleNamespace(disable_radix_cache=False, enable_hierarchical_cache=False),
 )
 try:
     check_started(scheduler)
