@@ -105,27 +105,23 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self._crossings: tuple[Tensor, Tensor] | None = None
         self._graph_buffers: DecodeBuffers | None = None
         self._decode_buffers: DecodeBuffers | None = None
-        self._verify_mask: VerifyMask | None = None
+        self._verify_mask = self._make_verify_mask(1)
         self._workspace: Tensor | None = None
         self._graph_scratch: dict[str, Tensor] = {}
         self._scratch: dict[str, Tensor] = {}
         self._staged: tuple[Tensor, Tensor] | None = None
 
-        if self.draft_tokens and not self.is_draft:
-            self._verify_mask = self._make_verify_mask(1)
-
     # Metadata of a step
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._graph_buffers = self._make_buffers(max_bs, max_num_tokens // max_bs)
+        self._verify_mask = self._make_verify_mask(max_bs)
         heads = max(reader.query_heads(self.heads) for reader in self.readers)
         if heads > self.heads:
             query = torch.zeros(max_num_tokens * heads * ENTRY_DIM, dtype=self.dtype, device=self.device)
             self._graph_scratch["query"] = query
         if self.is_draft:
             return
-        if self.draft_tokens:
-            self._verify_mask = self._make_verify_mask(max_bs)
         scores = max_num_tokens * self._score_width(self._graph_buffers.block_table)
         self._graph_scratch["rows"] = torch.empty(max_num_tokens * self.top_k, dtype=torch.int32, device=self.device)
         self._graph_scratch["scores"] = torch.empty(scores, dtype=torch.float32, device=self.device)
@@ -140,8 +136,9 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         return self._verify_mask
 
     def _make_verify_mask(self, requests: int) -> VerifyMask | None:
+        """None for a draft model, and without speculation."""
         return maybe_create_verify_mask(
-            is_draft_runner=False,
+            is_draft_runner=self.is_draft,
             skip_prefill=False,
             max_bs=requests,
             max_context_len=0,  # of another mode
