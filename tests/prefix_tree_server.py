@@ -87,7 +87,29 @@ class Request:
         return getattr(self, PENDING, None) or []
 
 
-class TreeServer:
+class BlockOwner:
+    """Blocks of requests, as SGLang's scheduler takes them."""
+
+    cache: Any
+    allocator: PagedTokenToKVPoolAllocator
+    pool: Pool
+
+    def _make_room(self, blocks: int) -> bool:
+        missing = blocks * BLOCK - self.allocator.available_size()
+        if missing > 0:
+            self.cache.evict(EvictParams(num_tokens=missing))
+        return self.allocator.available_size() >= blocks * BLOCK
+
+    def _allocate(self, request: Request, length: int) -> None:
+        count = -(-length // BLOCK) * BLOCK - request.allocated
+        if count > 0:
+            fresh, at = self.allocator.alloc(count), request.allocated
+            assert fresh is not None
+            self.pool.req_to_token[request.req_pool_idx, at : at + count] = fresh.int()
+            request.allocated = at + count
+
+
+class TreeServer(BlockOwner):
     """`blocks` pages of 128 tokens, as many checkpoints as asked; `interval` and `chunk` in blocks."""
 
     def __init__(self, blocks: int, checkpoints: int, interval: int = 3, chunk: int = 4, requests: int = 8) -> None:
@@ -149,20 +171,6 @@ class TreeServer:
 
     def path(self, request: Request, length: int) -> tuple[int, ...]:
         return tuple(request.full_untruncated_fill_ids[: length // BLOCK * BLOCK : BLOCK])
-
-    def _make_room(self, blocks: int) -> bool:
-        missing = blocks * BLOCK - self.allocator.available_size()
-        if missing > 0:
-            self.cache.evict(EvictParams(num_tokens=missing))
-        return self.allocator.available_size() >= blocks * BLOCK
-
-    def _allocate(self, request: Request, length: int) -> None:
-        count = -(-length // BLOCK) - request.allocated // BLOCK
-        fresh = self.allocator.alloc(count * BLOCK)
-        assert fresh is not None
-        at = request.allocated
-        self.pool.req_to_token[request.req_pool_idx, at : at + count * BLOCK] = fresh.int()
-        request.allocated = at + count * BLOCK
 
     # Steps
 

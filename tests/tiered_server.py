@@ -16,9 +16,9 @@ from typing import Any
 
 import sglang.srt.managers.cache_controller as base_controller
 import torch
-from prefix_tree_server import BLOCK, MAX_LENGTH, Pool, Request
+from prefix_tree_server import BLOCK, MAX_LENGTH, BlockOwner, Pool, Request
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
 from sglang.srt.mem_cache.memory_pool import KVCache
@@ -94,7 +94,7 @@ def late_copies(monkeypatch: Any, streams: Streams) -> None:
         monkeypatch.setattr(pool, name, queued)
 
 
-class TieredServer:
+class TieredServer(BlockOwner):
     def __init__(
         self,
         monkeypatch: Any,
@@ -342,19 +342,6 @@ class TieredServer:
             "source": source,
             "checkpoints": checkpoints,
         }
-
-    def _make_room(self, blocks: int) -> bool:
-        missing = blocks * BLOCK - self.allocator.available_size()
-        if missing > 0:
-            self.cache.evict(EvictParams(num_tokens=missing))
-        return self.allocator.available_size() >= blocks * BLOCK
-
-    def _allocate(self, request: Request, length: int) -> None:
-        count = -(-length // BLOCK) * BLOCK - request.allocated
-        if count > 0:
-            fresh, at = self.allocator.alloc(count), request.allocated
-            self.pool.req_to_token[request.req_pool_idx, at : at + count] = fresh.int()
-            request.allocated = at + count
 
     def _decode(self, request: Request) -> dict[str, Any] | None:
         """Some tokens at once, up to the end of the block, so that ends of blocks are common."""
