@@ -8,7 +8,7 @@ from prefix_tree_server import BLOCK, without_a_server
 from streams import Stream
 from tiered_server import TieredServer
 
-from dsv4_sglang.srt.host.pools import FreeRows
+from dsv4_sglang.cache.host_pool import FreeRows
 from dsv4_sglang.srt.host.sizing import host_demand
 from dsv4_sglang.srt.host.transfers import TransferController
 from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
