@@ -161,6 +161,27 @@ def test_a_retracted_request_is_on_the_host_at_once(monkeypatch: pytest.MonkeyPa
     server.check_contents()
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_retracted_request_with_log_probabilities(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """SGLang matches it up to the end of its prompt only, where its checkpoint may have been wanted by nobody yet."""
+    server = TieredServer(monkeypatch, seed=0, policy=policy)
+    request = server.start(prompt(0, blocks=7))["request"]
+    while request.computed <= 9 * BLOCK:
+        step = server._decode(request)
+        assert step is not None
+        server.launch([step], -1).synchronize()
+    request.return_logprob, request.logprob_start_len = True, request.prompt - 1
+    tokens = list(request.full_untruncated_fill_ids)
+    server.retract(request)
+    server.check()
+    server._make_room(40)
+    assert server.serve(tokens[: request.prompt]) == 7 * BLOCK
+    server._make_room(40)
+    assert server.serve(tokens) == 9 * BLOCK
+    assert not server.wrong
+    server.check_contents()
+
+
 @pytest.mark.parametrize("full", ["blocks", "slots"])
 @pytest.mark.parametrize("room, kept", [(20, 0), (12, 8)])
 def test_a_load_without_room_computes_again(monkeypatch: pytest.MonkeyPatch, full: str, room: int, kept: int) -> None:
