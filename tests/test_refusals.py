@@ -141,8 +141,10 @@ def test_a_storage_wants_a_host_tier() -> None:
     assert refusals(device="cpu", **tier) == []
     (line,) = refusals(**tier)
     assert line.startswith("--enable-hierarchical-cache is not supported: the host tier has run on CPUs only")
-    (line,) = refusals(device="cpu", speculative_algorithm="EAGLE", **tier)
-    assert line.endswith("with --speculative-algorithm EAGLE it has not been tested")
+    assert refusals(device="cpu", speculative_algorithm="EAGLE", **tier) == []
+    model = config(dspark_target_layer_ids=[40, 41, 42])
+    (line,) = refusals(model, device="cpu", speculative_algorithm="DSPARK", **tier)
+    assert line.endswith("with --speculative-algorithm DSPARK it has not been tested; give EAGLE")
     (line,) = refusals(hicache_storage_backend="file")
     assert line == (
         "--hicache-storage-backend file is not supported: it stands behind the host tier; "

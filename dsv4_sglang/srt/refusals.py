@@ -228,9 +228,8 @@ def _refused_with_host_tier(args: Any) -> Iterable[tuple[str, str]]:
             "--enable-hierarchical-cache",
             "the host tier has run on CPUs only: its copies have not been seen on a GPU",
         )
-    if args.speculative_algorithm:
-        reason = f"with --speculative-algorithm {args.speculative_algorithm} it has not been tested"
-        yield "--enable-hierarchical-cache", reason
+    if args.speculative_algorithm == "DSPARK":
+        yield "--enable-hierarchical-cache", "with --speculative-algorithm DSPARK it has not been tested; give EAGLE"
 
 
 def _has_no_head(algorithm: str, hf_config: Any) -> str | None:
