@@ -8,7 +8,8 @@
 `--serve ours` or `--serve in-tree` starts a server of benchmarks/configs/flashshape for it (dummy weights), with
 `--flags "..."`, such as "--enable-hierarchical-cache --hicache-ratio 4 --max-total-tokens 1000000"; `--url` takes one
 that runs. The cache is flushed first. Hit rates are token-weighted, against what an infinite cache would hold;
-`host_tokens` are those of the hits that came from host memory or from behind it.
+`device_tokens`, `host_tokens` and `storage_tokens` say where hits were. With `--enable-metrics` among the flags each
+row also has what a host tier had copied by then.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 from benchmarks import servers
 from benchmarks.agent_trace import Turn, load, rounds
 from benchmarks.environment import ROOT, environment
-from benchmarks.replay import Client, Replay, Served, compare_with_cold
+from benchmarks.replay import TIERS, Client, Replay, Served, compare_with_cold
 
 NEW_TOKENS = {"append": 200, "generate": 16}
 """Tokens of a revisit."""
@@ -54,7 +55,7 @@ def summary(served: Sequence[Served]) -> dict[str, Any]:
         "turns": len(served),
         "prompt_tokens": sum(s.prompt for s in served),
         "cached_tokens": cached,
-        "host_tokens": sum(s.from_host for s in served),
+        **{f"{tier}_tokens": sum(s.of_tiers[tier] for s in served) for tier in TIERS},
         "ideal_tokens": ideal,
         "hit_of_ideal": round(cached / ideal, 4) if ideal else None,
         "first_token_s": {"mean": round(statistics.fmean(times), 4), "p50": at(0.5), "p90": at(0.9), "p99": at(0.99)},
@@ -180,7 +181,7 @@ def serving(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
     flags = ["--load-format", "dummy", *shlex.split(args.flags)]
     argv, variables = servers.command(MODEL, flags, args.serve == "ours", cpu=False)
     with servers.running(servers.Server(args.serve, argv, variables, args.log), START_SECONDS) as server:
-        yield f"http://127.0.0.1:{server.port}", servers.sizes(server.lines())
+        yield server.url, servers.sizes(server.lines())
 
 
 def warm_up(client: Client, vocab: int) -> None:
@@ -211,6 +212,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         begin = time.perf_counter()
         for part, tokens, row in SCENARIOS[args.scenario](replay, args):
             row = {"part": part, "live_tokens": tokens, **row, "seconds": round(time.perf_counter() - begin, 1)}
+            if copies := servers.host_copies(url):
+                row["host_copies"] = copies
             report(part, row)
             # Each part at once: a run that is cut short keeps what it measured.
             line = json.dumps({**row, **common})

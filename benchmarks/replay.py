@@ -18,11 +18,14 @@ FIRST_TOKEN_ID = 10
 """Below lie special tokens."""
 
 
+TIERS = ("device", "host", "storage")
+
+
 @dataclass
 class Answer:
     tokens: list[int]
     cached: int
-    from_host: int
+    of_tiers: dict[str, int]
     first_token_s: float
     total_s: float
     logprobs: list[float] = field(default_factory=list)
@@ -30,13 +33,13 @@ class Answer:
 
 @dataclass
 class Served:
-    """One turn: tokens of the prompt, those the server had cached, of these the ones that it had in host memory or
-    behind it, and those an infinite cache would have had."""
+    """One turn: tokens of the prompt, those the server had cached, in all and in each of TIERS, and those an infinite
+    cache would have had."""
 
     turn: Turn
     prompt: int
     cached: int
-    from_host: int
+    of_tiers: dict[str, int]
     ideal: int
     first_token_s: float
     total_s: float
@@ -86,10 +89,11 @@ class Client:
             raise RuntimeError(f"/generate of {len(prompt)} tokens: {answer}")
         meta = answer["meta_info"]
         pairs = meta.get("output_token_logprobs") or []
+        details = meta.get("cached_tokens_details") or {"device": meta["cached_tokens"]}
         return Answer(
             answer["output_ids"][-count:],
             meta["cached_tokens"],
-            meta["cached_tokens"] - (meta.get("cached_tokens_details") or {}).get("device", meta["cached_tokens"]),
+            {tier: details.get(tier, 0) for tier in TIERS},
             first - begin,
             time.perf_counter() - begin,
             [pair[0] for pair in pairs],
@@ -176,7 +180,7 @@ class Replay:
                     turn,
                     len(prompt),
                     answer.cached,
-                    answer.from_host,
+                    answer.of_tiers,
                     ideal,
                     answer.first_token_s,
                     answer.total_s,

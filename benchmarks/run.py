@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = ("append", "attend", "index", "step", "move", "serve", "capacity", "oracle_distance")
-WITHOUT_SERVER = ("append", "attend", "index", "step", "move", "capacity")
+NAMES = ("append", "attend", "index", "step", "move", "tier", "serve", "capacity", "oracle_distance")
+WITHOUT_SERVER = ("append", "attend", "index", "step", "move", "tier", "capacity")
 
 
 def main() -> int:

@@ -13,7 +13,9 @@ GPUs, both with the same flags; a round starts each once, rounds alternate the o
 before it is timed, with other tokens: kernels are compiled when a shape first comes. Decode: that many prompts of 1024
 random tokens at once, the median of the server's own decode lines, added over the ranks of DP attention. TTFT: one
 prompt alone, one token. Fit: a second start with little memory, the same for both, and more 32K prompts than it holds:
-the most that ran at once. Profile: a decode step at each number of requests and one prefill, kernel by kernel, to be
+the most that ran at once. Turnover: so many clients, each with one request after the other, of answers that end at
+different times; tokens a second with all their prefills, and with `--flags "--enable-hierarchical-cache ..."` with all
+that is saved. Profile: a decode step at each number of requests and one prefill, kernel by kernel, to be
 read with `python -m benchmarks.profile_steps`. Logs are kept beside the JSON file, which has every row as it comes.
 """
 
@@ -28,6 +30,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,6 +88,20 @@ class Bench:
                 "with prefill": requests * tokens / seconds,
             }
 
+    def turnover(self, server: Server) -> Iterator[dict[str, Any]]:
+        for clients, tokens in self.plan.turnover.items():
+            # Answers of half to one and a half times the length, so that requests end, and are saved, all the time.
+            lengths = [tokens // 2 + tokens * (7 * i % 16) // 16 for i in range(self.plan.requests_a_client * clients)]
+            asked = [(self.prompt(self.plan.prompt), length) for length in lengths]
+            before, start = servers.host_copies(server.url), time.monotonic()
+            with ThreadPoolExecutor(clients) as pool:
+                list(pool.map(lambda one: server.generate(*one), asked))
+            seconds = time.monotonic() - start
+            row = {"measure": "turnover tokens/s", "at": clients, "value": sum(lengths) / seconds, "seconds": seconds}
+            server.generate(self.prompt(self.plan.prompt), 1)  # counters are published when requests come and go
+            copies = {name: value - before[name] for name, value in servers.host_copies(server.url).items()}
+            yield row | ({"host copies": copies} if copies else {})
+
     def ttft(self, server: Server) -> Iterator[dict[str, Any]]:
         for tokens, repeats in self.plan.ttft.items():
             times = []
@@ -119,6 +136,7 @@ class Bench:
         How many prompts a burst's prefill steps have is not known, but decode lines count only when all decode.
         """
         bursts = {*(self.plan.decode if "decode" in measures else ())}
+        bursts |= {*(self.plan.turnover if "turnover" in measures else ())}
         bursts |= {*(self.plan.profile if "profile" in measures else ())}
         for requests in sorted(bursts):
             server.generate(self.prompts(requests), WARM_UP_TOKENS)
@@ -150,6 +168,8 @@ class Bench:
             yield base | {"measure": "warm-up s", "at": "", "value": time.monotonic() - start}
             if "decode" in measures:
                 yield from (base | row for row in self.decode(server))
+            if "turnover" in measures:
+                yield from (base | row for row in self.turnover(server))
             if "ttft" in measures:
                 yield from (base | row for row in self.ttft(server))
             if "profile" in measures:
@@ -198,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     options = report.parser(__doc__)
     options.add_argument("--servers", default="ours,in-tree", help="which, in the order of the first round")
     options.add_argument(
-        "--measure", help="some of decode,ttft,fit,profile; default: all that the model has but profile"
+        "--measure", help="some of decode,ttft,fit,turnover,profile; default: the model's, of the first three"
     )
     options.add_argument("--rounds", type=int, default=1, help="starts of each server (%(default)s)")
     options.add_argument("--first-round", type=int, default=1, help="number of the first round, for a run in pieces")

@@ -34,7 +34,8 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sizes of a run. `decode`: requests at once, tokens each. `ttft`: prompt tokens, repeats.
+    """Sizes of a run. `decode`: requests at once, tokens each; `turnover`: clients, tokens of a mean answer. `ttft`:
+    prompt tokens, repeats.
 
     `profile`: requests at once; `profile_tokens`: each of them, enough to be seen in the log and then profiled.
     """
@@ -49,6 +50,8 @@ class Plan:
     profile_tokens: int = 256
     profile_prompt: int = 8192
     log_interval: int = 20
+    turnover: dict[int, int] = dataclasses.field(default_factory=lambda: {64: 512})
+    requests_a_client: int = 4
 
 
 FULL = Plan({1: 256, 16: 512, 64: 512, 256: 384}, {8192: 5, 65536: 3})
@@ -66,6 +69,8 @@ DRY = Plan(
     profile_tokens=80,
     profile_prompt=64,
     log_interval=4,
+    turnover={2: 16},
+    requests_a_client=2,
 )
 
 
@@ -88,7 +93,7 @@ def flags(args: argparse.Namespace, memory: float) -> list[str]:
     rank's."""
     interval = ["--decode-log-interval", str(plan(args).log_interval)]
     if args.dry_run:
-        return ["--max-running-requests", "2", "--context-length", "4096", *interval]
+        return ["--max-running-requests", "2", "--context-length", "4096", *interval, *args.flags.split()]
     batches = [str(n) for n in GRAPH_BATCHES if n <= MAX_REQUESTS // args.dp]
     return [
         *("--load-format", "dummy", "--mem-fraction-static", str(memory)),
@@ -139,8 +144,8 @@ def resolve(options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.decode and not all(n.isdigit() and 0 < int(n) <= MAX_REQUESTS for n in args.decode.split(",")):
         options.error(f"--decode {args.decode}: expected numbers of 1 to {MAX_REQUESTS} requests, separated by commas")
     measures = args.measure.split(",")
-    if unknown := set(measures) - {"decode", "ttft", "fit", "profile"}:
-        options.error(f"--measure {min(unknown)}: expected some of decode, ttft, fit, profile")
+    if unknown := set(measures) - {"decode", "ttft", "fit", "turnover", "profile"}:
+        options.error(f"--measure {min(unknown)}: expected some of decode, ttft, fit, turnover, profile")
     if unknown := set(args.servers.split(",")) - {"ours", "in-tree"}:
         options.error(f"--servers {min(unknown)}: expected ours, in-tree or both")
     if args.dp < 1 or args.tp < 1 or args.tp % args.dp:

@@ -46,6 +46,7 @@ OUR_SIZES = re.compile(
     r"dsv4_sglang cache: (\d+) tokens in (\d+) blocks, ([\d.]+) bytes a token; (\d+) state slots of (\d+)"
 )
 
+OUR_METRIC = re.compile(r"^dsv4:(\w+?)(?:_total)?\{.*\} (\S+)$", re.MULTILINE)
 
 PORTS = range(12000, 52000, 3000)
 _next_port = itertools.cycle(random.sample(PORTS, len(PORTS)))
@@ -164,7 +165,7 @@ class Server:
         """JSON answer of a GET, or of a POST of `body`; an empty answer is {}. OSError if it fails."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
+        asked = urllib.request.Request(f"{self.url}{path}", data, headers)
         with urllib.request.urlopen(asked, timeout=timeout) as answer:
             content = answer.read()
         try:
@@ -186,6 +187,10 @@ class Server:
                 self.request("/flush_cache", {})
                 return
             time.sleep(0.05)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def lines(self, start: int = 0) -> str:
         """The log from byte `start` on."""
@@ -298,6 +303,26 @@ def sizes(log: str) -> dict[str, float]:
             "gib": float(available),
         }
     return {}
+
+
+def metrics(url: str) -> dict[str, float]:
+    """This package's metrics of a server, added over the ranks, such as `prefix_hit_tokens`; {} if it has none."""
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+    except OSError:
+        return {}
+    found: dict[str, float] = {}
+    for name, value in OUR_METRIC.findall(text):
+        found[name] = found.get(name, 0) + float(value)
+    return found
+
+
+def host_copies(url: str) -> dict[str, float]:
+    """What a host tier has done since its start: `saved_bytes`, `load_seconds` and so on; {} without --enable-metrics
+    or without the tier."""
+    found = metrics(url)
+    return {name.removeprefix("host_"): value for name, value in found.items() if name.startswith("host_")}
 
 
 def random_prompt(tokens: int, vocab: int, seed: int) -> list[int]:

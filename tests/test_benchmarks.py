@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -30,12 +31,14 @@ from benchmarks import (
     oracle_distance,
     profile_steps,
     report,
+    retract,
     serve,
     serve_plan,
     servers,
     step,
     tables,
     take_profile,
+    tier,
     timing,
     traffic,
 )
@@ -298,7 +301,7 @@ def test_a_killed_run_has_its_rows_and_is_done_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [append, attend, index, step, move], ids=lambda module: module.__name__.split(".")[-1]
+    "module", [append, attend, index, step, move, tier], ids=lambda module: module.__name__.split(".")[-1]
 )
 def test_dry_run(module: types.ModuleType, tmp_path: Path) -> None:
     assert module.main(arguments(tmp_path)) == 0
@@ -506,6 +509,29 @@ def test_servers_launched_together_get_ports_of_their_own() -> None:
     lanes = [{servers.free_port(lane) for _ in range(4)} for lane in (0, 2)]
     assert all(len(lane) == 4 for lane in lanes)
     assert max(lanes[0]) + 3000 <= min(lanes[1])
+
+
+def test_metrics_are_added_over_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """# HELP dsv4:host_saved_bytes_total bytes copied to the host
+dsv4:host_saved_bytes_total{dp_rank="0"} 4.5e+06
+dsv4:host_saved_bytes_total{dp_rank="1"} 500.0
+dsv4:host_blocks_held{dp_rank="0"} 7.0
+dsv4:prefix_hit_tokens_total{dp_rank="0"} 128.0
+sglang:gen_throughput{engine_type="unified"} 3.0
+"""
+    monkeypatch.setattr(servers.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(text.encode()))
+    assert servers.metrics("") == {"host_saved_bytes": 4_500_500, "host_blocks_held": 7, "prefix_hit_tokens": 128}
+    assert servers.host_copies("") == {"saved_bytes": 4_500_500, "blocks_held": 7}
+
+
+def test_what_a_retraction_costs_is_counted_from_when_there_was_room() -> None:
+    times = [10.0, 10.1, 10.2, 13.0, 13.1, 13.2, 13.5, 13.6]
+    step, rows = retract.resumed(times, [0, 0, 0, 1, 1, 1, 2, 2], took_room_until=12.9)
+    assert step == pytest.approx(100)
+    taken, not_taken = rows
+    assert (taken["room taken"], taken["tokens"]) == (True, 3) and taken["resume ms"] == pytest.approx(100)
+    assert (not_taken["room taken"], not_taken["tokens"]) == (False, 6)
+    assert not_taken["resume ms"] == pytest.approx(300)
 
 
 def test_a_tree_that_is_not_installed_gets_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

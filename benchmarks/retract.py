@@ -1,0 +1,190 @@
+"""What it costs a request of 32,768 tokens to be retracted and to resume, from the device and from the host.
+
+    python -m benchmarks.retract [--servers ours,in-tree] [--flags "--enable-hierarchical-cache --hicache-ratio 4"]
+
+A server of benchmarks/configs/flashshape (dummy weights) whose pool holds one such request and a short one, made to
+retract a request every so many steps (SGLANG_TEST_RETRACT). A short request decodes all the time; the long one has
+fewer tokens, so it is the one that is retracted. Another long one waits from the beginning: it takes the room of the
+first that is retracted, which goes on when it has ended, from the host if there is one.
+
+"resume ms": from the end of the request that took the room until the next token, and where none did from the last token
+before: the difference to "step ms", a step of decode, is what the retraction costs. "computed again": tokens behind the
+checkpoint from which it resumed, a mean of all retractions of a round; of this package's server only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import itertools
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report, servers
+from benchmarks.serve_plan import MODELS
+from benchmarks.servers import Server
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tokens of the long prompts, of the answers of the long and the short request, of the pool; steps between two
+    retractions; rounds."""
+
+    prompt: int
+    answer: int
+    short_answer: int
+    pool: int
+    interval: int
+    rounds: int
+
+
+FULL = Plan(32_768, 1_000, 2_500, 32_768 + 6_144, 400, 3)
+DRY = Plan(512, 60, 150, 1_280, 25, 1)
+
+
+@dataclass
+class Stream:
+    """A request in a thread: when each token came, and how often the request had been retracted by then."""
+
+    server: Server
+    prompt: list[int]
+    count: int
+    times: list[float] = field(default_factory=list)
+    retractions: list[int] = field(default_factory=list)
+    _error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self._first = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def wait_for_first(self) -> None:
+        self._first.wait()
+        self._raise()
+
+    def result(self) -> None:
+        self._thread.join()
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._ask()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._first.set()
+
+    def _ask(self) -> None:
+        sampling = {"temperature": 0, "max_new_tokens": self.count, "ignore_eos": True}
+        body = json.dumps({"input_ids": self.prompt, "sampling_params": sampling, "stream": True})
+        with closing(http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=600)) as connection:
+            connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+            for line in connection.getresponse():
+                if not line.startswith(b"data: {"):
+                    continue
+                now, meta = time.perf_counter(), json.loads(line[6:])["meta_info"]
+                new = meta["completion_tokens"] - len(self.times)
+                self.times += [now] * new
+                self.retractions += [meta.get("num_retractions") or 0] * new
+                self._first.set()
+
+
+def resumed(
+    times: Sequence[float], retractions: Sequence[int], took_room_until: float
+) -> tuple[float, list[dict[str, Any]]]:
+    """(milliseconds of a step, a row for each retraction): whether the room was taken meanwhile, the milliseconds until
+    the request went on, and the tokens that there were."""
+    step = statistics.median(after - before for before, after in itertools.pairwise(times))
+    rows = []
+    for i in range(1, len(times)):
+        if retractions[i] == retractions[i - 1]:
+            continue
+        taken = times[i - 1] < took_room_until < times[i]
+        since = took_room_until if taken else times[i - 1]
+        rows.append({"room taken": taken, "resume ms": 1e3 * (times[i] - since), "tokens": i})
+    return 1e3 * step, rows
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.plan = args, DRY if args.dry_run else FULL
+        self.model = MODELS["flashshape"].folder
+        if args.dry_run:
+            from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+
+            self.model = make_tiny(Path(tempfile.mkdtemp(prefix="retract_")), TinySpec(ratios=(0, 4, 128)))
+        self.vocab = json.loads((self.model / "config.json").read_text())["vocab_size"]
+        self.seed = 0
+
+    def server(self, subject: str) -> Server:
+        flags = ["--max-total-tokens", str(self.plan.pool), "--context-length", str(self.plan.pool)]
+        flags += ["--max-running-requests", "8", "--enable-metrics", *self.args.flags.split()]
+        if not self.args.dry_run:
+            flags += ["--load-format", "dummy", "--mem-fraction-static", "0.6", "--cuda-graph-bs-decode", "1", "2", "4"]
+        argv, environment = servers.command(self.model, flags, subject == "ours", self.args.dry_run)
+        environment["SGLANG_TEST_RETRACT"] = "1"
+        environment["SGLANG_TEST_RETRACT_INTERVAL"] = str(self.plan.interval)
+        return Server(subject, argv, environment, Path(self.args.out) / "logs" / f"retract-{subject}.log")
+
+    def stream(self, server: Server, tokens: int, count: int) -> Stream:
+        self.seed += 1
+        return Stream(server, servers.random_prompt(tokens, self.vocab, self.seed), count)
+
+    def rounds(self, subject: str) -> Iterator[dict[str, Any]]:
+        with servers.running(self.server(subject), 240) as server:
+            for tokens in (16, 128, self.plan.prompt):  # kernels are compiled when a shape first comes
+                self.stream(server, tokens, 8).result()
+            for number in range(self.plan.rounds):
+                for row in self.round(server):
+                    yield {"subject": subject, "round": number + 1, **row}
+
+    def round(self, server: Server) -> Iterator[dict[str, Any]]:
+        plan = self.plan
+        server.flush()
+        before = servers.metrics(server.url)
+        short = self.stream(server, 100, plan.short_answer)
+        short.wait_for_first()
+        long = self.stream(server, plan.prompt, plan.answer)
+        long.wait_for_first()
+        other = self.stream(server, plan.prompt, 1)
+        for stream in (other, long, short):
+            stream.result()
+        step, rows = resumed(long.times, long.retractions, other.times[-1])
+        self.stream(server, 16, 1).result()  # counters are published when requests come and go
+        hits = servers.metrics(server.url).get("prefix_hit_tokens", 0) - before.get("prefix_hit_tokens", 0)
+        again = None
+        if before:
+            again = (sum(plan.prompt + row["tokens"] for row in rows) - hits) / max(1, len(rows))
+        for row in rows:
+            yield {"prompt": plan.prompt, "step ms": step, **row, "computed again": again}
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = report.parser(__doc__)
+    options.add_argument("--servers", default="ours,in-tree", help="which (%(default)s)")
+    options.add_argument("--flags", default="", help="more flags of the servers, such as those of the host tier")
+    args = options.parse_args(argv)
+    bench = Bench(args)
+    result = report.Report("retract", args, {"flags": args.flags, **vars(bench.plan)})
+    for subject in ["ours"] if args.dry_run else args.servers.split(","):
+        result.part(f"retract/{subject}", partial(bench.rounds, subject))
+    columns = ["subject", "round", "prompt", "tokens", "room taken", "step ms", "resume ms", "computed again"]
+    result.table("a retracted request resumes", columns)
+    return result.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,163 @@
+"""The host tier's copies alone: blocks and a checkpoint to pinned host memory and back, as a server makes them.
+
+    python -m benchmarks.tier [--quick] [--out DIR]
+
+Blocks of all layers of Flash and one checkpoint with them: 157 blocks are a conversation of 20,000 tokens. "scattered":
+ids in random order on both sides; "in a row": ids that follow each other, as the host hands them out. "save" is a
+gather on the GPU and copies of runs of rows; "load" the checkpoint and then one launch a layer, "first layer us" until
+the checkpoint is there, behind which a step may begin. The floor, "copy", is one cudaMemcpyAsync of as many bytes to or
+from memory that CUDA allocated.
+
+"us": from an idle device until the work is done; "host us": until the calls return; "device us": of the device alone,
+whose queue was full before. GB/s are those of "device us".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import append, report, timing
+from benchmarks.append_ours import ops_for
+from benchmarks.move import from_idle
+from dsv4_sglang.cache.host_pool import HostBlockPool, HostCheckpointPool
+from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cache.paged_cache import make_paged_pools
+from dsv4_sglang.cache.state_cache import StateStorage
+from dsv4_sglang.model import DSV4Config, build_schedule
+from dsv4_sglang.model.layer_schedule import AttentionType
+
+BLOCKS = (1, 16, 157, 3125)
+BUSY_CYCLES = 20_000_000
+"""About 10 ms of a GPU, in which all launches of a load are enqueued."""
+DIRECTIONS = ("save", "load")
+ORDERS = ("scattered", "in a row")
+
+
+def behind_a_queue(function: Callable[[], object], device: torch.device, samples: int) -> timing.Timing:
+    """Microseconds of the device, which has work until all of `function` is enqueued."""
+    if device.type != "cuda":
+        return from_idle(function, device, samples)[0]
+    times = []
+    for _ in range(samples):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(BUSY_CYCLES)
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return timing.summarise(times)
+
+
+class Tier:
+    """Pools of both sides; checkpoint 1 goes to row 0 and back."""
+
+    def __init__(self, config: DSV4Config, blocks: int, device: torch.device) -> None:
+        layout = CacheLayout.build(config, build_schedule(config), device)
+        pools = make_paged_pools(layout, {AttentionType.CSA: blocks, AttentionType.HCA: blocks})
+        self.pools = [pool for pool in pools if pool is not None]
+        self.storage = StateStorage(layout, 1, checkpoints=1, positions=False)
+        self.host = HostBlockPool(self.pools, blocks)
+        self.host_checkpoints = HostCheckpointPool(self.storage, 1)
+        self.device = device
+        for tensor in self.tensors():
+            tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8, device=device))
+
+    def tensors(self) -> list[Tensor]:
+        """All that is copied, on the device."""
+        return [*(view for pool in self.pools for view in pool.block_views()), *self.storage.checkpoint_views(1)]
+
+    def bytes_of(self, blocks: int) -> int:
+        return blocks * self.host.block_bytes + self.host_checkpoints.checkpoint_bytes
+
+    def save(self, blocks: Tensor, rows: Tensor) -> None:
+        self.host.save(blocks, rows)
+        self.host_checkpoints.save(1, 0)
+
+    def load_checkpoint(self) -> None:
+        self.host_checkpoints.load(1, 0)
+
+    def load(self, blocks: Tensor, rows: Tensor) -> None:
+        self.load_checkpoint()
+        for layer in range(len(self.pools)):
+            self.host.load(blocks, rows, layer)
+
+
+class Bench:
+    def __init__(self, args: Any) -> None:
+        self.device = torch.device("cpu") if args.dry_run else torch.device("cuda", 0)
+        self.samples = 2 if args.dry_run else 10 if args.quick else 20
+        self.blocks = (3,) if args.dry_run else (157,) if args.quick else BLOCKS
+        config = DSV4Config.flash()
+        self.tier = Tier(append.first_layers(config, 4) if args.dry_run else config, 2 * max(self.blocks), self.device)
+
+    def ids(self, blocks: int, order: str) -> tuple[Tensor, Tensor]:
+        """(ids on the device, host rows) of the first half of both pools, or drawn from all of them."""
+        if order == "in a row":
+            both = torch.arange(blocks), torch.arange(blocks)
+        else:
+            generator = torch.Generator().manual_seed(blocks)
+            both = tuple(torch.randperm(2 * max(self.blocks), generator=generator)[:blocks] for _ in range(2))
+        return both[0].to(self.device), both[1]
+
+    def copy(self, blocks: int) -> Iterator[dict[str, Any]]:
+        """Of as many bytes in one piece."""
+        size = self.tier.bytes_of(blocks)
+        here = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        there = torch.zeros(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        for direction in DIRECTIONS:
+            source, target = (here, there) if direction == "save" else (there, here)
+            yield self.row(direction, blocks, "copy", partial(target.copy_, source, non_blocking=True))
+
+    def ours(self, blocks: int, order: str, floors: dict[str, float]) -> Iterator[dict[str, Any]]:
+        """Raises ValueError if what comes back is not what went."""
+        ids, rows = self.ids(blocks, order)
+        kept = [tensor.clone() for tensor in self.tier.tensors()]
+        for direction in DIRECTIONS:
+            row = self.row(direction, blocks, "ours", partial(getattr(self.tier, direction), ids, rows))
+            floor = floors[direction]
+            row |= {"order": order, "floor us": floor, "x floor": row["device us"] / floor}
+            if direction == "load":
+                row["first layer us"] = from_idle(self.tier.load_checkpoint, self.device, self.samples)[0].us
+            else:
+                for tensor in self.tier.tensors():
+                    tensor.zero_()
+            yield row
+        block_views = sum(len(pool.block_views()) for pool in self.tier.pools)
+        for i, (tensor, before) in enumerate(zip(self.tier.tensors(), kept)):
+            which = ids if i < block_views else slice(None)
+            if not torch.equal(tensor[which], before[which]):
+                raise ValueError(f"{blocks} blocks {order}: what came back is not what went")
+            tensor.copy_(before)
+
+    def row(self, direction: str, blocks: int, subject: str, function: Callable[[], object]) -> dict[str, Any]:
+        whole, host_us = from_idle(function, self.device, self.samples)
+        alone = behind_a_queue(function, self.device, self.samples)
+        size = self.tier.bytes_of(blocks)
+        row = {"move": direction, "blocks": blocks, "subject": subject, "MB": size / 1e6, "GB/s": size / alone.us / 1e3}
+        row |= {"device us": alone.us, "low": alone.low, "high": alone.high, "us": whole.us, "host us": host_us}
+        return row
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = report.parser(__doc__).parse_args(argv)
+    result = report.Report("tier", args)
+    ops_for(torch.device("cpu") if args.dry_run else torch.device("cuda", 0))
+    bench = Bench(args)
+    for blocks in bench.blocks:
+        result.part(f"copy/{blocks}", partial(bench.copy, blocks), setup=True)
+        floors = {r["move"]: r["device us"] for r in result.rows if r["subject"] == "copy" and r["blocks"] == blocks}
+        for order in ORDERS:
+            result.part(f"ours/{blocks}/{order}", partial(bench.ours, blocks, order, floors))
+    columns = ["move", "blocks", "subject", "order", "MB", "GB/s", "device us", "us", "host us", "first layer us"]
+    result.table("host tier, copies alone", [*columns, "floor us", "x floor"])
+    return result.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
