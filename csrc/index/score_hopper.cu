@@ -16,6 +16,8 @@
 // takes 576 keys (fp16: 384) of 32 tokens in turn, three (two) tiles for each of three warpgroups, which stay in
 // registers while the queries pass through a ring that a fourth fills. Bytes: 72 a key, 4 a score; a token's query, 8
 // KiB (16), comes from L2 once a share in decode, once for an item of work in prefill.
+#include <type_traits>
+
 #include "../launch.cuh"
 #include "hopper.cuh"
 #include "index.h"
@@ -169,6 +171,9 @@ __device__ __forceinline__ void write_scores(const float (&d)[32], const Keys<Nu
 
 #endif
 
+template <int n>
+using Count = std::integral_constant<int, n>;
+
 /// Of a kernel in which up to `tokens` tokens of a request share its keys: warpgroups of a block.
 template <int tokens>
 constexpr int kDecodeGroups = tokens == 1 ? 4 : 3;
@@ -202,12 +207,52 @@ struct Sharers {
   }
 };
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+/// A warpgroup's tiles first .. last - 1 of the keys that tokens `token` and on share, `count` of them.
+template <int count, typename Numbers, int tokens, typename BlockOf>
+__device__ __forceinline__ void score_tiles(const ScoreParams& p, const Sharers<tokens>& sharers, int token, int first,
+                                            int last, const uint8_t* query, uint64_t& loaded, int parity, int warp,
+                                            int lane, BlockOf block_of) {
+  // The compiler lets products run beside sums only where no branch is between them, hence `count` tokens in a row.
+  PackedKeys packed;
+  packed.load(p.keys + block_of(first) * p.block_bytes, warp % 2, lane);
+  int next = block_of(first + 1);
+  float2 weights[8];
+  if constexpr (count == 1) load_weights(weights, p, token, lane);
+  float* scores = p.scores + token * p.scores_stride;
+  const uint32_t queries = shared_address(query);
+  wait(&loaded, parity);
+  for (int tile = first; tile < last; ++tile) {
+    Keys<Numbers> keys;
+    float d[2][32];
+    keys.decode(packed);
+    packed.load(p.keys + next * p.block_bytes, warp % 2, lane);
+    next = block_of(tile + 2);
+    keys.begin_products(d[0], queries);
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      float (&sums)[32] = d[i % 2];
+      if (count > 1) load_weights(weights, p, token + i, lane);
+      if (i + 1 < count) {
+        keys.begin_products(d[(i + 1) % 2], queries + (i + 1) * Numbers::kQueryBytes);
+        products_wait<1>(sums);
+      } else {
+        products_wait<0>(sums);
+      }
+      write_scores(sums, keys, weights, scores + i * p.scores_stride, kTileKeys * tile + 16 * warp, sharers.entries[i],
+                   lane);
+    }
+  }
+}
+
+#endif
+
 /// Any number of blocks; at most kMaxListedTokens tokens.
 template <typename Numbers, int tokens>
 __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(const __grid_constant__ ScoreParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int groups = kDecodeGroups<tokens>;
-  constexpr uint32_t query_bytes = Numbers::kQueryBytes;
   auto& s = *static_cast<DecodeShared<tokens, Numbers::kQueryBytes>*>(shared_memory_1024());
   // The same for all lanes, as the compiler sees from the shuffle: descriptors stay in uniform registers.
   const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -222,7 +267,7 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
   int at = part_begin(total, part, parts);
   const int stop = part_begin(total, part + 1, parts);
   int token = token_of_unit(s.ends, at);
-  const uint32_t query = shared_address(s.query[group]);
+  const auto& query = s.query[group];
   for (int parity = 0; at < stop; parity ^= 1) {
     while (s.ends[token] <= at) ++token;
     const int begin = token ? s.ends[token - 1] : 0, first = at - begin, last = min(s.ends[token], stop) - begin;
@@ -230,47 +275,35 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
     const Sharers<tokens> sharers(p, token);
     const int count = __shfl_sync(kAllLanes, sharers.count, 0);
     if (threadIdx.x % 128 == 0) {
-      arrive_and_expect(&s.loaded[group], count * query_bytes);
+      arrive_and_expect(&s.loaded[group], count * sizeof query[0]);
       for (int i = 0; i < count; ++i) {
         bulk_copy(s.query[group][i], static_cast<const uint8_t*>(p.query) + int64_t(token + i) * kTokenBytes,
-                  query_bytes, &s.loaded[group]);
+                  sizeof query[0], &s.loaded[group]);
       }
     }
     const int32_t* table = p.table + p.request[token] * p.table_stride;
     const int last_block = min(2 * last, ceil_div(sharers.most, kKeysPerBlock)) - 1;
     const auto block_of = [&](int tile) { return table[min(2 * tile + warp / 2, last_block)]; };
-    PackedKeys packed;
-    packed.load(p.keys + block_of(first) * p.block_bytes, warp % 2, lane);
-    int next = block_of(first + 1);
-    float2 weights[8];
-    if constexpr (tokens == 1) load_weights(weights, p, token, lane);
-    float* scores = p.scores + token * p.scores_stride;
-    wait(&s.loaded[group], parity);
-    for (int tile = first; tile < last; ++tile) {
-      Keys<Numbers> keys;
-      float d[tokens == 1 ? 1 : 2][32];
-      keys.decode(packed);
-      packed.load(p.keys + next * p.block_bytes, warp % 2, lane);
-      next = block_of(tile + 2);
-      keys.begin_products(d[0], query);
-      const int entry = kTileKeys * tile + 16 * warp;
-      if constexpr (tokens == 1) {
-        products_wait<0>(d[0]);
-        write_scores(d[0], keys, weights, scores, entry, sharers.entries[0], lane);
-      } else {
-#pragma unroll
-        for (int i = 0; i < tokens; ++i) {
-          if (i >= count) break;
-          float (&sums)[32] = d[i % 2];
-          if (i + 1 < count) {
-            keys.begin_products(d[(i + 1) % 2], query + (i + 1) * query_bytes);
-            products_wait<1>(sums);
-          } else {
-            products_wait<0>(sums);
-          }
-          load_weights(weights, p, token + i, lane);
-          write_scores(sums, keys, weights, scores + i * p.scores_stride, entry, sharers.entries[i], lane);
-        }
+    const auto score = [&](auto counted) {
+      score_tiles<decltype(counted)::value, Numbers>(p, sharers, token, first, last, query[0], s.loaded[group], parity,
+                                                     warp, lane, block_of);
+    };
+    if constexpr (tokens == 1) {
+      score(Count<1>());
+    } else {
+      static_assert(tokens == 4);
+      switch (count) {
+        case 1:
+          score(Count<1>());
+          break;
+        case 2:
+          score(Count<2>());
+          break;
+        case 3:
+          score(Count<3>());
+          break;
+        default:
+          score(Count<4>());
       }
     }
     warpgroup_barrier(group);  // all have used the queries
