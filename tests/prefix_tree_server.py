@@ -60,6 +60,7 @@ class Request:
         self.origin_input_ids = array("q", [k + 1 for k in keys for _ in range(BLOCK)] + [100 + unique] * tail)
         self.output_ids = array("q")
         self.extra_key, self.priority, self.rid, self.session = None, 0, str(unique), None
+        self.return_logprob, self.logprob_start_len = False, -1
         self.req_pool_idx: int = 0
         self.cache_protected_len = 0
         self.prefix_indices = torch.empty(0, dtype=torch.int64)

@@ -8,7 +8,7 @@ from prefix_tree_server import BLOCK, without_a_server
 from streams import Stream
 from tiered_server import TieredServer
 
-from dsv4_sglang.srt.host.pools import FreeRows
+from dsv4_sglang.cache.host_pool import FreeRows
 from dsv4_sglang.srt.host.sizing import host_demand
 from dsv4_sglang.srt.host.transfers import TransferController
 from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
@@ -157,6 +157,27 @@ def test_a_retracted_request_is_on_the_host_at_once(monkeypatch: pytest.MonkeyPa
     server._make_room(40)
     assert server.allocator.available_size() == 40 * BLOCK
     assert server.serve(prompt(0, blocks=7)) == 7 * BLOCK
+    assert not server.wrong
+    server.check_contents()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_retracted_request_with_log_probabilities(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """SGLang matches it up to the end of its prompt only, where its checkpoint may have been wanted by nobody yet."""
+    server = TieredServer(monkeypatch, seed=0, policy=policy)
+    request = server.start(prompt(0, blocks=7))["request"]
+    while request.computed <= 9 * BLOCK:
+        step = server._decode(request)
+        assert step is not None
+        server.launch([step], -1).synchronize()
+    request.return_logprob, request.logprob_start_len = True, request.prompt - 1
+    tokens = list(request.full_untruncated_fill_ids)
+    server.retract(request)
+    server.check()
+    server._make_room(40)
+    assert server.serve(tokens[: request.prompt]) == 7 * BLOCK
+    server._make_room(40)
+    assert server.serve(tokens) == 9 * BLOCK
     assert not server.wrong
     server.check_contents()
 

@@ -676,6 +676,119 @@ TestSlotsAndBlocks = SlotsAndBlocks.TestCase
 TestSlotsAndBlocks.settings = hypothesis.settings(max_examples=25, stateful_step_count=30)
 
 
+# --- host memory ------------------------------------------------------------------------------------------------------
+
+
+FORMATS = [
+    {"row_format": rows, "key_format": keys, "hca_state": hca, "draft_tokens": drafts}
+    for rows, keys, hca, drafts in (
+        ("fp8", "mxfp4", "online", 0),
+        ("fp8", "nvfp4", "online", 4),
+        ("bf16", "mxfp4", "raw", 0),
+        ("fp32", "fp32", "online", 0),
+    )
+]
+
+
+def all_bytes(manager: KVCacheManager, slot: int) -> list[Tensor]:
+    """Everything that a request has, as bytes, in the order of its tokens."""
+    blocks = manager.blocks_of(slot)
+    views = [view for pool in manager.paged_pools if pool is not None for view in pool.block_views()]
+    return [*(v.clone() for v in manager.state.slot_views(slot)), *(v[blocks].clone() for v in views)]
+
+
+def spoil(manager: KVCacheManager) -> None:
+    """Other bytes wherever no request is."""
+    used = manager.blocks_of(0) if 0 in manager._blocks else []
+    for view in (v for pool in manager.paged_pools if pool is not None for v in pool.block_views()):
+        view[[i for i in range(manager.num_blocks) if i not in used]] = 77
+    for slot in range(manager.max_concurrent_requests):
+        if slot not in manager._blocks:
+            for view in manager.state.slot_views(slot):
+                view.fill_(77)
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=lambda options: "-".join(map(str, options.values())))
+def test_a_request_waits_on_the_host(device: torch.device, options: dict[str, Any]) -> None:
+    """Every byte comes back, into another slot and other blocks, in any format and at any length."""
+    manager = make_manager(device, slots=2, blocks=6, host_requests=2, host_blocks=5, **options)
+    waiting, other = Request.admit(manager, 0), Request.admit(manager, 1)
+    run_step(manager, [(waiting, 131), (other, 60)])
+    run_step(manager, [(waiting, 1), (other, 1)])
+    before = all_bytes(manager, waiting.slot)
+    offloaded = manager.offload(waiting.slot)
+    assert (manager.num_free_slots, manager.num_free_blocks, offloaded.blocks) == (1, 5, 2)
+    assert bool((manager.block_tables[waiting.slot] == -1).all())
+    other.finish(manager)
+    spoil(manager)
+    taken = manager.admit_request(), manager.allocate_block()
+    waiting.slot = manager.restore(offloaded)
+    assert manager.block_tables[waiting.slot, :2].tolist() == manager.blocks_of(waiting.slot)
+    assert waiting.slot != taken[0] and taken[1] not in manager.blocks_of(waiting.slot)
+    assert all(torch.equal(a, b) for a, b in zip(all_bytes(manager, waiting.slot), before, strict=True))
+    assert manager._host is not None
+    assert (manager._host.free_slots.available, manager._host.free_blocks.available) == (2, 5)
+    with pytest.raises(ValueError, match="not on the host any more"):
+        manager.restore(offloaded)
+
+
+def test_a_request_goes_on_after_the_host(device: torch.device) -> None:
+    """It reads its own tokens, whoever had its slot and its blocks meanwhile, twice."""
+    manager = make_manager(device, slots=1, blocks=3, host_requests=1, host_blocks=3, **EXACT)
+    first = Request.admit(manager, 0)
+    run_step(manager, [(first, 130)])
+    for _ in range(2):
+        offloaded = manager.offload(first.slot)
+        between = Request.admit(manager, 1)
+        run_step(manager, [(between, 300)])
+        check(between, 1, **EXACT)
+        between.finish(manager)
+        first.slot = manager.restore(offloaded)
+        run_step(manager, [(first, 1)])
+        run_step(manager, [(first, 60)])
+    check(first, 0, **EXACT)
+    first.finish(manager)
+    assert (manager.num_free_slots, manager.num_free_blocks) == (1, 3)
+
+
+def test_no_room_on_either_side() -> None:
+    """An error, and everything stays where it was."""
+    with pytest.raises(RuntimeError, match="make it with host_requests and host_blocks"):
+        (manager := make_manager()).offload(manager.admit_request())
+    with pytest.raises(ValueError, match="host_requests is 1, host_blocks -1"):
+        make_manager(host_requests=1, host_blocks=-1)
+    manager = make_manager(slots=2, blocks=3, host_requests=1, host_blocks=2)
+    large, small = manager.admit_request(), manager.admit_request()
+    blocks = [manager.allocate_block(large) for _ in range(3)]
+    with pytest.raises(RuntimeError, match=r"OOM: a request with 3 blocks .* 1 requests and 2 blocks are free"):
+        manager.offload(large)
+    assert manager.blocks_of(large) == blocks
+    offloaded = manager.offload(small)
+    with pytest.raises(RuntimeError, match=r"OOM: a request with 3 blocks .* 0 requests and 2 blocks are free"):
+        manager.offload(large)
+    with pytest.raises(ValueError, match="holds no request"):
+        manager.offload(small)
+    manager.admit_request()
+    with pytest.raises(RuntimeError, match="no free state slot"):
+        manager.restore(offloaded)
+    manager.release_request(1)
+    assert manager.restore(offloaded) == 1
+    manager.release_request(1)
+
+    manager.release_blocks(large)
+    for _ in range(2):
+        manager.allocate_block(large)
+    offloaded = manager.offload(large)
+    for _ in range(2):
+        manager.allocate_block()
+    with pytest.raises(RuntimeError, match="OOM: 2 blocks asked to restore a request, 1 free of 3"):
+        manager.restore(offloaded)
+    assert manager.num_free_slots == 2
+    manager.discard(offloaded)
+    with pytest.raises(ValueError, match="not on the host any more"):
+        manager.discard(offloaded)
+
+
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
@@ -709,6 +822,42 @@ def test_memory_bytes_is_what_cuda_allocated() -> None:
     used = requested() - before
     # Block tables and the allocator's lists come on top.
     assert manager.memory_bytes() <= used <= manager.memory_bytes() + manager.block_tables.nbytes + 1024
+
+
+@pytest.mark.gpu
+def test_offload_beside_the_steps() -> None:
+    """On a stream of its own: who gets the slot and the blocks writes to them only when the copy is over, and a row of
+    the host is not written over while it is read."""
+    manager = make_manager("cuda", slots=2, blocks=4, host_requests=1, host_blocks=2)
+    beside = torch.cuda.Stream()
+    views = [view for pool in manager.paged_pools if pool is not None for view in pool.block_views()]
+    for value in range(1, 30):
+        slot = manager.admit_request()
+        blocks = [manager.allocate_block(slot) for _ in range(2)]
+        for view in manager.state.slot_views(slot):
+            view.fill_(value)
+        for view in views:
+            view[blocks] = value
+        with torch.cuda.stream(beside):
+            torch.cuda._sleep(2_000_000)
+        offloaded = manager.offload(slot, beside)
+        assert offloaded.event is not None
+        for _ in range(2):  # all slots and blocks: those of the request among them
+            new = manager.admit_request()
+            taken = [manager.allocate_block(new) for _ in range(2)]
+            for view in manager.state.slot_views(new):
+                view.fill_(255)
+            for view in views:
+                view[taken] = 255
+        assert offloaded.event.query(), "its slot was given to another before it was copied"
+        for new in (0, 1):
+            manager.release_blocks(new)
+            manager.release_request(new)
+        slot = manager.restore(offloaded, beside)
+        torch.cuda.current_stream().wait_event(offloaded.event)
+        assert all(bool((part == value).all()) for part in all_bytes(manager, slot))
+        manager.release_blocks(slot)
+        manager.release_request(slot)
 
 
 @pytest.mark.gpu

@@ -3,9 +3,10 @@
 from dsv4_sglang.cache.allocator import BlockAllocator
 from dsv4_sglang.cache.append import LayerWeights
 from dsv4_sglang.cache.handle import ClassicalView, IndexerView, LayerCacheHandle, SwaView
-from dsv4_sglang.cache.host_pool import HostBlockPool, HostCheckpointPool
+from dsv4_sglang.cache.host_pool import HostBlockPool, HostCheckpointPool, HostSlotPool
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.manager import KVCacheManager
+from dsv4_sglang.cache.offload import Offloaded
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.schema import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
@@ -26,12 +27,14 @@ __all__ = [
     "HcaState",
     "HostBlockPool",
     "HostCheckpointPool",
+    "HostSlotPool",
     "IndexerView",
     "KVCacheManager",
     "KeyFormat",
     "LayerCacheHandle",
     "LayerCacheSchema",
     "LayerWeights",
+    "Offloaded",
     "PagedKVPool",
     "RowFormat",
     "StateCachePool",

@@ -1,4 +1,4 @@
-"""`HostBlockPool` and `HostCheckpointPool`: blocks and checkpoints in host memory, and their way there and back."""
+"""Blocks, checkpoints and state slots in host memory, and their way there and back."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import mmap
 import os
 import resource
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -230,36 +231,65 @@ class HostBlockPool:
         return self._memory.nbytes
 
 
-class HostCheckpointPool:
-    """`num_checkpoints` host copies of checkpoints: `rows` [num_checkpoints, checkpoint_bytes] uint8, the rings of all
-    layers and then their CSA tails (`StateStorage.checkpoint_views`).
+class FreeRows:
+    """Which of `size` rows are free. They are handed out in ascending order, next to those handed out before, so that
+    what is saved together can be copied together."""
 
-    Raises RuntimeError when the system does not give or pin so much memory; it says how much was asked for.
-    """
+    def __init__(self, size: int) -> None:
+        self._free = np.ones(size, dtype=bool)
+        self.available, self._next = size, 0
 
-    def __init__(self, storage: StateStorage, num_checkpoints: int, cpus: Collection[int] | None = None) -> None:
-        if num_checkpoints < 1:
-            raise ValueError(f"num_checkpoints is {num_checkpoints}; expected at least 1")
-        self.num_checkpoints = num_checkpoints
-        self._storage = storage
-        self.checkpoint_bytes = sum(view.nbytes for view in storage.checkpoint_views(1))
-        self._memory = host_memory(num_checkpoints * self.checkpoint_bytes, storage.device, cpus)
-        used = self._memory.bytes[: num_checkpoints * self.checkpoint_bytes]
-        self.rows = used.view(num_checkpoints, self.checkpoint_bytes)
+    def take(self, count: int) -> np.ndarray | None:
+        """`count` rows, None if there are fewer."""
+        if count > self.available:
+            return None
+        rows = self._next + np.flatnonzero(self._free[self._next : self._next + 2 * count])[:count]
+        if len(rows) < count:
+            every = np.flatnonzero(self._free)
+            rows = np.roll(every, -int(np.searchsorted(every, self._next)))[:count]
+        self._free[rows] = False
+        self.available -= count
+        self._next = int(rows[-1]) + 1 if count else self._next
+        return rows
 
-    def save(self, checkpoint: int, row: int) -> None:
-        """Copy a checkpoint (from 1 on) to a row (from 0 on), ordered on the current stream."""
-        for here, there in self._pairs(checkpoint, row):
+    def give_back(self, rows: np.ndarray) -> None:
+        """Raises ValueError for a row that is not out."""
+        if self._free[rows].any() or len(np.unique(rows)) != len(rows):
+            raise ValueError(f"host rows {rows.tolist()} are given back, and not all of them are out")
+        self._free[rows] = True
+        self.available += len(rows)
+
+
+class _HostStates:
+    """`rows` [n, bytes] uint8: host copies of something of a `StateStorage`, a row each, the bytes of its `views(id)`
+    one after another."""
+
+    def __init__(
+        self,
+        views: Callable[[int], list[Tensor]],
+        first: int,
+        rows: int,
+        device: torch.device,
+        cpus: Collection[int] | None,
+    ) -> None:
+        self._views = views
+        self._row_bytes = sum(view.nbytes for view in views(first))
+        self._memory = host_memory(rows * self._row_bytes, device, cpus)
+        self.rows = self._memory.bytes[: rows * self._row_bytes].view(rows, self._row_bytes)
+
+    def save(self, index: int, row: int) -> None:
+        """Copy what has the number `index` to a row (from 0 on), ordered on the current stream."""
+        for here, there in self._pairs(index, row):
             here.copy_(there, non_blocking=True)
 
-    def load(self, checkpoint: int, row: int) -> None:
-        """Copy a row to a checkpoint, ordered on the current stream."""
-        for here, there in self._pairs(checkpoint, row):
+    def load(self, index: int, row: int) -> None:
+        """Copy a row back to what has the number `index`, ordered on the current stream."""
+        for here, there in self._pairs(index, row):
             there.copy_(here, non_blocking=True)
 
-    def _pairs(self, checkpoint: int, row: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pairs(self, index: int, row: int) -> Iterator[tuple[Tensor, Tensor]]:
         begin = 0
-        for view in self._storage.checkpoint_views(checkpoint):
+        for view in self._views(index):
             end = begin + view.nbytes
             yield self.rows[row, begin:end].view(view.shape), view
             begin = end
@@ -267,6 +297,34 @@ class HostCheckpointPool:
     def memory_bytes(self) -> int:
         """Bytes of host memory, whole pages."""
         return self._memory.nbytes
+
+
+class HostCheckpointPool(_HostStates):
+    """`num_checkpoints` host copies of checkpoints, which count from 1: `rows` [num_checkpoints, checkpoint_bytes]
+    uint8, the rings of all layers and then their CSA tails (`StateStorage.checkpoint_views`).
+
+    Raises RuntimeError when the system does not give or pin so much memory; it says how much was asked for.
+    """
+
+    def __init__(self, storage: StateStorage, num_checkpoints: int, cpus: Collection[int] | None = None) -> None:
+        if num_checkpoints < 1:
+            raise ValueError(f"num_checkpoints is {num_checkpoints}; expected at least 1")
+        super().__init__(storage.checkpoint_views, 1, num_checkpoints, storage.device, cpus)
+        self.num_checkpoints, self.checkpoint_bytes = num_checkpoints, self._row_bytes
+
+
+class HostSlotPool(_HostStates):
+    """`num_slots` host copies of state slots, which count from 0: `rows` [num_slots, slot_bytes] uint8, all that a slot
+    has (`StateStorage.slot_views`), at any length of its request.
+
+    Raises RuntimeError when the system does not give or pin so much memory; it says how much was asked for.
+    """
+
+    def __init__(self, storage: StateStorage, num_slots: int, cpus: Collection[int] | None = None) -> None:
+        if num_slots < 1:
+            raise ValueError(f"num_slots is {num_slots}; expected at least 1")
+        super().__init__(storage.slot_views, 0, num_slots, storage.device, cpus)
+        self.num_slots, self.slot_bytes = num_slots, self._row_bytes
 
 
 def runs(rows: Tensor) -> list[tuple[int, int]]:

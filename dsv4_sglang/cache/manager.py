@@ -12,6 +12,7 @@ from dsv4_sglang.cache.allocator import BlockAllocator
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.handle import LayerCacheHandle
 from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cache.offload import HostSide, Offloaded
 from dsv4_sglang.cache.paged_cache import make_paged_pools
 from dsv4_sglang.cache.schema import HcaState
 from dsv4_sglang.cache.state_cache import StateCachePool, StateStorage
@@ -32,6 +33,9 @@ class KVCacheManager:
     A request lives from `admit_request` to `release_request`. It needs a block for every 128 tokens before they are
     appended (`allocate_block(slot)`), and gives them back (`release_blocks(slot)`) before its slot is released.
     `allocate_block()` without a slot is a block that no request owns; it goes back through `release_block`.
+
+    With `host_requests` and `host_blocks` a request can wait in host memory (`offload`, `restore`) while others have
+    its slot and its blocks; what it reads then is the same to the byte.
 
     With `draft_tokens` d above 1 a step may have up to d tokens of each request, as many of each, and the next step may
     take back all but the first of them: its positions begin where the request is to go on (`state_rows`).
@@ -58,6 +62,8 @@ class KVCacheManager:
         key_format: KeyFormat | str = KeyFormat.MXFP4,
         hca_state: HcaState | str = HcaState.ONLINE,
         draft_tokens: int = 0,
+        host_requests: int = 0,
+        host_blocks: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
         if max_concurrent_requests < 1:
@@ -85,6 +91,10 @@ class KVCacheManager:
         self.paged_pools = make_paged_pools(self.layout, sizes)
         self.num_blocks = min((pool.num_blocks for pool in self.paged_pools if pool is not None), default=0)
         self._allocator = BlockAllocator(self.num_blocks, self.device)
+        if host_requests < 0 or host_blocks < 0:
+            raise ValueError(f"host_requests is {host_requests}, host_blocks {host_blocks}; expected 0 or more")
+        paged = [pool for pool in self.paged_pools if pool is not None]
+        self._host = HostSide(self.state, paged, host_requests, host_blocks) if host_requests else None
 
         longest = math.ceil(config.max_position_embeddings / BLOCK_TOKENS)
         width = max(1, min(self.num_blocks, longest))
@@ -98,10 +108,12 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
+        """Without those of requests that are on their way to the host."""
         return self._allocator.num_free
 
     @property
     def num_free_slots(self) -> int:
+        """Without those of requests that are on their way to the host."""
         return len(self._free_slots)
 
     def blocks_of(self, slot: int) -> list[int]:
@@ -113,6 +125,7 @@ class KVCacheManager:
 
         Raises RuntimeError when `max_concurrent_requests` requests are running.
         """
+        self._settle(slots=1)
         if not self._free_slots:
             raise RuntimeError(
                 f"no free state slot: all {self.max_concurrent_requests} concurrent requests that fit are running; "
@@ -143,6 +156,7 @@ class KVCacheManager:
 
         Raises RuntimeError ("OOM") when no block is free or the request has the longest context already.
         """
+        self._settle(blocks=1)
         if slot is None:
             block = self._allocator.acquire_with_host_ids(1)[1][0]
             self._unowned.add(block)
@@ -172,6 +186,55 @@ class KVCacheManager:
         self._allocator.release([block])
         self._unowned.remove(block)
 
+    def offload(self, slot: int, stream: torch.cuda.Stream | None = None) -> Offloaded:
+        """Take the request in `slot` to host memory. Its slot and its blocks are free for others, who get them when the
+        copy is over.
+
+        The copy runs on `stream`, by default the current one, behind what the current one has; its end is
+        `Offloaded.event`. Nothing is to write to the request any more.
+
+        Raises ValueError for a slot that no request holds, RuntimeError ("OOM") without room on the host; nothing
+        changes then.
+        """
+        blocks = list(self._owned(slot))
+        offloaded = self._host_side().save(slot, blocks, stream)
+        del self._blocks[slot]
+        self.block_tables[slot].fill_(NO_BLOCK)
+
+        def give_back() -> None:
+            self._allocator.release(blocks)
+            self._free_slots.append(slot)
+
+        self._host_side().after(offloaded.event, give_back)
+        return offloaded
+
+    def restore(self, offloaded: Offloaded, stream: torch.cuda.Stream | None = None) -> int:
+        """Bring a request back into a slot and blocks, which may be others than before; the slot.
+
+        The copy runs as that of `offload`; a step of the request on another stream than `stream` waits for
+        `Offloaded.event` first. ValueError for one that was restored or discarded, RuntimeError without a free slot or
+        enough blocks, and then it stays on the host.
+        """
+        host = self._host_side()
+        if offloaded._rows is None:
+            raise ValueError("the request is not on the host any more: it was restored or discarded")
+        self._settle(slots=1, blocks=offloaded.blocks)
+        if offloaded.blocks > self.num_free_blocks:
+            raise RuntimeError(
+                f"OOM: {offloaded.blocks} blocks asked to restore a request, {self.num_free_blocks} free of "
+                f"{self.num_blocks}"
+            )
+        slot = self.admit_request()
+        device_ids, blocks = self._allocator.acquire_with_host_ids(offloaded.blocks)
+        self.block_tables[slot, : len(blocks)] = device_ids
+        self._blocks[slot] = blocks
+        host.load(offloaded, slot, blocks, stream)
+        return slot
+
+    def discard(self, offloaded: Offloaded) -> None:
+        """Forget a request on the host. ValueError for one that is not there any more."""
+        self._host_side().give_back(offloaded)
+
     def begin_step(self, request_slots: Tensor, positions: Tensor, request_ids: Tensor) -> Step:
         """The tokens of a forward, see `Step`; hand it to `layer` for every layer. Allocates nothing on the device."""
         return Step(
@@ -199,6 +262,16 @@ class KVCacheManager:
         """Bytes of all pools: the sum over `paged_pools` and `state_pools`, without block tables and free lists."""
         paged = sum(pool.memory_bytes() for pool in self.paged_pools if pool is not None)
         return paged + sum(pool.memory_bytes() for pool in self.state_pools)
+
+    def _host_side(self) -> HostSide:
+        if self._host is None:
+            raise RuntimeError("the cache has no host memory: make it with host_requests and host_blocks")
+        return self._host
+
+    def _settle(self, slots: int = 0, blocks: int = 0) -> None:
+        """Wait for requests on their way to the host only if less than that is free."""
+        if self._host is not None:
+            self._host.settle(lambda: len(self._free_slots) >= slots and self._allocator.num_free >= blocks)
 
     def _owned(self, slot: int) -> list[int]:
         if slot not in self._blocks:

@@ -118,6 +118,11 @@ class StateStorage:
         """Copy checkpoints to the slots of the requests that resume from them."""
         self._copy(slots, checkpoints, to_checkpoints=False)
 
+    def slot_views(self, slot: int) -> list[Tensor]:
+        """All that a slot holds as bytes: of each of `tensors` [layers, 1, ..., n] uint8."""
+        _check_slot(slot, self.num_slots)
+        return [tensor[:, slot : slot + 1].view(torch.uint8) for tensor in self.tensors]
+
     def checkpoint_views(self, checkpoint: int) -> list[Tensor]:
         """All that a checkpoint holds as bytes: rings [layers, R, n] uint8, CSA tails [layers, 8, n] uint8."""
         if not 1 <= checkpoint <= self.checkpoints:

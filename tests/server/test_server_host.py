@@ -96,10 +96,6 @@ def to_host_only(server: Server, ids: list[int]) -> None:
 def test_a_retracted_request_resumes_from_the_host(server: Server) -> None:
     """In a pool of 16 blocks four requests grow to four blocks each, then the first needs a fifth: one of the others is
     retracted, and goes on from its last checkpoint, whatever took its place on the device."""
-    if f"policy {POLICIES[1]}\n" in server.log_text():
-        # It is saved, but nothing is found behind a node that is on the host alone and has no checkpoint there, which
-        # only this policy leaves above it: it is computed again.
-        pytest.xfail("a state on the host is not found behind blocks of the host that have none")
     prompts = [prompt(n, seed=100 + i) for i, n in enumerate((396, 356, 356, 376))]
     counts, ahead = (150, 60, 60, 60), (70, 3, 3, 3)
     references = [server.cold(ids, count) for ids, count in zip(prompts, counts)]

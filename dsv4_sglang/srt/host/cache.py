@@ -59,10 +59,18 @@ class TieredCache(PrefixCache):
             self.component.want(self.tree_core.node_by_id(req.last_node))
 
     def retracted(self, req: Req) -> None:
-        """What the request leaves is saved before it can be evicted: nothing is worth less to the device."""
-        node = self.tree_core.node_by_id(req.last_node)
-        if self.component.policy != WRITE_BACK and node is not self.root_node:
-            self.save_now(node)
+        """What the request leaves is saved before it can be evicted: nothing is worth less to the device. One that
+        wants log p of its tokens is matched only as far as these begin, and resumes from the checkpoint before."""
+        node, slots = self.tree_core.node_by_id(req.last_node), self.component.slots
+        if self.component.policy == WRITE_BACK or node is self.root_node:
+            return
+        if req.return_logprob and req.logprob_start_len >= 0:
+            before = slots.id_of(node)
+            while before and slots.registry.length[before] > req.logprob_start_len:
+                before = int(slots.registry.previous[before])
+            if before:
+                self.save_now(slots.nodes[before])
+        self.save_now(node)
 
     def forget_stored(self) -> None:
         """The model has new weights: what the storage holds is of the old ones."""

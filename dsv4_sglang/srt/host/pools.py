@@ -11,38 +11,9 @@ import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache, synchronized
 from torch import Tensor
 
-from dsv4_sglang.cache.host_pool import HostBlockPool, HostCheckpointPool
+from dsv4_sglang.cache.host_pool import FreeRows, HostBlockPool, HostCheckpointPool
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix.timer import CopyTimer
-
-
-class FreeRows:
-    """Which of `size` rows are free. They are handed out in ascending order, next to those handed out before, so that
-    what is saved together can be copied together."""
-
-    def __init__(self, size: int) -> None:
-        self._free = np.ones(size, dtype=bool)
-        self.available, self._next = size, 0
-
-    def take(self, count: int) -> np.ndarray | None:
-        """`count` rows, None if there are fewer."""
-        if count > self.available:
-            return None
-        rows = self._next + np.flatnonzero(self._free[self._next : self._next + 2 * count])[:count]
-        if len(rows) < count:
-            every = np.flatnonzero(self._free)
-            rows = np.roll(every, -int(np.searchsorted(every, self._next)))[:count]
-        self._free[rows] = False
-        self.available -= count
-        self._next = int(rows[-1]) + 1 if count else self._next
-        return rows
-
-    def give_back(self, rows: np.ndarray) -> None:
-        """Raises ValueError for a row that is not out."""
-        if self._free[rows].any() or len(np.unique(rows)) != len(rows):
-            raise ValueError(f"host rows {rows.tolist()} are given back, and not all of them are out")
-        self._free[rows] = True
-        self.available += len(rows)
 
 
 class HostRows(HostKVCache):
