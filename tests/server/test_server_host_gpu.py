@@ -83,18 +83,19 @@ def test_next_turns_while_others_decode(server: Server) -> None:
 
 
 def test_retracted_requests_resume_from_the_host(server: Server) -> None:
-    """16 requests of three blocks, which fit, grow to seven."""
-    prompts = [prompt(300 + 2 * i, seed=44) for i in range(16)]
+    """12 requests, each begun when the one before decodes, so that all are let in: from 48 blocks of 64 to 108."""
+    prompts = [prompt(500 + i, seed=44) for i in range(12)]
     server.flush()
     before, retracted = server.metrics()["prefix_hit_tokens"], server.retractions()
-    answers = server.generate_all(prompts, 500)
+    running_requests = [server.begin(ids, 600, 3) for ids in prompts]
+    answers = [answer() for answer in running_requests]
     retracted = server.retractions() - retracted
     assert retracted, "nothing was retracted: the test does not test"
     server.generate(prompt(5), 1)  # counters are published when requests come and go
     hits = server.metrics()["prefix_hit_tokens"] - before
     print(f"{retracted} times retracted, {hits:.0f} tokens found again")
-    assert hits >= 256 * retracted
-    assert_as_cold(server, {f"request {i}": (prompts[i], answers[i]) for i in range(0, 16, 2)})
+    assert hits >= 384 * retracted
+    assert_as_cold(server, {f"request {i}": (prompts[i], answers[i]) for i in range(0, 12, 2)})
     server.wait_idle()
 
 
