@@ -10,13 +10,13 @@ goes; ours and SGLang's own.
 Models (benchmarks/configs, dummy weights): flashshape, 43 layers with the ratios of V4-Flash and small widths; v4flash,
 V4-Flash at its real widths with 128 of its 256 experts in FP8, for two GPUs or more. One server at a time on the same
 GPUs, both with the same flags; a round starts each once, rounds alternate the order. Every size goes through once
-before it is timed, with other tokens: kernels are compiled when a shape first comes. Decode: that many prompts of 1024
-random tokens at once, the median of the server's own decode lines, added over the ranks of DP attention. TTFT: one
-prompt alone, one token. Fit: a second start with little memory, the same for both, and more 32K prompts than it holds:
-the most that ran at once. Turnover: so many clients, each with one request after the other, of answers that end at
-different times; tokens a second with all their prefills, and with `--flags "--enable-hierarchical-cache ..."` with all
-that is saved. Profile: a decode step at each number of requests and one prefill, kernel by kernel, to be
-read with `python -m benchmarks.profile_steps`. Logs are kept beside the JSON file, which has every row as it comes.
+before it is timed, with other tokens: kernels are compiled when a shape first comes. Decode: that many prompts (of 1024
+random tokens, or --prompt) at once, the median of the server's own decode lines, added over the ranks of DP attention.
+TTFT: one prompt alone, one token. Fit: a second start with little memory, the same for both, and more 32K prompts than
+it holds: the most that ran at once. Turnover: so many clients, each with one request after the other, of answers that
+end at different times; tokens a second with all their prefills, and with `--flags "--enable-hierarchical-cache ..."`
+with all that is saved. Profile: a decode step at each number of requests and one prefill, kernel by kernel, to be read
+with `python -m benchmarks.profile_steps`. Logs are kept beside the JSON file, which has every row as it comes.
 """
 
 from __future__ import annotations

@@ -78,6 +78,7 @@ def plan(args: argparse.Namespace) -> Plan:
     if args.dry_run:
         return DRY
     chosen = QUICK if args.quick else SHORT if args.model == "v4flash" else FULL
+    chosen = dataclasses.replace(chosen, prompt=args.prompt)
     if not args.decode:
         return chosen
     return dataclasses.replace(chosen, decode={int(n): chosen.decode.get(int(n), 160) for n in args.decode.split(",")})
@@ -122,6 +123,7 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
 def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--model", choices=MODELS, default="flashshape", help="of benchmarks/configs (%(default)s)")
     options.add_argument("--decode", default="", help="requests at once, as in 64,256; default: 1,16,64,256")
+    options.add_argument("--prompt", type=int, default=PROMPT, help="tokens of their prompts (%(default)s)")
     options.add_argument("--tp", type=int, default=1, help="GPUs of a server (%(default)s)")
     options.add_argument("--dp", type=int, default=1, help="ranks of DP attention among them (%(default)s)")
     options.add_argument("--gpus", default="", help="the servers' GPUs, as in 2,3; default: the first ones")

@@ -324,3 +324,28 @@ def assert_same(got: Generated, reference: Generated, tolerance: float) -> None:
     compared = min(count, parted + 1)
     worst = (torch.tensor(got.logprobs[:compared]) - torch.tensor(reference.logprobs[:compared])).abs().max()
     assert worst <= tolerance, f"log p differs by {worst:.1e}"
+
+
+def _against_cold(server: Server, ids: list[int], got: Generated) -> torch.Tensor:
+    """|log p of the answer - log p of the same tokens, teacher-forced, without a prefix hit|."""
+    cold = server.score(ids, got.tokens, extra_key=f"cold {time.monotonic_ns()}")
+    assert cold.cached == 0
+    return (torch.tensor(got.logprobs) - torch.tensor(cold.logprobs)).abs()
+
+
+def assert_as_cold(server: Server, asked: dict[str, tuple[list[int], Generated]]) -> None:
+    """Each answer of bf16 compute, by its name, is as near to cold as a cold one; a spoilt entry moves log p by 0.07
+    and more. What answers differ by without a prefix hit, one that was decoded and the same tokens computed as a
+    prompt, is the noise to compare with.
+    """
+    noise = {name: _against_cold(server, ids, server.cold(ids, len(got.tokens))) for name, (ids, got) in asked.items()}
+    warm = {name: _against_cold(server, ids, got) for name, (ids, got) in asked.items()}
+    lines = [
+        f"{name}: {len(ids)} tokens, {got.cached} cached: mean {warm[name].mean():.4f}, max {warm[name].max():.3f} at "
+        f"{int(warm[name].argmax())}; cold {noise[name].mean():.4f}, {noise[name].max():.3f}"
+        for name, (ids, got) in asked.items()
+    ]
+    print("\n".join(lines))
+    floor = torch.cat(list(noise.values())).mean()
+    wrong = [line for line, d in zip(lines, warm.values()) if d.mean() > 3 * floor + 0.02]
+    assert not wrong, "\n".join([f"noise {floor:.4f}; too far from cold:", *wrong])

@@ -813,15 +813,15 @@ def test_acquire_allocates_nothing_on_the_gpu() -> None:
 
 @pytest.mark.gpu
 def test_memory_bytes_is_what_cuda_allocated() -> None:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    def requested() -> int:
+        # Of a cached block that is a little larger `memory_allocated` counts the whole.
+        return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+    before = requested()
     manager = make_manager("cuda", slots=8, blocks=64)
-    torch.cuda.synchronize()
-    used = torch.cuda.memory_allocated() - before
-    tensors = len(manager.state.tensors) + 2 * len(manager.paged_pools) + 2
-    # The caching allocator rounds every tensor up to 512 B; block tables and the free list come on top.
-    extra = manager.block_tables.nbytes + 64 * 4
-    assert manager.memory_bytes() <= used <= manager.memory_bytes() + extra + 512 * tensors
+    used = requested() - before
+    # Block tables and the allocator's lists come on top.
+    assert manager.memory_bytes() <= used <= manager.memory_bytes() + manager.block_tables.nbytes + 1024
 
 
 @pytest.mark.gpu

@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
   __shared__ int ends[kMaxListedTokens], warp_sums[kWarps];
   wait_for_previous_kernel();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  count_units(p, kKeysPerBlock, ends, warp_sums);
+  count_units(p, ends, warp_sums, [&](int token) { return ceil_div(scored(p, token), kKeysPerBlock); });
   const int total = ends[kMaxListedTokens - 1], parts = gridDim.x * kWarps, part = blockIdx.x * kWarps + warp;
   int at = part_begin(total, part, parts);
   const int stop = part_begin(total, part + 1, parts);

@@ -25,18 +25,18 @@ __device__ __forceinline__ int part_begin(int total, int i, int parts) {
 /// 2 max(x, 0), exactly, where the adder is free and the comparator is not.
 __device__ __forceinline__ float twice_positive(float x) { return x + fabsf(x); }
 
-/// Writes to ends[t], t < kMaxListedTokens, how many units of `keys` keys tokens 0 .. t have. For all threads of a
-/// block.
-template <int warps>
-__device__ __forceinline__ void count_units(const ScoreParams& p, int keys, int (&ends)[kMaxListedTokens],
-                                            int (&warp_sums)[warps]) {
-  constexpr int own_tokens = kMaxListedTokens / (32 * warps);
+/// Writes to ends[t], t < kMaxListedTokens, how many units tokens 0 .. t have, of which units(token) are a token's. For
+/// all threads of a block.
+template <int warps, typename Units>
+__device__ __forceinline__ void count_units(const ScoreParams& p, int (&ends)[kMaxListedTokens],
+                                            int (&warp_sums)[warps], Units units) {
+  constexpr int own_tokens = (kMaxListedTokens - 1) / (32 * warps) + 1;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int own[own_tokens], sum = 0;
 #pragma unroll
   for (int i = 0; i < own_tokens; ++i) {
     const int token = threadIdx.x * own_tokens + i;
-    sum += token < p.tokens ? ceil_div(scored(p, token), keys) : 0;
+    sum += token < p.tokens ? units(token) : 0;
     own[i] = sum;
   }
   int before = sum;
@@ -51,7 +51,10 @@ __device__ __forceinline__ void count_units(const ScoreParams& p, int keys, int 
 #pragma unroll
   for (int i = 0; i < warps; ++i) before += i < warp ? warp_sums[i] : 0;
 #pragma unroll
-  for (int i = 0; i < own_tokens; ++i) ends[threadIdx.x * own_tokens + i] = before + own[i];
+  for (int i = 0; i < own_tokens; ++i) {
+    const int token = threadIdx.x * own_tokens + i;
+    if (token < kMaxListedTokens) ends[token] = before + own[i];
+  }
   __syncthreads();
 }
 

@@ -11,10 +11,13 @@
 // at 2^-13 of it.
 //
 // Decode: the tiles of all tokens in one line, an equal share of it for each of the four warpgroups of every processor;
-// the next tile is on its way. Prefill: every processor takes 576 keys (fp16: 384) of 32 tokens in turn, three (two)
-// tiles for each of three warpgroups, which stay in registers while the queries pass through a ring that a fourth
-// fills. Bytes: 72 a key, 4 a score; a token's query, 8 KiB (16), comes from L2 once a share in decode, once for an
-// item of work in prefill.
+// the next tile is on its way. With several tokens of a request in a step (drafts) up to four share a tile, decoded
+// once, the products of the next beside the sums of the last, and there are three warpgroups. Prefill: every processor
+// takes 576 keys (fp16: 384) of 32 tokens in turn, three (two) tiles for each of three warpgroups, which stay in
+// registers while the queries pass through a ring that a fourth fills. Bytes: 72 a key, 4 a score; a token's query, 8
+// KiB (16), comes from L2 once a share in decode, once for an item of work in prefill.
+#include <type_traits>
+
 #include "../launch.cuh"
 #include "hopper.cuh"
 #include "index.h"
@@ -25,8 +28,8 @@
 namespace dsv4 {
 namespace {
 
-constexpr int kTileKeys = 64;   // of a warpgroup
-constexpr int kManyTokens = 8;  // of a request: enough to share its decoded keys
+constexpr int kTileKeys = 64;    // of a warpgroup
+constexpr int kManyTokens = 16;  // of a request: as many as a prefill has
 
 /// Products in fp16, of any scales, or in e4m3, of powers of two: bytes of a query, and how many tiles a warpgroup
 /// keeps in a prefill.
@@ -168,64 +171,142 @@ __device__ __forceinline__ void write_scores(const float (&d)[32], const Keys<Nu
 
 #endif
 
-constexpr int kDecodeGroups = 4, kDecodeThreads = 128 * kDecodeGroups;
+template <int n>
+using Count = std::integral_constant<int, n>;
 
-template <int query_bytes>
+/// Of a kernel in which up to `tokens` tokens of a request share its keys: warpgroups of a block.
+template <int tokens>
+constexpr int kDecodeGroups = tokens == 1 ? 4 : 3;
+
+template <int tokens, int query_bytes>
 struct DecodeShared {
-  uint8_t query[kDecodeGroups][query_bytes];
-  uint64_t loaded[kDecodeGroups];
-  int ends[kMaxListedTokens], warp_sums[kDecodeThreads / 32];
+  uint8_t query[kDecodeGroups<tokens>][tokens][query_bytes];
+  uint64_t loaded[kDecodeGroups<tokens>];
+  int ends[kMaxListedTokens], warp_sums[4 * kDecodeGroups<tokens>];
 };
 
-/// Any number of blocks; at most kMaxListedTokens tokens.
-template <typename Numbers>
-__global__ void __launch_bounds__(kDecodeThreads, 1) decode_kernel(const __grid_constant__ ScoreParams p) {
+/// Tokens that share keys: some of one request that follow each other, `tokens` at most, from a token that leads.
+template <int tokens>
+struct Sharers {
+  int count, entries[tokens], most;  // entries of each and of the last; none behind the count
+
+  __device__ __forceinline__ Sharers(const ScoreParams& p, int first) : count(0), most(0) {
+#pragma unroll
+    for (int i = 0; i < tokens; ++i) {
+      const int token = first + i;
+      const bool shares = count == i && token < p.tokens && (i == 0 || !leads(p, token));
+      entries[i] = shares ? scored(p, token) : 0;
+      count += shares;
+      most = max(most, entries[i]);
+    }
+  }
+
+  /// Counted from the request's first, where requests have as many tokens each.
+  static __device__ __forceinline__ bool leads(const ScoreParams& p, int token) {
+    return tokens == 1 || token % (p.tokens / p.requests) % tokens == 0 || p.request[token] != p.request[token - 1];
+  }
+};
+
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  auto& s = *static_cast<DecodeShared<Numbers::kQueryBytes>*>(shared_memory_1024());
+
+/// A warpgroup's tiles first .. last - 1 of the keys that tokens `token` and on share, `count` of them.
+template <int count, typename Numbers, int tokens, typename BlockOf>
+__device__ __forceinline__ void score_tiles(const ScoreParams& p, const Sharers<tokens>& sharers, int token, int first,
+                                            int last, const uint8_t* query, uint64_t& loaded, int parity, int warp,
+                                            int lane, BlockOf block_of) {
+  // The compiler lets products run beside sums only where no branch is between them, hence `count` tokens in a row.
+  PackedKeys packed;
+  packed.load(p.keys + block_of(first) * p.block_bytes, warp % 2, lane);
+  int next = block_of(first + 1);
+  float2 weights[8];
+  if constexpr (count == 1) load_weights(weights, p, token, lane);
+  float* scores = p.scores + token * p.scores_stride;
+  const uint32_t queries = shared_address(query);
+  wait(&loaded, parity);
+  for (int tile = first; tile < last; ++tile) {
+    Keys<Numbers> keys;
+    float d[2][32];
+    keys.decode(packed);
+    packed.load(p.keys + next * p.block_bytes, warp % 2, lane);
+    next = block_of(tile + 2);
+    keys.begin_products(d[0], queries);
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      float (&sums)[32] = d[i % 2];
+      if (count > 1) load_weights(weights, p, token + i, lane);
+      if (i + 1 < count) {
+        keys.begin_products(d[(i + 1) % 2], queries + (i + 1) * Numbers::kQueryBytes);
+        products_wait<1>(sums);
+      } else {
+        products_wait<0>(sums);
+      }
+      write_scores(sums, keys, weights, scores + i * p.scores_stride, kTileKeys * tile + 16 * warp, sharers.entries[i],
+                   lane);
+    }
+  }
+}
+
+#endif
+
+/// Any number of blocks; at most kMaxListedTokens tokens.
+template <typename Numbers, int tokens>
+__global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(const __grid_constant__ ScoreParams p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr int groups = kDecodeGroups<tokens>;
+  auto& s = *static_cast<DecodeShared<tokens, Numbers::kQueryBytes>*>(shared_memory_1024());
   // The same for all lanes, as the compiler sees from the shuffle: descriptors stay in uniform registers.
   const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  if (threadIdx.x < kDecodeGroups) init_barrier(&s.loaded[threadIdx.x], 1);
+  if (threadIdx.x < groups) init_barrier(&s.loaded[threadIdx.x], 1);
   publish_barriers();
   wait_for_previous_kernel();
-  count_units(p, kTileKeys, s.ends, s.warp_sums);
+  count_units(p, s.ends, s.warp_sums, [&](int token) {
+    return Sharers<tokens>::leads(p, token) ? ceil_div(Sharers<tokens>(p, token).most, kTileKeys) : 0;
+  });
 
-  const int total = s.ends[kMaxListedTokens - 1], parts = gridDim.x * kDecodeGroups,
-            part = group * gridDim.x + blockIdx.x;
+  const int total = s.ends[kMaxListedTokens - 1], parts = gridDim.x * groups, part = group * gridDim.x + blockIdx.x;
   int at = part_begin(total, part, parts);
   const int stop = part_begin(total, part + 1, parts);
   int token = token_of_unit(s.ends, at);
-  const uint32_t query = shared_address(s.query[group]);
+  const auto& query = s.query[group];
   for (int parity = 0; at < stop; parity ^= 1) {
     while (s.ends[token] <= at) ++token;
     const int begin = token ? s.ends[token - 1] : 0, first = at - begin, last = min(s.ends[token], stop) - begin;
     at = begin + last;
-    const int entries = scored(p, token);
+    const Sharers<tokens> sharers(p, token);
+    const int count = __shfl_sync(kAllLanes, sharers.count, 0);
     if (threadIdx.x % 128 == 0) {
-      arrive_and_expect(&s.loaded[group], sizeof s.query[group]);
-      bulk_copy(s.query[group], static_cast<const uint8_t*>(p.query) + int64_t(token) * kTokenBytes,
-                sizeof s.query[group], &s.loaded[group]);
+      arrive_and_expect(&s.loaded[group], count * sizeof query[0]);
+      for (int i = 0; i < count; ++i) {
+        bulk_copy(s.query[group][i], static_cast<const uint8_t*>(p.query) + int64_t(token + i) * kTokenBytes,
+                  sizeof query[0], &s.loaded[group]);
+      }
     }
     const int32_t* table = p.table + p.request[token] * p.table_stride;
-    const int last_block = min(2 * last, ceil_div(entries, kKeysPerBlock)) - 1;
+    const int last_block = min(2 * last, ceil_div(sharers.most, kKeysPerBlock)) - 1;
     const auto block_of = [&](int tile) { return table[min(2 * tile + warp / 2, last_block)]; };
-    PackedKeys packed;
-    packed.load(p.keys + block_of(first) * p.block_bytes, warp % 2, lane);
-    int next = block_of(first + 1);
-    float2 weights[8];
-    load_weights(weights, p, token, lane);
-    float* scores = p.scores + token * p.scores_stride;
-    wait(&s.loaded[group], parity);
-    for (int tile = first; tile < last; ++tile) {
-      Keys<Numbers> keys;
-      float d[32];
-      keys.decode(packed);
-      packed.load(p.keys + next * p.block_bytes, warp % 2, lane);
-      next = block_of(tile + 2);
-      keys.begin_products(d, query);
-      products_wait<0>(d);
-      write_scores(d, keys, weights, scores, kTileKeys * tile + 16 * warp, entries, lane);
+    const auto score = [&](auto counted) {
+      score_tiles<decltype(counted)::value, Numbers>(p, sharers, token, first, last, query[0], s.loaded[group], parity,
+                                                     warp, lane, block_of);
+    };
+    if constexpr (tokens == 1) {
+      score(Count<1>());
+    } else {
+      static_assert(tokens == 4);
+      switch (count) {
+        case 1:
+          score(Count<1>());
+          break;
+        case 2:
+          score(Count<2>());
+          break;
+        case 3:
+          score(Count<3>());
+          break;
+        default:
+          score(Count<4>());
+      }
     }
-    warpgroup_barrier(group);  // all have used the query
+    warpgroup_barrier(group);  // all have used the queries
   }
 #endif
 }
@@ -382,17 +463,22 @@ cudaError_t launch_here(Kernel kernel, int grid, int threads, int bytes, const S
   return launch(kernel, {dim3(unsigned(grid)), unsigned(threads), shared, 1, true}, stream, p);
 }
 
+template <typename Numbers, int tokens>
+cudaError_t launch_decode(const ScoreParams& p, int processors, cudaStream_t stream) {
+  const int64_t tiles = int64_t(p.tokens) * ceil_div(p.width, kTileKeys);
+  return launch_here(decode_kernel<Numbers, tokens>, int(min(tiles, int64_t(processors))), 128 * kDecodeGroups<tokens>,
+                     sizeof(DecodeShared<tokens, Numbers::kQueryBytes>), p, stream);
+}
+
 template <typename Numbers>
 cudaError_t launch_numbers(const ScoreParams& p, int processors, cudaStream_t stream) {
-  constexpr int bytes = Numbers::kQueryBytes;
   if (p.tokens <= kMaxListedTokens && p.tokens < kManyTokens * p.requests) {
-    const int64_t tiles = int64_t(p.tokens) * ceil_div(p.width, kTileKeys);
-    return launch_here(decode_kernel<Numbers>, int(min(tiles, int64_t(processors))), kDecodeThreads,
-                       sizeof(DecodeShared<bytes>), p, stream);
+    return p.tokens < 2 * p.requests ? launch_decode<Numbers, 1>(p, processors, stream)
+                                     : launch_decode<Numbers, 4>(p, processors, stream);
   }
   const int items = items_of(p, kPrefillKeys<Numbers>);
-  return launch_here(prefill_kernel<Numbers>, min(items, processors), kPrefillThreads, sizeof(PrefillShared<bytes>), p,
-                     stream);
+  return launch_here(prefill_kernel<Numbers>, min(items, processors), kPrefillThreads,
+                     sizeof(PrefillShared<Numbers::kQueryBytes>), p, stream);
 }
 
 }  // namespace

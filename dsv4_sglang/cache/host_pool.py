@@ -23,6 +23,10 @@ STAGED_BLOCKS = 64
 """Blocks that are gathered on the GPU at a time on their way to the host."""
 
 
+LOADED_TOGETHER = 8
+"""Layers, at most: a step waits for all of them, which are on their way for less time than it computes one."""
+
+
 def cpus_in(listed: str) -> set[int]:
     """CPUs of a list as the kernel writes it: "0-3,8" is 0, 1, 2, 3 and 8."""
     cpus: set[int] = set()
@@ -145,8 +149,9 @@ class HostBlockPool:
 
     `rows` [num_blocks, block_bytes] uint8: a row is a block, the bytes of all its layers one after another
     (`PagedKVPool.block_views`), the same on every kind of GPU. The way to the host is a gather on the GPU and a copy of
-    each run of rows that follow each other, so that SMs are busy for a moment only; the way back is one launch a layer,
-    so that a step can begin when its first layer is there.
+    each run of rows that follow each other, so that SMs are busy for a moment only; the way back is a launch for the
+    first layer, so that a step can begin when it is there, and then launches for 2, 4 and 8 layers at a time: each has
+    some microseconds in which the link is not full.
 
     Args:
         pools: the layers' pools, all on one device; with a GPU the host memory is pinned.
@@ -170,6 +175,7 @@ class HostBlockPool:
         self.block_bytes = sum(sizes)
         self._memory = host_memory(num_blocks * self.block_bytes, self.device, cpus)
         self.rows = self._memory.bytes[: num_blocks * self.block_bytes].view(num_blocks, self.block_bytes)
+        self._loaded_together = dict(_groups(len(pools)))
         self._staging: Tensor | None = None
         if self.device.type == "cuda":
             shape = min(STAGED_BLOCKS, num_blocks), self.block_bytes
@@ -194,10 +200,14 @@ class HostBlockPool:
                 to.copy_(self._staging[first:last], non_blocking=True)
 
     def load(self, blocks: Tensor, rows: Tensor, layer: int) -> None:
-        """Copy `rows` [n] int64 (CPU) to `blocks` [n] int64 (device) of the pool `layer` of those given at the start,
-        ordered on the current stream."""
-        first = self._first_byte[layer]
-        torch.ops.dsv4_sglang.swap_blocks(self._views[layer], self.rows, blocks, rows, False, first)
+        """Copy `rows` [n] int64 (CPU) to `blocks` [n] int64 (device), ordered on the current stream: the pool `layer`
+        of those given at the start and those that come with it; nothing if it came with one before. For all layers in
+        their order."""
+        if layer not in self._loaded_together:
+            return
+        together = self._views[layer : layer + self._loaded_together[layer]]
+        views = [view for of_layer in together for view in of_layer]
+        torch.ops.dsv4_sglang.swap_blocks(views, self.rows, blocks, rows, False, self._first_byte[layer])
 
     def swap(
         self,
@@ -325,6 +335,14 @@ class HostSlotPool(_HostStates):
             raise ValueError(f"num_slots is {num_slots}; expected at least 1")
         super().__init__(storage.slot_views, 0, num_slots, storage.device, cpus)
         self.num_slots, self.slot_bytes = num_slots, self._row_bytes
+
+
+def _groups(layers: int) -> Iterator[tuple[int, int]]:
+    """(first layer, layers) of the launches of a load."""
+    first, count = 0, 1
+    while first < layers:
+        yield first, count
+        first, count = first + count, min(2 * count, LOADED_TOGETHER)
 
 
 def runs(rows: Tensor) -> list[tuple[int, int]]:

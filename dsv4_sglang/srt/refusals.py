@@ -201,11 +201,6 @@ def _refused_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
     """What SGLang's DSPARK can, or asks for, and this cache does not serve."""
     if args.speculative_algorithm != "DSPARK":
         return
-    if args.device != "cpu":
-        reason = (
-            "on an H200 a batch of 16 did not pass its test, and why is not known; give EAGLE if there is a NextN layer"
-        )
-        yield "--speculative-algorithm DSPARK", reason
     mode = os.environ.get("SGLANG_RAGGED_VERIFY_MODE", "static")
     if mode != "static":
         reason = "a verify step has as many tokens of each request; give static, or leave it out"
@@ -223,13 +218,11 @@ def _refused_with_host_tier(args: Any) -> Iterable[tuple[str, str]]:
         if args.hicache_storage_backend == "file":
             yield "--hicache-storage-backend file", "it stands behind the host tier; give --enable-hierarchical-cache"
         return
-    if args.device != "cpu":
-        yield (
-            "--enable-hierarchical-cache",
-            "the host tier has run on CPUs only: its copies have not been seen on a GPU",
-        )
     if args.speculative_algorithm == "DSPARK":
         yield "--enable-hierarchical-cache", "with --speculative-algorithm DSPARK it has not been tested; give EAGLE"
+    elif args.speculative_algorithm and args.device != "cpu":
+        reason = f"with --speculative-algorithm {args.speculative_algorithm} it has run on CPUs only"
+        yield "--enable-hierarchical-cache", reason
 
 
 def _has_no_head(algorithm: str, hf_config: Any) -> str | None:

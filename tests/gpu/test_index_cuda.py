@@ -1,5 +1,7 @@
 """`index_topk` on CUDA against the CPU op, and its parts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from reader_cases import IndexCase, assert_selects, index_case
@@ -85,6 +87,42 @@ def test_long_decode():
 
 def test_many_requests():
     check(index_case(lens=decode(*range(500, 756)), heads=64, top=512), True)
+
+
+@pytest.mark.parametrize("key_format", [KeyFormat.MXFP4, KeyFormat.NVFP4])
+@pytest.mark.parametrize("each", [2, 3, 4, 5, 8, 15, 16])
+def test_verify_steps(each, key_format):
+    """Tokens of a request that share its keys, some of which see nothing or one entry more than the others."""
+    lens = [(n, n + each) for n in (3000, 8190, 130, 60, 2047, 60 * 4, 12001)]
+    check(index_case(lens=lens, heads=64, top=60, key_format=key_format), key_format is KeyFormat.MXFP4)
+
+
+def test_a_few_tokens_of_each():
+    """Not as many of all, so that those that share keys are not all of a request."""
+    check(index_case(lens=[(3000, 3003), (900, 901), (2043, 2054), (7, 9), (1500, 1504)], heads=64, top=16), True)
+    check(index_case(lens=[(5000 + 40 * i, 5004 + 40 * i) for i in range(256)], heads=64, top=512), True)
+
+
+@pytest.mark.parametrize("key_format", [KeyFormat.MXFP4, KeyFormat.NVFP4])
+def test_scores_do_not_depend_on_the_step(key_format):
+    """Bit by bit: of a verify step and of one token a step."""
+    lens = [(3000, 3004), (8189, 8193), (5000, 5004)]
+    case = index_case(lens=lens, heads=64, top=8, key_format=key_format, weights="random")
+    args = case.args("cuda")
+    cuda_index.index_topk(*args)
+    for tokens in ([i for i in range(12) if i % 4 == k] for k in range(4)):
+        one = replace(
+            case,
+            q=case.q[tokens],
+            weights=case.weights[tokens],
+            token_request=case.token_request[tokens],
+            positions=case.positions[tokens],
+        )
+        other = one.args("cuda")
+        cuda_index.index_topk(*other)
+        for row, token in enumerate(tokens):
+            n = int(case.visible[token])
+            assert torch.equal(other[-2][row, :n], args[-2][token, :n])
 
 
 @pytest.mark.parametrize("weights, repeat", [("negative", 0), ("exact", 5), ("negative", 1), ("exact", 600)])

@@ -34,6 +34,7 @@ def layer(monkeypatch: pytest.MonkeyPatch):
         weight=torch.randn(GROUPS * RANK, DIM, generator=g).to(torch.float8_e4m3fn).cuda(),
         weight_scale_inv=SimpleNamespace(data=scales.cuda()),
     )
+    made.fp8_wo_a = True
     made.wo_b = lambda x: (x, None)
     return made
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_harness import CHUNK, Generated, Server, on_rank, prompt, running
+from server_harness import CHUNK, Generated, Server, assert_as_cold, on_rank, prompt, running
 
 from dsv4_sglang.testing.oracle import Oracle
 
@@ -259,30 +259,7 @@ def _greedy(ids: list[int], count: int) -> dict[str, object]:
     return {"input_ids": ids, "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}}
 
 
-# Warm = cold. Both answers come from the same server: what they differ by without a prefix hit, an answer that was
-# decoded and the same tokens computed as a prompt, is the noise to compare with.
-
-
-def against_cold(server: Server, ids: list[int], got: Generated) -> torch.Tensor:
-    """|log p of the answer - log p of the same tokens, teacher-forced, without a prefix hit|."""
-    cold = server.score(ids, got.tokens, extra_key=f"cold {time.monotonic_ns()}")
-    assert cold.cached == 0
-    return (torch.tensor(got.logprobs) - torch.tensor(cold.logprobs)).abs()
-
-
-def assert_as_cold(server: Server, asked: dict[str, tuple[list[int], Generated]]) -> None:
-    """Each answer, by its name, is as near to cold as a cold one; a spoilt entry moves log p by 0.07 and more."""
-    noise = {name: against_cold(server, ids, server.cold(ids, len(got.tokens))) for name, (ids, got) in asked.items()}
-    warm = {name: against_cold(server, ids, got) for name, (ids, got) in asked.items()}
-    lines = [
-        f"{name}: {len(ids)} tokens, {got.cached} cached: mean {warm[name].mean():.4f}, max {warm[name].max():.3f} at "
-        f"{int(warm[name].argmax())}; cold {noise[name].mean():.4f}, {noise[name].max():.3f}"
-        for name, (ids, got) in asked.items()
-    ]
-    print("\n".join(lines))
-    floor = torch.cat(list(noise.values())).mean()
-    wrong = [line for line, d in zip(lines, warm.values()) if d.mean() > 3 * floor + 0.02]
-    assert not wrong, "\n".join([f"noise {floor:.4f}; too far from cold:", *wrong])
+# Warm = cold.
 
 
 def test_repeated_prompts(server: Server) -> None:

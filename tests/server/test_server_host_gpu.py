@@ -1,0 +1,151 @@
+"""The host tier of a server on a GPU: bf16 compute, FP8 rows, pinned memory, CUDA graphs, overlap scheduling.
+
+Flags that this machine's SGLang needs besides go into DSV4_SGLANG_TEST_FLAGS.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from faulty_cache import HOST_FAULTS
+from server_harness import Generated, Server, assert_as_cold, prompt, running
+
+pytestmark = [pytest.mark.server, pytest.mark.gpu]
+
+DEVICE_TOKENS = 8192
+FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192", "--enable-metrics")
+FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-total-tokens", str(DEVICE_TOKENS))
+FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "8", "--schedule-conservativeness", "0.3")
+EAGER = ("--disable-cuda-graph", "--disable-overlap-schedule", "--chunked-prefill-size", "256")
+SERVERS: dict[str, tuple[str, ...]] = {
+    "write_through": ("--max-running-requests", "16"),
+    "write_back": ("--max-running-requests", "16"),
+    "write_through_selective, no graphs, no overlap": ("--max-running-requests", "16", *EAGER),
+}
+OPTIONS = {"checkpoint_interval": 512, "max_checkpoints": 64}
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def server(
+    request: pytest.FixtureRequest, fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    policy = ("--hicache-write-policy", request.param.split(",")[0])
+    flags = (*FLAGS, *policy, *SERVERS[request.param], *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
+    log = tmp_path_factory.mktemp("host") / "log"
+    with running(tiny(seed=1), log, *flags, cpu=False, **OPTIONS) as server:
+        yield server
+
+
+def test_conversations_beyond_the_device(server: Server) -> None:
+    """24 of 1,500 tokens in turn, three times, in a device of 8,192: all that can be found is, and is the same."""
+    prompts = [prompt(1500, seed=i) for i in range(24)]
+    server.flush()
+    before = server.metrics()
+    visits = [[server.generate(ids, 16) for ids in prompts] for _ in range(3)]
+    assert [{got.cached for got in visit} for visit in visits] == [{0}, {1408}, {1408}]
+    after = server.metrics()
+    change = {name: after[name] - before[name] for name in after}
+    tiers = [change[f"host_hit_tokens_{tier}"] for tier in ("device", "host", "storage")]
+    assert sum(tiers) == change["prefix_hit_tokens"] and tiers[1] > 24 * 1408 and tiers[2] == 0, tiers
+    assert change["host_saves_refused"] == change["host_loads_failed"] == 0
+    loaded, seconds = change["host_loaded_bytes"], change["host_load_seconds"]
+    saved, saving = change["host_saved_bytes"], change["host_save_seconds"]
+    print(
+        f"loaded {loaded / 1e6:.0f} MB in {1e3 * seconds:.1f} ms, saved {saved / 1e6:.0f} MB in {1e3 * saving:.1f} ms"
+    )
+    assert_as_cold(server, {f"visit 3 of {i}": (prompts[i], visits[2][i]) for i in range(0, 24, 4)})
+    server.wait_idle()
+
+
+def test_next_turns_while_others_decode(server: Server) -> None:
+    """Loaded beside steps that run, eight at a time; each goes on from its last checkpoint."""
+    first = [prompt(600 + 37 * i, seed=40) for i in range(16)]
+    server.flush()
+    turns = server.generate_all(first, 60)
+    following = [[*ids, *got.tokens, *prompt(60, seed=41)] for ids, got in zip(first, turns)]
+    other = server.begin(prompt(100, seed=42), 700, 10)
+    found: list[Generated] = []
+    for at in (0, 8):
+        found += server.generate_all(following[at : at + 8], 16)
+    whole = other()
+    expected = [(len(ids) + 59) // 128 * 128 for ids in first]
+    assert [got.cached for got in found] == expected
+    asked = {f"after {len(ids)}": (turn, got) for ids, turn, got in zip(first, following, found)}
+    ids = [*prompt(100, seed=42), *whole.tokens[:-100]]
+    asked["the other"] = ids, Generated(whole.tokens[-100:], whole.logprobs[-100:], 0)
+    assert_as_cold(server, asked)
+    server.wait_idle()
+
+
+def test_retracted_requests_resume_from_the_host(server: Server) -> None:
+    """12 requests, each begun when the one before decodes, so that all are let in: from 48 blocks of 64 to 108."""
+    prompts = [prompt(500 + i, seed=44) for i in range(12)]
+    server.flush()
+    before, retracted = server.metrics()["prefix_hit_tokens"], server.retractions()
+    running_requests = [server.begin(ids, 600, 3) for ids in prompts]
+    answers = [answer() for answer in running_requests]
+    retracted = server.retractions() - retracted
+    assert retracted, "nothing was retracted: the test does not test"
+    server.generate(prompt(5), 1)  # counters are published when requests come and go
+    hits = server.metrics()["prefix_hit_tokens"] - before
+    print(f"{retracted} times retracted, {hits:.0f} tokens found again")
+    assert hits >= 384 * retracted
+    assert_as_cold(server, {f"request {i}": (prompts[i], answers[i]) for i in range(0, 12, 2)})
+    server.wait_idle()
+
+
+@pytest.mark.parametrize("kind", HOST_FAULTS)
+def test_a_broken_load_shows(server: Server, fault: Path, kind: str) -> None:
+    """What the tests above would see of each way to bring back something else."""
+    # Of equals the device gives up what came last.
+    before, behind = ([prompt(1500, seed=60 + 10 * side + i) for i in range(6)] for side in range(2))
+    ids = prompt(1500, seed=50)
+    server.flush()
+    reference = server.cold(ids, 16)
+
+    def loaded() -> Generated:
+        server.flush()
+        for other in (*before, ids, *behind):
+            server.generate(other, 1)
+        hits = server.metrics()["host_hit_tokens_host"]
+        got = server.score(ids, reference.tokens)
+        server.generate(prompt(5), 1)
+        assert got.cached == 1408 and server.metrics()["host_hit_tokens_host"] > hits
+        return got
+
+    right = loaded()
+    try:
+        fault.write_text(kind)
+        wrong = loaded()
+    finally:
+        fault.unlink()
+    apart = [(torch.tensor(got.logprobs) - torch.tensor(reference.logprobs)).abs().mean() for got in (right, wrong)]
+    print(f"{kind}: {apart[0]:.4f} right, {apart[1]:.4f} wrong")
+    assert apart[0] < 0.1 and apart[1] > 2 * apart[0] + 0.1
+
+
+def test_a_server_that_starts_again_finds_its_files(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    flags = (*FLAGS, *SERVERS["write_through"], "--hicache-storage-backend", "file")
+    flags += tuple(shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
+    prompts = [prompt(1500, seed=70 + i) for i in range(4)]
+    folder = tmp_path / "files"
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder))
+        with running(tiny(seed=1), tmp_path / "first", *flags, cpu=False, **OPTIONS) as server:
+            first = [server.generate(ids, 16) for ids in prompts]
+            server.wait_idle()
+            count = -1
+            while count != (count := sum(1 for _ in folder.iterdir())) or count < 4 * 12:
+                server.generate(prompt(5), 1)
+        with running(tiny(seed=1), tmp_path / "second", *flags, cpu=False, **OPTIONS) as server:
+            again = [server.generate(ids, 16) for ids in prompts]
+            server.generate(prompt(5), 1)
+            assert [got.cached for got in first + again] == [0] * 4 + [1408] * 4
+            assert server.metrics()["host_hit_tokens_storage"] == 4 * 1408
+            assert_as_cold(server, {f"prompt {i}": (ids, got) for i, (ids, got) in enumerate(zip(prompts, again))})
