@@ -21,7 +21,7 @@ from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix.placement import Due, due_in_prefill, is_kept
 from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
-from dsv4_sglang.srt.prefix.tree import FreeList, Node, PrefixTree
+from dsv4_sglang.srt.prefix.tree import FreeList, Match, Node, PrefixTree
 
 BLOCK_BYTES = 452_512
 """V4-Flash, FP8 rows and 72 B keys: 21 x 32 x (584 + 72) + 20 x 584."""
@@ -33,14 +33,15 @@ LOAD_GIGABYTES = 3.22
 
 @dataclass
 class Running:
-    """A request between admission and end. `blocks`: of its whole length; `pending`: checkpoints not in the tree
-    yet."""
+    """A request between admission and end. `blocks`: of its whole length; `pending`: checkpoints not in the tree yet;
+    `taken`: all that it takes."""
 
     turn: Turn
     keys: np.ndarray
     blocks: np.ndarray
     node: Node
     pending: list[tuple[int, int]]
+    taken: list[Due]
 
 
 class Simulation:
@@ -92,8 +93,7 @@ class Simulation:
         ):
             self._finish(self.running.popleft())
         tree = self.tree
-        match = tree.match(keys[: (turn.prompt - 1) // BLOCK])
-        tree.resume(match)
+        match = self._resume(keys[: (turn.prompt - 1) // BLOCK])
         count = -(-turn.end // BLOCK)
         while (fresh := tree.take_blocks(count - match.resume)) is None:
             if not self.running:
@@ -110,14 +110,22 @@ class Simulation:
             match.resume * BLOCK, turn.prompt, prompt=turn.prompt, interval=self.interval, branch=match.cached * BLOCK
         )
         node = match.node
-        pending = self._take(due)
-        if pending:
+        if pending := self._take(due):
             node = tree.insert(node, keys, blocks, pending)
             tree.lock(node)
             tree.unlock(match.node)
         grid = range(turn.prompt // BLOCK * BLOCK + BLOCK, turn.end, BLOCK)
         kept = [Due(length, True) for length in grid if is_kept(length, self.interval) or length == grid[-1]]
-        self.running.append(Running(turn, keys, blocks, node, self._take(kept)))
+        later = self._take(kept)
+        lengths = {length * BLOCK for length, _ in (*pending, *later)}
+        taken = [one for one in (*due, *kept) if one.length in lengths]
+        self.running.append(Running(turn, keys, blocks, node, later, taken))
+
+    def _resume(self, keys: np.ndarray) -> Match:
+        """Hold what a request with these keys resumes from."""
+        match = self.tree.match(keys)
+        self.tree.resume(match)
+        return match
 
     def _take(self, due: list[Due]) -> list[tuple[int, int]]:
         taken = self.tree.take_due(due, self.interval)
@@ -328,11 +336,11 @@ def main() -> None:
     for name in args.what or STUDIES:
         if name != "plot":
             results[name] = STUDIES[name](args.largest)
-            file.write_text("{\n" + ",\n".join(_study_text(n, rows) for n, rows in results.items()) + "\n}\n")
+            file.write_text("{\n" + ",\n".join(study_text(n, rows) for n, rows in results.items()) + "\n}\n")
     plot(results, root.parent / "docs")
 
 
-def _study_text(name: str, rows: Rows) -> str:
+def study_text(name: str, rows: Rows) -> str:
     return f'"{name}": [\n' + ",\n".join("  " + json.dumps(row) for row in rows) + "\n]"
 
 

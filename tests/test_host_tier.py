@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
+import torch
 from prefix_tree_server import BLOCK, without_a_server
 from streams import Stream
 from tiered_server import TieredServer
@@ -17,8 +20,13 @@ POLICIES = ("write_through", "write_through_selective", "write_back")
 
 
 @pytest.fixture(autouse=True)
-def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On one thread: copies are small, and threads that wait for each other take most of the time."""
     without_a_server(monkeypatch)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def in_sglangs_order(monkeypatch: pytest.MonkeyPatch, server: TieredServer, method: str) -> None:
@@ -51,9 +59,10 @@ def test_steps_read_what_they_should(monkeypatch: pytest.MonkeyPatch, policy: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_twenty_seeds_of_late_copies(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    """Small hosts and large ones; nothing is read before it is there, leaked, or owned twice."""
-    for seed in range(20):
+def test_a_hundred_thousand_turns_with_late_copies(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """A third of them with each policy; small hosts and large ones. Nothing is read before it is there, leaked, or
+    owned twice."""
+    for seed in range(112):
         with monkeypatch.context() as patch:
             sizes = {"host_blocks": 20 + 15 * (seed % 8), "host_checkpoints": 4 + 7 * (seed % 8)}
             server = TieredServer(patch, seed, policy=policy, **sizes)

@@ -138,9 +138,10 @@ def test_graphs(given: dict[str, str], line: str) -> None:
 
 def test_a_storage_wants_a_host_tier() -> None:
     tier = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
-    assert refusals(device="cpu", **tier) == refusals(**tier) == []
-    (line,) = refusals(device="cpu", speculative_algorithm="EAGLE", **tier)
-    assert line.endswith("with --speculative-algorithm EAGLE it has not been tested")
+    assert refusals(**tier) == refusals(speculative_algorithm="EAGLE", **tier) == []
+    model = config(dspark_target_layer_ids=[40, 41, 42])
+    (line,) = refusals(model, speculative_algorithm="DSPARK", **tier)
+    assert line.endswith("with --speculative-algorithm DSPARK it has not been tested; give EAGLE")
     (line,) = refusals(hicache_storage_backend="file")
     assert line == (
         "--hicache-storage-backend file is not supported: it stands behind the host tier; "

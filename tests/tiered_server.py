@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import sglang.srt.managers.cache_controller as base_controller
 import torch
 from prefix_tree_server import BLOCK, MAX_LENGTH, BlockOwner, Pool, Request
@@ -79,7 +80,7 @@ class Pools(CacheKVPool):
 
 
 def state_of(tokens: Any) -> int:
-    return hash(tuple(tokens)) & 0x7FFFFFFFFFFFFFFF
+    return hash(np.asarray(tokens, dtype=np.int64).tobytes()) & 0x7FFFFFFFFFFFFFFF
 
 
 def late_copies(monkeypatch: Any, streams: Streams) -> None:
@@ -193,12 +194,16 @@ class TieredServer(BlockOwner):
     def _layer(self, step: dict[str, Any], layer: int) -> None:
         begin, end, tokens = step["begin"], step["end"], step["tokens"]
         if layer in WITH_BLOCKS:
-            table = self.device.tokens[layer]
-            before = table[step["blocks"][: -(-begin // BLOCK)]].flatten()[:begin]
-            if not torch.equal(before, torch.tensor(tokens[:begin])):
+            table = self.device.tokens[layer].numpy()
+            blocks, old, new = step["blocks"], begin // BLOCK, -(-end // BLOCK)
+            if (
+                not (table[blocks[:old]] == tokens[: old * BLOCK].reshape(-1, BLOCK)).all()
+                or not (table[blocks[old], : begin % BLOCK] == tokens[old * BLOCK : begin]).all()
+            ):
                 self.wrong.append(f"request {step['rid']} read other blocks in layer {layer}")
-            for at in range(begin, end):
-                table[step["blocks"][at // BLOCK], at % BLOCK] = tokens[at]
+            for i in range(old, new):
+                first, last = max(begin, i * BLOCK), min(end, (i + 1) * BLOCK)
+                table[blocks[i], first - i * BLOCK : last - i * BLOCK] = tokens[first:last]
         for length, slot in step["checkpoints"]:
             self.states.states[slot, layer] = state_of(tokens[:length])
 
@@ -335,8 +340,8 @@ class TieredServer(BlockOwner):
         return {
             "request": request,
             "rid": request.rid,
-            "tokens": list(request.full_untruncated_fill_ids),
-            "blocks": (row[: request.allocated : BLOCK] // BLOCK).tolist(),
+            "tokens": np.array(request.full_untruncated_fill_ids),
+            "blocks": (row[: request.allocated : BLOCK] // BLOCK).numpy(),
             "begin": begin,
             "end": end,
             "source": source,

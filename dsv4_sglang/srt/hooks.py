@@ -135,6 +135,12 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "a verify step's checkpoints are complete when the draft model has read what was accepted",
         ),
         Hook(
+            SRT + "mem_cache.kv_cache_builder.maybe_register_hicache_draft",
+            HookType.AROUND,
+            speculation.no_draft_pool,
+            "the draft model's rings are in our checkpoints; SGLang would look for blocks of its own and warn",
+        ),
+        Hook(
             SRT + "speculative.draft_worker_common.draft_server_args_overrides",
             HookType.AROUND,
             launch.draft_flags,

@@ -218,9 +218,8 @@ def _refused_with_host_tier(args: Any) -> Iterable[tuple[str, str]]:
         if args.hicache_storage_backend == "file":
             yield "--hicache-storage-backend file", "it stands behind the host tier; give --enable-hierarchical-cache"
         return
-    if args.speculative_algorithm:
-        reason = f"with --speculative-algorithm {args.speculative_algorithm} it has not been tested"
-        yield "--enable-hierarchical-cache", reason
+    if args.speculative_algorithm == "DSPARK":
+        yield "--enable-hierarchical-cache", "with --speculative-algorithm DSPARK it has not been tested; give EAGLE"
 
 
 def _has_no_head(algorithm: str, hf_config: Any) -> str | None:

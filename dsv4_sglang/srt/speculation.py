@@ -106,6 +106,11 @@ def write_context(
         injector.model_runner.attn_backend.write_context(rows, cache_loc, requests)
 
 
+def no_draft_pool(original: Callable[..., None], **arguments: Any) -> None:
+    """AROUND `kv_cache_builder.maybe_register_hicache_draft`: the draft model has no blocks, and its rings are in the
+    checkpoints of the model."""
+
+
 def take_checkpoints(original: Callable[..., None], worker: Any, batch: Any, batch_result: Any) -> None:
     """AROUND `EagleDraftWorker._draft_extend_for_decode`, the last of a turn: a copy has the rows of both models."""
     original(worker, batch, batch_result)

@@ -33,6 +33,8 @@ HOST_FAULTS = (
 )
 KEPT_MAIN, KEPT_INDEX = slice(0, 512), slice(512, 640)
 PACKAGE = "dsv4_sglang."
+LOADS = "DSV4_SGLANG_TEST_LOADS"
+"""A folder: each process notes there what it loads from the host."""
 
 
 def entry_point(folder: Path, module: str = "faulty_cache") -> list[str]:
@@ -123,7 +125,14 @@ def _build_prefill(original: Callable[..., Any], **arguments: Any) -> Any:
     return step
 
 
+def _note(load: str) -> None:
+    if folder := os.environ.get(LOADS):
+        with (Path(folder) / str(os.getpid())).open("a") as file:
+            file.write(load + "\n")
+
+
 def _load_blocks(original: Callable[..., None], pool: Any, blocks: Any, rows: Any, layer: int) -> None:
+    _note(f"layer {layer}: {rows.tolist()} to {blocks.tolist()}")
     if _fault() == HOST_FAULTS[1] and layer == 0:
         return
     # Not those of the same prompt in another order, which attention to all entries would not notice.
@@ -132,8 +141,9 @@ def _load_blocks(original: Callable[..., None], pool: Any, blocks: Any, rows: An
 
 
 def _load_checkpoint(original: Callable[..., None], pool: Any, checkpoint: int, row: int) -> None:
+    _note(f"checkpoint {row} to {checkpoint}")
     others = _fault() == HOST_FAULTS[3]
     original(pool, checkpoint, (row + 1) % pool.num_checkpoints if others else row)
     if _fault() == HOST_FAULTS[2]:
-        for view in pool._storage.checkpoint_views(checkpoint):
+        for view in pool._views(checkpoint):
             view.zero_()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server_harness import Server, assert_oracle_chooses, prompt, running
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.server
 MODEL = {"ratios": (0, 4, 128), "index_topk": 64, "nextn": True}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--max-running-requests", "4")
 FLAGS += ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
-FLAGS += ("--speculative-num-draft-tokens", "4", "--chunked-prefill-size", "128")
+FLAGS += ("--speculative-num-draft-tokens", "4", "--chunked-prefill-size", "128", "--enable-metrics")
+FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "4")
 LENGTHS, GENERATED = (1, 127, 300), 40
 TOLERANCE = 1e-4
 
@@ -44,8 +46,7 @@ def test_oracle(server: Server, oracle: Oracle) -> None:
 
 
 def test_drafts_are_accepted(server: Server) -> None:
-    sampling = {"max_new_tokens": GENERATED, "temperature": 0, "ignore_eos": True}
-    meta = server.post("/generate", {"input_ids": prompt(200), "sampling_params": sampling})["meta_info"]
+    meta = ask(server, prompt(200))["meta_info"]
     assert meta["completion_tokens"] == GENERATED
     assert 1.5 < meta["spec_accept_length"] <= 4
 
@@ -58,6 +59,26 @@ def test_the_next_turn(server: Server, oracle: Oracle) -> None:
     got = server.generate(following, 8)
     assert got.cached == 256
     assert_oracle_chooses(oracle, following, got, TOLERANCE)
+
+
+def ask(server: Server, ids: list[int]) -> dict[str, Any]:
+    sampling = {"max_new_tokens": GENERATED, "temperature": 0, "ignore_eos": True}
+    return server.post("/generate", {"input_ids": ids, "sampling_params": sampling})
+
+
+def test_drafts_behind_a_load_from_the_host(server: Server) -> None:
+    """Eight conversations of three blocks in a device of sixteen: the second visit has the answers of the first, in as
+    many turns, since a checkpoint has the draft model's window, too."""
+    prompts = [prompt(390, seed=20 + i) for i in range(8)]
+    server.flush()
+    before = server.metrics()["host_hit_tokens_host"]
+    cold, warm = ([ask(server, ids) for ids in prompts] for _ in range(2))
+    assert [got["meta_info"]["cached_tokens"] for got in (*cold, *warm)] == [0] * 8 + [384] * 8
+    assert server.metrics()["host_hit_tokens_host"] - before >= 3 * 384, "little came from the host"
+    assert [got["output_ids"] for got in warm] == [got["output_ids"] for got in cold]
+    turns, cold_turns = ([got["meta_info"]["spec_verify_ct"] for got in visit] for visit in (warm, cold))
+    assert turns == cold_turns
+    server.wait_idle()
 
 
 def test_abort(server: Server, oracle: Oracle) -> None:

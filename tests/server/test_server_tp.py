@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from faulty_cache import LOADS
 from server_harness import (
     Server,
     assert_oracle_chooses,
@@ -30,14 +31,24 @@ def oracle(tiny: Callable[..., Path]) -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Eight blocks, and little of them kept free for what running requests may still generate."""
+def loads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("loads")
+
+
+@pytest.fixture(scope="module")
+def server(
+    fault: Path, loads: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Eight blocks, and little of them kept free for what running requests may still generate; behind them a host tier
+    of four times as many. Each process notes in a file of `loads` what it loads from it."""
     flags = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--tp-size", "2")
     flags += ("--max-running-requests", "6", "--schedule-conservativeness", "0.1", "--enable-metrics")
+    flags += ("--enable-hierarchical-cache", "--hicache-ratio", "4")
     options = {"entry_format": "fp32", "indexer_format": "fp32", "max_checkpoints": 12}
     log = tmp_path_factory.mktemp("tp") / "log"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
+        patch.setenv(LOADS, str(loads))
         with running(tiny(seed=0), log, *flags, **options) as server:
             yield server
 
@@ -72,6 +83,29 @@ def test_more_than_fits(server: Server, oracle: Oracle) -> None:
     assert server.metrics()["prefix_checkpoints_evicted"] > evicted
 
 
+def test_both_processes_load_the_same(server: Server, loads: Path) -> None:
+    """Four conversations of two blocks and more in turn, then two at a time, in a device of eight blocks: what comes
+    from the host comes from the same rows to the same blocks in both processes, or in none."""
+    prompts = [prompt(300, seed=30 + i) for i in range(4)]
+    references = server.cold_all(prompts)
+    server.flush()
+    before = server.metrics()["host_hit_tokens_host"]
+    for ids in prompts:
+        assert server.generate(ids).cached == 0
+    for ids, reference in zip(prompts, references):
+        got = server.generate(ids)
+        assert got.cached == 256
+        assert_same(got, reference, TOLERANCE)
+    for at in (0, 2):
+        for got, reference in zip(server.generate_all(prompts[at : at + 2]), references[at : at + 2]):
+            assert got.cached == 256
+            assert_same(got, reference, TOLERANCE)
+    server.wait_idle()
+    assert server.metrics()["host_hit_tokens_host"] - before >= 3 * 256, "little came from the host"
+    first, second = (file.read_text() for file in sorted(loads.iterdir()))
+    assert first == second and first.count("checkpoint") >= 3
+
+
 def test_the_first_process_counts(server: Server) -> None:
     ids = prompt(200, seed=5)
     server.flush()
@@ -79,4 +113,4 @@ def test_the_first_process_counts(server: Server) -> None:
     before = server.metrics()["prefix_hit_tokens"]
     server.generate(ids, 1)
     assert server.metrics()["prefix_hit_tokens"] - before == 128
-    assert "TP1] prefix cache" not in server.log_text()
+    assert not any(f"TP1] {of}" in server.log_text() for of in ("prefix cache", "host tier"))

@@ -1,0 +1,191 @@
+"""Hit rate against working set with a host tier, without a server: the policy on two trees under two loads.
+
+    python -m benchmarks.tier_simulation               # figures to docs/
+    python -m benchmarks.tier_simulation --what loop   # one study
+
+A device of 1.0 M tokens and hosts of 0, 2, 4 and 8 times that, blocks and checkpoints alike. "loop": conversations of
+20,000 tokens visited in turn, four times. "agents": agent conversations (`benchmarks.agent_trace`) of 2,000 to 80,000
+tokens, somewhere on their way when the load begins, five turns each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.agent_trace import TraceConfig, Turn, load, rounds
+from benchmarks.environment import ROOT
+from benchmarks.prefix_simulation import (
+    BLOCK_BYTES,
+    CHECKPOINT_BYTES,
+    INTERVAL,
+    Rows,
+    Running,
+    Simulation,
+    expected_blind,
+    path_blocks,
+    study_text,
+)
+from benchmarks.prefix_trace import live_tokens
+from benchmarks.report import RESULTS
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.prefix.tree import FreeList, Match, PrefixTree
+from dsv4_sglang.srt.sizing import CHECKPOINT_SHARE
+
+DEVICE_TOKENS = 1_000_000
+RATIOS = (0, 2, 4, 8)
+WORKING_SETS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0, 14.0, 20.0)
+"""As multiples of the device's tokens."""
+CONVERSATION = 20_000
+
+
+class TieredSimulation(Simulation):
+    """A second tree on the host. What a request leaves is copied there when it ends, as with write_through; what the
+    host has further than the device is loaded. On the server one registry knows of both places; here each tree has its
+    own, of which the host's sees every use and gives the device a line's rhythm with the line."""
+
+    def __init__(self, blocks: int, checkpoints: int, ratio: float, **options: Any) -> None:
+        super().__init__(blocks, checkpoints, INTERVAL, **options)
+        self.host = PrefixTree(FreeList(int(blocks * ratio)), FreeList(int(checkpoints * ratio))) if ratio else None
+        self.loaded_tokens = 0
+
+    def _resume(self, keys: np.ndarray) -> Match:
+        match = self.tree.match(keys)
+        self.tree.resume(match)
+        if self.host is None:
+            return match
+        there = self.host.match(keys)
+        self.host.resume(there)
+        loaded = self._load(keys, match, there) if there.resume > match.resume else None
+        self.host.unlock(there.node)
+        return loaded or match
+
+    def _load(self, keys: np.ndarray, match: Match, there: Match) -> Match | None:
+        """What the request resumes from then; None without room, which others may have that run."""
+        assert self.host is not None
+        fresh = self.tree.take_blocks(there.resume - match.resume)
+        if fresh is None:
+            return None
+        slot = self.tree.take_checkpoint()
+        if not slot:
+            self.tree.block_pool.free(fresh)
+            return None
+        blocks = np.concatenate([path_blocks(match.node), fresh])
+        node = self.tree.insert(match.node, keys[: there.resume], blocks, [(there.resume, slot)])
+        self.tree.registry.interval[slot] = self.host.registry.interval[there.node.checkpoint]
+        self.tree.lock(node)
+        self.tree.unlock(match.node)
+        self.loaded_tokens += (there.resume - match.resume) * BLOCK
+        return Match(node, there.resume, max(there.resume, match.cached))
+
+    def _finish(self, request: Running) -> None:
+        super()._finish(request)
+        if self.host is None or not request.taken:
+            return
+        host, keys = self.host, request.keys
+        base = host.match(keys)
+        host.lock(base.node)
+        last = max(one.length for one in request.taken) // BLOCK
+        if last > base.resume and (fresh := host.take_blocks(last - base.resume)) is not None:
+            blocks = np.concatenate([path_blocks(base.node), fresh])
+            new = [one for one in request.taken if one.length > base.resume * BLOCK]
+            end = host.insert(base.node, keys, blocks, host.take_due(new, self.interval)).end
+            host.block_pool.free(blocks[end:])
+        host.unlock(base.node)
+
+
+def simulate(turns: Iterable[Turn], ratio: float, tokens: int = DEVICE_TOKENS) -> dict[str, float]:
+    """Shares are of the tokens that an infinite cache serves."""
+    blocks = tokens // BLOCK
+    checkpoints = int(blocks * BLOCK_BYTES * CHECKPOINT_SHARE / (1 - CHECKPOINT_SHARE) / CHECKPOINT_BYTES)
+    simulation = TieredSimulation(blocks, checkpoints, ratio)
+    simulation.run(turns)
+    ideal = simulation.ideal_tokens
+    return {
+        "ratio": ratio,
+        "hit": round(simulation.hit_tokens / ideal, 4),
+        "from_host": round(simulation.loaded_tokens / ideal, 4),
+        "refused": simulation.refused,
+        "prompt_tokens": simulation.prompt_tokens,
+    }
+
+
+def study_loop() -> Rows:
+    rows = []
+    for times in WORKING_SETS:
+        count = max(1, round(times * DEVICE_TOKENS / CONVERSATION))
+        for ratio in RATIOS:
+            rows.append({"working_set": times, "conversations": count})
+            rows[-1] |= simulate(rounds(count, CONVERSATION, 4), ratio)
+            print(rows[-1], flush=True)
+    return rows
+
+
+def study_agents() -> Rows:
+    """`blind`: what a cache as large as the host (or the device alone) may expect that cannot know which conversation
+    goes on next."""
+    rows = []
+    for times in WORKING_SETS:
+        turns, active = agents(times)
+        for ratio in RATIOS:
+            gigabytes = max(1, ratio) * DEVICE_TOKENS / BLOCK * BLOCK_BYTES / 1e9
+            blind = expected_blind(turns, gigabytes, TraceConfig.systems)
+            rows.append({"working_set": times, "active": active, **simulate(turns, ratio), **blind})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def agents(times: float) -> tuple[list[Turn], int]:
+    """A load whose live conversations have about so many times the device's tokens, and how many conversations."""
+    active = max(2, round(times * 45))
+    turns: list[Turn] = []
+    for _ in range(4):
+        turns = load(active, 5, tokens=(2_000, 80_000), generate=(8, 16))
+        active = max(2, round(active * times * DEVICE_TOKENS / live_tokens(turns, active)))
+    return turns, active
+
+
+STUDIES: dict[str, Callable[[], Rows]] = {"loop": study_loop, "agents": study_agents}
+TITLES = {"loop": "Conversations of 20,000 tokens visited in turn", "agents": "Agent conversations"}
+
+
+def plot(results: dict[str, Rows], to: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
+    for axis, (name, title) in zip(axes, TITLES.items()):
+        for ratio in RATIOS:
+            points = [(row["working_set"], row["hit"]) for row in results.get(name, []) if row["ratio"] == ratio]
+            axis.plot(*zip(*points), marker="o", markersize=3, label=f"host ratio {ratio}" if ratio else "no host")
+        axis.set(title=f"{title} (simulated)", xlabel="working set, times the device's 1.0 M tokens")
+        axis.set(ylabel="hit tokens / infinite cache's", xscale="log", ylim=(0, 1.01))
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    for suffix in ("png", "svg"):
+        figure.savefig(to / f"tier_simulation.{suffix}", dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", choices=[*STUDIES, "plot"], nargs="*", help="studies to run again; default: all")
+    args = parser.parse_args()
+    file = RESULTS / "tier_simulation.json"
+    results: dict[str, Rows] = json.loads(file.read_text()) if file.is_file() else {}
+    for name in args.what or STUDIES:
+        if name != "plot":
+            results[name] = STUDIES[name]()
+            file.write_text("{\n" + ",\n".join(study_text(n, rows) for n, rows in results.items()) + "\n}\n")
+    plot(results, ROOT / "docs")
+
+
+if __name__ == "__main__":
+    main()
