@@ -138,12 +138,9 @@ def test_graphs(given: dict[str, str], line: str) -> None:
 
 def test_a_storage_wants_a_host_tier() -> None:
     tier = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
-    assert refusals(device="cpu", **tier) == refusals(**tier) == []
-    assert refusals(device="cpu", speculative_algorithm="EAGLE", **tier) == []
-    (line,) = refusals(speculative_algorithm="EAGLE", **tier)
-    assert line.endswith("with --speculative-algorithm EAGLE it has run on CPUs only")
+    assert refusals(**tier) == refusals(speculative_algorithm="EAGLE", **tier) == []
     model = config(dspark_target_layer_ids=[40, 41, 42])
-    (line,) = refusals(model, device="cpu", speculative_algorithm="DSPARK", **tier)
+    (line,) = refusals(model, speculative_algorithm="DSPARK", **tier)
     assert line.endswith("with --speculative-algorithm DSPARK it has not been tested; give EAGLE")
     (line,) = refusals(hicache_storage_backend="file")
     assert line == (

@@ -220,9 +220,6 @@ def _refused_with_host_tier(args: Any) -> Iterable[tuple[str, str]]:
         return
     if args.speculative_algorithm == "DSPARK":
         yield "--enable-hierarchical-cache", "with --speculative-algorithm DSPARK it has not been tested; give EAGLE"
-    elif args.speculative_algorithm and args.device != "cpu":
-        reason = f"with --speculative-algorithm {args.speculative_algorithm} it has run on CPUs only"
-        yield "--enable-hierarchical-cache", reason
 
 
 def _has_no_head(algorithm: str, hf_config: Any) -> str | None:
