@@ -216,8 +216,7 @@ class KVCacheManager:
         enough blocks, and then it stays on the host.
         """
         host = self._host_side()
-        if offloaded._rows is None:
-            raise ValueError("the request is not on the host any more: it was restored or discarded")
+        host.rows_of(offloaded)
         self._settle(slots=1, blocks=offloaded.blocks)
         if offloaded.blocks > self.num_free_blocks:
             raise RuntimeError(

@@ -38,6 +38,8 @@ class HostSide:
         self.blocks = HostBlockPool(pools, blocks) if pools and blocks else None
         self.free_slots, self.free_blocks = FreeRows(requests), FreeRows(blocks)
         self._layers, self._device = len(pools), state.device
+        self._saved: torch.cuda.Event | None = None
+        """Of the last way here."""
         self._leaving: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
 
     def save(self, slot: int, blocks: Sequence[int], stream: torch.cuda.Stream | None) -> Offloaded:
@@ -51,36 +53,43 @@ class HostSide:
             )
         rows, slot_rows = self.free_blocks.take(len(blocks)), self.free_slots.take(1)
         assert rows is not None and slot_rows is not None
-        there = int(slot_rows[0])
+        there, before = int(slot_rows[0]), self._saved
 
         def copy() -> None:
+            self._wait(before)  # both go through the blocks' buffer on the GPU
             self.slots.save(slot, there)
             if self.blocks is not None:
                 self.blocks.save(self._ids(blocks), torch.from_numpy(rows))
 
-        return Offloaded(len(blocks), self._on(stream, copy), (there, rows))
+        self._saved = self._on(stream, copy)
+        return Offloaded(len(blocks), self._saved, (there, rows))
 
     def load(self, offloaded: Offloaded, slot: int, blocks: Sequence[int], stream: torch.cuda.Stream | None) -> None:
         """Begin to copy a request back; its rows are free when that is over."""
-        there, rows = offloaded._rows or (0, np.zeros(0))
+        there, rows = self.rows_of(offloaded)
         before = offloaded.event
 
         def copy() -> None:
-            if before is not None:
-                torch.cuda.current_stream(self._device).wait_event(before)
+            self._wait(before)
             self.slots.load(slot, there)
-            for layer in range(self._layers if self.blocks is not None else 0):
-                assert self.blocks is not None
-                self.blocks.load(self._ids(blocks), torch.from_numpy(rows), layer)
+            if self.blocks is not None:
+                ids, host_rows = self._ids(blocks), torch.from_numpy(rows)
+                for layer in range(self._layers):
+                    self.blocks.load(ids, host_rows, layer)
 
         offloaded.event = self._on(stream, copy)
         self.give_back(offloaded)
 
-    def give_back(self, offloaded: Offloaded) -> None:
-        """Free its rows, when the last copy of them is over."""
+    def rows_of(self, offloaded: Offloaded) -> tuple[int, np.ndarray]:
+        """Raises ValueError for a request that is not here any more."""
         if offloaded._rows is None:
             raise ValueError("the request is not on the host any more: it was restored or discarded")
-        (there, rows), offloaded._rows = offloaded._rows, None
+        return offloaded._rows
+
+    def give_back(self, offloaded: Offloaded) -> None:
+        """Free its rows, when the last copy of them is over."""
+        there, rows = self.rows_of(offloaded)
+        offloaded._rows = None
 
         def free() -> None:
             self.free_slots.give_back(np.array([there]))
@@ -101,6 +110,10 @@ class HostSide:
             event, give_back = self._leaving.popleft()
             event.synchronize()
             give_back()
+
+    def _wait(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
     def _ids(self, blocks: Sequence[int]) -> Tensor:
         return torch.tensor(list(blocks), dtype=torch.int64).to(self._device)
