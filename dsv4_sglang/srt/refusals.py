@@ -142,6 +142,8 @@ def _refused(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
     defaults = compat.flag_defaults()
     for group in flags.REFUSED:
         for field in group.fields.split():
+            if field not in defaults:  # another release has it
+                continue
             if not (resolved and group.ignored) and _given(value := getattr(args, field), defaults[field]):
                 yield _named(field, value), group.reason
     for limit in LIMITS:
@@ -201,6 +203,9 @@ def _refused_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
     """What SGLang's DSPARK can, or asks for, and this cache does not serve."""
     if args.speculative_algorithm != "DSPARK":
         return
+    if not compat.SERVES_DSPARK:
+        reason = "its worker drafts and writes its context in another way since SGLang 0.5.18; use SGLang 0.5.17"
+        yield "--speculative-algorithm DSPARK", reason
     if args.device != "cpu":
         reason = (
             "on an H200 a batch of 16 did not pass its test, and why is not known; give EAGLE if there is a NextN layer"
@@ -223,6 +228,9 @@ def _refused_with_host_tier(args: Any) -> Iterable[tuple[str, str]]:
         if args.hicache_storage_backend == "file":
             yield "--hicache-storage-backend file", "it stands behind the host tier; give --enable-hierarchical-cache"
         return
+    if not compat.SERVES_HOST_TIER:
+        reason = "the tree and the controller of copies are others since SGLang 0.5.18; use SGLang 0.5.17"
+        yield "--enable-hierarchical-cache", reason
     if args.device != "cpu":
         yield (
             "--enable-hierarchical-cache",
