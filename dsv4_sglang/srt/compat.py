@@ -91,26 +91,6 @@ class Override(NamedTuple):
 _IN_TREE, _MODEL = "sglang.srt.models.deepseek_v4.", "dsv4_sglang.srt.models.deepseek_v4."
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _TREE, _TIERED = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache", "dsv4_sglang.srt.host.cache.TieredCache"
-_HOST_TIER = (
-    Override(
-        _TREE,
-        _TIERED,
-        "_execute_and_commit_kv_backup",
-        "where SGLang copies a node to the host at each insertion; here checkpoints are saved, by what they are worth",
-    ),
-    Override(
-        _TREE,
-        _TIERED,
-        "_evict_device_leaf",
-        "with write_back it saves blocks that no checkpoint follows, which nobody could resume from",
-    ),
-    Override(
-        _CONTROLLER,
-        "dsv4_sglang.srt.host.transfers.TransferController",
-        "_generate_storage_config",
-        "all processes of a group hold the same bytes, of which one writes; SGLang knows that of its own pools only",
-    ),
-)
 OVERRIDES = (
     Override(
         _IN_TREE + "DeepseekV4DecoderLayer",
@@ -143,7 +123,24 @@ OVERRIDES = (
         "_evict_device_next_node",
         "evicts checkpoints for want of live slots, which no checkpoint would give",
     ),
-    *(_HOST_TIER if SERVES_HOST_TIER else ()),
+    Override(
+        _TREE,
+        _TIERED,
+        "_execute_and_commit_kv_backup",
+        "where SGLang copies a node to the host at each insertion; here checkpoints are saved, by what they are worth",
+    ),
+    Override(
+        _TREE,
+        _TIERED,
+        "_evict_device_leaf",
+        "with write_back it saves blocks that no checkpoint follows, which nobody could resume from",
+    ),
+    Override(
+        _CONTROLLER,
+        "dsv4_sglang.srt.host.transfers.TransferController",
+        "_generate_storage_config",
+        "all processes of a group hold the same bytes, of which one writes; SGLang knows that of its own pools only",
+    ),
 )
 
 
@@ -170,19 +167,22 @@ def applied_hooks() -> set[str]:
     return HookRegistry._patched
 
 
-def flag_defaults() -> dict[str, Any]:
-    """Every field of SGLang's ServerArgs and its default; None for the one that has none, the model's path. A
+def _flag_fields() -> tuple[Iterable[Any], object]:
+    """The fields of SGLang's ServerArgs, and what their `default` and `default_factory` are where there is none. A
     dataclass until 0.5.19, a msgspec structure since."""
     from sglang.srt.server_args import ServerArgs
 
-    fields: Iterable[Any]
     if since("0.5.20"):
         import msgspec
 
-        fields, missing = msgspec.structs.fields(ServerArgs), msgspec.NODEFAULT
-    else:
-        fields, missing = dataclasses.fields(ServerArgs), dataclasses.MISSING
+        return msgspec.structs.fields(ServerArgs), msgspec.NODEFAULT
+    return dataclasses.fields(ServerArgs), dataclasses.MISSING
+
+
+def flag_defaults() -> dict[str, Any]:
+    """Every field of SGLang's ServerArgs and its default; None for the one that has none, the model's path."""
     defaults: dict[str, Any] = {}
+    fields, missing = _flag_fields()
     for field in fields:
         if field.name.startswith("_"):  # SGLang's own notes
             continue
@@ -398,6 +398,15 @@ def evict_checkpoint_from_host(
             node, component, device_frees, host_frees, *collected, target=EvictLayer.HOST, tracker=tracker
         )
         core._update_evictable_leaf_sets(node)
+
+
+def host_pool_group(entries: list[Any]) -> Any:
+    """SGLang's group of host pools."""
+    if since("0.5.19"):
+        from sglang.srt.mem_cache.pool_host.group import HostPoolGroup
+    else:
+        from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup
+    return HostPoolGroup(entries)
 
 
 def start_backup(cache: Any, node_id: int, device_blocks: Any, transfers: Any) -> Any:

@@ -204,7 +204,8 @@ WITHOUT_EFFECT = (
         "remote_instance_weight_loader_send_weights_group_ports remote_instance_weight_loader_backend "
         "modelexpress_config "
         # the rest
-        "uno_lora_path return_aux_hidden_state_layer_ids max_lora_rank lora_target_modules max_loaded_loras max_loras_per_batch lora_eviction_policy lora_backend "
+        "uno_lora_path return_aux_hidden_state_layer_ids "
+        "max_lora_rank lora_target_modules max_loaded_loras max_loras_per_batch lora_eviction_policy lora_backend "
         "max_lora_chunk_size experts_shared_outer_loras lora_use_virtual_experts lora_strict_loading "
         "lora_drain_wait_threshold enable_lora_overlap_loading dllm_algorithm_config dllm_fdfo "
         "enable_torch_compile_debug_mode torch_compile_max_bs kv_canary_real_data kv_canary_sweep_interval "

@@ -229,6 +229,13 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             cpu_only=True,
         ),
         Hook(
+            "torch.get_device_module",
+            HookType.AROUND,
+            lambda original, device=None: original("cpu" if device is None else device),
+            "without a device SGLang means that of the model; a CUDA build of torch means CUDA, GPU or not",
+            cpu_only=True,
+        ),
+        Hook(
             "torch.Tensor.pin_memory",
             HookType.REPLACE,
             lambda self, *args, **kwargs: self,

@@ -168,7 +168,7 @@ def test_abort_then_right(server: Server, reference: tuple[float, dict[str, list
     near, wanted = reference
     with ThreadPoolExecutor(1) as other:
         aborted = other.submit(server.post, "/generate", {**greedy(prompt(128), 7000), "rid": "to-abort"})
-        while not any(rank["num_reqs"] for rank in server.get("/get_load")):
+        while not server.busy():
             pass
         server.post("/abort_request", {"rid": "to-abort"})
         assert len(aborted.result(60)["output_ids"]) < 7000

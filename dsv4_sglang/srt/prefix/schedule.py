@@ -121,9 +121,7 @@ def forget_stored(original: Callable[..., Any], updater: Any, recv_req: Any, *ar
     return result
 
 
-def keep_on_retraction(
-    original: Callable[..., None], req: Any, tree_cache: Any, *arguments: Any, **named: Any
-) -> None:
+def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any, *arguments: Any, **named: Any) -> None:
     """AROUND the `release_kv_cache` that retraction calls, to insert nothing: insert what reaches to the last
     checkpoint, unlocked, so that it is evicted like anything else that nobody runs; with a host tier it is saved.
 
