@@ -1,13 +1,18 @@
 # make serve    set up, make a tiny checkpoint, serve it, print two turns of a conversation and what came from the
 #               cache, stay up
 # make test     set up, format and lint checks, types, tests (two processes, a file each: servers start slowly)
+# make test-newest   the short set of tests, with servers, on the newest SGLang that is served (docs/versions.md), in an
+#               environment of its own
 # make demo     make serve on a free port, then stop
 # make bench    the benchmarks
 # make check-recipes   what `make setup` would install on a fresh machine, of both recipes, without installing it
 # Variables: PYTHON (interpreter to make the environment with), RECIPE (cpu or cuda; default: what the machine has),
+# SGLANG (release of SGLang, in an environment of its own; default: 0.5.17),
 # MODEL (checkpoint folder of serve and demo), ARGS (more arguments for serve, or for pytest in test).
 
-VENV ?= .venv
+SGLANG ?=
+NEWEST := 0.5.23
+VENV ?= .venv$(if $(SGLANG),-$(SGLANG))
 MODEL ?= .cache/tiny
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
@@ -18,12 +23,12 @@ export PYTHON
 # of which would compile torch, transformers and sglang again, 14 s of CPU time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test lint format serve demo bench check-recipes
+.PHONY: setup test test-newest lint format serve demo bench check-recipes
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml tools/setup.sh tools/requirements-cpu.txt tools/patch_torchvision_cpu.py
-	tools/setup.sh $(VENV) $(RECIPE)
+$(STAMP): pyproject.toml tools/setup.sh tools/requirements-cpu.txt tools/sglang_pins.py tools/patch_torchvision_cpu.py
+	tools/setup.sh $(VENV) '$(RECIPE)' $(SGLANG)
 	touch $@
 
 lint: $(STAMP)
@@ -39,6 +44,10 @@ format: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-newest:
+	$(MAKE) SGLANG=$(NEWEST) setup
+	.venv-$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(NEWEST_TESTS) $(ARGS)
 
 $(MODEL)/config.json: | $(STAMP)
 	$(BIN)/dsv4-sglang make-tiny $(MODEL)

@@ -164,10 +164,14 @@ class Server:
                 time.sleep(pause)
                 pause = min(2 * pause, POLL_SECONDS)
 
+    def busy(self) -> int:
+        """Requests that run or wait, of all ranks."""
+        return sum(rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in self.get("/v1/loads")["loads"])
+
     def wait_idle(self) -> None:
         """Until nothing runs; SGLang checks its pools for leaks when it turns idle and dies of one."""
         progress = Progress(self.process)
-        while any(rank["num_reqs"] or rank["num_waiting_reqs"] for rank in self.get("/get_load")):
+        while self.busy():
             progress.check()
             time.sleep(0.1)
         # The scheduler answers once a turn of its loop: it may still retire a step in the first, checks in the second,

@@ -65,15 +65,13 @@ def configurator(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(runtime_context, "get_exec", lambda: features)
         monkeypatch.setattr(runtime_context, "get_memory", lambda: SimpleNamespace(disable_radix_cache=not radix))
         monkeypatch.setattr(runtime_context, "get_context", lambda: context)
+        monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_dp_size=ranks))
         monkeypatch.setattr(compat, "model_config", lambda _config: config)
         return Configurator(
             model_config=SimpleNamespace(hf_config=None, context_len=1 << 20),
             kv_cache_dtype=torch.float8_e4m3fn,
             device="cpu",
-            ps=SimpleNamespace(attn_dp_size=ranks),
-            server_args=SimpleNamespace(
-                max_total_tokens=None, enable_mamba_extra_buffer=lambda: True, **speculation(drafts)
-            ),
+            server_args=SimpleNamespace(max_total_tokens=None, **speculation(drafts)),
             overridden=overridden,
             launch=Launch(Options(**options)),
         )
@@ -137,6 +135,7 @@ def test_without_a_prefix_cache_there_are_no_checkpoints(configurator: Any) -> N
     assert launched.launch.demand == StateDemand(256)
 
 
+@pytest.mark.skipif(compat.since("0.5.19"), reason="a pool reads the settings of a running server there")
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_a_request_takes_one_slot_of_the_pool_that_is_built(
     configurator: Any, drafts: int, monkeypatch: pytest.MonkeyPatch

@@ -40,18 +40,22 @@ def resolve(*arguments: str) -> list[dict[str, Any]]:
 
 def cpu_recipe() -> list[dict[str, Any]]:
     """The steps of tools/setup.sh, with its versions."""
-    versions = dict(re.findall(r"^(torch|sglang|torchvision)=(\S+)$", (ROOT / "tools/setup.sh").read_text(), re.M))
+    setup = (ROOT / "tools/setup.sh").read_text()
+    versions = dict(re.findall(r"^(torch|sglang)=(\S+)$", setup, re.M))
+    beside = re.search(rf"^ *{re.escape(versions['torch'])}\) (.*) ;;$", setup, re.M)
+    assert beside, "tools/setup.sh has no line for its own torch"
+    versions |= dict(part.split("=") for part in beside[1].split())
     try:
         torch = resolve(f"torch=={versions['torch']}+cpu")
     except subprocess.CalledProcessError:
         torch = resolve(f"torch=={versions['torch']}", "--index-url", CPU_INDEX)
-    others = resolve("-r", "tools/requirements-cpu.txt")
+    others = resolve(f"triton=={versions['triton']}", "-r", "tools/requirements-cpu.txt")
     alone = resolve("--no-deps", *(f"{name}=={versions[name]}" for name in ("sglang", "torchvision")))
     return list({item["metadata"]["name"].lower(): item for item in [*others, *alone, *torch]}.values())
 
 
 def cuda_recipe() -> list[dict[str, Any]]:
-    return resolve("-e", f"{ROOT}[dev]")
+    return resolve("-e", f"{ROOT}[dev]", f"sglang=={SGLANG}")
 
 
 def size(url: str) -> int:

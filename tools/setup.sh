@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # Create a virtual environment and install this package with everything it needs to run and to be tested.
 #
-#   tools/setup.sh VENV [cpu|cuda]
+#   tools/setup.sh VENV [cpu|cuda] [SGLANG]
 #
-# Without a second argument the recipe follows the machine: cuda where nvidia-smi lists a GPU, else cpu.
+# Without a second argument the recipe follows the machine: cuda where nvidia-smi lists a GPU, else cpu. SGLANG is the
+# release of SGLang, 0.5.17 by default; docs/versions.md says which ones are served.
 # Running it again is safe: an existing VENV is kept and only what is missing is installed.
 set -euo pipefail
 
-venv=${1:?usage: tools/setup.sh VENV [cpu|cuda]}
+venv=${1:?usage: tools/setup.sh VENV [cpu|cuda] [SGLANG]}
 recipe=${2:-}
 root=$(cd "$(dirname "$0")/.." && pwd)
 torch=2.13.0
 sglang=0.5.17
-torchvision=0.28.0
+requirements=$root/tools/requirements-cpu.txt
 
 if [ -z "$recipe" ]; then
   if nvidia-smi -L 2>/dev/null | grep -q GPU; then recipe=cuda; else recipe=cpu; fi
@@ -57,14 +58,31 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 install() { pip install -q --no-compile "$@"; }
 
 if [ "$recipe" = cuda ]; then
-  install -e "$root[dev]"
+  install -e "$root[dev]" "sglang==${3:-$sglang}"
 else
-  # A local or mirrored CPU wheel first; PyPI has only the CUDA build, so otherwise PyTorch's own index.
-  install "torch==$torch+cpu" 2>/dev/null ||
-    install "torch==$torch" --index-url https://download.pytorch.org/whl/cpu
-  install -r "$root/tools/requirements-cpu.txt"
   # Without dependencies: theirs pin the CUDA build of torch.
-  install --no-deps "sglang==$sglang" "torchvision==$torchvision"
+  install --no-deps "sglang==${3:-$sglang}"
+  if [ "${3:-$sglang}" != "$sglang" ]; then
+    # Torch and what the CPU recipe installs besides as this release of SGLang pins them.
+    requirements=$venv/requirements-cpu.txt
+    "$venv/bin/python" "$root/tools/sglang_pins.py" "$root/tools/requirements-cpu.txt" >"$requirements"
+    torch=$("$venv/bin/python" "$root/tools/sglang_pins.py" torch)
+  fi
+  case $torch in
+    2.13.0) torchvision=0.28.0 triton=3.7.1 ;;
+    2.14.1) torchvision=0.29.1 triton=3.8.0 ;;
+    *)
+      echo "setup: SGLang ${3:-$sglang} wants torch $torch, for which tools/setup.sh knows no torchvision and triton" >&2
+      exit 1
+      ;;
+  esac
+  # A local or mirrored CPU wheel first, else PyTorch's own index. PyPI has the CUDA build alone, which runs without a
+  # GPU, too, but brings 2.5 GB of libraries.
+  install "torch==$torch+cpu" 2>/dev/null ||
+    install "torch==$torch" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
+    install "torch==$torch"
+  install "triton==$triton" -r "$requirements"
+  install --no-deps "torchvision==$torchvision"
   "$venv/bin/python" "$root/tools/patch_torchvision_cpu.py"
   install --no-deps --no-build-isolation -e "$root"
 fi

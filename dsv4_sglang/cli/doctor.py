@@ -65,10 +65,10 @@ def sglang_version(gpu: bool) -> Iterator[Finding]:
     found = _version("sglang")
     if found is None:
         yield Finding("sglang", "not installed", "fail")
-    elif found in compat.VALIDATED:
-        yield Finding("sglang", f"{found}, validated")
+    elif state := compat.validation():
+        yield Finding("sglang", f"{found}, {state}")
     else:
-        yield Finding("sglang", f"{found}; validated: {', '.join(compat.VALIDATED)}", "note")
+        yield Finding("sglang", f"{found}, not validated; validated: {', '.join(compat.VALIDATED)}", "note")
 
 
 def device(gpu: bool) -> Iterator[Finding]:

@@ -55,7 +55,12 @@ def _declare_state() -> None:
     config_class.mamba_chunk_size = BLOCK
     config_class.full_attention_layer_ids = property(lambda config: list(range(config.num_hidden_layers)))
     register_linear_attn_model(
-        LinearAttnModelSpec(config_class=config_class, backend_class_name=BACKEND, arch_names=[ARCHITECTURE])
+        LinearAttnModelSpec(
+            config_class=config_class,
+            backend_class_name=BACKEND,
+            arch_names=[ARCHITECTURE],
+            support_mamba_cache_extra_buffer=True,
+        )
     )
 
 

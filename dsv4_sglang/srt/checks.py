@@ -83,12 +83,10 @@ def _draft_classes(scheduler: Any, tokens: object) -> list[tuple[str, object, ty
 
 
 def _tree_class(server_args: Any) -> type:
-    from sglang.srt.mem_cache.chunk_cache import ChunkCache
-
     from dsv4_sglang.srt.prefix.cache import PrefixCache
 
     if server_args.disable_radix_cache:
-        return ChunkCache
+        return compat.tree_without_prefix_cache()
     if not server_args.enable_hierarchical_cache:
         return PrefixCache
     from dsv4_sglang.srt.host.cache import TieredCache

@@ -12,19 +12,21 @@ from sglang.srt.layers import dp_attention
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-Gather = Callable[[Tensor, Tensor, Any], None]
+Gather = Callable[..., None]
 
 
-def gather_equal(global_tokens: Tensor, local_tokens: Tensor, forward_batch: Any) -> None:
+def gather_equal(global_tokens: Tensor, local_tokens: Tensor, forward_batch: Any, *arguments: Any) -> None:
     """Tokens of all attention ranks from those of each, which are the same in all processes of a rank."""
-    dp_attention.dp_gather_replicate(global_tokens, local_tokens, forward_batch)
+    dp_attention.dp_gather_replicate(global_tokens, local_tokens, forward_batch, *arguments)
 
 
-def gather_a_copy(original: Gather, global_tokens: Tensor, local_tokens: Tensor, forward_batch: Any) -> None:
+def gather_a_copy(
+    original: Gather, global_tokens: Tensor, local_tokens: Tensor, forward_batch: Any, *arguments: Any
+) -> None:
     """The same, and `local_tokens` stay as they are."""
     if get_parallel().attn_tp_size > 1:
         local_tokens = local_tokens.clone()
-    original(global_tokens, local_tokens, forward_batch)
+    original(global_tokens, local_tokens, forward_batch, *arguments)
 
 
 def sum_token_ids(*args: Any, **kwargs: Any) -> None:

@@ -1,33 +1,82 @@
-"""What this package knows about SGLang's insides: versions, and every name that SGLang keeps to itself.
+"""What this package knows about SGLang's insides: releases, and every name that SGLang keeps to itself.
 
 A leading underscore says that a name may change without notice, so such names stand here only, behind functions that
-say what they are for. `contracts` compares them with the SGLang that is installed before a server starts.
+say what they are for. What differs between the releases that this package serves stands here, too, one function or
+constant a difference, with the first release that has it the new way (`since`); docs/versions.md lists them.
+`contracts` compares what hooks and overrides rely on with the SGLang that is installed before a server starts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import cache
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+import torch
+from packaging.version import Version
+
 from dsv4_sglang.model.config import DSV4Config
 
-# Versions on which the server tests have passed. Other versions are tried and refused if `contracts` finds differences.
-VALIDATED = ("0.5.17",)
+VALIDATED = {
+    "0.5.17": "validated on GPU and CPU: the whole suite",
+    "0.5.23": "validated on CPU by `make test-newest`; its GPU path is adapted by reading",
+}
+"""Releases on which the server tests have passed, and which. Others are tried and refused if `contracts` finds
+differences."""
 
-# Private functions that hooks replace or wrap; `hooks` says why.
+
+def sglang_version() -> str:
+    return version("sglang")
+
+
+@cache
+def since(release: str) -> bool:
+    """Whether the SGLang that is installed is this release or a later one."""
+    return Version(sglang_version()) >= Version(release)
+
+
+def validation() -> str | None:
+    """What of the installed release has been validated, None for nothing."""
+    return VALIDATED.get(sglang_version())
+
+
+def version_note() -> str:
+    """One sentence for error messages."""
+    return f"this is SGLang {sglang_version()}; validated: {', '.join(VALIDATED)}"
+
+
+# Functions that hooks replace or wrap; `hooks` says why. Empty where a release has no such function or needs no hook.
+_ARGS = "sglang.srt.arg_groups."
+FLAGS_RESOLVED = _ARGS + (
+    "validation_hook.check_server_args" if since("0.5.19") else "overrides.materialize_declarations"
+)
+# Since 0.5.21 the spec that `activate` registers says it.
+ALLOW_EXTRA_BUFFER = "" if since("0.5.21") else _ARGS + "overrides.supports_mamba_cache_extra_buffer"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
 CHOOSE_STATE_SLOTS = _CONFIGURATOR + "_handle_max_mamba_cache"
 SLOTS_OF_A_REQUEST = _CONFIGURATOR + "_calculate_mamba_ratio"
+# Since 0.5.20 it refuses FP8 rows on a CPU without AMX.
+CONFIGURE_POOLS = _CONFIGURATOR + "configure" if since("0.5.20") else ""
 BUILD_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_req_pool"
 BUILD_KV_POOL = _CONFIGURATOR + "_build_token_to_kv_pool"
 TRACK_REQUEST = "sglang.srt.managers.schedule_batch.ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend"
 _DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker."
 CAPTURE_DRAFT_GRAPHS = _DRAFT_WORKER + "_capture_cuda_graphs"
 DRAFT_EXTEND = _DRAFT_WORKER + "_draft_extend_for_decode"
-RESOLVE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
-VALIDATE_EXTRA_BUFFER = "sglang.srt.server_args.ServerArgs._validate_mamba_extra_buffer"
+SERVES_HOST_TIER = not since("0.5.18")
+SERVES_DSPARK = not since("0.5.18")
+RESOLVE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark" if SERVES_DSPARK else ""
+DSPARK_FLAGS = "sglang.srt.speculative.draft_worker_common.draft_server_args_overrides" if SERVES_DSPARK else ""
+_INJECTOR = "sglang.srt.speculative.dspark_components.dspark_kv_inject.TargetHiddenKvInjector."
+WRITE_CONTEXT = _INJECTOR + "inject_target_hidden" if SERVES_DSPARK else ""
+VALIDATE_EXTRA_BUFFER = (
+    _ARGS + "mamba_hook.validate_mamba_extra_buffer"
+    if since("0.5.19")
+    else "sglang.srt.server_args.ServerArgs._validate_mamba_extra_buffer"
+)
 
 
 class Override(NamedTuple):
@@ -50,7 +99,8 @@ OVERRIDES = (
         "where SGLang's layer makes its attention, which is ours here",
     ),
     Override(
-        _IN_TREE + "DeepseekV4DecoderLayer",
+        # On a GPU no layer has it since then.
+        _IN_TREE + ("DeepseekV4PlatformDecoderLayer" if since("0.5.23") else "DeepseekV4DecoderLayer"),
         _MODEL + "DecoderLayer",
         "_run_moe_ffn_dp_sync",
         "the experts of a layer; SGLang has them as GPU kernels only",
@@ -94,15 +144,6 @@ OVERRIDES = (
 )
 
 
-def sglang_version() -> str:
-    return version("sglang")
-
-
-def version_note() -> str:
-    """One sentence for error messages."""
-    return f"this is SGLang {sglang_version()}; validated: {', '.join(VALIDATED)}"
-
-
 def model_config(hf_config: Any) -> DSV4Config:
     """The model's config from SGLang's config object, which holds the RoPE fields in the form of its transformers."""
     from sglang.srt.utils.hf_transformers_utils import get_rope_config
@@ -126,22 +167,66 @@ def applied_hooks() -> set[str]:
     return HookRegistry._patched
 
 
-def flag_defaults() -> dict[str, Any]:
-    """Every field of SGLang's ServerArgs and its default; None for the one that has none, the model's path."""
+def _flag_fields() -> tuple[Iterable[Any], object]:
+    """The fields of SGLang's ServerArgs, and what their `default` and `default_factory` are where there is none. A
+    dataclass until 0.5.19, a msgspec structure since."""
     from sglang.srt.server_args import ServerArgs
 
+    if since("0.5.20"):
+        import msgspec
+
+        return msgspec.structs.fields(ServerArgs), msgspec.NODEFAULT
+    return dataclasses.fields(ServerArgs), dataclasses.MISSING
+
+
+def flag_defaults() -> dict[str, Any]:
+    """Every field of SGLang's ServerArgs and its default; None for the one that has none, the model's path."""
     defaults: dict[str, Any] = {}
-    for field in dataclasses.fields(ServerArgs):
-        if field.default_factory is not dataclasses.MISSING:
+    fields, missing = _flag_fields()
+    for field in fields:
+        if field.name.startswith("_"):  # SGLang's own notes
+            continue
+        if field.default_factory is not missing:
             defaults[field.name] = field.default_factory()
         else:
-            defaults[field.name] = None if field.default is dataclasses.MISSING else field.default
+            defaults[field.name] = None if field.default is missing else field.default
     return defaults
+
+
+def flags(server_args: Any) -> Any:
+    """The flags as far as SGLang has resolved them. Since 0.5.19 ServerArgs keep what was given, and what follows from
+    it stands beside."""
+    if not since("0.5.19"):
+        return server_args
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return resolving_view(server_args)
+
+
+def set_flags(server_args: Any, **values: Any) -> None:
+    """Decide flags while SGLang resolves them. Since 0.5.19 they are declared."""
+    if since("0.5.19"):
+        from sglang.srt.arg_groups.overrides import declare_resolution
+
+        declare_resolution(server_args, "dsv4_sglang", **values)
+        return
+    for name, value in values.items():
+        setattr(server_args, name, value)
 
 
 def flags_are_resolved(server_args: Any) -> bool:
     """Whether SGLang has filled in everything that follows from the flags as given."""
-    return bool(getattr(server_args, "_declarations_materialized", False))
+    name = "_resolution_finished" if since("0.5.19") else "_declarations_materialized"
+    return bool(getattr(server_args, name, False))
+
+
+def linear_bf16_fp32() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """SGLang's GEMM of bf16 with an fp32 result."""
+    if since("0.5.21"):
+        from sglang.kernels.ops.gemm.bf16_fp32 import linear_bf16_fp32 as gemm
+    else:
+        from sglang.kernels.ops.attention.dsv4 import linear_bf16_fp32 as gemm
+    return gemm
 
 
 def takes_quantised_input(linear: Any) -> bool:
@@ -166,51 +251,162 @@ def takes_quantised_input(linear: Any) -> bool:
 
 
 def track_entry(taken: bool) -> Any:
-    """What `TRACK_REQUEST` returns for a request; its one index and length say nothing here."""
+    """What `TRACK_REQUEST` returns for a request; its one place and length say nothing here."""
     from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry
 
-    return _MambaRadixCacheV2TrackEntry(track_mask=taken, track_index=0, track_seqlen=0)
+    return _MambaRadixCacheV2TrackEntry(taken, 0, 0)
+
+
+def held(req: Any) -> Any:
+    """Where a request keeps what it has of the pools: itself until 0.5.18, a record of its own since."""
+    return req.kv if since("0.5.19") else req
+
+
+def prefix_len(req: Any) -> int:
+    """Tokens of a request that the tree had."""
+    return req.prefix_len if since("0.5.22") else len(req.prefix_indices)
+
+
+def extend_end(req: Any) -> int:
+    """Tokens of a request behind its next prefill step."""
+    return req.extend_end if since("0.5.22") else req.extend_range.end
+
+
+def committed_len(req: Any) -> int:
+    """Tokens of a request that are in the cache for good."""
+    return held(req).kv_committed_len
+
+
+def fill_state_pool(pool: Any) -> None:
+    """Attributes that SGLang's request pool reads of a state pool made by another constructor than its own."""
+    pool.debug_memory_pool = False
+    pool.enable_linear_replayssm = pool.enable_linear_replayssm_spec = pool.replayssm_spec_fold = False
+    pool.replayssm_is_kda = False
+    pool.replayssm_write_pos = pool.replayssm_cache_base = pool.replayssm_is_flush = None
+    pool.enable_custom_mem_pool, pool.custom_mem_pool = False, None
+    pool.conv_shard_groups, pool.conv_slice_axis = None, 0
+    if since("0.5.20"):
+        pool.replayssm_spec_write_pos = None
+        pool._slot_state_siblings = []
+
+
+def fill_request_pool(pool: Any, device: Any) -> None:
+    """What a prefill step reads of the request pool since 0.5.23: which slots a request's track positions are.
+    `prefix.schedule` throws away what comes of it."""
+    if since("0.5.23"):
+        pool.req_index_to_mamba_ping_pong_track_buffer_mapping = torch.zeros(
+            (pool.req_to_token.shape[0], 2), dtype=torch.int64, device=device
+        )
+
+
+def note_track_positions(batch: Any) -> None:
+    """A decode step's result reads the place of each request's checkpoint, of which there is one here."""
+    batch.mamba_track_buffer_indices = [0] * len(batch.reqs)
+
+
+def inserted_before(length: int) -> dict[str, Any]:
+    """Arguments of `InsertParams`: the request has inserted so many tokens already, which is no hit of theirs."""
+    return {"inserted_len": length} if since("0.5.22") else {"chunked": True}
+
+
+def release_retracted(
+    original: Callable[..., None], req: Any, tree_cache: Any, keep: bool, *arguments: Any, **named: Any
+) -> None:
+    """Call `release_kv_cache`, which gives back what a retracted request has; with `keep` the tree takes over what
+    reaches to its last checkpoint first. Since 0.5.22 the function refuses to do that for a request that goes on."""
+    if not since("0.5.22"):
+        is_insert = arguments[0] if arguments else named.get("is_insert", True)
+        original(req, tree_cache, is_insert=is_insert or keep)
+        return
+    if keep and req.kv.holds_kv:
+        req.refresh_fill_ids()
+        tree_cache.checkpoint(req, up_to=req.owned_kv_len())
+    original(req, tree_cache, *arguments, **named)
+
+
+def tree_without_prefix_cache() -> type:
+    """The class of the tree of a launch with --disable-radix-cache."""
+    if since("0.5.22"):
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        return UnifiedRadixCache
+    from sglang.srt.mem_cache.chunk_cache import ChunkCache
+
+    return ChunkCache
+
+
+def evicted_layers(*arguments: Any, **named: Any) -> Any:
+    """The argument `target` of `evict_component`, before which another one stands since 0.5.23."""
+    from sglang.srt.mem_cache.unified_cache.components import EvictLayer
+
+    return named.get("target", next((a for a in arguments if isinstance(a, EvictLayer)), EvictLayer.DEVICE))
+
+
+def _collector() -> list[list[Any]]:
+    """The list of what remains to be done behind an eviction, which functions of the tree take since 0.5.23."""
+    return [[]] if since("0.5.23") else []
+
+
+def _settle(cache: Any, device: Any, host: Any, collected: list[list[Any]]) -> None:
+    cache._free_values(device, host)
+    for actions in collected:
+        cache._apply_cache_actions(actions)
 
 
 def evict_from_device(component: Any, node: Any) -> None:
     """Take what `component` has on a node of the tree off the device; the node's other components stay."""
-    from sglang.srt.mem_cache.unified_cache.components.tree_component import EvictLayer
+    from sglang.srt.mem_cache.unified_cache.components import EvictLayer
 
     device: dict[Any, list[Any]] = defaultdict(list)
     host: dict[Any, list[Any]] = defaultdict(list)
-    component.tree_core._evict_component_and_detach_lru(node, component, device, host, target=EvictLayer.DEVICE)
-    component.cache._free_values(device, host)
+    collected = _collector()
+    component.tree_core._evict_component_and_detach_lru(
+        node, component, device, host, *collected, target=EvictLayer.DEVICE
+    )
+    _settle(component.cache, device, host, collected)
 
 
 def evict_from_host(cache: Any, node: Any) -> int:
     """Take all that the host has of a node that the device has, too; the number of tokens whose blocks are free."""
-    from sglang.srt.mem_cache.unified_cache.components.tree_component import EvictLayer
+    from sglang.srt.mem_cache.unified_cache.components import EvictLayer
 
     core = cache.tree_core
     device: dict[Any, list[Any]] = defaultdict(list)
     host: dict[Any, list[Any]] = defaultdict(list)
+    collected = _collector()
     for component in cache.components.values():
-        core._evict_component_and_detach_lru(node, component, device, host, target=EvictLayer.HOST)
+        core._evict_component_and_detach_lru(node, component, device, host, *collected, target=EvictLayer.HOST)
     core._update_evictable_leaf_sets(node)
-    cache._free_values(device, host)
+    _settle(cache, device, host, collected)
     return len(node.key)
 
 
-def evict_checkpoint_from_host(component: Any, node: Any, tracker: Any, device_frees: Any, host_frees: Any) -> None:
+def evict_checkpoint_from_host(
+    component: Any, node: Any, tracker: Any, device_frees: Any, host_frees: Any, *collected: Any
+) -> None:
     """Within SGLang's drive for room on the host: take the node's checkpoint; where the path ends, its blocks, too.
 
     Nothing happens while a copy to the host or to a storage is under way.
     """
-    from sglang.srt.mem_cache.unified_cache.components.tree_component import EvictLayer
+    from sglang.srt.mem_cache.unified_cache.components import EvictLayer
 
     core = component.tree_core
     if node in core.evictable_host_leaves:
-        core._evict_host_leaf(node, tracker, device_frees, host_frees)
+        core._evict_host_leaf(node, tracker, device_frees, host_frees, *collected)
     elif not node.component_data[component.component_type].host_lock_ref and node.write_through_pending_id is None:
         core._evict_component_and_detach_lru(
-            node, component, device_frees, host_frees, target=EvictLayer.HOST, tracker=tracker
+            node, component, device_frees, host_frees, *collected, target=EvictLayer.HOST, tracker=tracker
         )
         core._update_evictable_leaf_sets(node)
+
+
+def host_pool_group(entries: list[Any]) -> Any:
+    """SGLang's group of host pools."""
+    if since("0.5.19"):
+        from sglang.srt.mem_cache.pool_host.group import HostPoolGroup
+    else:
+        from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup
+    return HostPoolGroup(entries)
 
 
 def start_backup(cache: Any, node_id: int, device_blocks: Any, transfers: Any) -> Any:

@@ -46,12 +46,11 @@ def override_differences() -> list[str]:
 
 
 def flag_differences() -> list[str]:
-    """Fields that this package reads of SGLang's ServerArgs, or lists, and that are not there."""
-    names = {*flags.known(), *(limit.field for limit in refusals.LIMITS)}
-    gone = sorted(names - compat.flag_defaults().keys())
-    return [
-        f"ServerArgs.{name} does not exist in this SGLang: {refusals.flag(name)} cannot be refused" for name in gone
-    ]
+    """Fields that this package reads of SGLang's ServerArgs, and that are not there. One that is refused may have
+    another name, by which it is refused, too, as a flag that is not known."""
+    names = {name for group in flags.SUPPORTED for name in group.fields.split()}
+    gone = sorted(names.union(limit.field for limit in refusals.LIMITS) - compat.flag_defaults().keys())
+    return [f"ServerArgs.{name}, which this cache reads, does not exist in this SGLang" for name in gone]
 
 
 def require(differences: Iterable[str]) -> None:
@@ -74,7 +73,9 @@ def _difference(ours: Callable[..., Any], theirs: Callable[..., Any], skip: bool
     except ValueError:  # a function written in C says nothing
         return None
     if wanted and wanted[0].name in ("self", "cls"):
-        mine, wanted = mine[1:], wanted[1:]
+        wanted = wanted[1:]
+        # `*args` take it along with the others.
+        mine = mine[1:] if mine and mine[0].kind is not Parameter.VAR_POSITIONAL else mine
     rest = {p.kind for p in mine}
     order, order_wanted = (
         [p.name for p in parameters if p.kind is Parameter.POSITIONAL_OR_KEYWORD] for parameters in (mine, wanted)

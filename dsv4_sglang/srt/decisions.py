@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt import compat
@@ -46,15 +48,17 @@ class Launch:
     def begin(self, server_args: Any) -> None:
         """A model config is being built. In a scheduler process this is where the flags come in, resolved."""
         if compat.flags_are_resolved(server_args):
-            refuse_resolved(server_args)
+            refuse_resolved(compat.flags(server_args))
 
     def declarations(self, original: Callable[..., Any], architecture: str, server_args: Any, hf_config: Any) -> Any:
         if architecture != ARCHITECTURE:
             raise ValueError(f"dsv4_sglang refuses to start: the model is a {architecture}; expected {ARCHITECTURE}")
         refuse_given(server_args, hf_config)
         # Decoding requests take a rolling checkpoint at the end of every block.
-        server_args.mamba_track_interval = BLOCK
-        server_args.radix_cache_backend = PREFIX_CACHE
+        compat.set_flags(server_args, mamba_track_interval=BLOCK, radix_cache_backend=PREFIX_CACHE)
+        if not server_args.disable_radix_cache:
+            # SGLang may have chosen before it knows that there are pages.
+            compat.set_flags(server_args, mamba_radix_cache_strategy="extra_buffer")
         ours = {"page_size": BLOCK, "attention_backend": BACKEND}
         # SGLang splits its memory between window pages and the rest; this cache has no window pages.
         declared = [
@@ -65,9 +69,10 @@ class Launch:
 
     def resolved(self, original: Callable[..., None], server_args: Any) -> None:
         original(server_args)
-        refuse_resolved(server_args)
-        if server_args.device == "cpu" and server_args.speculative_algorithm is not None:
-            log.warning(GREEDY_ON_CPU, server_args.speculative_algorithm)
+        args = compat.flags(server_args)
+        refuse_resolved(args)
+        if args.device == "cpu" and args.speculative_algorithm is not None:
+            log.warning(GREEDY_ON_CPU, args.speculative_algorithm)
 
     def extra_buffer(self, original: Callable[..., bool], view: Any, model_arch: str) -> bool:
         return model_arch == ARCHITECTURE or original(view, model_arch)
@@ -81,7 +86,7 @@ class Launch:
     def layout_for(self, configurator: Any) -> CacheLayout:
         """The layout of this launch; the dtype of the rows is known once the model is loaded."""
         if self.layout is None:
-            args = configurator.server_args
+            args = compat.flags(configurator.server_args)
             draft_layers = 0 if args.speculative_algorithm is None else 1
             if args.speculative_algorithm == "DSPARK":
                 # A stage for each layer of the model that it reads.
@@ -103,11 +108,11 @@ class Launch:
 
     def state_slots(self, original: Callable[..., float], configurator: Any, total_rest_memory: float) -> float:
         """Choose the number of state slots; return the memory that is left for blocks, in GiB."""
-        from sglang.srt.runtime_context import get_context, get_memory, get_schedule
+        from sglang.srt.runtime_context import get_context, get_memory, get_parallel, get_schedule
 
         layout, settings = self.layout_for(configurator), get_schedule()
         # Each rank of DP attention runs its share.
-        running = settings.max_running_requests // configurator.ps.attn_dp_size
+        running = settings.max_running_requests // get_parallel().attn_dp_size
         step_tokens = settings.chunked_prefill_size or 0
         self.demand = demand_of(
             layout,
@@ -115,7 +120,7 @@ class Launch:
             running=running,
             step_tokens=step_tokens if step_tokens > 0 else settings.max_prefill_tokens,
             max_checkpoints=self.options.max_checkpoints,
-            max_total_tokens=configurator.server_args.max_total_tokens,
+            max_total_tokens=compat.flags(configurator.server_args).max_total_tokens,
             prefix_cache=not get_memory().disable_radix_cache,
         )
         get_context().override("dsv4_sglang.state_slots", max_mamba_cache_size=running)
@@ -127,6 +132,15 @@ class Launch:
 
     def pool_configurator(self, original: Callable[..., Any], kvc: Any) -> BlockConfigurator:
         return BlockConfigurator(self.layout_for(kvc), kvc.model_config.context_len)
+
+    def pools_on_cpu(self, original: Callable[..., Any], configurator: Any, *, pre_model_load_memory: int) -> Any:
+        """The layout knows the dtype of the rows; nothing else here asks for it."""
+        self.layout_for(configurator)
+        dtype, configurator.kv_cache_dtype = configurator.kv_cache_dtype, torch.bfloat16
+        try:
+            return original(configurator, pre_model_load_memory=pre_model_load_memory)
+        finally:
+            configurator.kv_cache_dtype = dtype
 
     def request_pool(
         self, original: Callable[..., Any], configurator: Any, *, max_num_reqs: int, extra_max_context_len: int
@@ -146,7 +160,7 @@ class Launch:
             enable_memory_saver=get_exec().features.enable_memory_saver,
             cache_params=StateParams.of(layout, demand.staging, demand.checkpoints),
             mamba_layer_ids=list(range(len(layout.schemas))),
-            enable_mamba_extra_buffer=configurator.server_args.enable_mamba_extra_buffer(),
+            enable_mamba_extra_buffer=False,
             enable_overlap_schedule=not get_schedule().disable_overlap_schedule,
         )
 

@@ -1,6 +1,7 @@
 """What becomes of every flag of SGLang (the fields of its ServerArgs, by name) in a launch with this cache.
 
-Each field is in one group. A flag that is in none, as one of a newer SGLang, is refused when it is given.
+Each field is in one group. A flag that is in none, as one of a newer SGLang, is refused when it is given. The fields
+are those of all releases that are served: an older one lacks some, a newer one others.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ SUPPORTED = (
     Group(
         "CUDA graphs of decode steps, with limits there too",
         "cuda_graph_config cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_max_bs_decode "
-        "cuda_graph_bs_decode cuda_graph_max_bs_prefill cuda_graph_bs_prefill cuda_graph_tc_compiler "
-        "disable_prefill_cuda_graph disable_decode_cuda_graph disable_cuda_graph disable_cuda_graph_padding "
+        "cuda_graph_bs_decode cuda_graph_max_bs_prefill cuda_graph_bs_prefill disable_prefill_cuda_graph "
+        "disable_decode_cuda_graph disable_cuda_graph disable_cuda_graph_padding "
         "enable_profile_cuda_graph enable_cudagraph_gc",
     ),
 )
@@ -78,14 +79,15 @@ WITHOUT_EFFECT = (
         "trust_remote_code revision model_loader_extra_config model_config_parser download_dir model_checksum "
         "delete_ckpt_after_loading decrypted_config_file weight_loader_disable_mmap "
         "weight_loader_prefetch_checkpoints weight_loader_prefetch_num_threads weight_loader_drop_cache_after_load "
-        "custom_weight_loader weight_version",
+        "custom_weight_loader weight_version ple_offload_embedding ple_offload_backend ple_offload_dir",
     ),
     Group(
         "order and number of requests, and which rank of DP attention they go to",
         "load_balance_method "
         "max_queued_requests enable_priority_scheduling disable_priority_preemption default_priority_value "
         "abort_on_priority_when_disabled schedule_low_priority_values_first priority_scheduling_preemption_threshold "
-        "scheduler_recv_interval num_continuous_decode_steps min_free_slots_delay allow_auto_truncate",
+        "scheduler_recv_interval num_continuous_decode_steps min_free_slots_delay allow_auto_truncate "
+        "prefill_decode_interval prefill_decode_interval_min_bs",
     ),
     Group(
         "processes, devices and how they talk",
@@ -95,7 +97,8 @@ WITHOUT_EFFECT = (
         "enable_dp_attention_local_control_broadcast deepep_mode deepep_dispatcher_output_dtype deepep_config "
         "enable_scattered_sconv pre_warm_nccl enable_quant_communications enable_flashinfer_allreduce_fusion "
         "enforce_disable_flashinfer_allreduce_fusion flashinfer_allreduce_fusion_backend "
-        "enable_aiter_allreduce_fusion",
+        "enable_aiter_allreduce_fusion disable_aiter_allreduce_fusion_in_prefill "
+        "disable_aiter_allreduce_fusion_in_decode mlx_enable_sampling",
     ),
     Group(
         "HTTP and what is built on it",
@@ -104,12 +107,18 @@ WITHOUT_EFFECT = (
         "admin_api_key served_model_name chat_template hf_chat_template_name completion_template file_storage_path "
         "reasoning_parser default_chat_template_kwargs enable_strict_thinking tool_call_parser tool_server "
         "asr_max_buffer_seconds asr_max_concurrent_sessions stream_interval batch_notify_size "
-        "stream_response_default_include_usage incremental_streaming_output engine_info_bootstrap_port",
+        "stream_response_default_include_usage incremental_streaming_output engine_info_bootstrap_port "
+        "http2_max_concurrent_streams http2_initial_connection_window_size enable_http_worker_reuseport "
+        "grpc_worker_threads grpc_response_timeout_secs gated_launch_port trust_request_chat_template "
+        "enable_response_store return_input_ids return_output_ids",
     ),
     Group(
         "sampling and grammars, behind the logits",
         "sampling_defaults preferred_sampling_params sampling_backend grammar_backend "
-        "constrained_json_whitespace_pattern constrained_json_disable_any_whitespace disable_outlines_disk_cache "
+        "constrained_json_whitespace_pattern constrained_json_max_whitespace_cnt sampling_mask_max_tokens "
+        "enable_watermark watermark_config watermark_context_window watermark_default_enabled watermark_enforce_all "
+        "watermark_key watermark_key_b watermark_max_probability watermark_mixing_probability "
+        "constrained_json_disable_any_whitespace disable_outlines_disk_cache "
         "enable_custom_logit_processor enable_fp32_lm_head enable_return_hidden_states return_hidden_states_mode",
     ),
     Group(
@@ -121,7 +130,7 @@ WITHOUT_EFFECT = (
         "bucket_inter_token_latency bucket_e2e_request_latency prompt_tokens_buckets generation_tokens_buckets "
         "gc_warning_threshold_secs decode_log_interval enable_request_time_stats_logging enable_forward_pass_metrics "
         "forward_pass_metrics_worker_id forward_pass_metrics_ipc_name enable_trace trace_modules otlp_traces_endpoint "
-        "export_metrics_to_file export_metrics_to_file_dir stat_loggers",
+        "export_metrics_to_file export_metrics_to_file_dir stat_loggers load_publish_endpoint otlp_service_name",
     ),
     Group(
         "weights and experts of the draft model, and which drafts are accepted",
@@ -142,7 +151,9 @@ WITHOUT_EFFECT = (
         "enable_broadcast_mm_inputs_process enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config "
         "mm_processor_worker_num mm_io_worker_num limit_mm_data_per_request enable_mm_global_cache "
         "disable_fast_image_processor mm_feature_transport keep_mm_feature_on_device encoder_transfer_backend "
-        "encoder_urls encoder_bootstrap_port encoder_register_urls enable_adaptive_dispatch_to_encoder",
+        "encoder_urls encoder_bootstrap_port encoder_register_urls enable_adaptive_dispatch_to_encoder "
+        "allowed_media_domains media_url_max_file_size_mb image_processor_backend mm_global_cache_backend "
+        "mm_preprocess_cache_size_mb trust_mm_content_hashes",
     ),
     Group(
         "they turn off what is not there",
@@ -154,6 +165,8 @@ WITHOUT_EFFECT = (
     ),
     Group(
         "read only with a flag that is refused",
+        # CUDA graphs of prefill steps
+        "cuda_graph_tc_compiler cuda_graph_max_seq_len_prefill cuda_graph_prefill_max_context "
         # other speculation
         "speculative_dflash_block_size speculative_draft_window_size "
         "speculative_dspark_sps_table_path speculative_dspark_confidence_sts_path "
@@ -161,11 +174,14 @@ WITHOUT_EFFECT = (
         "decoupled_spec_connect_endpoints decoupled_spec_rank spec_trace_dir speculative_ngram_min_bfs_breadth "
         "speculative_ngram_max_bfs_breadth speculative_ngram_match_type speculative_ngram_max_trie_depth "
         "speculative_ngram_capacity speculative_ngram_external_corpus_path speculative_ngram_external_sam_budget "
+        "speculative_draft_sink_size speculative_domino_candidate_pool_size "
         "speculative_ngram_external_corpus_max_tokens decrypted_draft_config_file enable_draft_weights_cpu_backup "
         # servers that divide the work
         "disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device "
         "num_reserved_decode_tokens disaggregation_decode_extra_slots disaggregation_decode_polling_interval "
-        "optimistic_prefill_attempts pdmux_config_path sm_group_num "
+        "optimistic_prefill_attempts pdmux_config_path sm_group_num disaggregation_decode_retraction_backup "
+        "disaggregation_decode_allocation_policy disaggregation_decode_host_receive_threshold "
+        "disaggregation_enable_kv_checksum "
         # parallelism
         "pp_max_micro_batch_size pp_async_batch_depth dcp_comm_backend dcp_replicate_q_proj "
         "prefill_delayer_max_delay_passes "
@@ -173,19 +189,22 @@ WITHOUT_EFFECT = (
         "prefill_delayer_wait_seconds_buckets prefill_delayer_queue_min_ratio prefill_delayer_max_delay_ms "
         "tbo_token_distribution_threshold "
         # experts
-        "fuseep_mode eplb_algorithm "
+        "fuseep_mode deepep_v2_mode flashinfer_a2a_dispatch_type paged_experts_num_resident eplb_algorithm "
         "eplb_rebalance_num_iterations eplb_rebalance_layers_per_chunk eplb_min_rebalancing_utilization_threshold "
         "expert_distribution_recorder_buffer_size mooncake_ib_device ep_join_rank_offset elastic_ep_initial_size "
         "max_ep_size elastic_ep_scale_timeout kt_method kt_cpuinfer kt_threadpool_count kt_num_gpu_experts "
         "kt_max_deferred_experts_per_token "
         # host memory and other machines
-        "lmcache_config_file flexkv_config_file "
+        "lmcache_config_file flexkv_config_file unified_cache_external_linker_backend "
+        "unified_cache_external_linker_config enable_linker_mla_dedup hicache_host_memory_fraction "
+        "hicache_storage_prefetch_retry_max_attempts hicache_storage_prefetch_retry_poll_interval "
         "hisparse_config offload_num_in_group offload_prefetch_step offload_mode enable_weights_cpu_backup "
         "weight_cache_socket weight_cache_timeout remote_instance_weight_loader_seed_instance_ip "
         "remote_instance_weight_loader_seed_instance_service_port "
         "remote_instance_weight_loader_send_weights_group_ports remote_instance_weight_loader_backend "
         "modelexpress_config "
         # the rest
+        "uno_lora_path return_aux_hidden_state_layer_ids "
         "max_lora_rank lora_target_modules max_loaded_loras max_loras_per_batch lora_eviction_policy lora_backend "
         "max_lora_chunk_size experts_shared_outer_loras lora_use_virtual_experts lora_strict_loading "
         "lora_drain_wait_threshold enable_lora_overlap_loading dllm_algorithm_config dllm_fdfo "
@@ -199,31 +218,44 @@ REFUSED = (
     Refused("rings and tails have room for one number of drafts", "speculative_adaptive"),
     Refused("the draft model is one layer", "enable_multi_layer_eagle"),
     Refused("the draft model's rows are state of the request that it drafts for", "decoupled_spec_role"),
-    Refused("with speculation it has not been tested", "speculative_token_map speculative_skip_dp_mlp_sync"),
+    Refused(
+        "with speculation it has not been tested",
+        "speculative_token_map speculative_skip_dp_mlp_sync speculative_use_block_verification "
+        "speculative_enable_w4a4_mxfp4_megamoe",
+    ),
+    Refused("rows of a draft layer have the format of the others", "speculative_draft_kv_cache_dtype"),
     Refused(
         "state slots and compressed blocks have no transfer between servers",
-        "disaggregation_mode disaggregation_decode_enable_radix_cache disaggregation_decode_enable_offload_kvcache",
+        "disaggregation_mode disaggregation_decode_enable_radix_cache disaggregation_decode_enable_offload_kvcache "
+        "enable_pd_role_switch",
     ),
     Refused("pools are sized for all layers in one process", "pp_size"),
     Refused(
         "with DP attention it has not been tested",
         "enable_dp_lm_head moe_dense_tp_size moe_dp_size dwdp_size enable_prefill_delayer "
-        "enable_attn_tp_input_scattered disable_attn_tp_gather",
+        "enable_attn_tp_input_scattered disable_attn_tp_gather enable_layernorm_sp enable_megamoe_for_layernorm_sp "
+        "enable_dense_mlp_attn_tp enable_shared_experts_attn_tp shared_experts_tp_size enable_cp_tp_group_sharing",
     ),
+    Refused("it has not been tested", "enable_tp_lm_head_all_to_all", ignored=True),
+    Refused("give --dp-size with --enable-dp-attention", "attn_dp_size", ignored=True),
     Refused(
         "a chunk's rows must lie in one process: no context parallelism",
         "attn_cp_size enable_prefill_cp cp_strategy enable_dsa_cache_layer_split enable_dsa_prefill_context_parallel "
         "enable_prefill_context_parallel enable_cp_decode_attn_tp",
     ),
-    Refused("a block belongs to one process: no context parallelism", "dcp_size"),
+    Refused("a block belongs to one process: no context parallelism", "dcp_size enable_kv_cache_sharding"),
     Refused(
         "experts lie where --ep-size puts them: moving, doubling or recording them has not been tested",
         "ep_num_redundant_experts ep_dispatch_algorithm init_expert_location enable_eplb "
         "expert_distribution_recorder_mode enable_expert_distribution_metrics elastic_ep_backend "
         "enable_elastic_expert_backup enable_waterfill ep_join_mode elastic_ep_rejoin enable_return_routed_experts "
-        "kt_weight_path",
+        "kt_weight_path expert_balancedness_report_mode enable_paged_experts",
     ),
-    Refused("it stores rows of one kind a token, which this cache has not", "enable_lmcache enable_flexkv"),
+    Refused(
+        "it stores rows of one kind a token, which this cache has not",
+        "enable_lmcache enable_flexkv enable_unified_cache_external_linker",
+    ),
+    Refused("the host keeps what it has a copy of", "hicache_host_memory_mode"),
     Refused("it moves rows of SGLang's own pool", "enable_hisparse"),
     Refused("it reads rows of SGLang's own pools", "kv_canary"),
     Refused(
@@ -234,7 +266,7 @@ REFUSED = (
     Refused("it moves chunks off the grid of blocks", "enable_dynamic_chunking"),
     Refused(
         'checkpoints are evicted by what they are worth; cap their number with the option "max_checkpoints"',
-        "mamba_max_states_per_path radix_eviction_policy",
+        "mamba_max_states_per_path radix_eviction_policy radix_eviction_policy_config",
     ),
     Refused(
         'checkpoints keep the bytes of the state; set their number with the option "max_checkpoints"',
@@ -245,7 +277,11 @@ REFUSED = (
     Refused("prefill and decode share one metadata", "enable_pdmux"),
     Refused("it replaces the pools", "enable_unified_memory enable_page_major_kv_layout"),
     Refused("the pools cannot be released and restored", "enable_memory_saver"),
-    Refused("it has not been tested", "enable_streaming_session enable_session_radix_cache use_ray"),
+    Refused(
+        "it has not been tested",
+        "enable_streaming_session enable_session_radix_cache use_ray enable_nvidia_megakernel enable_amd_monokernel "
+        "enable_w4a4_mxfp4_megamoe enable_return_aux_hidden_states aux_hidden_state_capture",
+    ),
     Refused("adapters have not been tested", "enable_lora lora_paths"),
     Refused("the step's metadata is not traceable", "enable_torch_compile"),
     Refused(
@@ -254,11 +290,15 @@ REFUSED = (
     ),
     Refused(
         "window rows are state of a request, of which there are as many as requests and checkpoints",
-        "swa_full_tokens_ratio",
+        "swa_full_tokens_ratio swa_prefix_tails",
+    ),
+    Refused(
+        "window rows of a checkpoint are stored, and nothing is computed again",
+        "enable_encoder_swa_bounded_replay enable_decoder_swa_bounded_replay",
     ),
     Refused(
         "projections of a layer lie side by side and cannot move apart",
-        "cpu_offload_gb offload_group_size torchao_config weight_cache_mode "
+        "cpu_offload_gb offload_group_size torchao_config weight_cache_mode startup_weight_load_mode "
         "checkpoint_engine_wait_weights_before_ready remote_instance_weight_loader_start_seed_via_transfer_engine",
     ),
     Refused(
@@ -278,8 +318,13 @@ REFUSED = (
         "sums of this cache's kernels depend on the batch",
         "enable_deterministic_inference rl_on_policy_target",
     ),
+    Refused(
+        "attention adds up its parts itself",
+        "boundary_reduction speculative_boundary_reduction",
+        ignored=True,
+    ),
     Refused("the compressors want their projections in full fp32", "enable_tf32_matmul"),
-    Refused("there is one model here, for text", "encoder_only language_only"),
+    Refused("there is one model here, for text", "encoder_only language_only language_model_only"),
     Refused(
         "what a layer's attention returns is not a tensor that a module hook could read",
         "debug_tensor_dump_output_folder forward_hooks msprobe_dump_config enable_layerwise_nvtx_marker",
@@ -294,7 +339,8 @@ REFUSED = (
         "linear_replayssm_cache_len enable_linear_replayssm_spec triton_attention_reduce_in_fp32 "
         "triton_attention_num_kv_splits triton_attention_split_tile_size flashinfer_mla_disable_ragged "
         "enable_fused_qk_norm_rope dsa_prefill_backend dsa_decode_backend dsa_paged_mqa_logits_backend "
-        "dsa_topk_backend",
+        "dsa_topk_backend dsa_triton_union enable_dsa_fused_indexer qsa_indexer_dtype speculative_dsa_topk_backend "
+        "dsv4_attn_backend dsv4_prefill_backend prefill_kv_cache_dequant_dtype enable_lean_attention c128_page_size",
         ignored=True,
     ),
 )

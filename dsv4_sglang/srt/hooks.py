@@ -20,6 +20,8 @@ SRT = "sglang.srt."
 
 
 class Hook(NamedTuple):
+    """`target` is empty where the release of SGLang needs no hook."""
+
     target: str
     kind: HookType
     function: Callable[..., Any]
@@ -37,13 +39,13 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "blocks of 128 tokens and our backend instead of 256 and SGLang's; refuse flags before anything is loaded",
         ),
         Hook(
-            SRT + "arg_groups.overrides.materialize_declarations",
+            compat.FLAGS_RESOLVED,
             HookType.AROUND,
             launch.resolved,
             "refuse what follows from the flags, too, once SGLang has resolved them",
         ),
         Hook(
-            SRT + "arg_groups.overrides.supports_mamba_cache_extra_buffer",
+            compat.ALLOW_EXTRA_BUFFER,
             HookType.AROUND,
             launch.extra_buffer,
             "checkpoints are taken into extra slots; SGLang allows that for a fixed list of architectures",
@@ -141,13 +143,13 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "the draft model's rings are in our checkpoints; SGLang would look for blocks of its own and warn",
         ),
         Hook(
-            SRT + "speculative.draft_worker_common.draft_server_args_overrides",
+            compat.DSPARK_FLAGS,
             HookType.AROUND,
             launch.draft_flags,
             "DSPARK's stages read our rings; SGLang gives its worker the backend of its own pool",
         ),
         Hook(
-            SRT + "speculative.dspark_components.dspark_kv_inject.TargetHiddenKvInjector.inject_target_hidden",
+            compat.WRITE_CONTEXT,
             HookType.REPLACE,
             speculation.write_context,
             "the context that DSPARK's stages read is rows of our rings; with it a step's checkpoints are complete",
@@ -193,8 +195,15 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
         Hook(
             compat.VALIDATE_EXTRA_BUFFER,
             HookType.REPLACE,
-            lambda self, view, model_arch: None,
+            lambda *args, **kwargs: None,
             "it asks for a GPU because SGLang's own models of this kind have no other kernels",
+            cpu_only=True,
+        ),
+        Hook(
+            compat.CONFIGURE_POOLS,
+            HookType.AROUND,
+            launch.pools_on_cpu,
+            "it refuses FP8 rows without AMX, which SGLang's own kernels need",
             cpu_only=True,
         ),
         Hook(
@@ -223,6 +232,13 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             HookType.REPLACE,
             lambda self, *args, **kwargs: None,
             "DSPARK's worker tells the allocator of streams, of which there are none",
+            cpu_only=True,
+        ),
+        Hook(
+            "torch.get_device_module",
+            HookType.AROUND,
+            lambda original, device=None: original("cpu" if device is None else device),
+            "without a device SGLang means that of the model; a CUDA build of torch means CUDA, GPU or not",
             cpu_only=True,
         ),
         Hook(
@@ -261,4 +277,4 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             cpu_only=True,
         ),
     )
-    return tuple(hook for hook in table if on_cpu or not hook.cpu_only)
+    return tuple(hook for hook in table if hook.target and (on_cpu or not hook.cpu_only))

@@ -148,11 +148,13 @@ def opt_in(overrides: str | None) -> str:
 
 
 def cpu_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What SGLang needs where there is no GPU: its CPU engine, Triton's interpreter, a stand-in for `sgl_kernel`."""
+    """What SGLang needs where there is no GPU: its CPU engine, Triton's interpreter, a stand-in for `sgl_kernel`, and
+    to find no NCCL, which a CUDA build of torch has."""
     paths = [str(CPU_SHIM), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "TRITON_INTERPRET": "1",
+        "SGLANG_NCCL_SO_PATH": os.devnull,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
     }
 

@@ -19,6 +19,7 @@ from dsv4_sglang.cache.layout import COMPRESSED, CacheLayout
 from dsv4_sglang.cache.paged_cache import make_paged_pools
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
 
@@ -73,12 +74,7 @@ class StateSlotPool(MambaPool):
         self.size, self.device = size, device
         self.mamba_layer_ids = list(mamba_layer_ids)
         self.num_mamba_layers = len(self.mamba_layer_ids)
-        self.debug_memory_pool = False
-        self.enable_linear_replayssm = self.enable_linear_replayssm_spec = self.replayssm_spec_fold = False
-        self.replayssm_is_kda = False
-        self.replayssm_write_pos = self.replayssm_cache_base = self.replayssm_is_flush = None
-        self.enable_custom_mem_pool, self.custom_mem_pool = False, None
-        self.conv_shard_groups, self.conv_slice_axis = None, 0
+        compat.fill_state_pool(self)
 
         self.staging = cache_params.staging
         slots = size + 1 + self.staging
@@ -105,6 +101,7 @@ class StateReqToTokenPool(HybridReqToTokenPool):
     def __init__(self, **arguments: Any) -> None:
         # SGLang would give every request two more slots to take checkpoints into.
         super().__init__(**{**arguments, "enable_mamba_extra_buffer": False})
+        compat.fill_request_pool(self, arguments["device"])
         params: StateParams = arguments["cache_params"]
         if params.checkpoints:
             self.mamba_ckpt_pool = CheckpointSlots(

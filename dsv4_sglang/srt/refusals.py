@@ -142,6 +142,8 @@ def _refused(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
     defaults = compat.flag_defaults()
     for group in flags.REFUSED:
         for field in group.fields.split():
+            if field not in defaults:  # another release has it
+                continue
             if not (resolved and group.ignored) and _given(value := getattr(args, field), defaults[field]):
                 yield _named(field, value), group.reason
     for limit in LIMITS:
@@ -201,6 +203,9 @@ def _refused_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
     """What SGLang's DSPARK can, or asks for, and this cache does not serve."""
     if args.speculative_algorithm != "DSPARK":
         return
+    if not compat.SERVES_DSPARK:
+        reason = "its worker drafts and writes its context in another way since SGLang 0.5.18; use SGLang 0.5.17"
+        yield "--speculative-algorithm DSPARK", reason
     mode = os.environ.get("SGLANG_RAGGED_VERIFY_MODE", "static")
     if mode != "static":
         reason = "a verify step has as many tokens of each request; give static, or leave it out"
@@ -218,6 +223,9 @@ def _refused_with_host_tier(args: Any) -> Iterable[tuple[str, str]]:
         if args.hicache_storage_backend == "file":
             yield "--hicache-storage-backend file", "it stands behind the host tier; give --enable-hierarchical-cache"
         return
+    if not compat.SERVES_HOST_TIER:
+        reason = "the tree and the controller of copies are others since SGLang 0.5.18; use SGLang 0.5.17"
+        yield "--enable-hierarchical-cache", reason
     if args.speculative_algorithm == "DSPARK":
         yield "--enable-hierarchical-cache", "with --speculative-algorithm DSPARK it has not been tested; give EAGLE"
 

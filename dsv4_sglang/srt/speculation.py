@@ -111,7 +111,9 @@ def no_draft_pool(original: Callable[..., None], **arguments: Any) -> None:
     checkpoints of the model."""
 
 
-def take_checkpoints(original: Callable[..., None], worker: Any, batch: Any, batch_result: Any) -> None:
+def take_checkpoints(
+    original: Callable[..., None], worker: Any, batch: Any, batch_result: Any, **arguments: Any
+) -> None:
     """AROUND `EagleDraftWorker._draft_extend_for_decode`, the last of a turn: a copy has the rows of both models."""
-    original(worker, batch, batch_result)
+    original(worker, batch, batch_result, **arguments)
     worker.target_worker.model_runner.attn_backend.take_crossings()

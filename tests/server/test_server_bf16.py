@@ -127,7 +127,7 @@ def test_abort_and_lost_client(server: Server, alone: dict[int, Generated]) -> N
         assert client.recv(4096)  # it runs, and then the client is gone
     with ThreadPoolExecutor(1) as other:
         aborted = other.submit(server.generate, prompt(128), 1000, rid="to-abort")
-        while not aborted.done() and not any(rank["num_reqs"] for rank in server.get("/get_load")):
+        while not aborted.done() and not server.busy():
             time.sleep(0.05)
         server.post("/abort_request", {"rid": "to-abort"})
         assert len(aborted.result().tokens) < 1000

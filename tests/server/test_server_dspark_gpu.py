@@ -122,7 +122,7 @@ def test_drafts_are_accepted(server: Server, name: str) -> None:
 def test_abort_then_right(server: Server, oracle: Oracle, name: str) -> None:
     with ThreadPoolExecutor(1) as other:
         aborted = other.submit(server.post, "/generate", {**greedy(prompt(128), 7000), "rid": "to-abort"})
-        while not any(rank["num_reqs"] for rank in server.get("/get_load")):
+        while not server.busy():
             pass
         server.post("/abort_request", {"rid": "to-abort"})
         assert len(aborted.result(60)["output_ids"]) < 7000

@@ -84,7 +84,7 @@ def test_drafts_behind_a_load_from_the_host(server: Server) -> None:
 def test_abort(server: Server, oracle: Oracle) -> None:
     with ThreadPoolExecutor(1) as other:
         aborted = other.submit(server.generate, prompt(128, seed=5), 800, rid="to-abort")
-        while not aborted.done() and not any(rank["num_reqs"] for rank in server.get("/get_load")):
+        while not aborted.done() and not server.busy():
             time.sleep(0.05)
         server.post("/abort_request", {"rid": "to-abort"})
         assert len(aborted.result().tokens) < 800

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentHostSlot
-from sglang.srt.mem_cache.unified_cache.components.tree_component import (
+from sglang.srt.mem_cache.unified_cache.components import (
     CacheTransferPhase,
     EvictLayer,
     PrepareLoadBackResult,

@@ -10,11 +10,11 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackBuildResult, StackStrategy, build_pool_entry
-from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
 from dsv4_sglang.cache.host_pool import HostBlockPool, HostCheckpointPool
+from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints
 from dsv4_sglang.srt.host.sizing import HostDemand, host_demand, host_table
 from dsv4_sglang.srt.host.storage import page_name
@@ -150,7 +150,7 @@ class HostStack(StackStrategy):
             log.info("dsv4_sglang host tier: pages of the storage %s are called %s", storage_backend, model_name)
         controller = TransferController(
             params.token_to_kv_pool_allocator,
-            HostPoolGroup(entries),
+            compat.host_pool_group(entries),
             params.page_size,
             params.tp_cache_group,
             load_cache_event=load_cache_event,

@@ -38,9 +38,7 @@ from dsv4_sglang.srt.models import torch_layers
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T with an fp32 result: `[T, in]`, `[out, in]` to `[T, out]`."""
     if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
-        from sglang.kernels.ops.attention.dsv4 import linear_bf16_fp32
-
-        return linear_bf16_fp32(x, weight)
+        return compat.linear_bf16_fp32()(x, weight)
     return F.linear(x.float(), weight.float())
 
 
@@ -204,8 +202,17 @@ class CachedAttention(in_tree.MqaAttentionBase):
             for linear, part in zip(linears, self._weight_of_x.split(self._widths)):
                 linear.weight.data = part
 
-    def forward(self, positions: Tensor, x: Tensor, forward_batch: Any, x_quant: Any = None) -> Tensor:
-        """`x [T, hidden]` after the input norm, to `[T, hidden]`.
+    def accepts_mxfp8_swizzled_input(self) -> bool:
+        """SGLang's layer asks in which forms it may give `x`: as it is."""
+        return False
+
+    def accepts_deepgemm_mxfp8_input(self) -> bool:
+        return False
+
+    def forward(
+        self, positions: Tensor, x: Tensor, forward_batch: Any, x_quant: Any = None, defer_all_reduce: bool = False
+    ) -> Tensor:
+        """`x [T, hidden]` after the input norm, to `[T, hidden]`; with `defer_all_reduce` this process's part of it.
 
         In a CUDA graph of a small batch three streams run: one projects the query, one the compressors' inputs and then
         the index query, while the current one writes the cache and, when the index query is there, selects from it.
@@ -237,7 +244,8 @@ class CachedAttention(in_tree.MqaAttentionBase):
             index_kv_score=projected[1] if self.indexer else None,
             index_query=index_query,
         )
-        return self._project_out(self.attn_mqa(q, kv, kv, forward_batch, inputs=inputs), positions)
+        out = self.attn_mqa(q, kv, kv, forward_batch, inputs=inputs)
+        return self._project_out(out, positions, defer_all_reduce)
 
     def cache_weights(self) -> LayerWeights:
         """What the cache takes of this layer's weights."""
@@ -290,7 +298,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
         else:
             out.copy_(torch_layers.query_norm_rope(q, positions, self.rope, self.eps))
 
-    def _project_out(self, out: LayerOutput, positions: Tensor) -> Tensor:
+    def _project_out(self, out: LayerOutput, positions: Tensor, defer_all_reduce: bool) -> Tensor:
         """Grouped output projection of the heads `[T, heads, 512]`, each token's heads in a row."""
         grouped = out.values.view(out.values.shape[0], self.n_local_groups, -1)
         if out.rotated or self.fp8_wo_a:
@@ -301,8 +309,9 @@ class CachedAttention(in_tree.MqaAttentionBase):
             # One product a group, written where its tokens lie; einsum would lay groups apart and wo_b copy them.
             torch.bmm(grouped.transpose(0, 1), weight.transpose(1, 2), out=projected.transpose(0, 1))
         y, _ = self.wo_b(projected.flatten(1))
-        # wo_b adds up the parts of all processes itself, but not where attention is split over some of them only.
-        if 1 < self.attn_tp_size < get_parallel().tp_size:
+        # wo_b adds up the parts of all processes itself, but not where attention is split over some of them only, nor
+        # where SGLang's layer does (since 0.5.23, on a GPU).
+        if not defer_all_reduce and 1 < self.attn_tp_size < get_parallel().tp_size:
             y = dp_attention.attn_tp_all_reduce(y)
         return y
 
@@ -380,11 +389,17 @@ class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
         return torch_layers.hyper_connection_post(x, residual, post, comb)
 
     def _run_moe_ffn_dp_sync(
-        self, hidden_states: Tensor, forward_batch: Any, *, input_ids: Tensor, input_ids_global: Tensor
+        self,
+        hidden_states: Tensor,
+        forward_batch: Any,
+        *,
+        input_ids: Tensor,
+        input_ids_global: Tensor,
+        **arguments: Any,
     ) -> Tensor:
         if not self.on_cpu:
-            ids = {"input_ids": input_ids, "input_ids_global": input_ids_global}
-            return super()._run_moe_ffn_dp_sync(hidden_states, forward_batch, **ids)
+            arguments |= {"input_ids": input_ids, "input_ids_global": input_ids_global}
+            return super()._run_moe_ffn_dp_sync(hidden_states, forward_batch, **arguments)
         limit = getattr(self.config, "swiglu_limit", None)
         if get_parallel().attn_dp_size == 1:
             return torch_layers.mixture_of_experts(self.mlp, hidden_states, input_ids, limit)
@@ -399,6 +414,11 @@ class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
 
 class Model(in_tree.DeepseekV4Model):
     """SGLang's stack; the final collapse of the residual streams is a GPU kernel there."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.layers[0].on_cpu:
+            self.use_fused_mhc_post_pre = False
 
     def hc_head(self, x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor) -> Tensor:
         if x.is_cuda:

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
-from sglang.srt.mem_cache.unified_cache.components import ComponentType, MambaComponent
-from sglang.srt.mem_cache.unified_cache.components.tree_component import EvictLayer
+from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLayer, MambaComponent
 from sglang.srt.runtime_context import get_parallel
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.compat import evict_from_device
+from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.prefix.counters import PrefixCounters
 from dsv4_sglang.srt.prefix.placement import Due, due_in_prefill, is_kept
 from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
@@ -64,13 +63,13 @@ class CheckpointComponent(MambaComponent):
         node = self.tree_core.node_by_id(req.last_node)
         if (slot := self._slot(node)) is not None:
             self.slots.registry.use(slot)
-        self.counters.resumed(len(req.prefix_indices), req.mamba_branching_seqlen or 0)
+        self.counters.resumed(compat.prefix_len(req), req.mamba_branching_seqlen or 0)
 
     def plan_prefill(self, req: Req, room: int) -> list[tuple[int, int]]:
         """(length, slot) of the checkpoints that the next prefill step of the request takes, at most `room` of them."""
         if getattr(req, PENDING, None) is None:
             self.begin(req)
-        begin, end = len(req.prefix_indices), req.extend_range.end
+        begin, end = compat.prefix_len(req), compat.extend_end(req)
         setattr(req, REACHED, end)
         due = due_in_prefill(
             begin,
@@ -122,7 +121,7 @@ class CheckpointComponent(MambaComponent):
         pending = getattr(req, PENDING, None)
         if pending is None:
             return 0
-        known = req.kv_committed_len
+        known = compat.committed_len(req)
         begin = min(getattr(req, REACHED), known + draft_tokens)
         setattr(req, REACHED, begin + draft_tokens)
         if len(pending) > 1 and pending[-1].length <= known:
@@ -155,7 +154,7 @@ class CheckpointComponent(MambaComponent):
 
     def _give_up(self, node: UnifiedTreeNode) -> None:
         """Evict a checkpoint; the node's blocks stay until blocks are needed."""
-        evict_from_device(self, node)
+        compat.evict_from_device(self, node)
 
     # What SGLang's tree asks of a component
 
@@ -164,8 +163,9 @@ class CheckpointComponent(MambaComponent):
         requests that wait hold nothing."""
         if params.cow_mamba and params.req is not None:
             slot = self._slot(self.tree_core.node_by_id(result.last_device_node))
-            params.req.mamba_cow_src_index = None if slot is None else self.slots.device_index(slot)
-            params.req.mamba_needs_clear = False
+            held = compat.held(params.req)
+            held.mamba_cow_src_index = None if slot is None else self.slots.device_index(slot)
+            held.mamba_needs_clear = False
         return result
 
     def prepare_for_caching_req(
@@ -173,7 +173,7 @@ class CheckpointComponent(MambaComponent):
     ) -> int | None:
         """Blocks are inserted up to the request's last checkpoint, which the insertion attaches."""
         pending = getattr(req, PENDING, None) or []
-        reached = [p for p in pending if req.cache_protected_len < p.length <= token_ids_len]
+        reached = [p for p in pending if compat.held(req).cache_protected_len < p.length <= token_ids_len]
         if not reached:
             return 0
         insert_params.mamba_value = self.slots.node_value(reached[-1].slot)
@@ -188,11 +188,17 @@ class CheckpointComponent(MambaComponent):
         slot = self._slot(node)
         assert slot is not None and params.key is not None
         self._note(node, slot, len(params.key))
+        self._lock_as_node(node, slot)
 
     def _note(self, node: UnifiedTreeNode, slot: int, length: int) -> None:
         """A checkpoint of a path of `length` tokens hangs on the node."""
         self.slots.nodes[slot] = node
         self.slots.registry.add(slot, length, self._above(node), self._below(node))
+
+    def _lock_as_node(self, node: UnifiedTreeNode, slot: int) -> None:
+        """SGLang may count locks on a node before there is a checkpoint on it: `release_component_lock` sees them."""
+        for _ in range(node.component_data[self.component_type].lock_ref):
+            self.slots.registry.lock(slot)
 
     def cleanup_after_caching_req(
         self,
@@ -220,7 +226,7 @@ class CheckpointComponent(MambaComponent):
             self.cache.req_to_token_pool.free_mamba_cache(req)
         else:
             setattr(req, PENDING, left)
-        req.mamba_last_track_seqlen = None
+        compat.held(req).mamba_last_track_seqlen = None
         self.counters.publish()
 
     def _attach(self, inserted: InsertParams, length: int, slot: int) -> bool:
@@ -233,7 +239,7 @@ class CheckpointComponent(MambaComponent):
                 mamba_value=self.slots.node_value(slot),
                 # The path is the tree's already: none of the blocks is a duplicate to be freed.
                 prev_prefix_len=length,
-                chunked=True,
+                **compat.inserted_before(length),
             )
         )
         return not result.mamba_exist
@@ -259,22 +265,21 @@ class CheckpointComponent(MambaComponent):
         return found
 
     def evict_component(
-        self, node: UnifiedTreeNode, device_frees: Any, host_frees: Any, target: EvictLayer = EvictLayer.DEVICE
+        self, node: UnifiedTreeNode, device_frees: Any, host_frees: Any, *arguments: Any, **named: Any
     ) -> tuple[int, int]:
-        slot = self._slot(node)
+        target, slot = compat.evicted_layers(*arguments, **named), self._slot(node)
         if EvictLayer.DEVICE in target and slot is not None:
             self._leaves_device(node, slot, target)
             self.counters.evicted += 1
-        return super().evict_component(node, device_frees, host_frees, target)
+        return super().evict_component(node, device_frees, host_frees, *arguments, **named)
 
     def _leaves_device(self, node: UnifiedTreeNode, slot: int, target: EvictLayer) -> None:
         self.slots.registry.remove(slot)
         del self.slots.nodes[slot]
 
-    def _evict_device_next_node(self, tracker: Any, device_frees: Any, host_frees: Any) -> int | None:
+    def _evict_device_next_node(self, *arguments: Any) -> None:
         """Nothing: SGLang calls this when it has fewer than three free live slots a new request, and no checkpoint
         would give it one. Checkpoints make room for checkpoints only (`_take`)."""
-        return None
 
     def acquire_component_lock(self, node: UnifiedTreeNode, result: Any, lock_host: bool = False) -> Any:
         slot = self._slot(node) if node is not self.tree_core.root_node else None

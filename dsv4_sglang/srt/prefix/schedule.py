@@ -14,7 +14,7 @@ import torch
 from sglang.srt.runtime_context import get_spec
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.compat import track_entry
+from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.prefix.cache import PrefixCache
 from dsv4_sglang.srt.prefix.component import component_of
 
@@ -63,7 +63,7 @@ def plan_request(batch: Any, req: Any) -> Any:
     room = batch.req_to_token_pool.mamba_pool.staging - sum(len(taken) for taken in plan)
     taken = component_of(batch.tree_cache).plan_prefill(req, room)
     plan.append(taken)
-    return track_entry(bool(taken))
+    return compat.track_entry(bool(taken))
 
 
 def plan_decode(batch: Any, track_positions: Any = None) -> None:
@@ -81,6 +81,7 @@ def plan_decode(batch: Any, track_positions: Any = None) -> None:
             torch.tensor(planned, dtype=torch.int64).to(batch.device, non_blocking=True) if any(planned) else None
         )
         return
+    compat.note_track_positions(batch)
     component = component_of(batch.tree_cache)
     at = batch.seq_lens_cpu % BLOCK
     for row in torch.nonzero(at == 2).flatten().tolist():
@@ -98,33 +99,35 @@ def plan_decode(batch: Any, track_positions: Any = None) -> None:
 def plan_verify(original: Callable[..., None], batch: Any) -> None:
     """AROUND `spec_utils.spec_prepare_for_decode`: the checkpoints that the next verify step may take."""
     original(batch)
-    if batch.tree_cache.is_chunk_cache():
+    if not isinstance(batch.tree_cache, PrefixCache):
         return
     component = component_of(batch.tree_cache)
     draft_tokens = get_spec().speculative_num_draft_tokens
     setattr(batch, VERIFY_PLAN, [component.plan_verify(req, draft_tokens) for req in batch.reqs])
 
 
-def retract_for_memory(original: Callable[..., None], batch: Any, idx: int, *arguments: Any, **named: Any) -> None:
-    """AROUND `ScheduleBatch.release_req`, by which a decoding request makes room for others."""
+def retract_for_memory(original: Callable[..., Any], batch: Any, idx: int, *arguments: Any, **named: Any) -> Any:
+    """AROUND `ScheduleBatch.release_req`, by which a decoding request makes room for others. What it returns says
+    whether the request can go on."""
     setattr(batch.reqs[idx], KEEP, True)
-    original(batch, idx, *arguments, **named)
+    return original(batch, idx, *arguments, **named)
 
 
-def forget_stored(original: Callable[..., None], updater: Any, recv_req: Any) -> None:
+def forget_stored(original: Callable[..., Any], updater: Any, recv_req: Any, *arguments: Any) -> Any:
     """AROUND `SchedulerWeightUpdaterManager.flush_cache_after_weight_update`, which empties device and host."""
-    original(updater, recv_req)
+    result = original(updater, recv_req, *arguments)
     if recv_req.flush_cache and isinstance(updater.scheduler.tree_cache, PrefixCache):
         updater.scheduler.tree_cache.forget_stored()
+    return result
 
 
-def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any, is_insert: bool = True) -> None:
-    """AROUND the `release_kv_cache` that retraction calls, with `is_insert` False: insert what reaches to the last
+def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any, *arguments: Any, **named: Any) -> None:
+    """AROUND the `release_kv_cache` that retraction calls, to insert nothing: insert what reaches to the last
     checkpoint, unlocked, so that it is evicted like anything else that nobody runs; with a host tier it is saved.
 
     A pause that retracts all requests, as before new weights, comes here too, and inserts nothing.
     """
     for_memory = vars(req).pop(KEEP, False)
-    original(req, tree_cache, is_insert=is_insert or for_memory)
+    compat.release_retracted(original, req, tree_cache, for_memory, *arguments, **named)
     if for_memory and isinstance(tree_cache, PrefixCache):
         tree_cache.retracted(req)
