@@ -191,14 +191,12 @@ class TieredServer(BlockOwner):
             self.wrong.append(f"request {step['rid']} resumed from another state")
 
     def _layer(self, step: dict[str, Any], layer: int) -> None:
-        begin, end, tokens = step["begin"], step["end"], step["tokens"]
+        begin, tokens = step["begin"], step["tokens"]
         if layer in WITH_BLOCKS:
-            table = self.device.tokens[layer]
-            before = table[step["blocks"][: -(-begin // BLOCK)]].flatten()[:begin]
-            if not torch.equal(before, torch.tensor(tokens[:begin])):
+            table, at = self.device.tokens[layer].flatten(), step["at"]
+            if not torch.equal(table[at[:begin]], step["ids"][:begin]):
                 self.wrong.append(f"request {step['rid']} read other blocks in layer {layer}")
-            for at in range(begin, end):
-                table[step["blocks"][at // BLOCK], at % BLOCK] = tokens[at]
+            table[at[begin:]] = step["ids"][begin:]
         for length, slot in step["checkpoints"]:
             self.states.states[slot, layer] = state_of(tokens[:length])
 
@@ -331,14 +329,14 @@ class TieredServer(BlockOwner):
     def _step(
         self, request: Request, begin: int, end: int, source: int, checkpoints: list[tuple[int, int]]
     ) -> dict[str, Any]:
-        row = self.pool.req_to_token[request.req_pool_idx]
+        row, tokens = self.pool.req_to_token[request.req_pool_idx], list(request.full_untruncated_fill_ids)
         return {
             "request": request,
             "rid": request.rid,
-            "tokens": list(request.full_untruncated_fill_ids),
-            "blocks": (row[: request.allocated : BLOCK] // BLOCK).tolist(),
+            "tokens": tokens,
+            "ids": torch.tensor(tokens[:end]),
+            "at": row[:end].long(),  # a copy: the request may be gone when the step runs
             "begin": begin,
-            "end": end,
             "source": source,
             "checkpoints": checkpoints,
         }
