@@ -86,9 +86,7 @@ class TinySpec:
         if self.hidden < 128 or self.hidden % 128:
             raise ValueError(f"hidden {self.hidden}: must be a multiple of 128")
         if self.heads < O_GROUPS or self.heads % O_GROUPS:
-            raise ValueError(
-                f"heads {self.heads}: must be a multiple of {O_GROUPS}, the groups of the output projection"
-            )
+            raise ValueError(f"heads {self.heads}: must be a multiple of {O_GROUPS}, the output projection's groups")
         if not 0 <= self.hash_layers <= len(self.ratios):
             raise ValueError(f"hash_layers {self.hash_layers}: must be between 0 and the number of layers")
         if self.index_topk < 1:
