@@ -343,7 +343,9 @@ def test_waiting_is_bounded() -> None:
 def test_tiny_models_are_known(tmp_path: Path) -> None:
     assert not conversation.is_tiny(str(tmp_path))
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(tiny.config_json(tiny.TinySpec(seed=3, ratios=(4, 0), hidden=128, context=1024))))
+    config.write_text(
+        json.dumps(tiny.config_json(tiny.TinySpec(seed=3, ratios=(4, 0), hidden=128, heads=16, context=1024)))
+    )
     assert conversation.is_tiny(str(tmp_path))
     config.write_text(json.dumps({**json.loads(config.read_text()), "n_routed_experts": 256}))
     assert not conversation.is_tiny(str(tmp_path))

@@ -207,6 +207,11 @@ def test_bad_arguments_are_named(tmp_path: Path, arguments: list[str], said: str
     assert not (tmp_path / "x").exists()
 
 
+def test_heads_make_whole_groups() -> None:
+    with pytest.raises(ValueError, match="heads 12: must be a multiple of 8"):
+        TinySpec(heads=12)
+
+
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     result = CliRunner().invoke(app, ["make-tiny", str(tmp_path)], env={"COLUMNS": "300"})

@@ -65,7 +65,8 @@ MARKOV_GAIN = 0.5
 class TinySpec:
     """What may be chosen. `ratios` are the compress ratios of the layers, without the MTP block's.
 
-    `nextn`: write a NextN block. `dspark`: tokens that a DSPARK head drafts at once; None: write no such head.
+    `heads`: of queries. `nextn`: write a NextN block. `dspark`: tokens that a DSPARK head drafts at once; None: write
+    no such head.
     Raises ValueError for a value that no reader would take.
     """
 
