@@ -42,6 +42,9 @@ format: $(STAMP)
 	git ls-files -z '*.cu' '*.cuh' '*.h' '*.cpp' | xargs -0 $(BIN)/clang-format -i
 	$(BIN)/ruff check --fix .
 
+# Memory that a tensor gives back is kept for the next: the system would clear every page again, a tenth of the time.
+test: export MALLOC_TRIM_THRESHOLD_ = 1073741824
+test: export MALLOC_MMAP_THRESHOLD_ = 1073741824
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Servers on a CPU that import nothing: forked of a process that has imported SGLang once.
+"""Servers, and tests inside SGLang, on a CPU that import nothing: forked of a process that has imported SGLang once.
 
 A server is a launcher, schedulers and a detokenizer, and each would import SGLang and torch for 13 s of CPU time. Apart
 from that a server starts as by its command: with a process group, an environment, arguments and a file for its output
@@ -12,19 +12,27 @@ import importlib
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import patch
 
+from progress import wait
+
 from dsv4_sglang.srt.launch import Command, cpu_environment
 
 IMPORTS = "imports_of_servers"
-# activate.py sets it before SGLang's model is imported, which is too late here.
-NO_FP8_CHECKPOINT = {"SGLANG_OPT_FP8_WO_A_GEMM": "0"}
+SETTINGS = {
+    # activate.py sets it before SGLang's model is imported, which is too late here.
+    "SGLANG_OPT_FP8_WO_A_GEMM": "0",
+    # Compiling takes longer than what it would make faster here.
+    "TORCHDYNAMO_DISABLE": "1",
+}
 # As it is before the fixtures of any module change it.
 ENVIRONMENT = dict(os.environ)
 
@@ -53,21 +61,40 @@ class Forked:
 
 
 def start(command: Command, log: Path) -> Forked:
-    """Run a server's command for a CPU, `python -m sglang.launch_server ...`, in a process group of its own."""
+    """Run a command for a CPU, `python -m MODULE ...`, in a process group of its own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([IMPORTS])
-    environment = {**ENVIRONMENT, **cpu_environment(ENVIRONMENT), **NO_FP8_CHECKPOINT}
+    environment = {**ENVIRONMENT, **cpu_environment(ENVIRONMENT), **SETTINGS}
     environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
     with patch.dict(os.environ, environment, clear=True):
         forkserver.ensure_running()
     log.write_bytes(b"")
     _, _, module, *arguments = command.argv
-    process = context.Process(target=_serve, args=(module, arguments, command.full_environment(), log))
+    process = context.Process(target=_run_module, args=(module, arguments, command.full_environment(), log))
     process.start()
     return Forked(process)
 
 
-def _serve(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+def run(command: Command, log: Path) -> None:
+    """The same to its end, which raises AssertionError with the end of its output unless the exit code is 0."""
+    process = start(command, log)
+    try:
+        code = wait(process, log)
+    finally:
+        # The group may outlive its leader.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert code == 0, log.read_text(errors="replace")[-8000:]
+
+
+def run_tests(log: Path, *files: str, plugin: str = "no:cacheprovider") -> None:
+    """The tests of files of this folder that run inside SGLang."""
+    paths = [str(Path(__file__).parent / name) for name in files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", plugin, *paths]
+    run(Command(command, cpu_environment()), log)
+
+
+def _run_module(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
     # In the session of the tests: Linux shares cores between sessions first, and `nice` counts within one.
     os.setpgid(0, 0)
     with log.open("ab") as output:

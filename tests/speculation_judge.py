@@ -82,7 +82,7 @@ def hold_states(server: Child, answers: Sequence[Answer]) -> None:
 
 @pytest.fixture(scope="session")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    spec = TinySpec(ratios=(0, 4, 128), index_topk=64, nextn=True, context=CONTEXT)
+    spec = TinySpec(ratios=(0, 4, 128), heads=16, index_topk=64, nextn=True, context=CONTEXT)
     return Judge(make_tiny(tmp_path_factory.mktemp("tiny"), spec))
 
 

@@ -1,15 +1,12 @@
 """Drafts of the tiny checkpoint: NextN's are right some of the time, and SGLang takes them."""
 
-import os
-import sys
 from pathlib import Path
 
+import nursery
 import pytest
 import torch
-from progress import run
 from transformers import AutoTokenizer, DynamicCache
 
-from dsv4_sglang.srt.launch import cpu_environment
 from dsv4_sglang.testing.nextn import NextN
 from dsv4_sglang.testing.oracle import Oracle
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
@@ -52,11 +49,5 @@ def test_a_checkpoint_without_a_block_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_drafts_as_sglang_makes_them() -> None:
-    """`drafts_of_sglang.py`, in a process with SGLang's environment of a CPU."""
-    done = run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "drafts_of_sglang.py"],
-        cwd=Path(__file__).parent,
-        env={**os.environ, **cpu_environment(), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+def test_drafts_as_sglang_makes_them(tmp_path: Path) -> None:
+    nursery.run_tests(tmp_path / "log", "drafts_of_sglang.py")

@@ -138,13 +138,16 @@ def test_class_channels_pass_all_layers(oracle: Oracle, prompt: list[int]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_bf16_rows_move_logprobs_little_and_a_wrong_entry_much(tmp_path: Path, prompt: list[int], seed: int) -> None:
-    oracle = Oracle(make_tiny(tmp_path / "tiny", TinySpec(seed=seed)))
+@pytest.mark.parametrize(("seed", "heads"), [(0, 64), (1, 16)])
+def test_bf16_rows_move_logprobs_little_and_a_wrong_entry_much(
+    tmp_path: Path, prompt: list[int], seed: int, heads: int
+) -> None:
+    """Of as many heads as released, and of those of most server tests."""
+    oracle = Oracle(make_tiny(tmp_path / "tiny", TinySpec(seed=seed, heads=heads)))
     target = torch.tensor(prompt[1:])[:, None]
 
     def logprobs(**formats: str) -> torch.Tensor:
-        return oracle.logits(prompt[:-1], **formats).log_softmax(-1).gather(1, target)
+        return oracle.logits(prompt[:-1], **formats, chunk=128).log_softmax(-1).gather(1, target)
 
     exact = logprobs()
     bf16, fp8 = ((logprobs(rows=rows) - exact).abs() for rows in ("bf16", "fp8"))
@@ -202,6 +205,11 @@ def test_bad_arguments_are_named(tmp_path: Path, arguments: list[str], said: str
     assert result.exit_code == 2
     assert said in result.output
     assert not (tmp_path / "x").exists()
+
+
+def test_heads_make_whole_groups() -> None:
+    with pytest.raises(ValueError, match="heads 12: must be a multiple of 8"):
+        TinySpec(heads=12)
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:

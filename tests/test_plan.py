@@ -1,7 +1,6 @@
 """`dsv4-sglang plan`: weights against what was measured and what SGLang makes, the cache against a server's sizing."""
 
 import json
-import os
 import re
 import shlex
 import sys
@@ -10,9 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import nursery
 import pytest
 import torch
-from progress import run
 from safetensors import safe_open
 from typer.testing import CliRunner
 
@@ -20,7 +19,6 @@ from benchmarks import capacity
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.plan import holds
 from dsv4_sglang.srt import flags
-from dsv4_sglang.srt.launch import cpu_environment
 from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options, from_override_args
 from dsv4_sglang.srt.plan import BESIDE_WEIGHTS, GPUS, Choice, Gpu, activation_bytes, graph_bytes, others, plan
@@ -65,14 +63,8 @@ def test_parameters_of_the_released_models(model: Model, billions: float) -> Non
 
 
 @pytest.mark.slow
-def test_weights_as_sglang_makes_them() -> None:
-    """`weights_of_sglang.py`, in a process with SGLang's environment of a CPU."""
-    done = run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "weights_of_sglang.py"],
-        cwd=Path(__file__).parent,
-        env={**os.environ, **cpu_environment(), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+def test_weights_as_sglang_makes_them(tmp_path: Path) -> None:
+    nursery.run_tests(tmp_path / "log", "weights_of_sglang.py")
 
 
 # What was measured; docs/recipes.md names the runs and these distances.

@@ -52,6 +52,7 @@ def first_of(split: Split, monkeypatch: pytest.MonkeyPatch):
     """What a model that is built meanwhile sees is the first process of `split`, and memory is not allocated."""
     sizes = {"tp": split.tp, "attn_tp": split.attention, "moe_tp": split.tp, "attn_dp": split.dp}
     seen = {f"{name}_{what}": n for name, size in sizes.items() for what, n in (("size", size), ("rank", 0))}
+    monkeypatch.setattr(in_tree, "_FP8_WO_A_GEMM", True)  # SGLang's default, which is not that of the nursery
     for module in (in_tree, deepseek_v4_nextn):
         monkeypatch.setattr(module, "is_dp_attention_enabled", lambda: split.dp > 1)
     before = torch.get_default_dtype()

@@ -31,6 +31,7 @@ def is_tiny(model_path: str) -> bool:
         spec = TinySpec(
             ratios=config["compress_ratios"][: config["num_hidden_layers"]],
             hidden=config["hidden_size"],
+            heads=config["num_attention_heads"],
             vocab=config["vocab_size"],
             index_topk=config["index_topk"],
             hash_layers=config["num_hash_layers"],

@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 
 from dsv4_sglang.testing.tokenizer import printable_ids, write_tokenizer
 
-HEAD_DIM, ROPE_DIM, HEADS = 512, 64, 64
+HEAD_DIM, ROPE_DIM = 512, 64
 INDEX_HEADS, INDEX_DIM = 64, 128
 O_GROUPS = 8
 EXPERTS, EXPERTS_PER_TOKEN = 16, 6
@@ -65,13 +65,15 @@ MARKOV_GAIN = 0.5
 class TinySpec:
     """What may be chosen. `ratios` are the compress ratios of the layers, without the MTP block's.
 
-    `nextn`: write a NextN block. `dspark`: tokens that a DSPARK head drafts at once; None: write no such head.
+    `heads`: of queries. `nextn`: write a NextN block. `dspark`: tokens that a DSPARK head drafts at once; None: write
+    no such head.
     Raises ValueError for a value that no reader would take.
     """
 
     seed: int = 0
     ratios: Sequence[int] = DEFAULT_RATIOS
     hidden: int = 256
+    heads: int = 64
     vocab: int = 384
     index_topk: int = 512
     hash_layers: int = 2
@@ -84,6 +86,8 @@ class TinySpec:
             raise ValueError(f"ratios {tuple(self.ratios)}: give one of 0, 4, 128 for each layer")
         if self.hidden < 128 or self.hidden % 128:
             raise ValueError(f"hidden {self.hidden}: must be a multiple of 128")
+        if self.heads < O_GROUPS or self.heads % O_GROUPS:
+            raise ValueError(f"heads {self.heads}: must be a multiple of {O_GROUPS}, the output projection's groups")
         if not 0 <= self.hash_layers <= len(self.ratios):
             raise ValueError(f"hash_layers {self.hash_layers}: must be between 0 and the number of layers")
         if self.index_topk < 1:
@@ -133,7 +137,7 @@ def config_json(spec: TinySpec) -> dict[str, Any]:
         "num_hidden_layers": len(spec.ratios),
         "num_nextn_predict_layers": 1,
         "compress_ratios": [*spec.ratios, 0],
-        "num_attention_heads": HEADS,
+        "num_attention_heads": spec.heads,
         "num_key_value_heads": 1,
         "head_dim": HEAD_DIM,
         "qk_rope_head_dim": ROPE_DIM,
@@ -258,12 +262,12 @@ def _compressor(draw: _Draw, prefix: str, spec: TinySpec, ratio: int, dim: int, 
 
 
 def _attention(draw: _Draw, prefix: str, spec: TinySpec, ratio: int) -> dict[str, torch.Tensor]:
-    heads_per_group = HEADS // O_GROUPS
+    heads_per_group = spec.heads // O_GROUPS
     tensors = {
-        f"{prefix}.attn_sink": draw.normal(f"{prefix}.attn_sink", HEADS, std=1.0).float(),
+        f"{prefix}.attn_sink": draw.normal(f"{prefix}.attn_sink", spec.heads, std=1.0).float(),
         f"{prefix}.wq_a.weight": draw.linear(f"{prefix}.wq_a", spec.q_lora, spec.hidden),
         f"{prefix}.q_norm.weight": draw.normal(f"{prefix}.q_norm", spec.q_lora, std=0.1, mean=1.0),
-        f"{prefix}.wq_b.weight": draw.linear(f"{prefix}.wq_b", HEADS * HEAD_DIM, spec.q_lora),
+        f"{prefix}.wq_b.weight": draw.linear(f"{prefix}.wq_b", spec.heads * HEAD_DIM, spec.q_lora),
         f"{prefix}.wkv.weight": draw.linear(f"{prefix}.wkv", HEAD_DIM, spec.hidden),
         f"{prefix}.kv_norm.weight": draw.normal(f"{prefix}.kv_norm", HEAD_DIM, std=0.1 * ROW_GAIN, mean=ROW_GAIN),
         f"{prefix}.wo_a.weight": draw.linear(

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Two schedulers: those of other tests are forked (nursery.py), these find the plugin by themselves.
-FLAGS = ("--dtype", "float32", "--context-length", "2048", "--enable-cache-report", "--tp-size", "2")
+FLAGS = ("--dtype", "float32", "--context-length", "2048", "--enable-cache-report", "--tp-size", "2", "--sleep-on-idle")
 METRICS = ("--enable-metrics", "--decode-log-interval", "1")
 KEY = "of users"
 KEYS = ("--api-key", KEY, "--admin-api-key", "of admins")

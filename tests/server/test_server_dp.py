@@ -39,7 +39,7 @@ OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_checkpoints": 
 
 @pytest.fixture(scope="module")
 def oracle(tiny: Callable[..., Path]) -> Oracle:
-    return Oracle(tiny(seed=0))
+    return Oracle(tiny(seed=0, ratios=(0, 4, 128)))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
     log = tmp_path_factory.mktemp("dp") / "log"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
-        with running(tiny(seed=0), log, *FLAGS, "--tp-size", "2", **OPTIONS) as server:
+        with running(tiny(seed=0, ratios=(0, 4, 128)), log, *FLAGS, "--tp-size", "2", **OPTIONS) as server:
             yield make_way(server)
 
 

@@ -37,7 +37,7 @@ ASKED = [(131, 6, 0), (5, 10, 1), (3, 4, 1)]
 
 @pytest.fixture(scope="module")
 def oracle(tiny: Callable[..., Path]) -> Oracle:
-    return Oracle(tiny(seed=0))
+    return Oracle(tiny(seed=0, ratios=(0, 4, 128)))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def server(fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.Temp
     log = tmp_path_factory.mktemp("dp4") / "log"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(4))
-        with running(tiny(seed=0), log, *FLAGS, **OPTIONS) as server:
+        with running(tiny(seed=0, ratios=(0, 4, 128)), log, *FLAGS, **OPTIONS) as server:
             yield make_way(server)
 
 

@@ -30,7 +30,7 @@ TOLERANCE, LOGITS = 1e-4, 2e-3
 
 @pytest.fixture(scope="module")
 def model(tiny: Callable[..., Path]) -> Path:
-    return tiny(seed=0, index_topk=64, dspark=5)
+    return tiny(seed=0, ratios=(0, 4, 128, 4), index_topk=64, dspark=5)
 
 
 @pytest.fixture(scope="module")

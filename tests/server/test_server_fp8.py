@@ -1,4 +1,6 @@
-"""The default: FP8 rows and FP4 keys, with a selection that leaves entries out; no prefix cache, chunks of 256."""
+"""The default: FP8 rows and FP4 keys, with a selection that leaves entries out; no prefix cache, chunks of 256.
+
+As many heads as released, where the other servers have 16."""
 
 from __future__ import annotations
 
@@ -18,12 +20,17 @@ GENERATED = 40
 
 
 @pytest.fixture(scope="module")
-def oracle(tiny: Callable[..., Path]) -> Oracle:
-    return Oracle(tiny(seed=2, index_topk=128))
+def model(tiny: Callable[..., Path]) -> Path:
+    return tiny(seed=2, index_topk=128, heads=64)
 
 
 @pytest.fixture(scope="module")
-def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def oracle(model: Path) -> Oracle:
+    return Oracle(model)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("fp8") / "log"
     flags = (
         "--dtype",
@@ -36,7 +43,7 @@ def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
         "4",
         "--disable-radix-cache",
     )
-    with running(tiny(seed=2, index_topk=128), log, *flags, "--chunked-prefill-size", "256") as server:
+    with running(model, log, *flags, "--chunked-prefill-size", "256") as server:
         yield server
 
 
