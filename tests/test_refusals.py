@@ -150,10 +150,14 @@ def test_what_a_newer_release_serves_no_more(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_storage_wants_a_host_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SERVES_HOST_TIER", True)
     tier = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
-    assert refusals(**tier) == refusals(speculative_algorithm="EAGLE", **tier) == []
-    model = config(dspark_target_layer_ids=[40, 41, 42])
-    (line,) = refusals(model, speculative_algorithm="DSPARK", **tier)
-    assert line.endswith("with --speculative-algorithm DSPARK it has not been tested; give EAGLE")
+    assert refusals(**tier) == refusals(device="cpu", speculative_algorithm="EAGLE", **tier) == []
+    with_dspark = config(dspark_target_layer_ids=[40, 41, 42])
+    for model, drafts in (
+        (config(), {"speculative_algorithm": "EAGLE"}),
+        (with_dspark, {"speculative_algorithm": "DSPARK", "device": "cpu"}),
+    ):
+        (line,) = refusals(model, **drafts, **tier)
+        assert line.endswith(f"with --speculative-algorithm {drafts['speculative_algorithm']} it has not been tested")
     (line,) = refusals(hicache_storage_backend="file")
     assert line == (
         "--hicache-storage-backend file is not supported: it stands behind the host tier; "
