@@ -183,6 +183,9 @@ def _refused_in_parallel(args: Any) -> Iterable[tuple[str, str]]:
         )
     if ranks < 2:
         return
+    if args.device != "cpu" and not compat.SERVES_DP_ATTENTION:
+        reason = "its exchange of tokens adds up attention since SGLang 0.5.23, which has run on CPUs only; use 0.5.17"
+        yield "--enable-dp-attention", reason
     if args.tp_size % ranks:
         yield f"--dp-size {ranks}", f"the {args.tp_size} processes of --tp-size are divided evenly among the ranks"
     chunk, running = args.chunked_prefill_size, args.max_running_requests
