@@ -178,6 +178,7 @@ class InProcess:
         scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
         scheduler.run_event_loop()
         scheduler.on_idle()
+        self._let_copies_end()
         self._check_all_is_given_back()
         return [self._answer(*self.released[str(i)]) for i in range(len(asked))]
 
@@ -226,15 +227,22 @@ class InProcess:
     def flush(self) -> None:
         assert self.scheduler.flush_cache()
 
+    def _let_copies_end(self) -> None:
+        """With a host tier what is to be saved is saved, and seen to be."""
+        if self.scheduler.enable_hierarchical_cache:
+            for _ in range(2):
+                self.scheduler.tree_cache.check_hicache_events()
+
     def evict(self) -> None:
-        """Everything that no request holds leaves the prefix cache."""
+        """Everything that no request holds leaves the prefix cache, or with a host tier the device."""
         self.scheduler.tree_cache.evict(EvictParams(num_tokens=self.scheduler.token_to_kv_pool_allocator.size))
 
     def _check_all_is_given_back(self) -> None:
         live, checkpoints = self.pools.mamba_allocator, self.pools.mamba_ckpt_pool
         allocator, tree = self.scheduler.token_to_kv_pool_allocator, self.scheduler.tree_cache
         assert live.available_size() == live.size
-        assert checkpoints.available_size() + len(checkpoints.nodes) == checkpoints.num_slots
+        on_device = [place for place in checkpoints.nodes if place <= checkpoints.num_slots]
+        assert checkpoints.available_size() + len(on_device) == checkpoints.num_slots
         assert allocator.available_size() + tree.full_evictable_size() == allocator.size
 
 

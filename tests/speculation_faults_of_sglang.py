@@ -14,6 +14,7 @@ from speculation_judge import FLAGS, Judge, apart, cold, prompt, serve
 from torch import Tensor
 
 from dsv4_sglang.cache import schema
+from dsv4_sglang.cache.host_pool import HostCheckpointPool
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.model.geometry import CsaTail, state_rows
 from dsv4_sglang.ops.reference import append as reference
@@ -61,18 +62,30 @@ def without_the_draft_models_ring(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StateStorage, "_copy", copied)
 
 
+def loaded_without_the_draft_models_ring(patch: pytest.MonkeyPatch) -> None:
+    load = HostCheckpointPool.load
+
+    def loaded(pool: HostCheckpointPool, checkpoint: int, row: int) -> None:
+        load(pool, checkpoint, row)
+        pool._views(checkpoint)[0][-1] = 1
+
+    patch.setattr(HostCheckpointPool, "load", loaded)
+
+
 def nothing_wrong(patch: pytest.MonkeyPatch) -> None:
     pass
 
 
 def hit(server: InProcess, fault: Callable[[pytest.MonkeyPatch], None], writer: Asked, turn: Asked) -> Answer:
-    """`turn`, behind a checkpoint of `writer`, in a server with a fault and nobody's states in its checkpoints."""
+    """`turn`, behind a checkpoint of `writer` that the host alone has, in a server with a fault and nobody's states in
+    its checkpoints."""
     server.flush()
     rings, tails = server.storage._all_rings, server.storage._tail_units
     rings[:, server.storage.num_slots :] = tails[:, -2 * server.storage.checkpoints :] = 1.0
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         server.serve([writer])
+        server.evict()
         return server.serve([turn])[0]
 
 
@@ -82,6 +95,7 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], set[str]] = {
     stored_before_the_boundary: {"ring 0"},
     stored_before_the_draft_model_has_read: {"ring 3"},
     without_the_draft_models_ring: {"ring 3"},
+    loaded_without_the_draft_models_ring: {"ring 3"},
 }
 
 

@@ -88,8 +88,8 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
 
 @pytest.fixture(scope="session")
 def server(judge: Judge) -> Iterator[Child]:
-    """Four tokens a verify step, and overlap scheduling."""
-    with child(judge.folder, 4, True, **FLAGS) as server:
+    """Four tokens a verify step, overlap scheduling, and a host tier."""
+    with child(judge.folder, 4, True, **FLAGS, enable_hierarchical_cache=True, hicache_ratio=4.0) as server:
         yield server
 
 

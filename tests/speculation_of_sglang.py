@@ -25,16 +25,21 @@ def written(judge: Judge, server: Child, texts: dict[int, Asked]) -> dict[int, A
     return dict(zip(texts, answers))
 
 
-def test_warm_branched_and_after_eviction(judge: Judge, server: Child, written: dict[int, Answer]) -> None:
-    """Behind a checkpoint that a verify step wrote; then without it, the second behind the first one's first chunk."""
+def test_warm_branched_and_from_the_host(judge: Judge, server: Child, written: dict[int, Answer]) -> None:
+    """Behind a checkpoint that a verify step wrote, on the device and then on the host alone; then without it, the
+    second behind the first one's first chunk."""
     text = written[126].text
     asked = [Asked(text[:end] + prompt(20, seed=end), 6, space="batch") for end in (270, 258)]
-    for cached in ([256, 256], [0, 256]):
+    for cached, leave in (
+        ([256, 256], InProcess.evict),
+        ([256, 256], InProcess.flush),
+        ([0, 256], InProcess.evict),
+    ):
         answers = server.do(serve, asked)
         assert [answer.cached for answer in answers] == cached
         judge.hold_all(asked, answers)
         hold_states(server, answers)
-        server.do(InProcess.evict)
+        server.do(leave)
 
 
 def test_after_a_flush(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
