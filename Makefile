@@ -12,6 +12,8 @@
 
 SGLANG ?=
 NEWEST := 0.5.23
+NEWEST_TESTS := $(addprefix tests/,test_contracts.py test_refusals.py test_sizing_sglang.py) \
+	$(addprefix tests/server/test_server_,exact.py prefix.py fp8_prefix.py tp.py speculation.py)
 VENV ?= .venv$(if $(SGLANG),-$(SGLANG))
 MODEL ?= .cache/tiny
 BIN := $(VENV)/bin

@@ -145,15 +145,23 @@ def test_what_a_newer_release_serves_no_more(monkeypatch: pytest.MonkeyPatch) ->
     assert line.startswith("--enable-hierarchical-cache is not supported: ") and line.endswith("use SGLang 0.5.17")
     (line,) = refusals(config(dspark_target_layer_ids=[40]), device="cpu", speculative_algorithm="DSPARK")
     assert line.startswith("--speculative-algorithm DSPARK is not supported: ") and line.endswith("use SGLang 0.5.17")
+    monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", False)
+    (line,) = refusals(tp_size=2, dp_size=2, enable_dp_attention=True)
+    assert line.startswith("--enable-dp-attention is not supported: ") and line.endswith("use 0.5.17")
+    assert refusals(device="cpu", tp_size=2, dp_size=2, enable_dp_attention=True) == []
 
 
 def test_a_storage_wants_a_host_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SERVES_HOST_TIER", True)
     tier = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
-    assert refusals(**tier) == refusals(speculative_algorithm="EAGLE", **tier) == []
-    model = config(dspark_target_layer_ids=[40, 41, 42])
-    (line,) = refusals(model, speculative_algorithm="DSPARK", **tier)
-    assert line.endswith("with --speculative-algorithm DSPARK it has not been tested; give EAGLE")
+    assert refusals(**tier) == refusals(device="cpu", speculative_algorithm="EAGLE", **tier) == []
+    with_dspark = config(dspark_target_layer_ids=[40, 41, 42])
+    for model, drafts in (
+        (config(), {"speculative_algorithm": "EAGLE"}),
+        (with_dspark, {"speculative_algorithm": "DSPARK", "device": "cpu"}),
+    ):
+        (line,) = refusals(model, **drafts, **tier)
+        assert line.endswith(f"with --speculative-algorithm {drafts['speculative_algorithm']} it has not been tested")
     (line,) = refusals(hicache_storage_backend="file")
     assert line == (
         "--hicache-storage-backend file is not supported: it stands behind the host tier; "
@@ -193,6 +201,7 @@ def test_what_the_model_has_no_place_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_dspark_has_besides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SERVES_DSPARK", True)
+    monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", True)
     model = config(dspark_target_layer_ids=[40, 41, 42])
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "static")
     for where in ({}, {"device": "cpu"}):
@@ -206,8 +215,10 @@ def test_what_dspark_has_besides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusals(config(num_nextn_predict_layers=1), speculative_algorithm="EAGLE") == []
 
 
-def test_attention_ranks() -> None:
+def test_attention_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--dp-size` with `--enable-dp-attention`; heads are divided among the processes of a rank only."""
+
+    monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", True)
 
     def ranked(**given: Any) -> list[str]:
         return refusals(**{"tp_size": 4, "dp_size": 4, "enable_dp_attention": True, **given})

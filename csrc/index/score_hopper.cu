@@ -30,6 +30,9 @@ namespace {
 
 constexpr int kTileKeys = 64;    // of a warpgroup
 constexpr int kManyTokens = 16;  // of a request: as many as a prefill has
+/// From so many on, tokens of a request share its keys in decode: to begin with four takes longer than with one, which
+/// few requests do not make up for.
+constexpr int kSharingRequests = 16;
 
 /// Products in fp16, of any scales, or in e4m3, of powers of two: bytes of a query, and how many tiles a warpgroup
 /// keeps in a prefill.
@@ -473,8 +476,8 @@ cudaError_t launch_decode(const ScoreParams& p, int processors, cudaStream_t str
 template <typename Numbers>
 cudaError_t launch_numbers(const ScoreParams& p, int processors, cudaStream_t stream) {
   if (p.tokens <= kMaxListedTokens && p.tokens < kManyTokens * p.requests) {
-    return p.tokens < 2 * p.requests ? launch_decode<Numbers, 1>(p, processors, stream)
-                                     : launch_decode<Numbers, 4>(p, processors, stream);
+    const bool shared = p.requests >= kSharingRequests && p.tokens >= 2 * p.requests;
+    return shared ? launch_decode<Numbers, 4>(p, processors, stream) : launch_decode<Numbers, 1>(p, processors, stream);
   }
   const int items = items_of(p, kPrefillKeys<Numbers>);
   return launch_here(prefill_kernel<Numbers>, min(items, processors), kPrefillThreads,

@@ -129,6 +129,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
+
     @property
     def verify_mask(self) -> VerifyMask | None:
         """SGLang's mask of a tree of drafts, which no step here reads: drafts are a chain. It is filled all the same,

@@ -63,9 +63,13 @@ CONFIGURE_POOLS = _CONFIGURATOR + "configure" if since("0.5.20") else ""
 BUILD_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_req_pool"
 BUILD_KV_POOL = _CONFIGURATOR + "_build_token_to_kv_pool"
 TRACK_REQUEST = "sglang.srt.managers.schedule_batch.ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend"
+_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
+MAY_CACHE_FINISHED = _RESULTS + "_mamba_can_cache_finished_req" if since("0.5.23") else ""
 _DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker."
 CAPTURE_DRAFT_GRAPHS = _DRAFT_WORKER + "_capture_cuda_graphs"
 DRAFT_EXTEND = _DRAFT_WORKER + "_draft_extend_for_decode"
+# On a GPU; SGLang's layer leaves sums of attention to its exchange of tokens since then.
+SERVES_DP_ATTENTION = not since("0.5.23")
 SERVES_HOST_TIER = not since("0.5.18")
 SERVES_DSPARK = not since("0.5.18")
 RESOLVE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark" if SERVES_DSPARK else ""

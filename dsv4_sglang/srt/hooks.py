@@ -155,6 +155,12 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "the context that DSPARK's stages read is rows of our rings; with it a step's checkpoints are complete",
         ),
         Hook(
+            compat.MAY_CACHE_FINISHED,
+            HookType.REPLACE,
+            lambda self, req, result, i: True,
+            "a finished request is inserted up to its last checkpoint; SGLang would insert a state of all its drafts",
+        ),
+        Hook(
             SRT + "managers.schedule_batch.ScheduleBatch.release_req",
             HookType.AROUND,
             schedule.retract_for_memory,

@@ -183,6 +183,9 @@ def _refused_in_parallel(args: Any) -> Iterable[tuple[str, str]]:
         )
     if ranks < 2:
         return
+    if args.device != "cpu" and not compat.SERVES_DP_ATTENTION:
+        reason = "its exchange of tokens adds up attention since SGLang 0.5.23, which has run on CPUs only; use 0.5.17"
+        yield "--enable-dp-attention", reason
     if args.tp_size % ranks:
         yield f"--dp-size {ranks}", f"the {args.tp_size} processes of --tp-size are divided evenly among the ranks"
     chunk, running = args.chunked_prefill_size, args.max_running_requests
@@ -226,8 +229,9 @@ def _refused_with_host_tier(args: Any) -> Iterable[tuple[str, str]]:
     if not compat.SERVES_HOST_TIER:
         reason = "the tree and the controller of copies are others since SGLang 0.5.18; use SGLang 0.5.17"
         yield "--enable-hierarchical-cache", reason
-    if args.speculative_algorithm == "DSPARK":
-        yield "--enable-hierarchical-cache", "with --speculative-algorithm DSPARK it has not been tested; give EAGLE"
+    if args.speculative_algorithm == "DSPARK" or (args.speculative_algorithm and args.device != "cpu"):
+        reason = f"with --speculative-algorithm {args.speculative_algorithm} it has not been tested"
+        yield "--enable-hierarchical-cache", reason
 
 
 def _has_no_head(algorithm: str, hf_config: Any) -> str | None:

@@ -58,11 +58,11 @@ def main() -> None:
     for to_host in (True, False):
         op.swap_blocks([device], host, torch.randperm(30, device=DEVICE)[:12], torch.randperm(30)[:12], to_host, 24)
     one_token = [(4 * n + 1, 4 * n + 2) for n in (0, 1, 511, 513, 4100)]
-    chunk, verify = [(0, 9), (2050, 2090)], [(2200, 2204), (3000, 3004)]
-    for lens, tokens in ((one_token, 5), (chunk, 49), (verify, 8)):
+    chunk, verify = [(0, 9), (2050, 2090)], [(2200 + i, 2204 + i) for i in range(16)]
+    for lens, slices in ((one_token, 5), (chunk, 16), (verify, 64)):
         for key_format, q_dtype in ((KeyFormat.MXFP4, torch.bfloat16), (KeyFormat.FP32, torch.float32)):
             case = index_case(lens=lens, heads=64, top=512, q_dtype=q_dtype, key_format=key_format)
-            cuda_index.index_topk(*case.args(DEVICE, slices=min(tokens, 16)))
+            cuda_index.index_topk(*case.args(DEVICE, slices=slices))
     torch.cuda.synchronize()
     print("done")
 

@@ -92,25 +92,28 @@ def test_many_requests():
 @pytest.mark.parametrize("key_format", [KeyFormat.MXFP4, KeyFormat.NVFP4])
 @pytest.mark.parametrize("each", [2, 3, 4, 5, 8, 15, 16])
 def test_verify_steps(each, key_format):
-    """Tokens of a request that share its keys, some of which see nothing or one entry more than the others."""
-    lens = [(n, n + each) for n in (3000, 8190, 130, 60, 2047, 60 * 4, 12001)]
+    """Tokens of a request that share its keys, some of which see nothing or one entry more than the others; of enough
+    requests that they do, and of two."""
+    lens = [(n, n + each) for n in (3000, 8190, 130, 60, 2047, 60 * 4, 12001) for n in (n, n + 1, n + 2)]
+    check(index_case(lens=lens[-2:], heads=64, top=60, key_format=key_format), key_format is KeyFormat.MXFP4)
     check(index_case(lens=lens, heads=64, top=60, key_format=key_format), key_format is KeyFormat.MXFP4)
 
 
 def test_a_few_tokens_of_each():
     """Not as many of all, so that those that share keys are not all of a request."""
-    check(index_case(lens=[(3000, 3003), (900, 901), (2043, 2054), (7, 9), (1500, 1504)], heads=64, top=16), True)
+    lens = [(3000, 3003), (900, 901), (2043, 2054), (7, 9), (1500, 1504)]
+    check(index_case(lens=lens * 4, heads=64, top=16), True)
     check(index_case(lens=[(5000 + 40 * i, 5004 + 40 * i) for i in range(256)], heads=64, top=512), True)
 
 
 @pytest.mark.parametrize("key_format", [KeyFormat.MXFP4, KeyFormat.NVFP4])
 def test_scores_do_not_depend_on_the_step(key_format):
     """Bit by bit: of a verify step and of one token a step."""
-    lens = [(3000, 3004), (8189, 8193), (5000, 5004)]
+    lens = [(3000, 3004), (8189, 8193), (5000, 5004), *((900 + i, 904 + i) for i in range(13))]
     case = index_case(lens=lens, heads=64, top=8, key_format=key_format, weights="random")
     args = case.args("cuda")
     cuda_index.index_topk(*args)
-    for tokens in ([i for i in range(12) if i % 4 == k] for k in range(4)):
+    for tokens in (list(range(k, len(case.positions), 4)) for k in range(4)):
         one = replace(
             case,
             q=case.q[tokens],

@@ -21,13 +21,10 @@ DEVICE_TOKENS = 8192
 FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192", "--enable-metrics")
 FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-total-tokens", str(DEVICE_TOKENS))
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "8", "--schedule-conservativeness", "0.3")
-DRAFTS = ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
-DRAFTS += ("--speculative-num-draft-tokens", "4")
 EAGER = ("--disable-cuda-graph", "--disable-overlap-schedule", "--chunked-prefill-size", "256")
 SERVERS: dict[str, tuple[str, ...]] = {
     "write_through": ("--max-running-requests", "16"),
     "write_back": ("--max-running-requests", "16"),
-    "write_through, 3 drafts": ("--max-running-requests", "16", *DRAFTS),
     "write_through_selective, no graphs, no overlap": ("--max-running-requests", "16", *EAGER),
 }
 OPTIONS = {"checkpoint_interval": 512, "max_checkpoints": 64}
@@ -40,7 +37,7 @@ def server(
     policy = ("--hicache-write-policy", request.param.split(",")[0])
     flags = (*FLAGS, *policy, *SERVERS[request.param], *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
     log = tmp_path_factory.mktemp("host") / "log"
-    with running(tiny(seed=1, nextn="drafts" in request.param), log, *flags, cpu=False, **OPTIONS) as server:
+    with running(tiny(seed=1), log, *flags, cpu=False, **OPTIONS) as server:
         yield server
 
 

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Try the package with a release of SGLang in a fresh environment, and print a table of what holds.
+#
+#   tools/canary.sh VERSION [VENV]
+#
+# VENV is made, and removed at the end unless it is given. The last lines are the table; logs are in the folder that is
+# printed first. Exits with 1 if anything does not hold. CPU recipe, some 40 minutes on 2 cores: servers start slowly.
+set -uo pipefail
+
+release=${1:?usage: tools/canary.sh VERSION [VENV]}
+root=$(cd "$(dirname "$0")/.." && pwd)
+logs=$(mktemp -d "${TMPDIR:-/tmp}/dsv4-canary-$release.XXXXXX")
+venv=${2:-$logs/venv}
+[ -n "${2:-}" ] || trap 'rm -rf "$venv"' EXIT
+cd "$root"
+echo "logs: $logs"
+
+table=()
+failed=0
+# One row: what is tried, and the command; a later row is tried whatever became of an earlier one.
+try() {
+  local what=$1 name=${1//[^a-z0-9]/-} start=$SECONDS state=holds
+  shift
+  "$@" >"$logs/$name.log" 2>&1 || { state=FAILS failed=1; }
+  table+=("$(printf '%-52s %-6s %5d s  %s' "$what" "$state" $((SECONDS - start)) "$(grep -E '[0-9]+ (passed|failed|errors?)' "$logs/$name.log" | tail -n 1)")")
+  echo "${table[-1]}"
+}
+tests() { "$venv/bin/python" -m pytest -n 0 -q "$@"; }
+
+try "install" tools/setup.sh "$venv" cpu "$release"
+if [ "$failed" = 0 ]; then
+  try "hooks, overrides and flags (doctor)" "$venv/bin/dsv4-sglang" doctor
+  try "contracts, refusals, sizes" tests tests/test_contracts.py tests/test_refusals.py tests/test_sizing_sglang.py
+  try "answers of the oracle, retraction, fp32" tests tests/server/test_server_exact.py
+  try "prefix hits, fp32" tests tests/server/test_server_prefix.py
+  try "prefix hits, fp8 rows" tests tests/server/test_server_fp8_prefix.py
+  try "bf16 rows, long chunks, overlap scheduling" tests tests/server/test_server_bf16.py
+  try "tensor parallelism" tests tests/server/test_server_tp.py
+  try "speculation (eagle)" tests tests/server/test_server_speculation.py
+  try "speculation (dspark)" tests tests/server/test_server_dspark.py
+  try "dp attention" tests tests/server/test_server_dp.py
+  try "host tier" tests tests/server/test_server_host.py
+fi
+
+printf '\nSGLang %s, torch %s\n' "$release" "$("$venv/bin/python" -c 'import torch; print(torch.__version__)' 2>/dev/null || echo '?')"
+printf '%s\n' "${table[@]}"
+exit "$failed"
