@@ -13,6 +13,7 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookType
 
 import dsv4_sglang
+from dsv4_sglang.cli import doctor
 from dsv4_sglang.srt import compat, contracts
 from dsv4_sglang.srt.backend import HybridCacheBackend
 from dsv4_sglang.srt.configurator import BlockConfigurator
@@ -171,6 +172,32 @@ def test_a_hook_with_other_parameters_is_named(function: Callable[..., Any]) -> 
 def test_a_hook_that_takes_anything_fits() -> None:
     for function in (lambda original, *args, **kwargs: None, lambda original, req, *args, **kwargs: None):
         assert contracts.hook_differences([Hook(TARGETS + "release_kv_cache", HookType.AROUND, function, "")]) == []
+
+
+@pytest.mark.parametrize(
+    ("release", "text", "state"),
+    [
+        ("0.5.17", "0.5.17, validated on GPU and CPU", "ok"),
+        ("0.5.23", "0.5.23, validated on CPU by", "ok"),
+        ("0.5.99", "0.5.99, not validated; validated: 0.5.17, 0.5.23", "note"),
+    ],
+)
+def test_the_doctor_names_the_release_and_its_state(
+    release: str, text: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "sglang_version", lambda: release)
+    monkeypatch.setattr(doctor, "_version", lambda _distribution: release)
+    (finding,) = doctor.sglang_version(gpu=False)
+    assert finding.found.startswith(text) and finding.state == state
+
+
+def test_releases_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.100.post1")
+    compat.since.cache_clear()
+    try:
+        assert compat.since("0.5.99") and compat.since("0.5.100") and not compat.since("0.6.0")
+    finally:
+        compat.since.cache_clear()
 
 
 def test_a_target_that_is_gone_is_named() -> None:

@@ -60,19 +60,20 @@ install() { pip install -q --no-compile "$@"; }
 if [ "$recipe" = cuda ]; then
   install -e "$root[dev]" "sglang==${3:-$sglang}"
 else
-  # Without dependencies: theirs pin the CUDA build of torch.
-  install --no-deps "sglang==${3:-$sglang}"
   if [ "${3:-$sglang}" != "$sglang" ]; then
     # Torch and what the CPU recipe installs besides as this release of SGLang pins them.
+    sglang=$3
+    pip download -q --no-deps -d "$venv/wheels" "sglang==$sglang"
     requirements=$venv/requirements-cpu.txt
-    "$venv/bin/python" "$root/tools/sglang_pins.py" "$root/tools/requirements-cpu.txt" >"$requirements"
-    torch=$("$venv/bin/python" "$root/tools/sglang_pins.py" torch)
+    pins=("$venv/bin/python" "$root/tools/sglang_pins.py" "$venv/wheels/sglang-$sglang"-*.whl)
+    torch=$("${pins[@]}" torch)
+    "${pins[@]}" "$root/tools/requirements-cpu.txt" >"$requirements"
   fi
   case $torch in
     2.13.0) torchvision=0.28.0 triton=3.7.1 ;;
     2.14.1) torchvision=0.29.1 triton=3.8.0 ;;
     *)
-      echo "setup: SGLang ${3:-$sglang} wants torch $torch, for which tools/setup.sh knows no torchvision and triton" >&2
+      echo "setup: SGLang $sglang wants torch $torch, for which tools/setup.sh knows no torchvision and triton" >&2
       exit 1
       ;;
   esac
@@ -82,7 +83,8 @@ else
     install "torch==$torch" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
     install "torch==$torch"
   install "triton==$triton" -r "$requirements"
-  install --no-deps "torchvision==$torchvision"
+  # Without dependencies: theirs pin the CUDA build of torch.
+  install --no-deps "sglang==$sglang" "torchvision==$torchvision"
   "$venv/bin/python" "$root/tools/patch_torchvision_cpu.py"
   install --no-deps --no-build-isolation -e "$root"
 fi

@@ -1,17 +1,18 @@
-"""What the SGLang that is installed pins of the packages of the CPU recipe.
+"""What a wheel of SGLang pins of the packages of the CPU recipe.
 
-    python tools/sglang_pins.py torch               its version
-    python tools/sglang_pins.py requirements.txt    the file, with SGLang's versions where it names some
+    python tools/sglang_pins.py WHEEL torch               its version
+    python tools/sglang_pins.py WHEEL requirements.txt    the file, with SGLang's versions where it names some
 
-Packages that only newer releases need are added where SGLang wants them.
+Packages that only newer releases need are added where SGLang wants them. It runs in an environment that has pip alone.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib.metadata import requires
+from email.parser import HeaderParser
 from pathlib import Path
+from zipfile import ZipFile
 
 from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.utils import canonicalize_name
@@ -20,18 +21,19 @@ NEWER = ("deepseek-recipe",)
 """Packages without CUDA parts that newer releases import."""
 
 
-def pins() -> dict[str, str]:
-    """Version specifiers by package, of SGLang's requirements that hold here."""
-    wanted = (Requirement(line) for line in requires("sglang") or ())
+def pins(wheel: str) -> dict[str, str]:
+    """Version specifiers by package, of the requirements that hold here."""
+    with ZipFile(wheel) as files:
+        (name,) = [name for name in files.namelist() if name.endswith(".dist-info/METADATA")]
+        lines = HeaderParser().parsestr(files.read(name).decode()).get_all("Requires-Dist", [])
     return {
-        canonicalize_name(requirement.name): str(requirement.specifier)
-        for requirement in wanted
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        canonicalize_name(wanted.name): str(wanted.specifier)
+        for wanted in map(Requirement, lines)
+        if wanted.marker is None or wanted.marker.evaluate({"extra": ""})
     }
 
 
-def repinned(lines: list[str]) -> Iterator[str]:
-    pinned = pins()
+def repinned(lines: list[str], pinned: dict[str, str]) -> Iterator[str]:
     for line in lines:
         if line and not line.startswith("#"):
             name = canonicalize_name(Requirement(line).name)
@@ -40,12 +42,13 @@ def repinned(lines: list[str]) -> Iterator[str]:
     yield from (name + pinned[name] for name in NEWER if name in pinned)
 
 
-def main(what: str) -> None:
+def main(wheel: str, what: str) -> None:
+    pinned = pins(wheel)
     if what == "torch":
-        print(pins()["torch"].removeprefix("=="))
+        print(pinned["torch"].removeprefix("=="))
     else:
-        print("\n".join(repinned(Path(what).read_text().splitlines())))
+        print("\n".join(repinned(Path(what).read_text().splitlines(), pinned)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

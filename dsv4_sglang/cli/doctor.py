@@ -60,12 +60,13 @@ def python_and_packages(gpu: bool) -> Iterator[Finding]:
 
 
 def sglang_version(gpu: bool) -> Iterator[Finding]:
-    from dsv4_sglang.srt import compat
-
     found = _version("sglang")
     if found is None:
         yield Finding("sglang", "not installed", "fail")
-    elif state := compat.validation():
+        return
+    from dsv4_sglang.srt import compat
+
+    if state := compat.validation():
         yield Finding("sglang", f"{found}, {state}")
     else:
         yield Finding("sglang", f"{found}, not validated; validated: {', '.join(compat.VALIDATED)}", "note")
