@@ -43,6 +43,7 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "hicache_io_backend": (["direct", "kernel_ascend"], ["kernel"]),
     "hicache_mem_layout": (["layer_first", "page_first_direct"], ["page_first"]),
     "hicache_storage_backend": (["mooncake", "nixl", "dynamic"], [None]),
+    "disaggregation_transfer_backend": (["nixl", "mori", "fake"], ["mooncake", "mooncake_tcp"]),
     "moe_a2a_backend": (["megamoe", "mooncake"], ["none", "deepep"]),
     "load_format": (["gguf"], ["auto", "safetensors", "dummy"]),
 }

@@ -47,10 +47,17 @@ class Configurator(SimpleNamespace):
 
 @pytest.fixture
 def configurator(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes one of a launch: its config, running requests and options; `drafts`: tokens of a verify step of EAGLE."""
+    """Makes one of a launch: its config, running requests and options; `drafts`: tokens of a verify step of EAGLE,
+    `mode`: --disaggregation-mode, with two slots a running request for what is on its way."""
 
     def make(
-        config: DSV4Config, running: int, radix: bool = True, ranks: int = 1, drafts: int = 0, **options: Any
+        config: DSV4Config,
+        running: int,
+        radix: bool = True,
+        ranks: int = 1,
+        drafts: int = 0,
+        mode: str = "null",
+        **options: Any,
     ) -> Configurator:
         overridden: dict[str, int] = {}
         schedule = SimpleNamespace(
@@ -63,6 +70,8 @@ def configurator(monkeypatch: pytest.MonkeyPatch) -> Any:
         features = SimpleNamespace(features=SimpleNamespace(enable_memory_saver=False))
         monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
         monkeypatch.setattr(runtime_context, "get_exec", lambda: features)
+        apart = SimpleNamespace(disaggregation_mode=mode, disaggregation_decode_extra_slots=2 * running)
+        monkeypatch.setattr(runtime_context, "get_disagg", lambda: apart)
         monkeypatch.setattr(runtime_context, "get_memory", lambda: SimpleNamespace(disable_radix_cache=not radix))
         monkeypatch.setattr(runtime_context, "get_context", lambda: context)
         monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_dp_size=ranks))
