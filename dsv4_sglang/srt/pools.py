@@ -77,8 +77,7 @@ class StateSlotPool(MambaPool):
     Slots 1..size are those of requests; the `staging` slots behind them take the checkpoints of a prefill step until
     its end, when `storage.store` moves them to checkpoints.
 
-    All slots also lie in `mamba_cache.conv`, slot dimension second, so that the copies to the host that SGLang inherits
-    walk them.
+    All slots also lie in `mamba_cache.conv`, slot dimension second, where SGLang expects a state.
     """
 
     def __init__(
@@ -124,6 +123,18 @@ class StateSlotPool(MambaPool):
         return []
 
     get_state_dim_per_tensor = get_state_slice_outer_counts = get_state_conv_shard_groups = _whole
+
+    def get_cpu_copy(self, indices: Tensor) -> list[Tensor]:
+        """Host copies of the slot with the number `indices` [], of each tensor of the storage [layers, ...]. They are
+        copies on a CPU, too, where those of SGLang's pool are views."""
+        current_platform.synchronize()
+        return [tensor[:, indices].to("cpu", copy=True) for tensor in self.storage.tensors]
+
+    def load_cpu_copy(self, mamba_cache_cpu: list[Tensor], indices: Tensor) -> None:
+        """The way back, to the slot that the request has now."""
+        for tensor, copy in zip(self.storage.tensors, mamba_cache_cpu, strict=True):
+            tensor[:, indices] = copy.to(tensor.device)
+        current_platform.synchronize()
 
 
 class StateReqToTokenPool(HybridReqToTokenPool):
