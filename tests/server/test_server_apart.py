@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import subprocess
 import sys
+import time
 import urllib.error
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 from faulty_cache import TRANSFER_FAULTS
+from progress import Progress
 from server_harness import Server, assert_oracle_chooses, distances, prompt, running
 
 from dsv4_sglang.cli.demo import free_port
@@ -174,9 +176,11 @@ def test_abort_before_the_other_side_comes(servers: Apart, oracle: Oracle, side:
     body = {"input_ids": prompt(300, seed=7), "rid": side, "sampling_params": {"max_new_tokens": 8}, **servers.room()}
     with ThreadPoolExecutor(1) as pool:
         waiting: Future[Any] = pool.submit(server.post, "/generate", body)
-        while not server.busy():
-            assert not waiting.done()
-        server.post("/abort_request", {"rid": side})
+        progress = Progress(server.process)
+        while not waiting.done():  # nothing says that it has come
+            server.post("/abort_request", {"rid": side})
+            progress.check()
+            time.sleep(0.1)
         with pytest.raises(urllib.error.HTTPError) as refused:
             waiting.result()
     assert refused.value.code == 500
