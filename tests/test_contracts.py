@@ -18,6 +18,7 @@ from dsv4_sglang.srt import compat, contracts
 from dsv4_sglang.srt.backend import HybridCacheBackend
 from dsv4_sglang.srt.configurator import BlockConfigurator
 from dsv4_sglang.srt.decisions import Launch
+from dsv4_sglang.srt.disaggregation import DecodeStateReqToTokenPool
 from dsv4_sglang.srt.hooks import Hook, hooks_of
 from dsv4_sglang.srt.host.cache import TieredCache
 from dsv4_sglang.srt.host.component import Loading, TieredComponent
@@ -37,6 +38,7 @@ SUBCLASSES = (
     CacheKVPool,
     CheckpointComponent,
     CompressedKVPool,
+    DecodeStateReqToTokenPool,
     FileStorage,
     HostBlocks,
     HostCheckpoints,

@@ -43,6 +43,7 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "hicache_io_backend": (["direct", "kernel_ascend"], ["kernel"]),
     "hicache_mem_layout": (["layer_first", "page_first_direct"], ["page_first"]),
     "hicache_storage_backend": (["mooncake", "nixl", "dynamic"], [None]),
+    "disaggregation_transfer_backend": (["nixl", "mori", "fake"], ["mooncake", "mooncake_tcp"]),
     "moe_a2a_backend": (["megamoe", "mooncake"], ["none", "deepep"]),
     "load_format": (["gguf"], ["auto", "safetensors", "dummy"]),
 }
@@ -141,6 +142,9 @@ def test_graphs(given: dict[str, str], line: str) -> None:
 def test_what_a_newer_release_serves_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SERVES_HOST_TIER", False)
     monkeypatch.setattr(compat, "SERVES_DSPARK", False)
+    monkeypatch.setattr(compat, "SERVES_DISAGGREGATION", False)
+    (line,) = refusals(device="cpu", disaggregation_mode="prefill")
+    assert line.startswith("--disaggregation-mode prefill is not supported: ") and line.endswith("use SGLang 0.5.17")
     (line,) = refusals(device="cpu", enable_hierarchical_cache=True)
     assert line.startswith("--enable-hierarchical-cache is not supported: ") and line.endswith("use SGLang 0.5.17")
     (line,) = refusals(config(dspark_target_layer_ids=[40]), device="cpu", speculative_algorithm="DSPARK")
@@ -167,6 +171,30 @@ def test_a_storage_wants_a_host_tier(monkeypatch: pytest.MonkeyPatch) -> None:
         "--hicache-storage-backend file is not supported: it stands behind the host tier; "
         "give --enable-hierarchical-cache"
     )
+
+
+def test_servers_that_prefill_or_decode_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "SERVES_DISAGGREGATION", True)
+    for mode in ("prefill", "decode"):
+        (line,) = refusals(disaggregation_mode=mode)
+        assert line.startswith(f"--disaggregation-mode {mode} is not supported: blocks and slots have travelled ")
+        apart = {"disaggregation_mode": mode, "device": "cpu"}
+        assert refusals(**apart) == refusals(speculative_algorithm="EAGLE", **apart) == []
+        ranks = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+        (line,) = refusals(**ranks, **apart)
+        assert line.startswith(f"--disaggregation-mode {mode} is not supported: with --enable-dp-attention ")
+    (line,) = refusals(disaggregation_mode="decode", enable_hierarchical_cache=True, device="cpu")
+    assert line == (
+        "--enable-hierarchical-cache is not supported: a decode server has no prefix cache; "
+        "give it to the prefill server"
+    )
+    assert refusals(disaggregation_mode="prefill", enable_hierarchical_cache=True, device="cpu") == []
+    with_dspark = config(dspark_target_layer_ids=[40])
+    monkeypatch.setattr(compat, "SERVES_DSPARK", True)
+    (line,) = refusals(with_dspark, device="cpu", disaggregation_mode="decode", speculative_algorithm="DSPARK")
+    assert line.startswith("--disaggregation-mode decode is not supported: with --speculative-algorithm DSPARK ")
+    (line,) = refusals(device="cpu", disaggregation_mode="decode", disaggregation_decode_enable_radix_cache=True)
+    assert line.startswith("--disaggregation-decode-enable-radix-cache is not supported: a request arrives with ")
 
 
 def test_the_tree_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.plan import GPUS, Choice, plan, token_table_bytes
-from dsv4_sglang.srt.sizing import GIB, StateDemand
+from dsv4_sglang.srt.sizing import GIB, StateDemand, table
 from dsv4_sglang.srt.weights import Format, Model
 
 MEMORY = 78.82
@@ -47,10 +47,17 @@ class Configurator(SimpleNamespace):
 
 @pytest.fixture
 def configurator(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes one of a launch: its config, running requests and options; `drafts`: tokens of a verify step of EAGLE."""
+    """Makes one of a launch: its config, running requests and options; `drafts`: tokens of a verify step of EAGLE,
+    `mode`: --disaggregation-mode, with two slots a running request for what is on its way."""
 
     def make(
-        config: DSV4Config, running: int, radix: bool = True, ranks: int = 1, drafts: int = 0, **options: Any
+        config: DSV4Config,
+        running: int,
+        radix: bool = True,
+        ranks: int = 1,
+        drafts: int = 0,
+        mode: str = "null",
+        **options: Any,
     ) -> Configurator:
         overridden: dict[str, int] = {}
         schedule = SimpleNamespace(
@@ -63,6 +70,8 @@ def configurator(monkeypatch: pytest.MonkeyPatch) -> Any:
         features = SimpleNamespace(features=SimpleNamespace(enable_memory_saver=False))
         monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
         monkeypatch.setattr(runtime_context, "get_exec", lambda: features)
+        apart = SimpleNamespace(disaggregation_mode=mode, disaggregation_decode_extra_slots=2 * running)
+        monkeypatch.setattr(runtime_context, "get_disagg", lambda: apart)
         monkeypatch.setattr(runtime_context, "get_memory", lambda: SimpleNamespace(disable_radix_cache=not radix))
         monkeypatch.setattr(runtime_context, "get_context", lambda: context)
         monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_dp_size=ranks))
@@ -127,6 +136,34 @@ def test_a_rank_of_dp_attention_has_slots_for_its_share(configurator: Any) -> No
     tokens_of(launched, MEMORY)
     assert launched.overridden == {"max_mamba_cache_size": 32}
     assert (launched.launch.demand.running, launched.launch.demand.staging) == (32, 64)
+
+
+def test_a_decode_server_has_slots_for_what_is_on_its_way(configurator: Any) -> None:
+    """SGLang gives it two more a running request where these are few; they are counted, and the log says so."""
+    more = tokens_of(configurator(flashshape(), 16, radix=False), MEMORY)
+    launched = configurator(flashshape(), 16, radix=False, mode="decode")
+    tokens = tokens_of(launched, MEMORY)
+    demand, layout = launched.launch.demand, launched.launch.layout
+    assert demand == StateDemand(16, arriving=32) and launched.overridden == {"max_mamba_cache_size": 48}
+    assert (more - tokens) // 128 in (blocks := 32 * layout.slot_bytes // layout.block_bytes, blocks + 1)
+    text = table(layout, tokens, demand)
+    assert "48 state slots" in text and "16 requests, 0 for the checkpoints of a step, 32 for requests on" in text
+    with pytest.raises(ValueError, match=r"max_checkpoints is 8, but there is no prefix cache: .*decode server"):
+        tokens_of(configurator(flashshape(), 16, radix=False, mode="decode", max_checkpoints=8), MEMORY)
+
+
+def test_a_decode_servers_pool_is_what_was_counted(configurator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.mem_cache import mamba_checkpoint_pool
+
+    monkeypatch.setattr(mamba_checkpoint_pool, "maybe_init_int8_mamba_checkpoint_pool", lambda **_: None)
+    launched = configurator(flashshape(), 2, radix=False, mode="decode")
+    tokens_of(launched, MEMORY)
+    runtime_context.get_schedule().max_mamba_cache_size = launched.overridden["max_mamba_cache_size"]
+    launched.model_config.context_len = 256
+    sizes = {"max_num_reqs": 2, "extra_max_context_len": 4, "pre_alloc_size": 4}
+    pool = launched.launch.decode_request_pool(lambda *_: None, launched, **sizes)
+    assert (pool.size, len(pool.free_slots), pool.mamba_allocator.size, pool.mamba_pool.size) == (2, 6, 6, 6)
+    assert pool.mamba_pool.bytes == launched.launch.demand.bytes(launched.launch.layout)
 
 
 def test_without_a_prefix_cache_there_are_no_checkpoints(configurator: Any) -> None:

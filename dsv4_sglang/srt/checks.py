@@ -13,10 +13,12 @@ def check_started(scheduler: Any) -> None:
 
     SGLang logs a failing plugin or hook and serves on with its own pools: this is what makes that loud.
     """
+    from sglang.srt.disaggregation.utils import DisaggregationMode
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
     from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
     from dsv4_sglang.srt.backend import HybridCacheBackend
+    from dsv4_sglang.srt.disaggregation import DecodeStateReqToTokenPool
     from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, DeepseekV4ForCausalLM
     from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateReqToTokenPool, StateSlotPool
 
@@ -24,8 +26,9 @@ def check_started(scheduler: Any) -> None:
     runner = scheduler.tp_worker.model_runner
     requests, tokens = runner.req_to_token_pool, runner.token_to_kv_pool
     tree = _tree_class(scheduler.server_args)
+    decodes_only = scheduler.disaggregation_mode is DisaggregationMode.DECODE
     found: list[tuple[str, object, type]] = [
-        ("request pool", requests, StateReqToTokenPool),
+        ("request pool", requests, DecodeStateReqToTokenPool if decodes_only else StateReqToTokenPool),
         ("state pool", getattr(requests, "mamba_pool", None), StateSlotPool),
         ("KV pool", tokens, CacheKVPool),
         ("paged pool", getattr(tokens, "full_kv_pool", None), CompressedKVPool),

@@ -70,6 +70,8 @@ CAPTURE_DRAFT_GRAPHS = _DRAFT_WORKER + "_capture_cuda_graphs"
 DRAFT_EXTEND = _DRAFT_WORKER + "_draft_extend_for_decode"
 # On a GPU; SGLang's layer leaves sums of attention to its exchange of tokens since then.
 SERVES_DP_ATTENTION = not since("0.5.23")
+SERVES_DISAGGREGATION = not since("0.5.18")
+BUILD_DECODE_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_mamba_decode_req_pool"
 SERVES_HOST_TIER = not since("0.5.18")
 SERVES_DSPARK = not since("0.5.18")
 RESOLVE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark" if SERVES_DSPARK else ""

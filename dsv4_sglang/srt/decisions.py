@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.configurator import BlockConfigurator
@@ -41,6 +42,7 @@ class Launch:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.model: DSV4Config | None = None
         self.layout: CacheLayout | None = None
         self.demand: StateDemand | None = None
         self.pool: CacheKVPool | None = None
@@ -91,8 +93,9 @@ class Launch:
             if args.speculative_algorithm == "DSPARK":
                 # A stage for each layer of the model that it reads.
                 draft_layers = len(configurator.spec_aux_config.dflash_target_layer_ids)
+            self.model = compat.model_config(configurator.model_config.hf_config)
             self.layout = served_layout(
-                compat.model_config(configurator.model_config.hf_config),
+                self.model,
                 configurator.kv_cache_dtype,
                 self.options,
                 configurator.device,
@@ -108,22 +111,24 @@ class Launch:
 
     def state_slots(self, original: Callable[..., float], configurator: Any, total_rest_memory: float) -> float:
         """Choose the number of state slots; return the memory that is left for blocks, in GiB."""
-        from sglang.srt.runtime_context import get_context, get_memory, get_parallel, get_schedule
+        from sglang.srt.runtime_context import get_context, get_disagg, get_memory, get_parallel, get_schedule
 
-        layout, settings = self.layout_for(configurator), get_schedule()
+        layout, settings, apart = self.layout_for(configurator), get_schedule(), get_disagg()
         # Each rank of DP attention runs its share.
         running = settings.max_running_requests // get_parallel().attn_dp_size
+        arriving = apart.disaggregation_decode_extra_slots if apart.disaggregation_mode == "decode" else 0
         step_tokens = settings.chunked_prefill_size or 0
         self.demand = demand_of(
             layout,
             total_rest_memory,
             running=running,
+            arriving=arriving,
             step_tokens=step_tokens if step_tokens > 0 else settings.max_prefill_tokens,
             max_checkpoints=self.options.max_checkpoints,
             max_total_tokens=compat.flags(configurator.server_args).max_total_tokens,
             prefix_cache=not get_memory().disable_radix_cache,
         )
-        get_context().override("dsv4_sglang.state_slots", max_mamba_cache_size=running)
+        get_context().override("dsv4_sglang.state_slots", max_mamba_cache_size=running + arriving)
         return memory_after_slots(layout, self.demand, total_rest_memory)
 
     def slots_of_request(self, original: Callable[..., int], configurator: Any) -> int:
@@ -145,23 +150,57 @@ class Launch:
     def request_pool(
         self, original: Callable[..., Any], configurator: Any, *, max_num_reqs: int, extra_max_context_len: int
     ) -> Any:
+        from dsv4_sglang.srt.pools import StateReqToTokenPool
+
+        return self._make_request_pool(
+            StateReqToTokenPool,
+            configurator,
+            size=max_num_reqs,
+            extra_max_context_len=extra_max_context_len,
+            mamba_spec_state_size=max_num_reqs,
+        )
+
+    def decode_request_pool(
+        self,
+        original: Callable[..., Any],
+        configurator: Any,
+        *,
+        max_num_reqs: int,
+        extra_max_context_len: int,
+        pre_alloc_size: int,
+    ) -> Any:
+        from dsv4_sglang.srt.disaggregation import DecodeStateReqToTokenPool
+
+        return self._make_request_pool(
+            DecodeStateReqToTokenPool,
+            configurator,
+            size=max_num_reqs,
+            extra_max_context_len=extra_max_context_len,
+            pre_alloc_size=pre_alloc_size,
+            speculative_num_draft_tokens=None,
+        )
+
+    def _make_request_pool(
+        self, kind: Callable[..., Any], configurator: Any, *, size: int, extra_max_context_len: int, **more: Any
+    ) -> Any:
         from sglang.srt.runtime_context import get_exec, get_schedule
 
-        from dsv4_sglang.srt.pools import StateParams, StateReqToTokenPool
+        from dsv4_sglang.srt.pools import StateParams
 
         layout, demand = self.layout_for(configurator), self.demand
         assert demand is not None, "state slots are chosen before pools are built"
-        return StateReqToTokenPool(
-            size=max_num_reqs,
+        return kind(
+            size=size,
             mamba_size=get_schedule().max_mamba_cache_size,
-            mamba_spec_state_size=max_num_reqs,
             max_context_len=configurator.model_config.context_len + extra_max_context_len,
             device=configurator.device,
             enable_memory_saver=get_exec().features.enable_memory_saver,
             cache_params=StateParams.of(layout, demand.staging, demand.checkpoints),
             mamba_layer_ids=list(range(len(layout.schemas))),
+            # SGLang would give every request two more slots to take checkpoints into.
             enable_mamba_extra_buffer=False,
             enable_overlap_schedule=not get_schedule().disable_overlap_schedule,
+            **more,
         )
 
     def kv_pool(
@@ -184,3 +223,14 @@ class Launch:
         log.info(table(layout, sizes.max_total_num_tokens, self.demand))
         self.pool = CacheKVPool(compressed, req_to_token_pool.mamba_pool)
         return self.pool
+
+    def name_cache(
+        self, manager: Any, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
+    ) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
+        from dsv4_sglang.srt.disaggregation import cache_name
+
+        assert self.layout is not None and self.model is not None, "pools are built before they are offered"
+        name = cache_name(self.layout, self.model, get_parallel().attn_tp_size)
+        args.kv_cache_dtype_str = f"{args.kv_cache_dtype_str} ({name})"

@@ -59,6 +59,11 @@ SUPPORTED = (
         "hicache_storage_backend_extra_config",
     ),
     Group(
+        "prefill and decode on servers of their own, with limits there too; docs/disaggregation.md",
+        "disaggregation_mode disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device "
+        "num_reserved_decode_tokens disaggregation_decode_extra_slots disaggregation_decode_polling_interval",
+    ),
+    Group(
         "CUDA graphs of decode steps, with limits there too",
         "cuda_graph_config cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_max_bs_decode "
         "cuda_graph_bs_decode cuda_graph_max_bs_prefill cuda_graph_bs_prefill disable_prefill_cuda_graph "
@@ -176,10 +181,8 @@ WITHOUT_EFFECT = (
         "speculative_ngram_capacity speculative_ngram_external_corpus_path speculative_ngram_external_sam_budget "
         "speculative_draft_sink_size speculative_domino_candidate_pool_size "
         "speculative_ngram_external_corpus_max_tokens decrypted_draft_config_file enable_draft_weights_cpu_backup "
-        # servers that divide the work
-        "disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device "
-        "num_reserved_decode_tokens disaggregation_decode_extra_slots disaggregation_decode_polling_interval "
-        "optimistic_prefill_attempts pdmux_config_path sm_group_num disaggregation_decode_retraction_backup "
+        # prefill and decode side by side
+        "pdmux_config_path sm_group_num disaggregation_decode_retraction_backup "
         "disaggregation_decode_allocation_policy disaggregation_decode_host_receive_threshold "
         "disaggregation_enable_kv_checksum "
         # parallelism
@@ -225,9 +228,12 @@ REFUSED = (
     ),
     Refused("rows of a draft layer have the format of the others", "speculative_draft_kv_cache_dtype"),
     Refused(
-        "state slots and compressed blocks have no transfer between servers",
-        "disaggregation_mode disaggregation_decode_enable_radix_cache disaggregation_decode_enable_offload_kvcache "
-        "enable_pd_role_switch",
+        "a request arrives with the state at its end, and the tree would need checkpoints at ends of blocks",
+        "disaggregation_decode_enable_radix_cache",
+    ),
+    Refused(
+        "prompts are prefilled when a decode server has room for them, by a server that does nothing else",
+        "optimistic_prefill_attempts enable_pd_role_switch",
     ),
     Refused("pools are sized for all layers in one process", "pp_size"),
     Refused(
@@ -256,7 +262,10 @@ REFUSED = (
         "enable_lmcache enable_flexkv enable_unified_cache_external_linker",
     ),
     Refused("the host keeps what it has a copy of", "hicache_host_memory_mode"),
-    Refused("it moves rows of SGLang's own pool", "enable_hisparse"),
+    Refused(
+        "it moves rows of SGLang's own pool",
+        "enable_hisparse disaggregation_decode_enable_offload_kvcache",
+    ),
     Refused("it reads rows of SGLang's own pools", "kv_canary"),
     Refused(
         "it tells of blocks alone, and a prefix is served from blocks and a checkpoint",

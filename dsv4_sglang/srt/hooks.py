@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from dsv4_sglang.srt import collectives, compat, speculation
+from dsv4_sglang.srt import collectives, compat, disaggregation, speculation
 from dsv4_sglang.srt.checks import check_started
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.prefix import schedule
@@ -192,6 +192,7 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             collectives.gather_a_copy,
             "it clears what it gathers from, as token ids, in all but one process of an attention rank",
         ),
+        *(disaggregation_hooks(launch) if compat.SERVES_DISAGGREGATION else ()),
         Hook(
             SRT + "managers.scheduler.Scheduler.get_init_info",
             HookType.BEFORE,
@@ -284,3 +285,45 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
         ),
     )
     return tuple(hook for hook in table if hook.target and (on_cpu or not hook.cpu_only))
+
+
+def disaggregation_hooks(launch: Launch) -> tuple[Hook, ...]:
+    """The part of the table for servers that prefill or decode only."""
+    return (
+        Hook(
+            compat.BUILD_DECODE_REQUEST_POOL,
+            HookType.AROUND,
+            launch.decode_request_pool,
+            "our state slots on a decode server, some of them for requests that are on their way",
+        ),
+        Hook(
+            SRT + "disaggregation.utils.is_mla_backend",
+            HookType.AROUND,
+            disaggregation.is_mla,
+            "one vector is key and value; SGLang would take half of a pool's buffers for keys, the others for values",
+        ),
+        Hook(
+            SRT + "mem_cache.kv_cache_builder.get_draft_kv_pool",
+            HookType.REPLACE,
+            disaggregation.no_draft_pool,
+            "what a draft model keeps of a request lies in its slot; SGLang would send the pool of both twice",
+        ),
+        Hook(
+            SRT + "disaggregation.common.conn.CommonKVManager.__init__",
+            HookType.BEFORE,
+            launch.name_cache,
+            "servers that exchange blocks and slots must have the same ones; SGLang compares --kv-cache-dtype alone",
+        ),
+        Hook(
+            SRT + "disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info",
+            HookType.AROUND,
+            disaggregation.refuse_other_caches,
+            "a prefill server with another cache costs the requests that it was asked for, not the decode server",
+        ),
+        Hook(
+            SRT + "managers.scheduler.Scheduler.update_running_batch",
+            HookType.AROUND,
+            disaggregation.settle_before_retraction,
+            "a decode server copies the state of retracted requests to the host; a step under way has moved it on",
+        ),
+    )

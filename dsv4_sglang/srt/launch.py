@@ -154,6 +154,8 @@ def cpu_environment(environment: Mapping[str, str] = os.environ) -> dict[str, st
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "TRITON_INTERPRET": "1",
+        # A prefill server would send what a prefix hit found before the step behind a CUDA event.
+        "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
         "SGLANG_NCCL_SO_PATH": os.devnull,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
     }

@@ -7,12 +7,14 @@ request ever owns them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from sglang.srt.configs.mamba_utils import BaseLinearStateParams, Mamba2StateDType
 from sglang.srt.mem_cache.memory_pool import GB, HybridLinearKVPool, HybridReqToTokenPool, KVCache, MambaPool
+from sglang.srt.platforms import current_platform
 from torch import Tensor
 
 from dsv4_sglang.cache.layout import COMPRESSED, CacheLayout
@@ -21,6 +23,17 @@ from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.prefix.slots import CheckpointSlots
+
+BufferInfos = tuple[list[int], list[int], list[int]]
+"""Of each buffer of a transfer: address, length in bytes, bytes from an item to the next."""
+
+
+def buffer_infos(tables: Iterable[Tensor]) -> BufferInfos:
+    """`tables` have a block or a slot in each row; a row's padding counts, so that rows that follow each other can be
+    copied at once.
+    """
+    found = [(table.data_ptr(), table.stride(0) * table.itemsize, table.shape[0]) for table in tables]
+    return [at for at, _, _ in found], [size * rows for _, size, rows in found], [size for _, size, _ in found]
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -64,8 +77,7 @@ class StateSlotPool(MambaPool):
     Slots 1..size are those of requests; the `staging` slots behind them take the checkpoints of a prefill step until
     its end, when `storage.store` moves them to checkpoints.
 
-    All slots also lie in `mamba_cache.conv`, slot dimension second, so that what SGLang inherits (transfer
-    descriptions, copies) walks them.
+    All slots also lie in `mamba_cache.conv`, slot dimension second, where SGLang expects a state.
     """
 
     def __init__(
@@ -92,6 +104,38 @@ class StateSlotPool(MambaPool):
     def get_kv_size_bytes(self) -> int:
         return self.bytes
 
+    def _tables(self) -> Iterator[tuple[int, Tensor]]:
+        """(layer, [slots, ...]) of everything that a slot consists of."""
+        yield from enumerate(self.storage.rings)
+        for kind, tails in self.storage.tails.items():
+            yield from zip(self.storage.layout.layers(kind), tails)
+
+    def get_contiguous_buf_infos(self) -> BufferInfos:
+        """What a slot consists of, for a transfer to another server."""
+        return buffer_infos(table for _, table in self._tables())
+
+    def get_state_layer_ids(self) -> list[int]:
+        """The layer of each of these buffers."""
+        return [layer for layer, _ in self._tables()]
+
+    def _whole(self) -> list[Any]:
+        """How processes divide a buffer: not at all, each has the whole state."""
+        return []
+
+    get_state_dim_per_tensor = get_state_slice_outer_counts = get_state_conv_shard_groups = _whole
+
+    def get_cpu_copy(self, indices: Tensor) -> list[Tensor]:
+        """Host copies of the slot with the number `indices` [], of each tensor of the storage [layers, ...]. They are
+        copies on a CPU, too, where those of SGLang's pool are views."""
+        current_platform.synchronize()
+        return [tensor[:, indices].to("cpu", copy=True) for tensor in self.storage.tensors]
+
+    def load_cpu_copy(self, mamba_cache_cpu: list[Tensor], indices: Tensor) -> None:
+        """The way back, to the slot that the request has now."""
+        for tensor, copy in zip(self.storage.tensors, mamba_cache_cpu, strict=True):
+            tensor[:, indices] = copy.to(tensor.device)
+        current_platform.synchronize()
+
 
 class StateReqToTokenPool(HybridReqToTokenPool):
     """Requests' token tables, the state slots that requests hold, and the checkpoints of the prefix cache."""
@@ -99,8 +143,7 @@ class StateReqToTokenPool(HybridReqToTokenPool):
     mamba_pool_cls = StateSlotPool
 
     def __init__(self, **arguments: Any) -> None:
-        # SGLang would give every request two more slots to take checkpoints into.
-        super().__init__(**{**arguments, "enable_mamba_extra_buffer": False})
+        super().__init__(**arguments)
         compat.fill_request_pool(self, arguments["device"])
         params: StateParams = arguments["cache_params"]
         if params.checkpoints:
@@ -144,6 +187,30 @@ class CompressedKVPool(KVCache):
         """One vector is key and value: all bytes count as keys."""
         return self.bytes, 0
 
+    def layer_views(self) -> Iterator[tuple[int, Tensor]]:
+        """(layer, [blocks, n]) of everything that a block consists of (`PagedKVPool.block_views`)."""
+        for layer, pool in enumerate(self.pools):
+            for view in pool.block_views() if pool is not None else []:
+                yield layer, view
+
+    def get_contiguous_buf_infos(self) -> BufferInfos:
+        """What a block consists of, for a transfer to another server."""
+        return buffer_infos(view for _, view in self.layer_views())
+
+    def get_cpu_copy(self, indices: Tensor, mamba_indices: Tensor | None = None) -> list[Tensor]:
+        """Host copies of the blocks of a request whose tokens have the slot indices `indices` [tokens], from its first
+        on; each [blocks, n]."""
+        blocks = indices[::BLOCK] // BLOCK
+        current_platform.synchronize()
+        return [view[blocks].cpu() for _, view in self.layer_views()]
+
+    def load_cpu_copy(self, kv_cache_cpu: list[Tensor], indices: Tensor, mamba_indices: Tensor | None = None) -> None:
+        """The way back, to the blocks that the request has now."""
+        blocks = indices[::BLOCK] // BLOCK
+        for (_, view), copy in zip(self.layer_views(), kv_cache_cpu, strict=True):
+            view[blocks] = copy.to(view.device)
+        current_platform.synchronize()
+
     def _by_layer(self, layer_id: int) -> NoReturn:
         raise NotImplementedError(
             "compressed entries have no key and value buffer of a layer; read them with entries() and keys()"
@@ -171,6 +238,10 @@ class CacheKVPool(HybridLinearKVPool):
             full_kv_pool=compressed,
         )
         self.mem_usage = compressed.bytes / GB + state.mem_usage
+
+    def get_kv_layer_ids(self) -> list[int]:
+        """The layer of each of the blocks' buffers."""
+        return [layer for layer, _ in self.full_kv_pool.layer_views()]
 
     def wait_for_layer(self, layer: int) -> None:
         """The current stream waits for what the step loads of a layer from the host tier, if there is one."""

@@ -113,6 +113,11 @@ LIMITS = (
         _one_of("file"),
         "blocks and checkpoints have been stored in files only; give file",
     ),
+    Limit(
+        "disaggregation_transfer_backend",
+        _one_of("mooncake", "mooncake_tcp"),
+        "blocks and state slots have travelled by Mooncake only; give mooncake, or mooncake_tcp without RDMA",
+    ),
     Limit("moe_a2a_backend", _one_of("deepep"), "tokens go to experts by all-reduce or DeepEP; give none or deepep"),
     Limit(
         "load_format",
@@ -234,6 +239,27 @@ def _refused_with_host_tier(args: Any) -> Iterable[tuple[str, str]]:
         yield "--enable-hierarchical-cache", reason
 
 
+def _refused_with_disaggregation(args: Any) -> Iterable[tuple[str, str]]:
+    """What a server that only prefills, or only decodes, has not been seen to do."""
+    mode = args.disaggregation_mode
+    if mode == "null":
+        return
+    if not compat.SERVES_DISAGGREGATION:
+        reason = "request pools and what a retraction copies are others since SGLang 0.5.18; use SGLang 0.5.17"
+        yield f"--disaggregation-mode {mode}", reason
+    if args.device != "cpu":
+        reason = "blocks and slots have travelled between servers without a GPU only; start servers that do both"
+        yield f"--disaggregation-mode {mode}", reason
+    if args.enable_dp_attention:
+        reason = "with --enable-dp-attention it has not been tested; give --tp-size alone"
+        yield f"--disaggregation-mode {mode}", reason
+    if args.speculative_algorithm == "DSPARK":
+        reason = "with --speculative-algorithm DSPARK it has not been tested; give EAGLE if there is a NextN layer"
+        yield f"--disaggregation-mode {mode}", reason
+    if args.enable_hierarchical_cache and mode == "decode":
+        yield "--enable-hierarchical-cache", "a decode server has no prefix cache; give it to the prefill server"
+
+
 def _has_no_head(algorithm: str, hf_config: Any) -> str | None:
     """Why a checkpoint has no drafts for an algorithm. Both heads are stored under one name: it has one of them."""
     has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
@@ -280,6 +306,7 @@ def refuse_given(args: Any, hf_config: Any) -> None:
         _refused_in_parallel(args),
         _refused_with_dspark(args),
         _refused_with_host_tier(args),
+        _refused_with_disaggregation(args),
         _refused_for_model(args, hf_config),
     )
     _raise(chain.from_iterable(found))

@@ -17,16 +17,18 @@ MAX_STAGING = 64
 class StateDemand:
     """State slots of a launch: one a running request, and `staging` for the checkpoints that a prefill step takes.
 
-    `checkpoints` hang on the prefix tree or are a running request's latest.
+    `checkpoints` hang on the prefix tree or are a running request's latest. On a decode server `arriving` are slots of
+    requests that are on their way from a prefill server.
     """
 
     running: int
     staging: int = 0
     checkpoints: int = 0
+    arriving: int = 0
 
     @property
     def slots(self) -> int:
-        return self.running + self.staging
+        return self.running + self.arriving + self.staging
 
     def bytes(self, layout: CacheLayout) -> int:
         """With SGLang's dummy slot."""
@@ -57,6 +59,7 @@ def demand_of(
     *,
     running: int,
     step_tokens: int,
+    arriving: int = 0,
     max_checkpoints: int | None = None,
     max_total_tokens: int | None = None,
     prefix_cache: bool = True,
@@ -68,9 +71,10 @@ def demand_of(
     if not prefix_cache:
         if max_checkpoints:
             raise ValueError(
-                f"dsv4_sglang option max_checkpoints is {max_checkpoints}, but --disable-radix-cache is given"
+                f"dsv4_sglang option max_checkpoints is {max_checkpoints}, but there is no prefix cache: "
+                "--disable-radix-cache is given, or it is a decode server (--disaggregation-mode decode)"
             )
-        return StateDemand(running)
+        return StateDemand(running, arriving=arriving)
     available = int(available_gib * GIB)
     if max_total_tokens:
         available = min(available, int(max_total_tokens * layout.token_bytes))
@@ -120,6 +124,8 @@ def tokens_of_pool(layout: CacheLayout, available: int, context_len: int) -> int
 def table(layout: CacheLayout, tokens: int, demand: StateDemand) -> str:
     """The pools of a launch for the log, one line a tensor."""
     of_a_slot = f"{demand.running} requests, {demand.staging} for the checkpoints of a step"
+    if demand.arriving:
+        of_a_slot += f", {demand.arriving} for requests on their way"
     if draft_tokens := layout.schemas[0].draft_tokens:
         of_a_slot += f"; room for {draft_tokens} draft tokens each"
     if layout.draft_layers:

@@ -1,8 +1,9 @@
 """A plugin of SGLang that breaks a server under test, one way at a time.
 
 `entry_point` makes a folder for PYTHONPATH through which servers find it. It does nothing while the file named by
-FAULT_FILE is empty or missing; a test writes one of FAULTS (of the prefix cache),
-RANK_FAULTS (of DP attention) or HOST_FAULTS (of the host tier) there, and the steps from then on are broken that way.
+FAULT_FILE is empty or missing; a test writes one of FAULTS (of the prefix cache), RANK_FAULTS (of DP attention),
+HOST_FAULTS (of the host tier) or TRANSFER_FAULTS (between servers) there, and the steps from then on are broken that
+way.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ HOST_FAULTS = (
     "a checkpoint of zeros",
     "a checkpoint of somebody else",
 )
+TRANSFER_FAULTS = (
+    "the last block stays behind",
+    "the slot stays behind",
+)
 KEPT_MAIN, KEPT_INDEX = slice(0, 512), slice(512, 640)
-PACKAGE = "dsv4_sglang."
+PACKAGE, SGLANG = "dsv4_sglang.", "sglang.srt."
 LOADS = "DSV4_SGLANG_TEST_LOADS"
 """A folder: each process notes there what it loads from the host."""
 
@@ -51,15 +56,16 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, function in (
-        ("srt.backend.HybridCacheBackend.forward", _forward),
-        ("cache.state_cache.StateStorage.store", _store),
-        ("srt.prefix.slots.CheckpointSlots.load_to_active", _load),
-        ("srt.collectives.gather_a_copy", _gather),
-        ("attention.metadata.build_prefill", _build_prefill),
-        ("cache.host_pool.HostBlockPool.load", _load_blocks),
-        ("cache.host_pool.HostCheckpointPool.load", _load_checkpoint),
+        (PACKAGE + "srt.backend.HybridCacheBackend.forward", _forward),
+        (PACKAGE + "cache.state_cache.StateStorage.store", _store),
+        (PACKAGE + "srt.prefix.slots.CheckpointSlots.load_to_active", _load),
+        (PACKAGE + "srt.collectives.gather_a_copy", _gather),
+        (PACKAGE + "attention.metadata.build_prefill", _build_prefill),
+        (PACKAGE + "cache.host_pool.HostBlockPool.load", _load_blocks),
+        (PACKAGE + "cache.host_pool.HostCheckpointPool.load", _load_checkpoint),
+        (SGLANG + "disaggregation.common.conn.CommonKVSender._prepare_send_indices", _send),
     ):
-        HookRegistry.register(PACKAGE + target, function, HookType.AROUND)
+        HookRegistry.register(target, function, HookType.AROUND)
 
 
 def _fault() -> str:
@@ -147,3 +153,13 @@ def _load_checkpoint(original: Callable[..., None], pool: Any, checkpoint: int, 
     if _fault() == HOST_FAULTS[2]:
         for view in pool._views(checkpoint):
             view.zero_()
+
+
+def _send(original: Callable[..., Any], sender: Any, blocks: Any, states: Any = None) -> Any:
+    """SGLang's dummy goes in the place of what stays behind."""
+    last = states is not None
+    if last and len(blocks) and _fault() == TRANSFER_FAULTS[0]:
+        blocks[-1] = 0
+    if last and _fault() == TRANSFER_FAULTS[1]:
+        states[0] = [0 * slot for slot in states[0]]
+    return original(sender, blocks, states)

@@ -1,0 +1,240 @@
+"""A prefill and a decode server, one process group each, Mooncake over TCP between them, against transformers in fp32.
+
+Mooncake is no dependency: without its wheel, or the libraries that it is linked with, these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import http.client
+import subprocess
+import sys
+import time
+import urllib.error
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_cache import TRANSFER_FAULTS
+from progress import Progress
+from server_harness import Server, assert_oracle_chooses, distances, prompt, running
+
+from dsv4_sglang.cli.demo import free_port
+from dsv4_sglang.srt import compat
+from dsv4_sglang.testing.oracle import Oracle
+
+pytestmark = pytest.mark.server
+
+MODEL = {"ratios": (0, 4, 128), "index_topk": 64}
+OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
+FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-running-requests", "4")
+FLAGS += ("--chunked-prefill-size", "256", "--disaggregation-transfer-backend", "mooncake_tcp")
+# Of the decode server: nine blocks, and few tokens kept free for what a request may still generate.
+FULL = ("--max-total-tokens", "1152", "--num-reserved-decode-tokens", "16")
+EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
+EAGLE += ("--speculative-num-draft-tokens", "4")
+HOST = ("--max-total-tokens", "1536", "--enable-hierarchical-cache", "--hicache-ratio", "4")
+LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
+GENERATED = 12
+TOLERANCE = 1e-4
+
+
+def missing() -> str | None:
+    """Why there is no Mooncake here."""
+    found = subprocess.run([sys.executable, "-c", "import mooncake.engine"], capture_output=True, text=True)
+    return found.stderr.strip().splitlines()[-1] if found.returncode else None
+
+
+class Apart(Server):
+    """A decode server with the prefill server that its requests go to as well. Requests, answers and waits are as those
+    of one server."""
+
+    def __init__(self, prefill: Server, decode: Server, bootstrap: int) -> None:
+        super().__init__(decode.process, decode.port, decode.log)
+        self.prefill, self.decode, self.bootstrap = prefill, decode, bootstrap
+        self.rooms, self.sender = count(1), ThreadPoolExecutor(8)
+
+    def room(self) -> dict[str, Any]:
+        """Where the two servers meet for one request."""
+        return {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": self.bootstrap,
+            "bootstrap_room": next(self.rooms),
+        }
+
+    def request(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
+        if path == "/generate":
+            body = {**body, **self.room()}
+            self.sender.submit(self.prefill.post, path, {**body, "stream": False})
+        return super().request(method, path, body)
+
+    def wait_idle(self) -> None:
+        self.prefill.wait_idle()
+        super().wait_idle()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mooncake() -> Iterator[None]:
+    if not compat.SERVES_DISAGGREGATION:
+        pytest.skip("refused on this release of SGLang")
+    if reason := missing():
+        pytest.skip(f"Mooncake cannot be imported: {reason}")
+    with pytest.MonkeyPatch.context() as patch:
+        # A loaded machine takes as long as it takes.
+        patch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "7200")
+        patch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "7200")
+        yield
+
+
+@contextmanager
+def a_pair(model: Path, folder: Path, prefill: Sequence[str], decode: Sequence[str]) -> Iterator[Apart]:
+    bootstrap = free_port()
+    flags = (*FLAGS, "--disaggregation-bootstrap-port", str(bootstrap))
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(running(model, folder / mode, *flags, "--disaggregation-mode", mode, *more, **OPTIONS))
+            for mode, more in (("prefill", prefill), ("decode", decode))
+        ]
+        yield Apart(*servers, bootstrap)
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny: Callable[..., Path]) -> Oracle:
+    return Oracle(tiny(**MODEL))
+
+
+@pytest.fixture(scope="module")
+def servers(fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    with a_pair(tiny(**MODEL), tmp_path_factory.mktemp("apart"), ("--max-total-tokens", "4096"), FULL) as servers:
+        yield servers
+
+
+def test_a_batch(servers: Apart, oracle: Oracle) -> None:
+    """Lengths on and off the grids of 4 and 128, one and several chunks, more of them than the decode server holds."""
+    prompts = [prompt(length) for length in LENGTHS]
+    for ids, got in zip(prompts, servers.generate_all(prompts, GENERATED)):
+        assert len(got.tokens) == GENERATED
+        assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+    servers.wait_idle()
+
+
+def test_slots_are_counted(servers: Apart) -> None:
+    """Four requests run, eight may be on their way; the prefill server has none of these."""
+    counted = "4 requests, 0 for the checkpoints of a step, 8 for requests on their way"
+    assert counted in servers.log_text() and "on their way" not in servers.prefill.log_text()
+
+
+def test_a_prefix_hit(servers: Apart, oracle: Oracle) -> None:
+    """The prefill server resumes from a checkpoint; everything travels, what it found in its cache as well."""
+    ids = prompt(450, seed=3)
+    servers.generate(ids, 1)
+    got = servers.generate(ids, GENERATED)
+    assert got.cached == 384
+    assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", TRANSFER_FAULTS)
+def test_what_stays_behind_shows(servers: Apart, oracle: Oracle, fault: Path, name: str) -> None:
+    ids = prompt(330, seed=4)
+    try:
+        fault.write_text(name)
+        broken = servers.generate(ids, GENERATED)
+    finally:
+        fault.unlink()
+    assert distances(oracle, ids, broken).max() > 100 * TOLERANCE
+    assert distances(oracle, ids, servers.generate(ids, GENERATED)).max() <= TOLERANCE
+
+
+def test_a_decode_server_that_is_full(servers: Apart, oracle: Oracle) -> None:
+    """Two requests of four blocks each, and both need a fifth of nine: one is retracted, its state waits on the host,
+    and it goes on from there."""
+    before = servers.retractions()
+    prompts, counts = [prompt(508, seed=10 + i) for i in range(2)], (100, 30)
+    answers = [servers.begin(ids, number, 1) for ids, number in zip(prompts, counts)]
+    for ids, answer, number in zip(prompts, answers, counts):
+        got = answer()
+        assert len(got.tokens) == number
+        assert distances(oracle, ids, got).max() <= TOLERANCE
+    assert servers.retractions() > before, "nothing was retracted: the test does not test"
+    servers.wait_idle()
+
+
+def test_abort_while_decoding(servers: Apart, oracle: Oracle) -> None:
+    answer = servers.begin(prompt(200, seed=6), 700, 3, rid="decoding")
+    servers.post("/abort_request", {"rid": "decoding"})
+    assert len(answer().tokens) < 700
+    servers.wait_idle()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_abort_before_the_other_side_comes(servers: Apart, oracle: Oracle, side: str) -> None:
+    """A request that one server has and the other never gets: aborted, it leaves nothing behind."""
+    server: Server = getattr(servers, side)
+    body = {"input_ids": prompt(300, seed=7), "rid": side, "sampling_params": {"max_new_tokens": 8}, **servers.room()}
+    with ThreadPoolExecutor(1) as pool:
+        waiting: Future[Any] = pool.submit(server.post, "/generate", body)
+        progress = Progress(server.process)
+        while not waiting.done():  # nothing says that it has come
+            server.post("/abort_request", {"rid": side})
+            progress.check()
+            time.sleep(0.1)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            waiting.result()
+    assert refused.value.code == 500
+    servers.wait_idle()
+    ids = prompt(130, seed=8)
+    assert distances(oracle, ids, servers.generate(ids, 4)).max() <= TOLERANCE
+
+
+def test_another_cache_is_refused(servers: Apart, oracle: Oracle, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """Keys of another format: the request fails and says why, and both servers serve on."""
+    flags = (*FLAGS, *FULL, "--disaggregation-mode", "decode")
+    options = {**OPTIONS, "indexer_format": "mxfp4"}
+    with running(tiny(**MODEL), tmp_path / "log", *flags, **options) as other:
+        strangers = Apart(servers.prefill, other, servers.bootstrap)
+        strangers.rooms = servers.rooms
+        for attempt in range(2):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                strangers.generate(prompt(20), 4, rid=f"stranger {attempt}")
+            message = refused.value.read().decode()
+            assert refused.value.code == 500 and "has another cache than this decode server" in message
+            assert "fp32 rows, fp32 keys" in message and "fp32 rows, mxfp4 keys" in message
+        servers.prefill.post("/abort_request", {"rid": "", "abort_all": True})
+        other.wait_idle()
+    servers.wait_idle()
+    ids = prompt(131, seed=9)
+    assert distances(oracle, ids, servers.generate(ids, 4)).max() <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def speculating(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    folder = tmp_path_factory.mktemp("speculating")
+    with a_pair(tiny(**MODEL, nextn=True), folder, (*EAGLE, *HOST), (*EAGLE, *FULL)) as servers:
+        yield servers
+
+
+def test_drafts_and_the_host_tier(speculating: Apart, tiny: Callable[..., Path]) -> None:
+    """The draft's ring is part of the slot; prompts for which the prefill server's device has no room come back from
+    its host, and travel from there."""
+    oracle = Oracle(tiny(**MODEL, nextn=True))
+    prompts = [prompt(600, seed=20 + i) for i in range(4)]
+    for visit in range(2):
+        for ids in prompts:
+            got = speculating.generate(ids, GENERATED)
+            assert got.cached == (512 if visit else 0), visit
+            assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+
+
+def test_drafts_are_accepted(speculating: Apart) -> None:
+    """A draft whose ring did not come along would be wrong more often."""
+    ids = prompt(200, seed=30)
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}}
+    meta = speculating.post("/generate", body)["meta_info"]
+    assert 1.5 < meta["spec_accept_length"] <= 4
+
+
+def test_drafts_on_a_full_decode_server(speculating: Apart, tiny: Callable[..., Path]) -> None:
+    test_a_decode_server_that_is_full(speculating, Oracle(tiny(**MODEL, nextn=True)))

@@ -1,0 +1,315 @@
+"""What travels between a prefill and a decode server, and what a retraction keeps, byte by byte and without a server:
+a transfer is played by copying what the pools declare, in the way of SGLang's Mooncake backend."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.base.conn import KVArgs, StateType
+from sglang.srt.disaggregation.utils import (
+    DisaggregationMode,
+    build_transfer_entry_pairs,
+    setup_state_kv_args,
+)
+from sglang.srt.mem_cache.common import kv_to_page_indices
+from torch import Tensor
+
+from dsv4_sglang.cache import CacheLayout
+from dsv4_sglang.formats import rows
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.srt import disaggregation
+from dsv4_sglang.srt.layout import served_layout
+from dsv4_sglang.srt.options import Options
+from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateParams, StateSlotPool
+
+BLOCK = 128
+FP8 = torch.float8_e4m3fn
+FORMATS: dict[str, tuple[torch.dtype, Options, int]] = {
+    "fp8": (FP8, Options(), 0),
+    "bf16": (torch.bfloat16, Options(indexer_format="nvfp4"), 0),
+    "fp32": (torch.bfloat16, Options(entry_format="fp32", indexer_format="fp32"), 0),
+    "raw": (FP8, Options(hca_state="raw"), 0),
+    "drafts": (FP8, Options(), 4),
+}
+"""dtype of --kv-cache-dtype, options, draft tokens."""
+
+
+def make_layout(name: str) -> CacheLayout:
+    """Two SWA layers, two of CSA, one of HCA, and with drafts the draft model's."""
+    dtype, options, drafts = FORMATS[name]
+    layers = 1 if drafts else 0
+    whole = served_layout(DSV4Config.flash(), dtype, options, "cpu", draft_tokens=drafts, draft_layers=layers)
+    schemas = whole.schemas[:5] + (whole.schemas[-1:] if drafts else ())
+    return CacheLayout(schemas, whole.device, draft_layers=layers)
+
+
+def make_pool(layout: CacheLayout, blocks: int, slots: int, checkpoints: int = 2) -> CacheKVPool:
+    params = StateParams.of(layout, staging=1, checkpoints=checkpoints)
+    layers = list(range(len(layout.schemas)))
+    state = StateSlotPool(size=slots, cache_params=params, mamba_layer_ids=layers, device="cpu")
+    tokens = (blocks - 1) * BLOCK
+    dtype = torch.bfloat16 if layout.row_format is not rows.RowFormat.FP8 else FP8
+    compressed = CompressedKVPool(size=tokens, page_size=BLOCK, dtype=dtype, layout=layout, device="cpu")
+    return CacheKVPool(compressed, state)
+
+
+def memory(pool: CacheKVPool) -> list[Tensor]:
+    """Every allocation as bytes, padding and checkpoints included."""
+    tables = [table for paged in pool.full_kv_pool.pools if paged for table in (paged.entries, paged.index_keys)]
+    owners = [*(table for table in tables if table is not None), *pool.mamba_pool.storage.tensors]
+    return [torch.empty(0, dtype=torch.uint8).set_(owner.untyped_storage()) for owner in owners]
+
+
+def scribble(pool: CacheKVPool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for data in memory(pool):
+        data.copy_(torch.randint(0, 256, data.shape, generator=generator, dtype=torch.uint8))
+
+
+def blocks_of(pool: CacheKVPool, blocks: Sequence[int]) -> list[Tensor]:
+    return [
+        view[list(blocks)].clone().view(torch.uint8)
+        for paged in pool.full_kv_pool.pools
+        if paged is not None
+        for view in paged.block_views()
+    ]
+
+
+def slot_of(pool: CacheKVPool, slot: int) -> list[Tensor]:
+    return [view.clone() for view in pool.mamba_pool.storage.slot_views(slot)]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+def described(pool: CacheKVPool) -> KVArgs:
+    """As SGLang's queues fill it in."""
+    args = KVArgs()
+    args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = pool.get_contiguous_buf_infos()
+    args.kv_layer_ids = pool.get_kv_layer_ids()
+    setup_state_kv_args(args, pool)
+    return args
+
+
+def transfer(
+    source: KVArgs, target: KVArgs, blocks: Sequence[int], to: Sequence[int], slot: int, to_slot: int, leave: str = ""
+) -> None:
+    """Copy blocks and a slot; `leave`: kind of buffer, blocks or slot, of which the last does not travel."""
+    assert source.state_types == target.state_types == [StateType.MAMBA]
+    kinds: list[tuple[str, Any, Any, Any, Any, Any, Sequence[tuple[int, int]]]] = [
+        (
+            "blocks",
+            source.kv_data_ptrs,
+            target.kv_data_ptrs,
+            source.kv_item_lens,
+            source.kv_layer_ids,
+            target.kv_layer_ids,
+            list(zip(blocks, to)),
+        ),
+        (
+            "slot",
+            source.state_data_ptrs[0],
+            target.state_data_ptrs[0],
+            source.state_item_lens[0],
+            source.state_layer_ids[0],
+            target.state_layer_ids[0],
+            [(slot, to_slot)],
+        ),
+    ]
+    for kind, ours, theirs, sizes, layers, their_layers, moved in kinds:
+        pairs = build_transfer_entry_pairs(layers, their_layers, len(ours), len(theirs))
+        for i, j in pairs[:-1] if kind == leave else pairs:
+            for here, there in moved:
+                ctypes.memmove(theirs[j] + there * sizes[i], ours[i] + here * sizes[i], sizes[i])
+
+
+@pytest.fixture(params=[16, 576], ids=["", "SM100's padding"])
+def padded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "_BLOCK_ALIGNMENT", request.param)
+
+
+@pytest.mark.usefixtures("padded")
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_and_slot_travel(name: str) -> None:
+    """Into pools of other sizes, and nothing else there changes."""
+    layout = make_layout(name)
+    prefill, decode = make_pool(layout, 9, 3), make_pool(layout, 6, 7, checkpoints=0)
+    scribble(prefill, 1)
+    scribble(decode, 2)
+    untouched = blocks_of(decode, [0, 1, 3, 5]), [slot_of(decode, slot) for slot in (0, 1, 2, 3, 4, 5, 7)]
+    transfer(described(prefill), described(decode), [7, 3], [2, 4], 2, 6)
+    assert same(blocks_of(decode, [2, 4]), blocks_of(prefill, [7, 3]))
+    assert same(slot_of(decode, 6), slot_of(prefill, 2))
+    now = blocks_of(decode, [0, 1, 3, 5]), [slot_of(decode, slot) for slot in (0, 1, 2, 3, 4, 5, 7)]
+    assert same(now[0], untouched[0]) and all(same(a, b) for a, b in zip(now[1], untouched[1]))
+
+
+@pytest.mark.parametrize("kind", ["blocks", "slot"])
+def test_a_buffer_that_stays_behind_shows(kind: str) -> None:
+    layout = make_layout("fp8")
+    prefill, decode = make_pool(layout, 4, 2), make_pool(layout, 4, 2)
+    scribble(prefill, 1)
+    scribble(decode, 2)
+    transfer(described(prefill), described(decode), [1], [1], 1, 1, leave=kind)
+    assert same(blocks_of(decode, [1]), blocks_of(prefill, [1])) == (kind != "blocks")
+    assert same(slot_of(decode, 1), slot_of(prefill, 1)) == (kind != "slot")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_buffers_are_what_the_layout_says(name: str) -> None:
+    """Bytes of a block and of a slot, each buffer within one allocation, none over another."""
+    layout = make_layout(name)
+    pool = make_pool(layout, 5, 3)
+    args = described(pool)
+    assert sum(args.kv_item_lens) == layout.block_bytes
+    assert sum(args.state_item_lens[0]) == layout.slot_bytes
+    assert len(args.kv_layer_ids) == len(args.kv_data_ptrs) == len(args.kv_item_lens)
+    assert len(args.state_layer_ids[0]) == len(args.state_data_ptrs[0])
+    assert [size * 5 for size in args.kv_item_lens] == args.kv_data_lens
+    # Slots of requests, the dummy, and one of staging.
+    assert [size * 5 for size in args.state_item_lens[0]] == args.state_data_lens[0]
+    ranges = sorted(
+        (at, at + size)
+        for ats, sizes in (
+            (args.kv_data_ptrs, args.kv_data_lens),
+            (args.state_data_ptrs[0], args.state_data_lens[0]),
+        )
+        for at, size in zip(ats, sizes)
+    )
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(ranges))
+    allocations = [(data.data_ptr(), data.data_ptr() + data.numel()) for data in memory(pool)]
+    assert all(any(first <= begin and end <= last for first, last in allocations) for begin, end in ranges)
+
+
+def test_sglang_takes_a_layers_buffers_one_by_one() -> None:
+    """Not in pairs of key and value, and whole in each process."""
+    args = described(pool := make_pool(make_layout("fp8"), 3, 2))
+    for ours in (pool, pool.full_kv_pool):
+        assert disaggregation.is_mla(lambda _: False, ours)
+    assert not disaggregation.is_mla(lambda _: False, object()) and disaggregation.is_mla(lambda _: True, object())
+    assert args.state_dim_per_tensor == [[]], "SGLang would cut slots for other numbers of processes"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])
+def test_a_retracted_request_comes_back(name: str, tokens: int) -> None:
+    """To other blocks and another slot, as it was; meanwhile others have written over its own."""
+    pool = make_pool(make_layout(name), 9, 3)
+    scribble(pool, 1)
+    count = -(-tokens // BLOCK)
+    own, later = [5, 2, 7][:count], [3, 8, 1][:count]
+    was = blocks_of(pool, own), slot_of(pool, 2)
+    indices, others = (
+        (torch.tensor(ids)[:, None] * BLOCK + torch.arange(BLOCK)).flatten()[:tokens].int() for ids in (own, later)
+    )
+    assert kv_to_page_indices(indices, BLOCK).tolist() == own
+    copy = pool.get_cpu_copy(indices, mamba_indices=torch.tensor(2))
+    scribble(pool, 2)
+    rest = [block for block in range(9) if block not in later]
+    untouched = blocks_of(pool, rest), slot_of(pool, 1), slot_of(pool, 2)
+    pool.load_cpu_copy(copy, others, mamba_indices=torch.tensor(3))
+    assert same(blocks_of(pool, later), was[0])
+    assert same(slot_of(pool, 3), was[1])
+    assert all(same(a, b) for a, b in zip((blocks_of(pool, rest), slot_of(pool, 1), slot_of(pool, 2)), untouched))
+
+
+class Manager(SimpleNamespace):
+    """What the hook sees of SGLang's manager on a decode server."""
+
+    def __init__(self) -> None:
+        super().__init__(addr_to_rooms_tracker={"a:1": {4, 5}, "b:2": {6}}, failures={}, status={})
+
+    def record_failure(self, room: int, reason: str) -> None:
+        self.failures[room] = reason
+
+    def update_status(self, room: int, status: Any) -> None:
+        self.status[room] = status
+
+
+def test_requests_of_another_cache_fail() -> None:
+    def mismatch(manager: Any, bootstrap_addr: str) -> bool:
+        raise RuntimeError("KV cache dtype mismatch: prefill server has kv_cache_dtype=x (fp8 rows)")
+
+    manager = Manager()
+    assert disaggregation.refuse_other_caches(lambda *_: True, manager, "a:1") and not manager.failures
+    assert not disaggregation.refuse_other_caches(mismatch, manager, "a:1")
+    assert manager.status == {4: KVPoll.Failed, 5: KVPoll.Failed}
+    assert all("a:1 has another cache" in text and "(fp8 rows)" in text for text in manager.failures.values())
+    assert manager.addr_to_rooms_tracker == {"b:2": {6}}
+
+
+def test_names_tell_caches_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash, pro = DSV4Config.flash(), DSV4Config.pro()
+
+    def name(
+        dtype: torch.dtype = FP8, model: DSV4Config = flash, ranks: int = 1, drafts: int = 0, **options: Any
+    ) -> str:
+        sm100 = options.pop("sm100", False)
+        layers = 1 if drafts else 0
+        layout = served_layout(model, dtype, Options(**options), "cpu", sm100, draft_tokens=drafts, draft_layers=layers)
+        return disaggregation.cache_name(layout, model, ranks)
+
+    others = [
+        name(torch.bfloat16),
+        name(model=pro),
+        name(ranks=4),
+        name(drafts=4),
+        name(indexer_format="nvfp4"),
+        name(hca_state="raw"),
+        name(sm100=True),
+    ]
+    # What each server may choose for itself.
+    assert name(checkpoint_interval=128, max_checkpoints=9) == name()
+    monkeypatch.setattr(disaggregation, "__version__", "9.9")
+    others.append(name())
+    monkeypatch.undo()
+    assert len({name(), *others}) == 1 + len(others)
+    assert "fp8 rows, mxfp4 keys, online HCA state, 0 draft tokens, attention TP 1" in name()
+
+
+class Scheduler(SimpleNamespace):
+    """A decode server's at the moment at which blocks may have run out."""
+
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        self.done.append(("result", result))
+
+
+@pytest.mark.parametrize(
+    ("mode", "overlap", "fits", "settled"),
+    [
+        (DisaggregationMode.DECODE, True, False, True),
+        (DisaggregationMode.DECODE, True, True, False),
+        (DisaggregationMode.DECODE, False, False, False),
+        (DisaggregationMode.NULL, True, False, False),
+    ],
+)
+def test_a_step_under_way_is_settled_before_a_retraction(
+    mode: DisaggregationMode, overlap: bool, fits: bool, settled: bool
+) -> None:
+    done: list[tuple[str, Any]] = []
+    asked: list[list[int]] = []
+
+    def check_decode_mem(selected: list[int]) -> bool:
+        asked.append(selected)
+        return fits
+
+    requests = [SimpleNamespace(finished=lambda: False), SimpleNamespace(finished=lambda: True)]
+    batch = SimpleNamespace(reqs=requests, check_decode_mem=check_decode_mem)
+    last, queue = object(), deque([("batch", "result")])
+    scheduler = Scheduler(
+        disaggregation_mode=mode, enable_overlap=overlap, last_batch=last, result_queue=queue, done=done
+    )
+    original: Callable[..., Any] = lambda ours, running: done.append(("update", running))  # noqa: E731
+    disaggregation.settle_before_retraction(original, scheduler, batch)
+    assert done == [*([("result", "result")] if settled else []), ("update", batch)]
+    assert scheduler.last_batch is (None if settled else last) and len(queue) == (0 if settled else 1)
+    assert all(selected == [0] for selected in asked), "a finished request needs nothing"
