@@ -191,7 +191,7 @@ struct DecodeShared {
 /// Tokens that share keys: some of one request that follow each other, `tokens` at most, from a token that leads.
 template <int tokens>
 struct Sharers {
-  int count, entries[tokens], most;  // entries of each and of the last; none behind the count
+  int count, entries[tokens], most;  // entries of each, none behind the count, and the most of them
 
   __device__ __forceinline__ Sharers(const ScoreParams& p, int first) : count(0), most(0) {
 #pragma unroll
