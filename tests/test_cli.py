@@ -402,7 +402,7 @@ def broken(*arguments, **named):
     first, second, *rest = whole(*arguments, **named)
     return first._replace(target="sglang.srt.gone.Thing"), second._replace(function=lambda original, other: None), *rest
 hooks.hooks_of = broken
-flags.REFUSED += (flags.Refused("it is gone", "renamed_flag"),)
+flags.SUPPORTED += (flags.Group("it is gone", "renamed_flag"),)
 compat.OVERRIDES += (compat.OVERRIDES[0]._replace(method="_gone"),)
 from dsv4_sglang.cli import doctor
 for check in (doctor.hooks, doctor.flags, doctor.server_classes):
@@ -422,7 +422,7 @@ def test_doctor_passes_here_and_sees_what_is_missing() -> None:
     for line in (
         "fail hook sglang.srt.gone.Thing does not exist",
         "materialize_declarations takes (server_args",
-        "fail flag ServerArgs.renamed_flag does not exist",
+        "fail flag ServerArgs.renamed_flag, which this cache reads, does not exist",
         "fail override sglang.srt.models.deepseek_v4.DeepseekV4DecoderLayer._gone does not exist",
     ):
         assert line in broken, done.stdout + done.stderr
