@@ -118,6 +118,12 @@ LIMITS = (
         _one_of("mooncake", "mooncake_tcp"),
         "blocks and state slots have travelled by Mooncake only; give mooncake, or mooncake_tcp without RDMA",
     ),
+    Limit(
+        "num_reserved_decode_tokens",
+        lambda tokens: tokens >= BLOCK,
+        f"a request takes a block of {BLOCK} tokens at a time, and is aborted if there is none while all others are on "
+        f"their way; give {BLOCK} or more",
+    ),
     Limit("moe_a2a_backend", _one_of("deepep"), "tokens go to experts by all-reduce or DeepEP; give none or deepep"),
     Limit(
         "load_format",
