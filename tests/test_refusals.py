@@ -175,7 +175,8 @@ def test_a_storage_wants_a_host_tier(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_servers_that_prefill_or_decode_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "SERVES_DISAGGREGATION", True)
+    for served in ("SERVES_DISAGGREGATION", "SERVES_HOST_TIER", "SERVES_DSPARK"):
+        monkeypatch.setattr(compat, served, True)
     for mode in ("prefill", "decode"):
         (line,) = refusals(disaggregation_mode=mode)
         assert line.startswith(f"--disaggregation-mode {mode} is not supported: blocks and slots have travelled ")
@@ -191,7 +192,6 @@ def test_servers_that_prefill_or_decode_only(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert refusals(disaggregation_mode="prefill", enable_hierarchical_cache=True, device="cpu") == []
     with_dspark = config(dspark_target_layer_ids=[40])
-    monkeypatch.setattr(compat, "SERVES_DSPARK", True)
     (line,) = refusals(with_dspark, device="cpu", disaggregation_mode="decode", speculative_algorithm="DSPARK")
     assert line.startswith("--disaggregation-mode decode is not supported: with --speculative-algorithm DSPARK ")
     (line,) = refusals(device="cpu", disaggregation_mode="decode", disaggregation_decode_enable_radix_cache=True)
