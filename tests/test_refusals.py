@@ -158,6 +158,7 @@ def test_what_a_newer_release_serves_no_more(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_storage_wants_a_host_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SERVES_HOST_TIER", True)
+    monkeypatch.setattr(compat, "SERVES_DSPARK", True)
     tier = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
     assert refusals(**tier) == refusals(device="cpu", speculative_algorithm="EAGLE", **tier) == []
     with_dspark = config(dspark_target_layer_ids=[40, 41, 42])

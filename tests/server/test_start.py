@@ -113,6 +113,7 @@ runner = SimpleNamespace(
 )
 scheduler = SimpleNamespace(
     tp_worker=SimpleNamespace(model_runner=runner), draft_worker=None, tree_cache=None, page_size=64,
+    disaggregation_mode=None,
     server_args=SimpleNamespace(disable_radix_cache=False, enable_hierarchical_cache=False),
 )
 try:

@@ -298,7 +298,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
         else:
             out.copy_(torch_layers.query_norm_rope(q, positions, self.rope, self.eps))
 
-    def _project_out(self, out: LayerOutput, positions: Tensor, defer_all_reduce: bool) -> Tensor:
+    def _project_out(self, out: LayerOutput, positions: Tensor, defer_all_reduce: bool = False) -> Tensor:
         """Grouped output projection of the heads `[T, heads, 512]`, each token's heads in a row."""
         grouped = out.values.view(out.values.shape[0], self.n_local_groups, -1)
         if out.rotated or self.fp8_wo_a:
