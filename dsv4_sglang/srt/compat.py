@@ -74,6 +74,10 @@ SERVES_DISAGGREGATION = not since("0.5.18")
 BUILD_DECODE_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_mamba_decode_req_pool"
 SERVES_HOST_TIER = not since("0.5.18")
 SERVES_DSPARK = not since("0.5.18")
+# Asked by the host tier and by transfers between servers.
+DRAFT_KV_POOL = (
+    "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool" if SERVES_HOST_TIER or SERVES_DISAGGREGATION else ""
+)
 RESOLVE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark" if SERVES_DSPARK else ""
 DSPARK_FLAGS = "sglang.srt.speculative.draft_worker_common.draft_server_args_overrides" if SERVES_DSPARK else ""
 _INJECTOR = "sglang.srt.speculative.dspark_components.dspark_kv_inject.TargetHiddenKvInjector."

@@ -51,12 +51,6 @@ def is_mla(original: Callable[..., bool], target_kv_pool: Any) -> bool:
     return isinstance(target_kv_pool, (CacheKVPool, CompressedKVPool)) or original(target_kv_pool)
 
 
-def no_draft_pool(**_arguments: Any) -> None:
-    """REPLACE `kv_cache_builder.get_draft_kv_pool`: what a draft model keeps of a request lies in the request's slot.
-    Its pool is that of the model, and everything would travel twice.
-    """
-
-
 def refuse_other_caches(original: Callable[..., bool], manager: Any, bootstrap_addr: str) -> bool:
     """AROUND `CommonKVManager.try_ensure_parallel_info`, by which a decode server meets a prefill server: requests of
     one whose cache is another fail, with what differs. SGLang would end the decode server.

@@ -137,10 +137,10 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "a verify step's checkpoints are complete when the draft model has read what was accepted",
         ),
         Hook(
-            SRT + "mem_cache.kv_cache_builder.maybe_register_hicache_draft",
-            HookType.AROUND,
+            compat.DRAFT_KV_POOL,
+            HookType.REPLACE,
             speculation.no_draft_pool,
-            "the draft model's rings are in our checkpoints; SGLang would look for blocks of its own and warn",
+            "what a draft model keeps of a request lies in its slot; SGLang would hold or send the pool of both twice",
         ),
         Hook(
             compat.DSPARK_FLAGS,
@@ -301,12 +301,6 @@ def disaggregation_hooks(launch: Launch) -> tuple[Hook, ...]:
             HookType.AROUND,
             disaggregation.is_mla,
             "one vector is key and value; SGLang would take half of a pool's buffers for keys, the others for values",
-        ),
-        Hook(
-            SRT + "mem_cache.kv_cache_builder.get_draft_kv_pool",
-            HookType.REPLACE,
-            disaggregation.no_draft_pool,
-            "what a draft model keeps of a request lies in its slot; SGLang would send the pool of both twice",
         ),
         Hook(
             SRT + "disaggregation.common.conn.CommonKVManager.__init__",

@@ -106,9 +106,10 @@ def write_context(
         injector.model_runner.attn_backend.write_context(rows, cache_loc, requests)
 
 
-def no_draft_pool(original: Callable[..., None], **arguments: Any) -> None:
-    """AROUND `kv_cache_builder.maybe_register_hicache_draft`: the draft model has no blocks, and its rings are in the
-    checkpoints of the model."""
+def no_draft_pool(**_arguments: Any) -> None:
+    """REPLACE `kv_cache_builder.get_draft_kv_pool`: the draft model has no blocks, and its rings are in the slots and
+    checkpoints of the model. The pool that it works on is the model's: the host tier would hold it, and a transfer
+    between servers send it, twice."""
 
 
 def take_checkpoints(
