@@ -65,6 +65,9 @@ extern "C" void host_decode_keys(const uint8_t* rows, float* y, long n) {
     }
   }
 }
+extern "C" void host_score_of_order(const float* x, float* y, long n) {
+  for (long i = 0; i < n; ++i) y[i] = score_of(order_of(x[i]));
+}
 // A word of eight codes -> as e4m3 numbers, of a block whose scale is 2^-below times the largest.
 extern "C" void host_decode_bytes(const uint32_t* words, const int32_t* below, float* y, long n) {
   for (long i = 0; i < n; ++i, y += 8) {
@@ -265,3 +268,4 @@ def test_order_of_scores(host):
     host.library.host_order(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(order.data_ptr()), ctypes.c_long(len(x)))
     expected = torch.sort(x, descending=True, stable=True).indices
     assert torch.equal(torch.sort(order, descending=True).indices, expected)
+    assert torch.equal(host("host_score_of_order", x), x)

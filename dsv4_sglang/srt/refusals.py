@@ -240,9 +240,8 @@ def _refused_with_host_tier(args: Any) -> Iterable[tuple[str, str]]:
     if not compat.SERVES_HOST_TIER:
         reason = "the tree and the controller of copies are others since SGLang 0.5.18; use SGLang 0.5.17"
         yield "--enable-hierarchical-cache", reason
-    if args.speculative_algorithm == "DSPARK" or (args.speculative_algorithm and args.device != "cpu"):
-        reason = f"with --speculative-algorithm {args.speculative_algorithm} it has not been tested"
-        yield "--enable-hierarchical-cache", reason
+    if args.speculative_algorithm == "DSPARK":
+        yield "--enable-hierarchical-cache", "with --speculative-algorithm DSPARK it has not been tested"
 
 
 def _refused_with_disaggregation(args: Any) -> Iterable[tuple[str, str]]:
