@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -180,8 +181,9 @@ class Server:
             self.get("/server_info")
 
     def retractions(self) -> int:
-        """How often requests were retracted for want of memory."""
-        return self.log_text().count("Retract requests")
+        """How often requests were retracted for want of memory, as the first process of each rank's group says."""
+        lines = (line for line in self.log_text().splitlines() if "Retract requests" in line)
+        return sum(re.search(r" TP[1-9]", line) is None for line in lines)
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")

@@ -30,9 +30,6 @@ namespace {
 
 constexpr int kTileKeys = 64;    // of a warpgroup
 constexpr int kManyTokens = 16;  // of a request: as many as a prefill has
-/// From so many on, tokens of a request share its keys in decode: to begin with four takes longer than with one, which
-/// few requests do not make up for.
-constexpr int kSharingRequests = 16;
 
 /// Products in fp16, of any scales, or in e4m3, of powers of two: bytes of a query, and how many tiles a warpgroup
 /// keeps in a prefill.
@@ -267,17 +264,18 @@ struct Piece {
 };
 
 /// A warpgroup's tiles `at`, `at` + groups and so on below `stop` of a piece, which `count` tokens share. On the way
-/// are the keys of tile `at`, and the block after them; block_of(tile) knows it.
+/// are the keys of tile `at`, and the block after them, which block_of(tile) knows, and the queries, until `loaded`.
 template <int count, typename Numbers, int tokens, typename BlockOf>
 __device__ __forceinline__ void score_tiles(const ScoreParams& p, const Sharers<tokens>& sharers, const Piece& piece,
-                                            int& at, int stop, const uint8_t* query, PackedKeys& packed, int& next,
-                                            int warp, int lane, BlockOf block_of) {
+                                            int& at, int stop, const uint8_t* query, uint64_t& loaded, int parity,
+                                            PackedKeys& packed, int& next, int warp, int lane, BlockOf block_of) {
   // The compiler lets products run beside sums only where no branch is between them, hence `count` tokens in a row.
   constexpr int groups = kDecodeGroups<tokens>;
   float2 weights[8];
   if constexpr (count == 1) load_weights(weights, p, piece.token, lane);
   float* scores = p.scores + piece.token * p.scores_stride;
   const uint32_t queries = shared_address(query);
+  wait(&loaded, parity);
   for (; at < stop; at += groups) {
     Keys<Numbers> keys;
     float d[2][32];
@@ -332,7 +330,9 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
                 Numbers::kQueryBytes, &s.loaded[stage]);
     }
   };
-  if (threadIdx.x == 0) copy_queries(piece, 0);
+  // Of the last group, which has as few tiles as any.
+  const bool copies = threadIdx.x == 128 * (groups - 1);
+  if (copies) copy_queries(piece, 0);
 
   const auto block_of = [&](int at) {
     const int tile = min(at, stop - 1);
@@ -345,16 +345,16 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
   for (int number = 0;; ++number) {
     const int stage = number % kPieceStages;
     const bool more = piece.end < stop;
-    if (threadIdx.x == 0 && more) {
+    if (copies && more) {
       const int following = number + 1, before = following - kPieceStages;  // which had the same place
       if (before >= 0) wait(&s.used[following % kPieceStages], before / kPieceStages & 1);
       copy_queries(piece.with(p, s, piece.end), following % kPieceStages);
     }
     const Sharers<tokens> sharers(s, piece.token, p.tokens);
-    wait(&s.loaded[stage], number / kPieceStages & 1);
     const auto score = [&](auto counted) {
       score_tiles<decltype(counted)::value, Numbers>(p, sharers, piece, at, min(piece.end, stop), s.query[stage][0],
-                                                     packed, next, warp, lane, block_of);
+                                                     s.loaded[stage], number / kPieceStages & 1, packed, next, warp,
+                                                     lane, block_of);
     };
     if constexpr (tokens == 1) {
       score(Count<1>());
@@ -544,7 +544,7 @@ cudaError_t launch_decode(const ScoreParams& p, int processors, cudaStream_t str
 template <typename Numbers>
 cudaError_t launch_numbers(const ScoreParams& p, int processors, cudaStream_t stream) {
   if (p.tokens <= kMaxListedTokens && p.tokens < kManyTokens * p.requests) {
-    const bool shared = p.requests >= kSharingRequests && p.tokens >= 2 * p.requests;
+    const bool shared = p.tokens >= 2 * p.requests;
     return shared ? launch_decode<Numbers, 4>(p, processors, stream) : launch_decode<Numbers, 1>(p, processors, stream);
   }
   const int items = items_of(p, kPrefillKeys<Numbers>);
