@@ -35,7 +35,7 @@ def test_a_new_server_finds_what_the_last_one_stored(monkeypatch: pytest.MonkeyP
         server.check()
     pages = sorted(path.name for path in folder.glob("*.bin"))
     assert len(pages) == 5 + 2, "five blocks; checkpoints at four blocks, the interval, and at five, the end"
-    assert all("-dsv4v1-fp32-fp32-" in page for page in pages)
+    assert all("-dsv4v2-fp32-fp32-" in page for page in pages)
     with monkeypatch.context() as patch:
         server = restarted(patch)
         assert server.prefetch(PROMPT) == 5 * BLOCK
@@ -83,7 +83,7 @@ def test_a_storage_that_is_cleared_has_nothing(monkeypatch: pytest.MonkeyPatch, 
     """As after new weights. Pages of others stay."""
     server = restarted(monkeypatch)
     server.serve(PROMPT)
-    other = folder / "abc_other-dsv4v1-fp32-fp32-0123456789abcdef.bin"
+    other = folder / "abc_other-dsv4v2-fp32-fp32-0123456789abcdef.bin"
     other.write_bytes(b"123")
     server.cache.forget_stored()
     assert list(folder.glob("*.bin")) == [other]
@@ -118,4 +118,4 @@ def test_names_tell_formats_and_weights_apart(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{ }")
     names.append(name_of(tmp_path, row_format="fp8", key_format="mxfp4"))
     assert len(set(names)) == 6
-    assert names[0].startswith("m-dsv4v1-fp8-mxfp4-")
+    assert names[0].startswith("m-dsv4v2-fp8-mxfp4-")
