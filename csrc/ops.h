@@ -29,7 +29,8 @@ void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid, st
 void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, Tensor owned,
                      Tensor block_table);
 
-void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor rows, bool to_host, int64_t first_byte);
+void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor rows, bool to_host,
+                 std::vector<int64_t> offsets);
 
 /// The steps of index_topk, for attention/cuda_index.py; registered with their schemas in register.cpp.
 void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_t key_format, Tensor out,

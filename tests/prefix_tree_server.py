@@ -95,6 +95,15 @@ class BlockOwner:
     allocator: PagedTokenToKVPoolAllocator
     pool: Pool
 
+    def _tree_params(self) -> CacheInitParams:
+        return CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.pool,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=BLOCK,
+            enable_mamba_extra_buffer=True,
+        )
+
     def _make_room(self, blocks: int) -> bool:
         missing = blocks * BLOCK - self.allocator.available_size()
         if missing > 0:
@@ -116,16 +125,10 @@ class TreeServer(BlockOwner):
     def __init__(self, blocks: int, checkpoints: int, interval: int = 3, chunk: int = 4, requests: int = 8) -> None:
         self.pool = Pool(requests, checkpoints)
         self.allocator = PagedTokenToKVPoolAllocator(blocks * BLOCK, BLOCK, torch.uint8, "cpu", None, False)
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=self.pool,
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=BLOCK,
-            enable_mamba_extra_buffer=True,
+        context = SimpleNamespace(
+            disable_radix_cache=False, enable_hierarchical_cache=False, params=self._tree_params()
         )
-        self.cache = build_prefix_cache(
-            SimpleNamespace(disable_radix_cache=False, enable_hierarchical_cache=False, params=params), interval * BLOCK
-        )
+        self.cache = build_prefix_cache(context, interval * BLOCK)
         self.component = component_of(self.cache)
         self.chunk = chunk * BLOCK
         self.running: list[Request] = []

@@ -71,7 +71,7 @@ def test_moves():
     check("copy_state", *pairs, state)
     check("copy_state", *pairs, state, torch.zeros(1).int())
     host = torch.zeros(3, 30, dtype=torch.uint8)
-    check("swap_blocks", [torch.randn(4, 6)], host, torch.tensor([1, 3]), torch.tensor([0, 2]), True, 6)
+    check("swap_blocks", [torch.randn(4, 6)], host, torch.tensor([1, 3]), torch.tensor([0, 2]), True, [6])
     tables = torch.tensor([1, 0]), torch.tensor([300, 5]), torch.tensor([2, 1]).int(), torch.zeros(2, 384).int()
     check("snapshot_tables", *tables, torch.zeros(2).int(), torch.zeros(2, 3).int())
     slices = torch.tensor([[4, 0, 9], [0, 3, 9], [2, 1, 9]])

@@ -20,7 +20,6 @@ import torch
 from prefix_tree_server import BLOCK, MAX_LENGTH, BlockOwner, Pool, Request
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -70,8 +69,8 @@ class States:
         self.layout = SimpleNamespace(checkpoint_bytes=8 * LAYERS)
         self.states = torch.zeros(checkpoints + 1, LAYERS, dtype=torch.int64)
 
-    def checkpoint_views(self, checkpoint: int) -> list[torch.Tensor]:
-        return [self.states[checkpoint].view(torch.uint8)]
+    def checkpoint_tables(self) -> list[torch.Tensor]:
+        return [self.states[1:].view(torch.uint8)]
 
 
 class Pools(CacheKVPool):
@@ -125,13 +124,6 @@ class TieredServer(BlockOwner):
         self.allocator = PagedTokenToKVPoolAllocator(
             blocks * BLOCK, BLOCK, torch.uint8, "cpu", Pools(self.device, self.states), False
         )
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=self.pool,
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=BLOCK,
-            enable_mamba_extra_buffer=True,
-        )
         args = SimpleNamespace(
             hicache_storage_backend=storage,
             hicache_storage_backend_extra_config=None,
@@ -154,7 +146,7 @@ class TieredServer(BlockOwner):
         context = SimpleNamespace(
             disable_radix_cache=False,
             enable_hierarchical_cache=True,
-            params=params,
+            params=self._tree_params(),
             server_args=args,
             tp_worker=worker,
         )

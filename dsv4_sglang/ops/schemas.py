@@ -37,7 +37,7 @@ SCHEMAS = {
         "Tensor(a!) owned, Tensor(b!) block_table) -> ()"
     ),
     "swap_blocks": (
-        "(Tensor(a!)[] pools, Tensor(b!) host, Tensor blocks, Tensor rows, bool to_host, int first_byte=0) -> ()"
+        "(Tensor(a!)[] pools, Tensor(b!) host, Tensor blocks, Tensor rows, bool to_host, int[] offsets) -> ()"
     ),
     "update_rows": (
         "(Tensor(a!) pool, Tensor new_rows, Tensor slices, Tensor n_valid, Tensor(b!)? refused=None) -> ()"

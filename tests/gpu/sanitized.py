@@ -56,7 +56,7 @@ def main() -> None:
     host = torch.zeros(30, 1168 + 24, dtype=torch.uint8).pin_memory()
     device = torch.zeros(30, 1168, dtype=torch.uint8, device=DEVICE)
     for to_host in (True, False):
-        op.swap_blocks([device], host, torch.randperm(30, device=DEVICE)[:12], torch.randperm(30)[:12], to_host, 24)
+        op.swap_blocks([device], host, torch.randperm(30, device=DEVICE)[:12], torch.randperm(30)[:12], to_host, [24])
     one_token = [(4 * n + 1, 4 * n + 2) for n in (0, 1, 511, 513, 4100)]
     chunk, verify = [(0, 9), (2050, 2090)], [(2200 + i, 2204 + i) for i in range(16)]
     for lens, slices in ((one_token, 5), (chunk, 16), (verify, 64)):

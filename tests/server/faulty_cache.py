@@ -151,8 +151,8 @@ def _load_checkpoint(original: Callable[..., None], pool: Any, checkpoint: int, 
     others = _fault() == HOST_FAULTS[3]
     original(pool, checkpoint, (row + 1) % pool.num_checkpoints if others else row)
     if _fault() == HOST_FAULTS[2]:
-        for view in pool._views(checkpoint):
-            view.zero_()
+        for table in pool._tables:
+            table[checkpoint - 1] = 0
 
 
 def _send(original: Callable[..., Any], sender: Any, blocks: Any, states: Any = None) -> Any:

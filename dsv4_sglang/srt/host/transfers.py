@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackBuildRe
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
-from dsv4_sglang.cache.host_pool import HostBlockPool, HostCheckpointPool
+from dsv4_sglang.cache.host_pool import HostBlockPool, HostCheckpointPool, host_block_bytes
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints
 from dsv4_sglang.srt.host.sizing import HostDemand, host_demand, host_table
@@ -105,9 +105,7 @@ class HostStack(StackStrategy):
         demand = host_demand(
             device_blocks=device_blocks.size // params.page_size,
             device_checkpoints=storage.checkpoints,
-            block_bytes=sum(
-                view.shape[1] * view.itemsize for p in device_blocks.pools if p for view in p.block_views()
-            ),
+            block_bytes=host_block_bytes([pool for pool in device_blocks.pools if pool]),
             checkpoint_bytes=storage.layout.checkpoint_bytes,
             ratio=server_args.hicache_ratio,
             size_gb=server_args.hicache_size,
