@@ -728,6 +728,7 @@ def test_a_request_waits_on_the_host(device: torch.device, options: dict[str, An
     assert waiting.slot != taken[0] and taken[1] not in manager.blocks_of(waiting.slot)
     assert all(torch.equal(a, b) for a, b in zip(all_bytes(manager, waiting.slot), before, strict=True))
     assert manager._host is not None
+    manager._host.settle(lambda: False)
     assert (manager._host.free_slots.available, manager._host.free_blocks.available) == (2, 5)
     with pytest.raises(ValueError, match="not on the host any more"):
         manager.restore(offloaded)

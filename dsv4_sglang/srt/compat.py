@@ -68,6 +68,7 @@ MAY_CACHE_FINISHED = _RESULTS + "_mamba_can_cache_finished_req" if since("0.5.23
 _DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker."
 CAPTURE_DRAFT_GRAPHS = _DRAFT_WORKER + "_capture_cuda_graphs"
 DRAFT_EXTEND = _DRAFT_WORKER + "_draft_extend_for_decode"
+LOGITS_OF_RANKS = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
 # On a GPU; SGLang's layer leaves sums of attention to its exchange of tokens since then.
 SERVES_DP_ATTENTION = not since("0.5.23")
 SERVES_DISAGGREGATION = not since("0.5.18")

@@ -192,6 +192,12 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             collectives.gather_a_copy,
             "it clears what it gathers from, as token ids, in all but one process of an attention rank",
         ),
+        Hook(
+            compat.LOGITS_OF_RANKS,
+            HookType.AROUND,
+            collectives.logits_of_ranks,
+            "a draft model's prefill exchanges as many rows as the prompt has log p asked for, and has one a request",
+        ),
         *(disaggregation_hooks(launch) if compat.SERVES_DISAGGREGATION else ()),
         Hook(
             SRT + "managers.scheduler.Scheduler.get_init_info",
