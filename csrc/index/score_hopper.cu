@@ -10,12 +10,12 @@
 // for NVFP4's scales. The tensor cores align the summands of an e4m3 product to the largest and are known to cut them
 // at 2^-13 of it.
 //
-// Decode: the tiles of all tokens in one line, an equal share of it for each of the four warpgroups of every processor;
-// the next tile is on its way. With several tokens of a request in a step (drafts) up to four share a tile, decoded
-// once, the products of the next beside the sums of the last, and there are three warpgroups. Prefill: every processor
-// takes 576 keys (fp16: 384) of 32 tokens in turn, three (two) tiles for each of three warpgroups, which stay in
-// registers while the queries pass through a ring that a fourth fills. Bytes: 72 a key, 4 a score; a token's query, 8
-// KiB (16), comes from L2 once a share in decode, once for an item of work in prefill.
+// Decode: the tiles of all tokens in one line, an equal run of it for each processor, whose four warpgroups take turns;
+// the next tile and the next token's query are on their way. With several tokens of a request in a step (drafts) up to
+// four share a tile, decoded once, the products of the next beside the sums of the last, and there are three
+// warpgroups. Prefill: every processor takes 576 keys (fp16: 384) of 32 tokens in turn, three (two) tiles for each of
+// three warpgroups, which stay in registers while the queries pass through a ring that a fourth fills. Bytes: 72 a key,
+// 4 a score; a token's query, 8 KiB (16), comes from L2 once a run in decode, once for an item of work in prefill.
 #include <type_traits>
 
 #include "../launch.cuh"
@@ -338,6 +338,11 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
     const int tile = min(at, stop - 1);
     return piece.with(p, s, tile).block(tile, warp / 2);
   };
+  const auto prefetch_weights = [&](int first) {
+    const int token = first + lane / 2;
+    if (lane < 2 * tokens && token < p.tokens) prefetch(p.weights + token * kIndexHeads + lane % 2 * (kIndexHeads / 2));
+  };
+  prefetch_weights(piece.token);
   int at = begin + group;
   PackedKeys packed;
   packed.load(p.keys + block_of(at) * p.block_bytes, warp % 2, lane);
@@ -351,6 +356,7 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
       copy_queries(piece.with(p, s, piece.end), following % kPieceStages);
     }
     const Sharers<tokens> sharers(s, piece.token, p.tokens);
+    if (more) prefetch_weights(piece.token + sharers.count);
     const auto score = [&](auto counted) {
       score_tiles<decltype(counted)::value, Numbers>(p, sharers, piece, at, min(piece.end, stop), s.query[stage][0],
                                                      s.loaded[stage], number / kPieceStages & 1, packed, next, warp,

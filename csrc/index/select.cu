@@ -280,10 +280,6 @@ __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<th
 #pragma unroll
     for (int k = 0; k < 4; ++k) order[i][k] = first + 128 * i + k < n ? order_of(four[k]) : 0;  // which is below all
   }
-  const auto clear_bins = [&] {
-    for (int i = threadIdx.x; i < kBins; i += threads) s.bins[i] = 0;
-    __syncthreads();
-  };
   uint32_t low = 1, high = 0xffffffffu;
   // The range of those between the present bounds for which `chosen` holds.
   const auto narrow = [&](auto chosen) {
@@ -303,49 +299,44 @@ __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<th
     high = __reduce_max_sync(kAllLanes, lane < threads / 32 ? s.warp_high[lane] : 0);
   };
   narrow([](uint32_t) { return true; });
-  // Bins of equal width, over which scores of both signs spread as their bits do not. One bin if the range or a score
-  // is not finite.
-  const float least = score_of(low), scale = kBins / (score_of(high) - least);
-  const auto bin_of_score = [&](uint32_t x) {
-    return uint32_t(min(__float2int_rz((score_of(x) - least) * scale), kBins - 1));
-  };
-  // Counting is what takes longest, so first only the largest of each four: what is in no lower bin than the `top`-th
-  // of these are at least `top`, and few more.
-  uint32_t from = 0;
-  if (n >= 4 * p.top) {
-#pragma unroll
-    for (int i = 0; i < quads; ++i) {
-      const uint32_t largest = max(max(order[i][0], order[i][1]), max(order[i][2], order[i][3]));
-      if (largest) atomicAdd(&s.bins[bin_of_score(largest)], 1u);
-    }
-    __syncthreads();
-    from = find_bin(s, p.top).bin;
-    clear_bins();
-  }
+
   // All above `high` are among the best, and `wanted` of the `inside` ones from `low` to `high`.
   uint32_t wanted = p.top, inside;
-  // Counts those between the bounds by bin_of(order), which is monotone and below kBins, if that is `from` or more.
-  // What is between the bounds is then one bin's.
-  const auto split = [&](auto bin_of, uint32_t from) {
+  // The bin in which the last of these is. bin_of(order) is monotone and below kBins.
+  const auto find = [&](auto bin_of) {
 #pragma unroll
     for (int i = 0; i < quads; ++i) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const uint32_t x = order[i][k], bin = bin_of(x);
-        if (x >= low && x <= high && bin >= from) atomicAdd(&s.bins[bin], 1u);
+        if (order[i][k] >= low && order[i][k] <= high) atomicAdd(&s.bins[bin_of(order[i][k])], 1u);
       }
     }
     __syncthreads();
     const Found found = find_bin(s, wanted);
     wanted -= found.above, inside = found.inside;
-    narrow([&](uint32_t x) { return bin_of(x) == found.bin; });
+    return found.bin;
   };
-  split(bin_of_score, from);
-  while (inside != wanted && inside > kTies && low < high) {
-    clear_bins();
+  const auto split_bits = [&] {
     const int bits = 32 - __clz(high - low), shift = bits > kBinBits ? bits - kBinBits : 0;
-    const uint32_t begin = low;
-    split([&](uint32_t x) { return (x - begin) >> shift; }, 0);
+    low += find([&](uint32_t x) { return (x - low) >> shift; }) << shift;
+    high = low + min(high - low, (1u << shift) - 1);
+  };
+  if constexpr (quads <= 4) {
+    // Bins of equal width, over which scores of both signs spread as their bits do not: then one round does, for more
+    // instructions a score. One bin if the range or a score is not finite.
+    const float least = score_of(low), scale = kBins / (score_of(high) - least);
+    const auto bin_of = [&](uint32_t x) {
+      return uint32_t(min(__float2int_rz((score_of(x) - least) * scale), kBins - 1));
+    };
+    const uint32_t bin = find(bin_of);
+    narrow([&](uint32_t x) { return bin_of(x) == bin; });
+  } else {
+    split_bits();
+  }
+  while (inside != wanted && inside > kTies && low < high) {
+    for (int i = threadIdx.x; i < kBins; i += threads) s.bins[i] = 0;
+    __syncthreads();
+    split_bits();
   }
 
   uint32_t best = 0, ties = 0, before[quads];
