@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conversations import LONGEST, ends_of
 from faulty_cache import HOST_FAULTS
 from server_harness import Generated, Server, assert_as_cold, prompt, running
 
@@ -86,6 +87,24 @@ def test_next_turns_while_others_decode(server: Server) -> None:
     ids = [*prompt(100, seed=42), *whole.tokens[:-100]]
     asked["the other"] = ids, Generated(whole.tokens[-100:], whole.logprobs[-100:], 0)
     assert_as_cold(server, asked)
+    server.wait_idle()
+
+
+def test_answers_end_where_cold_ones_do(server: Server) -> None:
+    """200 conversations of three turns, more than both tiers hold. With bf16 compute many part at near ties; what they
+    say then is another text, but none of another length."""
+    server.flush()
+    ends = ends_of(server, 200, tolerance=0.5, at_once=16)
+    cold, warm = torch.tensor(ends.lengths, dtype=torch.float32).T
+    longest = [(lengths == LONGEST).sum().item() for lengths in (cold, warm)]
+    print(
+        f"{ends.parted} of {len(cold)} parted, {ends.cached} tokens found; mean lengths {cold.mean():.2f} and "
+        f"{warm.mean():.2f}, {longest} as long as may be"
+    )
+    assert len(cold.unique()) > 8 and ends.cached > 0
+    spread = (cold - warm).std() / len(cold) ** 0.5
+    assert abs(cold.mean() - warm.mean()) <= 4 * spread
+    assert abs(longest[0] - longest[1]) <= 4 * (ends.parted + 1) ** 0.5
     server.wait_idle()
 
 
