@@ -7,6 +7,7 @@ written by one owner while another relies on it shows as a difference.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,9 @@ from dsv4_sglang.srt.prefix.placement import due_in_prefill, is_kept
 from dsv4_sglang.srt.prefix.tree import FreeList, Node, PrefixTree
 
 Path = tuple[int, ...]
+
+TIMES = int(os.environ.get("DSV4_SGLANG_TEST_TIMES", "1"))
+"""How many times as much the tests of random steps do: with 10 a million operations, in minutes (docs/integrity.md)."""
 
 
 @dataclass(eq=False)

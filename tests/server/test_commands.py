@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from progress import POLL_SECONDS, Progress, run, wait
 from server_harness import one_core_each
+from typer.testing import CliRunner
 
+from dsv4_sglang.cli import app
 from dsv4_sglang.cli.conversation import QUESTION
 from dsv4_sglang.cli.demo import free_port
 
@@ -111,3 +113,12 @@ def test_sigterm_stops_it(process: tuple) -> None:
 def test_offline_generation(tiny: Callable[..., Path]) -> None:
     out = run_example("offline_generate.py", str(tiny(seed=0)), "--max-tokens", "4")
     assert len(re.findall(r"^'.+' -> '.*'$", out, re.MULTILINE)) == 3
+
+
+def test_check_says_how_to_turn_it_on(process: tuple) -> None:
+    _, url, _ = process
+    off = CliRunner().invoke(app, ["check", url, "--api-key", KEY])
+    assert off.exit_code == 1 and "the integrity check of this server is off" in off.output
+    assert '{"dsv4_sglang": {"integrity_check": true}}' in off.output
+    refused = CliRunner().invoke(app, ["check", url])
+    assert refused.exit_code == 1 and "the server answered 401" in refused.output
