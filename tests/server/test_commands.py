@@ -105,6 +105,15 @@ def test_pools(process: tuple) -> None:
     assert tokens[-1][0] == slots[-1][0] == 0  # everything is given back or kept
 
 
+def test_check_says_how_to_turn_it_on(process: tuple) -> None:
+    _, url, _ = process
+    off = CliRunner().invoke(app, ["check", url, "--api-key", KEY])
+    assert off.exit_code == 1 and "the integrity check of this server is off" in off.output
+    assert '{"dsv4_sglang": {"integrity_check": true}}' in off.output
+    refused = CliRunner().invoke(app, ["check", url])
+    assert refused.exit_code == 1 and "the server answered 401" in refused.output
+
+
 def test_sigterm_stops_it(process: tuple) -> None:
     process[0].send_signal(signal.SIGTERM)
     assert wait(process[0]) in (0, -signal.SIGKILL)  # SGLang ends by killing its own tree
@@ -113,12 +122,3 @@ def test_sigterm_stops_it(process: tuple) -> None:
 def test_offline_generation(tiny: Callable[..., Path]) -> None:
     out = run_example("offline_generate.py", str(tiny(seed=0)), "--max-tokens", "4")
     assert len(re.findall(r"^'.+' -> '.*'$", out, re.MULTILINE)) == 3
-
-
-def test_check_says_how_to_turn_it_on(process: tuple) -> None:
-    _, url, _ = process
-    off = CliRunner().invoke(app, ["check", url, "--api-key", KEY])
-    assert off.exit_code == 1 and "the integrity check of this server is off" in off.output
-    assert '{"dsv4_sglang": {"integrity_check": true}}' in off.output
-    refused = CliRunner().invoke(app, ["check", url])
-    assert refused.exit_code == 1 and "the server answered 401" in refused.output
