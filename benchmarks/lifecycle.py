@@ -80,6 +80,8 @@ class Burst:
     number: int
     asks: list[Ask]
     controls: list[Control]
+    flush: bool
+    """Behind it."""
 
 
 def bursts(seed: int, shape: Shape) -> Iterator[Burst]:
@@ -88,7 +90,8 @@ def bursts(seed: int, shape: Shape) -> Iterator[Burst]:
     number = 0
     while True:
         asks = [_ask(rng, shape, first, first + i) for i in range(shape.burst)]
-        yield Burst(number, asks, sorted(_controls(rng, shape), key=lambda control: control.after))
+        controls = sorted(_controls(rng, shape), key=lambda control: control.after)
+        yield Burst(number, asks, controls, flush=rng.random() < 0.3)
         first, number = first + shape.burst, number + 1
 
 
@@ -122,8 +125,6 @@ def _controls(rng: random.Random, shape: Shape) -> Iterator[Control]:
         if rng.random() < chance:
             named = f"pause {rng.choice(MODES)}" if what == "pause" else what
             yield Control(named, rng.randrange(shape.burst), rng.choice([0.0, 0.05, 0.3]))
-    if rng.random() < 0.3:
-        yield Control("flush when idle", shape.burst, 0.0)
 
 
 class Wrong(Exception):
@@ -152,14 +153,19 @@ class Driver:
         """Raises `Wrong` with what does not hold, OSError if the server is gone."""
         prompts = self.prompts(burst)
         self._begun = 0
-        with ThreadPoolExecutor(self.shape.together) as pool, ThreadPoolExecutor(1) as operator:
+        pool, operator = ThreadPoolExecutor(self.shape.together), ThreadPoolExecutor(1)
+        try:
             controls = operator.submit(self._operate, burst)
             answers = list(pool.map(lambda ask: self._ask(ask, prompts[ask.number]), burst.asks))
             controls.result()
+        finally:
+            # Behind an error nobody waits for the other answers: whoever started the server stops it.
+            for threads in (pool, operator):
+                threads.shutdown(wait=False, cancel_futures=True)
         self.texts = {ask.number: prompts[ask.number] + answer for ask, answer in zip(burst.asks, answers)}
         self._settle()
         self._compare(burst, prompts)
-        if any(control.what == "flush when idle" for control in burst.controls):
+        if burst.flush:
             self.seen[f"flush when idle {self._post('/flush_cache')}"] += 1
             self.check()
         self.seen["bursts"] += 1

@@ -855,8 +855,9 @@ def test_one_seed_gives_one_list_of_operations() -> None:
     assert [ask.number for ask in asks] == list(range(800))
     assert {ask.end for ask in asks} == {"answer", "abort", "gone", "stop token", "stop string"}
     assert {ask.rank for ask in asks} == {0, 1} and {ask.n for ask in asks} == {1, 2, 3}
+    assert {burst.flush for burst in first} == {False, True}
     kinds = {control.what for burst in first for control in burst.controls}
-    assert kinds == {"abort all", "check", "flush", "flush when idle", *(f"pause {mode}" for mode in lifecycle.MODES)}
+    assert kinds == {"abort all", "check", "flush", *(f"pause {mode}" for mode in lifecycle.MODES)}
 
 
 def test_prompts_and_answers_fit_the_context() -> None:
