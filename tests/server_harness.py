@@ -25,8 +25,9 @@ from typing import Any
 import nursery
 import psutil
 import torch
-from progress import POLL_SECONDS, STUCK_SECONDS, Process, Progress
+from progress import LONG, POLL_SECONDS, STUCK_SECONDS, Process, Progress
 
+from benchmarks.lifecycle import Driver, Shape, play
 from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.srt import launch
 from dsv4_sglang.testing.oracle import KeyFormat, Oracle, RowFormat
@@ -308,6 +309,15 @@ def assert_burst(
     for ids, got, count in zip(prompts, server.generate_all(prompts, counts, ranks), counts):
         assert len(got.tokens) == count
         assert distances(oracle, ids, got).max() <= tolerance
+
+
+def live(server: Server, shape: Shape, seed: int, tolerance: float | None = None) -> None:
+    """A burst of the lifecycle fuzzer; the server has the option integrity_check."""
+    driver = Driver(server.url, seed, shape, tolerance)
+    play(driver, shape.burst, LONG)
+    print(driver.seen)
+    assert driver.seen["compared warm"] and driver.seen["checked busy"], driver.seen
+    server.wait_idle()
 
 
 def assert_same(got: Generated, reference: Generated, tolerance: float) -> None:

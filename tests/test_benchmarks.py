@@ -6,6 +6,7 @@ import argparse
 import gzip
 import importlib.metadata
 import io
+import itertools
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from benchmarks import (
     attend,
     capacity,
     index,
+    lifecycle,
     loads,
     move,
     move_in_tree,
@@ -44,6 +46,7 @@ from benchmarks import (
 )
 from benchmarks.append_in_tree import bias_rows, page_bytes, window_page_slots
 from benchmarks.report import RESULTS
+from dsv4_sglang.cli.check import Distance, too_far
 from dsv4_sglang.formats import KeyFormat, KeyTable, RowFormat, RowTable
 from dsv4_sglang.model.config import DSV4Config
 
@@ -841,3 +844,38 @@ made.part("slow", part)
     assert [row["us"] for row in result(tmp_path, "demo")["rows"]] == [1.0]
     with pytest.raises(ProcessLookupError):
         os.kill(int(line.split()[1]), 0)
+
+
+def test_one_seed_gives_one_list_of_operations() -> None:
+    shape = lifecycle.Shape(context=700, burst=40, ranks=2)
+    first, again = (list(itertools.islice(lifecycle.bursts(3, shape), 20)) for _ in range(2))
+    assert first == again
+    assert first != list(itertools.islice(lifecycle.bursts(4, shape), 8))
+    asks = [ask for burst in first for ask in burst.asks]
+    assert [ask.number for ask in asks] == list(range(800))
+    assert {ask.end for ask in asks} == {"answer", "abort", "gone", "stop token", "stop string"}
+    assert {ask.rank for ask in asks} == {0, 1} and {ask.n for ask in asks} == {1, 2, 3}
+    assert {burst.flush for burst in first} == {False, True}
+    kinds = {control.what for burst in first for control in burst.controls}
+    assert kinds == {"abort all", "check", "flush", *(f"pause {mode}" for mode in lifecycle.MODES)}
+
+
+def test_prompts_and_answers_fit_the_context() -> None:
+    """Also where a request goes on from the longest answer of the burst before."""
+    driver = lifecycle.Driver("http://127.0.0.1:9", seed=3, shape=lifecycle.Shape(context=700, burst=40))
+    for burst in itertools.islice(lifecycle.bursts(3, driver.shape), 8):
+        prompts = driver.prompts(burst)
+        assert prompts == driver.prompts(burst)
+        for ask in burst.asks:
+            assert len(prompts[ask.number]) > 0 and len(prompts[ask.number]) + ask.count < 700
+        driver.texts = {ask.number: prompts[ask.number] + [5] * ask.count for ask in burst.asks}
+        goes_on = [ask for ask in burst.asks if ask.base is not None and ask.kept == 1.0 and ask.base in prompts]
+        assert any(prompts[ask.number][: len(prompts[ask.base])] == prompts[ask.base] for ask in goes_on)
+
+
+@pytest.mark.parametrize(
+    ("warm", "worst", "tolerance", "far"),
+    [(0.1, 0.2, None, False), (0.2, 0.2, None, True), (0.1, 0.2, 0.1, True), (float("nan"), 0.0, None, True)],
+)
+def test_how_far_a_warm_answer_may_be(warm: float, worst: float, tolerance: float | None, far: bool) -> None:
+    assert too_far(Distance(128, warm, worst, cold=0.0), noise=0.04, tolerance=tolerance) == far

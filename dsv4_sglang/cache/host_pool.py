@@ -288,6 +288,10 @@ class FreeRows:
         self._next = int(rows[-1]) + 1 if count else self._next
         return rows
 
+    def free(self) -> np.ndarray:
+        """[n] int64, ascending."""
+        return np.flatnonzero(self._free)
+
     def give_back(self, rows: np.ndarray) -> None:
         """Raises ValueError for a row that is not out."""
         if self._free[rows].any() or len(np.unique(rows)) != len(rows):

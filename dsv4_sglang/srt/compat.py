@@ -74,6 +74,7 @@ SERVES_DP_ATTENTION = not since("0.5.23")
 SERVES_DISAGGREGATION = not since("0.5.18")
 BUILD_DECODE_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_mamba_decode_req_pool"
 SERVES_HOST_TIER = not since("0.5.18")
+SERVES_INTEGRITY_CHECK = not since("0.5.18")
 SERVES_DSPARK = not since("0.5.18")
 # Asked by the host tier and by transfers between servers.
 DRAFT_KV_POOL = (
@@ -286,6 +287,24 @@ def extend_end(req: Any) -> int:
 def committed_len(req: Any) -> int:
     """Tokens of a request that are in the cache for good."""
     return held(req).kv_committed_len
+
+
+def requests_apart(scheduler: Any) -> list[Any]:
+    """Requests that are not in a batch and do not wait: those whose abort is due, and those between two servers."""
+    found = [] if scheduler._pending_chunked_abort_req is None else [scheduler._pending_chunked_abort_req]
+    mode = scheduler.disaggregation_mode.value
+    if mode == "prefill":
+        found += [*scheduler.disagg_prefill_bootstrap_queue.queue, *scheduler.disagg_prefill_inflight_queue]
+    if mode == "decode":
+        arriving = [*scheduler.disagg_decode_prealloc_queue.queue, *scheduler.disagg_decode_transfer_queue.queue]
+        found += [entry.req for entry in arriving] + scheduler.disagg_decode_prealloc_queue.retracted_queue
+    return found
+
+
+def idle_differences(scheduler: Any) -> list[str]:
+    """What SGLang's check of an idle server finds: sums of its pools that are not their sizes."""
+    leaks, lines = scheduler.invariant_checker._check_all_pools(scheduler.pool_stats_observer.get_pool_stats())
+    return lines if leaks else []
 
 
 def fill_state_pool(pool: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
 from dsv4_sglang.srt import compat, flags
+from dsv4_sglang.srt.options import Options
 
 
 class Limit(NamedTuple):
@@ -301,6 +302,13 @@ def _refused_for_model(args: Any, hf_config: Any) -> Iterable[tuple[str, str]]:
 def _raise(found: Iterable[tuple[str, str]]) -> None:
     if lines := [f"{what} is not supported: {reason}" for what, reason in found]:
         raise ValueError("dsv4_sglang refuses to start.\n" + "\n".join(lines))
+
+
+def refuse_options(options: Options) -> None:
+    """Raise if an option is refused."""
+    if options.integrity_check and not compat.SERVES_INTEGRITY_CHECK:
+        reason = "what requests and copies hold is kept in other ways since SGLang 0.5.18; use SGLang 0.5.17"
+        _raise([("the option integrity_check", reason)])
 
 
 def refuse_given(args: Any, hf_config: Any) -> None:

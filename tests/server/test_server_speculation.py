@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import Server, assert_oracle_chooses, prompt, running
+from server_harness import Server, assert_oracle_chooses, live, prompt, running
 
+from benchmarks.lifecycle import Shape
 from dsv4_sglang.srt.decisions import GREEDY_ON_CPU
 from dsv4_sglang.testing.oracle import Oracle
 
@@ -33,7 +34,8 @@ def oracle(tiny: Callable[..., Path]) -> Oracle:
 @pytest.fixture(scope="module")
 def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("speculation") / "log"
-    with running(tiny(**MODEL), log, *FLAGS, entry_format="fp32", indexer_format="fp32") as server:
+    options = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
+    with running(tiny(**MODEL), log, *FLAGS, **options) as server:
         yield server
 
 
@@ -92,6 +94,11 @@ def test_abort(server: Server, oracle: Oracle) -> None:
     ids = prompt(128, seed=5)
     got = server.generate(ids, 8)
     assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+
+
+def test_lifecycles(server: Server) -> None:
+    """Of EAGLE with a host tier."""
+    live(server, Shape(), seed=1)
 
 
 def test_the_server_says_that_a_cpu_answers_greedily(server: Server) -> None:

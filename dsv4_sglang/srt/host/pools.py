@@ -56,6 +56,11 @@ class HostRows(HostKVCache):
         """Rows in use."""
         return self.page_num - self._rows.available
 
+    @synchronized
+    def free_rows(self) -> list[int]:
+        """The rows that `alloc` would give."""
+        return self._rows.free().tolist()
+
     # Indices
 
     @synchronized
