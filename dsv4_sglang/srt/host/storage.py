@@ -66,6 +66,10 @@ class FileStorage(HiCacheFile):
     """SGLang's files, each with a checksum at its end. A file that is torn or was changed is a miss and a warning, and
     goes, so that it is written anew."""
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._first_suffix: str = self.config_suffix
+
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         return super().set(key, torch.cat([value, _checksum(value)]), target_location, target_sizes)
 
@@ -92,6 +96,11 @@ class FileStorage(HiCacheFile):
             path.unlink()
         if self.metadata_cache is not None:
             self.metadata_cache.remove(name)
+
+    def rename(self, name: str) -> None:
+        """Pages from now on are those of the model under another name."""
+        self.config_suffix: str = f"{self._first_suffix}-{name}"
+        compat.rename_files(self, self.config_suffix)
 
     def clear(self) -> bool:
         """Remove the pages of this model; those of others in the same folder stay."""
