@@ -85,7 +85,7 @@ def test_a_storage_that_is_cleared_has_nothing(monkeypatch: pytest.MonkeyPatch, 
     server.serve(PROMPT)
     other = folder / "abc_other-dsv4v1-fp32-fp32-0123456789abcdef.bin"
     other.write_bytes(b"123")
-    server.cache.forget_stored()
+    server.cache.forget_stored("new")
     assert list(folder.glob("*.bin")) == [other]
 
 

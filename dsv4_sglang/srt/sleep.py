@@ -7,10 +7,12 @@ it (`/resume_memory_occupation`); docs/sleep.md.
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import io_struct
@@ -113,7 +115,10 @@ def update_weights(original: Callable[..., Any], updater: Any, recv_req: Any) ->
         if not flushed:
             raise RuntimeError("dsv4_sglang: there are new weights, and the cache of the old ones cannot be flushed")
         if isinstance(scheduler.tree_cache, PrefixCache):
-            scheduler.tree_cache.forget_stored(updater.tp_cpu_group)
+            # Nothing says which weights these are.
+            name = [uuid.uuid4().hex[:16]]
+            torch.distributed.broadcast_object_list(name, group=updater.tp_cpu_group, group_src=0)
+            scheduler.tree_cache.forget_stored(name[0])
 
 
 def _retract(scheduler: Any) -> bool:

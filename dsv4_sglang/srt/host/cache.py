@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import heapq
 import time
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.components import CacheTransferPhase, ComponentType
 
@@ -79,15 +77,11 @@ class TieredCache(PrefixCache):
                 self.save_now(slots.nodes[before])
         self.save_now(node)
 
-    def forget_stored(self, group: Any) -> None:
-        """What the storage holds is of the old weights. Pages of the new ones get a name that no other server looks
-        for, since nothing says which weights they are."""
-        if not self.enable_storage:
-            return
-        self.clear_storage_backend()
-        name = [uuid.uuid4().hex[:16]]
-        torch.distributed.broadcast_object_list(name, group=group, group_src=0)
-        self.cache_controller.storage_backend.rename(name[0])
+    def forget_stored(self, name: str) -> None:
+        """What the storage holds is of the old weights."""
+        if self.enable_storage:
+            self.clear_storage_backend()
+            self.cache_controller.storage_backend.rename(name)
 
     def settle(self, waiting: Iterable[Req]) -> None:
         for req in waiting:

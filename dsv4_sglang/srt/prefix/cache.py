@@ -53,9 +53,9 @@ class PrefixCache(UnifiedRadixCache):
         """Within, the memory of the device is given back: SGLang flushes the cache."""
         return nullcontext()
 
-    def forget_stored(self, group: Any) -> None:
-        """The model has new weights, and the tree is empty. `group`: of the processes that share the model, on the
-        CPU; all come here."""
+    def forget_stored(self, name: str) -> None:
+        """The model has new weights, and the tree is empty. `name`: of these weights in a storage, the same in all
+        processes; a server that is started later must not find what they have computed."""
 
 
 def build_prefix_cache(ctx: Any, interval: int) -> Any:
