@@ -195,6 +195,13 @@ def spoil(server: TieredServer) -> None:
     server.states.states[:] = -7
 
 
+def serve_only(server: TieredServer, monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
+    """A request to its end, with copies to the host wanted or under way; they go on when they are looked after."""
+    server.finish(server.start(tokens)["request"])
+    look = server.cache.check_hicache_events
+    monkeypatch.setattr(server.cache, "check_hicache_events", lambda: (server.streams.run_all(), look()))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_host_keeps_what_the_device_gives_back(tree: pytest.MonkeyPatch, policy: str) -> None:
     """Before memory goes, what has not been saved is; after waking, requests resume from the host."""
@@ -203,7 +210,11 @@ def test_the_host_keeps_what_the_device_gives_back(tree: pytest.MonkeyPatch, pol
     for ids in prompts:
         server.serve(ids)
         server.serve(ids)
-    for _ in range(2):
+    for turn in range(2):
+        if turn:
+            # SELECTIVE saves ends of lines.
+            prompts.append([900 + at // BLOCK for at in range(5 * BLOCK + 40)])
+            serve_only(server, tree, prompts[-1])
         with server.cache.leaving_device():
             assert server.flush()
         server.check()
@@ -313,6 +324,10 @@ def test_nothing_of_the_old_weights_is_found(
     scheduler = Scheduler(server)
     server.serve(PROMPT)
     assert server.serve(PROMPT) == 5 * BLOCK and list(tmp_path.glob("*.bin"))
+
+    serve_only(server, tree, [77] * 300)
+    server.cache.check_hicache_events()
+    assert server.cache.ongoing_write_through
 
     def original(updater: Any, recv_req: Any) -> Any:
         assert not recv_req.flush_cache and not server.cache.ongoing_backup
