@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import resource
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -87,6 +91,57 @@ def test_a_storage_that_is_cleared_has_nothing(monkeypatch: pytest.MonkeyPatch, 
     other.write_bytes(b"123")
     server.cache.forget_stored("new")
     assert list(folder.glob("*.bin")) == [other]
+
+
+@contextmanager
+def no_room(kind: str, folder: Path) -> Iterator[None]:
+    """No file of a block fits any more: on a file system of 16 KiB, or by the limit of a file's size."""
+    folder.mkdir()
+    if kind == "limit":
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        return
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        yield
+        subprocess.run(["mount", "-o", "remount,size=16m", folder], check=True)
+    except BaseException:
+        subprocess.run(["umount", "-l", folder])
+        raise
+
+
+@pytest.mark.parametrize("kind", ["full", "limit"])
+def test_a_storage_without_room(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """The server goes on, nothing is left behind or torn, and it stores again when there is room."""
+    try:
+        with monkeypatch.context() as patch:
+            with no_room(kind, folder):
+                server = restarted(patch)
+                assert server.serve(PROMPT) == 0
+                assert server.serve(PROMPT) == 5 * BLOCK
+                assert "is the file system full?" in caplog.text
+                assert len(list(folder.iterdir())) < 7
+                server.check()
+            others = [9 + token for token in PROMPT]
+            assert server.serve(others) == 0
+            assert not server.wrong
+            server.check()
+            server.check_contents()
+        with monkeypatch.context() as patch:
+            server = restarted(patch)
+            assert server.prefetch(PROMPT) < 5 * BLOCK and server.prefetch(others) == 5 * BLOCK
+            assert server.serve(others) == 5 * BLOCK and server.serve(PROMPT) < 5 * BLOCK
+            assert not server.wrong
+            server.check_contents()
+    finally:
+        subprocess.run(["umount", "-l", folder], capture_output=True)
 
 
 def test_requests_beside_a_storage(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

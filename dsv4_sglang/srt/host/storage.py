@@ -71,7 +71,15 @@ class FileStorage(HiCacheFile):
         self._first_suffix: str = self.config_suffix
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        return super().set(key, torch.cat([value, _checksum(value)]), target_location, target_sizes)
+        """Store a page; False without room. numpy does not say when the last bytes of a file could not be written."""
+        page = torch.cat([value, _checksum(value)])
+        if not super().set(key, page, target_location, target_sizes):
+            return False
+        with suppress(FileNotFoundError):  # removed meanwhile, to make room
+            if (size := self._path(key).stat().st_size) != page.numel():
+                self._remove(key, f"it has {size} bytes of {page.numel()}; is the file system full?")
+                return False
+        return True
 
     def get(self, key: str, target_location: Tensor, target_sizes: Any = None) -> Tensor | None:
         size = target_location.numel()
@@ -89,13 +97,15 @@ class FileStorage(HiCacheFile):
         return target_location.copy_(found[:size])
 
     def _remove(self, key: str, why: str) -> None:
-        name = key + self.config_suffix
-        path = Path(self.file_path) / f"{name}.bin"
+        path = self._path(key)
         log.warning("host tier: the stored page %s cannot be used and is removed: %s", path, why)
         with suppress(OSError):
             path.unlink()
         if self.metadata_cache is not None:
-            self.metadata_cache.remove(name)
+            self.metadata_cache.remove(path.stem)
+
+    def _path(self, key: str) -> Path:
+        return Path(self.file_path) / f"{key}{self.config_suffix}.bin"
 
     def rename(self, name: str) -> None:
         """Pages from now on are those of the model under another name."""
