@@ -138,6 +138,7 @@ class TieredServer(BlockOwner):
             dtype="float32",
             tp_size=1,
             weight_version="default",
+            enable_memory_saver=False,
         )
         worker = SimpleNamespace(
             model_runner=SimpleNamespace(forward_stream=self.forward),

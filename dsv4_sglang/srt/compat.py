@@ -232,6 +232,15 @@ def flags_are_resolved(server_args: Any) -> bool:
     return bool(getattr(server_args, name, False))
 
 
+def is_paused(scheduler: Any) -> bool:
+    """Whether the scheduler takes control requests only."""
+    return bool(scheduler._engine_paused)
+
+
+def set_paused(scheduler: Any, paused: bool) -> None:
+    scheduler._engine_paused = paused
+
+
 def linear_bf16_fp32() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """SGLang's GEMM of bf16 with an fp32 result."""
     if since("0.5.21"):
@@ -447,6 +456,11 @@ def start_backup(cache: Any, node_id: int, device_blocks: Any, transfers: Any) -
 def note_backup(cache: Any, node_id: int, lock: Any) -> None:
     """The node's copy is under way; `lock` is let go when it is done."""
     cache._track_write_through_node(node_id, lock)
+
+
+def rename_files(storage: Any, suffix: str) -> None:
+    """The names of files from now on, of which SGLang keeps account."""
+    storage._evictor.config_suffix = suffix
 
 
 def forget_files(storage: Any) -> None:

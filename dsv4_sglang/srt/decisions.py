@@ -206,6 +206,8 @@ class Launch:
     def kv_pool(
         self, original: Callable[..., Any], configurator: Any, *, sizes: Any, req_to_token_pool: Any, **kwargs: Any
     ) -> Any:
+        from sglang.srt.runtime_context import get_exec
+
         from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool
 
         if configurator.is_draft_worker:
@@ -218,6 +220,7 @@ class Launch:
             dtype=configurator.kv_cache_dtype,
             layout=layout,
             device=configurator.device,
+            enable_memory_saver=get_exec().features.enable_memory_saver,
         )
         assert self.demand is not None, "state slots are chosen before blocks"
         log.info(table(layout, sizes.max_total_num_tokens, self.demand))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from dsv4_sglang.srt import collectives, compat, disaggregation, integrity, speculation
+from dsv4_sglang.srt import collectives, compat, disaggregation, integrity, sleep, speculation
 from dsv4_sglang.srt.checks import check_started
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.prefix import schedule
@@ -183,14 +183,7 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             schedule.keep_on_retraction,
             "a retracted request resumes from its last checkpoint if memory allows; SGLang drops what it generated",
         ),
-        Hook(
-            SRT
-            + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-            + ".flush_cache_after_weight_update",
-            HookType.AROUND,
-            schedule.forget_stored,
-            "a storage behind the host holds what the old weights computed; SGLang would serve it",
-        ),
+        *sleep_hooks(),
         Hook(
             SRT + "layers.dp_attention.dp_gather_partial",
             HookType.REPLACE,
@@ -303,6 +296,40 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
         ),
     )
     return tuple(hook for hook in table if hook.target and (on_cpu or not hook.cpu_only))
+
+
+def sleep_hooks() -> tuple[Hook, ...]:
+    """The part of the table for sleep and wake, and for new weights."""
+    updater = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+    return (
+        Hook(
+            updater + "release_memory_occupation",
+            HookType.AROUND,
+            sleep.fall_asleep,
+            "the host keeps what the device gives back, and requests wait; SGLang would end a server that is not idle",
+        ),
+        Hook(
+            updater + "resume_memory_occupation",
+            HookType.AROUND,
+            sleep.wake,
+            "what was zero, or a table of numbers, when the pools were made has anything in it",
+        ),
+        Hook(
+            SRT + "managers.scheduler.Scheduler.continue_generation",
+            HookType.AROUND,
+            sleep.stay_asleep,
+            "a step of a server whose memory is given back would end it",
+        ),
+        *(
+            Hook(
+                updater + f"update_weights_from_{way}",
+                HookType.AROUND,
+                sleep.update_weights,
+                "nothing of the old weights is served; SGLang keeps what a storage has, and all if it is not told to",
+            )
+            for way in ("disk", "distributed", "tensor", "ipc")
+        ),
+    )
 
 
 def disaggregation_hooks(launch: Launch) -> tuple[Hook, ...]:

@@ -266,6 +266,18 @@ def _refused_with_disaggregation(args: Any) -> Iterable[tuple[str, str]]:
         yield "--enable-hierarchical-cache", "a decode server has no prefix cache; give it to the prefill server"
 
 
+def _refused_with_memory_saver(args: Any) -> Iterable[tuple[str, str]]:
+    """Where memory is not given back, or has not been seen to come again."""
+    if not args.enable_memory_saver:
+        return
+    if args.device == "cpu":
+        reason = "it gives back memory of a GPU; leave it out: a server without it sleeps and wakes, too"
+        yield "--enable-memory-saver", reason
+    if args.disaggregation_mode != "null":
+        reason = f"with --disaggregation-mode {args.disaggregation_mode} it has not been tested"
+        yield "--enable-memory-saver", reason
+
+
 def _has_no_head(algorithm: str, hf_config: Any) -> str | None:
     """Why a checkpoint has no drafts for an algorithm. Both heads are stored under one name: it has one of them."""
     has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
@@ -320,6 +332,7 @@ def refuse_given(args: Any, hf_config: Any) -> None:
         _refused_with_dspark(args),
         _refused_with_host_tier(args),
         _refused_with_disaggregation(args),
+        _refused_with_memory_saver(args),
         _refused_for_model(args, hf_config),
     )
     _raise(chain.from_iterable(found))

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from torch import Tensor
 
 from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.ops.trust import refuse_writable_by_all, require_own
 from dsv4_sglang.srt import compat
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,8 @@ PAGE_VERSION = 2
 """Of what a page holds, beyond what `page_name` hashes."""
 CHECKSUM_BYTES = 16
 SAMPLE_BYTES = 1 << 16
+DEFAULT_FOLDER = "/tmp/hicache"
+OTHER_FOLDER = "Or set SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR to a folder that is yours alone"
 
 
 def page_name(
@@ -62,12 +66,45 @@ def _weights(folder: Path) -> bytes:
     return digest.digest()
 
 
+def _own_folder(default: str) -> int:
+    """Make the folder of the files for this user alone, if it is not there; the mode of files in it, which those may
+    read who may read the folder.
+
+    RuntimeError if others can put files there, which this server would read: where nobody names a folder, a link or one
+    that others own as well, since its name in /tmp is known to all.
+    """
+    named = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()
+    folder = Path(named or default)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if named:
+        refuse_writable_by_all(folder)
+    elif folder.is_symlink():
+        raise RuntimeError(f"{folder} is a link; expected a folder. {OTHER_FOLDER}")
+    else:
+        require_own(folder, OTHER_FOLDER)
+    return folder.stat().st_mode & 0o666
+
+
 class FileStorage(HiCacheFile):
     """SGLang's files, each with a checksum at its end. A file that is torn or was changed is a miss and a warning, and
     goes, so that it is written anew."""
 
+    def __init__(self, storage_config: Any, file_path: str = DEFAULT_FOLDER) -> None:
+        self._mode = _own_folder(file_path)
+        super().__init__(storage_config, file_path)
+        self._first_suffix: str = self.config_suffix
+
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        return super().set(key, torch.cat([value, _checksum(value)]), target_location, target_sizes)
+        """Store a page; False without room. numpy does not say when the last bytes of a file could not be written."""
+        page = torch.cat([value, _checksum(value)])
+        if not super().set(key, page, target_location, target_sizes):
+            return False
+        with suppress(FileNotFoundError):  # removed meanwhile, to make room
+            if (size := self._path(key).stat().st_size) != page.numel():
+                self._remove(key, f"it has {size} bytes of {page.numel()}; is the file system full?")
+                return False
+            self._path(key).chmod(self._mode)
+        return True
 
     def get(self, key: str, target_location: Tensor, target_sizes: Any = None) -> Tensor | None:
         size = target_location.numel()
@@ -85,13 +122,20 @@ class FileStorage(HiCacheFile):
         return target_location.copy_(found[:size])
 
     def _remove(self, key: str, why: str) -> None:
-        name = key + self.config_suffix
-        path = Path(self.file_path) / f"{name}.bin"
+        path = self._path(key)
         log.warning("host tier: the stored page %s cannot be used and is removed: %s", path, why)
         with suppress(OSError):
             path.unlink()
         if self.metadata_cache is not None:
-            self.metadata_cache.remove(name)
+            self.metadata_cache.remove(path.stem)
+
+    def _path(self, key: str) -> Path:
+        return Path(self.file_path) / f"{key}{self.config_suffix}.bin"
+
+    def rename(self, name: str) -> None:
+        """Pages from now on are those of the model under another name."""
+        self.config_suffix: str = f"{self._first_suffix}-{name}"
+        compat.rename_files(self, self.config_suffix)
 
     def clear(self) -> bool:
         """Remove the pages of this model; those of others in the same folder stay."""
