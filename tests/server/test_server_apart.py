@@ -1,29 +1,26 @@
-"""A prefill and a decode server, one process group each, Mooncake over TCP between them, against transformers in fp32.
+"""A prefill and a decode server, one process group each, Mooncake over TCP or NIXL between them, against transformers in
+fp32.
 
-Mooncake is no dependency: without its wheel, or the libraries that it is linked with, these tests are skipped.
+Neither is a dependency: without its wheel, or the libraries that it is linked with, tests are skipped.
 """
 
 from __future__ import annotations
 
-import http.client
-import subprocess
-import sys
+import os
 import time
 import urllib.error
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_cache import TRANSFER_FAULTS
+from apart_harness import Apart, a_pair, by, needs, patience
+from faulty_cache import TRANSFER_FAULTS, entry_point
 from progress import Progress
 from server_harness import Server, assert_oracle_chooses, distances, one_core_each, prompt, running
 
-from dsv4_sglang.cli.demo import free_port
-from dsv4_sglang.srt import compat
 from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server
@@ -31,7 +28,7 @@ pytestmark = pytest.mark.server
 MODEL = {"ratios": (0, 4, 128), "index_topk": 64}
 OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
 FLAGS = ("--dtype", "float32", "--context-length", "768", "--max-running-requests", "4")
-FLAGS += ("--chunked-prefill-size", "256", "--disaggregation-transfer-backend", "mooncake_tcp")
+FLAGS += ("--chunked-prefill-size", "256")
 # Of the decode server: nine blocks, and one kept free for what a request may still generate.
 FULL = ("--max-total-tokens", "1152", "--num-reserved-decode-tokens", "128")
 EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
@@ -42,63 +39,10 @@ GENERATED = 12
 TOLERANCE = 1e-4
 
 
-def missing() -> str | None:
-    """Why there is no Mooncake here."""
-    found = subprocess.run([sys.executable, "-c", "import mooncake.engine"], capture_output=True, text=True)
-    return found.stderr.strip().splitlines()[-1] if found.returncode else None
-
-
-class Apart(Server):
-    """A decode server with the prefill server that its requests go to as well. Requests, answers and waits are as those
-    of one server."""
-
-    def __init__(self, prefill: Server, decode: Server, bootstrap: int) -> None:
-        super().__init__(decode.process, decode.port, decode.log)
-        self.prefill, self.decode, self.bootstrap = prefill, decode, bootstrap
-        self.rooms, self.sender = count(1), ThreadPoolExecutor(8)
-
-    def room(self) -> dict[str, Any]:
-        """Where the two servers meet for one request."""
-        return {
-            "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": self.bootstrap,
-            "bootstrap_room": next(self.rooms),
-        }
-
-    def request(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        if path == "/generate":
-            body = {**body, **self.room()}
-            self.sender.submit(self.prefill.post, path, {**body, "stream": False})
-        return super().request(method, path, body)
-
-    def wait_idle(self) -> None:
-        self.prefill.wait_idle()
-        super().wait_idle()
-
-
 @pytest.fixture(scope="module", autouse=True)
-def mooncake() -> Iterator[None]:
-    if not compat.SERVES_DISAGGREGATION:
-        pytest.skip("refused on this release of SGLang")
-    if reason := missing():
-        pytest.skip(f"Mooncake cannot be imported: {reason}")
-    with pytest.MonkeyPatch.context() as patch:
-        # A loaded machine takes as long as it takes.
-        patch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "7200")
-        patch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "7200")
+def waiting() -> Iterator[None]:
+    with patience():
         yield
-
-
-@contextmanager
-def a_pair(model: Path, folder: Path, prefill: Sequence[str], decode: Sequence[str]) -> Iterator[Apart]:
-    bootstrap = free_port()
-    flags = (*FLAGS, "--disaggregation-bootstrap-port", str(bootstrap))
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(running(model, folder / mode, *flags, "--disaggregation-mode", mode, *more, **OPTIONS))
-            for mode, more in (("prefill", prefill), ("decode", decode))
-        ]
-        yield Apart(*servers, bootstrap)
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +50,21 @@ def oracle(tiny: Callable[..., Path]) -> Oracle:
     return Oracle(tiny(**MODEL))
 
 
+@pytest.fixture(scope="module", params=["mooncake_tcp", "nixl"])
+def backend(request: pytest.FixtureRequest, fault: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of the transfers between all servers that a test starts."""
+    needs(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "nixl":
+            plugin = entry_point(tmp_path_factory.mktemp("nixl"), "nixl_on_a_cpu")
+            patch.setenv("PYTHONPATH", os.pathsep.join([*plugin, os.environ["PYTHONPATH"]]))
+        yield request.param
+
+
 @pytest.fixture(scope="module")
-def servers(fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    with a_pair(tiny(**MODEL), tmp_path_factory.mktemp("apart"), ("--max-total-tokens", "4096"), FULL) as servers:
+def servers(backend: str, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    folder, flags = tmp_path_factory.mktemp("apart"), (*FLAGS, *by(backend))
+    with a_pair(tiny(**MODEL), folder, flags, ("--max-total-tokens", "4096"), FULL, **OPTIONS) as servers:
         yield servers
 
 
@@ -197,12 +153,17 @@ def test_abort_before_the_other_side_comes(servers: Apart, oracle: Oracle, side:
 
 
 def test_another_cache_is_refused(
-    servers: Apart, oracle: Oracle, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    servers: Apart,
+    backend: str,
+    oracle: Oracle,
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Keys of another format, and heads divided among other processes: the request fails and says why, and both servers
     serve on."""
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
-    flags = (*FLAGS, *FULL, "--disaggregation-mode", "decode", "--tp-size", "2")
+    flags = (*FLAGS, *by(backend), *FULL, "--disaggregation-mode", "decode", "--tp-size", "2")
     options = {**OPTIONS, "indexer_format": "mxfp4"}
     with running(tiny(**MODEL), tmp_path / "log", *flags, **options) as other:
         strangers = Apart(servers.prefill, other, servers.bootstrap)
@@ -223,8 +184,9 @@ def test_another_cache_is_refused(
 
 @pytest.fixture(scope="module")
 def speculating(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    folder = tmp_path_factory.mktemp("speculating")
-    with a_pair(tiny(**MODEL, nextn=True), folder, (*EAGLE, *HOST), (*EAGLE, *FULL)) as servers:
+    needs("mooncake_tcp")
+    model, flags = tiny(**MODEL, nextn=True), (*FLAGS, *by("mooncake_tcp"), *EAGLE)
+    with a_pair(model, tmp_path_factory.mktemp("speculating"), flags, HOST, FULL, **OPTIONS) as servers:
         yield servers
 
 
