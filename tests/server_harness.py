@@ -282,6 +282,16 @@ def assert_oracle_chooses(oracle: Oracle, ids: Sequence[int], got: Generated, to
     assert score.margin.max() <= 2 * tolerance, "not the oracle's likeliest token"
 
 
+def assert_near(oracle: Oracle, asked: Sequence[tuple[Sequence[int], Generated]], allowed: float) -> None:
+    """Answers of bf16 compute: as likely as the oracle finds them, on average, and nowhere far behind what it finds
+    likeliest: a draft that was wrongly accepted is as unlikely for both. `allowed`: mean |d log p|."""
+    scores = [oracle.score(ids, got.tokens, chunk=CHUNK) for ids, got in asked]
+    apart = torch.cat([(torch.tensor(got.logprobs) - s.logprobs.cpu()).abs() for s, (_, got) in zip(scores, asked)])
+    assert apart.mean() <= allowed, f"mean |d log p| {apart.mean():.4f} over {len(apart)} tokens"
+    behind = torch.cat([s.margin.cpu() for s in scores])
+    assert behind.max() <= 10 * allowed, f"{behind.max():.3f} behind the likeliest, at {int(behind.argmax())}"
+
+
 def assert_right_though_retracted(server: Server, oracle: Oracle, tolerance: float, **fields: Any) -> None:
     """In a pool of eight blocks four requests grow to two blocks, then the first needs a third: the last is retracted
     and comes back, all finish, all are right.

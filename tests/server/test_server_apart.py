@@ -1,5 +1,4 @@
-"""A prefill and a decode server, one process group each, Mooncake over TCP or NIXL between them, against transformers in
-fp32.
+"""A prefill and a decode server, Mooncake over TCP or NIXL between them, against transformers in fp32.
 
 Neither is a dependency: without its wheel, or the libraries that it is linked with, tests are skipped.
 """
