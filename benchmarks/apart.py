@@ -1,5 +1,5 @@
-"""A prefill and a decode server on a GPU each against one server of both GPUs, with the same load: what travels, how long
-it takes, and what prefills do to those who wait for tokens.
+"""A prefill and a decode server on a GPU each against one server of both GPUs, with the same load: what travels, in what
+time, and what prefills do to those who wait for tokens.
 
     python -m benchmarks.apart [--sides apart,tp,dp] [--rate 4] [--out DIR]
 
@@ -80,7 +80,8 @@ class Side:
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         body = {"input_ids": ids, "sampling_params": sampling, **more}
         if self.prefill is not None:
-            body |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap, "bootstrap_room": next(self.rooms)}
+            body |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap}
+            body["bootstrap_room"] = next(self.rooms)
             # With the first token it is done.
             self.sent.append(self.pool.submit(self.prefill.request, "/generate", body | {"stream": False}, 300))
         return body
