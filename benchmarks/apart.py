@@ -1,5 +1,5 @@
-"""A prefill and a decode server on a GPU each against one server of both GPUs, with the same load: what travels, in what
-time, and what prefills do to those who wait for tokens.
+"""A prefill and a decode server on a GPU each against one server of both GPUs, with the same load: what travels, how
+long it takes, and what prefills do to those who wait for tokens.
 
     python -m benchmarks.apart [--sides apart,tp,dp] [--rate 4] [--out DIR]
 
