@@ -38,8 +38,11 @@ def by(backend: str) -> tuple[str, str]:
 
 @contextmanager
 def patience() -> Iterator[None]:
-    """Servers started within wait for each other as long as it takes on a loaded machine."""
+    """Servers started within wait for each other as long as it takes on a loaded machine, and take one for dead that
+    has not answered for several times."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "2")
+        patch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE", "5")
         patch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "7200")
         patch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "7200")
         yield

@@ -67,6 +67,7 @@ class Server:
     def __init__(self, process: Process, port: int, log: Path) -> None:
         self.process, self.port, self.log = process, port, log
         self.fields: dict[str, Any] = {}
+        self.killed = False
 
     @property
     def url(self) -> str:
@@ -185,6 +186,11 @@ class Server:
         lines = (line for line in self.log_text().splitlines() if "Retract requests" in line)
         return sum(re.search(r" TP[1-9]", line) is None for line in lines)
 
+    def kill(self) -> None:
+        """All its processes, at once."""
+        self.killed = True
+        _stop(self.process)
+
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 
@@ -239,7 +245,8 @@ def running(model: Path, log: Path, *flags: str, cpu: bool = True, **options: An
             progress.check()
             time.sleep(POLL_SECONDS / 2)
         yield server
-        Progress(process, log).check()
+        if not server.killed:
+            Progress(process, log).check()
 
 
 def on_rank(rank: int) -> dict[str, int]:

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 from apart_harness import Apart, a_pair, by, needs, patience
-from faulty_cache import TRANSFER_FAULTS, entry_point
+from faulty_cache import HELD, HOLDING, TRANSFER_FAULTS, entry_point
 from progress import Progress
 from server_harness import Server, assert_oracle_chooses, distances, one_core_each, prompt, running
 
+from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server
@@ -179,6 +180,131 @@ def test_another_cache_is_refused(
     servers.wait_idle()
     ids = prompt(131, seed=9)
     assert distances(oracle, ids, servers.generate(ids, 4)).max() <= TOLERANCE
+
+
+REQUESTS = int(os.environ.get("DSV4_SGLANG_TEST_REQUESTS", "60"))
+
+
+def test_many_requests(servers: Apart, oracle: Oracle) -> None:
+    """As many as DSV4_SGLANG_TEST_REQUESTS, short ones, twelve at a time, every tenth aborted on both sides while it is
+    somewhere: then all blocks and slots are free, or SGLang ends, and answers are right."""
+
+    def one(i: int) -> None:
+        ids, count = prompt(1 + i % 20, seed=1000 + i), 1 + i % 3
+        if i % 10:
+            assert len(servers.generate(ids, count).tokens) == count
+            return
+        rid = {"rid": f"aborted {i}"}
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(servers.generate, ids, 400, **rid)
+            progress = Progress(servers.process)
+            while not answer.done():  # it may not have come to one of them
+                for server in (servers.decode, servers.prefill):
+                    server.post("/abort_request", rid)
+                progress.check()
+                time.sleep(0.05)
+            assert answer.exception() or len(answer.result().tokens) < 400
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(one, range(REQUESTS)))
+    servers.wait_idle()
+    (load,) = servers.get("/v1/loads")["loads"]
+    assert load["num_used_tokens"] == 0, load
+    ids = prompt(140, seed=40)
+    assert distances(oracle, ids, servers.generate(ids, 4)).max() <= TOLERANCE
+
+
+@pytest.fixture
+def held(fault: Path) -> Iterator[Callable[[Server], None]]:
+    """The next prompt is held at its end; call to wait until the prefill server holds it."""
+    fault.write_text(HELD)
+
+    def wait(prefill: Server) -> None:
+        progress = Progress(prefill.process)
+        while fault.read_text() != HOLDING:
+            progress.check()
+            time.sleep(0.05)
+
+    yield wait
+    fault.unlink(missing_ok=True)
+
+
+def test_the_prefill_server_is_killed(
+    servers: Apart,
+    backend: str,
+    oracle: Oracle,
+    held: Callable[[Server], None],
+    fault: Path,
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """In the middle of a transfer: the decode server answers with an error, frees what it had, and serves with the
+    prefill server that comes in its place."""
+    bootstrap = free_port()
+    flags = (*FLAGS, *by(backend), "--disaggregation-mode", "prefill", "--max-total-tokens", "4096")
+    flags += ("--disaggregation-bootstrap-port", str(bootstrap))
+    ids = prompt(500, seed=41)
+    for number in range(2):
+        with running(tiny(**MODEL), tmp_path / f"log {number}", *flags, **OPTIONS) as prefill:
+            pair = Apart(prefill, servers.decode, bootstrap)
+            pair.rooms = servers.rooms
+            if number == 0:
+                with ThreadPoolExecutor(1) as pool:
+                    answer = pool.submit(pair.generate, ids, 8)
+                    held(prefill)
+                    prefill.kill()
+                    fault.unlink()
+                    with pytest.raises(urllib.error.HTTPError) as refused:
+                        answer.result()
+                assert refused.value.code == 500 and "Lost connection with prefill" in refused.value.read().decode()
+                servers.decode.wait_idle()
+            else:
+                assert distances(oracle, ids, pair.generate(ids, GENERATED)).max() <= TOLERANCE
+                pair.wait_idle()
+    assert distances(oracle, ids, servers.generate(ids, GENERATED)).max() <= TOLERANCE
+
+
+def test_the_decode_server_is_killed(
+    servers: Apart,
+    backend: str,
+    oracle: Oracle,
+    held: Callable[[Server], None],
+    fault: Path,
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """In the middle of a transfer: the prefill server answers with an error, and goes on with other decode servers."""
+    flags = (*FLAGS, *FULL, *by(backend), "--disaggregation-mode", "decode")
+    ids = prompt(500, seed=42)
+    with running(tiny(**MODEL), tmp_path / "log", *flags, **OPTIONS) as decode, ThreadPoolExecutor(2) as pool:
+        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 8}, **servers.room()}
+        answers = [pool.submit(server.post, "/generate", body) for server in (decode, servers.prefill)]
+        held(servers.prefill)
+        decode.kill()
+        fault.unlink()
+        with pytest.raises(urllib.error.HTTPError) as failed:
+            answers[1].result()
+        assert failed.value.code == 500
+        assert answers[0].exception() is not None
+    servers.wait_idle()
+    assert distances(oracle, ids, servers.generate(ids, GENERATED)).max() <= TOLERANCE
+
+
+def test_two_processes_each(
+    tiny: Callable[..., Path], oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Process i of one server sends to process i of the other."""
+    needs("mooncake_tcp")
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
+    flags = (*FLAGS, *by("mooncake_tcp"), "--tp-size", "2", "--max-total-tokens", "4096")
+    with a_pair(tiny(**MODEL), tmp_path, flags, **OPTIONS) as pair:
+        prompts = [prompt(length, seed=43) for length in (5, 128, 450)]
+        for found in (pair.generate_all(prompts, GENERATED), [pair.generate(ids, GENERATED) for ids in prompts]):
+            for ids, got in zip(prompts, found):
+                assert len(got.tokens) == GENERATED
+                assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+        assert found[-1].cached == 384
+        pair.wait_idle()
 
 
 @pytest.fixture(scope="module")
