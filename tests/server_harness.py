@@ -68,6 +68,7 @@ class Server:
     def __init__(self, process: Process, port: int, log: Path) -> None:
         self.process, self.port, self.log = process, port, log
         self.fields: dict[str, Any] = {}
+        self.killed = False
 
     @property
     def url(self) -> str:
@@ -186,6 +187,11 @@ class Server:
         lines = (line for line in self.log_text().splitlines() if "Retract requests" in line)
         return sum(re.search(r" TP[1-9]", line) is None for line in lines)
 
+    def kill(self) -> None:
+        """All its processes, at once."""
+        self.killed = True
+        _stop(self.process)
+
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 
@@ -240,7 +246,8 @@ def running(model: Path, log: Path, *flags: str, cpu: bool = True, **options: An
             progress.check()
             time.sleep(POLL_SECONDS / 2)
         yield server
-        Progress(process, log).check()
+        if not server.killed:
+            Progress(process, log).check()
 
 
 def on_rank(rank: int) -> dict[str, int]:
@@ -281,6 +288,16 @@ def assert_oracle_chooses(oracle: Oracle, ids: Sequence[int], got: Generated, to
     assert (torch.tensor(got.logprobs) - score.logprobs).abs().max() <= tolerance
     # The server's choice and the oracle's may each be off by the tolerance.
     assert score.margin.max() <= 2 * tolerance, "not the oracle's likeliest token"
+
+
+def assert_near(oracle: Oracle, asked: Sequence[tuple[Sequence[int], Generated]], allowed: float) -> None:
+    """Answers of bf16 compute: as likely as the oracle finds them, on average, and nowhere far behind what it finds
+    likeliest: a draft that was wrongly accepted is as unlikely for both. `allowed`: mean |d log p|."""
+    scores = [oracle.score(ids, got.tokens, chunk=CHUNK) for ids, got in asked]
+    apart = torch.cat([(torch.tensor(got.logprobs) - s.logprobs.cpu()).abs() for s, (_, got) in zip(scores, asked)])
+    assert apart.mean() <= allowed, f"mean |d log p| {apart.mean():.4f} over {len(apart)} tokens"
+    behind = torch.cat([s.margin.cpu() for s in scores])
+    assert behind.max() <= 10 * allowed, f"{behind.max():.3f} behind the likeliest, at {int(behind.argmax())}"
 
 
 def assert_right_though_retracted(server: Server, oracle: Oracle, tolerance: float, **fields: Any) -> None:

@@ -22,6 +22,7 @@ import torch
 from progress import LONG, wait
 
 from benchmarks import (
+    apart,
     append,
     attend,
     capacity,
@@ -471,6 +472,56 @@ def test_what_does_not_fit_together_is_refused(given: str, said: str, capsys: py
     with pytest.raises(SystemExit):
         serve_arguments(*given.split())
     assert said in capsys.readouterr().err
+
+
+def apart_arguments(out: Path) -> argparse.Namespace:
+    return argparse.Namespace(dry_run=False, out=out, streams=32, rate=4, flags="--log-level info")
+
+
+def test_the_servers_of_a_pair(tmp_path: Path) -> None:
+    """They meet at one port, and have a GPU each; the others have both GPUs."""
+
+    def value(server: servers.Server, flag: str) -> str:
+        return server.argv[server.argv.index(flag) + 1]
+
+    bench = apart.Bench(apart_arguments(tmp_path))
+    pair, one = bench.side("apart"), bench.side("dp")
+    assert pair.prefill and not one.prefill
+    for flag in ("--disaggregation-bootstrap-port", "--disaggregation-transfer-backend", "--max-running-requests"):
+        assert value(pair.server, flag) == value(pair.prefill, flag)
+    assert value(pair.server, "--disaggregation-bootstrap-port") == str(pair.bootstrap)
+    assert [value(server, "--disaggregation-mode") for server in (pair.prefill, pair.server)] == ["prefill", "decode"]
+    assert value(pair.server, "--base-gpu-id") == "1" and "--base-gpu-id" not in pair.prefill.argv
+    assert value(one.server, "--dp-size") == "2" and "--disaggregation-mode" not in one.server.argv
+    assert len({server.port for server in (pair.server, pair.prefill, one.server)} | {pair.bootstrap}) == 4
+
+
+def test_times_between_tokens() -> None:
+    """Of the tokens that came in the time, by stream; two of one delivery came at once."""
+    streams = [[(0.0, 1), (1.0, 2), (1.5, 4), (9.0, 5)], [(0.5, 1), (0.75, 2), (0.75, 2)]]
+    assert sorted(apart.gaps(streams, 0.9, 5.0)) == [0.0, 0.5, 1.0]
+    assert apart.gaps(streams, 0.0, 0.8) == [0.25]
+    found = apart.of_gaps([0.01] * 99 + [0.2], 10)
+    assert found == {"tokens/s": 10, "ms between tokens": 10, "p99": 200, "longest": 200}
+    assert apart.of_gaps([0.01] * 199 + [0.2], 10)["p99"] == 10
+
+
+def test_transfers_in_sglangs_metrics() -> None:
+    labels = '{dp_rank="0",engine_type="prefill",model_name="x",tp_rank="0"}'
+    text = "\n".join(
+        f"sglang:kv_transfer_{name}{labels} {value}"
+        for name, value in (
+            ("latency_ms_sum", 12.5),
+            ("latency_ms_count", "2.0"),
+            ("total_mb_sum", 3),
+            ("speed_sum", 4),
+        )
+    )
+    assert apart.TRANSFERS.findall(text) == [
+        ("latency_ms", "sum", "12.5"),
+        ("latency_ms", "count", "2.0"),
+        ("total_mb", "sum", "3"),
+    ]
 
 
 def test_sizes_of_both_servers_logs() -> None:

@@ -43,7 +43,7 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "hicache_io_backend": (["direct", "kernel_ascend"], ["kernel"]),
     "hicache_mem_layout": (["layer_first", "page_first_direct"], ["page_first"]),
     "hicache_storage_backend": (["mooncake", "nixl", "dynamic"], [None]),
-    "disaggregation_transfer_backend": (["nixl", "mori", "fake"], ["mooncake", "mooncake_tcp"]),
+    "disaggregation_transfer_backend": (["mori", "fake"], ["mooncake", "mooncake_tcp", "nixl"]),
     "num_reserved_decode_tokens": ([1, 127], [128, 512]),
     "moe_a2a_backend": (["megamoe", "mooncake"], ["none", "deepep"]),
     "load_format": (["gguf"], ["auto", "safetensors", "dummy"]),
@@ -174,10 +174,12 @@ def test_servers_that_prefill_or_decode_only(monkeypatch: pytest.MonkeyPatch) ->
     for served in ("SERVES_DISAGGREGATION", "SERVES_HOST_TIER", "SERVES_DSPARK"):
         monkeypatch.setattr(compat, served, True)
     for mode in ("prefill", "decode"):
-        (line,) = refusals(disaggregation_mode=mode)
-        assert line.startswith(f"--disaggregation-mode {mode} is not supported: blocks and slots have travelled ")
         apart = {"disaggregation_mode": mode, "device": "cpu"}
         assert refusals(**apart) == refusals(speculative_algorithm="EAGLE", **apart) == []
+        by_nixl = {"disaggregation_mode": mode, "disaggregation_transfer_backend": "nixl"}
+        assert refusals(disaggregation_mode=mode) == refusals(**by_nixl) == []
+        (line,) = refusals(device="cpu", **by_nixl)
+        assert line.startswith("--disaggregation-transfer-backend nixl is not supported: SGLang has it take memory of ")
         ranks = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
         (line,) = refusals(**ranks, **apart)
         assert line.startswith(f"--disaggregation-mode {mode} is not supported: with --enable-dp-attention ")

@@ -116,8 +116,8 @@ LIMITS = (
     ),
     Limit(
         "disaggregation_transfer_backend",
-        _one_of("mooncake", "mooncake_tcp"),
-        "blocks and state slots have travelled by Mooncake only; give mooncake, or mooncake_tcp without RDMA",
+        _one_of("mooncake", "mooncake_tcp", "nixl"),
+        "blocks and state slots have travelled by Mooncake and NIXL only; give mooncake, mooncake_tcp or nixl",
     ),
     Limit(
         "num_reserved_decode_tokens",
@@ -253,9 +253,8 @@ def _refused_with_disaggregation(args: Any) -> Iterable[tuple[str, str]]:
     if not compat.SERVES_DISAGGREGATION:
         reason = "request pools and what a retraction copies are others since SGLang 0.5.18; use SGLang 0.5.17"
         yield f"--disaggregation-mode {mode}", reason
-    if args.device != "cpu":
-        reason = "blocks and slots have travelled between servers without a GPU only; start servers that do both"
-        yield f"--disaggregation-mode {mode}", reason
+    if args.device == "cpu" and args.disaggregation_transfer_backend == "nixl":
+        yield "--disaggregation-transfer-backend nixl", "SGLang has it take memory of GPUs only; give mooncake_tcp"
     if args.enable_dp_attention:
         reason = "with --enable-dp-attention it has not been tested; give --tp-size alone"
         yield f"--disaggregation-mode {mode}", reason

@@ -9,6 +9,7 @@ and the steps from then on are broken that way.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ TRANSFER_FAULTS = (
     "the slot stays behind",
 )
 LOCK_FAULT = "a checkpoint stays locked"
+HELD, HOLDING = "the end of a prompt is held", "one is held"
+"""Between servers: the second stands in the file while a prefill server waits, with all but the last chunk sent, until
+the file is gone."""
 KEPT_MAIN, KEPT_INDEX = slice(0, 512), slice(512, 640)
 PACKAGE, SGLANG = "dsv4_sglang.", "sglang.srt."
 LOADS = "DSV4_SGLANG_TEST_LOADS"
@@ -165,6 +169,11 @@ def _load_checkpoint(original: Callable[..., None], pool: Any, checkpoint: int, 
 def _send(original: Callable[..., Any], sender: Any, blocks: Any, states: Any = None) -> Any:
     """SGLang's dummy goes in the place of what stays behind."""
     last = states is not None
+    if last and _fault() == HELD:
+        file = Path(os.environ[FAULT_FILE])
+        file.write_text(HOLDING)
+        while file.exists():
+            time.sleep(0.01)
     if last and len(blocks) and _fault() == TRANSFER_FAULTS[0]:
         blocks[-1] = 0
     if last and _fault() == TRANSFER_FAULTS[1]:
