@@ -24,16 +24,20 @@ from typing import Any
 
 import nursery
 import psutil
+import pytest
 import torch
 from progress import LONG, POLL_SECONDS, STUCK_SECONDS, Process, Progress
 
 from benchmarks.lifecycle import Driver, Shape, play
 from dsv4_sglang.cli.demo import free_port
-from dsv4_sglang.srt import launch
+from dsv4_sglang.srt import compat, launch
 from dsv4_sglang.testing.oracle import KeyFormat, Oracle, RowFormat
 
 # Waits of SGLang that end a server: for the other processes of its group, for a step.
 UNHURRIED = ("--dist-timeout", "7200", "--watchdog-timeout", "7200")
+# A host tier of four times the device, behind the servers of other tests, too.
+HOST_TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "4") if compat.SERVES_HOST_TIER else ()
+needs_host_tier = pytest.mark.skipif(not HOST_TIER, reason="refused on this release of SGLang")
 # Of the oracle.
 CHUNK = 128
 

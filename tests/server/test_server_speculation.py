@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import Server, assert_oracle_chooses, live, prompt, running
+from server_harness import HOST_TIER, Server, assert_oracle_chooses, live, needs_host_tier, prompt, running
 
 from benchmarks.lifecycle import Shape
 from dsv4_sglang.srt.decisions import GREEDY_ON_CPU
@@ -21,7 +21,7 @@ MODEL = {"ratios": (0, 4, 128), "index_topk": 64, "nextn": True}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--max-running-requests", "4")
 FLAGS += ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
 FLAGS += ("--speculative-num-draft-tokens", "4", "--chunked-prefill-size", "128", "--enable-metrics")
-FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "4")
+FLAGS += HOST_TIER
 LENGTHS, GENERATED = (1, 127, 300), 40
 TOLERANCE = 1e-4
 
@@ -68,6 +68,7 @@ def ask(server: Server, ids: list[int]) -> dict[str, Any]:
     return server.post("/generate", {"input_ids": ids, "sampling_params": sampling})
 
 
+@needs_host_tier
 def test_drafts_behind_a_load_from_the_host(server: Server) -> None:
     """Eight conversations of three blocks in a device of sixteen: the second visit has the answers of the first, in as
     many turns, since a checkpoint has the draft model's window, too."""

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from faulty_cache import LOADS, LOCK_FAULT
 from server_harness import (
+    HOST_TIER,
     Server,
     assert_oracle_chooses,
     assert_right_though_retracted,
     assert_same,
+    needs_host_tier,
     one_core_each,
     prompt,
     running,
@@ -47,7 +49,7 @@ def server(
     of four times as many. Each process notes in a file of `loads` what it loads from it."""
     flags = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--tp-size", "2")
     flags += ("--max-running-requests", "6", "--schedule-conservativeness", "0.1", "--enable-metrics")
-    flags += ("--enable-hierarchical-cache", "--hicache-ratio", "4")
+    flags += HOST_TIER
     options = {"entry_format": "fp32", "indexer_format": "fp32", "max_checkpoints": 12, "integrity_check": True}
     log = tmp_path_factory.mktemp("tp") / "log"
     with pytest.MonkeyPatch.context() as patch:
@@ -87,6 +89,7 @@ def test_more_than_fits(server: Server, oracle: Oracle) -> None:
     assert server.metrics()["prefix_checkpoints_evicted"] > evicted
 
 
+@needs_host_tier
 def test_both_processes_load_the_same(server: Server, loads: Path) -> None:
     """Four conversations of two blocks and more in turn, then two at a time, in a device of eight blocks: what comes
     from the host comes from the same rows to the same blocks in both processes, or in none."""

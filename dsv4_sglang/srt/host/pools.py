@@ -111,7 +111,14 @@ class HostRows(HostKVCache):
         self.saved_rows += len(host_indices) // self.page_size
 
     def load_to_device_per_layer(
-        self, device_pool: Any, host_indices: Tensor, device_indices: Tensor, layer_id: int, io_backend: str
+        self,
+        device_pool: Any,
+        host_indices: Tensor,
+        device_indices: Tensor,
+        layer_id: int,
+        io_backend: str,
+        *,
+        is_draft: bool = False,
     ) -> None:
         count = len(host_indices) // self.page_size
         if count == 0 or not self.begins(layer_id, count):
