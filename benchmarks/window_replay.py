@@ -166,9 +166,7 @@ def distances(spec: TinySpec, hit: int, replays: Iterable[int], follow: int = 64
         make_tiny(Path(folder), spec)
         oracle = Oracle(folder)
         generator = torch.Generator().manual_seed(0)
-        prompts = [
-            torch.randint(3, spec.vocab, (hit + follow,), generator=generator).tolist() for _ in range(seeds)
-        ]
+        prompts = [torch.randint(3, spec.vocab, (hit + follow,), generator=generator).tolist() for _ in range(seeds)]
         wholes = [oracle.logits(ids, chunk=BLOCK)[hit:].log_softmax(-1) for ids in prompts]
         for replay in replays:
             apart, first = [], []

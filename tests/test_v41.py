@@ -82,7 +82,7 @@ def test_config_as_published():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"compress_ratios": [4] * 40}, r"'compress_ratios\[0\]' is 4; expected 0, 1 or 2. No published"),
+        ({"compress_ratios": [4] * 40}, r"'compress_ratios\[0\]' is 4; expected 0, 1 or 2. No published V4.1"),
         ({"compress_ratios": [0, 0, *[2] * 18]}, "has 20 entries; expected at least num_hidden_layers = 40"),
         ({"compress_ratios": [0, 0, *[2] * 18, *[1] * 21]}, r"'compress_ratios\[40\]' is 1; layers from"),
         ({"compress_ratios": [0, 2, *[2] * 18, *[1] * 20]}, "layer 1 has ratio 2, and no layer up to it writes"),
@@ -118,9 +118,9 @@ def test_layers():
     assert by_role[Csa2Role.FULL] == [2, 8, 14, 20]
     assert by_role[Csa2Role.REINDEX] == [24, 28, 32, 36]
     assert len(by_role[Csa2Role.REUSE]) == 30
-    assert [(spec.kv_source, spec.index_source, spec.ratio) for spec in (schedule[i] for i in (7, 8, 13, 19, 20, 39))] == [
-        (2, 2, 2), (8, 8, 2), (8, 8, 2), (14, 14, 2), (20, 20, 1), (20, 36, 1),
-    ]  # fmt: skip
+    sources = {layer: (schedule[layer].kv_source, schedule[layer].index_source) for layer in (7, 8, 13, 19, 20, 39)}
+    assert sources == {7: (2, 2), 8: (8, 8), 13: (8, 8), 19: (14, 14), 20: (20, 20), 39: (20, 36)}
+    assert [schedule[layer].ratio for layer in (1, 2, 19, 20, 39, 40)] == [0, 2, 2, 1, 1, 0]
     assert [spec.layer_idx for spec in schedule if spec.keeps_candidates] == [20]
     assert [spec.layer_idx for spec in schedule if spec.within_candidates] == [24, 28, 32, 36]
 
@@ -184,7 +184,9 @@ def fp4_act_quant(x: torch.Tensor, block_size: int, e4m3_scale: bool) -> torch.T
     """kernel.py: scale of e4m3(amax / 6), amax at least 6 * 2^-9, or of 2^ceil(log2(amax / 6)); e2m1."""
     blocks = x.unflatten(-1, (-1, block_size))
     amax = blocks.abs().amax(-1, keepdim=True)
-    scale = nearest(amax.clamp(min=6 * 2.0**-9) / 6, E4M3) if e4m3_scale else ceil_pow2(amax.clamp(min=6 * 2.0**-126) / 6)
+    scale = (
+        nearest(amax.clamp(min=6 * 2.0**-9) / 6, E4M3) if e4m3_scale else ceil_pow2(amax.clamp(min=6 * 2.0**-126) / 6)
+    )
     return (nearest(blocks / scale, E2M1) * scale).flatten(-2)
 
 
@@ -234,7 +236,9 @@ def test_formats_equal_those_of_sglang():
     from sglang.test.kernels.deepseek_v4 import dsv41_kv_quant_reference as reference
 
     x = rows_of_all_sizes()
-    small = x.float().unflatten(-1, (-1, 32)).abs().amax(-1).amin(-1) <= 448e-4  # floors of FP8 scales differ (SPEC 11.4)
+    small = (
+        x.float().unflatten(-1, (-1, 32)).abs().amax(-1).amin(-1) <= 448e-4
+    )  # floors of FP8 scales differ (SPEC 11.4)
     for row_format, layout, quantise, rows in (
         (V41RowFormat.FP8, layouts.KVLayout.V41, reference.quantize_k_cache_v41, x[~small]),
         (V41RowFormat.FP4, layouts.KVLayout.V41_FP4, reference.quantize_k_cache_v41_fp4, x),
@@ -337,10 +341,14 @@ class Run:
     def step(self, counts: tuple[int, int], decode: bool, track: bool = False) -> torch.Tensor | None:
         w, t = layer(self.ratio), torch.int32
         spans = [(length, length + n) for length, n in zip(self.lengths, counts)]
-        take = [torch.cat([w[name][b, lo:hi] for b, (lo, hi) in enumerate(spans)]) for name in ("kv", "compressor", "keys")]
+        take = [
+            torch.cat([w[name][b, lo:hi] for b, (lo, hi) in enumerate(spans)]) for name in ("kv", "compressor", "keys")
+        ]
         positions = torch.cat([torch.arange(lo, hi) for lo, hi in spans])
         request = torch.repeat_interleave(torch.arange(2), torch.tensor(counts))
-        out_loc = torch.tensor([self.tables[b][p // 128] * 128 + p % 128 for b, p in zip(request.tolist(), positions.tolist())])
+        out_loc = torch.tensor(
+            [self.tables[b][p // 128] * 128 + p % 128 for b, p in zip(request.tolist(), positions.tolist())]
+        )
         batch = (
             torch.tensor(self.slots, dtype=t),
             torch.tensor(self.lengths, dtype=t),
@@ -472,7 +480,9 @@ def test_errors_name_the_value():
     with pytest.raises(ValueError, match="2 tokens of each request without `window`, but ring has 128 rows a slot"):
         run.step((2, 2), decode=True)
     run = Run(2, draft_tokens=3)
-    with pytest.raises(ValueError, match="4 tokens of each request without `window`, but tail has 2 rows a slot, for at most 3"):
+    with pytest.raises(
+        ValueError, match="4 tokens of each request without `window`, but tail has 2 rows a slot, for at most 3"
+    ):
         run.ring = torch.zeros(4, 140, 528, dtype=torch.uint8)
         run.step((4, 4), decode=True)
     with pytest.raises(ValueError, match="3 tokens for 2 requests without `window`"):
@@ -481,6 +491,12 @@ def test_errors_name_the_value():
     with pytest.raises(ValueError, match="ratio is 4; expected 0, 1 or 2"):
         torch.ops.dsv4_sglang.append_v41(
             *(torch.zeros(0, 512).bfloat16(), None, torch.ones(512), None, torch.zeros(1, 64), EPS, 4),
-            *(torch.zeros(0).int(), torch.zeros(0).int(), torch.zeros(1).int(), torch.zeros(0).int(), torch.zeros(0).long()),
+            *(
+                torch.zeros(0).int(),
+                torch.zeros(0).int(),
+                torch.zeros(1).int(),
+                torch.zeros(0).int(),
+                torch.zeros(0).long(),
+            ),
             *(None, run.ring, None, None, None, None),
         )

@@ -56,7 +56,7 @@ class V41LayerSpec:
 
 @dataclass(frozen=True)
 class V41Config:
-    """A DeepSeek-V4.1 model; fields have the names of config.json's `text_config`. Sizes count elements, lengths tokens.
+    """A DeepSeek-V4.1 model; fields as in config.json's `text_config`. Sizes count elements, lengths tokens.
 
     `compress_ratios[i]` is the ratio of the entries that layer i attends to, 0 for none; who writes them is in
     `kv_source_layer_ids`. The list may be longer than `num_hidden_layers` (the entries behind are DSPARK's stages).
@@ -112,8 +112,8 @@ class V41Config:
         for layer, ratio in enumerate(self.compress_ratios):
             if ratio not in V41_RATIOS:
                 raise ValueError(
-                    f"config field 'compress_ratios[{layer}]' is {ratio!r}; expected 0, 1 or 2. No published V4.1 model "
-                    "has another ratio, and how its overlap or position bias would go with shared entries is not public"
+                    f"config field 'compress_ratios[{layer}]' is {ratio!r}; expected 0, 1 or 2. No published V4.1 "
+                    "has another, and how its overlap or position bias would go with shared entries is not public"
                 )
             if layer >= self.num_hidden_layers and ratio != 0:
                 raise ValueError(
@@ -267,9 +267,7 @@ def v41_schedule(config: V41Config, draft_layers: int = 0) -> list[V41LayerSpec]
             )
         )
     last = config.num_hidden_layers
-    return specs + [
-        V41LayerSpec(layer, 0, Csa2Role.WINDOW, None, None) for layer in range(last, last + draft_layers)
-    ]
+    return specs + [V41LayerSpec(layer, 0, Csa2Role.WINDOW, None, None) for layer in range(last, last + draft_layers)]
 
 
 def pair_rows(draft_tokens: int) -> int:

@@ -32,21 +32,20 @@ def _positions(prefix_lens: Tensor, query_start: Tensor, token_request: Tensor) 
 
 def _check_decode(tokens: int, requests: int, ring: Tensor, tail: Tensor | None) -> None:
     each, rest = divmod(tokens, max(requests, 1))
+    _check(rest == 0, lambda: f"{tokens} tokens for {requests} requests without `window`; expected as many of each")
+    _check_rows("ring", each, ring, ring.shape[1] - WINDOW + 1)
+    if tail is not None:
+        _check_rows("tail", each, tail, pair_draft_tokens(tail.shape[1]))
+
+
+def _check_rows(name: str, each: int, table: Tensor, most: int) -> None:
     _check(
-        rest == 0,
-        lambda: f"{tokens} tokens for {requests} requests without `window`; expected as many of each",
+        each <= most,
+        lambda: (
+            f"{each} tokens of each request without `window`, but {name} has {table.shape[1]} rows a slot, for at "
+            f"most {most}"
+        ),
     )
-    for name, table, most in (
-        ("ring", ring, ring.shape[1] - WINDOW + 1),
-        *([("tail", tail, pair_draft_tokens(tail.shape[1]))] if tail is not None else []),
-    ):
-        _check(
-            each <= most,
-            lambda: (
-                f"{each} tokens of each request without `window`, but {name} has {table.shape[1]} rows a slot, for at "
-                f"most {most}"
-            ),
-        )
 
 
 def append_v41(
@@ -89,8 +88,6 @@ def append_v41(
         _check_decode(kv.shape[0], slots.shape[0], ring, tail if ratio == 2 else None)
     positions = _positions(prefix_lens, query_start, token_request)
     rows = _round(rotate(_round(rms_norm(kv, kv_norm, eps)), positions, rope))
-    if ratio:
-        assert compressor is not None and latent_norm is not None and entries is not None and latents is not None
     starts = query_start.tolist()
     for b, slot in enumerate(slots.tolist()):
         here = torch.arange(starts[b], starts[b + 1])
@@ -99,13 +96,14 @@ def append_v41(
         _write_window(b, slot, rows[here], positions[here], here, ring, window, track_slots)
         if ratio == 0:
             continue
+        assert compressor is not None and latent_norm is not None and entries is not None and latents is not None
         closing = here[(positions[here] + 1) % ratio == 0]
         if ratio == 1:
-            pooled = compressor[here]
+            pooled = compressor[here].float()
         else:
             assert tail is not None
-            pooled = _pool_pairs(compressor[here], positions[here], tail[slot], decode=window is None)
-        finished = _round(rms_norm(_round(pooled.float()), latent_norm, eps))
+            pooled = _round(_pool_pairs(compressor[here], positions[here], tail[slot], decode=window is None))
+        finished = _round(rms_norm(pooled, latent_norm, eps))
         latents[closing] = finished.bfloat16()
         rotated = _round(rotate(finished, positions[closing] + 1 - ratio, rope))
         V41Table(entries, V41RowFormat.FP4).write(out_loc[closing] // ratio, rotated)
