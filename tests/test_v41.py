@@ -229,9 +229,13 @@ def test_layout_of_a_block():
         assert not table[0].any()
 
 
+SGLANG_HAS_IT = pytest.mark.skipif(
+    Version(importlib.metadata.version("sglang")) < Version("0.5.23"), reason="SGLang has V4.1 from 0.5.23 on"
+)
+
+
+@SGLANG_HAS_IT
 def test_formats_equal_those_of_sglang():
-    if Version(importlib.metadata.version("sglang")) < Version("0.5.23"):
-        pytest.skip("SGLang has V4.1 from 0.5.23 on")
     from sglang.kernels.ops.attention.dsv4 import kv_layout as layouts
     from sglang.test.kernels.deepseek_v4 import dsv41_kv_quant_reference as reference
 
@@ -320,6 +324,29 @@ def expected(ratio: int, request: int):
         fp4_act_quant(entries.double(), 16, True).float(),
         fp4_act_quant(keys.double(), 32, False).float(),
     )
+
+
+@SGLANG_HAS_IT
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_entries_equal_those_of_sglang(ratio):
+    """Its own torch forms of what its kernels do."""
+    from sglang.kernels.ops.quantization.fp4_fake_quant import fake_quant_compressed_kv, fake_quant_fp4
+    from sglang.srt.layers.attention.dsv4.dsv41_sparse import DeepseekV41Compressor, RMSNorm, rope_tail
+
+    def norm(weight: torch.Tensor) -> RMSNorm:
+        module = RMSNorm(len(weight), EPS)
+        module.weight.data = weight
+        return module.requires_grad_(False)
+
+    w, freqs = layer(ratio), freqs_cis(ratio)[::ratio]
+    x = w["compressor"][0]
+    if ratio == 2:
+        x = DeepseekV41Compressor.pool_pairs(*x.unflatten(0, (-1, 2)).split(512, -1)).bfloat16()
+    latents = norm(w["latent_norm"])(x)
+    entries = fake_quant_compressed_kv(rope_tail(latents, freqs, 64))
+    keys = fake_quant_fp4(rope_tail(norm(w["key_norm"])(w["keys"][0, ratio - 1 :: ratio]), freqs, 64))
+    for mine, theirs in zip(expected(ratio, 0)[1:], (latents, entries, keys)):
+        same(mine.float(), theirs.float())
 
 
 class Run:
