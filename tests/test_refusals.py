@@ -270,6 +270,9 @@ def test_attention_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_model() -> None:
     with pytest.raises(ValueError, match="the model is a LlamaForCausalLM; expected DeepseekV4ForCausalLM"):
         Launch(Options()).declarations(lambda *_: [], "LlamaForCausalLM", arguments(), SimpleNamespace())
+    newer = SimpleNamespace(model_type="deepseek_v41")
+    with pytest.raises(ValueError, match=r"'model_type' is 'deepseek_v41': DeepSeek-V4.1 is not served"):
+        Launch(Options()).declarations(lambda *_: [], "DeepseekV4ForCausalLM", arguments(), newer)
 
 
 def test_all_at_once() -> None:
