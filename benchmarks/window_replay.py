@@ -199,7 +199,7 @@ def distance() -> Rows:
     exact = (WINDOW - 1) * len(few.ratios)
     return [
         *distances(few, 1024, (0, 128, 256, 512, exact - WINDOW, exact)),
-        *distances(many, 1024, (0, 128, 256, 512)),
+        *distances(many, 1024, (0, 128)),
     ]
 
 
