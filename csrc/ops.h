@@ -22,6 +22,15 @@ void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> ind
 void append_swa(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor swa_fp8, Tensor swa_rope, Tensor swa_inv,
                 Tensor swa_pos, Tensor swa_head, int64_t rope_dim);
 
+void append_v41(Tensor kv, std::optional<Tensor> compressor, Tensor kv_norm, std::optional<Tensor> latent_norm,
+                Tensor rope, double eps, int64_t ratio, Tensor slots, Tensor prefix_lens, Tensor query_start,
+                Tensor token_request, Tensor out_loc, std::optional<Tensor> track_slots, Tensor ring,
+                std::optional<Tensor> tail, std::optional<Tensor> entries, std::optional<Tensor> latents,
+                std::optional<Tensor> window);
+
+void append_v41_keys(Tensor keys, Tensor key_norm, Tensor rope, double eps, int64_t ratio, Tensor slots,
+                     Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, Tensor index_keys);
+
 void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors, std::optional<Tensor> refused);
 
 void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid, std::optional<Tensor> refused);
@@ -29,7 +38,8 @@ void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid, st
 void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, Tensor owned,
                      Tensor block_table);
 
-void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor rows, bool to_host, int64_t first_byte);
+void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor rows, bool to_host,
+                 std::vector<int64_t> offsets);
 
 /// The steps of index_topk, for attention/cuda_index.py; registered with their schemas in register.cpp.
 void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_t key_format, Tensor out,

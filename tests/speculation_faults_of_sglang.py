@@ -67,7 +67,8 @@ def loaded_without_the_draft_models_ring(patch: pytest.MonkeyPatch) -> None:
 
     def loaded(pool: HostCheckpointPool, checkpoint: int, row: int) -> None:
         load(pool, checkpoint, row)
-        pool._views(checkpoint)[0][-1] = 1
+        rings = [table for table in pool._tables if table.shape == pool._tables[0].shape]
+        rings[-1][checkpoint - 1] = 1
 
     patch.setattr(HostCheckpointPool, "load", loaded)
 

@@ -19,17 +19,20 @@ class Streams:
         self.rng = random.Random(seed)
         self.all: list[Stream] = []
         self.current = Stream(self)
+        self.stalled: Stream | None = None
+        """Does nothing until somebody waits for something."""
 
     def run_some(self, count: int) -> bool:
         """Up to `count` things that may run now, of streams picked at random; False when nothing may."""
         for _ in range(count):
-            ready = [stream for stream in self.all if stream.ready()]
+            ready = [stream for stream in self.all if stream is not self.stalled and stream.ready()]
             if not ready:
                 return False
             self.rng.choice(ready).step()
         return True
 
     def run_all(self) -> None:
+        self.stalled = None
         while self.run_some(100):
             pass
 
@@ -101,6 +104,9 @@ class Event:
 
     def synchronize(self) -> None:
         while not self.query():
+            if self.streams.run_some(1):
+                continue
+            self.streams.stalled = None
             assert self.streams.run_some(1), "streams wait for each other"
 
 

@@ -164,24 +164,25 @@ def test_swap_blocks_round_trip_and_validation_before_any_move():
     host = torch.zeros(6, 4 * 11 + 3, dtype=torch.uint8)
     before = [pool.clone() for pool in pools]
     blocks, rows = torch.tensor([1, 2, 3, 7]), torch.tensor([4, 5, 0, 2])
-    torch.ops.dsv4_sglang.swap_blocks(pools, host, blocks, rows, True, 3)
-    assert torch.equal(host[rows][:, 3:23], pools[0][blocks].view(torch.uint8))
-    assert torch.equal(host[rows][:, 23:], pools[1][blocks].flatten(1).view(torch.uint8))
+    torch.ops.dsv4_sglang.swap_blocks(pools, host, blocks, rows, True, [27, 3])
+    assert torch.equal(host[rows][:, 27:], pools[0][blocks].view(torch.uint8))
+    assert torch.equal(host[rows][:, 3:27], pools[1][blocks].flatten(1).view(torch.uint8))
     assert not host[:, :3].any() and not host[[1, 3]].any()
     for pool in pools:
         pool.zero_()
-    torch.ops.dsv4_sglang.swap_blocks(pools, host, blocks, rows, False, 3)
+    torch.ops.dsv4_sglang.swap_blocks(pools, host, blocks, rows, False, [27, 3])
     assert all(torch.equal(pool[blocks], old[blocks]) for pool, old in zip(pools, before))
     kept = host.clone()
-    for bad_blocks, bad_rows, first_byte, message in (
-        ([0, 8], [0, 1], 0, "block 8"),
-        ([0, 1], [0, -1], 0, "host row -1"),
-        ([0, 1], [0, 0], 0, "twice"),
-        ([0, 1], [0], 0, "2 blocks and 1 host rows"),
-        ([0], [0], 4, r"bytes 4\.\.48 of host rows of 47"),
+    for bad_blocks, bad_rows, offsets, message in (
+        ([0, 8], [0, 1], [0, 20], "block 8"),
+        ([0, 1], [0, -1], [0, 20], "host row -1"),
+        ([0, 1], [0, 0], [0, 20], "twice"),
+        ([0, 1], [0], [0, 20], "2 blocks and 1 host rows"),
+        ([0], [0], [0, 24], r"bytes 24\.\.48 of host rows of 47"),
+        ([0], [0], [0], "1 offsets for 2 pools"),
     ):
         with pytest.raises(ValueError, match=message):
             torch.ops.dsv4_sglang.swap_blocks(
-                pools, host, torch.tensor(bad_blocks), torch.tensor(bad_rows), True, first_byte
+                pools, host, torch.tensor(bad_blocks), torch.tensor(bad_rows), True, offsets
             )
     assert torch.equal(host, kept)

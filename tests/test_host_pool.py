@@ -3,13 +3,33 @@
 import gc
 import mmap
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from dsv4_sglang.cache import CacheLayout, HostBlockPool, HostCheckpointPool, PagedKVPool, StateStorage, build_schema
-from dsv4_sglang.cache.host_pool import HostMemory, _available, _pages, _register, cpus_in, cpus_near, running_on, runs
+from dsv4_sglang.cache import (
+    CacheLayout,
+    HostBlockPool,
+    HostCheckpointPool,
+    PagedKVPool,
+    StateStorage,
+    build_schema,
+    host_pool,
+)
+from dsv4_sglang.cache.host_pool import (
+    HostMemory,
+    _available,
+    _pages,
+    _register,
+    _row_of_a_block,
+    cpus_in,
+    cpus_near,
+    host_block_bytes,
+    running_on,
+    runs,
+)
 from dsv4_sglang.model import DSV4Config, build_schedule
 
 BLOCKS = 9
@@ -72,11 +92,36 @@ def test_a_row_is_a_block_of_all_layers(device: torch.device) -> None:
     """And the row beside it stays as it is."""
     pools = make_pools(device)
     host = HostBlockPool(pools, 3)
-    assert host.block_bytes == 32 * (584 + 72) + 584
+    assert host.block_bytes == 169 * 128, "32 * (584 + 72) + 584 bytes in whole lines"
     host.swap([5], [1], to_host=True)
     expected = [view[5].view(torch.uint8).cpu() for pool in pools for view in pool.block_views()]
-    assert torch.equal(host.rows[1], torch.cat(expected))
+    assert torch.equal(host.rows[1, : 32 * (584 + 72) + 584], torch.cat(expected))
     assert not host.rows[0].any() and not host.rows[2].any()
+
+
+def test_a_row_begins_with_whole_lines() -> None:
+    """Of all of Flash: parts lie side by side, and CSA's on lines of 128 bytes."""
+    config = DSV4Config.flash()
+    schemas = [build_schema(config, spec) for spec in build_schedule(config)]
+    pools = [PagedKVPool(schema, 1, torch.device("cpu")) for schema in schemas if schema.entries_per_block]
+    views = [pool.block_views() for pool in pools]
+    offsets, row_bytes = _row_of_a_block(views)
+    spans = sorted((at, at + view.shape[1]) for o, v in zip(offsets, views) for at, view in zip(o, v))
+    assert spans[0][0] == 0 and all(end == begin for (_, end), (begin, _) in pairwise(spans))
+    assert row_bytes == 452_608 == -(-spans[-1][1] // 128) * 128 and host_block_bytes(pools) == row_bytes
+    csa = [at for o, pool in zip(offsets, pools) for at in o if pool.index_keys is not None]
+    assert len(csa) == 42 and all(at % 128 == 0 for at in csa)
+
+
+@pytest.mark.parametrize("blocks", [1, 8, 300])
+def test_every_layer_comes_once(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    """The first alone, then as many together as a launch is to have bytes."""
+    host = HostBlockPool(make_pools(torch.device("cpu")) * 6, 1)
+    monkeypatch.setattr(host_pool, "LOADED_TOGETHER", 3 * host.block_bytes)
+    launches = [host.layers_with(layer, blocks) for layer in range(12)]
+    each = {1: 11, 8: 4, 300: 1}[blocks]
+    assert launches[0] == 1 and launches[1::each] == [each] * (11 // each) + [11 % each] * (11 % each > 0)
+    assert sum(launches) == 12 and all(sum(launches[: i + 1]) > i for i in range(12))
 
 
 def test_more_blocks_than_are_staged_at_a_time(device: torch.device) -> None:
@@ -88,7 +133,7 @@ def test_more_blocks_than_are_staged_at_a_time(device: torch.device) -> None:
     host.swap(there, here, to_host=True)
     for block, row in zip(there, here):
         expected = [view[block].view(torch.uint8).cpu() for pool in pools for view in pool.block_views()]
-        assert torch.equal(host.rows[row], torch.cat(expected))
+        assert torch.equal(host.rows[row, : 32 * (584 + 72) + 584], torch.cat(expected))
 
 
 @pytest.mark.parametrize("row_format", ["fp8", "bf16", "fp32"])
@@ -151,7 +196,7 @@ def test_bad_ids_move_nothing(device: torch.device) -> None:
 
 def test_memory_is_the_blocks_in_whole_pages() -> None:
     host = HostBlockPool(make_pools(torch.device("cpu")), 3)
-    asked = 3 * (32 * (584 + 72) + 584)
+    asked = 3 * 169 * 128
     assert asked <= host.memory_bytes() < asked + mmap.PAGESIZE
     assert host.memory_bytes() % mmap.PAGESIZE == 0
 

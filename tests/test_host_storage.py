@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import resource
 import subprocess
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +45,7 @@ def test_a_new_server_finds_what_the_last_one_stored(monkeypatch: pytest.MonkeyP
         server.check()
     pages = sorted(path.name for path in folder.glob("*.bin"))
     assert len(pages) == 5 + 2, "five blocks; checkpoints at four blocks, the interval, and at five, the end"
-    assert all("-dsv4v1-fp32-fp32-" in page for page in pages)
+    assert all("-dsv4v2-fp32-fp32-" in page for page in pages)
     with monkeypatch.context() as patch:
         server = restarted(patch)
         assert server.prefetch(PROMPT) == 5 * BLOCK
@@ -91,7 +93,7 @@ def test_a_storage_that_is_cleared_has_nothing(monkeypatch: pytest.MonkeyPatch, 
     """As after new weights. Pages of others stay."""
     server = restarted(monkeypatch)
     server.serve(PROMPT)
-    other = folder / "abc_other-dsv4v1-fp32-fp32-0123456789abcdef.bin"
+    other = folder / "abc_other-dsv4v2-fp32-fp32-0123456789abcdef.bin"
     other.write_bytes(b"123")
     server.cache.forget_stored("new")
     assert list(folder.glob("*.bin")) == [other]
@@ -158,6 +160,31 @@ def test_requests_beside_a_storage(monkeypatch: pytest.MonkeyPatch, folder: Path
     server.check()
     server.check_contents()
     assert len(list(folder.glob("*.bin"))) > 50
+
+
+def test_requests_beside_a_storage_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """One page of five is not written and one of five not read: what is asked for comes whole or not at all, and a
+    server that starts again computes the rest."""
+    rng, found = random.Random(0), 0
+    with monkeypatch.context() as patch:
+        for method, failed in (("set", False), ("get", None)):
+            original = getattr(FileStorage, method)
+
+            def sometimes(self: Any, *args: Any, original: Any = original, failed: Any = failed, **named: Any) -> Any:
+                return failed if rng.random() < 0.2 else original(self, *args, **named)
+
+            patch.setattr(FileStorage, method, sometimes)
+        for visit in range(3):
+            with patch.context() as one:
+                server = restarted(one)
+                for line in range(6):
+                    prompt = [100 * line + token for token in PROMPT]
+                    found += (there := server.prefetch(prompt))
+                    assert server.serve(prompt) == there in (0, 4 * BLOCK, 5 * BLOCK), (visit, line)
+                    server.check()
+                assert not server.wrong and server.flush()
+                server.check()
+    assert 0 < found < 12 * 5 * BLOCK
 
 
 # Who may read and write the files
@@ -244,4 +271,4 @@ def test_names_tell_formats_and_weights_apart(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{ }")
     names.append(name_of(tmp_path, row_format="fp8", key_format="mxfp4"))
     assert len(set(names)) == 6
-    assert names[0].startswith("m-dsv4v1-fp8-mxfp4-")
+    assert names[0].startswith("m-dsv4v2-fp8-mxfp4-")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from prefix_model import TIMES
 from prefix_tree_server import BLOCK, without_a_server
 from streams import Stream
 from tiered_server import TieredServer
 
 from dsv4_sglang.cache.host_pool import FreeRows
+from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
 from dsv4_sglang.srt.host.sizing import host_demand
 from dsv4_sglang.srt.host.transfers import TransferController
 from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
@@ -43,10 +47,32 @@ def in_sglangs_order(monkeypatch: pytest.MonkeyPatch, server: TieredServer, meth
     monkeypatch.setattr(TransferController, method, without_the_wait)
 
 
+def with_bad_transfers(monkeypatch: pytest.MonkeyPatch, server: TieredServer) -> Callable[[], None]:
+    """One copy of six does not begin, each way, and streams of copies stall; call what is returned before a turn."""
+    rng = random.Random(0)
+    for method in ("write", "load"):
+        original = getattr(TransferController, method)
+
+        def sometimes(self: TransferController, *args: Any, original: Any = original, **named: Any) -> Any:
+            return None if rng.random() < 1 / 6 else original(self, *args, **named)
+
+        monkeypatch.setattr(TransferController, method, sometimes)
+
+    def stall() -> None:
+        if rng.random() < 1 / 20:
+            server.streams.stalled = rng.choice([server.controller.write_stream, server.controller.load_stream])
+
+    return stall
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-def test_steps_read_what_they_should(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+@pytest.mark.parametrize("bad_transfers", [False, True])
+def test_steps_read_what_they_should(monkeypatch: pytest.MonkeyPatch, policy: str, bad_transfers: bool) -> None:
+    """Also where transfers fail and take long: requests compute instead, or wait, and nobody holds what they held."""
     server = TieredServer(monkeypatch, seed=1, policy=policy)
+    stall = with_bad_transfers(monkeypatch, server) if bad_transfers else lambda: None
     for turn in range(200):
+        stall()
         server.turn()
         assert not server.wrong, (turn, server.wrong)
         if turn % 4 == 0:
@@ -55,18 +81,24 @@ def test_steps_read_what_they_should(monkeypatch: pytest.MonkeyPatch, policy: st
     server.check()
     server.check_contents()
     assert server.from_host > 0, "nothing came from the host"
+    counters = server.component.host_counters
+    assert counters.loads_failed > 1 or not bad_transfers
+    assert server.flush(), "something is locked or on its way"
+    server.check()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_hundred_thousand_turns_with_late_copies(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    """A third of them with each policy; small hosts and large ones. Nothing is read before it is there, leaked, or
-    owned twice."""
-    for seed in range(112):
+    """A third of them with each policy, TIMES as many; small hosts and large ones; in a third transfers fail and stall.
+    Nothing is read before it is there, leaked, or owned twice."""
+    for seed in range(112 * TIMES):
         with monkeypatch.context() as patch:
             sizes = {"host_blocks": 20 + 15 * (seed % 8), "host_checkpoints": 4 + 7 * (seed % 8)}
             server = TieredServer(patch, seed, policy=policy, **sizes)
+            stall = with_bad_transfers(patch, server) if seed % 3 == 0 else lambda: None
             for turn in range(300):
+                stall()
                 server.turn()
                 assert not server.wrong, (seed, turn, server.wrong)
                 if turn % 10 == 0:
@@ -77,6 +109,24 @@ def test_a_hundred_thousand_turns_with_late_copies(monkeypatch: pytest.MonkeyPat
             if seed % 2:
                 assert server.flush()
                 server.check()
+
+
+@pytest.mark.parametrize("pool", [HostBlocks, HostCheckpoints])
+def test_a_copy_that_cannot_be_launched_is_an_error(monkeypatch: pytest.MonkeyPatch, pool: type[HostRows]) -> None:
+    """Of the scheduler, like a step that cannot be: it is not taken for one that was made."""
+    server = TieredServer(monkeypatch, seed=0, blocks=20)
+    server.serve(prompt(0))
+    server._make_room(20)
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(pool, "load", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        server.start(prompt(0))
+    monkeypatch.setattr(pool, "save", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        server.serve(prompt(1))
 
 
 @pytest.mark.parametrize("method", ["start_writing", "start_loading"])

@@ -43,7 +43,7 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "hicache_io_backend": (["direct", "kernel_ascend"], ["kernel"]),
     "hicache_mem_layout": (["layer_first", "page_first_direct"], ["page_first"]),
     "hicache_storage_backend": (["mooncake", "nixl", "dynamic"], [None]),
-    "disaggregation_transfer_backend": (["nixl", "mori", "fake"], ["mooncake", "mooncake_tcp"]),
+    "disaggregation_transfer_backend": (["mori", "fake"], ["mooncake", "mooncake_tcp", "nixl"]),
     "num_reserved_decode_tokens": ([1, 127], [128, 512]),
     "moe_a2a_backend": (["megamoe", "mooncake"], ["none", "deepep"]),
     "load_format": (["gguf"], ["auto", "safetensors", "dummy"]),
@@ -147,7 +147,7 @@ def test_what_a_newer_release_serves_no_more(monkeypatch: pytest.MonkeyPatch) ->
     (line,) = refusals(device="cpu", disaggregation_mode="prefill")
     assert line.startswith("--disaggregation-mode prefill is not supported: ") and line.endswith("use SGLang 0.5.17")
     (line,) = refusals(device="cpu", enable_hierarchical_cache=True)
-    assert line.startswith("--enable-hierarchical-cache is not supported: ") and line.endswith("use SGLang 0.5.17")
+    assert line.startswith("--enable-hierarchical-cache is not supported: ") and line.endswith("use 0.5.17 or 0.5.23")
     (line,) = refusals(config(dspark_target_layer_ids=[40]), device="cpu", speculative_algorithm="DSPARK")
     assert line.startswith("--speculative-algorithm DSPARK is not supported: ") and line.endswith("use SGLang 0.5.17")
     monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", False)
@@ -160,14 +160,9 @@ def test_a_storage_wants_a_host_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SERVES_HOST_TIER", True)
     monkeypatch.setattr(compat, "SERVES_DSPARK", True)
     tier = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
-    assert refusals(**tier) == refusals(device="cpu", speculative_algorithm="EAGLE", **tier) == []
-    with_dspark = config(dspark_target_layer_ids=[40, 41, 42])
-    for model, drafts in (
-        (config(), {"speculative_algorithm": "EAGLE"}),
-        (with_dspark, {"speculative_algorithm": "DSPARK", "device": "cpu"}),
-    ):
-        (line,) = refusals(model, **drafts, **tier)
-        assert line.endswith(f"with --speculative-algorithm {drafts['speculative_algorithm']} it has not been tested")
+    assert refusals(**tier) == refusals(speculative_algorithm="EAGLE", **tier) == []
+    (line,) = refusals(config(dspark_target_layer_ids=[40, 41, 42]), speculative_algorithm="DSPARK", **tier)
+    assert line.endswith("with --speculative-algorithm DSPARK it has not been tested")
     (line,) = refusals(hicache_storage_backend="file")
     assert line == (
         "--hicache-storage-backend file is not supported: it stands behind the host tier; "
@@ -179,10 +174,12 @@ def test_servers_that_prefill_or_decode_only(monkeypatch: pytest.MonkeyPatch) ->
     for served in ("SERVES_DISAGGREGATION", "SERVES_HOST_TIER", "SERVES_DSPARK"):
         monkeypatch.setattr(compat, served, True)
     for mode in ("prefill", "decode"):
-        (line,) = refusals(disaggregation_mode=mode)
-        assert line.startswith(f"--disaggregation-mode {mode} is not supported: blocks and slots have travelled ")
         apart = {"disaggregation_mode": mode, "device": "cpu"}
         assert refusals(**apart) == refusals(speculative_algorithm="EAGLE", **apart) == []
+        by_nixl = {"disaggregation_mode": mode, "disaggregation_transfer_backend": "nixl"}
+        assert refusals(disaggregation_mode=mode) == refusals(**by_nixl) == []
+        (line,) = refusals(device="cpu", **by_nixl)
+        assert line.startswith("--disaggregation-transfer-backend nixl is not supported: SGLang has it take memory of ")
         ranks = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
         (line,) = refusals(**ranks, **apart)
         assert line.startswith(f"--disaggregation-mode {mode} is not supported: with --enable-dp-attention ")
@@ -273,6 +270,9 @@ def test_attention_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_model() -> None:
     with pytest.raises(ValueError, match="the model is a LlamaForCausalLM; expected DeepseekV4ForCausalLM"):
         Launch(Options()).declarations(lambda *_: [], "LlamaForCausalLM", arguments(), SimpleNamespace())
+    newer = SimpleNamespace(model_type="deepseek_v41")
+    with pytest.raises(ValueError, match=r"'model_type' is 'deepseek_v41': DeepSeek-V4.1 is not served"):
+        Launch(Options()).declarations(lambda *_: [], "DeepseekV4ForCausalLM", arguments(), newer)
 
 
 def test_all_at_once() -> None:

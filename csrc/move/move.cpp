@@ -163,7 +163,8 @@ uint8_t* as_device_sees(const Tensor& host) {
 
 }  // namespace
 
-void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor rows, bool to_host, int64_t first_byte) {
+void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor rows, bool to_host,
+                 std::vector<int64_t> offsets) {
   if (!rows.is_cpu() || rows.scalar_type() != ScalarType::Long || rows.dim() != 1) {
     fail("swap_blocks: rows is ", describe(rows), "; expected Long [n] on the CPU");
   }
@@ -181,22 +182,24 @@ void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor r
   SwapParams p{};
   p.host = as_device_sees(host), p.host_stride = host.stride(0);
   p.blocks = data<int64_t>(blocks), p.blocks_stride = blocks.stride(0), p.to_host = to_host;
+  p.over_link = !host.is_cuda();
   const uint64_t base = reinterpret_cast<uint64_t>(p.host);
+  if (offsets.size() != pools.size()) fail("swap_blocks: ", offsets.size(), " offsets for ", pools.size(), " pools");
   std::vector<SwapPool> parts;
-  int64_t offset = first_byte;
   for (size_t i = 0; i < pools.size(); ++i) {
     const Tensor& t = pools[i];
     if (!t.is_cuda() || t.get_device_index() != device || t.dim() < 1) {
       fail("swap_blocks: pools[", i, "] is ", describe(t), "; expected [blocks, ...] on cuda:", device);
     }
     check.dense("a pool", t, 1);
-    SwapPool s{data<uint8_t>(t), stride_bytes(t, 0), bytes_of(t, 1), t.size(0), offset, 0};
-    s.width = access_width(address(t) | (base + offset) | s.stride | p.host_stride | s.bytes);
+    SwapPool s{data<uint8_t>(t), stride_bytes(t, 0), bytes_of(t, 1), t.size(0), offsets[i], 0, 0, 0};
+    if (s.offset < 0 || s.offset > host.size(1) - s.bytes) {
+      fail("swap_blocks: bytes ", s.offset, "..", s.offset + s.bytes, " of host rows of ", host.size(1));
+    }
+    s.width = access_width(address(t) | (base + s.offset) | s.stride | p.host_stride | s.bytes);
+    const int64_t piece = int64_t(32) * kSwapLoads * s.width;
+    s.pieces = int((s.bytes + piece - 1) / piece);
     parts.push_back(s);
-    offset += s.bytes;
-  }
-  if (first_byte < 0 || offset > host.size(1)) {
-    fail("swap_blocks: bytes ", first_byte, "..", offset, " of host rows of ", host.size(1));
   }
   const std::vector<int64_t> ids = checked_rows(rows, host.size(0));
 
@@ -205,8 +208,12 @@ void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor r
   for (size_t part = 0; part < parts.size(); part += kMaxSwapPools) {
     p.pool_count = int(std::min<size_t>(kMaxSwapPools, parts.size() - part));
     std::copy_n(parts.begin() + part, p.pool_count, p.pools);
-    for (size_t i = 0; i < ids.size(); i += kMaxSwapRows) {
-      p.count = int(std::min<size_t>(kMaxSwapRows, ids.size() - i));
+    int64_t pieces = 0;  // of a row; those of a launch are counted in 32 bits
+    for (int k = 0; k < p.pool_count; ++k) pieces += p.pools[k].pieces;
+    const size_t most = size_t(std::clamp<int64_t>(INT32_MAX / std::max<int64_t>(pieces, 1), 1, kMaxSwapRows));
+    for (size_t i = 0; i < ids.size(); i += most) {
+      p.count = int(std::min(most, ids.size() - i));
+      for (int k = 0, end = 0; k < p.pool_count; ++k) p.pools[k].end = end += p.count * p.pools[k].pieces;
       for (int k = 0; k < p.count; ++k) p.row[k] = int32_t(ids[i + k]);
       p.blocks = data<int64_t>(blocks) + int64_t(i) * p.blocks_stride;
       check.launched(launch_swap_blocks(p, stream));

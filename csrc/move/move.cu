@@ -3,9 +3,11 @@
 // (snapshot_tables). Every byte is read and written once.
 //
 // copy_state: grid (layers x 16 KiB pieces of all tensors, pairs of slots). update_rows: grid (slices) to check them,
-// then grid (row groups, slices), a warp a row. swap_blocks: grid (blocks, pools), loads and stores that pass the
-// caches by, since each block is touched once. snapshot_tables: grid (groups of 1024 block ids, requests), a sector of
-// 32 bytes read and 4 bytes written a block; groups behind a length are idle.
+// then grid (row groups, slices), a warp a row. swap_blocks: a warp a piece of a block, 2 KiB at 16 bytes an access,
+// all loaded before it is stored, past the caches, since each is touched once; over PCIe few blocks of threads: they
+// have 1 MiB in flight, where 55 GB/s of 2 us take 110 KB, and leave room on the SMs for steps. snapshot_tables: grid
+// (groups of 1024 block ids, requests), a sector of 32 bytes read and 4 bytes written a block; groups behind a length
+// are idle.
 //
 // A launch cannot raise, and an assertion would cost the process its CUDA context: copy_state and update_rows write
 // nothing when a pair or slice is wrong, and leave the index of the first one in `refused`, which is -1 before.
@@ -128,20 +130,63 @@ __global__ void __launch_bounds__(kThreads) update_rows_kernel(const __grid_cons
   }
 }
 
-__global__ void __launch_bounds__(kThreads) swap_blocks_kernel(const __grid_constant__ SwapParams p) {
-  const SwapPool& pool = p.pools[blockIdx.y];
-  const int64_t block = p.blocks[blockIdx.x * p.blocks_stride];
-  if (block < 0 || block >= pool.blocks) {
-    if (threadIdx.x == 0 && blockIdx.y == 0) {
-      printf("swap_blocks: block %lld is not in 0..%lld; it is left out\n", static_cast<long long>(block),
-             static_cast<long long>(pool.blocks - 1));
-    }
-    return;
+/// A warp copies a piece: kSwapLoads accesses of each lane, or what `bytes` has of them.
+template <typename T>
+__device__ __forceinline__ void copy_piece(uint8_t* to, const uint8_t* from, int64_t bytes, int lane) {
+  T kept[kSwapLoads];
+  const int64_t count = bytes / int64_t(sizeof(T));
+#pragma unroll
+  for (int i = 0; i < kSwapLoads; ++i) {
+    if (lane + 32 * i < count) kept[i] = __ldcs(reinterpret_cast<const T*>(from) + lane + 32 * i);
   }
-  uint8_t* device = pool.base + block * pool.stride;
-  uint8_t* host = p.host + p.row[blockIdx.x] * p.host_stride + pool.offset;
-  copy(pool.width, p.to_host ? host : device, p.to_host ? device : host, pool.bytes, threadIdx.x, kThreads);
+#pragma unroll
+  for (int i = 0; i < kSwapLoads; ++i) {
+    if (lane + 32 * i < count) __stcs(reinterpret_cast<T*>(to) + lane + 32 * i, kept[i]);
+  }
 }
+
+__global__ void __launch_bounds__(kThreads) swap_blocks_kernel(const __grid_constant__ SwapParams p) {
+  const int warps = kThreads / 32, lane = threadIdx.x % 32, stop = p.pools[p.pool_count - 1].end;
+  int k = 0;
+  for (int unit = blockIdx.x * warps + threadIdx.x / 32; unit < stop; unit += gridDim.x * warps) {
+    while (unit >= p.pools[k].end) ++k;
+    const SwapPool& pool = p.pools[k];
+    const int of_pool = unit - (pool.end - p.count * pool.pieces), i = of_pool / pool.pieces;
+    const int64_t block = p.blocks[i * p.blocks_stride];
+    const int64_t begin = int64_t(of_pool % pool.pieces) * 32 * kSwapLoads * pool.width;
+    if (block < 0 || block >= pool.blocks) {
+      if (lane == 0 && k == 0 && begin == 0) {
+        printf("swap_blocks: block %lld is not in 0..%lld; it is left out\n", static_cast<long long>(block),
+               static_cast<long long>(pool.blocks - 1));
+      }
+      continue;
+    }
+    uint8_t* device = pool.base + block * pool.stride + begin;
+    uint8_t* host = p.host + p.row[i] * p.host_stride + pool.offset + begin;
+    uint8_t* to = p.to_host ? host : device;
+    const uint8_t* from = p.to_host ? device : host;
+    const int64_t bytes = pool.bytes - begin;
+    switch (pool.width) {
+      case 16:
+        copy_piece<uint4>(to, from, bytes, lane);
+        break;
+      case 8:
+        copy_piece<uint2>(to, from, bytes, lane);
+        break;
+      case 4:
+        copy_piece<unsigned>(to, from, bytes, lane);
+        break;
+      case 2:
+        copy_piece<unsigned short>(to, from, bytes, lane);
+        break;
+      default:
+        copy_piece<unsigned char>(to, from, bytes, lane);
+    }
+  }
+}
+
+/// Blocks of threads of swap_blocks: enough to fill the link, or the GPU's memory.
+constexpr int kLinkBlocks = 64, kMemoryBlocks = 2048;
 
 constexpr int kSnapshotColumns = 4 * kThreads;
 
@@ -190,7 +235,10 @@ cudaError_t launch_snapshot_tables(const SnapshotParams& p, cudaStream_t stream)
 }
 
 cudaError_t launch_swap_blocks(const SwapParams& p, cudaStream_t stream) {
-  swap_blocks_kernel<<<dim3(unsigned(p.count), unsigned(p.pool_count)), kThreads, 0, stream>>>(p);
+  const int units = p.pools[p.pool_count - 1].end, warps = kThreads / 32;
+  const int blocks = std::min((units + warps - 1) / warps, p.over_link ? kLinkBlocks : kMemoryBlocks);
+  if (blocks == 0) return cudaSuccess;  // pools of empty blocks
+  swap_blocks_kernel<<<unsigned(blocks), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -53,8 +53,11 @@ struct SwapPool {
   int64_t stride, bytes, blocks;
   int64_t offset;  // in a host row
   int width;
+  int pieces;  // of a block, each kSwapLoads accesses of a warp
+  int end;     // where its pieces end among those of a launch, all of a pool before those of the next
 };
 
+constexpr int kSwapLoads = 4;
 constexpr int kMaxSwapPools = 96, kMaxSwapRows = 1024;
 struct SwapParams {
   SwapPool pools[kMaxSwapPools];
@@ -65,6 +68,7 @@ struct SwapParams {
   int32_t row[kMaxSwapRows];
   int pool_count, count;
   bool to_host;
+  bool over_link;  // `host` is the host's, not a buffer of the GPU
 };
 cudaError_t launch_swap_blocks(const SwapParams& params, cudaStream_t stream);
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import resource
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,8 +24,12 @@ STAGED_BLOCKS = 64
 """Blocks that are gathered on the GPU at a time on their way to the host."""
 
 
-LOADED_TOGETHER = 8
-"""Layers, at most: a step waits for all of them, which are on their way for less time than it computes one."""
+LOADED_TOGETHER = 16 << 20
+"""Bytes of layers that come in one launch, 0.3 ms of PCIe 5: between launches the link idles for some microseconds, and
+a step waits for all layers of one."""
+
+ALIGNED = 128
+"""Bytes: the GPU reads host memory in lines of so many, and asks for two where something begins within one."""
 
 
 def cpus_in(listed: str) -> set[int]:
@@ -175,11 +180,11 @@ def _size(nbytes: int) -> str:
 class HostBlockPool:
     """`num_blocks` host blocks for the paged pools of some layers (one of several, or all of a model).
 
-    `rows` [num_blocks, block_bytes] uint8: a row is a block, the bytes of all its layers one after another
-    (`PagedKVPool.block_views`), the same on every kind of GPU. The way to the host is a gather on the GPU and a copy of
-    each run of rows that follow each other, so that SMs are busy for a moment only; the way back is a launch for the
-    first layer, so that a step can begin when it is there, and then launches for 2, 4 and 8 layers at a time: each has
-    some microseconds in which the link is not full.
+    `rows` [num_blocks, block_bytes] uint8: a row is a block of all layers (`PagedKVPool.block_views`), the same on
+    every kind of GPU, whole lines of 128 bytes; the parts that are none, of HCA layers, lie at its end. The way to the
+    host is a gather on the GPU and a copy of each run of rows that follow each other, so that SMs are busy for a moment
+    only; the way back is a launch for the first layer, so that a step can begin when it is there, and launches of some
+    layers each for the others.
 
     Args:
         pools: the layers' pools, all on one device; with a GPU the host memory is pinned.
@@ -198,12 +203,9 @@ class HostBlockPool:
         self.num_blocks = num_blocks
         self.device = devices.pop()
         self._views = [pool.block_views() for pool in pools]
-        sizes = [sum(view.shape[1] * view.itemsize for view in views) for views in self._views]
-        self._first_byte = [sum(sizes[:layer]) for layer in range(len(sizes))]
-        self.block_bytes = sum(sizes)
+        self._offsets, self.block_bytes = _row_of_a_block(self._views)
         self._memory = host_memory(num_blocks * self.block_bytes, self.device, cpus)
         self.rows = self._memory.bytes[: num_blocks * self.block_bytes].view(num_blocks, self.block_bytes)
-        self._loaded_together = dict(_groups(len(pools)))
         self._staging: Tensor | None = None
         if self.device.type == "cuda":
             shape = min(STAGED_BLOCKS, num_blocks), self.block_bytes
@@ -214,28 +216,36 @@ class HostBlockPool:
 
         One stream at a time: they share a buffer on the GPU. Ids as `swap_blocks` wants them.
         """
-        views = [view for of_layer in self._views for view in of_layer]
         if self._staging is None:
-            torch.ops.dsv4_sglang.swap_blocks(views, self.rows, blocks, rows, True)
+            self._swap(range(len(self._views)), self.rows, blocks, rows, to_host=True)
             return
         for begin in range(0, len(rows), len(self._staging)):
             part = rows[begin : begin + len(self._staging)]
-            there = torch.arange(len(part))
-            torch.ops.dsv4_sglang.swap_blocks(views, self._staging, blocks[begin : begin + len(part)], there, True)
+            here, there = blocks[begin : begin + len(part)], torch.arange(len(part))
+            self._swap(range(len(self._views)), self._staging, here, there, to_host=True)
             for first, last in runs(part):
                 row = int(part[first])
                 to = self.rows[row : row + last - first]
                 to.copy_(self._staging[first:last], non_blocking=True)
 
+    def layers_with(self, layer: int, blocks: int) -> int:
+        """How many layers come in the launch of `layer`, in a load of so many blocks; 0 if it comes with one before.
+        The first comes alone."""
+        together = max(1, LOADED_TOGETHER * len(self._views) // max(1, blocks * self.block_bytes))
+        if layer == 0:
+            return 1
+        return 0 if (layer - 1) % together else min(together, len(self._views) - layer)
+
     def load(self, blocks: Tensor, rows: Tensor, layer: int) -> None:
         """Copy `rows` [n] int64 (CPU) to `blocks` [n] int64 (device), ordered on the current stream: the pool `layer`
-        of those given at the start and those that come with it; nothing if it came with one before. For all layers in
-        their order."""
-        if layer not in self._loaded_together:
-            return
-        together = self._views[layer : layer + self._loaded_together[layer]]
-        views = [view for of_layer in together for view in of_layer]
-        torch.ops.dsv4_sglang.swap_blocks(views, self.rows, blocks, rows, False, self._first_byte[layer])
+        of those given at the start, and those that come with it (`layers_with`). For all layers in their order."""
+        if count := self.layers_with(layer, len(rows)):
+            self._swap(range(layer, layer + count), self.rows, blocks, rows, to_host=False)
+
+    def _swap(self, layers: range, host: Tensor, blocks: Tensor, rows: Tensor, *, to_host: bool) -> None:
+        views = [view for layer in layers for view in self._views[layer]]
+        offsets = [offset for layer in layers for offset in self._offsets[layer]]
+        torch.ops.dsv4_sglang.swap_blocks(views, host, blocks, rows, to_host, offsets)
 
     def swap(
         self,
@@ -269,6 +279,22 @@ class HostBlockPool:
         return self._memory.nbytes
 
 
+def host_block_bytes(pools: Sequence[PagedKVPool]) -> int:
+    """Bytes of host memory that a block of all `pools` takes."""
+    return _row_of_a_block([pool.block_views() for pool in pools])[1]
+
+
+def _row_of_a_block(views: Sequence[Sequence[Tensor]]) -> tuple[list[list[int]], int]:
+    """Where the block of each view of each layer lies in a row, and the bytes of the row: whole lines come first, so
+    that all of them lie on lines."""
+    sizes = [[view.shape[1] * view.itemsize for view in of_layer] for of_layer in views]
+    offsets, end = [[0] * len(of_layer) for of_layer in sizes], 0
+    every = [(layer, i) for layer, of_layer in enumerate(sizes) for i in range(len(of_layer))]
+    for layer, i in sorted(every, key=lambda at: -math.gcd(sizes[at[0]][at[1]], ALIGNED)):
+        offsets[layer][i], end = end, end + sizes[layer][i]
+    return offsets, -(-end // ALIGNED) * ALIGNED
+
+
 class FreeRows:
     """Which of `size` rows are free. They are handed out in ascending order, next to those handed out before, so that
     what is saved together can be copied together."""
@@ -290,6 +316,10 @@ class FreeRows:
         self._next = int(rows[-1]) + 1 if count else self._next
         return rows
 
+    def free(self) -> np.ndarray:
+        """[n] int64, ascending."""
+        return np.flatnonzero(self._free)
+
     def give_back(self, rows: np.ndarray) -> None:
         """Raises ValueError for a row that is not out."""
         if self._free[rows].any() or len(np.unique(rows)) != len(rows):
@@ -299,38 +329,45 @@ class FreeRows:
 
 
 class _HostStates:
-    """`rows` [n, bytes] uint8: host copies of something of a `StateStorage`, a row each, the bytes of its `views(id)`
-    one after another."""
+    """`rows` [n, bytes] uint8: host copies of something of a `StateStorage`, a row each. `tables` [ids, n] uint8, each
+    with a part of it; the parts lie one after another in a row. `first` is the number of what is in their row 0."""
 
     def __init__(
-        self,
-        views: Callable[[int], list[Tensor]],
-        first: int,
-        rows: int,
-        device: torch.device,
-        cpus: Collection[int] | None,
+        self, name: str, tables: list[Tensor], first: int, rows: int, cpus: Collection[int] | None = None
     ) -> None:
-        self._views = views
-        self._row_bytes = sum(view.nbytes for view in views(first))
+        if rows < 1:
+            raise ValueError(f"{name} is {rows}; expected at least 1")
+        self._tables, self._first = tables, first
+        sizes = [table.shape[1] for table in tables]
+        self._offsets, self._row_bytes = [sum(sizes[:i]) for i in range(len(sizes))], sum(sizes)
+        device = tables[0].device
+        self._numbers = torch.arange(len(tables[0]), device=device)
+        """On the device already when a copy is asked for."""
         self._memory = host_memory(rows * self._row_bytes, device, cpus)
         self.rows = self._memory.bytes[: rows * self._row_bytes].view(rows, self._row_bytes)
+        self._staging: Tensor | None = None
+        if device.type == "cuda":
+            self._staging = torch.empty((1, self._row_bytes), dtype=torch.uint8, device=device)
 
-    def save(self, index: int, row: int) -> None:
-        """Copy what has the number `index` to a row (from 0 on), ordered on the current stream."""
-        for here, there in self._pairs(index, row):
-            here.copy_(there, non_blocking=True)
+    def save(self, number: int, row: int) -> None:
+        """Copy what has this number to a row (from 0 on), ordered on the current stream. One stream at a time: they
+        share a buffer on the GPU."""
+        if self._staging is None:
+            self._swap(self.rows, number, row, to_host=True)
+            return
+        self._swap(self._staging, number, 0, to_host=True)
+        self.rows[row].copy_(self._staging[0], non_blocking=True)
 
-    def load(self, index: int, row: int) -> None:
-        """Copy a row back to what has the number `index`, ordered on the current stream."""
-        for here, there in self._pairs(index, row):
-            there.copy_(here, non_blocking=True)
+    def load(self, number: int, row: int) -> None:
+        """Copy a row back to what has this number, ordered on the current stream."""
+        self._swap(self.rows, number, row, to_host=False)
 
-    def _pairs(self, index: int, row: int) -> Iterator[tuple[Tensor, Tensor]]:
-        begin = 0
-        for view in self._views(index):
-            end = begin + view.nbytes
-            yield self.rows[row, begin:end].view(view.shape), view
-            begin = end
+    def _swap(self, host: Tensor, number: int, row: int, *, to_host: bool) -> None:
+        here = number - self._first
+        if not 0 <= here < len(self._tables[0]):
+            raise IndexError(f"{number} is not in {self._first}..{self._first + len(self._tables[0]) - 1}")
+        index, there = self._numbers[here : here + 1], torch.tensor([row])
+        torch.ops.dsv4_sglang.swap_blocks(self._tables, host, index, there, to_host, self._offsets)
 
     def memory_bytes(self) -> int:
         """Bytes of host memory, whole pages."""
@@ -339,38 +376,26 @@ class _HostStates:
 
 class HostCheckpointPool(_HostStates):
     """`num_checkpoints` host copies of checkpoints, which count from 1: `rows` [num_checkpoints, checkpoint_bytes]
-    uint8, the rings of all layers and then their CSA tails (`StateStorage.checkpoint_views`).
+    uint8, the rings of all layers and then their CSA tails (`StateStorage.checkpoint_tables`).
 
     Raises RuntimeError when the system does not give or pin so much memory; it says how much was asked for.
     """
 
     def __init__(self, storage: StateStorage, num_checkpoints: int, cpus: Collection[int] | None = None) -> None:
-        if num_checkpoints < 1:
-            raise ValueError(f"num_checkpoints is {num_checkpoints}; expected at least 1")
-        super().__init__(storage.checkpoint_views, 1, num_checkpoints, storage.device, cpus)
+        super().__init__("num_checkpoints", storage.checkpoint_tables(), 1, num_checkpoints, cpus)
         self.num_checkpoints, self.checkpoint_bytes = num_checkpoints, self._row_bytes
 
 
 class HostSlotPool(_HostStates):
     """`num_slots` host copies of state slots, which count from 0: `rows` [num_slots, slot_bytes] uint8, all that a slot
-    has (`StateStorage.slot_views`), at any length of its request.
+    has (`StateStorage.slot_tables`), at any length of its request.
 
     Raises RuntimeError when the system does not give or pin so much memory; it says how much was asked for.
     """
 
     def __init__(self, storage: StateStorage, num_slots: int, cpus: Collection[int] | None = None) -> None:
-        if num_slots < 1:
-            raise ValueError(f"num_slots is {num_slots}; expected at least 1")
-        super().__init__(storage.slot_views, 0, num_slots, storage.device, cpus)
+        super().__init__("num_slots", storage.slot_tables(), 0, num_slots, cpus)
         self.num_slots, self.slot_bytes = num_slots, self._row_bytes
-
-
-def _groups(layers: int) -> Iterator[tuple[int, int]]:
-    """(first layer, layers) of the launches of a load."""
-    first, count = 0, 1
-    while first < layers:
-        yield first, count
-        first, count = first + count, min(2 * count, LOADED_TOGETHER)
 
 
 def runs(rows: Tensor) -> list[tuple[int, int]]:

@@ -139,21 +139,29 @@ class StateStorage:
         """Copy checkpoints to the slots of the requests that resume from them."""
         self._copy(slots, checkpoints, to_checkpoints=False)
 
+    def slot_tables(self) -> list[Tensor]:
+        """All that slots hold as bytes: of every layer of each of `tensors` [slots, n] uint8."""
+        return [_as_bytes(table) for tensor in self.tensors for table in tensor]
+
     def slot_views(self, slot: int) -> list[Tensor]:
-        """All that a slot holds as bytes: of each of `tensors` [layers, 1, ..., n] uint8."""
+        """All that a slot holds as bytes: [n] uint8 of each of `slot_tables`."""
         _check_slot(slot, self.num_slots)
-        return [tensor[:, slot : slot + 1].view(torch.uint8) for tensor in self.tensors]
+        return [table[slot] for table in self.slot_tables()]
+
+    def checkpoint_tables(self) -> list[Tensor]:
+        """All that checkpoints hold as bytes, of each layer's ring and then of each CSA layer's tails [checkpoints, n]
+        uint8. Checkpoints count from 1: the first row is checkpoint 1."""
+        tables = list(self._all_rings[:, self.num_slots :])
+        if self._tail_units is not None:
+            kept = self._tail_units[:, self.num_slots * self.layout.tail_units :]
+            tables += kept.unflatten(1, (self.checkpoints, len(self.layout.kept_units)))
+        return [_as_bytes(table) for table in tables]
 
     def checkpoint_views(self, checkpoint: int) -> list[Tensor]:
-        """All that a checkpoint holds as bytes: rings [layers, R, n] uint8, CSA tails [layers, 8, n] uint8."""
+        """All that a checkpoint holds as bytes: [n] uint8 of each of `checkpoint_tables`."""
         if not 1 <= checkpoint <= self.checkpoints:
             raise IndexError(f"checkpoint {checkpoint} is not in 1..{self.checkpoints}")
-        views = [self._all_rings[:, self.num_slots - 1 + checkpoint]]
-        if self._tail_units is not None:
-            kept = len(self.layout.kept_units)
-            first = self.num_slots * self.layout.tail_units + (checkpoint - 1) * kept
-            views.append(self._tail_units[:, first : first + kept].flatten(1, 2))
-        return [view.view(torch.uint8) for view in views]
+        return [table[checkpoint - 1] for table in self.checkpoint_tables()]
 
     def _copy(self, slots: Tensor, checkpoints: Tensor, *, to_checkpoints: bool) -> None:
         # Few and small launches: a decode step makes them all even when nothing is due. `copy_state` skips a pair with
@@ -174,6 +182,11 @@ class StateStorage:
     def memory_bytes(self) -> int:
         """Bytes of the allocations, checkpoints and block padding included."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
+
+
+def _as_bytes(table: Tensor) -> Tensor:
+    """[n, ...] as [n, bytes] uint8, a view."""
+    return (table if table.dim() > 1 else table[:, None]).view(torch.uint8).view(len(table), -1)
 
 
 class StateCachePool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from dsv4_sglang.srt import collectives, compat, disaggregation, sleep, speculation
+from dsv4_sglang.srt import collectives, compat, disaggregation, integrity, sleep, speculation
 from dsv4_sglang.srt.checks import check_started
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.prefix import schedule
@@ -28,6 +28,17 @@ class Hook(NamedTuple):
     function: Callable[..., Any]
     reason: str
     cpu_only: bool = False
+
+
+INTEGRITY_CHECK = (
+    Hook(
+        SRT + "managers.scheduler.Scheduler.get_internal_state",
+        HookType.AROUND,
+        integrity.answer,
+        "the one request of SGLang that reaches all processes and answers with what they say: /server_info",
+    ),
+)
+"""The part of the table for the option `integrity_check`."""
 
 
 def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
@@ -192,6 +203,13 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             collectives.gather_a_copy,
             "it clears what it gathers from, as token ids, in all but one process of an attention rank",
         ),
+        Hook(
+            compat.LOGITS_OF_RANKS,
+            HookType.AROUND,
+            collectives.logits_of_ranks,
+            "a draft model's prefill exchanges as many rows as the prompt has log p asked for, and has one a request",
+        ),
+        *(INTEGRITY_CHECK if launch.options.integrity_check else ()),
         *(disaggregation_hooks(launch) if compat.SERVES_DISAGGREGATION else ()),
         Hook(
             SRT + "managers.scheduler.Scheduler.get_init_info",

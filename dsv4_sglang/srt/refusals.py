@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
 from dsv4_sglang.srt import compat, flags
+from dsv4_sglang.srt.options import Options
 
 
 class Limit(NamedTuple):
@@ -115,8 +116,8 @@ LIMITS = (
     ),
     Limit(
         "disaggregation_transfer_backend",
-        _one_of("mooncake", "mooncake_tcp"),
-        "blocks and state slots have travelled by Mooncake only; give mooncake, or mooncake_tcp without RDMA",
+        _one_of("mooncake", "mooncake_tcp", "nixl"),
+        "blocks and state slots have travelled by Mooncake and NIXL only; give mooncake, mooncake_tcp or nixl",
     ),
     Limit(
         "num_reserved_decode_tokens",
@@ -238,11 +239,10 @@ def _refused_with_host_tier(args: Any) -> Iterable[tuple[str, str]]:
             yield "--hicache-storage-backend file", "it stands behind the host tier; give --enable-hierarchical-cache"
         return
     if not compat.SERVES_HOST_TIER:
-        reason = "the tree and the controller of copies are others since SGLang 0.5.18; use SGLang 0.5.17"
+        reason = "the tree and the controller of copies are others in SGLang 0.5.18 to 0.5.22; use 0.5.17 or 0.5.23"
         yield "--enable-hierarchical-cache", reason
-    if args.speculative_algorithm == "DSPARK" or (args.speculative_algorithm and args.device != "cpu"):
-        reason = f"with --speculative-algorithm {args.speculative_algorithm} it has not been tested"
-        yield "--enable-hierarchical-cache", reason
+    if args.speculative_algorithm == "DSPARK":
+        yield "--enable-hierarchical-cache", "with --speculative-algorithm DSPARK it has not been tested"
 
 
 def _refused_with_disaggregation(args: Any) -> Iterable[tuple[str, str]]:
@@ -253,9 +253,8 @@ def _refused_with_disaggregation(args: Any) -> Iterable[tuple[str, str]]:
     if not compat.SERVES_DISAGGREGATION:
         reason = "request pools and what a retraction copies are others since SGLang 0.5.18; use SGLang 0.5.17"
         yield f"--disaggregation-mode {mode}", reason
-    if args.device != "cpu":
-        reason = "blocks and slots have travelled between servers without a GPU only; start servers that do both"
-        yield f"--disaggregation-mode {mode}", reason
+    if args.device == "cpu" and args.disaggregation_transfer_backend == "nixl":
+        yield "--disaggregation-transfer-backend nixl", "SGLang has it take memory of GPUs only; give mooncake_tcp"
     if args.enable_dp_attention:
         reason = "with --enable-dp-attention it has not been tested; give --tp-size alone"
         yield f"--disaggregation-mode {mode}", reason
@@ -314,6 +313,13 @@ def _refused_for_model(args: Any, hf_config: Any) -> Iterable[tuple[str, str]]:
 def _raise(found: Iterable[tuple[str, str]]) -> None:
     if lines := [f"{what} is not supported: {reason}" for what, reason in found]:
         raise ValueError("dsv4_sglang refuses to start.\n" + "\n".join(lines))
+
+
+def refuse_options(options: Options) -> None:
+    """Raise if an option is refused."""
+    if options.integrity_check and not compat.SERVES_INTEGRITY_CHECK:
+        reason = "what requests and copies hold is kept in other ways since SGLang 0.5.18; use SGLang 0.5.17"
+        _raise([("the option integrity_check", reason)])
 
 
 def refuse_given(args: Any, hf_config: Any) -> None:

@@ -227,6 +227,8 @@ def pools(blocks: int) -> list[Tensor]:
 
 
 BYTES = 32 * 584 + 2304 + 576 + 8 + 100
+OFFSETS = [576 + 2304, 576, 0, 576 + 2304 + 32 * 584, 584 + 2304 + 32 * 584]
+"""Of the pools below in a row, in another order and side by side."""
 SCATTERED = torch.Generator().manual_seed(0)
 IDS = {
     "one run": (torch.arange(3, 603), torch.arange(20, 620)),
@@ -243,15 +245,15 @@ def test_swap_blocks(pattern, to_host, staged):
     gpu, host = pools(700), random_bytes(710, BYTES, seed=50)
     blocks, rows = IDS[pattern]
     there = device(host.clone()) if staged else host.clone().pin_memory()
-    for part, first_byte in ((slice(None), 0), (slice(1, None), 32 * 584)):
+    for part in (slice(None), slice(1, None)):
         expected_gpu, expected_host = [t.cpu() for t in gpu], there.cpu().clone()
-        torch.ops.dsv4_sglang.swap_blocks(expected_gpu[part], expected_host, blocks, rows, to_host, first_byte)
+        torch.ops.dsv4_sglang.swap_blocks(expected_gpu[part], expected_host, blocks, rows, to_host, OFFSETS[part])
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         on_device = device(blocks)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            ops().swap_blocks(gpu[part], there, on_device, rows, to_host, first_byte)
+            ops().swap_blocks(gpu[part], there, on_device, rows, to_host, OFFSETS[part])
         stream.synchronize()
         assert torch.equal(there.cpu(), expected_host)
         for i, (g, e) in enumerate(zip(gpu, expected_gpu)):
@@ -263,7 +265,7 @@ def test_swap_blocks_of_more_than_a_launch_holds():
     host = torch.zeros(3000, 130 * 48, dtype=torch.uint8).pin_memory()
     g = torch.Generator().manual_seed(2)
     blocks, rows = torch.randperm(3000, generator=g)[:2100], torch.randperm(3000, generator=g)[:2100]
-    ops().swap_blocks(gpu, host, device(blocks), rows, True)
+    ops().swap_blocks(gpu, host, device(blocks), rows, True, list(range(0, 130 * 48, 48)))
     torch.cuda.synchronize()
     for i, d in enumerate(gpu):
         assert torch.equal(host[rows][:, 48 * i : 48 * i + 48], d.cpu()[blocks]), f"pool {i}"
@@ -271,27 +273,29 @@ def test_swap_blocks_of_more_than_a_launch_holds():
 
 
 @pytest.mark.parametrize(
-    "blocks, rows, first_byte, message",
+    "blocks, rows, moved, message",
     [
         ([0, 1], [0, -1], 0, r"host row -1 is not in 0\.\.69"),
         ([0, 1], [0, 70], 0, r"host row 70 is not in 0\.\.69"),
         ([5, 6], [7, 7], 0, "host row 7 is named twice"),
-        ([5], [7], 8, rf"bytes 8\.\.{BYTES + 8} of host rows of {BYTES}"),
+        ([5], [7], 8, rf"bytes {BYTES - 92}\.\.{BYTES + 8} of host rows of {BYTES}"),
+        ([5], [7], -1, r"bytes -1\.\.575 of host rows of"),
         ([5], [7, 8], 0, "blocks is"),
     ],
 )
-def test_swap_blocks_checks_before_it_moves(blocks, rows, first_byte, message):
+def test_swap_blocks_checks_before_it_moves(blocks, rows, moved, message):
     gpu, host = pools(60), random_bytes(70, BYTES).pin_memory()
     before = [t.clone().cpu() for t in (*gpu, host)]
     with pytest.raises(RuntimeError, match=message):
-        ops().swap_blocks(gpu, host, device(torch.tensor(blocks)), torch.tensor(rows), True, first_byte)
+        offsets = [offset + moved for offset in OFFSETS]
+        ops().swap_blocks(gpu, host, device(torch.tensor(blocks)), torch.tensor(rows), True, offsets)
     torch.cuda.synchronize()
     assert all(torch.equal(t.cpu(), b) for t, b in zip((*gpu, host), before))
 
 
 def test_swap_blocks_leaves_out_a_block_that_is_not_there(capfd):
     gpu, host = pools(60), torch.zeros(70, BYTES, dtype=torch.uint8).pin_memory()
-    ops().swap_blocks(gpu, host, device(torch.tensor([3, 60, -1])), torch.tensor([0, 1, 2]), True)
+    ops().swap_blocks(gpu, host, device(torch.tensor([3, 60, -1])), torch.tensor([0, 1, 2]), True, OFFSETS)
     torch.cuda.synchronize()
     ctypes.CDLL(None).fflush(None)
     assert "swap_blocks: block 60 is not in 0..59" in capfd.readouterr().out
@@ -301,4 +305,4 @@ def test_swap_blocks_leaves_out_a_block_that_is_not_there(capfd):
 def test_swap_blocks_wants_pinned_memory():
     gpu, host = [device(random_bytes(4, 16))], random_bytes(4, 16)
     with pytest.raises(RuntimeError, match=r"host is Byte .* pageable"):
-        ops().swap_blocks(gpu, host, device(torch.tensor([0])), torch.tensor([1]), True)
+        ops().swap_blocks(gpu, host, device(torch.tensor([0])), torch.tensor([1]), True, OFFSETS)

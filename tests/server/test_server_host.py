@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from conversations import LONGEST, ends_of
 from faulty_cache import HOST_FAULTS
 from server_harness import Generated, Server, assert_same, prompt, running
 
@@ -83,6 +85,24 @@ def test_after_a_flush_the_host_has_nothing(server: Server) -> None:
     got = server.generate(ids)
     assert got.cached == 0
     assert_same(got, reference, TOLERANCE)
+
+
+def test_answers_end_where_cold_ones_do(server: Server) -> None:
+    """SGLang's HiCache is reported to make answers of this model endless. Conversations of three turns that are evicted
+    between them; DSV4_SGLANG_TEST_CONVERSATIONS=200 for more, which takes some minutes with each policy."""
+    count = int(os.environ.get("DSV4_SGLANG_TEST_CONVERSATIONS", 0))
+    if not count:
+        only_with(server, POLICIES[0])
+    server.flush()
+    before = server.metrics()["host_hit_tokens_host"]
+    ends = ends_of(server, count or 10, TOLERANCE)
+    lengths = [length for length, _ in ends.lengths]
+    print(f"{ends.parted} of {len(lengths)} parted at near ties, {ends.cached} tokens found, lengths {sorted(lengths)}")
+    assert ends.parted <= 1 + len(lengths) // 100
+    assert len(set(lengths)) > 8 and lengths.count(LONGEST) < len(lengths) / 2, "answers do not end: nothing is tested"
+    server.generate(prompt(5), 1)  # counters are published when requests come and go
+    assert server.metrics()["host_hit_tokens_host"] - before > ends.cached / 2 > 0
+    server.wait_idle()
 
 
 def to_host_only(server: Server, ids: list[int]) -> None:

@@ -65,21 +65,25 @@ def snapshot_tables(
 
 
 def swap_blocks(
-    pools: Sequence[Tensor], host: Tensor, blocks: Tensor, rows: Tensor, to_host: bool, first_byte: int = 0
+    pools: Sequence[Tensor], host: Tensor, blocks: Tensor, rows: Tensor, to_host: bool, offsets: Sequence[int]
 ) -> None:
     """Copy block `blocks[i]` of every pool to or from row `rows[i]` of `host`.
 
-    `pools`: [blocks, ...] of any dtype, the last dimensions without gaps. In a row of `host` [rows, bytes] uint8 their
-    blocks lie one after another from `first_byte` on. `blocks` [n] int64 on the device of the pools, each once, which
-    is not checked; `rows` [n] int64 on the CPU, each once. `host` is pinned, or on the device of the pools.
+    `pools`: [blocks, ...] of any dtype, the last dimensions without gaps. In a row of `host` [rows, bytes] uint8 a
+    block of `pools[k]` begins at byte `offsets[k]`; that they lie side by side is not checked. `blocks` [n] int64 on
+    the device of the pools, each once, which is not checked; `rows` [n] int64 on the CPU, each once. `host` is pinned,
+    or on the device of the pools.
 
     Raises ValueError for rows and bytes that `host` has not, and nothing has moved. On a CPU the same for blocks; a
     GPU leaves out a block that a pool has not, and prints it.
     """
     views = [pool.flatten(1).view(torch.uint8) for pool in pools]
-    end = first_byte + sum(view.shape[1] for view in views)
-    if not 0 <= first_byte <= end <= host.shape[1]:
-        raise ValueError(f"swap_blocks: bytes {first_byte}..{end} of host rows of {host.shape[1]}")
+    if len(offsets) != len(views):
+        raise ValueError(f"swap_blocks: {len(offsets)} offsets for {len(views)} pools")
+    spans = [(offset, offset + view.shape[1]) for offset, view in zip(offsets, views)]
+    for begin, end in spans:
+        if not 0 <= begin <= end <= host.shape[1]:
+            raise ValueError(f"swap_blocks: bytes {begin}..{end} of host rows of {host.shape[1]}")
     if rows.shape != blocks.shape:
         raise ValueError(f"swap_blocks: {blocks.numel()} blocks and {rows.numel()} host rows")
     if rows.unique().numel() != rows.numel():
@@ -87,13 +91,11 @@ def swap_blocks(
     for name, ids, size in (("host row", rows, host.shape[0]), *(("block", blocks, view.shape[0]) for view in views)):
         if (bad := ids[(ids < 0) | (ids >= size)]).numel():
             raise ValueError(f"swap_blocks: {name} {int(bad[0])} is not in 0..{size - 1}")
-    for view in views:
-        of_view = slice(first_byte, first_byte + view.shape[1])
+    for view, (begin, end) in zip(views, spans):
         if to_host:
-            host[rows, of_view] = view[blocks]
+            host[rows, begin:end] = view[blocks]
         else:
-            view[blocks] = host[rows, of_view]
-        first_byte = of_view.stop
+            view[blocks] = host[rows, begin:end]
 
 
 def update_rows(pool: Tensor, new_rows: Tensor, slices: Tensor, n_valid: Tensor, refused: Tensor | None = None) -> None:

@@ -56,8 +56,17 @@ class TieredCache(PrefixCache):
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int, **arguments: Any) -> None:
         before = req.last_node
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle, **arguments)
-        if not is_insert:
-            return
+        if is_insert:
+            self._finished(req, before)
+
+    def checkpoint(self, req: Req, *, up_to: int, **arguments: Any) -> None:
+        """`cache_finished_req` of newer releases, and that of requests that go on."""
+        before = req.last_node
+        super().checkpoint(req, up_to=up_to, **arguments)
+        if req.finished():
+            self._finished(req, before)
+
+    def _finished(self, req: Req, before: int) -> None:
         if req.last_node == self.root_node.id:  # nothing was inserted
             req.last_node = before
         if self.component.policy == SELECTIVE:

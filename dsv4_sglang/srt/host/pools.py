@@ -56,6 +56,11 @@ class HostRows(HostKVCache):
         """Rows in use."""
         return self.page_num - self._rows.available
 
+    @synchronized
+    def free_rows(self) -> list[int]:
+        """The rows that `alloc` would give."""
+        return self._rows.free().tolist()
+
     # Indices
 
     @synchronized
@@ -106,13 +111,26 @@ class HostRows(HostKVCache):
         self.saved_rows += len(host_indices) // self.page_size
 
     def load_to_device_per_layer(
-        self, device_pool: Any, host_indices: Tensor, device_indices: Tensor, layer_id: int, io_backend: str
+        self,
+        device_pool: Any,
+        host_indices: Tensor,
+        device_indices: Tensor,
+        layer_id: int,
+        io_backend: str,
+        *,
+        is_draft: bool = False,
     ) -> None:
-        if host_indices.numel() == 0:
+        count = len(host_indices) // self.page_size
+        if count == 0 or not self.begins(layer_id, count):
             return
         with self.loading.measure():
             self.load(device_indices, self.rows_of(host_indices), layer_id)
-        self.loaded_rows += (layer_id == 0) * len(host_indices) // self.page_size
+        self.loaded_rows += (layer_id == 0) * count
+
+    @abstractmethod
+    def begins(self, layer: int, count: int) -> bool:
+        """Whether something is to be launched for a layer of the pool, from 0 on, in a load of `count` rows; else it
+        came with one before."""
 
     @abstractmethod
     def save(self, device_indices: Tensor, rows: Tensor) -> None:
@@ -120,7 +138,7 @@ class HostRows(HostKVCache):
 
     @abstractmethod
     def load(self, device_indices: Tensor, rows: Tensor, layer: int) -> None:
-        """The way back, of the pool's layer `layer`, from 0 on."""
+        """The way back, of the layers that come with `layer`."""
 
 
 class HostBlocks(HostRows):
@@ -139,6 +157,10 @@ class HostBlocks(HostRows):
     def save(self, device_indices: Tensor, rows: Tensor) -> None:
         assert self._pool is not None, "the pool is destroyed"
         self._pool.save(device_indices[::BLOCK] // BLOCK, rows)
+
+    def begins(self, layer: int, count: int) -> bool:
+        assert self._pool is not None, "the pool is destroyed"
+        return self._pool.layers_with(layer, count) > 0
 
     def load(self, device_indices: Tensor, rows: Tensor, layer: int) -> None:
         assert self._pool is not None, "the pool is destroyed"
@@ -162,6 +184,9 @@ class HostCheckpoints(HostRows):
         assert self._pool is not None, "the pool is destroyed"
         for slot, row in zip(device_indices.tolist(), rows.tolist()):
             self._pool.save(slot, row)
+
+    def begins(self, layer: int, count: int) -> bool:
+        return layer == 0
 
     def load(self, device_indices: Tensor, rows: Tensor, layer: int) -> None:
         assert self._pool is not None, "the pool is destroyed"

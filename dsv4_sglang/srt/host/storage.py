@@ -22,7 +22,7 @@ from dsv4_sglang.srt import compat
 
 log = logging.getLogger(__name__)
 
-PAGE_VERSION = 1
+PAGE_VERSION = 2
 """Of what a page holds, beyond what `page_name` hashes."""
 CHECKSUM_BYTES = 16
 SAMPLE_BYTES = 1 << 16

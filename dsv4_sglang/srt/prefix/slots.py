@@ -49,6 +49,10 @@ class CheckpointSlots:
     def available_size(self) -> int:
         return self._free.available_size()
 
+    def free_slots(self) -> np.ndarray:
+        """[n] int64, the slots that `take` would give."""
+        return self._free.free_ids()
+
     def take(self) -> int:
         """A free slot, 0 if there is none."""
         taken = self._free.alloc(1)
