@@ -1,4 +1,4 @@
-"""Flags that this cache cannot serve: one clear line each, before anything is loaded; and tokens that no model has.
+"""Flags that this cache cannot serve: one clear line each, before anything is loaded; and tokens that a model has not.
 
 `flags` lists those that may only have their default; here are those of which some values are served.
 """
