@@ -13,7 +13,7 @@ from sglang.srt.server_args import ServerArgs
 from dsv4_sglang.srt import compat, contracts, flags, launch
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.refusals import LIMITS, flag, refuse_given, refuse_resolved
+from dsv4_sglang.srt.refusals import LIMITS, flag, refuse_given, refuse_resolved, refuse_unknown_tokens
 
 DEFAULTS = compat.flag_defaults()
 REFUSED = {field: group for group in flags.REFUSED for field in group.fields.split() if field in DEFAULTS}
@@ -327,3 +327,18 @@ def test_abbreviations_are_those_of_the_parser(parser: ArgumentParser) -> None:
     for name, shortest in launch.ABBREVIATED.items():
         unique = [n for n in range(3, len(name) + 1) if [o for o in options if o.startswith(name[:n])] == [name]]
         assert shortest == name[: unique[0]], name
+
+
+@pytest.mark.parametrize("ids", [[-1], [5, 384], [5, 1 << 70], [1.5], ["a"], [[5]]])
+def test_tokens_that_the_model_has_not(ids: list[Any]) -> None:
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=384))
+    seen: list[Any] = []
+
+    def sglangs_own(manager: Any, obj: Any, input_ids: list[int]) -> None:
+        seen.append(input_ids)
+
+    for known in ([], None, [0, 383]):
+        refuse_unknown_tokens(sglangs_own, manager, None, known)
+    with pytest.raises(ValueError, match=r"^input_ids has .*; expected token ids of the model, 0 to 383$"):
+        refuse_unknown_tokens(sglangs_own, manager, None, ids)
+    assert len(seen) == 4, "SGLang's own checks come first"

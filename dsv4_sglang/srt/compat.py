@@ -91,6 +91,9 @@ VALIDATE_EXTRA_BUFFER = (
 )
 
 
+VALIDATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+
+
 class Override(NamedTuple):
     """A private method of SGLang's class `base` that our class `ours` overrides."""
 

@@ -15,6 +15,7 @@ from dsv4_sglang.srt import collectives, compat, disaggregation, integrity, slee
 from dsv4_sglang.srt.checks import check_started
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.prefix import schedule
+from dsv4_sglang.srt.refusals import refuse_unknown_tokens
 
 SRT = "sglang.srt."
 
@@ -182,6 +183,12 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             HookType.AROUND,
             schedule.keep_on_retraction,
             "a retracted request resumes from its last checkpoint if memory allows; SGLang drops what it generated",
+        ),
+        Hook(
+            compat.VALIDATE_REQUEST,
+            HookType.AROUND,
+            refuse_unknown_tokens,
+            "SGLang hands token ids outside the vocabulary to the embedding, and the server ends",
         ),
         *sleep_hooks(),
         Hook(

@@ -1,4 +1,4 @@
-"""Flags that this cache cannot serve: one clear line each, before anything is loaded.
+"""Flags that this cache cannot serve: one clear line each, before anything is loaded; and tokens that a model has not.
 
 `flags` lists those that may only have their default; here are those of which some values are served.
 """
@@ -340,3 +340,12 @@ def refuse_given(args: Any, hf_config: Any) -> None:
 def refuse_resolved(args: Any) -> None:
     """Raise with every refused flag of `args` after SGLang has resolved them all."""
     _raise(_refused(args, resolved=True))
+
+
+def refuse_unknown_tokens(original: Callable[..., None], manager: Any, obj: Any, input_ids: list[int] | None) -> None:
+    """AROUND `compat.VALIDATE_REQUEST`, which says no to a request by an error: ids that the vocabulary has not."""
+    original(manager, obj, input_ids)
+    size = manager.model_config.vocab_size
+    unknown = (i for i in input_ids or () if not isinstance(i, int) or not 0 <= i < size)
+    for token in unknown:
+        raise ValueError(f"input_ids has {token!r}; expected token ids of the model, 0 to {size - 1}")

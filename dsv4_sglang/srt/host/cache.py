@@ -90,7 +90,7 @@ class TieredCache(PrefixCache):
         """What the storage holds is of the old weights."""
         if self.enable_storage:
             self.clear_storage_backend()
-            self.cache_controller.storage_backend.rename(name)
+            self.cache_controller.storage_backend.use_name(name)
 
     def settle(self, waiting: Iterable[Req]) -> None:
         for req in waiting:

@@ -132,7 +132,7 @@ class FileStorage(HiCacheFile):
     def _path(self, key: str) -> Path:
         return Path(self.file_path) / f"{key}{self.config_suffix}.bin"
 
-    def rename(self, name: str) -> None:
+    def use_name(self, name: str) -> None:
         """Pages from now on are those of the model under another name."""
         self.config_suffix: str = f"{self._first_suffix}-{name}"
         compat.rename_files(self, self.config_suffix)
