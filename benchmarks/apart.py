@@ -45,22 +45,21 @@ SIDES: dict[str, tuple[str, ...]] = {
 }
 TRANSFERS = re.compile(r"^sglang:kv_transfer_(latency_ms|total_mb)_(sum|count)\{.*\} (\S+)$", re.MULTILINE)
 TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
-ENDLESS = 1 << 14
-"""Tokens that a stream asks for: more than come before it is aborted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """`windows`: seconds undisturbed, and with prefills; `disturbing`: tokens of a prompt that disturbs; `transfer`:
-    prompt tokens, repeats."""
+    """`stream`: tokens that a stream asks for, more than come before it is aborted; `windows`: seconds undisturbed, and
+    with prefills; `disturbing`: tokens of a prompt that disturbs; `transfer`: prompt tokens, repeats."""
 
     prompt: int = 1024
+    stream: int = 1 << 14
     windows: tuple[float, float] = (8, 16)
     disturbing: int = 8192
     transfer: dict[int, int] = dataclasses.field(default_factory=lambda: {8192: 5, 65536: 3})
 
 
-DRY = Plan(prompt=20, windows=(2, 4), disturbing=200, transfer={64: 1, 300: 1})
+DRY = Plan(prompt=20, stream=4000, windows=(2, 4), disturbing=200, transfer={64: 1, 300: 1})
 
 
 @dataclasses.dataclass
@@ -92,16 +91,20 @@ class Side:
         self.server.request("/generate", self.body(ids, tokens), 300)
         return time.monotonic() - start
 
-    def stream(self, ids: Sequence[int], came: list[tuple[float, int]], end: threading.Event) -> None:
-        """Note when tokens came and how many there were then, until `end`."""
-        data = json.dumps(self.body(ids, ENDLESS, stream=True)).encode()
+    def stream(self, ids: Sequence[int], tokens: int, came: list[tuple[float, int]], end: threading.Event) -> None:
+        """Note when tokens came and how many there were then, until `end`; RuntimeError if the last came before."""
+        data = json.dumps(self.body(ids, tokens, stream=True)).encode()
         asked = urllib.request.Request(f"{self.server.url}/generate", data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(asked, timeout=300) as answer:
+            last = b""
             for line in answer:
                 if end.is_set():
                     return
                 if found := TOKENS.search(line):
                     came.append((time.monotonic(), int(found[1])))
+                last = line.strip() or last
+        if not end.is_set():
+            raise RuntimeError(f"a stream ended before it was measured, with {last[:300]!r}")
 
     def abort(self) -> None:
         """All requests, and wait until nothing runs."""
@@ -216,18 +219,21 @@ class Bench:
         end, row = threading.Event(), {"measure": "decode", "side": side.name}
         quiet, busy = self.plan.windows
         with ThreadPoolExecutor(self.args.streams) as pool:
-            streams = [pool.submit(side.stream, self.prompt(self.plan.prompt), one, end) for one in came]
+            asked = [self.prompt(self.plan.prompt) for _ in came]
+            streams = [pool.submit(side.stream, ids, self.plan.stream, one, end) for ids, one in zip(asked, came)]
             try:
                 while not all(len(one) > 1 for one in came):
                     for stream in streams:
                         if stream.done():
                             stream.result()
-                            raise RuntimeError("a stream ended before it was measured")
                     time.sleep(0.02)
                 start = time.monotonic()
                 time.sleep(quiet)
                 middle = time.monotonic()
                 first = self.disturb(side, busy)
+                for stream in streams:
+                    if stream.done():
+                        stream.result()
             finally:
                 end.set()
                 side.abort()

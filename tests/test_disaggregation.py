@@ -284,6 +284,13 @@ def test_requests_of_another_cache_fail(
         assert one.status == {4: KVPoll.Failed, 5: KVPoll.Failed}
         assert all(f"{address} has another cache" in text and "(fp8 rows)" in text for text in one.failures.values())
         assert one.addr_to_rooms_tracker == {"b:2": {6}}
+    waiting, begun = Manager(address), lambda *_: None
+    disaggregation.say_why(begun, object(), waiting, address, 7)
+    disaggregation.say_why(begun, object(), waiting, "another:1", 8)
+    assert list(waiting.failures) == [7] and "has another cache" in waiting.failures[7] and not waiting.status
+    assert disaggregation.refuse_other_caches(lambda *_: True, manager, address)
+    disaggregation.say_why(begun, object(), waiting, address, 9)
+    assert 9 not in waiting.failures, "a prefill server that came in its place"
     told = [heard.recv_multipart() for _ in range(4)]
     assert sorted(told) == 2 * [[b"ABORT", b"4", b"127.0.0.1", b"9"]] + 2 * [[b"ABORT", b"5", b"127.0.0.1", b"9"]]
 

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 TOLD_AGAIN = (0, 0.5, 2, 8, 30)
 """Seconds before each time that a prefill server is told of requests that failed."""
+_refused: dict[str, str] = {}
+"""Why, by address, of prefill servers that this process has refused."""
 
 
 class DecodeStateReqToTokenPool(HybridMambaDecodeReqToTokenPool):
@@ -64,13 +66,16 @@ def refuse_other_caches(original: Callable[..., bool], manager: Any, bootstrap_a
     one whose cache is another fail, with what differs. SGLang would end the decode server.
     """
     try:
-        return original(manager, bootstrap_addr)
+        met = original(manager, bootstrap_addr)
+        _refused.pop(bootstrap_addr, None)
+        return met
     except RuntimeError as error:
         reason = (
             f"the prefill server at {bootstrap_addr} has another cache than this decode server, and nothing was "
             f"transferred; what stands in brackets must be equal, too: {error}"
         )
     log.error("dsv4_sglang: %s", reason)
+    _refused[bootstrap_addr] = reason
     rooms = manager.addr_to_rooms_tracker.pop(bootstrap_addr, set())
     for room in rooms:
         manager.record_failure(room, reason)
@@ -78,6 +83,18 @@ def refuse_other_caches(original: Callable[..., bool], manager: Any, bootstrap_a
     if rooms and manager.attn_tp_rank == 0:
         Thread(target=_end_at_prefill_server, args=(manager, bootstrap_addr, rooms), daemon=True).start()
     return False
+
+
+def say_why(
+    original: Callable[..., None], receiver: Any, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None
+) -> None:
+    """AROUND `CommonKVReceiver.__init__`, of a request's end on a decode server: for a prefill server that was refused
+    the reason is known before it fails. SGLang tries again once a second, by each process's clock, and the process that
+    answers the client may not be the one that finds out.
+    """
+    original(receiver, mgr, bootstrap_addr, bootstrap_room)
+    if bootstrap_room is not None and bootstrap_addr in _refused:
+        mgr.record_failure(bootstrap_room, _refused[bootstrap_addr])
 
 
 def _end_at_prefill_server(manager: Any, bootstrap_addr: str, rooms: set[int]) -> None:

@@ -367,6 +367,12 @@ def disaggregation_hooks(launch: Launch) -> tuple[Hook, ...]:
             "a prefill server with another cache costs the requests that it was asked for, not the decode server",
         ),
         Hook(
+            SRT + "disaggregation.common.conn.CommonKVReceiver.__init__",
+            HookType.AROUND,
+            disaggregation.say_why,
+            "of several processes one finds out that a request is refused, and another answers",
+        ),
+        Hook(
             SRT + "managers.scheduler.Scheduler.update_running_batch",
             HookType.AROUND,
             disaggregation.settle_before_retraction,

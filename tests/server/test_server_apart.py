@@ -194,16 +194,18 @@ def test_many_requests(servers: Apart, oracle: Oracle) -> None:
         if i % 10:
             assert len(servers.generate(ids, count).tokens) == count
             return
-        rid = {"rid": f"aborted {i}"}
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(servers.generate, ids, 400, **rid)
+        sampling = {"max_new_tokens": 400, "ignore_eos": True}
+        body = {"input_ids": ids, "rid": f"aborted {i}", "sampling_params": sampling, **servers.room()}
+        both = servers.decode, servers.prefill
+        with ThreadPoolExecutor(2) as pool:
+            answers = [pool.submit(server.post, "/generate", body) for server in both]
             progress = Progress(servers.process)
-            while not answer.done():  # it may not have come to one of them
-                for server in (servers.decode, servers.prefill):
-                    server.post("/abort_request", rid)
+            while not all(answer.done() for answer in answers):  # it may not have come to one of them
+                for server in both:
+                    server.post("/abort_request", {"rid": body["rid"]})
                 progress.check()
                 time.sleep(0.05)
-            assert answer.exception() or len(answer.result().tokens) < 400
+        assert answers[0].exception() or answers[0].result()["meta_info"]["completion_tokens"] < 400
 
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(one, range(REQUESTS)))
