@@ -109,7 +109,7 @@ def _ask(rng: random.Random, shape: Shape, first: int, number: int) -> Ask:
         base=base,
         kept=1.0 if whole else rng.random(),
         fresh=min(fresh, 60) if base is not None and whole else fresh,
-        count=rng.choice([1, rng.randrange(1, 40), rng.randrange(1, 160)]),
+        count=rng.choice([1, rng.randrange(1, 60), rng.randrange(1, shape.context // 4)]),
         n=rng.choice([1, 1, 1, 2, 3]) if end in ("answer", "gone") else 1,
         end=end,
         after=rng.choice([0, 1, rng.randrange(1, 30)]),
