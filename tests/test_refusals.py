@@ -13,7 +13,7 @@ from sglang.srt.server_args import ServerArgs
 from dsv4_sglang.srt import compat, contracts, flags, launch
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.refusals import LIMITS, flag, refuse_given, refuse_resolved
+from dsv4_sglang.srt.refusals import LIMITS, flag, refuse_given, refuse_options, refuse_resolved
 
 DEFAULTS = compat.flag_defaults()
 REFUSED = {field: group for group in flags.REFUSED for field in group.fields.split() if field in DEFAULTS}
@@ -327,3 +327,10 @@ def test_abbreviations_are_those_of_the_parser(parser: ArgumentParser) -> None:
     for name, shortest in launch.ABBREVIATED.items():
         unique = [n for n in range(3, len(name) + 1) if [o for o in options if o.startswith(name[:n])] == [name]]
         assert shortest == name[: unique[0]], name
+
+
+def test_the_integrity_check_is_of_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "SERVES_INTEGRITY_CHECK", False)
+    refuse_options(Options())
+    with pytest.raises(ValueError, match="the option integrity_check is not supported: .* use SGLang 0.5.17"):
+        refuse_options(Options(integrity_check=True))
