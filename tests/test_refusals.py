@@ -332,5 +332,5 @@ def test_abbreviations_are_those_of_the_parser(parser: ArgumentParser) -> None:
 def test_the_integrity_check_is_of_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SERVES_INTEGRITY_CHECK", False)
     refuse_options(Options())
-    with pytest.raises(ValueError, match="the option integrity_check is not supported: .* use SGLang 0.5.17"):
+    with pytest.raises(ValueError, match=r"the option integrity_check is not supported: .* use SGLang 0.5.17"):
         refuse_options(Options(integrity_check=True))
