@@ -63,7 +63,7 @@ GPU_FLAGS += ("--schedule-conservativeness", "0.1", "--cuda-graph-max-bs-decode"
 GPU_FLAGS += ("--sampling-backend", "pytorch")
 GPU_OPTIONS = {"max_checkpoints": 160}
 ON_CPU = Shape(context=1024, burst=24, together=6)
-CPU_FLAGS = ("--dtype", "float32", "--max-total-tokens", "1536", "--context-length", "1024")
+CPU_FLAGS = ("--dtype", "float32", "--max-total-tokens", "1280", "--context-length", "1024")
 CPU_FLAGS += ("--max-running-requests", "6", "--chunked-prefill-size", "256", "--schedule-conservativeness", "0.1")
 CPU_FLAGS += ("--sleep-on-idle",)
 # Threads wait for each other in tensors so small; compiling takes longer than what it would make faster.
