@@ -24,7 +24,6 @@ from server_harness import (
     running,
 )
 
-from benchmarks.lifecycle import Shape
 from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server
@@ -117,7 +116,7 @@ def test_abort_on_one_rank(server: Server, oracle: Oracle) -> None:
 
 
 def test_lifecycles(server: Server) -> None:
-    live(server, Shape(ranks=2), seed=1, tolerance=2e-3)
+    live(server, ranks=2)
 
 
 def test_a_rank_has_its_share_of_slots(server: Server) -> None:

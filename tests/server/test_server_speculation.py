@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from server_harness import HOST_TIER, Server, assert_oracle_chooses, live, needs_host_tier, prompt, running
 
-from benchmarks.lifecycle import Shape
 from dsv4_sglang.srt.decisions import GREEDY_ON_CPU
 from dsv4_sglang.testing.oracle import Oracle
 
@@ -99,7 +98,7 @@ def test_abort(server: Server, oracle: Oracle) -> None:
 
 def test_lifecycles(server: Server) -> None:
     """Of EAGLE with a host tier."""
-    live(server, Shape(), seed=1)
+    live(server)
 
 
 def test_the_server_says_that_a_cpu_answers_greedily(server: Server) -> None:
