@@ -128,11 +128,14 @@ def check(server: Server, *arguments: str) -> Result:
 
 
 def test_the_command_checks_all_processes(server: Server) -> None:
-    """While a request runs, and with warm answers when none does."""
-    rest = server.begin(prompt(300, seed=50), 60, 2)
+    """While a request is in its steps, and with warm answers when none is."""
+    rest = server.begin(prompt(300, seed=50), 600, 2, rid="to-abort")
+    server.post("/pause_generation", {"mode": "in_place"})
     busy = check(server)
+    server.post("/continue_generation", {})
     assert busy.exit_code == 0, busy.output
-    assert len(rest().tokens) == 60
+    server.post("/abort_request", {"rid": "to-abort"})
+    assert len(rest().tokens) < 600
     server.wait_idle()
     idle = check(server, "--prompts", "2")
     assert idle.exit_code == 0, idle.output
