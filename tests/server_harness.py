@@ -340,7 +340,7 @@ with_integrity_check = pytest.mark.skipif(
 def live(server: Server, ranks: int = 1) -> None:
     """A burst of the lifecycle fuzzer: all kinds of ends, several answers, chunks, and a pause that retracts all. The
     server has the option integrity_check, fp32 rows and a context of 640 tokens or more."""
-    driver = Driver(server.url, 36, Shape(context=640, burst=16, ranks=ranks), tolerance=2e-3)
+    driver = Driver(server.url, 2284, Shape(context=640, burst=10, ranks=ranks), tolerance=2e-3)
     play(driver, driver.shape.burst, LONG)
     wanted = {"pause retract", "checked busy", "checked idle", "compared warm", "gone", "ended by length"}
     assert wanted <= driver.seen.keys(), driver.seen
