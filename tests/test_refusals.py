@@ -13,7 +13,7 @@ from sglang.srt.server_args import ServerArgs
 from dsv4_sglang.srt import compat, contracts, flags, launch
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.refusals import LIMITS, flag, refuse_given, refuse_resolved, refuse_unknown_tokens
+from dsv4_sglang.srt.refusals import LIMITS, flag, refuse_given, refuse_options, refuse_resolved, refuse_unknown_tokens
 
 DEFAULTS = compat.flag_defaults()
 REFUSED = {field: group for group in flags.REFUSED for field in group.fields.split() if field in DEFAULTS}
@@ -342,3 +342,10 @@ def test_tokens_that_the_model_has_not(ids: list[Any]) -> None:
     with pytest.raises(ValueError, match=r"^input_ids has .*; expected token ids of the model, 0 to 383$"):
         refuse_unknown_tokens(sglangs_own, manager, None, ids)
     assert len(seen) == 4, "SGLang's own checks come first"
+
+
+def test_the_integrity_check_is_of_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "SERVES_INTEGRITY_CHECK", False)
+    refuse_options(Options())
+    with pytest.raises(ValueError, match=r"the option integrity_check is not supported: .* use SGLang 0.5.17"):
+        refuse_options(Options(integrity_check=True))

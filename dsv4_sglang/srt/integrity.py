@@ -10,6 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from queue import Queue
 from typing import Any, NamedTuple
 
 import torch
@@ -273,7 +274,7 @@ class _Tree:
         if not self.cache.enable_storage:
             return [], []
         controller, under_way = self.cache.cache_controller, self.cache.ongoing_prefetch.values()
-        blocks = [*(prefetch.host_indices for prefetch in under_way), *controller.host_mem_release_queue.queue]
+        blocks = [*(prefetch.host_indices for prefetch in under_way), *_waiting(controller.host_mem_release_queue)]
         checkpoints = [
             transfer.host_indices
             for prefetch in under_way
@@ -281,7 +282,7 @@ class _Tree:
             if transfer.name is CHECKPOINTS
         ]
         if (waiting := controller.extra_host_mem_release_queues.get(CHECKPOINTS)) is not None:
-            checkpoints += waiting.queue
+            checkpoints += _waiting(waiting)
         return blocks, checkpoints
 
     # Registry and tree
@@ -332,6 +333,12 @@ class _Tree:
             yield Finding("SGLang's check of the tree", str(error))
 
 
+def _waiting(queue: Queue[Any]) -> list[Any]:
+    """What is in a queue that other threads fill."""
+    with queue.mutex:
+        return list(queue.queue)
+
+
 def _listed(names: Sequence[str], most: int = 6) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
@@ -353,7 +360,10 @@ def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
 
 def report(scheduler: Any) -> dict[str, Any]:
     """The examination of a scheduler's cache, as JSON has it; when it is idle SGLang's equations, too."""
+    from sglang.srt.platforms import current_platform
+
     begin = time.perf_counter()
+    current_platform.synchronize()  # tables of requests are written on several streams
     requests = requests_of(scheduler)
     found = examine(scheduler.tree_cache, requests)
     findings, idle = found.findings, scheduler.is_fully_idle()

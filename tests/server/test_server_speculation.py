@@ -9,9 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import HOST_TIER, Server, assert_oracle_chooses, live, needs_host_tier, prompt, running
+from server_harness import (
+    HOST_TIER,
+    Server,
+    assert_oracle_chooses,
+    live,
+    needs_host_tier,
+    prompt,
+    running,
+    with_integrity_check,
+)
 
-from benchmarks.lifecycle import Shape
+from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.decisions import GREEDY_ON_CPU
 from dsv4_sglang.testing.oracle import Oracle
 
@@ -34,7 +43,7 @@ def oracle(tiny: Callable[..., Path]) -> Oracle:
 @pytest.fixture(scope="module")
 def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("speculation") / "log"
-    options = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
+    options = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": compat.SERVES_INTEGRITY_CHECK}
     with running(tiny(**MODEL), log, *FLAGS, **options) as server:
         yield server
 
@@ -97,9 +106,10 @@ def test_abort(server: Server, oracle: Oracle) -> None:
     assert_oracle_chooses(oracle, ids, got, TOLERANCE)
 
 
+@with_integrity_check
 def test_lifecycles(server: Server) -> None:
     """Of EAGLE with a host tier."""
-    live(server, Shape(), seed=1)
+    live(server)
 
 
 def test_the_server_says_that_a_cpu_answers_greedily(server: Server) -> None:

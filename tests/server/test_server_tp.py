@@ -19,11 +19,13 @@ from server_harness import (
     one_core_each,
     prompt,
     running,
+    with_integrity_check,
 )
 from typer.testing import CliRunner, Result
 
 from benchmarks.lifecycle import Driver, Shape, Wrong
 from dsv4_sglang.cli import app
+from dsv4_sglang.srt import compat
 from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server
@@ -50,7 +52,12 @@ def server(
     flags = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--tp-size", "2")
     flags += ("--max-running-requests", "6", "--schedule-conservativeness", "0.1", "--enable-metrics")
     flags += HOST_TIER
-    options = {"entry_format": "fp32", "indexer_format": "fp32", "max_checkpoints": 12, "integrity_check": True}
+    options = {
+        "entry_format": "fp32",
+        "indexer_format": "fp32",
+        "max_checkpoints": 12,
+        "integrity_check": compat.SERVES_INTEGRITY_CHECK,
+    }
     log = tmp_path_factory.mktemp("tp") / "log"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
@@ -127,12 +134,16 @@ def check(server: Server, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["check", server.url, *arguments])
 
 
+@with_integrity_check
 def test_the_command_checks_all_processes(server: Server) -> None:
-    """While a request runs, and with warm answers when none does."""
-    rest = server.begin(prompt(300, seed=50), 60, 2)
+    """While a request is in its steps, and with warm answers when none is."""
+    rest = server.begin(prompt(300, seed=50), 600, 2, rid="to-abort")
+    server.post("/pause_generation", {"mode": "in_place"})
     busy = check(server)
+    server.post("/continue_generation", {})
     assert busy.exit_code == 0, busy.output
-    assert len(rest().tokens) == 60
+    server.post("/abort_request", {"rid": "to-abort"})
+    assert len(rest().tokens) < 600
     server.wait_idle()
     idle = check(server, "--prompts", "2")
     assert idle.exit_code == 0, idle.output
@@ -142,6 +153,7 @@ def test_the_command_checks_all_processes(server: Server) -> None:
         assert f"{rank}: idle, 0 wrong" in idle.output and f"{rank}: 1 requests run, 0 wrong" in busy.output
 
 
+@with_integrity_check
 def test_the_command_names_what_is_wrong(server: Server, fault: Path) -> None:
     """A fault that SGLang's own check does not see, in both processes."""
     ids = prompt(300, seed=51)
