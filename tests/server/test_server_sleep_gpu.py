@@ -103,7 +103,8 @@ def test_answers_behind_it(started: Started) -> None:
     """Three times, all at once and in a batch: nothing is found but on the host, and all is right."""
     server = started.server
     prompts = [prompt(length, seed=i) for i, length in enumerate(LENGTHS)]
-    first = [server.generate(ids, 40) for ids in prompts]
+    for ids in prompts:
+        server.generate(ids, 40)
     for _ in range(3):
         server.wait_idle()
         release(server, "kv_cache")
@@ -112,8 +113,6 @@ def test_answers_behind_it(started: Started) -> None:
         expected = [(len(ids) - 1) // 128 * 128 if "host" in started.name else 0 for ids in prompts]
         assert [got.cached for got in again] == expected
         assert_as_cold(server, {f"prompt {i}": (ids, got) for i, (ids, got) in enumerate(zip(prompts, again))})
-    single = server.generate(prompt(700, seed=1), 40)
-    assert single.tokens == first[1].tokens
     if "no graphs" not in started.name:
         assert "cuda graph: True" in server.log_text()
     server.wait_idle()
