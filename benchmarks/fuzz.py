@@ -35,14 +35,12 @@ RANKS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 
 @dataclass(frozen=True)
 class Configuration:
-    """Flags beside those of all; `gpus`: how many a server takes where there are any; `on_gpu`: it is not refused
-    there."""
+    """Flags beside those of all; `gpus`: how many a server takes where there are any."""
 
     flags: tuple[str, ...] = ()
     ranks: int = 1
     gpus: int = 1
     nextn: bool = False
-    on_gpu: bool = True
 
 
 CONFIGURATIONS = {
@@ -50,7 +48,7 @@ CONFIGURATIONS = {
     "host": Configuration(HOST),
     "write back": Configuration((*HOST, "--hicache-write-policy", "write_back")),
     "eagle": Configuration(EAGLE, nextn=True),
-    "eagle and host": Configuration((*EAGLE, *HOST), nextn=True, on_gpu=False),
+    "eagle and host": Configuration((*EAGLE, *HOST), nextn=True),
     "ranks": Configuration(RANKS, ranks=2, gpus=2),
     "ranks and host": Configuration((*RANKS, *HOST), ranks=2, gpus=2),
 }
@@ -83,9 +81,7 @@ class Fuzz:
     def __init__(self, args: Any) -> None:
         self.args, self.cpu = args, args.dry_run or not torch.cuda.is_available()
         self.names = [name for name in args.configurations.split(",") if name] or [
-            name
-            for name, of in CONFIGURATIONS.items()
-            if self.cpu or (of.on_gpu and of.gpus <= torch.cuda.device_count())
+            name for name, of in CONFIGURATIONS.items() if self.cpu or of.gpus <= torch.cuda.device_count()
         ]
         self.end, self.left = time.monotonic() + args.limit, len(self.names)
         self.models, self.logs = Path(tempfile.mkdtemp(prefix="fuzz_")), Path(args.out) / "logs"

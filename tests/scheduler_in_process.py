@@ -33,6 +33,7 @@ from torch import Tensor
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO, WINDOW
 from dsv4_sglang.model.layer_schedule import AttentionType
+from dsv4_sglang.srt.integrity import REQUESTS, report
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ class InProcess:
             nonlocal turns, generated
             turns += 1
             assert turns < 5000, "the requests do not end"
+            self._check()
             generated = max([generated, *(len(req.output_ids) for req in scheduler.running_batch.reqs)])
             if turns > 1 and left and generated >= left[0][0]:
                 return left.pop(0)[1]
@@ -243,13 +245,16 @@ class InProcess:
         """Everything that no request holds leaves the prefix cache, or with a host tier the device."""
         self.scheduler.tree_cache.evict(EvictParams(num_tokens=self.scheduler.token_to_kv_pool_allocator.size))
 
+    def _check(self) -> dict[str, Any]:
+        """The report of the integrity check, without findings."""
+        found = report(self.scheduler)
+        assert not found["findings"], found
+        return found
+
     def _check_all_is_given_back(self) -> None:
-        live, checkpoints = self.pools.mamba_allocator, self.pools.mamba_ckpt_pool
-        allocator, tree = self.scheduler.token_to_kv_pool_allocator, self.scheduler.tree_cache
-        assert live.available_size() == live.size
-        on_device = [place for place in checkpoints.nodes if place <= checkpoints.num_slots]
-        assert checkpoints.available_size() + len(on_device) == checkpoints.num_slots
-        assert allocator.available_size() + tree.full_evictable_size() == allocator.size
+        found = self._check()
+        assert found["idle"] and not found["requests"]
+        assert all(pool[REQUESTS] == 0 for pool in found["pools"])
 
 
 _server: InProcess | None = None

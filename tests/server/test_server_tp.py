@@ -145,12 +145,13 @@ def test_the_command_checks_all_processes(server: Server) -> None:
     server.post("/abort_request", {"rid": "to-abort"})
     assert len(rest().tokens) < 600
     server.wait_idle()
-    idle = check(server, "--prompts", "2")
-    assert idle.exit_code == 0, idle.output
-    assert "the cache is sound, and 2 warm answers are those of an empty cache" in idle.output
-    assert "prompt 2: 256 of 300 tokens cached" in idle.output
+    warm = check(server, "--prompts", "2")
+    assert warm.exit_code == 0, warm.output
+    assert "the cache is sound, and 2 warm answers are those of an empty cache" in warm.output
+    assert "prompt 2: 256 of 300 tokens cached" in warm.output
     for rank in ("DP0 TP0", "DP0 TP1"):
-        assert f"{rank}: idle, 0 wrong" in idle.output and f"{rank}: 1 requests run, 0 wrong" in busy.output
+        assert re.search(rf"{rank}: (idle|busy with 0 requests), 0 wrong", warm.output)  # copies may be under way
+        assert f"{rank}: busy with 1 requests, 0 wrong" in busy.output
 
 
 @with_integrity_check
