@@ -66,7 +66,6 @@ def resume(*tags: str) -> ResumeMemoryOccupationReqInput:
 
 
 ORDERS = {
-    "all": [(7, [release()]), (0, [resume()])],
     "one by one, and twice": [
         (7, [release("kv_cache"), release("kv_cache")]),
         (0, [ContinueGenerationReqInput(), release()]),
