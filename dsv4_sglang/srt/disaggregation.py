@@ -80,7 +80,7 @@ def refuse_other_caches(original: Callable[..., bool], manager: Any, bootstrap_a
     for room in rooms:
         manager.record_failure(room, reason)
         manager.update_status(room, KVPoll.Failed)
-    if rooms and manager.attn_tp_rank == 0:
+    if rooms:
         Thread(target=_end_at_prefill_server, args=(manager, bootstrap_addr, rooms), daemon=True).start()
     return False
 
@@ -99,7 +99,7 @@ def say_why(
 
 def _end_at_prefill_server(manager: Any, bootstrap_addr: str, rooms: set[int]) -> None:
     """Tell it that requests are over, as SGLang does of aborted ones; else each waits there for a timeout, and a router
-    with it. One process is enough: those of a group agree on what failed. A request that has not come yet is not known
+    with it. Of its processes one is enough: they agree on what failed. A request that has not come yet is not known
     there and the message is lost, so it is said again for a while.
     """
     rank = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"

@@ -165,19 +165,20 @@ def test_another_cache_is_refused(
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
     flags = (*FLAGS, *by(backend), *FULL, "--disaggregation-mode", "decode", "--tp-size", "2")
     options = {**OPTIONS, "indexer_format": "mxfp4"}
-    with running(tiny(**MODEL), tmp_path / "log", *flags, **options) as other:
-        strangers = Apart(servers.prefill, other, servers.bootstrap)
-        strangers.rooms = servers.rooms
-        for attempt in range(2):
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                strangers.generate(prompt(20), 4, rid=f"stranger {attempt}")
-            message = refused.value.read().decode()
-            assert refused.value.code == 500 and "has another cache than this decode server" in message
+    with running(tiny(**MODEL), tmp_path / "log", *flags, **options) as other, ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            body = {"input_ids": prompt(20), "sampling_params": {"max_new_tokens": 4}, **servers.room()}
+            # The prefill server would keep it for its timeout, which is two hours here.
+            answers = [pool.submit(server.post, "/generate", body) for server in (other, servers.prefill)]
+            failed = [answer.exception() for answer in answers]
+            assert all(isinstance(error, urllib.error.HTTPError) and error.code == 500 for error in failed)
+            assert isinstance(failed[0], urllib.error.HTTPError)
+            message = failed[0].read().decode()
+            assert "has another cache than this decode server" in message
             assert "fp32 keys" in message and "mxfp4 keys" in message
             assert "attention TP 1" in message and "attention TP 2" in message
         other.wait_idle()
-        # They end there, too, long before their timeout of two hours.
-        servers.wait_idle()
+    servers.wait_idle()
     ids = prompt(131, seed=9)
     assert distances(oracle, ids, servers.generate(ids, 4)).max() <= TOLERANCE
 
