@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import sglang.srt.managers.cache_controller as base_controller
 import torch
-from prefix_tree_server import BLOCK, MAX_LENGTH, BlockOwner, Pool, Request
+from prefix_tree_server import BLOCK, MAX_LENGTH, SEPARATE, BlockOwner, Pool, Request
+from sglang.srt.mem_cache import unified_radix_cache
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -25,7 +26,6 @@ from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from streams import Event, Stream, Streams
 
 from dsv4_sglang.formats import KeyFormat, RowFormat
@@ -146,7 +146,12 @@ class TieredServer(BlockOwner):
             dtype="float32",
             tp_size=1,
             weight_version="default",
+            # Newer releases ask for these by what they belong to.
+            hicache_host_memory_mode="cache",
         )
+        for module in (unified_radix_cache, hybrid_pool_assembler):
+            for of in ("get_memory", "get_observability", "get_serving"):
+                monkeypatch.setattr(module, of, lambda: args, raising=False)
         worker = SimpleNamespace(
             model_runner=SimpleNamespace(forward_stream=self.forward),
             register_hicache_layer_transfer_counter=lambda counter: None,
@@ -257,7 +262,7 @@ class TieredServer(BlockOwner):
         assert step is not None
         self.launch([step], self._consumer).synchronize()
         step["request"].decoding = True
-        self.cache.cache_unfinished_req(step["request"])
+        self._insert(step["request"])
         return step
 
     def serve(self, tokens: list[int]) -> int:
@@ -271,14 +276,14 @@ class TieredServer(BlockOwner):
         """A request that is looked up and goes before it is admitted."""
         request = self._request(tokens)
         self._look_up(request)
-        self.cache._dec_req_lock(request)
+        self._let_go(request)
         return request
 
     def prefetch(self, tokens: list[int]) -> int:
         """As Scheduler._prefetch_kvcache, and until it is over: how many tokens came from the storage."""
         cache, key = self.cache, RadixKey(array("q", tokens), None, limit=len(tokens) - 1)
         match = cache.match_prefix(MatchPrefixParams(key=key))
-        rest = array("q", tokens[len(match.device_indices) + match.host_hit_length : -1])
+        rest = array("q", tokens[len(self._indices(match)) + match.host_hit_length : -1])
         node = match.last_host_node
         cache.prefetch_from_storage("prefetched", node, rest, cache.get_last_hash_value(node))
         while not cache.check_prefetch_progress("prefetched"):
@@ -290,21 +295,21 @@ class TieredServer(BlockOwner):
     def _look_up(self, request: Request) -> None:
         """Match and load, as PrefillAdder.add_one_req; the request then holds what it found."""
         cache = self.cache
-        key = RadixKey(request.origin_input_ids, None, limit=request.prompt - 1)
-        match = cache.match_prefix(MatchPrefixParams(key=key, cow_mamba=True, req=request))
-        request.prefix_indices, request.last_node = match.device_indices, match.last_device_node
-        request.mamba_branching_seqlen = match.mamba_branching_seqlen
+        match = self._match(request)
         request.host_hit_length, request.storage_hit_length = match.host_hit_length, 0
         request.swa_host_hit_length, request.mamba_host_hit_length = 0, match.mamba_host_hit_length
         lock, locked = cache.inc_lock_ref(request.last_node), request.last_node
         if request.host_hit_length or request.mamba_host_hit_length:
             load = InitLoadBackParams(match.best_match_node, match.host_hit_length, req=request)
             loaded, request.last_node = cache.init_load_back(load)
-            request.prefix_indices = torch.cat([request.prefix_indices, loaded])
-            self.from_host += len(loaded)
+            if SEPARATE:  # it says how many
+                self.from_host += loaded
+                request.prefix_indices = cache.path_device_indices(request.last_node)
+            else:
+                self.from_host += len(loaded)
+                request.prefix_indices = torch.cat([request.prefix_indices, loaded])
         request.cache_protected_len = len(request.prefix_indices)
-        held = cache.inc_lock_ref(request.last_node)
-        request.skip_lock_node_ids = held.skip_lock_node_ids
+        self._hold(request)
         cache.dec_lock_ref(locked, lock.to_dec_params())
 
     def _admit(self, request: Request) -> dict[str, Any] | None:
@@ -315,7 +320,7 @@ class TieredServer(BlockOwner):
         self._look_up(request)
         begin = len(request.prefix_indices)
         if not self._make_room(-(-request.prompt // BLOCK) - begin // BLOCK):
-            cache._dec_req_lock(request)
+            self._let_go(request)
             return None  # and a load may be left behind
         self._consumer = cache.ready_to_load_host_cache()
         self.hit += begin
@@ -379,7 +384,7 @@ class TieredServer(BlockOwner):
                 if self.rng.random() < 0.3:
                     self.finish(request)
                 else:
-                    self.cache.cache_unfinished_req(request)
+                    self._insert(request)
             elif (dice := self.rng.random()) < 0.25:  # while the next step, which has it too, runs
                 if dice < 0.02:
                     self._release(request, is_insert=False)
@@ -389,20 +394,12 @@ class TieredServer(BlockOwner):
     def finish(self, request: Request) -> None:
         self.history.append(list(request.full_untruncated_fill_ids))
         del self.history[:-6]
+        request.over = True
         self._release(request, is_insert=True)
 
     def retract(self, request: Request) -> None:
         self._release(request, is_insert=True)
         self.cache.retracted(request)
-
-    def _release(self, request: Request, is_insert: bool) -> None:
-        """As mem_cache.common.release_kv_cache."""
-        self.running.remove(request)
-        self.cache.cache_finished_req(request, is_insert=is_insert, kv_len_to_handle=request.computed)
-        row, begin = self.pool.req_to_token[request.req_pool_idx], -(-request.computed // BLOCK) * BLOCK
-        if begin < request.allocated:
-            self.allocator.free_segment(row[begin : request.allocated].long(), start_pos=begin)
-        self.pool.rows.append(request.req_pool_idx)
 
     def flush(self) -> bool:
         """As Scheduler.flush_cache, which wants a server without requests and copies."""
@@ -422,7 +419,7 @@ class TieredServer(BlockOwner):
         for request in list(self.running):
             if not request.decoding:
                 request.decoding = True
-                self.cache.cache_unfinished_req(request)
+                self._insert(request)
             self.finish(request)
         for _ in range(100_000):
             self.streams.run_all()
@@ -439,8 +436,8 @@ class TieredServer(BlockOwner):
         """Every block, slot and row has one owner, and the registry says what the tree has."""
         core, slots = self.cache.tree_core, self.component.slots
         registry = slots.registry
-        UnifiedRadixCache.sanity_check(self.cache)
-        blocks = self.allocator.free_pages.tolist() + self.allocator.release_pages.tolist()
+        unified_radix_cache.UnifiedRadixCache.sanity_check(self.cache)
+        blocks = self._free_blocks()
         held, rows, host = slots._free.free_ids().tolist(), [], []
         places = {}
         for node in core._collect_all_nodes():

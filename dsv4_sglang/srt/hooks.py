@@ -13,7 +13,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from dsv4_sglang.srt import collectives, compat, disaggregation, speculation
 from dsv4_sglang.srt.checks import check_started
-from dsv4_sglang.srt.decisions import Launch
+from dsv4_sglang.srt.decisions import BACKEND, Launch
 from dsv4_sglang.srt.prefix import schedule
 
 SRT = "sglang.srt."
@@ -143,9 +143,9 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "what a draft model keeps of a request lies in its slot; SGLang would hold or send the pool of both twice",
         ),
         Hook(
-            compat.DSPARK_FLAGS,
+            compat.DSPARK_BACKEND,
             HookType.AROUND,
-            launch.draft_flags,
+            compat.with_dspark_backend(BACKEND),
             "DSPARK's stages read our rings; SGLang gives its worker the backend of its own pool",
         ),
         Hook(

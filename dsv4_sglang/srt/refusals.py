@@ -218,7 +218,7 @@ def _refused_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
     if args.speculative_algorithm != "DSPARK":
         return
     if not compat.SERVES_DSPARK:
-        reason = "its worker drafts and writes its context in another way since SGLang 0.5.18; use SGLang 0.5.17"
+        reason = "its worker drafts in another way in SGLang 0.5.18 to 0.5.22; use 0.5.17 or 0.5.23"
         yield "--speculative-algorithm DSPARK", reason
     mode = os.environ.get("SGLANG_RAGGED_VERIFY_MODE", "static")
     if mode != "static":

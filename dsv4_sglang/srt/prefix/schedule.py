@@ -113,9 +113,9 @@ def retract_for_memory(original: Callable[..., Any], batch: Any, idx: int, *argu
     return original(batch, idx, *arguments, **named)
 
 
-def forget_stored(original: Callable[..., Any], updater: Any, recv_req: Any, *arguments: Any) -> Any:
+def forget_stored(original: Callable[..., Any], updater: Any, recv_req: Any, *arguments: Any, **named: Any) -> Any:
     """AROUND `SchedulerWeightUpdaterManager.flush_cache_after_weight_update`, which empties device and host."""
-    result = original(updater, recv_req, *arguments)
+    result = original(updater, recv_req, *arguments, **named)
     if recv_req.flush_cache and isinstance(updater.scheduler.tree_cache, PrefixCache):
         updater.scheduler.tree_cache.forget_stored()
     return result
