@@ -20,7 +20,10 @@ from dsv4_sglang.srt import compat
 from dsv4_sglang.testing.dspark import DSpark
 from dsv4_sglang.testing.oracle import Oracle
 
-pytestmark = pytest.mark.server
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(not compat.SERVES_DSPARK, reason="refused on this release of SGLang"),
+]
 
 CHUNK = 128
 HAS_LOG_PROBABILITIES = compat.since("0.5.23")
