@@ -18,7 +18,7 @@ import numpy as np
 import sglang.srt.managers.cache_controller as base_controller
 import torch
 from prefix_tree_server import BLOCK, MAX_LENGTH, SEPARATE, BlockOwner, Pool, Request
-from sglang.srt.mem_cache import unified_radix_cache
+from sglang.srt.mem_cache import base_prefix_cache, unified_radix_cache
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -116,7 +116,7 @@ class TieredServer(BlockOwner):
         monkeypatch.setattr(hybrid_pool_assembler, "_STRATEGIES", [HostStack(host_checkpoints)])
         if storage is not None:
             register_file_storage()
-            alone = SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
+            alone = SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1)
             monkeypatch.setattr(base_controller, "get_parallel", lambda: alone)
             monkeypatch.setattr(base_controller, "is_dp_attention_enabled", lambda: False)
         self.forward = Stream(self.streams)
@@ -148,6 +148,7 @@ class TieredServer(BlockOwner):
             weight_version="default",
             # Newer releases ask for these by what they belong to.
             hicache_host_memory_mode="cache",
+            file_storage_path=None,
         )
         for module in (unified_radix_cache, hybrid_pool_assembler):
             for of in ("get_memory", "get_observability", "get_serving"):
@@ -285,12 +286,14 @@ class TieredServer(BlockOwner):
         match = cache.match_prefix(MatchPrefixParams(key=key))
         rest = array("q", tokens[len(self._indices(match)) + match.host_hit_length : -1])
         node = match.last_host_node
-        cache.prefetch_from_storage("prefetched", node, rest, cache.get_last_hash_value(node))
-        while not cache.check_prefetch_progress("prefetched"):
+        # Newer releases name a request by more than its id.
+        request = base_prefix_cache.CacheRequestHandle("prefetched", 0) if SEPARATE else "prefetched"
+        cache.prefetch_from_storage(request, node, rest, cache.get_last_hash_value(node))
+        while not cache.check_prefetch_progress(request):
             cache.check_hicache_events()
             time.sleep(0.001)
         self.settle()
-        return cache.pop_prefetch_loaded_tokens("prefetched")
+        return cache.pop_prefetch_loaded_tokens(request)
 
     def _look_up(self, request: Request) -> None:
         """Match and load, as PrefillAdder.add_one_req; the request then holds what it found."""
