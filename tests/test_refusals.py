@@ -145,7 +145,7 @@ def test_what_a_newer_release_serves_no_more(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(compat, "SERVES_DSPARK", False)
     monkeypatch.setattr(compat, "SERVES_DISAGGREGATION", False)
     (line,) = refusals(device="cpu", disaggregation_mode="prefill")
-    assert line.startswith("--disaggregation-mode prefill is not supported: ") and line.endswith("use SGLang 0.5.17")
+    assert line.startswith("--disaggregation-mode prefill is not supported: ") and line.endswith("use 0.5.17 or 0.5.23")
     (line,) = refusals(device="cpu", enable_hierarchical_cache=True)
     assert line.startswith("--enable-hierarchical-cache is not supported: ") and line.endswith("use 0.5.17 or 0.5.23")
     (line,) = refusals(config(dspark_target_layer_ids=[40]), device="cpu", speculative_algorithm="DSPARK")

@@ -70,7 +70,9 @@ CAPTURE_DRAFT_GRAPHS = _DRAFT_WORKER + "_capture_cuda_graphs"
 DRAFT_EXTEND = _DRAFT_WORKER + "_draft_extend_for_decode"
 # On a GPU; SGLang's layer leaves sums of attention to its exchange of tokens since then.
 SERVES_DP_ATTENTION = not since("0.5.23")
-SERVES_DISAGGREGATION = not since("0.5.18")
+SERVES_DISAGGREGATION = since("0.5.23") or not since("0.5.18")
+# Since 0.5.23 a prefill server copies the blocks' numbers to pinned memory, behind a CUDA event.
+KV_SENDER = "sglang.srt.disaggregation.common.conn.CommonKVSender.__init__" if since("0.5.23") else ""
 BUILD_DECODE_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_mamba_decode_req_pool"
 # The releases between had trees and controllers of copies of their own.
 SERVES_HOST_TIER = since("0.5.23") or not since("0.5.18")

@@ -315,6 +315,13 @@ def disaggregation_hooks(launch: Launch) -> tuple[Hook, ...]:
             "a prefill server with another cache costs the requests that it was asked for, not the decode server",
         ),
         Hook(
+            compat.KV_SENDER,
+            HookType.AROUND,
+            disaggregation.take_pageable_indices,
+            "it lets a prefill server copy the numbers of blocks to pinned memory, which needs a GPU",
+            cpu_only=True,
+        ),
+        Hook(
             SRT + "managers.scheduler.Scheduler.update_running_batch",
             HookType.AROUND,
             disaggregation.settle_before_retraction,

@@ -251,7 +251,7 @@ def _refused_with_disaggregation(args: Any) -> Iterable[tuple[str, str]]:
     if mode == "null":
         return
     if not compat.SERVES_DISAGGREGATION:
-        reason = "request pools and what a retraction copies are others since SGLang 0.5.18; use SGLang 0.5.17"
+        reason = "what a retraction copies is other in SGLang 0.5.18 to 0.5.22; use 0.5.17 or 0.5.23"
         yield f"--disaggregation-mode {mode}", reason
     if args.device != "cpu":
         reason = "blocks and slots have travelled between servers without a GPU only; start servers that do both"
