@@ -6,6 +6,7 @@ anywhere, and the step that overlap scheduling runs past the end of a generation
 
 from __future__ import annotations
 
+import sys
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,12 @@ from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_cache.components import ComponentType, mamba_component
+from sglang.srt.mem_cache.unified_cache.components import ComponentType, MambaComponent
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.integrity import examine
 from dsv4_sglang.srt.prefix import component as component_module
 from dsv4_sglang.srt.prefix import schedule
@@ -29,13 +32,18 @@ from dsv4_sglang.srt.prefix.component import PENDING, Pending, component_of
 from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
 MAX_LENGTH = 64 * BLOCK
+# A request's blocks are handed to the tree and given back in calls of their own.
+SEPARATE = compat.since("0.5.22")
 
 
 def without_a_server(monkeypatch: Any) -> None:
     """What SGLang's component asks of a server's settings."""
     settings = SimpleNamespace(mamba_cache_chunk_size=BLOCK, mamba=SimpleNamespace(mamba_max_states_per_path=-1))
-    monkeypatch.setattr(mamba_component, "get_server_args", lambda: settings)
-    monkeypatch.setattr(mamba_component, "get_exec", lambda: settings)
+    of_sglang = sys.modules[MambaComponent.__module__]
+    monkeypatch.setattr(of_sglang, "get_exec", lambda: settings)
+    monkeypatch.setattr(of_sglang, "get_server_args", lambda: settings, raising=False)
+    monkeypatch.setattr(of_sglang, "mamba_cache_chunk_size", lambda: BLOCK, raising=False)
+    monkeypatch.setattr(of_sglang, "mamba_checkpoint_grid", lambda page_size: BLOCK, raising=False)
     monkeypatch.setattr(component_module, "get_parallel", lambda: SimpleNamespace(attn_tp_rank=0, attn_dp_rank=0))
 
 
@@ -52,7 +60,13 @@ class Pool(HybridReqToTokenPool):
 
 
 class Request:
-    """The fields of SGLang's `Req` that the prefix cache reads and writes."""
+    """The fields of SGLang's `Req` that the prefix cache reads and writes, and of its record `kv` in newer releases."""
+
+    session_id = cache_salt = kv_rotation_base = lock = None
+    cache_inserted_len = 0
+    mamba_prev_track_seqlen = None
+    over = False
+    """It has generated all that it will."""
 
     def __init__(self, keys: list[int], tail: int, unique: int) -> None:
         self.keys = keys
@@ -80,12 +94,37 @@ class Request:
     def full_untruncated_fill_ids(self) -> array[int]:
         return self.origin_input_ids + self.output_ids
 
-    def get_fill_ids(self) -> array[int]:
-        return self.full_untruncated_fill_ids[: self.extend_range.end]
+    @property
+    def kv(self) -> Request:
+        return self
 
     @property
-    def kv(self) -> SimpleNamespace:
-        return SimpleNamespace(kv_allocated_len=self.allocated)
+    def kv_allocated_len(self) -> int:
+        return self.allocated
+
+    @property
+    def prefix_len(self) -> int:
+        return len(self.prefix_indices)
+
+    @property
+    def extend_end(self) -> int:
+        return self.extend_range.end
+
+    @property
+    def holds_mamba(self) -> bool:
+        return self.mamba_pool_idx is not None
+
+    def finished(self) -> bool:
+        return self.over
+
+    def get_evicted_seqlen(self, component: ComponentType) -> int:
+        return 0
+
+    def swa_dead_lo(self, page_size: int) -> int:
+        return 0
+
+    def get_fill_ids(self) -> array[int]:
+        return self.full_untruncated_fill_ids[: self.extend_range.end]
 
     @property
     def pending(self) -> list[Pending]:
@@ -98,6 +137,7 @@ class BlockOwner:
     cache: Any
     allocator: PagedTokenToKVPoolAllocator
     pool: Pool
+    running: list[Request]
 
     def _tree_params(self) -> CacheInitParams:
         return CacheInitParams(
@@ -121,6 +161,59 @@ class BlockOwner:
             assert fresh is not None
             self.pool.req_to_token[request.req_pool_idx, at : at + count] = fresh.int()
             request.allocated = at + count
+
+    # SGLang's calls, as its releases have them
+
+    def _match(self, request: Request) -> Any:
+        """What the tree has of a prompt, noted in the request."""
+        key = RadixKey(request.origin_input_ids, None, limit=request.prompt - 1)
+        match = self.cache.match_prefix(MatchPrefixParams(key=key, cow_mamba=True, req=request))
+        request.last_node, request.mamba_branching_seqlen = match.last_device_node, match.mamba_branching_seqlen
+        request.prefix_indices = self._indices(match)
+        return match
+
+    def _indices(self, match: Any) -> torch.Tensor:
+        return self.cache.path_device_indices(match.last_device_node) if SEPARATE else match.device_indices
+
+    def _hold(self, request: Request) -> None:
+        if SEPARATE:
+            request.lock = self.cache.lock(request.last_node)
+        else:
+            request.skip_lock_node_ids = self.cache.inc_lock_ref(request.last_node).skip_lock_node_ids
+
+    def _let_go(self, request: Request) -> None:
+        if SEPARATE:
+            self.cache.unlock(request.lock)
+            request.lock = None
+        else:
+            self.cache._dec_req_lock(request)
+
+    def _insert(self, request: Request, chunked: bool = False) -> None:
+        """Of a request that goes on: what its last prefill step has computed."""
+        if not SEPARATE:
+            self.cache.cache_unfinished_req(request, chunked=chunked)
+            return
+        self.cache.checkpoint(request, up_to=request.extend_end)
+        row = self.pool.req_to_token[request.req_pool_idx]
+        request.prefix_indices = row[: request.extend_end].long()
+
+    def _release(self, request: Request, is_insert: bool) -> None:
+        """As mem_cache.common.release_kv_cache, and with `is_insert` of a request that is not over as
+        compat.release_retracted."""
+        self.running.remove(request)
+        if SEPARATE:
+            if is_insert:
+                self.cache.checkpoint(request, up_to=request.computed)
+            self.cache.free_kv_row(request.kv, [(request.cache_protected_len, request.computed)])
+            self._let_go(request)
+            self.cache.on_release(request, checkpointed=is_insert and request.over)
+        else:
+            self.cache.cache_finished_req(request, is_insert=is_insert, kv_len_to_handle=request.computed)
+        # Blocks beyond what was computed.
+        row, begin = self.pool.req_to_token[request.req_pool_idx], -(-request.computed // BLOCK) * BLOCK
+        if begin < request.allocated:
+            self.allocator.free_segment(row[begin : request.allocated].long(), start_pos=begin)
+        self.pool.free_slots.append(request.req_pool_idx)
 
 
 class TreeServer(BlockOwner):
@@ -151,15 +244,11 @@ class TreeServer(BlockOwner):
         request = Request(list(keys), tail, self._unique)
         if not self.pool.free_slots or request.prompt + 2 * BLOCK > MAX_LENGTH:
             return None
-        key = RadixKey(request.origin_input_ids, None, limit=request.prompt - 1)
-        result = self.cache.match_prefix(MatchPrefixParams(key=key, cow_mamba=True, req=request))
-        request.prefix_indices, request.last_node = result.device_indices, result.last_device_node
-        request.mamba_branching_seqlen = result.mamba_branching_seqlen
+        self._match(request)
         request.cache_protected_len = len(request.prefix_indices)
-        lock = self.cache.inc_lock_ref(request.last_node)
-        request.skip_lock_node_ids = lock.skip_lock_node_ids
+        self._hold(request)
         if not self._make_room(-(-(request.prompt - len(request.prefix_indices)) // BLOCK)):
-            self.cache._dec_req_lock(request)
+            self._let_go(request)
             return None
         request.req_pool_idx = self.pool.free_slots.pop()
         request.mamba_pool_idx = self.pool.mamba_allocator.alloc(1)[0]
@@ -197,7 +286,7 @@ class TreeServer(BlockOwner):
 
     def process_prefill(self, request: Request) -> None:
         """With overlap scheduling the first decode step is planned before this."""
-        self.cache.cache_unfinished_req(request, chunked=request.computed < request.prompt)
+        self._insert(request, chunked=request.computed < request.prompt)
 
     def plan_decode(self, request: Request, length: int) -> None:
         """What SGLang calls before the decode step that brings a request to `length` tokens."""
@@ -237,6 +326,7 @@ class TreeServer(BlockOwner):
 
     def finish(self, request: Request) -> None:
         self.prefill_all(request)
+        request.over = True
         self._release(request, is_insert=True)
         tokens = request.full_untruncated_fill_ids
         self.history.append(tuple(t - 1 for t in tokens[: len(tokens) // BLOCK * BLOCK : BLOCK] if t < 100))
@@ -249,17 +339,6 @@ class TreeServer(BlockOwner):
     def drop(self, request: Request) -> None:
         """As a pause that retracts all requests."""
         self._release(request, is_insert=False)
-
-    def _release(self, request: Request, is_insert: bool) -> None:
-        """As mem_cache.common.release_kv_cache."""
-        self.cache.cache_finished_req(request, is_insert=is_insert, kv_len_to_handle=request.computed)
-        # Blocks beyond what was computed.
-        row = self.pool.req_to_token[request.req_pool_idx]
-        begin = -(-request.computed // BLOCK) * BLOCK
-        if begin < request.allocated:
-            self.allocator.free_segment(row[begin : request.allocated].long(), start_pos=begin)
-        self.pool.free_slots.append(request.req_pool_idx)
-        self.running.remove(request)
 
     def press(self, blocks: int, checkpoints: int) -> None:
         self._make_room(min(blocks, self.blocks))
@@ -287,12 +366,14 @@ class TreeServer(BlockOwner):
     # What must hold
 
     def check(self) -> None:
-        """The integrity check, and what blocks and checkpoints hold."""
+        """The integrity check, SGLang's own where that is not served, and what blocks and checkpoints hold."""
         core = self.cache.tree_core
-        kept_back = SimpleNamespace(rid="kept back", req_pool_idx=None, mamba_pool_idx=None)
-        setattr(kept_back, PENDING, [Pending(0, slot, rolling=False) for slot in self.kept_back])
-        found = examine(self.cache, [*self.running, kept_back])
-        assert not found.findings, str(found)
+        UnifiedRadixCache.sanity_check(self.cache)  # ours leaves out most of them
+        if compat.SERVES_INTEGRITY_CHECK:
+            kept_back = SimpleNamespace(rid="kept back", req_pool_idx=None, mamba_pool_idx=None)
+            setattr(kept_back, PENDING, [Pending(0, slot, rolling=False) for slot in self.kept_back])
+            found = examine(self.cache, [*self.running, kept_back])
+            assert not found.findings, str(found)
         for node in core._collect_all_nodes():
             if node is core.root_node:
                 continue

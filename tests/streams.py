@@ -9,7 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import sglang.srt.managers.cache_controller as base_controller
-import sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller as controller
+
+from dsv4_sglang.srt import compat
+
+if compat.since("0.5.23"):
+    import sglang.srt.mem_cache.l2_transfer as copies
+else:
+    import sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller as copies
 
 
 class Streams:
@@ -49,9 +55,9 @@ class Streams:
             current_stream=lambda: self.current,
             __name__="late streams",
         )
-        for place in (base_controller, controller):
+        for place in (base_controller, copies):
             monkeypatch.setattr(place, "device_module", module)
-        monkeypatch.setattr(base_controller, "_timing_events_supported", lambda: False)
+            monkeypatch.setattr(place, "_timing_events_supported", lambda: False, raising=False)
 
 
 class Stream:

@@ -25,7 +25,7 @@ def check_started(scheduler: Any) -> None:
     contracts.require(contracts.override_differences())
     runner = scheduler.tp_worker.model_runner
     requests, tokens = runner.req_to_token_pool, runner.token_to_kv_pool
-    tree = _tree_class(scheduler.server_args)
+    tree = _tree_class(compat.flags(scheduler.server_args))
     decodes_only = scheduler.disaggregation_mode is DisaggregationMode.DECODE
     found: list[tuple[str, object, type]] = [
         ("request pool", requests, DecodeStateReqToTokenPool if decodes_only else StateReqToTokenPool),
@@ -104,12 +104,13 @@ def _checkpoint_classes(scheduler: Any, requests: Any) -> list[tuple[str, object
     from dsv4_sglang.srt.prefix.component import CheckpointComponent, LeafOrder
     from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
-    if scheduler.server_args.disable_radix_cache:
+    args = compat.flags(scheduler.server_args)
+    if args.disable_radix_cache:
         return []
     tree = scheduler.tree_cache
     component: type = CheckpointComponent
     found: list[tuple[str, object, type]] = []
-    if scheduler.server_args.enable_hierarchical_cache:
+    if args.enable_hierarchical_cache:
         from dsv4_sglang.srt.host.component import TieredComponent
         from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints
         from dsv4_sglang.srt.host.transfers import TransferController

@@ -16,18 +16,20 @@ from torch import Tensor
 Gather = Callable[..., None]
 
 
-def gather_equal(global_tokens: Tensor, local_tokens: Tensor, forward_batch: Any, *arguments: Any) -> None:
+def gather_equal(
+    global_tokens: Tensor, local_tokens: Tensor, forward_batch: Any, *arguments: Any, **named: Any
+) -> None:
     """Tokens of all attention ranks from those of each, which are the same in all processes of a rank."""
-    dp_attention.dp_gather_replicate(global_tokens, local_tokens, forward_batch, *arguments)
+    dp_attention.dp_gather_replicate(global_tokens, local_tokens, forward_batch, *arguments, **named)
 
 
 def gather_a_copy(
-    original: Gather, global_tokens: Tensor, local_tokens: Tensor, forward_batch: Any, *arguments: Any
+    original: Gather, global_tokens: Tensor, local_tokens: Tensor, forward_batch: Any, *arguments: Any, **named: Any
 ) -> None:
     """The same, and `local_tokens` stay as they are."""
     if get_parallel().attn_tp_size > 1:
         local_tokens = local_tokens.clone()
-    original(global_tokens, local_tokens, forward_batch, *arguments)
+    original(global_tokens, local_tokens, forward_batch, *arguments, **named)
 
 
 def logits_of_ranks(

@@ -71,19 +71,27 @@ DRAFT_EXTEND = _DRAFT_WORKER + "_draft_extend_for_decode"
 LOGITS_OF_RANKS = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
 # On a GPU; SGLang's layer leaves sums of attention to its exchange of tokens since then.
 SERVES_DP_ATTENTION = not since("0.5.23")
-SERVES_DISAGGREGATION = not since("0.5.18")
+SERVES_DISAGGREGATION = since("0.5.23") or not since("0.5.18")
+# Since 0.5.23 a prefill server copies the blocks' numbers to pinned memory, behind a CUDA event.
+KV_SENDER = "sglang.srt.disaggregation.common.conn.CommonKVSender.__init__" if since("0.5.23") else ""
 BUILD_DECODE_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_mamba_decode_req_pool"
 # The releases between had trees and controllers of copies of their own.
 SERVES_HOST_TIER = since("0.5.23") or not since("0.5.18")
 SERVES_INTEGRITY_CHECK = not since("0.5.18")
-SERVES_DSPARK = not since("0.5.18")
+SERVES_DSPARK = since("0.5.23") or not since("0.5.18")
 # Asked by the host tier and by transfers between servers. Later releases pack a draft model's pool into the host pools
 # that SGLang builds, which ours are not.
 DRAFT_KV_POOL = "" if since("0.5.18") else "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool"
 RESOLVE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark" if SERVES_DSPARK else ""
-DSPARK_FLAGS = "sglang.srt.speculative.draft_worker_common.draft_server_args_overrides" if SERVES_DSPARK else ""
-_INJECTOR = "sglang.srt.speculative.dspark_components.dspark_kv_inject.TargetHiddenKvInjector."
-WRITE_CONTEXT = _INJECTOR + "inject_target_hidden" if SERVES_DSPARK else ""
+_DSPARK = "sglang.srt.speculative.dspark_components."
+_DRAFT_BACKEND = (
+    _DSPARK + "dspark_worker_v2.build_draft_tp_worker"
+    if since("0.5.23")
+    else "sglang.srt.speculative.draft_worker_common.draft_server_args_overrides"
+)
+DSPARK_BACKEND = _DRAFT_BACKEND if SERVES_DSPARK else ""
+_INJECTOR = _DSPARK + "dspark_kv_inject.TargetHiddenKvInjector."
+WRITE_CONTEXT = _INJECTOR + ("_inject" if since("0.5.23") else "inject_target_hidden") if SERVES_DSPARK else ""
 VALIDATE_EXTRA_BUFFER = (
     _ARGS + "mamba_hook.validate_mamba_extra_buffer"
     if since("0.5.19")
@@ -242,6 +250,18 @@ def is_paused(scheduler: Any) -> bool:
 
 def set_paused(scheduler: Any, paused: bool) -> None:
     scheduler._engine_paused = paused
+
+
+def with_dspark_backend(backend: str) -> Callable[..., Any]:
+    """AROUND `DSPARK_BACKEND`: what gives DSPARK's draft model its attention backend gives it `backend`."""
+
+    def build(original: Callable[..., Any], **arguments: Any) -> Any:
+        return original(**{**arguments, "attention_backend_override": backend})
+
+    def flags(original: Callable[..., Any], target_model_config: Any, draft_backend: str) -> Any:
+        return original(target_model_config, backend)
+
+    return build if since("0.5.23") else flags
 
 
 def linear_bf16_fp32() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -85,7 +85,8 @@ def _difference(ours: Callable[..., Any], theirs: Callable[..., Any], skip: bool
     )
     fits = (
         order == order_wanted[: len(order)]
-        and (len(order) == len(order_wanted) or Parameter.VAR_POSITIONAL in rest)
+        # SGLang may give them by name as well.
+        and (len(order) == len(order_wanted) or {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} <= rest)
         and keywords <= keywords_wanted
         and (keywords == keywords_wanted or Parameter.VAR_KEYWORD in rest)
     )

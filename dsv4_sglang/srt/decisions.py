@@ -106,11 +106,6 @@ class Launch:
             )
         return self.layout
 
-    def draft_flags(
-        self, original: Callable[..., dict[str, Any]], target_model_config: Any, draft_backend: str
-    ) -> dict[str, Any]:
-        return original(target_model_config, BACKEND)
-
     def state_slots(self, original: Callable[..., float], configurator: Any, total_rest_memory: float) -> float:
         """Choose the number of state slots; return the memory that is left for blocks, in GiB."""
         from sglang.srt.runtime_context import get_context, get_disagg, get_memory, get_parallel, get_schedule

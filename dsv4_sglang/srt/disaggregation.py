@@ -121,6 +121,12 @@ def _end_at_prefill_server(manager: Any, bootstrap_addr: str, rooms: set[int]) -
         )
 
 
+def take_pageable_indices(original: Callable[..., None], sender: Any, *arguments: Any, **named: Any) -> None:
+    """AROUND `compat.KV_SENDER`: the sender of a request takes the numbers of its blocks as they are."""
+    original(sender, *arguments, **named)
+    sender.supports_host_tensor_indices = False
+
+
 def settle_before_retraction(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:
     """AROUND `Scheduler.update_running_batch`, which retracts requests when blocks run out: a decode server copies
     their state to the host, and with overlap scheduling the device is one step ahead of what the scheduler knows. The

@@ -13,7 +13,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from dsv4_sglang.srt import collectives, compat, disaggregation, integrity, sleep, speculation
 from dsv4_sglang.srt.checks import check_started
-from dsv4_sglang.srt.decisions import Launch
+from dsv4_sglang.srt.decisions import BACKEND, Launch
 from dsv4_sglang.srt.prefix import schedule
 from dsv4_sglang.srt.refusals import refuse_unknown_tokens
 
@@ -155,9 +155,9 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "what a draft model keeps of a request lies in its slot; SGLang would hold or send the pool of both twice",
         ),
         Hook(
-            compat.DSPARK_FLAGS,
+            compat.DSPARK_BACKEND,
             HookType.AROUND,
-            launch.draft_flags,
+            compat.with_dspark_backend(BACKEND),
             "DSPARK's stages read our rings; SGLang gives its worker the backend of its own pool",
         ),
         Hook(
@@ -371,6 +371,13 @@ def disaggregation_hooks(launch: Launch) -> tuple[Hook, ...]:
             HookType.AROUND,
             disaggregation.say_why,
             "of several processes one finds out that a request is refused, and another answers",
+        ),
+        Hook(
+            compat.KV_SENDER,
+            HookType.AROUND,
+            disaggregation.take_pageable_indices,
+            "it lets a prefill server copy the numbers of blocks to pinned memory, which needs a GPU",
+            cpu_only=True,
         ),
         Hook(
             SRT + "managers.scheduler.Scheduler.update_running_batch",

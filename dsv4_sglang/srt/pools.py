@@ -235,14 +235,16 @@ class CompressedKVPool(KVCache):
         """What a block consists of, for a transfer to another server."""
         return buffer_infos(view for _, view in self.layer_views())
 
-    def get_cpu_copy(self, indices: Tensor, mamba_indices: Tensor | None = None) -> list[Tensor]:
+    def get_cpu_copy(self, indices: Tensor, mamba_indices: Tensor | None = None, **_request: Any) -> list[Tensor]:
         """Host copies of the blocks of a request whose tokens have the slot indices `indices` [tokens], from its first
         on; each [blocks, n]."""
         blocks = indices[::BLOCK] // BLOCK
         current_platform.synchronize()
         return [view[blocks].cpu() for _, view in self.layer_views()]
 
-    def load_cpu_copy(self, kv_cache_cpu: list[Tensor], indices: Tensor, mamba_indices: Tensor | None = None) -> None:
+    def load_cpu_copy(
+        self, kv_cache_cpu: list[Tensor], indices: Tensor, mamba_indices: Tensor | None = None, **_request: Any
+    ) -> None:
         """The way back, to the blocks that the request has now."""
         blocks = indices[::BLOCK] // BLOCK
         for (_, view), copy in zip(self.layer_views(), kv_cache_cpu, strict=True):

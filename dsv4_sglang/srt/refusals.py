@@ -219,7 +219,7 @@ def _refused_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
     if args.speculative_algorithm != "DSPARK":
         return
     if not compat.SERVES_DSPARK:
-        reason = "its worker drafts and writes its context in another way since SGLang 0.5.18; use SGLang 0.5.17"
+        reason = "its worker drafts in another way in SGLang 0.5.18 to 0.5.22; use 0.5.17 or 0.5.23"
         yield "--speculative-algorithm DSPARK", reason
     mode = os.environ.get("SGLANG_RAGGED_VERIFY_MODE", "static")
     if mode != "static":
@@ -251,7 +251,7 @@ def _refused_with_disaggregation(args: Any) -> Iterable[tuple[str, str]]:
     if mode == "null":
         return
     if not compat.SERVES_DISAGGREGATION:
-        reason = "request pools and what a retraction copies are others since SGLang 0.5.18; use SGLang 0.5.17"
+        reason = "what a retraction copies is other in SGLang 0.5.18 to 0.5.22; use 0.5.17 or 0.5.23"
         yield f"--disaggregation-mode {mode}", reason
     if args.device == "cpu" and args.disaggregation_transfer_backend == "nixl":
         yield "--disaggregation-transfer-backend nixl", "SGLang has it take memory of GPUs only; give mooncake_tcp"

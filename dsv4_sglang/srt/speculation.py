@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dsv4_sglang.srt import compat
+
 if TYPE_CHECKING:
     from dsv4_sglang.srt.backend import HybridCacheBackend
 
@@ -74,12 +76,11 @@ def capture_graphs(original: Callable[..., None], worker: Any) -> None:
 
 def resolve_dspark_on_cpu(original: Callable[..., None], server_args: Any) -> None:
     """AROUND `compat.RESOLVE_DSPARK`. The worker would choose drafts inside CUDA graphs, where those are allowed."""
-    server_args.disable_cuda_graph = True
-    device, server_args.device = server_args.device, "cuda"
+    compat.set_flags(server_args, disable_cuda_graph=True, device="cuda")
     try:
         original(server_args)
     finally:
-        server_args.device = device
+        compat.set_flags(server_args, device="cpu")
 
 
 def validate_on_cpu(original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
@@ -97,9 +98,10 @@ def write_context(
     positions: torch.Tensor,
     cache_loc_2d: torch.Tensor | None = None,
     commit_lens: torch.Tensor | None = None,
+    **_of_their_pool: Any,
 ) -> None:
-    """REPLACE `TargetHiddenKvInjector.inject_target_hidden`: the last of a prefill step, and of a verify step, which
-    comes with the number of tokens accepted of each request."""
+    """REPLACE `compat.WRITE_CONTEXT`: the last of a prefill step, and of a verify step, which comes with the number of
+    tokens accepted of each request."""
     requests = None if commit_lens is None else commit_lens.shape[0]
     with torch.inference_mode():
         rows = injector.draft_model.context_rows(target_hidden)

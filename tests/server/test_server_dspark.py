@@ -1,7 +1,5 @@
 """A server that drafts with DSPARK, fp32 rows and keys, chunks of 128: its tokens are the oracle's, and every block
 that it drafts is that of the head in plain PyTorch, so every row of the context that a block reads is right, too.
-
-SGLang has no log p of tokens with DSPARK.
 """
 
 from __future__ import annotations
@@ -16,14 +14,19 @@ from typing import Any
 import pytest
 from faulty_cache import entry_point
 from recorded_drafts import DRAFTS, recorded
-from server_harness import Server, prompt, running
+from server_harness import Server, assert_oracle_chooses, prompt, running
 
+from dsv4_sglang.srt import compat
 from dsv4_sglang.testing.dspark import DSpark
 from dsv4_sglang.testing.oracle import Oracle
 
-pytestmark = pytest.mark.server
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(not compat.SERVES_DSPARK, reason="refused on this release of SGLang"),
+]
 
 CHUNK = 128
+HAS_LOG_PROBABILITIES = compat.since("0.5.23")
 # Of log p and of a draft's logits, which reach 20.
 TOLERANCE, LOGITS = 1e-4, 2e-3
 
@@ -109,7 +112,14 @@ def test_warm(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> Non
 
 @pytest.mark.parametrize(
     ("fields", "said"),
-    [({"return_logprob": True}, "return_logprob"), ({"sampling_params": {"temperature": 0.5}}, "temperature 0")],
+    [
+        pytest.param(
+            {"return_logprob": True},
+            "return_logprob",
+            marks=pytest.mark.skipif(HAS_LOG_PROBABILITIES, reason="served by this release of SGLang"),
+        ),
+        ({"sampling_params": {"temperature": 0.5}}, "temperature 0"),
+    ],
 )
 def test_what_is_refused_a_request_at_a_time(server: Server, fields: dict[str, Any], said: str) -> None:
     sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -118,3 +128,9 @@ def test_what_is_refused_a_request_at_a_time(server: Server, fields: dict[str, A
     assert refused.value.code == 400 and said in refused.value.read().decode()
     assert len(generate(server, prompt(5), 4, f"after {said}")["output_ids"]) == 4
     server.wait_idle()
+
+
+@pytest.mark.skipif(not HAS_LOG_PROBABILITIES, reason="SGLang refuses them with DSPARK")
+def test_log_probabilities(server: Server, oracle: Oracle) -> None:
+    ids = prompt(200, seed=2)
+    assert_oracle_chooses(oracle, ids, server.generate(ids, 20), TOLERANCE)

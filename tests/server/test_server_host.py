@@ -11,9 +11,9 @@ import pytest
 import torch
 from conversations import LONGEST, ends_of
 from faulty_cache import HOST_FAULTS
-from server_harness import Generated, Server, assert_same, prompt, running
+from server_harness import Generated, Server, assert_same, needs_host_tier, prompt, running
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, needs_host_tier]
 
 TOLERANCE = 2e-3
 BLOCK = 128

@@ -277,7 +277,7 @@ class CheckpointComponent(MambaComponent):
         self.slots.registry.remove(slot)
         del self.slots.nodes[slot]
 
-    def _evict_device_next_node(self, *arguments: Any) -> None:
+    def _evict_device_next_node(self, *arguments: Any, **named: Any) -> None:
         """Nothing: SGLang calls this when it has fewer than three free live slots a new request, and no checkpoint
         would give it one. Checkpoints make room for checkpoints only (`_take`)."""
 
