@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +20,44 @@ from dsv4_sglang.srt.host.storage import FileStorage, page_name
 PROMPT = [1 + at // BLOCK for at in range(5 * BLOCK + 60)]
 
 
+@pytest.fixture(params=["file", "nixl"])
+def storage(request: pytest.FixtureRequest) -> str:
+    if request.param == "nixl":
+        pytest.importorskip("nixl", reason="NIXL is no dependency: pip install nixl")
+    return request.param
+
+
 @pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, storage: str) -> Path:
     without_a_server(monkeypatch)
-    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "pages"))
+    where = {"file": "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "nixl": "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"}
+    monkeypatch.setenv(where[storage], str(tmp_path / "pages"))
+    monkeypatch.setenv("SGLANG_HICACHE_NIXL_BACKEND_PLUGIN", "POSIX")
     return tmp_path / "pages"
 
 
-def restarted(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> TieredServer:
-    return TieredServer(monkeypatch, seed=0, storage="file", **sizes)
+@pytest.fixture
+def restarted(folder: Path, storage: str) -> Callable[..., TieredServer]:
+    """A server that finds the folder of those before."""
+
+    def start(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> TieredServer:
+        return TieredServer(monkeypatch, seed=0, storage=storage, **sizes)
+
+    return start
 
 
-def test_a_new_server_finds_what_the_last_one_stored(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def pages_in(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_new_server_finds_what_the_last_one_stored(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+) -> None:
     with monkeypatch.context() as patch:
         server = restarted(patch)
         assert server.serve(PROMPT) == 0
         server.check()
-    pages = sorted(path.name for path in folder.glob("*.bin"))
+    pages = [path.name for path in pages_in(folder)]
     assert len(pages) == 5 + 2, "five blocks; checkpoints at four blocks, the interval, and at five, the end"
     assert all("-dsv4v2-fp32-fp32-" in page for page in pages)
     with monkeypatch.context() as patch:
@@ -52,14 +74,17 @@ def test_a_new_server_finds_what_the_last_one_stored(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("damage", ["torn", "changed", "of zeros", "gone"])
 @pytest.mark.parametrize("which", ["a block", "a checkpoint"])
 def test_a_page_that_cannot_be_used_is_a_miss(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture, damage: str, which: str
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    restarted: Callable[..., TieredServer],
+    caplog: pytest.LogCaptureFixture,
+    damage: str,
+    which: str,
 ) -> None:
     with monkeypatch.context() as patch:
         restarted(patch).serve(PROMPT)
-    pages = {path: path.read_bytes() for path in folder.glob("*.bin")}
-    size = 3 * BLOCK * 8 if which == "a block" else 4 * 8
-    for path, page in pages.items():
-        if len(page) < size or len(page) > size + 100:
+    for path, page in pages_in(folder).items():
+        if ("c4_state" in path.name) == (which == "a block"):
             continue
         if damage == "gone":
             path.unlink()
@@ -81,17 +106,21 @@ def test_a_page_that_cannot_be_used_is_a_miss(
         assert restarted(patch).prefetch(PROMPT) == 5 * BLOCK, "what was removed was stored anew"
 
 
-def test_a_storage_that_is_cleared_has_nothing(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_a_storage_that_is_cleared_has_nothing(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+) -> None:
     """As after new weights. Pages of others stay."""
     server = restarted(monkeypatch)
     server.serve(PROMPT)
-    other = folder / "abc_other-dsv4v2-fp32-fp32-0123456789abcdef.bin"
+    other = next(iter(pages_in(folder))).parent / "abc_other-dsv4v2-fp32-fp32-0123456789abcdef.bin"
     other.write_bytes(b"123")
     server.cache.forget_stored()
-    assert list(folder.glob("*.bin")) == [other]
+    assert list(pages_in(folder)) == [other]
 
 
-def test_requests_beside_a_storage(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_requests_beside_a_storage(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+) -> None:
     """Steps, evictions on both tiers and stores in one, with a host that is full."""
     server = restarted(monkeypatch, host_blocks=50, host_checkpoints=10)
     for _ in range(150):
@@ -100,21 +129,32 @@ def test_requests_beside_a_storage(monkeypatch: pytest.MonkeyPatch, folder: Path
     server.settle()
     server.check()
     server.check_contents()
-    assert len(list(folder.glob("*.bin"))) > 50
+    assert len(pages_in(folder)) > 50
 
 
-def test_requests_beside_a_storage_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """One page of five is not written and one of five not read: what is asked for comes whole or not at all, and a
+def ways_of(storage: str) -> list[tuple[type, str, Any]]:
+    """Methods that move pages, and what they return when they do not."""
+    if storage == "file":
+        return [(FileStorage, "set", False), (FileStorage, "get", None)]
+    from dsv4_sglang.srt.host.nixl import NixlStorage
+
+    return [(NixlStorage, "_xfer_and_wait", False)]
+
+
+def test_requests_beside_a_storage_that_fails(
+    monkeypatch: pytest.MonkeyPatch, storage: str, restarted: Callable[..., TieredServer]
+) -> None:
+    """One way there of five fails, and one back: what is asked for comes whole or not at all, and a
     server that starts again computes the rest."""
     rng, found = random.Random(0), 0
     with monkeypatch.context() as patch:
-        for method, failed in (("set", False), ("get", None)):
-            original = getattr(FileStorage, method)
+        for kind, method, failed in ways_of(storage):
+            original = getattr(kind, method)
 
             def sometimes(self: Any, *args: Any, original: Any = original, failed: Any = failed, **named: Any) -> Any:
                 return failed if rng.random() < 0.2 else original(self, *args, **named)
 
-            patch.setattr(FileStorage, method, sometimes)
+            patch.setattr(kind, method, sometimes)
         for visit in range(3):
             with patch.context() as one:
                 server = restarted(one)

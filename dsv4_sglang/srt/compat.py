@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -427,6 +428,17 @@ def start_backup(cache: Any, node_id: int, device_blocks: Any, transfers: Any) -
 def note_backup(cache: Any, node_id: int, lock: Any) -> None:
     """The node's copy is under way; `lock` is let go when it is done."""
     cache._track_write_through_node(node_id, lock)
+
+
+def nixl_files(storage: Any, pool: Any, keys: Sequence[str]) -> list[Path]:
+    """Where a storage of NIXL has the pages of a host pool, which are one buffer each."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    if pool == PoolName.KV:
+        names = storage._get_key_list_from_meta(keys)
+    else:
+        names = storage._get_hybrid_component_keys(keys, pool, 1)
+    return [Path(storage.file_manager.get_file_path(name)) for name in names]
 
 
 def forget_files(storage: Any) -> None:

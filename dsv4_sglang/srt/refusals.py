@@ -110,8 +110,8 @@ LIMITS = (
     ),
     Limit(
         "hicache_storage_backend",
-        _one_of("file"),
-        "blocks and checkpoints have been stored in files only; give file",
+        _one_of("file", "nixl"),
+        "blocks and checkpoints have been stored in files, and in those of NIXL, only; give file or nixl",
     ),
     Limit(
         "disaggregation_transfer_backend",
@@ -234,8 +234,9 @@ def _refused_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
 def _refused_with_host_tier(args: Any) -> Iterable[tuple[str, str]]:
     """What the host tier has not been seen to do, and what is nothing without it."""
     if not args.enable_hierarchical_cache:
-        if args.hicache_storage_backend == "file":
-            yield "--hicache-storage-backend file", "it stands behind the host tier; give --enable-hierarchical-cache"
+        if args.hicache_storage_backend is not None:
+            name = f"--hicache-storage-backend {args.hicache_storage_backend}"
+            yield name, "it stands behind the host tier; give --enable-hierarchical-cache"
         return
     if not compat.SERVES_HOST_TIER:
         reason = "the tree and the controller of copies are others since SGLang 0.5.18; use SGLang 0.5.17"

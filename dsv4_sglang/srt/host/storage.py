@@ -1,4 +1,4 @@
-"""A storage behind the host: what its pages are called, and SGLang's files with a checksum."""
+"""Storages behind the host: what pages are called there, and SGLang's files with a checksum."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from torch import Tensor
 
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.host.pools import intact, seal
 
 log = logging.getLogger(__name__)
 
 PAGE_VERSION = 2
 """Of what a page holds, beyond what `page_name` hashes."""
-CHECKSUM_BYTES = 16
 SAMPLE_BYTES = 1 << 16
 
 
@@ -63,33 +62,28 @@ def _weights(folder: Path) -> bytes:
 
 
 class FileStorage(HiCacheFile):
-    """SGLang's files, each with a checksum at its end. A file that is torn or was changed is a miss and a warning, and
+    """SGLang's files, each a row with its checksum. A file that is torn or was changed is a miss and a warning, and
     goes, so that it is written anew."""
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        return super().set(key, torch.cat([value, _checksum(value)]), target_location, target_sizes)
+        seal(value)
+        return super().set(key, value, target_location, target_sizes)
 
     def get(self, key: str, target_location: Tensor, target_sizes: Any = None) -> Tensor | None:
-        size = target_location.numel()
-        page = torch.empty(size + CHECKSUM_BYTES, dtype=torch.uint8)
         try:
-            found = super().get(key, page, target_sizes)
+            found = super().get(key, target_location, target_sizes)
         except OSError as error:
             self._remove(key, str(error))
             return None
-        if found is None:
-            return None
-        if not torch.equal(found[size:], _checksum(found[:size])):
+        if found is not None and not intact(found):
             self._remove(key, "its checksum is another")
             return None
-        return target_location.copy_(found[:size])
+        return found
 
     def _remove(self, key: str, why: str) -> None:
         name = key + self.config_suffix
         path = Path(self.file_path) / f"{name}.bin"
-        log.warning("host tier: the stored page %s cannot be used and is removed: %s", path, why)
-        with suppress(OSError):
-            path.unlink()
+        remove_page(path, why)
         if self.metadata_cache is not None:
             self.metadata_cache.remove(name)
 
@@ -105,14 +99,17 @@ class FileStorage(HiCacheFile):
         return True
 
 
-def register_file_storage() -> None:
-    """`--hicache-storage-backend file` is `FileStorage`, about which SGLang logs a warning."""
+def remove_page(path: Path, why: str) -> None:
+    """Remove the file of a page that cannot be used, with a warning."""
+    log.warning("host tier: the stored page %s cannot be used and is removed: %s", path, why)
+    with suppress(OSError):
+        path.unlink()
+
+
+def register_storages() -> None:
+    """`--hicache-storage-backend file` is `FileStorage`, `nixl` is `NixlStorage`; SGLang logs a warning about each."""
     from sglang.srt.mem_cache.storage import StorageBackendFactory
 
     StorageBackendFactory.register_backend("file", __name__, FileStorage.__name__)
-
-
-def _checksum(page: Tensor) -> Tensor:
-    """[16] uint8."""
-    digest = hashlib.blake2b(page.contiguous().numpy().data, digest_size=CHECKSUM_BYTES).digest()
-    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    # By name: only who asks for it needs NIXL.
+    StorageBackendFactory.register_backend("nixl", "dsv4_sglang.srt.host.nixl", "NixlStorage")
