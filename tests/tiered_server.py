@@ -126,7 +126,8 @@ class TieredServer(BlockOwner):
         )
         args = SimpleNamespace(
             hicache_storage_backend=storage,
-            hicache_storage_backend_extra_config=None,
+            # NIXL's would remove files where the disk is four fifths full.
+            hicache_storage_backend_extra_config='{"l3_cleaner_enabled": false}' if storage == "nixl" else None,
             hicache_write_policy=policy,
             hicache_storage_prefetch_policy="wait_complete",
             hicache_ratio=host_blocks / blocks,

@@ -234,7 +234,7 @@ def _refused_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
 def _refused_with_host_tier(args: Any) -> Iterable[tuple[str, str]]:
     """What the host tier has not been seen to do, and what is nothing without it."""
     if not args.enable_hierarchical_cache:
-        if args.hicache_storage_backend is not None:
+        if args.hicache_storage_backend in ("file", "nixl"):
             name = f"--hicache-storage-backend {args.hicache_storage_backend}"
             yield name, "it stands behind the host tier; give --enable-hierarchical-cache"
         return

@@ -32,12 +32,12 @@ class NixlStorage(HiCacheNixl):
             )
 
     def batch_set_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
-        self.mem_pool_host.seal(host_indices)
+        self.mem_pool_host.get_pool(PoolName.KV).seal(host_indices)
         return super().batch_set_v1(keys, host_indices, extra_info)
 
     def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
         found = super().batch_get_v1(keys, host_indices, extra_info)
-        return self._usable(self.mem_pool_host, PoolName.KV, keys, host_indices, found)
+        return self._usable(self.mem_pool_host.get_pool(PoolName.KV), PoolName.KV, keys, host_indices, found)
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         for transfer in transfers:
