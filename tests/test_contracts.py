@@ -23,6 +23,7 @@ from dsv4_sglang.srt.disaggregation import DecodeStateReqToTokenPool
 from dsv4_sglang.srt.hooks import Hook, hooks_of
 from dsv4_sglang.srt.host.cache import TieredCache
 from dsv4_sglang.srt.host.component import Loading, TieredComponent
+from dsv4_sglang.srt.host.mooncake import MooncakeStorage
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
 from dsv4_sglang.srt.host.storage import FileStorage
 from dsv4_sglang.srt.host.transfers import HostStack, TransferController
@@ -48,6 +49,7 @@ SUBCLASSES = (
     HybridCacheBackend,
     LeafOrder,
     Loading,
+    MooncakeStorage,
     PrefixCache,
     StateParams,
     StateReqToTokenPool,

@@ -1,10 +1,12 @@
-"""Files behind the host: they outlive the server, and what cannot be used is a miss."""
+"""Storages behind the host: pages outlive the server, and what cannot be used is a miss."""
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from prefix_tree_server import BLOCK, without_a_server
 from tiered_server import TieredServer
 
 from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.model import DSV4Config, build_schedule
+from dsv4_sglang.srt.host.mooncake import MooncakeStorage
 from dsv4_sglang.srt.host.storage import FileStorage, page_name
 
 PROMPT = [1 + at // BLOCK for at in range(5 * BLOCK + 60)]
@@ -166,6 +170,75 @@ def test_requests_beside_a_storage_that_fails(
                 assert not server.wrong and server.flush()
                 server.check()
     assert 0 < found < 12 * 5 * BLOCK
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Mooncake's master, and one that has memory for pages, over TCP."""
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as error:
+        pytest.skip(f"Mooncake is no dependency: {error}")
+    without_a_server(monkeypatch)
+    master = f"127.0.0.1:{free_port()}"
+    program = Path(find_spec("mooncake").submodule_search_locations[0], "mooncake_master")
+    flags = [f"-rpc_port={master.split(':')[1]}", f"-metrics_port={free_port()}"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([str(program), *flags], stdout=log, stderr=log)
+    settings = {"MASTER": master, "PROTOCOL": "tcp", "TE_META_DATA_SERVER": "P2PHANDSHAKE", "GLOBAL_SEGMENT_SIZE": "0"}
+    for name, value in {**settings, "LOCAL_HOSTNAME": "127.0.0.1"}.items():
+        monkeypatch.setenv(f"MOONCAKE_{name}", value)
+    store = MooncakeDistributedStore()
+    try:
+        while store.setup("127.0.0.1", "P2PHANDSHAKE", 64 << 20, 16 << 20, "tcp", "", master, None):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+        yield store
+    finally:
+        store.close()
+        process.kill()
+        process.wait()
+
+
+def test_pages_in_mooncakes_store(
+    monkeypatch: pytest.MonkeyPatch, store: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They outlive the server; one that was changed is a miss and is stored anew; clearing leaves those of others."""
+    keys: list[str] = []
+    put = MooncakeStorage._put_batch_zero_copy_impl
+
+    def noted(self: Any, names: list[str], *args: Any) -> Any:
+        keys.extend(names)
+        return put(self, names, *args)
+
+    monkeypatch.setattr(MooncakeStorage, "_put_batch_zero_copy_impl", noted)
+
+    def found(serve: bool = True) -> int:
+        with monkeypatch.context() as patch:
+            server = TieredServer(patch, seed=0, storage="mooncake")
+            there = server.prefetch(PROMPT)
+            assert not serve or server.serve(PROMPT) == there
+            assert not server.wrong
+            server.check()
+            server.check_contents()
+            if not serve:
+                server.cache.forget_stored()
+            return there
+
+    assert found() == 0
+    assert len(keys) == 5 + 2 and all("-dsv4v2-fp32-fp32-" in key for key in keys)
+    assert found() == 5 * BLOCK
+    for kind in ("_k", "c4_state"):
+        for key in {key for key in keys if kind in key}:
+            page = store.get(key)
+            store.remove(key, True)
+            store.put(key, page[:3] + b"!" + page[4:])
+        assert found() == 0 and "cannot be used and is removed" in caplog.text
+        assert found() == 5 * BLOCK, "what was removed was stored anew"
+        caplog.clear()
+    store.put("another's", b"page")
+    assert found(serve=False) == 5 * BLOCK
+    assert found() == 0
+    assert store.is_exist("another's") == 1
 
 
 def name_of(folder: Path, **options: str) -> str:

@@ -441,6 +441,14 @@ def nixl_files(storage: Any, pool: Any, keys: Sequence[str]) -> list[Path]:
     return [Path(storage.file_manager.get_file_path(name)) for name in names]
 
 
+def mooncake_keys(storage: Any, pool: Any, keys: Sequence[str]) -> list[str]:
+    """What a storage of Mooncake calls the pages of a host pool, which are one buffer each."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    part = "k" if pool == PoolName.KV else pool
+    return storage._tag_keys([f"{key}_{storage.mla_suffix}_{part}" for key in keys])
+
+
 def forget_files(storage: Any) -> None:
     """SGLang's account of the files of a storage, after they are gone."""
     storage._evictor.clear()

@@ -107,9 +107,10 @@ def remove_page(path: Path, why: str) -> None:
 
 
 def register_storages() -> None:
-    """`--hicache-storage-backend file` is `FileStorage`, `nixl` is `NixlStorage`; SGLang logs a warning about each."""
+    """`--hicache-storage-backend` means ours; SGLang logs a warning about each."""
     from sglang.srt.mem_cache.storage import StorageBackendFactory
 
     StorageBackendFactory.register_backend("file", __name__, FileStorage.__name__)
-    # By name: only who asks for it needs NIXL.
+    # By name: only who asks for one of them needs its package.
     StorageBackendFactory.register_backend("nixl", "dsv4_sglang.srt.host.nixl", "NixlStorage")
+    StorageBackendFactory.register_backend("mooncake", "dsv4_sglang.srt.host.mooncake", "MooncakeStorage")
