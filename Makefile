@@ -3,6 +3,7 @@
 # make test     set up, format and lint checks, types, tests (two processes, a file each: servers start slowly)
 # make test-newest   the short set of tests, with servers, on the newest SGLang that is served (docs/versions.md), in an
 #               environment of its own
+# make test-newest-short   a shorter set, for CI, in an environment that has torch and what else can be the same from .venv
 # make demo     make serve on a free port, then stop
 # make bench    the benchmarks
 # make check-recipes   what `make setup` would install on a fresh machine, of both recipes, without installing it
@@ -12,8 +13,11 @@
 
 SGLANG ?=
 NEWEST := 0.5.23
-NEWEST_TESTS := $(addprefix tests/,test_contracts.py test_refusals.py test_sizing_sglang.py) \
+NEWEST_TESTS := $(addprefix tests/,test_contracts.py test_refusals.py test_sizing_sglang.py test_v41.py) \
 	$(addprefix tests/server/test_server_,exact.py prefix.py fp8_prefix.py tp.py speculation.py)
+SHORT_TESTS := $(addprefix tests/,test_contracts.py test_refusals.py test_sizing_sglang.py) \
+	$(addprefix tests/server/test_server_exact.py::test_,branches_in_chunks_of_128 more_requests_than_fit \
+	warm_after_retraction)
 VENV ?= .venv$(if $(SGLANG),-$(SGLANG))
 MODEL ?= .cache/tiny
 BIN := $(VENV)/bin
@@ -25,7 +29,7 @@ export PYTHON
 # of which would compile torch, transformers and sglang again, 14 s of CPU time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test test-newest lint format serve demo bench check-recipes
+.PHONY: setup test test-newest test-newest-short lint format serve demo bench check-recipes
 
 setup: $(STAMP)
 
@@ -53,6 +57,10 @@ test: lint
 test-newest:
 	$(MAKE) SGLANG=$(NEWEST) setup
 	.venv-$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(NEWEST_TESTS) $(ARGS)
+
+test-newest-short: $(STAMP)
+	tools/setup.sh .venv-$(NEWEST)-short cpu $(NEWEST) .venv
+	.venv-$(NEWEST)-short/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(SHORT_TESTS) $(ARGS)
 
 $(MODEL)/config.json: | $(STAMP)
 	$(BIN)/dsv4-sglang make-tiny $(MODEL)

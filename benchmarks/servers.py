@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import importlib.metadata
 import itertools
 import json
@@ -142,7 +143,8 @@ class Server:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise RuntimeError(f"{self.name} ended with {self.process.returncode}: {self.tail()}")
-            with contextlib.suppress(OSError):
+            # A port that nobody listens on may be given to the connection itself, which then reads its own request.
+            with contextlib.suppress(OSError, http.client.HTTPException):
                 if self.request("/health", timeout=5) is not None:
                     self.start_seconds = time.monotonic() - self._began
                     return

@@ -20,6 +20,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dsv4_sglang, m) {
 STABLE_TORCH_LIBRARY_IMPL(dsv4_sglang, CUDA, m) {
   m.impl("append", TORCH_BOX(&dsv4::append));
   m.impl("append_swa", TORCH_BOX(&dsv4::append_swa));
+  m.impl("append_v41", TORCH_BOX(&dsv4::append_v41));
+  m.impl("append_v41_keys", TORCH_BOX(&dsv4::append_v41_keys));
   m.impl("copy_state", TORCH_BOX(&dsv4::copy_state));
   m.impl("update_rows", TORCH_BOX(&dsv4::update_rows));
   m.impl("snapshot_tables", TORCH_BOX(&dsv4::snapshot_tables));

@@ -23,6 +23,13 @@ constexpr int kIndexDim = 128;
 constexpr int kKeyBytes = kIndexDim / 2;
 constexpr int kKeyScales = kIndexDim / 16;
 
+// Rows of DeepSeek-V4.1 (formats/v41_rows.py): window rows of e4m3 with a ue8m0 scale per 32, entries of e2m1 pairs
+// with an e4m3 scale per 16. Behind the rows of a block lie the scales of all its rows.
+constexpr int kV41RowBytes = kEntryDim;
+constexpr int kV41RowScales = kEntryDim / 32;
+constexpr int kV41EntryBytes = kEntryDim / 2;
+constexpr int kV41EntryScales = kEntryDim / 16;
+
 // The codes that the ops take as row_format and key_format.
 enum RowFormat : int { kFp8, kBf16, kFp32 };
 enum KeyFormat : int { kMxfp4, kNvfp4, kKeyFp32 };

@@ -7,15 +7,20 @@ written by one owner while another relies on it shows as a difference.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.integrity import CACHED, FREE, REQUESTS, Pool
 from dsv4_sglang.srt.prefix.placement import due_in_prefill, is_kept
 from dsv4_sglang.srt.prefix.tree import FreeList, Node, PrefixTree
 
 Path = tuple[int, ...]
+
+TIMES = int(os.environ.get("DSV4_SGLANG_TEST_TIMES", "1"))
+"""How many times as much the tests of random steps do: with 3 a million operations, in minutes (docs/integrity.md)."""
 
 
 @dataclass(eq=False)
@@ -159,7 +164,10 @@ class MiniServer:
 
     def check(self) -> None:
         tree, registry = self.tree, self.tree.registry
-        blocks, slots = tree.block_pool.free_ids().tolist(), tree.checkpoint_pool.free_ids().tolist()
+        blocks = Pool("block", range(1, tree.block_pool.size + 1))
+        slots = Pool("checkpoint slot", range(1, tree.checkpoint_pool.size + 1))
+        for pool, free in ((blocks, tree.block_pool), (slots, tree.checkpoint_pool)):
+            pool.claim(FREE, "the free list", free.free_ids().tolist())
         locks: dict[Node, int] = {}
         slot_locks: dict[int, int] = {}
         for request in self.running:
@@ -167,8 +175,8 @@ class MiniServer:
                 locks[node] = locks.get(node, 0) + 1
             if request.node.checkpoint:
                 slot_locks[request.node.checkpoint] = slot_locks.get(request.node.checkpoint, 0) + 1
-            blocks += request.blocks[request.node.end :].tolist()
-            slots += [slot for _, slot in request.pending]
+            blocks.claim(REQUESTS, "a request", request.blocks[request.node.end :].tolist())
+            slots.claim(REQUESTS, "a request", [slot for _, slot in request.pending])
             held = np.concatenate([request.blocks[:0], *[node.blocks for node in path(request.node)]])
             assert (request.blocks[: request.node.end] == held).all(), "a request's table differs from the tree"
             for i in range(request.computed):
@@ -178,8 +186,7 @@ class MiniServer:
         worthless = set()
         at_leaf = set()
         self._check_below(tree.root, (), 0, blocks, slots, locks, worthless, at_leaf, slot_locks)
-        assert sorted(blocks) == list(range(1, tree.block_pool.size + 1)), "a block leaked or has two owners"
-        assert sorted(slots) == list(range(1, tree.checkpoint_pool.size + 1)), "a slot leaked or has two owners"
+        assert not [*blocks.findings(), *slots.findings()]
         assert worthless == set(tree._worthless)
         assert at_leaf == set(np.flatnonzero(registry.at_leaf).tolist())
         assert len(registry) == len(tree._holder)
@@ -189,8 +196,8 @@ class MiniServer:
         node: Node,
         above: Path,
         previous: int,
-        blocks: list[int],
-        slots: list[int],
+        blocks: Pool,
+        slots: Pool,
         locks: dict[Node, int],
         worthless: set[Node],
         at_leaf: set[int],
@@ -203,12 +210,12 @@ class MiniServer:
             here = above + tuple(child.keys.tolist())
             for i, block in enumerate(child.blocks.tolist()):
                 assert self.block_content[block] == here[: child.start + i + 1], "a cached block was overwritten"
-            blocks += child.blocks.tolist()
+            blocks.claim(CACHED, "a node", child.blocks.tolist())
             assert child.locks == locks.get(child, 0), "locks differ from what runs"
             leaf = not child.children and not child.locks
             slot = child.checkpoint
             if slot:
-                slots.append(slot)
+                slots.claim(CACHED, "a node", [slot])
                 assert self.tree._holder[slot] is child and registry.held[slot]
                 assert self.state_content[slot] == here, "a checkpoint holds another state"
                 assert registry.length[slot] == child.end * BLOCK and registry.previous[slot] == previous

@@ -158,20 +158,26 @@ class InProcess:
     def storage(self) -> StateStorage:
         return self.pools.mamba_pool.storage
 
-    def serve(self, asked: Sequence[Asked]) -> list[Answer]:
-        """All at once, until the scheduler is idle; then nothing is held."""
+    def serve(self, asked: Sequence[Asked], orders: Sequence[tuple[int, list[Any]]] = ()) -> list[Answer]:
+        """All at once, until the scheduler is idle; then nothing is held.
+
+        orders: control requests, one list a turn: each once a request has generated so many tokens.
+        """
         scheduler = self.scheduler
         arriving = [self._input(str(i), request) for i, request in enumerate(asked)]
         self.drafts.asked = {str(i): request for i, request in enumerate(asked)}
         self.released.clear()
-        turns = 0
+        left, turns, generated = list(orders), 0, 0
 
         def receive() -> list[Any]:
-            nonlocal turns
+            nonlocal turns, generated
             turns += 1
             assert turns < 5000, "the requests do not end"
+            generated = max([generated, *(len(req.output_ids) for req in scheduler.running_batch.reqs)])
+            if turns > 1 and left and generated >= left[0][0]:
+                return left.pop(0)[1]
             ended = sum(req.finished() for req, _ in self.released.values())
-            scheduler.gracefully_exit = ended == len(asked) and scheduler.last_batch is None
+            scheduler.gracefully_exit = ended == len(asked) and scheduler.last_batch is None and not left
             return arriving if turns == 1 else []
 
         scheduler.gracefully_exit = False

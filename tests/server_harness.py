@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -23,15 +24,20 @@ from typing import Any
 
 import nursery
 import psutil
+import pytest
 import torch
-from progress import POLL_SECONDS, STUCK_SECONDS, Process, Progress
+from progress import LONG, POLL_SECONDS, STUCK_SECONDS, Process, Progress
 
+from benchmarks.lifecycle import Driver, Shape, play
 from dsv4_sglang.cli.demo import free_port
-from dsv4_sglang.srt import launch
+from dsv4_sglang.srt import compat, launch
 from dsv4_sglang.testing.oracle import KeyFormat, Oracle, RowFormat
 
 # Waits of SGLang that end a server: for the other processes of its group, for a step.
 UNHURRIED = ("--dist-timeout", "7200", "--watchdog-timeout", "7200")
+# A host tier of four times the device, behind the servers of other tests, too.
+HOST_TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "4") if compat.SERVES_HOST_TIER else ()
+needs_host_tier = pytest.mark.skipif(not HOST_TIER, reason="refused on this release of SGLang")
 # Of the oracle.
 CHUNK = 128
 
@@ -66,6 +72,7 @@ class Server:
     def __init__(self, process: Process, port: int, log: Path) -> None:
         self.process, self.port, self.log = process, port, log
         self.fields: dict[str, Any] = {}
+        self.killed = False
 
     @property
     def url(self) -> str:
@@ -180,8 +187,14 @@ class Server:
             self.get("/server_info")
 
     def retractions(self) -> int:
-        """How often requests were retracted for want of memory."""
-        return self.log_text().count("Retract requests")
+        """How often requests were retracted for want of memory, as the first process of each rank's group says."""
+        lines = (line for line in self.log_text().splitlines() if "Retract requests" in line)
+        return sum(re.search(r" TP[1-9]", line) is None for line in lines)
+
+    def kill(self) -> None:
+        """All its processes, at once."""
+        self.killed = True
+        _stop(self.process)
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -237,7 +250,8 @@ def running(model: Path, log: Path, *flags: str, cpu: bool = True, **options: An
             progress.check()
             time.sleep(POLL_SECONDS / 2)
         yield server
-        Progress(process, log).check()
+        if not server.killed:
+            Progress(process, log).check()
 
 
 def on_rank(rank: int) -> dict[str, int]:
@@ -280,6 +294,16 @@ def assert_oracle_chooses(oracle: Oracle, ids: Sequence[int], got: Generated, to
     assert score.margin.max() <= 2 * tolerance, "not the oracle's likeliest token"
 
 
+def assert_near(oracle: Oracle, asked: Sequence[tuple[Sequence[int], Generated]], allowed: float) -> None:
+    """Answers of bf16 compute: as likely as the oracle finds them, on average, and nowhere far behind what it finds
+    likeliest: a draft that was wrongly accepted is as unlikely for both. `allowed`: mean |d log p|."""
+    scores = [oracle.score(ids, got.tokens, chunk=CHUNK) for ids, got in asked]
+    apart = torch.cat([(torch.tensor(got.logprobs) - s.logprobs.cpu()).abs() for s, (_, got) in zip(scores, asked)])
+    assert apart.mean() <= allowed, f"mean |d log p| {apart.mean():.4f} over {len(apart)} tokens"
+    behind = torch.cat([s.margin.cpu() for s in scores])
+    assert behind.max() <= 10 * allowed, f"{behind.max():.3f} behind the likeliest, at {int(behind.argmax())}"
+
+
 def assert_right_though_retracted(server: Server, oracle: Oracle, tolerance: float, **fields: Any) -> None:
     """In a pool of eight blocks four requests grow to two blocks, then the first needs a third: the last is retracted
     and comes back, all finish, all are right.
@@ -306,6 +330,21 @@ def assert_burst(
     for ids, got, count in zip(prompts, server.generate_all(prompts, counts, ranks), counts):
         assert len(got.tokens) == count
         assert distances(oracle, ids, got).max() <= tolerance
+
+
+with_integrity_check = pytest.mark.skipif(
+    not compat.SERVES_INTEGRITY_CHECK, reason="the option integrity_check is of another release of SGLang"
+)
+
+
+def live(server: Server, ranks: int = 1) -> None:
+    """A burst of the lifecycle fuzzer: all kinds of ends, several answers, chunks, and a pause that retracts all. The
+    server has the option integrity_check, fp32 rows and a context of 640 tokens or more."""
+    driver = Driver(server.url, 2284, Shape(context=640, burst=10, ranks=ranks), tolerance=2e-3)
+    play(driver, driver.shape.burst, LONG)
+    wanted = {"pause retract", "checked busy", "checked idle", "compared warm", "gone", "ended by length"}
+    assert wanted <= driver.seen.keys(), driver.seen
+    server.wait_idle()
 
 
 def assert_same(got: Generated, reference: Generated, tolerance: float) -> None:

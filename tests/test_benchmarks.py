@@ -6,6 +6,7 @@ import argparse
 import gzip
 import importlib.metadata
 import io
+import itertools
 import json
 import os
 import re
@@ -21,10 +22,12 @@ import torch
 from progress import LONG, wait
 
 from benchmarks import (
+    apart,
     append,
     attend,
     capacity,
     index,
+    lifecycle,
     loads,
     move,
     move_in_tree,
@@ -44,6 +47,7 @@ from benchmarks import (
 )
 from benchmarks.append_in_tree import bias_rows, page_bytes, window_page_slots
 from benchmarks.report import RESULTS
+from dsv4_sglang.cli.check import Distance, too_far
 from dsv4_sglang.formats import KeyFormat, KeyTable, RowFormat, RowTable
 from dsv4_sglang.model.config import DSV4Config
 
@@ -470,6 +474,56 @@ def test_what_does_not_fit_together_is_refused(given: str, said: str, capsys: py
     assert said in capsys.readouterr().err
 
 
+def apart_arguments(out: Path) -> argparse.Namespace:
+    return argparse.Namespace(dry_run=False, out=out, streams=32, rate=4, flags="--log-level info")
+
+
+def test_the_servers_of_a_pair(tmp_path: Path) -> None:
+    """They meet at one port, and have a GPU each; the others have both GPUs."""
+
+    def value(server: servers.Server, flag: str) -> str:
+        return server.argv[server.argv.index(flag) + 1]
+
+    bench = apart.Bench(apart_arguments(tmp_path))
+    pair, one = bench.side("apart"), bench.side("dp")
+    assert pair.prefill and not one.prefill
+    for flag in ("--disaggregation-bootstrap-port", "--disaggregation-transfer-backend", "--max-running-requests"):
+        assert value(pair.server, flag) == value(pair.prefill, flag)
+    assert value(pair.server, "--disaggregation-bootstrap-port") == str(pair.bootstrap)
+    assert [value(server, "--disaggregation-mode") for server in (pair.prefill, pair.server)] == ["prefill", "decode"]
+    assert value(pair.server, "--base-gpu-id") == "1" and "--base-gpu-id" not in pair.prefill.argv
+    assert value(one.server, "--dp-size") == "2" and "--disaggregation-mode" not in one.server.argv
+    assert len({server.port for server in (pair.server, pair.prefill, one.server)} | {pair.bootstrap}) == 4
+
+
+def test_times_between_tokens() -> None:
+    """Of the tokens that came in the time, by stream; two of one delivery came at once."""
+    streams = [[(0.0, 1), (1.0, 2), (1.5, 4), (9.0, 5)], [(0.5, 1), (0.75, 2), (0.75, 2)]]
+    assert sorted(apart.gaps(streams, 0.9, 5.0)) == [0.0, 0.5, 1.0]
+    assert apart.gaps(streams, 0.0, 0.8) == [0.25]
+    found = apart.of_gaps([0.01] * 99 + [0.2], 10)
+    assert found == {"tokens/s": 10, "ms between tokens": 10, "p99": 200, "longest": 200}
+    assert apart.of_gaps([0.01] * 199 + [0.2], 10)["p99"] == 10
+
+
+def test_transfers_in_sglangs_metrics() -> None:
+    labels = '{dp_rank="0",engine_type="prefill",model_name="x",tp_rank="0"}'
+    text = "\n".join(
+        f"sglang:kv_transfer_{name}{labels} {value}"
+        for name, value in (
+            ("latency_ms_sum", 12.5),
+            ("latency_ms_count", "2.0"),
+            ("total_mb_sum", 3),
+            ("speed_sum", 4),
+        )
+    )
+    assert apart.TRANSFERS.findall(text) == [
+        ("latency_ms", "sum", "12.5"),
+        ("latency_ms", "count", "2.0"),
+        ("total_mb", "sum", "3"),
+    ]
+
+
 def test_sizes_of_both_servers_logs() -> None:
     in_tree = (
         "DSV4 memory calculation: bytes_per_full_token=7705.45, available_bytes=78.82 GB, c128_state_fixed=2.53 GB, "
@@ -841,3 +895,38 @@ made.part("slow", part)
     assert [row["us"] for row in result(tmp_path, "demo")["rows"]] == [1.0]
     with pytest.raises(ProcessLookupError):
         os.kill(int(line.split()[1]), 0)
+
+
+def test_one_seed_gives_one_list_of_operations() -> None:
+    shape = lifecycle.Shape(context=700, burst=40, ranks=2)
+    first, again = (list(itertools.islice(lifecycle.bursts(3, shape), 20)) for _ in range(2))
+    assert first == again
+    assert first != list(itertools.islice(lifecycle.bursts(4, shape), 8))
+    asks = [ask for burst in first for ask in burst.asks]
+    assert [ask.number for ask in asks] == list(range(800))
+    assert {ask.end for ask in asks} == {"answer", "abort", "gone", "stop token", "stop string"}
+    assert {ask.rank for ask in asks} == {0, 1} and {ask.n for ask in asks} == {1, 2, 3}
+    assert {burst.flush for burst in first} == {False, True}
+    kinds = {control.what for burst in first for control in burst.controls}
+    assert kinds == {"abort all", "check", "flush", *(f"pause {mode}" for mode in lifecycle.MODES)}
+
+
+def test_prompts_and_answers_fit_the_context() -> None:
+    """Also where a request goes on from the longest answer of the burst before."""
+    driver = lifecycle.Driver("http://127.0.0.1:9", seed=3, shape=lifecycle.Shape(context=700, burst=40))
+    for burst in itertools.islice(lifecycle.bursts(3, driver.shape), 8):
+        prompts = driver.prompts(burst)
+        assert prompts == driver.prompts(burst)
+        for ask in burst.asks:
+            assert len(prompts[ask.number]) > 0 and len(prompts[ask.number]) + ask.count < 700
+        driver.texts = {ask.number: prompts[ask.number] + [5] * ask.count for ask in burst.asks}
+        goes_on = [ask for ask in burst.asks if ask.base is not None and ask.kept == 1.0 and ask.base in prompts]
+        assert any(prompts[ask.number][: len(prompts[ask.base])] == prompts[ask.base] for ask in goes_on)
+
+
+@pytest.mark.parametrize(
+    ("warm", "worst", "tolerance", "far"),
+    [(0.1, 0.2, None, False), (0.2, 0.2, None, True), (0.1, 0.2, 0.1, True), (float("nan"), 0.0, None, True)],
+)
+def test_how_far_a_warm_answer_may_be(warm: float, worst: float, tolerance: float | None, far: bool) -> None:
+    assert too_far(Distance(128, warm, worst, cold=0.0), noise=0.04, tolerance=tolerance) == far

@@ -426,3 +426,16 @@ def test_doctor_passes_here_and_sees_what_is_missing() -> None:
         "fail override sglang.srt.models.deepseek_v4.DeepseekV4DecoderLayer._gone does not exist",
     ):
         assert line in broken, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://127.0.0.1:{port}/", "no server answers at http://127.0.0.1:{port}: "),
+        ("here", "unknown url type: 'here/"),
+    ],
+)
+def test_check_without_a_server(url: str, reason: str) -> None:
+    port = demo.free_port()
+    result = CliRunner().invoke(app, ["check", url.format(port=port)])
+    assert result.exit_code == 1 and f"dsv4-sglang check: {reason.format(port=port)}" in result.output

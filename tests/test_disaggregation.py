@@ -4,14 +4,18 @@ a transfer is played by copying what the pools declare, in the way of SGLang's M
 from __future__ import annotations
 
 import ctypes
+import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import zmq
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.utils import (
@@ -227,8 +231,11 @@ def test_a_retracted_request_comes_back(name: str, tokens: int) -> None:
 class Manager(SimpleNamespace):
     """What the hook sees of SGLang's manager on a decode server."""
 
-    def __init__(self) -> None:
-        super().__init__(addr_to_rooms_tracker={"a:1": {4, 5}, "b:2": {6}}, failures={}, status={})
+    def __init__(self, address: str) -> None:
+        self.failures: dict[int, str] = {}
+        self.status: dict[int, Any] = {}
+        self.addr_to_rooms_tracker = {address: {4, 5}, "b:2": {6}}
+        self.attn_tp_rank, self.local_ip, self.rank_port = 0, "127.0.0.1", 9
 
     def record_failure(self, room: int, reason: str) -> None:
         self.failures[room] = reason
@@ -237,16 +244,55 @@ class Manager(SimpleNamespace):
         self.status[room] = status
 
 
-def test_requests_of_another_cache_fail() -> None:
+@pytest.fixture
+def prefill_server() -> Iterator[tuple[str, zmq.Socket[bytes]]]:
+    """The address at which a prefill server says where its processes listen, and what they hear."""
+    with zmq.Context() as context, context.socket(zmq.PULL) as heard:
+        heard.setsockopt(zmq.RCVTIMEO, 60_000)
+        port = heard.bind_to_random_port("tcp://127.0.0.1")
+
+        class Route(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps({"rank_ip": "127.0.0.1", "rank_port": port}).encode())
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Route) as server:
+            thread = Thread(target=server.serve_forever)
+            thread.start()
+            yield f"127.0.0.1:{server.server_port}", heard
+            server.shutdown()
+            thread.join()
+
+
+def test_requests_of_another_cache_fail(
+    prefill_server: tuple[str, zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both servers: one process of the decode server tells the prefill server, more than once."""
+    monkeypatch.setattr(disaggregation, "TOLD_AGAIN", (0, 0.01))
+
     def mismatch(manager: Any, bootstrap_addr: str) -> bool:
         raise RuntimeError("KV cache dtype mismatch: prefill server has kv_cache_dtype=x (fp8 rows)")
 
-    manager = Manager()
-    assert disaggregation.refuse_other_caches(lambda *_: True, manager, "a:1") and not manager.failures
-    assert not disaggregation.refuse_other_caches(mismatch, manager, "a:1")
-    assert manager.status == {4: KVPoll.Failed, 5: KVPoll.Failed}
-    assert all("a:1 has another cache" in text and "(fp8 rows)" in text for text in manager.failures.values())
-    assert manager.addr_to_rooms_tracker == {"b:2": {6}}
+    address, heard = prefill_server
+    other = Manager(address)
+    other.attn_tp_rank = 1
+    manager = Manager(address)
+    assert disaggregation.refuse_other_caches(lambda *_: True, manager, address) and not manager.failures
+    for one in (other, manager):
+        assert not disaggregation.refuse_other_caches(mismatch, one, address)
+        assert one.status == {4: KVPoll.Failed, 5: KVPoll.Failed}
+        assert all(f"{address} has another cache" in text and "(fp8 rows)" in text for text in one.failures.values())
+        assert one.addr_to_rooms_tracker == {"b:2": {6}}
+    waiting, begun = Manager(address), lambda *_: None
+    disaggregation.say_why(begun, object(), waiting, address, 7)
+    disaggregation.say_why(begun, object(), waiting, "another:1", 8)
+    assert list(waiting.failures) == [7] and "has another cache" in waiting.failures[7] and not waiting.status
+    assert disaggregation.refuse_other_caches(lambda *_: True, manager, address)
+    disaggregation.say_why(begun, object(), waiting, address, 9)
+    assert 9 not in waiting.failures, "a prefill server that came in its place"
+    told = [heard.recv_multipart() for _ in range(4)]
+    assert sorted(told) == 2 * [[b"ABORT", b"4", b"127.0.0.1", b"9"]] + 2 * [[b"ABORT", b"5", b"127.0.0.1", b"9"]]
 
 
 def test_names_tell_caches_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from dsv4_sglang.cache import (
 )
 from dsv4_sglang.cache.host_pool import (
     HostMemory,
+    _available,
     _pages,
     _register,
     _row_of_a_block,
@@ -239,6 +240,45 @@ def test_more_memory_than_there_is_names_the_size() -> None:
 def test_pinned() -> None:
     assert HostBlockPool(make_pools(torch.device("cuda", 0)), 3).rows.is_pinned()
     print("CPUs near the GPU:", sorted(cpus_near(torch.device("cuda", 0))))
+
+
+GIB = 1 << 30
+
+
+def system(root: Path, cgroup: str, groups: dict[str, tuple[str, int, int]]) -> Path:
+    """Files of a system with 100 GiB of memory, a process in `cgroup`, and of groups their limit, use and file pages
+    that can go."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {100 << 20} kB\n")
+    (root / "proc/self/cgroup").write_text(cgroup)
+    for folder, (limit, used, inactive) in groups.items():
+        place = root / "sys/fs/cgroup" / folder
+        place.mkdir(parents=True, exist_ok=True)
+        v1 = folder.startswith("memory")
+        limits = (
+            ("limit_in_bytes", "usage_in_bytes", "total_inactive_file") if v1 else ("max", "current", "inactive_file")
+        )
+        (place / f"memory.{limits[0]}").write_text(f"{limit}\n")
+        (place / f"memory.{limits[1]}").write_text(f"{used}\n")
+        (place / "memory.stat").write_text(f"anon 5\n{limits[2]} {inactive}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "groups", "left"),
+    [
+        ("", {}, 100 * GIB),
+        ("0::/\n", {}, 100 * GIB),
+        ("0::/\n", {"": (str(8 * GIB), 5 * GIB, GIB)}, 4 * GIB),
+        ("0::/a/b\n", {"a": (str(8 * GIB), 5 * GIB, 0), "a/b": ("max", GIB, 0)}, 3 * GIB),
+        ("0::/a/b\n", {"a": (str(8 * GIB), 5 * GIB, 0), "a/b": (str(2 * GIB), GIB, 0)}, GIB),
+        ("0::/elsewhere\n", {"": (str(GIB), 2 * GIB, 0)}, 0),
+        ("4:memory:/x\n0::/\n", {"memory/x": (str(6 * GIB), 2 * GIB, GIB)}, 5 * GIB),
+        ("4:memory:/x\n", {"memory": (str((1 << 63) - 4096), 2 * GIB, 0)}, 100 * GIB),
+    ],
+)
+def test_memory_of_a_container(tmp_path: Path, cgroup: str, groups: dict[str, tuple[str, int, int]], left: int) -> None:
+    assert _available(system(tmp_path, cgroup, groups)) == left
 
 
 @pytest.mark.gpu

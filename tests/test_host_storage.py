@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import resource
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from prefix_tree_server import BLOCK, without_a_server
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from tiered_server import TieredServer
 
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.srt.host.mooncake import MooncakeStorage
-from dsv4_sglang.srt.host.storage import FileStorage, page_name
+from dsv4_sglang.srt.host.storage import DEFAULT_FOLDER, FileStorage, page_name
 
 PROMPT = [1 + at // BLOCK for at in range(5 * BLOCK + 60)]
 
@@ -118,8 +124,64 @@ def test_a_storage_that_is_cleared_has_nothing(
     server.serve(PROMPT)
     other = next(iter(pages_in(folder))).parent / "abc_other-dsv4v2-fp32-fp32-0123456789abcdef.bin"
     other.write_bytes(b"123")
-    server.cache.forget_stored()
+    server.cache.forget_stored("new")
     assert list(pages_in(folder)) == [other]
+
+
+@contextmanager
+def no_room(kind: str, folder: Path) -> Iterator[None]:
+    """No file of a block fits any more: on a file system of 16 KiB, or by the limit of a file's size."""
+    folder.mkdir()
+    if kind == "limit":
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        return
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        yield
+        subprocess.run(["mount", "-o", "remount,size=16m", folder], check=True)
+    except BaseException:
+        subprocess.run(["umount", "-l", folder])
+        raise
+
+
+@pytest.mark.parametrize("kind", ["full", "limit"])
+@pytest.mark.parametrize("storage", ["file"], indirect=True)
+def test_a_storage_without_room(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    restarted: Callable[..., TieredServer],
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+) -> None:
+    """The server goes on, nothing is left behind or torn, and it stores again when there is room."""
+    try:
+        with monkeypatch.context() as patch:
+            with no_room(kind, folder):
+                server = restarted(patch)
+                assert server.serve(PROMPT) == 0
+                assert server.serve(PROMPT) == 5 * BLOCK
+                assert "Failed to save tensor" in caplog.text
+                assert len(list(folder.iterdir())) < 7
+                server.check()
+            others = [9 + token for token in PROMPT]
+            assert server.serve(others) == 0
+            assert not server.wrong
+            server.check()
+            server.check_contents()
+        with monkeypatch.context() as patch:
+            server = restarted(patch)
+            assert server.prefetch(PROMPT) < 5 * BLOCK and server.prefetch(others) == 5 * BLOCK
+            assert server.serve(others) == 5 * BLOCK and server.serve(PROMPT) < 5 * BLOCK
+            assert not server.wrong
+            server.check_contents()
+    finally:
+        subprocess.run(["umount", "-l", folder], capture_output=True)
 
 
 def test_requests_beside_a_storage(
@@ -221,7 +283,7 @@ def test_pages_in_mooncakes_store(
             server.check()
             server.check_contents()
             if not serve:
-                server.cache.forget_stored()
+                server.cache.forget_stored("new")
             return there
 
     assert found() == 0
@@ -239,6 +301,73 @@ def test_pages_in_mooncakes_store(
     assert found(serve=False) == 5 * BLOCK
     assert found() == 0
     assert store.is_exist("another's") == 1
+
+
+# Who may read and write the files
+
+
+def open_storage(default: Path) -> FileStorage:
+    config = SimpleNamespace(
+        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, model_name="m", is_mla_model=True
+    )
+    config.extra_config = None
+    return FileStorage(config, str(default))
+
+
+def modes(storage: FileStorage) -> tuple[int, int]:
+    """Of the folder, and of a file that is stored in it."""
+    assert storage.set("key", torch.arange(40, dtype=torch.uint8))
+    file = next(Path(storage.file_path).glob("key*.bin"))
+    return Path(storage.file_path).stat().st_mode & 0o777, file.stat().st_mode & 0o777
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_files_are_their_owners_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: bool) -> None:
+    if named:
+        monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "a" / "named"))
+    assert modes(open_storage(tmp_path / "default")) == (0o700, 0o600)
+    assert (tmp_path / "default").exists() is not named
+
+
+@pytest.mark.parametrize(("folder", "file"), [(0o750, 0o640), (0o770, 0o660), (0o755, 0o644)])
+def test_a_named_folder_says_who_may_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: int, file: int
+) -> None:
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "named"))
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named").chmod(folder)
+    assert modes(open_storage(tmp_path)) == (folder, file)
+
+
+def test_a_named_folder_that_everybody_can_write_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "named"))
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named").chmod(0o777)
+    with pytest.raises(RuntimeError, match=r"has mode 0777: every user can write it"):
+        open_storage(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["group", "owner", "link"])
+def test_a_default_folder_of_others_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
+    """As it stands in /tmp, where everybody can make it first."""
+    monkeypatch.delenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", raising=False)
+    default = tmp_path / "hicache"
+    if what == "link":
+        (tmp_path / "theirs").mkdir()
+        default.symlink_to(tmp_path / "theirs")
+    else:
+        default.mkdir()
+        default.chmod(0o775 if what == "group" else 0o755)
+    if what == "owner":
+        me = os.geteuid()
+        os.chown(default, 12345, -1) if me == 0 else monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    why = {"group": "has mode 0775: others", "owner": "belongs to user", "link": "is a link"}[what]
+    with pytest.raises(RuntimeError, match=f"{why}.* SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"):
+        open_storage(default)
+
+
+def test_the_default_folder_is_sglangs() -> None:
+    assert signature(HiCacheFile).parameters["file_path"].default == DEFAULT_FOLDER
 
 
 def name_of(folder: Path, **options: str) -> str:

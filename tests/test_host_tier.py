@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prefix_model import TIMES
 from prefix_tree_server import BLOCK, without_a_server
 from streams import Stream
 from tiered_server import TieredServer
@@ -89,9 +90,9 @@ def test_steps_read_what_they_should(monkeypatch: pytest.MonkeyPatch, policy: st
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_hundred_thousand_turns_with_late_copies(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    """A third of them with each policy; small hosts and large ones; in a third transfers fail and stall. Nothing is
-    read before it is there, leaked, or owned twice."""
-    for seed in range(112):
+    """A third of them with each policy, TIMES as many; small hosts and large ones; in a third transfers fail and stall.
+    Nothing is read before it is there, leaked, or owned twice."""
+    for seed in range(112 * TIMES):
         with monkeypatch.context() as patch:
             sizes = {"host_blocks": 20 + 15 * (seed % 8), "host_checkpoints": 4 + 7 * (seed % 8)}
             server = TieredServer(patch, seed, policy=policy, **sizes)

@@ -48,6 +48,7 @@ def test_opting_in() -> None:
         ({"checkpoint_interval": True}, ["checkpoint_interval", "true"]),
         ({"checkpoint_interval": 200}, ["checkpoint_interval", "200", "multiple of 128"]),
         ({"checkpoint_interval": 0}, ["checkpoint_interval", "positive"]),
+        ({"integrity_check": 1}, ["integrity_check", "1", "true | false"]),
         ({"max_checkpoints": -1}, ["max_checkpoints", "-1"]),
         ({"max_checkpoints": 1.5}, ["max_checkpoints", "1.5"]),
     ],

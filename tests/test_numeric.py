@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dsv4_sglang.formats import KeyFormat, RowFormat, index_keys, rows
+from dsv4_sglang.formats.v41_rows import V41RowFormat
 from dsv4_sglang.model import geometry
 from dsv4_sglang.ops import extension
 
@@ -39,7 +40,8 @@ EACH(host_pack_high, high_bf16(pack_bf16(-1.0f, x[i])))
   each(kEntryDim) each(kRopeDim) each(kNopeDim) each(kRowBytes) each(kScaleBytes) each(kIndexDim) each(kKeyBytes) \\
   each(kKeyScales) each(kFp8) each(kBf16) each(kFp32) each(kMxfp4) each(kNvfp4) each(kKeyFp32) each(kCsaRatio) \\
   each(kHcaRatio) each(kWindow) each(kBlockTokens) each(kCsaCurrentRows) each(kCsaPreviousRows) \\
-  each(kHcaOnlineRows) each(kHcaRawRows)
+  each(kHcaOnlineRows) each(kHcaRawRows) each(kV41RowBytes) each(kV41RowScales) each(kV41EntryBytes) \\
+  each(kV41EntryScales)
 #define EXPORT(name) extern "C" const int constant_##name = name;
 CONSTANTS(EXPORT)
 extern "C" int host_csa_tails() { return sizeof(kCsaTails) / sizeof(kCsaTails[0]); }
@@ -64,6 +66,9 @@ extern "C" void host_decode_keys(const uint8_t* rows, float* y, long n) {
       y[j] = code * __low2float(scales) * kKeyGain, y[8 + j] = code * __high2float(scales) * kKeyGain;
     }
   }
+}
+extern "C" void host_score_of_order(const float* x, float* y, long n) {
+  for (long i = 0; i < n; ++i) y[i] = score_of(order_of(x[i]));
 }
 // A word of eight codes -> as e4m3 numbers, of a block whose scale is 2^-below times the largest.
 extern "C" void host_decode_bytes(const uint32_t* words, const int32_t* below, float* y, long n) {
@@ -128,6 +133,10 @@ def test_constants_equal_their_python_twins(host):
         "kCsaPreviousRows": geometry.state_rows(0).csa.previous,
         "kHcaOnlineRows": geometry.HCA_ONLINE_ROWS,
         "kHcaRawRows": geometry.HCA_RAW_ROWS,
+        "kV41RowBytes": V41RowFormat.FP8.data_bytes,
+        "kV41RowScales": V41RowFormat.FP8.scale_bytes,
+        "kV41EntryBytes": V41RowFormat.FP4.data_bytes,
+        "kV41EntryScales": V41RowFormat.FP4.scale_bytes,
     }
     compiled = {name: ctypes.c_int.in_dll(host.library, f"constant_{name}").value for name in twins}
     assert compiled == twins
@@ -265,3 +274,4 @@ def test_order_of_scores(host):
     host.library.host_order(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(order.data_ptr()), ctypes.c_long(len(x)))
     expected = torch.sort(x, descending=True, stable=True).indices
     assert torch.equal(torch.sort(order, descending=True).indices, expected)
+    assert torch.equal(host("host_score_of_order", x), x)

@@ -49,6 +49,19 @@ def test_append_swa():
     assert state[1].tolist() == [0, 1, 6] and state[0][1, 0] == 128
 
 
+def test_append_v41():
+    batch = torch.tensor([1, -1]).int(), torch.tensor([3, 0]).int(), torch.tensor([0, 3, 4]).int()
+    batch += torch.tensor([0, 0, 0, 1]).int(), torch.tensor([3, 4, 5, 128])
+    rope, ring = torch.ones(8, 64), torch.zeros(2, 128, 528, dtype=torch.uint8)
+    entries, keys = torch.zeros(2, 64, 288, dtype=torch.uint8), torch.zeros(2, 64, 72, dtype=torch.uint8)
+    check(
+        "append_v41", torch.randn(4, 512).bfloat16(), torch.randn(4, 1024), torch.ones(512), torch.ones(512), rope,
+        1e-20, 2, *batch, None, ring, torch.zeros(2, 1, 1024), entries, torch.zeros(4, 512).bfloat16(),
+        torch.zeros(1, 4 + 256, 528, dtype=torch.uint8),
+    )  # fmt: skip
+    check("append_v41_keys", torch.randn(4, 128).bfloat16(), torch.ones(128), rope, 1e-20, 2, *batch, keys)
+
+
 def test_readers():
     batch = Batch.make([(1, 100, 3)], {1: [2]})
     rope = torch.ones(256, 64)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
-from prefix_model import MiniServer, Request
+from prefix_model import TIMES, MiniServer, Request
 
 KEYS = st.integers(0, 2)
 PROMPT = st.lists(KEYS, min_size=1, max_size=12)
@@ -104,8 +104,8 @@ def random_step(server: MiniServer, rng: random.Random) -> None:
 
 @pytest.mark.slow
 def test_random_steps_keep_every_block_and_slot_accounted_for() -> None:
-    """10^5 steps in all; every state is checked."""
-    for seed in range(50):
+    """10^5 steps in all, TIMES as many; every state is checked."""
+    for seed in range(50 * TIMES):
         rng = random.Random(seed)
         server = MiniServer(
             blocks=rng.randint(14, 60),

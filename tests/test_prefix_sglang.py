@@ -6,7 +6,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from prefix_model import MiniServer
+from prefix_model import TIMES, MiniServer
 from prefix_tree_server import BLOCK, TreeServer, without_a_server
 
 from dsv4_sglang.srt.prefix import cache as cache_module
@@ -353,7 +353,7 @@ def test_what_is_counted() -> None:
 @pytest.mark.slow
 def test_random_steps_keep_every_block_and_slot_accounted_for() -> None:
     hits = 0
-    for seed in range(12):
+    for seed in range(12 * TIMES):
         rng = random.Random(seed)
         server = TreeServer(
             blocks=rng.randint(20, 60),

@@ -13,7 +13,7 @@ from sglang.srt.server_args import ServerArgs
 from dsv4_sglang.srt import compat, contracts, flags, launch
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.refusals import LIMITS, flag, refuse_given, refuse_resolved
+from dsv4_sglang.srt.refusals import LIMITS, flag, refuse_given, refuse_options, refuse_resolved, refuse_unknown_tokens
 
 DEFAULTS = compat.flag_defaults()
 REFUSED = {field: group for group in flags.REFUSED for field in group.fields.split() if field in DEFAULTS}
@@ -43,7 +43,7 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "hicache_io_backend": (["direct", "kernel_ascend"], ["kernel"]),
     "hicache_mem_layout": (["layer_first", "page_first_direct"], ["page_first"]),
     "hicache_storage_backend": (["eic", "hf3fs", "dynamic"], [None]),
-    "disaggregation_transfer_backend": (["nixl", "mori", "fake"], ["mooncake", "mooncake_tcp"]),
+    "disaggregation_transfer_backend": (["mori", "fake"], ["mooncake", "mooncake_tcp", "nixl"]),
     "num_reserved_decode_tokens": ([1, 127], [128, 512]),
     "moe_a2a_backend": (["megamoe", "mooncake"], ["none", "deepep"]),
     "load_format": (["gguf"], ["auto", "safetensors", "dummy"]),
@@ -147,7 +147,7 @@ def test_what_a_newer_release_serves_no_more(monkeypatch: pytest.MonkeyPatch) ->
     (line,) = refusals(device="cpu", disaggregation_mode="prefill")
     assert line.startswith("--disaggregation-mode prefill is not supported: ") and line.endswith("use SGLang 0.5.17")
     (line,) = refusals(device="cpu", enable_hierarchical_cache=True)
-    assert line.startswith("--enable-hierarchical-cache is not supported: ") and line.endswith("use SGLang 0.5.17")
+    assert line.startswith("--enable-hierarchical-cache is not supported: ") and line.endswith("use 0.5.17 or 0.5.23")
     (line,) = refusals(config(dspark_target_layer_ids=[40]), device="cpu", speculative_algorithm="DSPARK")
     assert line.startswith("--speculative-algorithm DSPARK is not supported: ") and line.endswith("use SGLang 0.5.17")
     monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", False)
@@ -160,14 +160,9 @@ def test_a_storage_wants_a_host_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SERVES_HOST_TIER", True)
     monkeypatch.setattr(compat, "SERVES_DSPARK", True)
     tier = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
-    assert refusals(**tier) == refusals(device="cpu", speculative_algorithm="EAGLE", **tier) == []
-    with_dspark = config(dspark_target_layer_ids=[40, 41, 42])
-    for model, drafts in (
-        (config(), {"speculative_algorithm": "EAGLE"}),
-        (with_dspark, {"speculative_algorithm": "DSPARK", "device": "cpu"}),
-    ):
-        (line,) = refusals(model, **drafts, **tier)
-        assert line.endswith(f"with --speculative-algorithm {drafts['speculative_algorithm']} it has not been tested")
+    assert refusals(**tier) == refusals(speculative_algorithm="EAGLE", **tier) == []
+    (line,) = refusals(config(dspark_target_layer_ids=[40, 41, 42]), speculative_algorithm="DSPARK", **tier)
+    assert line.endswith("with --speculative-algorithm DSPARK it has not been tested")
     (line,) = refusals(hicache_storage_backend="file")
     assert line == (
         "--hicache-storage-backend file is not supported: it stands behind the host tier; "
@@ -179,10 +174,12 @@ def test_servers_that_prefill_or_decode_only(monkeypatch: pytest.MonkeyPatch) ->
     for served in ("SERVES_DISAGGREGATION", "SERVES_HOST_TIER", "SERVES_DSPARK"):
         monkeypatch.setattr(compat, served, True)
     for mode in ("prefill", "decode"):
-        (line,) = refusals(disaggregation_mode=mode)
-        assert line.startswith(f"--disaggregation-mode {mode} is not supported: blocks and slots have travelled ")
         apart = {"disaggregation_mode": mode, "device": "cpu"}
         assert refusals(**apart) == refusals(speculative_algorithm="EAGLE", **apart) == []
+        by_nixl = {"disaggregation_mode": mode, "disaggregation_transfer_backend": "nixl"}
+        assert refusals(disaggregation_mode=mode) == refusals(**by_nixl) == []
+        (line,) = refusals(device="cpu", **by_nixl)
+        assert line.startswith("--disaggregation-transfer-backend nixl is not supported: SGLang has it take memory of ")
         ranks = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
         (line,) = refusals(**ranks, **apart)
         assert line.startswith(f"--disaggregation-mode {mode} is not supported: with --enable-dp-attention ")
@@ -273,6 +270,9 @@ def test_attention_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_model() -> None:
     with pytest.raises(ValueError, match="the model is a LlamaForCausalLM; expected DeepseekV4ForCausalLM"):
         Launch(Options()).declarations(lambda *_: [], "LlamaForCausalLM", arguments(), SimpleNamespace())
+    newer = SimpleNamespace(model_type="deepseek_v41")
+    with pytest.raises(ValueError, match=r"'model_type' is 'deepseek_v41': DeepSeek-V4.1 is not served"):
+        Launch(Options()).declarations(lambda *_: [], "DeepseekV4ForCausalLM", arguments(), newer)
 
 
 def test_all_at_once() -> None:
@@ -327,3 +327,25 @@ def test_abbreviations_are_those_of_the_parser(parser: ArgumentParser) -> None:
     for name, shortest in launch.ABBREVIATED.items():
         unique = [n for n in range(3, len(name) + 1) if [o for o in options if o.startswith(name[:n])] == [name]]
         assert shortest == name[: unique[0]], name
+
+
+@pytest.mark.parametrize("ids", [[-1], [5, 384], [5, 1 << 70], [1.5], ["a"], [[5]]])
+def test_tokens_that_the_model_has_not(ids: list[Any]) -> None:
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=384))
+    seen: list[Any] = []
+
+    def sglangs_own(manager: Any, obj: Any, input_ids: list[int]) -> None:
+        seen.append(input_ids)
+
+    for known in ([], None, [0, 383]):
+        refuse_unknown_tokens(sglangs_own, manager, None, known)
+    with pytest.raises(ValueError, match=r"^input_ids has .*; expected token ids of the model, 0 to 383$"):
+        refuse_unknown_tokens(sglangs_own, manager, None, ids)
+    assert len(seen) == 4, "SGLang's own checks come first"
+
+
+def test_the_integrity_check_is_of_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "SERVES_INTEGRITY_CHECK", False)
+    refuse_options(Options())
+    with pytest.raises(ValueError, match=r"the option integrity_check is not supported: .* use SGLang 0.5.17"):
+        refuse_options(Options(integrity_check=True))

@@ -24,7 +24,6 @@ from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from streams import Event, Stream, Streams
 
 from dsv4_sglang.formats import KeyFormat, RowFormat
@@ -33,6 +32,7 @@ from dsv4_sglang.srt.host.component import TieredComponent
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints
 from dsv4_sglang.srt.host.storage import register_storages
 from dsv4_sglang.srt.host.transfers import HostStack, TransferController
+from dsv4_sglang.srt.integrity import examine
 from dsv4_sglang.srt.pools import CacheKVPool
 from dsv4_sglang.srt.prefix.cache import build_prefix_cache
 
@@ -139,6 +139,7 @@ class TieredServer(BlockOwner):
             dtype="float32",
             tp_size=1,
             weight_version="default",
+            enable_memory_saver=False,
         )
         worker = SimpleNamespace(
             model_runner=SimpleNamespace(forward_stream=self.forward),
@@ -303,7 +304,7 @@ class TieredServer(BlockOwner):
     def _admit(self, request: Request) -> dict[str, Any] | None:
         """As Scheduler.get_new_batch_prefill and PrefillAdder.add_one_req."""
         cache = self.cache
-        if request.prompt > 20 * BLOCK or not self.pool.rows:
+        if request.prompt > 20 * BLOCK or not self.pool.free_slots:
             return None
         self._look_up(request)
         begin = len(request.prefix_indices)
@@ -312,7 +313,7 @@ class TieredServer(BlockOwner):
             return None  # and a load may be left behind
         self._consumer = cache.ready_to_load_host_cache()
         self.hit += begin
-        request.req_pool_idx = self.pool.rows.pop()
+        request.req_pool_idx = self.pool.free_slots.pop()
         request.mamba_pool_idx = self.pool.mamba_allocator.alloc(1)[0]
         self.pool.req_to_token[request.req_pool_idx, :begin] = request.prefix_indices.int()
         request.allocated = begin
@@ -395,7 +396,7 @@ class TieredServer(BlockOwner):
         row, begin = self.pool.req_to_token[request.req_pool_idx], -(-request.computed // BLOCK) * BLOCK
         if begin < request.allocated:
             self.allocator.free_segment(row[begin : request.allocated].long(), start_pos=begin)
-        self.pool.rows.append(request.req_pool_idx)
+        self.pool.free_slots.append(request.req_pool_idx)
 
     def flush(self) -> bool:
         """As Scheduler.flush_cache, which wants a server without requests and copies."""
@@ -430,42 +431,8 @@ class TieredServer(BlockOwner):
 
     def check(self) -> None:
         """Every block, slot and row has one owner, and the registry says what the tree has."""
-        core, slots = self.cache.tree_core, self.component.slots
-        registry = slots.registry
-        UnifiedRadixCache.sanity_check(self.cache)
-        blocks = self.allocator.free_pages.tolist() + self.allocator.release_pages.tolist()
-        held, rows, host = slots._free.free_ids().tolist(), [], []
-        places = {}
-        for node in core._collect_all_nodes():
-            if node is core.root_node:
-                continue
-            full, mamba = (node.component_data[kind] for kind in (ComponentType.FULL, ComponentType.MAMBA))
-            if full.value is not None:
-                blocks += (full.value[::BLOCK] // BLOCK).tolist()
-            if full.host_value is not None:
-                rows += (full.host_value[::BLOCK] // BLOCK).tolist()
-            if mamba.value is not None:
-                held.append(int(mamba.value))
-            if mamba.host_value is not None:
-                host.append(int(mamba.host_value))
-            if place := slots.id_of(node):
-                places[place] = node
-                assert registry.copied[place] == (mamba.value is not None and mamba.host_value is not None)
-                assert registry.length[place] == len(self.path(node))
-                assert registry.previous[place] == self.component._above(node)
-                assert registry._following[place] == set(self.component._below(node))
-                assert registry.locks[place] == mamba.lock_ref
-        assert places == slots.nodes
-        assert set(places) == set(registry.held.nonzero()[0].tolist())
-        for request in self.running:
-            row = self.pool.req_to_token[request.req_pool_idx]
-            blocks += [int(row[i]) // BLOCK for i in range(request.cache_protected_len, request.allocated, BLOCK)]
-            held += [pending.slot for pending in request.pending]
-        assert sorted(blocks) == list(range(1, self.device.size // BLOCK + 1)), "a block leaked or has two owners"
-        assert sorted(held) == list(range(1, slots.num_slots + 1)), "a slot leaked or has two owners"
-        for pool, used in ((self.cache.full_kv_pool_host, rows), (self.cache.mamba_pool_host, host)):
-            free = pool._rows._free.nonzero()[0].tolist()
-            assert sorted([*used, *free]) == list(range(pool.page_num)), "a host row leaked or has two owners"
+        found = examine(self.cache, self.running)
+        assert not found.findings, str(found)
 
     def check_contents(self) -> None:
         """Of everything that is cached in either place, when nothing runs."""

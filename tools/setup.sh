@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # Create a virtual environment and install this package with everything it needs to run and to be tested.
 #
-#   tools/setup.sh VENV [cpu|cuda] [SGLANG]
+#   tools/setup.sh VENV [cpu|cuda] [SGLANG [BASE]]
 #
 # Without a second argument the recipe follows the machine: cuda where nvidia-smi lists a GPU, else cpu. SGLANG is the
-# release of SGLang, 0.5.17 by default; docs/versions.md says which ones are served.
+# release of SGLang, 0.5.17 by default; docs/versions.md says which ones are served. BASE is an environment of the CPU
+# recipe from which VENV takes what SGLANG can have, too, and torch in any case: only the rest is installed.
 # Running it again is safe: an existing VENV is kept and only what is missing is installed.
 set -euo pipefail
 
 venv=${1:?usage: tools/setup.sh VENV [cpu|cuda] [SGLANG]}
 recipe=${2:-}
+base=${4:-}
 root=$(cd "$(dirname "$0")/.." && pwd)
 torch=2.13.0
 sglang=0.5.17
@@ -52,6 +54,7 @@ case $recipe in
     ;;
 esac
 
+[ -z "$base" ] || python=$base/bin/python
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 # Python compiles what it imports; compiling all of torch, transformers and sglang up front takes longer than unpacking.
@@ -69,23 +72,30 @@ else
     torch=$("${pins[@]}" torch)
     "${pins[@]}" "$root/tools/requirements-cpu.txt" >"$requirements"
   fi
-  case $torch in
-    2.13.0) torchvision=0.28.0 triton=3.7.1 ;;
-    2.14.1) torchvision=0.29.1 triton=3.8.0 ;;
-    *)
-      echo "setup: SGLang $sglang wants torch $torch, for which tools/setup.sh knows no torchvision and triton" >&2
-      exit 1
-      ;;
-  esac
-  # A local or mirrored CPU wheel first, else PyTorch's own index. PyPI has the CUDA build alone, which runs without a
-  # GPU, too, but brings 2.5 GB of libraries.
-  install "torch==$torch+cpu" 2>/dev/null ||
-    install "torch==$torch" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
-    install "torch==$torch"
-  install "triton==$triton" -r "$requirements"
-  # Without dependencies: theirs pin the CUDA build of torch.
-  install --no-deps "sglang==$sglang" "torchvision==$torchvision"
-  "$venv/bin/python" "$root/tools/patch_torchvision_cpu.py"
-  install --no-deps --no-build-isolation -e "$root"
+  if [ -n "$base" ]; then
+    packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+    { "$base/bin/python" -c "$packages" && echo "$root"; } >"$("$venv/bin/python" -c "$packages")/base.pth"
+    install -r "$requirements"
+    install --no-deps "sglang==$sglang"
+  else
+    case $torch in
+      2.13.0) torchvision=0.28.0 triton=3.7.1 ;;
+      2.14.1) torchvision=0.29.1 triton=3.8.0 ;;
+      *)
+        echo "setup: SGLang $sglang wants torch $torch, for which tools/setup.sh knows no torchvision and triton" >&2
+        exit 1
+        ;;
+    esac
+    # A local or mirrored CPU wheel first, else PyTorch's own index. PyPI has the CUDA build alone, which runs without a
+    # GPU, too, but brings 2.5 GB of libraries.
+    install "torch==$torch+cpu" 2>/dev/null ||
+      install "torch==$torch" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
+      install "torch==$torch"
+    install "triton==$triton" -r "$requirements"
+    # Without dependencies: theirs pin the CUDA build of torch.
+    install --no-deps "sglang==$sglang" "torchvision==$torchvision"
+    "$venv/bin/python" "$root/tools/patch_torchvision_cpu.py"
+    install --no-deps --no-build-isolation -e "$root"
+  fi
 fi
 "$venv/bin/python" -c "import torch, sglang.version; print('setup: torch', torch.__version__, 'sglang', sglang.version.__version__)"

@@ -173,6 +173,21 @@ __device__ __forceinline__ void store_entry(const AppendParams& p, float4 pooled
 // ---- an index key in a warp
 // ------------------------------------------------------------------------------------------------
 
+/// One warp: a key's final numbers, channels 4 lane .. 4 lane + 3 in `x`, become row `row` of the key table.
+__device__ __forceinline__ void store_key(const KeyTable& keys, const float (&x)[4], int64_t row, int lane) {
+  const uint32_t block = uint32_t(row) / uint32_t(keys.keys_per_block),
+                 key = uint32_t(row) - block * keys.keys_per_block;
+  uint8_t* base = keys.base + block * keys.block_bytes;
+  if (keys.format == kKeyFp32) {
+    store4(reinterpret_cast<float*>(base) + key * kIndexDim + 4 * lane, make_float4(x[0], x[1], x[2], x[3]));
+    return;
+  }
+  const Fp4 fp4 = quantise(x, keys.format);
+  const uint32_t codes = fp4.code[0] | fp4.code[1] << 4 | fp4.code[2] << 8 | fp4.code[3] << 12;
+  reinterpret_cast<uint16_t*>(base + key * kKeyBytes)[lane] = uint16_t(codes);
+  if (lane % 4 == 0) base[keys.keys_per_block * kKeyBytes + key * kScaleBytes + lane / 4] = uint8_t(fp4.scale_code);
+}
+
 /// What finishes a key, four channels a lane.
 struct KeyFinish {
   float4 weight, angle;
@@ -198,18 +213,7 @@ struct KeyFinish {
     float x[4] = {pooled.x, pooled.y, pooled.z, pooled.w};
     hadamard(x, lane);
 
-    const KeyTable& keys = p.index_keys;
-    const uint32_t block = uint32_t(row) / uint32_t(keys.keys_per_block),
-                   key = uint32_t(row) - block * keys.keys_per_block;
-    uint8_t* base = keys.base + block * keys.block_bytes;
-    if (keys.format == kKeyFp32) {
-      store4(reinterpret_cast<float*>(base) + key * kIndexDim + 4 * lane, make_float4(x[0], x[1], x[2], x[3]));
-      return;
-    }
-    const Fp4 fp4 = quantise(x, keys.format);
-    const uint32_t codes = fp4.code[0] | fp4.code[1] << 4 | fp4.code[2] << 8 | fp4.code[3] << 12;
-    reinterpret_cast<uint16_t*>(base + key * kKeyBytes)[lane] = uint16_t(codes);
-    if (lane % 4 == 0) base[keys.keys_per_block * kKeyBytes + key * kScaleBytes + lane / 4] = uint8_t(fp4.scale_code);
+    store_key(p.index_keys, x, row, lane);
   }
 };
 

@@ -45,9 +45,9 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, int bytes,
                : "memory");
 }
 
-/// A barrier of the 128 threads of warpgroup `group`.
-__device__ __forceinline__ void warpgroup_barrier(int group) {
-  asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+/// Brings a line of global memory to the first cache.
+__device__ __forceinline__ void prefetch(const void* p) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(p)));
 }
 
 /// Descriptor of an operand of 64 rows at a shared address: rows of 128 bytes, 16-byte pieces exchanged as

@@ -121,6 +121,8 @@ DSV4_HD uint32_t order_of(float score) {
   return u ^ (u >> 31 ? 0xffffffffu : 0x80000000u);
 }
 
+DSV4_HD float score_of(uint32_t order) { return float_of(order ^ (order >> 31 ? 0x80000000u : 0xffffffffu)); }
+
 /// The same with the entry: all different, and of equal scores the first entry is the largest.
 DSV4_HD uint64_t order_of(uint32_t order, uint32_t entry) { return uint64_t(order) << 32 | (0xffffffffu - entry); }
 DSV4_HD uint32_t entry_of(uint64_t order) { return 0xffffffffu - uint32_t(order); }

@@ -10,12 +10,12 @@
 // for NVFP4's scales. The tensor cores align the summands of an e4m3 product to the largest and are known to cut them
 // at 2^-13 of it.
 //
-// Decode: the tiles of all tokens in one line, an equal share of it for each of the four warpgroups of every processor;
-// the next tile is on its way. With several tokens of a request in a step (drafts) up to four share a tile, decoded
-// once, the products of the next beside the sums of the last, and there are three warpgroups. Prefill: every processor
-// takes 576 keys (fp16: 384) of 32 tokens in turn, three (two) tiles for each of three warpgroups, which stay in
-// registers while the queries pass through a ring that a fourth fills. Bytes: 72 a key, 4 a score; a token's query, 8
-// KiB (16), comes from L2 once a share in decode, once for an item of work in prefill.
+// Decode: the tiles of all tokens in one line, an equal run of it for each processor, whose four warpgroups take turns;
+// the next tile and the next token's query are on their way. With several tokens of a request in a step (drafts) up to
+// four share a tile, decoded once, the products of the next beside the sums of the last, and there are three
+// warpgroups. Prefill: every processor takes 576 keys (fp16: 384) of 32 tokens in turn, three (two) tiles for each of
+// three warpgroups, which stay in registers while the queries pass through a ring that a fourth fills. Bytes: 72 a key,
+// 4 a score; a token's query, 8 KiB (16), comes from L2 once a run in decode, once for an item of work in prefill.
 #include <type_traits>
 
 #include "../launch.cuh"
@@ -30,9 +30,6 @@ namespace {
 
 constexpr int kTileKeys = 64;    // of a warpgroup
 constexpr int kManyTokens = 16;  // of a request: as many as a prefill has
-/// From so many on, tokens of a request share its keys in decode: to begin with four takes longer than with one, which
-/// few requests do not make up for.
-constexpr int kSharingRequests = 16;
 
 /// Products in fp16, of any scales, or in e4m3, of powers of two: bytes of a query, and how many tiles a warpgroup
 /// keeps in a prefill.
@@ -180,12 +177,17 @@ using Count = std::integral_constant<int, n>;
 /// Of a kernel in which up to `tokens` tokens of a request share its keys: warpgroups of a block.
 template <int tokens>
 constexpr int kDecodeGroups = tokens == 1 ? 4 : 3;
+constexpr int kPieceStages = 3;  // queries of this piece, of the next, and of the last, which a group may still use
 
 template <int tokens, int query_bytes>
 struct DecodeShared {
-  uint8_t query[kDecodeGroups<tokens>][tokens][query_bytes];
-  uint64_t loaded[kDecodeGroups<tokens>];
-  int ends[kMaxListedTokens], warp_sums[4 * kDecodeGroups<tokens>];
+  uint8_t query[kPieceStages][tokens][query_bytes];
+  uint64_t loaded[kPieceStages], used[kPieceStages];
+  int warp_sums[4 * kDecodeGroups<tokens>];
+  // Of each token: entries to score, request, whether it leads those that share its keys, and of one that does the most
+  // entries of these and where their tiles end.
+  int entries[kMaxListedTokens], request[kMaxListedTokens], most[kMaxListedTokens], ends[kMaxListedTokens];
+  bool leads[kMaxListedTokens];
 };
 
 /// Tokens that share keys: some of one request that follow each other, `tokens` at most, from a token that leads.
@@ -193,58 +195,106 @@ template <int tokens>
 struct Sharers {
   int count, entries[tokens], most;  // entries of each, none behind the count, and the most of them
 
-  __device__ __forceinline__ Sharers(const ScoreParams& p, int first) : count(0), most(0) {
+  template <typename Shared>
+  __device__ __forceinline__ Sharers(const Shared& s, int first, int all) : count(0), most(0) {
 #pragma unroll
     for (int i = 0; i < tokens; ++i) {
       const int token = first + i;
-      const bool shares = count == i && token < p.tokens && (i == 0 || !leads(p, token));
-      entries[i] = shares ? scored(p, token) : 0;
+      const bool shares = count == i && token < all && (i == 0 || !s.leads[token]);
+      entries[i] = shares ? s.entries[token] : 0;
       count += shares;
       most = max(most, entries[i]);
     }
-  }
-
-  /// Counted from the request's first, where requests have as many tokens each.
-  static __device__ __forceinline__ bool leads(const ScoreParams& p, int token) {
-    return tokens == 1 || token % (p.tokens / p.requests) % tokens == 0 || p.request[token] != p.request[token - 1];
   }
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-/// A warpgroup's tiles first .. last - 1 of the keys that tokens `token` and on share, `count` of them.
+/// Reads what is known of the step's tokens, once, and divides the line of their tiles. For all threads of a block.
+template <int tokens, int query_bytes>
+__device__ __forceinline__ void list_tokens(const ScoreParams& p, DecodeShared<tokens, query_bytes>& s) {
+  constexpr int threads = 128 * kDecodeGroups<tokens>;
+  // Sharers are counted from the request's first, where requests have as many tokens each.
+  const int each = p.tokens / p.requests;
+#pragma unroll
+  for (int i = 0; i < ceil_div(kMaxListedTokens, threads); ++i) {
+    const int token = threadIdx.x + i * threads;
+    if (token >= p.tokens) continue;
+    const int request = p.request[token];
+    s.request[token] = request;
+    s.entries[token] = scored(p, token);
+    s.leads[token] = tokens == 1 || token % each % tokens == 0 || request != p.request[token - 1];
+  }
+  __syncthreads();
+  count_units(p, s.ends, s.warp_sums, [&](int token) {
+    if (!s.leads[token]) return 0;
+    const int most = Sharers<tokens>(s, token, p.tokens).most;
+    s.most[token] = most;
+    return ceil_div(most, kTileKeys);
+  });
+}
+
+/// The tiles of tokens that share keys, in the line of all tiles: from `begin`, below `end`.
+struct Piece {
+  int token, begin, end;  // token: which leads
+  int last_block;         // of those that are scored
+  const int32_t* table;
+
+  template <typename Shared>
+  __device__ __forceinline__ Piece(const ScoreParams& p, const Shared& s, int token)
+      : token(token),
+        begin(token ? s.ends[token - 1] : 0),
+        end(s.ends[token]),
+        last_block(ceil_div(s.most[token], kKeysPerBlock) - 1),
+        table(p.table + s.request[token] * p.table_stride) {}
+
+  /// The one with tile `at` of the line, this one or one behind it.
+  template <typename Shared>
+  __device__ __forceinline__ Piece with(const ScoreParams& p, const Shared& s, int at) const {
+    if (at < end) return *this;
+    int owner = token;
+    while (s.ends[owner] <= at) ++owner;
+    return {p, s, owner};
+  }
+
+  /// The first or second block of tile `at`.
+  __device__ __forceinline__ int block(int at, int second) const {
+    return table[min(2 * (at - begin) + second, last_block)];
+  }
+};
+
+/// A warpgroup's tiles `at`, `at` + groups and so on below `stop` of a piece, which `count` tokens share. On the way
+/// are the keys of tile `at`, and the block after them, which block_of(tile) knows, and the queries, until `loaded`.
 template <int count, typename Numbers, int tokens, typename BlockOf>
-__device__ __forceinline__ void score_tiles(const ScoreParams& p, const Sharers<tokens>& sharers, int token, int first,
-                                            int last, const uint8_t* query, uint64_t& loaded, int parity, int warp,
-                                            int lane, BlockOf block_of) {
+__device__ __forceinline__ void score_tiles(const ScoreParams& p, const Sharers<tokens>& sharers, const Piece& piece,
+                                            int& at, int stop, const uint8_t* query, uint64_t& loaded, int parity,
+                                            PackedKeys& packed, int& next, int warp, int lane, BlockOf block_of) {
   // The compiler lets products run beside sums only where no branch is between them, hence `count` tokens in a row.
-  PackedKeys packed;
-  packed.load(p.keys + block_of(first) * p.block_bytes, warp % 2, lane);
-  int next = block_of(first + 1);
+  constexpr int groups = kDecodeGroups<tokens>;
   float2 weights[8];
-  if constexpr (count == 1) load_weights(weights, p, token, lane);
-  float* scores = p.scores + token * p.scores_stride;
+  if constexpr (count == 1) load_weights(weights, p, piece.token, lane);
+  float* scores = p.scores + piece.token * p.scores_stride;
   const uint32_t queries = shared_address(query);
   wait(&loaded, parity);
-  for (int tile = first; tile < last; ++tile) {
+  for (; at < stop; at += groups) {
     Keys<Numbers> keys;
     float d[2][32];
     keys.decode(packed);
     packed.load(p.keys + next * p.block_bytes, warp % 2, lane);
-    next = block_of(tile + 2);
+    next = block_of(at + 2 * groups);
     keys.begin_products(d[0], queries);
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       float (&sums)[32] = d[i % 2];
-      if (count > 1) load_weights(weights, p, token + i, lane);
+      if (count > 1) load_weights(weights, p, piece.token + i, lane);
       if (i + 1 < count) {
         keys.begin_products(d[(i + 1) % 2], queries + (i + 1) * Numbers::kQueryBytes);
         products_wait<1>(sums);
       } else {
         products_wait<0>(sums);
       }
-      write_scores(sums, keys, weights, scores + i * p.scores_stride, kTileKeys * tile + 16 * warp, sharers.entries[i],
-                   lane);
+      write_scores(sums, keys, weights, scores + i * p.scores_stride, kTileKeys * (at - piece.begin) + 16 * warp,
+                   sharers.entries[i], lane);
     }
   }
 }
@@ -259,43 +309,64 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
   auto& s = *static_cast<DecodeShared<tokens, Numbers::kQueryBytes>*>(shared_memory_1024());
   // The same for all lanes, as the compiler sees from the shuffle: descriptors stay in uniform registers.
   const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  if (threadIdx.x < groups) init_barrier(&s.loaded[threadIdx.x], 1);
+  if (threadIdx.x < kPieceStages) {
+    init_barrier(&s.loaded[threadIdx.x], 1);
+    init_barrier(&s.used[threadIdx.x], 4 * groups);
+  }
   publish_barriers();
   wait_for_previous_kernel();
-  count_units(p, s.ends, s.warp_sums, [&](int token) {
-    return Sharers<tokens>::leads(p, token) ? ceil_div(Sharers<tokens>(p, token).most, kTileKeys) : 0;
-  });
+  list_tokens(p, s);
 
-  const int total = s.ends[kMaxListedTokens - 1], parts = gridDim.x * groups, part = group * gridDim.x + blockIdx.x;
-  int at = part_begin(total, part, parts);
-  const int stop = part_begin(total, part + 1, parts);
-  int token = token_of_unit(s.ends, at);
-  const auto& query = s.query[group];
-  for (int parity = 0; at < stop; parity ^= 1) {
-    while (s.ends[token] <= at) ++token;
-    const int begin = token ? s.ends[token - 1] : 0, first = at - begin, last = min(s.ends[token], stop) - begin;
-    at = begin + last;
-    const Sharers<tokens> sharers(p, token);
-    const int count = __shfl_sync(kAllLanes, sharers.count, 0);
-    if (threadIdx.x % 128 == 0) {
-      arrive_and_expect(&s.loaded[group], count * sizeof query[0]);
-      for (int i = 0; i < count; ++i) {
-        bulk_copy(s.query[group][i], static_cast<const uint8_t*>(p.query) + int64_t(token + i) * kTokenBytes,
-                  sizeof query[0], &s.loaded[group]);
-      }
+  // The block has a run of the line, in which the groups take turns.
+  const int total = s.ends[kMaxListedTokens - 1];
+  const int begin = part_begin(total, blockIdx.x, gridDim.x), stop = part_begin(total, blockIdx.x + 1, gridDim.x);
+  if (begin == stop) return;
+  Piece piece(p, s, token_of_unit(s.ends, begin));
+  const auto copy_queries = [&](const Piece& of, int stage) {
+    const int count = Sharers<tokens>(s, of.token, p.tokens).count;
+    arrive_and_expect(&s.loaded[stage], count * Numbers::kQueryBytes);
+    for (int i = 0; i < count; ++i) {
+      bulk_copy(s.query[stage][i], static_cast<const uint8_t*>(p.query) + int64_t(of.token + i) * kTokenBytes,
+                Numbers::kQueryBytes, &s.loaded[stage]);
     }
-    const int32_t* table = p.table + p.request[token] * p.table_stride;
-    const int last_block = min(2 * last, ceil_div(sharers.most, kKeysPerBlock)) - 1;
-    const auto block_of = [&](int tile) { return table[min(2 * tile + warp / 2, last_block)]; };
+  };
+  // Of the last group, which has as few tiles as any.
+  const bool copies = threadIdx.x == 128 * (groups - 1);
+  if (copies) copy_queries(piece, 0);
+
+  const auto block_of = [&](int at) {
+    const int tile = min(at, stop - 1);
+    return piece.with(p, s, tile).block(tile, warp / 2);
+  };
+  const auto prefetch_weights = [&](int first) {
+    const int token = first + lane / 2;
+    if (lane < 2 * tokens && token < p.tokens) prefetch(p.weights + token * kIndexHeads + lane % 2 * (kIndexHeads / 2));
+  };
+  prefetch_weights(piece.token);
+  int at = begin + group;
+  PackedKeys packed;
+  packed.load(p.keys + block_of(at) * p.block_bytes, warp % 2, lane);
+  int next = block_of(at + groups);
+  for (int number = 0;; ++number) {
+    const int stage = number % kPieceStages;
+    const bool more = piece.end < stop;
+    if (copies && more) {
+      const int following = number + 1, before = following - kPieceStages;  // which had the same place
+      if (before >= 0) wait(&s.used[following % kPieceStages], before / kPieceStages & 1);
+      copy_queries(piece.with(p, s, piece.end), following % kPieceStages);
+    }
+    const Sharers<tokens> sharers(s, piece.token, p.tokens);
+    if (more) prefetch_weights(piece.token + sharers.count);
     const auto score = [&](auto counted) {
-      score_tiles<decltype(counted)::value, Numbers>(p, sharers, token, first, last, query[0], s.loaded[group], parity,
-                                                     warp, lane, block_of);
+      score_tiles<decltype(counted)::value, Numbers>(p, sharers, piece, at, min(piece.end, stop), s.query[stage][0],
+                                                     s.loaded[stage], number / kPieceStages & 1, packed, next, warp,
+                                                     lane, block_of);
     };
     if constexpr (tokens == 1) {
       score(Count<1>());
     } else {
       static_assert(tokens == 4);
-      switch (count) {
+      switch (__shfl_sync(kAllLanes, sharers.count, 0)) {
         case 1:
           score(Count<1>());
           break;
@@ -309,7 +380,10 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
           score(Count<4>());
       }
     }
-    warpgroup_barrier(group);  // all have used the queries
+    if (!more) break;
+    __syncwarp();
+    if (lane == 0) arrive(&s.used[stage]);
+    piece = piece.with(p, s, piece.end);
   }
 #endif
 }
@@ -476,7 +550,7 @@ cudaError_t launch_decode(const ScoreParams& p, int processors, cudaStream_t str
 template <typename Numbers>
 cudaError_t launch_numbers(const ScoreParams& p, int processors, cudaStream_t stream) {
   if (p.tokens <= kMaxListedTokens && p.tokens < kManyTokens * p.requests) {
-    const bool shared = p.requests >= kSharingRequests && p.tokens >= 2 * p.requests;
+    const bool shared = p.tokens >= 2 * p.requests;
     return shared ? launch_decode<Numbers, 4>(p, processors, stream) : launch_decode<Numbers, 1>(p, processors, stream);
   }
   const int items = items_of(p, kPrefillKeys<Numbers>);

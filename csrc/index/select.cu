@@ -273,41 +273,70 @@ __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<th
     v[i] = load_four(t.row, at, n, p.aligned);
     block[i] = early && at < n ? t.table[at / kKeysPerBlock] : 0;
   }
-  uint32_t order[quads][4], low = 0xffffffffu, high = 0;
+  uint32_t order[quads][4];
 #pragma unroll
   for (int i = 0; i < quads; ++i) {
     const float four[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const bool is_entry = first + 128 * i + k < n;
-      order[i][k] = is_entry ? order_of(four[k]) : 0;  // which is below all
-      if (is_entry) low = min(low, order[i][k]), high = max(high, order[i][k]);
-    }
+    for (int k = 0; k < 4; ++k) order[i][k] = first + 128 * i + k < n ? order_of(four[k]) : 0;  // which is below all
   }
-  low = __reduce_min_sync(kAllLanes, low), high = __reduce_max_sync(kAllLanes, high);
-  if (lane == 0) s.warp_low[warp] = low, s.warp_high[warp] = high;
-  __syncthreads();
-  low = __reduce_min_sync(kAllLanes, lane < threads / 32 ? s.warp_low[lane] : 0xffffffffu);
-  high = __reduce_max_sync(kAllLanes, lane < threads / 32 ? s.warp_high[lane] : 0);
-
-  // All above `high` are among the best, and `wanted` of the `inside` ones from `low` to `high`.
-  uint32_t wanted = p.top, inside;
-  while (true) {
-    const int bits = 32 - __clz(high - low), shift = bits > kBinBits ? bits - kBinBits : 0;
+  uint32_t low = 1, high = 0xffffffffu;
+  // The range of those between the present bounds for which `chosen` holds.
+  const auto narrow = [&](auto chosen) {
+    uint32_t least = 0xffffffffu, most = 0;
 #pragma unroll
     for (int i = 0; i < quads; ++i) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        if (order[i][k] >= low && order[i][k] <= high) atomicAdd(&s.bins[(order[i][k] - low) >> shift], 1u);
+        const uint32_t x = order[i][k];
+        if (x >= low && x <= high && chosen(x)) least = min(least, x), most = max(most, x);
+      }
+    }
+    least = __reduce_min_sync(kAllLanes, least), most = __reduce_max_sync(kAllLanes, most);
+    if (lane == 0) s.warp_low[warp] = least, s.warp_high[warp] = most;
+    __syncthreads();
+    low = __reduce_min_sync(kAllLanes, lane < threads / 32 ? s.warp_low[lane] : 0xffffffffu);
+    high = __reduce_max_sync(kAllLanes, lane < threads / 32 ? s.warp_high[lane] : 0);
+  };
+  narrow([](uint32_t) { return true; });
+
+  // All above `high` are among the best, and `wanted` of the `inside` ones from `low` to `high`.
+  uint32_t wanted = p.top, inside;
+  // The bin in which the last of these is. bin_of(order) is monotone and below kBins.
+  const auto find = [&](auto bin_of) {
+#pragma unroll
+    for (int i = 0; i < quads; ++i) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (order[i][k] >= low && order[i][k] <= high) atomicAdd(&s.bins[bin_of(order[i][k])], 1u);
       }
     }
     __syncthreads();
     const Found found = find_bin(s, wanted);
-    low += found.bin << shift, high = low + min(high - low, (1u << shift) - 1);
     wanted -= found.above, inside = found.inside;
-    if (shift == 0 || inside == wanted || inside <= kTies) break;
+    return found.bin;
+  };
+  const auto split_bits = [&] {
+    const int bits = 32 - __clz(high - low), shift = bits > kBinBits ? bits - kBinBits : 0;
+    low += find([&](uint32_t x) { return (x - low) >> shift; }) << shift;
+    high = low + min(high - low, (1u << shift) - 1);
+  };
+  if constexpr (quads <= 4) {
+    // Bins of equal width, over which scores of both signs spread as their bits do not: then one round does, for more
+    // instructions a score. One bin if the range or a score is not finite.
+    const float least = score_of(low), scale = kBins / (score_of(high) - least);
+    const auto bin_of = [&](uint32_t x) {
+      return uint32_t(min(__float2int_rz((score_of(x) - least) * scale), kBins - 1));
+    };
+    const uint32_t bin = find(bin_of);
+    narrow([&](uint32_t x) { return bin_of(x) == bin; });
+  } else {
+    split_bits();
+  }
+  while (inside != wanted && inside > kTies && low < high) {
     for (int i = threadIdx.x; i < kBins; i += threads) s.bins[i] = 0;
     __syncthreads();
+    split_bits();
   }
 
   uint32_t best = 0, ties = 0, before[quads];

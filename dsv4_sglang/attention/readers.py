@@ -100,6 +100,10 @@ class Reader(ABC):
         """Heads H that queries and sinks have for `attend`, of which the first `heads` count."""
         return heads
 
+    def forget_scratch(self) -> None:
+        """Give back memory that steps grow as they need it; no step is under way."""
+        return
+
     @abstractmethod
     def attend(self, q: Tensor, inputs: AttendInputs, *, leave_rotated: bool = False) -> LayerOutput:
         """`attend` for one layer of the step and queries `q` [T, H, 512], H as `query_heads` says; heads that do not

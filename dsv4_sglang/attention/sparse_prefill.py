@@ -170,6 +170,10 @@ class SparsePrefillReader(FlashMLAKernel):
         self._window_size = step.window_size
         return True
 
+    def forget_scratch(self) -> None:
+        self._places = self._table = self._blocks = None
+        self._shared_lists.clear()
+
     def _rotated(self, q: Tensor, inputs: AttendInputs) -> Tensor:
         table, (lists, lens) = self._write_out(inputs), self._joined_lists(inputs)
         return _sparse_attention(q, table, lists, lens, inputs.sink, inputs.scale)

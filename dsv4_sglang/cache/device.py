@@ -1,10 +1,15 @@
-"""Where pools live when the caller does not say."""
+"""Where pools live when the caller does not say, and how their memory is cleared."""
 
 from __future__ import annotations
 
 import importlib
 
 import torch
+
+
+def clear_memory(tensor: torch.Tensor) -> None:
+    """Zero all of the memory that `tensor` is a view of, padding included."""
+    torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).zero_()
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:

@@ -136,13 +136,41 @@ def _unregister(address: int, device: torch.device) -> None:
         raise RuntimeError(f"CUDA cannot unpin the host memory at {address:#x}: error {int(status)}")
 
 
-def _available() -> int:
-    """Bytes of memory that can be had without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
+def _available(root: Path = Path("/")) -> int:
+    """Bytes of memory that can be had without swapping, in a container no more than it may take; `root` has `proc` and
+    `sys`."""
+    found = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    for line in (root / "proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
-            return int(value.split()[0]) << 10
-    return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+            found = int(value.split()[0]) << 10
+    return min([found, *_left_in_cgroups(root)])
+
+
+CGROUP_FILES = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By controllers of a line of /proc/self/cgroup, version 2 and 1: where groups are, and what says how much memory a
+group may have, has, and would give back first."""
+
+
+def _left_in_cgroups(root: Path) -> Iterator[int]:
+    """Bytes that this process's control group, and each above it, may still take. A container may see its own as the
+    topmost, under another path."""
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.is_file() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in CGROUP_FILES:
+            continue
+        mount, *names = CGROUP_FILES[controllers]
+        group = root / mount / path.lstrip("/")
+        while group != (root / mount).parent:
+            limit, used, stat = (group / name for name in (*names[:2], "memory.stat"))
+            with contextlib.suppress(OSError, ValueError):  # "max" is no limit, the topmost group has no files
+                fields = dict(field.split() for field in stat.read_text().splitlines())
+                yield max(0, int(limit.read_text()) - int(used.read_text()) + int(fields.get(names[2], 0)))
+            group = group.parent
 
 
 def _size(nbytes: int) -> str:
@@ -297,6 +325,10 @@ class FreeRows:
         self.available -= count
         self._next = int(rows[-1]) + 1 if count else self._next
         return rows
+
+    def free(self) -> np.ndarray:
+        """[n] int64, ascending."""
+        return np.flatnonzero(self._free)
 
     def give_back(self, rows: np.ndarray) -> None:
         """Raises ValueError for a row that is not out."""

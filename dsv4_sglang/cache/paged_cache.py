@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dsv4_sglang.cache.device import resolve_device
+from dsv4_sglang.cache.device import clear_memory, resolve_device
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.schema import LayerCacheSchema
 from dsv4_sglang.formats import KeyTable, RowTable, make_key_table, make_row_tables
@@ -78,10 +78,19 @@ class PagedKVPool:
                 views.append(table.as_strided((self.num_blocks, block), (table.stride(0), 1)))
         return views
 
+    @property
+    def allocations(self) -> list[Tensor]:
+        """A view of each piece of memory that is held, once."""
+        return [self.entries] + ([self.index_keys] if self.index_keys is not None else [])
+
+    def reset(self) -> None:
+        """Blocks as they were made, whatever the memory holds now: no address changes."""
+        for table in self.allocations:
+            clear_memory(table)
+
     def memory_bytes(self) -> int:
         """Bytes of the allocations, block padding included."""
-        tables = [self.entries] + ([self.index_keys] if self.index_keys is not None else [])
-        return sum(table.untyped_storage().nbytes() for table in tables)
+        return sum(table.untyped_storage().nbytes() for table in self.allocations)
 
 
 def make_paged_pools(layout: CacheLayout, blocks: Mapping[AttentionType, int]) -> list[PagedKVPool | None]:

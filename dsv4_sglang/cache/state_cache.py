@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
-from dsv4_sglang.cache.device import resolve_device
+from dsv4_sglang.cache.device import clear_memory, resolve_device
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema
 from dsv4_sglang.formats import RowTable, make_row_tables
@@ -68,10 +68,25 @@ class StateStorage:
         live = self.num_slots * each
         units = live + self.checkpoints * len(kept)
         self._tail_units = torch.zeros((layers, units, CSA_RATIO, columns), device=self.device)
-        # Units of slot 0 and of checkpoint 0, which does not exist.
-        self._live_units = torch.tensor(kept, dtype=torch.int32, device=self.device)
-        self._kept_units = torch.arange(live - len(kept), live, dtype=torch.int32, device=self.device)
+        self._live_units = torch.empty(len(kept), dtype=torch.int32, device=self.device)
+        self._kept_units = torch.empty_like(self._live_units)
+        self._number_units()
         return self._tail_units[:, :live].unflatten(1, (self.num_slots, each)).flatten(2, 3)
+
+    def _number_units(self) -> None:
+        """Units of slot 0 and of checkpoint 0, which does not exist."""
+        kept, live = self.layout.kept_units, self.num_slots * self.layout.tail_units
+        self._live_units.copy_(torch.tensor(kept, dtype=torch.int32))
+        self._kept_units.copy_(torch.arange(live - len(kept), live, dtype=torch.int32))
+
+    def reset(self) -> None:
+        """All slots and checkpoints empty, as they were made, whatever the memory holds now: no address changes."""
+        for tensor in self.allocations:
+            clear_memory(tensor)
+        if self.swa_pos is not None:
+            self.swa_pos.fill_(EMPTY)
+        if self._tail_units is not None:
+            self._number_units()
 
     def ring(self, layer: int) -> Tensor:
         """[slots, R, width] row table of a layer's windows."""
@@ -93,6 +108,12 @@ class StateStorage:
         have none."""
         every = (self.rings, *self.tails.values(), self.swa_pos, self.swa_head, self.tail_len)
         return [tensor for tensor in every if tensor is not None and tensor.shape[0]]
+
+    @property
+    def allocations(self) -> list[Tensor]:
+        """A view of each piece of memory that is held, once: of slots, checkpoints and the tables of their parts."""
+        tables = () if self._tail_units is None else (self._live_units, self._kept_units)
+        return [*self.tensors, *tables]
 
     def reset_slot(self, slot: int) -> None:
         """Empty a slot in all layers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from dsv4_sglang.cli.check import check
 from dsv4_sglang.cli.demo import demo
 from dsv4_sglang.cli.doctor import doctor
 from dsv4_sglang.cli.make_tiny import make_tiny
@@ -20,5 +21,6 @@ app = typer.Typer(
 app.command("serve", context_settings=SGLANG_FLAGS)(serve)
 app.command("demo", context_settings=SGLANG_FLAGS)(demo)
 app.command("doctor")(doctor)
+app.command("check")(check)
 app.command("make-tiny")(make_tiny)
 app.command("plan")(plan)

@@ -20,6 +20,8 @@ from dsv4_sglang.srt import launch
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", "30000"
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Who listens on every address is asked on this one."""
+INTEGRITY_KEY = "dsv4_sglang_integrity"
+"""`srt.integrity.KEY`, which this module does not import: that would import torch."""
 POLL_SECONDS = 0.5
 REQUEST_SECONDS = 300.0
 
@@ -34,6 +36,15 @@ class Answer:
     new_tokens: int
     first_token_seconds: float
     seconds: float
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Tokens with their log p; `cached` tokens before them came from the cache."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,13 @@ class Server:
         self._certificate = certificate
         self._opener = _opener(certificate)
 
+    @classmethod
+    def at(cls, url: str, api_key: str | None = None) -> Server:
+        """The server at an address, of which no flags are known."""
+        server = cls([] if api_key is None else ["--api-key", api_key])
+        server.url = url.rstrip("/")
+        return server
+
     @contextmanager
     def _open(
         self, path: str, body: Any = None, timeout: float = REQUEST_SECONDS
@@ -136,6 +154,32 @@ class Server:
             first_token_seconds=first,
             seconds=time.monotonic() - start,
         )
+
+    def integrity(self) -> list[dict[str, Any]]:
+        """The reports of the integrity check (`srt/integrity.py`), of every process; [] where it is off. Raises what
+        `_open` raises.
+        """
+        with self._open("/server_info") as response:
+            states = json.load(response).get("internal_states") or []
+        return [report for state in states for report in state.get(INTEGRITY_KEY) or []]
+
+    def answer(self, ids: Sequence[int], count: int, **fields: Any) -> Scored:
+        """`count` tokens, greedily. `fields` of the request besides. Raises what `_open` raises."""
+        sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
+        meta = self._scored({"input_ids": list(ids), "sampling_params": sampling, **fields})
+        pairs = meta["output_token_logprobs"]
+        return Scored([pair[1] for pair in pairs], [pair[0] for pair in pairs], meta["cached_tokens"])
+
+    def score(self, ids: Sequence[int], tokens: Sequence[int], **fields: Any) -> Scored:
+        """Given tokens behind `ids`, computed as a prompt. Raises what `_open` raises."""
+        sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
+        start = {"logprob_start_len": len(ids) - 1}
+        meta = self._scored({"input_ids": [*ids, *tokens], "sampling_params": sampling, **start, **fields})
+        return Scored(list(tokens), [pair[0] for pair in meta["input_token_logprobs"][1:]], meta["cached_tokens"])
+
+    def _scored(self, body: dict[str, Any]) -> dict[str, Any]:
+        with self._open("/generate", {**body, "return_logprob": True}) as response:
+            return json.load(response)["meta_info"]
 
     def pools(self) -> Pools:
         """What the server's Prometheus page says, of all ranks of DP attention together. Raises RuntimeError if it has

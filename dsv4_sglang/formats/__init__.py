@@ -1,6 +1,7 @@
 """Formats of what the cache stores, each in a module of its own: names, bytes, offsets, views, quantisers.
 
-`rows`: 512-dim rows (window rows, CSA and HCA entries). `index_keys`: 128-dim keys of the indexer. Knows only torch.
+`rows`: 512-dim rows (window rows, CSA and HCA entries). `index_keys`: 128-dim keys of the indexer. `v41_rows`: rows of
+DeepSeek-V4.1. Knows only torch.
 The device's side of the same facts is `csrc/rows.h`; `tests/test_numeric.py` holds both equal.
 """
 

@@ -94,12 +94,16 @@ def quantise_keys(y: Tensor, key_format: KeyFormat) -> tuple[Tensor, Tensor]:
     return codes[..., 0::2] | (codes[..., 1::2] << 4), scale.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
+def e2m1_values(packed: Tensor) -> Tensor:
+    """Bytes of two e2m1 codes each, the first in the low nibble, [..., n] -> fp32 [..., 2 n]."""
+    values = torch.tensor(_E2M1 + tuple(-v for v in _E2M1), device=packed.device)
+    return values[torch.stack([packed & 0xF, packed >> 4], -1).flatten(-2).long()]
+
+
 def dequantise_keys(packed: Tensor, scales: Tensor) -> Tensor:
     """Inverse of `quantise_keys`: fp32 [N, 128]."""
-    values = torch.tensor(_E2M1 + tuple(-v for v in _E2M1), device=packed.device)
-    codes = torch.stack([packed & 0xF, packed >> 4], -1).flatten(-2)
     scale = scales.contiguous().view(torch.float8_e4m3fn).float()
-    return (values[codes.long()].unflatten(-1, (-1, 16)) * scale.unsqueeze(-1)).flatten(-2)
+    return (e2m1_values(packed).unflatten(-1, (-1, 16)) * scale.unsqueeze(-1)).flatten(-2)
 
 
 @dataclass(frozen=True)

@@ -244,8 +244,25 @@ class Fields:
             raise TypeError(f"config field {self.path + name!r} is {value!r}; expected a list")
         return value
 
+    def integers(self, name: str) -> tuple[int, ...]:
+        values = tuple(self.sequence(name))
+        for i, value in enumerate(values):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"config field '{self.path}{name}[{i}]' is {value!r}; expected an integer")
+        return values
+
+    def layer(self, name: str) -> int:
+        """The number of a layer; -1 for none."""
+        return -1 if self.get(name) == -1 else self.integer(name)
+
     def check_model_type(self) -> None:
         model_type = self.get("model_type")
+        if model_type in ("deepseek_v41", "deepseek_v41_text"):
+            raise ValueError(
+                f"config field 'model_type' is {model_type!r}: DeepSeek-V4.1 is not served. The bytes of its cache and "
+                "their append are here; attention over the entries of another layer, selection in two levels and the "
+                "model's Engram layers are not (docs/spec.md, 11.7)"
+            )
         if model_type not in (None, "deepseek_v4"):
             raise ValueError(f"config field 'model_type' is {model_type!r}; expected 'deepseek_v4'")
 
@@ -280,11 +297,7 @@ class Fields:
         """`compress_ratios`, which transformers rewrites as `layer_types` (without the MTP entry)."""
         if self.get("compress_ratios") is None and self.get("layer_types") is not None:
             return tuple(self._layer_type_ratio(i, kind) for i, kind in enumerate(self.sequence("layer_types")))
-        ratios = tuple(self.sequence("compress_ratios"))
-        for layer, ratio in enumerate(ratios):
-            if isinstance(ratio, bool) or not isinstance(ratio, int):
-                raise TypeError(f"config field 'compress_ratios[{layer}]' is {ratio!r}; expected an integer")
-        return ratios
+        return self.integers("compress_ratios")
 
     def _layer_type_ratio(self, layer: int, kind: Any) -> int:
         if kind not in _LAYER_TYPE_RATIO:

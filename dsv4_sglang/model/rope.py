@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.v41 import V41Config
 
 
-def rope_frequencies(config: DSV4Config, ratio: int, device: torch.device | str = "cpu") -> Tensor:
+def rope_frequencies(config: DSV4Config | V41Config, ratio: int, device: torch.device | str = "cpu") -> Tensor:
     """Frequencies [rope_dim / 2] fp32 of all rotations in a layer of compression ratio `ratio`.
 
     Ratio 0: base `rope_theta`, no scaling. Otherwise base `compress_rope_theta` with YaRN: dims that turn more than

@@ -3,7 +3,7 @@
 Every op has one schema, defined here and independent of the compiled extension, a PyTorch implementation for CPU
 tensors (`dsv4_sglang.ops.reference`, written for reading and the oracle of the others), a CUDA implementation (`csrc/`
 or `dsv4_sglang.attention`), and a fake one for shape propagation. What the tensors are is said in the docstring of the
-reference implementation; their layout in `dsv4_sglang.formats.rows` and `dsv4_sglang.formats.index_keys`.
+reference implementation; their layout in `dsv4_sglang.formats`.
 """
 
 import torch
@@ -22,6 +22,16 @@ SCHEMAS = {
     "append_swa": (
         "(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor(a!) swa_fp8, Tensor(b!) swa_rope, "
         "Tensor(c!) swa_inv, Tensor(d!) swa_pos, Tensor(e!) swa_head, int rope_dim) -> ()"
+    ),
+    "append_v41": (
+        "(Tensor kv, Tensor? compressor, Tensor kv_norm, Tensor? latent_norm, Tensor rope, float eps, int ratio, "
+        "Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, "
+        "Tensor? track_slots, "
+        "Tensor(a!) ring, Tensor(b!)? tail, Tensor(c!)? entries, Tensor(d!)? latents, Tensor(e!)? window) -> ()"
+    ),
+    "append_v41_keys": (
+        "(Tensor keys, Tensor key_norm, Tensor rope, float eps, int ratio, Tensor slots, Tensor prefix_lens, "
+        "Tensor query_start, Tensor token_request, Tensor out_loc, Tensor(a!) index_keys) -> ()"
     ),
     "index_topk": (
         "(Tensor q, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "

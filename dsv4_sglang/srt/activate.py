@@ -16,6 +16,7 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt import compat, contracts
 from dsv4_sglang.srt.decisions import ARCHITECTURE, BACKEND, PREFIX_CACHE, Launch
 from dsv4_sglang.srt.hooks import Hook, hooks_of
+from dsv4_sglang.srt.refusals import refuse_options
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ MODEL_PACKAGE = "dsv4_sglang.srt.models"
 
 def activate(launch: Launch, server_args: Any) -> None:
     """Once a process. Raises if anything that the cache relies on is not there."""
+    refuse_options(launch.options)
     hooks = hooks_of(launch, on_cpu=server_args.device == "cpu")
     contracts.require([*contracts.flag_differences(), *contracts.hook_differences(hooks)])
     _set_environment(server_args.model_path)

@@ -417,6 +417,13 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             self._workspace = make_row_tables(1, 1, rows, self.state.layout.row_format, torch.device(self.device))[0]
         return self._workspace[:, :rows]
 
+    def forget_scratch(self) -> None:
+        """Give back what grows as steps need it. Graphs write to what `init_cuda_graph_state` has made."""
+        self._workspace = None
+        self._scratch.clear()
+        for reader in self.readers:
+            reader.forget_scratch()
+
     def _score_width(self, block_table: Tensor) -> int:
         """Scores of a token: one an entry of the longest context, none where every entry is read."""
         visible = block_table.shape[1] * (BLOCK_TOKENS // CSA_RATIO)

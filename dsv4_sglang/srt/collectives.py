@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed
 from sglang.srt.layers import dp_attention
 from sglang.srt.runtime_context import get_parallel
@@ -27,6 +28,26 @@ def gather_a_copy(
     if get_parallel().attn_tp_size > 1:
         local_tokens = local_tokens.clone()
     original(global_tokens, local_tokens, forward_batch, *arguments)
+
+
+def logits_of_ranks(
+    original: Callable[..., Tensor],
+    processor: Any,
+    hidden_states: Tensor,
+    lm_head: Any,
+    logits_metadata: Any,
+    *arguments: Any,
+    **options: Any,
+) -> Tensor:
+    """AROUND `compat.LOGITS_OF_RANKS`: of a rank's rows [n, hidden], which all ranks compute together. SGLang copies as
+    many rows as the ranks have agreed on, past the end of a tensor that has fewer."""
+    agreed = logits_metadata.global_num_tokens_for_logprob_cpu
+    rows = hidden_states.shape[0]
+    if processor.do_tensor_parallel_all_gather_dp_attn and agreed is not None:
+        missing = int(agreed[get_parallel().attn_dp_rank]) - rows
+        if missing > 0:
+            hidden_states = torch.nn.functional.pad(hidden_states, (0, 0, 0, missing))
+    return original(processor, hidden_states, lm_head, logits_metadata, *arguments, **options)[:rows]
 
 
 def sum_token_ids(*args: Any, **kwargs: Any) -> None:

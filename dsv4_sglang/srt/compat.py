@@ -69,16 +69,18 @@ MAY_CACHE_FINISHED = _RESULTS + "_mamba_can_cache_finished_req" if since("0.5.23
 _DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker."
 CAPTURE_DRAFT_GRAPHS = _DRAFT_WORKER + "_capture_cuda_graphs"
 DRAFT_EXTEND = _DRAFT_WORKER + "_draft_extend_for_decode"
+LOGITS_OF_RANKS = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
 # On a GPU; SGLang's layer leaves sums of attention to its exchange of tokens since then.
 SERVES_DP_ATTENTION = not since("0.5.23")
 SERVES_DISAGGREGATION = not since("0.5.18")
 BUILD_DECODE_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_mamba_decode_req_pool"
-SERVES_HOST_TIER = not since("0.5.18")
+# The releases between had trees and controllers of copies of their own.
+SERVES_HOST_TIER = since("0.5.23") or not since("0.5.18")
+SERVES_INTEGRITY_CHECK = not since("0.5.18")
 SERVES_DSPARK = not since("0.5.18")
-# Asked by the host tier and by transfers between servers.
-DRAFT_KV_POOL = (
-    "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool" if SERVES_HOST_TIER or SERVES_DISAGGREGATION else ""
-)
+# Asked by the host tier and by transfers between servers. Later releases pack a draft model's pool into the host pools
+# that SGLang builds, which ours are not.
+DRAFT_KV_POOL = "" if since("0.5.18") else "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool"
 RESOLVE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark" if SERVES_DSPARK else ""
 DSPARK_FLAGS = "sglang.srt.speculative.draft_worker_common.draft_server_args_overrides" if SERVES_DSPARK else ""
 _INJECTOR = "sglang.srt.speculative.dspark_components.dspark_kv_inject.TargetHiddenKvInjector."
@@ -88,6 +90,9 @@ VALIDATE_EXTRA_BUFFER = (
     if since("0.5.19")
     else "sglang.srt.server_args.ServerArgs._validate_mamba_extra_buffer"
 )
+
+
+VALIDATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
 
 
 class Override(NamedTuple):
@@ -231,6 +236,15 @@ def flags_are_resolved(server_args: Any) -> bool:
     return bool(getattr(server_args, name, False))
 
 
+def is_paused(scheduler: Any) -> bool:
+    """Whether the scheduler takes control requests only."""
+    return bool(scheduler._engine_paused)
+
+
+def set_paused(scheduler: Any, paused: bool) -> None:
+    scheduler._engine_paused = paused
+
+
 def linear_bf16_fp32() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """SGLang's GEMM of bf16 with an fp32 result."""
     if since("0.5.21"):
@@ -286,6 +300,24 @@ def extend_end(req: Any) -> int:
 def committed_len(req: Any) -> int:
     """Tokens of a request that are in the cache for good."""
     return held(req).kv_committed_len
+
+
+def requests_apart(scheduler: Any) -> list[Any]:
+    """Requests that are not in a batch and do not wait: those whose abort is due, and those between two servers."""
+    found = [] if scheduler._pending_chunked_abort_req is None else [scheduler._pending_chunked_abort_req]
+    mode = scheduler.disaggregation_mode.value
+    if mode == "prefill":
+        found += [*scheduler.disagg_prefill_bootstrap_queue.queue, *scheduler.disagg_prefill_inflight_queue]
+    if mode == "decode":
+        arriving = [*scheduler.disagg_decode_prealloc_queue.queue, *scheduler.disagg_decode_transfer_queue.queue]
+        found += [entry.req for entry in arriving] + scheduler.disagg_decode_prealloc_queue.retracted_queue
+    return found
+
+
+def idle_differences(scheduler: Any) -> list[str]:
+    """What SGLang's check of an idle server finds: sums of its pools that are not their sizes."""
+    leaks, lines = scheduler.invariant_checker._check_all_pools(scheduler.pool_stats_observer.get_pool_stats())
+    return lines if leaks else []
 
 
 def fill_state_pool(pool: Any) -> None:
@@ -393,20 +425,21 @@ def evict_from_host(cache: Any, node: Any) -> int:
 
 
 def evict_checkpoint_from_host(
-    component: Any, node: Any, tracker: Any, device_frees: Any, host_frees: Any, *collected: Any
+    component: Any, node: Any, tracker: Any, device_frees: Any, host_frees: Any, **collected: Any
 ) -> None:
     """Within SGLang's drive for room on the host: take the node's checkpoint; where the path ends, its blocks, too.
 
-    Nothing happens while a copy to the host or to a storage is under way.
+    Nothing happens while a copy to the host or to a storage is under way. `collected`: since 0.5.23 the list of what
+    remains to be done.
     """
     from sglang.srt.mem_cache.unified_cache.components import EvictLayer
 
     core = component.tree_core
     if node in core.evictable_host_leaves:
-        core._evict_host_leaf(node, tracker, device_frees, host_frees, *collected)
+        core._evict_host_leaf(node, tracker, device_frees, host_frees, **collected)
     elif not node.component_data[component.component_type].host_lock_ref and node.write_through_pending_id is None:
         core._evict_component_and_detach_lru(
-            node, component, device_frees, host_frees, *collected, target=EvictLayer.HOST, tracker=tracker
+            node, component, device_frees, host_frees, **collected, target=EvictLayer.HOST, tracker=tracker
         )
         core._update_evictable_leaf_sets(node)
 
@@ -427,7 +460,34 @@ def start_backup(cache: Any, node_id: int, device_blocks: Any, transfers: Any) -
 
 def note_backup(cache: Any, node_id: int, lock: Any) -> None:
     """The node's copy is under way; `lock` is let go when it is done."""
-    cache._track_write_through_node(node_id, lock)
+    covered = {"publish_node_ids": [node_id]} if since("0.5.23") else {}
+    cache._track_write_through_node(node_id, lock, **covered)
+
+
+def transfer_layers(layers: int) -> dict[str, int]:
+    """Argument of host pools and of the controller of copies: layers whose loads steps wait for one by one."""
+    return {"transfer_layer_id_max" if since("0.5.23") else "transfer_layer_num": layers}
+
+
+def stack_of_pools(layers: int, **parts: Any) -> Any:
+    """What the host tier of a server is made of."""
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackBuildResult
+
+    # Since 0.5.23 SGLang compares with the pools that the device's pool says it has.
+    return StackBuildResult(**parts, **({"pool_declarations": ()} if since("0.5.23") else transfer_layers(layers)))
+
+
+def copy_streams(controller: Any) -> tuple[Any, Any]:
+    """The streams of copies to the host and from it."""
+    if since("0.5.23"):
+        engine = controller.l2_transfer_engine
+        return engine.device_to_host_stream, engine.host_to_device_stream
+    return controller.write_stream, controller.load_stream
+
+
+def rename_files(storage: Any, suffix: str) -> None:
+    """The names of files from now on, of which SGLang keeps account."""
+    storage._evictor.config_suffix = suffix
 
 
 def nixl_files(storage: Any, pool: Any, keys: Sequence[str]) -> list[Path]:

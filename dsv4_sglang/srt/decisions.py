@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.config import DSV4Config, Fields
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.configurator import BlockConfigurator
@@ -55,6 +55,8 @@ class Launch:
     def declarations(self, original: Callable[..., Any], architecture: str, server_args: Any, hf_config: Any) -> Any:
         if architecture != ARCHITECTURE:
             raise ValueError(f"dsv4_sglang refuses to start: the model is a {architecture}; expected {ARCHITECTURE}")
+        # Newer releases give V4.1 the same architecture.
+        Fields(hf_config).check_model_type()
         refuse_given(server_args, hf_config)
         # Decoding requests take a rolling checkpoint at the end of every block.
         compat.set_flags(server_args, mamba_track_interval=BLOCK, radix_cache_backend=PREFIX_CACHE)
@@ -206,6 +208,8 @@ class Launch:
     def kv_pool(
         self, original: Callable[..., Any], configurator: Any, *, sizes: Any, req_to_token_pool: Any, **kwargs: Any
     ) -> Any:
+        from sglang.srt.runtime_context import get_exec
+
         from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool
 
         if configurator.is_draft_worker:
@@ -218,6 +222,7 @@ class Launch:
             dtype=configurator.kv_cache_dtype,
             layout=layout,
             device=configurator.device,
+            enable_memory_saver=get_exec().features.enable_memory_saver,
         )
         assert self.demand is not None, "state slots are chosen before blocks"
         log.info(table(layout, sizes.max_total_num_tokens, self.demand))

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
+import requests
+import zmq
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import HybridMambaDecodeReqToTokenPool
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.utils.network import NetworkAddress
 
 from dsv4_sglang import __version__
 from dsv4_sglang.cache.layout import CacheLayout
@@ -20,6 +25,11 @@ from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateSlotPool
 
 log = logging.getLogger(__name__)
+
+TOLD_AGAIN = (0, 0.5, 2, 8, 30)
+"""Seconds before each time that a prefill server is told of requests that failed."""
+_refused: dict[str, str] = {}
+"""Why, by address, of prefill servers that this process has refused."""
 
 
 class DecodeStateReqToTokenPool(HybridMambaDecodeReqToTokenPool):
@@ -56,17 +66,59 @@ def refuse_other_caches(original: Callable[..., bool], manager: Any, bootstrap_a
     one whose cache is another fail, with what differs. SGLang would end the decode server.
     """
     try:
-        return original(manager, bootstrap_addr)
+        met = original(manager, bootstrap_addr)
+        _refused.pop(bootstrap_addr, None)
+        return met
     except RuntimeError as error:
         reason = (
             f"the prefill server at {bootstrap_addr} has another cache than this decode server, and nothing was "
             f"transferred; what stands in brackets must be equal, too: {error}"
         )
     log.error("dsv4_sglang: %s", reason)
-    for room in manager.addr_to_rooms_tracker.pop(bootstrap_addr, ()):
+    _refused[bootstrap_addr] = reason
+    rooms = manager.addr_to_rooms_tracker.pop(bootstrap_addr, set())
+    for room in rooms:
         manager.record_failure(room, reason)
         manager.update_status(room, KVPoll.Failed)
+    if rooms and manager.attn_tp_rank == 0:
+        Thread(target=_end_at_prefill_server, args=(manager, bootstrap_addr, rooms), daemon=True).start()
     return False
+
+
+def say_why(
+    original: Callable[..., None], receiver: Any, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None
+) -> None:
+    """AROUND `CommonKVReceiver.__init__`, of a request's end on a decode server: for a prefill server that was refused
+    the reason is known before it fails. SGLang tries again once a second, by each process's clock, and the process that
+    answers the client may not be the one that finds out.
+    """
+    original(receiver, mgr, bootstrap_addr, bootstrap_room)
+    if bootstrap_room is not None and bootstrap_addr in _refused:
+        mgr.record_failure(bootstrap_room, _refused[bootstrap_addr])
+
+
+def _end_at_prefill_server(manager: Any, bootstrap_addr: str, rooms: set[int]) -> None:
+    """Tell it that requests are over, as SGLang does of aborted ones; else each waits there for a timeout, and a router
+    with it. One process is enough: those of a group agree on what failed. A request that has not come yet is not known
+    there and the message is lost, so it is said again for a while.
+    """
+    rank = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
+    own = manager.local_ip.encode(), str(manager.rank_port).encode()
+    try:
+        found = requests.get(f"http://{bootstrap_addr}/route?{rank}", timeout=5).json()
+        address = NetworkAddress(found["rank_ip"], found["rank_port"])
+        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+            socket.setsockopt(zmq.IPV6, address.is_ipv6)
+            socket.setsockopt(zmq.LINGER, 1000)
+            socket.connect(address.to_tcp())
+            for pause in TOLD_AGAIN:
+                time.sleep(pause)
+                for room in rooms:
+                    socket.send_multipart([b"ABORT", str(room).encode(), *own])
+    except (requests.RequestException, zmq.ZMQError) as error:
+        log.warning(
+            "dsv4_sglang: the prefill server at %s was not told that requests failed: %s", bootstrap_addr, error
+        )
 
 
 def settle_before_retraction(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:

@@ -64,6 +64,10 @@ SUPPORTED = (
         "num_reserved_decode_tokens disaggregation_decode_extra_slots disaggregation_decode_polling_interval",
     ),
     Group(
+        "memory that is given back while a server sleeps, with limits there too; docs/sleep.md",
+        "enable_memory_saver enable_weights_cpu_backup enable_draft_weights_cpu_backup",
+    ),
+    Group(
         "CUDA graphs of decode steps, with limits there too",
         "cuda_graph_config cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_max_bs_decode "
         "cuda_graph_bs_decode cuda_graph_max_bs_prefill cuda_graph_bs_prefill disable_prefill_cuda_graph "
@@ -180,7 +184,7 @@ WITHOUT_EFFECT = (
         "speculative_ngram_max_bfs_breadth speculative_ngram_match_type speculative_ngram_max_trie_depth "
         "speculative_ngram_capacity speculative_ngram_external_corpus_path speculative_ngram_external_sam_budget "
         "speculative_draft_sink_size speculative_domino_candidate_pool_size "
-        "speculative_ngram_external_corpus_max_tokens decrypted_draft_config_file enable_draft_weights_cpu_backup "
+        "speculative_ngram_external_corpus_max_tokens decrypted_draft_config_file "
         # prefill and decode side by side
         "pdmux_config_path sm_group_num disaggregation_decode_retraction_backup "
         "disaggregation_decode_allocation_policy disaggregation_decode_host_receive_threshold "
@@ -201,7 +205,7 @@ WITHOUT_EFFECT = (
         "lmcache_config_file flexkv_config_file unified_cache_external_linker_backend "
         "unified_cache_external_linker_config enable_linker_mla_dedup hicache_host_memory_fraction "
         "hicache_storage_prefetch_retry_max_attempts hicache_storage_prefetch_retry_poll_interval "
-        "hisparse_config offload_num_in_group offload_prefetch_step offload_mode enable_weights_cpu_backup "
+        "hisparse_config offload_num_in_group offload_prefetch_step offload_mode "
         "weight_cache_socket weight_cache_timeout remote_instance_weight_loader_seed_instance_ip "
         "remote_instance_weight_loader_seed_instance_service_port "
         "remote_instance_weight_loader_send_weights_group_ports remote_instance_weight_loader_backend "
@@ -285,7 +289,6 @@ REFUSED = (
     Refused("one step has one metadata", "enable_two_batch_overlap enable_single_batch_overlap"),
     Refused("prefill and decode share one metadata", "enable_pdmux"),
     Refused("it replaces the pools", "enable_unified_memory enable_page_major_kv_layout"),
-    Refused("the pools cannot be released and restored", "enable_memory_saver"),
     Refused(
         "it has not been tested",
         "enable_streaming_session enable_session_radix_cache use_ray enable_nvidia_megakernel enable_amd_monokernel "

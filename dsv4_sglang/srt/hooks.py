@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from dsv4_sglang.srt import collectives, compat, disaggregation, speculation
+from dsv4_sglang.srt import collectives, compat, disaggregation, integrity, sleep, speculation
 from dsv4_sglang.srt.checks import check_started
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.prefix import schedule
+from dsv4_sglang.srt.refusals import refuse_unknown_tokens
 
 SRT = "sglang.srt."
 
@@ -27,6 +28,17 @@ class Hook(NamedTuple):
     function: Callable[..., Any]
     reason: str
     cpu_only: bool = False
+
+
+INTEGRITY_CHECK = (
+    Hook(
+        SRT + "managers.scheduler.Scheduler.get_internal_state",
+        HookType.AROUND,
+        integrity.answer,
+        "the one request of SGLang that reaches all processes and answers with what they say: /server_info",
+    ),
+)
+"""The part of the table for the option `integrity_check`."""
 
 
 def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
@@ -173,13 +185,12 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "a retracted request resumes from its last checkpoint if memory allows; SGLang drops what it generated",
         ),
         Hook(
-            SRT
-            + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-            + ".flush_cache_after_weight_update",
+            compat.VALIDATE_REQUEST,
             HookType.AROUND,
-            schedule.forget_stored,
-            "a storage behind the host holds what the old weights computed; SGLang would serve it",
+            refuse_unknown_tokens,
+            "SGLang hands token ids outside the vocabulary to the embedding, and the server ends",
         ),
+        *sleep_hooks(),
         Hook(
             SRT + "layers.dp_attention.dp_gather_partial",
             HookType.REPLACE,
@@ -192,6 +203,13 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             collectives.gather_a_copy,
             "it clears what it gathers from, as token ids, in all but one process of an attention rank",
         ),
+        Hook(
+            compat.LOGITS_OF_RANKS,
+            HookType.AROUND,
+            collectives.logits_of_ranks,
+            "a draft model's prefill exchanges as many rows as the prompt has log p asked for, and has one a request",
+        ),
+        *(INTEGRITY_CHECK if launch.options.integrity_check else ()),
         *(disaggregation_hooks(launch) if compat.SERVES_DISAGGREGATION else ()),
         Hook(
             SRT + "managers.scheduler.Scheduler.get_init_info",
@@ -287,6 +305,40 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
     return tuple(hook for hook in table if hook.target and (on_cpu or not hook.cpu_only))
 
 
+def sleep_hooks() -> tuple[Hook, ...]:
+    """The part of the table for sleep and wake, and for new weights."""
+    updater = SRT + "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+    return (
+        Hook(
+            updater + "release_memory_occupation",
+            HookType.AROUND,
+            sleep.fall_asleep,
+            "the host keeps what the device gives back, and requests wait; SGLang would end a server that is not idle",
+        ),
+        Hook(
+            updater + "resume_memory_occupation",
+            HookType.AROUND,
+            sleep.wake,
+            "what was zero, or a table of numbers, when the pools were made has anything in it",
+        ),
+        Hook(
+            SRT + "managers.scheduler.Scheduler.continue_generation",
+            HookType.AROUND,
+            sleep.stay_asleep,
+            "a step of a server whose memory is given back would end it",
+        ),
+        *(
+            Hook(
+                updater + f"update_weights_from_{way}",
+                HookType.AROUND,
+                sleep.update_weights,
+                "nothing of the old weights is served; SGLang keeps what a storage has, and all if it is not told to",
+            )
+            for way in ("disk", "distributed", "tensor", "ipc")
+        ),
+    )
+
+
 def disaggregation_hooks(launch: Launch) -> tuple[Hook, ...]:
     """The part of the table for servers that prefill or decode only."""
     return (
@@ -313,6 +365,12 @@ def disaggregation_hooks(launch: Launch) -> tuple[Hook, ...]:
             HookType.AROUND,
             disaggregation.refuse_other_caches,
             "a prefill server with another cache costs the requests that it was asked for, not the decode server",
+        ),
+        Hook(
+            SRT + "disaggregation.common.conn.CommonKVReceiver.__init__",
+            HookType.AROUND,
+            disaggregation.say_why,
+            "of several processes one finds out that a request is refused, and another answers",
         ),
         Hook(
             SRT + "managers.scheduler.Scheduler.update_running_batch",

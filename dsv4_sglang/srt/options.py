@@ -22,6 +22,7 @@ class Options:
     checkpoint_interval: int = 4096
     max_checkpoints: int | None = None
     host_checkpoints: int | None = None
+    integrity_check: bool = False
 
     def __post_init__(self) -> None:
         if self.checkpoint_interval <= 0 or self.checkpoint_interval % BLOCK:
@@ -41,6 +42,8 @@ def _describe() -> str:
 
 
 def _expected(hint: Any) -> str:
+    if hint is bool:
+        return "true | false"
     choices = get_args(hint)
     if choices and all(isinstance(c, str) for c in choices):
         return " | ".join(json.dumps(c) for c in choices)
@@ -58,7 +61,9 @@ def parse(values: object) -> Options:
         if name not in hints:
             raise ValueError(f"unknown dsv4_sglang option {json.dumps(name)}; valid options: {_describe()}")
         choices = get_args(hints[name])
-        if choices and all(isinstance(c, str) for c in choices):
+        if hints[name] is bool:
+            valid = isinstance(value, bool)
+        elif choices and all(isinstance(c, str) for c in choices):
             valid = value in choices if isinstance(value, str) else False
         else:
             number = isinstance(value, int) and not isinstance(value, bool)

@@ -8,13 +8,16 @@ request ever owns them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from sglang.srt.configs.mamba_utils import BaseLinearStateParams, Mamba2StateDType
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import GB, HybridLinearKVPool, HybridReqToTokenPool, KVCache, MambaPool
 from sglang.srt.platforms import current_platform
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from torch import Tensor
 
 from dsv4_sglang.cache.layout import COMPRESSED, CacheLayout
@@ -26,6 +29,13 @@ from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
 BufferInfos = tuple[list[int], list[int], list[int]]
 """Of each buffer of a transfer: address, length in bytes, bytes from an item to the next."""
+
+
+def given_back_asleep(enable_memory_saver: bool) -> AbstractContextManager[None]:
+    """What is allocated within is given back while a server with --enable-memory-saver sleeps, and comes again at the
+    same addresses with anything in it (`srt/sleep.py`)."""
+    adapter = TorchMemorySaverAdapter.create(enable=enable_memory_saver)
+    return adapter.region(GPU_MEMORY_TYPE_KV_CACHE)
 
 
 def buffer_infos(tables: Iterable[Tensor]) -> BufferInfos:
@@ -81,7 +91,14 @@ class StateSlotPool(MambaPool):
     """
 
     def __init__(
-        self, *, size: int, cache_params: StateParams, mamba_layer_ids: list[int], device: str, **ignored: Any
+        self,
+        *,
+        size: int,
+        cache_params: StateParams,
+        mamba_layer_ids: list[int],
+        device: str,
+        enable_memory_saver: bool = False,
+        **ignored: Any,
     ) -> None:
         self.size, self.device = size, device
         self.mamba_layer_ids = list(mamba_layer_ids)
@@ -90,13 +107,18 @@ class StateSlotPool(MambaPool):
 
         self.staging = cache_params.staging
         slots = size + 1 + self.staging
-        self.storage = StateStorage(cache_params.cache_layout, slots, cache_params.checkpoints, positions=False)
+        with given_back_asleep(enable_memory_saver):
+            self.storage = StateStorage(cache_params.cache_layout, slots, cache_params.checkpoints, positions=False)
         self.mamba_cache = self.State(
             conv=self.storage.tensors,
             temporal=torch.zeros((self.num_mamba_layers, slots, 0), device=device),
         )
         self.bytes = self.storage.memory_bytes()
         self.mem_usage = self.bytes / GB
+
+    def reset(self) -> None:
+        """As it was made, whatever the memory holds."""
+        self.storage.reset()
 
     def clear_slots(self, indices: Tensor) -> None:
         """Nothing: with no tokens in the request every old row of a slot is invisible (SPEC 3.8, 6.2)."""
@@ -163,15 +185,31 @@ class CompressedKVPool(KVCache):
     Slot index s of a token: its CSA entry is row s // 4 of the layer's table, its HCA entry row s // 128.
     """
 
-    def __init__(self, *, size: int, page_size: int, dtype: torch.dtype, layout: CacheLayout, device: str) -> None:
+    def __init__(
+        self,
+        *,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        layout: CacheLayout,
+        device: str,
+        enable_memory_saver: bool = False,
+    ) -> None:
         if page_size != BLOCK:
             raise ValueError(f"page size is {page_size}; the blocks of this cache have {BLOCK} tokens")
         self.compressed_layers = sorted(layer for kind in COMPRESSED for layer in layout.layers(kind))
-        super().__init__(size, page_size, dtype, len(self.compressed_layers), device, False)
+        super().__init__(size, page_size, dtype, len(self.compressed_layers), device, enable_memory_saver)
         self.layout = layout
         self.blocks = size // BLOCK + 1
-        self.pools = make_paged_pools(layout, dict.fromkeys(COMPRESSED, self.blocks))
+        with given_back_asleep(enable_memory_saver):
+            self.pools = make_paged_pools(layout, dict.fromkeys(COMPRESSED, self.blocks))
         self.bytes = sum(pool.memory_bytes() for pool in self.pools if pool is not None)
+
+    def reset(self) -> None:
+        """As it was made, whatever the memory holds."""
+        for pool in self.pools:
+            if pool is not None:
+                pool.reset()
 
     def entries(self, layer: int) -> Tensor | None:
         """Row table of a layer's entries, None without a compressor."""

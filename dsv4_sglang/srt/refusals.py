@@ -1,4 +1,4 @@
-"""Flags that this cache cannot serve: one clear line each, before anything is loaded.
+"""Flags that this cache cannot serve: one clear line each, before anything is loaded; and tokens that a model has not.
 
 `flags` lists those that may only have their default; here are those of which some values are served.
 """
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
 from dsv4_sglang.srt import compat, flags
+from dsv4_sglang.srt.options import Options
 
 
 class Limit(NamedTuple):
@@ -117,8 +118,8 @@ LIMITS = (
     ),
     Limit(
         "disaggregation_transfer_backend",
-        _one_of("mooncake", "mooncake_tcp"),
-        "blocks and state slots have travelled by Mooncake only; give mooncake, or mooncake_tcp without RDMA",
+        _one_of("mooncake", "mooncake_tcp", "nixl"),
+        "blocks and state slots have travelled by Mooncake and NIXL only; give mooncake, mooncake_tcp or nixl",
     ),
     Limit(
         "num_reserved_decode_tokens",
@@ -241,11 +242,10 @@ def _refused_with_host_tier(args: Any) -> Iterable[tuple[str, str]]:
             yield name, "it stands behind the host tier; give --enable-hierarchical-cache"
         return
     if not compat.SERVES_HOST_TIER:
-        reason = "the tree and the controller of copies are others since SGLang 0.5.18; use SGLang 0.5.17"
+        reason = "the tree and the controller of copies are others in SGLang 0.5.18 to 0.5.22; use 0.5.17 or 0.5.23"
         yield "--enable-hierarchical-cache", reason
-    if args.speculative_algorithm == "DSPARK" or (args.speculative_algorithm and args.device != "cpu"):
-        reason = f"with --speculative-algorithm {args.speculative_algorithm} it has not been tested"
-        yield "--enable-hierarchical-cache", reason
+    if args.speculative_algorithm == "DSPARK":
+        yield "--enable-hierarchical-cache", "with --speculative-algorithm DSPARK it has not been tested"
 
 
 def _refused_with_disaggregation(args: Any) -> Iterable[tuple[str, str]]:
@@ -256,9 +256,8 @@ def _refused_with_disaggregation(args: Any) -> Iterable[tuple[str, str]]:
     if not compat.SERVES_DISAGGREGATION:
         reason = "request pools and what a retraction copies are others since SGLang 0.5.18; use SGLang 0.5.17"
         yield f"--disaggregation-mode {mode}", reason
-    if args.device != "cpu":
-        reason = "blocks and slots have travelled between servers without a GPU only; start servers that do both"
-        yield f"--disaggregation-mode {mode}", reason
+    if args.device == "cpu" and args.disaggregation_transfer_backend == "nixl":
+        yield "--disaggregation-transfer-backend nixl", "SGLang has it take memory of GPUs only; give mooncake_tcp"
     if args.enable_dp_attention:
         reason = "with --enable-dp-attention it has not been tested; give --tp-size alone"
         yield f"--disaggregation-mode {mode}", reason
@@ -267,6 +266,18 @@ def _refused_with_disaggregation(args: Any) -> Iterable[tuple[str, str]]:
         yield f"--disaggregation-mode {mode}", reason
     if args.enable_hierarchical_cache and mode == "decode":
         yield "--enable-hierarchical-cache", "a decode server has no prefix cache; give it to the prefill server"
+
+
+def _refused_with_memory_saver(args: Any) -> Iterable[tuple[str, str]]:
+    """Where memory is not given back, or has not been seen to come again."""
+    if not args.enable_memory_saver:
+        return
+    if args.device == "cpu":
+        reason = "it gives back memory of a GPU; leave it out: a server without it sleeps and wakes, too"
+        yield "--enable-memory-saver", reason
+    if args.disaggregation_mode != "null":
+        reason = f"with --disaggregation-mode {args.disaggregation_mode} it has not been tested"
+        yield "--enable-memory-saver", reason
 
 
 def _has_no_head(algorithm: str, hf_config: Any) -> str | None:
@@ -307,6 +318,13 @@ def _raise(found: Iterable[tuple[str, str]]) -> None:
         raise ValueError("dsv4_sglang refuses to start.\n" + "\n".join(lines))
 
 
+def refuse_options(options: Options) -> None:
+    """Raise if an option is refused."""
+    if options.integrity_check and not compat.SERVES_INTEGRITY_CHECK:
+        reason = "what requests and copies hold is kept in other ways since SGLang 0.5.18; use SGLang 0.5.17"
+        _raise([("the option integrity_check", reason)])
+
+
 def refuse_given(args: Any, hf_config: Any) -> None:
     """Raise with every refused flag of `args`, SGLang's ServerArgs while the model's part of them is resolved."""
     found = (
@@ -316,6 +334,7 @@ def refuse_given(args: Any, hf_config: Any) -> None:
         _refused_with_dspark(args),
         _refused_with_host_tier(args),
         _refused_with_disaggregation(args),
+        _refused_with_memory_saver(args),
         _refused_for_model(args, hf_config),
     )
     _raise(chain.from_iterable(found))
@@ -324,3 +343,12 @@ def refuse_given(args: Any, hf_config: Any) -> None:
 def refuse_resolved(args: Any) -> None:
     """Raise with every refused flag of `args` after SGLang has resolved them all."""
     _raise(_refused(args, resolved=True))
+
+
+def refuse_unknown_tokens(original: Callable[..., None], manager: Any, obj: Any, input_ids: list[int] | None) -> None:
+    """AROUND `compat.VALIDATE_REQUEST`, which says no to a request by an error: ids that the vocabulary has not."""
+    original(manager, obj, input_ids)
+    size = manager.model_config.vocab_size
+    unknown = (i for i in input_ids or () if not isinstance(i, int) or not 0 <= i < size)
+    for token in unknown:
+        raise ValueError(f"input_ids has {token!r}; expected token ids of the model, 0 to {size - 1}")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from kernel_cases import DEVICE, FORMATS, KINDS, Layer, Step, ops
+from test_append_v41_cuda import Case
 
 from dsv4_sglang.attention import cuda_index
 from dsv4_sglang.formats import KeyFormat
@@ -30,6 +31,10 @@ def main() -> None:
             drafting = Layer(kind, *formats, slots=8, blocks=16, sizes=state_rows(4))
             for requests, decode in ((VERIFY, True), (PREFILL, False)):
                 Step.make(drafting, requests, decode).run(op, drafting.on(DEVICE))
+    for ratio in (0, 1, 2):
+        for requests, decode, draft_tokens in ((DECODE, True, 0), (VERIFY, True, 4), (PREFILL, False, 0)):
+            case = Case(ratio, requests, decode, draft_tokens)
+            case.run(op, *case.on(DEVICE))
     ring = torch.zeros(4, 128 * 584, dtype=torch.uint8, device=DEVICE)
     op.append_swa(
         torch.randn(200, 512, device=DEVICE).bfloat16(),

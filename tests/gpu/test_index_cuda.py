@@ -213,7 +213,7 @@ def test_scores(lens, key_format):
 def test_select(width, top, copies):
     """Few tokens and many are taken by different kernels, and long lists otherwise than short ones."""
     g = torch.Generator().manual_seed(width)
-    scores = torch.randn(8, width, generator=g)
+    scores = torch.randn(9, width, generator=g)
     scores[1] = torch.randint(-3, 3, (width,), generator=g)
     scores[2] = 0.0
     scores[3] = torch.where(torch.rand(width, generator=g) < 0.5, 0.0, -0.0)
@@ -222,13 +222,15 @@ def test_select(width, top, copies):
     # More scores than a bin's share that are close but not equal, and more of one score than are compared in pairs.
     scores[6] = 1 + 2e-7 * torch.randint(0, 1000, (width,), generator=g)
     scores[6, : width // 8] = 1e20
-    visible = torch.tensor([width, width, width, width, width, width - 1, width // 2, top])
-    table = torch.arange(-(-width // 32)).int().expand(8, -1).contiguous()
-    rows = torch.full((8 * copies, top), -7, dtype=torch.int32, device="cuda")
-    owners, positions = torch.arange(8).int().repeat(copies), (visible * 4 + 2).repeat(copies)
+    scores[8] *= 2e38  # infinite ones, and a range that overflows
+    visible = torch.tensor([width, width, width, width, width, width - 1, width // 2, top, width])
+    cases = len(visible)
+    table = torch.arange(-(-width // 32)).int().expand(cases, -1).contiguous()
+    rows = torch.full((cases * copies, top), -7, dtype=torch.int32, device="cuda")
+    owners, positions = torch.arange(cases).int().repeat(copies), (visible * 4 + 2).repeat(copies)
     cuda_index.select(scores.repeat(copies, 1).cuda(), table.cuda(), owners.cuda(), positions.cuda(), rows)
     rows = rows.cpu()
-    assert torch.equal(rows, rows[:8].repeat(copies, 1)), "equal tokens have different rows"
+    assert torch.equal(rows, rows[:cases].repeat(copies, 1)), "equal tokens have different rows"
     for t, n in enumerate(visible.tolist()):
         expected = torch.sort(scores[t, :n], descending=True, stable=True).indices[:top].sort().values
         wrong = (rows[t, : len(expected)] != expected).nonzero().flatten().tolist()

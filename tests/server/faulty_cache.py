@@ -2,13 +2,14 @@
 
 `entry_point` makes a folder for PYTHONPATH through which servers find it. It does nothing while the file named by
 FAULT_FILE is empty or missing; a test writes one of FAULTS (of the prefix cache), RANK_FAULTS (of DP attention),
-HOST_FAULTS (of the host tier) or TRANSFER_FAULTS (between servers) there, and the steps from then on are broken that
-way.
+HOST_FAULTS (of the host tier), TRANSFER_FAULTS (between servers) or LOCK_FAULT (of the registry of checkpoints) there,
+and the steps from then on are broken that way.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ TRANSFER_FAULTS = (
     "the last block stays behind",
     "the slot stays behind",
 )
+LOCK_FAULT = "a checkpoint stays locked"
+HELD, HOLDING = "the end of a prompt is held", "one is held"
+"""Between servers: the second stands in the file while a prefill server waits, with all but the last chunk sent, until
+the file is gone."""
 KEPT_MAIN, KEPT_INDEX = slice(0, 512), slice(512, 640)
 PACKAGE, SGLANG = "dsv4_sglang.", "sglang.srt."
 LOADS = "DSV4_SGLANG_TEST_LOADS"
@@ -59,6 +64,7 @@ def register() -> None:
         (PACKAGE + "srt.backend.HybridCacheBackend.forward", _forward),
         (PACKAGE + "cache.state_cache.StateStorage.store", _store),
         (PACKAGE + "srt.prefix.slots.CheckpointSlots.load_to_active", _load),
+        (PACKAGE + "srt.prefix.policy.CheckpointRegistry.unlock", _unlock),
         (PACKAGE + "srt.collectives.gather_a_copy", _gather),
         (PACKAGE + "attention.metadata.build_prefill", _build_prefill),
         (PACKAGE + "cache.host_pool.HostBlockPool.load", _load_blocks),
@@ -114,6 +120,11 @@ def _load(original: Callable[..., None], slots: Any, pool: Any, checkpoints: Any
         _shared.append((checkpoints.to(torch.int32), live.to(torch.int32)))
 
 
+def _unlock(original: Callable[..., None], registry: Any, slot: int) -> None:
+    if _fault() != LOCK_FAULT:
+        original(registry, slot)
+
+
 def _gather(original: Callable[..., None], gather: Callable[..., None], everyones: Any, own: Any, batch: Any) -> None:
     original(gather, everyones, own, batch)
     if everyones.is_floating_point() and _fault() == RANK_FAULTS[0]:
@@ -158,6 +169,11 @@ def _load_checkpoint(original: Callable[..., None], pool: Any, checkpoint: int, 
 def _send(original: Callable[..., Any], sender: Any, blocks: Any, states: Any = None) -> Any:
     """SGLang's dummy goes in the place of what stays behind."""
     last = states is not None
+    if last and _fault() == HELD:
+        file = Path(os.environ[FAULT_FILE])
+        file.write_text(HOLDING)
+        while file.exists():
+            time.sleep(0.01)
     if last and len(blocks) and _fault() == TRANSFER_FAULTS[0]:
         blocks[-1] = 0
     if last and _fault() == TRANSFER_FAULTS[1]:

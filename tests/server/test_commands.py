@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from progress import POLL_SECONDS, Progress, run, wait
 from server_harness import one_core_each
+from typer.testing import CliRunner
 
+from dsv4_sglang.cli import app
 from dsv4_sglang.cli.conversation import QUESTION
 from dsv4_sglang.cli.demo import free_port
 
@@ -101,6 +103,15 @@ def test_pools(process: tuple) -> None:
     assert max(used for used, _ in tokens) >= 300
     assert max(used for used, _ in slots) >= 1
     assert tokens[-1][0] == slots[-1][0] == 0  # everything is given back or kept
+
+
+def test_check_says_how_to_turn_it_on(process: tuple) -> None:
+    _, url, _ = process
+    off = CliRunner().invoke(app, ["check", url, "--api-key", KEY])
+    assert off.exit_code == 1 and "the integrity check of this server is off" in off.output
+    assert '{"dsv4_sglang": {"integrity_check": true}}' in off.output
+    refused = CliRunner().invoke(app, ["check", url])
+    assert refused.exit_code == 1 and "the server answered 401" in refused.output
 
 
 def test_sigterm_stops_it(process: tuple) -> None:

@@ -1,29 +1,26 @@
-"""A prefill and a decode server, one process group each, Mooncake over TCP between them, against transformers in fp32.
+"""A prefill and a decode server, Mooncake over TCP or NIXL between them, against transformers in fp32.
 
-Mooncake is no dependency: without its wheel, or the libraries that it is linked with, these tests are skipped.
+Neither is a dependency: without its wheel, or the libraries that it is linked with, tests are skipped.
 """
 
 from __future__ import annotations
 
-import http.client
-import subprocess
-import sys
+import os
 import time
 import urllib.error
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_cache import TRANSFER_FAULTS
+from apart_harness import Apart, a_pair, by, needs, patience
+from faulty_cache import HELD, HOLDING, TRANSFER_FAULTS, entry_point
 from progress import Progress
 from server_harness import Server, assert_oracle_chooses, distances, one_core_each, prompt, running
 
 from dsv4_sglang.cli.demo import free_port
-from dsv4_sglang.srt import compat
 from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server
@@ -31,7 +28,7 @@ pytestmark = pytest.mark.server
 MODEL = {"ratios": (0, 4, 128), "index_topk": 64}
 OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
 FLAGS = ("--dtype", "float32", "--context-length", "768", "--max-running-requests", "4")
-FLAGS += ("--chunked-prefill-size", "256", "--disaggregation-transfer-backend", "mooncake_tcp")
+FLAGS += ("--chunked-prefill-size", "256")
 # Of the decode server: nine blocks, and one kept free for what a request may still generate.
 FULL = ("--max-total-tokens", "1152", "--num-reserved-decode-tokens", "128")
 EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
@@ -42,63 +39,10 @@ GENERATED = 12
 TOLERANCE = 1e-4
 
 
-def missing() -> str | None:
-    """Why there is no Mooncake here."""
-    found = subprocess.run([sys.executable, "-c", "import mooncake.engine"], capture_output=True, text=True)
-    return found.stderr.strip().splitlines()[-1] if found.returncode else None
-
-
-class Apart(Server):
-    """A decode server with the prefill server that its requests go to as well. Requests, answers and waits are as those
-    of one server."""
-
-    def __init__(self, prefill: Server, decode: Server, bootstrap: int) -> None:
-        super().__init__(decode.process, decode.port, decode.log)
-        self.prefill, self.decode, self.bootstrap = prefill, decode, bootstrap
-        self.rooms, self.sender = count(1), ThreadPoolExecutor(8)
-
-    def room(self) -> dict[str, Any]:
-        """Where the two servers meet for one request."""
-        return {
-            "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": self.bootstrap,
-            "bootstrap_room": next(self.rooms),
-        }
-
-    def request(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        if path == "/generate":
-            body = {**body, **self.room()}
-            self.sender.submit(self.prefill.post, path, {**body, "stream": False})
-        return super().request(method, path, body)
-
-    def wait_idle(self) -> None:
-        self.prefill.wait_idle()
-        super().wait_idle()
-
-
 @pytest.fixture(scope="module", autouse=True)
-def mooncake() -> Iterator[None]:
-    if not compat.SERVES_DISAGGREGATION:
-        pytest.skip("refused on this release of SGLang")
-    if reason := missing():
-        pytest.skip(f"Mooncake cannot be imported: {reason}")
-    with pytest.MonkeyPatch.context() as patch:
-        # A loaded machine takes as long as it takes.
-        patch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "7200")
-        patch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "7200")
+def waiting() -> Iterator[None]:
+    with patience():
         yield
-
-
-@contextmanager
-def a_pair(model: Path, folder: Path, prefill: Sequence[str], decode: Sequence[str]) -> Iterator[Apart]:
-    bootstrap = free_port()
-    flags = (*FLAGS, "--disaggregation-bootstrap-port", str(bootstrap))
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(running(model, folder / mode, *flags, "--disaggregation-mode", mode, *more, **OPTIONS))
-            for mode, more in (("prefill", prefill), ("decode", decode))
-        ]
-        yield Apart(*servers, bootstrap)
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +50,21 @@ def oracle(tiny: Callable[..., Path]) -> Oracle:
     return Oracle(tiny(**MODEL))
 
 
+@pytest.fixture(scope="module", params=["mooncake_tcp", "nixl"])
+def backend(request: pytest.FixtureRequest, fault: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of the transfers between all servers that a test starts."""
+    needs(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "nixl":
+            plugin = entry_point(tmp_path_factory.mktemp("nixl"), "nixl_on_a_cpu")
+            patch.setenv("PYTHONPATH", os.pathsep.join([*plugin, os.environ["PYTHONPATH"]]))
+        yield request.param
+
+
 @pytest.fixture(scope="module")
-def servers(fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    with a_pair(tiny(**MODEL), tmp_path_factory.mktemp("apart"), ("--max-total-tokens", "4096"), FULL) as servers:
+def servers(backend: str, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    folder, flags = tmp_path_factory.mktemp("apart"), (*FLAGS, *by(backend))
+    with a_pair(tiny(**MODEL), folder, flags, ("--max-total-tokens", "4096"), FULL, **OPTIONS) as servers:
         yield servers
 
 
@@ -197,12 +153,17 @@ def test_abort_before_the_other_side_comes(servers: Apart, oracle: Oracle, side:
 
 
 def test_another_cache_is_refused(
-    servers: Apart, oracle: Oracle, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    servers: Apart,
+    backend: str,
+    oracle: Oracle,
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Keys of another format, and heads divided among other processes: the request fails and says why, and both servers
-    serve on."""
+    """Keys of another format, and heads divided among other processes: the request fails on both servers, the decode
+    server says why, and both serve on."""
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
-    flags = (*FLAGS, *FULL, "--disaggregation-mode", "decode", "--tp-size", "2")
+    flags = (*FLAGS, *by(backend), *FULL, "--disaggregation-mode", "decode", "--tp-size", "2")
     options = {**OPTIONS, "indexer_format": "mxfp4"}
     with running(tiny(**MODEL), tmp_path / "log", *flags, **options) as other:
         strangers = Apart(servers.prefill, other, servers.bootstrap)
@@ -214,17 +175,145 @@ def test_another_cache_is_refused(
             assert refused.value.code == 500 and "has another cache than this decode server" in message
             assert "fp32 keys" in message and "mxfp4 keys" in message
             assert "attention TP 1" in message and "attention TP 2" in message
-        servers.prefill.post("/abort_request", {"rid": "", "abort_all": True})
         other.wait_idle()
-    servers.wait_idle()
+        # They end there, too, long before their timeout of two hours.
+        servers.wait_idle()
     ids = prompt(131, seed=9)
     assert distances(oracle, ids, servers.generate(ids, 4)).max() <= TOLERANCE
 
 
+REQUESTS = int(os.environ.get("DSV4_SGLANG_TEST_REQUESTS", "60"))
+
+
+def test_many_requests(servers: Apart, oracle: Oracle) -> None:
+    """As many as DSV4_SGLANG_TEST_REQUESTS, short ones, twelve at a time, every tenth aborted on both sides while it is
+    somewhere: then all blocks and slots are free, or SGLang ends, and answers are right."""
+
+    def one(i: int) -> None:
+        ids, count = prompt(1 + i % 20, seed=1000 + i), 1 + i % 3
+        if i % 10:
+            assert len(servers.generate(ids, count).tokens) == count
+            return
+        sampling = {"max_new_tokens": 400, "ignore_eos": True}
+        body = {"input_ids": ids, "rid": f"aborted {i}", "sampling_params": sampling, **servers.room()}
+        both = servers.decode, servers.prefill
+        with ThreadPoolExecutor(2) as pool:
+            answers = [pool.submit(server.post, "/generate", body) for server in both]
+            progress = Progress(servers.process)
+            while not all(answer.done() for answer in answers):  # it may not have come to one of them
+                for server in both:
+                    server.post("/abort_request", {"rid": body["rid"]})
+                progress.check()
+                time.sleep(0.05)
+        assert answers[0].exception() or answers[0].result()["meta_info"]["completion_tokens"] < 400
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(one, range(REQUESTS)))
+    servers.wait_idle()
+    (load,) = servers.get("/v1/loads")["loads"]
+    assert load["num_used_tokens"] == 0, load
+    ids = prompt(140, seed=40)
+    assert distances(oracle, ids, servers.generate(ids, 4)).max() <= TOLERANCE
+
+
+@pytest.fixture
+def held(fault: Path) -> Iterator[Callable[[Server], None]]:
+    """The next prompt is held at its end; call to wait until the prefill server holds it."""
+    fault.write_text(HELD)
+
+    def wait(prefill: Server) -> None:
+        progress = Progress(prefill.process)
+        while fault.read_text() != HOLDING:
+            progress.check()
+            time.sleep(0.05)
+
+    yield wait
+    fault.unlink(missing_ok=True)
+
+
+def test_the_prefill_server_is_killed(
+    servers: Apart,
+    backend: str,
+    oracle: Oracle,
+    held: Callable[[Server], None],
+    fault: Path,
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """In the middle of a transfer: the decode server answers with an error, frees what it had, and serves with the
+    prefill server that comes in its place."""
+    bootstrap = free_port()
+    flags = (*FLAGS, *by(backend), "--disaggregation-mode", "prefill", "--max-total-tokens", "4096")
+    flags += ("--disaggregation-bootstrap-port", str(bootstrap))
+    ids = prompt(500, seed=41)
+    for number in range(2):
+        with running(tiny(**MODEL), tmp_path / f"log {number}", *flags, **OPTIONS) as prefill:
+            pair = Apart(prefill, servers.decode, bootstrap)
+            pair.rooms = servers.rooms
+            if number == 0:
+                with ThreadPoolExecutor(1) as pool:
+                    answer = pool.submit(pair.generate, ids, 8)
+                    held(prefill)
+                    prefill.kill()
+                    fault.unlink()
+                    with pytest.raises(urllib.error.HTTPError) as refused:
+                        answer.result()
+                assert refused.value.code == 500 and "Lost connection with prefill" in refused.value.read().decode()
+                servers.decode.wait_idle()
+            else:
+                assert distances(oracle, ids, pair.generate(ids, GENERATED)).max() <= TOLERANCE
+                pair.wait_idle()
+    assert distances(oracle, ids, servers.generate(ids, GENERATED)).max() <= TOLERANCE
+
+
+def test_the_decode_server_is_killed(
+    servers: Apart,
+    backend: str,
+    oracle: Oracle,
+    held: Callable[[Server], None],
+    fault: Path,
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """In the middle of a transfer: the prefill server answers with an error, and goes on with other decode servers."""
+    flags = (*FLAGS, *FULL, *by(backend), "--disaggregation-mode", "decode")
+    ids = prompt(500, seed=42)
+    with running(tiny(**MODEL), tmp_path / "log", *flags, **OPTIONS) as decode, ThreadPoolExecutor(2) as pool:
+        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 8}, **servers.room()}
+        answers = [pool.submit(server.post, "/generate", body) for server in (decode, servers.prefill)]
+        held(servers.prefill)
+        decode.kill()
+        fault.unlink()
+        with pytest.raises(urllib.error.HTTPError) as failed:
+            answers[1].result()
+        assert failed.value.code == 500
+        assert answers[0].exception() is not None
+    servers.wait_idle()
+    assert distances(oracle, ids, servers.generate(ids, GENERATED)).max() <= TOLERANCE
+
+
+def test_two_processes_each(
+    tiny: Callable[..., Path], oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Process i of one server sends to process i of the other."""
+    needs("mooncake_tcp")
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
+    flags = (*FLAGS, *by("mooncake_tcp"), "--tp-size", "2", "--max-total-tokens", "4096")
+    with a_pair(tiny(**MODEL), tmp_path, flags, **OPTIONS) as pair:
+        prompts = [prompt(length, seed=43) for length in (5, 128, 450)]
+        for found in (pair.generate_all(prompts, GENERATED), [pair.generate(ids, GENERATED) for ids in prompts]):
+            for ids, got in zip(prompts, found):
+                assert len(got.tokens) == GENERATED
+                assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+        assert found[-1].cached == 384
+        pair.wait_idle()
+
+
 @pytest.fixture(scope="module")
 def speculating(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    folder = tmp_path_factory.mktemp("speculating")
-    with a_pair(tiny(**MODEL, nextn=True), folder, (*EAGLE, *HOST), (*EAGLE, *FULL)) as servers:
+    needs("mooncake_tcp")
+    model, flags = tiny(**MODEL, nextn=True), (*FLAGS, *by("mooncake_tcp"), *EAGLE)
+    with a_pair(model, tmp_path_factory.mktemp("speculating"), flags, HOST, FULL, **OPTIONS) as servers:
         yield servers
 
 

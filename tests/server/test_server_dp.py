@@ -16,13 +16,16 @@ from server_harness import (
     assert_right_though_retracted,
     assert_same,
     distances,
+    live,
     make_way,
     on_rank,
     one_core_each,
     prompt,
     running,
+    with_integrity_check,
 )
 
+from dsv4_sglang.srt import compat
 from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server
@@ -34,7 +37,12 @@ RANKS = (0, 1)
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--enable-metrics")
 FLAGS += ("--dp-size", "2", "--enable-dp-attention", "--max-running-requests", "12", "--chunked-prefill-size", "512")
 FLAGS += ("--schedule-conservativeness", "0.1")
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_checkpoints": 12}
+OPTIONS = {
+    "entry_format": "fp32",
+    "indexer_format": "fp32",
+    "max_checkpoints": 12,
+    "integrity_check": compat.SERVES_INTEGRITY_CHECK,
+}
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +120,11 @@ def test_abort_on_one_rank(server: Server, oracle: Oracle) -> None:
     assert distances(oracle, ids, other()).max() <= TOLERANCE
     server.wait_idle()
     assert_oracle_chooses(oracle, ids, server.generate(ids, 8, **on_rank(0)), TOLERANCE)
+
+
+@with_integrity_check
+def test_lifecycles(server: Server) -> None:
+    live(server, ranks=2)
 
 
 def test_a_rank_has_its_share_of_slots(server: Server) -> None:

@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import server_harness
 import torch
-from server_harness import CHUNK, Generated, Server, assert_as_cold, on_rank, prompt, running
+from server_harness import Generated, Server, assert_as_cold, on_rank, prompt, running
 
 from dsv4_sglang.testing.oracle import Oracle
 
@@ -103,13 +104,7 @@ def only(*names: str) -> pytest.MarkDecorator:
 
 
 def assert_near(oracle: Callable[[str], Oracle], name: str, asked: list[tuple[list[int], Generated]]) -> None:
-    """As likely as the oracle finds them, on average, and nowhere far behind what it finds likeliest: a draft that was
-    wrongly accepted is as unlikely for both."""
-    scores = [oracle(name).score(ids, got.tokens, chunk=CHUNK) for ids, got in asked]
-    apart = torch.cat([(torch.tensor(got.logprobs) - s.logprobs.cpu()).abs() for s, (_, got) in zip(scores, asked)])
-    assert apart.mean() <= ALLOWED[name], f"mean |d log p| {apart.mean():.4f} over {len(apart)} tokens"
-    behind = torch.cat([s.margin.cpu() for s in scores])
-    assert behind.max() <= 10 * ALLOWED[name], f"{behind.max():.3f} behind the likeliest, at {int(behind.argmax())}"
+    server_harness.assert_near(oracle(name), asked, ALLOWED[name])
 
 
 def test_one_at_a_time(server: Server, oracle: Callable[[str], Oracle], name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,45 @@ def test_a_load_after_broken_ones_is_right(server: Server) -> None:
     server.flush()
     to_host_only(server, ids)
     assert_same(scored_from_host(server, ids, reference.tokens), reference, TOLERANCE)
+
+
+def test_asleep_the_host_keeps_what_there_is(server: Server) -> None:
+    """All that was answered comes back from the host, in a server whose requests wait meanwhile."""
+    prompts = [prompt(400, seed=150 + i) for i in range(2)]
+    references = [server.generate(ids) for ids in prompts]
+    before = server.metrics()
+    server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
+    server.post("/continue_generation", {})
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(server.generate, prompts[0])
+        server.get("/server_info")
+        server.post("/release_memory_occupation", {})  # the rest
+        server.post("/resume_memory_occupation", {"tags": ["weights", "cuda_graph"]})
+        assert not waits.done()
+        server.post("/resume_memory_occupation", {})
+        answers = [waits.result(), server.generate(prompts[1])]
+    for got, reference in zip(answers, references):
+        assert got.cached == 384
+        assert_same(got, reference, TOLERANCE)
+    server.generate(prompt(5), 1)  # counters are published when requests come and go
+    assert server.metrics()["host_hit_tokens_host"] - before["host_hit_tokens_host"] == 2 * 384
+    server.wait_idle()
+
+
+def test_new_weights_leave_nothing_on_the_host(server: Server, tiny: Callable[..., Path]) -> None:
+    """Right behind an answer, whose copies to the host are under way, and though no flush is asked for."""
+    only_with(server, POLICIES[0])
+    ids = prompt(400, seed=160)
+    models = [tiny(seed=seed, ratios=(0, 4, 128), index_topk=1536) for seed in (9, 0)]
+    reference = server.generate(ids)
+    for model, flush in zip(models, (False, True)):
+        assert server.post("/update_weights_from_disk", {"model_path": str(model), "flush_cache": flush})["success"]
+        got = server.generate(ids)
+        assert got.cached == 0 and server.generate(ids).cached == 384
+        apart = got.tokens != reference.tokens or max(abs(a - b) for a, b in zip(got.logprobs, reference.logprobs)) > 1
+        assert apart == (model is models[0])
+    assert_same(got, reference, TOLERANCE)
+    server.wait_idle()
 
 
 def test_the_table_names_the_host(server: Server) -> None:

@@ -23,11 +23,16 @@ FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-lengt
 FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-total-tokens", str(DEVICE_TOKENS))
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "8", "--schedule-conservativeness", "0.3")
 EAGER = ("--disable-cuda-graph", "--disable-overlap-schedule", "--chunked-prefill-size", "256")
+DRAFTS = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1")
+DRAFTS += ("--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
 SERVERS: dict[str, tuple[str, ...]] = {
     "write_through": ("--max-running-requests", "16"),
     "write_back": ("--max-running-requests", "16"),
     "write_through_selective, no graphs, no overlap": ("--max-running-requests", "16", *EAGER),
+    "write_through, 3 drafts": ("--max-running-requests", "16", *DRAFTS),
+    "write_through, two GPUs": ("--max-running-requests", "16", "--tp-size", "2"),
 }
+GPUS = {name: 2 for name in SERVERS if "two" in name}
 OPTIONS = {"checkpoint_interval": 512, "max_checkpoints": 64}
 
 
@@ -35,10 +40,12 @@ OPTIONS = {"checkpoint_interval": 512, "max_checkpoints": 64}
 def server(
     request: pytest.FixtureRequest, fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
+    if GPUS.get(request.param, 1) > torch.cuda.device_count():
+        pytest.skip(f"needs {GPUS[request.param]} GPUs")
     policy = ("--hicache-write-policy", request.param.split(",")[0])
     flags = (*FLAGS, *policy, *SERVERS[request.param], *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
     log = tmp_path_factory.mktemp("host") / "log"
-    with running(tiny(seed=1), log, *flags, cpu=False, **OPTIONS) as server:
+    with running(tiny(seed=1, nextn="drafts" in request.param), log, *flags, cpu=False, **OPTIONS) as server:
         yield server
 
 

@@ -123,6 +123,45 @@ def test_a_pause_that_retracts(server: Server) -> None:
     server.wait_idle()
 
 
+def test_asleep_and_awake(server: Server) -> None:
+    """Memory that a request has is taken from it, and is empty when it comes again; the request goes on."""
+    ids = prompt(300, seed=8)
+    reference = server.cold(ids, 40)
+    answer = server.begin(ids, 40, 10)
+    server.post("/release_memory_occupation", {})
+    server.post("/release_memory_occupation", {})
+    server.post("/resume_memory_occupation", {})
+    server.post("/resume_memory_occupation", {})
+    assert_same(answer(), reference, TOLERANCE)
+    assert server.generate(ids, 1).cached == 256
+    server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
+    server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+    got = server.generate(ids, 40)
+    assert got.cached == 0
+    assert_same(got, reference, TOLERANCE)
+    server.wait_idle()
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_new_weights_in_a_pause(server: Server, tiny: Callable[..., Path], mode: str) -> None:
+    """The paused request computes again with the new weights what it had, and others find nothing old."""
+    ids = prompt(300, seed=10)
+    other, model = (str(tiny(seed=seed, ratios=(0, 4, 128), index_topk=1536)) for seed in (9, 0))
+    server.generate(ids, 1)
+    answer = server.begin(ids, 40, 5)
+    server.post("/pause_generation", {"mode": mode})
+    assert server.post("/update_weights_from_disk", {"model_path": other, "flush_cache": False})["success"]
+    server.post("/continue_generation", {})
+    got = answer()
+    server.wait_idle()
+    assert_same(server.generate(ids), server.cold(ids), TOLERANCE)
+    after = server.score(ids, got.tokens, extra_key=mode).logprobs
+    apart = [abs(a - b) for a, b in zip(got.logprobs, after)]
+    assert max(apart[-8:]) < TOLERANCE and max(apart[:5]) > 10 * TOLERANCE, apart
+    assert server.post("/update_weights_from_disk", {"model_path": model})["success"]
+    assert server.generate(ids, 1).cached == 0
+
+
 def test_after_a_flush(server: Server) -> None:
     """Nothing is found any more, and what the slots still hold of others disturbs nobody."""
     ids = prompt(300, seed=9)

@@ -9,8 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import Server, assert_oracle_chooses, prompt, running
+from server_harness import (
+    HOST_TIER,
+    Server,
+    assert_oracle_chooses,
+    live,
+    needs_host_tier,
+    prompt,
+    running,
+    with_integrity_check,
+)
 
+from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.decisions import GREEDY_ON_CPU
 from dsv4_sglang.testing.oracle import Oracle
 
@@ -20,7 +30,7 @@ MODEL = {"ratios": (0, 4, 128), "index_topk": 64, "nextn": True}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--max-running-requests", "4")
 FLAGS += ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
 FLAGS += ("--speculative-num-draft-tokens", "4", "--chunked-prefill-size", "128", "--enable-metrics")
-FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "4")
+FLAGS += HOST_TIER
 LENGTHS, GENERATED = (1, 127, 300), 40
 TOLERANCE = 1e-4
 
@@ -33,7 +43,8 @@ def oracle(tiny: Callable[..., Path]) -> Oracle:
 @pytest.fixture(scope="module")
 def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("speculation") / "log"
-    with running(tiny(**MODEL), log, *FLAGS, entry_format="fp32", indexer_format="fp32") as server:
+    options = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": compat.SERVES_INTEGRITY_CHECK}
+    with running(tiny(**MODEL), log, *FLAGS, **options) as server:
         yield server
 
 
@@ -66,6 +77,7 @@ def ask(server: Server, ids: list[int]) -> dict[str, Any]:
     return server.post("/generate", {"input_ids": ids, "sampling_params": sampling})
 
 
+@needs_host_tier
 def test_drafts_behind_a_load_from_the_host(server: Server) -> None:
     """Eight conversations of three blocks in a device of sixteen: the second visit has the answers of the first, in as
     many turns, since a checkpoint has the draft model's window, too."""
@@ -92,6 +104,12 @@ def test_abort(server: Server, oracle: Oracle) -> None:
     ids = prompt(128, seed=5)
     got = server.generate(ids, 8)
     assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+
+
+@with_integrity_check
+def test_lifecycles(server: Server) -> None:
+    """Of EAGLE with a host tier."""
+    live(server)
 
 
 def test_the_server_says_that_a_cpu_answers_greedily(server: Server) -> None:

@@ -3,21 +3,29 @@ take the same decisions about it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faulty_cache import LOADS
+from faulty_cache import LOADS, LOCK_FAULT
 from server_harness import (
+    HOST_TIER,
     Server,
     assert_oracle_chooses,
     assert_right_though_retracted,
     assert_same,
+    needs_host_tier,
     one_core_each,
     prompt,
     running,
+    with_integrity_check,
 )
+from typer.testing import CliRunner, Result
 
+from benchmarks.lifecycle import Driver, Shape, Wrong
+from dsv4_sglang.cli import app
+from dsv4_sglang.srt import compat
 from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server
@@ -43,8 +51,13 @@ def server(
     of four times as many. Each process notes in a file of `loads` what it loads from it."""
     flags = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--tp-size", "2")
     flags += ("--max-running-requests", "6", "--schedule-conservativeness", "0.1", "--enable-metrics")
-    flags += ("--enable-hierarchical-cache", "--hicache-ratio", "4")
-    options = {"entry_format": "fp32", "indexer_format": "fp32", "max_checkpoints": 12}
+    flags += HOST_TIER
+    options = {
+        "entry_format": "fp32",
+        "indexer_format": "fp32",
+        "max_checkpoints": 12,
+        "integrity_check": compat.SERVES_INTEGRITY_CHECK,
+    }
     log = tmp_path_factory.mktemp("tp") / "log"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
@@ -83,6 +96,7 @@ def test_more_than_fits(server: Server, oracle: Oracle) -> None:
     assert server.metrics()["prefix_checkpoints_evicted"] > evicted
 
 
+@needs_host_tier
 def test_both_processes_load_the_same(server: Server, loads: Path) -> None:
     """Four conversations of two blocks and more in turn, then two at a time, in a device of eight blocks: what comes
     from the host comes from the same rows to the same blocks in both processes, or in none."""
@@ -114,3 +128,45 @@ def test_the_first_process_counts(server: Server) -> None:
     server.generate(ids, 1)
     assert server.metrics()["prefix_hit_tokens"] - before == 128
     assert not any(f"TP1] {of}" in server.log_text() for of in ("prefix cache", "host tier"))
+
+
+def check(server: Server, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["check", server.url, *arguments])
+
+
+@with_integrity_check
+def test_the_command_checks_all_processes(server: Server) -> None:
+    """While a request is in its steps, and with warm answers when none is."""
+    rest = server.begin(prompt(300, seed=50), 600, 2, rid="to-abort")
+    server.post("/pause_generation", {"mode": "in_place"})
+    busy = check(server)
+    server.post("/continue_generation", {})
+    assert busy.exit_code == 0, busy.output
+    server.post("/abort_request", {"rid": "to-abort"})
+    assert len(rest().tokens) < 600
+    server.wait_idle()
+    idle = check(server, "--prompts", "2")
+    assert idle.exit_code == 0, idle.output
+    assert "the cache is sound, and 2 warm answers are those of an empty cache" in idle.output
+    assert "prompt 2: 256 of 300 tokens cached" in idle.output
+    for rank in ("DP0 TP0", "DP0 TP1"):
+        assert f"{rank}: idle, 0 wrong" in idle.output and f"{rank}: 1 requests run, 0 wrong" in busy.output
+
+
+@with_integrity_check
+def test_the_command_names_what_is_wrong(server: Server, fault: Path) -> None:
+    """A fault that SGLang's own check does not see, in both processes."""
+    ids = prompt(300, seed=51)
+    server.generate(ids)
+    fault.write_text(LOCK_FAULT)
+    server.generate(ids)
+    fault.unlink()
+    server.wait_idle()
+    broken = check(server)
+    assert broken.exit_code == 1
+    for rank in ("TP0", "TP1"):
+        assert re.search(rank + r"  checkpoint \d+: its locks: the registry has \d, the tree 0", broken.output)
+    with pytest.raises(Wrong, match="its locks: the registry has"):
+        Driver(server.url, seed=0, shape=Shape()).check()
+    server.flush()
+    assert check(server).exit_code == 0

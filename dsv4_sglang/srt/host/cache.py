@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.components import CacheTransferPhase, ComponentType
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
@@ -29,6 +32,9 @@ class TieredCache(PrefixCache):
     a pass in one copy.
     """
 
+    _stays = False
+    """What the host has survives a flush."""
+
     def __init__(self, params: Any, forward_stream: Any) -> None:
         """`forward_stream`: on which steps run."""
         self.forward_stream = forward_stream
@@ -50,8 +56,17 @@ class TieredCache(PrefixCache):
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int, **arguments: Any) -> None:
         before = req.last_node
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle, **arguments)
-        if not is_insert:
-            return
+        if is_insert:
+            self._finished(req, before)
+
+    def checkpoint(self, req: Req, *, up_to: int, **arguments: Any) -> None:
+        """`cache_finished_req` of newer releases, and that of requests that go on."""
+        before = req.last_node
+        super().checkpoint(req, up_to=up_to, **arguments)
+        if req.finished():
+            self._finished(req, before)
+
+    def _finished(self, req: Req, before: int) -> None:
         if req.last_node == self.root_node.id:  # nothing was inserted
             req.last_node = before
         if self.component.policy == SELECTIVE:
@@ -71,10 +86,40 @@ class TieredCache(PrefixCache):
                 self.save_now(slots.nodes[before])
         self.save_now(node)
 
-    def forget_stored(self) -> None:
-        """The model has new weights: what the storage holds is of the old ones."""
+    def forget_stored(self, name: str) -> None:
+        """What the storage holds is of the old weights."""
         if self.enable_storage:
             self.clear_storage_backend()
+            self.cache_controller.storage_backend.use_name(name)
+
+    def settle(self, waiting: Iterable[Req]) -> None:
+        for req in waiting:
+            self.release_aborted_request(req.rid)
+        while self.ongoing_write_through or self.ongoing_load_back or self.ongoing_backup:
+            self.check_hicache_events()
+            time.sleep(0.001)  # a thread of SGLang writes to the storage
+
+    @contextmanager
+    def leaving_device(self) -> Iterator[None]:
+        """All that the device has and the host has room for is saved first, and the host keeps what it has: a flush
+        within does nothing."""
+        while self.component.slots.registry.to_copy():
+            self._save_wanted()
+            self.settle(())
+        blocks = self.token_to_kv_pool_allocator
+        self.evict(EvictParams(num_tokens=blocks.size))
+        self.settle(())
+        if blocks.available_size() < blocks.size:
+            raise RuntimeError(f"{blocks.size - blocks.available_size()} tokens of the device are held by requests")
+        self._stays = True
+        try:
+            yield
+        finally:
+            self._stays = False
+
+    def reset(self) -> None:
+        if not self._stays:
+            super().reset()
 
     # To the host
 

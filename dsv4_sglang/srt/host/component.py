@@ -52,9 +52,10 @@ class TieredComponent(CheckpointComponent):
 
     def begin(self, req: Req) -> None:
         super().begin(req)
-        from_host = min(req.host_hit_length, len(req.prefix_indices))
+        resumed = compat.prefix_len(req)
+        from_host = min(req.host_hit_length, resumed)
         from_storage = min(from_host, req.storage_hit_length)
-        self.host_counters.resumed(len(req.prefix_indices), from_host, from_storage)
+        self.host_counters.resumed(resumed, from_host, from_storage)
         self.host_counters.publish()
         if self.policy != WRITE_BACK:
             self.want(self.tree_core.node_by_id(req.last_node))
@@ -97,10 +98,13 @@ class TieredComponent(CheckpointComponent):
             self._moved(node, slot, self.slots.registry.host_id(int(row)))
 
     def evict_component(
-        self, node: UnifiedTreeNode, device_frees: Any, host_frees: Any, target: EvictLayer = EvictLayer.DEVICE
+        self, node: UnifiedTreeNode, device_frees: Any, host_frees: Any, *arguments: Any, **named: Any
     ) -> tuple[int, int]:
         registry, slot = self.slots.registry, self._slot(node)
-        if EvictLayer.HOST in target and node.component_data[self.component_type].host_value is not None:
+        if (
+            EvictLayer.HOST in compat.evicted_layers(*arguments, **named)
+            and node.component_data[self.component_type].host_value is not None
+        ):
             self.host_counters.checkpoints_evicted += 1
             if slot is None:
                 place = self.slots.id_of(node)
@@ -108,9 +112,11 @@ class TieredComponent(CheckpointComponent):
                 del self.slots.nodes[place]
             else:
                 registry.copied[slot] = registry.wanted[slot] = False
-        return super().evict_component(node, device_frees, host_frees, target)
+        return super().evict_component(node, device_frees, host_frees, *arguments, **named)
 
-    def drive_host_eviction(self, num_tokens: int, tracker: Any, device_frees: Any, host_frees: Any) -> None:
+    def drive_host_eviction(
+        self, num_tokens: int, tracker: Any, device_frees: Any, host_frees: Any, **collected: Any
+    ) -> None:
         """Free rows of checkpoints, those worth least first. At the end of a path its last blocks go, too, which would
         be worth nothing."""
         for place in self.slots.registry.on_host():
@@ -119,7 +125,7 @@ class TieredComponent(CheckpointComponent):
             # Giving up one may have taken others along.
             node = self.slots.nodes.get(place)
             if node is not None and node.component_data[self.component_type].host_value is not None:
-                compat.evict_checkpoint_from_host(self, node, tracker, device_frees, host_frees)
+                compat.evict_checkpoint_from_host(self, node, tracker, device_frees, host_frees, **collected)
 
     def _give_up(self, node: UnifiedTreeNode) -> None:
         if self.policy == WRITE_BACK:
@@ -149,7 +155,7 @@ class TieredComponent(CheckpointComponent):
             return
         slot = self._slot(self.tree_core.node_by_id(prep.node))
         assert slot is not None, "a load ends at a checkpoint"
-        req.mamba_cow_src_index = self.slots.device_index(slot)
+        compat.held(req).mamba_cow_src_index = self.slots.device_index(slot)
 
     def build_hicache_transfers(
         self, node: UnifiedTreeNode, phase: CacheTransferPhase, **arguments: Any
@@ -209,6 +215,7 @@ class TieredComponent(CheckpointComponent):
         assert row is not None, "a load comes from a row"
         self.tree_core.set_component_device_value(node.id, self.component_type, self.slots.node_value(slot))
         self._moved(node, self.slots.registry.host_id(int(row)), slot)
+        self._lock_as_node(node, slot)
 
     def _arrived(self, node: UnifiedTreeNode, row: int) -> None:
         """The host has a checkpoint that it had not."""
@@ -221,6 +228,10 @@ class TieredComponent(CheckpointComponent):
             length, at = length + len(at.key), at.parent
         self.slots.nodes[place] = node
         registry.add(place, length, self._above(node), self._below(node))
+
+    def free_host_values(self, host_values: list[Tensor]) -> None:
+        for rows in host_values:
+            self.cache.mamba_pool_host.free(rows)
 
     def apply_component_action(self, action: Any) -> None:
         if not isinstance(action, FreeComponentHostSlot):

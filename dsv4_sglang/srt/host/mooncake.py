@@ -21,6 +21,14 @@ FORCE = True
 class MooncakeStorage(SealedRows, MooncakeStore):
     """An object a row, in the memory of all that take part."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._first_prefix: str = self.config_prefix
+
+    def use_name(self, name: str) -> None:
+        """Pages from now on are those of the model under another name."""
+        self.config_prefix: str = f"{self._first_prefix}-{name}"
+
     def discard(self, name: Any, pool: Any, keys: Sequence[str], found: list[bool], usable: list[bool]) -> None:
         for key, there, good in zip(compat.mooncake_keys(self, name, keys), found, usable):
             if there and not good:

@@ -7,21 +7,28 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
 
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.sealed import SealedRows
-from dsv4_sglang.srt.host.storage import remove_page
+from dsv4_sglang.srt.host.storage import own_folder, remove_page
+
+DEFAULT_FOLDER = "/tmp/hicache_storage"
 
 
 class NixlStorage(SealedRows, HiCacheNixl):
     """A file a row.
 
-    Raises ValueError for a plugin that has no files.
+    Raises ValueError for a plugin that has no files, RuntimeError for folders as `own_folder`.
     """
 
-    def __init__(self, storage_config: Any, *arguments: Any) -> None:
-        super().__init__(storage_config, *arguments)
+    def __init__(self, storage_config: Any, file_path: str = DEFAULT_FOLDER) -> None:
+        variable = envs.SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR
+        for named in (variable.get() or "").split(","):
+            own_folder(named.strip(), file_path, variable.name)
+        super().__init__(storage_config, file_path)
+        self._first_suffix: str = self.config_suffix
         if self.file_manager is None:
             raise ValueError(
                 f"--hicache-storage-backend nixl with the plugin {self.backend_selector.backend_name}: pages have been "
@@ -35,6 +42,10 @@ class NixlStorage(SealedRows, HiCacheNixl):
                 remove_page(path, "its checksum is another")
             elif path.is_file() and path.stat().st_size != pool.row_bytes:
                 remove_page(path, f"it has {path.stat().st_size} bytes, not {pool.row_bytes}")
+
+    def use_name(self, name: str) -> None:
+        """Pages from now on are those of the model under another name."""
+        self.config_suffix: str = f"{self._first_suffix}-{name}"
 
     def clear(self) -> bool:
         """Remove the pages of this model; those of others in the same folders stay."""

@@ -74,6 +74,11 @@ class HostRows(HostKVCache):
         """Rows in use."""
         return self.page_num - self._rows.available
 
+    @synchronized
+    def free_rows(self) -> list[int]:
+        """The rows that `alloc` would give."""
+        return self._rows.free().tolist()
+
     # Indices
 
     @synchronized
@@ -144,7 +149,14 @@ class HostRows(HostKVCache):
         self.saved_rows += len(host_indices) // self.page_size
 
     def load_to_device_per_layer(
-        self, device_pool: Any, host_indices: Tensor, device_indices: Tensor, layer_id: int, io_backend: str
+        self,
+        device_pool: Any,
+        host_indices: Tensor,
+        device_indices: Tensor,
+        layer_id: int,
+        io_backend: str,
+        *,
+        is_draft: bool = False,
     ) -> None:
         count = len(host_indices) // self.page_size
         if count == 0 or not self.begins(layer_id, count):

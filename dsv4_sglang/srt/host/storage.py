@@ -11,10 +11,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from torch import Tensor
 
 from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.ops.trust import refuse_writable_by_all, require_own
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.pools import intact, seal
 
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 PAGE_VERSION = 2
 """Of what a page holds, beyond what `page_name` hashes."""
 SAMPLE_BYTES = 1 << 16
+DEFAULT_FOLDER = "/tmp/hicache"
 
 
 def page_name(
@@ -61,13 +64,45 @@ def _weights(folder: Path) -> bytes:
     return digest.digest()
 
 
+def own_folder(named: str | None, default: str, variable: str) -> int:
+    """Make the folder of the files for this user alone, if it is not there; the mode of files in it, which those may
+    read who may read the folder. `named`: as `variable` of the environment says.
+
+    RuntimeError if others can put files there, which this server would read: where nobody names a folder, a link or one
+    that others own as well, since its name in /tmp is known to all.
+    """
+    folder, other = Path(named or default), f"Or set {variable} to a folder that is yours alone"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if named:
+        refuse_writable_by_all(folder)
+    elif folder.is_symlink():
+        raise RuntimeError(f"{folder} is a link; expected a folder. {other}")
+    else:
+        require_own(folder, other)
+    return folder.stat().st_mode & 0o666
+
+
 class FileStorage(HiCacheFile):
     """SGLang's files, each a row with its checksum. A file that is torn or was changed is a miss and a warning, and
     goes, so that it is written anew."""
 
+    def __init__(self, storage_config: Any, file_path: str = DEFAULT_FOLDER) -> None:
+        variable = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR
+        self._mode = own_folder(variable.get(), file_path, variable.name)
+        super().__init__(storage_config, file_path)
+        self._first_suffix: str = self.config_suffix
+
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Store a page; False without room. numpy does not say when the last bytes of a file could not be written."""
         seal(value)
-        return super().set(key, value, target_location, target_sizes)
+        if not super().set(key, value, target_location, target_sizes):
+            return False
+        with suppress(FileNotFoundError):  # removed meanwhile, to make room
+            if (size := self._path(key).stat().st_size) != value.numel():
+                self._remove(key, f"it has {size} bytes of {value.numel()}; is the file system full?")
+                return False
+            self._path(key).chmod(self._mode)
+        return True
 
     def get(self, key: str, target_location: Tensor, target_sizes: Any = None) -> Tensor | None:
         try:
@@ -81,11 +116,18 @@ class FileStorage(HiCacheFile):
         return found
 
     def _remove(self, key: str, why: str) -> None:
-        name = key + self.config_suffix
-        path = Path(self.file_path) / f"{name}.bin"
+        path = self._path(key)
         remove_page(path, why)
         if self.metadata_cache is not None:
-            self.metadata_cache.remove(name)
+            self.metadata_cache.remove(path.stem)
+
+    def _path(self, key: str) -> Path:
+        return Path(self.file_path) / f"{key}{self.config_suffix}.bin"
+
+    def use_name(self, name: str) -> None:
+        """Pages from now on are those of the model under another name."""
+        self.config_suffix: str = f"{self._first_suffix}-{name}"
+        compat.rename_files(self, self.config_suffix)
 
     def clear(self) -> bool:
         """Remove the pages of this model; those of others in the same folder stay."""

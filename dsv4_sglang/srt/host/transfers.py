@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackBuildResult, StackStrategy, build_pool_entry
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy, build_pool_entry
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.pools import CHECKSUM_BYTES, HostBlocks, HostCheckpoints
 from dsv4_sglang.srt.host.sizing import HostDemand, host_demand, host_table
 from dsv4_sglang.srt.host.storage import page_name
-from dsv4_sglang.srt.pools import CacheKVPool
+from dsv4_sglang.srt.pools import CacheKVPool, given_back_asleep
 
 log = logging.getLogger(__name__)
 
@@ -51,19 +51,22 @@ class TransferController(HybridCacheController):
     def start_writing(self) -> None:
         if self._together or not self.write_queue:
             return
-        self.write_stream.wait_stream(self.forward_stream)
+        to_host, _ = compat.copy_streams(self)
+        to_host.wait_stream(self.forward_stream)
         super().start_writing()
 
     def start_loading(self) -> int:
         if self.load_queue:
-            self.load_stream.wait_stream(self.forward_stream)
+            _, from_host = compat.copy_streams(self)
+            from_host.wait_stream(self.forward_stream)
         return super().start_loading()
 
     def load_what_is_left(self) -> None:
         """Load for requests that were not admitted after all: nobody's step waits for it, so all of them do."""
         if self.load_queue:
             self.start_loading()
-            self.forward_stream.wait_stream(self.load_stream)
+            _, from_host = compat.copy_streams(self)
+            self.forward_stream.wait_stream(from_host)
 
     def _generate_storage_config(
         self, model_name: str | None = None, storage_backend_extra_config: dict[str, Any] | None = None
@@ -100,7 +103,7 @@ class HostStack(StackStrategy):
         prefetch_threshold: int = 256,
         model_name: str | None = None,
         enable_storage_metrics: bool = False,
-    ) -> StackBuildResult:
+    ) -> Any:
         device_blocks, storage = kvcache.full_kv_pool, kvcache.mamba_pool.storage
         spare = 0 if storage_backend is None else CHECKSUM_BYTES
         demand = host_demand(
@@ -112,7 +115,8 @@ class HostStack(StackStrategy):
             size_gb=server_args.hicache_size,
             host_checkpoints=self.host_checkpoints,
         )
-        blocks, checkpoints = _host_pools(kvcache, demand, spare)
+        with given_back_asleep(server_args.enable_memory_saver):
+            blocks, checkpoints = _host_pools(kvcache, demand, spare)
         component = cache.components[ComponentType.MAMBA]
         component.slots.add_host_tier(demand.checkpoints)
         layers = len(device_blocks.layout.schemas)
@@ -122,7 +126,7 @@ class HostStack(StackStrategy):
                 host_pool=blocks,
                 device_pool=device_blocks,
                 layer_mapping={layer: i for i, layer in enumerate(device_blocks.compressed_layers)},
-                transfer_layer_num=layers,
+                **compat.transfer_layers(layers),
                 is_anchor=True,
             ),
             build_pool_entry(
@@ -130,7 +134,7 @@ class HostStack(StackStrategy):
                 host_pool=checkpoints,
                 device_pool=kvcache.mamba_pool,
                 layer_mapping={0: 0},
-                transfer_layer_num=layers,
+                **compat.transfer_layers(layers),
                 host_evict_fn=lambda count: cache.evict_host(count, ComponentType.MAMBA),
                 device_alloc_fn=component.slots_for_load,
                 device_free_fn=component.slots.free,
@@ -162,7 +166,7 @@ class HostStack(StackStrategy):
             prefetch_threshold=prefetch_threshold,
             model_name=model_name,
             storage_backend_extra_config=storage_backend_extra_config,
-            transfer_layer_num=layers,
+            **compat.transfer_layers(layers),
             enable_storage_metrics=enable_storage_metrics,
         )
         controller.forward_stream = cache.forward_stream
@@ -172,12 +176,12 @@ class HostStack(StackStrategy):
                 "give --hicache-ratio 2 or more"
             )
         log.info(host_table(demand, blocks.kv_buffer, checkpoints.kv_buffer, server_args.hicache_write_policy))
-        return StackBuildResult(
+        return compat.stack_of_pools(
+            layers,
             host_pool_group=controller.mem_pool_host,
             cache_controller=controller,
             component_host_pools={ComponentType.FULL: blocks, ComponentType.MAMBA: checkpoints},
             register_req_to_token_counter=True,
-            transfer_layer_num=layers,
             pools_desc="blocks and checkpoints",
         )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +42,20 @@ class PrefixCache(UnifiedRadixCache):
     def retracted(self, req: Req) -> None:
         """The request was retracted for want of memory, and what it had is in the tree."""
 
-    def forget_stored(self) -> None:
-        """The model has new weights, and the tree is empty."""
+    def reset(self) -> None:
+        super().reset()
+        self.req_to_token_pool.mamba_ckpt_pool.forget()
+
+    def settle(self, waiting: Iterable[Req]) -> None:
+        """Wait for copies under way, and give up those that requests of the queue wait for."""
+
+    def leaving_device(self) -> AbstractContextManager[None]:
+        """Within, the memory of the device is given back: SGLang flushes the cache."""
+        return nullcontext()
+
+    def forget_stored(self, name: str) -> None:
+        """The model has new weights, and the tree is empty. `name`: of these weights in a storage, the same in all
+        processes; a server that is started later must not find what they have computed."""
 
 
 def build_prefix_cache(ctx: Any, interval: int) -> Any:

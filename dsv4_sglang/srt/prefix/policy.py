@@ -165,6 +165,10 @@ class CheckpointRegistry:
         self.locks[slot] -= 1
         assert self.locks[slot] >= 0, f"checkpoint slot {slot} unlocked once too often"
 
+    def following(self, slot: int) -> frozenset[int]:
+        """The next checkpoints down the paths from this one; from 0: the first of all paths."""
+        return frozenset(self._following[slot])
+
     def __len__(self) -> int:
         return int(self.held.sum())
 

@@ -113,14 +113,6 @@ def retract_for_memory(original: Callable[..., Any], batch: Any, idx: int, *argu
     return original(batch, idx, *arguments, **named)
 
 
-def forget_stored(original: Callable[..., Any], updater: Any, recv_req: Any, *arguments: Any) -> Any:
-    """AROUND `SchedulerWeightUpdaterManager.flush_cache_after_weight_update`, which empties device and host."""
-    result = original(updater, recv_req, *arguments)
-    if recv_req.flush_cache and isinstance(updater.scheduler.tree_cache, PrefixCache):
-        updater.scheduler.tree_cache.forget_stored()
-    return result
-
-
 def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any, *arguments: Any, **named: Any) -> None:
     """AROUND the `release_kv_cache` that retraction calls, to insert nothing: insert what reaches to the last
     checkpoint, unlocked, so that it is evicted like anything else that nobody runs; with a host tier it is saved.

@@ -44,10 +44,14 @@ class CheckpointSlots:
     def add_host_tier(self, rows: int) -> None:
         """Checkpoints may be in so many rows of host memory as well."""
         self.host_rows = rows
-        self.clear()
+        self.forget()
 
     def available_size(self) -> int:
         return self._free.available_size()
+
+    def free_slots(self) -> np.ndarray:
+        """[n] int64, the slots that `take` would give."""
+        return self._free.free_ids()
 
     def take(self) -> int:
         """A free slot, 0 if there is none."""
@@ -64,7 +68,11 @@ class CheckpointSlots:
         self.give_back(slots.tolist())
 
     def clear(self) -> None:
+        """All slots are free; what the registry has is the tree's to say."""
         self._free.clear()
+
+    def forget(self) -> None:
+        """The tree is empty."""
         self.registry = CheckpointRegistry(self.num_slots, self.host_rows)
         self.nodes.clear()
 

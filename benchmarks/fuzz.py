@@ -1,0 +1,181 @@
+"""The lifecycle fuzzer (`benchmarks/lifecycle.py`) against servers of every configuration, or one that runs.
+
+    python -m benchmarks.fuzz --requests 25000 --limit 540        # of each configuration; seconds in all
+    python -m benchmarks.fuzz --configurations eagle --seed 7     # one of them, another list of operations
+    python -m benchmarks.fuzz --url http://127.0.0.1:30000        # a server with the option integrity_check
+
+Without a GPU, or with --dry-run, small ones on the CPU. fuzz.json gets what happened how often, per configuration. A
+run that finds something ends with exit code 1, and prints what it found and the command that repeats it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import report, servers
+from benchmarks.lifecycle import Driver, Shape, Wrong, play
+from benchmarks.servers import Server
+from dsv4_sglang.srt import launch
+
+HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "3")
+EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1", "--speculative-num-steps", "3")
+EAGLE += ("--speculative-num-draft-tokens", "4")
+RANKS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Flags beside those of all; `gpus`: how many a server takes where there are any; `on_gpu`: it is not refused
+    there."""
+
+    flags: tuple[str, ...] = ()
+    ranks: int = 1
+    gpus: int = 1
+    nextn: bool = False
+    on_gpu: bool = True
+
+
+CONFIGURATIONS = {
+    "plain": Configuration(),
+    "host": Configuration(HOST),
+    "write back": Configuration((*HOST, "--hicache-write-policy", "write_back")),
+    "eagle": Configuration(EAGLE, nextn=True),
+    "eagle and host": Configuration((*EAGLE, *HOST), nextn=True, on_gpu=False),
+    "ranks": Configuration(RANKS, ranks=2, gpus=2),
+    "ranks and host": Configuration((*RANKS, *HOST), ranks=2, gpus=2),
+}
+# Pools in which requests are retracted, and of which most is evicted all the time. Of prompts that long the indexer
+# selects all entries (docs/prefix.md says why).
+ON_GPU = Shape(context=2048, burst=600, together=96)
+GPU_FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--max-total-tokens", "16384")
+GPU_FLAGS += ("--context-length", "2048", "--max-running-requests", "64", "--chunked-prefill-size", "1024")
+GPU_FLAGS += ("--schedule-conservativeness", "0.1", "--cuda-graph-max-bs-decode", "64", "--grammar-backend", "none")
+GPU_FLAGS += ("--sampling-backend", "pytorch")
+GPU_OPTIONS = {"max_checkpoints": 160}
+ON_CPU = Shape(context=1024, burst=24, together=6)
+CPU_FLAGS = ("--dtype", "float32", "--max-total-tokens", "1280", "--context-length", "1024")
+CPU_FLAGS += ("--max-running-requests", "6", "--chunked-prefill-size", "256", "--schedule-conservativeness", "0.1")
+CPU_FLAGS += ("--sleep-on-idle",)
+# Threads wait for each other in tensors so small; compiling takes longer than what it would make faster.
+CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+CPU_OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
+OPTIONS = {"integrity_check": True, "checkpoint_interval": 512}
+TOLERANCE = 2e-3
+"""Of log p with fp32 rows."""
+
+
+def command(name: str, cpu: bool) -> list[str]:
+    """This program, for one configuration."""
+    return ["python", "-m", "benchmarks.fuzz", *(["--dry-run"] if cpu else []), "--configurations", name]
+
+
+class Fuzz:
+    def __init__(self, args: Any) -> None:
+        self.args, self.cpu = args, args.dry_run or not torch.cuda.is_available()
+        self.names = [name for name in args.configurations.split(",") if name] or [
+            name
+            for name, of in CONFIGURATIONS.items()
+            if self.cpu or (of.on_gpu and of.gpus <= torch.cuda.device_count())
+        ]
+        self.end, self.left = time.monotonic() + args.limit, len(self.names)
+        self.models, self.logs = Path(tempfile.mkdtemp(prefix="fuzz_")), Path(args.out) / "logs"
+
+    def model(self, nextn: bool) -> Path:
+        from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+
+        folder = self.models / ("nextn" if nextn else "plain")
+        if not folder.exists():
+            heads, ratios = (16, (0, 4, 128)) if self.cpu else (64, (0, 4, 128, 4, 128, 4))
+            make_tiny(folder, TinySpec(ratios=ratios, heads=heads, nextn=nextn))
+        return folder
+
+    def server(self, name: str, of: Configuration) -> Server:
+        options = {**OPTIONS, **(CPU_OPTIONS if self.cpu else GPU_OPTIONS)}
+        flags = [*(CPU_FLAGS if self.cpu else GPU_FLAGS), *of.flags, "--skip-server-warmup", "--enable-metrics"]
+        overrides = [launch.OPT_IN_FLAG, json.dumps({launch.OPT_IN_KEY: options})]
+        made = launch.server_command(str(self.model(of.nextn)), [*flags, *overrides], self.cpu)
+        environment = {**made.environment, **(CPU_ENVIRONMENT if self.cpu else {})}
+        if not self.cpu:
+            environment |= {**servers.GPU_ENVIRONMENT, "SGLANG_OPT_FP8_WO_A_GEMM": "0"}
+        elif of.ranks > 1:
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
+        return Server(name, made.argv, environment, self.logs / f"fuzz-{name.replace(' ', '-')}.log")
+
+    def configuration(self, name: str) -> Iterator[dict[str, Any]]:
+        of, shape = CONFIGURATIONS[name], ON_CPU if self.cpu else ON_GPU
+        limit = (self.end - time.monotonic()) / self.left  # of what is left, an equal share
+        self.left -= 1
+        begin = time.monotonic()
+        with servers.running(self.server(name, of), timeout=900) as server:
+            shape = Shape(shape.context, shape.burst, shape.together, of.ranks)
+            driver = Driver(server.url, self.args.seed, shape, TOLERANCE if self.cpu else None)
+            found = self.play(driver, name, limit - (time.monotonic() - begin))
+            log = server.lines()
+            counted = {key: value for key, value in servers.metrics(server.url).items() if found is None}
+        yield {
+            **summary(driver, found),
+            "retractions": log.count("Retract requests"),
+            "host loads": counted.get("host_loaded_bytes", 0),
+            "checkpoints evicted": counted.get("prefix_checkpoints_evicted", 0),
+        }
+
+    def url(self) -> Iterator[dict[str, Any]]:
+        from dsv4_sglang.cli.client import Server as Asked
+
+        ranks = len({one["dp_rank"] for one in Asked.at(self.args.url).integrity()})
+        driver = Driver(self.args.url, self.args.seed, Shape(ranks=max(1, ranks), text=False))
+        yield summary(driver, self.play(driver, "url", self.args.limit))
+
+    def play(self, driver: Driver, name: str, limit: float) -> str | None:
+        """What was found, if anything, which is printed with the command that repeats it."""
+        try:
+            play(driver, self.args.requests, limit)
+        except Wrong as error:
+            again = (
+                ["python", "-m", "benchmarks.fuzz", "--url", self.args.url]
+                if self.args.url
+                else command(name, self.cpu)
+            )
+            again += ["--seed", str(self.args.seed), "--requests", str(self.args.requests)]
+            print(f"{name}: {error}\nlogs: {self.logs}\nagain: {shlex.join(again)}", flush=True)
+            return str(error)
+        return None
+
+
+def summary(driver: Driver, found: str | None) -> dict[str, Any]:
+    worst = max((distance.worst for distance in driver.distances), default=None)
+    return {"seed": driver.seed, "found": found, "worst distance": worst, **dict(sorted(driver.seen.items()))}
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = report.parser(__doc__)
+    options.add_argument("--configurations", default="", help=f"of {', '.join(CONFIGURATIONS)} (all that fit)")
+    options.add_argument("--requests", type=int, default=25_000, help="of each configuration (%(default)s)")
+    options.add_argument("--limit", type=float, default=3600, help="seconds of all, without their ends (%(default)s)")
+    options.add_argument("--seed", type=int, default=1, help="of the operations (%(default)s)")
+    options.add_argument("--url", default="", help="a server that runs, instead")
+    args = options.parse_args(argv)
+    fuzz = Fuzz(args)
+    if unknown := [name for name in fuzz.names if name not in CONFIGURATIONS]:
+        options.error(f"--configurations: {unknown[0]!r} is none; expected some of {', '.join(CONFIGURATIONS)}")
+    result = report.Report("fuzz", args, {"seed": args.seed, "requests": args.requests, "limit": args.limit})
+    for name in ["url"] if args.url else fuzz.names:
+        result.part(name, fuzz.url if args.url else partial(fuzz.configuration, name))
+    columns = ["part", "requests", "bursts", "hits", "retractions", "host loads", "compared warm", "found"]
+    result.table("what happened", columns)
+    found = any(row["found"] for row in result.rows) or bool(result.data["failures"])
+    return result.close() or int(found)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,367 @@
+"""What may happen to requests, at random but from a seed, against a real server; and what must hold behind each burst.
+
+One seed gives one list of bursts (`bursts`). What goes on from an answer has its tokens, and what two requests do to
+each other depends on when they come: a list can be repeated, a schedule cannot. `Driver.run` plays a burst, waits until
+the server is idle, asks for its integrity check, and compares warm answers of a sample with cold ones.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import threading
+import time
+import urllib.parse
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsv4_sglang.cli.check import ANSWER_TOKENS, TOKENS, Distance, distance_to_cold, too_far
+from dsv4_sglang.cli.client import Server
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+
+STUCK_SECONDS = 600.0
+"""Without an answer, or without turning idle."""
+COMPARED = 2
+"""Answers of a burst."""
+MODES = ("abort", "retract", "in_place")
+"""Of /pause_generation."""
+STOPS = [" ", "e", "a", "0", "Q"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large: tokens of a prompt and its answer at most, requests of a burst, those at a time, ranks of DP
+    attention. `text`: the server has a tokenizer, which stop strings want."""
+
+    context: int = 1024
+    burst: int = 24
+    together: int = 6
+    ranks: int = 1
+    text: bool = True
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request. Its prompt is the share `kept` of the text of request `base` (prompt and answer of one of the burst
+    before, of one of the same burst the prompt alone) and `fresh` tokens of its own. `end`: what becomes of it, after
+    `after` tokens."""
+
+    number: int
+    base: int | None
+    kept: float
+    fresh: int
+    count: int
+    n: int
+    end: str
+    after: int
+    stream: bool
+    logprob: bool
+    tenant: str | None
+    rank: int
+
+
+@dataclass(frozen=True)
+class Control:
+    """Something that the operator does once `after` requests of the burst have begun; a pause takes `seconds`."""
+
+    what: str
+    after: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Burst:
+    number: int
+    asks: list[Ask]
+    controls: list[Control]
+    flush: bool
+    """Behind it."""
+
+
+def bursts(seed: int, shape: Shape) -> Iterator[Burst]:
+    """Without end; the first ones are the same for any number of them."""
+    rng, first = random.Random(seed), 0
+    number = 0
+    while True:
+        asks = [_ask(rng, shape, first, first + i) for i in range(shape.burst)]
+        controls = sorted(_controls(rng, shape), key=lambda control: control.after)
+        yield Burst(number, asks, controls, flush=rng.random() < 0.3)
+        first, number = first + shape.burst, number + 1
+
+
+def _ask(rng: random.Random, shape: Shape, first: int, number: int) -> Ask:
+    """`first`: the number of the burst's first request."""
+    ends = ["answer"] * 10 + ["abort", "abort", "gone", "stop token", "stop token"] + ["stop string"] * shape.text
+    end = rng.choice(ends)
+    kind = rng.random()
+    base = rng.randrange(max(0, first - shape.burst), number) if number and kind < 0.7 else None
+    whole = kind < 0.4
+    near_block = rng.randrange(1, max(2, shape.context // BLOCK // 2)) * BLOCK + rng.randrange(-1, 2)
+    fresh = rng.choice([rng.randrange(1, 20), near_block, rng.randrange(1, shape.context // 2)])
+    return Ask(
+        number=number,
+        base=base,
+        kept=1.0 if whole else rng.random(),
+        fresh=min(fresh, 60) if base is not None and whole else fresh,
+        count=rng.choice([1, rng.randrange(1, 60), *(rng.randrange(1, shape.context // 4) for _ in range(2))]),
+        n=rng.choice([1, 1, 1, 2, 3]) if end in ("answer", "gone") else 1,
+        end=end,
+        after=rng.choice([0, 1, rng.randrange(1, 30)]),
+        stream=rng.random() < 0.5,
+        logprob=rng.random() < 0.2,
+        tenant=rng.choice([None] * 9 + ["a"]),
+        rank=rng.randrange(shape.ranks),
+    )
+
+
+def _controls(rng: random.Random, shape: Shape) -> Iterator[Control]:
+    for what, chance in (("pause", 0.6), ("flush", 0.3), ("abort all", 0.15), ("check", 0.8), ("check", 0.8)):
+        if rng.random() < chance:
+            named = f"pause {rng.choice(MODES)}" if what == "pause" else what
+            yield Control(named, rng.randrange(shape.burst), rng.choice([0.0, 0.05, 0.3]))
+
+
+class Wrong(Exception):
+    """Something does not hold."""
+
+
+@dataclass
+class Driver:
+    """Plays bursts of a seed. `tolerance` of log p, warm against cold, where compute is exact (`cli.check.too_far`)."""
+
+    url: str
+    seed: int
+    shape: Shape
+    tolerance: float | None = None
+    seen: Counter[str] = field(default_factory=Counter)
+    """How often what happened."""
+    distances: list[Distance] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.server = Server.at(self.url)
+        self.texts: dict[int, list[int]] = {}
+        """Prompts and answers of the burst before."""
+        self._begun, self._changed = 0, threading.Condition()
+
+    def run(self, burst: Burst) -> None:
+        """Raises `Wrong` with what does not hold, OSError if the server is gone."""
+        prompts = self.prompts(burst)
+        self._begun = 0
+        pool, operator = ThreadPoolExecutor(self.shape.together), ThreadPoolExecutor(1)
+        try:
+            controls = operator.submit(self._operate, burst)
+            answers = list(pool.map(lambda ask: self._ask(ask, prompts[ask.number]), burst.asks))
+            controls.result()
+        finally:
+            # Behind an error nobody waits for the other answers: whoever started the server stops it.
+            for threads in (pool, operator):
+                threads.shutdown(wait=False, cancel_futures=True)
+        self.texts = {ask.number: prompts[ask.number] + answer for ask, answer in zip(burst.asks, answers)}
+        self._settle()
+        self._compare(burst, prompts)
+        if burst.flush:
+            self.seen[f"flush when idle {self._post('/flush_cache')}"] += 1
+            self.check()
+        self.seen["bursts"] += 1
+
+    # Requests
+
+    def prompts(self, burst: Burst) -> dict[int, list[int]]:
+        """Tokens by number."""
+        found: dict[int, list[int]] = {}
+        for ask in burst.asks:
+            rng = random.Random(self.seed * 1_000_003 + ask.number)
+            fresh = rng.choices(TOKENS, k=ask.fresh)
+            base: list[int] = []
+            if ask.base is not None:
+                base = found[ask.base] if ask.base in found else self.texts.get(ask.base, [])
+            room = self.shape.context - ask.count - ANSWER_TOKENS - 2
+            kept = base[: min(round(ask.kept * len(base)), max(0, room - len(fresh)))]
+            found[ask.number] = [*kept, *fresh][:room]
+        return found
+
+    def _ask(self, ask: Ask, prompt: list[int]) -> list[int]:
+        """Ends as the plan has it; the answer's tokens, as far as they are known."""
+        with self._changed:
+            self._begun += 1
+            self._changed.notify_all()
+        sampling: dict[str, Any] = {"max_new_tokens": ask.count, "temperature": 0, "n": ask.n}
+        sampling["ignore_eos"] = ask.end != "stop token"
+        rng = random.Random(self.seed * 1_000_003 + ask.number)
+        if ask.end == "stop token":
+            sampling["stop_token_ids"] = rng.sample(TOKENS, 60)
+        if ask.end == "stop string":
+            sampling["stop"] = STOPS
+        cut = ask.end in ("abort", "gone")
+        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling, "stream": ask.stream or cut}
+        if ask.logprob:
+            body |= {"return_logprob": True, "logprob_start_len": rng.choice([-1, len(prompt) - 1, len(prompt) // 2])}
+        if ask.tenant:
+            body["extra_key"] = ask.tenant
+        if ask.end == "abort":
+            body["rid"] = f"{ask.number}-{uuid.uuid4().hex}"
+        if self.shape.ranks > 1:
+            body["routed_dp_rank"] = ask.rank
+        self.seen["requests"] += 1
+        with closing(self._connection()) as connection:
+            connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+            if cut and not ask.after:
+                if ask.end == "gone":
+                    self.seen["gone"] += 1
+                    return []
+                self._post("/abort_request", {"rid": body["rid"]})
+            response = connection.getresponse()
+            if response.status != 200:
+                return self._refused(response)
+            if body["stream"]:
+                return self._streamed(ask, body.get("rid"), response)
+            answers = json.loads(response.read())
+        first = answers[0] if isinstance(answers, list) else answers
+        return self._ended(first)
+
+    def _streamed(self, ask: Ask, rid: str | None, response: http.client.HTTPResponse) -> list[int]:
+        last: dict[str, Any] = {}
+        aborted = not ask.after
+        for line in response:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line.removeprefix(b"data: "))
+            if "error" in chunk:
+                return self._error(json.dumps(chunk["error"]))
+            if chunk.get("index", 0) == 0:
+                last = chunk
+            reached = chunk["meta_info"]["completion_tokens"] >= ask.after
+            if ask.end == "gone" and reached:
+                self.seen["gone"] += 1
+                return list(last.get("output_ids") or [])
+            if ask.end == "abort" and reached and not aborted:
+                aborted = True
+                self._post("/abort_request", {"rid": rid})
+        return self._ended(last)
+
+    def _ended(self, answer: dict[str, Any]) -> list[int]:
+        reason = (answer.get("meta_info") or {}).get("finish_reason") or {}
+        self.seen[f"ended by {reason.get('type')}"] += 1
+        if reason.get("type") not in ("length", "stop", "abort"):
+            raise Wrong(f"an answer ended by {reason}: {json.dumps(answer)[:500]}")
+        cached = answer["meta_info"].get("cached_tokens") or 0
+        self.seen["hits"] += cached > 0
+        self.seen["tokens hit"] += cached
+        return list(answer.get("output_ids") or [])
+
+    def _refused(self, response: http.client.HTTPResponse) -> list[int]:
+        return self._error(f"{response.status}: {response.read().decode(errors='replace')}")
+
+    def _error(self, text: str) -> list[int]:
+        """What was aborted before it began is answered with an error."""
+        if "abort" not in text.lower():
+            raise Wrong(f"a request was answered {text[:500]}")
+        self.seen["aborted before it began"] += 1
+        return []
+
+    def _connection(self) -> http.client.HTTPConnection:
+        parts = urllib.parse.urlsplit(self.url)
+        return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=STUCK_SECONDS)
+
+    def _post(self, path: str, body: Any = None) -> int:
+        """Its status."""
+        with closing(self._connection()) as connection:
+            connection.request("POST", path, json.dumps(body or {}), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            response.read()
+            return response.status
+
+    # The operator
+
+    def _operate(self, burst: Burst) -> None:
+        for control in burst.controls:
+            with self._changed:
+                self._changed.wait_for(lambda after=control.after: self._begun > after, timeout=STUCK_SECONDS)
+            if control.what.startswith("pause"):
+                self._pause(control)
+            elif control.what == "flush":
+                self.seen[f"flush {self._post('/flush_cache')}"] += 1  # 400 while requests run
+            elif control.what == "abort all":
+                self._post("/abort_request", {"abort_all": True})
+                self.seen["abort all"] += 1
+            elif control.what == "check":
+                self.check()
+
+    def _pause(self, control: Control) -> None:
+        mode = control.what.split()[1]
+        try:
+            self._post("/pause_generation", {"mode": mode})
+            time.sleep(control.seconds)
+            self.check()
+            if mode == "retract":
+                self.seen[f"flush while paused {self._post('/flush_cache')}"] += 1
+        finally:
+            self._post("/continue_generation")
+        self.seen[control.what] += 1
+
+    # What must hold
+
+    def _settle(self) -> None:
+        """Until the server is idle, and sound: clients that are gone are noticed within seconds."""
+        deadline = time.monotonic() + STUCK_SECONDS
+        while True:
+            reports = self.check()
+            if all(report["idle"] for report in reports):
+                return
+            if time.monotonic() > deadline:
+                raise Wrong(f"not idle in {STUCK_SECONDS:.0f} s: {json.dumps(reports)[:2000]}")
+            time.sleep(0.05)
+
+    def check(self) -> list[dict[str, Any]]:
+        """The reports of the integrity check, all of them sound."""
+        reports = self.server.integrity()
+        if not reports:
+            raise Wrong("the server was started without the option integrity_check")
+        wrong = [
+            f"DP{report['dp_rank']} TP{report['tp_rank']} {finding['what']}: {finding['wrong']}"
+            for report in reports
+            for finding in report["findings"]
+        ]
+        if wrong:
+            states = ", ".join("idle" if report["idle"] else f"{report['requests']} requests" for report in reports)
+            raise Wrong(f"{len(wrong)} findings ({states}):\n" + "\n".join(wrong))
+        self.seen["checked busy" if any(report["requests"] for report in reports) else "checked idle"] += 1
+        return reports
+
+    def _compare(self, burst: Burst, prompts: dict[int, list[int]]) -> None:
+        """Of prompts that came last, which are still cached if any are; what hits nothing is there the second time."""
+        rng = random.Random(self.seed * 7 + burst.number)
+        last = [ask for ask in burst.asks if len(prompts[ask.number]) > BLOCK][-2 * self.shape.together :]
+        for ask in rng.sample(last, min(COMPARED, len(last))):
+            fields: dict[str, Any] = {"routed_dp_rank": ask.rank} if self.shape.ranks > 1 else {}
+            ids = prompts[ask.number]
+            if not self._compare_one(ask, ids, fields):
+                self._compare_one(ask, ids, fields)
+
+    def _compare_one(self, ask: Ask, ids: list[int], fields: dict[str, Any]) -> bool:
+        """Whether it hit anything."""
+        distance = distance_to_cold(self.server, ids, **fields)
+        self.distances.append(distance)
+        self.seen["compared warm"] += distance.cached > 0
+        noise = sum(other.cold for other in self.distances) / len(self.distances)
+        if too_far(distance, noise, self.tolerance):
+            raise Wrong(f"the answer to request {ask.number} ({len(ids)} tokens) is not the cold one: {distance}")
+        return distance.cached > 0
+
+
+def play(driver: Driver, requests: int, limit: float) -> None:
+    """Bursts until so many requests are made or so many seconds are over. Raises `Wrong` with seed and burst."""
+    end = time.monotonic() + limit
+    for burst in bursts(driver.seed, driver.shape):
+        try:
+            driver.run(burst)
+        except (Wrong, OSError, RuntimeError, http.client.HTTPException) as error:
+            raise Wrong(f"seed {driver.seed}, burst {burst.number}: {type(error).__name__}: {error}") from error
+        if driver.seen["requests"] >= requests or time.monotonic() > end:
+            return

@@ -1,0 +1,220 @@
+"""Would checkpoints without window rows pay, with the window computed again at each hit? And how far off is a hit then?
+
+    python -m benchmarks.window_replay                   # both parts
+    python -m benchmarks.window_replay --what distance   # one
+
+"hits": the simulation of `prefix_simulation` in equal memory, for each form of checkpoint at the share of memory that
+is best for it: `stored` (3.64 MB, what this package does), `replay` (0.43 MB, and the last 128 tokens before the hit
+are computed again, which is not exact) and `exact` (no checkpoint; the 5,461 tokens before the hit are computed again,
+SPEC 6.6). `saved`: tokens that need not be computed, as a share of what an infinite cache saves.
+
+"distance": transformers' model in fp32 on a random checkpoint. A prompt is computed, its windows are thrown away and
+made again from the last R tokens, which see compressed entries and no row before them; then other tokens follow, and
+their log p are compared with those of the whole sequence in one piece.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.agent_trace import TraceConfig, Turn, load, trace
+from benchmarks.prefix_simulation import BLOCK_BYTES, CHECKPOINT_BYTES, INTERVAL, Rows, Simulation, study_text
+from benchmarks.report import RESULTS
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.model.geometry import WINDOW
+from dsv4_sglang.srt.prefix.tree import Match
+from dsv4_sglang.testing.oracle import Oracle
+from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+
+TAIL_BYTES = 430_080
+"""Of a checkpoint of V4-Flash without its window rows: 21 layers, 4 rows of k and z, 640 channels in fp32."""
+EXACT_TOKENS = (WINDOW - 1) * DSV4Config.flash().num_hidden_layers
+FORMS: dict[str, tuple[int, int]] = {
+    "stored": (CHECKPOINT_BYTES, 0),
+    "replay": (TAIL_BYTES, WINDOW),
+    "exact": (0, EXACT_TOKENS),
+}
+"""Bytes of a checkpoint, tokens computed again at a hit."""
+SHARES = (0.005, 0.01, 0.02, 0.04, 0.083, 0.12, 0.16, 0.24, 0.32)
+
+
+class ReplaySimulation(Simulation):
+    """`saved_tokens`: of every hit, what remains when `replay` tokens of it are computed again."""
+
+    def __init__(self, blocks: int, checkpoints: int, interval: int, replay: int) -> None:
+        super().__init__(blocks, checkpoints, interval)
+        self.replay, self.saved_tokens = replay, 0
+
+    def _resume(self, keys: np.ndarray) -> Match:
+        match = super()._resume(keys)
+        self.saved_tokens += max(0, match.resume * BLOCK - self.replay)
+        return match
+
+
+def simulate(turns: Iterable[Turn], gigabytes: float, form: str, share: float) -> dict[str, Any]:
+    """`share` of the memory in checkpoints; those that take none end on every block."""
+    checkpoint_bytes, replay = FORMS[form]
+    memory = gigabytes * 1e9
+    if checkpoint_bytes:
+        blocks, interval = int(memory * (1 - share) / BLOCK_BYTES), INTERVAL
+        checkpoints = int(memory * share / checkpoint_bytes)
+    else:
+        blocks = checkpoints = int(memory / BLOCK_BYTES)
+        interval, share = BLOCK, 0.0
+    simulation = ReplaySimulation(blocks, checkpoints, interval, replay)
+    simulation.run(turns)
+    return {
+        "form": form,
+        "gigabytes": gigabytes,
+        "share": share,
+        "hit": round(simulation.hit_tokens / simulation.ideal_tokens, 4),
+        "saved": round(simulation.saved_tokens / simulation.ideal_tokens, 4),
+    }
+
+
+def loads() -> dict[str, tuple[list[Turn], float]]:
+    """Turns and gigabytes: the measured loads of `prefix_trace`, and those that decided the share of checkpoints."""
+    agents = {
+        f"agents, {active} at a time": (load(active, visits, tokens=(2_000, 80_000), generate=(8, 16)), 3.22)
+        for active, visits in ((28, 10), (155, 5), (365, 5))
+    }
+    by_length = {
+        f"conversations of {low:,} to {high:,} tokens": (
+            list(trace(TraceConfig(conversations=2 * active, active=active, tokens=(low, high)))),
+            20.0,
+        )
+        for (low, high), active in (((2_000, 8_000), 800), ((2_000, 200_000), 250), ((50_000, 200_000), 80))
+    }
+    return {**agents, **by_length}
+
+
+def hits() -> Rows:
+    rows = []
+    for name, (turns, gigabytes) in loads().items():
+        for form in FORMS:
+            shares = SHARES if FORMS[form][0] else (0.0,)
+            best = max((simulate(turns, gigabytes, form, share) for share in shares), key=lambda row: row["saved"])
+            rows.append({"load": name, **best})
+            print(rows[-1], flush=True)
+    return rows
+
+
+@contextmanager
+def entries_kept(layers: Iterable[Any]) -> Iterator[None]:
+    """Tokens computed again are read only in compressors: all entries are there, and tails stay as they were left."""
+    layers = [layer for layer in layers if hasattr(layer, "compressed_kv")]
+    for layer in layers:
+        layer.store_compression_weights = lambda _name, kv, gate: (kv[:, :0], gate[:, :0], 0)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.store_compression_weights
+
+
+@torch.no_grad()
+def resumed_logits(oracle: Oracle, ids: list[int], hit: int, replay: int) -> torch.Tensor:
+    """fp32 [len(ids) - hit, vocab]: the tokens from `hit` on, after a hit of `hit` tokens (a multiple of 128) whose
+    windows are made from its last `replay` tokens (at most `hit`); 0: they are kept."""
+    from transformers import DynamicCache
+
+    model = oracle.model
+    cache = DynamicCache(config=model.config)
+    tokens = torch.tensor([ids], device=oracle.device)
+    for part in tokens[:, :hit].split(BLOCK, dim=1):
+        model(part, past_key_values=cache, use_cache=True)
+    if replay:
+        begin = hit - replay
+        cache = copy.deepcopy(cache)
+        for layer in cache.layers:
+            layer.keys = layer.values = layer.keys[:, :, :0]
+        with entries_kept(cache.layers):
+            for start in range(begin, hit, BLOCK):
+                stop = min(start + BLOCK, hit)
+                positions = torch.arange(start, stop, device=oracle.device)
+                held = torch.arange(max(begin, start - WINDOW + 1), stop, device=oracle.device)
+                apart = positions[:, None] - held
+                mask = torch.zeros(apart.shape, device=oracle.device)
+                mask.masked_fill_((apart < 0) | (apart >= WINDOW), float("-inf"))
+                model(
+                    tokens[:, start:stop],
+                    attention_mask={"all": mask[None, None]},
+                    position_ids=positions[None],
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+        for layer in cache.layers:
+            layer.cumulative_length = hit
+    return model(tokens[:, hit:], past_key_values=cache, use_cache=True).logits[0].cpu()
+
+
+def distances(spec: TinySpec, hit: int, replays: Iterable[int], follow: int = 64, seeds: int = 2) -> Rows:
+    """|d log p| of all `follow` tokens behind a hit against the whole sequence in one piece."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny(Path(folder), spec)
+        oracle = Oracle(folder)
+        generator = torch.Generator().manual_seed(0)
+        prompts = [torch.randint(3, spec.vocab, (hit + follow,), generator=generator).tolist() for _ in range(seeds)]
+        wholes = [oracle.logits(ids, chunk=BLOCK)[hit:].log_softmax(-1) for ids in prompts]
+        for replay in replays:
+            apart, first = [], []
+            for ids, whole in zip(prompts, wholes):
+                got = resumed_logits(oracle, ids, hit, replay).log_softmax(-1)
+                targets = torch.tensor([*ids[hit + 1 :], ids[0]])[:, None]
+                difference = (got.gather(1, targets) - whole.gather(1, targets)).abs()[:, 0]
+                apart.append(difference)
+                first.append((got.argmax(-1) != whole.argmax(-1)).float())
+            together = torch.cat(apart)
+            rows.append(
+                {
+                    "layers": len(spec.ratios),
+                    "hit": hit,
+                    "replay": replay,
+                    "mean": float(f"{together.mean():.2g}"),
+                    "max": float(f"{together.max():.2g}"),
+                    "other_first_choice": round(float(torch.cat(first).mean()), 4),
+                }
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def distance() -> Rows:
+    """Six layers, where 127 x 6 = 762 tokens must be exact, and V4-Flash's 43 kinds of layers at small widths."""
+    flash = DSV4Config.flash()
+    few = TinySpec(heads=8)
+    many = TinySpec(heads=8, ratios=flash.compress_ratios[: flash.num_hidden_layers], hidden=128)
+    exact = (WINDOW - 1) * len(few.ratios)
+    return [
+        *distances(few, 1024, (0, 128, 256, 512, exact - WINDOW, exact)),
+        *distances(many, 1024, (0, 128)),
+    ]
+
+
+PARTS: dict[str, Callable[[], Rows]] = {"hits": hits, "distance": distance}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", choices=PARTS, nargs="*", help="parts to run again; default: all")
+    file = RESULTS / "window_replay.json"
+    results: dict[str, Rows] = json.loads(file.read_text()) if file.is_file() else {}
+    for name in parser.parse_args().what or PARTS:
+        results[name] = PARTS[name]()
+        file.write_text("{\n" + ",\n".join(study_text(n, rows) for n, rows in results.items()) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()

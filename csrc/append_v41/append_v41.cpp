@@ -1,0 +1,148 @@
+// Host side of `append_v41` and `append_v41_keys`: checks their arguments and fills the kernels' parameters.
+#include "append_v41.h"
+
+#include "../append/check.h"
+#include "../geometry.h"
+#include "../ops.h"
+#include "../tables.h"
+
+namespace dsv4 {
+namespace {
+
+V41Table v41_table(const Checker& check, const char* name, const Tensor& t, int64_t blocks, int64_t rows_per_block,
+                   int64_t row_bytes) {
+  check.tensor(name, t, {ScalarType::Byte}, {blocks, rows_per_block, row_bytes});
+  check.dense(name, t, 1);
+  check.aligned(name, t, 16);
+  return {data<uint8_t>(t), t.stride(0), int(t.size(1))};
+}
+
+V41Batch take_batch(const AppendChecker& check, int64_t tokens, const Tensor& slots, const Tensor& prefix_lens,
+                    const Tensor& query_start, const Tensor& token_request, const Tensor& out_loc) {
+  const int64_t requests = slots.numel();
+  check.vector("slots", slots, kInt, requests);
+  check.vector("prefix_lens", prefix_lens, kInt, requests);
+  check.vector("query_start", query_start, kInt, requests + 1);
+  check.vector("token_request", token_request, kInt, tokens);
+  check.vector("out_loc", out_loc, kLong, tokens);
+  return {data<int32_t>(slots),
+          data<int32_t>(prefix_lens),
+          data<int32_t>(query_start),
+          data<int32_t>(token_request),
+          data<int64_t>(out_loc),
+          int(tokens),
+          int(requests)};
+}
+
+/// The compressor of a layer that writes entries.
+void take_compressor(const AppendChecker& check, AppendV41Params& p, int64_t ratio, int64_t slots,
+                     const std::optional<Tensor>& compressor, const std::optional<Tensor>& latent_norm,
+                     const std::optional<Tensor>& tail, const std::optional<Tensor>& entries,
+                     const std::optional<Tensor>& latents) {
+  const char* when = ratio == 1 ? "for ratio 1" : "for ratio 2";
+  const Tensor& inputs = check.given("compressor", compressor, when);
+  const Tensor& norm = check.given("latent_norm", latent_norm, when);
+  const Tensor& table = check.given("entries", entries, when);
+  const Tensor& out = check.given("latents", latents, when);
+  check.projection("compressor", inputs, {ratio == 1 ? kBFloat : kFloat}, p.batch.tokens, ratio * kEntryDim);
+  p.compressor = inputs.data_ptr(), p.compressor_stride = inputs.stride(0);
+  check.weight("latent_norm", norm, {kBFloat, kFloat}, {kEntryDim});
+  p.latent_norm = norm.data_ptr(), p.latent_norm_bf16 = is_bf16(norm);
+  p.entries = v41_table(check, "entries", table, kAny, kBlockTokens / ratio, kV41EntryBytes + kV41EntryScales);
+  check.projection("latents", out, {kBFloat}, p.batch.tokens, kEntryDim);
+  p.latents = data<uint16_t>(out), p.latents_stride = out.stride(0);
+  if (ratio == 1) return;
+  const Tensor& state = check.given("tail", tail, when);
+  check.tensor("tail", state, {kFloat}, {slots, kAny, 2 * kEntryDim});
+  check.dense("tail", state, 1);
+  check.aligned("tail", state, 16);
+  if (state.size(1) == 0) check.fail("tail is ", describe(state), "; expected at least one row a slot");
+  p.tail = data<float>(state), p.tail_stride = state.stride(0), p.tail_rows = int(state.size(1));
+}
+
+/// A decode step has as many tokens of each request, and no more than ring and tail are for (dsv4_sglang/model/v41.py).
+void check_decode(const AppendChecker& check, const AppendV41Params& p, int64_t ratio) {
+  const int tokens = p.batch.tokens, requests = p.batch.requests;
+  if (requests == 0 ? tokens > 0 : tokens % requests > 0) {
+    check.fail(tokens, " tokens for ", requests, " requests without `window`; expected as many of each");
+  }
+  const int each = requests ? tokens / requests : 0;
+  const auto at_most = [&](const char* name, int rows, int most) {
+    if (each > most) {
+      check.fail(each, " tokens of each request without `window`, but ", name, " has ", rows,
+                 " rows a slot, for at most ", most);
+    }
+  };
+  at_most("ring", p.ring.rows_per_block, draft_tokens_of_ring(p.ring.rows_per_block));
+  if (ratio == 2) at_most("tail", p.tail_rows, p.tail_rows == 1 ? 1 : 2 * p.tail_rows - 1);
+}
+
+}  // namespace
+
+void append_v41(Tensor kv, std::optional<Tensor> compressor, Tensor kv_norm, std::optional<Tensor> latent_norm,
+                Tensor rope, double eps, int64_t ratio, Tensor slots, Tensor prefix_lens, Tensor query_start,
+                Tensor token_request, Tensor out_loc, std::optional<Tensor> track_slots, Tensor ring,
+                std::optional<Tensor> tail, std::optional<Tensor> entries, std::optional<Tensor> latents,
+                std::optional<Tensor> window) {
+  if (!kv.is_cuda() || kv.dim() != 2) {
+    fail("append_v41: kv is ", describe(kv), "; expected [tokens, 512] on a CUDA device");
+  }
+  const int device = kv.get_device_index();
+  const AppendChecker check("append_v41", device);
+  const int64_t tokens = kv.size(0);
+  if (ratio < 0 || ratio > 2) check.fail("ratio is ", ratio, "; expected 0, 1 or 2");
+
+  AppendV41Params p{};
+  p.eps = float(eps);
+  p.batch = take_batch(check, tokens, slots, prefix_lens, query_start, token_request, out_loc);
+  check.projection("kv", kv, {kBFloat}, tokens, kEntryDim);
+  p.kv = kv.data_ptr(), p.kv_stride = kv.stride(0);
+  check.weight("kv_norm", kv_norm, {kBFloat, kFloat}, {kEntryDim});
+  p.kv_norm = kv_norm.data_ptr(), p.kv_norm_bf16 = is_bf16(kv_norm);
+  check.weight("rope", rope, {kFloat}, {kAny, kRopeDim});
+  p.rope = data<float>(rope);
+  if (track_slots) check.vector("track_slots", *track_slots, kInt, tokens);
+  p.track_slots = data<int32_t>(track_slots);
+  constexpr int64_t row_bytes = kV41RowBytes + kV41RowScales;
+  p.ring = v41_table(check, "ring", ring, kAny, kAny, row_bytes);
+  if (ring.size(1) < kWindow) {
+    check.fail("ring is ", describe(ring), "; expected at least ", kWindow, " rows a slot");
+  }
+  if (window) {
+    p.window = v41_table(check, "window", *window, 1, tokens + int64_t(kWindow) * p.batch.requests, row_bytes);
+  }
+  if (ratio) take_compressor(check, p, ratio, ring.size(0), compressor, latent_norm, tail, entries, latents);
+  if (!window) check_decode(check, p, ratio);
+
+  if (tokens == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  check.launched(launch_append_v41(p, int(ratio), current_stream(device)));
+}
+
+void append_v41_keys(Tensor keys, Tensor key_norm, Tensor rope, double eps, int64_t ratio, Tensor slots,
+                     Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, Tensor index_keys) {
+  if (!keys.is_cuda() || keys.dim() != 2) {
+    fail("append_v41_keys: keys is ", describe(keys), "; expected [tokens, 128] on a CUDA device");
+  }
+  const int device = keys.get_device_index();
+  const AppendChecker check("append_v41_keys", device);
+  const int64_t tokens = keys.size(0);
+  if (ratio < 1 || ratio > 2) check.fail("ratio is ", ratio, "; expected 1 or 2");
+
+  AppendV41KeysParams p{};
+  p.eps = float(eps), p.ratio = int(ratio);
+  p.batch = take_batch(check, tokens, slots, prefix_lens, query_start, token_request, out_loc);
+  check.projection("keys", keys, {kBFloat}, tokens, kIndexDim);
+  p.keys = keys.data_ptr(), p.keys_stride = keys.stride(0);
+  check.weight("key_norm", key_norm, {kBFloat, kFloat}, {kIndexDim});
+  p.key_norm = key_norm.data_ptr(), p.key_norm_bf16 = is_bf16(key_norm);
+  check.weight("rope", rope, {kFloat}, {kAny, kRopeDim});
+  p.rope = data<float>(rope);
+  p.index_keys = key_table(check, "index_keys", index_keys, kMxfp4, kBlockTokens / ratio);
+
+  if (tokens == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  check.launched(launch_append_v41_keys(p, current_stream(device)));
+}
+
+}  // namespace dsv4

@@ -1,0 +1,63 @@
+// The arguments of the append kernels of DeepSeek-V4.1, and their launches.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../rows.h"
+
+namespace dsv4 {
+
+/// Rows of V4.1 in blocks; what they are follows from the table's name.
+struct V41Table {
+  uint8_t* base;
+  int64_t block_bytes;
+  int rows_per_block;
+};
+
+struct V41Batch {
+  const int32_t *slots, *prefix_lens, *query_start, *token_request;
+  const int64_t* out_loc;
+  int tokens, requests;
+};
+
+struct AppendV41Params {
+  // Projections; strides in elements, inner stride 1, every row 16-byte aligned.
+  const void* kv;          // [tokens, 512] bf16
+  const void* compressor;  // [tokens, 512] bf16 at ratio 1, [tokens, 1024] fp32 = [k | score] at ratio 2
+  int64_t kv_stride, compressor_stride;
+  // Weights: norms bf16 or fp32.
+  const void *kv_norm, *latent_norm;
+  bool kv_norm_bf16, latent_norm_bf16;
+  const float* rope;  // [positions, 64]
+  float eps;
+  V41Batch batch;
+  const int32_t* track_slots;  // or null
+  // Written.
+  V41Table ring, window, entries;  // window.base: null in a decode step
+  float* tail;
+  int64_t tail_stride;  // floats of a slot
+  int tail_rows;
+  uint16_t* latents;  // [tokens, 512] bf16
+  int64_t latents_stride;
+};
+
+struct AppendV41KeysParams {
+  const void* keys;  // [tokens, 128] bf16
+  int64_t keys_stride;
+  const void* key_norm;
+  bool key_norm_bf16;
+  const float* rope;
+  float eps;
+  int ratio;
+  V41Batch batch;
+  KeyTable index_keys;
+};
+
+/// One launch each. `ratio`: tokens of an entry that the layer writes, 0, 1 or 2. A decode step (no window) has tokens
+/// / requests tokens of each request.
+cudaError_t launch_append_v41(const AppendV41Params& params, int ratio, cudaStream_t stream);
+cudaError_t launch_append_v41_keys(const AppendV41KeysParams& params, cudaStream_t stream);
+
+}  // namespace dsv4

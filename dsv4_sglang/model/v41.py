@@ -1,0 +1,288 @@
+"""What a DeepSeek-V4.1 checkpoint says of its cache, which layer does what, and rows of a tail (SPEC 11).
+
+Nothing here is served yet: SGLang's server gets `DSV4Config`, which refuses V4.1 by name.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4_sglang.model.config import Fields, Yarn
+from dsv4_sglang.model.geometry import WINDOW
+
+V41_RATIOS = (0, 1, 2)
+MODEL_TYPES = ("deepseek_v41", "deepseek_v41_text")
+
+# The storage is built for these; another value is another model.
+_FIXED = {
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "sliding_window": WINDOW,
+    "index_head_dim": 128,
+}
+
+
+class Csa2Role(enum.Enum):
+    """What a layer adds to the compressed cache that it attends to (SPEC 11.2)."""
+
+    WINDOW = "window"
+    """Nothing, and it attends to none: the sliding window alone."""
+    FULL = "full"
+    """Entries and index keys, and selects among them."""
+    REINDEX = "reindex"
+    """It selects among the entries of an earlier layer, by queries of its own and that layer's keys."""
+    REUSE = "reuse"
+    """Nothing: entries and selection are those of earlier layers."""
+
+
+@dataclass(frozen=True)
+class V41LayerSpec:
+    """`kv_source`: the layer whose entries it attends to; `index_source`: the layer whose selection it takes; both may
+    be the layer itself, and are None for the window alone. `ratio`: tokens of an entry, 0 for the window alone."""
+
+    layer_idx: int
+    ratio: int
+    role: Csa2Role
+    kv_source: int | None
+    index_source: int | None
+    keeps_candidates: bool = False
+    """Its scores choose the blocks of entries to which the selections behind it keep (SPEC 11.6)."""
+    within_candidates: bool = False
+    """It selects only in those blocks."""
+
+
+@dataclass(frozen=True)
+class V41Config:
+    """A DeepSeek-V4.1 model; fields as in config.json's `text_config`. Sizes count elements, lengths tokens.
+
+    `compress_ratios[i]` is the ratio of the entries that layer i attends to, 0 for none; who writes them is in
+    `kv_source_layer_ids`. The list may be longer than `num_hidden_layers` (the entries behind are DSPARK's stages).
+    """
+
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    sliding_window: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    rope_theta: float
+    compress_rope_theta: float
+    yarn: Yarn
+    max_position_embeddings: int
+    rms_norm_eps: float
+    compress_ratios: tuple[int, ...]
+    kv_source_layer_ids: tuple[int, ...]
+    index_source_layer_ids: tuple[int, ...]
+    candidate_source_layer_id: int
+    candidate_topk_blocks: int
+    candidate_block_size: int
+
+    def __post_init__(self) -> None:
+        for name, wanted in _FIXED.items():
+            if getattr(self, name) != wanted:
+                raise ValueError(f"config field {name!r} is {getattr(self, name)!r}; this cache stores only {wanted}")
+        for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "index_n_heads", "index_topk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"config field {name!r} is {getattr(self, name)!r}; expected at least 1")
+        self._check_ratios()
+        self._check_sources()
+        self._check_candidates()
+
+    @property
+    def rope_dim(self) -> int:
+        """Trailing dims of a row that RoPE rotates."""
+        return self.qk_rope_head_dim
+
+    def _check_ratios(self) -> None:
+        if len(self.compress_ratios) < self.num_hidden_layers:
+            raise ValueError(
+                f"config field 'compress_ratios' has {len(self.compress_ratios)} entries; expected at least "
+                f"num_hidden_layers = {self.num_hidden_layers}"
+            )
+        for layer, ratio in enumerate(self.compress_ratios):
+            if ratio not in V41_RATIOS:
+                raise ValueError(
+                    f"config field 'compress_ratios[{layer}]' is {ratio!r}; expected 0, 1 or 2. No published V4.1 "
+                    "has another, and how its overlap or position bias would go with shared entries is not public"
+                )
+            if layer >= self.num_hidden_layers and ratio != 0:
+                raise ValueError(
+                    f"config field 'compress_ratios[{layer}]' is {ratio}; layers from num_hidden_layers = "
+                    f"{self.num_hidden_layers} on are draft stages, whose ratio is 0"
+                )
+
+    def _check_sources(self) -> None:
+        for name in ("kv_source_layer_ids", "index_source_layer_ids"):
+            layers = getattr(self, name)
+            for layer in layers:
+                if not 0 <= layer < self.num_hidden_layers:
+                    raise ValueError(
+                        f"config field {name!r} has layer {layer}; expected 0..{self.num_hidden_layers - 1}"
+                    )
+                if self.compress_ratios[layer] == 0:
+                    raise ValueError(f"config field {name!r} has layer {layer}, whose compress ratio is 0")
+            if list(layers) != sorted(set(layers)):
+                raise ValueError(f"config field {name!r} is {list(layers)}; expected layers in ascending order")
+        for layer in self.kv_source_layer_ids:
+            if layer not in self.index_source_layer_ids:
+                raise ValueError(
+                    f"config field 'kv_source_layer_ids' has layer {layer}, which is not in 'index_source_layer_ids': "
+                    "its entries would have no index keys"
+                )
+        source = None
+        for layer in range(self.num_hidden_layers):
+            source = layer if layer in self.kv_source_layer_ids else source
+            ratio = self.compress_ratios[layer]
+            if ratio == 0:
+                continue
+            if source is None:
+                raise ValueError(
+                    f"config field 'kv_source_layer_ids' is {list(self.kv_source_layer_ids)}: layer {layer} has ratio "
+                    f"{ratio}, and no layer up to it writes entries"
+                )
+            if self.compress_ratios[source] != ratio:
+                raise ValueError(
+                    f"config field 'compress_ratios[{layer}]' is {ratio}, but the entries before it are those of layer "
+                    f"{source}, of ratio {self.compress_ratios[source]}"
+                )
+
+    def _check_candidates(self) -> None:
+        source = self.candidate_source_layer_id
+        if source < 0:
+            return
+        if source not in self.index_source_layer_ids:
+            raise ValueError(
+                f"config field 'candidate_source_layer_id' is {source}; expected a layer of 'index_source_layer_ids' "
+                f"{list(self.index_source_layer_ids)}, or -1 for none"
+            )
+        behind = [layer for layer in self.kv_source_layer_ids if layer > source]
+        if behind:
+            raise ValueError(
+                f"config field 'candidate_source_layer_id' is {source}, but layer {behind[0]} behind it writes entries "
+                "of its own, to which its candidates do not apply"
+            )
+        for name in ("candidate_topk_blocks", "candidate_block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"config field {name!r} is {getattr(self, name)}; expected at least 1 with a source")
+
+    @classmethod
+    def flash(cls) -> V41Config:
+        """DeepSeek-V4.1-Flash (SPEC 11.1)."""
+        return cls(
+            num_hidden_layers=40,
+            hidden_size=5120,
+            num_attention_heads=64,
+            **_FIXED,
+            q_lora_rank=1280,
+            o_groups=8,
+            o_lora_rank=1024,
+            index_n_heads=32,
+            index_topk=512,
+            rope_theta=10000.0,
+            compress_rope_theta=160000.0,
+            yarn=Yarn(factor=16.0, original_max_position_embeddings=65536, beta_fast=32.0, beta_slow=1.0),
+            max_position_embeddings=1048576,
+            rms_norm_eps=1e-20,
+            compress_ratios=(0,) * 2 + (2,) * 18 + (1,) * 20 + (0,) * 3,
+            kv_source_layer_ids=(2, 8, 14, 20),
+            index_source_layer_ids=(2, 8, 14, 20, 24, 28, 32, 36),
+            candidate_source_layer_id=20,
+            candidate_topk_blocks=2048,
+            candidate_block_size=8,
+        )
+
+    @classmethod
+    def from_hf(cls, config: Any) -> V41Config:
+        """From config.json as a dict (its text fields under `text_config` or at the top), or from a config object.
+
+        Raises KeyError naming the field that is missing, TypeError or ValueError naming the field that is wrong.
+        """
+        fields = Fields(config)
+        model_type = fields.get("model_type")
+        if model_type not in MODEL_TYPES:
+            raise ValueError(f"config field 'model_type' is {model_type!r}; expected one of {list(MODEL_TYPES)}")
+        nested = fields.get("text_config")
+        if nested is not None:
+            fields = Fields(nested, "text_config.")
+        rope_theta, compress_rope_theta, yarn = fields.rope()
+        return cls(
+            **{name: fields.integer(name) for name in (*_FIXED, *_COUNTS)},
+            rope_theta=rope_theta,
+            compress_rope_theta=compress_rope_theta,
+            yarn=yarn,
+            rms_norm_eps=fields.number("rms_norm_eps"),
+            compress_ratios=fields.integers("compress_ratios"),
+            kv_source_layer_ids=fields.integers("kv_source_layer_ids"),
+            index_source_layer_ids=fields.integers("index_source_layer_ids"),
+            candidate_source_layer_id=fields.layer("candidate_source_layer_id"),
+            candidate_topk_blocks=fields.integer("candidate_topk_blocks"),
+            candidate_block_size=fields.integer("candidate_block_size"),
+        )
+
+
+_COUNTS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "q_lora_rank",
+    "o_groups",
+    "o_lora_rank",
+    "index_n_heads",
+    "index_topk",
+    "max_position_embeddings",
+)
+
+
+def v41_schedule(config: V41Config, draft_layers: int = 0) -> list[V41LayerSpec]:
+    """The layers of the model, in order, and behind them DSPARK's stages, which have the window alone."""
+    specs = []
+    kv_source = index_source = None
+    for layer in range(config.num_hidden_layers):
+        writes, selects = layer in config.kv_source_layer_ids, layer in config.index_source_layer_ids
+        kv_source = layer if writes else kv_source
+        index_source = layer if selects else index_source
+        if config.compress_ratios[layer] == 0:
+            specs.append(V41LayerSpec(layer, 0, Csa2Role.WINDOW, None, None))
+            continue
+        role = Csa2Role.FULL if writes else Csa2Role.REINDEX if selects else Csa2Role.REUSE
+        specs.append(
+            V41LayerSpec(
+                layer,
+                config.compress_ratios[layer],
+                role,
+                kv_source,
+                index_source,
+                keeps_candidates=layer == config.candidate_source_layer_id,
+                within_candidates=selects and 0 <= config.candidate_source_layer_id < layer,
+            )
+        )
+    last = config.num_hidden_layers
+    return specs + [V41LayerSpec(layer, 0, Csa2Role.WINDOW, None, None) for layer in range(last, last + draft_layers)]
+
+
+def pair_rows(draft_tokens: int) -> int:
+    """Rows of a slot's tail of a ratio-2 compressor whose decode steps write d = `draft_tokens` tokens, of which the
+    next step may take back all but the first.
+
+    Only a token at an even position waits for its partner, the one at position t in row t / 2 mod `pair_rows`. A step
+    at length L reads that of L - 1 (if L is odd) and writes those of L .. L + d - 1, in any order; the next step may
+    begin at any of L + 1 .. L + d and reads that of the position before. So 1 + d / 2 rows, rounded down.
+    """
+    if draft_tokens < 0:
+        raise ValueError(f"draft_tokens is {draft_tokens}; expected 0 or more")
+    return 1 + draft_tokens // 2 if draft_tokens > 1 else 1
+
+
+def pair_draft_tokens(rows: int) -> int:
+    """The most tokens of a request that a decode step may write into a tail of so many rows."""
+    return 1 if rows == 1 else 2 * rows - 1

@@ -1,0 +1,177 @@
+"""`append_v41` and `append_v41_keys`: what a layer of DeepSeek-V4.1 writes for the tokens of a step (SPEC 11.3, 11.4).
+
+In two ops, because a product lies between them: index keys are made of the compressor's latents by a matrix. Who reads
+what when is as with `append`: in a decode step the ring, in a prefill step the `window` workspace.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dsv4_sglang.formats import KeyFormat, KeyTable
+from dsv4_sglang.formats.rows import ENTRY_DIM
+from dsv4_sglang.formats.v41_rows import V41RowFormat, V41Table
+from dsv4_sglang.model.geometry import WINDOW
+from dsv4_sglang.model.v41 import V41_RATIOS, pair_draft_tokens
+from dsv4_sglang.ops.rope import rms_norm, rotate, rounding
+from dsv4_sglang.ops.schemas import NAMESPACE
+
+_round = rounding(torch.bfloat16)
+
+
+def _check(ok: bool, message: Callable[[], str]) -> None:
+    if not ok:
+        raise ValueError("append_v41: " + message())
+
+
+def _positions(prefix_lens: Tensor, query_start: Tensor, token_request: Tensor) -> Tensor:
+    request = token_request.long()
+    return prefix_lens.long()[request] + torch.arange(len(request)) - query_start.long()[request]
+
+
+def _check_decode(tokens: int, requests: int, ring: Tensor, tail: Tensor | None) -> None:
+    each, rest = divmod(tokens, max(requests, 1))
+    _check(rest == 0, lambda: f"{tokens} tokens for {requests} requests without `window`; expected as many of each")
+    _check_rows("ring", each, ring, ring.shape[1] - WINDOW + 1)
+    if tail is not None:
+        _check_rows("tail", each, tail, pair_draft_tokens(tail.shape[1]))
+
+
+def _check_rows(name: str, each: int, table: Tensor, most: int) -> None:
+    _check(
+        each <= most,
+        lambda: (
+            f"{each} tokens of each request without `window`, but {name} has {table.shape[1]} rows a slot, for at "
+            f"most {most}"
+        ),
+    )
+
+
+def append_v41(
+    kv: Tensor,
+    compressor: Tensor | None,
+    kv_norm: Tensor,
+    latent_norm: Tensor | None,
+    rope: Tensor,
+    eps: float,
+    ratio: int,
+    slots: Tensor,
+    prefix_lens: Tensor,
+    query_start: Tensor,
+    token_request: Tensor,
+    out_loc: Tensor,
+    track_slots: Tensor | None,
+    ring: Tensor,
+    tail: Tensor | None,
+    entries: Tensor | None,
+    latents: Tensor | None,
+    window: Tensor | None,
+) -> None:
+    """Window rows of T tokens of B requests, and the entries of a layer that writes some (SPEC 11.3, 11.4).
+
+    `ratio`: tokens of an entry that the layer writes, 1 or 2; 0: it writes none. Projections: `kv` [T, 512] bf16;
+    `compressor` at ratio 1 [T, 512] bf16, at ratio 2 [T, 1024] fp32 = [k | score]. Weights: `kv_norm`, `latent_norm`
+    [512] bf16 or fp32; `rope` [positions, 64] fp32, interleaved cos and sin. Batch as in `append`: `slots` [B],
+    `prefix_lens` [B], `query_start` [B + 1], `token_request` [T] int32, `out_loc` [T] int64, `track_slots` [T] int32 or
+    None. Written: `ring` [slots, R, 528] uint8, R at least 128, position t in row t % R; `tail` (ratio 2)
+    [slots, rows, 1024] fp32, rows as `model.v41.pair_rows` says; `entries` [blocks, 128 / ratio, 288] uint8 at out_loc
+    // ratio; `latents` [T, 512] bf16, normalised and not rotated, in the rows of tokens that complete an entry, others
+    stay as they are; `window` [1, T + 128 B, 528] (prefill).
+
+    Without `window` T is a multiple of B: each request has as many tokens, at most those that ring and tail are for.
+    ValueError for more, and for a ratio that no layer of V4.1 has.
+    """
+    _check(ratio in V41_RATIOS, lambda: f"ratio is {ratio}; expected 0, 1 or 2")
+    _check(ring.shape[1] >= WINDOW, lambda: f"ring has {ring.shape[1]} rows a slot; expected at least {WINDOW}")
+    if window is None:
+        _check_decode(kv.shape[0], slots.shape[0], ring, tail if ratio == 2 else None)
+    positions = _positions(prefix_lens, query_start, token_request)
+    rows = _round(rotate(_round(rms_norm(kv, kv_norm, eps)), positions, rope))
+    starts = query_start.tolist()
+    for b, slot in enumerate(slots.tolist()):
+        here = torch.arange(starts[b], starts[b + 1])
+        if slot < 0 or not len(here):
+            continue
+        _write_window(b, slot, rows[here], positions[here], here, ring, window, track_slots)
+        if ratio == 0:
+            continue
+        assert compressor is not None and latent_norm is not None and entries is not None and latents is not None
+        closing = here[(positions[here] + 1) % ratio == 0]
+        if ratio == 1:
+            pooled = compressor[here].float()
+        else:
+            assert tail is not None
+            pooled = _round(_pool_pairs(compressor[here], positions[here], tail[slot], decode=window is None))
+        finished = _round(rms_norm(pooled, latent_norm, eps))
+        latents[closing] = finished.bfloat16()
+        rotated = _round(rotate(finished, positions[closing] + 1 - ratio, rope))
+        V41Table(entries, V41RowFormat.FP4).write(out_loc[closing] // ratio, rotated)
+
+
+def _write_window(
+    request: int,
+    slot: int,
+    rows: Tensor,
+    positions: Tensor,
+    here: Tensor,
+    ring: Tensor,
+    window: Tensor | None,
+    track_slots: Tensor | None,
+) -> None:
+    table, ring_rows, length = V41Table(ring, V41RowFormat.FP8), ring.shape[1], int(positions[0])
+    if window is not None:
+        workspace = table._replace(data=window)
+        base = int(here[0]) + WINDOW * request + WINDOW
+        old = torch.arange(max(0, length - WINDOW), length)
+        workspace.copy_from(table, slot * ring_rows + old % ring_rows, base + old - length)
+        workspace.write(base + positions - length, rows)
+    last = slice(-WINDOW, None) if window is not None else slice(None)
+    table.write(slot * ring_rows + positions[last] % ring_rows, rows[last])
+    if track_slots is not None:
+        tracked = track_slots[here] >= 0
+        table.write(track_slots[here][tracked].long() * ring_rows + positions[tracked] % ring_rows, rows[tracked])
+
+
+def _pool_pairs(step: Tensor, at: Tensor, tail: Tensor, decode: bool) -> Tensor:
+    """[closed pairs, 512] fp32: of each channel the mean of the pair's k, weighted by the softmax of its scores. `step`
+    [n, 1024] of the tokens at the positions `at` [n]; `tail` [rows, 1024] of their request, which is moved on: to the
+    token that waits behind the step or, where tokens may be taken back, to each that has waited in it."""
+    paired = step
+    if at[0] % 2:
+        paired = torch.cat([tail[at[0] // 2 % len(tail)].clone()[None], step])
+    waiting = at % 2 == 0
+    if not decode:
+        waiting[:-1] = False
+    tail[at[waiting] // 2 % len(tail)] = step[waiting]
+    k, score = paired[: len(paired) // 2 * 2].unflatten(0, (-1, 2)).split(ENTRY_DIM, -1)
+    return (k * score.softmax(1)).sum(1)
+
+
+def append_v41_keys(
+    keys: Tensor,
+    key_norm: Tensor,
+    rope: Tensor,
+    eps: float,
+    ratio: int,
+    slots: Tensor,
+    prefix_lens: Tensor,
+    query_start: Tensor,
+    token_request: Tensor,
+    out_loc: Tensor,
+    index_keys: Tensor,
+) -> None:
+    """Index keys of the entries that a step completes (SPEC 11.4). `keys` [T, 128] bf16, the latents that `append_v41`
+    wrote, times the indexer's matrix: in the rows of tokens that complete an entry, others are not read. `key_norm`
+    [128]; `ratio` 1 or 2; `index_keys` [blocks, 128 / ratio, 72] uint8 at out_loc // ratio, MXFP4 in the NVFP4
+    container. The rest as in `append_v41`."""
+    _check(ratio in V41_RATIOS[1:], lambda: f"ratio is {ratio}; expected 1 or 2 for keys")
+    positions = _positions(prefix_lens, query_start, token_request)
+    closing = (slots[token_request.long()] >= 0) & ((positions + 1) % ratio == 0)
+    finished = _round(rms_norm(keys[closing], key_norm, eps))
+    rotated = _round(rotate(finished, positions[closing] + 1 - ratio, rope))
+    KeyTable(index_keys, KeyFormat.MXFP4).write(out_loc[closing] // ratio, rotated)
+
+
+torch.library.impl(f"{NAMESPACE}::append_v41", "CPU", append_v41)
+torch.library.impl(f"{NAMESPACE}::append_v41_keys", "CPU", append_v41_keys)

@@ -1,0 +1,156 @@
+"""Sleep and wake on a GPU: what is given back, to the byte of the start-up table, and answers behind it.
+
+Needs `pip install torch_memory_saver`, which SGLang requires and which the CPU recipe leaves out. Flags that this
+machine's SGLang needs besides go into DSV4_SGLANG_TEST_FLAGS.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from server_harness import Server, assert_as_cold, prompt, running
+
+pytestmark = [pytest.mark.server, pytest.mark.gpu]
+
+FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192", "--enable-metrics")
+FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--enable-memory-saver")
+HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "2", "--max-total-tokens", "262144")
+EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1")
+DRAFTS = (*EAGLE, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
+SERVERS: dict[str, tuple[str, ...]] = {
+    "fp8": ("--enable-weights-cpu-backup",),
+    "fp8, host tier": HOST,
+    "fp8, 3 drafts": (*DRAFTS, "--enable-weights-cpu-backup"),
+    "bf16, no graphs, no overlap": (
+        "--kv-cache-dtype",
+        "bfloat16",
+        "--disable-cuda-graph",
+        "--disable-overlap-schedule",
+    ),
+}
+OPTIONS = {"checkpoint_interval": 512, "max_checkpoints": 128}
+MIB = 1 << 20
+PAGES = 128 * MIB
+"""Physical memory is mapped by pages of 2 MiB: of each tensor up to one more, and of those below 10 MiB up to 20."""
+LENGTHS = (300, 700, 1500, 3000)
+
+
+class Started(NamedTuple):
+    server: Server
+    name: str
+    model: Path
+    table: int
+    """Bytes of the pools by the start-up table."""
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def started(
+    request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Started]:
+    pytest.importorskip("torch_memory_saver")
+    log = tmp_path_factory.mktemp("sleep") / "log"
+    model = tiny(seed=1, nextn="drafts" in request.param)
+    flags = (*FLAGS, *SERVERS[request.param], *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
+        with running(model, log, *flags, cpu=False, **OPTIONS) as server:
+            found = re.search(r"([\d.]+) GiB in all", server.log_text())
+            assert found, "no start-up table"
+            yield Started(server, request.param, model, int(float(found[1]) * (1 << 30)))
+
+
+def free_bytes() -> int:
+    return torch.cuda.mem_get_info(0)[0]
+
+
+def release(server: Server, *tags: str) -> int:
+    """Bytes that come free."""
+    before = free_bytes()
+    server.post("/release_memory_occupation", {"tags": list(tags)})
+    return free_bytes() - before
+
+
+def resume(server: Server, *tags: str) -> int:
+    """Bytes that are taken."""
+    before = free_bytes()
+    server.post("/resume_memory_occupation", {"tags": list(tags)})
+    return before - free_bytes()
+
+
+def test_what_is_given_back(started: Started) -> None:
+    """Twice: with the first come the memory that torch keeps and that of prefill steps."""
+    server = started.server
+    server.generate(prompt(4000), 20)
+    server.wait_idle()
+    first = release(server, "kv_cache")
+    assert first >= started.table - MIB
+    resume(server, "kv_cache")
+    freed = release(server, "kv_cache")
+    print(f"{started.name}: table {started.table / MIB:.0f} MiB, freed {first / MIB:.0f} and {freed / MIB:.0f} MiB")
+    taken = resume(server, "kv_cache")
+    assert -MIB <= freed - started.table <= PAGES
+    assert abs(taken - freed) <= MIB
+
+
+def test_answers_behind_it(started: Started) -> None:
+    """Three times, all at once and in a batch: nothing is found but on the host, and all is right."""
+    server = started.server
+    prompts = [prompt(length, seed=i) for i, length in enumerate(LENGTHS)]
+    first = [server.generate(ids, 40) for ids in prompts]
+    for _ in range(3):
+        server.wait_idle()
+        release(server, "kv_cache")
+        resume(server, "kv_cache")
+        again = server.generate_all(prompts, 40)
+        expected = [(len(ids) - 1) // 128 * 128 if "host" in started.name else 0 for ids in prompts]
+        assert [got.cached for got in again] == expected
+        assert_as_cold(server, {f"prompt {i}": (ids, got) for i, (ids, got) in enumerate(zip(prompts, again))})
+    single = server.generate(prompt(700, seed=1), 40)
+    assert single.tokens == first[1].tokens
+    if "no graphs" not in started.name:
+        assert "cuda graph: True" in server.log_text()
+    server.wait_idle()
+
+
+def test_a_request_that_runs_goes_on(started: Started) -> None:
+    server = started.server
+    ids = prompt(900, seed=30)
+    answer = server.begin(ids, 300, 20)
+    release(server, "kv_cache")
+    resume(server, "kv_cache")
+    got = answer()
+    assert len(got.tokens) == 300
+    assert_as_cold(server, {"the paused request": (ids, got)})
+    server.wait_idle()
+
+
+def test_all_memory_and_new_weights(started: Started, tiny: Callable[..., Path]) -> None:
+    """Everything is given back at once; weights come from the host's backup or are loaded again."""
+    server = started.server
+    ids = prompt(700, seed=40)
+    reference = server.generate(ids, 40)
+    server.wait_idle()
+    freed = release(server, "kv_cache", "weights", "cuda_graph")
+    print(f"{started.name}: all memory, {freed / MIB:.0f} MiB")
+    assert freed >= started.table
+    resume(server, "cuda_graph", "weights")
+    if "--enable-weights-cpu-backup" not in SERVERS[started.name]:
+        assert server.post("/update_weights_from_disk", {"model_path": str(started.model)})["success"]
+    resume(server, "kv_cache")
+    got = server.generate(ids, 40)
+    assert got.tokens == reference.tokens
+    server.wait_idle()
+    other = tiny(seed=9, nextn="drafts" in started.name)
+    for model in (other, started.model):
+        assert server.post("/update_weights_from_disk", {"model_path": str(model), "flush_cache": False})["success"]
+        got = server.generate(ids, 40)
+        assert got.cached == 0
+        assert (got.tokens == reference.tokens) == (model == started.model)
+    server.wait_idle()

@@ -1,0 +1,232 @@
+"""The integrity check: each thing that it looks at is broken once, and named. Sound caches: it is what the machines in
+test_prefix_sglang.py and test_host_tier.py ask after their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from prefix_tree_server import BLOCK, without_a_server
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from tiered_server import TieredServer
+
+from dsv4_sglang.srt import integrity
+from dsv4_sglang.srt.integrity import Pool, examine
+from dsv4_sglang.srt.prefix.component import PENDING, Pending
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TieredServer]:
+    """A line of six blocks and a branch of it, on device and host; a request that resumed from them, and runs."""
+    without_a_server(monkeypatch)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    server = TieredServer(monkeypatch, seed=0)
+    line = [at // BLOCK for at in range(6 * BLOCK)]
+    server.serve([*line, 1])
+    server.serve([*line[: 4 * BLOCK], *[99] * (2 * BLOCK), 1])
+    server.start([*line, *[7] * 200])
+    for _ in range(2):  # what is saved, and that it is
+        server.streams.run_all()
+        server.cache.check_hicache_events()
+    server.check()
+    yield server
+    torch.set_num_threads(threads)
+
+
+def cached(server: TieredServer) -> Any:
+    """A node at the end of a path, with a checkpoint in both places, that nobody locks."""
+    nodes = server.component.slots.nodes.values()
+    return next(node for node in nodes if not node.children and not node.component_data[ComponentType.FULL].lock_ref)
+
+
+def full(server: TieredServer) -> Any:
+    return cached(server).component_data[ComponentType.FULL]
+
+
+def mamba(server: TieredServer) -> Any:
+    return cached(server).component_data[ComponentType.MAMBA]
+
+
+def running(server: TieredServer) -> Any:
+    return server.running[0]
+
+
+def row(server: TieredServer) -> torch.Tensor:
+    return server.pool.req_to_token[running(server).req_pool_idx]
+
+
+def free_too(server: TieredServer) -> None:
+    page = full(server).value[:1] // BLOCK
+    server.allocator.free_pages = torch.cat([server.allocator.free_pages, page])
+
+
+def slot_free_too(server: TieredServer) -> None:
+    slots = server.component.slots
+    slots.take()
+    slots.give_back(mamba(server).value.tolist())
+
+
+def pending_twice(server: TieredServer) -> None:
+    setattr(running(server), PENDING, [Pending(BLOCK, int(mamba(server).value), rolling=False)])
+
+
+def two_nodes_one_row(server: TieredServer) -> None:
+    other = next(n for n in server.component.slots.nodes.values() if n is not cached(server))
+    mamba(server).host_value = other.component_data[ComponentType.MAMBA].host_value
+
+
+def lost_neighbour(server: TieredServer) -> None:
+    registry, slot = server.component.slots.registry, int(mamba(server).value)
+    registry._following[registry.previous[slot]].discard(slot)
+
+
+def forgotten_node(server: TieredServer) -> None:
+    del server.component.slots.nodes[int(mamba(server).value)]
+
+
+def shifted_blocks(server: TieredServer) -> None:
+    full(server).value = full(server).value + 1
+
+
+def other_table(server: TieredServer) -> None:
+    row(server)[:BLOCK], row(server)[BLOCK : 2 * BLOCK] = (
+        row(server)[BLOCK : 2 * BLOCK].clone(),
+        row(server)[:BLOCK].clone(),
+    )
+
+
+FAULTS: dict[str, tuple[Callable[[TieredServer], Any], str]] = {
+    "a leaked block": (lambda s: s.allocator.alloc(BLOCK), r"block \d+: nobody owns it"),
+    "a cached block that is free, too": (free_too, r"block \d+: 2 owners: the free list, node \d+"),
+    "a request with a block of the tree": (
+        lambda s: row(s)[7 * BLOCK : 8 * BLOCK].copy_(full(s).value[:BLOCK]),
+        r"block \d+: 2 owners: request \d+, node \d+",
+    ),
+    "a node whose indices are no blocks": (shifted_blocks, "is no list of whole blocks of 128 tokens"),
+    "a table that is not the path": (other_table, r"request \d+: its table begins with the blocks .* has \["),
+    "a leaked checkpoint slot": (lambda s: s.component.slots.take(), r"checkpoint slot \d+: nobody owns it"),
+    "a checkpoint whose slot is free, too": (slot_free_too, r"checkpoint slot \d+: 2 owners: the free list, node \d+"),
+    "a request with a checkpoint of the tree": (pending_twice, r"checkpoint slot \d+: 2 owners: request \d+, node"),
+    "a leaked state slot": (lambda s: s.pool.mamba_allocator.alloc(1), r"state slot \d+: nobody owns it"),
+    "a leaked request row": (lambda s: s.pool.free_slots.pop(), r"request row \d+: nobody owns it"),
+    "a row that is not there": (lambda s: s.pool.free_slots.append(99), r"request row 99: .* has it, outside 1\.\.6"),
+    "a leaked host block": (lambda s: s.cache.full_kv_pool_host.alloc(BLOCK), r"host block \d+: nobody owns it"),
+    "a host row owned twice": (two_nodes_one_row, r"host checkpoint \d+: 2 owners: node \d+, node \d+"),
+    "a host row that is free, too": (
+        lambda s: s.cache.full_kv_pool_host.free(full(s).host_value[:BLOCK]),
+        r"host block \d+: 2 owners: the free list, node \d+",
+    ),
+    "a lock left": (
+        lambda s: s.cache.inc_lock_ref(cached(s).id),
+        r"checkpoint of node \d+: locked 1 times, held by nobody",
+    ),
+    "a lock let go too early": (
+        lambda s: s.cache._dec_req_lock(running(s)),
+        r"blocks of node \d+: locked 0 times, held by request \d+",
+    ),
+    "a lock left on the host": (
+        lambda s: s.cache.inc_host_lock_ref(cached(s).id),
+        r"blocks of node \d+: locked 1 times on the host, held by 0 transfers",
+    ),
+    "a request that holds a node that is gone": (
+        lambda s: setattr(running(s), "last_node", 10**6),
+        r"request \d+: it holds node 1000000, which is not in the tree",
+    ),
+    "a checkpoint of another length": (
+        lambda s: s.component.slots.registry.length.__setitem__(int(mamba(s).value), 5),
+        r"checkpoint \d+: its length: the registry has 5, the tree 768",
+    ),
+    "another checkpoint before it": (
+        lambda s: s.component.slots.registry.previous.__setitem__(int(mamba(s).value), 0),
+        r"checkpoint \d+: the checkpoint before it: the registry has 0, the tree \d",
+    ),
+    "a branch that the registry has lost": (
+        lost_neighbour,
+        r"checkpoints behind \d+: the registry has \[\d+\], the tree \[\d+, \d+\]",
+    ),
+    "a checkpoint that is locked in the registry only": (
+        lambda s: s.component.slots.registry.lock(int(mamba(s).value)),
+        r"checkpoint \d+: its locks: the registry has 1, the tree 0",
+    ),
+    "a copy that the registry does not know": (
+        lambda s: s.component.slots.registry.copied.__setitem__(int(mamba(s).value), False),
+        r"that the host has it, too: the registry has False, the tree True",
+    ),
+    "a checkpoint that the slots have forgotten": (forgotten_node, r"hangs on node \d+, and the slots know another"),
+    "a checkpoint that the registry has forgotten": (
+        lambda s: s.component.slots.registry.held.__setitem__(int(mamba(s).value), False),
+        r"hangs on node \d+, and the registry has it not",
+    ),
+    "a checkpoint without a node": (
+        lambda s: s.component.slots.registry.held.__setitem__(14, True),
+        "checkpoint 14: slots or registry have it, and no node of the tree",
+    ),
+    "a size that is not the tree's": (
+        lambda s: s.cache.tree_core.component_evictable_size_.__setitem__(ComponentType.FULL, 7),
+        r"SGLang's check of the tree: .*\n.*evictable=7",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(server: TieredServer, name: str) -> None:
+    fault, words = FAULTS[name]
+    fault(server)
+    found = examine(server.cache, server.running)
+    assert found.findings
+    with pytest.raises(AssertionError, match=words):
+        server.check()
+
+
+def test_what_a_request_that_nobody_knows_has_is_leaked(server: TieredServer) -> None:
+    found = [f"{what}: {wrong}" for what, wrong in examine(server.cache, []).findings]
+    for thing in ("block", "request row", "state slot"):
+        assert any(text.startswith(thing) and text.endswith("nobody owns it: it is leaked") for text in found), thing
+    assert any("held by nobody" in text for text in found)
+
+
+def test_counts_by_owner(server: TieredServer) -> None:
+    pools = {pool.thing: pool for pool in examine(server.cache, server.running).pools}
+    assert list(pools) == [
+        "block", "request row", "state slot", "checkpoint slot", "host block", "host checkpoint",
+    ]  # fmt: skip
+    assert dict(pools["block"].counts) == {"free": 30, "cached": 9, "requests": 1, "copies": 0}
+    assert pools["state slot"].counts["requests"] == pools["request row"].counts["requests"] == 1
+    assert pools["host block"].counts["cached"] == 9
+    assert all(sum(pool.counts.values()) == len(pool.ids) for pool in pools.values())
+
+
+def test_a_report_does_not_grow_with_a_leak(server: TieredServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = SimpleNamespace(_check_all_pools=lambda stats: (True, ["the sums"]))
+    scheduler = SimpleNamespace(
+        tree_cache=server.cache,
+        running_batch=SimpleNamespace(reqs=server.running),
+        last_batch=None,
+        enable_overlap=False,
+        chunked_req=None,
+        waiting_queue=[],
+        disaggregation_mode=SimpleNamespace(value="null"),
+        _pending_chunked_abort_req=running(server),
+        is_fully_idle=lambda: True,
+        invariant_checker=idle,
+        pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: None),
+        ps=SimpleNamespace(attn_dp_rank=0, tp_rank=0),
+    )
+    monkeypatch.setattr(integrity, "MOST_FINDINGS", 3)
+    server.allocator.free_pages = server.allocator.free_pages[:2]
+    report = integrity.report(scheduler)
+    assert report["wrong"] == 29 and len(report["findings"]) == 3 and report["requests"] == 1
+
+
+def test_many_owners_are_counted() -> None:
+    pool = Pool("block", range(1, 3))
+    for i in range(9):
+        pool.claim("requests", f"request {i}", [2])
+    assert [tuple(finding) for finding in pool.findings()] == [
+        ("block 1", "nobody owns it: it is leaked"),
+        ("block 2", "9 owners: " + ", ".join(f"request {i}" for i in range(6)) + " and 3 more"),
+    ]

@@ -1,0 +1,103 @@
+"""What docs/security.md says of the package as a whole: what its modules import, read, start and write."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "dsv4_sglang"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+PAGE = (ROOT / "docs" / "security.md").read_text()
+
+ENVIRONMENT = re.compile(r"^(?:os\.)?environ(?:\.get|\.setdefault)?$|^os\.getenv$")
+WRITES = {
+    *("write_text", "write_bytes", "mkdir", "makedirs", "chmod", "unlink", "rename", "replace", "rmdir", "rmtree"),
+    *("symlink_to", "touch", "tofile", "save_file", "dump", "mkdtemp", "TemporaryDirectory"),
+}
+"""Names of functions that make, change or remove files."""
+WRITING = {
+    "ops/extension.py": "the compiled extension",
+    "srt/host/storage.py": "stored pages",
+    "testing/tiny.py": "dsv4-sglang make-tiny",
+    "testing/tokenizer.py": "dsv4-sglang make-tiny",
+}
+
+
+def calls(module: Path) -> Iterator[tuple[str, ast.Call]]:
+    """(what is called, as it is written, the call)."""
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def name_of(module: Path) -> str:
+    return str(module.relative_to(PACKAGE))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_data_is_never_code(module: Path) -> None:
+    for node in ast.walk(ast.parse(module.read_text())):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not {name.split(".")[0] for name in names} & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+    for called, call in calls(module):
+        assert called not in ("eval", "exec", "compile", "os.system", "os.popen", "torch.load", "yaml.load", "np.load")
+        assert called not in ("torch.save", "np.save")
+        assert not any(keyword.arg == "shell" for keyword in call.keywords), "a shell"
+        if called in ("subprocess.run", "subprocess.Popen"):
+            given = call.args[0]
+            is_list = isinstance(given, ast.List) or ast.unparse(given) in ("command", "command.argv")
+            assert is_list, f"{ast.unparse(given)} is no list of arguments"
+
+
+def test_the_environment_is_what_the_page_lists() -> None:
+    """Names of variables as they are read or set with a default; what a whole environment is handed on for does not
+    count."""
+    found: set[str] = set()
+    for module in MODULES:
+        for called, call in calls(module):
+            if ENVIRONMENT.match(called) and call.args and isinstance(call.args[0], ast.Constant):
+                found.add(call.args[0].value)
+            elif match := re.match(r"envs\.(\w+)\.get$", called):
+                found.add(match[1])
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+                found.add(ast.literal_eval(node.slice))
+    listed = PAGE[PAGE.index("Environment variables that are read") :]
+    assert found == set(re.findall(r"`([A-Z][A-Z0-9_]+)`", listed))
+
+
+def test_who_writes_files() -> None:
+    found = set()
+    for module in MODULES:
+        for called, call in calls(module):
+            function, modes = called.rsplit(".", 1)[-1], [a.value for a in call.args if isinstance(a, ast.Constant)]
+            opens = function == "open" and any(isinstance(m, str) and set(m) & set("wax+") for m in modes)
+            paths = function != "replace" or called == "os.replace"
+            if opens or (function in WRITES and paths and not called.startswith(("json.", "yaml."))):
+                found.add(name_of(module))
+    assert found == set(WRITING)
+
+
+def test_nothing_listens() -> None:
+    """The one who binds a port asks for a free one, in a command."""
+    binding = {name_of(m) for m in MODULES for called, _ in calls(m) if called.endswith((".bind", ".listen"))}
+    assert binding == {"cli/demo.py"}
+    for module in MODULES:
+        assert not re.search(r"\b(fastapi|uvicorn|http\.server|socketserver)\b", module.read_text()), module
+
+
+def test_no_age_is_of_the_wall_clock() -> None:
+    """It jumps. Ages of checkpoints count uses; pauses and times are of a clock that does not."""
+    wall = {"time.time", "time.time_ns", "time.localtime", "datetime.now", "datetime.datetime.now", "datetime.utcnow"}
+    assert not [(name_of(m), called) for m in MODULES for called, _ in calls(m) if called in wall]
+
+
+def test_the_page_names_tests_that_exist() -> None:
+    named = set(re.findall(r"`((?:server/)?test_\w+\.py)`", PAGE))
+    assert len(named) > 4 and all((ROOT / "tests" / name).is_file() for name in named)

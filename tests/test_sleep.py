@@ -1,0 +1,413 @@
+"""Sleep and wake, and new weights, without a server: what is given back, what comes again, and what is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from prefix_tree_server import BLOCK, without_a_server
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import io_struct
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+from tiered_server import TieredServer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cache.paged_cache import PagedKVPool
+from dsv4_sglang.cache.state_cache import StateStorage
+from dsv4_sglang.model import DSV4Config, build_schedule
+from dsv4_sglang.srt import sleep
+from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool
+
+POLICIES = ("write_through", "write_through_selective", "write_back")
+
+
+def layout_of(rows: str, hca_state: str = "online") -> CacheLayout:
+    config = DSV4Config.flash()
+    schedule = build_schedule(config)[:4]  # a layer of each kind
+    keys = "fp32" if rows == "fp32" else "mxfp4"
+    device = torch.device("cpu")
+    return CacheLayout.build(config, schedule, device, row_format=rows, key_format=keys, hca_state=hca_state)
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+# What is allocated where
+
+
+class Recorder(TorchDispatchMode):
+    """Stands for torch_memory_saver: notes the memory of every tensor that is made within a region. Nothing is given
+    back on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: set[int] = set()
+        self.keep: list[Tensor] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.inside.add(made.untyped_storage().data_ptr())
+            self.keep.append(made)  # so that no other tensor gets its address
+        return made
+
+    @contextmanager
+    def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
+        assert tag == GPU_MEMORY_TYPE_KV_CACHE and not enable_cpu_backup
+        with self:
+            yield
+
+
+def tensors_of(thing: object) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that an object of this package's or SGLang's pools holds, however deep, with its path."""
+    seen: set[int] = set()
+    stack: list[tuple[str, object]] = [("", thing)]
+    while stack:
+        path, item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            yield path, item
+        elif isinstance(item, dict):
+            stack += [(f"{path}[{key}]", value) for key, value in item.items()]
+        elif isinstance(item, (list, tuple, set)):
+            stack += [(f"{path}[{i}]", value) for i, value in enumerate(item)]
+        elif type(item).__module__.startswith(("dsv4_sglang", "sglang")) and hasattr(item, "__dict__"):
+            stack += [(f"{path}.{name}", value) for name, value in vars(item).items()]
+
+
+KEPT = {
+    ".req_index_to_mamba_index_mapping": "which slot a request has: SGLang's, 4 bytes a request",
+    ".mamba_allocator.free_slots": "SGLang's, 8 bytes a slot",
+    ".mamba_ckpt_pool._ids": "numbers of checkpoints as a step reads them, 8 bytes a checkpoint",
+    ".mamba_ckpt_pool._host_ids": "host memory",
+    ".req_generation": "host memory",
+}
+"""Tensors that stay while a server sleeps."""
+
+
+@pytest.mark.parametrize("rows", ["fp8", "fp32"])
+def test_all_pools_are_given_back(monkeypatch: pytest.MonkeyPatch, rows: str) -> None:
+    """Of request pool and KV pool, all but a few bytes a request."""
+    recorder, asked = Recorder(), []
+    noop = TorchMemorySaverAdapter.create(enable=False)
+
+    def create(enable: bool) -> Any:
+        asked.append(enable)
+        return recorder if enable else noop
+
+    monkeypatch.setattr(TorchMemorySaverAdapter, "create", staticmethod(create))
+    layout = layout_of(rows)
+    requests = StateReqToTokenPool(
+        size=4,
+        mamba_size=4,
+        mamba_spec_state_size=4,
+        max_context_len=1024,
+        device="cpu",
+        enable_memory_saver=True,
+        cache_params=StateParams.of(layout, staging=2, checkpoints=6),
+        mamba_layer_ids=list(range(len(layout.schemas))),
+        enable_mamba_extra_buffer=False,
+    )
+    blocks = CompressedKVPool(
+        size=8 * BLOCK, page_size=BLOCK, dtype=torch.bfloat16, layout=layout, device="cpu", enable_memory_saver=True
+    )
+    pool = CacheKVPool(blocks, requests.mamba_pool)
+    assert asked and all(asked)
+    found = {path: tensor for thing in (requests, pool) for path, tensor in tensors_of(thing) if tensor.nbytes}
+    outside = {path: t for path, t in found.items() if t.untyped_storage().data_ptr() not in recorder.inside}
+    assert set(outside) <= set(KEPT), set(outside) - set(KEPT)
+    given = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found.values()}
+    for tensor in outside.values():
+        given.pop(tensor.untyped_storage().data_ptr(), None)
+    tables = requests.mamba_pool.storage._live_units.nbytes + requests.mamba_pool.storage._kept_units.nbytes
+    table = requests.mamba_pool.bytes + blocks.bytes
+    assert sum(given.values()) == table + requests.req_to_token.nbytes + tables, "not what the start-up table counts"
+
+
+# What comes again
+
+
+@pytest.mark.parametrize("positions", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "hca_state"), [("fp8", "online"), ("fp8", "raw"), ("bf16", "online"), ("fp32", "raw")]
+)
+def test_states_come_again_as_they_were_made(rows: str, hca_state: str, positions: bool) -> None:
+    layout = layout_of(rows, hca_state)
+    fresh, slept = (StateStorage(layout, 5, checkpoints=3, positions=positions) for _ in range(2))
+    addresses = [tensor.data_ptr() for tensor in slept.allocations]
+    held = [value for _, value in tensors_of(slept)]
+    assert {t.untyped_storage().data_ptr() for t in held} == {t.untyped_storage().data_ptr() for t in slept.allocations}
+    for tensor in slept.allocations:
+        memory_of(tensor).fill_(0xA5)
+    slept.reset()
+    assert addresses == [tensor.data_ptr() for tensor in slept.allocations]
+    for ours, other in zip(slept.allocations, fresh.allocations, strict=True):
+        assert torch.equal(memory_of(ours), memory_of(other))
+    # Tables of numbers are right: a state goes to a checkpoint and back.
+    for storage in (fresh, slept):
+        for tensor in storage.tensors:
+            memory_of(tensor).copy_(torch.arange(memory_of(tensor).numel()) % 251)
+        storage.store(torch.tensor([2], dtype=torch.int32), torch.tensor([3], dtype=torch.int32))
+        storage.load(torch.tensor([3], dtype=torch.int32), torch.tensor([4], dtype=torch.int32))
+    for ours, other in zip(slept.allocations, fresh.allocations, strict=True):
+        assert torch.equal(memory_of(ours), memory_of(other))
+
+
+@pytest.mark.parametrize("rows", ["fp8", "fp32"])
+def test_blocks_come_again_as_they_were_made(rows: str) -> None:
+    for schema in layout_of(rows).schemas:
+        if not schema.entries_per_block:
+            continue
+        pool = PagedKVPool(schema, 4, "cpu")
+        assert {t.untyped_storage().data_ptr() for _, t in tensors_of(pool)} == {
+            t.untyped_storage().data_ptr() for t in pool.allocations
+        }
+        for tensor in pool.allocations:
+            memory_of(tensor).fill_(0xFF)
+        pool.reset()
+        assert not any(memory_of(tensor).any() for tensor in pool.allocations)
+
+
+# The host tier
+
+
+@pytest.fixture
+def tree(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    without_a_server(monkeypatch)
+    return monkeypatch
+
+
+def spoil(server: TieredServer) -> None:
+    """What the memory of the device holds after waking."""
+    for table in server.device.tokens.values():
+        table.fill_(-7)
+    server.states.states[:] = -7
+
+
+def serve_only(server: TieredServer, monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
+    """A request to its end, with copies to the host wanted or under way; they go on when they are looked after."""
+    server.finish(server.start(tokens)["request"])
+    look = server.cache.check_hicache_events
+    monkeypatch.setattr(server.cache, "check_hicache_events", lambda: (server.streams.run_all(), look()))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_host_keeps_what_the_device_gives_back(tree: pytest.MonkeyPatch, policy: str) -> None:
+    """Before memory goes, what has not been saved is; after waking, requests resume from the host."""
+    server = TieredServer(tree, seed=3, policy=policy, blocks=30, host_blocks=200)
+    prompts = [[line * 50 + at // BLOCK for at in range(5 * BLOCK + 40)] for line in range(1, 5)]
+    for ids in prompts:
+        server.serve(ids)
+        server.serve(ids)
+    for turn in range(2):
+        if turn:
+            # SELECTIVE saves ends of lines.
+            prompts.append([900 + at // BLOCK for at in range(5 * BLOCK + 40)])
+            serve_only(server, tree, prompts[-1])
+        with server.cache.leaving_device():
+            assert server.flush()
+        server.check()
+        assert server.allocator.available_size() == server.device.size
+        assert server.component.slots.available_size() == server.component.slots.num_slots
+        spoil(server)
+        before = server.from_host
+        for ids in prompts:
+            assert server.serve(ids) == 5 * BLOCK
+        assert server.from_host - before == len(prompts) * 5 * BLOCK
+        assert not server.wrong
+        server.check()
+        server.check_contents()
+    assert server.flush()
+    server.check()
+    spoil(server)
+    assert [server.serve(ids) for ids in prompts] == [0] * len(prompts), "a flush forgets the host, too"
+
+
+def test_a_small_host_keeps_what_it_can(tree: pytest.MonkeyPatch) -> None:
+    server = TieredServer(tree, seed=4, policy="write_back", blocks=40, host_blocks=9, host_checkpoints=3)
+    for line in range(1, 7):
+        server.serve([line * 50 + at // BLOCK for at in range(5 * BLOCK + 40)])
+    with server.cache.leaving_device():
+        assert server.flush()
+    spoil(server)
+    server.check()
+    assert server.allocator.available_size() == server.device.size
+
+
+def test_random_turns_with_sleep(tree: pytest.MonkeyPatch) -> None:
+    server = TieredServer(tree, seed=5)
+    for i in range(200):
+        server.turn()
+        assert not server.wrong
+        if i % 40 == 39:
+            server.settle()
+            with server.cache.leaving_device():
+                assert server.flush()
+            spoil(server)
+            server.check()
+    server.settle()
+    server.check()
+    server.check_contents()
+
+
+# New weights
+
+
+class Scheduler:
+    """As far as the hooks of `sleep` know SGLang's; `released` and `flushed` count."""
+
+    disaggregation_mode = DisaggregationMode.NULL
+    _engine_paused = False
+
+    def __init__(self, server: TieredServer) -> None:
+        self.server, self.tree_cache = server, server.cache
+        self.waiting_queue: list[Any] = [SimpleNamespace(rid="waits")]
+        self.grammar_manager = SimpleNamespace(grammar_queue=["compiles"])
+        self.flushed = self.retracted = 0
+        runner = SimpleNamespace(attn_backend=SimpleNamespace(forget_scratch=lambda: None))
+        self.weight_updater = SimpleNamespace(
+            scheduler=self,
+            offload_tags=set(),
+            flush_cache=self.flush,
+            tp_cpu_group=None,
+            draft_worker=None,
+            tp_worker=SimpleNamespace(model_runner=runner),
+        )
+
+    def flush(self, empty_cache: bool) -> bool:
+        assert not self.waiting_queue and not self.grammar_manager.grammar_queue, "SGLang refuses"
+        self.flushed += 1
+        return self.server.flush()
+
+    def pause_generation(self, recv_req: Any) -> None:
+        assert recv_req.mode == "retract"
+        self._engine_paused, self.retracted = True, self.retracted + 1
+
+
+REQUESTS = (
+    io_struct.UpdateWeightFromDiskReqInput(model_path="x"),
+    io_struct.UpdateWeightsFromDistributedReqInput(names=[], dtypes=[], shapes=[]),
+    io_struct.UpdateWeightsFromTensorReqInput(serialized_named_tensors=[]),
+    io_struct.UpdateWeightsFromIPCReqInput(zmq_handles={}),
+)
+PROMPT = [1 + at // BLOCK for at in range(5 * BLOCK + 60)]
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """Of one process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("flush_cache", "end"), [(False, "success"), (True, "an error")])
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
+def test_nothing_of_the_old_weights_is_found(
+    tree: pytest.MonkeyPatch, tmp_path: Path, group: None, request_: Any, flush_cache: bool, end: str
+) -> None:
+    """On device, host and storage, in all ways that weights come, whatever is asked of the flush and however it ends;
+    and nothing of the new ones is found by a server that starts with the old ones."""
+    tree.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
+    server = TieredServer(tree, seed=6, storage="file")
+    scheduler = Scheduler(server)
+    server.serve(PROMPT)
+    assert server.serve(PROMPT) == 5 * BLOCK and list(tmp_path.glob("*.bin"))
+
+    serve_only(server, tree, [77] * 300)
+    server.cache.check_hicache_events()
+    assert server.cache.ongoing_write_through
+
+    def original(updater: Any, recv_req: Any) -> Any:
+        assert not recv_req.flush_cache and not server.cache.ongoing_backup
+        if end == "an error":
+            raise ValueError("weights of another shape")
+        return "done"
+
+    asked = type(request_)(**{f: getattr(request_, f) for f in request_.__struct_fields__})
+    asked.flush_cache = flush_cache
+    if end == "an error":
+        with pytest.raises(ValueError, match="weights of another shape"):
+            sleep.update_weights(original, scheduler.weight_updater, asked)
+    else:
+        assert sleep.update_weights(original, scheduler.weight_updater, asked) == "done"
+    assert scheduler.flushed == 1 and not scheduler._engine_paused
+    assert [req.rid for req in scheduler.waiting_queue] == ["waits"], "requests that wait are kept"
+    assert scheduler.grammar_manager.grammar_queue == ["compiles"]
+    spoil(server)
+    assert not list(tmp_path.glob("*.bin"))
+    assert server.prefetch(PROMPT) == 0
+    assert server.serve(PROMPT) == 0
+    server.check()
+    assert list(tmp_path.glob("*.bin")), "pages of the new weights are stored"
+    restarted = TieredServer(tree, seed=7, storage="file")
+    assert restarted.prefetch(PROMPT) == 0 and restarted.serve(PROMPT) == 0
+    # And they are found by the server that stored them, until weights change again.
+    assert server.flush() and server.prefetch(PROMPT) == 5 * BLOCK
+    server.cache.forget_stored("others")
+    assert len(list(tmp_path.glob("*.bin"))) == 7, "those of the server that was started again stay"
+
+
+def test_no_update_while_the_memory_of_weights_is_away(tree: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(TieredServer(tree, seed=6))
+    scheduler.weight_updater.offload_tags.add("weights")
+    for request in REQUESTS:
+        answer = sleep.update_weights(print, scheduler.weight_updater, request)
+        assert type(answer).__name__ == type(request).__name__.replace("Input", "Output")
+        assert not answer.success and "/resume_memory_occupation with the tag weights first" in answer.message
+
+
+# Who runs while memory is away
+
+
+def test_requests_wait_while_memory_is_away(tree: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Tags one by one, twice, and unknown ones; a server is paused until all are there again, and as before then."""
+    scheduler = Scheduler(TieredServer(tree, seed=8))
+    updater, done = scheduler.weight_updater, []
+    runner = updater.tp_worker.model_runner
+    pool = SimpleNamespace(reset=lambda: done.append("reset"))
+    runner.req_to_token_pool = SimpleNamespace(req_to_token=torch.ones(2, 2), mamba_pool=pool)
+    runner.token_to_kv_pool = SimpleNamespace(full_kv_pool=pool)
+
+    def release(_: Any, recv_req: Any) -> None:
+        done.extend(recv_req.tags)
+        updater.offload_tags |= set(recv_req.tags)
+
+    def resume(_: Any, recv_req: Any) -> None:
+        done.extend(recv_req.tags)
+        updater.offload_tags -= set(recv_req.tags)
+
+    def ask(hook: Any, original: Any, kind: Any, *tags: str) -> list[str]:
+        done.clear()
+        hook(original, updater, kind(tags=list(tags) or None))
+        return list(done)
+
+    released, resumed = io_struct.ReleaseMemoryOccupationReqInput, io_struct.ResumeMemoryOccupationReqInput
+    assert ask(sleep.wake, resume, resumed) == []
+    assert ask(sleep.fall_asleep, release, released, "kv_cache", "everything") == ["kv_cache"]
+    assert "of the memory ['kv_cache', 'everything'], ['kv_cache'] is given back" in caplog.text
+    assert scheduler._engine_paused and scheduler.retracted == 1
+    assert ask(sleep.fall_asleep, release, released, "kv_cache") == []
+    assert ask(sleep.fall_asleep, release, released) == [t for t in GPU_MEMORY_ALL_TYPES if t != "kv_cache"]
+    assert scheduler.retracted == 1
+    sleep.stay_asleep(lambda s, r: setattr(s, "_engine_paused", False), scheduler, None)
+    assert scheduler._engine_paused, "nothing runs while memory is away"
+    assert ask(sleep.wake, resume, resumed, "weights", "weights2") == ["weights"]
+    assert scheduler._engine_paused
+    assert ask(sleep.wake, resume, resumed) == ["kv_cache", "cuda_graph", "reset", "reset"]
+    assert not scheduler._engine_paused and not runner.req_to_token_pool.req_to_token.any()
+    scheduler._engine_paused = True
+    ask(sleep.fall_asleep, release, released)
+    ask(sleep.wake, resume, resumed)
+    assert scheduler._engine_paused, "a pause from before goes on"

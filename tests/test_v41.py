@@ -1,0 +1,520 @@
+"""DeepSeek-V4.1's geometry (SPEC 11): config, layers, bytes, formats, and what a step appends.
+
+What is expected is computed here from DeepSeek's own formulas, one token and one number at a time: `act_quant`,
+`fp4_act_quant`, `Compressor`, `Indexer` and `Attention._window_kv` of inference/model.py and kernel.py. With a release
+of SGLang that has V4.1 its quantisers and layouts are compared too.
+"""
+
+import functools
+import importlib.metadata
+import math
+
+import pytest
+import torch
+from packaging.version import Version
+
+import dsv4_sglang.ops  # noqa: F401
+from dsv4_sglang.cache.v41 import v41_schemas
+from dsv4_sglang.formats import KeyFormat, KeyTable
+from dsv4_sglang.formats.v41_rows import V41RowFormat, V41Table, make_v41_table, quantise_fp4, quantise_fp8
+from dsv4_sglang.model import DSV4Config
+from dsv4_sglang.model.rope import rope_frequencies
+from dsv4_sglang.model.v41 import (
+    Csa2Role,
+    V41Config,
+    pair_draft_tokens,
+    pair_rows,
+    v41_schedule,
+)
+from dsv4_sglang.ops.rope import rope_table
+
+# As published with DeepSeek-V4.1-Flash, what the cache depends on and a few fields besides.
+PUBLISHED = {
+    "architectures": ["DeepseekV41ForCausalLM"],
+    "model_type": "deepseek_v41",
+    "text_config": {
+        "model_type": "deepseek_v41_text",
+        "vocab_size": 129280,
+        "hidden_size": 5120,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 1280,
+        "o_lora_rank": 1024,
+        "o_groups": 8,
+        "rms_norm_eps": 1e-20,
+        "max_position_embeddings": 1048576,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 65536,
+        },
+        "sliding_window": 128,
+        "compress_ratios": [0, 0, *[2] * 18, *[1] * 20, 0, 0, 0],
+        "compress_rope_theta": 160000,
+        "kv_source_layer_ids": [2, 8, 14, 20],
+        "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36],
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "candidate_source_layer_id": 20,
+        "candidate_topk_blocks": 2048,
+        "candidate_block_size": 8,
+        "engram_layer_ids": [1, 14],
+        "num_nextn_predict_layers": 3,
+    },
+}
+
+
+def test_config_as_published():
+    assert V41Config.from_hf(PUBLISHED) == V41Config.flash()
+    flat = {**PUBLISHED["text_config"], "model_type": "deepseek_v41"}  # as SGLang's config has it
+    assert V41Config.from_hf(flat) == V41Config.flash()
+    assert V41Config.from_hf({**flat, "candidate_source_layer_id": -1}).candidate_source_layer_id == -1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"compress_ratios": [4] * 40}, r"'compress_ratios\[0\]' is 4; expected 0, 1 or 2. No published V4.1"),
+        ({"compress_ratios": [0, 0, *[2] * 18]}, "has 20 entries; expected at least num_hidden_layers = 40"),
+        ({"compress_ratios": [0, 0, *[2] * 18, *[1] * 21]}, r"'compress_ratios\[40\]' is 1; layers from"),
+        ({"compress_ratios": [0, 2, *[2] * 18, *[1] * 20]}, "layer 1 has ratio 2, and no layer up to it writes"),
+        ({"compress_ratios": [0, 0, *[2] * 17, *[1] * 21]}, r"'compress_ratios\[19\]' is 1, but .* of ratio 2"),
+        ({"kv_source_layer_ids": [2, 8, 14, 20, 40]}, "has layer 40; expected 0..39"),
+        ({"kv_source_layer_ids": [1, 2, 20]}, "has layer 1, whose compress ratio is 0"),
+        ({"kv_source_layer_ids": [8, 2, 20]}, r"is \[8, 2, 20\]; expected layers in ascending order"),
+        ({"kv_source_layer_ids": [2, 9, 20]}, "has layer 9, which is not in 'index_source_layer_ids'"),
+        ({"kv_source_layer_ids": [2, 20, 24]}, "is 20, but layer 24 behind it writes entries"),
+        ({"candidate_source_layer_id": 21}, "'candidate_source_layer_id' is 21; expected a layer of"),
+        ({"candidate_block_size": 0}, "'candidate_block_size' is 0; expected at least 1"),
+        ({"head_dim": 256}, "'head_dim' is 256; this cache stores only 512"),
+        ({"model_type": "deepseek_v4"}, "'model_type' is 'deepseek_v4'; expected one of"),
+        ({"kv_source_layer_ids": [2, "8"]}, r"'kv_source_layer_ids\[1\]' is '8'; expected an integer"),
+    ],
+)
+def test_what_is_refused(change, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        V41Config.from_hf({**PUBLISHED["text_config"], **change})
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v41", "deepseek_v41_text"])
+def test_a_server_does_not_take_it_for_v4(model_type):
+    with pytest.raises(ValueError, match=rf"'model_type' is '{model_type}': DeepSeek-V4.1 is not served.*11.7"):
+        DSV4Config.from_hf({**PUBLISHED["text_config"], "model_type": model_type})
+
+
+def test_layers():
+    """The checkpoint has compressors and index keys in 4 layers, indexers in 8."""
+    schedule = v41_schedule(V41Config.flash(), draft_layers=3)
+    by_role = {role: [spec.layer_idx for spec in schedule if spec.role is role] for role in Csa2Role}
+    assert by_role[Csa2Role.WINDOW] == [0, 1, 40, 41, 42]
+    assert by_role[Csa2Role.FULL] == [2, 8, 14, 20]
+    assert by_role[Csa2Role.REINDEX] == [24, 28, 32, 36]
+    assert len(by_role[Csa2Role.REUSE]) == 30
+    sources = {layer: (schedule[layer].kv_source, schedule[layer].index_source) for layer in (7, 8, 13, 19, 20, 39)}
+    assert sources == {7: (2, 2), 8: (8, 8), 13: (8, 8), 19: (14, 14), 20: (20, 20), 39: (20, 36)}
+    assert [schedule[layer].ratio for layer in (1, 2, 19, 20, 39, 40)] == [0, 2, 2, 1, 1, 0]
+    assert [spec.layer_idx for spec in schedule if spec.keeps_candidates] == [20]
+    assert [spec.layer_idx for spec in schedule if spec.within_candidates] == [24, 28, 32, 36]
+
+
+def test_bytes():
+    """The report's 890 B a token are 288 and 68 B for each entry of four layers; ours has keys of 72 B."""
+    schemas = v41_schemas(v41_schedule(V41Config.flash()))
+    entries_of_a_token = 3 / 2 + 1
+    latent, key = 512 // 2 + 512 // 16, 128 // 2 + 128 // 32
+    assert (latent + key) * entries_of_a_token == 890
+    assert sum(schema.block_bytes for schema in schemas) / 128 == (latent + 128 // 2 + 128 // 16) * entries_of_a_token
+    assert [schemas[i].block_bytes for i in (0, 2, 3, 20, 24)] == [0, 64 * 360, 0, 128 * 360, 0]
+    ring = 128 * (512 + 512 // 32)
+    assert sum(schema.checkpoint_bytes for schema in schemas) == 40 * ring == 2_703_360
+    assert sum(schema.state_bytes for schema in schemas) == 40 * ring + 3 * 1024 * 4
+    drafted = v41_schemas(v41_schedule(V41Config.flash(), 3), draft_tokens=5)
+    assert sum(schema.state_bytes for schema in drafted) == 43 * 133 * 528 + 3 * 3 * 1024 * 4
+
+
+def test_rows_of_a_tail():
+    """Every way to take tokens back: no row that is still needed is written by another position."""
+    for d in range(1, 12):
+        rows = pair_rows(d)
+        assert d <= pair_draft_tokens(rows) and (rows == 1 or pair_draft_tokens(rows - 1) < d)
+        for length in range(2, 4):
+            written = [t for t in range(length, length + d) if t % 2 == 0]
+            needed = {length - 1, *range(length, length + d if d > 1 else length)}
+            live = sorted({*written, *(t for t in needed if t % 2 == 0)})
+            assert len({t // 2 % rows for t in live}) == len(live)
+    with pytest.raises(ValueError, match="draft_tokens is -1"):
+        pair_rows(-1)
+
+
+# ---- the formulas of DeepSeek's files
+
+E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+
+
+def nearest(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """The nearest number of the grid, with the sign of x; of two the one with the even code; the largest for more."""
+    middles = (grid[1:] + grid[:-1]) / 2
+    code = torch.searchsorted(middles, x.abs())
+    tie = (code < len(middles)) & (middles[code.clamp(max=len(middles) - 1)] == x.abs())
+    return torch.copysign(grid[code + (tie & (code % 2 == 1))], x)
+
+
+def ceil_pow2(x: torch.Tensor) -> torch.Tensor:
+    mantissa, exponent = torch.frexp(x)  # x = mantissa * 2^exponent, 0.5 <= mantissa < 1
+    return 2.0 ** (exponent - (mantissa == 0.5).int()).double()
+
+
+def act_quant(x: torch.Tensor) -> torch.Tensor:
+    """kernel.py: blocks of 32, amax at least 1e-4, scale 2^ceil(log2(amax / 448)), e4m3. float64, as all of these."""
+    blocks = x.unflatten(-1, (-1, 32))
+    scale = ceil_pow2(blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448)
+    return (nearest(blocks / scale, E4M3) * scale).flatten(-2)
+
+
+def fp4_act_quant(x: torch.Tensor, block_size: int, e4m3_scale: bool) -> torch.Tensor:
+    """kernel.py: scale of e4m3(amax / 6), amax at least 6 * 2^-9, or of 2^ceil(log2(amax / 6)); e2m1."""
+    blocks = x.unflatten(-1, (-1, block_size))
+    amax = blocks.abs().amax(-1, keepdim=True)
+    scale = (
+        nearest(amax.clamp(min=6 * 2.0**-9) / 6, E4M3) if e4m3_scale else ceil_pow2(amax.clamp(min=6 * 2.0**-126) / 6)
+    )
+    return (nearest(blocks / scale, E2M1) * scale).flatten(-2)
+
+
+def rows_of_all_sizes() -> torch.Tensor:
+    """Random rows, corner values and every tie of the grids, bf16."""
+    g = torch.Generator().manual_seed(0)
+    rows = torch.randn(24, 512, generator=g) * 2.0 ** torch.randint(-16, 16, (24, 1), generator=g)
+    rows[0], rows[1], rows[2] = 0, -0.0, 1e-6
+    rows[3, ::7] = 3000.0
+    ties = E2M1.float()
+    ties = torch.cat([ties, (ties[1:] + ties[:-1]) / 2, torch.tensor([6.0])])
+    rows[4] = torch.cat([ties, -ties]).repeat(16)[:512].sort().values.view(32, 16).T.flatten()
+    rows[5] = torch.linspace(-448, 448, 512)
+    return rows.bfloat16()
+
+
+def test_window_rows_are_those_of_training():
+    rows = rows_of_all_sizes()
+    table = V41Table(make_v41_table(2, 12, V41RowFormat.FP8, "cpu"), V41RowFormat.FP8)
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
+    table.write(order, rows.float())
+    assert torch.equal(table.read(order), act_quant(rows.double()).float())
+
+
+def test_entries_are_those_of_training():
+    rows = rows_of_all_sizes()
+    table = V41Table(make_v41_table(3, 8, V41RowFormat.FP4, "cpu"), V41RowFormat.FP4)
+    table.write(torch.arange(24), rows.float())
+    assert torch.equal(table.read(torch.arange(24)), fp4_act_quant(rows.double(), 16, True).float())
+
+
+def test_layout_of_a_block():
+    """Data of all rows first, then their scales: so FlashMLA's V4.1 kernels read them."""
+    x = rows_of_all_sizes()[6:8].float()
+    for row_format, quantise in ((V41RowFormat.FP8, quantise_fp8), (V41RowFormat.FP4, quantise_fp4)):
+        table = make_v41_table(2, 2, row_format, "cpu")
+        V41Table(table, row_format).write(torch.tensor([2, 3]), x)
+        data, scales = quantise(x)
+        assert torch.equal(table[1].flatten(), torch.cat([data.flatten(), scales.flatten()]))
+        assert not table[0].any()
+
+
+SGLANG_HAS_IT = pytest.mark.skipif(
+    Version(importlib.metadata.version("sglang")) < Version("0.5.23"), reason="SGLang has V4.1 from 0.5.23 on"
+)
+
+
+@SGLANG_HAS_IT
+def test_formats_equal_those_of_sglang():
+    from sglang.kernels.ops.attention.dsv4 import kv_layout as layouts
+    from sglang.test.kernels.deepseek_v4 import dsv41_kv_quant_reference as reference
+
+    x = rows_of_all_sizes()
+    small = (
+        x.float().unflatten(-1, (-1, 32)).abs().amax(-1).amin(-1) <= 448e-4
+    )  # floors of FP8 scales differ (SPEC 11.4)
+    for row_format, layout, quantise, rows in (
+        (V41RowFormat.FP8, layouts.KVLayout.V41, reference.quantize_k_cache_v41, x[~small]),
+        (V41RowFormat.FP4, layouts.KVLayout.V41_FP4, reference.quantize_k_cache_v41_fp4, x),
+    ):
+        assert (layout.data_bytes, layout.scale_bytes) == (row_format.data_bytes, row_format.scale_bytes)
+        table = make_v41_table(1, len(rows), row_format, "cpu")
+        V41Table(table, row_format).write(torch.arange(len(rows)), rows.float())
+        assert len(rows) > 10
+        assert torch.equal(table.flatten(), quantise(rows[None])[0, : table.numel()])
+
+
+# ---- append
+
+EPS = 1e-20
+LENGTH = 300
+
+
+@functools.cache
+def layer(ratio: int):
+    """Weights and the projections of two requests of LENGTH tokens."""
+    g = torch.Generator().manual_seed(ratio)
+    return {
+        "kv": torch.randn(2, LENGTH, 512, generator=g).bfloat16(),
+        "compressor": (torch.randn(2, LENGTH, 512 * max(ratio, 1), generator=g) * 2).to(
+            torch.bfloat16 if ratio == 1 else torch.float32
+        ),
+        "keys": torch.randn(2, LENGTH, 128, generator=g).bfloat16(),
+        "kv_norm": (1 + 0.2 * torch.randn(512, generator=g)).bfloat16(),
+        "latent_norm": (1 + 0.2 * torch.randn(512, generator=g)).bfloat16(),
+        "key_norm": (1 + 0.2 * torch.randn(128, generator=g)).bfloat16(),
+        "rope": rope_table(LENGTH, rope_frequencies(V41Config.flash(), ratio)),
+    }
+
+
+def freqs_cis(ratio: int) -> torch.Tensor:
+    """inference/model.py, precompute_freqs_cis with the published values; no YaRN where nothing is compressed."""
+    base = 160000.0 if ratio else 10000.0
+    freqs = 1.0 / (base ** (torch.arange(0, 64, 2, dtype=torch.float32) / 64))
+    if ratio:
+
+        def corrected_dim(rotations):
+            return 64 * math.log(65536 / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+        low, high = max(math.floor(corrected_dim(32)), 0), min(math.ceil(corrected_dim(1)), 63)
+        ramp = ((torch.arange(32, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
+        freqs = freqs / 16 * ramp + freqs * (1 - ramp)
+    angles = torch.outer(torch.arange(LENGTH), freqs)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def normalised(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = x.float()
+    return (weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS))).bfloat16()
+
+
+def rotated(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    tail = torch.view_as_complex(x[..., -64:].float().unflatten(-1, (-1, 2)).contiguous()) * freqs
+    return torch.cat([x[..., :-64], torch.view_as_real(tail).flatten(-2).bfloat16()], -1)
+
+
+@functools.cache
+def expected(ratio: int, request: int):
+    """(window rows, latents, entries, keys) of a whole request, as inference/model.py makes them in one prefill."""
+    w, freqs = layer(ratio), freqs_cis(ratio)
+    rows = rotated(normalised(w["kv"][request], w["kv_norm"]), freqs)
+    rows = act_quant(rows.double()).float()
+    if not ratio:
+        return rows, None, None, None
+    x = w["compressor"][request]
+    if ratio == 2:
+        kv, score = x.unflatten(0, (-1, 2)).split(512, -1)
+        x = (kv * score.softmax(1)).sum(1).bfloat16()
+    latents = normalised(x, w["latent_norm"])
+    entries = rotated(latents, freqs[::ratio])
+    keys = rotated(normalised(w["keys"][request, ratio - 1 :: ratio], w["key_norm"]), freqs[::ratio])
+    return (
+        rows,
+        latents,
+        fp4_act_quant(entries.double(), 16, True).float(),
+        fp4_act_quant(keys.double(), 32, False).float(),
+    )
+
+
+@SGLANG_HAS_IT
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_entries_equal_those_of_sglang(ratio):
+    """Its own torch forms of what its kernels do."""
+    from sglang.kernels.ops.quantization.fp4_fake_quant import fake_quant_compressed_kv, fake_quant_fp4
+    from sglang.srt.layers.attention.dsv4.dsv41_sparse import DeepseekV41Compressor, RMSNorm, rope_tail
+
+    def norm(weight: torch.Tensor) -> RMSNorm:
+        module = RMSNorm(len(weight), EPS)
+        module.weight.data = weight
+        return module.requires_grad_(False)
+
+    w, freqs = layer(ratio), freqs_cis(ratio)[::ratio]
+    x = w["compressor"][0]
+    if ratio == 2:
+        x = DeepseekV41Compressor.pool_pairs(*x.unflatten(0, (-1, 2)).split(512, -1)).bfloat16()
+    latents = norm(w["latent_norm"])(x)
+    entries = fake_quant_compressed_kv(rope_tail(latents, freqs, 64))
+    keys = fake_quant_fp4(rope_tail(norm(w["key_norm"])(w["keys"][0, ratio - 1 :: ratio]), freqs, 64))
+    for mine, theirs in zip(expected(ratio, 0)[1:], (latents, entries, keys)):
+        same(mine.float(), theirs.float())
+
+
+class Run:
+    """Two requests in slots 2 and 1 of a layer, through the ops."""
+
+    slots = (2, 1)
+
+    def __init__(self, ratio: int, draft_tokens: int = 0) -> None:
+        self.ratio, self.lengths, self.inputs = ratio, [0, 0], layer(ratio)
+        self.ring_rows = 128 + draft_tokens
+        per_block = 128 // ratio if ratio else 0
+        self.ring = torch.randint(0, 256, (4, self.ring_rows, 528), dtype=torch.uint8)
+        self.tail = torch.full((4, pair_rows(draft_tokens), 1024), torch.nan) if ratio == 2 else None
+        self.entries = make_v41_table(6, per_block, V41RowFormat.FP4, "cpu") if ratio else None
+        self.keys = torch.zeros(6, per_block, 72, dtype=torch.uint8) if ratio else None
+        self.latents = [torch.full((LENGTH, 512), torch.nan, dtype=torch.bfloat16) for _ in range(2)]
+        self.tables = ([5, 0, 3], [1, 4, 2])  # blocks of the requests
+
+    def step(self, counts: tuple[int, int], decode: bool, track: bool = False) -> None:
+        w, t = self.inputs, torch.int32
+        spans = [(length, length + n) for length, n in zip(self.lengths, counts)]
+        take = [
+            torch.cat([w[name][b, lo:hi] for b, (lo, hi) in enumerate(spans)]) for name in ("kv", "compressor", "keys")
+        ]
+        positions = torch.cat([torch.arange(lo, hi) for lo, hi in spans])
+        request = torch.repeat_interleave(torch.arange(2), torch.tensor(counts))
+        out_loc = torch.tensor(
+            [self.tables[b][p // 128] * 128 + p % 128 for b, p in zip(request.tolist(), positions.tolist())]
+        )
+        batch = (
+            torch.tensor(self.slots, dtype=t),
+            torch.tensor(self.lengths, dtype=t),
+            torch.tensor([0, counts[0], sum(counts)], dtype=t),
+            request.to(t),
+            out_loc.long(),
+        )
+        window = None if decode else torch.zeros(1, sum(counts) + 256, 528, dtype=torch.uint8)
+        tracked = torch.where(request == 0, 3, -1).to(t) if track else None
+        latents = torch.full((sum(counts), 512), torch.nan, dtype=torch.bfloat16)
+        ops = torch.ops.dsv4_sglang
+        own = (self.tail, self.entries, latents) if self.ratio else (None, None, None)
+        ops.append_v41(
+            take[0], take[1] if self.ratio else None, w["kv_norm"], w["latent_norm"] if self.ratio else None,
+            w["rope"], EPS, self.ratio, *batch, tracked, self.ring, *own, window,
+        )  # fmt: skip
+        if self.ratio:
+            ops.append_v41_keys(take[2], w["key_norm"], w["rope"], EPS, self.ratio, *batch, self.keys)
+        for b, (lo, hi) in enumerate(spans):
+            self.latents[b][lo:hi] = latents[batch[2][b] : batch[2][b + 1]]
+        if window is not None:
+            self.check_window(window, spans)
+        self.lengths = [hi for _, hi in spans]
+
+    def check_window(self, window: torch.Tensor, spans: list[tuple[int, int]]) -> None:
+        """What the step's queries read: the 128 rows before the chunk, and the chunk's."""
+        table, base = V41Table(window, V41RowFormat.FP8), 0
+        for b, (lo, hi) in enumerate(spans):
+            at = torch.arange(max(0, lo - 128), hi)
+            same(table.read(base + 128 * b + 128 + at - lo), expected(self.ratio, b)[0][at])
+            base += hi - lo
+
+    def check(self) -> None:
+        for b, (slot, length) in enumerate(zip(self.slots, self.lengths)):
+            rows, latents, entries, keys = expected(self.ratio, b)
+            at = torch.arange(max(0, length - 128), length)
+            same(V41Table(self.ring, V41RowFormat.FP8).read(slot * self.ring_rows + at % self.ring_rows), rows[at])
+            if not self.ratio:
+                continue
+            n = length // self.ratio
+            i = torch.arange(n)
+            blocks = torch.tensor(self.tables[b])[self.ratio * i // 128]
+            where = blocks * (128 // self.ratio) + i % (128 // self.ratio)
+            same(V41Table(self.entries, V41RowFormat.FP4).read(where), entries[:n])
+            same(KeyTable(self.keys, KeyFormat.MXFP4).read(where), keys[:n])
+            same(self.latents[b][self.ratio - 1 : length : self.ratio].float(), latents[:n].float())
+
+
+def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Equal but for a few numbers, of which a last bit of a sum decides the rounding: those are a step apart."""
+    assert got.shape == wanted.shape
+    if not got.numel():
+        return
+    apart = (got - wanted).abs()
+    assert (apart > 0).float().mean() < 2e-3
+    assert (apart <= 0.51 * wanted.abs().amax(-1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("ratio", [0, 1, 2])
+@pytest.mark.parametrize(
+    "plan",
+    [[(300, 300)], [(1, 3), (4, 1), (123, 125), (1, 1), (130, 150), (41, 20)], [(255, 131), (45, 169)]],
+    ids=["one", "many", "two"],
+)
+def test_chunks_equal_one_prefill(ratio, plan):
+    run = Run(ratio)
+    for counts in plan:
+        run.step(counts, decode=False)
+        run.check()
+    assert run.lengths == [300, 300]
+
+
+@pytest.mark.parametrize("ratio", [0, 1, 2])
+def test_decode(ratio):
+    run = Run(ratio)
+    run.step((125, 126), decode=False)
+    for _ in range(8):
+        run.step((1, 1), decode=True)
+    run.check()
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("d", [2, 3, 5, 6])
+def test_tokens_are_taken_back(ratio, d):
+    """Steps of d tokens whose rejected ones had other projections: the next step begins at any length."""
+    run = Run(ratio, draft_tokens=d)
+    run.step((129, 140), decode=False)
+    for kept in ((1, d), (d, 1), (2, 2), (1, 1), (d - 1, 2)):
+        before = list(run.lengths)
+        run.inputs = {name: t.clone() for name, t in layer(ratio).items()}
+        for name in ("kv", "compressor", "keys"):
+            for b in range(2):
+                run.inputs[name][b, before[b] + kept[b] : before[b] + d] *= -3
+        run.step((d, d), decode=True)
+        run.lengths = [length + n for length, n in zip(before, kept)]
+    run.check()
+
+
+def test_a_checkpoint_gets_the_rows_of_its_tokens():
+    run = Run(2)
+    run.step((128, 40), decode=False, track=True)
+    assert torch.equal(run.ring[3], run.ring[2])
+    run.step((1, 1), decode=True)
+    assert not torch.equal(run.ring[3], run.ring[2])
+
+
+def test_a_padded_request_writes_nothing():
+    run = Run(2)
+    run.step((4, 7), decode=False)
+    before = [t.clone() for t in (run.ring[1], run.tail[1], run.entries, run.keys)]
+    run.slots = (2, -1)
+    run.step((1, 1), decode=True)
+    assert all(torch.equal(t, then) for t, then in zip((run.ring[1], run.tail[1], run.entries, run.keys), before))
+    run.slots, run.lengths[1] = (2, 1), 7
+    run.step((1, 1), decode=True)
+    run.check()
+
+
+def test_errors_name_the_value():
+    run = Run(2)
+    with pytest.raises(ValueError, match="2 tokens of each request without `window`, but ring has 128 rows a slot"):
+        run.step((2, 2), decode=True)
+    run = Run(2, draft_tokens=3)
+    with pytest.raises(
+        ValueError, match="4 tokens of each request without `window`, but tail has 2 rows a slot, for at most 3"
+    ):
+        run.ring = torch.zeros(4, 140, 528, dtype=torch.uint8)
+        run.step((4, 4), decode=True)
+    with pytest.raises(ValueError, match="3 tokens for 2 requests without `window`"):
+        run.step((1, 2), decode=True)
+    run.ratio = 4
+    with pytest.raises(ValueError, match="ratio is 4; expected 0, 1 or 2"):
+        torch.ops.dsv4_sglang.append_v41(
+            *(torch.zeros(0, 512).bfloat16(), None, torch.ones(512), None, torch.zeros(1, 64), EPS, 4),
+            *(
+                torch.zeros(0).int(),
+                torch.zeros(0).int(),
+                torch.zeros(1).int(),
+                torch.zeros(0).int(),
+                torch.zeros(0).long(),
+            ),
+            *(None, run.ring, None, None, None, None),
+        )

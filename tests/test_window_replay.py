@@ -1,0 +1,25 @@
+"""Why windows are kept in checkpoints: computing them again from 128 tokens is another model (docs/prefix.md)."""
+
+from __future__ import annotations
+
+from benchmarks.agent_trace import load
+from benchmarks.window_replay import EXACT_TOKENS, FORMS, distances, simulate
+from dsv4_sglang.testing.tiny import TinySpec
+
+
+def test_a_window_is_exact_from_127_tokens_a_layer_on() -> None:
+    """SPEC 6.6: three layers want 381 tokens; 128 are far off, and a window that is kept gives the same sums."""
+    kept, short, exact = distances(TinySpec(heads=8, ratios=(0, 4, 128)), 384, (0, 128, 381), follow=8, seeds=1)
+    assert kept["max"] == 0 and exact["max"] < 1e-4
+    assert short["mean"] > 0.01
+
+
+def test_tokens_computed_again_are_no_hits() -> None:
+    """What a hit saves is its length less what is computed again; small checkpoints need less of the memory."""
+    assert EXACT_TOKENS == 5461
+    turns = load(20, 3, tokens=(2_000, 20_000), generate=(8, 16))
+    rows = {form: simulate(turns, 1.0, form, 0.05) for form in FORMS}
+    assert rows["stored"]["saved"] == rows["stored"]["hit"]
+    assert rows["replay"]["hit"] >= rows["stored"]["hit"]
+    assert rows["replay"]["saved"] < rows["replay"]["hit"]
+    assert rows["exact"]["saved"] < rows["replay"]["saved"]
