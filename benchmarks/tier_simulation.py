@@ -5,7 +5,8 @@
 
 A device of 1.0 M tokens and hosts of 0, 2, 4 and 8 times that, blocks and checkpoints alike. "loop": conversations of
 20,000 tokens visited in turn, four times. "agents": agent conversations (`benchmarks.agent_trace`) of 2,000 to 80,000
-tokens, somewhere on their way when the load begins, five turns each.
+tokens, somewhere on their way when the load begins, five turns each. "share": what other shares of checkpoints in as
+many bytes of the host would hit, in both loads where it just does not hold all.
 """
 
 from __future__ import annotations
@@ -49,10 +50,18 @@ class TieredSimulation(Simulation):
     host has further than the device is loaded. On the server one registry knows of both places; here each tree has its
     own, of which the host's sees every use and gives the device a line's rhythm with the line."""
 
-    def __init__(self, blocks: int, checkpoints: int, ratio: float, **options: Any) -> None:
+    def __init__(
+        self, blocks: int, checkpoints: int, ratio: float, host_share: float | None = None, **options: Any
+    ) -> None:
+        """`host_share`: of the host's bytes that are checkpoints; by default the device's."""
         super().__init__(blocks, checkpoints, INTERVAL, **options)
-        self.host = PrefixTree(FreeList(int(blocks * ratio)), FreeList(int(checkpoints * ratio))) if ratio else None
-        self.loaded_tokens = 0
+        there = int(blocks * ratio), int(checkpoints * ratio)
+        if host_share is not None:
+            size = ratio * (blocks * BLOCK_BYTES + checkpoints * CHECKPOINT_BYTES)
+            there = int(size * (1 - host_share) / BLOCK_BYTES), int(size * host_share / CHECKPOINT_BYTES)
+        self.host = PrefixTree(FreeList(there[0]), FreeList(there[1])) if ratio else None
+        self.loaded_tokens = self.stateless_tokens = 0
+        """Tokens that were loaded; of whose blocks either tier had, but no checkpoint behind them."""
 
     def _resume(self, keys: np.ndarray) -> Match:
         match = self.tree.match(keys)
@@ -60,6 +69,7 @@ class TieredSimulation(Simulation):
         if self.host is None:
             return match
         there = self.host.match(keys)
+        self.stateless_tokens += BLOCK * (max(match.cached, there.cached) - max(match.resume, there.resume))
         self.host.resume(there)
         loaded = self._load(keys, match, there) if there.resume > match.resume else None
         self.host.unlock(there.node)
@@ -99,17 +109,20 @@ class TieredSimulation(Simulation):
         host.unlock(base.node)
 
 
-def simulate(turns: Iterable[Turn], ratio: float, tokens: int = DEVICE_TOKENS) -> dict[str, float]:
+def simulate(
+    turns: Iterable[Turn], ratio: float, host_share: float | None = None, tokens: int = DEVICE_TOKENS
+) -> dict[str, float]:
     """Shares are of the tokens that an infinite cache serves."""
     blocks = tokens // BLOCK
     checkpoints = int(blocks * BLOCK_BYTES * CHECKPOINT_SHARE / (1 - CHECKPOINT_SHARE) / CHECKPOINT_BYTES)
-    simulation = TieredSimulation(blocks, checkpoints, ratio)
+    simulation = TieredSimulation(blocks, checkpoints, ratio, host_share)
     simulation.run(turns)
     ideal = simulation.ideal_tokens
     return {
         "ratio": ratio,
         "hit": round(simulation.hit_tokens / ideal, 4),
         "from_host": round(simulation.loaded_tokens / ideal, 4),
+        "stateless": round(simulation.stateless_tokens / ideal, 4),
         "refused": simulation.refused,
         "prompt_tokens": simulation.prompt_tokens,
     }
@@ -140,6 +153,18 @@ def study_agents() -> Rows:
     return rows
 
 
+def study_share() -> Rows:
+    rows = []
+    for times, ratio in ((4.0, 4), (8.0, 8), (10.0, 8), (10.0, 100)):
+        turns, _ = agents(times)
+        for share in (1 / 16, 1 / 12, 1 / 10, 1 / 8):
+            loop = simulate(rounds(round(times * DEVICE_TOKENS / CONVERSATION), CONVERSATION, 4), ratio, share)
+            rows.append({"working_set": times, "share": round(share, 4), **simulate(turns, ratio, share)})
+            rows[-1]["hit_loop"] = loop["hit"]
+            print(rows[-1], flush=True)
+    return rows
+
+
 def agents(times: float) -> tuple[list[Turn], int]:
     """A load whose live conversations have about so many times the device's tokens, and how many conversations."""
     active = max(2, round(times * 45))
@@ -150,7 +175,7 @@ def agents(times: float) -> tuple[list[Turn], int]:
     return turns, active
 
 
-STUDIES: dict[str, Callable[[], Rows]] = {"loop": study_loop, "agents": study_agents}
+STUDIES: dict[str, Callable[[], Rows]] = {"loop": study_loop, "agents": study_agents, "share": study_share}
 TITLES = {"loop": "Conversations of 20,000 tokens visited in turn", "agents": "Agent conversations"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import pkgutil
 import re
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from dsv4_sglang.srt.disaggregation import DecodeStateReqToTokenPool
 from dsv4_sglang.srt.hooks import Hook, hooks_of
 from dsv4_sglang.srt.host.cache import TieredCache
 from dsv4_sglang.srt.host.component import Loading, TieredComponent
+from dsv4_sglang.srt.host.mooncake import MooncakeStorage
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
 from dsv4_sglang.srt.host.storage import FileStorage
 from dsv4_sglang.srt.host.transfers import HostStack, TransferController
@@ -47,6 +49,7 @@ SUBCLASSES = (
     HybridCacheBackend,
     LeafOrder,
     Loading,
+    MooncakeStorage,
     PrefixCache,
     StateParams,
     StateReqToTokenPool,
@@ -62,6 +65,12 @@ SUBCLASSES = (
     deepseek_v4_dspark.Stage,
     deepseek_v4_nextn.DeepseekV4ForCausalLMNextN,
 )
+WITHOUT_NIXL = () if importlib.util.find_spec("nixl") else ("dsv4_sglang.srt.host.nixl",)
+"""Modules that cannot be imported; with NIXL's wheel all are."""
+if not WITHOUT_NIXL:
+    from dsv4_sglang.srt.host.nixl import NixlStorage
+
+    SUBCLASSES = (*SUBCLASSES, NixlStorage)
 
 
 def private_uses(tree: ast.AST) -> Iterator[str]:
@@ -134,7 +143,7 @@ def test_all_subclasses_are_looked_at() -> None:
     ours = {(ours.__module__, ours.__qualname__) for ours in SUBCLASSES}
     for path in (PACKAGE / "srt").rglob("*.py"):
         module = ".".join(("dsv4_sglang", *path.relative_to(PACKAGE).with_suffix("").parts))
-        if "cpu_shim" in module or path.stem == "__init__":
+        if "cpu_shim" in module or path.stem == "__init__" or module in WITHOUT_NIXL:
             continue
         for made in vars(pkgutil.resolve_name(module)).values():
             if isinstance(made, type) and made.__module__ == module:

@@ -105,10 +105,11 @@ def test_a_row_begins_with_whole_lines() -> None:
     schemas = [build_schema(config, spec) for spec in build_schedule(config)]
     pools = [PagedKVPool(schema, 1, torch.device("cpu")) for schema in schemas if schema.entries_per_block]
     views = [pool.block_views() for pool in pools]
-    offsets, row_bytes = _row_of_a_block(views)
+    offsets, row_end = _row_of_a_block(views)
     spans = sorted((at, at + view.shape[1]) for o, v in zip(offsets, views) for at, view in zip(o, v))
     assert spans[0][0] == 0 and all(end == begin for (_, end), (begin, _) in pairwise(spans))
-    assert row_bytes == 452_608 == -(-spans[-1][1] // 128) * 128 and host_block_bytes(pools) == row_bytes
+    assert row_end == spans[-1][1] == 452_512
+    assert host_block_bytes(pools) == 452_608 and host_block_bytes(pools, spare=16) == 111 * 4096
     csa = [at for o, pool in zip(offsets, pools) for at in o if pool.index_keys is not None]
     assert len(csa) == 42 and all(at % 128 == 0 for at in csa)
 

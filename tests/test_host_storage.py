@@ -1,4 +1,4 @@
-"""Files behind the host: they outlive the server, and what cannot be used is a miss."""
+"""Storages behind the host: pages outlive the server, and what cannot be used is a miss."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 import random
 import resource
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,29 +22,52 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from tiered_server import TieredServer
 
 from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.model import DSV4Config, build_schedule
+from dsv4_sglang.srt.host.mooncake import MooncakeStorage
 from dsv4_sglang.srt.host.storage import DEFAULT_FOLDER, FileStorage, page_name
 
 PROMPT = [1 + at // BLOCK for at in range(5 * BLOCK + 60)]
 
 
+@pytest.fixture(params=["file", "nixl"])
+def storage(request: pytest.FixtureRequest) -> str:
+    if request.param == "nixl":
+        pytest.importorskip("nixl", reason="NIXL is no dependency: pip install nixl")
+    return request.param
+
+
 @pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, storage: str) -> Path:
     without_a_server(monkeypatch)
-    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "pages"))
+    where = {"file": "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "nixl": "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"}
+    monkeypatch.setenv(where[storage], str(tmp_path / "pages"))
+    monkeypatch.setenv("SGLANG_HICACHE_NIXL_BACKEND_PLUGIN", "POSIX")
     return tmp_path / "pages"
 
 
-def restarted(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> TieredServer:
-    return TieredServer(monkeypatch, seed=0, storage="file", **sizes)
+@pytest.fixture
+def restarted(folder: Path, storage: str) -> Callable[..., TieredServer]:
+    """A server that finds the folder of those before."""
+
+    def start(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> TieredServer:
+        return TieredServer(monkeypatch, seed=0, storage=storage, **sizes)
+
+    return start
 
 
-def test_a_new_server_finds_what_the_last_one_stored(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def pages_in(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_new_server_finds_what_the_last_one_stored(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+) -> None:
     with monkeypatch.context() as patch:
         server = restarted(patch)
         assert server.serve(PROMPT) == 0
         server.check()
-    pages = sorted(path.name for path in folder.glob("*.bin"))
+    pages = [path.name for path in pages_in(folder)]
     assert len(pages) == 5 + 2, "five blocks; checkpoints at four blocks, the interval, and at five, the end"
     assert all("-dsv4v2-fp32-fp32-" in page for page in pages)
     with monkeypatch.context() as patch:
@@ -60,14 +84,17 @@ def test_a_new_server_finds_what_the_last_one_stored(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("damage", ["torn", "changed", "of zeros", "gone"])
 @pytest.mark.parametrize("which", ["a block", "a checkpoint"])
 def test_a_page_that_cannot_be_used_is_a_miss(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture, damage: str, which: str
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    restarted: Callable[..., TieredServer],
+    caplog: pytest.LogCaptureFixture,
+    damage: str,
+    which: str,
 ) -> None:
     with monkeypatch.context() as patch:
         restarted(patch).serve(PROMPT)
-    pages = {path: path.read_bytes() for path in folder.glob("*.bin")}
-    size = 3 * BLOCK * 8 if which == "a block" else 4 * 8
-    for path, page in pages.items():
-        if len(page) < size or len(page) > size + 100:
+    for path, page in pages_in(folder).items():
+        if ("c4_state" in path.name) == (which == "a block"):
             continue
         if damage == "gone":
             path.unlink()
@@ -89,14 +116,16 @@ def test_a_page_that_cannot_be_used_is_a_miss(
         assert restarted(patch).prefetch(PROMPT) == 5 * BLOCK, "what was removed was stored anew"
 
 
-def test_a_storage_that_is_cleared_has_nothing(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_a_storage_that_is_cleared_has_nothing(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+) -> None:
     """As after new weights. Pages of others stay."""
     server = restarted(monkeypatch)
     server.serve(PROMPT)
-    other = folder / "abc_other-dsv4v2-fp32-fp32-0123456789abcdef.bin"
+    other = next(iter(pages_in(folder))).parent / "abc_other-dsv4v2-fp32-fp32-0123456789abcdef.bin"
     other.write_bytes(b"123")
     server.cache.forget_stored("new")
-    assert list(folder.glob("*.bin")) == [other]
+    assert list(pages_in(folder)) == [other]
 
 
 @contextmanager
@@ -122,8 +151,13 @@ def no_room(kind: str, folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", ["full", "limit"])
+@pytest.mark.parametrize("storage", ["file"], indirect=True)
 def test_a_storage_without_room(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture, kind: str
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    restarted: Callable[..., TieredServer],
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
 ) -> None:
     """The server goes on, nothing is left behind or torn, and it stores again when there is room."""
     try:
@@ -132,7 +166,7 @@ def test_a_storage_without_room(
                 server = restarted(patch)
                 assert server.serve(PROMPT) == 0
                 assert server.serve(PROMPT) == 5 * BLOCK
-                assert "is the file system full?" in caplog.text
+                assert "Failed to save tensor" in caplog.text
                 assert len(list(folder.iterdir())) < 7
                 server.check()
             others = [9 + token for token in PROMPT]
@@ -150,7 +184,9 @@ def test_a_storage_without_room(
         subprocess.run(["umount", "-l", folder], capture_output=True)
 
 
-def test_requests_beside_a_storage(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_requests_beside_a_storage(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+) -> None:
     """Steps, evictions on both tiers and stores in one, with a host that is full."""
     server = restarted(monkeypatch, host_blocks=50, host_checkpoints=10)
     for _ in range(150):
@@ -159,21 +195,32 @@ def test_requests_beside_a_storage(monkeypatch: pytest.MonkeyPatch, folder: Path
     server.settle()
     server.check()
     server.check_contents()
-    assert len(list(folder.glob("*.bin"))) > 50
+    assert len(pages_in(folder)) > 50
 
 
-def test_requests_beside_a_storage_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """One page of five is not written and one of five not read: what is asked for comes whole or not at all, and a
+def ways_of(storage: str) -> list[tuple[type, str, Any]]:
+    """Methods that move pages, and what they return when they do not."""
+    if storage == "file":
+        return [(FileStorage, "set", False), (FileStorage, "get", None)]
+    from dsv4_sglang.srt.host.nixl import NixlStorage
+
+    return [(NixlStorage, "_xfer_and_wait", False)]
+
+
+def test_requests_beside_a_storage_that_fails(
+    monkeypatch: pytest.MonkeyPatch, storage: str, restarted: Callable[..., TieredServer]
+) -> None:
+    """One way there of five fails, and one back: what is asked for comes whole or not at all, and a
     server that starts again computes the rest."""
     rng, found = random.Random(0), 0
     with monkeypatch.context() as patch:
-        for method, failed in (("set", False), ("get", None)):
-            original = getattr(FileStorage, method)
+        for kind, method, failed in ways_of(storage):
+            original = getattr(kind, method)
 
             def sometimes(self: Any, *args: Any, original: Any = original, failed: Any = failed, **named: Any) -> Any:
                 return failed if rng.random() < 0.2 else original(self, *args, **named)
 
-            patch.setattr(FileStorage, method, sometimes)
+            patch.setattr(kind, method, sometimes)
         for visit in range(3):
             with patch.context() as one:
                 server = restarted(one)
@@ -185,6 +232,75 @@ def test_requests_beside_a_storage_that_fails(monkeypatch: pytest.MonkeyPatch, f
                 assert not server.wrong and server.flush()
                 server.check()
     assert 0 < found < 12 * 5 * BLOCK
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Mooncake's master, and one that has memory for pages, over TCP."""
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as error:
+        pytest.skip(f"Mooncake is no dependency: {error}")
+    without_a_server(monkeypatch)
+    master = f"127.0.0.1:{free_port()}"
+    program = Path(find_spec("mooncake").submodule_search_locations[0], "mooncake_master")
+    flags = [f"-rpc_port={master.split(':')[1]}", f"-metrics_port={free_port()}"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([str(program), *flags], stdout=log, stderr=log)
+    settings = {"MASTER": master, "PROTOCOL": "tcp", "TE_META_DATA_SERVER": "P2PHANDSHAKE", "GLOBAL_SEGMENT_SIZE": "0"}
+    for name, value in {**settings, "LOCAL_HOSTNAME": "127.0.0.1"}.items():
+        monkeypatch.setenv(f"MOONCAKE_{name}", value)
+    store = MooncakeDistributedStore()
+    try:
+        while store.setup("127.0.0.1", "P2PHANDSHAKE", 64 << 20, 16 << 20, "tcp", "", master, None):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+        yield store
+    finally:
+        store.close()
+        process.kill()
+        process.wait()
+
+
+def test_pages_in_mooncakes_store(
+    monkeypatch: pytest.MonkeyPatch, store: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They outlive the server; one that was changed is a miss and is stored anew; clearing leaves those of others."""
+    keys: list[str] = []
+    put = MooncakeStorage._put_batch_zero_copy_impl
+
+    def noted(self: Any, names: list[str], *args: Any) -> Any:
+        keys.extend(names)
+        return put(self, names, *args)
+
+    monkeypatch.setattr(MooncakeStorage, "_put_batch_zero_copy_impl", noted)
+
+    def found(serve: bool = True) -> int:
+        with monkeypatch.context() as patch:
+            server = TieredServer(patch, seed=0, storage="mooncake")
+            there = server.prefetch(PROMPT)
+            assert not serve or server.serve(PROMPT) == there
+            assert not server.wrong
+            server.check()
+            server.check_contents()
+            if not serve:
+                server.cache.forget_stored("new")
+            return there
+
+    assert found() == 0
+    assert len(keys) == 5 + 2 and all("-dsv4v2-fp32-fp32-" in key for key in keys)
+    assert found() == 5 * BLOCK
+    for kind in ("_k", "c4_state"):
+        for key in {key for key in keys if kind in key}:
+            page = store.get(key)
+            store.remove(key, True)
+            store.put(key, page[:3] + b"!" + page[4:])
+        assert found() == 0 and "cannot be used and is removed" in caplog.text
+        assert found() == 5 * BLOCK, "what was removed was stored anew"
+        caplog.clear()
+    store.put("another's", b"page")
+    assert found(serve=False) == 5 * BLOCK
+    assert found() == 0
+    assert store.is_exist("another's") == 1
 
 
 # Who may read and write the files
@@ -200,7 +316,7 @@ def open_storage(default: Path) -> FileStorage:
 
 def modes(storage: FileStorage) -> tuple[int, int]:
     """Of the folder, and of a file that is stored in it."""
-    assert storage.set("key", torch.arange(9, dtype=torch.uint8))
+    assert storage.set("key", torch.arange(40, dtype=torch.uint8))
     file = next(Path(storage.file_path).glob("key*.bin"))
     return Path(storage.file_path).stat().st_mode & 0o777, file.stat().st_mode & 0o777
 

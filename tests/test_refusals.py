@@ -42,7 +42,7 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "hicache_size": ([-1], [0, 64]),
     "hicache_io_backend": (["direct", "kernel_ascend"], ["kernel"]),
     "hicache_mem_layout": (["layer_first", "page_first_direct"], ["page_first"]),
-    "hicache_storage_backend": (["mooncake", "nixl", "dynamic"], [None]),
+    "hicache_storage_backend": (["eic", "hf3fs", "dynamic"], [None]),
     "disaggregation_transfer_backend": (["mori", "fake"], ["mooncake", "mooncake_tcp", "nixl"]),
     "num_reserved_decode_tokens": ([1, 127], [128, 512]),
     "moe_a2a_backend": (["megamoe", "mooncake"], ["none", "deepep"]),

@@ -190,11 +190,14 @@ class HostBlockPool:
         pools: the layers' pools, all on one device; with a GPU the host memory is pinned.
         num_blocks: blocks of 128 tokens, the same number for every layer.
         cpus: the host memory lies on the NUMA node of these CPUs; by default of those near the GPU.
+        spare: bytes at the end of each row for somebody else; rows are whole pages of memory then.
 
     Raises RuntimeError when the system does not give or pin so much memory; it says how much was asked for.
     """
 
-    def __init__(self, pools: Sequence[PagedKVPool], num_blocks: int, cpus: Collection[int] | None = None) -> None:
+    def __init__(
+        self, pools: Sequence[PagedKVPool], num_blocks: int, cpus: Collection[int] | None = None, spare: int = 0
+    ) -> None:
         devices = {pool.device for pool in pools}
         if len(devices) != 1:
             raise ValueError(f"the pools lie on {sorted(map(str, devices))}; expected one device")
@@ -203,7 +206,8 @@ class HostBlockPool:
         self.num_blocks = num_blocks
         self.device = devices.pop()
         self._views = [pool.block_views() for pool in pools]
-        self._offsets, self.block_bytes = _row_of_a_block(self._views)
+        self._offsets, end = _row_of_a_block(self._views)
+        self.block_bytes = host_row_bytes(end, spare)
         self._memory = host_memory(num_blocks * self.block_bytes, self.device, cpus)
         self.rows = self._memory.bytes[: num_blocks * self.block_bytes].view(num_blocks, self.block_bytes)
         self._staging: Tensor | None = None
@@ -279,20 +283,26 @@ class HostBlockPool:
         return self._memory.nbytes
 
 
-def host_block_bytes(pools: Sequence[PagedKVPool]) -> int:
+def host_row_bytes(nbytes: int, spare: int) -> int:
+    """Of a row that holds so much: whole lines, with `spare` bytes at the end whole pages."""
+    unit = mmap.PAGESIZE if spare else ALIGNED
+    return -(-(nbytes + spare) // unit) * unit
+
+
+def host_block_bytes(pools: Sequence[PagedKVPool], spare: int = 0) -> int:
     """Bytes of host memory that a block of all `pools` takes."""
-    return _row_of_a_block([pool.block_views() for pool in pools])[1]
+    return host_row_bytes(_row_of_a_block([pool.block_views() for pool in pools])[1], spare)
 
 
 def _row_of_a_block(views: Sequence[Sequence[Tensor]]) -> tuple[list[list[int]], int]:
-    """Where the block of each view of each layer lies in a row, and the bytes of the row: whole lines come first, so
+    """Where the block of each view of each layer lies in a row, and where the last ends: whole lines come first, so
     that all of them lie on lines."""
     sizes = [[view.shape[1] * view.itemsize for view in of_layer] for of_layer in views]
     offsets, end = [[0] * len(of_layer) for of_layer in sizes], 0
     every = [(layer, i) for layer, of_layer in enumerate(sizes) for i in range(len(of_layer))]
     for layer, i in sorted(every, key=lambda at: -math.gcd(sizes[at[0]][at[1]], ALIGNED)):
         offsets[layer][i], end = end, end + sizes[layer][i]
-    return offsets, -(-end // ALIGNED) * ALIGNED
+    return offsets, end
 
 
 class FreeRows:
@@ -333,13 +343,14 @@ class _HostStates:
     with a part of it; the parts lie one after another in a row. `first` is the number of what is in their row 0."""
 
     def __init__(
-        self, name: str, tables: list[Tensor], first: int, rows: int, cpus: Collection[int] | None = None
+        self, name: str, tables: list[Tensor], first: int, rows: int, cpus: Collection[int] | None, spare: int = 0
     ) -> None:
         if rows < 1:
             raise ValueError(f"{name} is {rows}; expected at least 1")
         self._tables, self._first = tables, first
         sizes = [table.shape[1] for table in tables]
-        self._offsets, self._row_bytes = [sum(sizes[:i]) for i in range(len(sizes))], sum(sizes)
+        self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._row_bytes = host_row_bytes(sum(sizes), spare)
         device = tables[0].device
         self._numbers = torch.arange(len(tables[0]), device=device)
         """On the device already when a copy is asked for."""
@@ -376,13 +387,16 @@ class _HostStates:
 
 class HostCheckpointPool(_HostStates):
     """`num_checkpoints` host copies of checkpoints, which count from 1: `rows` [num_checkpoints, checkpoint_bytes]
-    uint8, the rings of all layers and then their CSA tails (`StateStorage.checkpoint_tables`).
+    uint8, the rings of all layers and then their CSA tails (`StateStorage.checkpoint_tables`), whole lines of 128
+    bytes. `spare`: as of `HostBlockPool`.
 
     Raises RuntimeError when the system does not give or pin so much memory; it says how much was asked for.
     """
 
-    def __init__(self, storage: StateStorage, num_checkpoints: int, cpus: Collection[int] | None = None) -> None:
-        super().__init__("num_checkpoints", storage.checkpoint_tables(), 1, num_checkpoints, cpus)
+    def __init__(
+        self, storage: StateStorage, num_checkpoints: int, cpus: Collection[int] | None = None, spare: int = 0
+    ) -> None:
+        super().__init__("num_checkpoints", storage.checkpoint_tables(), 1, num_checkpoints, cpus, spare)
         self.num_checkpoints, self.checkpoint_bytes = num_checkpoints, self._row_bytes
 
 

@@ -85,12 +85,12 @@ def _register_prefix_cache(interval: int) -> None:
 def _register_host_tier(host_checkpoints: int | None, storage: str | None) -> None:
     from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
 
-    from dsv4_sglang.srt.host.storage import register_file_storage
+    from dsv4_sglang.srt.host.storage import register_storages
     from dsv4_sglang.srt.host.transfers import HostStack
 
     register_stack_strategy(HostStack(host_checkpoints))
-    if storage == "file":
-        register_file_storage()
+    if storage is not None:
+        register_storages()
 
 
 def _apply(hooks: tuple[Hook, ...]) -> None:

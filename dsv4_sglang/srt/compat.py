@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -507,6 +508,25 @@ def copy_streams(controller: Any) -> tuple[Any, Any]:
 def rename_files(storage: Any, suffix: str) -> None:
     """The names of files from now on, of which SGLang keeps account."""
     storage._evictor.config_suffix = suffix
+
+
+def nixl_files(storage: Any, pool: Any, keys: Sequence[str]) -> list[Path]:
+    """Where a storage of NIXL has the pages of a host pool, which are one buffer each."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    if pool == PoolName.KV:
+        names = storage._get_key_list_from_meta(keys)
+    else:
+        names = storage._get_hybrid_component_keys(keys, pool, 1)
+    return [Path(storage.file_manager.get_file_path(name)) for name in names]
+
+
+def mooncake_keys(storage: Any, pool: Any, keys: Sequence[str]) -> list[str]:
+    """What a storage of Mooncake calls the pages of a host pool, which are one buffer each."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    part = "k" if pool == PoolName.KV else pool
+    return storage._tag_keys([f"{key}_{storage.mla_suffix}_{part}" for key in keys])
 
 
 def forget_files(storage: Any) -> None:

@@ -38,6 +38,8 @@ def _on_grid(tokens: int) -> bool:
     return tokens <= 0 or tokens % BLOCK == 0
 
 
+STORAGES = ("file", "nixl", "mooncake")
+"""Behind the host tier."""
 _READ_BY = "this cache is read by its own backend"
 
 LIMITS = (
@@ -111,8 +113,8 @@ LIMITS = (
     ),
     Limit(
         "hicache_storage_backend",
-        _one_of("file"),
-        "blocks and checkpoints have been stored in files only; give file",
+        _one_of(*STORAGES),
+        "blocks and checkpoints have not been stored there; give file, nixl or mooncake",
     ),
     Limit(
         "disaggregation_transfer_backend",
@@ -235,8 +237,9 @@ def _refused_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
 def _refused_with_host_tier(args: Any) -> Iterable[tuple[str, str]]:
     """What the host tier has not been seen to do, and what is nothing without it."""
     if not args.enable_hierarchical_cache:
-        if args.hicache_storage_backend == "file":
-            yield "--hicache-storage-backend file", "it stands behind the host tier; give --enable-hierarchical-cache"
+        if args.hicache_storage_backend in STORAGES:
+            name = f"--hicache-storage-backend {args.hicache_storage_backend}"
+            yield name, "it stands behind the host tier; give --enable-hierarchical-cache"
         return
     if not compat.SERVES_HOST_TIER:
         reason = "the tree and the controller of copies are others in SGLang 0.5.18 to 0.5.22; use 0.5.17 or 0.5.23"

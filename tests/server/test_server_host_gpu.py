@@ -155,19 +155,25 @@ def test_a_broken_load_shows(server: Server, fault: Path, kind: str) -> None:
     assert apart[0] < 0.1 and apart[1] > 2 * apart[0] + 0.1
 
 
-def test_a_server_that_starts_again_finds_its_files(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    flags = (*FLAGS, *SERVERS["write_through"], "--hicache-storage-backend", "file")
+@pytest.mark.parametrize("storage", ["file", "nixl"])
+def test_a_server_that_starts_again_finds_its_files(tiny: Callable[..., Path], tmp_path: Path, storage: str) -> None:
+    if storage == "nixl":
+        pytest.importorskip("nixl", reason="NIXL is no dependency: pip install nixl")
+    flags = (*FLAGS, *SERVERS["write_through"], "--hicache-storage-backend", storage)
+    flags += ("--hicache-storage-backend-extra-config", '{"l3_cleaner_enabled": false}')
     flags += tuple(shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
     prompts = [prompt(1500, seed=70 + i) for i in range(4)]
     folder = tmp_path / "files"
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder))
+        for kind in ("FILE", "NIXL"):
+            patch.setenv(f"SGLANG_HICACHE_{kind}_BACKEND_STORAGE_DIR", str(folder))
+        patch.setenv("SGLANG_HICACHE_NIXL_BACKEND_PLUGIN", "POSIX")
         with running(tiny(seed=1), tmp_path / "first", *flags, cpu=False, **OPTIONS) as server:
             first = [server.generate(ids, 16) for ids in prompts]
             server.wait_idle()
             count = -1
-            while count != (count := sum(1 for _ in folder.iterdir())) or count < 4 * 12:
+            while count != (count := sum(path.is_file() for path in folder.rglob("*"))) or count < 4 * 12:
                 server.generate(prompt(5), 1)
         with running(tiny(seed=1), tmp_path / "second", *flags, cpu=False, **OPTIONS) as server:
             again = [server.generate(ids, 16) for ids in prompts]

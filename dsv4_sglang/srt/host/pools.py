@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from abc import abstractmethod
 from typing import Any
@@ -14,6 +15,23 @@ from torch import Tensor
 from dsv4_sglang.cache.host_pool import FreeRows, HostBlockPool, HostCheckpointPool
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix.timer import CopyTimer
+
+CHECKSUM_BYTES = 16
+
+
+def seal(page: Tensor) -> None:
+    """Write the checksum of a page [n] uint8 to its last bytes."""
+    page[-CHECKSUM_BYTES:] = _checksum(page)
+
+
+def intact(page: Tensor) -> bool:
+    """Whether a page is as it was sealed."""
+    return torch.equal(page[-CHECKSUM_BYTES:], _checksum(page))
+
+
+def _checksum(page: Tensor) -> Tensor:
+    content = page[:-CHECKSUM_BYTES].contiguous().numpy().data
+    return torch.frombuffer(bytearray(hashlib.blake2b(content, digest_size=CHECKSUM_BYTES).digest()), dtype=torch.uint8)
 
 
 class HostRows(HostKVCache):
@@ -89,6 +107,26 @@ class HostRows(HostKVCache):
         return indices[:: self.page_size] // self.page_size
 
     # A row as a page of a storage behind the host
+
+    def seal(self, indices: Tensor) -> None:
+        """Write the checksum of each row of these indices to its end, where the row has bytes to spare."""
+        for row in self.rows_of(indices).tolist():
+            seal(self.kv_buffer[row])
+
+    def intact(self, indices: Tensor) -> list[bool]:
+        """Whether each row of these indices is as it was sealed."""
+        return [intact(self.kv_buffer[row]) for row in self.rows_of(indices).tolist()]
+
+    def get_page_buffer_meta(self, indices: Tensor) -> tuple[list[int], list[int]]:
+        """Address and bytes of each row of these indices."""
+        rows = self.rows_of(indices).tolist()
+        return [self.kv_buffer[row].data_ptr() for row in rows], [self.row_bytes] * len(rows)
+
+    def get_hybrid_pool_buffer(self) -> list[Tensor]:
+        return [self.kv_buffer]
+
+    def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
+        return self.row_bytes % page_size_bytes == 0 == self.kv_buffer.data_ptr() % page_size_bytes
 
     def get_data_page(self, index: Any, flat: bool = True) -> Tensor:
         return self.kv_buffer[int(index) // self.page_size]

@@ -1,4 +1,4 @@
-"""A storage behind the host: what its pages are called, and SGLang's files with a checksum."""
+"""Storages behind the host: what pages are called there, and SGLang's files with a checksum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from torch import Tensor
@@ -19,15 +18,14 @@ from torch import Tensor
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.ops.trust import refuse_writable_by_all, require_own
 from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.host.pools import intact, seal
 
 log = logging.getLogger(__name__)
 
 PAGE_VERSION = 2
 """Of what a page holds, beyond what `page_name` hashes."""
-CHECKSUM_BYTES = 16
 SAMPLE_BYTES = 1 << 16
 DEFAULT_FOLDER = "/tmp/hicache"
-OTHER_FOLDER = "Or set SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR to a folder that is yours alone"
 
 
 def page_name(
@@ -66,66 +64,60 @@ def _weights(folder: Path) -> bytes:
     return digest.digest()
 
 
-def _own_folder(default: str) -> int:
+def own_folder(named: str | None, default: str, variable: str) -> int:
     """Make the folder of the files for this user alone, if it is not there; the mode of files in it, which those may
-    read who may read the folder.
+    read who may read the folder. `named`: as `variable` of the environment says.
 
     RuntimeError if others can put files there, which this server would read: where nobody names a folder, a link or one
     that others own as well, since its name in /tmp is known to all.
     """
-    named = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()
-    folder = Path(named or default)
+    folder, other = Path(named or default), f"Or set {variable} to a folder that is yours alone"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if named:
         refuse_writable_by_all(folder)
     elif folder.is_symlink():
-        raise RuntimeError(f"{folder} is a link; expected a folder. {OTHER_FOLDER}")
+        raise RuntimeError(f"{folder} is a link; expected a folder. {other}")
     else:
-        require_own(folder, OTHER_FOLDER)
+        require_own(folder, other)
     return folder.stat().st_mode & 0o666
 
 
 class FileStorage(HiCacheFile):
-    """SGLang's files, each with a checksum at its end. A file that is torn or was changed is a miss and a warning, and
+    """SGLang's files, each a row with its checksum. A file that is torn or was changed is a miss and a warning, and
     goes, so that it is written anew."""
 
     def __init__(self, storage_config: Any, file_path: str = DEFAULT_FOLDER) -> None:
-        self._mode = _own_folder(file_path)
+        variable = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR
+        self._mode = own_folder(variable.get(), file_path, variable.name)
         super().__init__(storage_config, file_path)
         self._first_suffix: str = self.config_suffix
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Store a page; False without room. numpy does not say when the last bytes of a file could not be written."""
-        page = torch.cat([value, _checksum(value)])
-        if not super().set(key, page, target_location, target_sizes):
+        seal(value)
+        if not super().set(key, value, target_location, target_sizes):
             return False
         with suppress(FileNotFoundError):  # removed meanwhile, to make room
-            if (size := self._path(key).stat().st_size) != page.numel():
-                self._remove(key, f"it has {size} bytes of {page.numel()}; is the file system full?")
+            if (size := self._path(key).stat().st_size) != value.numel():
+                self._remove(key, f"it has {size} bytes of {value.numel()}; is the file system full?")
                 return False
             self._path(key).chmod(self._mode)
         return True
 
     def get(self, key: str, target_location: Tensor, target_sizes: Any = None) -> Tensor | None:
-        size = target_location.numel()
-        page = torch.empty(size + CHECKSUM_BYTES, dtype=torch.uint8)
         try:
-            found = super().get(key, page, target_sizes)
+            found = super().get(key, target_location, target_sizes)
         except OSError as error:
             self._remove(key, str(error))
             return None
-        if found is None:
-            return None
-        if not torch.equal(found[size:], _checksum(found[:size])):
+        if found is not None and not intact(found):
             self._remove(key, "its checksum is another")
             return None
-        return target_location.copy_(found[:size])
+        return found
 
     def _remove(self, key: str, why: str) -> None:
         path = self._path(key)
-        log.warning("host tier: the stored page %s cannot be used and is removed: %s", path, why)
-        with suppress(OSError):
-            path.unlink()
+        remove_page(path, why)
         if self.metadata_cache is not None:
             self.metadata_cache.remove(path.stem)
 
@@ -149,14 +141,18 @@ class FileStorage(HiCacheFile):
         return True
 
 
-def register_file_storage() -> None:
-    """`--hicache-storage-backend file` is `FileStorage`, about which SGLang logs a warning."""
+def remove_page(path: Path, why: str) -> None:
+    """Remove the file of a page that cannot be used, with a warning."""
+    log.warning("host tier: the stored page %s cannot be used and is removed: %s", path, why)
+    with suppress(OSError):
+        path.unlink()
+
+
+def register_storages() -> None:
+    """`--hicache-storage-backend` means ours; SGLang logs a warning about each."""
     from sglang.srt.mem_cache.storage import StorageBackendFactory
 
     StorageBackendFactory.register_backend("file", __name__, FileStorage.__name__)
-
-
-def _checksum(page: Tensor) -> Tensor:
-    """[16] uint8."""
-    digest = hashlib.blake2b(page.contiguous().numpy().data, digest_size=CHECKSUM_BYTES).digest()
-    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    # By name: only who asks for one of them needs its package.
+    StorageBackendFactory.register_backend("nixl", "dsv4_sglang.srt.host.nixl", "NixlStorage")
+    StorageBackendFactory.register_backend("mooncake", "dsv4_sglang.srt.host.mooncake", "MooncakeStorage")

@@ -13,9 +13,9 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrateg
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
-from dsv4_sglang.cache.host_pool import HostBlockPool, HostCheckpointPool, host_block_bytes
+from dsv4_sglang.cache.host_pool import HostBlockPool, HostCheckpointPool, host_block_bytes, host_row_bytes
 from dsv4_sglang.srt import compat
-from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints
+from dsv4_sglang.srt.host.pools import CHECKSUM_BYTES, HostBlocks, HostCheckpoints
 from dsv4_sglang.srt.host.sizing import HostDemand, host_demand, host_table
 from dsv4_sglang.srt.host.storage import page_name
 from dsv4_sglang.srt.pools import CacheKVPool, given_back_asleep
@@ -105,17 +105,18 @@ class HostStack(StackStrategy):
         enable_storage_metrics: bool = False,
     ) -> Any:
         device_blocks, storage = kvcache.full_kv_pool, kvcache.mamba_pool.storage
+        spare = 0 if storage_backend is None else CHECKSUM_BYTES
         demand = host_demand(
             device_blocks=device_blocks.size // params.page_size,
             device_checkpoints=storage.checkpoints,
-            block_bytes=host_block_bytes([pool for pool in device_blocks.pools if pool]),
-            checkpoint_bytes=storage.layout.checkpoint_bytes,
+            block_bytes=host_block_bytes([pool for pool in device_blocks.pools if pool], spare),
+            checkpoint_bytes=host_row_bytes(storage.layout.checkpoint_bytes, spare),
             ratio=server_args.hicache_ratio,
             size_gb=server_args.hicache_size,
             host_checkpoints=self.host_checkpoints,
         )
         with given_back_asleep(server_args.enable_memory_saver):
-            blocks, checkpoints = _host_pools(kvcache, demand)
+            blocks, checkpoints = _host_pools(kvcache, demand, spare)
         component = cache.components[ComponentType.MAMBA]
         component.slots.add_host_tier(demand.checkpoints)
         layers = len(device_blocks.layout.schemas)
@@ -185,11 +186,11 @@ class HostStack(StackStrategy):
         )
 
 
-def _host_pools(kvcache: CacheKVPool, demand: HostDemand) -> tuple[HostBlocks, HostCheckpoints]:
+def _host_pools(kvcache: CacheKVPool, demand: HostDemand, spare: int) -> tuple[HostBlocks, HostCheckpoints]:
     storage = kvcache.mamba_pool.storage
     try:
-        blocks = HostBlockPool([pool for pool in kvcache.full_kv_pool.pools if pool], demand.blocks)
-        checkpoints = HostCheckpointPool(storage, demand.checkpoints)
+        blocks = HostBlockPool([pool for pool in kvcache.full_kv_pool.pools if pool], demand.blocks, spare=spare)
+        checkpoints = HostCheckpointPool(storage, demand.checkpoints, spare=spare)
     except RuntimeError as error:
         raise RuntimeError(
             f"the host tier does not fit: {demand.blocks} blocks and {demand.checkpoints} checkpoints a process take "

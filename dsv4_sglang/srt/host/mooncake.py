@@ -1,0 +1,40 @@
+"""Mooncake's store behind the host."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+
+from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.host.sealed import SealedRows
+
+log = logging.getLogger(__name__)
+
+FORCE = True
+"""Remove an object though somebody has just read it: for some seconds Mooncake would not."""
+
+
+class MooncakeStorage(SealedRows, MooncakeStore):
+    """An object a row, in the memory of all that take part."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._first_prefix: str = self.config_prefix
+
+    def use_name(self, name: str) -> None:
+        """Pages from now on are those of the model under another name."""
+        self.config_prefix: str = f"{self._first_prefix}-{name}"
+
+    def discard(self, name: Any, pool: Any, keys: Sequence[str], found: list[bool], usable: list[bool]) -> None:
+        for key, there, good in zip(compat.mooncake_keys(self, name, keys), found, usable):
+            if there and not good:
+                log.warning("host tier: the stored page %s cannot be used and is removed: its checksum is another", key)
+                self.store.remove(key, FORCE)
+
+    def clear(self) -> None:
+        """Remove the pages of this model; those of others in the same store stay."""
+        self.store.remove_by_regex(f"^{re.escape(self.config_prefix)}_", FORCE)

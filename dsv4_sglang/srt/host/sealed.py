@@ -1,0 +1,62 @@
+"""Storages of SGLang that take rows of the host where they are, with checksums."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from dsv4_sglang.srt.host.pools import HostRows
+
+
+class SealedRows:
+    """In front of such a storage in a class's bases: rows are sealed before they are written; one that comes back
+    otherwise is a miss, and goes, so that it is written anew."""
+
+    mem_pool_host: Any
+    registered_pools: dict[PoolName, Any]
+
+    def batch_set_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
+        self.mem_pool_host.get_pool(PoolName.KV).seal(host_indices)
+        return super().batch_set_v1(keys, host_indices, extra_info)  # type: ignore[misc]
+
+    def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
+        found = super().batch_get_v1(keys, host_indices, extra_info)  # type: ignore[misc]
+        return self._usable(PoolName.KV, self.mem_pool_host.get_pool(PoolName.KV), keys, host_indices, found)
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        for transfer in transfers:
+            self.registered_pools[transfer.name].seal(transfer.host_indices)
+        return super().batch_set_v2(transfers, extra_info)  # type: ignore[misc]
+
+    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
+        found = super().batch_get_v2(transfers, extra_info)  # type: ignore[misc]
+        return {
+            transfer.name: self._usable(
+                transfer.name,
+                self.registered_pools[transfer.name],
+                transfer.keys or [],
+                transfer.host_indices,
+                found[transfer.name],
+            )
+            for transfer in transfers
+        }
+
+    def _usable(
+        self, name: PoolName, pool: HostRows, keys: Sequence[str], indices: Tensor, found: list[bool]
+    ) -> list[bool]:
+        """Which pages of a host pool were found and are what was stored."""
+        usable = [there and good for there, good in zip(found, pool.intact(indices))]
+        if not all(usable):
+            self.discard(name, pool, keys, found, usable)
+        return usable
+
+    @abstractmethod
+    def discard(
+        self, name: PoolName, pool: HostRows, keys: Sequence[str], found: list[bool], usable: list[bool]
+    ) -> None:
+        """Remove the pages, with a warning each, that were found and cannot be used."""
