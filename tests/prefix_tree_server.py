@@ -368,8 +368,9 @@ class TreeServer(BlockOwner):
     def check(self) -> None:
         """The integrity check, SGLang's own where that is not served, and what blocks and checkpoints hold."""
         core = self.cache.tree_core
-        UnifiedRadixCache.sanity_check(self.cache)  # ours leaves out most of them
-        if compat.SERVES_INTEGRITY_CHECK:
+        if not compat.SERVES_INTEGRITY_CHECK:
+            UnifiedRadixCache.sanity_check(self.cache)  # ours leaves out most of them
+        else:
             kept_back = SimpleNamespace(rid="kept back", req_pool_idx=None, mamba_pool_idx=None)
             setattr(kept_back, PENDING, [Pending(0, slot, rolling=False) for slot in self.kept_back])
             found = examine(self.cache, [*self.running, kept_back])

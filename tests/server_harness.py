@@ -15,6 +15,7 @@ import subprocess
 import time
 import urllib.error
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -187,9 +188,14 @@ class Server:
             self.get("/server_info")
 
     def retractions(self) -> int:
-        """How often requests were retracted for want of memory, as the first process of each rank's group says."""
-        lines = (line for line in self.log_text().splitlines() if "Retract requests" in line)
-        return sum(re.search(r" TP[1-9]", line) is None for line in lines)
+        """How often requests were retracted for want of memory: each process of a rank says so."""
+        lines = [line for line in self.log_text().splitlines() if "Retract requests" in line]
+        said = Counter((*re.findall(r" (DP\d+|TP\d+)(?=[ \]])", line),) for line in lines)
+        of_ranks: dict[str, int] = {}
+        for tags, times in said.items():
+            rank = next((tag for tag in tags if tag.startswith("DP")), "")
+            of_ranks[rank] = max(of_ranks.get(rank, 0), times)
+        return sum(of_ranks.values())
 
     def kill(self) -> None:
         """All its processes, at once."""

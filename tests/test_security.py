@@ -22,6 +22,7 @@ WRITES = {
 """Names of functions that make, change or remove files."""
 WRITING = {
     "ops/extension.py": "the compiled extension",
+    "srt/host/nixl.py": "stored pages",
     "srt/host/storage.py": "stored pages",
     "testing/tiny.py": "dsv4-sglang make-tiny",
     "testing/tokenizer.py": "dsv4-sglang make-tiny",
@@ -63,9 +64,9 @@ def test_the_environment_is_what_the_page_lists() -> None:
         for called, call in calls(module):
             if ENVIRONMENT.match(called) and call.args and isinstance(call.args[0], ast.Constant):
                 found.add(call.args[0].value)
-            elif match := re.match(r"envs\.(\w+)\.get$", called):
-                found.add(match[1])
         for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "envs":
+                found.add(node.attr)
             if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
                 found.add(ast.literal_eval(node.slice))
     listed = PAGE[PAGE.index("Environment variables that are read") :]
