@@ -17,8 +17,7 @@ NEWEST_TESTS := $(addprefix tests/test_,contracts.py refusals.py sizing_sglang.p
 	host_tier.py host_storage.py) \
 	$(addprefix tests/server/test_server_,exact.py prefix.py fp8_prefix.py tp.py speculation.py dspark.py host.py)
 SHORT_TESTS := $(addprefix tests/test_,contracts.py refusals.py sizing_sglang.py) \
-	$(addprefix tests/server/test_server_exact.py::test_,branches_in_chunks_of_128 more_requests_than_fit \
-	warm_after_retraction)
+	$(addprefix tests/server/test_server_exact.py::test_,more_requests_than_fit warm_after_retraction)
 VENV ?= .venv$(if $(SGLANG),-$(SGLANG))
 MODEL ?= .cache/tiny
 BIN := $(VENV)/bin

@@ -95,11 +95,11 @@ def test_answers_end_where_cold_ones_do(server: Server) -> None:
         only_with(server, POLICIES[0])
     server.flush()
     before = server.metrics()["host_hit_tokens_host"]
-    ends = ends_of(server, count or 10, TOLERANCE)
+    ends = ends_of(server, count or 5, TOLERANCE)
     lengths = [length for length, _ in ends.lengths]
     print(f"{ends.parted} of {len(lengths)} parted at near ties, {ends.cached} tokens found, lengths {sorted(lengths)}")
     assert ends.parted <= 1 + len(lengths) // 100
-    assert len(set(lengths)) > 8 and lengths.count(LONGEST) < len(lengths) / 2, "answers do not end: nothing is tested"
+    assert len(set(lengths)) > 5 and lengths.count(LONGEST) < len(lengths) / 2, "answers do not end: nothing is tested"
     server.generate(prompt(5), 1)  # counters are published when requests come and go
     assert server.metrics()["host_hit_tokens_host"] - before > ends.cached / 2 > 0
     server.wait_idle()
