@@ -10,8 +10,8 @@ from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO, WINDOW
 
 RATIOS = (0, CSA_RATIO, HCA_RATIO)
 
-# The storage is built for these; another value is another model (SPEC, scope).
-_FIXED = {
+# The storage is built for these, of V4 and V4.1; another value is another model (SPEC, scope).
+FIXED = {
     "num_key_value_heads": 1,
     "head_dim": 512,
     "qk_rope_head_dim": 64,
@@ -33,6 +33,22 @@ class Yarn:
     original_max_position_embeddings: int
     beta_fast: float
     beta_slow: float
+
+
+def check_sizes(config: Any) -> None:
+    """Of either generation of the model: raise ValueError for a field that is not as `FIXED` says, a count below 1, or
+    fewer ratios than layers."""
+    for name, wanted in FIXED.items():
+        if getattr(config, name) != wanted:
+            raise ValueError(f"config field {name!r} is {getattr(config, name)!r}; this cache stores only {wanted}")
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "index_n_heads", "index_topk"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"config field {name!r} is {getattr(config, name)!r}; expected at least 1")
+    if len(config.compress_ratios) < config.num_hidden_layers:
+        raise ValueError(
+            f"config field 'compress_ratios' has {len(config.compress_ratios)} entries; expected at least "
+            f"num_hidden_layers = {config.num_hidden_layers}"
+        )
 
 
 @dataclass(frozen=True)
@@ -66,17 +82,7 @@ class DSV4Config:
     compress_ratios: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        for name, wanted in _FIXED.items():
-            if getattr(self, name) != wanted:
-                raise ValueError(f"config field {name!r} is {getattr(self, name)!r}; this cache stores only {wanted}")
-        for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "index_n_heads", "index_topk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"config field {name!r} is {getattr(self, name)!r}; expected at least 1")
-        if len(self.compress_ratios) < self.num_hidden_layers:
-            raise ValueError(
-                f"config field 'compress_ratios' has {len(self.compress_ratios)} entries; expected at least "
-                f"num_hidden_layers = {self.num_hidden_layers}"
-            )
+        check_sizes(self)
         for layer, ratio in enumerate(self.compress_ratios):
             if ratio not in RATIOS:
                 raise ValueError(
@@ -183,7 +189,7 @@ class DSV4Config:
 
 
 _COMMON: dict[str, Any] = {
-    **_FIXED,
+    **FIXED,
     "o_lora_rank": 1024,
     "index_n_heads": 64,
     "rope_theta": 10000.0,

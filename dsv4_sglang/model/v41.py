@@ -9,20 +9,10 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4_sglang.model.config import Fields, Yarn
-from dsv4_sglang.model.geometry import WINDOW
+from dsv4_sglang.model.config import FIXED, Fields, Yarn, check_sizes
 
 V41_RATIOS = (0, 1, 2)
 MODEL_TYPES = ("deepseek_v41", "deepseek_v41_text")
-
-# The storage is built for these; another value is another model.
-_FIXED = {
-    "num_key_value_heads": 1,
-    "head_dim": 512,
-    "qk_rope_head_dim": 64,
-    "sliding_window": WINDOW,
-    "index_head_dim": 128,
-}
 
 
 class Csa2Role(enum.Enum):
@@ -88,12 +78,7 @@ class V41Config:
     candidate_block_size: int
 
     def __post_init__(self) -> None:
-        for name, wanted in _FIXED.items():
-            if getattr(self, name) != wanted:
-                raise ValueError(f"config field {name!r} is {getattr(self, name)!r}; this cache stores only {wanted}")
-        for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "index_n_heads", "index_topk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"config field {name!r} is {getattr(self, name)!r}; expected at least 1")
+        check_sizes(self)
         self._check_ratios()
         self._check_sources()
         self._check_candidates()
@@ -104,11 +89,6 @@ class V41Config:
         return self.qk_rope_head_dim
 
     def _check_ratios(self) -> None:
-        if len(self.compress_ratios) < self.num_hidden_layers:
-            raise ValueError(
-                f"config field 'compress_ratios' has {len(self.compress_ratios)} entries; expected at least "
-                f"num_hidden_layers = {self.num_hidden_layers}"
-            )
         for layer, ratio in enumerate(self.compress_ratios):
             if ratio not in V41_RATIOS:
                 raise ValueError(
@@ -182,7 +162,7 @@ class V41Config:
             num_hidden_layers=40,
             hidden_size=5120,
             num_attention_heads=64,
-            **_FIXED,
+            **FIXED,
             q_lora_rank=1280,
             o_groups=8,
             o_lora_rank=1024,
@@ -216,7 +196,7 @@ class V41Config:
             fields = Fields(nested, "text_config.")
         rope_theta, compress_rope_theta, yarn = fields.rope()
         return cls(
-            **{name: fields.integer(name) for name in (*_FIXED, *_COUNTS)},
+            **{name: fields.integer(name) for name in (*FIXED, *_COUNTS)},
             rope_theta=rope_theta,
             compress_rope_theta=compress_rope_theta,
             yarn=yarn,
