@@ -10,12 +10,15 @@ from progress import run
 pytest.importorskip("triton")
 
 
+INTERPRETED = ("interpreted_readers.py", "interpreted_readers_v41.py")
+
+
 @pytest.mark.slow
 def test_results_under_the_interpreter():
     """In a process of its own: Triton decides when it is imported whether it interprets."""
     here = Path(__file__).parent
     done = run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "interpreted_readers.py"],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *INTERPRETED],
         cwd=here,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{here.parent}{os.pathsep}{here}"},
     )
@@ -89,6 +92,27 @@ def test_attend_compiles(architecture, heads, q, rows, split):
     compile_for(triton_attend._attend_kernel, architecture, constants, tile.warps, **types)
     if split and architecture == 90:
         compile_for(triton_attend._merge_kernel, architecture, {"BLOCK_S": 8}, 4)
+
+
+@not_interpreted
+@pytest.mark.parametrize(
+    "architecture, heads, q, split",
+    [(80, 64, "*bf16", True), (80, 8, "*fp32", False), (86, 16, "*bf16", False), (90, 64, "*bf16", False),
+     (90, 128, "*bf16", True), (100, 64, "*bf16", True)],
+)  # fmt: skip
+def test_attend_of_v41_compiles(architecture, heads, q, split):
+    import triton.language as tl
+
+    from dsv4_sglang.attention import triton_attend, triton_attend_v41
+
+    exact = q != "*bf16"
+    tile = triton_attend.tiling(heads, False, exact, SHARED[architecture])
+    constants = {
+        "HAS_ENTRIES": True, "SPLIT": split, "DOT": tl.float32 if exact else tl.bfloat16,
+        "PRECISION": "ieee" if exact else "tf32", "BLOCK_H": tile.heads, "BLOCK_N": tile.rows,
+    }  # fmt: skip
+    types = {"q_ptr": q, "out_ptr": q}
+    compile_for(triton_attend_v41._attend_v41_kernel, architecture, constants, tile.warps, **types)
 
 
 @not_interpreted

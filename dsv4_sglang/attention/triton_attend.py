@@ -353,7 +353,7 @@ def split_count(tokens: int, head_groups: int, tiles: int, processors: int) -> i
 
 
 @functools.cache
-def _device(index: int) -> tuple[int, int]:
+def device_limits(index: int) -> tuple[int, int]:
     """Shared memory that a block may have, in bytes, and the number of multiprocessors."""
     properties = triton.runtime.driver.active.utils.get_device_properties(index)
     return properties["max_shared_mem"], properties["multiprocessor_count"]
@@ -389,7 +389,7 @@ def _check(q: Tensor, inputs: AttendInputs) -> None:
             )
 
 
-def _products(q: torch.dtype, stored: RowFormat) -> tuple[tl.dtype, str]:
+def products(q: torch.dtype, stored: RowFormat) -> tuple[tl.dtype, str]:
     """dtype and precision of the products of queries and rows.
 
     bf16 queries on fp8 and bf16 rows are multiplied on bf16 tensor cores, fp16 queries on tf32 ones (which hold both
@@ -416,8 +416,8 @@ def attend(q: Tensor, inputs: AttendInputs, splits: int | None = None) -> Tensor
     if tokens == 0:
         return out
     fp8 = inputs.row_format is RowFormat.FP8
-    dot, precision = _products(q.dtype, inputs.row_format)
-    shared_memory, processors = _device(q.device.index) if q.is_cuda else (0, 1)
+    dot, precision = products(q.dtype, inputs.row_format)
+    shared_memory, processors = device_limits(q.device.index) if q.is_cuda else (0, 1)
     tile = tiling(heads, fp8, dot == tl.float32, shared_memory)
     groups = triton.cdiv(heads, tile.heads)
     window, entries = inputs.window, inputs.entries or inputs.window
