@@ -79,10 +79,10 @@ not_interpreted = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="T
 def test_attend_compiles(architecture, heads, q, rows, split):
     import triton.language as tl
 
-    from dsv4_sglang.attention import triton_attend
+    from dsv4_sglang.attention import triton_attend, triton_softmax
 
     exact = q != "*bf16"
-    tile = triton_attend.tiling(heads, rows == "*u8", exact, SHARED[architecture])
+    tile = triton_softmax.tiling(heads, rows == "*u8", exact, SHARED[architecture])
     constants = {
         "FP8": rows == "*u8", "FOLD": rows == "*u8" and q == "*bf16", "HAS_ENTRIES": True, "SPLIT": split,
         "DOT": tl.float32 if exact else tl.bfloat16, "PRECISION": "ieee" if q == "*fp32" else "tf32",
@@ -91,7 +91,7 @@ def test_attend_compiles(architecture, heads, q, rows, split):
     types = {"q_ptr": q, "out_ptr": q, "window_ptr": rows, "entries_ptr": rows}
     compile_for(triton_attend._attend_kernel, architecture, constants, tile.warps, **types)
     if split and architecture == 90:
-        compile_for(triton_attend._merge_kernel, architecture, {"BLOCK_S": 8}, 4)
+        compile_for(triton_softmax.merge_kernel, architecture, {"BLOCK_S": 8}, 4)
 
 
 @not_interpreted
@@ -102,10 +102,10 @@ def test_attend_compiles(architecture, heads, q, rows, split):
 def test_attend_of_v41_compiles(architecture, heads, q, split):
     import triton.language as tl
 
-    from dsv4_sglang.attention import triton_attend, triton_attend_v41
+    from dsv4_sglang.attention import triton_attend_v41, triton_softmax
 
     exact = q != "*bf16"
-    tile = triton_attend.tiling(heads, False, exact, SHARED[architecture])
+    tile = triton_softmax.tiling(heads, False, exact, SHARED[architecture])
     constants = {
         "HAS_ENTRIES": True, "SPLIT": split, "DOT": tl.float32 if exact else tl.bfloat16,
         "PRECISION": "ieee" if exact else "tf32", "BLOCK_H": tile.heads, "BLOCK_N": tile.rows,
@@ -165,7 +165,7 @@ def test_decode_metadata_compiles(architecture):
 
 
 def test_splits_fill_the_gpu_and_no_more():
-    from dsv4_sglang.attention.triton_attend import split_count
+    from dsv4_sglang.attention.triton_softmax import split_count
 
     assert split_count(tokens=256, head_groups=1, tiles=10, processors=132) == 1
     assert 4 <= split_count(tokens=1, head_groups=1, tiles=10, processors=132) <= 10

@@ -12,22 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_sglang.attention.triton_attend import (
-    LOG2_E,
-    NO_LOGIT,
-    _add,
-    _inverse_denominator,
-    _load_query,
-    _logits,
-    _merge_kernel,
-    _store_output,
-    _store_partial,
-    _weigh,
-    device_limits,
-    products,
-    split_count,
-    tiling,
-)
 from dsv4_sglang.attention.triton_rows import (
     AT1,
     AT2,
@@ -41,6 +25,22 @@ from dsv4_sglang.attention.triton_rows import (
     e4m3_bits,
     exponent_to_scale,
     table_stride,
+)
+from dsv4_sglang.attention.triton_softmax import (
+    LOG2_E,
+    NO_LOGIT,
+    add,
+    device_limits,
+    inverse_denominator,
+    load_query,
+    logits,
+    merge_kernel,
+    products,
+    split_count,
+    store_output,
+    store_partial,
+    tiling,
+    weigh,
 )
 from dsv4_sglang.formats import RowFormat
 from dsv4_sglang.formats.rows import ENTRY_DIM
@@ -104,10 +104,10 @@ def _read_tile(
     k2 = _dims(block_at, inside, rows_per_block, is_row, AT2, PIECE2, FP4, DOT)
     k3 = _dims(block_at, inside, rows_per_block, is_row, NOPE, ROPE, FP4, DOT)
     lack = tl.full([BLOCK_N], 1.0, tl.float32)
-    logit = _logits(q0, q1, q2, q3, k0, k1, k2, k3, lack, False, PRECISION)
+    logit = logits(q0, q1, q2, q3, k0, k1, k2, k3, lack, False, PRECISION)
     logit = tl.where((row >= 0)[None, :], logit * (scale * LOG2_E), float("-inf"))
-    p, rescale, top, total = _weigh(logit, top, total)
-    o0, o1, o2, o3 = _add(p, k0, k1, k2, k3, lack, o0, o1, o2, o3, rescale[:, None], False, DOT, PRECISION)
+    p, rescale, top, total = weigh(logit, top, total)
+    o0, o1, o2, o3 = add(p, k0, k1, k2, k3, lack, o0, o1, o2, o3, rescale[:, None], False, DOT, PRECISION)
     return top, total, o0, o1, o2, o3
 
 
@@ -129,7 +129,7 @@ def _attend_v41_kernel(
     head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_head = head < heads
     q_at = q_ptr + token * q_token_stride + head[:, None] * q_head_stride
-    q0, q1, q2, q3 = _load_query(q_at, is_head[:, None], False, DOT)
+    q0, q1, q2, q3 = load_query(q_at, is_head[:, None], False, DOT)
 
     window_len = tl.load(window_lens_ptr + token)
     window_tiles = tl.cdiv(window_len, BLOCK_N)
@@ -160,12 +160,12 @@ def _attend_v41_kernel(
 
     if SPLIT:
         at = (token * splits + split) * heads + head
-        _store_partial(partial_ptr, stats_ptr, at, is_head, begin < end, top, total, o0, o1, o2, o3, False)
+        store_partial(partial_ptr, stats_ptr, at, is_head, begin < end, top, total, o0, o1, o2, o3, False)
     else:
         at = token * heads + head
-        norm = _inverse_denominator(tl.load(sink_ptr + head, mask=is_head, other=0.0), top, total)
+        norm = inverse_denominator(tl.load(sink_ptr + head, mask=is_head, other=0.0), top, total)
         angle_at = rope_ptr + tl.load(positions_ptr + token) * ROPE
-        _store_output(out_ptr, at, is_head, norm, o0, o1, o2, o3, angle_at, False, BLOCK_H)
+        store_output(out_ptr, at, is_head, norm, o0, o1, o2, o3, angle_at, False, BLOCK_H)
 
 
 def _check(name: str, table: Tensor, stored: V41RowFormat) -> None:
@@ -237,7 +237,7 @@ def attend_v41(
         num_warps=tile.warps,
     )
     if splits > 1:
-        _merge_kernel[(tokens, heads)](
+        merge_kernel[(tokens, heads)](
             *(partial, stats, sink, positions, rope, out, heads, splits),
             BLOCK_S=triton.next_power_of_2(splits),
             num_warps=4,

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsv4_sglang.attention.triton_attend import products
 from dsv4_sglang.attention.triton_attend_v41 import e2m1, e4m3
 from dsv4_sglang.attention.triton_rows import table_stride
+from dsv4_sglang.attention.triton_softmax import products
 from dsv4_sglang.formats import RowFormat, index_keys
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.ops.reference.read_v41 import index_query_v41
