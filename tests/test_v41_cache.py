@@ -18,11 +18,9 @@ from torch import Tensor
 from v41_formulas import EPS, act_quant, angles, fp4_act_quant, normalised, same
 from v41_reader_cases import v41_index_case
 
-from dsv4_sglang.cache import StateStorage
+from dsv4_sglang.cache import HostBlockPool, HostCheckpointPool, StateStorage, V41Cache, V41LayerWeights, V41Step
 from dsv4_sglang.cache import step as step_module
 from dsv4_sglang.cache.v41 import V41LayerSchema, V41Layout, V41PagedPool
-from dsv4_sglang.cache.v41_cache import V41Cache
-from dsv4_sglang.cache.v41_step import V41LayerWeights, V41Step
 from dsv4_sglang.formats.index_keys import mxfp4_values
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
@@ -359,6 +357,27 @@ def test_resumed_from_a_checkpoint_equals_cold(device):
     for expected, n in zip(rest, (1, 1, 20, 1, 7)):
         got = warm.step({7: n}, tokens_of={7: 0})[7]
         assert all(torch.equal(a, b) for a, b in zip(got, expected[0]))
+
+
+def test_resumed_from_host_memory(device):
+    """Blocks and checkpoint go to the host and come back to other places; what they had is overwritten."""
+    play = Play(7, device=device)
+    play.admit(0, slot=1)
+    play.check({0: 256})
+    play.cache.state.store(play.ids(1), play.ids(1))
+    pools = [pool for pool in play.cache.pools if pool]
+    blocks, states = HostBlockPool(pools, 3), HostCheckpointPool(play.cache.state, 2)
+    assert states.checkpoint_bytes == play.cache.layout.checkpoint_bytes
+    was, now = play.cache.block_tables[1, :2].tolist(), [play.free.pop(), play.free.pop()]
+    blocks.swap(was, [2, 0], to_host=True)
+    states.save(1, 1)
+    for table in (table for pool in pools for table in pool.allocations):
+        table[was] = 0
+    blocks.swap(now, [2, 0], to_host=False)
+    states.load(3, 1)
+    play.cache.block_tables[2, :2] = torch.tensor(now)
+    play.resume(2, slot=0, checkpoint=3, length=256, like=2)
+    play.check({2: 74}, tokens_of={2: 0})
 
 
 @pytest.mark.parametrize("d", [2, 5])
