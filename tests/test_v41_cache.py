@@ -509,7 +509,7 @@ def test_selection_equals_that_of_sglang(ratio):
     from sglang.srt.layers.attention.dsv4.dsv41_sparse import DeepseekV41Indexer, rope_tail
 
     case = v41_index_case(lens=[(150 * ratio, 200 * ratio)], ratio=ratio, top=24)
-    freqs = torch.polar(torch.ones(()), angles(ratio, len(case.rope)))[case.positions]
+    freqs = torch.view_as_complex(case.rope[case.positions].unflatten(-1, (-1, 2)))
     query = fake_quant_fp4(rope_tail(case.q, freqs, 64))
     same(case.query.flatten(1), query.float().flatten(1))
     scores = DeepseekV41Indexer.scores(None, query.float(), case.keys(0), case.weights)
