@@ -256,24 +256,19 @@ def study_share() -> Rows:
 
 
 def study_bound() -> Rows:
-    """`exclusive`: the host is as large as both, as if it had no copy of what the device has."""
+    """Five seeds each. `exclusive`: the host is as large as both, as if it had no copy of what the device has."""
     rows = []
     for times, ratio in ((2.0, 2), (3.0, 2), (4.0, 4), (8.0, 8), (10.0, 4), (10.0, 8)):
-        for seed in range(5):
-            turns, _ = agents(times, seed)
-            for host, larger, options in (
-                ("split", 0, {}),
-                ("shared", 0, {"shared": True}),
-                ("split, exclusive", 1, {}),
-                ("shared, exclusive", 1, {"shared": True}),
-                ("shared, knows", 0, {"shared": True, "ahead": turns}),
-            ):
-                row = simulate(turns, ratio + larger, **options) | {"ratio": ratio}
-                rows.append({"working_set": times, "seed": seed, "host": host, **row})
-                if not seed and not options.get("ahead"):
-                    loop = rounds(round(times * DEVICE_TOKENS / CONVERSATION), CONVERSATION, 4)
-                    rows[-1]["hit_loop"] = simulate(loop, ratio + larger, **options)["hit"]
-                print(rows[-1], flush=True)
+        loads = [agents(times, seed)[0] for seed in range(5)]
+        for host in ("split", "shared", "split, exclusive", "shared, exclusive", "shared, knows"):
+            shared, knows = host.startswith("shared"), host.endswith("knows")
+            size = ratio + host.endswith("exclusive")
+            hits = [simulate(turns, size, shared=shared, ahead=turns if knows else ())["hit"] for turns in loads]
+            rows.append({"working_set": times, "ratio": ratio, "host": host, "hit": hits})
+            if not knows:
+                loop = rounds(round(times * DEVICE_TOKENS / CONVERSATION), CONVERSATION, 4)
+                rows[-1]["hit_loop"] = simulate(loop, size, shared=shared)["hit"]
+            print(rows[-1], flush=True)
     return rows
 
 
