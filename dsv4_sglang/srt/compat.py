@@ -78,7 +78,7 @@ KV_SENDER = "sglang.srt.disaggregation.common.conn.CommonKVSender.__init__" if s
 BUILD_DECODE_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_mamba_decode_req_pool"
 # The releases between had trees and controllers of copies of their own.
 SERVES_HOST_TIER = since("0.5.23") or not since("0.5.18")
-SERVES_INTEGRITY_CHECK = not since("0.5.18")
+SERVES_INTEGRITY_CHECK = since("0.5.23") or not since("0.5.18")
 SERVES_DSPARK = since("0.5.23") or not since("0.5.18")
 # Asked by the host tier and by transfers between servers. Later releases pack a draft model's pool into the host pools
 # that SGLang builds, which ours are not.
@@ -305,6 +305,27 @@ def track_entry(taken: bool) -> Any:
 def held(req: Any) -> Any:
     """Where a request keeps what it has of the pools: itself until 0.5.18, a record of its own since."""
     return req.kv if since("0.5.19") else req
+
+
+def lock_of(req: Any) -> tuple[Any, Any]:
+    """The node of the tree that a request holds, and how; (None, None) if it holds none. Since 0.5.22 one record."""
+    if since("0.5.22"):
+        return (None, None) if req.lock is None else (req.lock.node, req.lock.receipt)
+    return req.last_node, req
+
+
+def leaves_out(lock: Any, component: Any, node_id: int) -> bool:
+    """Whether a lock of a node and what is above it does not count for what a component has on that node."""
+    if since("0.5.22"):
+        return component in lock.skipped_lock_components
+    return node_id in lock.skip_lock_node_ids.get(component, ())
+
+
+def free_blocks(allocator: Any) -> list[int]:
+    """The blocks that nobody has, those that are still to be sorted in included."""
+    if since("0.5.22"):
+        return allocator.get_all_free_pages().tolist()
+    return [*allocator.free_pages.tolist(), *allocator.release_pages.tolist()]
 
 
 def prefix_len(req: Any) -> int:
