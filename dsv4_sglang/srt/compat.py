@@ -79,6 +79,9 @@ BUILD_DECODE_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_mamba_decode_req_pool
 # The releases between had trees and controllers of copies of their own.
 SERVES_HOST_TIER = since("0.5.23") or not since("0.5.18")
 SERVES_INTEGRITY_CHECK = since("0.5.23") or not since("0.5.18")
+# Since 0.5.23 weights may come between two calls without one of SGLang's updates, and take their form with the second.
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+END_WEIGHT_UPDATE = _WEIGHTS + "end_weight_update" if since("0.5.23") else ""
 SERVES_DSPARK = since("0.5.23") or not since("0.5.18")
 # Asked by the host tier and by transfers between servers. Later releases pack a draft model's pool into the host pools
 # that SGLang builds, which ours are not.

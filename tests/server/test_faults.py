@@ -11,6 +11,7 @@ import time
 import urllib.error
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from server_harness import BROKEN_OFF, Generated, Server, assert_same, ends, pro
 from sglang.srt.utils.common import MultiprocessingSerializer, init_custom_process_group
 
 from dsv4_sglang.cli.demo import free_port
+from dsv4_sglang.srt import compat
 
 pytestmark = pytest.mark.server
 
@@ -206,6 +208,17 @@ def test_the_next_server_finds_what_was_stored(restarted: Server, crashed: Gener
 # New weights
 
 
+@contextmanager
+def session(server: Server) -> Iterator[None]:
+    """Within which newer releases take weights."""
+    sessions = compat.since("0.5.23")
+    if sessions:
+        assert server.post("/begin_weight_update", {})["success"]
+    yield
+    if sessions:
+        assert server.post("/end_weight_update", {})["success"]
+
+
 def by_tensors(server: Server, weights: dict[str, torch.Tensor]) -> None:
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")  # by name, which another process finds
@@ -249,7 +262,8 @@ def test_new_weights_over_http_leave_nothing(
         assert found.cached == restarted.generate(STORED).cached == BLOCKS * 128
         assert_same(found, before, TOLERANCE)
         old = set(pages.glob("*.bin"))
-        send(restarted, load_file(tiny(seed=seed, **MODEL) / "model.safetensors"))
+        with session(restarted):
+            send(restarted, load_file(tiny(seed=seed, **MODEL) / "model.safetensors"))
         assert not old & set(pages.glob("*.bin")), "files of the old weights"
         got = restarted.generate(STORED)
         assert got.cached == 0, send
