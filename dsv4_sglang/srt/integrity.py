@@ -157,15 +157,17 @@ class _Tree:
         if not values:
             return {}
         tokens = torch.cat([value for _, value in values]).cpu()
-        sizes = [len(value) for _, value in values]
+        blocks, sizes = tokens[::BLOCK] // BLOCK, [len(value) for _, value in values]
+        if not any(size % BLOCK for size in sizes) and torch.equal(tokens, _tokens_of(blocks)):
+            counts = [size // BLOCK for size in sizes]
+            return {node_id: part.tolist() for (node_id, _), part in zip(values, blocks.split(counts))}
         pages = {}
         for (node_id, _), indices in zip(values, tokens.split(sizes)):
-            starts = indices[::BLOCK]
-            whole = (starts[:, None] + torch.arange(BLOCK)).ravel()
-            if len(whole) != len(indices) or bool((whole != indices).any()) or bool((starts % BLOCK).any()):
+            blocks = indices[::BLOCK] // BLOCK
+            if not torch.equal(indices, _tokens_of(blocks)):
                 text = f"its {place} is no list of whole blocks of {BLOCK} tokens"
                 self.wrong.append(Finding(f"node {node_id}", text))
-            pages[node_id] = (starts // BLOCK).tolist()
+            pages[node_id] = blocks.tolist()
         return pages
 
     def _data(self, node: Any) -> tuple[Any, Any]:
@@ -331,6 +333,11 @@ class _Tree:
             compat.check_tree(self.cache)
         except AssertionError as error:
             yield Finding("SGLang's check of the tree", str(error))
+
+
+def _tokens_of(blocks: torch.Tensor) -> torch.Tensor:
+    """Indices of all tokens of blocks."""
+    return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).ravel()
 
 
 def _waiting(queue: Queue[Any]) -> list[Any]:
