@@ -39,6 +39,8 @@ UNHURRIED = ("--dist-timeout", "7200", "--watchdog-timeout", "7200")
 # A host tier of four times the device, behind the servers of other tests, too.
 HOST_TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "4") if compat.SERVES_HOST_TIER else ()
 needs_host_tier = pytest.mark.skipif(not HOST_TIER, reason="refused on this release of SGLang")
+EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1")
+DRAFTS = (*EAGLE, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
 # Of the oracle.
 CHUNK = 128
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,16 @@ KEPT_MAIN, KEPT_INDEX = slice(0, 512), slice(512, 640)
 PACKAGE, SGLANG = "dsv4_sglang.", "sglang.srt."
 LOADS = "DSV4_SGLANG_TEST_LOADS"
 """A folder: each process notes there what it loads from the host."""
+
+
+@contextmanager
+def broken(file: Path, kind: str) -> Iterator[None]:
+    """The servers that `file` is for are broken that way."""
+    file.write_text(kind)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def entry_point(folder: Path, module: str = "faulty_cache") -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from faulty_cache import LAUNCH_ERROR, LAUNCH_FAULT
+from faulty_cache import LAUNCH_ERROR, LAUNCH_FAULT, broken
 from progress import Progress
 from safetensors.torch import load_file
 from server_harness import BROKEN_OFF, Generated, Server, assert_same, ends, prompt, running
@@ -178,12 +178,10 @@ def test_a_kernel_that_fails_ends_the_server(server: Server, fault: Path, crashe
     """Its requests end with an error; it does not go on with what was not written. The log says which op it was, in
     one line."""
     running_one = server.begin(prompt(30), 900, 2)
-    with ends(server):
-        fault.write_text(LAUNCH_FAULT)
+    with ends(server), broken(fault, LAUNCH_FAULT):
         for request in (running_one, lambda: server.generate(prompt(200))):
             with pytest.raises(BROKEN_OFF):
                 request()
-    fault.unlink()
     named = [line for line in server.log_text().splitlines() if "append: the launch" in line]
     assert named == [f"RuntimeError: {LAUNCH_ERROR}"]
 
