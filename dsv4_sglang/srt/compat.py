@@ -310,6 +310,11 @@ def held(req: Any) -> Any:
     return req.kv if since("0.5.19") else req
 
 
+def name_of(req: Any) -> Any:
+    """What the tree calls a request that it fetches pages for: its id, since 0.5.22 with the number of the attempt."""
+    return req.cache_request_handle if since("0.5.22") else req.rid
+
+
 def lock_of(req: Any) -> tuple[Any, Any]:
     """The node of the tree that a request holds, and how; (None, None) if it holds none. Since 0.5.22 one record."""
     if since("0.5.22"):
