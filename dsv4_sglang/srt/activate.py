@@ -41,11 +41,15 @@ def activate(launch: Launch, server_args: Any) -> None:
 
 
 def _set_environment(model_path: str) -> None:
-    """SGLang reads these when its model module is imported, here and in the processes that inherit the environment."""
+    """SGLang reads these here and in the processes that inherit the environment, the first when its model module is
+    imported."""
     config = Path(model_path) / "config.json"
     if config.is_file() and "quantization_config" not in json.loads(config.read_text()):
         # Its FP8 GEMM of wo_a, on by default, wants an FP8 checkpoint.
         os.environ.setdefault("SGLANG_OPT_FP8_WO_A_GEMM", "0")
+    if os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
+        # When a step of one process fails, the server would wait a minute for dumps that the others cannot make.
+        os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 
 
 def _declare_state() -> None:
