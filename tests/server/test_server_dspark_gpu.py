@@ -37,8 +37,10 @@ SERVERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "bf16, blocks of 7": (7, ("--chunked-prefill-size", "256")),
     "fp8, blocks of 5, host tier": (
         5,
-        ("--chunked-prefill-size", "4096", "--max-total-tokens", "8192")
-        + ("--enable-hierarchical-cache", "--hicache-ratio", "8", "--enable-metrics"),
+        (
+            *("--chunked-prefill-size", "4096", "--max-total-tokens", "8192", "--enable-metrics"),
+            *("--enable-hierarchical-cache", "--hicache-ratio", "8"),
+        ),
     ),
     "fp8, blocks of 5, two GPUs": (5, ("--chunked-prefill-size", "4096", "--tp-size", "2")),
 }
@@ -126,7 +128,7 @@ def test_drafts_are_accepted(server: Server, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp8, blocks of 5, host tier"], indirect=True, scope="module")
 def test_from_the_host(server: Server, oracle: Oracle, name: str) -> None:
-    """24 prompts of 1,500 tokens in a device of 8,192, twice: drafts behind a load are accepted as often as cold ones."""
+    """24 prompts of 1,500 tokens in a device of 8,192, twice: behind a load drafts are accepted as often as cold."""
     server.flush()
     prompts, lengths, answers = [prompt(1500, seed=200 + i) for i in range(24)], [], []
     for cached in (0, 1408):
