@@ -1,0 +1,639 @@
+"""A whole DeepSeek-V4.1 cache (SPEC 11): requests in chunks and single tokens through all layers of a small model,
+compared with a dense computation.
+
+The dense side has for each request and layer one vector a position, computed in one go by DeepSeek's formulas
+(`v41_formulas`), and from them scores, both levels of the selection and the softmax, token by token, in float64: no
+ring, no block, no slot, no chunk. Inputs and the way to rotate make all that is rounded or chosen the same in any order
+of sums: a pair's scores are equal or far apart, the indexer's matrix picks channels, head weights are multiples of 1/2.
+"""
+
+import functools
+import importlib.metadata
+from dataclasses import replace
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import Tensor
+from v41_formulas import EPS, act_quant, angles, fp4_act_quant, normalised, same
+from v41_reader_cases import v41_index_case
+
+from dsv4_sglang.cache import HostBlockPool, HostCheckpointPool, StateStorage, V41Cache, V41LayerWeights, V41Step
+from dsv4_sglang.cache import step as step_module
+from dsv4_sglang.cache.v41 import V41LayerSchema, V41Layout, V41PagedPool
+from dsv4_sglang.formats.index_keys import mxfp4_values
+from dsv4_sglang.model.rope import rope_frequencies
+from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
+from dsv4_sglang.ops.reference import append_v41, read, read_v41
+from dsv4_sglang.ops.rope import rope_table
+
+SGLANG_HAS_IT = pytest.mark.skipif(
+    Version(importlib.metadata.version("sglang")) < Version("0.5.23"), reason="SGLang has V4.1 from 0.5.23 on"
+)
+
+CPU = torch.device("cpu")
+BOUND = 1e-5
+# On a GPU a last bit of a norm or an angle may decide how a number of a row is rounded, and that which entry is chosen.
+GPU_BOUND, GPU_APART = 1e-2, 0.02
+
+LENGTH, HEADS, INDEX_HEADS, TOP = 330, 2, 32, 12
+SCALE = 512**-0.5
+
+CONFIG = V41Config(
+    **{
+        **vars(V41Config.flash()),
+        "num_hidden_layers": 9,
+        "num_attention_heads": HEADS,
+        "index_n_heads": INDEX_HEADS,
+        "index_topk": TOP,
+        "compress_ratios": (0, 2, 2, 2, 2, 1, 1, 1, 1),
+        "kv_source_layer_ids": (1, 3, 5),
+        "index_source_layer_ids": (1, 3, 5, 7),
+        "candidate_source_layer_id": 5,
+        "candidate_topk_blocks": 5,
+        "candidate_block_size": 4,
+    }
+)
+SCHEDULE = v41_schedule(CONFIG, draft_layers=1)
+"""Window; full, reuse; full, reuse (ratio 2); full with candidates, reuse, reindex within them, reuse (ratio 1); window
+of a draft stage."""
+
+
+class Layer:
+    """A layer's weights, and every projection of each request, by position."""
+
+    def __init__(self, number: int, requests: int) -> None:
+        spec = SCHEDULE[number]
+        g = torch.Generator().manual_seed(number)
+        writes = spec.ratio if spec.role is Csa2Role.FULL else 0
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(requests, LENGTH, *shape, generator=g)
+
+        def norm(width: int) -> Tensor:
+            return (1 + 0.2 * torch.randn(width, generator=g)).bfloat16()
+
+        self.writes = writes
+        self.weights = V41LayerWeights(
+            kv_norm=norm(512),
+            rope=rope_table(LENGTH, rope_frequencies(CONFIG, spec.ratio)),
+            eps=EPS,
+            latent_norm=norm(512),
+            key_norm=norm(128),
+        )
+        self.kv = drawn(512).bfloat16()
+        self.compressor: Tensor | None = None
+        if writes == 1:
+            self.compressor = drawn(512).bfloat16()
+        elif writes == 2:
+            score = torch.where(drawn(512) > 0, 200.0, 0.0)
+            self.compressor = torch.cat([drawn(512), score], -1)
+        picked = torch.randperm(512, generator=g)[:128]
+        self.matrix = torch.nn.functional.one_hot(picked, 512).T.bfloat16()
+        self.q = drawn(HEADS, 512)
+        self.index_q = drawn(INDEX_HEADS, 128).bfloat16()
+        self.head_weights = torch.randint(-2, 5, (requests, LENGTH, INDEX_HEADS), generator=g) / 2
+        self.sink = torch.randn(HEADS, generator=g)
+
+
+REQUESTS = 4
+"""The last one's tokens are drafts that turn out wrong."""
+
+
+@functools.cache
+def layers() -> list[Layer]:
+    return [Layer(number, REQUESTS) for number in range(len(SCHEDULE))]
+
+
+@functools.cache
+def weights_on(device: torch.device) -> list[V41LayerWeights]:
+    return [
+        replace(layer.weights, **{k: v.to(device) for k, v in vars(layer.weights).items() if isinstance(v, Tensor)})
+        for layer in layers()
+    ]
+
+
+# ---- the dense side
+
+
+def turned(x: Tensor, ratio: int, every: int = 1, back: bool = False) -> Tensor:
+    """[n, ..., D], whose row i is at the position i * every: the last 64 dims rotated in fp32, or back in float64."""
+    turns = angles(ratio, LENGTH)[::every]
+    turns = turns.view(len(turns), *[1] * (x.dim() - 2), 32)
+    turns = -turns.double() if back else turns
+    cos, sin = turns.cos(), turns.sin()
+    real, imaginary = x[..., -64::2], x[..., -63::2]
+    tail = torch.stack([real * cos - imaginary * sin, imaginary * cos + real * sin], -1).flatten(-2)
+    return torch.cat([x[..., :-64], tail.to(x.dtype)], -1)
+
+
+def _entries(layer: Layer, ratio: int, request: int) -> tuple[Tensor, Tensor]:
+    """(entries, index keys) of a whole request."""
+    x = layer.compressor[request]
+    if ratio == 2:
+        k, score = x.unflatten(0, (-1, 2)).split(512, -1)
+        x = (k * score.softmax(1)).sum(1).bfloat16()
+    latents = normalised(x, layer.weights.latent_norm)
+    keys = turned(normalised(latents @ layer.matrix, layer.weights.key_norm), ratio, ratio)
+    entries = turned(latents, ratio, ratio)
+    return fp4_act_quant(entries.double(), 16, True), fp4_act_quant(keys.double(), 32, False)
+
+
+def _scores(layer: Layer, keys: Tensor, ratio: int, request: int) -> Tensor:
+    """[LENGTH, entries], -inf where the query's token comes before the entry's last one."""
+    query = fp4_act_quant(turned(layer.index_q[request], ratio).double(), 32, False)
+    each = torch.einsum("thd,nd->thn", query, keys).relu()
+    scores = (each * layer.head_weights[request].double()[..., None]).sum(1)
+    assert torch.equal(scores, scores.float().double()), "every order of the sums gives the same"
+    last = torch.arange(len(keys)) * ratio + ratio - 1
+    return scores.masked_fill(last > torch.arange(LENGTH)[:, None], float("-inf"))
+
+
+def _candidates(scores: list[float], size: int, most: int) -> set[int]:
+    """Entries of the best blocks among the visible ones, which `scores` has."""
+    blocks = [scores[i : i + size] for i in range(0, len(scores), size)]
+    ranked = sorted(range(len(blocks)), key=lambda b: (b < len(blocks) - 1, -max(blocks[b]), b))
+    return {entry for b in ranked[:most] for entry in range(b * size, (b + 1) * size)}
+
+
+@functools.cache
+def dense(request: int) -> list[Tensor]:
+    """Of each layer the attention output [LENGTH, H, 512] of a whole request."""
+    outputs = []
+    entries = keys = chosen = candidates = None
+    for spec, layer in zip(SCHEDULE, layers()):
+        position = torch.arange(LENGTH)
+        back = position[:, None] - position
+        rows = act_quant(turned(normalised(layer.kv[request], layer.weights.kv_norm), spec.ratio).double())
+        seen = (back >= 0) & (back < 128)
+        if spec.role is Csa2Role.FULL:
+            entries, keys = _entries(layer, spec.ratio, request)
+        if spec.role in (Csa2Role.FULL, Csa2Role.REINDEX):
+            every = [
+                [s for s in row if s > float("-inf")] for row in _scores(layer, keys, spec.ratio, request).tolist()
+            ]
+            if spec.keeps_candidates:
+                candidates = [
+                    _candidates(row, CONFIG.candidate_block_size, CONFIG.candidate_topk_blocks) for row in every
+                ]
+            chosen = torch.zeros(LENGTH, len(entries), dtype=torch.bool)
+            for t, row in enumerate(every):
+                among = [i for i in range(len(row)) if not spec.within_candidates or i in candidates[t]]
+                chosen[t, sorted(among, key=lambda i: (-row[i], i))[:TOP]] = True
+        if spec.ratio:
+            rows, seen = torch.cat([rows, entries]), torch.cat([seen, chosen], 1)
+        logits = torch.einsum("thd,nd->thn", layer.q[request].double(), rows) * SCALE
+        logits = logits.masked_fill(~seen[:, None], float("-inf"))
+        sink = layer.sink.double().expand(LENGTH, -1)[..., None]
+        share = torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
+        out = torch.einsum("thn,nd->thd", share, rows)
+        outputs.append(turned(out, spec.ratio, back=True))
+    return outputs
+
+
+# ---- the cache
+
+
+class Play:
+    """Requests in a cache; of each its slot, its blocks and how many tokens it has."""
+
+    def __init__(self, seed: int, draft_tokens: int = 0, device: torch.device = CPU) -> None:
+        self.g = torch.Generator().manual_seed(seed)
+        self.device = device
+        self.cache = V41Cache(
+            CONFIG, num_slots=6, num_blocks=24, checkpoints=3, draft_tokens=draft_tokens, draft_layers=1, device=device
+        )
+        pools = [table for pool in self.cache.pools if pool for table in pool.allocations]
+        for tensor in [*self.cache.state.allocations, *pools]:  # what another request left
+            left = torch.randint(0, 120, tensor.view(torch.uint8).shape, dtype=torch.uint8, generator=self.g)
+            tensor.view(torch.uint8).copy_(left)
+        self.free = torch.randperm(24, generator=self.g).tolist()
+        self.lengths: dict[int, int] = {}
+        self.slots: dict[int, int] = {}
+
+    def admit(self, request: int, slot: int) -> None:
+        self.lengths[request], self.slots[request] = 0, slot
+        self.cache.block_tables[slot] = -1
+
+    def ids(self, *numbers: int) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=self.device)
+
+    def resume(self, request: int, slot: int, checkpoint: int, length: int, like: int) -> None:
+        """A request of the tokens of `like`, whose slot has its blocks, from a checkpoint at `length`."""
+        self.admit(request, slot)
+        self.cache.state.load(self.ids(checkpoint), self.ids(slot))
+        self.cache.block_tables[slot, : length // 128] = self.cache.block_tables[like, : length // 128]
+        self.lengths[request] = length
+
+    def step(
+        self,
+        counts: dict[int, int],
+        tokens_of: dict[int, int] | None = None,
+        right: dict[int, int] | None = None,
+        staging: dict[int, int] | None = None,
+    ) -> dict[int, list[Tensor]]:
+        """The next `counts` tokens of each request; its outputs of all layers.
+
+        A request has the tokens of that in `tokens_of`, its own by default; behind the first `right` ones those of yet
+        another. `staging`: of a request the slot that takes its rows up to the step's last multiple of 128.
+        """
+        tokens = [(r, self.lengths[r] + i, i) for r, n in counts.items() for i in range(n)]
+        for r, n in counts.items():
+            table = self.cache.block_tables[self.slots[r]]
+            for i in range(int((table >= 0).sum()), -(-(self.lengths[r] + n) // 128)):
+                table[i] = self.free.pop()
+        track = None
+        if staging:
+            until = {r: (self.lengths[r] + counts[r]) // 128 * 128 for r in staging}
+            track = torch.tensor([staging[r] if r in staging and t < until[r] else -1 for r, t, _ in tokens]).int()
+        owner, positions = torch.tensor([r for r, _, _ in tokens]), torch.tensor([t for _, t, _ in tokens])
+        slots = torch.tensor([self.slots[r] for r, _, _ in tokens])
+        batch = (None if x is None else x.to(self.device) for x in (slots, positions, owner, track))
+        step = self.cache.begin_step(*batch)
+        like, right = dict(zip(counts, counts)) | (tokens_of or {}), counts | (right or {})
+        who = torch.tensor([like[r] if i < right[r] else REQUESTS - 1 for r, _, i in tokens])
+        outputs: dict[int, list[Tensor]] = {r: [] for r in counts}
+        for number, layer in enumerate(layers()):
+            out = run_layer(step, number, layer, who, positions).cpu()
+            for r in counts:
+                outputs[r].append(out[owner == r])
+        for r, n in counts.items():
+            self.lengths[r] += n
+        return outputs
+
+    def check(self, counts: dict[int, int], tokens_of: dict[int, int] | None = None, **given) -> None:
+        """A step whose outputs are the dense ones, of the tokens that are right. Those behind are taken back."""
+        outputs = self.step(counts, tokens_of, **given)
+        for r, n in (counts | given.get("right", {})).items():
+            begin = self.lengths[r] - counts[r]
+            self.lengths[r] = begin + n
+            for number, out in enumerate(outputs[r]):
+                expected = dense((tokens_of or {}).get(r, r))[number][begin : begin + n]
+                error = (out[:n].double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+                worst = int(error.amax(-1).argmax())
+                if self.device != CPU:
+                    assert (error < GPU_BOUND).float().mean() > 1 - GPU_APART, f"layer {number}: {error.median()}"
+                    continue
+                assert error.max() < BOUND, (
+                    f"layer {number} ({SCHEDULE[number].role.value}), request {r}, position {begin + worst}: "
+                    f"off by {error.max():.3g}"
+                )
+
+
+def run_layer(step: V41Step, number: int, layer: Layer, who: Tensor, positions: Tensor) -> Tensor:
+    """What a model does in a layer."""
+    device = step.metadata.slots.device
+    spec, weights = SCHEDULE[number], weights_on(device)[number]
+
+    def of(projections: Tensor) -> Tensor:
+        return projections[who, positions].to(device)
+
+    latents = step.append(number, weights, of(layer.kv), None if layer.compressor is None else of(layer.compressor))
+    if latents is not None:
+        step.append_keys(number, weights, latents @ layer.matrix.to(device))
+    if spec.index_source == number:
+        step.select(number, weights, of(layer.index_q), of(layer.head_weights))
+    return step.attend(number, weights, of(layer.q), layer.sink.to(device), SCALE)
+
+
+def random_requests(seed: int, device: torch.device = CPU) -> None:
+    """Requests come one after another; steps are prefills of chunks of some of them and decodes of all."""
+    play = Play(seed, device=device)
+    chunks = (1, 2, 3, 7, 40, 127, 128, 129, 150)
+    waiting = torch.randperm(REQUESTS - 1, generator=play.g).tolist()
+
+    def draw(most: int) -> int:
+        return int(torch.randint(most, (), generator=play.g))
+
+    while waiting or play.lengths:
+        for r in [r for r, n in play.lengths.items() if n == LENGTH]:
+            blocks = play.cache.block_tables[play.slots[r]]
+            play.free += blocks[blocks >= 0].tolist()
+            del play.lengths[r], play.slots[r]
+        while waiting and len(play.slots) < 2:
+            play.admit(waiting.pop(), min({0, 4} - set(play.slots.values())))
+        if not play.lengths:
+            return
+        room = {r: LENGTH - n for r, n in play.lengths.items()}
+        if draw(2):
+            for _ in range(min(1 + draw(4), min(room.values()))):
+                play.check(dict.fromkeys(room, 1))
+            continue
+        some = [r for r in room if draw(3)] or list(room)
+        play.check({r: min(chunks[draw(len(chunks))], room[r]) for r in some})
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_chunks_and_single_tokens_equal_dense(seed, device):
+    random_requests(seed, device)
+
+
+def test_resumed_from_a_checkpoint_equals_cold(device):
+    """The state at 256 tokens: copied between steps, and written as a step passes it; then in another slot, with the
+    blocks before it shared and anything in its tails."""
+    cold = Play(3, device=device)
+    cold.admit(0, slot=1)
+    cold.check({0: 120})
+    cold.check({0: 180}, staging={0: 4})  # passes 256
+    cold.cache.state.store(cold.ids(4, -1), cold.ids(1, 2))
+    rest = [cold.step({0: n}) for n in (1, 1, 20, 1, 7)]
+
+    again = Play(4, device=device)
+    again.admit(1, slot=2)
+    again.check({1: 256}, tokens_of={1: 0})
+    again.cache.state.store(again.ids(2), again.ids(3))
+    again.check({1: 10}, tokens_of={1: 0})
+
+    for play, checkpoint, like in ((cold, 1, 1), (again, 3, 2)):
+        play.resume(2, slot=5, checkpoint=checkpoint, length=256, like=like)
+        play.check({2: 43}, tokens_of={2: 0})
+        play.check({2: 1}, tokens_of={2: 0})
+    warm = Play(5, device=device)
+    warm.admit(0, slot=0)
+    warm.check({0: 256})
+    warm.cache.state.store(warm.ids(0), warm.ids(1))
+    warm.resume(7, slot=3, checkpoint=1, length=256, like=0)
+    warm.step({7: 44}, tokens_of={7: 0})
+    for expected, n in zip(rest, (1, 1, 20, 1, 7)):
+        got = warm.step({7: n}, tokens_of={7: 0})[7]
+        assert all(torch.equal(a, b) for a, b in zip(got, expected[0]))
+
+
+def test_padding_writes_and_sees_nothing(device):
+    """A token without a slot beside one of a request, whatever its positions and projections; slot 0 has no blocks."""
+    play = Play(8, device=device)
+    play.admit(0, slot=1)
+    play.check({0: 130})
+    others = [play.cache.state.rings[:, 0], *(tail[:, 0] for tail in play.cache.state.tails.values())]
+    pools = [table for pool in play.cache.pools if pool for table in pool.allocations]
+    before, owned = [tensor.clone() for tensor in (*others, *pools)], play.cache.block_tables[1, :2].tolist()
+    step = play.cache.begin_step(*(torch.tensor(x, device=device) for x in ([1, -1], [130, 0], [0, 9])))
+    for number, layer in enumerate(layers()):
+        out = run_layer(step, number, layer, torch.tensor([0, 1]), torch.tensor([130, 0])).cpu().double()
+        expected = dense(0)[number][130]
+        assert ((out[0] - expected).norm(dim=-1) < (BOUND if device == CPU else 0.1) * expected.norm(dim=-1)).all()
+        assert not out[1].any()
+    for table in pools:
+        table[owned[1]] = 0
+    for tensor, then in zip((*others, *pools), before):
+        if len(tensor) == 24:
+            then[owned[1]] = 0
+        assert torch.equal(tensor, then)
+
+
+def test_resumed_from_host_memory(device):
+    """Blocks and checkpoint go to the host and come back to other places; what they had is overwritten."""
+    play = Play(7, device=device)
+    play.admit(0, slot=1)
+    play.check({0: 256})
+    play.cache.state.store(play.ids(1), play.ids(1))
+    pools = [pool for pool in play.cache.pools if pool]
+    blocks, states = HostBlockPool(pools, 3), HostCheckpointPool(play.cache.state, 2)
+    assert states.checkpoint_bytes == play.cache.layout.checkpoint_bytes
+    was, now = play.cache.block_tables[1, :2].tolist(), [play.free.pop(), play.free.pop()]
+    blocks.swap(was, [2, 0], to_host=True)
+    states.save(1, 1)
+    for table in (table for pool in pools for table in pool.allocations):
+        table[was] = 0
+    blocks.swap(now, [2, 0], to_host=False)
+    states.load(3, 1)
+    play.cache.block_tables[2, :2] = torch.tensor(now)
+    play.resume(2, slot=0, checkpoint=3, length=256, like=2)
+    play.check({2: 74}, tokens_of={2: 0})
+
+
+@pytest.mark.parametrize("d", [2, 5])
+def test_drafts_are_taken_back(d, device=CPU):
+    """Steps of d tokens of which some are wrong: the next step begins at the first of these."""
+    play = Play(6, draft_tokens=d, device=device)
+    for r, slot in ((0, 3), (1, 0)):
+        play.admit(r, slot)
+    play.check({0: 130, 1: 201})
+    for right in ((1, d), (d, 1), (1, 1), (2, d - 1), (d - 1, 2), (1, d), (1, 1), (d, d)):
+        play.check({0: d, 1: d}, right=dict(zip((0, 1), right)))
+
+
+# ---- what each part is for: without it the outputs are others
+
+
+def breaks(said: str, play=lambda: random_requests(0)) -> None:
+    with pytest.raises(AssertionError, match=said):
+        play()
+
+
+def test_a_ring_that_is_one_row_short_is_seen(monkeypatch):
+    monkeypatch.setattr(V41LayerSchema, "ring_rows", 127)
+    with pytest.raises(ValueError, match="ring has 127 rows a slot; expected at least 128"):
+        random_requests(0)
+    monkeypatch.setattr(append_v41, "_check", lambda ok, message: None)
+    breaks(r"layer 0 \(window\)")
+
+
+def test_a_ring_short_for_drafts_is_seen(monkeypatch):
+    """127 rows and the step's, one less: the step's last token has the row of one that its first still sees."""
+    monkeypatch.setattr(V41LayerSchema, "ring_rows", 130)
+    monkeypatch.setattr(append_v41, "_check", lambda ok, message: None)
+    breaks(r"layer 0 \(window\)", lambda: test_drafts_are_taken_back(5))
+
+
+def test_a_tail_short_for_drafts_is_seen(monkeypatch):
+    monkeypatch.setattr("dsv4_sglang.cache.v41.pair_rows", lambda d: 2)
+    monkeypatch.setattr(append_v41, "_check", lambda ok, message: None)
+    breaks(r"layer 1 \(full\)", lambda: test_drafts_are_taken_back(5))
+
+
+def test_an_entry_that_is_visible_a_token_early_is_seen(monkeypatch):
+    plain, lens = read_v41.select, step_module.visible_entries
+    monkeypatch.setattr(
+        read_v41,
+        "select",
+        lambda query, weights, table, blocks, owner, visible, *rest: plain(
+            query, weights, table, blocks, owner, (visible + 1).clamp_max(LENGTH), *rest
+        ),
+    )
+    monkeypatch.setattr(step_module, "visible_entries", lambda lengths, *rest: lens(lengths + 1, *rest))
+    breaks(r"layer [135] \(full\)")
+
+
+def test_another_selection_in_a_reuse_layer_is_seen(monkeypatch):
+    """Layer 8 with what layer 5 selected instead of layer 7; both are rows of the same table."""
+    first: dict[V41Step, tuple] = {}
+    plain = V41Step.selected
+
+    def stale(step: V41Step, layer: int):
+        if layer == 5:
+            first[step] = plain(step, 5)
+        return first[step] if layer == 8 else plain(step, layer)
+
+    monkeypatch.setattr(V41Step, "selected", stale)
+    breaks(r"layer 8 \(reuse\)")
+
+
+def test_entries_of_another_layer_are_seen(monkeypatch):
+    """Layer 4 with the entries of layer 1 in the place of those of layer 3."""
+    plain = V41Step._owner
+    monkeypatch.setattr(
+        V41Step, "_owner", lambda step, spec: step.pools[1] if spec.layer_idx == 4 else plain(step, spec)
+    )
+    breaks(r"layer 4 \(reuse\)")
+
+
+def test_candidates_left_out_are_seen(monkeypatch):
+    monkeypatch.setattr(read, "_in_blocks", lambda blocks, size, entries: torch.ones(len(blocks), entries).bool())
+    breaks(r"layer 7 \(reindex\)")
+
+
+def test_the_newest_block_left_out_is_seen(monkeypatch):
+    plain = read._best_blocks
+    monkeypatch.setattr(
+        read, "_best_blocks", lambda score, visible, *rest: plain(score, torch.zeros_like(visible), *rest)
+    )
+    breaks(r"layer 7 \(reindex\)")
+
+
+# ---- selection by itself
+
+
+LENS = {
+    "many": [(150, 201), (0, 3), (77, 78), (599, 602)],
+    "few": [(40, 70), (0, 5), (120, 131)],
+}
+"""First and last position + 1 of the tokens of each request."""
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize(("lens", "top", "size", "most"), [("many", 24, 8, 9), ("few", 64, 8, 3), ("few", 16, 4, 40)])
+@pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
+def test_selection_in_two_levels(ratio, lens, top, size, most, equal):
+    """Also of fewer candidates than are selected, and of all blocks: with few equal scores, the lower of them."""
+    case = v41_index_case(lens=LENS[lens], ratio=ratio, top=top, equal=equal)
+    kept = case.candidates(most)
+    first, second = case.entries(size, kept=kept), case.entries(size, within=kept)
+
+    def best(scores: list[float], among: set[int]) -> list[int]:
+        return sorted(sorted(among, key=lambda i: (-scores[i], i))[:top])
+
+    for t, seen in enumerate(case.visible.tolist()):
+        scores = case.scores(t).tolist()
+        candidates = {i for i in _candidates(scores, size, most) if i < seen} if seen else set()
+        blocks = [b for b in kept[t].tolist() if b >= 0]
+        assert sorted(candidates) == [i for b in blocks for i in range(b * size, min(b * size + size, seen))]
+        assert first[t] == best(scores, set(range(seen)))
+        assert second[t] == best(scores, candidates)
+
+
+@SGLANG_HAS_IT
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_selection_equals_that_of_sglang(ratio):
+    """Its torch forms of scores, candidates and selection; of fewer candidates than are selected, too."""
+    from sglang.kernels.ops.attention.dsv4 import candidate_blocks
+    from sglang.kernels.ops.quantization.fp4_fake_quant import fake_quant_fp4
+    from sglang.srt.layers.attention.dsv4.dsv41_sparse import DeepseekV41Indexer, rope_tail
+
+    case = v41_index_case(lens=[(150 * ratio, 200 * ratio)], ratio=ratio, top=24)
+    freqs = torch.view_as_complex(case.rope[case.positions].unflatten(-1, (-1, 2)))
+    query = fake_quant_fp4(rope_tail(case.q, freqs, 64))
+    same(case.query.flatten(1), query.float().flatten(1))
+    scores = DeepseekV41Indexer.scores(None, query.float(), case.keys(0), case.weights)
+    scores.masked_fill_(torch.arange(200) >= case.visible[:, None], float("-inf"))
+    for t, seen in enumerate(case.visible.tolist()):
+        assert torch.allclose(scores[t, :seen].double(), case.scores(t))
+    best = scores.unflatten(1, (-1, 8)).amax(-1)
+
+    def worth(of: Tensor, chosen: list[list[int]]) -> list[list[float]]:
+        """Of equal scores SGLang takes any."""
+        return [sorted(of[t, row].tolist()) for t, row in enumerate(chosen)]
+
+    for most in (2, 9):
+        kept = case.candidates(most)
+        first, second = case.entries(8, kept=kept), case.entries(8, within=kept)
+        ids = candidate_blocks.select_candidate_block_ids(scores, case.visible[:, None], most, 8)
+        assert worth(best, ids.tolist()) == worth(best, kept.tolist())
+        assert all(seen - 1 in range(8 * row[-1], 8 * row[-1] + 8) for seen, row in zip(case.visible, kept.tolist()))
+        among = candidate_blocks.topk_among_blocks(scores, case.visible, kept, 24, 8).tolist()
+        assert worth(scores, [[i for i in row if i >= 0] for row in among]) == worth(scores, second)
+        assert worth(scores, scores.topk(24).indices.tolist()) == worth(scores, first)
+
+
+def test_queries_have_every_scale():
+    """MXFP4 as training has it, of tiny and of large numbers too, which an index key's container would cut off."""
+    g = torch.Generator().manual_seed(0)
+    x = (torch.randn(64, 128, generator=g) * 2.0 ** torch.randint(-20, 20, (64, 1), generator=g)).bfloat16()
+    assert torch.equal(mxfp4_values(x), fp4_act_quant(x.double(), 32, False).float())
+    assert not mxfp4_values(torch.zeros(2, 128)).any()
+
+
+# ---- pools, and what is refused
+
+
+def test_only_layers_that_write_entries_own_some():
+    cache = V41Cache(CONFIG, num_slots=2, num_blocks=3, checkpoints=1, draft_layers=1, device="cpu")
+    assert [number for number, pool in enumerate(cache.pools) if pool] == [1, 3, 5]
+    assert [tuple(pool.entries.shape) for pool in cache.pools if pool] == [(3, 64, 288), (3, 64, 288), (3, 128, 288)]
+    assert cache.state.tail(1).shape == (2, 1, 1024) and cache.state.tail(5) is None and cache.state.tail(2) is None
+    layout = cache.layout
+    assert layout.block_bytes == 128 * 2 * 360 and layout.checkpoint_bytes == 10 * 128 * 528
+    assert cache.memory_bytes() == 3 * layout.block_bytes + 2 * layout.slot_bytes + layout.checkpoint_bytes
+    parts = [*layout.block_parts(3), *layout.state_parts(2), *layout.checkpoint_parts(1)]
+    assert sum(part.bytes for part in parts) == cache.memory_bytes()
+    assert sum(view.shape[1] for pool in cache.pools if pool for view in pool.block_views()) == layout.block_bytes
+    assert sum(table.shape[1] for table in cache.state.checkpoint_tables()) == layout.checkpoint_bytes
+    assert sum(table.shape[1] for table in cache.state.slot_tables()) == layout.slot_bytes
+
+
+def test_pools_refuse_what_they_are_not_for():
+    with pytest.raises(ValueError, match="writes no entries has no paged pool"):
+        V41PagedPool(V41LayerSchema(0), 3, "cpu")
+    with pytest.raises(ValueError, match="num_blocks is 0; expected at least 1"):
+        V41PagedPool(V41LayerSchema(2), 0, "cpu")
+    with pytest.raises(ValueError, match="no layers"):
+        V41Layout((), torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"several numbers of draft tokens \[0, 3\]"):
+        V41Layout((V41LayerSchema(0), V41LayerSchema(1, 3)), torch.device("cpu"))
+    with pytest.raises(ValueError, match="expected positions=False"):
+        StateStorage(V41Layout((V41LayerSchema(2),), torch.device("cpu")), 2)
+
+
+def test_a_step_refuses_what_is_out_of_order():
+    play = Play(0)
+    play.admit(0, 0)
+    play.cache.block_tables[0, 0] = 2
+    who, at = torch.zeros(4).long(), torch.arange(4)
+    step = play.cache.begin_step(who, at, who)
+
+    def append(number: int, **change) -> Tensor | None:
+        layer = layers()[number]
+        compressor = None if layer.compressor is None else layer.compressor[0, :4]
+        given = {"kv": layer.kv[0, :4], "compressor": compressor, "weights": layer.weights, **change}
+        return step.append(number, **given)
+
+    def select(number: int) -> None:
+        layer = layers()[number]
+        step.select(number, layer.weights, layer.index_q[0, :4], layer.head_weights[0, :4])
+
+    def refused(said: str, do, *args, **given) -> None:
+        with pytest.raises(ValueError, match=said):
+            do(*args, **given)
+
+    one, two = layers()[1], layers()[2]
+    refused(r"attend, layer 2 \(reuse\): append of that layer comes first; the latest was that of None",
+            step.attend, 2, two.weights, two.q[0, :4], two.sink, SCALE)  # fmt: skip
+    refused(r"layer 1 \(full\): compressor has shape None; expected \(4, 1024\)", append, 1, compressor=None)
+    refused(r"layer 2 \(reuse\): compressor has shape \(4, 5\); expected None", append, 2, compressor=torch.zeros(4, 5))
+    refused(r"kv has shape \(3, 512\); expected \(4, 512\)", append, 0, kv=two.kv[0, :3])
+    refused("latent_norm is None", append, 1, weights=replace(one.weights, latent_norm=None))
+    append(2)
+    refused(r"append_keys, layer 2 \(reuse\): only a layer of role full", step.append_keys, 2, two.weights, None)
+    refused(r"select, layer 2 \(reuse\): it takes the selection of layer 1", select, 2)
+    refused("takes the selection of layer 1; the latest is that of none", step.selected, 2)
+    latents = append(1)
+    refused("key_norm is None", step.append_keys, 1, replace(one.weights, key_norm=None), latents @ one.matrix)
+    refused(r"keys has shape \(4, 512\); expected \(4, 128\)", step.append_keys, 1, one.weights, latents)
+    step.append_keys(1, one.weights, latents @ one.matrix)
+    select(1)
+    refused(r"layer 4 \(reuse\) takes the selection of layer 3; the latest is that of layer 1", step.selected, 4)
+    append(7)
+    refused(r"select, layer 7 \(reindex\): layer 5 has not chosen the step's candidates", select, 7)
+    assert step.selected(0) is None
+    case = v41_index_case(lens=[(0, 3)], ratio=1, top=2)
+    refused("both `kept` and `within`", case.entries, 8, case.candidates(1), case.candidates(1))
