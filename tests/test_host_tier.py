@@ -90,10 +90,10 @@ def test_steps_read_what_they_should(monkeypatch: pytest.MonkeyPatch, policy: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_hundred_thousand_turns_with_late_copies(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    """A third of them with each policy, TIMES as many; small hosts and large ones; in a third transfers fail and stall.
-    Nothing is read before it is there, leaked, or owned twice."""
-    for seed in range(112 * TIMES):
+def test_a_hundred_thousand_operations_with_late_copies(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """36,000 turns of a scheduler, a third of them with each policy, TIMES as many; small hosts and large ones; in a
+    third transfers fail and stall. Nothing is read before it is there, leaked, or owned twice."""
+    for seed in range(40 * TIMES):
         with monkeypatch.context() as patch:
             sizes = {"host_blocks": 20 + 15 * (seed % 8), "host_checkpoints": 4 + 7 * (seed % 8)}
             server = TieredServer(patch, seed, policy=policy, **sizes)
