@@ -64,3 +64,22 @@ class V41LayerSchema:
 def v41_schemas(schedule: Sequence[V41LayerSpec], draft_tokens: int = 0) -> list[V41LayerSchema]:
     """One of every layer, in order."""
     return [V41LayerSchema(spec.ratio if spec.role is Csa2Role.FULL else 0, draft_tokens) for spec in schedule]
+
+
+class V41PagedPool:
+    """`num_blocks` blocks of 128 tokens of a layer of role FULL, with the interface of `PagedKVPool`.
+
+    `entries` uint8 [num_blocks, 128 / ratio, 288] and `index_keys` uint8 [num_blocks, 128 / ratio, 72], as the ops take
+    them: entry i of a request in block i // (128 / ratio) of its table. `block_views`, `allocations`, `reset`,
+    `memory_bytes` as `PagedKVPool` has them.
+    """
+
+
+class V41Layout:
+    """What a block of 128 tokens and a state slot consist of, with the interface of `CacheLayout`, so that
+    `StateStorage(layout, num_slots, checkpoints, positions=False)` and `make_paged_pools(layout, num_blocks)` take it:
+    `schemas`, `device`, `draft_layers`, `ring_rows`, `layers(kind)`, `block_parts`, `state_parts`, `checkpoint_parts`,
+    `block_bytes`, `token_bytes`, `slot_bytes`, `checkpoint_bytes`. Kinds of tails and of pools are `Csa2Role`s.
+
+    `V41Layout.build(schedule, device, draft_tokens=0)`.
+    """

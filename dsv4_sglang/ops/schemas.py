@@ -41,6 +41,14 @@ SCHEMAS = {
         "(Tensor q, Tensor sink, Tensor window, Tensor window_rows, Tensor window_lens, Tensor? entries, "
         "Tensor? entry_rows, Tensor? entry_lens, Tensor positions, Tensor rope, float scale, int row_format) -> Tensor"
     ),
+    "index_topk_v41": (
+        "(Tensor q, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "
+        "Tensor rope, int ratio, int candidate_block, Tensor(a!)? kept, Tensor? within, Tensor(b!) rows) -> ()"
+    ),
+    "attend_v41": (
+        "(Tensor q, Tensor sink, Tensor window, Tensor window_rows, Tensor window_lens, Tensor? entries, "
+        "Tensor? entry_rows, Tensor? entry_lens, Tensor positions, Tensor rope, float scale) -> Tensor"
+    ),
     "copy_state": "(Tensor src, Tensor dst, Tensor(a!)[] tensors, Tensor(b!)? refused=None) -> ()",
     "snapshot_tables": (
         "(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, "
@@ -65,10 +73,11 @@ def _writes_only(*args: object) -> None:
 
 
 for _name in SCHEMAS:
-    if _name != "attend":
+    if _name not in ("attend", "attend_v41"):
         torch.library.register_fake(f"{NAMESPACE}::{_name}", _writes_only, lib=LIBRARY)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::attend", lib=LIBRARY)
+@torch.library.register_fake(f"{NAMESPACE}::attend_v41", lib=LIBRARY)
 def _attend_fake(q: torch.Tensor, *args: object) -> torch.Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
