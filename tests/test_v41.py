@@ -1,20 +1,20 @@
 """DeepSeek-V4.1's geometry (SPEC 11): config, layers, bytes, formats, and what a step appends.
 
-What is expected is computed here from DeepSeek's own formulas, one token and one number at a time: `act_quant`,
-`fp4_act_quant`, `Compressor`, `Indexer` and `Attention._window_kv` of inference/model.py and kernel.py. With a release
-of SGLang that has V4.1 its quantisers and layouts are compared too.
+What is expected comes from DeepSeek's own formulas (`v41_formulas`): `act_quant`, `fp4_act_quant`, `Compressor`,
+`Indexer` and `Attention._window_kv` of inference/model.py and kernel.py. With a release of SGLang that has V4.1 its
+quantisers and layouts are compared too.
 """
 
 import functools
 import importlib.metadata
-import math
 
 import pytest
 import torch
 from packaging.version import Version
+from v41_formulas import E2M1, EPS, LENGTH, act_quant, fp4_act_quant, freqs_cis, normalised, rotated, same
 
 import dsv4_sglang.ops  # noqa: F401
-from dsv4_sglang.cache.v41 import v41_schemas
+from dsv4_sglang.cache.v41 import V41Layout, v41_schemas
 from dsv4_sglang.formats import KeyFormat, KeyTable
 from dsv4_sglang.formats.v41_rows import V41RowFormat, V41Table, make_v41_table, quantise_fp4, quantise_fp8
 from dsv4_sglang.model import DSV4Config
@@ -133,10 +133,14 @@ def test_bytes():
     assert sum(schema.block_bytes for schema in schemas) / 128 == (latent + 128 // 2 + 128 // 16) * entries_of_a_token
     assert [schemas[i].block_bytes for i in (0, 2, 3, 20, 24)] == [0, 64 * 360, 0, 128 * 360, 0]
     ring = 128 * (512 + 512 // 32)
-    assert sum(schema.checkpoint_bytes for schema in schemas) == 40 * ring == 2_703_360
     assert sum(schema.state_bytes for schema in schemas) == 40 * ring + 3 * 1024 * 4
-    drafted = v41_schemas(v41_schedule(V41Config.flash(), 3), draft_tokens=5)
-    assert sum(schema.state_bytes for schema in drafted) == 43 * 133 * 528 + 3 * 3 * 1024 * 4
+    layout = V41Layout.build(v41_schedule(V41Config.flash()), torch.device("cpu"))
+    assert layout.checkpoint_bytes == 40 * ring == 2_703_360
+    assert (layout.token_bytes, layout.block_bytes) == (900, 115_200)
+    assert layout.slot_bytes == sum(schema.state_bytes for schema in schemas)
+    drafted = V41Layout.build(v41_schedule(V41Config.flash(), 3), torch.device("cpu"), draft_tokens=5, draft_layers=3)
+    assert drafted.slot_bytes == sum(schema.state_bytes for schema in drafted.schemas)
+    assert drafted.slot_bytes == 43 * 133 * 528 + 3 * 3 * 1024 * 4
 
 
 def test_rows_of_a_tail():
@@ -153,40 +157,7 @@ def test_rows_of_a_tail():
         pair_rows(-1)
 
 
-# ---- the formulas of DeepSeek's files
-
-E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
-
-
-def nearest(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    """The nearest number of the grid, with the sign of x; of two the one with the even code; the largest for more."""
-    middles = (grid[1:] + grid[:-1]) / 2
-    code = torch.searchsorted(middles, x.abs())
-    tie = (code < len(middles)) & (middles[code.clamp(max=len(middles) - 1)] == x.abs())
-    return torch.copysign(grid[code + (tie & (code % 2 == 1))], x)
-
-
-def ceil_pow2(x: torch.Tensor) -> torch.Tensor:
-    mantissa, exponent = torch.frexp(x)  # x = mantissa * 2^exponent, 0.5 <= mantissa < 1
-    return 2.0 ** (exponent - (mantissa == 0.5).int()).double()
-
-
-def act_quant(x: torch.Tensor) -> torch.Tensor:
-    """kernel.py: blocks of 32, amax at least 1e-4, scale 2^ceil(log2(amax / 448)), e4m3. float64, as all of these."""
-    blocks = x.unflatten(-1, (-1, 32))
-    scale = ceil_pow2(blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448)
-    return (nearest(blocks / scale, E4M3) * scale).flatten(-2)
-
-
-def fp4_act_quant(x: torch.Tensor, block_size: int, e4m3_scale: bool) -> torch.Tensor:
-    """kernel.py: scale of e4m3(amax / 6), amax at least 6 * 2^-9, or of 2^ceil(log2(amax / 6)); e2m1."""
-    blocks = x.unflatten(-1, (-1, block_size))
-    amax = blocks.abs().amax(-1, keepdim=True)
-    scale = (
-        nearest(amax.clamp(min=6 * 2.0**-9) / 6, E4M3) if e4m3_scale else ceil_pow2(amax.clamp(min=6 * 2.0**-126) / 6)
-    )
-    return (nearest(blocks / scale, E2M1) * scale).flatten(-2)
+# ---- rows
 
 
 def rows_of_all_sizes() -> torch.Tensor:
@@ -255,9 +226,6 @@ def test_formats_equal_those_of_sglang():
 
 # ---- append
 
-EPS = 1e-20
-LENGTH = 300
-
 
 @functools.cache
 def layer(ratio: int):
@@ -274,32 +242,6 @@ def layer(ratio: int):
         "key_norm": (1 + 0.2 * torch.randn(128, generator=g)).bfloat16(),
         "rope": rope_table(LENGTH, rope_frequencies(V41Config.flash(), ratio)),
     }
-
-
-def freqs_cis(ratio: int) -> torch.Tensor:
-    """inference/model.py, precompute_freqs_cis with the published values; no YaRN where nothing is compressed."""
-    base = 160000.0 if ratio else 10000.0
-    freqs = 1.0 / (base ** (torch.arange(0, 64, 2, dtype=torch.float32) / 64))
-    if ratio:
-
-        def corrected_dim(rotations):
-            return 64 * math.log(65536 / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-        low, high = max(math.floor(corrected_dim(32)), 0), min(math.ceil(corrected_dim(1)), 63)
-        ramp = ((torch.arange(32, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
-        freqs = freqs / 16 * ramp + freqs * (1 - ramp)
-    angles = torch.outer(torch.arange(LENGTH), freqs)
-    return torch.polar(torch.ones_like(angles), angles)
-
-
-def normalised(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    x = x.float()
-    return (weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS))).bfloat16()
-
-
-def rotated(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-    tail = torch.view_as_complex(x[..., -64:].float().unflatten(-1, (-1, 2)).contiguous()) * freqs
-    return torch.cat([x[..., :-64], torch.view_as_real(tail).flatten(-2).bfloat16()], -1)
 
 
 @functools.cache
@@ -421,16 +363,6 @@ class Run:
             same(V41Table(self.entries, V41RowFormat.FP4).read(where), entries[:n])
             same(KeyTable(self.keys, KeyFormat.MXFP4).read(where), keys[:n])
             same(self.latents[b][self.ratio - 1 : length : self.ratio].float(), latents[:n].float())
-
-
-def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Equal but for a few numbers, of which a last bit of a sum decides the rounding: those are a step apart."""
-    assert got.shape == wanted.shape
-    if not got.numel():
-        return
-    apart = (got - wanted).abs()
-    assert (apart > 0).float().mean() < 2e-3
-    assert (apart <= 0.51 * wanted.abs().amax(-1, keepdim=True)).all()
 
 
 @pytest.mark.parametrize("ratio", [0, 1, 2])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema, build_schema
 from dsv4_sglang.formats import KeyFormat, RowFormat
-from dsv4_sglang.formats.rows import block_stride_bytes
+from dsv4_sglang.formats.rows import block_stride_bytes, make_row_tables
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
@@ -86,7 +88,12 @@ class CacheLayout:
         ]
         return cls(tuple(schemas), device, sm100, draft_layers)
 
-    def layers(self, kind: AttentionType) -> list[int]:
+    @property
+    def kinds(self) -> tuple[AttentionType, ...]:
+        """Kinds of layers that have entries, and perhaps tails."""
+        return COMPRESSED
+
+    def layers(self, kind: enum.Enum) -> list[int]:
         """Ids of the layers of a kind, in order."""
         return [layer for layer, schema in enumerate(self.schemas) if schema.attn is kind]
 
@@ -121,17 +128,21 @@ class CacheLayout:
             yield self._rows(f"{kind.name} entries", count, *schema.entry_table_shape(blocks))
             if schema.has_indexer:
                 shape = (count, blocks, schema.indexer_entries_per_block, schema.key_format.width)
-                yield _part("index keys", shape, schema.key_format.dtype)
+                yield pool_part("index keys", shape, schema.key_format.dtype)
 
     def rings(self, slots: int, name: str = "window rings") -> PoolPart:
         """[layers, slots, R, width]"""
         return self._rows(name, len(self.schemas), slots, self.ring_rows)
 
-    def tails(self, kind: AttentionType, slots: int) -> PoolPart | None:
+    def make_rings(self, slots: int) -> Tensor:
+        """Zeroed `rings`."""
+        return make_row_tables(len(self.schemas), slots, self.ring_rows, self.row_format, self.device)
+
+    def tails(self, kind: enum.Enum, slots: int) -> PoolPart | None:
         """[layers of the kind, slots, ...] of its compressors, None without such layers."""
         layers = self.layers(kind)
         tail = self.schemas[layers[0]].tail_shape if layers else None
-        return None if tail is None else _part(f"{kind.name} tails", (len(layers), slots, *tail), torch.float32)
+        return None if tail is None else pool_part(f"{kind.name} tails", (len(layers), slots, *tail), torch.float32)
 
     def state_parts(self, slots: int) -> Iterator[PoolPart]:
         """The half that does not grow: window rings and tails of `slots` slots."""
@@ -144,9 +155,9 @@ class CacheLayout:
         """
         layers, compressed = len(self.schemas), sum(len(self.layers(kind)) for kind in COMPRESSED)
         return (
-            _part("ring positions", (layers, slots, self.ring_rows), torch.int32),
-            _part("ring heads", (layers, slots), torch.int32),
-            _part("tail lengths", (compressed, slots), torch.int32),
+            pool_part("ring positions", (layers, slots, self.ring_rows), torch.int32),
+            pool_part("ring heads", (layers, slots), torch.int32),
+            pool_part("tail lengths", (compressed, slots), torch.int32),
         )
 
     def checkpoint_parts(self, checkpoints: int) -> Iterator[PoolPart]:
@@ -157,7 +168,7 @@ class CacheLayout:
         if csa := self.tails(AttentionType.CSA, checkpoints):
             layers, _, _, columns = csa.shape
             rows = len(self.kept_units) * CSA_RATIO
-            yield _part("checkpointed tails", (layers, checkpoints, rows, columns), csa.dtype)
+            yield pool_part("checkpointed tails", (layers, checkpoints, rows, columns), csa.dtype)
 
     def _rows(self, name: str, tables: int, blocks: int, rows_per_block: int) -> PoolPart:
         """Row tables, with the padding behind blocks."""
@@ -188,5 +199,6 @@ class CacheLayout:
         return sum(part.bytes for part in self.checkpoint_parts(1))
 
 
-def _part(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> PoolPart:
+def pool_part(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> PoolPart:
+    """Of tensors without padding."""
     return PoolPart(name, shape, dtype, math.prod(shape) * dtype.itemsize)

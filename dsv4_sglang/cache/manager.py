@@ -243,6 +243,7 @@ class KVCacheManager:
             self.block_tables,
             draft_tokens=self.layout.schemas[0].draft_tokens,
             has_blocks=self.num_blocks > 0,
+            ring_rows=self.layout.ring_rows,
         )
 
     def layer(self, layer_idx: int, step: Step) -> LayerCacheHandle:

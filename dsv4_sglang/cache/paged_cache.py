@@ -14,7 +14,43 @@ from dsv4_sglang.formats import KeyTable, RowTable, make_key_table, make_row_tab
 from dsv4_sglang.model.layer_schedule import AttentionType
 
 
-class PagedKVPool:
+class BlockPool:
+    """`num_blocks` blocks of 128 tokens of a layer, in tables with a block in a row: `entries`, and `index_keys` where
+    the layer has some."""
+
+    entries: Tensor
+    index_keys: Tensor | None = None
+
+    def __init__(self, num_blocks: int, device: torch.device | str | None) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks is {num_blocks}; expected at least 1")
+        self.num_blocks = num_blocks
+        self.device = resolve_device(device)
+
+    def block_views(self) -> list[Tensor]:
+        """Views with a block in every row, [num_blocks, n] without gaps inside a row; together all bytes of a block."""
+        views = []
+        for table in self.allocations:
+            block = table.shape[1] * table.shape[2]
+            views.append(table.as_strided((self.num_blocks, block), (table.stride(0), 1)))
+        return views
+
+    @property
+    def allocations(self) -> list[Tensor]:
+        """A view of each piece of memory that is held, once."""
+        return [self.entries] + ([self.index_keys] if self.index_keys is not None else [])
+
+    def reset(self) -> None:
+        """Blocks as they were made, whatever the memory holds now: no address changes."""
+        for table in self.allocations:
+            clear_memory(table)
+
+    def memory_bytes(self) -> int:
+        """Bytes of the allocations, block padding included."""
+        return sum(table.untyped_storage().nbytes() for table in self.allocations)
+
+
+class PagedKVPool(BlockPool):
     """`num_blocks` blocks of 128 tokens of a CSA or HCA layer.
 
     Tables, as the ops take them:
@@ -35,15 +71,11 @@ class PagedKVPool:
     def __init__(self, schema: LayerCacheSchema, num_blocks: int, device: torch.device | str | None = None) -> None:
         if schema.entries_per_block == 0:
             raise ValueError(f"a {schema.attn.name} layer has no compressed entries, so no paged pool")
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks is {num_blocks}; expected at least 1")
+        super().__init__(num_blocks, device)
         self.schema = schema
-        self.num_blocks = num_blocks
-        self.device = resolve_device(device)
 
         shape = schema.entry_table_shape(num_blocks)
-        self.entries: Tensor = make_row_tables(1, *shape, schema.row_format, self.device)[0]
-        self.index_keys: Tensor | None = None
+        self.entries = make_row_tables(1, *shape, schema.row_format, self.device)[0]
         if schema.has_indexer:
             self.index_keys = make_key_table(
                 num_blocks, schema.indexer_entries_per_block, schema.key_format, self.device
@@ -71,26 +103,7 @@ class PagedKVPool:
         """
         if self.schema.attn is AttentionType.HCA:
             return [strip[0] for strip in RowTable(self.entries, self.schema.row_format).strips()]
-        views = []
-        for table in (self.entries, self.index_keys):
-            if table is not None:
-                block = table.shape[1] * table.shape[2]
-                views.append(table.as_strided((self.num_blocks, block), (table.stride(0), 1)))
-        return views
-
-    @property
-    def allocations(self) -> list[Tensor]:
-        """A view of each piece of memory that is held, once."""
-        return [self.entries] + ([self.index_keys] if self.index_keys is not None else [])
-
-    def reset(self) -> None:
-        """Blocks as they were made, whatever the memory holds now: no address changes."""
-        for table in self.allocations:
-            clear_memory(table)
-
-    def memory_bytes(self) -> int:
-        """Bytes of the allocations, block padding included."""
-        return sum(table.untyped_storage().nbytes() for table in self.allocations)
+        return super().block_views()
 
 
 def make_paged_pools(layout: CacheLayout, blocks: Mapping[AttentionType, int]) -> list[PagedKVPool | None]:

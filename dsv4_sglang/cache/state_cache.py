@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
 from dsv4_sglang.cache.device import clear_memory, resolve_device
-from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cache.layout import CacheLayout, PoolPart
 from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema
-from dsv4_sglang.formats import RowTable, make_row_tables
+from dsv4_sglang.formats import RowTable
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_ONLINE_ROWS, HCA_RATIO
 from dsv4_sglang.model.layer_schedule import AttentionType
 
 EMPTY = -1
 """`swa_pos` of a ring row that holds no token."""
+
+
+class StateLayout(Protocol):
+    """What a `StateStorage` asks of a layout, V4's (`cache.layout`) or V4.1's (`cache.v41`)."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def kinds(self) -> Sequence[enum.Enum]: ...
+    @property
+    def tail_units(self) -> int: ...
+    @property
+    def kept_units(self) -> tuple[int, ...]: ...
+    def layers(self, kind: enum.Enum) -> list[int]: ...
+    def rings(self, slots: int) -> PoolPart: ...
+    def make_rings(self, slots: int) -> Tensor: ...
+    def tails(self, kind: enum.Enum, slots: int) -> PoolPart | None: ...
+    def position_parts(self, slots: int) -> tuple[PoolPart, PoolPart, PoolPart]: ...
 
 
 class StateStorage:
@@ -36,20 +58,21 @@ class StateStorage:
     Raises ValueError for less than one slot.
     """
 
-    def __init__(self, layout: CacheLayout, num_slots: int, checkpoints: int = 0, positions: bool = True) -> None:
+    def __init__(self, layout: StateLayout, num_slots: int, checkpoints: int = 0, positions: bool = True) -> None:
         if num_slots < 1:
             raise ValueError(f"{num_slots} state slots; expected at least 1")
         self.layout, self.num_slots, self.checkpoints = layout, num_slots, checkpoints
         self.device = resolve_device(layout.device)
-        layers, slots, rows, _ = layout.rings(num_slots + checkpoints).shape
-        self._all_rings = make_row_tables(layers, slots, rows, layout.row_format, self.device)
+        self._all_rings = layout.make_rings(num_slots + checkpoints)
         self.rings: Tensor = self._all_rings[:, :num_slots]
-        self.tails: dict[AttentionType, Tensor] = {}
+        self.tails: dict[enum.Enum, Tensor] = {}
         self._tail_units: Tensor | None = None
-        if csa := layout.tails(AttentionType.CSA, num_slots):
-            self.tails[AttentionType.CSA] = self._csa_tails(csa.shape[0], csa.shape[-1])
-        if hca := layout.tails(AttentionType.HCA, num_slots):
-            self.tails[AttentionType.HCA] = torch.zeros(hca.shape, device=self.device)
+        for kind in layout.kinds:
+            if part := layout.tails(kind, num_slots):
+                if kind is AttentionType.CSA:
+                    self.tails[kind] = self._csa_tails(part.shape[0], part.shape[-1])
+                else:
+                    self.tails[kind] = torch.zeros(part.shape, device=self.device)
         self._tail_of_layer = {
             layer: tail for kind, tails in self.tails.items() for layer, tail in zip(layout.layers(kind), tails)
         }

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, WINDOW, state_rows
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, WINDOW
 
 NO_BLOCK = -1
 """What a block table holds where a request has no block."""
@@ -89,6 +89,11 @@ class StepMetadata:
     def is_decode(self) -> bool:
         return self.window_size == 0
 
+    def entry_lens(self, ratio: int, top_k: int | None = None) -> Tensor:
+        """[T] int32 entries of any ratio that each token sees, none for padding, at most `top_k` of them."""
+        lengths = (self.positions.int() + 1).masked_fill(self.slots[self.token_request.long()] < 0, 0)
+        return visible_entries(lengths, ratio, top_k)
+
     @classmethod
     def build(
         cls,
@@ -152,6 +157,7 @@ class Step:
         block_tables: [slots, blocks] int32 block ids of every state slot's request, -1 where it has none.
         draft_tokens: tokens of a request that a decode step may write and the next one take back (`state_rows`): that
             one then simply begins at an earlier position.
+        ring_rows: rows of a slot's window ring.
         has_blocks: False for a cache of SWA layers alone, whose tokens need no blocks.
     """
 
@@ -163,6 +169,7 @@ class Step:
         block_tables: Tensor,
         draft_tokens: int = 0,
         has_blocks: bool = True,
+        ring_rows: int = WINDOW,
     ) -> None:
         for name, tensor in (("request_slots", request_slots), ("positions", positions), ("request_ids", request_ids)):
             if tensor.dim() != 1 or tensor.shape != request_slots.shape:
@@ -179,6 +186,7 @@ class Step:
         self.block_tables = block_tables
         self.draft_tokens = draft_tokens
         self.has_blocks = has_blocks
+        self.ring_rows = ring_rows
 
     @cached_property
     def _runs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,7 +227,7 @@ class Step:
             positions=at,
             out_loc=self._out_loc(block_table[owner], at) if self.has_blocks else at,
             block_table=block_table,
-            decode_ring_rows=state_rows(self.draft_tokens).ring if self.is_decode else None,
+            decode_ring_rows=self.ring_rows if self.is_decode else None,
         )
 
     def _check(self, first: Tensor) -> None:

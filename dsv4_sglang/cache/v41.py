@@ -1,17 +1,34 @@
-"""What DeepSeek-V4.1's layers store: rows a block, rows a state slot, bytes (SPEC 11.5)."""
+"""What DeepSeek-V4.1's layers store: rows a block, rows a state slot, bytes, pools (SPEC 11.5)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dsv4_sglang.formats import KeyFormat
+import torch
+from torch import Tensor
+
+from dsv4_sglang.cache.layout import PoolPart, pool_part
+from dsv4_sglang.cache.paged_cache import BlockPool
+from dsv4_sglang.formats import KeyFormat, make_key_table
 from dsv4_sglang.formats.rows import ENTRY_DIM
-from dsv4_sglang.formats.v41_rows import V41RowFormat
+from dsv4_sglang.formats.v41_rows import V41RowFormat, make_v41_table
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, WINDOW
 from dsv4_sglang.model.v41 import Csa2Role, V41LayerSpec, pair_rows
 
 _FP32_BYTES = 4
+
+
+class V41Kind(enum.Enum):
+    """What a layer writes besides its window row; the value is the ratio of its entries."""
+
+    WINDOW = 0
+    """Nothing."""
+    SINGLE = 1
+    """An entry and an index key for each token."""
+    PAIR = 2
+    """An entry and an index key for every two, the first of which waits in a tail."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +38,10 @@ class V41LayerSchema:
     ratio: int
     """Tokens of an entry that this layer writes; 0: it writes none."""
     draft_tokens: int = 0
+
+    @property
+    def kind(self) -> V41Kind:
+        return V41Kind(self.ratio)
 
     @property
     def ring_rows(self) -> int:
@@ -55,31 +76,128 @@ class V41LayerSchema:
         """Bytes of a state slot, without bookkeeping of positions."""
         return self.swa_bytes + self.tail_bytes
 
-    @property
-    def checkpoint_bytes(self) -> int:
-        """What lives on at a multiple of 128 tokens: the last 128 window rows. Every pair is complete there."""
-        return WINDOW * V41RowFormat.FP8.row_bytes
-
 
 def v41_schemas(schedule: Sequence[V41LayerSpec], draft_tokens: int = 0) -> list[V41LayerSchema]:
     """One of every layer, in order."""
     return [V41LayerSchema(spec.ratio if spec.role is Csa2Role.FULL else 0, draft_tokens) for spec in schedule]
 
 
-class V41PagedPool:
-    """`num_blocks` blocks of 128 tokens of a layer of role FULL, with the interface of `PagedKVPool`.
+@dataclass(frozen=True)
+class V41Layout:
+    """What a block of 128 tokens and a state slot consist of, layer by layer, as `cache.layout.CacheLayout` says it of
+    V4. The last `draft_layers` are DSPARK's stages.
+
+    ValueError for no layers and for several numbers of draft tokens.
+    """
+
+    schemas: tuple[V41LayerSchema, ...]
+    device: torch.device
+    draft_layers: int = 0
+    tail_units = 0
+    """Of V4's CSA tails, which these layers have not."""
+    kept_units = ()
+    """The same: nothing of a tail is alive at a multiple of 128."""
+
+    def __post_init__(self) -> None:
+        if not self.schemas:
+            raise ValueError("no layers: a cache needs at least one schema")
+        drafts = {schema.draft_tokens for schema in self.schemas}
+        if len(drafts) > 1:
+            raise ValueError(f"layers for several numbers of draft tokens {sorted(drafts)}; expected one")
+
+    @classmethod
+    def build(
+        cls, schedule: Sequence[V41LayerSpec], device: torch.device, *, draft_tokens: int = 0, draft_layers: int = 0
+    ) -> V41Layout:
+        """Of a model's layers; `draft_layers` of them, the last ones, are DSPARK's stages."""
+        return cls(tuple(v41_schemas(schedule, draft_tokens)), device, draft_layers)
+
+    @property
+    def kinds(self) -> tuple[V41Kind, ...]:
+        """Kinds of layers that have entries, and perhaps tails."""
+        return V41Kind.SINGLE, V41Kind.PAIR
+
+    def layers(self, kind: enum.Enum) -> list[int]:
+        """Ids of the layers of a kind, in order."""
+        return [layer for layer, schema in enumerate(self.schemas) if schema.kind is kind]
+
+    @property
+    def ring_rows(self) -> int:
+        """Rows of a slot's window ring, in every layer."""
+        return self.schemas[0].ring_rows
+
+    def block_parts(self, blocks: int) -> Iterator[PoolPart]:
+        """The paged half: entries and index keys of `blocks` blocks."""
+        for kind in self.kinds:
+            if layers := self.layers(kind):
+                shape = (len(layers), blocks, self.schemas[layers[0]].entries_per_block)
+                yield pool_part(f"{kind.name} entries", (*shape, V41RowFormat.FP4.row_bytes), torch.uint8)
+                yield pool_part(f"{kind.name} index keys", (*shape, KeyFormat.MXFP4.width), KeyFormat.MXFP4.dtype)
+
+    def rings(self, slots: int, name: str = "window rings") -> PoolPart:
+        """[layers, slots, R, 528]"""
+        return pool_part(name, (len(self.schemas), slots, self.ring_rows, V41RowFormat.FP8.row_bytes), torch.uint8)
+
+    def make_rings(self, slots: int) -> Tensor:
+        """Zeroed `rings`."""
+        return torch.zeros(self.rings(slots).shape, dtype=torch.uint8, device=self.device)
+
+    def tails(self, kind: enum.Enum, slots: int) -> PoolPart | None:
+        """[layers of the kind, slots, rows, 1024] of its compressors, None without such layers or tails."""
+        layers = self.layers(kind)
+        tail = self.schemas[layers[0]].tail_shape if layers else None
+        return pool_part("pair tails", (len(layers), slots, *tail), torch.float32) if tail else None
+
+    def state_parts(self, slots: int) -> Iterator[PoolPart]:
+        """The half that does not grow: window rings and tails of `slots` slots."""
+        yield self.rings(slots)
+        yield from filter(None, (self.tails(kind, slots) for kind in self.kinds))
+
+    def position_parts(self, slots: int) -> tuple[PoolPart, PoolPart, PoolPart]:
+        raise ValueError("V4.1's slots keep no positions, which follow from lengths; expected positions=False")
+
+    def checkpoint_parts(self, checkpoints: int) -> Iterator[PoolPart]:
+        """What is alive of a state at a multiple of 128: the rings. Every pair is complete there."""
+        yield self.rings(checkpoints, "checkpointed rings")
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(part.bytes for part in self.block_parts(1))
+
+    @property
+    def token_bytes(self) -> float:
+        return self.block_bytes / BLOCK_TOKENS
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(part.bytes for part in self.state_parts(1))
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return sum(part.bytes for part in self.checkpoint_parts(1))
+
+
+class V41PagedPool(BlockPool):
+    """`num_blocks` blocks of 128 tokens of a layer that owns entries, which later layers read too.
 
     `entries` uint8 [num_blocks, 128 / ratio, 288] and `index_keys` uint8 [num_blocks, 128 / ratio, 72], as the ops take
-    them: entry i of a request in block i // (128 / ratio) of its table. `block_views`, `allocations`, `reset`,
-    `memory_bytes` as `PagedKVPool` has them.
+    them: entry i of a request in block i // (128 / ratio) of its table. A full block is never written again.
     """
 
+    index_keys: Tensor
 
-class V41Layout:
-    """What a block of 128 tokens and a state slot consist of, with the interface of `CacheLayout`, so that
-    `StateStorage(layout, num_slots, checkpoints, positions=False)` and `make_paged_pools(layout, num_blocks)` take it:
-    `schemas`, `device`, `draft_layers`, `ring_rows`, `layers(kind)`, `block_parts`, `state_parts`, `checkpoint_parts`,
-    `block_bytes`, `token_bytes`, `slot_bytes`, `checkpoint_bytes`. Kinds of tails and of pools are `Csa2Role`s.
+    def __init__(self, schema: V41LayerSchema, num_blocks: int, device: torch.device | str | None = None) -> None:
+        if schema.entries_per_block == 0:
+            raise ValueError("a layer that writes no entries has no paged pool")
+        super().__init__(num_blocks, device)
+        self.schema = schema
+        self.entries = make_v41_table(num_blocks, schema.entries_per_block, V41RowFormat.FP4, self.device)
+        self.index_keys = make_key_table(num_blocks, schema.entries_per_block, KeyFormat.MXFP4, self.device)
 
-    `V41Layout.build(schedule, device, draft_tokens=0)`.
-    """
+
+def make_v41_pools(layout: V41Layout, num_blocks: int) -> list[V41PagedPool | None]:
+    """One a layer, None where it owns no entries."""
+    return [
+        V41PagedPool(schema, num_blocks, layout.device) if schema.entries_per_block else None
+        for schema in layout.schemas
+    ]

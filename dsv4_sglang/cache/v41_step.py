@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.cache.v41 import V41PagedPool
-from dsv4_sglang.model.v41 import V41Config, V41LayerSpec
+from dsv4_sglang.formats.index_keys import INDEX_DIM
+from dsv4_sglang.formats.rows import ENTRY_DIM
+from dsv4_sglang.formats.v41_rows import V41RowFormat, make_v41_table
+from dsv4_sglang.model.v41 import Csa2Role, V41Config, V41LayerSpec
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,12 @@ class V41LayerWeights:
 
 
 class V41Step:
-    """The tokens of one forward, for all layers in order. T tokens of B requests, as `metadata` has them.
+    """The tokens of one forward, for all layers in order. T tokens of B requests, as `metadata` has them, whose `csa_*`
+    and `hca_*` are not read.
 
     `state` and `pools` are those of a `V41Layout`: rings and tails of slots, and one pool a layer, None where it
-    owns no entries. Per layer: `append`, in a FULL layer then `append_keys`, in a layer that selects then `select`,
-    at last `attend`.
+    owns no entries. Per layer: `append`, in a FULL layer then `append_keys`, in a layer that selects then `select`, at
+    last `attend`. ValueError where one comes that the layer's role has not, or comes out of order.
     """
 
     def __init__(
@@ -49,7 +55,19 @@ class V41Step:
         pools: Sequence[V41PagedPool | None],
         metadata: StepMetadata,
     ) -> None:
-        raise NotImplementedError
+        self.config = config
+        self.schedule = schedule
+        self.state = state
+        self.pools = pools
+        self.metadata = metadata
+        self._window: Tensor | None = None
+        if not metadata.is_decode:
+            self._window = make_v41_table(1, metadata.window_size, V41RowFormat.FP8, metadata.slots.device)
+        self._appended: int | None = None
+        self._rows: Tensor | None = None
+        self._selected_by: int | None = None
+        self._candidates: Tensor | None = None
+        self._lens: dict[int, Tensor] = {}
 
     def append(
         self, layer: int, weights: V41LayerWeights, kv: Tensor, compressor: Tensor | None = None
@@ -62,29 +80,113 @@ class V41Step:
 
         ValueError for projections or weights that the layer's role needs and that are not there, or not of its shape.
         """
-        raise NotImplementedError
+        spec, pool, step = self.schedule[layer], self.pools[layer], self.metadata
+        ratio = spec.ratio if spec.role is Csa2Role.FULL else 0
+        self._check_shape(spec, "kv", kv, ENTRY_DIM)
+        self._check_shape(spec, "compressor", compressor, ratio * ENTRY_DIM)
+        latents = torch.zeros(kv.shape, dtype=torch.bfloat16, device=kv.device) if ratio else None
+        if ratio and weights.latent_norm is None:
+            raise ValueError(f"append, {_name(spec)}: weights.latent_norm is None")
+        torch.ops.dsv4_sglang.append_v41(
+            *(kv, compressor, weights.kv_norm, weights.latent_norm if ratio else None),
+            *(weights.rope, weights.eps, ratio),
+            *(step.slots, step.prefix_lens, step.query_start, step.token_request, step.out_loc, step.track_slots),
+            *(self.state.ring(layer), self.state.tail(layer), pool.entries if pool else None, latents, self._window),
+        )
+        self._appended = layer
+        return latents
 
     def append_keys(self, layer: int, weights: V41LayerWeights, keys: Tensor) -> None:
-        """Write the index keys of the entries that the step completed; `keys` [T, 128] bf16, of a FULL layer's latents.
-        ValueError in a layer of another role."""
-        raise NotImplementedError
+        """Write the index keys of the entries that the step completed; `keys` [T, 128] bf16, of a FULL layer's
+        latents."""
+        spec, pool, step = self.schedule[layer], self.pools[layer], self.metadata
+        self._check_order("append_keys", spec)
+        if pool is None:
+            raise ValueError(f"append_keys, {_name(spec)}: only a layer of role full has index keys")
+        self._check_shape(spec, "keys", keys, INDEX_DIM)
+        if weights.key_norm is None:
+            raise ValueError(f"append_keys, {_name(spec)}: weights.key_norm is None")
+        torch.ops.dsv4_sglang.append_v41_keys(
+            *(keys, weights.key_norm, weights.rope, weights.eps, spec.ratio),
+            *(step.slots, step.prefix_lens, step.query_start, step.token_request, step.out_loc, pool.index_keys),
+        )
 
     def select(self, layer: int, weights: V41LayerWeights, q: Tensor, head_weights: Tensor) -> None:
         """Select the entries that this layer and the REUSE layers behind it read.
 
         `q` [T, Hi, 128] bf16 the raw index query before RoPE; `head_weights` [T, Hi] fp32 or bf16, with the factors
-        128^-0.5 Hi^-0.5 or without. ValueError in a layer that does not select, and in one within candidates before the
-        layer that keeps them has selected.
+        128^-0.5 Hi^-0.5 or without. The layer that keeps candidates chooses them here; layers within candidates need
+        it to have done so.
         """
-        raise NotImplementedError
+        spec, step = self.schedule[layer], self.metadata
+        self._check_order("select", spec)
+        if spec.index_source != layer:
+            raise ValueError(f"select, {_name(spec)}: it takes the selection of layer {spec.index_source}")
+        if spec.within_candidates and self._candidates is None:
+            source = self.config.candidate_source_layer_id
+            raise ValueError(f"select, {_name(spec)}: layer {source} has not chosen the step's candidates")
+        tokens, device = len(step.positions), q.device
+        if spec.keeps_candidates:
+            blocks = self.config.candidate_topk_blocks
+            self._candidates = torch.empty(tokens, blocks, dtype=torch.int32, device=device)
+        rows = torch.empty(tokens, self.config.index_topk, dtype=torch.int32, device=device)
+        torch.ops.dsv4_sglang.index_topk_v41(
+            *(q, head_weights, self._owner(spec).index_keys),
+            *(step.block_table, step.token_request, step.positions, weights.rope),
+            *(spec.ratio, self.config.candidate_block_size),
+            self._candidates if spec.keeps_candidates else None,
+            self._candidates if spec.within_candidates else None,
+            rows,
+        )
+        self._rows, self._selected_by = rows, layer
 
     def selected(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Rows [T, top k] int32 of the entry table of the layer's `kv_source`, -1 where there is none, and how many of
         them may count, [T] int32; None in a layer with the window alone. ValueError if the latest selection is not that
         of the layer's `index_source`."""
-        raise NotImplementedError
+        spec = self.schedule[layer]
+        if spec.role is Csa2Role.WINDOW:
+            return None
+        if self._rows is None or self._selected_by != spec.index_source:
+            raise ValueError(
+                f"{_name(spec)} takes the selection of layer {spec.index_source}; the latest is that of "
+                f"{'none' if self._selected_by is None else f'layer {self._selected_by}'}"
+            )
+        if spec.ratio not in self._lens:
+            self._lens[spec.ratio] = self.metadata.entry_lens(spec.ratio, self.config.index_topk)
+        return self._rows, self._lens[spec.ratio]
 
     def attend(self, layer: int, weights: V41LayerWeights, q: Tensor, sink: Tensor, scale: float) -> Tensor:
         """[T, H, 512]: softmax over window and selected entries with the sink, the output rotated back. `q` [T, H, 512]
         rotated, not normalised; `sink` [H] fp32. After `append` and, in a layer that selects, `select`."""
-        raise NotImplementedError
+        spec, step = self.schedule[layer], self.metadata
+        self._check_order("attend", spec)
+        window = self.state.ring(layer) if self._window is None else self._window
+        chosen = self.selected(layer)
+        entries = (None, None, None) if chosen is None else (self._owner(spec).entries, *chosen)
+        return torch.ops.dsv4_sglang.attend_v41(
+            *(q, sink, window, step.window_rows, step.window_lens, *entries),
+            *(step.positions, weights.rope, scale),
+        )
+
+    def _owner(self, spec: V41LayerSpec) -> V41PagedPool:
+        """The pool whose entries the layer reads."""
+        pool = None if spec.kv_source is None else self.pools[spec.kv_source]
+        assert pool is not None, f"{_name(spec)} reads entries of layer {spec.kv_source}, which has none"
+        return pool
+
+    def _check_order(self, what: str, spec: V41LayerSpec) -> None:
+        if self._appended != spec.layer_idx:
+            raise ValueError(
+                f"{what}, {_name(spec)}: append of that layer comes first; the latest was that of {self._appended}"
+            )
+
+    def _check_shape(self, spec: V41LayerSpec, name: str, tensor: Tensor | None, columns: int) -> None:
+        given = tuple(tensor.shape) if tensor is not None else None
+        wanted = (len(self.metadata.positions), columns) if columns else None
+        if given != wanted:
+            raise ValueError(f"append, {_name(spec)}: {name} has shape {given}; expected {wanted}")
+
+
+def _name(spec: V41LayerSpec) -> str:
+    return f"layer {spec.layer_idx} ({spec.role.value})"

@@ -100,6 +100,15 @@ def e2m1_values(packed: Tensor) -> Tensor:
     return values[torch.stack([packed & 0xF, packed >> 4], -1).flatten(-2).long()]
 
 
+def mxfp4_values(y: Tensor) -> Tensor:
+    """[..., 128] -> what MXFP4 makes of it, fp32: blocks of 32, scales that need not fit into the container."""
+    blocks = y.bfloat16().float().unflatten(-1, (-1, 32))
+    amax = blocks.abs().amax(-1, keepdim=True).clamp_min(FP4_MAX * 2.0**-126)
+    scale = exp2_of_biased(ceil_pow2_exponent(amax * (1.0 / FP4_MAX)))
+    codes = e2m1_codes(blocks / scale)
+    return (e2m1_values(codes[..., 0::2] | (codes[..., 1::2] << 4)) * scale).flatten(-2)
+
+
 def dequantise_keys(packed: Tensor, scales: Tensor) -> Tensor:
     """Inverse of `quantise_keys`: fp32 [N, 128]."""
     scale = scales.contiguous().view(torch.float8_e4m3fn).float()

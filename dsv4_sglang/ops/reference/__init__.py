@@ -1,6 +1,6 @@
 """PyTorch implementations of all ops for CPU tensors: the oracle of the CUDA kernels and what a machine without a GPU
 runs."""
 
-from dsv4_sglang.ops.reference import append, append_v41, move, read
+from dsv4_sglang.ops.reference import append, append_v41, move, read, read_v41
 
-__all__ = ["append", "append_v41", "move", "read"]
+__all__ = ["append", "append_v41", "move", "read", "read_v41"]

@@ -1,10 +1,15 @@
 """`index_topk` and `attend`: what the queries of a step read (SPEC 4)."""
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsv4_sglang.formats import KeyFormat, KeyTable, RowFormat, RowTable
 from dsv4_sglang.formats.index_keys import dequantise_keys, hadamard, quantise_keys
+from dsv4_sglang.formats.v41_rows import V41Table
 from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.ops.rope import rotate, rounding
 from dsv4_sglang.ops.schemas import NAMESPACE
@@ -43,33 +48,81 @@ def index_topk(
     Writes `rows` [T, K] int32: table rows of the selected entries in ascending entry order, -1 behind them. All visible
     entries if there are at most K; ties go to the lower entry.
     """
-    top = rows.shape[1]
-    rows.fill_(-1)
-    visible = ((positions + 1) // CSA_RATIO).tolist()
-    scored = [t for t, n in enumerate(visible) if n > top]
     table = KeyTable(index_keys, KeyFormat.from_code(key_format))
-    keys_per_block = index_keys.shape[1]
-    query = index_query(q[scored], positions[scored], rope, table.format)
-    selected: dict[int, Tensor] = {}
+    select(
+        lambda t: index_query(q[t], positions[t], rope, table.format),
+        weights, table, block_table, token_request, (positions + 1) // CSA_RATIO, rows,
+    )  # fmt: skip
+
+
+class Candidates(NamedTuple):
+    """Blocks of `size` entries, of each token those whose numbers `blocks` [T, C] has, in ascending order and -1 behind
+    them. With `choose` they are written, the C best, else read: only their entries may be selected."""
+
+    size: int
+    blocks: Tensor
+    choose: bool
+
+
+def select(
+    query: Callable[[Tensor], Tensor],
+    weights: Tensor,
+    table: KeyTable,
+    block_table: Tensor,
+    token_request: Tensor,
+    visible: Tensor,
+    rows: Tensor,
+    candidates: Candidates | None = None,
+) -> None:
+    """Of each token the `rows.shape[1]` entries of highest score among the first `visible` [T]; `query` gives the
+    queries [n, Hi, 128] fp32 of tokens [n]. Nothing is scored where nothing is to be chosen."""
+    top, per_block = rows.shape[1], table.data.shape[1]
     for request in torch.unique(token_request).tolist():
-        tokens = torch.nonzero(token_request == request).squeeze(-1).tolist()
-        most = max(visible[t] for t in tokens)
-        entry = torch.arange(most)
-        table_row = block_table[request].long()[entry // keys_per_block] * keys_per_block + entry % keys_per_block
-        own = set(tokens)
-        mine = [i for i, t in enumerate(scored) if t in own]
-        keys = table.read(table_row) if mine else None
-        for begin in range(0, len(mine), _TOKENS_AT_ONCE):
-            assert keys is not None
-            part = mine[begin : begin + _TOKENS_AT_ONCE]
-            at = [scored[i] for i in part]
-            score = ((query[part] @ keys.T).relu() * weights[at].float().unsqueeze(-1)).sum(1)
-            score = score.masked_fill(entry >= torch.tensor([[visible[t]] for t in at]), float("-inf"))
-            best = torch.sort(score, descending=True, stable=True).indices[:, :top].sort(1).values
-            selected.update(zip(at, best))
-        for t in tokens:
-            chosen = selected.get(t, entry[: visible[t]])
-            rows[t, : len(chosen)] = table_row[chosen].to(rows.dtype)
+        tokens = torch.nonzero(token_request == request).squeeze(-1)
+        entry = torch.arange(int(visible[tokens].max()))
+        table_row = block_table[request].long()[entry // per_block] * per_block + entry % per_block
+        keys = None
+        for part in tokens.split(_TOKENS_AT_ONCE):
+            allowed = entry < visible[part, None]
+            chooses = int(visible[part].max()) > top
+            if candidates is not None and candidates.choose:
+                chooses |= -(-int(visible[part].max()) // candidates.size) > candidates.blocks.shape[1]
+            elif candidates is not None:
+                allowed &= _in_blocks(candidates.blocks[part], candidates.size, len(entry))
+            score = torch.zeros(allowed.shape)
+            if chooses:
+                keys = table.read(table_row) if keys is None else keys
+                score = ((query(part) @ keys.T).relu() * weights[part].float().unsqueeze(-1)).sum(1)
+            score = score.masked_fill(~allowed, float("-inf"))
+            if candidates is not None and candidates.choose:
+                candidates.blocks[part] = _best_blocks(score, visible[part], candidates)
+            best = _best(score, top)
+            rows[part] = torch.where(best >= 0, table_row[best], -1).int() if len(entry) else -1
+
+
+def _best(score: Tensor, top: int) -> Tensor:
+    """[n, top] columns of the highest scores of each row above -inf, in ascending order, -1 behind them; of equal ones
+    the lower."""
+    ordered = torch.sort(score, descending=True, stable=True)
+    width = score.shape[1]
+    best = ordered.indices[:, :top].masked_fill(ordered.values[:, :top] == float("-inf"), width).sort(1).values
+    return pad(best.masked_fill(best == width, -1), (0, top - best.shape[1]), value=-1)
+
+
+def _best_blocks(score: Tensor, visible: Tensor, candidates: Candidates) -> Tensor:
+    """[n, C] numbers of the blocks with the best entries, and of that with the newest of `visible` [n]."""
+    size = candidates.size
+    blocks = pad(score, (0, -score.shape[1] % size), value=float("-inf")).unflatten(1, (-1, size)).amax(-1)
+    newest = torch.arange(blocks.shape[1]) == (visible[:, None] - 1) // size
+    return _best(blocks.masked_fill(newest, float("inf")), candidates.blocks.shape[1]).int()
+
+
+def _in_blocks(blocks: Tensor, size: int, entries: int) -> Tensor:
+    """[n, entries] whether an entry lies in one of the blocks of `size` entries whose numbers `blocks` [n, C] has."""
+    count = -(-entries // size)
+    found = torch.zeros(len(blocks), count + 1, dtype=torch.bool)
+    found.scatter_(1, torch.where(blocks >= 0, blocks, count).long(), True)
+    return found[:, torch.arange(entries) // size]
 
 
 def attend(
@@ -96,17 +149,30 @@ def attend(
     gives zeros.
     """
     stored = RowFormat.from_code(row_format)
+    lists = [(RowTable(window, stored), window_rows, window_lens)]
+    if entries is not None and entry_rows is not None and entry_lens is not None:
+        lists.append((RowTable(entries, stored), entry_rows, entry_lens))
+    return attend_to(q, sink, lists, positions, rope, scale)
+
+
+def attend_to(
+    q: Tensor,
+    sink: Tensor,
+    lists: Sequence[tuple[RowTable | V41Table, Tensor, Tensor]],
+    positions: Tensor,
+    rope: Tensor,
+    scale: float,
+) -> Tensor:
+    """`attend` over any lists of rows: a table, the rows of it [T, K], and how many of them count [T]."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for begin in range(0, q.shape[0], _TOKENS_AT_ONCE):
         part = slice(begin, begin + _TOKENS_AT_ONCE)
         keys, masks = [], []
-        for table, rows, lens in ((window, window_rows, window_lens), (entries, entry_rows, entry_lens)):
-            if table is None or rows is None or lens is None:
-                continue
+        for table, rows, lens in lists:
             width = min(rows.shape[1], int(lens[part].max()))
             row = rows[part, :width]
             valid = (row >= 0) & (torch.arange(width) < lens[part, None])
-            keys.append(RowTable(table, stored).read(row.masked_fill(~valid, 0)).masked_fill(~valid[..., None], 0.0))
+            keys.append(table.read(row.masked_fill(~valid, 0)).masked_fill(~valid[..., None], 0.0))
             masks.append(valid)
         k, mask = torch.cat(keys, 1), torch.cat(masks, 1)
         logits = torch.einsum("thd,tkd->thk", q[part].float(), k) * scale

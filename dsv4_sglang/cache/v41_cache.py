@@ -1,0 +1,73 @@
+"""`V41Cache`: the pools of a DeepSeek-V4.1 model by themselves, without a server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dsv4_sglang.cache.device import resolve_device
+from dsv4_sglang.cache.state_cache import StateStorage
+from dsv4_sglang.cache.step import NO_BLOCK, Step
+from dsv4_sglang.cache.v41 import V41Layout, make_v41_pools
+from dsv4_sglang.cache.v41_step import V41Step
+from dsv4_sglang.model.v41 import V41Config, v41_schedule
+
+
+class V41Cache:
+    """`num_slots` state slots, `num_blocks` blocks of 128 tokens and `checkpoints` of states at multiples of 128.
+
+    A block id stands for 128 tokens in every layer that owns entries at once. Who owns which slot and block is the
+    caller's to say: `block_tables` [num_slots, num_blocks] int32 has the block ids of each slot's request in the order
+    of its tokens, -1 behind them. Slots need no clearing for a new owner; a request that resumes from a checkpoint
+    (`state.load`) shares the blocks before it.
+
+    With `draft_tokens` d above 1 a step may have up to d tokens of each request, as many of each, and the next step may
+    take back all but the first of them. `draft_layers`: DSPARK's stages behind the model's layers.
+
+    Attributes:
+        schedule, layout: the layers, and what they store.
+        state: rings, tails, and checkpoints (`StateStorage.store`, `load`).
+        pools: one a layer, None where it owns no entries.
+    """
+
+    def __init__(
+        self,
+        config: V41Config,
+        *,
+        num_slots: int,
+        num_blocks: int,
+        checkpoints: int = 0,
+        draft_tokens: int = 0,
+        draft_layers: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.config = config
+        self.device = resolve_device(device)
+        self.schedule = v41_schedule(config, draft_layers)
+        self.layout = V41Layout.build(self.schedule, self.device, draft_tokens=draft_tokens, draft_layers=draft_layers)
+        self.draft_tokens = draft_tokens
+        self.state = StateStorage(self.layout, num_slots, checkpoints, positions=False)
+        self.pools = make_v41_pools(self.layout, num_blocks)
+        self.block_tables: Tensor = torch.full((num_slots, num_blocks), NO_BLOCK, dtype=torch.int32, device=self.device)
+
+    def begin_step(
+        self, request_slots: Tensor, positions: Tensor, request_ids: Tensor, track_slots: Tensor | None = None
+    ) -> V41Step:
+        """The tokens of a forward, see `Step`, which says what is refused. `track_slots` [T] int32: the state slot that
+        takes this token's window row too, for a checkpoint, or -1."""
+        step = Step(
+            request_slots,
+            positions,
+            request_ids,
+            self.block_tables,
+            draft_tokens=self.draft_tokens,
+            ring_rows=self.layout.ring_rows,
+        )
+        metadata = replace(step.metadata, out_loc=step.out_loc, track_slots=track_slots)
+        return V41Step(self.config, self.schedule, self.state, self.pools, metadata)
+
+    def memory_bytes(self) -> int:
+        """Bytes of all pools."""
+        return self.state.memory_bytes() + sum(pool.memory_bytes() for pool in self.pools if pool is not None)
