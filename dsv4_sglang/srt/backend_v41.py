@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4_sglang.attention.readers import LayerOutput
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.cache.v41_step import V41LayerWeights, V41Step
-from dsv4_sglang.model.v41 import v41_schedule
+from dsv4_sglang.model.v41 import MODEL_TYPES, v41_schedule
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.backend import HybridCacheBackend
 
@@ -74,3 +74,8 @@ class V41Backend(HybridCacheBackend):
             self.store_checkpoints(metadata)
         out = step.attend(number, inputs.weights, q, inputs.sink[: q.shape[1]], layer.scaling)
         return LayerOutput(out, rotated=False)
+
+
+def backend_class(hf_config: Any) -> type[HybridCacheBackend]:
+    """The backend of a model by SGLang's config."""
+    return V41Backend if hf_config.model_type in MODEL_TYPES else HybridCacheBackend

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from dsv4_sglang.testing.formula import rope
 from dsv4_sglang.testing.oracle import Score, score_of
-from dsv4_sglang.testing.quantise import mxfp4, v41_entries, v41_rows
+from dsv4_sglang.testing.quantise import mxfp4, v41_entries, v41_keys, v41_rows
 
 WINDOW = 128
 
@@ -150,7 +150,7 @@ class _Forward:
         first = torch.arange(len(latents)) * ratio
         keys = _bf16(self.norm(self.linear(latents, f"{prefix}.indexer.wk"), f"{prefix}.indexer.k_norm"))
         self.ratio = ratio
-        self.entries, self.keys = v41_entries(rope(latents, first, ratio)), mxfp4(rope(keys, first, ratio))
+        self.entries, self.keys = v41_entries(rope(latents, first, ratio)), v41_keys(rope(keys, first, ratio))
 
     def select(self, x: Tensor, latent: Tensor, prefix: str, layer: int) -> None:
         """`selected` [tokens, n]: the entries that each token reads."""

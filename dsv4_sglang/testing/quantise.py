@@ -64,15 +64,23 @@ def round_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 def mxfp4_keys(keys: torch.Tensor) -> torch.Tensor:
     """fp32 [..., 128], after RoPE -> rotated keys as MXFP4 holds them, fp32. Index queries go the same way."""
-    return mxfp4(hadamard(keys.bfloat16().float()))
+    return _stored_mxfp4(hadamard(keys.bfloat16().float()))
 
 
-def mxfp4(keys: torch.Tensor) -> torch.Tensor:
-    """fp32 [..., 128] -> rounded to bf16 and then to e2m1 with a power-of-two scale per 32, fp32. Keys and index
-    queries of V4.1, after RoPE."""
-    blocks = keys.bfloat16().float().unflatten(-1, (-1, 32))
+def v41_keys(keys: torch.Tensor) -> torch.Tensor:
+    """The same for V4.1, without the rotation. Its index queries, which are not stored, are `mxfp4` alone."""
+    return _stored_mxfp4(keys)
+
+
+def _stored_mxfp4(keys: torch.Tensor) -> torch.Tensor:
+    return mxfp4(keys.bfloat16().float(), KEY_SCALE_MIN, KEY_SCALE_MAX)
+
+
+def mxfp4(x: torch.Tensor, least: float = 2.0**-126, most: float = 2.0**127) -> torch.Tensor:
+    """fp32 [..., n] -> rounded to e2m1 with a power-of-two scale, `least` to `most`, per 32."""
+    blocks = x.unflatten(-1, (-1, 32))
     amax = blocks.abs().amax(dim=-1, keepdim=True).clamp(min=E2M1_MAX * 2.0**-126)
-    scale = _power_of_two_at_least(amax / E2M1_MAX).clamp(KEY_SCALE_MIN, KEY_SCALE_MAX)
+    scale = _power_of_two_at_least(amax / E2M1_MAX).clamp(least, most)
     return (round_e2m1((blocks / scale).clamp(-E2M1_MAX, E2M1_MAX)) * scale).flatten(-2)
 
 

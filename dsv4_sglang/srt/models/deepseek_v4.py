@@ -354,6 +354,8 @@ class CachedAttention(in_tree.MqaAttentionBase):
 class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
     """SGLang's layer with our attention, and on a CPU with PyTorch hyper-connections and experts."""
 
+    attention = CachedAttention
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.on_cpu = self.hc_attn_fn.device.type == "cpu"
@@ -372,7 +374,7 @@ class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
     ) -> nn.Module:
         # SGLang overrides the ratio, by that of a window alone, for the layers of a draft model.
         is_draft = compress_ratio_override is not None
-        return CachedAttention(config, layer_id, quant_config, prefix, alt_streams, is_draft)
+        return self.attention(config, layer_id, quant_config, prefix, alt_streams, is_draft)
 
     def hc_pre(self, x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.on_cpu:
@@ -445,12 +447,13 @@ def replaced(module: Any, **classes: type) -> Iterator[None]:
 class DeepseekV4ForCausalLM(in_tree.DeepseekV4ForCausalLM):
     """The class that SGLang serves: same architecture name and checkpoint names as its own."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with replaced(in_tree, DeepseekV4Model=Model, DeepseekV4DecoderLayer=self._layer_class(*args, **kwargs)):
-            super().__init__(*args, **kwargs)
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        with replaced(in_tree, DeepseekV4Model=Model, DeepseekV4DecoderLayer=self.layer_class(config)):
+            super().__init__(config, *args, **kwargs)
 
     @staticmethod
-    def _layer_class(config: Any, *args: Any, **kwargs: Any) -> type[DecoderLayer]:
+    def layer_class(config: Any) -> type[DecoderLayer]:
+        """The class of the layers of V4, or of V4.1."""
         if config.model_type not in V41_MODEL_TYPES:
             return DecoderLayer
         from dsv4_sglang.srt.models.deepseek_v41 import V41DecoderLayer

@@ -116,10 +116,7 @@ class V41Attention(CachedAttention):
 class V41DecoderLayer(DecoderLayer):
     """SGLang's layer with our attention and PyTorch hyper-connections."""
 
-    def _build_self_attn(self, *, config: Any, layer_id: int, **arguments: Any) -> nn.Module:
-        return V41Attention(
-            config, layer_id, arguments["quant_config"], arguments["prefix"], arguments["alt_streams"]
-        )
+    attention = V41Attention
 
     def forward_hc_pre_from_prev(
         self, positions: Tensor, state: Any, input_ids: Tensor, forward_batch: Any, input_ids_global: Tensor

@@ -75,6 +75,11 @@ def collapse(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (weights.unsqueeze(-1) * x.float()).sum(1).to(x.dtype)
 
 
+def collapse_flat(x_flat: torch.Tensor, pre: torch.Tensor, hc: int, out_dtype: torch.dtype) -> torch.Tensor:
+    """REPLACE `compat.COLLAPSE_STREAMS`: `collapse` of `x_flat [T, hc * hidden]`."""
+    return collapse(x_flat.unflatten(1, (hc, -1)), pre).to(out_dtype)
+
+
 def hyper_connection_post(
     x: torch.Tensor, residual: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
 ) -> torch.Tensor:
