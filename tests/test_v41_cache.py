@@ -9,24 +9,31 @@ of sums: a pair's scores are equal or far apart, the indexer's matrix picks chan
 
 import functools
 import importlib.metadata
+from dataclasses import replace
 
 import pytest
 import torch
 from packaging.version import Version
 from torch import Tensor
-from v41_formulas import EPS, act_quant, angles, fp4_act_quant, normalised
+from v41_formulas import EPS, act_quant, angles, fp4_act_quant, normalised, same
 
+from dsv4_sglang.cache import StateStorage
 from dsv4_sglang.cache import step as step_module
 from dsv4_sglang.cache.v41 import V41LayerSchema, V41Layout, V41PagedPool
 from dsv4_sglang.cache.v41_cache import V41Cache
 from dsv4_sglang.cache.v41_step import V41LayerWeights, V41Step
+from dsv4_sglang.formats import KeyFormat, KeyTable
 from dsv4_sglang.formats.index_keys import mxfp4_values
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
 from dsv4_sglang.ops.reference import append_v41, read, read_v41
 from dsv4_sglang.ops.rope import rope_table
 
-LENGTH, HEADS, INDEX_HEADS, TOP = 420, 3, 32, 12
+SGLANG_HAS_IT = pytest.mark.skipif(
+    Version(importlib.metadata.version("sglang")) < Version("0.5.23"), reason="SGLang has V4.1 from 0.5.23 on"
+)
+
+LENGTH, HEADS, INDEX_HEADS, TOP = 330, 2, 32, 12
 SCALE = 512**-0.5
 
 CONFIG = V41Config(
@@ -204,48 +211,52 @@ class Play:
         self.lengths[request] = length
 
     def step(
-        self, counts: dict[int, int], tokens_of: dict[int, int] | None = None, staging: dict[int, int] | None = None
+        self,
+        counts: dict[int, int],
+        tokens_of: dict[int, int] | None = None,
+        right: dict[int, int] | None = None,
+        staging: dict[int, int] | None = None,
     ) -> dict[int, list[Tensor]]:
-        """The next `counts` tokens of each request, whose projections are those of `tokens_of`; its outputs of all
-        layers. `staging`: of a request the slot that takes its rows up to the step's last multiple of 128."""
-        spans = {r: (self.lengths[r], self.lengths[r] + n) for r, n in counts.items()}
-        for r, (_, end) in spans.items():
+        """The next `counts` tokens of each request; its outputs of all layers.
+
+        A request has the tokens of that in `tokens_of`, its own by default; behind the first `right` ones those of yet
+        another. `staging`: of a request the slot that takes its rows up to the step's last multiple of 128.
+        """
+        tokens = [(r, self.lengths[r] + i, i) for r, n in counts.items() for i in range(n)]
+        for r, n in counts.items():
             table = self.cache.block_tables[self.slots[r]]
-            for i in range(int((table >= 0).sum()), -(-end // 128)):
+            for i in range(int((table >= 0).sum()), -(-(self.lengths[r] + n) // 128)):
                 table[i] = self.free.pop()
-        owner = torch.tensor([r for r, n in counts.items() for _ in range(n)])
-        positions = torch.tensor([t for span in spans.values() for t in range(*span)])
         track = None
         if staging:
-            until = {r: spans[r][1] // 128 * 128 for r in staging}
-            track = torch.tensor(
-                [
-                    staging[r] if r in staging and t < until[r] else -1
-                    for r, t in zip(owner.tolist(), positions.tolist())
-                ]
-            ).int()
-        step = self.cache.begin_step(torch.tensor([self.slots[r] for r in owner.tolist()]), positions, owner, track)
-        who = torch.tensor([(tokens_of or {}).get(r, r) for r in owner.tolist()])
+            until = {r: (self.lengths[r] + counts[r]) // 128 * 128 for r in staging}
+            track = torch.tensor([staging[r] if r in staging and t < until[r] else -1 for r, t, _ in tokens]).int()
+        owner, positions = torch.tensor([r for r, _, _ in tokens]), torch.tensor([t for _, t, _ in tokens])
+        slots = torch.tensor([self.slots[r] for r, _, _ in tokens])
+        step = self.cache.begin_step(slots, positions, owner, track)
+        like, right = dict(zip(counts, counts)) | (tokens_of or {}), counts | (right or {})
+        who = torch.tensor([like[r] if i < right[r] else REQUESTS - 1 for r, _, i in tokens])
         outputs: dict[int, list[Tensor]] = {r: [] for r in counts}
-        for number, (spec, layer) in enumerate(zip(SCHEDULE, layers())):
+        for number, layer in enumerate(layers()):
             out = run_layer(step, number, layer, who, positions)
             for r in counts:
                 outputs[r].append(out[owner == r])
-        for r, (_, end) in spans.items():
-            self.lengths[r] = end
+        for r, n in counts.items():
+            self.lengths[r] += n
         return outputs
 
-    def check(self, counts: dict[int, int], **given) -> None:
-        """A step whose outputs are the dense ones."""
-        before = dict(self.lengths)
-        for r, outputs in self.step(counts, **given).items():
-            like = (given.get("tokens_of") or {}).get(r, r)
-            for number, out in enumerate(outputs):
-                expected = dense(like)[number][before[r] : before[r] + counts[r]]
-                error = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    def check(self, counts: dict[int, int], tokens_of: dict[int, int] | None = None, **given) -> None:
+        """A step whose outputs are the dense ones, of the tokens that are right. Those behind are taken back."""
+        outputs = self.step(counts, tokens_of, **given)
+        for r, n in (counts | given.get("right", {})).items():
+            begin = self.lengths[r] - counts[r]
+            self.lengths[r] = begin + n
+            for number, out in enumerate(outputs[r]):
+                expected = dense((tokens_of or {}).get(r, r))[number][begin : begin + n]
+                error = (out[:n].double() - expected).norm(dim=-1) / expected.norm(dim=-1)
                 worst = int(error.amax(-1).argmax())
                 assert error.max() < BOUND, (
-                    f"layer {number} ({SCHEDULE[number].role.value}), request {r}, position {before[r] + worst}: "
+                    f"layer {number} ({SCHEDULE[number].role.value}), request {r}, position {begin + worst}: "
                     f"off by {error.max():.3g}"
                 )
 
@@ -295,3 +306,298 @@ def random_requests(seed: int) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_chunks_and_single_tokens_equal_dense(seed):
     random_requests(seed)
+
+
+def test_resumed_from_a_checkpoint_equals_cold():
+    """The state at 256 tokens: copied between steps, and written as a step passes it; then in another slot, with the
+    blocks before it shared and anything in its tails."""
+    cold = Play(3)
+    cold.admit(0, slot=1)
+    cold.check({0: 120})
+    cold.check({0: 180}, staging={0: 4})  # passes 256
+    cold.cache.state.store(torch.tensor([4, -1]).int(), torch.tensor([1, 2]).int())
+    rest = [cold.step({0: n}) for n in (1, 1, 20, 1, 7)]
+
+    again = Play(4)
+    again.admit(1, slot=2)
+    again.check({1: 256}, tokens_of={1: 0})
+    again.cache.state.store(torch.tensor([2]).int(), torch.tensor([3]).int())
+    again.check({1: 10}, tokens_of={1: 0})
+
+    for play, checkpoint, like in ((cold, 1, 1), (again, 3, 2)):
+        play.resume(2, slot=5, checkpoint=checkpoint, length=256, like=like)
+        play.check({2: 43}, tokens_of={2: 0})
+        play.check({2: 1}, tokens_of={2: 0})
+    warm = Play(5)
+    warm.admit(0, slot=0)
+    warm.check({0: 256})
+    warm.cache.state.store(torch.tensor([0]).int(), torch.tensor([1]).int())
+    warm.resume(7, slot=3, checkpoint=1, length=256, like=0)
+    warm.step({7: 44}, tokens_of={7: 0})
+    for expected, n in zip(rest, (1, 1, 20, 1, 7)):
+        got = warm.step({7: n}, tokens_of={7: 0})[7]
+        assert all(torch.equal(a, b) for a, b in zip(got, expected[0]))
+
+
+@pytest.mark.parametrize("d", [2, 5])
+def test_drafts_are_taken_back(d):
+    """Steps of d tokens of which some are wrong: the next step begins at the first of these."""
+    play = Play(6, draft_tokens=d)
+    for r, slot in ((0, 3), (1, 0)):
+        play.admit(r, slot)
+    play.check({0: 130, 1: 201})
+    for right in ((1, d), (d, 1), (1, 1), (2, d - 1), (d - 1, 2), (1, d), (1, 1), (d, d)):
+        play.check({0: d, 1: d}, right=dict(zip((0, 1), right)))
+
+
+# ---- what each part is for: without it the outputs are others
+
+
+def breaks(said: str, play=lambda: random_requests(0)) -> None:
+    with pytest.raises(AssertionError, match=said):
+        play()
+
+
+def test_a_ring_that_is_one_row_short_is_seen(monkeypatch):
+    monkeypatch.setattr(V41LayerSchema, "ring_rows", 127)
+    with pytest.raises(ValueError, match="ring has 127 rows a slot; expected at least 128"):
+        random_requests(0)
+    monkeypatch.setattr(append_v41, "_check", lambda ok, message: None)
+    breaks(r"layer 0 \(window\)")
+
+
+def test_a_ring_short_for_drafts_is_seen(monkeypatch):
+    """127 rows and the step's, one less: the step's last token has the row of one that its first still sees."""
+    monkeypatch.setattr(V41LayerSchema, "ring_rows", 130)
+    monkeypatch.setattr(append_v41, "_check", lambda ok, message: None)
+    breaks(r"layer 0 \(window\)", lambda: test_drafts_are_taken_back(5))
+
+
+def test_a_tail_short_for_drafts_is_seen(monkeypatch):
+    monkeypatch.setattr("dsv4_sglang.cache.v41.pair_rows", lambda d: 2)
+    monkeypatch.setattr(append_v41, "_check", lambda ok, message: None)
+    breaks(r"layer 1 \(full\)", lambda: test_drafts_are_taken_back(5))
+
+
+def test_an_entry_that_is_visible_a_token_early_is_seen(monkeypatch):
+    plain, lens = read_v41.select, step_module.visible_entries
+    monkeypatch.setattr(
+        read_v41,
+        "select",
+        lambda query, weights, table, blocks, owner, visible, *rest: plain(
+            query, weights, table, blocks, owner, (visible + 1).clamp_max(LENGTH), *rest
+        ),
+    )
+    monkeypatch.setattr(step_module, "visible_entries", lambda lengths, *rest: lens(lengths + 1, *rest))
+    breaks(r"layer [135] \(full\)")
+
+
+def test_another_selection_in_a_reuse_layer_is_seen(monkeypatch):
+    """Layer 8 with what layer 5 selected instead of layer 7; both are rows of the same table."""
+    first: dict[V41Step, tuple] = {}
+    plain = V41Step.selected
+
+    def stale(step: V41Step, layer: int):
+        if layer == 5:
+            first[step] = plain(step, 5)
+        return first[step] if layer == 8 else plain(step, layer)
+
+    monkeypatch.setattr(V41Step, "selected", stale)
+    breaks(r"layer 8 \(reuse\)")
+
+
+def test_entries_of_another_layer_are_seen(monkeypatch):
+    """Layer 4 with the entries of layer 1 in the place of those of layer 3."""
+    plain = V41Step._owner
+    monkeypatch.setattr(
+        V41Step, "_owner", lambda step, spec: step.pools[1] if spec.layer_idx == 4 else plain(step, spec)
+    )
+    breaks(r"layer 4 \(reuse\)")
+
+
+def test_candidates_left_out_are_seen(monkeypatch):
+    monkeypatch.setattr(read, "_in_blocks", lambda blocks, size, entries: torch.ones(len(blocks), entries).bool())
+    breaks(r"layer 7 \(reindex\)")
+
+
+def test_the_newest_block_left_out_is_seen(monkeypatch):
+    plain = read._best_blocks
+    monkeypatch.setattr(
+        read, "_best_blocks", lambda score, visible, *rest: plain(score, torch.zeros_like(visible), *rest)
+    )
+    breaks(r"layer 7 \(reindex\)")
+
+
+# ---- selection by itself
+
+
+class Selection:
+    """Arguments of `index_topk_v41` for one request of `entries` entries in scattered blocks, whose last token sees
+    them all; and its scores [tokens, entries] in float64, -inf for those that a token does not see."""
+
+    def __init__(self, ratio: int, entries: int, top: int, equal: bool = False) -> None:
+        g = torch.Generator().manual_seed(entries)
+        per_block, tokens = 128 // ratio, 40
+        last = entries * ratio
+        self.blocks = torch.randperm(-(-last // 128) + 2, generator=g)[: -(-last // 128)]
+        table = torch.full((len(self.blocks) + 2, per_block, 72), 0x7F, dtype=torch.uint8)
+        keys = torch.randn(entries, 128, generator=g)
+        if equal:
+            keys = keys[:7].repeat(-(-entries // 7), 1)[:entries]
+        entry = torch.arange(entries)
+        self.row_of = self.blocks[entry // per_block] * per_block + entry % per_block
+        KeyTable(table, KeyFormat.MXFP4).write(self.row_of, keys)
+        q, weights = torch.randn(tokens, INDEX_HEADS, 128, generator=g).bfloat16(), torch.ones(tokens, INDEX_HEADS) / 2
+        self.positions = torch.arange(last - tokens, last)
+        rope = rope_table(last, rope_frequencies(CONFIG, ratio))
+        self.visible = (self.positions + 1) // ratio
+        batch = (self.blocks[None].int(), torch.zeros(tokens).int(), self.positions)
+        self.args = (q, weights, table, *batch, rope, ratio)
+        query = read_v41.index_query_v41(q, self.positions, rope).double()
+        stored = KeyTable(table, KeyFormat.MXFP4).read(self.row_of).double()
+        self.scores = (torch.einsum("thd,nd->thn", query, stored).relu() * weights[..., None]).sum(1)
+        self.scores.masked_fill_(entry >= self.visible[:, None], float("-inf"))
+        self.rows = torch.full((tokens, top), -7, dtype=torch.int32)
+
+    def select(self, size: int = 1, kept: Tensor | None = None, within: Tensor | None = None) -> list[list[int]]:
+        """Entries that the op selects for each token."""
+        torch.ops.dsv4_sglang.index_topk_v41(*self.args, size, kept, within, self.rows)
+        number = {row: entry for entry, row in enumerate(self.row_of.tolist())}
+        chosen = []
+        for row in self.rows.tolist():
+            listed = [number[r] for r in row if r >= 0]
+            assert row[len(listed) :] == [-1] * (len(row) - len(listed)) and listed == sorted(set(listed))
+            chosen.append(listed)
+        return chosen
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize(("entries", "top", "size", "most"), [(300, 24, 8, 9), (61, 64, 8, 3), (90, 16, 4, 40)])
+@pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
+def test_selection_in_two_levels(ratio, entries, top, size, most, equal):
+    """Also of fewer candidates than are selected, and of all blocks: with few equal scores, the lower of them."""
+    case = Selection(ratio, entries, top, equal)
+    kept = torch.full((len(case.rows), most), -7, dtype=torch.int32)
+
+    def best(scores: list[float], among: set[int]) -> list[int]:
+        return sorted(sorted(among, key=lambda i: (-scores[i], i))[:top])
+
+    first, second = case.select(size, kept=kept), case.select(size, within=kept)
+    for t, scores in enumerate(case.scores.tolist()):
+        seen = int(case.visible[t])
+        candidates = {i for i in _candidates(scores[:seen], size, most) if i < seen}
+        blocks = [b for b in kept[t].tolist() if b >= 0]
+        assert sorted(candidates) == [i for b in blocks for i in range(b * size, min(b * size + size, seen))]
+        assert first[t] == best(scores, set(range(seen)))
+        assert second[t] == best(scores, candidates)
+
+
+@SGLANG_HAS_IT
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_selection_equals_that_of_sglang(ratio):
+    """Its torch forms of scores, candidates and selection; of fewer candidates than are selected, too."""
+    from sglang.kernels.ops.attention.dsv4 import candidate_blocks
+    from sglang.kernels.ops.quantization.fp4_fake_quant import fake_quant_fp4
+    from sglang.srt.layers.attention.dsv4.dsv41_sparse import DeepseekV41Indexer, rope_tail
+
+    case = Selection(ratio, 200, 24)
+    q, weights, table = case.args[:3]
+    freqs = torch.polar(torch.ones(()), angles(ratio, len(case.args[6])))[case.positions]
+    query = fake_quant_fp4(rope_tail(q, freqs, 64))
+    same(read_v41.index_query_v41(q, case.positions, case.args[6]).flatten(1), query.float().flatten(1))
+    keys = KeyTable(table, KeyFormat.MXFP4).read(case.row_of)
+    scores = DeepseekV41Indexer.scores(None, query.float(), keys, weights)
+    scores.masked_fill_(torch.isinf(case.scores), float("-inf"))
+    assert torch.allclose(scores.double(), case.scores)
+    for most in (2, 9):
+        kept = torch.zeros(len(case.rows), most, dtype=torch.int32)
+        first, second = case.select(8, kept=kept), case.select(8, within=kept)
+        ids = candidate_blocks.select_candidate_block_ids(scores, case.visible[:, None], most, 8)
+        assert torch.equal(ids.sort(1).values, kept.sort(1).values)
+        among = candidate_blocks.topk_among_blocks(scores, case.visible, ids, 24, 8).tolist()
+        assert [sorted(i for i in row if i >= 0) for row in among] == second
+        assert [sorted(row) for row in scores.topk(24).indices.tolist()] == first
+
+
+def test_queries_have_every_scale():
+    """MXFP4 as training has it, of tiny and of large numbers too, which an index key's container would cut off."""
+    g = torch.Generator().manual_seed(0)
+    x = (torch.randn(64, 128, generator=g) * 2.0 ** torch.randint(-20, 20, (64, 1), generator=g)).bfloat16()
+    assert torch.equal(mxfp4_values(x), fp4_act_quant(x.double(), 32, False).float())
+    assert not mxfp4_values(torch.zeros(2, 128)).any()
+
+
+# ---- pools, and what is refused
+
+
+def test_only_layers_that_write_entries_own_some():
+    cache = V41Cache(CONFIG, num_slots=2, num_blocks=3, checkpoints=1, draft_layers=1, device="cpu")
+    assert [number for number, pool in enumerate(cache.pools) if pool] == [1, 3, 5]
+    assert [tuple(pool.entries.shape) for pool in cache.pools if pool] == [(3, 64, 288), (3, 64, 288), (3, 128, 288)]
+    assert cache.state.tail(1).shape == (2, 1, 1024) and cache.state.tail(5) is None and cache.state.tail(2) is None
+    layout = cache.layout
+    assert layout.block_bytes == 128 * 2 * 360 and layout.checkpoint_bytes == 10 * 128 * 528
+    assert cache.memory_bytes() == 3 * layout.block_bytes + 2 * layout.slot_bytes + layout.checkpoint_bytes
+    parts = [*layout.block_parts(3), *layout.state_parts(2), *layout.checkpoint_parts(1)]
+    assert sum(part.bytes for part in parts) == cache.memory_bytes()
+    assert sum(view.shape[1] for pool in cache.pools if pool for view in pool.block_views()) == layout.block_bytes
+    assert sum(table.shape[1] for table in cache.state.checkpoint_tables()) == layout.checkpoint_bytes
+    assert sum(table.shape[1] for table in cache.state.slot_tables()) == layout.slot_bytes
+
+
+def test_pools_refuse_what_they_are_not_for():
+    with pytest.raises(ValueError, match="writes no entries has no paged pool"):
+        V41PagedPool(V41LayerSchema(0), 3, "cpu")
+    with pytest.raises(ValueError, match="num_blocks is 0; expected at least 1"):
+        V41PagedPool(V41LayerSchema(2), 0, "cpu")
+    with pytest.raises(ValueError, match="no layers"):
+        V41Layout((), torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"several numbers of draft tokens \[0, 3\]"):
+        V41Layout((V41LayerSchema(0), V41LayerSchema(1, 3)), torch.device("cpu"))
+    with pytest.raises(ValueError, match="expected positions=False"):
+        StateStorage(V41Layout((V41LayerSchema(2),), torch.device("cpu")), 2)
+
+
+def test_a_step_refuses_what_is_out_of_order():
+    play = Play(0)
+    play.admit(0, 0)
+    play.cache.block_tables[0, 0] = 2
+    who, at = torch.zeros(4).long(), torch.arange(4)
+    step = play.cache.begin_step(who, at, who)
+
+    def append(number: int, **change) -> Tensor | None:
+        layer = layers()[number]
+        compressor = None if layer.compressor is None else layer.compressor[0, :4]
+        given = {"kv": layer.kv[0, :4], "compressor": compressor, "weights": layer.weights, **change}
+        return step.append(number, **given)
+
+    def select(number: int) -> None:
+        layer = layers()[number]
+        step.select(number, layer.weights, layer.index_q[0, :4], layer.head_weights[0, :4])
+
+    def refused(said: str, do, *args, **given) -> None:
+        with pytest.raises(ValueError, match=said):
+            do(*args, **given)
+
+    one, two = layers()[1], layers()[2]
+    refused(r"attend, layer 2 \(reuse\): append of that layer comes first; the latest was that of None",
+            step.attend, 2, two.weights, two.q[0, :4], two.sink, SCALE)  # fmt: skip
+    refused(r"layer 1 \(full\): compressor has shape None; expected \(4, 1024\)", append, 1, compressor=None)
+    refused(r"layer 2 \(reuse\): compressor has shape \(4, 5\); expected None", append, 2, compressor=torch.zeros(4, 5))
+    refused(r"kv has shape \(3, 512\); expected \(4, 512\)", append, 0, kv=two.kv[0, :3])
+    refused("latent_norm is None", append, 1, weights=replace(one.weights, latent_norm=None))
+    append(2)
+    refused(r"append_keys, layer 2 \(reuse\): only a layer of role full", step.append_keys, 2, two.weights, None)
+    refused(r"select, layer 2 \(reuse\): it takes the selection of layer 1", select, 2)
+    refused("takes the selection of layer 1; the latest is that of none", step.selected, 2)
+    latents = append(1)
+    refused("key_norm is None", step.append_keys, 1, replace(one.weights, key_norm=None), latents @ one.matrix)
+    refused(r"keys has shape \(4, 512\); expected \(4, 128\)", step.append_keys, 1, one.weights, latents)
+    step.append_keys(1, one.weights, latents @ one.matrix)
+    select(1)
+    refused(r"layer 4 \(reuse\) takes the selection of layer 3; the latest is that of layer 1", step.selected, 4)
+    append(7)
+    refused(r"select, layer 7 \(reindex\): layer 5 has not chosen the step's candidates", select, 7)
+    assert step.selected(0) is None
+    case = Selection(1, 40, 2)
+    refused("both `kept` and `within`", case.select, 8, case.rows, case.rows)

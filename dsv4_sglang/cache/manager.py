@@ -243,7 +243,6 @@ class KVCacheManager:
             self.block_tables,
             draft_tokens=self.layout.schemas[0].draft_tokens,
             has_blocks=self.num_blocks > 0,
-            ring_rows=self.layout.ring_rows,
         )
 
     def layer(self, layer_idx: int, step: Step) -> LayerCacheHandle:

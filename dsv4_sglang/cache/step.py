@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, WINDOW
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, WINDOW, state_rows
 
 NO_BLOCK = -1
 """What a block table holds where a request has no block."""
@@ -157,7 +157,7 @@ class Step:
         block_tables: [slots, blocks] int32 block ids of every state slot's request, -1 where it has none.
         draft_tokens: tokens of a request that a decode step may write and the next one take back (`state_rows`): that
             one then simply begins at an earlier position.
-        ring_rows: rows of a slot's window ring.
+        ring_rows: rows of a slot's window ring, by default those that V4 has for so many draft tokens.
         has_blocks: False for a cache of SWA layers alone, whose tokens need no blocks.
     """
 
@@ -169,7 +169,7 @@ class Step:
         block_tables: Tensor,
         draft_tokens: int = 0,
         has_blocks: bool = True,
-        ring_rows: int = WINDOW,
+        ring_rows: int | None = None,
     ) -> None:
         for name, tensor in (("request_slots", request_slots), ("positions", positions), ("request_ids", request_ids)):
             if tensor.dim() != 1 or tensor.shape != request_slots.shape:
@@ -186,7 +186,7 @@ class Step:
         self.block_tables = block_tables
         self.draft_tokens = draft_tokens
         self.has_blocks = has_blocks
-        self.ring_rows = ring_rows
+        self.ring_rows = state_rows(draft_tokens).ring if ring_rows is None else ring_rows
 
     @cached_property
     def _runs(self) -> tuple[Tensor, Tensor, Tensor]:
