@@ -156,7 +156,7 @@ class _Forward:
         """`selected` [tokens, n]: the entries that each token reads."""
         config = self.config
         query = self.linear(latent, f"{prefix}.indexer.wq_b").unflatten(-1, (config["index_n_heads"], -1))
-        similar = torch.einsum("thd,nd->thn", mxfp4(rope(query, self.at, self.ratio)), self.keys).relu()
+        similar = torch.einsum("thd,nd->thn", mxfp4(_bf16(rope(query, self.at, self.ratio))), self.keys).relu()
         scores = torch.einsum("thn,th->tn", similar, self.linear(x, f"{prefix}.indexer.weights_proj"))
         visible = (self.at + 1) // self.ratio
         scores = scores.masked_fill(torch.arange(scores.shape[1]) >= visible[:, None], -math.inf)

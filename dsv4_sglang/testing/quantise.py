@@ -68,7 +68,7 @@ def mxfp4_keys(keys: torch.Tensor) -> torch.Tensor:
 
 
 def v41_keys(keys: torch.Tensor) -> torch.Tensor:
-    """The same for V4.1, without the rotation. Its index queries, which are not stored, are `mxfp4` alone."""
+    """The same for V4.1, without the rotation. Its index queries are not stored: bf16, then `mxfp4`."""
     return _stored_mxfp4(keys)
 
 
