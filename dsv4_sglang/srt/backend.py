@@ -23,6 +23,7 @@ from dsv4_sglang.attention.metadata import (
 from dsv4_sglang.attention.readers import AttendInputs, LayerOutput, Reader, RowList, begin_step, make_readers
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
 from dsv4_sglang.cache.device import resolve_device
+from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import make_row_tables
 from dsv4_sglang.formats.rows import ENTRY_DIM
@@ -116,6 +117,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             LayerTables(self.state.ring(i), self.state.tail(i), blocks.entries(i), blocks.keys(i))
             for i in range(len(self.schemas))
         ]
+        assert isinstance(blocks.layout, CacheLayout)
         device = resolve_device(self.device)  # registers its ops
         self.readers = make_readers(device, blocks.blocks, self.heads, self.dtype, blocks.layout.row_format)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from dsv4_sglang.attention.readers import LayerOutput
 from dsv4_sglang.cache.step import StepMetadata
+from dsv4_sglang.cache.v41 import V41PagedPool
 from dsv4_sglang.cache.v41_step import V41LayerWeights, V41Step
-from dsv4_sglang.model.v41 import MODEL_TYPES, v41_schedule
+from dsv4_sglang.model.v41 import MODEL_TYPES, V41Config, v41_schedule
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.backend import HybridCacheBackend
 
@@ -39,17 +39,19 @@ class V41Backend(HybridCacheBackend):
     """Serves prefill and decode steps of all layers of a V4.1 model."""
 
     def __init__(self, runner: Any) -> None:
-        self.config = compat.model_config(runner.model_config.hf_config)
+        config = compat.model_config(runner.model_config.hf_config)
+        assert isinstance(config, V41Config)
+        self.config, self.schedule = config, v41_schedule(config)
         super().__init__(runner)
 
     def prepare_layers(self, blocks: CompressedKVPool) -> None:
-        self.schedule, self.pools = v41_schedule(self.config), blocks.pools
+        self.pools = [pool if isinstance(pool, V41PagedPool) else None for pool in blocks.pools]
         self.step: V41Step | None = None
 
     def begin_layers(self, step: StepMetadata, lengths: list[int] | None) -> None:
         self.step = V41Step(self.config, self.schedule, self.state, self.pools, step)
 
-    def forward(
+    def forward(  # type: ignore[override]  # what a layer hands over is of its model
         self,
         q: Tensor,
         k: Tensor,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import V41Config
@@ -229,6 +230,7 @@ class Launch:
 
         from dsv4_sglang.srt.disaggregation import cache_name
 
-        assert self.layout is not None and self.model is not None, "pools are built before they are offered"
+        assert isinstance(self.layout, CacheLayout), "pools are built before they are offered, and V4.1's are not"
+        assert isinstance(self.model, DSV4Config)
         name = cache_name(self.layout, self.model, get_parallel().attn_tp_size)
         args.kv_cache_dtype_str = f"{args.kv_cache_dtype_str} ({name})"

@@ -32,9 +32,7 @@ def layout_of(
             draft_tokens=draft_tokens,
             draft_layers=draft_layers,
         )
-    return served_layout(
-        config, kv_cache_dtype, options, device, draft_tokens=draft_tokens, draft_layers=draft_layers
-    )
+    return served_layout(config, kv_cache_dtype, options, device, draft_tokens=draft_tokens, draft_layers=draft_layers)
 
 
 def served_layout(

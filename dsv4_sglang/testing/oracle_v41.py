@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -35,33 +36,24 @@ class OracleV41:
         self.weights = {name: tensor.float() for name, tensor in load_file(Path(folder) / "model.safetensors").items()}
 
     @torch.no_grad()
-    def logits(self, ids: Sequence[int]) -> Tensor:
-        """fp32 [len(ids), vocab]: row i predicts token i + 1."""
-        return _Forward(self.config, self.weights, len(ids)).logits(ids)
+    def logits(self, ids: Sequence[int], chunk: int | None = None) -> Tensor:
+        """fp32 [len(ids), vocab]: row i predicts token i + 1. `chunk`: tokens that attend at a time, in less memory."""
+        return _Forward(self.config, self.weights, len(ids), chunk).logits(ids)
 
-    @torch.no_grad()
-    def selection_gap(self, ids: Sequence[int]) -> Tensor:
-        """[len(ids)]: how near the indexers are to selecting another entry, or the candidates another block: the
-        smallest of all layers of (last chosen score - first that is not) / |last chosen|; infinite where all are."""
-        forward = _Forward(self.config, self.weights, len(ids))
-        forward.logits(ids)
-        return forward.gap
-
-    def score(self, prompt: Sequence[int], generated: Sequence[int]) -> Score:
+    def score(self, prompt: Sequence[int], generated: Sequence[int], chunk: int | None = None) -> Score:
         """Teacher-forced: every token of `generated` given the prompt and the generated tokens before it."""
-        return score_of(self.logits([*prompt, *generated][:-1])[len(prompt) - 1 :], generated)
+        return score_of(self.logits([*prompt, *generated][:-1], chunk)[len(prompt) - 1 :], generated)
 
 
 class _Forward:
     """One pass over `tokens` positions; what a layer hands to those behind it."""
 
-    def __init__(self, config: dict, weights: dict[str, Tensor], tokens: int) -> None:
-        self.config, self.weights = config, weights
+    def __init__(self, config: dict[str, Any], weights: dict[str, Tensor], tokens: int, chunk: int | None) -> None:
+        self.config, self.weights, self.chunk = config, weights, chunk or tokens
         self.at = torch.arange(tokens)
         self.eps = config["rms_norm_eps"]
         self.ratio = 0
         self.entries = self.keys = self.selected = self.candidates = torch.empty(0)
-        self.gap = torch.full((tokens,), math.inf)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         return x @ self.weights[f"{name}.weight"].T
@@ -121,21 +113,29 @@ class _Forward:
         q = rope(self.linear(latent, f"{prefix}.wq_b").unflatten(-1, (heads, width)), self.at, ratio)
         window = _bf16(self.norm(self.linear(x, f"{prefix}.wkv"), f"{prefix}.kv_norm"))
         rows = v41_rows(rope(window, self.at, ratio))
-        age = self.at[:, None] - self.at
-        sees = (age >= 0) & (age < WINDOW)
-        if ratio:
-            if layer in self.config["kv_source_layer_ids"]:
-                self.write_entries(x, prefix, ratio)
-            if layer in self.config["index_source_layer_ids"]:
-                self.select(x, latent, prefix, layer)
-            rows, sees = torch.cat([rows, self.entries]), torch.cat([sees, self.selected], 1)
-        logits = torch.einsum("thd,rd->htr", q, rows) / math.sqrt(width)
-        sink = self.weights[f"{prefix}.attn_sink"][:, None, None].expand(-1, len(x), 1)
-        shares = torch.cat([logits.masked_fill(~sees, -math.inf), sink], -1).softmax(-1)[..., :-1]
-        out = rope(torch.einsum("htr,rd->thd", shares, rows), self.at, ratio, inverse=True)
+        if layer in self.config["kv_source_layer_ids"]:
+            self.write_entries(x, prefix, ratio)
+        if layer in self.config["index_source_layer_ids"]:
+            self.select(x, latent, prefix, layer)
+        sink = self.weights[f"{prefix}.attn_sink"]
+        out = torch.cat([self.read(q[at], rows, at, ratio, sink) for at in self.at.split(self.chunk)])
+        out = rope(out, self.at, ratio, inverse=True)
         grouped = out.reshape(len(x), self.config["o_groups"], -1)
         wo_a = self.weights[f"{prefix}.wo_a.weight"].unflatten(0, (self.config["o_groups"], -1))
         return self.linear(torch.einsum("tgd,grd->tgr", grouped, wo_a).flatten(1), f"{prefix}.wo_b")
+
+    def read(self, q: Tensor, window: Tensor, at: Tensor, ratio: int, sink: Tensor) -> Tensor:
+        """[n, heads, 512]: what the queries `q` of the tokens `at` [n] read of the window rows of all tokens and of the
+        entries."""
+        positions = torch.arange(max(0, int(at[0]) - WINDOW + 1), int(at[-1]) + 1)
+        age = at[:, None] - positions
+        rows, sees = window[positions], (age >= 0) & (age < WINDOW)
+        if ratio:
+            entries = (int(at[-1]) + 1) // ratio
+            rows, sees = torch.cat([rows, self.entries[:entries]]), torch.cat([sees, self.selected[at, :entries]], 1)
+        logits = torch.einsum("thd,rd->htr", q, rows) / math.sqrt(rows.shape[1])
+        logits = torch.cat([logits.masked_fill(~sees, -math.inf), sink[:, None, None].expand(-1, len(at), 1)], -1)
+        return torch.einsum("htr,rd->thd", logits.softmax(-1)[..., :-1], rows)
 
     def write_entries(self, x: Tensor, prefix: str, ratio: int) -> None:
         """`entries` [n, 512] and `keys` [n, 128] of this layer, which those behind it read until the next source."""
@@ -168,13 +168,8 @@ class _Forward:
 
     def best(self, scores: Tensor, count: int) -> Tensor:
         """Bool, as `scores`: the `count` highest of each row that are not -inf."""
-        top = scores.topk(min(count + 1, scores.shape[1]), -1)
-        if top.values.shape[1] > count:
-            last, next_ = top.values[:, count - 1], top.values[:, count]
-            gap = ((last - next_) / last.abs().clamp(min=1e-30)).nan_to_num(math.inf, posinf=math.inf)
-            self.gap = torch.minimum(self.gap, gap)
-        chosen = torch.zeros_like(scores, dtype=torch.bool)
-        return chosen.scatter(1, top.indices[:, :count], top.values[:, :count] > -math.inf)
+        top = scores.topk(min(count, scores.shape[1]), -1)
+        return torch.zeros_like(scores, dtype=torch.bool).scatter(1, top.indices, top.values > -math.inf)
 
     def best_blocks(self, scores: Tensor, visible: Tensor) -> Tensor:
         """Bool, as `scores`: the blocks with the highest scores, and always the one with the newest visible entry."""

@@ -177,10 +177,8 @@ class CachedAttention(in_tree.MqaAttentionBase):
         self._widths: list[int] = []
         self._weight_of_x = self.attn_sink.data.new_empty(0)
 
-    def make_sources(
-        self, config: Any, ratio: int, quant_config: Any, prefix: str
-    ) -> tuple[nn.Module | None, nn.Module | None]:
-        """The layer's compressor and indexer, None where it has none."""
+    def make_sources(self, config: Any, ratio: int, quant_config: Any, prefix: str) -> tuple[Any, Any]:
+        """The modules of the layer's compressor and of its indexer, None where it has none."""
         return (
             CompressorWeights(config, ratio, self.head_dim, add_prefix("compressor", prefix)) if ratio else None,
             IndexerWeights(config, quant_config, add_prefix("indexer", prefix)) if ratio == CSA_RATIO else None,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dsv4_sglang.cache.v41_step import V41LayerWeights
 from dsv4_sglang.srt.backend_v41 import V41LayerInputs
 from dsv4_sglang.srt.models import torch_layers
-from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, DecoderLayer, linear_fp32
+from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, DecoderLayer, Latent, linear_fp32
 
 
 class V41CompressorWeights(nn.Module):
@@ -35,7 +35,7 @@ class V41CompressorWeights(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """What `append_v41` takes: at ratio 2 [T, 1024] fp32, at ratio 1 [T, 512]."""
-        return linear_fp32(x, self.wkv_gate.weight) if self.ratio == 2 else self.wkv(x)[0]
+        return linear_fp32(x, self.get_parameter("wkv_gate.weight")) if self.ratio == 2 else self.wkv(x)[0]
 
 
 class V41IndexerWeights(nn.Module):
@@ -50,12 +50,11 @@ class V41IndexerWeights(nn.Module):
 
         self.wq_b = linear("wq_b", config.q_lora_rank, self.heads * self.dim, quant_config)
         self.weights_proj = linear("weights_proj", config.hidden_size, self.heads)
-        self.owns_keys = owns_keys
         if owns_keys:
             self.wk = linear("wk", config.head_dim, self.dim)
             self.k_norm = RMSNorm(self.dim, eps=config.rms_norm_eps, weight_dtype=torch.float32)
 
-    def query(self, latent: Tensor) -> Tensor:
+    def query(self, latent: Latent) -> Tensor:
         """Raw index queries `[T, heads, 128]`."""
         return self.wq_b(latent)[0].view(-1, self.heads, self.dim)
 
@@ -67,9 +66,7 @@ class V41IndexerWeights(nn.Module):
 class V41Attention(CachedAttention):
     """One layer's attention over our cache."""
 
-    def make_sources(
-        self, config: Any, ratio: int, quant_config: Any, prefix: str
-    ) -> tuple[nn.Module | None, nn.Module | None]:
+    def make_sources(self, config: Any, ratio: int, quant_config: Any, prefix: str) -> tuple[Any, Any]:
         owns, selects = self.layer_id in config.kv_source_layer_ids, self.layer_id in config.index_source_layer_ids
         return (
             V41CompressorWeights(config, ratio, self.head_dim, add_prefix("compressor", prefix)) if owns else None,
@@ -108,7 +105,7 @@ class V41Attention(CachedAttention):
             key_norm=self.indexer.k_norm.weight if owns else None,
         )
 
-    def _query(self, latent: Tensor, positions: Tensor, out: Tensor) -> None:
+    def _query(self, latent: Latent, positions: Tensor, out: Tensor) -> None:
         q = self.wq_b(latent)[0].view(-1, self.n_local_heads, self.head_dim)
         out[:, : self.n_local_heads] = torch_layers.rotate(q.float(), self.rope[positions])
 

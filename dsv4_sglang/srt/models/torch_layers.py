@@ -48,9 +48,7 @@ def hyper_connection_pre(
 
     Also returns `post` and `comb`, which `hyper_connection_post` needs.
     """
-    pre, post, comb = hyper_connection_mixes(
-        x, fn, scale, base, iterations=iterations, norm_eps=norm_eps, eps=eps
-    )
+    pre, post, comb = hyper_connection_mixes(x, fn, scale, base, iterations=iterations, norm_eps=norm_eps, eps=eps)
     return collapse(x, pre), post, comb
 
 
