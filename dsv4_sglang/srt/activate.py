@@ -59,7 +59,7 @@ def _declare_state() -> None:
     """Give SGLang's config classes of this architecture what makes it a model with a recurrent state."""
     from sglang.srt.configs.linear_attn_model_registry import LinearAttnModelSpec, register_linear_attn_model
 
-    for config_class in compat.config_classes():
+    for config_class in map(compat.config_class, compat.MODEL_TYPES):
         # Checkpoints end at multiples of this many tokens.
         config_class.mamba_chunk_size = BLOCK
         config_class.full_attention_layer_ids = property(lambda config: list(range(config.num_hidden_layers)))

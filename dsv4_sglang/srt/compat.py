@@ -84,6 +84,7 @@ SERVES_INTEGRITY_CHECK = not since("0.5.18")
 SERVES_DSPARK = since("0.5.23") or not since("0.5.18")
 # The model is SGLang's since then.
 SERVES_V41 = since("0.5.23")
+MODEL_TYPES = ("deepseek_v4", "deepseek_v41") if SERVES_V41 else ("deepseek_v4",)
 COLLAPSE_STREAMS = "sglang.kernels.ops.layernorm.mhc.mhc_combine" if SERVES_V41 else ""
 # Asked by the host tier and by transfers between servers. Later releases pack a draft model's pool into the host pools
 # that SGLang builds, which ours are not.
@@ -183,11 +184,11 @@ def model_config(hf_config: Any) -> DSV4Config | V41Config:
     return model.from_hf({**fields, "rope_theta": theta, "rope_scaling": scaling})
 
 
-def config_classes() -> list[Any]:
-    """The classes that SGLang parses the config.json of this architecture with, V4's and V4.1's."""
+def config_class(model_type: str = "deepseek_v4") -> Any:
+    """The class that SGLang parses the config.json of a model with; V4 and V4.1 have one architecture."""
     from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
 
-    return [_CONFIG_REGISTRY[name] for name in ("deepseek_v4", *V41_MODEL_TYPES[:1]) if name in _CONFIG_REGISTRY]
+    return _CONFIG_REGISTRY[model_type]
 
 
 def applied_hooks() -> set[str]:
