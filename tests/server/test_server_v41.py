@@ -1,7 +1,7 @@
 """DeepSeek-V4.1 in SGLang's server on a CPU, in chunks of 128, against the formulas of the whole model (SPEC 11).
 
 The cache holds rounded rows, as the model was trained, and fp32 activations that are summed in another order round some
-of them the other way, and then whatever comes of them: a log-probability moves by 1e-3 in the worst of 2,000 tokens.
+of them the other way, and then whatever comes of them: a log-probability moves by 1e-6 to 1e-3.
 Where the selection leaves entries out, such a row may make another entry the selected one, and then by up to 0.1.
 """
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 LENGTHS = (1, 2, 3, 127, 128, 129, 300, 700)
 GENERATED = 8
-TOLERANCE = 1e-2
+TOLERANCE = 5e-3
 """Of any token where all entries are selected. What is planted below moves the answer by five times as much."""
 SELECTING = {"index_topk": 64, "candidate_blocks": 12}
 NOISE = 0.03
@@ -121,7 +121,7 @@ def test_asleep_and_awake(server: Server, oracle: OracleV41) -> None:
 @pytest.mark.parametrize("planted", [V41_FAULTS[0], V41_FAULTS[1], FAULTS[3]])
 def test_what_is_planted_shows(server: Server, oracle: OracleV41, fault: Path, planted: str) -> None:
     """In the answer behind a prefix hit, and not in the one after it."""
-    ids = prompt(450, seed=9)
+    ids = prompt(390, seed=9)  # most of its window lies before the checkpoint
     server.flush()
     try:
         fault.write_text(planted)
