@@ -53,10 +53,10 @@ CONFIGURATIONS = {
     "ranks and host": Configuration((*RANKS, *HOST), ranks=2, gpus=2),
 }
 # Pools in which requests are retracted, and of which most is evicted all the time. Of prompts that long the indexer
-# selects all entries (docs/prefix.md says why).
-ON_GPU = Shape(context=2048, burst=600, together=96)
-GPU_FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--max-total-tokens", "16384")
-GPU_FLAGS += ("--context-length", "2048", "--max-running-requests", "64", "--chunked-prefill-size", "1024")
+# selects all entries (docs/prefix.md says why), and short ones begin and end more often.
+ON_GPU = Shape(context=512, burst=1000, together=96)
+GPU_FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--max-total-tokens", "12288")
+GPU_FLAGS += ("--context-length", "512", "--max-running-requests", "64", "--chunked-prefill-size", "256")
 GPU_FLAGS += ("--schedule-conservativeness", "0.1", "--cuda-graph-max-bs-decode", "64", "--grammar-backend", "none")
 GPU_FLAGS += ("--sampling-backend", "pytorch")
 GPU_OPTIONS = {"max_checkpoints": 160}

@@ -131,9 +131,10 @@ class Bench:
 
     def server(self, subject: str) -> Server:
         flags = ["--max-total-tokens", str(self.plan.pool), "--context-length", str(self.plan.pool)]
-        flags += ["--max-running-requests", "8", "--enable-metrics", *self.args.flags.split()]
+        flags += ["--max-running-requests", "8", "--enable-metrics"]
         if not self.args.dry_run:
             flags += ["--load-format", "dummy", "--mem-fraction-static", "0.6", "--cuda-graph-bs-decode", "1", "2", "4"]
+        flags += self.args.flags.split()
         argv, environment = servers.command(self.model, flags, subject == "ours", self.args.dry_run)
         environment["SGLANG_TEST_RETRACT"] = "1"
         environment["SGLANG_TEST_RETRACT_INTERVAL"] = str(self.plan.interval)

@@ -6,14 +6,16 @@
 A device of 1.0 M tokens and hosts of 0, 2, 4 and 8 times that, blocks and checkpoints alike. "loop": conversations of
 20,000 tokens visited in turn, four times. "agents": agent conversations (`benchmarks.agent_trace`) of 2,000 to 80,000
 tokens, somewhere on their way when the load begins, five turns each. "share": what other shares of checkpoints in as
-many bytes of the host would hit, in both loads where it just does not hold all.
+many bytes of the host would hit, in both loads where it just does not hold all. "bound": what a host would hit whose
+bytes are for blocks and checkpoints alike, and one that has no copy of what the device has, or knows who comes next.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,8 @@ from benchmarks.prefix_simulation import (
 from benchmarks.prefix_trace import live_tokens
 from benchmarks.report import RESULTS
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.prefix.tree import FreeList, Match, PrefixTree
+from dsv4_sglang.srt.prefix.policy import SUPERSEDED, UNKNOWN, CheckpointRegistry
+from dsv4_sglang.srt.prefix.tree import FreeList, Match, Node, PrefixTree
 from dsv4_sglang.srt.sizing import CHECKPOINT_SHARE
 
 DEVICE_TOKENS = 1_000_000
@@ -45,21 +48,104 @@ WORKING_SETS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0, 1
 CONVERSATION = 20_000
 
 
+class SharedTree(PrefixTree):
+    """Blocks and checkpoints of one memory of `size` bytes: whoever needs room takes what is worth least by the byte,
+    counting with a checkpoint at the end of a path the blocks behind the one before it."""
+
+    def __init__(self, size: int, ahead: Sequence[Turn] = ()) -> None:
+        """`ahead`: the turns to come, if it knows them."""
+        super().__init__(FreeList(size // BLOCK_BYTES), FreeList(size // CHECKPOINT_BYTES))
+        self.size = size
+        if ahead:
+            self.registry = Foresight(self.checkpoint_pool.size, ahead, self._holder)
+
+    def take_blocks(self, count: int) -> np.ndarray | None:
+        while self._room() < count * BLOCK_BYTES:
+            if not self._evict():
+                return None
+        return self.block_pool.alloc(count)
+
+    def take_checkpoint(self, *, needed: bool = True, saves: int = 0) -> int:
+        usual = max(self.registry.usual, 1.0)
+        least = 0.0 if needed else CHECKPOINT_BYTES * usual / max(saves * SUPERSEDED, 1e-9)
+        while self._room() < CHECKPOINT_BYTES:
+            if not self._evict(least):
+                return 0
+        taken = self.checkpoint_pool.alloc(1)
+        assert taken is not None
+        return int(taken[0])
+
+    def _room(self) -> int:
+        blocks, checkpoints = self.block_pool, self.checkpoint_pool
+        used = (blocks.size - blocks.available_size()) * BLOCK_BYTES
+        return self.size - used - (checkpoints.size - checkpoints.available_size()) * CHECKPOINT_BYTES
+
+    def _evict(self, least: float = 0.0) -> bool:
+        """Free something that is worth less than `least` says; blocks behind no checkpoint always are."""
+        if not self._worthless:
+            registry = self.registry
+            saved = registry.length - registry.length[registry.previous]
+            freed = CHECKPOINT_BYTES + np.where(registry.at_leaf, saved // BLOCK * BLOCK_BYTES, 0)
+            free = registry.held & (registry.locks == 0)
+            score = np.where(free, freed * registry.patience() / np.maximum(registry.worth, 1e-9), -1.0)
+            slot = int(score.argmax())
+            if not free[slot] or score[slot] <= least:
+                return False
+            self._drop(self._holder[slot])
+            self.evicted_checkpoints += 1
+        while self._worthless:
+            self._evict_leaf()
+        return True
+
+
+class Foresight(CheckpointRegistry):
+    """Knows when each conversation goes on: what is needed last is given up first."""
+
+    def __init__(self, capacity: int, turns: Sequence[Turn], nodes: Mapping[int, Node]) -> None:
+        """`nodes`: of the checkpoints, whose keys say whose they are."""
+        super().__init__(capacity)
+        self._nodes = nodes
+        self._next: dict[int, list[int]] = {}
+        for now, turn in enumerate(turns):
+            self._next.setdefault(turn.conversation, []).append(now)
+
+    def patience(self) -> np.ndarray:
+        """Requests until the next of the conversation; system prompts are always next."""
+        wait = np.ones(len(self.held))
+        for slot in np.flatnonzero(self.held):
+            if (key := int(self._nodes[int(slot)].keys[-1])) > 0:
+                times = self._next[((key >> 24) - 1) >> 8]
+                at = bisect_right(times, self.now - 1)
+                wait[slot] = max(1, times[at] - self.now) if at < len(times) else UNKNOWN
+        return wait
+
+
 class TieredSimulation(Simulation):
     """A second tree on the host. What a request leaves is copied there when it ends, as with write_through; what the
     host has further than the device is loaded. On the server one registry knows of both places; here each tree has its
     own, of which the host's sees every use and gives the device a line's rhythm with the line."""
 
     def __init__(
-        self, blocks: int, checkpoints: int, ratio: float, host_share: float | None = None, **options: Any
+        self,
+        blocks: int,
+        checkpoints: int,
+        ratio: float,
+        host_share: float | None = None,
+        *,
+        shared: bool = False,
+        ahead: Sequence[Turn] = (),
+        **options: Any,
     ) -> None:
-        """`host_share`: of the host's bytes that are checkpoints; by default the device's."""
+        """`host_share`: of the host's bytes that are checkpoints; by default the device's. `shared`: they are for both
+        alike. `ahead`: the turns to come, if the host knows them."""
         super().__init__(blocks, checkpoints, INTERVAL, **options)
         there = int(blocks * ratio), int(checkpoints * ratio)
         if host_share is not None:
             size = ratio * (blocks * BLOCK_BYTES + checkpoints * CHECKPOINT_BYTES)
             there = int(size * (1 - host_share) / BLOCK_BYTES), int(size * host_share / CHECKPOINT_BYTES)
         self.host = PrefixTree(FreeList(there[0]), FreeList(there[1])) if ratio else None
+        if shared:
+            self.host = SharedTree(there[0] * BLOCK_BYTES + there[1] * CHECKPOINT_BYTES, ahead)
         self.loaded_tokens = self.stateless_tokens = 0
         """Tokens that were loaded; of whose blocks either tier had, but no checkpoint behind them."""
 
@@ -110,12 +196,16 @@ class TieredSimulation(Simulation):
 
 
 def simulate(
-    turns: Iterable[Turn], ratio: float, host_share: float | None = None, tokens: int = DEVICE_TOKENS
+    turns: Iterable[Turn],
+    ratio: float,
+    host_share: float | None = None,
+    tokens: int = DEVICE_TOKENS,
+    **options: Any,
 ) -> dict[str, float]:
     """Shares are of the tokens that an infinite cache serves."""
     blocks = tokens // BLOCK
     checkpoints = int(blocks * BLOCK_BYTES * CHECKPOINT_SHARE / (1 - CHECKPOINT_SHARE) / CHECKPOINT_BYTES)
-    simulation = TieredSimulation(blocks, checkpoints, ratio, host_share)
+    simulation = TieredSimulation(blocks, checkpoints, ratio, host_share, **options)
     simulation.run(turns)
     ideal = simulation.ideal_tokens
     return {
@@ -165,17 +255,39 @@ def study_share() -> Rows:
     return rows
 
 
-def agents(times: float) -> tuple[list[Turn], int]:
+def study_bound() -> Rows:
+    """Five seeds each. `exclusive`: the host is as large as both, as if it had no copy of what the device has."""
+    rows = []
+    for times, ratio in ((2.0, 2), (3.0, 2), (4.0, 4), (8.0, 8), (10.0, 4), (10.0, 8)):
+        loads = [agents(times, seed)[0] for seed in range(5)]
+        for host in ("split", "shared", "split, exclusive", "shared, exclusive", "shared, knows"):
+            shared, knows = host.startswith("shared"), host.endswith("knows")
+            size = ratio + host.endswith("exclusive")
+            hits = [simulate(turns, size, shared=shared, ahead=turns if knows else ())["hit"] for turns in loads]
+            rows.append({"working_set": times, "ratio": ratio, "host": host, "hit": hits})
+            if not knows:
+                loop = rounds(round(times * DEVICE_TOKENS / CONVERSATION), CONVERSATION, 4)
+                rows[-1]["hit_loop"] = simulate(loop, size, shared=shared)["hit"]
+            print(rows[-1], flush=True)
+    return rows
+
+
+def agents(times: float, seed: int = 0) -> tuple[list[Turn], int]:
     """A load whose live conversations have about so many times the device's tokens, and how many conversations."""
     active = max(2, round(times * 45))
     turns: list[Turn] = []
     for _ in range(4):
-        turns = load(active, 5, tokens=(2_000, 80_000), generate=(8, 16))
+        turns = load(active, 5, seed=seed, tokens=(2_000, 80_000), generate=(8, 16))
         active = max(2, round(active * times * DEVICE_TOKENS / live_tokens(turns, active)))
     return turns, active
 
 
-STUDIES: dict[str, Callable[[], Rows]] = {"loop": study_loop, "agents": study_agents, "share": study_share}
+STUDIES: dict[str, Callable[[], Rows]] = {
+    "loop": study_loop,
+    "agents": study_agents,
+    "share": study_share,
+    "bound": study_bound,
+}
 TITLES = {"loop": "Conversations of 20,000 tokens visited in turn", "agents": "Agent conversations"}
 
 

@@ -23,11 +23,20 @@ from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options, from_override_args
 from dsv4_sglang.srt.plan import BESIDE_WEIGHTS, GPUS, Choice, Gpu, activation_bytes, graph_bytes, others, plan
 from dsv4_sglang.srt.sizing import GIB
-from dsv4_sglang.srt.weights import Format, Model, Split, draft_weight_bytes, weight_bytes
+from dsv4_sglang.srt.weights import (
+    DSparkHead,
+    Format,
+    Model,
+    Split,
+    draft_weight_bytes,
+    dspark_weight_bytes,
+    weight_bytes,
+)
 from dsv4_sglang.testing import tiny
 
 ROOT = Path(__file__).parent.parent
 FLASH, PRO = Model.flash(), Model.pro()
+DSPARK = replace(FLASH, dspark=DSparkHead(stages=3, block=5, markov_rank=256))
 HALF = replace(FLASH, routed_experts=128)
 FLASHSHAPE = Path(capacity.__file__).parent / "configs" / "flashshape" / "config.json"
 
@@ -119,6 +128,23 @@ def test_what_the_log_of_the_run_with_speculation_said() -> None:
     assert (made.layout.slot_bytes, made.layout.checkpoint_bytes) == (6_586_752, 3_821_952)
     blocks = sum(part.bytes for part in made.layout.block_parts(21_032_448 // 128 + 1))
     assert (made.demand.bytes(made.layout) + blocks) / GIB == pytest.approx(79.131, abs=0.0005)
+
+
+@pytest.mark.parametrize("block", [5, 7])
+def test_dspark(block: int) -> None:
+    """Slots as wide as for EAGLE with as many tokens, and rings of three stages in the place of a NextN layer's one.
+    8,200,064 bytes are those of a server (docs/speculation.md)."""
+    made, eagle = (plan(choice(model, draft_tokens=block + 1)) for model in (DSPARK, FLASH))
+    rows = (block + 1) + (block + 1) % 2 + 128
+    ring = eagle.layout.schemas[0].row_format.row_bytes * rows
+    assert made.layout.slot_bytes - eagle.layout.slot_bytes == 2 * ring
+    assert made.layout.checkpoint_bytes - eagle.layout.checkpoint_bytes == 2 * ring
+    assert made.layout.block_bytes == eagle.layout.block_bytes
+    assert block == 5 or made.layout.slot_bytes == 8_200_064
+    head = dspark_weight_bytes(DSPARK, Split(2), Format.FP4)
+    assert made.weights["DSPARK head"] == head > 3 * 0.9 * draft_weight_bytes(FLASH, Split(2), Format.FP4).layer
+    assert sum(part.bytes for part in made.parts) == GPUS["h200"].memory
+    assert made.tokens < eagle.tokens < plan(choice()).tokens
 
 
 def test_what_sglang_reckons_with_outside_of_the_pools() -> None:
@@ -288,6 +314,18 @@ def test_neighbours_differ_in_one_thing() -> None:
         assert other not in dict(others(other)).values(), "every one of them can be made, and differs"
 
 
+def test_neighbours_of_a_model_with_a_dspark_head() -> None:
+    """The other way to draft is not for its checkpoint, and replicas of DP attention are refused with this one."""
+    plain = choice(DSPARK, count=4)
+    changes = dict(others(plain))
+    assert changes["--speculative-algorithm DSPARK"] == replace(plain, draft_tokens=6)
+    assert "--dp 4" in changes and not any("num-draft-tokens" in change for change in changes)
+    drafting = dict(others(replace(plain, draft_tokens=8)))
+    assert drafting["no speculation"] == plain
+    assert not any(change.startswith("--dp") for change in drafting)
+    assert not any("DSPARK" in change for change in dict(others(choice(DSPARK, count=4, dp=4))))
+
+
 # The command
 
 
@@ -339,6 +377,40 @@ def test_the_command_with_speculation() -> None:
     assert re.search(r"NextN layer +0\.8\d ", printed)
 
 
+@pytest.mark.parametrize("given", [None, 5, 7])
+def test_the_command_with_dspark(given: int | None, tmp_path: Path) -> None:
+    tiny.make_tiny(tmp_path / "mine", tiny.TinySpec(dspark=5))
+    words = () if given is None else ("--speculative-dspark-block-size", str(given))
+    common = ("--gpu", "8", "--count", "1", "--model", str(tmp_path / "mine"), "--context", "4096")
+    printed = invoke(*common, "--max-running-requests", "4", "--speculative-algorithm", "DSPARK", *words)
+    lines = printed.splitlines()
+    assert lines[0].endswith(f", --speculative-algorithm DSPARK, blocks of {given or 5}")
+    ending = " --speculative-dspark-block-size 7" if given == 7 else ""
+    assert lines[-1].endswith(f" --speculative-algorithm DSPARK{ending}")
+    assert "DSPARK head" in printed and "NextN" not in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("DSPARK", "--speculative-dspark-block-size", "9"), r"block-size 9: expected 1 to 8"),
+        (("DSPARK", "--speculative-dspark-block-size", "-1"), r"block-size -1: expected at least 1"),
+        (("DSPARK", "--speculative-num-draft-tokens", "5"), r"num-draft-tokens 5: .* leave it out, or give 6"),
+        (("DSPARK", "--dp", "2", "--count", "2"), r"DSPARK with --dp 2 is refused at start"),
+        (("EAGLE", "--speculative-num-draft-tokens", "4"), r"mine has a DSPARK head and no NextN layer"),
+        (("MEDUSA",), r"--speculative-algorithm is 'MEDUSA'; expected EAGLE, NEXTN or DSPARK"),
+    ],
+)
+def test_bad_input_about_dspark(words: tuple[str, ...], complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.json").write_text(json.dumps(tiny.config_json(tiny.TinySpec(dspark=5))))
+    count = () if "--count" in words else ("--count", "1")
+    arguments = ["plan", "--gpu", "8", *count, "--model", str(tmp_path / "mine"), "--speculative-algorithm", *words]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "600"})
+    assert result.exit_code == 2
+    assert re.search(complaint, " ".join(result.output.replace("│", " ").split())), result.output
+
+
 def test_a_config_of_ones_own(tmp_path: Path) -> None:
     tiny.make_tiny(tmp_path / "mine", tiny.TinySpec())
     arguments = ("--gpu", "8", "--count", "1", "--context", "4096", "--max-running-requests", "4")
@@ -382,6 +454,9 @@ def test_a_config_of_ones_own(tmp_path: Path) -> None:
             ["--speculative-num-draft-tokens", "4", "--hca-state", "raw"],
             r"--speculative-num-draft-tokens 4: .* --hca-state raw; give online",
         ),
+        (["--speculative-algorithm", "DSPARK"], r"DeepSeek-V4-Flash has no DSPARK head .* give EAGLE, or --model the"),
+        (["--speculative-algorithm", "EAGLE"], r"--speculative-algorithm EAGLE: give --speculative-num-draft-tokens"),
+        (["--speculative-dspark-block-size", "5"], r"block-size 5: give --speculative-algorithm DSPARK with it"),
         (["--chunked-prefill-size", "1000"], r"--chunked-prefill-size 1000 is 1000 tokens .* multiple of 128"),
         (["--context-length", "2000000"], r"--context-length is 2000000; expected 1 to 1048576"),
         (["--context-length", "4096"], r"--context 32768 is longer than a request may be: 4096"),

@@ -10,12 +10,15 @@ from progress import run
 pytest.importorskip("triton")
 
 
+INTERPRETED = ("interpreted_readers.py", "interpreted_readers_v41.py")
+
+
 @pytest.mark.slow
 def test_results_under_the_interpreter():
     """In a process of its own: Triton decides when it is imported whether it interprets."""
     here = Path(__file__).parent
     done = run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "interpreted_readers.py"],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *INTERPRETED],
         cwd=here,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{here.parent}{os.pathsep}{here}"},
     )
@@ -76,10 +79,10 @@ not_interpreted = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="T
 def test_attend_compiles(architecture, heads, q, rows, split):
     import triton.language as tl
 
-    from dsv4_sglang.attention import triton_attend
+    from dsv4_sglang.attention import triton_attend, triton_softmax
 
     exact = q != "*bf16"
-    tile = triton_attend.tiling(heads, rows == "*u8", exact, SHARED[architecture])
+    tile = triton_softmax.tiling(heads, rows == "*u8", exact, SHARED[architecture])
     constants = {
         "FP8": rows == "*u8", "FOLD": rows == "*u8" and q == "*bf16", "HAS_ENTRIES": True, "SPLIT": split,
         "DOT": tl.float32 if exact else tl.bfloat16, "PRECISION": "ieee" if q == "*fp32" else "tf32",
@@ -88,7 +91,42 @@ def test_attend_compiles(architecture, heads, q, rows, split):
     types = {"q_ptr": q, "out_ptr": q, "window_ptr": rows, "entries_ptr": rows}
     compile_for(triton_attend._attend_kernel, architecture, constants, tile.warps, **types)
     if split and architecture == 90:
-        compile_for(triton_attend._merge_kernel, architecture, {"BLOCK_S": 8}, 4)
+        compile_for(triton_softmax.merge_kernel, architecture, {"BLOCK_S": 8}, 4)
+
+
+@not_interpreted
+@pytest.mark.parametrize(
+    "architecture, heads, q, split",
+    [(80, 64, "*bf16", True), (86, 16, "*fp32", False), (90, 64, "*bf16", False), (100, 64, "*bf16", True)],
+)
+def test_attend_of_v41_compiles(architecture, heads, q, split):
+    import triton.language as tl
+
+    from dsv4_sglang.attention import triton_attend_v41, triton_softmax
+
+    exact = q != "*bf16"
+    tile = triton_softmax.tiling(heads, False, exact, SHARED[architecture])
+    constants = {
+        "HAS_ENTRIES": True, "SPLIT": split, "DOT": tl.float32 if exact else tl.bfloat16,
+        "PRECISION": "ieee" if exact else "tf32", "BLOCK_H": tile.heads, "BLOCK_N": tile.rows,
+    }  # fmt: skip
+    types = {"q_ptr": q, "out_ptr": q}
+    compile_for(triton_attend_v41._attend_v41_kernel, architecture, constants, tile.warps, **types)
+
+
+@not_interpreted
+@pytest.mark.parametrize("architecture, within", [(80, 0), (90, 8), (100, 8)])
+def test_scores_of_v41_compile(architecture, within):
+    import triton.language as tl
+
+    from dsv4_sglang.attention import triton_index_v41
+
+    constants = {
+        "RATIO": 1, "WITHIN": within, "DOT": tl.bfloat16, "PRECISION": "tf32", "BLOCK_H": 32,
+        "BLOCK_N": triton_index_v41._ENTRIES_A_PROGRAM,
+    }  # fmt: skip
+    types = {"query_ptr": "*fp32", "orders_ptr": "*i64"}
+    compile_for(triton_index_v41._score_kernel, architecture, constants, 4, **types)
 
 
 @not_interpreted
@@ -127,7 +165,7 @@ def test_decode_metadata_compiles(architecture):
 
 
 def test_splits_fill_the_gpu_and_no_more():
-    from dsv4_sglang.attention.triton_attend import split_count
+    from dsv4_sglang.attention.triton_softmax import split_count
 
     assert split_count(tokens=256, head_groups=1, tiles=10, processors=132) == 1
     assert 4 <= split_count(tokens=1, head_groups=1, tiles=10, processors=132) <= 10

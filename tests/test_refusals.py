@@ -176,8 +176,7 @@ def test_a_storage_wants_a_host_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SERVES_DSPARK", True)
     tier = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
     assert refusals(**tier) == refusals(speculative_algorithm="EAGLE", **tier) == []
-    (line,) = refusals(config(dspark_target_layer_ids=[40, 41, 42]), speculative_algorithm="DSPARK", **tier)
-    assert line.endswith("with --speculative-algorithm DSPARK it has not been tested")
+    assert refusals(config(dspark_target_layer_ids=[40, 41, 42]), speculative_algorithm="DSPARK", **tier) == []
     (line,) = refusals(hicache_storage_backend="file")
     assert line == (
         "--hicache-storage-backend file is not supported: it stands behind the host tier; "

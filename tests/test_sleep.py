@@ -183,7 +183,14 @@ def test_blocks_come_again_as_they_were_made(rows: str) -> None:
 
 
 @pytest.fixture
-def tree(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(TorchMemorySaverAdapter, "create", staticmethod(lambda enable: recorder))
+    return recorder
+
+
+@pytest.fixture
+def tree(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> pytest.MonkeyPatch:
     without_a_server(monkeypatch)
     return monkeypatch
 
@@ -193,6 +200,16 @@ def spoil(server: TieredServer) -> None:
     for table in server.device.tokens.values():
         table.fill_(-7)
     server.states.states[:] = -7
+
+
+def test_a_host_tier_keeps_what_it_needs(tree: pytest.MonkeyPatch, recorder: Recorder) -> None:
+    """Nothing of it is cleared on waking: what its copies read on the device must not be given back."""
+    server = TieredServer(tree, seed=2)
+    pools = server.cache.cache_controller.mem_pool_host
+    held = dict(tensors_of(pools))
+    assert any("_numbers" in path for path in held)
+    lost = [path for path, tensor in held.items() if tensor.untyped_storage().data_ptr() in recorder.inside]
+    assert not lost
 
 
 def serve_only(server: TieredServer, monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:

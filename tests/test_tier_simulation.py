@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.agent_trace import load, rounds
-from benchmarks.tier_simulation import TieredSimulation, simulate
+from benchmarks.prefix_simulation import BLOCK_BYTES, CHECKPOINT_BYTES
+from benchmarks.tier_simulation import SharedTree, TieredSimulation, simulate
 
 
 def test_the_host_adds_what_it_holds() -> None:
@@ -17,10 +18,22 @@ def test_the_host_adds_what_it_holds() -> None:
     assert hits[4]["hit"] > 0.98 and hits[4]["from_host"] > 0.7
 
 
+def test_one_memory_for_both_fits_the_load() -> None:
+    """Conversations of 2,000 tokens want more checkpoints than a twelfth of the bytes holds; who knows what comes next
+    loses nothing where a third more would hold all."""
+    turns = list(rounds(400, 2_000, 4))
+    split, shared, knows = (
+        simulate(turns, 3, tokens=200_000, shared=shared, ahead=ahead)["hit"]
+        for shared, ahead in ((False, ()), (True, ()), (True, turns))
+    )
+    assert split + 0.1 < shared < knows
+
+
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("ratio", [0.5, 3])
-def test_blocks_and_slots_have_one_owner(ratio: float) -> None:
+def test_blocks_and_slots_have_one_owner(ratio: float, shared: bool) -> None:
     """After branches, evictions and loads, in pools so small that some requests are not served."""
-    simulation = TieredSimulation(400, 12, ratio)
+    simulation = TieredSimulation(400, 12, ratio, shared=shared)
     simulation.run(load(40, 6, tokens=(2_000, 40_000), generate=(8, 64)))
     assert simulation.loaded_tokens > 0
     assert simulation.host is not None
@@ -31,3 +44,7 @@ def test_blocks_and_slots_have_one_owner(ratio: float) -> None:
         slots = sorted([*tree.checkpoint_pool.free_ids(), *(node.checkpoint for node in nodes if node.checkpoint)])
         assert blocks == list(range(1, tree.block_pool.size + 1))
         assert slots == list(range(1, tree.checkpoint_pool.size + 1))
+    if isinstance(host := simulation.host, SharedTree):
+        held = BLOCK_BYTES * sum(len(node.blocks) for node in host.nodes())
+        held += CHECKPOINT_BYTES * sum(node.checkpoint > 0 for node in host.nodes())
+        assert 0.5 * host.size < held <= host.size

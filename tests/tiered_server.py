@@ -141,7 +141,7 @@ class TieredServer(BlockOwner):
             dtype="float32",
             tp_size=1,
             weight_version="default",
-            enable_memory_saver=False,
+            enable_memory_saver=True,
             # Newer releases ask for these by what they belong to.
             hicache_host_memory_mode="cache",
             file_storage_path=None,

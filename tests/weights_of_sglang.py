@@ -16,8 +16,17 @@ from torch import nn
 
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
+from dsv4_sglang.srt.models.deepseek_v4_dspark import DeepseekV4ForCausalLMDSpark
 from dsv4_sglang.srt.models.deepseek_v4_nextn import DeepseekV4ForCausalLMNextN
-from dsv4_sglang.srt.weights import DraftWeights, Format, Model, Split, draft_weight_bytes, weight_bytes
+from dsv4_sglang.srt.weights import (
+    DraftWeights,
+    Format,
+    Model,
+    Split,
+    draft_weight_bytes,
+    dspark_weight_bytes,
+    weight_bytes,
+)
 from dsv4_sglang.testing.tiny import TinySpec, config_json
 
 NAMES = (
@@ -62,6 +71,15 @@ def first_of(split: Split, monkeypatch: pytest.MonkeyPatch):
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def fp8(experts: Format) -> Fp8Config:
+    return Fp8Config(
+        is_checkpoint_fp8_serialized=True,
+        activation_scheme="dynamic",
+        weight_block_size=[128, 128],
+        is_fp4_experts=experts is Format.FP4,
+    )
 
 
 def group(name: str) -> str:
@@ -125,12 +143,7 @@ def test_bytes_of_each_kind(
 ) -> None:
     values = config_json(TinySpec(ratios=layers, vocab=129280)) | WIDTHS[widths]
     config = compat.config_class()(**values)
-    quantised = Fp8Config(
-        is_checkpoint_fp8_serialized=True,
-        activation_scheme="dynamic",
-        weight_block_size=[128, 128],
-        is_fp4_experts=experts is Format.FP4,
-    )
+    quantised = fp8(experts)
     with first_of(split, monkeypatch):
         built = DeepseekV4ForCausalLM(config, quantised)
         draft = DeepseekV4ForCausalLMNextN(config, quantised)
@@ -142,3 +155,33 @@ def test_bytes_of_each_kind(
     shared = drafts.pop("embedding, head")
     of_its_own = sum(size for table, size in tables_of(draft).items() if table not in tables)
     assert DraftWeights(sum(drafts.values()) + of_its_own, shared) == draft_weight_bytes(model, split, experts)
+
+
+@pytest.mark.parametrize(
+    ("widths", "layers", "split", "experts"),
+    [
+        ("flash", LAYERS, Split(1), Format.FP8),
+        ("flash", LAYERS, Split(4), Format.FP4),
+        ("pro", LAYERS[1:], Split(8), Format.FP4),
+    ],
+    ids=str,
+)
+def test_bytes_of_a_dspark_head(
+    widths: str,
+    layers: tuple[int, ...],
+    split: Split,
+    experts: Format,
+    one_process: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = config_json(TinySpec(ratios=layers, vocab=129280, dspark=5)) | WIDTHS[widths]
+    quantised = fp8(experts)
+    with first_of(split, monkeypatch):
+        config = compat.config_class()(**values)
+        built, head = DeepseekV4ForCausalLM(config, quantised), DeepseekV4ForCausalLMDSpark(config, quantised)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**values, "quantization_config": {"quant_method": "fp8"}}))
+    tables = tables_of(built)
+    of_its_own = sum(size for table, size in tables_of(head).items() if table not in tables)
+    assert sum(parameters_of(head).values()) + of_its_own == dspark_weight_bytes(Model.from_file(file), split, experts)

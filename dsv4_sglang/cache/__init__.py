@@ -17,6 +17,8 @@ from dsv4_sglang.cache.schema import (
 )
 from dsv4_sglang.cache.state_cache import StateCachePool, StateStorage
 from dsv4_sglang.cache.step import Step, StepMetadata
+from dsv4_sglang.cache.v41_cache import V41Cache
+from dsv4_sglang.cache.v41_step import V41LayerWeights, V41Step
 from dsv4_sglang.formats import KeyFormat, RowFormat
 
 __all__ = [
@@ -42,6 +44,9 @@ __all__ = [
     "Step",
     "StepMetadata",
     "SwaView",
+    "V41Cache",
+    "V41LayerWeights",
+    "V41Step",
     "build_schema",
     "compute_block_budget",
 ]

@@ -54,6 +54,36 @@ def _gpu(given: str) -> Gpu:
     return Gpu(f"GPU of {gib:g} GiB", int(gib * GIB), "--gpu")
 
 
+def _draft_tokens(model: Model, algorithm: str | None, tokens: int, block: int | None) -> int:
+    """Tokens of a verify step, 0 without speculation; a checkpoint has a NextN layer or a DSPARK head."""
+    if algorithm is None and block is not None:
+        raise ValueError(f"--speculative-dspark-block-size {block}: give --speculative-algorithm DSPARK with it")
+    if algorithm not in (None, "EAGLE", "NEXTN", "DSPARK"):
+        raise ValueError(f"--speculative-algorithm is {algorithm!r}; expected EAGLE, NEXTN or DSPARK")
+    if algorithm != "DSPARK":
+        if model.dspark is not None and (algorithm or tokens):
+            raise ValueError(f"{model.name} has a DSPARK head and no NextN layer; give --speculative-algorithm DSPARK")
+        if block is not None:
+            raise ValueError(f"--speculative-dspark-block-size {block} is for DSPARK, not for {algorithm}")
+        if algorithm and not tokens:
+            raise ValueError(f"--speculative-algorithm {algorithm}: give --speculative-num-draft-tokens, such as 4")
+        return tokens
+    if model.dspark is None:
+        raise ValueError(
+            f"--speculative-algorithm DSPARK: {model.name} has no DSPARK head (dspark_target_layer_ids in its "
+            "config.json); give EAGLE, or --model the config.json of a checkpoint that has one"
+        )
+    wanted = (model.dspark.block if block is None else block) + 1
+    if wanted < 2:
+        raise ValueError(f"--speculative-dspark-block-size {wanted - 1}: expected at least 1, the tokens of a block")
+    if tokens not in (0, wanted):
+        raise ValueError(
+            f"--speculative-num-draft-tokens {tokens}: a block of {wanted - 1} is verified with the token before it; "
+            f"leave it out, or give {wanted}"
+        )
+    return wanted
+
+
 def holds(made: Plan) -> str:
     """One line, which docs/recipes.md quotes."""
     loaded = sum(part.bytes for part in made.parts if part.group == "weights")
@@ -160,7 +190,11 @@ def plan(
     hca_state: Annotated[str, typer.Option(help="Open windows of 128: online or raw.")] = "online",
     max_checkpoints: Annotated[int | None, typer.Option(help="Of one cache; default: a twelfth of its memory.")] = None,
     chunked_prefill_size: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 8192,
+    speculative_algorithm: Annotated[str | None, typer.Option(help="EAGLE or DSPARK; default: none.")] = None,
     speculative_num_draft_tokens: Annotated[int, typer.Option(help="Of EAGLE, 2 to 9; 0: no speculation.")] = 0,
+    speculative_dspark_block_size: Annotated[
+        int | None, typer.Option(help="Of DSPARK, 1 to 8; default: the checkpoint's.")
+    ] = None,
     context_length: Annotated[int | None, typer.Option(help="Longest request; default: the model's.")] = None,
     context: Annotated[int, typer.Option(help="Tokens of a request when requests are counted.")] = 32768,
     plot: Annotated[Path | None, typer.Option(help="Draw the memory into this file (.png, .svg, .pdf).")] = None,
@@ -198,7 +232,9 @@ def plan(
                 chunk=chunked_prefill_size,
                 context_length=context_length,
                 request=context,
-                draft_tokens=speculative_num_draft_tokens,
+                draft_tokens=_draft_tokens(
+                    described, speculative_algorithm, speculative_num_draft_tokens, speculative_dspark_block_size
+                ),
             )
         )
         other = dict(compared(made.choice))
@@ -212,7 +248,11 @@ def plan(
     console = Console(markup=False, highlight=False)
     servers = "" if choice.tp == choice.count else f", {choice.count // choice.tp} servers"
     replicas = f", --dp {choice.dp}" if choice.dp > 1 else ""
-    drafts = f", --speculative-num-draft-tokens {choice.draft_tokens}" if choice.draft_tokens else ""
+    drafts = ""
+    if choice.draft_tokens and choice.model.dspark:
+        drafts = f", --speculative-algorithm DSPARK, blocks of {choice.draft_tokens - 1}"
+    elif choice.draft_tokens:
+        drafts = f", --speculative-num-draft-tokens {choice.draft_tokens}"
     name = f"{choice.model.name}, {choice.count} x {choice.gpu.name}"
     console.print(f"{name}, --tp {choice.tp}{replicas}{servers}{drafts}", style="bold")
     console.print(holds(made), soft_wrap=True)

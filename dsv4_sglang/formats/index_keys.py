@@ -70,10 +70,15 @@ def hadamard(x: Tensor) -> Tensor:
     return x.float() @ _hadamard_matrix(x.device)
 
 
+def _e2m1_magnitude(x: Tensor) -> Tensor:
+    """|x| rounded to a number of e2m1, to nearest even, saturating at 6."""
+    a = x.abs().clamp_max(FP4_MAX)
+    return torch.where(a < 2, (a * 2).round() / 2, torch.where(a < 4, a.round(), (a / 2).round() * 2))
+
+
 def e2m1_codes(x: Tensor) -> Tensor:
     """fp32 -> 4-bit e2m1 codes (sign in bit 3), round to nearest even, saturating at 6."""
-    a = x.abs().clamp_max(FP4_MAX)
-    grid = torch.where(a < 2, (a * 2).round() / 2, torch.where(a < 4, a.round(), (a / 2).round() * 2))
+    grid = _e2m1_magnitude(x)
     code = torch.where(grid < 2, grid * 2, torch.where(grid < 4, grid + 2, grid / 2 + 4)).to(torch.uint8)
     return code | (torch.signbit(x).to(torch.uint8) << 3)
 
@@ -105,8 +110,7 @@ def mxfp4_values(y: Tensor) -> Tensor:
     blocks = y.bfloat16().float().unflatten(-1, (-1, 32))
     amax = blocks.abs().amax(-1, keepdim=True).clamp_min(FP4_MAX * 2.0**-126)
     scale = exp2_of_biased(ceil_pow2_exponent(amax * (1.0 / FP4_MAX)))
-    codes = e2m1_codes(blocks / scale)
-    return (e2m1_values(codes[..., 0::2] | (codes[..., 1::2] << 4)) * scale).flatten(-2)
+    return (_e2m1_magnitude(blocks / scale).copysign(blocks) * scale).flatten(-2)
 
 
 def dequantise_keys(packed: Tensor, scales: Tensor) -> Tensor:

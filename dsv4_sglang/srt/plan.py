@@ -18,7 +18,15 @@ from dsv4_sglang.srt import flags
 from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import KEY, Options
 from dsv4_sglang.srt.sizing import GIB, StateDemand, demand_of, memory_after_slots, tokens_of_pool
-from dsv4_sglang.srt.weights import Format, Model, Split, check_split, draft_weight_bytes, weight_bytes
+from dsv4_sglang.srt.weights import (
+    Format,
+    Model,
+    Split,
+    check_split,
+    draft_weight_bytes,
+    dspark_weight_bytes,
+    weight_bytes,
+)
 
 MIB = 1 << 20
 BEFORE_WEIGHTS = int(1.65 * GIB)
@@ -72,7 +80,8 @@ class Choice:
     request: int = 32768
     """Tokens of the requests that are counted."""
     draft_tokens: int = 0
-    """--speculative-num-draft-tokens: tokens of a verify step of EAGLE; 0: no speculation."""
+    """Tokens of a verify step: --speculative-num-draft-tokens of EAGLE, one more than a block of DSPARK, which a model
+    with such a head drafts with; 0: no speculation."""
 
     def __post_init__(self) -> None:
         for flag, value in (("--count", self.count), ("--tp", self.tp), ("--dp", self.dp), ("--context", self.request)):
@@ -111,12 +120,18 @@ class Choice:
             )
 
     def _check_drafts(self) -> None:
-        given = f"--speculative-num-draft-tokens {self.draft_tokens}"
-        if not 2 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
+        head, given = self.model.dspark, f"--speculative-num-draft-tokens {self.draft_tokens}"
+        if head is not None:
+            given = f"--speculative-dspark-block-size {self.draft_tokens - 1}"
+            if not 2 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
+                raise ValueError(f"{given}: expected 1 to {MAX_DRAFT_TOKENS - 1}, the tokens of a block")
+            if self.dp > 1:
+                raise ValueError(f"{given}: DSPARK with --dp {self.dp} is refused at start; give --dp 1")
+        elif not 2 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
             raise ValueError(
                 f"{given}: expected 2 to {MAX_DRAFT_TOKENS}, a token and its drafts, or 0 for no speculation"
             )
-        if not self.model.config.num_nextn_predict_layers:
+        elif not self.model.config.num_nextn_predict_layers:
             raise ValueError(f"{given}: {self.model.name} has no NextN layer to draft with (num_nextn_predict_layers)")
         if self.options.hca_state == "raw":
             raise ValueError(f"{given}: rejected drafts cannot be taken back from --hca-state raw; give online")
@@ -124,6 +139,13 @@ class Choice:
     @property
     def split(self) -> Split:
         return Split(self.tp, self.dp)
+
+    @property
+    def draft_layers(self) -> int:
+        """Layers of the draft model, each with a ring in every slot."""
+        if not self.draft_tokens:
+            return 0
+        return 1 if self.model.dspark is None else self.model.dspark.stages
 
     @property
     def served_context(self) -> int:
@@ -146,7 +168,11 @@ class Choice:
             words += ["--kv-cache-dtype", self.kv_cache_dtype]
         words += ["--max-running-requests", str(self.running), "--chunked-prefill-size", str(self.chunk)]
         words += ["--mem-fraction-static", f"{self.mem_fraction:g}"]
-        if self.draft_tokens:
+        if self.draft_tokens and (head := self.model.dspark):
+            words += ["--speculative-algorithm", "DSPARK"]
+            if (block := self.draft_tokens - 1) != head.block:
+                words += ["--speculative-dspark-block-size", str(block)]
+        elif self.draft_tokens:
             words += ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(self.draft_tokens - 1)]
             words += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(self.draft_tokens)]
         if self.context_length is not None:
@@ -267,7 +293,9 @@ def activation_bytes(choice: Choice) -> int:
 def plan(choice: Choice) -> Plan:
     """ValueError, with what to do, if the weights, the slots or one request of the context length do not fit."""
     weights, until_shared = weight_bytes(choice.model, choice.split, choice.experts), 0
-    if choice.draft_tokens:
+    if choice.draft_tokens and choice.model.dspark:
+        weights["DSPARK head"] = dspark_weight_bytes(choice.model, choice.split, choice.experts)
+    elif choice.draft_tokens:
         weights["NextN layer"], until_shared = draft_weight_bytes(choice.model, choice.split, choice.experts)
     # What is shared later is free then, and part of what is left for activations.
     loaded = sum(weights.values()) + BESIDE_WEIGHTS + until_shared
@@ -284,7 +312,7 @@ def plan(choice: Choice) -> Plan:
         "cpu",
         sm100=choice.gpu.sm100,
         draft_tokens=choice.draft_tokens,
-        draft_layers=1 if choice.draft_tokens else 0,
+        draft_layers=choice.draft_layers,
     )
     demand = demand_of(
         layout,
@@ -328,7 +356,7 @@ def _fits(choice: Choice, count: int) -> bool:
 
 def others(choice: Choice) -> Iterator[tuple[str, Choice]]:
     """The next smaller and larger choices of each kind, by what changes; some may not fit."""
-    config = choice.model.config
+    config, head = choice.model.config, choice.model.dspark
     for running in (choice.running // 2, choice.running * 2):
         if running >= choice.dp:
             yield f"--max-running-requests {running}", replace(choice, running=running)
@@ -342,9 +370,11 @@ def others(choice: Choice) -> Iterator[tuple[str, Choice]]:
         yield "no speculation", replace(choice, draft_tokens=0)
     else:
         yield f"--hca-state {state}", replace(choice, options=replace(choice.options, hca_state=state))
-        if config.num_nextn_predict_layers and state == "raw":
+        if head is not None and choice.dp == 1 and state == "raw" and head.block < MAX_DRAFT_TOKENS:
+            yield "--speculative-algorithm DSPARK", replace(choice, draft_tokens=head.block + 1)
+        elif head is None and config.num_nextn_predict_layers and state == "raw":
             yield f"--speculative-num-draft-tokens {DRAFT_TOKENS}", replace(choice, draft_tokens=DRAFT_TOKENS)
-    for dp in (1, choice.tp):
+    for dp in (1,) if head is not None and choice.draft_tokens else (1, choice.tp):
         if dp != choice.dp and choice.running >= dp and config.o_groups % (choice.tp // dp) == 0:
             yield f"--dp {dp}", replace(choice, dp=dp)
     for gpus in (choice.tp // 2, choice.tp * 2):

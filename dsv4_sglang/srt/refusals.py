@@ -245,8 +245,6 @@ def _refused_with_host_tier(args: Any) -> Iterable[tuple[str, str]]:
     if not compat.SERVES_HOST_TIER:
         reason = "the tree and the controller of copies are others in SGLang 0.5.18 to 0.5.22; use 0.5.17 or 0.5.23"
         yield "--enable-hierarchical-cache", reason
-    if args.speculative_algorithm == "DSPARK":
-        yield "--enable-hierarchical-cache", "with --speculative-algorithm DSPARK it has not been tested"
 
 
 def _refused_with_disaggregation(args: Any) -> Iterable[tuple[str, str]]:

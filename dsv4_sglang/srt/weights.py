@@ -41,6 +41,14 @@ class Format(enum.Enum):
         return rows * columns // 2 + rows * (columns // FP4_GROUP)
 
 
+class DSparkHead(NamedTuple):
+    """`stages` layers that draft `block` tokens at once, with a first-order bias of rank `markov_rank`."""
+
+    stages: int
+    block: int
+    markov_rank: int
+
+
 @dataclass(frozen=True)
 class Model:
     """A model's widths: those that the cache depends on, and those that only its weights do.
@@ -60,6 +68,8 @@ class Model:
     streams: int
     """Residual streams of the hyper-connections (`hc_mult`)."""
     quantised: bool
+    dspark: DSparkHead | None = None
+    """In the place of a NextN layer."""
 
     @classmethod
     def flash(cls) -> Model:
@@ -94,6 +104,7 @@ class Model:
             vocabulary=fields.integer("vocab_size"),
             streams=fields.integer("hc_mult"),
             quantised=quantised,
+            dspark=_dspark_head(fields),
         )
 
     @property
@@ -104,6 +115,13 @@ class Model:
     def experts(self) -> Format:
         """Of the routed experts as released."""
         return Format.FP4 if self.quantised else Format.BF16
+
+
+def _dspark_head(fields: Fields) -> DSparkHead | None:
+    if not fields.get("dspark_target_layer_ids"):
+        return None
+    stages = len(fields.integers("dspark_target_layer_ids"))
+    return DSparkHead(stages, fields.integer("dspark_block_size"), fields.integer("dspark_markov_rank"))
 
 
 class Split(NamedTuple):
@@ -189,6 +207,45 @@ def draft_weight_bytes(model: Model, split: Split, experts: Format) -> DraftWeig
     )
 
 
+def dspark_weight_bytes(model: Model, split: Split, experts: Format) -> int:
+    """Bytes of a DSPARK head on one GPU, of a split that `weight_bytes` has checked
+    (`models/deepseek_v4_dspark.py` of SGLang): stages, which are decoder layers with the window alone, the projection
+    of the layers that they read, and the two matrices of the bias, whole on every GPU. Embedding and output head are
+    the served model's. ValueError for a model without one."""
+    if (head := model.dspark) is None:
+        raise ValueError(f"{model.name} has no DSPARK head (dspark_target_layer_ids in its config.json)")
+    config, hidden = model.config, model.config.hidden_size
+    stage = (
+        model.routed_experts * (_expert(model, split, experts) + FP32)
+        + _shared(model, split)
+        + _stage_attention(model, split)
+        + _beside(model)
+    )
+    windows_alone = any(config.ratio(layer) == 0 for layer in range(config.num_hidden_layers))
+    return (
+        head.stages * stage
+        + model.matrices.bytes(hidden, head.stages * hidden)
+        + hidden * BF16
+        + _last(model)
+        + 2 * model.vocabulary * head.markov_rank * BF16
+        + (0 if windows_alone else _rope_table(config))
+    )
+
+
+def _stage_attention(model: Model, split: Split) -> int:
+    """As `_attention`, with two projections of the input for one and the first of the output in bf16."""
+    config, matrix = model.config, model.matrices
+    rows, columns = config.o_groups * config.o_lora_rank // split.attention, _group_columns(config)
+    apart = matrix.bytes(config.q_lora_rank, config.hidden_size) + matrix.bytes(config.head_dim, config.hidden_size)
+    together = matrix.bytes(config.q_lora_rank + config.head_dim, config.hidden_size)
+    return _attention(model, split) + apart - together + Format.BF16.bytes(rows, columns) - matrix.bytes(rows, columns)
+
+
+def _group_columns(config: DSV4Config) -> int:
+    """Outputs of the heads of one group."""
+    return config.num_attention_heads * config.head_dim // config.o_groups
+
+
 def _embedding_and_head(model: Model, split: Split) -> int:
     each = model.vocabulary * model.config.hidden_size * BF16
     return each // (1 if split.dp > 1 else split.tp) + each // split.tp
@@ -216,7 +273,7 @@ def _attention(model: Model, split: Split) -> int:
     return (
         matrix.bytes(config.q_lora_rank + config.head_dim, config.hidden_size)
         + matrix.bytes(heads // split.attention, config.q_lora_rank)
-        + matrix.bytes(latent, heads // config.o_groups)
+        + matrix.bytes(latent, _group_columns(config))
         + matrix.bytes(config.hidden_size, latent)
         + config.num_attention_heads * FP32
         + (config.q_lora_rank + config.head_dim) * BF16

@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 from faulty_cache import entry_point
 from recorded_drafts import DRAFTS, recorded
-from server_harness import Server, assert_oracle_chooses, prompt, running
+from server_harness import HOST_TIER, Server, assert_oracle_chooses, needs_host_tier, prompt, running
 
 from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.options import Options
+from dsv4_sglang.srt.plan import GPUS, Choice, plan
+from dsv4_sglang.srt.weights import Format, Model
 from dsv4_sglang.testing.dspark import DSpark
 from dsv4_sglang.testing.oracle import Oracle
 
@@ -55,13 +58,15 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path, drafts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048")
     flags += ("--max-running-requests", "4", "--chunked-prefill-size", str(CHUNK), "--speculative-algorithm", "DSPARK")
+    flags += ("--enable-metrics", *HOST_TIER)
     with pytest.MonkeyPatch.context() as patch:
         found = entry_point(tmp_path_factory.mktemp("recorder"), "recorded_drafts")
         patch.setenv("PYTHONPATH", os.pathsep.join([*found, os.environ.get("PYTHONPATH", "")]))
         patch.setenv(DRAFTS, str(drafts))
         patch.setenv("SGLANG_DSPARK_OPT_MARKOV_W2_BF16", "0")  # SGLang's bias is of bf16 weights otherwise
         log = tmp_path_factory.mktemp("dspark") / "log"
-        with running(model, log, *flags, entry_format="fp32", indexer_format="fp32") as server:
+        options = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": compat.SERVES_INTEGRITY_CHECK}
+        with running(model, log, *flags, **options) as server:
             yield server
 
 
@@ -108,6 +113,47 @@ def test_warm(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> Non
     cached = [got[rid]["meta_info"]["cached_tokens"] for rid in asked]
     assert cached == [0, 256, 384]
     check(oracle, head, drafts, asked, got)
+
+
+@needs_host_tier
+def test_from_the_host(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> None:
+    """Conversations beyond the device, in turn: behind a load the context that a block reads is that of a cold prompt,
+    since a checkpoint has the rings of the stages, too."""
+    asked = {f"host {n}": prompt(600, seed=10 + n) for n in range(5)}
+    server.flush()
+    for rid, ids in asked.items():
+        generate(server, ids, 1, f"first {rid}")
+    before = server.metrics()
+    got = {rid: generate(server, ids, 16, rid) for rid, ids in asked.items()}
+    assert all(answer["meta_info"]["cached_tokens"] == 512 for answer in got.values())
+    generate(server, prompt(5), 1, "counters are published when requests come and go")
+    assert server.metrics()["host_hit_tokens_host"] - before["host_hit_tokens_host"] >= 2 * 512
+    check(oracle, head, drafts, asked, got)
+    server.wait_idle()
+
+
+def test_sizes_are_as_planned(server: Server, model: Path) -> None:
+    made = plan(
+        Choice(
+            Model.from_file(model / "config.json"),
+            GPUS["h200"],
+            count=1,
+            tp=1,
+            dp=1,
+            experts=Format.BF16,
+            running=4,
+            chunk=CHUNK,
+            context_length=1024,
+            request=1024,
+            options=Options(entry_format="fp32", indexer_format="fp32"),
+            draft_tokens=6,
+        )
+    )
+    table = server.log_text()
+    assert f"state slots of {made.layout.slot_bytes} bytes (4 requests, 1 for the checkpoints of a step" in table
+    assert f"checkpoints of {made.layout.checkpoint_bytes} bytes" in table
+    assert f" {made.layout.token_bytes:.2f} bytes a token" in table
+    assert "rings of 4 layers and 3 of the draft model" in table
 
 
 @pytest.mark.parametrize(

@@ -210,10 +210,10 @@ def test_hits_are_those_of_a_rank(ranks: Server, oracle: Callable[[str], Oracle]
 
 @only("fp8", "fp8, 3 drafts")
 def test_samples_follow_the_distribution(server: Server, name: str) -> None:
-    """At temperature 1, chi-squared over the ranks of the tokens that came, by the log p that came with them: 12,000
-    tokens of eight requests, ranks 1 to 20 and all behind. Accepted drafts and what replaces rejected ones are drawn as
+    """At temperature 1, chi-squared over the ranks of the tokens that came, by the log p that came with them: 10^5
+    tokens of 64 requests, ranks 1 to 20 and all behind. Accepted drafts and what replaces rejected ones are drawn as
     other tokens are."""
-    ranks, count = 20, 1500
+    ranks, count, requests = 20, 1600, 64
 
     def one(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         sampling = {"max_new_tokens": count, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "ignore_eos": True}
@@ -227,8 +227,8 @@ def test_samples_follow_the_distribution(server: Server, name: str) -> None:
         at = [row.index(token) if token in row else ranks for row, token in zip(names, came)]
         return expected, torch.bincount(torch.tensor(at), minlength=ranks + 1).double()
 
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(one, range(8)))
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(one, range(requests)))
     expected, came = sum(e for e, _ in found), sum(c for _, c in found)
     assert isinstance(expected, torch.Tensor) and isinstance(came, torch.Tensor)
     statistic = float(((came - expected) ** 2 / expected).sum())

@@ -18,7 +18,7 @@ from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.pools import CHECKSUM_BYTES, HostBlocks, HostCheckpoints
 from dsv4_sglang.srt.host.sizing import HostDemand, host_demand, host_table
 from dsv4_sglang.srt.host.storage import page_name
-from dsv4_sglang.srt.pools import CacheKVPool, given_back_asleep
+from dsv4_sglang.srt.pools import CacheKVPool
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +115,8 @@ class HostStack(StackStrategy):
             size_gb=server_args.hicache_size,
             host_checkpoints=self.host_checkpoints,
         )
-        with given_back_asleep(server_args.enable_memory_saver):
-            blocks, checkpoints = _host_pools(kvcache, demand, spare)
+        # What a tier has on the device stays while a server sleeps: not all is scratch, and it is 33 MB on Flash.
+        blocks, checkpoints = _host_pools(kvcache, demand, spare)
         component = cache.components[ComponentType.MAMBA]
         component.slots.add_host_tier(demand.checkpoints)
         layers = len(device_blocks.layout.schemas)

@@ -1,0 +1,245 @@
+"""`attend_v41` in Triton, for any CUDA device from sm_80: rows of DeepSeek-V4.1 (SPEC 11.4, 11.6), any number of heads.
+
+As `triton_attend`, with rows of two formats: a program's share of the tiles is those of the window list, in FP8, and
+then those of the entry list, in FP4. Rows are decoded to numbers that bf16 holds exactly: e4m3 and e2m1 times their
+scales have at most six significant bits.
+
+Traffic: 528 B a window row and 288 B an entry for each group of heads.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4_sglang.attention.triton_rows import (
+    AT1,
+    AT2,
+    DIM,
+    E4M3_LACK,
+    NOPE,
+    PIECE0,
+    PIECE1,
+    PIECE2,
+    ROPE,
+    e4m3_bits,
+    exponent_to_scale,
+    table_stride,
+)
+from dsv4_sglang.attention.triton_softmax import (
+    LOG2_E,
+    NO_LOGIT,
+    add,
+    device_limits,
+    inverse_denominator,
+    load_query,
+    logits,
+    merge_kernel,
+    products,
+    split_count,
+    store_output,
+    store_partial,
+    tiling,
+    weigh,
+)
+from dsv4_sglang.formats import RowFormat
+from dsv4_sglang.formats.rows import ENTRY_DIM
+from dsv4_sglang.formats.v41_rows import V41RowFormat
+
+FP8_SCALES = tl.constexpr(V41RowFormat.FP8.scale_bytes)
+FP8_GROUP = tl.constexpr(V41RowFormat.FP8.values_per_scale)
+FP4_DATA = tl.constexpr(V41RowFormat.FP4.data_bytes)
+FP4_SCALES = tl.constexpr(V41RowFormat.FP4.scale_bytes)
+FP4_GROUP = tl.constexpr(V41RowFormat.FP4.values_per_scale)
+
+
+@triton.jit
+def e2m1(code):
+    """Codes of four bits -> fp32."""
+    magnitude = code & 7
+    exponent = tl.maximum(magnitude >> 1, 1)
+    mantissa = tl.where(magnitude < 2, magnitude, 2 + (magnitude & 1))
+    halves = (mantissa << (exponent - 1)).to(tl.float32)
+    return tl.where((code & 8) != 0, -0.5, 0.5) * halves
+
+
+@triton.jit
+def e4m3(code):
+    """Bytes -> fp32."""
+    return e4m3_bits(code, tl.float32) * E4M3_LACK * E4M3_LACK
+
+
+@triton.jit
+def _dims(block_at, inside, rows_per_block, is_row, FIRST, WIDTH: tl.constexpr, FP4: tl.constexpr, DOT: tl.constexpr):
+    """Dims FIRST .. FIRST + WIDTH - 1 of rows `inside` [N, 1] of the blocks at `block_at` [N, 1]."""
+    dim = FIRST + tl.arange(0, WIDTH)[None, :]
+    if FP4:
+        codes = tl.load(block_at + inside * FP4_DATA + dim // 2, mask=is_row, other=0).to(tl.int32)
+        scale_at = block_at + rows_per_block * FP4_DATA + inside * FP4_SCALES + dim // FP4_GROUP
+        scale = e4m3(tl.load(scale_at, mask=is_row, other=0))
+        value = e2m1((codes >> (dim % 2 * 4)) & 15) * scale
+    else:
+        codes = tl.load(block_at + inside * DIM + dim, mask=is_row, other=0)
+        scale_at = block_at + rows_per_block * DIM + inside * FP8_SCALES + dim // FP8_GROUP
+        exponent = tl.load(scale_at, mask=is_row, other=127).to(tl.int32)
+        value = e4m3(codes) * exponent_to_scale(exponent)
+    return value.to(DOT)
+
+
+@triton.jit
+def _read_tile(
+    carry, q0, q1, q2, q3, table, rows_at, length, first, block_stride, rows_per_block, scale,
+    FP4: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A step of the online softmax over the rows `first` .. `first` + BLOCK_N - 1 of a list."""
+    top, total, o0, o1, o2, o3 = carry
+    listed = first + tl.arange(0, BLOCK_N)
+    row = tl.load(rows_at + listed, mask=listed < length, other=-1)
+    is_row = (row >= 0)[:, None]
+    block = row // rows_per_block
+    inside = (row - block * rows_per_block)[:, None]
+    block_at = table + (block.to(tl.int64) * tl.multiple_of(block_stride, 16))[:, None]
+    k0 = _dims(block_at, inside, rows_per_block, is_row, 0, PIECE0, FP4, DOT)
+    k1 = _dims(block_at, inside, rows_per_block, is_row, AT1, PIECE1, FP4, DOT)
+    k2 = _dims(block_at, inside, rows_per_block, is_row, AT2, PIECE2, FP4, DOT)
+    k3 = _dims(block_at, inside, rows_per_block, is_row, NOPE, ROPE, FP4, DOT)
+    lack = tl.full([BLOCK_N], 1.0, tl.float32)
+    logit = logits(q0, q1, q2, q3, k0, k1, k2, k3, lack, False, PRECISION)
+    logit = tl.where((row >= 0)[None, :], logit * (scale * LOG2_E), float("-inf"))
+    p, rescale, top, total = weigh(logit, top, total)
+    o0, o1, o2, o3 = add(p, k0, k1, k2, k3, lack, o0, o1, o2, o3, rescale[:, None], False, DOT, PRECISION)
+    return top, total, o0, o1, o2, o3
+
+
+@triton.jit
+def _attend_v41_kernel(
+    q_ptr, sink_ptr,
+    window_ptr, window_rows_ptr, window_lens_ptr,
+    entries_ptr, entry_rows_ptr, entry_lens_ptr,
+    positions_ptr, rope_ptr, out_ptr, partial_ptr, stats_ptr,
+    scale, heads, splits, q_token_stride, q_head_stride,
+    window_rows_stride, window_block_stride, window_rows_per_block,
+    entry_rows_stride, entry_block_stride, entry_rows_per_block,
+    HAS_ENTRIES: tl.constexpr, SPLIT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, splits, groups of BLOCK_H heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_head = head < heads
+    q_at = q_ptr + token * q_token_stride + head[:, None] * q_head_stride
+    q0, q1, q2, q3 = load_query(q_at, is_head[:, None], False, DOT)
+
+    window_len = tl.load(window_lens_ptr + token)
+    window_tiles = tl.cdiv(window_len, BLOCK_N)
+    tiles = window_tiles
+    if HAS_ENTRIES:
+        entry_len = tl.load(entry_lens_ptr + token)
+        tiles += tl.cdiv(entry_len, BLOCK_N)
+    share = tl.cdiv(tiles, splits)
+    begin = tl.minimum(split * share, tiles)
+    end = tl.minimum(begin + share, tiles)
+
+    top, total = tl.full([BLOCK_H], NO_LOGIT, tl.float32), tl.zeros([BLOCK_H], tl.float32)
+    o0, o1 = tl.zeros([BLOCK_H, PIECE0], tl.float32), tl.zeros([BLOCK_H, PIECE1], tl.float32)
+    o2, o3 = tl.zeros([BLOCK_H, PIECE2], tl.float32), tl.zeros([BLOCK_H, ROPE], tl.float32)
+    for tile in tl.range(begin, tl.minimum(end, window_tiles)):
+        top, total, o0, o1, o2, o3 = _read_tile(
+            (top, total, o0, o1, o2, o3), q0, q1, q2, q3,
+            window_ptr, window_rows_ptr + token * window_rows_stride, window_len, tile * BLOCK_N,
+            window_block_stride, window_rows_per_block, scale, False, DOT, PRECISION, BLOCK_N,
+        )  # fmt: skip
+    if HAS_ENTRIES:
+        for tile in tl.range(tl.maximum(begin, window_tiles), end):
+            top, total, o0, o1, o2, o3 = _read_tile(
+                (top, total, o0, o1, o2, o3), q0, q1, q2, q3,
+                entries_ptr, entry_rows_ptr + token * entry_rows_stride, entry_len, (tile - window_tiles) * BLOCK_N,
+                entry_block_stride, entry_rows_per_block, scale, True, DOT, PRECISION, BLOCK_N,
+            )  # fmt: skip
+
+    if SPLIT:
+        at = (token * splits + split) * heads + head
+        store_partial(partial_ptr, stats_ptr, at, is_head, begin < end, top, total, o0, o1, o2, o3, False)
+    else:
+        at = token * heads + head
+        norm = inverse_denominator(tl.load(sink_ptr + head, mask=is_head, other=0.0), top, total)
+        angle_at = rope_ptr + tl.load(positions_ptr + token) * ROPE
+        store_output(out_ptr, at, is_head, norm, o0, o1, o2, o3, angle_at, False, BLOCK_H)
+
+
+def _check(name: str, table: Tensor, stored: V41RowFormat) -> None:
+    width = stored.row_bytes
+    if table.dtype != torch.uint8 or table.shape[-1] != width:
+        raise ValueError(
+            f"{name} is {table.dtype} of width {table.shape[-1]}; expected torch.uint8 of {width} for V4.1's "
+            f"{stored.value} rows"
+        )
+    odd_blocks = table.shape[0] > 1 and table.stride(0) % 16
+    if table.stride()[1:] != (width, 1) or odd_blocks or table.data_ptr() % 16:
+        raise ValueError(
+            f"{name} has stride {table.stride()}; expected (a multiple of 16, {width}, 1) and 16 B alignment"
+        )
+
+
+def attend_v41(
+    q: Tensor,
+    sink: Tensor,
+    window: Tensor,
+    window_rows: Tensor,
+    window_lens: Tensor,
+    entries: Tensor | None,
+    entry_rows: Tensor | None,
+    entry_lens: Tensor | None,
+    positions: Tensor,
+    rope: Tensor,
+    scale: float,
+    splits: int | None = None,
+) -> Tensor:
+    """The op `attend_v41`; `dsv4_sglang.ops.reference.read_v41` says what the tensors are. `splits` fixes their number.
+
+    Launches depend on shapes only, so the call can be captured into a CUDA graph; lengths are read on the device.
+    """
+    if q.dim() != 3 or q.shape[-1] != ENTRY_DIM or q.stride(-1) != 1:
+        raise ValueError(f"q is {tuple(q.shape)}; expected [tokens, heads, {ENTRY_DIM}] with inner stride 1")
+    has_entries = entries is not None and entry_rows is not None and entry_lens is not None
+    _check("window", window, V41RowFormat.FP8)
+    if entries is None or entry_rows is None or entry_lens is None:
+        entries, entry_rows, entry_lens = window, window_rows, window_lens
+    else:
+        _check("entries", entries, V41RowFormat.FP4)
+    tokens, heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if tokens == 0:
+        return out
+    dot, precision = products(q.dtype, RowFormat.FP8)
+    shared_memory, processors = device_limits(q.device.index) if q.is_cuda else (0, 1)
+    tile = tiling(heads, False, dot == tl.float32, shared_memory)
+    groups = triton.cdiv(heads, tile.heads)
+    if splits is None:
+        listed = window_rows.shape[1] + (entry_rows.shape[1] if has_entries else 0)
+        splits = split_count(tokens, groups, triton.cdiv(listed, tile.rows), processors)
+    partial = stats = out
+    if splits > 1:
+        partial = torch.empty(tokens, splits, heads, ENTRY_DIM, dtype=torch.float32, device=q.device)
+        stats = torch.empty(tokens, splits, heads, 2, dtype=torch.float32, device=q.device)
+    _attend_v41_kernel[(tokens, splits, groups)](
+        *(q, sink, window, window_rows, window_lens, entries, entry_rows, entry_lens),
+        *(positions, rope, out, partial, stats, scale, heads, splits, q.stride(0), q.stride(1)),
+        *(window_rows.stride(0), table_stride(window), window.shape[1]),
+        *(entry_rows.stride(0), table_stride(entries), entries.shape[1]),
+        HAS_ENTRIES=has_entries,
+        SPLIT=splits > 1,
+        DOT=dot,
+        PRECISION=precision,
+        BLOCK_H=tile.heads,
+        BLOCK_N=tile.rows,
+        num_warps=tile.warps,
+    )
+    if splits > 1:
+        merge_kernel[(tokens, heads)](
+            *(partial, stats, sink, positions, rope, out, heads, splits),
+            BLOCK_S=triton.next_power_of_2(splits),
+            num_warps=4,
+        )
+    return out

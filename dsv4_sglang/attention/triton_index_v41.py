@@ -1,0 +1,151 @@
+"""`index_topk_v41` in Triton and PyTorch, for any CUDA device from sm_80 (SPEC 11.6).
+
+A kernel scores entries, those that are visible or, in a layer within candidates, those of its blocks only. It writes
+what orders them, an integer of the score and, behind it, the entry: all are different, and of equal scores the lower
+entry is the larger integer. The rest is top-k of these integers.
+
+Bytes: 72 a key and token, and 8 written for each score, which are handled in slices of `MAX_SCORES`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dsv4_sglang.attention.triton_attend_v41 import e2m1, e4m3
+from dsv4_sglang.attention.triton_rows import table_stride
+from dsv4_sglang.attention.triton_softmax import products
+from dsv4_sglang.formats import RowFormat, index_keys
+from dsv4_sglang.model.geometry import BLOCK_TOKENS
+from dsv4_sglang.ops.reference.read_v41 import index_query_v41
+
+MAX_SCORES = 1 << 25
+"""Scores at a time, 256 MiB of integers."""
+
+_ENTRIES_A_PROGRAM = 64
+
+KEY_DIM = tl.constexpr(index_keys.INDEX_DIM)
+KEY_BYTES = tl.constexpr(index_keys.KEY_BYTES)
+KEY_SCALES = tl.constexpr(index_keys.KEY_SCALES)
+NO_ENTRY = -(1 << 63)
+"""The integer of an entry that may not be selected."""
+
+
+@triton.jit
+def _score_kernel(
+    query_ptr, weights_ptr, keys_ptr, block_table_ptr, token_request_ptr, positions_ptr, within_ptr, orders_ptr,
+    heads, columns, per_block, block_stride, block_table_stride, within_stride,
+    RATIO: tl.constexpr, WITHIN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, tiles of BLOCK_N columns). WITHIN: entries of a candidate block; 0: a column is an entry."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    visible = (tl.load(positions_ptr + token) + 1) // RATIO
+    if WITHIN:
+        block = tl.load(within_ptr + token * within_stride + column // WITHIN, mask=column < columns, other=-1)
+        entry = block * WITHIN + column % WITHIN
+    else:
+        entry = column
+    allowed = (entry >= 0) & (entry < visible) & (column < columns)
+    request = tl.load(token_request_ptr + token)
+    table_at = block_table_ptr + request.to(tl.int64) * block_table_stride
+    block = tl.load(table_at + entry // per_block, mask=allowed, other=0)
+    inside = (entry % per_block)[:, None]
+    block_at = keys_ptr + (block.to(tl.int64) * block_stride)[:, None]
+
+    dim = tl.arange(0, KEY_DIM)[None, :]
+    is_key = allowed[:, None]
+    codes = tl.load(block_at + inside * KEY_BYTES + dim // 2, mask=is_key, other=0).to(tl.int32)
+    scale_at = block_at + per_block * KEY_BYTES + inside * KEY_SCALES + dim // (KEY_DIM // KEY_SCALES)
+    key = e2m1((codes >> (dim % 2 * 4)) & 15) * e4m3(tl.load(scale_at, mask=is_key, other=0))
+
+    head = tl.arange(0, BLOCK_H)
+    is_head = head < heads
+    query_at = query_ptr + (token * heads + head[:, None]) * KEY_DIM + dim
+    query = tl.load(query_at, mask=is_head[:, None], other=0.0).to(DOT)
+    weight = tl.load(weights_ptr + token * heads + head, mask=is_head, other=0.0).to(tl.float32)
+    product = tl.dot(key.to(DOT), tl.trans(query), input_precision=PRECISION)
+    score = tl.sum(tl.maximum(product, 0.0) * weight[None, :], 1)
+
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    order = (order.to(tl.int64) << 32) | (0xFFFFFFFF - entry.to(tl.int64))
+    order = tl.where(allowed, order, -(1 << 63))
+    tl.store(orders_ptr + token * columns + column, order, mask=column < columns)
+
+
+def _best(orders: Tensor, top: int) -> Tensor:
+    """[n, top] numbers, in the low half of each integer, of the largest above NO_ENTRY; ascending, -1 behind them."""
+    values = orders.topk(min(top, orders.shape[1]), sorted=False).values
+    none = 0xFFFFFFFF
+    number = torch.where(values == NO_ENTRY, none, none - (values & none)).sort(1).values
+    return pad(number.masked_fill(number == none, -1), (0, top - number.shape[1]), value=-1)
+
+
+def _best_blocks(orders: Tensor, visible: Tensor, size: int, most: int) -> Tensor:
+    """[n, most] numbers of the blocks of `size` entries with the best ones, and of that with the newest."""
+    blocks = pad(orders, (0, -orders.shape[1] % size), value=NO_ENTRY).unflatten(1, (-1, size)).amax(-1)
+    number = torch.arange(blocks.shape[1], device=blocks.device)
+    low = 0xFFFFFFFF - number
+    newest = number == (visible[:, None] - 1) // size
+    ordered = torch.where(newest, (0x7FFFFFFF << 32) | low, (blocks >> 32 << 32) | low)
+    return _best(ordered.masked_fill(blocks == NO_ENTRY, NO_ENTRY), most)
+
+
+def index_topk_v41(
+    q: Tensor,
+    weights: Tensor,
+    index_keys: Tensor,
+    block_table: Tensor,
+    token_request: Tensor,
+    positions: Tensor,
+    rope: Tensor,
+    ratio: int,
+    candidate_block: int,
+    kept: Tensor | None,
+    within: Tensor | None,
+    rows: Tensor,
+) -> None:
+    """The op `index_topk_v41`; `dsv4_sglang.ops.reference.read_v41` says what the tensors are.
+
+    Sizes follow from shapes only, lengths are read on the device.
+    """
+    if kept is not None and within is not None:
+        raise ValueError(
+            "index_topk_v41: both `kept` and `within` are given; a layer chooses candidates or keeps to them"
+        )
+    per_block = BLOCK_TOKENS // ratio
+    columns = block_table.shape[1] * per_block if within is None else within.shape[1] * candidate_block
+    tokens, heads, _ = q.shape
+    if tokens == 0 or columns == 0:
+        rows.fill_(-1)
+        return
+    # The numbers of FP4 are exact in bf16, and their products in the sums.
+    dot, precision = products(torch.bfloat16, RowFormat.FP8)
+    at_once = max(1, MAX_SCORES // columns)
+    for begin in range(0, tokens, at_once):
+        part = slice(begin, begin + at_once)
+        query = index_query_v41(q[part], positions[part], rope).contiguous()
+        orders = torch.empty(len(query), columns, dtype=torch.int64, device=q.device)
+        chosen = None if within is None else within[part]
+        _score_kernel[(len(query), triton.cdiv(columns, _ENTRIES_A_PROGRAM))](
+            *(query, weights[part].contiguous(), index_keys, block_table, token_request[part], positions[part]),
+            *(block_table if chosen is None else chosen, orders, heads, columns, per_block),
+            *(table_stride(index_keys), block_table.stride(0), 0 if chosen is None else chosen.stride(0)),
+            RATIO=ratio,
+            WITHIN=0 if chosen is None else candidate_block,
+            DOT=dot,
+            PRECISION=precision,
+            BLOCK_H=max(16, triton.next_power_of_2(heads)),
+            BLOCK_N=_ENTRIES_A_PROGRAM,
+            num_warps=4,
+        )
+        if kept is not None:
+            visible = (positions[part] + 1) // ratio
+            kept[part] = _best_blocks(orders, visible, candidate_block, kept.shape[1]).to(kept.dtype)
+        entry = _best(orders, rows.shape[1])
+        seen = entry.clamp_min(0)
+        block = block_table[token_request[part].long()].gather(1, seen // per_block)
+        rows[part] = (block * per_block + seen % per_block).masked_fill(entry < 0, -1).to(rows.dtype)

@@ -1,0 +1,200 @@
+"""What the Triton readers share: the online softmax over tiles of rows, splits and their merge, sizes of tiles.
+
+A row is key and value at once and comes in four pieces (`triton_rows`). With `FOLD` those without RoPE lack a power of
+two, of which half goes with the query and half, `lack`, to the logits and the probabilities (`triton_attend`).
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_sglang.attention.triton_rows import (
+    DIM,
+    E4M3_LACK,
+    ROPE,
+    angles,
+    derotate_pairs,
+    derotate_tail,
+    load_pieces,
+    store_pieces,
+)
+from dsv4_sglang.formats import RowFormat
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+# The online maximum starts here and not at -inf, whose difference with itself is no number.
+NO_LOGIT = tl.constexpr(-1e30)
+# The interpreter multiplies the bits of bf16 operands as if they were integers; there the products are taken in fp32.
+_INTERPRETED = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def load_query(at, is_head, FOLD: tl.constexpr, DOT: tl.constexpr):
+    q0, q1, q2, q3 = load_pieces(at, is_head, DOT)
+    if FOLD:
+        # Exact, and a query that is computed goes to the tensor cores by registers, which is faster.
+        q0 = (q0 * E4M3_LACK).to(DOT)
+        q1 = (q1 * E4M3_LACK).to(DOT)
+        q2 = (q2 * E4M3_LACK).to(DOT)
+    return q0, q1, q2, q3
+
+
+@triton.jit
+def logits(q0, q1, q2, q3, k0, k1, k2, k3, lack, FOLD: tl.constexpr, PRECISION: tl.constexpr):
+    logit = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+    logit = tl.dot(q1, tl.trans(k1), logit, input_precision=PRECISION)
+    logit = tl.dot(q2, tl.trans(k2), logit, input_precision=PRECISION)
+    if FOLD:
+        logit = logit * lack[None, :]
+    return tl.dot(q3, tl.trans(k3), logit, input_precision=PRECISION)
+
+
+@triton.jit
+def weigh(logit, top, total):
+    """A step of the online softmax: probabilities, the factor of all sums so far, the new maximum and sum."""
+    new_top = tl.maximum(top, tl.max(logit, 1))
+    rescale = tl.exp2(top - new_top)
+    p = tl.exp2(logit - new_top[:, None])
+    return p, rescale, new_top, total * rescale + tl.sum(p, 1)
+
+
+@triton.jit
+def add(
+    p, k0, k1, k2, k3, lack, o0, o1, o2, o3, rescale, FOLD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr
+):
+    """The sums of rows with a tile's rows."""
+    tail_p = p.to(DOT)
+    if FOLD:
+        # The other half of what the rows lack comes after the sum: their products shall stay far from subnormal.
+        p = p * lack[None, :]
+    p = p.to(DOT)
+    o0 = tl.dot(p, k0, o0 * rescale, input_precision=PRECISION)
+    o1 = tl.dot(p, k1, o1 * rescale, input_precision=PRECISION)
+    o2 = tl.dot(p, k2, o2 * rescale, input_precision=PRECISION)
+    # Not into the accumulator: this product would then run into the next tile's, and ptxas serialise them all.
+    o3 = tl.fma(o3, rescale, tl.dot(tail_p, k3, input_precision=PRECISION))
+    return o0, o1, o2, o3
+
+
+@triton.jit
+def inverse_denominator(sink, top, total):
+    """Of the softmax over keys of this maximum and sum, and the sink. A token that sees nothing gives zeros, with a
+    sink of -inf too."""
+    return tl.where(total > 0, 1.0 / (total + tl.exp2(sink * LOG2_E - top)), 0.0)
+
+
+@triton.jit
+def store_partial(partial_ptr, stats_ptr, at, is_head, has_keys, top, total, o0, o1, o2, o3, FOLD: tl.constexpr):
+    """What `merge_kernel` reads of a split: maximum, sum and, if there were keys, the sums of rows."""
+    tl.store(stats_ptr + at * 2, top, mask=is_head)
+    tl.store(stats_ptr + at * 2 + 1, total, mask=is_head)
+    if FOLD:
+        o0, o1, o2 = o0 * E4M3_LACK, o1 * E4M3_LACK, o2 * E4M3_LACK
+    store_pieces(partial_ptr + at[:, None] * DIM, o0, o1, o2, o3, is_head[:, None] & has_keys)
+
+
+@triton.jit
+def store_output(out_ptr, at, is_head, norm, o0, o1, o2, o3, angle_at, FOLD: tl.constexpr, BLOCK_H: tl.constexpr):
+    """The sums of rows, normalised and derotated."""
+    to = out_ptr + at[:, None] * DIM
+    nope_norm = norm
+    if FOLD:
+        nope_norm = norm * E4M3_LACK
+    norm, nope_norm = norm[:, None], nope_norm[:, None]
+    o3 = o3 * norm
+    angle_at += tl.arange(0, ROPE // 2) * 2
+    o3 = derotate_tail(o3, tl.load(angle_at), tl.load(angle_at + 1), BLOCK_H)
+    store_pieces(to, o0 * nope_norm, o1 * nope_norm, o2 * nope_norm, o3, is_head[:, None])
+
+
+@triton.jit
+def merge_kernel(
+    partial_ptr, stats_ptr, sink_ptr, positions_ptr, rope_ptr, out_ptr, heads, splits, BLOCK_S: tl.constexpr
+):
+    """Grid (tokens, heads): the splits of one head, weighted by their share of the softmax; the sink counts once."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.arange(0, BLOCK_S)
+    at = ((token * splits + split) * heads + head) * 2
+    top = tl.load(stats_ptr + at, mask=split < splits, other=NO_LOGIT)
+    total = tl.load(stats_ptr + at + 1, mask=split < splits, other=0.0)
+    highest = tl.max(top, 0)
+    total = total * tl.exp2(top - highest)
+    inverse = inverse_denominator(tl.load(sink_ptr + head), highest, tl.sum(total, 0))
+
+    d = tl.arange(0, DIM)
+    o = tl.zeros([DIM], tl.float32)
+    for first in range(0, splits, 8):
+        piece = first + tl.arange(0, 8)
+        at_piece = (token * splits + piece) * heads + head
+        seen = tl.load(stats_ptr + at_piece * 2 + 1, mask=piece < splits, other=0.0)
+        peak = tl.load(stats_ptr + at_piece * 2, mask=piece < splits, other=NO_LOGIT)
+        # A split without keys wrote no row.
+        row = tl.load(partial_ptr + at_piece[:, None] * DIM + d[None, :], mask=(seen > 0)[:, None], other=0.0)
+        o += tl.sum(row * tl.exp2(peak - highest)[:, None], 0)
+    even, odd = tl.split(tl.reshape(o * inverse, [DIM // 2, 2]))
+    cos, sin = angles(rope_ptr, tl.load(positions_ptr + token))
+    o = tl.reshape(derotate_pairs(even, odd, cos, sin), [DIM])
+    tl.store(out_ptr + (token * heads + head) * DIM + d, o.to(out_ptr.dtype.element_ty))
+
+
+class Tiling(NamedTuple):
+    """Shape of a program: heads and rows a tile, warps, stages of the software pipeline."""
+
+    heads: int
+    rows: int
+    warps: int
+    stages: int
+
+
+def tiling(heads: int, fp8: bool, exact: bool, shared_memory: int) -> Tiling:
+    """The tile that fits the device. `exact`: fp32 products; `shared_memory`: bytes that a block may have.
+
+    The output of a tile takes 2 KiB of registers a head; in shared memory lie q (1 KiB a head), the decoded rows (1
+    KiB each) and the rows in flight. Only from sm_90 up are q and the rows read from there by the tensor cores and
+    registers left for 64 heads.
+    """
+    padded = max(16, triton.next_power_of_2(heads))
+    if exact:
+        return Tiling(16, 16, 4, 1)
+    if padded >= 64 and shared_memory >= 200 << 10:
+        return Tiling(64, 64, 8, 5) if fp8 else Tiling(64, 32, 8, 3)
+    return Tiling(min(padded, 32), 32, 8, 3 if fp8 else 2)
+
+
+def split_count(tokens: int, head_groups: int, tiles: int, processors: int) -> int:
+    """Number of splits of a list of at most `tiles` tiles, one program per processor at a time.
+
+    Takes the count with the shortest chain of work, in tiles: a program costs one more than it reads, the merge half a
+    tile and a little for each partial result.
+    """
+
+    def cost(splits: int) -> float:
+        waves = -(-tokens * head_groups * splits // processors)
+        return waves * (-(-tiles // splits) + 1) + (0.5 + 0.05 * splits if splits > 1 else 0)
+
+    return min(range(1, max(1, min(tiles, 128)) + 1), key=cost)
+
+
+@functools.cache
+def device_limits(index: int) -> tuple[int, int]:
+    """Shared memory that a block may have, in bytes, and the number of multiprocessors."""
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    return properties["max_shared_mem"], properties["multiprocessor_count"]
+
+
+def products(q: torch.dtype, stored: RowFormat) -> tuple[tl.dtype, str]:
+    """dtype and precision of the products of queries and rows.
+
+    bf16 queries on fp8 and bf16 rows are multiplied on bf16 tensor cores, fp16 queries on tf32 ones (which hold both
+    exactly), everything fp32 without tensor cores.
+    """
+    if stored is RowFormat.FP32 or q == torch.float32:
+        return tl.float32, "ieee"
+    if q == torch.bfloat16:
+        return (tl.float32, "ieee") if _INTERPRETED else (tl.bfloat16, "tf32")
+    if q == torch.float16:
+        return tl.float32, "tf32"
+    raise ValueError(f"q is {q}; expected bfloat16, float16 or float32")

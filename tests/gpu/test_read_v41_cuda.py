@@ -1,0 +1,81 @@
+"""`attend_v41` and `index_topk_v41` on CUDA against the reference, and in CUDA graphs.
+
+The reference is held to a dense computation in tests/test_v41_cache.py, which runs on the GPU too.
+"""
+
+import pytest
+import torch
+from reader_cases import assert_attends
+from v41_reader_cases import v41_attend_case, v41_index_case
+
+import dsv4_sglang.ops  # noqa: F401
+from dsv4_sglang.attention import triton_attend_v41, triton_index_v41
+from dsv4_sglang.cache.device import resolve_device
+
+pytestmark = pytest.mark.gpu
+
+BOUND = {torch.bfloat16: 6e-3, torch.float32: 1e-5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cuda_ops():
+    return resolve_device("cuda")
+
+
+def ops():
+    return torch.ops.dsv4_sglang
+
+
+@pytest.mark.parametrize("splits", [None, 1, 5])
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads, width", [(64, 512), (128, 72), (16, None), (5, 40)])
+def test_attend(heads, width, q_dtype, splits):
+    case = v41_attend_case(tokens=11, heads=heads, width=width, q_dtype=q_dtype, per_block=128)
+    out = triton_attend_v41.attend_v41(*case.v41_args("cuda"), splits=splits)
+    assert_attends(out, case, BOUND[q_dtype])
+
+
+@pytest.mark.parametrize("equal", [False, True], ids=["", "ties"])
+@pytest.mark.parametrize("ratio, heads, top, size, most", [(1, 32, 512, 8, 100), (2, 32, 64, 8, 3), (2, 5, 16, 3, 90)])
+def test_selection(ratio, heads, top, size, most, equal, monkeypatch):
+    case = v41_index_case(lens=[(1977, 2100), (0, 3), (1299, 1300)], ratio=ratio, top=top, heads=heads, equal=equal)
+    monkeypatch.setattr(triton_index_v41, "MAX_SCORES", 100_000)
+    expected, got = case.candidates(most), case.candidates(most)
+    assert torch.equal(case.select(size), case.select(size, device="cuda"))
+    assert torch.equal(case.select(size, kept=expected), case.select(size, kept=got, device="cuda"))
+    assert torch.equal(expected, got)
+    assert torch.equal(case.select(size, within=expected), case.select(size, within=got, device="cuda"))
+
+
+def test_in_a_graph():
+    """Both ops replayed with what the tensors hold then."""
+    one, two = (v41_attend_case(tokens=6, heads=64, width=72, seed=seed) for seed in (0, 1))
+    case, other = (v41_index_case(lens=[(300, 306)], ratio=1, top=24, seed=seed) for seed in (0, 1))
+    args = one.v41_args("cuda")
+    rows, kept = (torch.zeros(6, n, dtype=torch.int32, device="cuda") for n in (24, 5))
+    inputs = [x.cuda() if isinstance(x, torch.Tensor) else x for x in list(vars(case).values())[:-1]]
+
+    def run() -> torch.Tensor:
+        ops().index_topk_v41(*inputs, 8, kept, None, rows)
+        ops().index_topk_v41(*inputs, 8, None, kept, rows)
+        return ops().attend_v41(*args)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for tensor, now in zip(args, two.v41_args("cuda")):
+        if isinstance(tensor, torch.Tensor):
+            tensor.copy_(now)
+    for tensor, now in zip(inputs, list(vars(other).values())[:-1]):
+        if isinstance(tensor, torch.Tensor):
+            tensor.copy_(now)
+    graph.replay()
+    assert_attends(out, two, BOUND[torch.bfloat16])
+    expected = other.candidates(5)
+    other.select(8, kept=expected)
+    assert torch.equal(kept.cpu(), expected)
+    assert torch.equal(rows.cpu(), other.select(8, within=expected))
