@@ -318,8 +318,7 @@ def _refused_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[tu
         return
     untested = "with DeepSeek-V4.1 it has not been tested"
     if args.device != "cpu":
-        reason = "DeepSeek-V4.1 is served on a CPU only: kernels that read its rows on a GPU are not here"
-        yield f"--device {args.device}", reason
+        yield f"--device {args.device}", "DeepSeek-V4.1 has been served on a CPU only; give cpu"
     for field in ("speculative_algorithm", "enable_hierarchical_cache", "enable_dp_attention"):
         if value := getattr(args, field):
             yield _named(field, value), untested
