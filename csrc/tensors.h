@@ -111,8 +111,13 @@ class Checker {
     if (t) fail(name, " is ", describe(*t), "; expected None ", when);
   }
 
-  void launched(cudaError_t error) const {
-    if (error != cudaSuccess) fail("the kernel launch failed: ", cudaGetErrorString(error));
+  /// Of what CUDA answers to `parts`, such as "the launch for ", 3, " tokens".
+  template <typename... Parts>
+  void succeeded(cudaError_t error, const Parts&... parts) const {
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // or whoever launches next reports it as theirs
+    fail(parts..., " failed: ", cudaGetErrorString(error), " (", cudaGetErrorName(error),
+         "). What goes wrong inside a kernel shows at a later call: CUDA_LAUNCH_BLOCKING=1 says which it was");
   }
 
   /// An error that begins with the op's name.

@@ -372,6 +372,7 @@ class TreeServer(BlockOwner):
             UnifiedRadixCache.sanity_check(self.cache)  # ours leaves out most of them
         else:
             kept_back = SimpleNamespace(rid="kept back", req_pool_idx=None, mamba_pool_idx=None)
+            kept_back.kv = kept_back
             setattr(kept_back, PENDING, [Pending(0, slot, rolling=False) for slot in self.kept_back])
             found = examine(self.cache, [*self.running, kept_back])
             assert not found.findings, str(found)

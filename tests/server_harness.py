@@ -27,7 +27,7 @@ import nursery
 import psutil
 import pytest
 import torch
-from progress import LONG, POLL_SECONDS, STUCK_SECONDS, Process, Progress
+from progress import LONG, POLL_SECONDS, STUCK_SECONDS, Process, Progress, wait
 
 from benchmarks.lifecycle import Driver, Shape, play
 from dsv4_sglang.cli.demo import free_port
@@ -40,6 +40,8 @@ UNHURRIED = ("--dist-timeout", "7200", "--watchdog-timeout", "7200")
 # A host tier of four times the device, behind the servers of other tests, too.
 HOST_TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "4") if compat.SERVES_HOST_TIER else ()
 needs_host_tier = pytest.mark.skipif(not HOST_TIER, reason="refused on this release of SGLang")
+EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1")
+DRAFTS = (*EAGLE, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
 # Of the oracle.
 CHUNK = 128
 
@@ -75,6 +77,7 @@ class Server:
         self.process, self.port, self.log = process, port, log
         self.fields: dict[str, Any] = {}
         self.killed = False
+        """Whether it has ended because a test wanted that."""
 
     @property
     def url(self) -> str:
@@ -264,6 +267,27 @@ def running(model: Path, log: Path, *flags: str, cpu: bool = True, **options: An
 def on_rank(rank: int) -> dict[str, int]:
     """The field of a request by which it goes to this rank of DP attention."""
     return {"routed_dp_rank": rank}
+
+
+BROKEN_OFF = (http.client.HTTPException, OSError, KeyError, IndexError)
+"""What a request raises whose server ends."""
+
+
+@contextmanager
+def ends(server: Server) -> Iterator[list[psutil.Process]]:
+    """What happens here ends the server by itself, with an error, and none of its processes is left."""
+    own = psutil.Process(server.process.pid)
+    processes = [own, *own.children(recursive=True)]
+    server.killed = True
+    yield processes
+    assert wait(server.process, server.log) != 0
+    alive, since = processes, time.monotonic()
+    # One that nobody has waited for is still in the system's table.
+    while alive := [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() - since < STUCK_SECONDS, alive
+        time.sleep(0.05)
+    with pytest.raises(OSError):
+        server.get("/server_info")
 
 
 def one_core_each(processes: int) -> str:

@@ -85,6 +85,11 @@ class Stream:
         event.record(other)
         self.wait_event(event)
 
+    def synchronize(self) -> None:
+        event = Event(self.streams)
+        event.record(self)
+        event.synchronize()
+
 
 class Wait:
     def __init__(self, event: Event, count: int) -> None:

@@ -12,13 +12,12 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from prefix_tree_server import BLOCK, without_a_server
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from tiered_server import TieredServer
 
 from dsv4_sglang.cache.layout import CacheLayout
@@ -307,10 +306,18 @@ def test_pages_in_mooncakes_store(
 
 
 def open_storage(default: Path) -> FileStorage:
-    config = SimpleNamespace(
-        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, model_name="m", is_mla_model=True
+    config = HiCacheStorageConfig(
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=True,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name="m",
     )
-    config.extra_config = None
     return FileStorage(config, str(default))
 
 

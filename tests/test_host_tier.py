@@ -15,6 +15,7 @@ from streams import Stream
 from tiered_server import TieredServer
 
 from dsv4_sglang.cache.host_pool import FreeRows
+from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
 from dsv4_sglang.srt.host.sizing import host_demand
 from dsv4_sglang.srt.host.transfers import TransferController
@@ -60,7 +61,7 @@ def with_bad_transfers(monkeypatch: pytest.MonkeyPatch, server: TieredServer) ->
 
     def stall() -> None:
         if rng.random() < 1 / 20:
-            server.streams.stalled = rng.choice([server.controller.write_stream, server.controller.load_stream])
+            server.streams.stalled = rng.choice(compat.copy_streams(server.controller))
 
     return stall
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from prefix_tree_server import BLOCK, without_a_server
+from prefix_tree_server import BLOCK, SEPARATE, without_a_server
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.runtime_context import get_parallel
 from tiered_server import TieredServer
 
 from dsv4_sglang.srt import integrity
@@ -92,6 +93,20 @@ def shifted_blocks(server: TieredServer) -> None:
     full(server).value = full(server).value + 1
 
 
+def let_go_too_early(server: TieredServer) -> None:
+    request = running(server)
+    if SEPARATE:
+        server.cache.unlock(request.lock)
+    else:
+        server.cache._dec_req_lock(request)
+
+
+def held_by_nobody(server: TieredServer) -> None:
+    if SEPARATE:
+        running(server).lock.node = 10**6
+    running(server).last_node = 10**6
+
+
 def other_table(server: TieredServer) -> None:
     row(server)[:BLOCK], row(server)[BLOCK : 2 * BLOCK] = (
         row(server)[BLOCK : 2 * BLOCK].clone(),
@@ -125,7 +140,7 @@ FAULTS: dict[str, tuple[Callable[[TieredServer], Any], str]] = {
         r"checkpoint of node \d+: locked 1 times, held by nobody",
     ),
     "a lock let go too early": (
-        lambda s: s.cache._dec_req_lock(running(s)),
+        let_go_too_early,
         r"blocks of node \d+: locked 0 times, held by request \d+",
     ),
     "a lock left on the host": (
@@ -133,7 +148,7 @@ FAULTS: dict[str, tuple[Callable[[TieredServer], Any], str]] = {
         r"blocks of node \d+: locked 1 times on the host, held by 0 transfers",
     ),
     "a request that holds a node that is gone": (
-        lambda s: setattr(running(s), "last_node", 10**6),
+        held_by_nobody,
         r"request \d+: it holds node 1000000, which is not in the tree",
     ),
     "a checkpoint of another length": (
@@ -214,11 +229,11 @@ def test_a_report_does_not_grow_with_a_leak(server: TieredServer, monkeypatch: p
         is_fully_idle=lambda: True,
         invariant_checker=idle,
         pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: None),
-        ps=SimpleNamespace(attn_dp_rank=0, tp_rank=0),
     )
     monkeypatch.setattr(integrity, "MOST_FINDINGS", 3)
     server.allocator.free_pages = server.allocator.free_pages[:2]
-    report = integrity.report(scheduler)
+    with get_parallel().override(attn_dp_rank=0, tp_rank=0):
+        report = integrity.report(scheduler)
     assert report["wrong"] == 29 and len(report["findings"]) == 3 and report["requests"] == 1
 
 

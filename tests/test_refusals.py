@@ -397,8 +397,8 @@ def test_tokens_that_the_model_has_not(ids: list[Any]) -> None:
     assert len(seen) == 4, "SGLang's own checks come first"
 
 
-def test_the_integrity_check_is_of_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_integrity_check_is_of_two_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SERVES_INTEGRITY_CHECK", False)
     refuse_options(Options())
-    with pytest.raises(ValueError, match=r"the option integrity_check is not supported: .* use SGLang 0.5.17"):
+    with pytest.raises(ValueError, match=r"the option integrity_check is not supported: .*; use 0.5.17 or 0.5.23"):
         refuse_options(Options(integrity_check=True))

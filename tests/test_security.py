@@ -100,5 +100,5 @@ def test_no_age_is_of_the_wall_clock() -> None:
 
 
 def test_the_page_names_tests_that_exist() -> None:
-    named = set(re.findall(r"`((?:server/)?test_\w+\.py)`", PAGE))
+    named = set(re.findall(r"`((?:server/|gpu/)?test_\w+\.py)`", PAGE))
     assert len(named) > 4 and all((ROOT / "tests" / name).is_file() for name in named)

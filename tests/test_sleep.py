@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from prefix_tree_server import BLOCK, without_a_server
+from prefix_tree_server import BLOCK, SEPARATE, without_a_server
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import io_struct
+from sglang.srt.mem_cache import base_prefix_cache
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from tiered_server import TieredServer
 from torch import Tensor
@@ -92,6 +93,7 @@ KEPT = {
     ".mamba_ckpt_pool._ids": "numbers of checkpoints as a step reads them, 8 bytes a checkpoint",
     ".mamba_ckpt_pool._host_ids": "host memory",
     ".req_generation": "host memory",
+    ".req_index_to_mamba_ping_pong_track_buffer_mapping": "SGLang 0.5.23's, 16 bytes a request",
 }
 """Tensors that stay while a server sleeps."""
 
@@ -281,6 +283,12 @@ def test_random_turns_with_sleep(tree: pytest.MonkeyPatch) -> None:
 # New weights
 
 
+def waiting_request() -> Any:
+    # Newer releases name a request by more than its id.
+    handle = base_prefix_cache.CacheRequestHandle("waits", 0) if SEPARATE else None
+    return SimpleNamespace(rid="waits", cache_request_handle=handle)
+
+
 class Scheduler:
     """As far as the hooks of `sleep` know SGLang's; `released` and `flushed` count."""
 
@@ -289,7 +297,7 @@ class Scheduler:
 
     def __init__(self, server: TieredServer) -> None:
         self.server, self.tree_cache = server, server.cache
-        self.waiting_queue: list[Any] = [SimpleNamespace(rid="waits")]
+        self.waiting_queue: list[Any] = [waiting_request()]
         self.grammar_manager = SimpleNamespace(grammar_queue=["compiles"])
         self.flushed = self.retracted = 0
         runner = SimpleNamespace(attn_backend=SimpleNamespace(forget_scratch=lambda: None))

@@ -11,6 +11,7 @@ import random
 import time
 from array import array
 from collections.abc import Callable
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,6 +85,13 @@ def state_of(tokens: Any) -> int:
     return hash(np.asarray(tokens, dtype=np.int64).tobytes()) & 0x7FFFFFFFFFFFFFFF
 
 
+class Impatient(Queue[Any]):
+    """SGLang's threads look once a second whether they are to end, and a flush waits for them."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        return super().get(block, timeout and min(timeout, 0.02))
+
+
 def late_copies(monkeypatch: Any, streams: Streams) -> None:
     """Copies of the host pools run when their stream does."""
     for pool, name in ((p, n) for p in (HostBlocks, HostCheckpoints) for n in ("save", "load")):
@@ -120,6 +128,7 @@ class TieredServer(BlockOwner):
             alone = SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1)
             monkeypatch.setattr(base_controller, "get_parallel", lambda: alone)
             monkeypatch.setattr(base_controller, "is_dp_attention_enabled", lambda: False)
+            monkeypatch.setattr(base_controller, "Queue", Impatient)
         self.forward = Stream(self.streams)
         self.device, self.states = Blocks(blocks), States(checkpoints)
         self.pool = Pool(MOST_RUNNING + 1, checkpoints)

@@ -181,12 +181,12 @@ void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> ind
   if (tokens == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
-  if (window) {
-    check.launched(launch_append_prefill(p, kind, can_overlap(device), stream));
-  } else {
-    // Outside a graph, what computed the batch may be the kernel just before this one: no overlap then (append.h).
-    check.launched(launch_append_decode(p, kind, can_overlap(device) && is_recorded(stream), stream));
-  }
+  // Outside a graph, what computed the batch may be the kernel just before this one: no overlap then (append.h).
+  const cudaError_t launched = window
+                                   ? launch_append_prefill(p, kind, can_overlap(device), stream)
+                                   : launch_append_decode(p, kind, can_overlap(device) && is_recorded(stream), stream);
+  check.succeeded(launched, "the launch for ", tokens, " tokens of ", requests, " requests, ratio ", ratio,
+                  window ? ", prefill" : ", decode");
 }
 
 }  // namespace dsv4

@@ -69,7 +69,7 @@ void append_swa(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor sw
   p.inv = data<uint8_t>(swa_inv), p.inv_slot = swa_inv.stride(0), p.inv_row = strip, p.inv_bytes = int(strip);
   p.pos = data<int32_t>(swa_pos), p.pos_slot = swa_pos.stride(0), p.head = data<int32_t>(swa_head);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  check.launched(launch_append_swa(p, current_stream(device)));
+  check.succeeded(launch_append_swa(p, current_stream(device)), "the launch for ", tokens, " tokens");
 }
 
 }  // namespace dsv4

@@ -17,21 +17,35 @@ V41Table v41_table(const Checker& check, const char* name, const Tensor& t, int6
   return {data<uint8_t>(t), t.stride(0), int(t.size(1))};
 }
 
-V41Batch take_batch(const AppendChecker& check, int64_t tokens, const Tensor& slots, const Tensor& prefix_lens,
-                    const Tensor& query_start, const Tensor& token_request, const Tensor& out_loc) {
-  const int64_t requests = slots.numel();
+/// What both ops begin with: their inputs of so many columns, `name`, their norm, and the batch.
+AppendChecker take_inputs(const char* op, V41Inputs& p, const char* name, const Tensor& inputs, int64_t width,
+                          const char* norm_name, const Tensor& norm, const Tensor& rope, double eps,
+                          const Tensor& slots, const Tensor& prefix_lens, const Tensor& query_start,
+                          const Tensor& token_request, const Tensor& out_loc) {
+  if (!inputs.is_cuda() || inputs.dim() != 2) {
+    fail(op, ": ", name, " is ", describe(inputs), "; expected [tokens, ", width, "] on a CUDA device");
+  }
+  const AppendChecker check(op, inputs.get_device_index());
+  const int64_t tokens = inputs.size(0), requests = slots.numel();
   check.vector("slots", slots, kInt, requests);
   check.vector("prefix_lens", prefix_lens, kInt, requests);
   check.vector("query_start", query_start, kInt, requests + 1);
   check.vector("token_request", token_request, kInt, tokens);
   check.vector("out_loc", out_loc, kLong, tokens);
-  return {data<int32_t>(slots),
-          data<int32_t>(prefix_lens),
-          data<int32_t>(query_start),
-          data<int32_t>(token_request),
-          data<int64_t>(out_loc),
-          int(tokens),
-          int(requests)};
+  p.batch = {data<int32_t>(slots),
+             data<int32_t>(prefix_lens),
+             data<int32_t>(query_start),
+             data<int32_t>(token_request),
+             data<int64_t>(out_loc),
+             int(tokens),
+             int(requests)};
+  check.projection(name, inputs, {kBFloat}, tokens, width);
+  p.inputs = inputs.data_ptr(), p.inputs_stride = inputs.stride(0);
+  check.weight(norm_name, norm, {kBFloat, kFloat}, {width});
+  p.norm = norm.data_ptr(), p.norm_bf16 = is_bf16(norm);
+  check.weight("rope", rope, {kFloat}, {kAny, kRopeDim});
+  p.rope = data<float>(rope), p.eps = float(eps);
+  return check;
 }
 
 /// The compressor of a layer that writes entries.
@@ -84,23 +98,11 @@ void append_v41(Tensor kv, std::optional<Tensor> compressor, Tensor kv_norm, std
                 Tensor token_request, Tensor out_loc, std::optional<Tensor> track_slots, Tensor ring,
                 std::optional<Tensor> tail, std::optional<Tensor> entries, std::optional<Tensor> latents,
                 std::optional<Tensor> window) {
-  if (!kv.is_cuda() || kv.dim() != 2) {
-    fail("append_v41: kv is ", describe(kv), "; expected [tokens, 512] on a CUDA device");
-  }
-  const int device = kv.get_device_index();
-  const AppendChecker check("append_v41", device);
+  AppendV41Params p{};
+  const AppendChecker check = take_inputs("append_v41", p, "kv", kv, kEntryDim, "kv_norm", kv_norm, rope, eps, slots,
+                                          prefix_lens, query_start, token_request, out_loc);
   const int64_t tokens = kv.size(0);
   if (ratio < 0 || ratio > 2) check.fail("ratio is ", ratio, "; expected 0, 1 or 2");
-
-  AppendV41Params p{};
-  p.eps = float(eps);
-  p.batch = take_batch(check, tokens, slots, prefix_lens, query_start, token_request, out_loc);
-  check.projection("kv", kv, {kBFloat}, tokens, kEntryDim);
-  p.kv = kv.data_ptr(), p.kv_stride = kv.stride(0);
-  check.weight("kv_norm", kv_norm, {kBFloat, kFloat}, {kEntryDim});
-  p.kv_norm = kv_norm.data_ptr(), p.kv_norm_bf16 = is_bf16(kv_norm);
-  check.weight("rope", rope, {kFloat}, {kAny, kRopeDim});
-  p.rope = data<float>(rope);
   if (track_slots) check.vector("track_slots", *track_slots, kInt, tokens);
   p.track_slots = data<int32_t>(track_slots);
   constexpr int64_t row_bytes = kV41RowBytes + kV41RowScales;
@@ -115,34 +117,26 @@ void append_v41(Tensor kv, std::optional<Tensor> compressor, Tensor kv_norm, std
   if (!window) check_decode(check, p, ratio);
 
   if (tokens == 0) return;
+  const int device = kv.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  check.launched(launch_append_v41(p, int(ratio), current_stream(device)));
+  check.succeeded(launch_append_v41(p, int(ratio), current_stream(device)), "the launch for ", tokens, " tokens of ",
+                  p.batch.requests, " requests, ratio ", ratio, window ? ", prefill" : ", decode");
 }
 
 void append_v41_keys(Tensor keys, Tensor key_norm, Tensor rope, double eps, int64_t ratio, Tensor slots,
                      Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, Tensor index_keys) {
-  if (!keys.is_cuda() || keys.dim() != 2) {
-    fail("append_v41_keys: keys is ", describe(keys), "; expected [tokens, 128] on a CUDA device");
-  }
-  const int device = keys.get_device_index();
-  const AppendChecker check("append_v41_keys", device);
-  const int64_t tokens = keys.size(0);
-  if (ratio < 1 || ratio > 2) check.fail("ratio is ", ratio, "; expected 1 or 2");
-
   AppendV41KeysParams p{};
-  p.eps = float(eps), p.ratio = int(ratio);
-  p.batch = take_batch(check, tokens, slots, prefix_lens, query_start, token_request, out_loc);
-  check.projection("keys", keys, {kBFloat}, tokens, kIndexDim);
-  p.keys = keys.data_ptr(), p.keys_stride = keys.stride(0);
-  check.weight("key_norm", key_norm, {kBFloat, kFloat}, {kIndexDim});
-  p.key_norm = key_norm.data_ptr(), p.key_norm_bf16 = is_bf16(key_norm);
-  check.weight("rope", rope, {kFloat}, {kAny, kRopeDim});
-  p.rope = data<float>(rope);
+  const AppendChecker check = take_inputs("append_v41_keys", p, "keys", keys, kIndexDim, "key_norm", key_norm, rope,
+                                          eps, slots, prefix_lens, query_start, token_request, out_loc);
+  if (ratio < 1 || ratio > 2) check.fail("ratio is ", ratio, "; expected 1 or 2");
+  p.ratio = int(ratio);
   p.index_keys = key_table(check, "index_keys", index_keys, kMxfp4, kBlockTokens / ratio);
 
-  if (tokens == 0) return;
+  if (p.batch.tokens == 0) return;
+  const int device = keys.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  check.launched(launch_append_v41_keys(p, current_stream(device)));
+  check.succeeded(launch_append_v41_keys(p, current_stream(device)), "the launch for ", p.batch.tokens, " tokens of ",
+                  p.batch.requests, " requests, ratio ", ratio);
 }
 
 }  // namespace dsv4

@@ -105,9 +105,9 @@ __device__ __forceinline__ void copy_row(const V41Address& from, const V41Addres
 /// Four warps: the window row of an input.
 __device__ void write_row(const AppendV41Params& p, const Request& request, int token, float (&scratch)[4]) {
   const int thread = threadIdx.x, position = request.length + token - request.begin;
-  const uint16_t* kv = static_cast<const uint16_t*>(p.kv) + token * p.kv_stride;
+  const uint16_t* kv = static_cast<const uint16_t*>(p.inputs) + token * p.inputs_stride;
   float4 x = load_quad(kv, true, thread);
-  x = normalise(x, load_quad(p.kv_norm, p.kv_norm_bf16, thread), p.eps, scratch, kRowBarrier, thread);
+  x = normalise(x, load_quad(p.norm, p.norm_bf16, thread), p.eps, scratch, kRowBarrier, thread);
   const PackedRowQuad packed(rotate(x, p.rope, position, thread));
   if (p.track_slots && p.track_slots[token] >= 0) {
     packed.store(ring_address(p, p.track_slots[token], position), thread);
@@ -235,9 +235,9 @@ __global__ void __launch_bounds__(32 * kKeyWarps)
   const Request request(p.batch, p.batch.token_request[token]);
   const int position = request.length + token - request.begin;
   if (request.slot < 0 || (position + 1) % p.ratio) return;
-  float4 x = load_quad(static_cast<const uint16_t*>(p.keys) + token * p.keys_stride, true, lane);
+  float4 x = load_quad(static_cast<const uint16_t*>(p.inputs) + token * p.inputs_stride, true, lane);
   const float squares = warp_sum(squares4(x.x, x.y, x.z, x.w));
-  const float4 weight = load_quad(p.key_norm, p.key_norm_bf16, lane);
+  const float4 weight = load_quad(p.norm, p.norm_bf16, lane);
   x = round_quad(x * splat(1.0f / sqrtf(squares * (1.0f / kIndexDim) + p.eps)) * weight);
   if (lane >= kFirstRotatedIndexLane) {
     const float4 angle =

@@ -22,17 +22,24 @@ struct V41Batch {
   int tokens, requests;
 };
 
-struct AppendV41Params {
-  // Projections; strides in elements, inner stride 1, every row 16-byte aligned.
-  const void* kv;          // [tokens, 512] bf16
-  const void* compressor;  // [tokens, 512] bf16 at ratio 1, [tokens, 1024] fp32 = [k | score] at ratio 2
-  int64_t kv_stride, compressor_stride;
-  // Weights: norms bf16 or fp32.
-  const void *kv_norm, *latent_norm;
-  bool kv_norm_bf16, latent_norm_bf16;
+/// A batch and its rows that are normed, rotated and written. Strides in elements, inner stride 1, every row 16-byte
+/// aligned; norms bf16 or fp32.
+struct V41Inputs {
+  const void* inputs;  // [tokens, width] bf16
+  int64_t inputs_stride;
+  const void* norm;  // [width]
+  bool norm_bf16;
   const float* rope;  // [positions, 64]
   float eps;
   V41Batch batch;
+};
+
+/// The inputs are kv, of width 512.
+struct AppendV41Params : V41Inputs {
+  const void* compressor;  // [tokens, 512] bf16 at ratio 1, [tokens, 1024] fp32 = [k | score] at ratio 2
+  int64_t compressor_stride;
+  const void* latent_norm;
+  bool latent_norm_bf16;
   const int32_t* track_slots;  // or null
   // Written.
   V41Table ring, window, entries;  // window.base: null in a decode step
@@ -43,15 +50,9 @@ struct AppendV41Params {
   int64_t latents_stride;
 };
 
-struct AppendV41KeysParams {
-  const void* keys;  // [tokens, 128] bf16
-  int64_t keys_stride;
-  const void* key_norm;
-  bool key_norm_bf16;
-  const float* rope;
-  float eps;
+/// The inputs are index keys, of width 128.
+struct AppendV41KeysParams : V41Inputs {
   int ratio;
-  V41Batch batch;
   KeyTable index_keys;
 };
 

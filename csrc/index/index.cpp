@@ -3,6 +3,7 @@
 #include "index.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "../ops.h"
 #include "../tables.h"
@@ -21,10 +22,12 @@ struct Gpu {
   bool sm_90 = false;   // or later
   bool hopper = false;  // code for sm_90a runs
 
-  explicit Gpu(int device) {
+  Gpu(const Checker& check, int device) {
     int major = 0;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    for (auto [value, of] : {std::pair{&major, cudaDevAttrComputeCapabilityMajor},
+                             std::pair{&processors, cudaDevAttrMultiProcessorCount}}) {
+      check.succeeded(cudaDeviceGetAttribute(value, of, device), "asking what the GPU is");
+    }
     sm_90 = major >= 9, hopper = major == 9;
   }
 };
@@ -91,9 +94,10 @@ void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_
   p.tokens = int(tokens), p.heads = int(heads);
   p.format = format;
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const Gpu gpu(device);
+  const Gpu gpu(check, device);
   p.form = form_of(gpu, format, heads);
-  check.launched(launch_query(p, gpu.sm_90, current_stream(device)));
+  check.succeeded(launch_query(p, gpu.sm_90, current_stream(device)), "the launch for ", tokens, " tokens of ", heads,
+                  " heads");
 }
 
 void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request,
@@ -124,11 +128,13 @@ void index_score(Tensor query, Tensor weights, Tensor index_keys, Tensor block_t
   p.tokens = int(tokens), p.heads = int(heads), p.top = int(top), p.requests = int(block_table.size(0));
   p.width = int(std::min(scores.size(1), block_table.size(1) * kKeysPerBlock));
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const Gpu gpu(device);
+  const Gpu gpu(check, device);
   const QueryForm form = form_of(gpu, format, heads);
   if (form != QueryForm::kPlaces) check.aligned("weights", weights, 8);
-  check.launched(form == QueryForm::kPlaces ? launch_score(p, fp4, gpu.sm_90, gpu.processors, current_stream(device))
-                                            : launch_score_hopper(p, form, gpu.processors, current_stream(device)));
+  const cudaError_t launched = form == QueryForm::kPlaces
+                                   ? launch_score(p, fp4, gpu.sm_90, gpu.processors, current_stream(device))
+                                   : launch_score_hopper(p, form, gpu.processors, current_stream(device));
+  check.succeeded(launched, "the launch for ", tokens, " tokens of ", heads, " heads, ", p.width, " keys each");
 }
 
 void index_select(Tensor scores, Tensor block_table, Tensor token_request, Tensor positions, Tensor rows) {
@@ -153,8 +159,9 @@ void index_select(Tensor scores, Tensor block_table, Tensor token_request, Tenso
   p.width = int(std::min(scores.size(1), block_table.size(1) * kKeysPerBlock));
   p.aligned = reinterpret_cast<uintptr_t>(scores.data_ptr()) % 16 == 0 && (tokens == 1 || scores.stride(0) % 4 == 0);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const Gpu gpu(device);
-  check.launched(launch_select(p, gpu.sm_90, gpu.processors, current_stream(device)));
+  const Gpu gpu(check, device);
+  check.succeeded(launch_select(p, gpu.sm_90, gpu.processors, current_stream(device)), "the launch for ", tokens,
+                  " tokens, ", p.top, " of ", p.width, " each");
 }
 
 }  // namespace dsv4

@@ -25,7 +25,7 @@ uint64_t address(const Tensor& t) { return reinterpret_cast<uint64_t>(t.data_ptr
 
 /// Nothing refused yet: -1, whose bytes are all ones.
 void reset_refused(const Checker& check, const Tensor& refused, cudaStream_t stream) {
-  check.launched(cudaMemsetAsync(refused.data_ptr(), 0xff, sizeof(int32_t), stream));
+  check.succeeded(cudaMemsetAsync(refused.data_ptr(), 0xff, sizeof(int32_t), stream), "clearing what is refused");
 }
 
 }  // namespace
@@ -63,7 +63,8 @@ void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors, std::option
     s.layer_stride = stride_bytes(t, 0), s.slot_stride = stride_bytes(t, 1), s.bytes = bytes_of(t, 2);
     s.width = access_width(address(t) | s.layer_stride | s.slot_stride | s.bytes);
     if (p.count == kMaxStateTensors || i + 1 == tensors.size()) {
-      check.launched(launch_copy_state(p, stream));
+      check.succeeded(launch_copy_state(p, stream), "the launch for ", pairs, " pairs of slots in ", p.count,
+                      " tensors");
       p.count = 0;
     }
   }
@@ -100,7 +101,7 @@ void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid, st
   p.count = int(count);
   p.width = access_width(address(pool) | address(new_rows) | p.pool_stride | p.source_stride | p.row_bytes);
   p.refused = data<int32_t>(noted), p.print = !refused;
-  check.launched(launch_update_rows(p, stream));
+  check.succeeded(launch_update_rows(p, stream), "the launch for ", count, " slices of pool ", describe(pool));
 }
 
 void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, Tensor owned,
@@ -132,7 +133,7 @@ void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_requ
   p.count = int(count);
   p.columns = int(std::min(block_table.size(1), (req_to_token.size(1) + kBlockTokens - 1) / kBlockTokens));
   const torch::stable::accelerator::DeviceGuard guard(device);
-  check.launched(launch_snapshot_tables(p, current_stream(device)));
+  check.succeeded(launch_snapshot_tables(p, current_stream(device)), "the launch for ", count, " requests");
 }
 
 namespace {
@@ -152,10 +153,11 @@ std::vector<int64_t> checked_rows(const Tensor& rows, int64_t size) {
 }
 
 /// The device's address of `host`: its own memory, or pinned host memory.
-uint8_t* as_device_sees(const Tensor& host) {
+uint8_t* as_device_sees(const Checker& check, const Tensor& host) {
   if (host.is_cuda()) return data<uint8_t>(host);
   cudaPointerAttributes attributes{};
-  if (cudaPointerGetAttributes(&attributes, host.data_ptr()) != cudaSuccess || attributes.type != cudaMemoryTypeHost) {
+  check.succeeded(cudaPointerGetAttributes(&attributes, host.data_ptr()), "looking up host ", describe(host));
+  if (attributes.type != cudaMemoryTypeHost) {
     fail("swap_blocks: host is ", describe(host), " in pageable memory; expected pinned memory (pin_memory=True)");
   }
   return static_cast<uint8_t*>(attributes.devicePointer);
@@ -180,7 +182,7 @@ void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor r
     fail("swap_blocks: host is ", describe(host), "; expected Byte [rows, bytes], pinned or on cuda:", device);
   check.dense("host", host, 1);
   SwapParams p{};
-  p.host = as_device_sees(host), p.host_stride = host.stride(0);
+  p.host = as_device_sees(check, host), p.host_stride = host.stride(0);
   p.blocks = data<int64_t>(blocks), p.blocks_stride = blocks.stride(0), p.to_host = to_host;
   p.over_link = !host.is_cuda();
   const uint64_t base = reinterpret_cast<uint64_t>(p.host);
@@ -216,7 +218,8 @@ void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor r
       for (int k = 0, end = 0; k < p.pool_count; ++k) p.pools[k].end = end += p.count * p.pools[k].pieces;
       for (int k = 0; k < p.count; ++k) p.row[k] = int32_t(ids[i + k]);
       p.blocks = data<int64_t>(blocks) + int64_t(i) * p.blocks_stride;
-      check.launched(launch_swap_blocks(p, stream));
+      check.succeeded(launch_swap_blocks(p, stream), "the launch for ", p.count, " blocks of ", p.pool_count, " pools ",
+                      to_host ? "to" : "from", " host ", describe(host));
     }
   }
 }

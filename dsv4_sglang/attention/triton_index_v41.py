@@ -52,6 +52,7 @@ def _score_kernel(
     request = tl.load(token_request_ptr + token)
     table_at = block_table_ptr + request.to(tl.int64) * block_table_stride
     block = tl.load(table_at + entry // per_block, mask=allowed, other=0)
+    allowed = allowed & (block >= 0)  # at ratio 1 a token that only pads, at position 0, would see an entry
     inside = (entry % per_block)[:, None]
     block_at = keys_ptr + (block.to(tl.int64) * block_stride)[:, None]
 

@@ -185,7 +185,7 @@ class V41Step:
         given = tuple(tensor.shape) if tensor is not None else None
         wanted = (len(self.metadata.positions), columns) if columns else None
         if given != wanted:
-            raise ValueError(f"append, {_name(spec)}: {name} has shape {given}; expected {wanted}")
+            raise ValueError(f"{_name(spec)}: {name} has shape {given}; expected {wanted}")
 
 
 def _name(spec: V41LayerSpec) -> str:

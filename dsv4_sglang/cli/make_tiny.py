@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -43,8 +43,13 @@ def make_tiny(
     """Write a small random DeepSeek-V4 checkpoint that SGLang and transformers can read, or one of V4.1."""
     from dsv4_sglang.testing import tiny, tiny_v41
 
-    sizes = {"seed": seed, "hidden": hidden, "index_topk": index_topk, "context": context}
-    chosen = {"ratios": layers and _parse_ratios(layers), "hash_layers": hash_layers, "nextn": nextn, "dspark": dspark}
+    sizes: dict[str, Any] = {"seed": seed, "hidden": hidden, "index_topk": index_topk, "context": context}
+    chosen: dict[str, Any] = {
+        "ratios": layers and _parse_ratios(layers),
+        "hash_layers": hash_layers,
+        "nextn": nextn,
+        "dspark": dspark,
+    }
     given = {name: value for name, value in chosen.items() if value is not None and value is not False}
     try:
         if not v41:

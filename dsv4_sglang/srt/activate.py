@@ -49,10 +49,14 @@ def _config_json(model_path: str) -> dict[str, Any]:
 
 
 def _set_environment(config: dict[str, Any]) -> None:
-    """SGLang reads these when its model module is imported, here and in the processes that inherit the environment."""
+    """SGLang reads these here and in the processes that inherit the environment, the first when its model module is
+    imported."""
     if config and "quantization_config" not in config:
         # Its FP8 GEMM of wo_a, on by default, wants an FP8 checkpoint.
         os.environ.setdefault("SGLANG_OPT_FP8_WO_A_GEMM", "0")
+    if os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
+        # When a step of one process fails, the server would wait a minute for dumps that the others cannot make.
+        os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 
 
 def _declare_state() -> None:

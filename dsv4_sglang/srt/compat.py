@@ -80,7 +80,10 @@ KV_SENDER = "sglang.srt.disaggregation.common.conn.CommonKVSender.__init__" if s
 BUILD_DECODE_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_mamba_decode_req_pool"
 # The releases between had trees and controllers of copies of their own.
 SERVES_HOST_TIER = since("0.5.23") or not since("0.5.18")
-SERVES_INTEGRITY_CHECK = not since("0.5.18")
+SERVES_INTEGRITY_CHECK = since("0.5.23") or not since("0.5.18")
+# Since 0.5.23 weights may come between two calls without one of SGLang's updates, and take their form with the second.
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+END_WEIGHT_UPDATE = _WEIGHTS + "end_weight_update" if since("0.5.23") else ""
 SERVES_DSPARK = since("0.5.23") or not since("0.5.18")
 # The model is SGLang's since then.
 SERVES_V41 = since("0.5.23")
@@ -314,6 +317,32 @@ def held(req: Any) -> Any:
     return req.kv if since("0.5.19") else req
 
 
+def name_of(req: Any) -> Any:
+    """What the tree calls a request that it fetches pages for: its id, since 0.5.22 with the number of the attempt."""
+    return req.cache_request_handle if since("0.5.22") else req.rid
+
+
+def lock_of(req: Any) -> tuple[Any, Any]:
+    """The node of the tree that a request holds, and how; (None, None) if it holds none. Since 0.5.22 one record."""
+    if since("0.5.22"):
+        return (None, None) if req.lock is None else (req.lock.node, req.lock.receipt)
+    return req.last_node, req
+
+
+def leaves_out(lock: Any, component: Any, node_id: int) -> bool:
+    """Whether a lock of a node and what is above it does not count for what a component has on that node."""
+    if since("0.5.22"):
+        return component in lock.skipped_lock_components
+    return node_id in lock.skip_lock_node_ids.get(component, ())
+
+
+def free_blocks(allocator: Any) -> list[int]:
+    """The blocks that nobody has, those that are still to be sorted in included."""
+    if since("0.5.22"):
+        return allocator.get_all_free_pages().tolist()
+    return [*allocator.free_pages.tolist(), *allocator.release_pages.tolist()]
+
+
 def prefix_len(req: Any) -> int:
     """Tokens of a request that the tree had."""
     return req.prefix_len if since("0.5.22") else len(req.prefix_indices)
@@ -345,6 +374,27 @@ def idle_differences(scheduler: Any) -> list[str]:
     """What SGLang's check of an idle server finds: sums of its pools that are not their sizes."""
     leaks, lines = scheduler.invariant_checker._check_all_pools(scheduler.pool_stats_observer.get_pool_stats())
     return lines if leaks else []
+
+
+def check_tree(cache: Any) -> None:
+    """SGLang's check of its tree, which it makes when it is idle; raises AssertionError.
+
+    Since 0.5.23 it looks for nodes that lie in both places in a list that has them once their load is over.
+    """
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    known = cache.tree_core.full_host_duplicates if since("0.5.23") else {}
+    before = dict(known)
+    for loading in cache.ongoing_load_back.values() if since("0.5.23") else ():
+        node = cache.tree_core.node_by_id(loading.node_id)
+        while node is not cache.tree_core.root_node:
+            known.setdefault(node.id, node)
+            node = node.parent
+    try:
+        UnifiedRadixCache.sanity_check(cache)  # ours leaves out most of them
+    finally:
+        known.clear()
+        known.update(before)
 
 
 def fill_state_pool(pool: Any) -> None:

@@ -344,6 +344,12 @@ def sleep_hooks() -> tuple[Hook, ...]:
             )
             for way in ("disk", "distributed", "tensor", "ipc")
         ),
+        Hook(
+            compat.END_WEIGHT_UPDATE,
+            HookType.AROUND,
+            sleep.end_update,
+            "the same where weights came past SGLang, and of steps while they had another form",
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import Queue
 from typing import Any, NamedTuple
@@ -93,7 +93,7 @@ def examine(cache: Any, requests: Iterable[Any]) -> Examination:
     live = Pool("state slot", range(1, tables.mamba_allocator.size + 1))
     found = Examination([blocks, rows, live])
 
-    blocks.claim(FREE, "the free list", [*allocator.free_pages.tolist(), *allocator.release_pages.tolist()])
+    blocks.claim(FREE, "the free list", compat.free_blocks(allocator))
     rows.claim(FREE, "the free list", tables.free_slots)
     live.claim(FREE, "the free list", tables.mamba_allocator.free_slots.tolist())
     slots = getattr(tables, "mamba_ckpt_pool", None)
@@ -103,15 +103,15 @@ def examine(cache: Any, requests: Iterable[Any]) -> Examination:
         found.pools.append(checkpoints)
 
     for req in held_by:
-        name = f"request {req.rid}"
+        name, held = f"request {req.rid}", compat.held(req)
         checkpoints.claim(REQUESTS, name, [pending.slot for pending in getattr(req, PENDING, None) or ()])
-        if req.mamba_pool_idx is not None:
-            live.claim(REQUESTS, name, [int(req.mamba_pool_idx)])
-        if req.req_pool_idx is None:
+        if held.mamba_pool_idx is not None:
+            live.claim(REQUESTS, name, [int(held.mamba_pool_idx)])
+        if held.req_pool_idx is None:
             continue
-        rows.claim(REQUESTS, name, [int(req.req_pool_idx)])
-        table = (tables.req_to_token[req.req_pool_idx, : req.kv.kv_allocated_len : BLOCK] // BLOCK).tolist()
-        inserted = 0 if tree is None else compat.held(req).cache_protected_len // BLOCK
+        rows.claim(REQUESTS, name, [int(held.req_pool_idx)])
+        table = (tables.req_to_token[held.req_pool_idx, : req.kv.kv_allocated_len : BLOCK] // BLOCK).tolist()
+        inserted = 0 if tree is None else held.cache_protected_len // BLOCK
         blocks.claim(REQUESTS, name, table[inserted:])
         if tree is not None:
             tree.hold(req, name, table[:inserted])
@@ -149,7 +149,7 @@ class _Tree:
         self.locks: dict[tuple[Any, int], list[str]] = defaultdict(list)
         """Who locks what a component has on a node, on the device."""
         for copy, node_id, params in self._copies():
-            self._lock(node_id, params.skip_lock_node_ids, copy)
+            self._lock(node_id, params, copy)
 
     def _pages(self, place: str) -> dict[int, list[int]]:
         """Blocks of each node by its id, of the device (`value`) or the host (`host_value`)."""
@@ -157,15 +157,17 @@ class _Tree:
         if not values:
             return {}
         tokens = torch.cat([value for _, value in values]).cpu()
-        sizes = [len(value) for _, value in values]
+        blocks, sizes = tokens[::BLOCK] // BLOCK, [len(value) for _, value in values]
+        if not any(size % BLOCK for size in sizes) and torch.equal(tokens, _tokens_of(blocks)):
+            counts = [size // BLOCK for size in sizes]
+            return {node_id: part.tolist() for (node_id, _), part in zip(values, blocks.split(counts))}
         pages = {}
         for (node_id, _), indices in zip(values, tokens.split(sizes)):
-            starts = indices[::BLOCK]
-            whole = (starts[:, None] + torch.arange(BLOCK)).ravel()
-            if len(whole) != len(indices) or bool((whole != indices).any()) or bool((starts % BLOCK).any()):
+            blocks = indices[::BLOCK] // BLOCK
+            if not torch.equal(indices, _tokens_of(blocks)):
                 text = f"its {place} is no list of whole blocks of {BLOCK} tokens"
                 self.wrong.append(Finding(f"node {node_id}", text))
-            pages[node_id] = (starts // BLOCK).tolist()
+            pages[node_id] = blocks.tolist()
         return pages
 
     def _data(self, node: Any) -> tuple[Any, Any]:
@@ -175,8 +177,10 @@ class _Tree:
 
     def hold(self, req: Any, name: str, table: list[int]) -> None:
         """A request locks the path to its node, whose blocks its table begins with."""
-        self._lock(req.last_node, req.skip_lock_node_ids, name)
-        node, path = self.by_id.get(req.last_node, self.root), list[int]()
+        node_id, lock = compat.lock_of(req)
+        if lock is not None:
+            self._lock(node_id, lock, name)
+        node, path = self.by_id.get(node_id, self.root), list[int]()
         while node is not self.root:
             path[:0] = self.pages.get(node.id, [])
             node = node.parent
@@ -184,16 +188,16 @@ class _Tree:
             text = f"its table begins with the blocks {table}, its path in the tree has {path}"
             self.wrong.append(Finding(name, text))
 
-    def _lock(self, node_id: int, skipped: Mapping[Any, Any], name: str) -> None:
+    def _lock(self, node_id: int, lock: Any, name: str) -> None:
         """As the tree's own release of a lock goes."""
         node = self.by_id.get(node_id)
         if node is None:
             self.wrong.append(Finding(name, f"it holds node {node_id}, which is not in the tree"))
             return
-        if node is not self.root and node.id not in skipped.get(self.mamba, ()):
+        if node is not self.root and not compat.leaves_out(lock, self.mamba, node.id):
             self.locks[self.mamba, node.id].append(name)
         while node is not self.root:
-            if node.id not in skipped.get(self.full, ()):
+            if not compat.leaves_out(lock, self.full, node.id):
                 self.locks[self.full, node.id].append(name)
             node = node.parent
 
@@ -325,12 +329,15 @@ class _Tree:
 
     def _own_findings(self) -> Iterator[Finding]:
         """What SGLang finds wrong with its tree: structure, leaves, lists, sizes."""
-        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
         try:
-            UnifiedRadixCache.sanity_check(self.cache)  # ours leaves out most of them
+            compat.check_tree(self.cache)
         except AssertionError as error:
             yield Finding("SGLang's check of the tree", str(error))
+
+
+def _tokens_of(blocks: torch.Tensor) -> torch.Tensor:
+    """Indices of all tokens of blocks."""
+    return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).ravel()
 
 
 def _waiting(queue: Queue[Any]) -> list[Any]:
@@ -361,6 +368,7 @@ def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
 def report(scheduler: Any) -> dict[str, Any]:
     """The examination of a scheduler's cache, as JSON has it; when it is idle SGLang's equations, too."""
     from sglang.srt.platforms import current_platform
+    from sglang.srt.runtime_context import get_parallel
 
     begin = time.perf_counter()
     current_platform.synchronize()  # tables of requests are written on several streams
@@ -370,10 +378,10 @@ def report(scheduler: Any) -> dict[str, Any]:
     if idle:
         findings += [Finding("SGLang's check of an idle server", text) for text in compat.idle_differences(scheduler)]
     return {
-        "dp_rank": scheduler.ps.attn_dp_rank,
-        "tp_rank": scheduler.ps.tp_rank,
+        "dp_rank": get_parallel().attn_dp_rank,
+        "tp_rank": get_parallel().tp_rank,
         "idle": idle,
-        "requests": sum(req.req_pool_idx is not None for req in requests),
+        "requests": sum(compat.held(req).req_pool_idx is not None for req in requests),
         "pools": [{"of": pool.thing, "size": len(pool.ids), **pool.counts} for pool in found.pools],
         "wrong": len(findings),
         "findings": [{"what": what, "wrong": wrong} for what, wrong in findings[:MOST_FINDINGS]],

@@ -352,7 +352,7 @@ def _raise(found: Iterable[tuple[str, str]]) -> None:
 def refuse_options(options: Options) -> None:
     """Raise if an option is refused."""
     if options.integrity_check and not compat.SERVES_INTEGRITY_CHECK:
-        reason = "what requests and copies hold is kept in other ways since SGLang 0.5.18; use SGLang 0.5.17"
+        reason = "what requests and copies hold is kept in other ways in SGLang 0.5.18 to 0.5.22; use 0.5.17 or 0.5.23"
         _raise([("the option integrity_check", reason)])
 
 

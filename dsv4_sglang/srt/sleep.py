@@ -100,18 +100,31 @@ def update_weights(original: Callable[..., Any], updater: Any, recv_req: Any) ->
     Also with `flush_cache` false, which is for one update of several: a flush takes a millisecond here. And what a
     paused request has computed is computed again; SGLang ends a server that it asks to flush beside such a request.
     """
-    scheduler = updater.scheduler
     if GPU_MEMORY_TYPE_WEIGHTS in updater.offload_tags:
         reason = "the memory of the weights is given back: call /resume_memory_occupation with the tag weights first"
         return UPDATES[type(recv_req)](success=False, message=reason)
+    recv_req.flush_cache = False
+    with _forgetting(updater, recv_req.torch_empty_cache):
+        return original(updater, recv_req)
+
+
+def end_update(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
+    """AROUND `compat.END_WEIGHT_UPDATE`: the same, whether there was an update before it or not."""
+    with _forgetting(updater, empty_cache=False):
+        return original(updater, recv_req)
+
+
+@contextmanager
+def _forgetting(updater: Any, empty_cache: bool) -> Iterator[None]:
+    """Weights change in between: what was computed before is forgotten, however that ends."""
+    scheduler = updater.scheduler
     compat.set_paused(scheduler, _retract(scheduler))
     _settle(scheduler)
-    recv_req.flush_cache = False
     try:
-        return original(updater, recv_req)
+        yield
     finally:
         with _nobody_waiting(scheduler):
-            flushed = updater.flush_cache(empty_cache=recv_req.torch_empty_cache)
+            flushed = updater.flush_cache(empty_cache=empty_cache)
         if not flushed:
             raise RuntimeError("dsv4_sglang: there are new weights, and the cache of the old ones cannot be flushed")
         if isinstance(scheduler.tree_cache, PrefixCache):

@@ -159,14 +159,17 @@ class Step:
         window = None if decode else bytes_like(shape, stored.dtype, g)
         return cls(requests, decode, batch, inputs, window)
 
-    def run(self, implementation, layer: Layer) -> Tensor | None:
-        """Call `implementation`.append on a layer of any device; returns the window workspace."""
-        device = layer.tables["ring"].device
+    def on(self, device: torch.device) -> tuple[dict, dict, Tensor | None]:
+        """Batch, inputs and a copy of the window workspace."""
         batch, inputs = (
             {name: None if t is None else _move(t, device) for name, t in group.items()}
             for group in (self.batch, self.inputs)
         )
-        window = None if self.window is None else self.window.clone().to(device)
+        return batch, inputs, None if self.window is None else self.window.clone().to(device)
+
+    def run(self, implementation, layer: Layer) -> Tensor | None:
+        """Call `implementation`.append on a layer of any device; returns the window workspace."""
+        batch, inputs, window = self.on(layer.tables["ring"].device)
         self.call(implementation, layer, batch, inputs, window)
         return window
 

@@ -2,15 +2,16 @@
 
 `entry_point` makes a folder for PYTHONPATH through which servers find it. It does nothing while the file named by
 FAULT_FILE is empty or missing; a test writes one of FAULTS (of the prefix cache), RANK_FAULTS (of DP attention),
-HOST_FAULTS (of the host tier), TRANSFER_FAULTS (between servers), V41_FAULTS (of DeepSeek-V4.1) or LOCK_FAULT (of the
-registry of checkpoints) there, and the steps from then on are broken that way.
+HOST_FAULTS (of the host tier), TRANSFER_FAULTS (between servers), V41_FAULTS (of DeepSeek-V4.1), LOCK_FAULT (of the
+registry of checkpoints) or LAUNCH_FAULT (of a kernel) there, and the steps from then on are broken that way.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ V41_FAULTS = (
     "candidates of nobody",
 )
 LOCK_FAULT = "a checkpoint stays locked"
+LAUNCH_FAULT = "a kernel fails"
+"""In the last process of a group."""
+LAUNCH_ERROR = "append: the launch for 1 tokens of 1 requests, ratio 4, decode failed: an illegal memory access"
+"""As an op on a GPU begins (tests/gpu/test_failing_kernel.py)."""
 HELD, HOLDING = "the end of a prompt is held", "one is held"
 """Between servers: the second stands in the file while a prefill server waits, with all but the last chunk sent, until
 the file is gone."""
@@ -50,6 +55,16 @@ KEPT_MAIN, KEPT_INDEX = slice(0, 512), slice(512, 640)
 PACKAGE, SGLANG = "dsv4_sglang.", "sglang.srt."
 LOADS = "DSV4_SGLANG_TEST_LOADS"
 """A folder: each process notes there what it loads from the host."""
+
+
+@contextmanager
+def broken(file: Path, kind: str) -> Iterator[None]:
+    """The servers that `file` is for are broken that way."""
+    file.write_text(kind)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def entry_point(folder: Path, module: str = "faulty_cache") -> list[str]:
@@ -94,6 +109,11 @@ def _forward(
     original: Callable[..., Any], backend: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **kw: Any
 ) -> Any:
     last = layer.layer_id == backend.last_layer
+    if last and _fault() == LAUNCH_FAULT:
+        from sglang.srt.runtime_context import get_parallel
+
+        if get_parallel().tp_rank == get_parallel().tp_size - 1:
+            raise RuntimeError(LAUNCH_ERROR)
     if last and backend._staged is not None and _fault() == FAULTS[0]:
         staged, checkpoints = backend._staged
         # One request a step: its live slot instead of the staging slots.

@@ -1,37 +1,63 @@
-"""What a server does with requests that make no sense, and when one of its processes ends."""
+"""What a server does with requests that make no sense, with new weights, and when a step or a process of it fails.
+
+It has a host tier and files behind it, and the one that is started again has the same.
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.error
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from progress import wait
-from server_harness import Server, prompt, running
+import torch
+from faulty_cache import LAUNCH_ERROR, LAUNCH_FAULT, broken
+from progress import Progress
+from safetensors.torch import load_file
+from server_harness import BROKEN_OFF, Generated, Server, assert_same, ends, prompt, running
+from sglang.srt.utils.common import MultiprocessingSerializer, init_custom_process_group
+
+from dsv4_sglang.cli.demo import free_port
+from dsv4_sglang.srt import compat
 
 pytestmark = pytest.mark.server
 
 CONTEXT, VOCABULARY = 1024, 384
 FLAGS = ("--dtype", "float32", "--context-length", str(CONTEXT), "--max-running-requests", "4", "--enable-metrics")
 FLAGS += ("--max-total-tokens", "4096", "--chunked-prefill-size", "256")
+FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-storage-backend", "file")
+FLAGS += ("--hicache-storage-prefetch-policy", "wait_complete")
 OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_checkpoints": 12}
+MODEL = {"ratios": (0, 4, 128), "index_topk": 1536}
+TOLERANCE = 2e-3
+STORED = prompt(400)
+BLOCKS = 3
+"""Of that prompt; its pages are these and a checkpoint."""
 
 
 @pytest.fixture(scope="module")
-def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Its last test ends it."""
-    log, started = tmp_path_factory.mktemp("faults") / "log", None
-    try:
-        with running(tiny(seed=0, ratios=(0, 4, 128), index_topk=1536), log, *FLAGS, **OPTIONS) as started:
-            yield started
-    except AssertionError:
-        if started is None or started.process.poll() is None:
-            raise
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of the files. SGLang's pause of 5 s for diagnostics before a server ends is off."""
+    folder = tmp_path_factory.mktemp("pages")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder))
+        patch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def server(
+    fault: Path, pages: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("faults") / "log"
+    with running(tiny(seed=0, **MODEL), log, *FLAGS, **OPTIONS) as server:
+        yield server
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -127,18 +153,133 @@ def test_nothing_is_left_of_them(server: Server) -> None:
     server.wait_idle()
 
 
-def test_a_process_that_ends_takes_the_server_along(server: Server) -> None:
+# The end of a server
+
+
+def to_storage_alone(server: Server, pages: Path) -> Generated:
+    """The answer to STORED, whose pages are in files then, and nowhere else."""
+    got = server.generate(STORED)
+    progress = Progress(server.process)
+    while len(list(pages.glob("*.bin"))) < BLOCKS + 1:
+        progress.check()
+        time.sleep(0.05)
+    server.wait_idle()
+    server.flush()
+    return got
+
+
+@pytest.fixture(scope="module")
+def crashed(server: Server, fault: Path, pages: Path) -> Generated:
+    """What the server, which has ended since, answered to STORED."""
+    return to_storage_alone(server, pages)
+
+
+def test_a_kernel_that_fails_ends_the_server(server: Server, fault: Path, crashed: Generated) -> None:
+    """Its requests end with an error; it does not go on with what was not written. The log says which op it was, in
+    one line."""
+    running_one = server.begin(prompt(30), 900, 2)
+    with ends(server), broken(fault, LAUNCH_FAULT):
+        for request in (running_one, lambda: server.generate(prompt(200))):
+            with pytest.raises(BROKEN_OFF):
+                request()
+    named = [line for line in server.log_text().splitlines() if "append: the launch" in line]
+    assert named == [f"RuntimeError: {LAUNCH_ERROR}"]
+
+
+@pytest.fixture(scope="module")
+def restarted(
+    crashed: Generated, pages: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("restarted") / "log"
+    with running(tiny(seed=0, **MODEL), log, *FLAGS, **OPTIONS) as server:
+        yield server
+
+
+def test_the_next_server_finds_what_was_stored(restarted: Server, crashed: Generated) -> None:
+    got = restarted.generate(STORED)
+    assert got.cached == BLOCKS * 128
+    assert_same(got, crashed, TOLERANCE)
+    restarted.generate(prompt(5), 1)  # counters are published when requests come and go
+    assert restarted.metrics()["host_hit_tokens_storage"] == BLOCKS * 128
+
+
+# New weights
+
+
+@contextmanager
+def session(server: Server) -> Iterator[None]:
+    """Within which newer releases take weights."""
+    sessions = compat.since("0.5.23")
+    if sessions:
+        assert server.post("/begin_weight_update", {})["success"]
+    yield
+    if sessions:
+        assert server.post("/end_weight_update", {})["success"]
+
+
+def by_tensors(server: Server, weights: dict[str, torch.Tensor]) -> None:
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")  # by name, which another process finds
+    try:
+        tensors = MultiprocessingSerializer.serialize(list(weights.items()), output_str=True)
+        body = {"serialized_named_tensors": [tensors], "flush_cache": False}
+        assert server.post("/update_weights_from_tensor", body)["success"]
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+def by_broadcast(server: Server, weights: dict[str, torch.Tensor]) -> None:
+    """From rank 0 of a group, which is this process."""
+    port, name = free_port(), "new weights"
+    at = {"master_address": "127.0.0.1", "master_port": port, "group_name": name, "backend": "gloo"}
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(server.post, "/init_weights_update_group", {**at, "rank_offset": 1, "world_size": 2})
+        address = f"tcp://127.0.0.1:{port}"
+        group = init_custom_process_group("gloo", address, world_size=2, rank=0, group_name=name)
+        assert joined.result()["success"]
+        body: dict[str, Any] = {"names": list(weights), "group_name": name, "flush_cache": False}
+        body["dtypes"] = [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()]
+        body["shapes"] = [list(tensor.shape) for tensor in weights.values()]
+        updated = pool.submit(server.post, "/update_weights_from_distributed", body)
+        for tensor in weights.values():
+            torch.distributed.broadcast(tensor, src=0, group=group)
+        assert updated.result()["success"]
+        left = pool.submit(server.post, "/destroy_weights_update_group", {"group_name": name})
+        torch.distributed.destroy_process_group(group)
+        assert left.result()["success"]
+
+
+def test_new_weights_over_http_leave_nothing(
+    restarted: Server, crashed: Generated, pages: Path, tiny: Callable[..., Path]
+) -> None:
+    """A prompt that device, host and files have is computed again, though no flush is asked for; the weights come in
+    two ways, the second time those that there were before."""
+    for send, seed in ((by_tensors, 9), (by_broadcast, 0)):
+        before = to_storage_alone(restarted, pages)
+        found = restarted.generate(STORED)
+        assert found.cached == restarted.generate(STORED).cached == BLOCKS * 128
+        assert_same(found, before, TOLERANCE)
+        old = set(pages.glob("*.bin"))
+        with session(restarted):
+            send(restarted, load_file(tiny(seed=seed, **MODEL) / "model.safetensors"))
+        assert not old & set(pages.glob("*.bin")), "files of the old weights"
+        got = restarted.generate(STORED)
+        assert got.cached == 0, send
+        apart = max(abs(a - b) for a, b in zip(got.logprobs, crashed.logprobs))
+        assert (got.tokens != crashed.tokens or apart > 1) == (seed != 0), send
+    assert_same(got, crashed, TOLERANCE)
+    restarted.wait_idle()
+
+
+# The end of a process
+
+
+def test_a_process_that_ends_takes_the_server_along(restarted: Server) -> None:
     """A request that runs ends with an error, and so does the server, for whoever starts it again."""
-    answer = server.begin(prompt(30), 900, 2)
-    schedulers = [
-        child
-        for child in psutil.Process(server.process.pid).children(recursive=True)
-        if any("scheduler" in word for word in child.cmdline())
-    ]
-    assert len(schedulers) == 1
-    schedulers[0].kill()
-    with pytest.raises((http.client.HTTPException, OSError, KeyError, IndexError)):
-        answer()
-    assert wait(server.process, server.log) != 0
-    with pytest.raises(OSError):
-        server.get("/server_info")
+    answer = restarted.begin(prompt(30), 900, 2)
+    with ends(restarted) as processes:
+        schedulers = [process for process in processes if any("scheduler" in word for word in process.cmdline())]
+        assert len(schedulers) == 1
+        schedulers[0].kill()
+        with pytest.raises(BROKEN_OFF):
+            answer()

@@ -10,15 +10,16 @@ import time
 import urllib.error
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from apart_harness import Apart, a_pair, by, needs, patience
-from faulty_cache import HELD, HOLDING, TRANSFER_FAULTS, entry_point
+from faulty_cache import HELD, HOLDING, TRANSFER_FAULTS, broken, entry_point
 from progress import Progress
-from server_harness import Server, assert_oracle_chooses, distances, one_core_each, prompt, running
+from server_harness import DRAFTS, Server, assert_oracle_chooses, distances, one_core_each, prompt, running
 
 from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.testing.oracle import Oracle
@@ -31,8 +32,6 @@ FLAGS = ("--dtype", "float32", "--context-length", "768", "--max-running-request
 FLAGS += ("--chunked-prefill-size", "256")
 # Of the decode server: nine blocks, and one kept free for what a request may still generate.
 FULL = ("--max-total-tokens", "1152", "--num-reserved-decode-tokens", "128")
-EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
-EAGLE += ("--speculative-num-draft-tokens", "4")
 HOST = ("--max-total-tokens", "1536", "--enable-hierarchical-cache", "--hicache-ratio", "4", "--enable-metrics")
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 500)
 GENERATED = 12
@@ -95,12 +94,9 @@ def test_a_prefix_hit(servers: Apart, oracle: Oracle) -> None:
 @pytest.mark.parametrize("name", TRANSFER_FAULTS)
 def test_what_stays_behind_shows(servers: Apart, oracle: Oracle, fault: Path, name: str) -> None:
     ids = prompt(330, seed=4)
-    try:
-        fault.write_text(name)
-        broken = servers.generate(ids, GENERATED)
-    finally:
-        fault.unlink()
-    assert distances(oracle, ids, broken).max() > 100 * TOLERANCE
+    with broken(fault, name):
+        wrong = servers.generate(ids, GENERATED)
+    assert distances(oracle, ids, wrong).max() > 100 * TOLERANCE
     assert distances(oracle, ids, servers.generate(ids, GENERATED)).max() <= TOLERANCE
 
 
@@ -218,45 +214,51 @@ def test_many_requests(servers: Apart, oracle: Oracle) -> None:
 
 
 @pytest.fixture
-def held(fault: Path) -> Iterator[Callable[[Server], None]]:
-    """The next prompt is held at its end; call to wait until the prefill server holds it."""
-    fault.write_text(HELD)
+def kill_in_transfer(fault: Path) -> Iterator[Callable[[Server, Server], None]]:
+    """The next prompt is held at its end; call to kill a server, the second, once the prefill server holds it."""
+    with broken(fault, HELD):
 
-    def wait(prefill: Server) -> None:
-        progress = Progress(prefill.process)
-        while fault.read_text() != HOLDING:
-            progress.check()
-            time.sleep(0.05)
+        def kill(prefill: Server, killed: Server) -> None:
+            progress = Progress(prefill.process)
+            while fault.read_text() != HOLDING:
+                progress.check()
+                time.sleep(0.05)
+            killed.kill()
+            fault.unlink()
 
-    yield wait
-    fault.unlink(missing_ok=True)
+        yield kill
+
+
+@pytest.fixture
+def another(backend: str, tiny: Callable[..., Path], tmp_path: Path) -> Callable[..., AbstractContextManager[Server]]:
+    """Starts one more server of a mode."""
+    numbers = count()
+
+    def start(mode: str, *flags: str) -> AbstractContextManager[Server]:
+        given = (*FLAGS, *by(backend), "--disaggregation-mode", mode, *flags)
+        return running(tiny(**MODEL), tmp_path / f"log {next(numbers)}", *given, **OPTIONS)
+
+    return start
 
 
 def test_the_prefill_server_is_killed(
     servers: Apart,
-    backend: str,
     oracle: Oracle,
-    held: Callable[[Server], None],
-    fault: Path,
-    tiny: Callable[..., Path],
-    tmp_path: Path,
+    another: Callable[..., AbstractContextManager[Server]],
+    kill_in_transfer: Callable[[Server, Server], None],
 ) -> None:
     """In the middle of a transfer: the decode server answers with an error, frees what it had, and serves with the
     prefill server that comes in its place."""
-    bootstrap = free_port()
-    flags = (*FLAGS, *by(backend), "--disaggregation-mode", "prefill", "--max-total-tokens", "4096")
-    flags += ("--disaggregation-bootstrap-port", str(bootstrap))
-    ids = prompt(500, seed=41)
+    bootstrap, ids = free_port(), prompt(500, seed=41)
+    flags = ("--max-total-tokens", "4096", "--disaggregation-bootstrap-port", str(bootstrap))
     for number in range(2):
-        with running(tiny(**MODEL), tmp_path / f"log {number}", *flags, **OPTIONS) as prefill:
+        with another("prefill", *flags) as prefill:
             pair = Apart(prefill, servers.decode, bootstrap)
             pair.rooms = servers.rooms
             if number == 0:
                 with ThreadPoolExecutor(1) as pool:
                     answer = pool.submit(pair.generate, ids, 8)
-                    held(prefill)
-                    prefill.kill()
-                    fault.unlink()
+                    kill_in_transfer(prefill, prefill)
                     with pytest.raises(urllib.error.HTTPError) as refused:
                         answer.result()
                 assert refused.value.code == 500 and "Lost connection with prefill" in refused.value.read().decode()
@@ -269,22 +271,16 @@ def test_the_prefill_server_is_killed(
 
 def test_the_decode_server_is_killed(
     servers: Apart,
-    backend: str,
     oracle: Oracle,
-    held: Callable[[Server], None],
-    fault: Path,
-    tiny: Callable[..., Path],
-    tmp_path: Path,
+    another: Callable[..., AbstractContextManager[Server]],
+    kill_in_transfer: Callable[[Server, Server], None],
 ) -> None:
     """In the middle of a transfer: the prefill server answers with an error, and goes on with other decode servers."""
-    flags = (*FLAGS, *FULL, *by(backend), "--disaggregation-mode", "decode")
     ids = prompt(500, seed=42)
-    with running(tiny(**MODEL), tmp_path / "log", *flags, **OPTIONS) as decode, ThreadPoolExecutor(2) as pool:
+    with another("decode", *FULL) as decode, ThreadPoolExecutor(2) as pool:
         body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 8}, **servers.room()}
         answers = [pool.submit(server.post, "/generate", body) for server in (decode, servers.prefill)]
-        held(servers.prefill)
-        decode.kill()
-        fault.unlink()
+        kill_in_transfer(servers.prefill, decode)
         with pytest.raises(urllib.error.HTTPError) as failed:
             answers[1].result()
         assert failed.value.code == 500
@@ -313,7 +309,7 @@ def test_two_processes_each(
 @pytest.fixture(scope="module")
 def speculating(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
     needs("mooncake_tcp")
-    model, flags = tiny(**MODEL, nextn=True), (*FLAGS, *by("mooncake_tcp"), *EAGLE)
+    model, flags = tiny(**MODEL, nextn=True), (*FLAGS, *by("mooncake_tcp"), *DRAFTS)
     with a_pair(model, tmp_path_factory.mktemp("speculating"), flags, HOST, FULL, **OPTIONS) as servers:
         yield servers
 

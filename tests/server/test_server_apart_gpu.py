@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from apart_harness import Apart, a_pair, by, needs
-from faulty_cache import TRANSFER_FAULTS
-from server_harness import Generated, assert_near, prompt
+from faulty_cache import TRANSFER_FAULTS, broken
+from server_harness import DRAFTS, Generated, assert_near, prompt
 
 from dsv4_sglang.testing.oracle import Oracle
 
@@ -28,8 +28,6 @@ COMMON = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-leng
 COMMON += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--max-total-tokens", "65536")
 EAGER = ("--disable-cuda-graph", "--disable-overlap-schedule")
 HOST = ("--max-total-tokens", "8192", "--enable-hierarchical-cache", "--hicache-ratio", "8")
-EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
-EAGLE += ("--speculative-num-draft-tokens", "4")
 # 64 blocks, for requests that grow beyond them.
 SMALL = ("--max-total-tokens", "8192", "--max-running-requests", "64", "--num-reserved-decode-tokens", "128")
 PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
@@ -38,9 +36,9 @@ PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "bf16, chunks of 256": (("--chunked-prefill-size", "256", "--kv-cache-dtype", "bfloat16"), (), ()),
     "fp8, host tier": (("--chunked-prefill-size", "1024"), HOST, ()),
     "fp8, decode server small": (("--chunked-prefill-size", "4096"), ("--max-running-requests", "64"), SMALL),
-    "fp8, 3 drafts": (("--chunked-prefill-size", "1024", *EAGLE), (), ()),
+    "fp8, 3 drafts": (("--chunked-prefill-size", "1024", *DRAFTS), (), ()),
     "fp8, 3 drafts, decode server small": (
-        ("--chunked-prefill-size", "1024", *EAGLE),
+        ("--chunked-prefill-size", "1024", *DRAFTS),
         ("--max-running-requests", "64"),
         SMALL,
     ),
@@ -142,13 +140,10 @@ def test_what_stays_behind_shows(
     servers: Apart, oracle: Callable[[str], Oracle], fault: Path, name: str, kind: str
 ) -> None:
     ids = prompt(250, seed=13)
-    try:
-        fault.write_text(kind)
-        broken = servers.generate(ids, GENERATED)
-    finally:
-        fault.unlink()
+    with broken(fault, kind):
+        wrong = servers.generate(ids, GENERATED)
     with pytest.raises(AssertionError, match="d log p"):
-        near(oracle, name, [(ids, broken)])
+        near(oracle, name, [(ids, wrong)])
     near(oracle, name, [(ids, servers.generate(ids, GENERATED))])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faulty_cache import RANK_FAULTS
+from faulty_cache import RANK_FAULTS, broken
 from server_harness import (
     Server,
     assert_burst,
@@ -62,10 +62,6 @@ def test_two_processes_a_rank(server: Server, oracle: Oracle) -> None:
 
 @pytest.mark.parametrize("kind", RANK_FAULTS)
 def test_a_broken_rank_shows(server: Server, oracle: Oracle, fault: Path, kind: str) -> None:
-    fault.write_text(kind)
-    try:
-        with pytest.raises(AssertionError):
-            assert_burst(server, oracle, ASKED, seed=60, tolerance=TOLERANCE)
-    finally:
-        fault.unlink()
+    with broken(fault, kind), pytest.raises(AssertionError):
+        assert_burst(server, oracle, ASKED, seed=60, tolerance=TOLERANCE)
     server.flush()

@@ -35,6 +35,13 @@ SERVERS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("--chunked-prefill-size", "128", "--disable-cuda-graph", "--disable-overlap-schedule"),
     ),
     "bf16, blocks of 7": (7, ("--chunked-prefill-size", "256")),
+    "fp8, blocks of 5, host tier": (
+        5,
+        (
+            *("--chunked-prefill-size", "4096", "--max-total-tokens", "8192", "--enable-metrics"),
+            *("--enable-hierarchical-cache", "--hicache-ratio", "8"),
+        ),
+    ),
     "fp8, blocks of 5, two GPUs": (5, ("--chunked-prefill-size", "4096", "--tp-size", "2")),
 }
 # How far behind the likeliest token of the oracle a token may be, in log p; as in test_server_gpu.py.
@@ -117,6 +124,22 @@ def test_drafts_are_accepted(server: Server, name: str) -> None:
     print(f"{name}: tokens a turn {lengths}, {got['cached_tokens']} cached")
     assert got["cached_tokens"] == 896 and min(lengths.values()) > 1.3
     assert abs(lengths["cold"] - lengths["warm"]) < 0.25
+
+
+@pytest.mark.parametrize("name", ["fp8, blocks of 5, host tier"], indirect=True, scope="module")
+def test_from_the_host(server: Server, oracle: Oracle, name: str) -> None:
+    """24 prompts of 1,500 tokens in a device of 8,192, twice: behind a load drafts are accepted as often as cold."""
+    server.flush()
+    prompts, lengths, answers = [prompt(1500, seed=200 + i) for i in range(24)], [], []
+    for cached in (0, 1408):
+        answers = [server.post("/generate", greedy(ids, GENERATED)) for ids in prompts]
+        assert [got["meta_info"]["cached_tokens"] for got in answers] == [cached] * len(prompts)
+        turns = sum(got["meta_info"]["spec_verify_ct"] for got in answers)
+        lengths.append(GENERATED * len(prompts) / turns)
+    loaded = server.metrics()["host_hit_tokens_host"]
+    print(f"{name}: tokens a turn {lengths}, {loaded} tokens from the host")
+    assert loaded > 10 * 1408 and abs(lengths[0] - lengths[1]) < 0.25
+    assert_near(oracle, name, [(ids, got["output_ids"]) for ids, got in zip(prompts[::8], answers[::8])])
 
 
 def test_abort_then_right(server: Server, oracle: Oracle, name: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from faulty_cache import broken
 from server_harness import (
     Generated,
     Server,
@@ -85,14 +86,11 @@ def test_a_dropped_indexer_tail_shows(server: Server, oracle: Oracle, fault: Pat
     """Key L / 4 is wrong for good, and another entry is read instead of its."""
     ids = prompt(450, seed=3)
     server.flush()
-    try:
-        fault.write_text("indexer tail dropped")
+    with broken(fault, "indexer tail dropped"):
         server.generate(ids, 1)
-        broken = server.generate(ids, 12)
-    finally:
-        fault.unlink()
-    assert broken.cached == 384
-    assert distances(oracle, ids, broken).max() > 100 * TOLERANCE
+        wrong = server.generate(ids, 12)
+    assert wrong.cached == 384
+    assert distances(oracle, ids, wrong).max() > 100 * TOLERANCE
     server.flush()
     server.generate(ids, 1)
     whole = server.generate(ids, 12)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import server_harness
 import torch
-from server_harness import Generated, Server, assert_as_cold, on_rank, prompt, running
+from server_harness import DRAFTS, EAGLE, Generated, Server, assert_as_cold, on_rank, prompt, running
 
 from dsv4_sglang.testing.oracle import Oracle
 
@@ -52,8 +52,6 @@ SERVERS: dict[str, tuple[str, ...]] = {
         *("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
     ),
 }
-EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1")
-DRAFTS = (*EAGLE, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
 SERVERS |= {f"{name}, 3 drafts": (*SERVERS[name], *DRAFTS) for name in ("fp8", "fp8, small", "fp8, two ranks")}
 SERVERS["fp8, no graphs, no overlap, chunks of 128, 3 drafts"] = (
     *SERVERS["fp8, no graphs, no overlap, chunks of 128"],

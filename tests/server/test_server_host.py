@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conversations import LONGEST, ends_of
-from faulty_cache import HOST_FAULTS
+from faulty_cache import HOST_FAULTS, broken
 from server_harness import Generated, Server, assert_same, needs_host_tier, prompt, running
 
 pytestmark = [pytest.mark.server, needs_host_tier]
@@ -152,11 +152,8 @@ def test_a_broken_load_shows(server: Server, fault: Path, kind: str) -> None:
     reference = server.cold(ids)
     server.flush()
     to_host_only(server, ids)
-    try:
-        fault.write_text(kind)
+    with broken(fault, kind):
         got = scored_from_host(server, ids, reference.tokens)
-    finally:
-        fault.unlink()
     apart = (torch.tensor(got.logprobs) - torch.tensor(reference.logprobs)).abs().max()
     assert apart > 10 * TOLERANCE, f"{kind}: log p differs by {apart:.1e}, which the tests would not see"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from conversations import LONGEST, ends_of
-from faulty_cache import HOST_FAULTS
-from server_harness import Generated, Server, assert_as_cold, prompt, running
+from faulty_cache import HOST_FAULTS, broken
+from server_harness import DRAFTS, Generated, Server, assert_as_cold, prompt, running
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 
@@ -23,8 +23,6 @@ FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-lengt
 FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-total-tokens", str(DEVICE_TOKENS))
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "8", "--schedule-conservativeness", "0.3")
 EAGER = ("--disable-cuda-graph", "--disable-overlap-schedule", "--chunked-prefill-size", "256")
-DRAFTS = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1")
-DRAFTS += ("--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
 SERVERS: dict[str, tuple[str, ...]] = {
     "write_through": ("--max-running-requests", "16"),
     "write_back": ("--max-running-requests", "16"),
@@ -145,11 +143,8 @@ def test_a_broken_load_shows(server: Server, fault: Path, kind: str) -> None:
         return got
 
     right = loaded()
-    try:
-        fault.write_text(kind)
+    with broken(fault, kind):
         wrong = loaded()
-    finally:
-        fault.unlink()
     apart = [(torch.tensor(got.logprobs) - torch.tensor(reference.logprobs)).abs().mean() for got in (right, wrong)]
     print(f"{kind}: {apart[0]:.4f} right, {apart[1]:.4f} wrong")
     assert apart[0] < 0.1 and apart[1] > 2 * apart[0] + 0.1

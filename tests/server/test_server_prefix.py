@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faulty_cache import FAULTS
+from faulty_cache import FAULTS, broken
 from server_harness import Generated, Server, assert_same, prompt, running
 
 pytestmark = pytest.mark.server
@@ -204,12 +204,9 @@ def test_a_broken_cache_shows(server: Server, fault: Path, kind: str) -> None:
     reference = server.cold(ids)
     server.flush()
     server.generate(prompt(210, seed=12), 60)  # somebody else's state in the slots
-    try:
-        fault.write_text(kind)
+    with broken(fault, kind):
         # The first run leaves the checkpoint, the second resumes from it and, where it is shared, spoils it.
         got = [server.generate(ids, 1), server.generate(ids, 1), server.score(ids, reference.tokens)]
-    finally:
-        fault.unlink()
     assert [g.cached for g in got] == [0, 128, 128]
     apart = (torch.tensor(got[-1].logprobs) - torch.tensor(reference.logprobs)).abs().max()
     assert apart > 10 * TOLERANCE, f"{kind}: log p differs by {apart:.1e}, which the tests would not see"

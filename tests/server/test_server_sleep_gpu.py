@@ -15,15 +15,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from server_harness import Server, assert_as_cold, prompt, running
+from server_harness import DRAFTS, Server, assert_as_cold, prompt, running
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 
 FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192", "--enable-metrics")
 FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--enable-memory-saver")
 HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "2", "--max-total-tokens", "262144")
-EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1")
-DRAFTS = (*EAGLE, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
 SERVERS: dict[str, tuple[str, ...]] = {
     "fp8": ("--enable-weights-cpu-backup",),
     "fp8, host tier": HOST,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from server_harness import (
+    DRAFTS,
     HOST_TIER,
     Server,
     assert_oracle_chooses,
@@ -28,9 +29,7 @@ pytestmark = pytest.mark.server
 
 MODEL = {"ratios": (0, 4, 128), "index_topk": 64, "nextn": True}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--max-running-requests", "4")
-FLAGS += ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
-FLAGS += ("--speculative-num-draft-tokens", "4", "--chunked-prefill-size", "128", "--enable-metrics")
-FLAGS += HOST_TIER
+FLAGS += (*DRAFTS, "--chunked-prefill-size", "128", "--enable-metrics", *HOST_TIER)
 LENGTHS, GENERATED = (1, 127, 300), 40
 TOLERANCE = 1e-4
 

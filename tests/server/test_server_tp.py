@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faulty_cache import LOADS, LOCK_FAULT
+from faulty_cache import LAUNCH_ERROR, LAUNCH_FAULT, LOADS, LOCK_FAULT, broken
 from server_harness import (
+    BROKEN_OFF,
     HOST_TIER,
     Server,
     assert_oracle_chooses,
     assert_right_though_retracted,
     assert_same,
+    ends,
     needs_host_tier,
     one_core_each,
     prompt,
@@ -62,6 +64,7 @@ def server(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
         patch.setenv(LOADS, str(loads))
+        patch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")  # and 5 s before it
         with running(tiny(seed=0, ratios=(0, 4, 128)), log, *flags, **options) as server:
             yield server
 
@@ -159,15 +162,24 @@ def test_the_command_names_what_is_wrong(server: Server, fault: Path) -> None:
     """A fault that SGLang's own check does not see, in both processes."""
     ids = prompt(300, seed=51)
     server.generate(ids)
-    fault.write_text(LOCK_FAULT)
-    server.generate(ids)
-    fault.unlink()
+    with broken(fault, LOCK_FAULT):
+        server.generate(ids)
     server.wait_idle()
-    broken = check(server)
-    assert broken.exit_code == 1
+    found = check(server)
+    assert found.exit_code == 1
     for rank in ("TP0", "TP1"):
-        assert re.search(rank + r"  checkpoint \d+: its locks: the registry has \d, the tree 0", broken.output)
+        assert re.search(rank + r"  checkpoint \d+: its locks: the registry has \d, the tree 0", found.output)
     with pytest.raises(Wrong, match="its locks: the registry has"):
         Driver(server.url, seed=0, shape=Shape()).check()
     server.flush()
     assert check(server).exit_code == 0
+
+
+def test_a_kernel_that_fails_in_one_process_ends_both(server: Server, fault: Path) -> None:
+    """At once: the other one waits for it, and SGLang would give it a minute to dump its GPU's memory."""
+    running_one = server.begin(prompt(30), 900, 2)
+    with ends(server), broken(fault, LAUNCH_FAULT), pytest.raises(BROKEN_OFF):
+        running_one()
+    lines = server.log_text().splitlines()
+    assert lines.count(f"RuntimeError: {LAUNCH_ERROR}") == 1
+    assert not any("for CUDA coredumps" in line for line in lines)

@@ -51,6 +51,7 @@ assert len({hook.target for hook in hooks}) == len(hooks) and all(hook.reason fo
 assert arguments._resolved().page_size == 128 and arguments._resolved().attention_backend == "dsv4_sglang"
 assert not arguments.get_model_config().is_hybrid_swa and arguments.enable_mamba_extra_buffer()
 assert arguments.mamba_track_interval == 128
+assert os.environ["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] == "0"
 
 # Flags that cannot be served and options that do not exist end the launch while its flags are read.
 def refused(words, options="{}", **flags):

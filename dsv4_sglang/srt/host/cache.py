@@ -94,7 +94,7 @@ class TieredCache(PrefixCache):
 
     def settle(self, waiting: Iterable[Req]) -> None:
         for req in waiting:
-            self.release_aborted_request(req.rid)
+            self.release_aborted_request(compat.name_of(req))
         while self.ongoing_write_through or self.ongoing_load_back or self.ongoing_backup:
             self.check_hicache_events()
             time.sleep(0.001)  # a thread of SGLang writes to the storage
