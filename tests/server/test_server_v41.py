@@ -15,6 +15,7 @@ import torch
 from faulty_cache import V41_FAULTS
 from server_harness import Server, assert_right_though_retracted, distances, prompt, running
 
+from dsv4_sglang.cli import client
 from dsv4_sglang.srt import compat
 from dsv4_sglang.testing.oracle_v41 import OracleV41
 
@@ -50,7 +51,7 @@ def server(fault: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -
     """A pool so small that requests retract."""
     log = tmp_path_factory.mktemp("v41") / "log"
     flags = (*FLAGS, "--max-total-tokens", "1024", "--schedule-conservativeness", "0.1")
-    with running(model, log, *flags) as server:
+    with running(model, log, *flags, integrity_check=True) as server:
         yield server
 
 
@@ -108,6 +109,8 @@ def test_evicted_and_back(server: Server, oracle: OracleV41) -> None:
 def test_more_requests_than_fit(server: Server, oracle: OracleV41) -> None:
     server.flush()
     assert_right_though_retracted(server, oracle, TOLERANCE)
+    reports = client.Server(server.url).integrity()
+    assert len(reports) == 1 and not reports[0]["findings"], reports
 
 
 def test_asleep_and_awake(server: Server, oracle: OracleV41) -> None:
