@@ -109,7 +109,7 @@ def test_evicted_and_back(server: Server, oracle: OracleV41) -> None:
 def test_more_requests_than_fit(server: Server, oracle: OracleV41) -> None:
     server.flush()
     assert_right_though_retracted(server, oracle, TOLERANCE)
-    reports = client.Server(server.url).integrity()
+    reports = client.Server.at(server.url).integrity()
     assert len(reports) == 1 and not reports[0]["findings"], reports
 
 
