@@ -72,7 +72,7 @@ def test_all_at_once(server: Server, oracle: OracleV41) -> None:
 
 def test_branches(server: Server, oracle: OracleV41) -> None:
     """A token before a block boundary and one after: the first that asks leaves a checkpoint behind the branch."""
-    trunk = prompt(450, seed=2)
+    trunk = prompt(530, seed=2)
     for at in (383, 385):
         server.flush()
         server.generate(trunk, 1)
