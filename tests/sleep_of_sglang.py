@@ -117,7 +117,7 @@ def test_new_weights(judge: Judge, other: Judge, server: Child, texts: dict[int,
                 answers = server.do(serve, [own])
                 assert answers[0].cached == cached
                 known.hold_all([own], answers)
-                hold_states(server, answers)
+            hold_states(server, answers)  # which resumed from what the one before left
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

