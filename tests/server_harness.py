@@ -32,7 +32,8 @@ from progress import LONG, POLL_SECONDS, STUCK_SECONDS, Process, Progress, wait
 from benchmarks.lifecycle import Driver, Shape, play
 from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.srt import compat, launch
-from dsv4_sglang.testing.oracle import KeyFormat, Oracle, RowFormat
+from dsv4_sglang.testing.oracle import Oracle
+from dsv4_sglang.testing.oracle_v41 import OracleV41
 
 # Waits of SGLang that end a server: for the other processes of its group, for a step.
 UNHURRIED = ("--dist-timeout", "7200", "--watchdog-timeout", "7200")
@@ -309,11 +310,9 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return torch.randint(3, 384, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
 
 
-def distances(
-    oracle: Oracle, ids: Sequence[int], got: Generated, rows: RowFormat = "fp32", keys: KeyFormat = "fp32"
-) -> torch.Tensor:
+def distances(oracle: Oracle | OracleV41, ids: Sequence[int], got: Generated) -> torch.Tensor:
     """|log p of the server - log p of the oracle| of each generated token, teacher-forced."""
-    return (torch.tensor(got.logprobs) - oracle.score(ids, got.tokens, rows, keys, CHUNK).logprobs).abs()
+    return (torch.tensor(got.logprobs) - oracle.score(ids, got.tokens, chunk=CHUNK).logprobs).abs()
 
 
 def assert_oracle_chooses(oracle: Oracle, ids: Sequence[int], got: Generated, tolerance: float) -> None:
@@ -334,7 +333,7 @@ def assert_near(oracle: Oracle, asked: Sequence[tuple[Sequence[int], Generated]]
     assert behind.max() <= 10 * allowed, f"{behind.max():.3f} behind the likeliest, at {int(behind.argmax())}"
 
 
-def assert_right_though_retracted(server: Server, oracle: Oracle, tolerance: float, **fields: Any) -> None:
+def assert_right_though_retracted(server: Server, oracle: Oracle | OracleV41, tolerance: float, **fields: Any) -> None:
     """In a pool of eight blocks four requests grow to two blocks, then the first needs a third: the last is retracted
     and comes back, all finish, all are right.
     """

@@ -17,6 +17,7 @@ import dsv4_sglang
 from dsv4_sglang.cli import doctor
 from dsv4_sglang.srt import compat, contracts
 from dsv4_sglang.srt.backend import HybridCacheBackend
+from dsv4_sglang.srt.backend_v41 import V41Backend
 from dsv4_sglang.srt.configurator import BlockConfigurator
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.disaggregation import DecodeStateReqToTokenPool
@@ -27,7 +28,7 @@ from dsv4_sglang.srt.host.mooncake import MooncakeStorage
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
 from dsv4_sglang.srt.host.storage import FileStorage
 from dsv4_sglang.srt.host.transfers import HostStack, TransferController
-from dsv4_sglang.srt.models import deepseek_v4, deepseek_v4_dspark, deepseek_v4_nextn
+from dsv4_sglang.srt.models import deepseek_v4, deepseek_v4_dspark, deepseek_v4_nextn, deepseek_v41
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool, StateSlotPool
 from dsv4_sglang.srt.prefix.cache import PrefixCache
@@ -57,6 +58,7 @@ SUBCLASSES = (
     TieredCache,
     TieredComponent,
     TransferController,
+    V41Backend,
     deepseek_v4.CachedAttention,
     deepseek_v4.DecoderLayer,
     deepseek_v4.DeepseekV4ForCausalLM,
@@ -64,6 +66,8 @@ SUBCLASSES = (
     deepseek_v4_dspark.DeepseekV4ForCausalLMDSpark,
     deepseek_v4_dspark.Stage,
     deepseek_v4_nextn.DeepseekV4ForCausalLMNextN,
+    deepseek_v41.V41Attention,
+    deepseek_v41.V41DecoderLayer,
 )
 WITHOUT_NIXL = () if importlib.util.find_spec("nixl") else ("dsv4_sglang.srt.host.nixl",)
 """Modules that cannot be imported; with NIXL's wheel all are."""

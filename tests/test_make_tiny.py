@@ -4,6 +4,7 @@ import hashlib
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app
+from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
+from dsv4_sglang.testing import oracle_v41
 from dsv4_sglang.testing.oracle import Oracle
 from dsv4_sglang.testing.tiny import EXPERTS, EXPERTS_PER_TOKEN, TinySpec, config_json, make_tiny
 
@@ -198,6 +201,7 @@ def test_tokenizer(tiny: Path) -> None:
         (["--dspark", "0"], "dspark 0"),
         (["--dspark", "5", "--nextn"], "nextn and dspark"),
         (["--dspark", "5", "--layers", "0,4"], "dspark with 2 layers"),
+        (["--v41", "--layers", "0,4", "--nextn"], "--layers, --nextn with --v41"),
     ],
 )
 def test_bad_arguments_are_named(tmp_path: Path, arguments: list[str], said: str) -> None:
@@ -218,3 +222,54 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "notes.txt" in result.output
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.fixture(scope="module")
+def tiny_v41(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny_v41")
+    result = CliRunner().invoke(app, ["make-tiny", str(folder), "--v41", "--index-topk", "1024"])
+    assert result.exit_code == 0 and "8 layers, seed 0" in result.output, result.output
+    return folder
+
+
+def test_v41_has_every_kind_of_layer(tiny_v41: Path) -> None:
+    schedule = v41_schedule(V41Config.from_hf(json.loads((tiny_v41 / "config.json").read_text())))
+    assert {spec.role for spec in schedule} == set(Csa2Role)
+    sources = [(spec.kv_source, spec.index_source) for spec in schedule]
+    assert sources == [(None, None), (1, 1), (1, 1), (3, 3), (4, 4), (4, 4), (4, 6), (4, 6)]
+    tensors = load_file(tiny_v41 / "model.safetensors")
+    for spec in schedule:
+        prefix = f"layers.{spec.layer_idx}.attn"
+        assert (f"{prefix}.compressor.wkv.weight" in tensors) == (spec.role is Csa2Role.FULL)
+        assert (f"{prefix}.compressor.wgate.weight" in tensors) == (spec.role is Csa2Role.FULL and spec.ratio == 2)
+        assert (f"{prefix}.indexer.wq_b.weight" in tensors) == (spec.index_source == spec.layer_idx)
+    assert all(torch.equal(t.float(), t.bfloat16().float()) for t in tensors.values())
+
+
+def test_v41_shows_what_its_cache_lost_and_not_how_it_was_summed(
+    tiny_v41: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rounding of activations that are summed in another order, against eight entries of a layer's 300."""
+    oracle = oracle_v41.OracleV41(tiny_v41)
+    exact = oracle.logits(prompt, chunk=128).log_softmax(-1)
+    best = exact.argmax(-1)[:, None]
+
+    def moved() -> torch.Tensor:
+        return (oracle.logits(prompt, chunk=128).log_softmax(-1) - exact).gather(1, best)[:, 0].abs()
+
+    embedding = oracle.weights["embed.weight"]
+    rounding = 1e-7 * torch.randn(embedding.shape, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setitem(oracle.weights, "embed.weight", embedding * (1 + rounding))
+    noise = moved()
+    monkeypatch.setitem(oracle.weights, "embed.weight", embedding)
+
+    def lose(forward: Any, x: torch.Tensor, prefix: str, ratio: int) -> None:
+        write_entries(forward, x, prefix, ratio)
+        if ratio == 1:
+            forward.entries[128:136] = 0
+
+    write_entries = oracle_v41._Forward.write_entries
+    monkeypatch.setattr(oracle_v41._Forward, "write_entries", lose)
+    lost = moved()
+    assert noise.max() < 5e-3 and noise.median() < 5e-4
+    assert lost[:128].max() < 5e-3 < lost[140:].median()

@@ -13,7 +13,15 @@ from sglang.srt.server_args import ServerArgs
 from dsv4_sglang.srt import compat, contracts, flags, launch
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.refusals import LIMITS, flag, refuse_given, refuse_options, refuse_resolved, refuse_unknown_tokens
+from dsv4_sglang.srt.refusals import (
+    LIMITS,
+    flag,
+    refuse_given,
+    refuse_options,
+    refuse_release,
+    refuse_resolved,
+    refuse_unknown_tokens,
+)
 
 DEFAULTS = compat.flag_defaults()
 REFUSED = {field: group for group in flags.REFUSED for field in group.fields.split() if field in DEFAULTS}
@@ -58,7 +66,13 @@ def arguments(**given: Any) -> ServerArgs:
 
 def config(**values: Any) -> SimpleNamespace:
     """As far as refusals look at the model's."""
-    facts = {"o_groups": 8, "max_position_embeddings": 65536, "context_len": 65536, "num_nextn_predict_layers": 1}
+    facts = {
+        "model_type": "deepseek_v4",
+        "o_groups": 8,
+        "max_position_embeddings": 65536,
+        "context_len": 65536,
+        "num_nextn_predict_layers": 1,
+    }
     return SimpleNamespace(**{**facts, **values})
 
 
@@ -70,10 +84,10 @@ def graphs(**backends: str) -> CudaGraphConfig:
     return made
 
 
-def refusals(hf_config: SimpleNamespace | None = None, **given: Any) -> list[str]:
+def refusals(hf_config: SimpleNamespace | None = None, options: Options | None = None, **given: Any) -> list[str]:
     """The lines of the refusal of a launch with these flags, none if it is served."""
     try:
-        refuse_given(arguments(**given), hf_config or config())
+        refuse_given(arguments(**given), hf_config or config(), options or Options())
     except ValueError as error:
         first, *lines = str(error).splitlines()
         assert first == "dsv4_sglang refuses to start."
@@ -270,9 +284,48 @@ def test_attention_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_model() -> None:
     with pytest.raises(ValueError, match="the model is a LlamaForCausalLM; expected DeepseekV4ForCausalLM"):
         Launch(Options()).declarations(lambda *_: [], "LlamaForCausalLM", arguments(), SimpleNamespace())
-    newer = SimpleNamespace(model_type="deepseek_v41")
-    with pytest.raises(ValueError, match=r"'model_type' is 'deepseek_v41': DeepSeek-V4.1 is not served"):
+    newer = SimpleNamespace(model_type="deepseek_v5")
+    with pytest.raises(ValueError, match=r"'model_type' is 'deepseek_v5'; expected 'deepseek_v4'"):
         Launch(Options()).declarations(lambda *_: [], "DeepseekV4ForCausalLM", arguments(), newer)
+
+
+V41: dict[str, dict[str, Any]] = {
+    "--device cuda": {"device": "cuda"},
+    "--speculative-algorithm DSPARK": {"speculative_algorithm": "DSPARK"},
+    "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
+    "--disaggregation-mode prefill": {"disaggregation_mode": "prefill"},
+    "--tp-size 2": {"tp_size": 2},
+    "--enable-dp-attention": {"enable_dp_attention": True, "dp_size": 2, "tp_size": 2},
+    "--kv-cache-dtype bfloat16": {"kv_cache_dtype": "bfloat16"},
+    "the option entry_format fp32": {"options": Options(entry_format="fp32")},
+    "the option indexer_format nvfp4": {"options": Options(indexer_format="nvfp4")},
+    "the option hca_state raw": {"options": Options(hca_state="raw")},
+    "a checkpoint with Engram layers (engram_layer_ids)": {"facts": {"engram_layer_ids": [1, 14]}},
+    "a checkpoint that takes images (vision_config)": {"facts": {"vision_n_layers": 32}},
+}
+
+
+@pytest.mark.parametrize("named", V41)
+def test_what_does_not_go_with_v41(named: str) -> None:
+    def lines(model_type: str, facts: dict[str, Any], options: Options, **given: Any) -> list[str]:
+        model = config(model_type=model_type, dspark_target_layer_ids=[0, 1, 2], **facts)
+        return refusals(model, options=options, **{"device": "cpu", **given})
+
+    asked = {"facts": {}, "options": Options(), **V41[named]}
+    said = [line for line in lines("deepseek_v41", **asked) if line.startswith(f"{named} is not supported: ")]
+    assert said, lines("deepseek_v41", **asked)
+    assert lines("deepseek_v41", {}, Options()) == []
+    assert not [line for line in lines("deepseek_v4", **asked) if line in said]
+
+
+def test_a_release_without_v41(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "SERVES_V41", False)
+    with pytest.raises(ValueError, match=r"DeepSeek-V4.1 is not supported: SGLang has the model from 0.5.23 on"):
+        refuse_release("deepseek_v41")
+    refuse_release("deepseek_v4")
+    refuse_release(None)
+    monkeypatch.setattr(compat, "SERVES_V41", True)
+    refuse_release("deepseek_v41")
 
 
 def test_all_at_once() -> None:

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_contex
 
 from benchmarks import capacity
 from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.options import Options
@@ -51,7 +52,7 @@ def configurator(monkeypatch: pytest.MonkeyPatch) -> Any:
     `mode`: --disaggregation-mode, with two slots a running request for what is on its way."""
 
     def make(
-        config: DSV4Config,
+        config: DSV4Config | V41Config,
         running: int,
         radix: bool = True,
         ranks: int = 1,
@@ -122,6 +123,21 @@ def test_the_server_allocates_what_the_plan_says(
     assert tokens_of(launched, made.available_gib) == made.tokens
     assert launched.launch.demand == made.demand
     assert launched.launch.layout.slot_bytes == made.layout.slot_bytes
+
+
+def test_the_published_v41(configurator: Any) -> None:
+    """Four layers have entries and keys, three of them one for two tokens; 40 have rings, of which a checkpoint keeps
+    all, and a slot three rows that wait for a partner besides (SPEC 11.5)."""
+    launched = configurator(V41Config.flash(), 256, max_checkpoints=512)
+    tokens = tokens_of(launched, MEMORY)
+    layout, demand = launched.launch.layout, launched.launch.demand
+    ring = 40 * 128 * 528
+    assert (layout.token_bytes, layout.checkpoint_bytes, layout.slot_bytes) == (900, ring, ring + 3 * 4096)
+    state = (256 + 64 + 1) * (ring + 3 * 4096) + 512 * ring
+    assert demand == StateDemand(256, 64, 512) and demand.bytes(layout) == state
+    # SGLang's dummy block, and one for the padding of tables.
+    assert tokens == ((int(MEMORY * GIB) - state) // (128 * 900) - 2) * 128
+    assert "900.00 bytes a token" in table(layout, tokens, demand)
 
 
 def test_a_running_request_has_one_live_slot(configurator: Any) -> None:

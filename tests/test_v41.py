@@ -104,8 +104,8 @@ def test_what_is_refused(change, said):
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v41", "deepseek_v41_text"])
-def test_a_server_does_not_take_it_for_v4(model_type):
-    with pytest.raises(ValueError, match=rf"'model_type' is '{model_type}': DeepSeek-V4.1 is not served.*11.7"):
+def test_it_is_not_taken_for_v4(model_type):
+    with pytest.raises(ValueError, match=rf"'model_type' is '{model_type}': this is DeepSeek-V4.1, whose cache"):
         DSV4Config.from_hf({**PUBLISHED["text_config"], "model_type": model_type})
 
 

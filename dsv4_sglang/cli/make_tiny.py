@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,11 +19,16 @@ def make_tiny(
     folder: Annotated[Path, typer.Argument(help="Folder to write; made when missing.", metavar="DIR")],
     seed: Annotated[int, typer.Option(help="Equal seeds give equal bytes.")] = 0,
     layers: Annotated[
-        str, typer.Option(help="Compress ratio of each layer: 0 (window only), 4 (CSA) or 128 (HCA).")
-    ] = "0,4,128,4,128,4",
+        str | None,
+        typer.Option(
+            help="Compress ratio of each layer: 0 (window only), 4 (CSA) or 128 (HCA).", show_default="0,4,128,4,128,4"
+        ),
+    ] = None,
     hidden: Annotated[int, typer.Option(help="Hidden size, a multiple of 128.")] = 256,
     index_topk: Annotated[int, typer.Option(help="CSA entries that the indexer selects.")] = 512,
-    hash_layers: Annotated[int, typer.Option(help="First layers whose experts are chosen by token id.")] = 2,
+    hash_layers: Annotated[
+        int | None, typer.Option(help="First layers whose experts are chosen by token id.", show_default="2")
+    ] = None,
     context: Annotated[int, typer.Option(help="max_position_embeddings.")] = 32768,
     nextn: Annotated[
         bool, typer.Option("--nextn", help="With a NextN (MTP) block, for --speculative-algorithm EAGLE.")
@@ -31,23 +36,32 @@ def make_tiny(
     dspark: Annotated[
         int | None, typer.Option(help="With a DSPARK head that drafts this many tokens at once (released: 5).")
     ] = None,
+    v41: Annotated[
+        bool, typer.Option("--v41", help="DeepSeek-V4.1, eight layers of all kinds that it has; for SGLang 0.5.23.")
+    ] = False,
 ) -> None:
-    """Write a small random DeepSeek-V4 checkpoint that SGLang and transformers can read."""
-    from dsv4_sglang.testing import tiny
+    """Write a small random DeepSeek-V4 checkpoint that SGLang and transformers can read, or one of V4.1."""
+    from dsv4_sglang.testing import tiny, tiny_v41
 
+    sizes: dict[str, Any] = {"seed": seed, "hidden": hidden, "index_topk": index_topk, "context": context}
+    chosen: dict[str, Any] = {
+        "ratios": layers and _parse_ratios(layers),
+        "hash_layers": hash_layers,
+        "nextn": nextn,
+        "dspark": dspark,
+    }
+    given = {name: value for name, value in chosen.items() if value is not None and value is not False}
     try:
-        spec = tiny.TinySpec(
-            seed=seed,
-            ratios=_parse_ratios(layers),
-            hidden=hidden,
-            index_topk=index_topk,
-            hash_layers=hash_layers,
-            context=context,
-            nextn=nextn,
-            dspark=dspark,
-        )
-        tiny.make_tiny(folder, spec)
+        if not v41:
+            tiny.make_tiny(folder, spec := tiny.TinySpec(**sizes, **given))
+            count = len(spec.ratios)
+        elif given:
+            flags = ", ".join("--" + {"ratios": "layers"}.get(name, name).replace("_", "-") for name in given)
+            raise ValueError(f"{flags} with --v41: a tiny V4.1 has the same layers always, and no drafts; leave it out")
+        else:
+            tiny_v41.make_tiny_v41(folder, tiny_v41.TinyV41Spec(**sizes))
+            count = len(tiny_v41.RATIOS)
     except (ValueError, FileExistsError) as error:
         raise typer.BadParameter(str(error)) from None
     size = sum(p.stat().st_size for p in folder.iterdir())
-    typer.echo(f"{folder}: {len(spec.ratios)} layers, seed {seed}, {size / 1e6:.0f} MB")
+    typer.echo(f"{folder}: {count} layers, seed {seed}, {size / 1e6:.0f} MB")

@@ -265,9 +265,8 @@ class Fields:
         model_type = self.get("model_type")
         if model_type in ("deepseek_v41", "deepseek_v41_text"):
             raise ValueError(
-                f"config field 'model_type' is {model_type!r}: DeepSeek-V4.1 is not served. The bytes of its cache and "
-                "their append are here; attention over the entries of another layer, selection in two levels and the "
-                "model's Engram layers are not (docs/spec.md, 11.7)"
+                f"config field 'model_type' is {model_type!r}: this is DeepSeek-V4.1, whose cache is another "
+                "(V41Config; docs/spec.md, 11)"
             )
         if model_type not in (None, "deepseek_v4"):
             raise ValueError(f"config field 'model_type' is {model_type!r}; expected 'deepseek_v4'")

@@ -1,7 +1,4 @@
-"""What a DeepSeek-V4.1 checkpoint says of its cache, which layer does what, and rows of a tail (SPEC 11).
-
-Nothing here is served yet: SGLang's server gets `DSV4Config`, which refuses V4.1 by name.
-"""
+"""What a DeepSeek-V4.1 checkpoint says of its cache, which layer does what, and rows of a tail (SPEC 11)."""
 
 from __future__ import annotations
 

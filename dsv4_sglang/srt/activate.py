@@ -16,7 +16,7 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt import compat, contracts
 from dsv4_sglang.srt.decisions import ARCHITECTURE, BACKEND, PREFIX_CACHE, Launch
 from dsv4_sglang.srt.hooks import Hook, hooks_of
-from dsv4_sglang.srt.refusals import refuse_options
+from dsv4_sglang.srt.refusals import refuse_options, refuse_release
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +25,12 @@ MODEL_PACKAGE = "dsv4_sglang.srt.models"
 
 def activate(launch: Launch, server_args: Any) -> None:
     """Once a process. Raises if anything that the cache relies on is not there."""
+    config = _config_json(server_args.model_path)
     refuse_options(launch.options)
+    refuse_release(config.get("model_type"))
     hooks = hooks_of(launch, on_cpu=server_args.device == "cpu")
     contracts.require([*contracts.flag_differences(), *contracts.hook_differences(hooks)])
-    _set_environment(server_args.model_path)
+    _set_environment(config)
     _declare_state()
     _register_backend()
     _register_prefix_cache(launch.options.checkpoint_interval)
@@ -40,11 +42,16 @@ def activate(launch: Launch, server_args: Any) -> None:
         log.warning("dsv4_sglang: %s", compat.version_note())
 
 
-def _set_environment(model_path: str) -> None:
+def _config_json(model_path: str) -> dict[str, Any]:
+    """That of a checkpoint folder; nothing of a model that is not a folder yet."""
+    config = Path(model_path) / "config.json"
+    return json.loads(config.read_text()) if config.is_file() else {}
+
+
+def _set_environment(config: dict[str, Any]) -> None:
     """SGLang reads these here and in the processes that inherit the environment, the first when its model module is
     imported."""
-    config = Path(model_path) / "config.json"
-    if config.is_file() and "quantization_config" not in json.loads(config.read_text()):
+    if config and "quantization_config" not in config:
         # Its FP8 GEMM of wo_a, on by default, wants an FP8 checkpoint.
         os.environ.setdefault("SGLANG_OPT_FP8_WO_A_GEMM", "0")
     if os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
@@ -53,29 +60,29 @@ def _set_environment(model_path: str) -> None:
 
 
 def _declare_state() -> None:
-    """Give SGLang's config class of this architecture what makes it a model with a recurrent state."""
+    """Give SGLang's config classes of this architecture what makes it a model with a recurrent state."""
     from sglang.srt.configs.linear_attn_model_registry import LinearAttnModelSpec, register_linear_attn_model
 
-    config_class = compat.config_class()
-    # Checkpoints end at multiples of this many tokens.
-    config_class.mamba_chunk_size = BLOCK
-    config_class.full_attention_layer_ids = property(lambda config: list(range(config.num_hidden_layers)))
-    register_linear_attn_model(
-        LinearAttnModelSpec(
-            config_class=config_class,
-            backend_class_name=BACKEND,
-            arch_names=[ARCHITECTURE],
-            support_mamba_cache_extra_buffer=True,
+    for config_class in map(compat.config_class, compat.MODEL_TYPES):
+        # Checkpoints end at multiples of this many tokens.
+        config_class.mamba_chunk_size = BLOCK
+        config_class.full_attention_layer_ids = property(lambda config: list(range(config.num_hidden_layers)))
+        register_linear_attn_model(
+            LinearAttnModelSpec(
+                config_class=config_class,
+                backend_class_name=BACKEND,
+                arch_names=[ARCHITECTURE],
+                support_mamba_cache_extra_buffer=True,
+            )
         )
-    )
 
 
 def _register_backend() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    from dsv4_sglang.srt.backend import HybridCacheBackend
+    from dsv4_sglang.srt.backend_v41 import backend_class
 
-    register_attention_backend(BACKEND)(HybridCacheBackend)
+    register_attention_backend(BACKEND)(lambda runner: backend_class(runner.model_config.hf_config)(runner))
 
 
 def _register_prefix_cache(interval: int) -> None:

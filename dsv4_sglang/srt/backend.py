@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -23,11 +23,15 @@ from dsv4_sglang.attention.metadata import (
 from dsv4_sglang.attention.readers import AttendInputs, LayerOutput, Reader, RowList, begin_step, make_readers
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
 from dsv4_sglang.cache.device import resolve_device
+from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import make_row_tables
 from dsv4_sglang.formats.rows import ENTRY_DIM
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
 from dsv4_sglang.srt.prefix.schedule import PrefillPlanTaker
+
+if TYPE_CHECKING:
+    from dsv4_sglang.srt.pools import CompressedKVPool
 
 # Index scores of a prefill step that exist at a time.
 SCRATCH_BYTES = 256 << 20
@@ -86,10 +90,6 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.state, self.last_live_slot = live.storage, live.size
         blocks = runner.token_to_kv_pool.full_kv_pool
         self.schemas = blocks.layout.schemas
-        self.tables = [
-            LayerTables(self.state.ring(i), self.state.tail(i), blocks.entries(i), blocks.keys(i))
-            for i in range(len(self.schemas))
-        ]
         self.draft_tokens = self.schemas[0].draft_tokens
         # Drafts may lie behind the end of the context. Layers of a draft model have no entries.
         longest = runner.model_config.context_len + self.draft_tokens
@@ -99,9 +99,9 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.top_k = config.index_topk
         self.metadata: StepMetadata | None = None
         self.heads, self.dtype = config.num_attention_heads // get_parallel().attn_tp_size, runner.dtype
-        device = resolve_device(self.device)  # registers its ops
-        self.readers = make_readers(device, blocks.blocks, self.heads, self.dtype, blocks.layout.row_format)
+        self.readers: list[Reader] = []
         self.reader: Reader | None = None
+        self.prepare_layers(blocks)
         self._crossings: tuple[Tensor, Tensor] | None = None
         self._graph_buffers: DecodeBuffers | None = None
         self._decode_buffers: DecodeBuffers | None = None
@@ -111,7 +111,22 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self._scratch: dict[str, Tensor] = {}
         self._staged: tuple[Tensor, Tensor] | None = None
 
+    def prepare_layers(self, blocks: CompressedKVPool) -> None:
+        """What writes and reads the layers of this model."""
+        self.tables = [
+            LayerTables(self.state.ring(i), self.state.tail(i), blocks.entries(i), blocks.keys(i))
+            for i in range(len(self.schemas))
+        ]
+        assert isinstance(blocks.layout, CacheLayout)
+        device = resolve_device(self.device)  # registers its ops
+        self.readers = make_readers(device, blocks.blocks, self.heads, self.dtype, blocks.layout.row_format)
+
     # Metadata of a step
+
+    def begin_layers(self, step: StepMetadata, lengths: list[int] | None) -> None:
+        """The last thing before the layers of a step; `lengths`: tokens of each request after a prefill step, None in
+        any other."""
+        self.reader = begin_step(self.readers, step, lengths)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._graph_buffers = self._make_buffers(max_bs, max_num_tokens // max_bs)
@@ -195,7 +210,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             max_length=max(lengths),
             padding=padding,
         )
-        self.reader = begin_step(self.readers, self.metadata, [*lengths, padding] if padding else lengths)
+        self.begin_layers(self.metadata, [*lengths, padding] if padding else lengths)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """The last thing before the layers of any step, and the first that a CUDA graph records."""
@@ -214,7 +229,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             top_k=self.top_k,
             before=self._tokens_of(mode)[1],
         )
-        self.reader = begin_step(self.readers, self.metadata, lengths=None)
+        self.begin_layers(self.metadata, lengths=None)
 
     def snapshot(self, forward_batch: Any, like: HybridCacheBackend | None = None) -> None:
         """Copy what a step that is no prefill needs of SGLang's tables of all requests.
@@ -298,14 +313,14 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         that were rejected are written, too: they lie behind the request's length, and the ring has room for them.
         """
         if requests is None:
-            step = self._step(out_loc)
+            step = self.step_of_tokens(out_loc)
         else:
             assert self._decode_buffers is not None, "a verify step begins with its snapshot"
             step = step_of(self._decode_buffers, requests, out_loc)
         window = None if step.is_decode else self._window(step.window_size)
         for layer, weights, kv in layers:
             append_layer(self.schemas[layer], self.tables[layer], weights, Projections(kv), step, window)
-        self._store(step)
+        self.store_checkpoints(step)
         self.take_crossings()
 
     # One layer
@@ -333,17 +348,17 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         if forward_batch.forward_mode.is_idle():
             # An idle rank of DP attention joins a step of the others with tokens that are nobody's.
             return LayerOutput(torch.zeros_like(q[:, : self.heads]), rotated=False)
-        step = self._step(q)
+        step = self.step_of_tokens(q)
         window = None
         if not step.is_decode:
             self.token_to_kv_pool.wait_for_layer(layer.layer_id)
             window = self._window(step.window_size)
         self._append(k, layer.layer_id, inputs, step, window)
         if layer.layer_id == self.last_layer:
-            self._store(step)
+            self.store_checkpoints(step)
         return self._read(q, layer, inputs, step, self.tables[layer.layer_id].ring if window is None else window)
 
-    def _store(self, step: StepMetadata) -> None:
+    def store_checkpoints(self, step: StepMetadata) -> None:
         """Take the step's checkpoints. Those of a verify step are taken later: the draft model has yet to read what was
         accepted (`speculation`)."""
         if step.copy_src is not None:
@@ -353,7 +368,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             with self.req_to_token_pool.mamba_ckpt_pool.timer.measure():
                 self.state.store(*staged)
 
-    def _step(self, tokens: Tensor) -> StepMetadata:
+    def step_of_tokens(self, tokens: Tensor) -> StepMetadata:
         """The metadata of the step of `tokens` [T, ...]."""
         if self.metadata is None or self.metadata.positions.shape[0] != tokens.shape[0]:
             raise RuntimeError(

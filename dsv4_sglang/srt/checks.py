@@ -17,15 +17,16 @@ def check_started(scheduler: Any) -> None:
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
     from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-    from dsv4_sglang.srt.backend import HybridCacheBackend
+    from dsv4_sglang.srt.backend_v41 import backend_class
     from dsv4_sglang.srt.disaggregation import DecodeStateReqToTokenPool
-    from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, DeepseekV4ForCausalLM
+    from dsv4_sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
     from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateReqToTokenPool, StateSlotPool
 
     contracts.require(contracts.override_differences())
     runner = scheduler.tp_worker.model_runner
     requests, tokens = runner.req_to_token_pool, runner.token_to_kv_pool
     tree = _tree_class(compat.flags(scheduler.server_args))
+    layer_class = DeepseekV4ForCausalLM.layer_class(runner.model_config.hf_config)
     decodes_only = scheduler.disaggregation_mode is DisaggregationMode.DECODE
     found: list[tuple[str, object, type]] = [
         ("request pool", requests, DecodeStateReqToTokenPool if decodes_only else StateReqToTokenPool),
@@ -35,10 +36,10 @@ def check_started(scheduler: Any) -> None:
         ("allocator", runner.token_to_kv_pool_allocator, PagedTokenToKVPoolAllocator),
         ("prefix cache", scheduler.tree_cache, tree),
         *_checkpoint_classes(scheduler, requests),
-        ("attention backend", runner.attn_backend, HybridCacheBackend),
+        ("attention backend", runner.attn_backend, backend_class(runner.model_config.hf_config)),
         ("model", runner.model, DeepseekV4ForCausalLM),
         *[
-            (f"attention of layer {i}", layer.self_attn, CachedAttention)
+            (f"attention of layer {i}", layer.self_attn, layer_class.attention)
             for i, layer in enumerate(runner.model.model.layers)
         ],
         *_draft_classes(scheduler, tokens),

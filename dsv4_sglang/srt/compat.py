@@ -20,6 +20,8 @@ import torch
 from packaging.version import Version
 
 from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
+from dsv4_sglang.model.v41 import V41Config
 
 VALIDATED = {
     "0.5.17": "validated on GPU and CPU: the whole suite",
@@ -83,6 +85,10 @@ SERVES_INTEGRITY_CHECK = since("0.5.23") or not since("0.5.18")
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 END_WEIGHT_UPDATE = _WEIGHTS + "end_weight_update" if since("0.5.23") else ""
 SERVES_DSPARK = since("0.5.23") or not since("0.5.18")
+# The model is SGLang's since then.
+SERVES_V41 = since("0.5.23")
+MODEL_TYPES = ("deepseek_v4", "deepseek_v41") if SERVES_V41 else ("deepseek_v4",)
+COLLAPSE_STREAMS = "sglang.kernels.ops.layernorm.mhc.mhc_combine" if SERVES_V41 else ""
 # Asked by the host tier and by transfers between servers. Later releases pack a draft model's pool into the host pools
 # that SGLang builds, which ours are not.
 DRAFT_KV_POOL = "" if since("0.5.18") else "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool"
@@ -171,20 +177,21 @@ OVERRIDES = (
 )
 
 
-def model_config(hf_config: Any) -> DSV4Config:
+def model_config(hf_config: Any) -> DSV4Config | V41Config:
     """The model's config from SGLang's config object, which holds the RoPE fields in the form of its transformers."""
     from sglang.srt.utils.hf_transformers_utils import get_rope_config
 
     theta, scaling = get_rope_config(hf_config)
     fields = {name: value for name, value in hf_config.to_dict().items() if name != "rope_parameters"}
-    return DSV4Config.from_hf({**fields, "rope_theta": theta, "rope_scaling": scaling})
+    model = V41Config if fields["model_type"] in V41_MODEL_TYPES else DSV4Config
+    return model.from_hf({**fields, "rope_theta": theta, "rope_scaling": scaling})
 
 
-def config_class() -> Any:
-    """The class that SGLang parses the config.json of this architecture with."""
+def config_class(model_type: str = "deepseek_v4") -> Any:
+    """The class that SGLang parses the config.json of a model with; V4 and V4.1 have one architecture."""
     from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
 
-    return _CONFIG_REGISTRY["deepseek_v4"]
+    return _CONFIG_REGISTRY[model_type]
 
 
 def applied_hooks() -> set[str]:

@@ -11,9 +11,11 @@ import torch
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.config import DSV4Config, Fields
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
+from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.configurator import BlockConfigurator
-from dsv4_sglang.srt.layout import served_layout
+from dsv4_sglang.srt.layout import ServedLayout, layout_of
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.refusals import refuse_given, refuse_resolved
 from dsv4_sglang.srt.sizing import StateDemand, demand_of, memory_after_slots, table
@@ -42,8 +44,8 @@ class Launch:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.model: DSV4Config | None = None
-        self.layout: CacheLayout | None = None
+        self.model: DSV4Config | V41Config | None = None
+        self.layout: ServedLayout | None = None
         self.demand: StateDemand | None = None
         self.pool: CacheKVPool | None = None
 
@@ -55,9 +57,9 @@ class Launch:
     def declarations(self, original: Callable[..., Any], architecture: str, server_args: Any, hf_config: Any) -> Any:
         if architecture != ARCHITECTURE:
             raise ValueError(f"dsv4_sglang refuses to start: the model is a {architecture}; expected {ARCHITECTURE}")
-        # Newer releases give V4.1 the same architecture.
-        Fields(hf_config).check_model_type()
-        refuse_given(server_args, hf_config)
+        if hf_config.model_type not in V41_MODEL_TYPES:
+            Fields(hf_config).check_model_type()
+        refuse_given(server_args, hf_config, self.options)
         # Decoding requests take a rolling checkpoint at the end of every block.
         compat.set_flags(server_args, mamba_track_interval=BLOCK, radix_cache_backend=PREFIX_CACHE)
         if not server_args.disable_radix_cache:
@@ -87,7 +89,7 @@ class Launch:
         ours = {ARCHITECTURE, *DRAFT_ARCHITECTURES}.intersection(model_architectures)
         return not ours and original(model_architectures, *args, **kwargs)
 
-    def layout_for(self, configurator: Any) -> CacheLayout:
+    def layout_for(self, configurator: Any) -> ServedLayout:
         """The layout of this launch; the dtype of the rows is known once the model is loaded."""
         if self.layout is None:
             args = compat.flags(configurator.server_args)
@@ -96,7 +98,7 @@ class Launch:
                 # A stage for each layer of the model that it reads.
                 draft_layers = len(configurator.spec_aux_config.dflash_target_layer_ids)
             self.model = compat.model_config(configurator.model_config.hf_config)
-            self.layout = served_layout(
+            self.layout = layout_of(
                 self.model,
                 configurator.kv_cache_dtype,
                 self.options,
@@ -231,6 +233,7 @@ class Launch:
 
         from dsv4_sglang.srt.disaggregation import cache_name
 
-        assert self.layout is not None and self.model is not None, "pools are built before they are offered"
+        assert isinstance(self.layout, CacheLayout), "pools are built before they are offered, and V4.1's are not"
+        assert isinstance(self.model, DSV4Config)
         name = cache_name(self.layout, self.model, get_parallel().attn_tp_size)
         args.kv_cache_dtype_str = f"{args.kv_cache_dtype_str} ({name})"

@@ -14,6 +14,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from dsv4_sglang.srt import collectives, compat, disaggregation, integrity, sleep, speculation
 from dsv4_sglang.srt.checks import check_started
 from dsv4_sglang.srt.decisions import BACKEND, Launch
+from dsv4_sglang.srt.models.torch_layers import collapse_flat
 from dsv4_sglang.srt.prefix import schedule
 from dsv4_sglang.srt.refusals import refuse_unknown_tokens
 
@@ -257,6 +258,13 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             HookType.REPLACE,
             lambda self, *args, **kwargs: None,
             "DSPARK's worker tells the allocator of streams, of which there are none",
+            cpu_only=True,
+        ),
+        Hook(
+            compat.COLLAPSE_STREAMS,
+            HookType.REPLACE,
+            collapse_flat,
+            "V4.1's streams come together in it behind the last layer; SGLang has it as a GPU kernel only",
             cpu_only=True,
         ),
         Hook(

@@ -1,14 +1,38 @@
-"""The layout of a launch: the cache's, with the formats that SGLang's flags and this package's options choose."""
+"""The layout of a launch: the cache's, of V4 with the formats that SGLang's flags and this package's options choose."""
 
 from __future__ import annotations
 
 import torch
 
 from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cache.v41 import V41Layout
 from dsv4_sglang.formats import RowFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import build_schedule
+from dsv4_sglang.model.v41 import V41Config, v41_schedule
 from dsv4_sglang.srt.options import Options
+
+ServedLayout = CacheLayout | V41Layout
+
+
+def layout_of(
+    config: DSV4Config | V41Config,
+    kv_cache_dtype: torch.dtype,
+    options: Options,
+    device: str | torch.device,
+    *,
+    draft_tokens: int,
+    draft_layers: int,
+) -> ServedLayout:
+    """`served_layout` of V4; of V4.1 what it has been trained with, in one way."""
+    if isinstance(config, V41Config):
+        return V41Layout.build(
+            v41_schedule(config, draft_layers),
+            torch.device(device),
+            draft_tokens=draft_tokens,
+            draft_layers=draft_layers,
+        )
+    return served_layout(config, kv_cache_dtype, options, device, draft_tokens=draft_tokens, draft_layers=draft_layers)
 
 
 def served_layout(

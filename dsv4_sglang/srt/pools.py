@@ -7,7 +7,7 @@ request ever owns them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -20,11 +20,14 @@ from sglang.srt.platforms import current_platform
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from torch import Tensor
 
-from dsv4_sglang.cache.layout import COMPRESSED, CacheLayout
-from dsv4_sglang.cache.paged_cache import make_paged_pools
+from dsv4_sglang.cache.layout import COMPRESSED
+from dsv4_sglang.cache.paged_cache import BlockPool, make_paged_pools
 from dsv4_sglang.cache.state_cache import StateStorage
+from dsv4_sglang.cache.v41 import V41Layout, make_v41_pools
+from dsv4_sglang.formats.rows import ENTRY_DIM
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.layout import ServedLayout
 from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
 BufferInfos = tuple[list[int], list[int], list[int]]
@@ -61,12 +64,12 @@ class StateParams(BaseLinearStateParams):
     """
 
     shape: StateShape
-    cache_layout: CacheLayout
+    cache_layout: ServedLayout
     staging: int
     checkpoints: int
 
     @classmethod
-    def of(cls, layout: CacheLayout, staging: int = 0, checkpoints: int = 0) -> StateParams:
+    def of(cls, layout: ServedLayout, staging: int = 0, checkpoints: int = 0) -> StateParams:
         return cls(
             staging=staging,
             checkpoints=checkpoints,
@@ -180,9 +183,10 @@ class StateReqToTokenPool(HybridReqToTokenPool):
 
 
 class CompressedKVPool(KVCache):
-    """Compressed entries and index keys: 32 + 1 entries a block of 128 slots, written by the append op only.
+    """Compressed entries and index keys of the layers that own some, written by the append ops only. V4: 32 + 1 entries
+    a block of 128 slots; V4.1: 64 or 128 in each of few layers.
 
-    Slot index s of a token: its CSA entry is row s // 4 of the layer's table, its HCA entry row s // 128.
+    Slot index s of a token: its entry of ratio r is row s // r of the layer's table.
     """
 
     def __init__(
@@ -191,19 +195,24 @@ class CompressedKVPool(KVCache):
         size: int,
         page_size: int,
         dtype: torch.dtype,
-        layout: CacheLayout,
+        layout: ServedLayout,
         device: str,
         enable_memory_saver: bool = False,
     ) -> None:
         if page_size != BLOCK:
             raise ValueError(f"page size is {page_size}; the blocks of this cache have {BLOCK} tokens")
-        self.compressed_layers = sorted(layer for kind in COMPRESSED for layer in layout.layers(kind))
+        self.compressed_layers = sorted(layer for kind in layout.kinds for layer in layout.layers(kind))
         super().__init__(size, page_size, dtype, len(self.compressed_layers), device, enable_memory_saver)
         self.layout = layout
         self.blocks = size // BLOCK + 1
         with given_back_asleep(enable_memory_saver):
-            self.pools = make_paged_pools(layout, dict.fromkeys(COMPRESSED, self.blocks))
+            self.pools = self._make_pools()
         self.bytes = sum(pool.memory_bytes() for pool in self.pools if pool is not None)
+
+    def _make_pools(self) -> Sequence[BlockPool | None]:
+        if isinstance(self.layout, V41Layout):
+            return make_v41_pools(self.layout, self.blocks)
+        return make_paged_pools(self.layout, dict.fromkeys(COMPRESSED, self.blocks))
 
     def reset(self) -> None:
         """As it was made, whatever the memory holds."""
@@ -217,7 +226,7 @@ class CompressedKVPool(KVCache):
         return None if pool is None else pool.entries
 
     def keys(self, layer: int) -> Tensor | None:
-        """Index keys of a CSA layer."""
+        """Index keys of a layer that has some: CSA, or with entries of its own in V4.1."""
         pool = self.pools[layer]
         return None if pool is None else pool.index_keys
 
@@ -271,7 +280,7 @@ class CacheKVPool(HybridLinearKVPool):
             dtype=compressed.dtype,
             page_size=compressed.page_size,
             head_num=1,
-            head_dim=compressed.layout.schemas[0].entry_head_dim,
+            head_dim=ENTRY_DIM,
             full_attention_layer_ids=compressed.compressed_layers,
             device=compressed.device,
             mamba_pool=state,

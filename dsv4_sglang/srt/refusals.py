@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
+from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.srt import compat, flags
 from dsv4_sglang.srt.options import Options
 
@@ -311,6 +312,38 @@ def _refused_for_model(args: Any, hf_config: Any) -> Iterable[tuple[str, str]]:
         )
 
 
+def _refused_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[tuple[str, str]]:
+    """What has not been seen to go with DeepSeek-V4.1, or does not exist for it."""
+    if hf_config.model_type not in V41_MODEL_TYPES:
+        return
+    untested = "with DeepSeek-V4.1 it has not been tested"
+    if args.device != "cpu":
+        yield f"--device {args.device}", "DeepSeek-V4.1 has been served on a CPU only; give cpu"
+    for field in ("speculative_algorithm", "enable_hierarchical_cache", "enable_dp_attention"):
+        if value := getattr(args, field):
+            yield _named(field, value), untested
+    if args.disaggregation_mode != "null":
+        yield _named("disaggregation_mode", args.disaggregation_mode), untested
+    if args.tp_size > 1:
+        yield _named("tp_size", args.tp_size), f"{untested}; give 1"
+    if args.kv_cache_dtype not in ("auto", "fp8_e4m3"):
+        reason = "rows of DeepSeek-V4.1 have the formats that it was trained with; leave it out"
+        yield _named("kv_cache_dtype", args.kv_cache_dtype), reason
+    for option in ("entry_format", "indexer_format", "hca_state"):
+        if (value := getattr(options, option)) != getattr(Options(), option):
+            yield f"the option {option} {value}", "DeepSeek-V4.1 has one format of each kind of rows; leave it out"
+    if getattr(hf_config, "engram_layer_ids", None):
+        yield "a checkpoint with Engram layers (engram_layer_ids)", f"without a GPU {untested}"
+    if getattr(hf_config, "vision_n_layers", 0):
+        yield "a checkpoint that takes images (vision_config)", untested
+
+
+def refuse_release(model_type: str | None) -> None:
+    """Raise if the SGLang that is installed has no such model."""
+    if model_type in V41_MODEL_TYPES and not compat.SERVES_V41:
+        _raise([("DeepSeek-V4.1", "SGLang has the model from 0.5.23 on; " + compat.version_note())])
+
+
 def _raise(found: Iterable[tuple[str, str]]) -> None:
     if lines := [f"{what} is not supported: {reason}" for what, reason in found]:
         raise ValueError("dsv4_sglang refuses to start.\n" + "\n".join(lines))
@@ -323,7 +356,7 @@ def refuse_options(options: Options) -> None:
         _raise([("the option integrity_check", reason)])
 
 
-def refuse_given(args: Any, hf_config: Any) -> None:
+def refuse_given(args: Any, hf_config: Any, options: Options) -> None:
     """Raise with every refused flag of `args`, SGLang's ServerArgs while the model's part of them is resolved."""
     found = (
         _refused(args, resolved=False),
@@ -334,6 +367,7 @@ def refuse_given(args: Any, hf_config: Any) -> None:
         _refused_with_disaggregation(args),
         _refused_with_memory_saver(args),
         _refused_for_model(args, hf_config),
+        _refused_for_v41(args, hf_config, options),
     )
     _raise(chain.from_iterable(found))
 

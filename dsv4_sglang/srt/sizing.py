@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.layout import ServedLayout
 
 GIB = 1 << 30
 CHECKPOINT_SHARE = 1 / 12
@@ -30,12 +30,12 @@ class StateDemand:
     def slots(self) -> int:
         return self.running + self.arriving + self.staging
 
-    def bytes(self, layout: CacheLayout) -> int:
+    def bytes(self, layout: ServedLayout) -> int:
         """With SGLang's dummy slot."""
         return (self.slots + 1) * layout.slot_bytes + self.checkpoints * layout.checkpoint_bytes
 
 
-def default_checkpoints(layout: CacheLayout, running: int, available: int) -> int:
+def default_checkpoints(layout: ServedLayout, running: int, available: int) -> int:
     """CHECKPOINT_SHARE of `available` bytes; a running request holds two, the one it resumed from and its latest."""
     return max(2 * running, int(CHECKPOINT_SHARE * available) // layout.checkpoint_bytes)
 
@@ -54,7 +54,7 @@ def state_demand(running: int, *, step_tokens: int, default: int, max_checkpoint
 
 
 def demand_of(
-    layout: CacheLayout,
+    layout: ServedLayout,
     available_gib: float,
     *,
     running: int,
@@ -82,7 +82,7 @@ def demand_of(
     return state_demand(running, step_tokens=step_tokens, default=default, max_checkpoints=max_checkpoints)
 
 
-def memory_after_slots(layout: CacheLayout, demand: StateDemand, available_gib: float) -> float:
+def memory_after_slots(layout: ServedLayout, demand: StateDemand, available_gib: float) -> float:
     """GiB that state slots and checkpoints leave for blocks. Raises if they do not fit."""
     needed = demand.bytes(layout) / GIB
     if needed >= available_gib:
@@ -94,12 +94,12 @@ def memory_after_slots(layout: CacheLayout, demand: StateDemand, available_gib: 
     return available_gib - needed
 
 
-def tokens_in_bytes(layout: CacheLayout, available: int) -> int:
+def tokens_in_bytes(layout: ServedLayout, available: int) -> int:
     """Tokens that fit into `available` bytes: whole blocks, less SGLang's dummy and one for the padding of tables."""
     return max(0, available // layout.block_bytes - 2) * BLOCK
 
 
-def require_context(layout: CacheLayout, tokens: int, context_len: int, reason: str) -> None:
+def require_context(layout: ServedLayout, tokens: int, context_len: int, reason: str) -> None:
     """Raise if `tokens` cannot hold one request of the context length; `reason` says where the number is from."""
     needed = -(-context_len // BLOCK) * BLOCK
     if tokens < needed:
@@ -111,7 +111,7 @@ def require_context(layout: CacheLayout, tokens: int, context_len: int, reason: 
         )
 
 
-def tokens_of_pool(layout: CacheLayout, available: int, context_len: int) -> int:
+def tokens_of_pool(layout: ServedLayout, available: int, context_len: int) -> int:
     """Tokens of the blocks in the `available` bytes behind state slots and checkpoints. ValueError if one request of
     the context length does not fit.
     """
@@ -121,7 +121,7 @@ def tokens_of_pool(layout: CacheLayout, available: int, context_len: int) -> int
     return tokens
 
 
-def table(layout: CacheLayout, tokens: int, demand: StateDemand) -> str:
+def table(layout: ServedLayout, tokens: int, demand: StateDemand) -> str:
     """The pools of a launch for the log, one line a tensor."""
     of_a_slot = f"{demand.running} requests, {demand.staging} for the checkpoints of a step"
     if demand.arriving:

@@ -52,6 +52,14 @@ class Score:
     margin: torch.Tensor
 
 
+def score_of(logits: torch.Tensor, generated: Sequence[int]) -> Score:
+    """`logits` [n, vocab], each row of the tokens before the n `generated` ones."""
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(1, torch.tensor(list(generated))[:, None])[:, 0]
+    top = logprobs.max(dim=-1)
+    return Score(logprobs=chosen, best=top.indices, margin=top.values - chosen)
+
+
 class Oracle:
     """transformers' model of a checkpoint folder, in fp32 on `device`."""
 
@@ -110,11 +118,7 @@ class Oracle:
         `chunk` as in `logits`: in chunks of 128, 740 tokens take a third of the time, because each sees the window and
         not all rows.
         """
-        logits = self.logits([*prompt, *generated][:-1], rows, keys, chunk)[len(prompt) - 1 :]
-        logprobs = logits.log_softmax(dim=-1)
-        chosen = logprobs.gather(1, torch.tensor(list(generated))[:, None])[:, 0]
-        top = logprobs.max(dim=-1)
-        return Score(logprobs=chosen, best=top.indices, margin=top.values - chosen)
+        return score_of(self.logits([*prompt, *generated][:-1], rows, keys, chunk)[len(prompt) - 1 :], generated)
 
     @torch.no_grad()
     def selection_gap(self, ids: Sequence[int], rows: RowFormat = "fp32", keys: KeyFormat = "fp32") -> torch.Tensor:

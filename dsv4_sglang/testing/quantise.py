@@ -1,4 +1,4 @@
-"""Fake quantisation of cache rows and index keys, written from the formulas alone (SPEC 2.4, 2.5, 6.3).
+"""Fake quantisation of cache rows and index keys, written from the formulas alone (SPEC 2.4, 2.5, 6.3, 11.4).
 
 Independent of the ops on purpose: these make the oracle that the ops are measured against.
 """
@@ -64,8 +64,39 @@ def round_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 def mxfp4_keys(keys: torch.Tensor) -> torch.Tensor:
     """fp32 [..., 128], after RoPE -> rotated keys as MXFP4 holds them, fp32. Index queries go the same way."""
-    rotated = hadamard(keys.bfloat16().float()).bfloat16().float()
-    blocks = rotated.unflatten(-1, (-1, 32))
+    return _stored_mxfp4(hadamard(keys.bfloat16().float()))
+
+
+def v41_keys(keys: torch.Tensor) -> torch.Tensor:
+    """The same for V4.1, without the rotation. Its index queries are not stored: bf16, then `mxfp4`."""
+    return _stored_mxfp4(keys)
+
+
+def _stored_mxfp4(keys: torch.Tensor) -> torch.Tensor:
+    return mxfp4(keys.bfloat16().float(), KEY_SCALE_MIN, KEY_SCALE_MAX)
+
+
+def mxfp4(x: torch.Tensor, least: float = 2.0**-126, most: float = 2.0**127) -> torch.Tensor:
+    """fp32 [..., n] -> rounded to e2m1 with a power-of-two scale, `least` to `most`, per 32."""
+    blocks = x.unflatten(-1, (-1, 32))
     amax = blocks.abs().amax(dim=-1, keepdim=True).clamp(min=E2M1_MAX * 2.0**-126)
-    scale = _power_of_two_at_least(amax / E2M1_MAX).clamp(KEY_SCALE_MIN, KEY_SCALE_MAX)
+    scale = _power_of_two_at_least(amax / E2M1_MAX).clamp(least, most)
+    return (round_e2m1((blocks / scale).clamp(-E2M1_MAX, E2M1_MAX)) * scale).flatten(-2)
+
+
+def v41_rows(rows: torch.Tensor) -> torch.Tensor:
+    """fp32 [..., 512] -> the values that a window row of V4.1 holds, fp32: rounded to bf16, then e4m3 with one
+    power-of-two scale >= amax/448 (amax at least 1e-4) per 32 dims."""
+    blocks = rows.bfloat16().float().unflatten(-1, (-1, 32))
+    scale = _power_of_two_at_least(blocks.abs().amax(dim=-1, keepdim=True).clamp(min=1e-4) * (1.0 / E4M3_MAX))
+    stored = (blocks / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+    return (stored * scale).flatten(-2)
+
+
+def v41_entries(rows: torch.Tensor) -> torch.Tensor:
+    """fp32 [..., 512] -> the values that an entry of V4.1 holds, fp32: rounded to bf16, then e2m1 with an e4m3 scale
+    amax/6 (at least 2^-9) per 16 dims."""
+    blocks = rows.bfloat16().float().unflatten(-1, (-1, 16))
+    scale = (blocks.abs().amax(dim=-1, keepdim=True) / E2M1_MAX).clamp(2.0**-9, E4M3_MAX)
+    scale = scale.to(torch.float8_e4m3fn).float()
     return (round_e2m1((blocks / scale).clamp(-E2M1_MAX, E2M1_MAX)) * scale).flatten(-2)

@@ -62,46 +62,24 @@ MARKOV_GAIN = 0.5
 
 
 @dataclass(frozen=True)
-class TinySpec:
-    """What may be chosen. `ratios` are the compress ratios of the layers, without the MTP block's.
-
-    `heads`: of queries. `nextn`: write a NextN block. `dspark`: tokens that a DSPARK head drafts at once; None: write
-    no such head.
-    Raises ValueError for a value that no reader would take.
-    """
+class TinySizes:
+    """What may be chosen of V4 and V4.1. `heads`: of queries. Raises ValueError for a value that no reader would
+    take."""
 
     seed: int = 0
-    ratios: Sequence[int] = DEFAULT_RATIOS
     hidden: int = 256
     heads: int = 64
     vocab: int = 384
     index_topk: int = 512
-    hash_layers: int = 2
     context: int = 32768
-    nextn: bool = False
-    dspark: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.ratios or any(r not in (0, 4, 128) for r in self.ratios):
-            raise ValueError(f"ratios {tuple(self.ratios)}: give one of 0, 4, 128 for each layer")
         if self.hidden < 128 or self.hidden % 128:
             raise ValueError(f"hidden {self.hidden}: must be a multiple of 128")
         if self.heads < O_GROUPS or self.heads % O_GROUPS:
             raise ValueError(f"heads {self.heads}: must be a multiple of {O_GROUPS}, the output projection's groups")
-        if not 0 <= self.hash_layers <= len(self.ratios):
-            raise ValueError(f"hash_layers {self.hash_layers}: must be between 0 and the number of layers")
         if self.index_topk < 1:
             raise ValueError(f"index_topk {self.index_topk}: must be positive")
-        if self.dspark is None:
-            return
-        if self.dspark < 1:
-            raise ValueError(f"dspark {self.dspark}: must be a number of tokens, such as 5 or 7")
-        if self.nextn:
-            raise ValueError("nextn and dspark: both are stored as mtp.0; give one of them")
-        if len(self.ratios) < DSPARK_STAGES:
-            raise ValueError(
-                f"dspark with {len(self.ratios)} layers: the head reads the last {DSPARK_STAGES} layers; give as many"
-            )
 
     @property
     def q_lora(self) -> int:
@@ -114,6 +92,84 @@ class TinySpec:
     @property
     def expert_width(self) -> int:
         return 64
+
+
+@dataclass(frozen=True)
+class TinySpec(TinySizes):
+    """A V4 checkpoint. `ratios` are the compress ratios of the layers, without the MTP block's.
+
+    `nextn`: write a NextN block. `dspark`: tokens that a DSPARK head drafts at once; None: write no such head.
+    """
+
+    ratios: Sequence[int] = DEFAULT_RATIOS
+    hash_layers: int = 2
+    nextn: bool = False
+    dspark: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.ratios or any(r not in (0, 4, 128) for r in self.ratios):
+            raise ValueError(f"ratios {tuple(self.ratios)}: give one of 0, 4, 128 for each layer")
+        if not 0 <= self.hash_layers <= len(self.ratios):
+            raise ValueError(f"hash_layers {self.hash_layers}: must be between 0 and the number of layers")
+        if self.dspark is None:
+            return
+        if self.dspark < 1:
+            raise ValueError(f"dspark {self.dspark}: must be a number of tokens, such as 5 or 7")
+        if self.nextn:
+            raise ValueError("nextn and dspark: both are stored as mtp.0; give one of them")
+        if len(self.ratios) < DSPARK_STAGES:
+            raise ValueError(
+                f"dspark with {len(self.ratios)} layers: the head reads the last {DSPARK_STAGES} layers; give as many"
+            )
+
+
+def common_config(spec: TinySizes) -> dict[str, Any]:
+    """Fields of config.json that V4 and V4.1 have in common."""
+    return {
+        "torch_dtype": "bfloat16",
+        "vocab_size": spec.vocab,
+        "hidden_size": spec.hidden,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": 1,
+        "head_dim": HEAD_DIM,
+        "qk_rope_head_dim": ROPE_DIM,
+        "q_lora_rank": spec.q_lora,
+        "o_lora_rank": spec.o_lora,
+        "o_groups": O_GROUPS,
+        "sliding_window": 128,
+        "index_head_dim": INDEX_DIM,
+        "index_topk": spec.index_topk,
+        "rope_theta": 10000,
+        "compress_rope_theta": 160000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 16,
+            "original_max_position_embeddings": 65536,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+        "max_position_embeddings": spec.context,
+        "n_routed_experts": EXPERTS,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": spec.expert_width,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+        "hidden_act": "silu",
+        "hc_mult": HC_MULT,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
 
 
 def config_json(spec: TinySpec) -> dict[str, Any]:
@@ -131,59 +187,18 @@ def config_json(spec: TinySpec) -> dict[str, Any]:
     return {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",
-        "torch_dtype": "bfloat16",
-        "vocab_size": spec.vocab,
-        "hidden_size": spec.hidden,
+        **common_config(spec),
         "num_hidden_layers": len(spec.ratios),
         "num_nextn_predict_layers": 1,
         "compress_ratios": [*spec.ratios, 0],
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": 1,
-        "head_dim": HEAD_DIM,
-        "qk_rope_head_dim": ROPE_DIM,
-        "q_lora_rank": spec.q_lora,
-        "o_lora_rank": spec.o_lora,
-        "o_groups": O_GROUPS,
-        "sliding_window": 128,
         "index_n_heads": INDEX_HEADS,
-        "index_head_dim": INDEX_DIM,
-        "index_topk": spec.index_topk,
-        "rope_theta": 10000,
-        "compress_rope_theta": 160000,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 16,
-            "original_max_position_embeddings": 65536,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        },
-        "max_position_embeddings": spec.context,
         "rms_norm_eps": 1e-6,
-        "n_routed_experts": EXPERTS,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": EXPERTS_PER_TOKEN,
-        "moe_intermediate_size": spec.expert_width,
         "num_hash_layers": spec.hash_layers,
-        "scoring_func": "sqrtsoftplus",
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "swiglu_limit": 10.0,
-        "hidden_act": "silu",
-        "hc_mult": HC_MULT,
-        "hc_sinkhorn_iters": 20,
-        "hc_eps": 1e-6,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
         **dspark,
     }
 
 
-class _Draw:
+class Draw:
     """Random tensors that depend on the seed and the tensor's name only, rounded to bf16."""
 
     def __init__(self, seed: int) -> None:
@@ -207,7 +222,7 @@ class _Draw:
         return order[:, :EXPERTS_PER_TOKEN].contiguous()
 
 
-def _embedding(draw: _Draw, spec: TinySpec) -> torch.Tensor:
+def token_embedding(draw: Draw, spec: TinySizes) -> torch.Tensor:
     """bf16 [vocab, hidden]: one-hot class of strength 4 in the first EXPERTS channels, noise in the others."""
     weight = draw.normal("embed.weight", spec.vocab, spec.hidden, std=1.0)
     classes = torch.randint(EXPERTS, (spec.vocab,), generator=draw.generator("embed.class"))
@@ -215,13 +230,13 @@ def _embedding(draw: _Draw, spec: TinySpec) -> torch.Tensor:
     return weight
 
 
-def _cycle(draw: _Draw, spec: TinySpec) -> torch.Tensor:
+def _cycle(draw: Draw, spec: TinySpec) -> torch.Tensor:
     """The printable characters in the order in which each has its successor behind it."""
     ids = torch.tensor(printable_ids(spec.vocab))
     return ids[torch.randperm(len(ids), generator=draw.generator("head.succession"))]
 
 
-def _succession(draw: _Draw, spec: TinySpec, embedding: torch.Tensor) -> torch.Tensor:
+def _succession(draw: Draw, spec: TinySpec, embedding: torch.Tensor) -> torch.Tensor:
     """fp32 [vocab, hidden], to add to the head: each printable character points to the next of a cycle of them all."""
     cycle = _cycle(draw, spec)
     direction = embedding[cycle].float()
@@ -231,7 +246,7 @@ def _succession(draw: _Draw, spec: TinySpec, embedding: torch.Tensor) -> torch.T
     return added
 
 
-def _head(draw: _Draw, spec: TinySpec) -> torch.Tensor:
+def output_head(draw: Draw, spec: TinySizes) -> torch.Tensor:
     """bf16 [vocab, hidden]. Blind to the class channels, and half as loud for tokens that are not printable ASCII.
 
     So that greedy text moves on with what it has seen, and is mostly text.
@@ -244,13 +259,13 @@ def _head(draw: _Draw, spec: TinySpec) -> torch.Tensor:
     return weight
 
 
-def _closed_to_classes(weight: torch.Tensor) -> torch.Tensor:
+def closed_to_classes(weight: torch.Tensor) -> torch.Tensor:
     """A projection back into the residual stream, `[hidden, in]`, that leaves the class channels alone."""
     weight[:EXPERTS] = 0.0
     return weight
 
 
-def _compressor(draw: _Draw, prefix: str, spec: TinySpec, ratio: int, dim: int, gain: float) -> dict[str, torch.Tensor]:
+def _compressor(draw: Draw, prefix: str, spec: TinySpec, ratio: int, dim: int, gain: float) -> dict[str, torch.Tensor]:
     """The compressor of SPEC 3.1. `gain` is the rms of its entries."""
     width = (2 if ratio == 4 else 1) * dim
     return {
@@ -261,9 +276,10 @@ def _compressor(draw: _Draw, prefix: str, spec: TinySpec, ratio: int, dim: int, 
     }
 
 
-def _attention(draw: _Draw, prefix: str, spec: TinySpec, ratio: int) -> dict[str, torch.Tensor]:
+def attention_projections(draw: Draw, prefix: str, spec: TinySizes) -> dict[str, torch.Tensor]:
+    """Queries, window rows and output of a layer, and its sinks."""
     heads_per_group = spec.heads // O_GROUPS
-    tensors = {
+    return {
         f"{prefix}.attn_sink": draw.normal(f"{prefix}.attn_sink", spec.heads, std=1.0).float(),
         f"{prefix}.wq_a.weight": draw.linear(f"{prefix}.wq_a", spec.q_lora, spec.hidden),
         f"{prefix}.q_norm.weight": draw.normal(f"{prefix}.q_norm", spec.q_lora, std=0.1, mean=1.0),
@@ -273,8 +289,12 @@ def _attention(draw: _Draw, prefix: str, spec: TinySpec, ratio: int) -> dict[str
         f"{prefix}.wo_a.weight": draw.linear(
             f"{prefix}.wo_a", O_GROUPS * spec.o_lora, heads_per_group * HEAD_DIM, gain=ATTENTION_GAIN
         ),
-        f"{prefix}.wo_b.weight": _closed_to_classes(draw.linear(f"{prefix}.wo_b", spec.hidden, O_GROUPS * spec.o_lora)),
+        f"{prefix}.wo_b.weight": closed_to_classes(draw.linear(f"{prefix}.wo_b", spec.hidden, O_GROUPS * spec.o_lora)),
     }
+
+
+def _attention(draw: Draw, prefix: str, spec: TinySpec, ratio: int) -> dict[str, torch.Tensor]:
+    tensors = attention_projections(draw, prefix, spec)
     if ratio:
         # Entries stand out from the window's rows, so that a missing or wrong one shows in the logits.
         tensors |= _compressor(draw, f"{prefix}.compressor", spec, ratio, HEAD_DIM, gain=ENTRY_GAIN[ratio])
@@ -286,7 +306,7 @@ def _attention(draw: _Draw, prefix: str, spec: TinySpec, ratio: int) -> dict[str
     return tensors
 
 
-def _router(draw: _Draw, prefix: str, spec: TinySpec, hashed: bool) -> dict[str, torch.Tensor]:
+def _router(draw: Draw, prefix: str, spec: TinySizes, hashed: bool) -> dict[str, torch.Tensor]:
     weight = draw.normal(f"{prefix}.weight", EXPERTS, spec.hidden, std=0.3 / math.sqrt(spec.hidden))
     if hashed:
         table = draw.subsets(f"{prefix}.tid2eid", spec.vocab)
@@ -299,17 +319,17 @@ def _router(draw: _Draw, prefix: str, spec: TinySpec, hashed: bool) -> dict[str,
     return {f"{prefix}.weight": weight, f"{prefix}.bias": bias}
 
 
-def _mlp(draw: _Draw, prefix: str, spec: TinySpec) -> dict[str, torch.Tensor]:
+def _mlp(draw: Draw, prefix: str, spec: TinySizes) -> dict[str, torch.Tensor]:
     return {
         f"{prefix}.w1.weight": draw.linear(f"{prefix}.w1", spec.expert_width, spec.hidden),
         f"{prefix}.w3.weight": draw.linear(f"{prefix}.w3", spec.expert_width, spec.hidden),
-        f"{prefix}.w2.weight": _closed_to_classes(
+        f"{prefix}.w2.weight": closed_to_classes(
             draw.linear(f"{prefix}.w2", spec.hidden, spec.expert_width, gain=MLP_GAIN)
         ),
     }
 
 
-def _hyper_connection(draw: _Draw, prefix: str, spec: TinySpec) -> dict[str, torch.Tensor]:
+def _hyper_connection(draw: Draw, prefix: str, spec: TinySizes) -> dict[str, torch.Tensor]:
     """fp32 `fn [24, 4 hidden]`, `base [24]` (pre 4, post 4, comb 16), `scale [3]`; comb leans to the identity."""
     mix = (2 + HC_MULT) * HC_MULT
     base = draw.normal(f"{prefix}_base", mix, std=0.5)
@@ -321,12 +341,12 @@ def _hyper_connection(draw: _Draw, prefix: str, spec: TinySpec) -> dict[str, tor
     }
 
 
-def _layer(draw: _Draw, prefix: str, spec: TinySpec, ratio: int, hashed: bool) -> dict[str, torch.Tensor]:
+def around_attention(draw: Draw, prefix: str, spec: TinySizes, hashed: bool) -> dict[str, torch.Tensor]:
+    """Norms, experts and hyper-connections of a layer."""
     tensors = {
         f"{prefix}.attn_norm.weight": draw.normal(f"{prefix}.attn_norm", spec.hidden, std=0.1, mean=1.0),
         f"{prefix}.ffn_norm.weight": draw.normal(f"{prefix}.ffn_norm", spec.hidden, std=0.1, mean=1.0),
     }
-    tensors |= _attention(draw, f"{prefix}.attn", spec, ratio)
     tensors |= _router(draw, f"{prefix}.ffn.gate", spec, hashed)
     for expert in range(EXPERTS):
         tensors |= _mlp(draw, f"{prefix}.ffn.experts.{expert}", spec)
@@ -336,7 +356,11 @@ def _layer(draw: _Draw, prefix: str, spec: TinySpec, ratio: int, hashed: bool) -
     return tensors
 
 
-def _collapse(draw: _Draw, prefix: str, spec: TinySpec) -> dict[str, torch.Tensor]:
+def _layer(draw: Draw, prefix: str, spec: TinySpec, ratio: int, hashed: bool) -> dict[str, torch.Tensor]:
+    return _attention(draw, f"{prefix}.attn", spec, ratio) | around_attention(draw, prefix, spec, hashed)
+
+
+def _collapse(draw: Draw, prefix: str, spec: TinySizes) -> dict[str, torch.Tensor]:
     """What brings the streams together behind the last layer, as `{prefix}hc_head_*`."""
     return {
         f"{prefix}hc_head_fn": draw.linear(f"{prefix}hc_head_fn", HC_MULT, HC_MULT * spec.hidden).float(),
@@ -345,28 +369,28 @@ def _collapse(draw: _Draw, prefix: str, spec: TinySpec) -> dict[str, torch.Tenso
     }
 
 
-def _norm(draw: _Draw, name: str, spec: TinySpec) -> dict[str, torch.Tensor]:
+def norm_weight(draw: Draw, name: str, spec: TinySizes) -> dict[str, torch.Tensor]:
     return {f"{name}.weight": draw.normal(name, spec.hidden, std=0.1, mean=1.0)}
 
 
-def _nextn(draw: _Draw, spec: TinySpec) -> dict[str, torch.Tensor]:
+def _nextn(draw: Draw, spec: TinySpec) -> dict[str, torch.Tensor]:
     """The block's tensors. Its layer is window-only and its router learned."""
     hidden = spec.hidden
     embedding = BLOCK_EMBEDDING_GAIN * torch.eye(hidden)
-    embedding += _closed_to_classes(draw.linear("mtp.0.e_proj", hidden, hidden, gain=0.5)).float()
-    streams = _closed_to_classes(draw.linear("mtp.0.h_proj", hidden, hidden, gain=BLOCK_STREAMS_GAIN))
+    embedding += closed_to_classes(draw.linear("mtp.0.e_proj", hidden, hidden, gain=0.5)).float()
+    streams = closed_to_classes(draw.linear("mtp.0.h_proj", hidden, hidden, gain=BLOCK_STREAMS_GAIN))
     return {
-        **_norm(draw, "mtp.0.enorm", spec),
-        **_norm(draw, "mtp.0.hnorm", spec),
+        **norm_weight(draw, "mtp.0.enorm", spec),
+        **norm_weight(draw, "mtp.0.hnorm", spec),
         "mtp.0.e_proj.weight": embedding.bfloat16(),
         "mtp.0.h_proj.weight": streams,
         **_layer(draw, "mtp.0", spec, ratio=0, hashed=False),
-        **_norm(draw, "mtp.0.norm", spec),
+        **norm_weight(draw, "mtp.0.norm", spec),
         **_collapse(draw, "mtp.0.", spec),
     }
 
 
-def _dspark(draw: _Draw, spec: TinySpec) -> dict[str, torch.Tensor]:
+def _dspark(draw: Draw, spec: TinySpec) -> dict[str, torch.Tensor]:
     """Stages, the projection of the target's streams into the first, and behind the last what a draft is chosen by:
     a collapse, a first-order bias `markov_w2 @ markov_w1[previous token]`, and the confidence in each token."""
     last = f"mtp.{DSPARK_STAGES - 1}"
@@ -381,8 +405,8 @@ def _dspark(draw: _Draw, spec: TinySpec) -> dict[str, torch.Tensor]:
     biases[cycle.roll(-1)] += MARKOV_GAIN * of_previous[cycle]
     return {
         **tensors,
-        **_norm(draw, "mtp.0.main_norm", spec),
-        **_norm(draw, f"{last}.norm", spec),
+        **norm_weight(draw, "mtp.0.main_norm", spec),
+        **norm_weight(draw, f"{last}.norm", spec),
         **_collapse(draw, f"{last}.", spec),
         f"{markov}.markov_w1.weight": of_previous,
         f"{markov}.markov_w2.weight": biases,
@@ -392,14 +416,14 @@ def _dspark(draw: _Draw, spec: TinySpec) -> dict[str, torch.Tensor]:
 
 def tiny_tensors(spec: TinySpec) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) in file order: bf16 weights, fp32 where the release has fp32, int64 hash tables."""
-    draw = _Draw(spec.seed)
-    embedding, head = _embedding(draw, spec), _head(draw, spec)
+    draw = Draw(spec.seed)
+    embedding, head = token_embedding(draw, spec), output_head(draw, spec)
     if spec.nextn or spec.dspark is not None:
         head = (head.float() + _succession(draw, spec, embedding)).bfloat16()
     yield "embed.weight", embedding
     for layer, ratio in enumerate(spec.ratios):
         yield from _layer(draw, f"layers.{layer}", spec, ratio, hashed=layer < spec.hash_layers).items()
-    yield from _norm(draw, "norm", spec).items()
+    yield from norm_weight(draw, "norm", spec).items()
     yield "head.weight", head
     yield from _collapse(draw, "", spec).items()
     if spec.nextn:
@@ -411,20 +435,25 @@ def tiny_tensors(spec: TinySpec) -> Iterator[tuple[str, torch.Tensor]]:
 def make_tiny(folder: str | Path, spec: TinySpec | None = None) -> Path:
     """Write the checkpoint into `folder` (made when missing) and return it.
 
-    Equal specs give equal bytes. config.json comes last: a folder that has it is complete.
-    Raises FileExistsError when `folder` holds files that are not such a checkpoint's.
+    Equal specs give equal bytes. Raises FileExistsError when `folder` holds files that are not such a checkpoint's.
     """
     spec = spec or TinySpec()
-    folder = Path(folder)
+    return write_checkpoint(Path(folder), spec, config_json(spec), tiny_tensors(spec))
+
+
+def write_checkpoint(
+    folder: Path, spec: TinySizes, config: dict[str, Any], tensors: Iterator[tuple[str, torch.Tensor]]
+) -> Path:
+    """The files of `make_tiny`. config.json comes last: a folder that has it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     ours = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     foreign = sorted(p.name for p in folder.iterdir() if p.name not in ours)
     if foreign:
         raise FileExistsError(f"{folder} holds other files ({', '.join(foreign[:4])}): give an empty or new folder")
     (folder / "config.json").unlink(missing_ok=True)
-    save_file(dict(tiny_tensors(spec)), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder, spec.vocab, spec.context)
     generation = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 1.0, "top_p": 1.0}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    (folder / "config.json").write_text(json.dumps(config_json(spec), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder

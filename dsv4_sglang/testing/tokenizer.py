@@ -1,4 +1,4 @@
-"""A byte-level tokenizer with DeepSeek-V4's special tokens, in the files that `AutoTokenizer` reads."""
+"""A byte-level tokenizer with the special tokens of DeepSeek-V4 and V4.1, in the files that `AutoTokenizer` reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
 PAD = "<｜▁pad▁｜>"
 
-# The first three have the ids of the release. The rest are the markers that DeepSeek-V4's chat encoding writes.
+# The first three have the ids of the release. The rest are the markers that the chat encodings write,
+# the last one V4.1's.
 LEADING_SPECIALS = (BOS, EOS, PAD)
 CHAT_SPECIALS = (
     "<｜User｜>",
@@ -26,6 +27,7 @@ CHAT_SPECIALS = (
     "<｜domain｜>",
     "<｜title｜>",
     "<｜read_url｜>",
+    "<｜System｜>",
 )
 NUM_BYTES = 256
 MIN_VOCAB = len(LEADING_SPECIALS) + NUM_BYTES + len(CHAT_SPECIALS)

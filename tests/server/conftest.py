@@ -12,6 +12,7 @@ import torch
 from faulty_cache import FAULT_FILE, entry_point
 
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+from dsv4_sglang.testing.tiny_v41 import TinyV41Spec, make_tiny_v41
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +30,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             made[key] = tmp_path_factory.mktemp("tiny")
             make_tiny(made[key], TinySpec(**fields))
         return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_v41(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The same of `TinyV41Spec`, made each time."""
+
+    def make(**fields: Any) -> Path:
+        return make_tiny_v41(tmp_path_factory.mktemp("tiny_v41"), TinyV41Spec(heads=16, **fields))
 
     return make
 

@@ -2,8 +2,8 @@
 
 `entry_point` makes a folder for PYTHONPATH through which servers find it. It does nothing while the file named by
 FAULT_FILE is empty or missing; a test writes one of FAULTS (of the prefix cache), RANK_FAULTS (of DP attention),
-HOST_FAULTS (of the host tier), TRANSFER_FAULTS (between servers), LOCK_FAULT (of the registry of checkpoints) or
-LAUNCH_FAULT (of a kernel) there, and the steps from then on are broken that way.
+HOST_FAULTS (of the host tier), TRANSFER_FAULTS (between servers), V41_FAULTS (of DeepSeek-V4.1), LOCK_FAULT (of the
+registry of checkpoints) or LAUNCH_FAULT (of a kernel) there, and the steps from then on are broken that way.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ HOST_FAULTS = (
 TRANSFER_FAULTS = (
     "the last block stays behind",
     "the slot stays behind",
+)
+V41_FAULTS = (
+    "checkpoints with empty rings",
+    "the entries of the next source",
+    "candidates of nobody",
 )
 LOCK_FAULT = "a checkpoint stays locked"
 LAUNCH_FAULT = "a kernel fails"
@@ -78,6 +83,8 @@ def register() -> None:
     for target, function in (
         (PACKAGE + "srt.backend.HybridCacheBackend.forward", _forward),
         (PACKAGE + "cache.state_cache.StateStorage.store", _store),
+        (PACKAGE + "cache.v41_step.V41Step.select", _select),
+        (PACKAGE + "cache.v41_step.V41Step.attend", _attend),
         (PACKAGE + "srt.prefix.slots.CheckpointSlots.load_to_active", _load),
         (PACKAGE + "srt.prefix.policy.CheckpointRegistry.unlock", _unlock),
         (PACKAGE + "srt.collectives.gather_a_copy", _gather),
@@ -128,6 +135,28 @@ def _store(original: Callable[..., None], state: Any, slots: Any, checkpoints: A
         kept = kept.unflatten(1, (-1, len(layout.kept_units)))
         for checkpoint in checkpoints[checkpoints > 0].tolist():
             kept[:, checkpoint - 1, :, :, columns] = 0
+
+    if _fault() == V41_FAULTS[0]:
+        for checkpoint in checkpoints[checkpoints > 0].tolist():
+            state._all_rings[:, state.num_slots + checkpoint - 1] = 0
+
+
+def _select(original: Callable[..., None], step: Any, layer: int, *arguments: Any) -> None:
+    if step.schedule[layer].within_candidates and _fault() == V41_FAULTS[2]:
+        step._candidates = step._candidates.clamp(max=0)
+    original(step, layer, *arguments)
+
+
+def _attend(original: Callable[..., Any], step: Any, layer: int, *arguments: Any) -> Any:
+    sources = [i for i, spec in enumerate(step.schedule) if spec.kv_source == i]
+    if step.schedule[layer].kv_source != sources[0] or _fault() != V41_FAULTS[1]:
+        return original(step, layer, *arguments)
+    pools = step.pools
+    step.pools = [pools[sources[1]] if i == sources[0] else pool for i, pool in enumerate(pools)]
+    try:
+        return original(step, layer, *arguments)
+    finally:
+        step.pools = pools
 
 
 def _load(original: Callable[..., None], slots: Any, pool: Any, checkpoints: Any, live: Any) -> None:

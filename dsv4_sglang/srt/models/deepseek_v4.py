@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from dsv4_sglang.attention.readers import MOST_PADDED_HEADS, LayerOutput
 from dsv4_sglang.cache.append import LayerWeights
 from dsv4_sglang.model.geometry import CSA_RATIO
+from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.backend import IndexQuery, LayerInputs
 from dsv4_sglang.srt.models import torch_layers
@@ -159,12 +160,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
             _with_room_for_drafts(config), layer_id, quant_config, prefix, compress_ratio=ratio, **plain, **projections
         )
         self.rope = torch.view_as_real(self.freqs_cis).flatten(1)
-        self.compressor = (
-            CompressorWeights(config, ratio, self.head_dim, add_prefix("compressor", prefix)) if ratio else None
-        )
-        self.indexer = (
-            IndexerWeights(config, quant_config, add_prefix("indexer", prefix)) if ratio == CSA_RATIO else None
-        )
+        self.compressor, self.indexer = self.make_sources(config, ratio, quant_config, prefix)
         self.attn_mqa = RadixAttention(
             self.n_local_heads, self.head_dim, self.softmax_scale, num_kv_heads=1, layer_id=cache_layer
         )
@@ -180,6 +176,13 @@ class CachedAttention(in_tree.MqaAttentionBase):
         self.attn_sink.data, self._sinks = sinks[: self.n_heads], sinks[self.attn_tp_rank * self.n_local_heads :]
         self._widths: list[int] = []
         self._weight_of_x = self.attn_sink.data.new_empty(0)
+
+    def make_sources(self, config: Any, ratio: int, quant_config: Any, prefix: str) -> tuple[Any, Any]:
+        """The modules of the layer's compressor and of its indexer, None where it has none."""
+        return (
+            CompressorWeights(config, ratio, self.head_dim, add_prefix("compressor", prefix)) if ratio else None,
+            IndexerWeights(config, quant_config, add_prefix("indexer", prefix)) if ratio == CSA_RATIO else None,
+        )
 
     def maybe_use_decode_attn_tp(self, forward_batch: Any) -> Any:
         """A layer is never split over processes here."""
@@ -349,6 +352,8 @@ class CachedAttention(in_tree.MqaAttentionBase):
 class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
     """SGLang's layer with our attention, and on a CPU with PyTorch hyper-connections and experts."""
 
+    attention = CachedAttention
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.on_cpu = self.hc_attn_fn.device.type == "cpu"
@@ -367,7 +372,7 @@ class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
     ) -> nn.Module:
         # SGLang overrides the ratio, by that of a window alone, for the layers of a draft model.
         is_draft = compress_ratio_override is not None
-        return CachedAttention(config, layer_id, quant_config, prefix, alt_streams, is_draft)
+        return self.attention(config, layer_id, quant_config, prefix, alt_streams, is_draft)
 
     def hc_pre(self, x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.on_cpu:
@@ -440,9 +445,18 @@ def replaced(module: Any, **classes: type) -> Iterator[None]:
 class DeepseekV4ForCausalLM(in_tree.DeepseekV4ForCausalLM):
     """The class that SGLang serves: same architecture name and checkpoint names as its own."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with replaced(in_tree, DeepseekV4Model=Model, DeepseekV4DecoderLayer=DecoderLayer):
-            super().__init__(*args, **kwargs)
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        with replaced(in_tree, DeepseekV4Model=Model, DeepseekV4DecoderLayer=self.layer_class(config)):
+            super().__init__(config, *args, **kwargs)
+
+    @staticmethod
+    def layer_class(config: Any) -> type[DecoderLayer]:
+        """The class of the layers of V4, or of V4.1."""
+        if config.model_type not in V41_MODEL_TYPES:
+            return DecoderLayer
+        from dsv4_sglang.srt.models.deepseek_v41 import V41DecoderLayer
+
+        return V41DecoderLayer
 
     def post_load_weights(self, *args: Any, **kwargs: Any) -> None:
         super().post_load_weights(*args, **kwargs)

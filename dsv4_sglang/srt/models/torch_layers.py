@@ -48,12 +48,34 @@ def hyper_connection_pre(
 
     Also returns `post` and `comb`, which `hyper_connection_post` needs.
     """
+    pre, post, comb = hyper_connection_mixes(x, fn, scale, base, iterations=iterations, norm_eps=norm_eps, eps=eps)
+    return collapse(x, pre), post, comb
+
+
+def hyper_connection_mixes(
+    x: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    *,
+    iterations: int,
+    norm_eps: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`hyper_connection_weights` of the residual streams `x [T, streams, hidden]`."""
     flat = x.flatten(1).float()
     inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
-    mixes = F.linear(flat, fn.float()) * inverse_rms
-    pre, post, comb = hyper_connection_weights(mixes, scale, base, x.shape[1], iterations, eps)
-    collapsed = (pre.unsqueeze(-1) * flat.view(x.shape)).sum(1)
-    return collapsed.to(x.dtype), post, comb
+    return hyper_connection_weights(F.linear(flat, fn.float()) * inverse_rms, scale, base, x.shape[1], iterations, eps)
+
+
+def collapse(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The streams `x [T, streams, hidden]` as one, `[T, hidden]`, by `weights [T, streams]`."""
+    return (weights.unsqueeze(-1) * x.float()).sum(1).to(x.dtype)
+
+
+def collapse_flat(x_flat: torch.Tensor, pre: torch.Tensor, hc: int, out_dtype: torch.dtype) -> torch.Tensor:
+    """REPLACE `compat.COLLAPSE_STREAMS`: `collapse` of `x_flat [T, hc * hidden]`."""
+    return collapse(x_flat.unflatten(1, (hc, -1)), pre).to(out_dtype)
 
 
 def hyper_connection_post(

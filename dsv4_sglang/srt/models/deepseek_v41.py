@@ -1,0 +1,143 @@
+"""DeepSeek-V4.1 as SGLang builds it since 0.5.23, with its attention replaced; on a CPU.
+
+The model has V4's class there. What differs: few layers have a compressor and an indexer, the query is not normalised
+per head, and a sublayer takes the residual streams by the weights that the sublayer before it computed, so that one
+pass over them serves both (single-pass hyper-connections).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.utils import add_prefix
+from torch import Tensor, nn
+
+from dsv4_sglang.cache.v41_step import V41LayerWeights
+from dsv4_sglang.srt.backend_v41 import V41LayerInputs
+from dsv4_sglang.srt.models import torch_layers
+from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, DecoderLayer, Latent, linear_fp32
+
+
+class V41CompressorWeights(nn.Module):
+    """Parameters of a compressor, named as SGLang's loader knows them."""
+
+    def __init__(self, config: Any, ratio: int, dim: int, prefix: str) -> None:
+        super().__init__()
+        self.norm = RMSNorm(dim, eps=config.rms_norm_eps, weight_dtype=torch.float32)
+        # The loader lays key and gate side by side where it finds this name.
+        name, width = ("wkv_gate", 2 * dim) if ratio == 2 else ("wkv", dim)
+        self.add_module(name, ReplicatedLinear(config.hidden_size, width, bias=False, prefix=add_prefix(name, prefix)))
+        self.ratio = ratio
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What `append_v41` takes: at ratio 2 [T, 1024] fp32, at ratio 1 [T, 512]."""
+        return linear_fp32(x, self.get_parameter("wkv_gate.weight")) if self.ratio == 2 else self.wkv(x)[0]
+
+
+class V41IndexerWeights(nn.Module):
+    """Parameters of an indexer; `owns_keys`: those of the keys of the layer's own entries, too."""
+
+    def __init__(self, config: Any, quant_config: Any, owns_keys: bool, prefix: str) -> None:
+        super().__init__()
+        self.heads, self.dim = config.index_n_heads, config.index_head_dim
+
+        def linear(name: str, width: int, out: int, quant: Any = None) -> ReplicatedLinear:
+            return ReplicatedLinear(width, out, bias=False, quant_config=quant, prefix=add_prefix(name, prefix))
+
+        self.wq_b = linear("wq_b", config.q_lora_rank, self.heads * self.dim, quant_config)
+        self.weights_proj = linear("weights_proj", config.hidden_size, self.heads)
+        if owns_keys:
+            self.wk = linear("wk", config.head_dim, self.dim)
+            self.k_norm = RMSNorm(self.dim, eps=config.rms_norm_eps, weight_dtype=torch.float32)
+
+    def query(self, latent: Latent) -> Tensor:
+        """Raw index queries `[T, heads, 128]`."""
+        return self.wq_b(latent)[0].view(-1, self.heads, self.dim)
+
+    def keys(self, latents: Tensor) -> Tensor:
+        """Raw index keys `[T, 128]` of the compressor's latents `[T, 512]`."""
+        return self.wk(latents.to(self.wk.weight.dtype))[0]
+
+
+class V41Attention(CachedAttention):
+    """One layer's attention over our cache."""
+
+    def make_sources(self, config: Any, ratio: int, quant_config: Any, prefix: str) -> tuple[Any, Any]:
+        owns, selects = self.layer_id in config.kv_source_layer_ids, self.layer_id in config.index_source_layer_ids
+        return (
+            V41CompressorWeights(config, ratio, self.head_dim, add_prefix("compressor", prefix)) if owns else None,
+            V41IndexerWeights(config, quant_config, owns, add_prefix("indexer", prefix)) if selects else None,
+        )
+
+    def fuse_projections_of_x(self) -> None:
+        """Nothing: those of V4.1 are not all fp32."""
+
+    def forward(
+        self, positions: Tensor, x: Tensor, forward_batch: Any, x_quant: Any = None, defer_all_reduce: bool = False
+    ) -> Tensor:
+        if x.shape[0] == 0:
+            return x
+        latent, kv = self._latents(x)
+        q = get_attn_backend().query_buffer(x.shape[0])
+        self._query(latent, positions, q)
+        inputs = V41LayerInputs(
+            weights=self._cache_weights,
+            sink=self._sinks,
+            compressor=self.compressor(x) if self.compressor else None,
+            keys_of=self.indexer.keys if self.compressor else None,
+            index_query=self.indexer.query(latent) if self.indexer else None,
+            index_weights=self.indexer.weights_proj(x)[0] if self.indexer else None,
+        )
+        return self._project_out(self.attn_mqa(q, kv, kv, forward_batch, inputs=inputs), positions, defer_all_reduce)
+
+    @property
+    def _cache_weights(self) -> V41LayerWeights:
+        owns = self.compressor is not None
+        return V41LayerWeights(
+            kv_norm=self.kv_norm.weight,
+            rope=self.rope,
+            eps=self.eps,
+            latent_norm=self.compressor.norm.weight if owns else None,
+            key_norm=self.indexer.k_norm.weight if owns else None,
+        )
+
+    def _query(self, latent: Latent, positions: Tensor, out: Tensor) -> None:
+        q = self.wq_b(latent)[0].view(-1, self.n_local_heads, self.head_dim)
+        out[:, : self.n_local_heads] = torch_layers.rotate(q.float(), self.rope[positions])
+
+
+class V41DecoderLayer(DecoderLayer):
+    """SGLang's layer with our attention and PyTorch hyper-connections."""
+
+    attention = V41Attention
+
+    def forward_hc_pre_from_prev(
+        self, positions: Tensor, state: Any, input_ids: Tensor, forward_batch: Any, input_ids_global: Tensor
+    ) -> Any:
+        """From SGLang's record of the streams `[T, n, hidden]` and of the weights `[T, n]` by which the next sublayer
+        takes them (None before the first layer: the first stream alone) to that behind this layer."""
+        streams, taken = state.residual, state.pre
+        pre, post, comb = self._mixes(streams, self.attn_hc)
+        x = streams[:, 0] if taken is None else torch_layers.collapse(streams, taken)
+        out = self.self_attn(positions, self.input_layernorm(x), forward_batch)
+        streams = torch_layers.hyper_connection_post(out, streams, post, comb)
+
+        x = self.post_attention_layernorm(torch_layers.collapse(streams, pre))
+        pre, post, comb = self._mixes(streams, self.ffn_hc)
+        out = self._run_moe_ffn_dp_sync(x, forward_batch, input_ids=input_ids, input_ids_global=input_ids_global)
+        return type(state)(torch_layers.hyper_connection_post(out, streams, post, comb), pre)
+
+    def _mixes(self, streams: Tensor, hc: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return torch_layers.hyper_connection_mixes(
+            streams,
+            hc.fn,
+            hc.scale,
+            hc.base,
+            iterations=self.hc_sinkhorn_iters,
+            norm_eps=self.rms_norm_eps,
+            eps=self.hc_eps,
+        )

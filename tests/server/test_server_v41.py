@@ -1,0 +1,160 @@
+"""DeepSeek-V4.1 in SGLang's server on a CPU, in chunks of 128, against the formulas of the whole model (SPEC 11).
+
+The cache holds rounded rows, as the model was trained, and fp32 activations that are summed in another order round some
+of them the other way, and then whatever comes of them: a log-probability moves by 1e-6 to 1e-3.
+Where the selection leaves entries out, such a row may make another entry the selected one, and then by up to 0.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from faulty_cache import V41_FAULTS
+from server_harness import Server, assert_right_though_retracted, distances, prompt, running
+
+from dsv4_sglang.cli import client
+from dsv4_sglang.srt import compat
+from dsv4_sglang.testing.oracle_v41 import OracleV41
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(not compat.SERVES_V41, reason="this release of SGLang has no DeepSeek-V4.1"),
+]
+
+LENGTHS = (1, 2, 3, 127, 128, 129, 300, 700)
+GENERATED = 8
+TOLERANCE = 5e-3
+"""Of any token where all entries are selected. What is planted below moves the answer by five times as much."""
+SELECTING = {"index_topk": 64, "candidate_blocks": 12}
+NOISE = 0.03
+"""Mean |d log p| where 64 entries are selected. Selecting all of them instead moves it by 0.14 on average."""
+FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-running-requests", "8", "--disable-overlap-schedule")
+FLAGS += ("--chunked-prefill-size", "128")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_v41: Callable[..., Path]) -> Path:
+    """Every visible entry is selected."""
+    return tiny_v41(index_topk=1024)
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> OracleV41:
+    return OracleV41(model)
+
+
+@pytest.fixture(scope="module")
+def server(fault: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A pool so small that requests retract."""
+    log = tmp_path_factory.mktemp("v41") / "log"
+    flags = (*FLAGS, "--max-total-tokens", "1024", "--schedule-conservativeness", "0.1")
+    with running(model, log, *flags, integrity_check=True) as server:
+        yield server
+
+
+def test_alone(server: Server, oracle: OracleV41) -> None:
+    for length in LENGTHS:
+        ids = prompt(length)
+        got = server.generate(ids, GENERATED)
+        assert len(got.tokens) == GENERATED
+        assert distances(oracle, ids, got).max() <= TOLERANCE, length
+
+
+def test_all_at_once(server: Server, oracle: OracleV41) -> None:
+    server.flush()
+    prompts = [prompt(length, seed=1) for length in LENGTHS]
+    for ids, got in zip(prompts, server.generate_all(prompts, GENERATED)):
+        assert distances(oracle, ids, got).max() <= TOLERANCE, len(ids)
+
+
+def test_branches(server: Server, oracle: OracleV41) -> None:
+    """A token before a block boundary and one after: the first that asks leaves a checkpoint behind the branch."""
+    trunk = prompt(530, seed=2)
+    for at in (383, 385):
+        server.flush()
+        server.generate(trunk, 1)
+        ids = trunk[:at] + prompt(30, seed=at)
+        found = [server.generate(ids, 6) for _ in range(2)]
+        assert [got.cached for got in found] == [0, 384]
+        for got in found:
+            assert distances(oracle, ids, got).max() <= TOLERANCE
+
+
+def test_the_next_turn(server: Server, oracle: OracleV41) -> None:
+    """An odd number of tokens more: the pair that is open at the end of the turn was decoded."""
+    server.flush()
+    ids = prompt(250, seed=3)
+    turn = server.generate(ids, 11)
+    following = ids + turn.tokens + prompt(60, seed=4)
+    warm = server.generate(following, GENERATED)
+    assert warm.cached == 256
+    assert distances(oracle, following, warm).max() <= TOLERANCE
+
+
+def test_evicted_and_back(server: Server, oracle: OracleV41) -> None:
+    """The pool has eight blocks; another prompt of six takes them."""
+    server.flush()
+    ids = prompt(400, seed=5)
+    server.generate(ids, 1)
+    server.generate(prompt(700, seed=6), 1)
+    for cached in (0, 384):
+        got = server.generate(ids, GENERATED)
+        assert got.cached == cached
+        assert distances(oracle, ids, got).max() <= TOLERANCE
+
+
+def test_more_requests_than_fit(server: Server, oracle: OracleV41) -> None:
+    server.flush()
+    assert_right_though_retracted(server, oracle, TOLERANCE)
+    reports = client.Server.at(server.url).integrity()
+    assert len(reports) == 1 and not reports[0]["findings"], reports
+
+
+def test_asleep_and_awake(server: Server, oracle: OracleV41) -> None:
+    ids = prompt(300, seed=8)
+    answer = server.begin(ids, 20, 5)
+    server.post("/release_memory_occupation", {})
+    server.post("/resume_memory_occupation", {})
+    assert distances(oracle, ids, answer()).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("planted", V41_FAULTS[:2])
+def test_what_is_planted_shows(server: Server, oracle: OracleV41, fault: Path, planted: str) -> None:
+    """In the answer behind a prefix hit, and not in the one after it."""
+    ids = prompt(390, seed=9)  # most of its window lies before the checkpoint
+    server.flush()
+    try:
+        fault.write_text(planted)
+        server.generate(ids, 1)
+        broken = server.generate(ids, GENERATED)
+    finally:
+        fault.unlink()
+    assert broken.cached == 384
+    assert distances(oracle, ids, broken).max() > 5 * TOLERANCE
+    server.flush()
+    server.generate(ids, 1)
+    whole = server.generate(ids, GENERATED)
+    assert whole.cached == 384
+    assert distances(oracle, ids, whole).max() <= TOLERANCE
+
+
+def test_selection(fault: Path, tiny_v41: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """64 of up to 700 entries, of which some layers have 96 to choose from."""
+    folder = tiny_v41(**SELECTING)
+    oracle, prompts = OracleV41(folder), [prompt(length, seed=11) for length in (130, 300, 500, 700)]
+    with running(folder, tmp_path_factory.mktemp("v41") / "log", *FLAGS, "--max-total-tokens", "4096") as server:
+        for asked in ("cold", "warm"):
+            answers = server.generate_all(prompts, GENERATED)
+            assert [got.cached > 0 for got in answers] == [asked == "warm"] * len(prompts)
+            apart = torch.cat([distances(oracle, ids, got) for ids, got in zip(prompts, answers)])
+            assert apart.mean() <= NOISE, asked
+        fault.write_text(V41_FAULTS[2])
+        try:
+            broken = server.cold_all(prompts, GENERATED)
+        finally:
+            fault.unlink()
+        apart = torch.cat([distances(oracle, ids, got) for ids, got in zip(prompts, broken)])
+        assert apart.mean() > 2 * NOISE
