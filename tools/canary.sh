@@ -4,7 +4,7 @@
 #   tools/canary.sh VERSION [VENV]
 #
 # VENV is made, and removed at the end unless it is given. The last lines are the table; logs are in the folder that is
-# printed first. Exits with 1 if anything does not hold. CPU recipe, some 15 minutes on 2 idle cores: servers start slowly.
+# printed first. Exits with 1 if anything does not hold. CPU recipe, some 20 minutes on 2 idle cores: servers start slowly.
 set -uo pipefail
 
 release=${1:?usage: tools/canary.sh VERSION [VENV]}
@@ -43,6 +43,7 @@ if [ "$failed" = 0 ]; then
   try "speculation (dspark)" tests tests/server/test_server_dspark.py
   try "dp attention" tests tests/server/test_server_dp.py
   try "host tier" tests tests/server/test_server_host.py
+  try "v4.1" tests tests/server/test_server_v41.py
 fi
 
 printf '\nSGLang %s, torch %s\n' "$release" "$("$venv/bin/python" -c 'import torch; print(torch.__version__)' 2>/dev/null || echo '?')"
