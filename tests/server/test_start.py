@@ -110,7 +110,7 @@ from dsv4_sglang.srt.checks import check_started
 model = SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(self_attn=None)]))
 runner = SimpleNamespace(
     req_to_token_pool=ReqToTokenPool(4, 128, "cpu", False), token_to_kv_pool=None, token_to_kv_pool_allocator=None,
-    attn_backend=None, model=model,
+    attn_backend=None, model=model, model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="deepseek_v4")),
 )
 scheduler = SimpleNamespace(
     tp_worker=SimpleNamespace(model_runner=runner), draft_worker=None, tree_cache=None, page_size=64,
