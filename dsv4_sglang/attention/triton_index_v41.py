@@ -18,7 +18,7 @@ from dsv4_sglang.attention.triton_rows import table_stride
 from dsv4_sglang.attention.triton_softmax import products
 from dsv4_sglang.formats import RowFormat, index_keys
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
-from dsv4_sglang.ops.reference.read_v41 import index_query_v41
+from dsv4_sglang.ops.reference.read_v41 import index_query_v41, refuse_two_levels_at_once
 
 MAX_SCORES = 1 << 25
 """Scores at a time, 256 MiB of integers."""
@@ -113,10 +113,7 @@ def index_topk_v41(
 
     Sizes follow from shapes only, lengths are read on the device.
     """
-    if kept is not None and within is not None:
-        raise ValueError(
-            "index_topk_v41: both `kept` and `within` are given; a layer chooses candidates or keeps to them"
-        )
+    refuse_two_levels_at_once(kept, within)
     per_block = BLOCK_TOKENS // ratio
     columns = block_table.shape[1] * per_block if within is None else within.shape[1] * candidate_block
     tokens, heads, _ = q.shape

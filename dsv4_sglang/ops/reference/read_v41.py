@@ -17,6 +17,14 @@ def index_query_v41(q: Tensor, positions: Tensor, rope: Tensor) -> Tensor:
     return mxfp4_values(rounding(q.dtype)(rotate(q.float(), positions, rope)))
 
 
+def refuse_two_levels_at_once(kept: Tensor | None, within: Tensor | None) -> None:
+    """Raises ValueError where `index_topk_v41` is given both."""
+    if kept is not None and within is not None:
+        raise ValueError(
+            "index_topk_v41: both `kept` and `within` are given; a layer chooses candidates or keeps to them"
+        )
+
+
 def index_topk_v41(
     q: Tensor,
     weights: Tensor,
@@ -44,10 +52,7 @@ def index_topk_v41(
     order, -1 behind them; ties go to the lower block. With `within` [T, C] int32, written so by an earlier layer, only
     their entries are selected. ValueError for both at once.
     """
-    if kept is not None and within is not None:
-        raise ValueError(
-            "index_topk_v41: both `kept` and `within` are given; a layer chooses candidates or keeps to them"
-        )
+    refuse_two_levels_at_once(kept, within)
     blocks = within if kept is None else kept
     select(
         lambda t: index_query_v41(q[t], positions[t], rope),
