@@ -6,8 +6,8 @@
 A device of 1.0 M tokens and hosts of 0, 2, 4 and 8 times that, blocks and checkpoints alike. "loop": conversations of
 20,000 tokens visited in turn, four times. "agents": agent conversations (`benchmarks.agent_trace`) of 2,000 to 80,000
 tokens, somewhere on their way when the load begins, five turns each. "share": what other shares of checkpoints in as
-many bytes of the host would hit, in both loads where it just does not hold all. "bound": what a host would hit whose
-bytes are for blocks and checkpoints alike, and one that has no copy of what the device has, or knows who comes next.
+many bytes of the host would hit, in both loads. "bound": what a host would hit that has copies of all that the device
+has, one that has none, and such whose bytes are for blocks and checkpoints alike, or that know who comes next.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from benchmarks.prefix_simulation import (
 )
 from benchmarks.prefix_trace import live_tokens
 from benchmarks.report import RESULTS
+from benchmarks.tier_tree import TieredTree
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.host.sizing import host_demand
 from dsv4_sglang.srt.prefix.policy import SUPERSEDED, UNKNOWN, CheckpointRegistry
 from dsv4_sglang.srt.prefix.tree import FreeList, Match, Node, PrefixTree
 from dsv4_sglang.srt.sizing import CHECKPOINT_SHARE
@@ -121,39 +123,64 @@ class Foresight(CheckpointRegistry):
 
 
 class TieredSimulation(Simulation):
-    """A second tree on the host. What a request leaves is copied there when it ends, as with write_through; what the
-    host has further than the device is loaded. On the server one registry knows of both places; here each tree has its
-    own, of which the host's sees every use and gives the device a line's rhythm with the line."""
+    """The host tier as it is: one tree over both places (`benchmarks.tier_tree`); passes of the scheduler are ends of
+    requests."""
+
+    tree: TieredTree
+
+    def __init__(self, blocks: int, checkpoints: int, host_blocks: int, rows: int) -> None:
+        super().__init__(blocks, checkpoints, INTERVAL)
+        self.tree = TieredTree(*map(FreeList, (blocks, checkpoints, host_blocks, rows)))
+        self.loaded_tokens = self.stateless_tokens = 0
+        """Tokens that were loaded; of whose blocks either tier had, but no checkpoint behind them."""
+
+    def _resume(self, keys: np.ndarray) -> Match:
+        tree = self.tree
+        match = tree.match(keys)
+        self.stateless_tokens += BLOCK * (match.cached - match.resume)
+        node, missing = match.node, tree.missing(match.node)
+        if node.checkpoint and not tree.slot(node):
+            if tree.load(node):
+                self.loaded_tokens += missing * BLOCK
+            else:
+                while node.checkpoint != tree.slot(node) or (node is not tree.root and not node.checkpoint):
+                    assert node.parent is not None
+                    node = node.parent
+        held = Match(node, node.end, match.cached)
+        tree.resume(held)
+        return held
+
+    def _finish(self, request: Running) -> None:
+        super()._finish(request)
+        self.tree.save_ahead()
+
+
+class CopyingSimulation(Simulation):
+    """A second tree on the host, which has a copy of all that a request leaves when it ends, whatever the device has;
+    what the host has further than the device is loaded. Each tree has a registry of its own, of which the host's sees
+    every use and gives the device a line's rhythm with the line."""
 
     def __init__(
         self,
         blocks: int,
         checkpoints: int,
-        ratio: float,
-        host_share: float | None = None,
+        host_blocks: int,
+        rows: int,
         *,
         shared: bool = False,
         ahead: Sequence[Turn] = (),
-        **options: Any,
     ) -> None:
-        """`host_share`: of the host's bytes that are checkpoints; by default the device's. `shared`: they are for both
-        alike. `ahead`: the turns to come, if the host knows them."""
-        super().__init__(blocks, checkpoints, INTERVAL, **options)
-        there = int(blocks * ratio), int(checkpoints * ratio)
-        if host_share is not None:
-            size = ratio * (blocks * BLOCK_BYTES + checkpoints * CHECKPOINT_BYTES)
-            there = int(size * (1 - host_share) / BLOCK_BYTES), int(size * host_share / CHECKPOINT_BYTES)
-        self.host = PrefixTree(FreeList(there[0]), FreeList(there[1])) if ratio else None
+        """`shared`: the host's bytes are for blocks and checkpoints alike. `ahead`: the turns to come, if it knows
+        them."""
+        super().__init__(blocks, checkpoints, INTERVAL)
+        self.host = PrefixTree(FreeList(host_blocks), FreeList(rows))
         if shared:
-            self.host = SharedTree(there[0] * BLOCK_BYTES + there[1] * CHECKPOINT_BYTES, ahead)
+            self.host = SharedTree(host_blocks * BLOCK_BYTES + rows * CHECKPOINT_BYTES, ahead)
         self.loaded_tokens = self.stateless_tokens = 0
-        """Tokens that were loaded; of whose blocks either tier had, but no checkpoint behind them."""
 
     def _resume(self, keys: np.ndarray) -> Match:
         match = self.tree.match(keys)
         self.tree.resume(match)
-        if self.host is None:
-            return match
         there = self.host.match(keys)
         self.stateless_tokens += BLOCK * (max(match.cached, there.cached) - max(match.resume, there.resume))
         self.host.resume(there)
@@ -163,7 +190,6 @@ class TieredSimulation(Simulation):
 
     def _load(self, keys: np.ndarray, match: Match, there: Match) -> Match | None:
         """What the request resumes from then; None without room, which others may have that run."""
-        assert self.host is not None
         fresh = self.tree.take_blocks(there.resume - match.resume)
         if fresh is None:
             return None
@@ -181,7 +207,7 @@ class TieredSimulation(Simulation):
 
     def _finish(self, request: Running) -> None:
         super()._finish(request)
-        if self.host is None or not request.taken:
+        if not request.taken:
             return
         host, keys = self.host, request.keys
         base = host.match(keys)
@@ -200,12 +226,15 @@ def simulate(
     ratio: float,
     host_share: float | None = None,
     tokens: int = DEVICE_TOKENS,
+    copies: bool = False,
     **options: Any,
 ) -> dict[str, float]:
-    """Shares are of the tokens that an infinite cache serves."""
+    """Shares are of the tokens that an infinite cache serves. `host_share`: of the host's bytes that are checkpoints;
+    by default as a server has it. `copies`, and `options` with it: see `CopyingSimulation`."""
     blocks = tokens // BLOCK
     checkpoints = int(blocks * BLOCK_BYTES * CHECKPOINT_SHARE / (1 - CHECKPOINT_SHARE) / CHECKPOINT_BYTES)
-    simulation = TieredSimulation(blocks, checkpoints, ratio, host_share, **options)
+    there = host_of(blocks, checkpoints, ratio, host_share)
+    simulation = (CopyingSimulation if copies else TieredSimulation)(blocks, checkpoints, *there, **options)
     simulation.run(turns)
     ideal = simulation.ideal_tokens
     return {
@@ -218,13 +247,31 @@ def simulate(
     }
 
 
+def host_of(blocks: int, checkpoints: int, ratio: float, share: float | None) -> tuple[int, int]:
+    """Blocks and checkpoints of a host of `ratio` times a device's bytes."""
+    size = ratio * (blocks * BLOCK_BYTES + checkpoints * CHECKPOINT_BYTES)
+    if share is not None or not ratio:
+        share = share or 0.0
+        return int(size * (1 - share) / BLOCK_BYTES), int(size * share / CHECKPOINT_BYTES)
+    demand = host_demand(
+        device_blocks=blocks,
+        device_checkpoints=checkpoints,
+        block_bytes=BLOCK_BYTES,
+        checkpoint_bytes=CHECKPOINT_BYTES,
+        ratio=ratio,
+        size_gb=0,
+        host_checkpoints=None,
+    )
+    return demand.blocks, demand.checkpoints
+
+
 def study_loop() -> Rows:
     rows = []
     for times in WORKING_SETS:
         count = max(1, round(times * DEVICE_TOKENS / CONVERSATION))
         for ratio in RATIOS:
             rows.append({"working_set": times, "conversations": count})
-            rows[-1] |= simulate(rounds(count, CONVERSATION, 4), ratio)
+            rows[-1] |= simulate(loop(times), ratio)
             print(rows[-1], flush=True)
     return rows
 
@@ -243,33 +290,47 @@ def study_agents() -> Rows:
     return rows
 
 
+LOADS = ((2.0, 2), (3.0, 2), (4.0, 4), (8.0, 8), (10.0, 4), (10.0, 8))
+"""Working set and ratio."""
+
+
 def study_share() -> Rows:
+    """Five seeds each."""
     rows = []
-    for times, ratio in ((4.0, 4), (8.0, 8), (10.0, 8), (10.0, 100)):
-        turns, _ = agents(times)
-        for share in (1 / 16, 1 / 12, 1 / 10, 1 / 8):
-            loop = simulate(rounds(round(times * DEVICE_TOKENS / CONVERSATION), CONVERSATION, 4), ratio, share)
-            rows.append({"working_set": times, "share": round(share, 4), **simulate(turns, ratio, share)})
-            rows[-1]["hit_loop"] = loop["hit"]
+    for times, ratio in LOADS:
+        loads = [agents(times, seed)[0] for seed in range(5)]
+        for share in (1 / 12, 1 / 10, 1 / 9, 1 / 8):
+            rows.append({"working_set": times, "ratio": ratio, "share": round(share, 4)})
+            rows[-1] |= {"hit": [simulate(turns, ratio, share)["hit"] for turns in loads]}
+            rows[-1]["hit_loop"] = simulate(loop(times), ratio, share)["hit"]
             print(rows[-1], flush=True)
     return rows
 
 
 def study_bound() -> Rows:
-    """Five seeds each. `exclusive`: the host is as large as both, as if it had no copy of what the device has."""
+    """Five seeds each. `copies`: in the device's proportion of blocks and checkpoints. `none`: the host is as large as
+    both, as if it had no copy of what the device has."""
     rows = []
-    for times, ratio in ((2.0, 2), (3.0, 2), (4.0, 4), (8.0, 8), (10.0, 4), (10.0, 8)):
+    for times, ratio in LOADS:
         loads = [agents(times, seed)[0] for seed in range(5)]
-        for host in ("split", "shared", "split, exclusive", "shared, exclusive", "shared, knows"):
+        for host in ("as it is", "copies", "shared", "none", "shared, none", "shared, knows"):
             shared, knows = host.startswith("shared"), host.endswith("knows")
-            size = ratio + host.endswith("exclusive")
-            hits = [simulate(turns, size, shared=shared, ahead=turns if knows else ())["hit"] for turns in loads]
+            options: dict[str, Any] = {} if host == "as it is" else {"copies": True, "shared": shared}
+            options["host_share"] = None if host in ("as it is", "none") else CHECKPOINT_SHARE
+            size = ratio + host.endswith("none")
+            hits = [
+                simulate(turns, size, **options, **({"ahead": turns} if knows else {}))["hit"] for turns in loads
+            ]
             rows.append({"working_set": times, "ratio": ratio, "host": host, "hit": hits})
             if not knows:
-                loop = rounds(round(times * DEVICE_TOKENS / CONVERSATION), CONVERSATION, 4)
-                rows[-1]["hit_loop"] = simulate(loop, size, shared=shared)["hit"]
+                rows[-1]["hit_loop"] = simulate(loop(times), size, **options)["hit"]
             print(rows[-1], flush=True)
     return rows
+
+
+def loop(times: float) -> list[Turn]:
+    """Conversations of so many times the device's tokens, visited in turn."""
+    return list(rounds(max(1, round(times * DEVICE_TOKENS / CONVERSATION)), CONVERSATION, 4))
 
 
 def agents(times: float, seed: int = 0) -> tuple[list[Turn], int]:

@@ -9,6 +9,10 @@ from torch import Tensor
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 
 GB = 10**9
+MORE_CHECKPOINTS = 11 / 8
+"""Times as many checkpoints a block as the device has: a ninth of the host's bytes where they are a twelfth of the
+device's. What is on the host has been given up once, and ends of short conversations are most of it; figures in
+docs/host_tier.md."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +39,22 @@ def host_demand(
     size_gb: float,
     host_checkpoints: int | None,
 ) -> HostDemand:
-    """`ratio` times what the device has, or `size_gb` GB (10^9 bytes, if not 0) in the proportion of the device's
-    blocks and checkpoints; `host_checkpoints`, if given, are as many, and with `size_gb` the rest is blocks.
+    """As many bytes as `ratio` times what the device has, or `size_gb` GB (10^9 bytes, if not 0), with
+    MORE_CHECKPOINTS times the device's checkpoints a block. `host_checkpoints`, if given, are as many, beside `ratio`
+    times the device's blocks or, with `size_gb`, the blocks that the rest holds.
 
     Raises ValueError if that leaves no block or no checkpoint.
     """
     flag = f"--hicache-size {size_gb}" if size_gb else f"--hicache-ratio {ratio}"
-    if size_gb:
-        ratio = size_gb * GB / (device_blocks * block_bytes + device_checkpoints * checkpoint_bytes)
-    checkpoints = int(device_checkpoints * ratio) if host_checkpoints is None else host_checkpoints
-    blocks = int(device_blocks * ratio)
-    if size_gb and host_checkpoints is not None:
-        blocks = int(size_gb * GB - checkpoints * checkpoint_bytes) // block_bytes
+    device_bytes = device_blocks * block_bytes + device_checkpoints * checkpoint_bytes
+    size = int(size_gb * GB) if size_gb else int(ratio * device_bytes)
+    if host_checkpoints is None:
+        more = MORE_CHECKPOINTS * device_checkpoints
+        times = size / (device_blocks * block_bytes + more * checkpoint_bytes)
+        blocks, checkpoints = int(times * device_blocks), int(times * more)
+    else:
+        checkpoints = host_checkpoints
+        blocks = (size - checkpoints * checkpoint_bytes) // block_bytes if size_gb else int(device_blocks * ratio)
     if blocks < 1 or checkpoints < 1:
         raise ValueError(
             f"the host tier would have {blocks} blocks and {checkpoints} checkpoints ({flag}, option host_checkpoints "

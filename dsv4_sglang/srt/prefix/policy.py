@@ -7,6 +7,7 @@ their own: `previous` is the next one up the path to the root, whatever blocks l
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 
 import numpy as np
@@ -28,9 +29,16 @@ PATIENCE = 2
 after 300 others."""
 
 
-RELOADED = 1 / 300
-"""Worth of a checkpoint of which the host has a copy: what the load costs, of what it would cost to compute the tokens
-again."""
+MARGIN = 1 / 16
+"""The part of a device whose memory is free, or is that of checkpoints of which the host has a copy, so that nobody who
+needs room waits for one."""
+
+
+MARGIN = 32
+"""One part of so many of a device is kept at hand: free, or of checkpoints of which the host has a copy already, so that
+who needs room does not wait for one. Agent conversations of ten times a device of 1.0 M tokens, a host of eight times
+(`benchmarks/tier_simulation.py`): with 1/16 a ninth as much is waited for, and 0.25 % less is found, since a host has
+that much twice."""
 
 
 class CheckpointRegistry:
@@ -73,7 +81,11 @@ class CheckpointRegistry:
         self.copied = np.zeros(size, dtype=bool)
         """Of one in a slot: the host has a copy."""
         self.wanted = np.zeros(size, dtype=bool)
-        """Of one in a slot: the host is to have a copy."""
+        """Of one in a slot: the host is to have a copy before the device gives it up."""
+        self.offered = np.zeros(size, dtype=bool)
+        """Of one in a slot: the host has had a copy, or no room, or need not have one before."""
+        self.leaving = np.zeros(size, dtype=bool)
+        """Of one in a slot: it is among those that the device gives up next (`note_leaving`)."""
 
     def tick(self) -> None:
         self.now += 1
@@ -115,7 +127,8 @@ class CheckpointRegistry:
         self._value(previous)
 
     def _forget(self, slot: int) -> None:
-        self.held[slot] = self.at_leaf[slot] = self.copied[slot] = self.wanted[slot] = False
+        for column in (self.held, self.at_leaf, self.copied, self.wanted, self.offered, self.leaving):
+            column[slot] = False
 
     def host_id(self, row: int) -> int:
         """The number of a checkpoint that only the host has, in its row `row` (from 0 on)."""
@@ -165,6 +178,10 @@ class CheckpointRegistry:
         self.locks[slot] -= 1
         assert self.locks[slot] >= 0, f"checkpoint slot {slot} unlocked once too often"
 
+    def superseded(self, slot: int) -> bool:
+        """Whether a later checkpoint lies on the same line, in either place."""
+        return len(self._following[slot]) == 1
+
     def following(self, slot: int) -> frozenset[int]:
         """The next checkpoints down the paths from this one; from 0: the first of all paths."""
         return frozenset(self._following[slot])
@@ -175,7 +192,7 @@ class CheckpointRegistry:
     def _value(self, slot: int) -> None:
         if slot:
             saved = self.length[slot] - self.length[self.previous[slot]]
-            self.worth[slot] = saved * (SUPERSEDED if len(self._following[slot]) == 1 else 1.0)
+            self.worth[slot] = saved * (SUPERSEDED if self.superseded(slot) else 1.0)
 
     def patience(self) -> np.ndarray:
         """1 / likelihood of use, by slot: the larger, the sooner given up."""
@@ -188,8 +205,7 @@ class CheckpointRegistry:
         is worth less than one that saves `saves` tokens and lies before another on its line. Not those that only the
         host has."""
         free = (self.held & (self.locks == 0))[: self.capacity + 1]
-        worth = self.worth * np.where(self.copied, RELOADED, 1.0)
-        score = np.where(free, (self.patience() / np.maximum(worth, 1e-9))[: len(free)], -1.0)
+        score = np.where(free, self.price()[: len(free)], -1.0)
         slot = int(score.argmax())
         least = 0.0 if needed else max(self.usual, 1.0) / max(saves * SUPERSEDED, 1e-9)
         return slot if free[slot] and score[slot] > least else 0
@@ -203,16 +219,50 @@ class CheckpointRegistry:
     # The host tier
 
     def price(self) -> np.ndarray:
-        """Patience by worth, by number: the larger, the sooner a copy on the host is given up."""
+        """Patience by worth, by number: the larger, the sooner given up for its slot or row."""
         return self.patience() / np.maximum(self.worth, 1e-9)
 
     def to_copy(self) -> list[int]:
-        """The slots of which the host is to have a copy and has none, those worth most first."""
-        slots = np.flatnonzero(self.held & self.wanted & ~self.copied)
+        """The slots of which the host is to have a copy at once, those worth most first."""
+        slots = np.flatnonzero(self.held & self.wanted & ~self.copied & ~self.offered)
         return slots[np.argsort(self.price()[slots], kind="stable")].tolist() if len(slots) else []
 
-    def on_host(self) -> list[int]:
-        """All of which the host has a copy, alone or not, those worth least first."""
+    def note_leaving(self, tokens: int, slots: int) -> list[int]:
+        """The checkpoints that the device gives up next, in this order: for `slots` slots, and with the ends of paths
+        for blocks of `tokens` tokens."""
+        here = self.held[: self.capacity + 1]
+        free = np.flatnonzero(here & (self.locks[: self.capacity + 1] == 0))
+        going: dict[int, None] = {}
+        if slots > 0:
+            going.update(dict.fromkeys(free[np.argsort(-self.price()[free], kind="stable")][:slots].tolist()))
+        if tokens > 0:
+            patience = self.patience()
+            followers = np.bincount(self.previous[np.flatnonzero(here)], minlength=len(self.held))
+            ends = [(-patience[slot], slot) for slot in free[followers[free] == 0].tolist()]
+            heapq.heapify(ends)
+            while ends and tokens > 0:
+                _, slot = heapq.heappop(ends)
+                going[slot] = None
+                above = int(self.previous[slot])
+                tokens -= int(self.length[slot] - self.length[above])
+                followers[above] -= 1
+                if 0 < above <= self.capacity and not followers[above] and not self.locks[above]:
+                    heapq.heappush(ends, (-patience[above], above))
+        self.leaving[:] = False
+        self.leaving[list(going)] = True
+        return list(going)
+
+    def worth_to_host(self, score: np.ndarray) -> np.ndarray:
+        """By number, what a copy on the host is worth: the host gives up the smallest first. `score`: `price` where a
+        row of a checkpoint is wanted, `patience` where blocks are.
+
+        Copies of what the device keeps are worth less than nothing, the less the longer it keeps them; the others are
+        worth what they save, also copies of what the device gives up next.
+        """
+        return np.where(self.copied & ~self.leaving, -1 / score, 1 / score)
+
+    def on_host(self, score: np.ndarray) -> list[int]:
+        """All of which the host has a copy, alone or not, in the order in which it gives them up."""
         everywhere = np.arange(len(self.held))
         ids = everywhere[self.held & (self.copied | (everywhere > self.capacity))]
-        return ids[np.argsort(-self.price()[ids], kind="stable")].tolist()
+        return ids[np.argsort(self.worth_to_host(score)[ids], kind="stable")].tolist()

@@ -1,0 +1,283 @@
+"""A radix tree over a device and a host: the rules of `dsv4_sglang/srt/host` on `PrefixTree`, without copies or times."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.prefix.policy import MARGIN, CheckpointRegistry
+from dsv4_sglang.srt.prefix.tree import FreeList, Node, PrefixTree
+
+NOTHING = np.empty(0, dtype=np.int64)
+
+
+class TieredTree(PrefixTree):
+    """Blocks of a node are on the device (`Node.blocks`), on the host (`on_host`), or both; its checkpoint is a slot or
+    what the registry calls a row. What the host has of a path begins at the root."""
+
+    def __init__(self, blocks: FreeList, checkpoints: FreeList, host_blocks: FreeList, rows: FreeList) -> None:
+        super().__init__(blocks, checkpoints)
+        self.host_blocks, self.rows = host_blocks, rows
+        self.registry = CheckpointRegistry(checkpoints.size, rows.size)
+        self.on_host: dict[Node, np.ndarray] = {}
+        """The host's blocks of nodes."""
+        self.row: dict[Node, int] = {}
+        """The host's rows of their checkpoints."""
+        self._loading: set[Node] = set()
+        """The path that is loaded, which the host does not give up meanwhile."""
+        self.saved_blocks = self.waited_blocks = 0
+        """Blocks copied to the host; those for which somebody waited who needed room."""
+
+    # Both places
+
+    def on_device(self, node: Node) -> bool:
+        return len(node.blocks) > 0
+
+    def slot(self, node: Node) -> int:
+        """The slot of the node's checkpoint; 0 if the device has none."""
+        return node.checkpoint if node.checkpoint <= self.registry.capacity else 0
+
+    def _move(self, node: Node, to: int) -> None:
+        """Of a checkpoint that the host has, the device has a copy now, or none any more."""
+        registry, there = self.registry, node.checkpoint
+        registry.move(there, to)
+        del self._holder[there]
+        node.checkpoint, self._holder[to] = to, node
+        if to <= registry.capacity:
+            registry.copied[to] = registry.wanted[to] = registry.offered[to] = True
+
+    def _refresh(self, node: Node) -> None:
+        leaf = (
+            node is not self.root
+            and self.on_device(node)
+            and not node.locks
+            and not any(self.on_device(child) for child in node.children.values())
+        )
+        if node.checkpoint:
+            self.registry.at_leaf[node.checkpoint] = leaf
+        if leaf and not node.checkpoint:
+            self._worthless[node] = None
+        else:
+            self._worthless.pop(node, None)
+
+    def _split(self, node: Node, at: int) -> Node:
+        above = super()._split(node, at)
+        if (there := self.on_host.get(node)) is not None:
+            self.on_host[above], self.on_host[node] = there[:at], there[at:]
+        return above
+
+    # Requests
+
+    def insert(self, node: Node, keys: np.ndarray, blocks: np.ndarray, checkpoints: list[tuple[int, int]]) -> Node:
+        for length, slot in checkpoints:
+            node = self._extend(node, keys[:length], blocks)
+            if self.slot(node):
+                self.checkpoint_pool.free(np.array([slot]))
+            elif node.checkpoint:  # a request has computed again what only the host had
+                self._move(node, slot)
+            else:
+                node.checkpoint = slot
+                self._holder[slot] = node
+                self.registry.add(slot, length * BLOCK, self._checkpoint_above(node), self._checkpoints_below(node))
+                self.registry.wanted[slot] = True
+            self._refresh(node)
+        return node
+
+    def _extend(self, node: Node, keys: np.ndarray, blocks: np.ndarray) -> Node:
+        # Blocks that only the host has are the request's own again.
+        at = node
+        while at.end < len(keys) and (child := at.children.get(int(keys[at.end]))) is not None:
+            if not self.on_device(child):
+                same = child.keys == keys[child.start : child.end][: len(child.keys)] if child.end <= len(keys) else None
+                if same is None or not same.all():
+                    common = int(np.argmin(child.keys[: len(keys) - child.start] == keys[child.start : child.end]))
+                    common = common or len(keys) - child.start
+                    child = self._split(child, common)
+                child.blocks = blocks[child.start : child.end].copy()
+                self._refresh(at)
+                self._refresh(child)
+            at = child
+        return super()._extend(node, keys, blocks)
+
+    def missing(self, node: Node) -> int:
+        """Blocks of its path that the device has not."""
+        return sum(len(at.keys) for at in self._path(node) if not self.on_device(at))
+
+    def load(self, node: Node) -> bool:
+        """Bring a path and its checkpoint to the device; False without room, which others may have that run."""
+        self._add_locks(node, 1)
+        self._loading = set(self._path(node))
+        try:
+            path = [at for at in self._path(node) if not self.on_device(at)]
+            fresh = self.take_blocks(self.missing(node))
+            if fresh is None:
+                return False
+            if not self.slot(node):
+                slot = self.take_checkpoint()
+                if not slot:
+                    self.block_pool.free(fresh)
+                    return False
+                self._move(node, slot)
+            for at in path:
+                at.blocks, fresh = fresh[: len(at.keys)], fresh[len(at.keys) :]
+            return True
+        finally:
+            self._add_locks(node, -1)
+            self._loading = set()
+
+    def _path(self, node: Node) -> list[Node]:
+        """From the root's child on."""
+        path = []
+        at: Node | None = node
+        while at is not None and at is not self.root:
+            path.append(at)
+            at = at.parent
+        return path[::-1]
+
+    # Room on the device
+
+    def _drop(self, node: Node) -> None:
+        """Give up a slot."""
+        slot = self.slot(node)
+        self._save_waiting(node)
+        if self.registry.copied[slot]:
+            self._move(node, self.registry.host_id(self.row[node] - 1))
+            self.checkpoint_pool.free(np.array([slot]))
+            self._refresh(node)
+        else:
+            super()._drop(node)
+
+    def _evict_leaf(self) -> bool:
+        node = next(iter(self._worthless), None)
+        if node is None:
+            place = self.registry.least_used_leaf()
+            if not place:
+                return False
+            node = self._holder[place]
+            if self.slot(node):
+                self._drop(node)
+        self._worthless.pop(node, None)
+        self.block_pool.free(node.blocks)
+        node.blocks = NOTHING
+        assert node.parent is not None
+        if node.checkpoint:
+            self.registry.at_leaf[node.checkpoint] = False
+        if node not in self.on_host:
+            self._remove(node)
+        self._refresh(node.parent)
+        return True
+
+    def _remove(self, node: Node) -> None:
+        assert node.parent is not None and not node.children
+        del node.parent.children[int(node.keys[0])]
+
+    # To the host
+
+    def save_ahead(self) -> None:
+        """What a pass of the scheduler saves: what is new while there is room, and what the device gives up next."""
+        registry = self.registry
+        for slot in registry.to_copy():
+            registry.offered[slot] = True
+            if self._has_room(node := self._holder[slot]):
+                self._save(node)
+        blocks, slots = (pool.size // MARGIN - pool.available_size() for pool in (self.block_pool, self.checkpoint_pool))
+        for slot in registry.note_leaving(blocks * BLOCK, slots):
+            if registry.held[slot]:
+                self._save(self._holder[slot])
+
+    def _save_waiting(self, node: Node) -> None:
+        before = self.saved_blocks
+        self._save(node)
+        self.waited_blocks += self.saved_blocks - before
+
+    def _to_save(self, node: Node) -> int:
+        return sum(len(at.keys) for at in self._path(node) if at not in self.on_host)
+
+    def _has_room(self, node: Node) -> bool:
+        return self.rows.available_size() > 0 and self._to_save(node) <= self.host_blocks.available_size()
+
+    def _save(self, node: Node) -> None:
+        """Copy a checkpoint and the blocks up to it, if what is worth less makes room for them. One that is superseded
+        makes none for blocks, which would be copies of what the device keeps."""
+        registry, slot, path = self.registry, self.slot(node), self._path(node)
+        if not registry.wanted[slot] or registry.copied[slot]:
+            return
+        if registry.superseded(slot) and self._to_save(node) and not self._has_room(node):
+            return
+        hold = self._loading.union(path)
+        if not self._make_room(self.rows, 1, slot, hold):
+            return
+        if not self._make_room(self.host_blocks, self._to_save(node), slot, hold):
+            return
+        for at in path:
+            if at not in self.on_host:
+                taken = self.host_blocks.alloc(len(at.keys))
+                assert taken is not None
+                self.on_host[at] = taken
+                self.saved_blocks += len(taken)
+        row = self.rows.alloc(1)
+        assert row is not None
+        self.row[node] = int(row[0])
+        registry.copied[slot] = True
+
+    # Room on the host
+
+    def _make_room(self, pool: FreeList, count: int, slot: int, hold: set[Node]) -> bool:
+        """Give up what is worth less than the checkpoint in `slot`, and not of the path that is saved."""
+        if pool.available_size() >= count:
+            return True
+        registry = self.registry
+        score = registry.price() if pool is self.rows else registry.patience()
+        worth = registry.worth_to_host(score)
+        order = [(worth[place], place) for place in registry.on_host(score)]
+        again: list[tuple[float, int]] = []
+        at = 0
+        while pool.available_size() < count:
+            if again and (at == len(order) or again[0] < order[at]):
+                value, place = heapq.heappop(again)
+            elif at < len(order):
+                value, place = order[at]
+                at += 1
+            else:
+                return False
+            if value >= 1 / score[slot]:
+                return False
+            node = self._holder.get(place)
+            if node is None or node not in self.row or node in hold:
+                continue
+            last = not any(child in self.on_host for child in node.children.values())
+            if not last and pool is self.host_blocks:
+                continue
+            self._give_up_row(node)
+            if last and (above := self._give_up_blocks(node, hold)) is not None:
+                heapq.heappush(again, (worth[above.checkpoint], above.checkpoint))
+        return True
+
+    def _give_up_row(self, node: Node) -> None:
+        self.rows.free(np.array([self.row.pop(node)]))
+        place = node.checkpoint
+        if self.slot(node):
+            self.registry.copied[place] = False
+        else:
+            node.checkpoint = 0
+            del self._holder[place]
+            self.registry.remove(place)
+            self._refresh(node)
+
+    def _give_up_blocks(self, node: Node, hold: set[Node]) -> Node | None:
+        """The host's blocks of a node, and above it those behind no checkpoint; the node that is last on the path then,
+        if there is one with a checkpoint."""
+        at: Node | None = node
+        while at is not None and at is not self.root and at not in hold:
+            if at in self.row or any(child in self.on_host for child in at.children.values()):
+                return at if at in self.row else None
+            self.host_blocks.free(self.on_host.pop(at))
+            above = at.parent
+            if not self.on_device(at):
+                self._remove(at)
+                assert above is not None
+                self._refresh(above)
+            at = above
+        return None
