@@ -182,20 +182,34 @@ def test_the_end_of_a_line_gets_the_last_row(monkeypatch: pytest.MonkeyPatch) ->
     assert not server.wrong
 
 
-@pytest.mark.parametrize("policy", POLICIES[:2])
-def test_a_host_smaller_than_the_device_has_what_the_device_gives_up_next(
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_host_smaller_than_the_device_has_what_the_device_has_not(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """It does not fill up with copies of what came first: of five lines it holds the last two."""
+    """It is full of copies of what came first when the device gives up what came last: of nine lines the device holds
+    six, and the host two others."""
     server = TieredServer(monkeypatch, seed=0, policy=policy, blocks=40, host_blocks=14, host_checkpoints=5)
-    for line in range(5):
+    for line in range(9):
         assert server.serve(prompt(line)) == 0
         server.check()
     server.check_contents()
-    server._make_room(40)
-    assert server.cache.full_kv_pool_host.held == 12
-    assert [server.serve(prompt(line)) for line in (4, 3, 0)] == [6 * BLOCK, 6 * BLOCK, 0]
+    held = places(server)
+    assert len(held["device"]) == 6 and len(held["host"] - held["device"]) == 2, held
+    assert sum(server.serve(prompt(line)) > 0 for line in held["device"] | held["host"]) == 8
     assert not server.wrong
+
+
+def places(server: TieredServer) -> dict[str, set[int]]:
+    """The lines of `prompt` whose ends are on the device and on the host."""
+    held: dict[str, set[int]] = {"device": set(), "host": set()}
+    for place, node in server.component.slots.nodes.items():
+        registry = server.component.slots.registry
+        if not registry.following(place):
+            line = server.path(node)[0] // 100
+            held["device" if place <= registry.capacity else "host"].add(line)
+            if registry.copied[place]:
+                held["host"].add(line)
+    return held
 
 
 def test_a_loop_over_more_than_both_hold_keeps_hitting_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,9 +312,15 @@ def test_rows_are_handed_out_side_by_side() -> None:
 def test_sizes() -> None:
     device = {"device_blocks": 100, "device_checkpoints": 10, "block_bytes": 400_000, "checkpoint_bytes": 4_000_000}
     by_ratio = host_demand(**device, ratio=2.5, size_gb=0, host_checkpoints=None)
-    assert (by_ratio.blocks, by_ratio.checkpoints, by_ratio.bytes) == (250, 25, 200_000_000)
+    assert (by_ratio.blocks, by_ratio.checkpoints, by_ratio.bytes) == (220, 28, 200_000_000)
+    with_given = host_demand(**device, ratio=2.5, size_gb=0, host_checkpoints=25)
+    assert (with_given.blocks, with_given.checkpoints) == (250, 25)
     by_size = host_demand(**device, ratio=2.0, size_gb=1, host_checkpoints=None)
-    assert (by_size.blocks, by_size.checkpoints) == (1250, 125)
+    assert (by_size.blocks, by_size.checkpoints) == (1060, 144)
+    device["device_checkpoints"] = 0
+    with pytest.raises(ValueError, match="2500 blocks and 0 checkpoints"):
+        host_demand(**device, ratio=2.0, size_gb=1, host_checkpoints=None)
+    device["device_checkpoints"] = 10
     given = host_demand(**device, ratio=2.0, size_gb=1, host_checkpoints=50)
     assert (given.blocks, given.checkpoints) == (2000, 50)
     with pytest.raises(ValueError, match=r"0 blocks and 0 checkpoints \(--hicache-ratio 0.001"):
@@ -329,19 +349,50 @@ def test_a_checkpoint_keeps_its_history_when_it_moves() -> None:
         registry.move(1, 3)
 
 
-def test_what_the_host_has_goes_first_on_the_device() -> None:
-    registry = CheckpointRegistry(4, host_rows=4)
-    for slot, length in ((1, 4000), (2, 2000), (3, 1000)):
+def registry_of(lengths: dict[int, int]) -> CheckpointRegistry:
+    """Lines of one checkpoint each in slots, a request apart, all wanted."""
+    registry = CheckpointRegistry(8, host_rows=8)
+    for slot, length in lengths.items():
+        registry.tick()
         registry.add(slot, length, 0)
         registry.wanted[slot] = True
     registry.tick()
-    assert registry.least_worth(needed=True, saves=0) == 3
-    assert registry.to_copy() == [1, 2, 3], "those worth most first"
+    return registry
+
+
+def test_copies_of_what_the_device_keeps_go_first() -> None:
+    """Those that it keeps longest before others, then what only the host has and what the device gives up next, worth
+    least first: by the row a long line is worth more than a short one."""
+    registry = registry_of({1: 4000, 2: 2000, 3: 1000, 4: 500, 5: 3000, 6: 1500})
+    assert registry.to_copy() == [1, 5, 2, 6, 3, 4], "those worth most first"
+    for row, slot in enumerate((5, 6)):
+        registry.move(slot, registry.host_id(row))
+    registry.copied[[1, 2, 3, 4]] = True
+    assert registry.to_copy() == []
+    assert registry.note_leaving(0, 2) == [4, 3] and registry.least_worth(needed=True, saves=0) == 4
+    assert registry.on_host(registry.price()) == [1, 2, 4, 3, registry.host_id(1), registry.host_id(0)]
+    # Where blocks are wanted, by the likelihood of use alone: what came first stays.
+    assert registry.on_host(registry.patience()) == [1, 2, registry.host_id(1), registry.host_id(0), 4, 3]
+
+
+def test_what_leaves_the_device_next() -> None:
+    """Ends of paths in the order of their leaves, then what lies before them; not what is locked."""
+    registry = registry_of({1: 1000, 2: 1000, 3: 1000})
+    registry.add(4, 1500, 3)
+    for _ in range(3):
+        registry.tick()
+    registry.use(4)  # its line has a rhythm, the others have none
+    assert registry.superseded(3) and not registry.superseded(4)
+    assert registry.note_leaving(0, 0) == [] and not registry.leaving.any()
+    assert registry.note_leaving(1, 0) == [2], "of equals the youngest"
+    assert registry.note_leaving(1001, 0) == [2, 1]
+    assert registry.note_leaving(2001, 0) == [2, 1, 4]
+    assert registry.note_leaving(2501, 0) == registry.note_leaving(10**9, 0) == [2, 1, 4, 3]
+    assert registry.note_leaving(0, 1) == [3] and registry.leaving.nonzero()[0].tolist() == [3]
+    registry.lock(2)
+    assert registry.note_leaving(1, 0) == [1]
     registry.copied[1] = True
-    assert registry.to_copy() == [2, 3]
-    assert registry.least_worth(needed=True, saves=0) == 1
-    registry.copied[1] = False
-    registry.move(1, registry.host_id(2))
-    assert registry.least_worth(needed=True, saves=0) == 3, "what only the host has frees no slot"
-    registry.copied[3] = True
-    assert registry.on_host() == [3, registry.host_id(2)], "those worth least first"
+    registry.lock(1)  # by its copy
+    assert registry.note_leaving(1, 0) == [1] and registry.leaving[1]
+    registry.use(1)
+    assert registry.note_leaving(1, 0) == [4] and not registry.leaving[1]

@@ -25,7 +25,7 @@ def test_the_host_need_not_have_what_the_device_has() -> None:
     """Where a host of twice the device with copies of all has no room for the last conversations."""
     turns = load(60, 5, tokens=(2_000, 20_000), generate=(8, 16))
     hits = [simulate(turns, 2, tokens=200_000, copies=copies)["hit"] for copies in (True, False)]
-    assert hits[0] + 0.03 < hits[1], hits
+    assert hits[0] + 0.015 < hits[1], hits
 
 
 def test_one_memory_for_both_fits_the_load() -> None:

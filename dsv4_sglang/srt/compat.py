@@ -486,39 +486,22 @@ def evict_from_device(component: Any, node: Any) -> None:
     _settle(component.cache, device, host, collected)
 
 
-def evict_from_host(cache: Any, node: Any) -> int:
-    """Take all that the host has of a node that the device has, too; the number of tokens whose blocks are free."""
+def evict_from_host(cache: Any, node: Any, components: Iterable[Any]) -> None:
+    """Take what these components have on a node of the tree off the host; where only the host has the node, and it is
+    the end of a path, it goes altogether."""
     from sglang.srt.mem_cache.unified_cache.components import EvictLayer
 
     core = cache.tree_core
     device: dict[Any, list[Any]] = defaultdict(list)
     host: dict[Any, list[Any]] = defaultdict(list)
     collected = _collector()
-    for component in cache.components.values():
-        core._evict_component_and_detach_lru(node, component, device, host, *collected, target=EvictLayer.HOST)
-    core._update_evictable_leaf_sets(node)
-    _settle(cache, device, host, collected)
-    return len(node.key)
-
-
-def evict_checkpoint_from_host(
-    component: Any, node: Any, tracker: Any, device_frees: Any, host_frees: Any, **collected: Any
-) -> None:
-    """Within SGLang's drive for room on the host: take the node's checkpoint; where the path ends, its blocks, too.
-
-    Nothing happens while a copy to the host or to a storage is under way. `collected`: since 0.5.23 the list of what
-    remains to be done.
-    """
-    from sglang.srt.mem_cache.unified_cache.components import EvictLayer
-
-    core = component.tree_core
     if node in core.evictable_host_leaves:
-        core._evict_host_leaf(node, tracker, device_frees, host_frees, **collected)
-    elif not node.component_data[component.component_type].host_lock_ref and node.write_through_pending_id is None:
-        core._evict_component_and_detach_lru(
-            node, component, device_frees, host_frees, **collected, target=EvictLayer.HOST, tracker=tracker
-        )
+        core._evict_host_leaf(node, defaultdict(int), device, host, *collected)
+    else:
+        for component in components:
+            core._evict_component_and_detach_lru(node, component, device, host, *collected, target=EvictLayer.HOST)
         core._update_evictable_leaf_sets(node)
+    _settle(cache, device, host, collected)
 
 
 def host_pool_group(entries: list[Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.component import SELECTIVE, WRITE_BACK, TieredComponent
 from dsv4_sglang.srt.prefix.cache import PrefixCache
 from dsv4_sglang.srt.prefix.component import component_of
+from dsv4_sglang.srt.prefix.policy import MARGIN
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -34,10 +35,14 @@ class TieredCache(PrefixCache):
 
     _stays = False
     """What the host has survives a flush."""
+    _looked_at: tuple[Any, ...] | None = None
+    """The device and what is on it when it was last looked at what leaves it next."""
 
     def __init__(self, params: Any, forward_stream: Any) -> None:
         """`forward_stream`: on which steps run."""
         self.forward_stream = forward_stream
+        self._loose: dict[UnifiedTreeNode, None] = {}
+        """Where a path on the host may end behind no checkpoint, since a copy was under way when it should have gone."""
         super().__init__(params)
 
     @property
@@ -49,6 +54,8 @@ class TieredCache(PrefixCache):
     def init_hicache(self, server_args: Any, params: Any) -> None:
         super().init_hicache(server_args, params)
         self.component.policy = server_args.hicache_write_policy
+        # To SGLang: the host need not have what the device has. What is saved when is said here, with every policy.
+        self.is_write_back = True
         self.component.host_counters.attach(self.full_kv_pool_host, self.mamba_pool_host)
 
     # Requests
@@ -83,7 +90,9 @@ class TieredCache(PrefixCache):
             while before and slots.registry.length[before] > req.logprob_start_len:
                 before = int(slots.registry.previous[before])
             if before:
+                self.component.want(slots.nodes[before])
                 self.save_now(slots.nodes[before])
+        self.component.want(node)
         self.save_now(node)
 
     def forget_stored(self, name: str) -> None:
@@ -103,10 +112,11 @@ class TieredCache(PrefixCache):
     def leaving_device(self) -> Iterator[None]:
         """All that the device has and the host has room for is saved first, and the host keeps what it has: a flush
         within does nothing."""
-        while self.component.slots.registry.to_copy():
-            self._save_wanted()
-            self.settle(())
-        blocks = self.token_to_kv_pool_allocator
+        blocks, slots = self.token_to_kv_pool_allocator, self.component.slots
+        self.settle(())
+        for slot in reversed(slots.registry.note_leaving(blocks.size, slots.num_slots)):
+            if slot in slots.nodes:
+                self.save_now(slots.nodes[slot])
         self.evict(EvictParams(num_tokens=blocks.size))
         self.settle(())
         if blocks.available_size() < blocks.size:
@@ -120,71 +130,94 @@ class TieredCache(PrefixCache):
     def reset(self) -> None:
         if not self._stays:
             super().reset()
+            self._looked_at, self._loose = None, {}
 
     # To the host
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()
         self.cache_controller.load_what_is_left()
-        self._save_wanted()
+        self._save_leaving(SAVED_AT_ONCE - self._save_new())
+
+    def _save_new(self) -> int:
+        """What is new is saved at once where the host has room, and for a storage, which gets what the host gets, also
+        where room must be made; the bytes of it."""
+        slots, saved = self.component.slots, 0
+        if not (new := slots.registry.to_copy()):
+            return 0
+        with self.cache_controller.one_launch():
+            for slot in new:
+                # Making room on the host may have changed what is held.
+                if saved < SAVED_AT_ONCE and self._is_to_save(slot):
+                    node = slots.nodes[slot]
+                    if node.write_through_pending_id is not None:  # its blocks are on their way
+                        continue
+                    slots.registry.offered[slot] = True
+                    if self.enable_storage or self._has_room(node):
+                        saved += self._save(node) or self._refused()
+        return saved
+
+    def _save_leaving(self, left: int) -> None:
+        """What the device gives up next is saved ahead, up to `left` bytes."""
+        slots, blocks = self.component.slots, self.token_to_kv_pool_allocator
+        registry = slots.registry
+        looked_at = registry, registry.changes, blocks.available_size(), slots.available_size()
+        if looked_at == self._looked_at:
+            return
+        tokens = blocks.size // MARGIN - blocks.available_size()
+        leaving = registry.note_leaving(tokens, slots.num_slots // MARGIN - slots.available_size())
+        with self.cache_controller.one_launch():
+            for slot in leaving:
+                if left > 0 and self._is_to_save(slot):
+                    left -= self._save(slots.nodes[slot]) or 0
+        self._looked_at = looked_at if left > 0 else None
 
     def save_now(self, node: UnifiedTreeNode) -> None:
-        """Save a node's checkpoint and the blocks up to it, if there is room, and wait for it."""
-        self.component.want(node)
-        slot = self.component.slots.id_of(node)
-        if not self._is_to_save(slot):
+        """Before the device gives up a node, or may: save its checkpoint and the blocks up to it, if it is to be saved
+        and there is room, and wait for it."""
+        if not self._is_to_save(self.component.slots.id_of(node)):
             return
         with self.cache_controller.one_launch():
-            self._save(node)
+            if self._save(node) is None:
+                self._refused()
         self.writing_check(write_back=True)
+
+    def _refused(self) -> int:
+        self.component.host_counters.saves_refused += 1
+        return 0
 
     def _is_to_save(self, slot: int) -> bool:
         registry = self.component.slots.registry
         return 0 < slot <= registry.capacity and bool(registry.wanted[slot]) and not registry.copied[slot]
 
-    def _save_wanted(self) -> None:
-        slots = self.component.slots
-        wanted = slots.registry.to_copy()
-        if not wanted:
-            return
-        left = SAVED_AT_ONCE
-        with self.cache_controller.one_launch():
-            for slot in wanted:
-                # Making room on the host may have changed what is held.
-                if left > 0 and self._is_to_save(slot):
-                    left -= self._save(slots.nodes[slot])
+    def _save(self, node: UnifiedTreeNode) -> int | None:
+        """Begin to save a checkpoint and the blocks up to it, where what is worth less makes room: the bytes of it, or
+        None without room. Checkpoints before it are saved by themselves.
 
-    def _save(self, node: UnifiedTreeNode) -> int:
-        """Begin to save a checkpoint and the blocks up to it; the bytes of it. Checkpoints before it are saved by
-        themselves. What cannot be saved is not wanted any more, until somebody uses it again."""
+        One that is superseded makes no room for blocks: they would be copies of what the device has, and keeps for the
+        end of the line."""
         if node.write_through_pending_id is not None:  # its blocks are on their way
             return 0
-        path = [node]
-        while (above := path[-1].parent) is not self.root_node and not above.backuped:
-            path.append(above)
-        # Locked, so that the room for one part is not that of another.
-        lock = self.inc_lock_ref(node.id).to_dec_params()
-        try:
-            saved = 0
-            for part in reversed(path):
-                size = self._copy(part, with_checkpoint=part is node) if self._has_room_for_checkpoint(node) else None
-                if size is None:
-                    slots = self.component.slots
-                    slots.registry.wanted[slots.id_of(node)] = False
-                    self.component.host_counters.saves_refused += 1
-                    break
-                saved += size
-            return saved
-        finally:
-            self.dec_lock_ref(node.id, lock)
+        slots, path = self.component.slots, list(self._path(node))
+        slot, tokens = slots.id_of(node), self._tokens_to_save(path)
+        if tokens and slots.registry.superseded(slot) and not self._has_room(node):
+            return None
+        for kind, count in ((ComponentType.MAMBA, 1), (ComponentType.FULL, tokens)):
+            if not self._make_room(kind, count, slot, path):
+                return None
+        saved = 0
+        for part in [part for part in reversed(path) if part is node or not part.backuped]:
+            if (size := self._copy(part, with_checkpoint=part is node)) is None:
+                self._loose.update(dict.fromkeys(path))
+                return None
+            saved += size
+        return saved
 
-    def _has_room_for_checkpoint(self, node: UnifiedTreeNode) -> bool:
-        """Whether a row is free for the node's checkpoint, or holds one that is worth less."""
-        if self.mamba_pool_host.available_size():
-            return True
-        slots = self.component.slots
-        price = slots.registry.price()
-        return price[slots.id_of(node)] < price[slots.registry.on_host()[0]]
+    def _path(self, node: UnifiedTreeNode) -> Iterator[UnifiedTreeNode]:
+        """From the node up to the root's child."""
+        while node is not self.root_node:
+            yield node
+            node = node.parent
 
     def _copy(self, node: UnifiedTreeNode, *, with_checkpoint: bool) -> int | None:
         """Begin to copy what the host has not of a node: its bytes, or None without room."""
@@ -210,61 +243,104 @@ class TieredCache(PrefixCache):
         return super()._execute_and_commit_kv_backup(action, write_back) if write_back else 0
 
     def _evict_device_leaf(self, node_id: int, tracker: Any) -> Any:
-        """Blocks behind the last checkpoint of a path are worth nothing, and not saved with write_back either."""
-        node = self.tree_core.node_by_id(node_id)
-        worthless = not node.children and not self.component.slots.id_of(node)
+        """Blocks behind the last checkpoint of a path are worth nothing, and not saved, but for what hangs on them: the
+        host may have got a path's end from a storage, and nothing before it."""
         core = self.tree_core
-        saves, core.is_write_back = core.is_write_back, core.is_write_back and not worthless
+        node = core.node_by_id(node_id)
+        self.save_now(node)
+        core.is_write_back = bool(node.children) or any(data.host_lock_ref for data in node.component_data)
         try:
             return super()._evict_device_leaf(node_id, tracker)
         finally:
-            core.is_write_back = saves
+            core.is_write_back = True
 
     # Room on the host
 
     def evict_host(self, num_tokens: int, component_type: ComponentType = ComponentType.FULL) -> int:
-        """What only the host has goes first, as SGLang does it; then copies of what the device has."""
-        freed = super().evict_host(num_tokens, component_type)
-        if component_type is ComponentType.FULL and freed < num_tokens:
-            freed += self._evict_copies(num_tokens - freed)
-        return freed
+        """SGLang wants room for what comes from a storage."""
+        return self._give_up_on_host(component_type, num_tokens)
 
-    def _evict_copies(self, num_tokens: int) -> int:
-        """Free blocks of the host that the device has, too, and nobody holds: from the ends of paths up, and what the
-        device will keep for longest first, since that of the others will soon be the only copy."""
-        slots = self.component.slots
-        patience = slots.registry.patience()
+    def _pool(self, kind: ComponentType) -> Any:
+        return self.mamba_pool_host if kind is ComponentType.MAMBA else self.full_kv_pool_host
 
-        def entry(node: UnifiedTreeNode) -> tuple[float, int, UnifiedTreeNode]:
-            saved = node.component_data[ComponentType.MAMBA].host_value is not None
-            return patience[slots.id_of(node)] if saved else 0.0, node.id, node
+    def _has_room(self, node: UnifiedTreeNode) -> bool:
+        """Whether a checkpoint and the blocks up to it fit without giving up anything."""
+        tokens = self._tokens_to_save(self._path(node))
+        return self.mamba_pool_host.available_size() > 0 and self.full_kv_pool_host.available_size() >= tokens
 
-        queue = [entry(node) for node in self._nodes() if self._is_last_copy(node)]
-        heapq.heapify(queue)
-        freed = 0
-        while queue and freed < num_tokens:
-            _, _, node = heapq.heappop(queue)
-            freed += compat.evict_from_host(self, node)
-            if node.parent is not self.root_node and self._is_last_copy(node.parent):
-                heapq.heappush(queue, entry(node.parent))
-        return freed
+    def _tokens_to_save(self, path: Iterable[UnifiedTreeNode]) -> int:
+        return sum(len(part.key) for part in path if not part.backuped)
 
-    def _nodes(self) -> Iterator[UnifiedTreeNode]:
-        stack = list(self.root_node.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+    def _make_room(self, kind: ComponentType, count: int, slot: int, path: Sequence[UnifiedTreeNode]) -> bool:
+        """Room for so many rows, or tokens of blocks, of the checkpoint in `slot` and the path up to it."""
+        missing = count - self._pool(kind).available_size()
+        return missing <= 0 or self._give_up_on_host(kind, missing, slot, path) >= missing
 
-    def _is_last_copy(self, node: UnifiedTreeNode) -> bool:
-        """Whether the host's copy of a node that the device has is the last of its path, and free to go."""
-        return (
-            node.backuped
-            and not node.evicted
-            and node.write_through_pending_id is None
-            and not any(data.lock_ref or data.host_lock_ref for data in node.component_data)
-            and not any(child.backuped for child in node.children.values())
-        )
+    def _give_up_on_host(
+        self, kind: ComponentType, count: int, slot: int = 0, path: Sequence[UnifiedTreeNode] = ()
+    ) -> int:
+        """Free so many rows of checkpoints, or tokens of blocks, in the order of `CheckpointRegistry.on_host`, and with
+        a `slot` nothing that is worth more than the checkpoint there, nor of its `path`; how many are free now.
+
+        Blocks go from the ends of paths up, and with the checkpoint at the end of a path the blocks that are worth
+        nothing then. Nothing goes that is copied or read.
+        """
+        pool, slots = self._pool(kind), self.component.slots
+        registry, before = slots.registry, pool.available_size()
+        for node in list(self._loose):
+            del self._loose[node]
+            self._clear(node, path)
+        score = registry.price() if kind is ComponentType.MAMBA else registry.patience()
+        worth = registry.worth_to_host(score)
+        enough = 1 / score[slot] if slot else float("inf")
+        order = iter(registry.on_host(score))
+        place = next(order, 0)
+        ends: list[tuple[float, int]] = []  # of paths whose end has gone
+        while pool.available_size() - before < count and (place or ends):
+            if ends and (not place or ends[0][0] <= worth[place]):
+                _, first = heapq.heappop(ends)
+            else:
+                first, place = place, next(order, 0)
+            if worth[first] >= enough:
+                break
+            node = slots.nodes.get(first)
+            if node is None or self._row(node) is None or node in path or not self._may_go(node):
+                continue
+            if self._is_end(node):
+                above = node.parent
+                compat.evict_from_host(self, node, self.components.values())
+                if (end := self._clear(above, path)) is not None:
+                    heapq.heappush(ends, (float(worth[slots.id_of(end)]), slots.id_of(end)))
+            elif kind is ComponentType.MAMBA:
+                compat.evict_from_host(self, node, [self.component])
+        return int(pool.available_size() - before)
+
+    def _clear(self, node: UnifiedTreeNode, path: Sequence[UnifiedTreeNode]) -> UnifiedTreeNode | None:
+        """Free what the host has up to this node behind the last checkpoint that it has; the node of that, if it is the
+        end now."""
+        while self._is_end(node):
+            if self._row(node) is not None:
+                return node
+            if node in path or not self._may_go(node):
+                self._loose[node] = None
+                return None
+            above = node.parent
+            compat.evict_from_host(self, node, self.components.values())
+            node = above
+        return None
+
+    def _row(self, node: UnifiedTreeNode) -> Any:
+        return node.component_data[ComponentType.MAMBA].host_value
+
+    def _is_end(self, node: UnifiedTreeNode) -> bool:
+        """Of what the host has of a path."""
+        if node is self.root_node or not node.backuped:
+            return False
+        return not any(child.backuped for child in node.children.values())
+
+    def _may_go(self, node: UnifiedTreeNode) -> bool:
+        """Nothing of it is copied to the host or read there."""
+        return node.write_through_pending_id is None and not any(data.host_lock_ref for data in node.component_data)
 
 
 def build_tiered_cache(ctx: Any, interval: int) -> TieredCache:

@@ -57,19 +57,20 @@ class TieredComponent(CheckpointComponent):
         from_storage = min(from_host, req.storage_hit_length)
         self.host_counters.resumed(resumed, from_host, from_storage)
         self.host_counters.publish()
-        if self.policy != WRITE_BACK:
-            self.want(self.tree_core.node_by_id(req.last_node))
+        self.want(self.tree_core.node_by_id(req.last_node))
 
     def want(self, node: UnifiedTreeNode) -> None:
-        """The host is to have a copy of the node's checkpoint; what already has one is not copied again."""
+        """The host is to have a copy of the node's checkpoint, with write_back not before the device gives it up."""
         if node is not self.tree_core.root_node and (slot := self._slot(node)) is not None:
-            self.slots.registry.wanted[slot] = True
+            registry = self.slots.registry
+            registry.wanted[slot] = True
+            registry.offered[slot] |= self.policy == WRITE_BACK
 
     def commit_insert_component_data(
         self, node: UnifiedTreeNode, is_new_leaf: bool, params: Any, result: Any, cache_actions: Any
     ) -> None:
         super().commit_insert_component_data(node, is_new_leaf, params, result, cache_actions)
-        if self.policy == WRITE_THROUGH:
+        if self.policy != SELECTIVE:
             self.want(node)
 
     # Places
@@ -88,7 +89,7 @@ class TieredComponent(CheckpointComponent):
         registry.move(place, to)
         del nodes[place]
         nodes[to] = node
-        registry.copied[to] = to <= registry.capacity
+        registry.copied[to] = registry.wanted[to] = registry.offered[to] = to <= registry.capacity
 
     def _leaves_device(self, node: UnifiedTreeNode, slot: int, target: EvictLayer) -> None:
         row = node.component_data[self.component_type].host_value
@@ -105,31 +106,17 @@ class TieredComponent(CheckpointComponent):
             EvictLayer.HOST in compat.evicted_layers(*arguments, **named)
             and node.component_data[self.component_type].host_value is not None
         ):
-            self.host_counters.checkpoints_evicted += 1
             if slot is None:
+                self.host_counters.checkpoints_evicted += 1
                 place = self.slots.id_of(node)
                 registry.remove(place)
                 del self.slots.nodes[place]
             else:
-                registry.copied[slot] = registry.wanted[slot] = False
+                registry.copied[slot] = False
         return super().evict_component(node, device_frees, host_frees, *arguments, **named)
 
-    def drive_host_eviction(
-        self, num_tokens: int, tracker: Any, device_frees: Any, host_frees: Any, **collected: Any
-    ) -> None:
-        """Free rows of checkpoints, those worth least first. At the end of a path its last blocks go, too, which would
-        be worth nothing."""
-        for place in self.slots.registry.on_host():
-            if tracker[self.component_type] >= num_tokens:
-                return
-            # Giving up one may have taken others along.
-            node = self.slots.nodes.get(place)
-            if node is not None and node.component_data[self.component_type].host_value is not None:
-                compat.evict_checkpoint_from_host(self, node, tracker, device_frees, host_frees, **collected)
-
     def _give_up(self, node: UnifiedTreeNode) -> None:
-        if self.policy == WRITE_BACK:
-            self.cache.save_now(node)
+        self.cache.save_now(node)
         super()._give_up(node)
 
     # Copies
@@ -165,7 +152,7 @@ class TieredComponent(CheckpointComponent):
             slot = self._slot(node)
             if slot is None or data.host_value is not None:
                 return None
-            wanted = self.policy == WRITE_BACK or self.slots.registry.wanted[slot]
+            wanted = self.slots.registry.wanted[slot]
             return [PoolTransfer(name=CHECKPOINTS, device_indices=data.value)] if wanted else None
         if phase == CacheTransferPhase.LOAD_BACK:
             if data.value is not None or data.host_value is None:

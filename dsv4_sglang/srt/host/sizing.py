@@ -46,15 +46,13 @@ def host_demand(
     Raises ValueError if that leaves no block or no checkpoint.
     """
     flag = f"--hicache-size {size_gb}" if size_gb else f"--hicache-ratio {ratio}"
-    device_bytes = device_blocks * block_bytes + device_checkpoints * checkpoint_bytes
-    size = int(size_gb * GB) if size_gb else int(ratio * device_bytes)
-    if host_checkpoints is None:
-        more = MORE_CHECKPOINTS * device_checkpoints
-        times = size / (device_blocks * block_bytes + more * checkpoint_bytes)
-        blocks, checkpoints = int(times * device_blocks), int(times * more)
-    else:
-        checkpoints = host_checkpoints
-        blocks = (size - checkpoints * checkpoint_bytes) // block_bytes if size_gb else int(device_blocks * ratio)
+    of_blocks, of_checkpoints = device_blocks * block_bytes, device_checkpoints * checkpoint_bytes
+    size = int(size_gb * GB) if size_gb else int(ratio * (of_blocks + of_checkpoints))
+    share = MORE_CHECKPOINTS * of_checkpoints / (of_blocks + MORE_CHECKPOINTS * of_checkpoints)
+    checkpoints = int(size * share / checkpoint_bytes) if host_checkpoints is None else host_checkpoints
+    blocks = (size - checkpoints * checkpoint_bytes) // block_bytes
+    if host_checkpoints is not None and not size_gb:
+        blocks = int(device_blocks * ratio)
     if blocks < 1 or checkpoints < 1:
         raise ValueError(
             f"the host tier would have {blocks} blocks and {checkpoints} checkpoints ({flag}, option host_checkpoints "

@@ -170,11 +170,6 @@ class HostStack(StackStrategy):
             enable_storage_metrics=enable_storage_metrics,
         )
         controller.forward_stream = cache.forward_stream
-        if demand.blocks < device_blocks.size // params.page_size:
-            log.warning(
-                "dsv4_sglang host tier: it holds less than the device, of which it has copies first, and adds little; "
-                "give --hicache-ratio 2 or more"
-            )
         log.info(host_table(demand, blocks.kv_buffer, checkpoints.kv_buffer, server_args.hicache_write_policy))
         return compat.stack_of_pools(
             layers,

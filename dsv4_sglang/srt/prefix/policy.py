@@ -161,6 +161,7 @@ class CheckpointRegistry:
         if not self._following[slot]:
             self._waiting_ended(since, used=True)
         self.last[slot] = self.now
+        self.leaving[slot] = False
 
     def _waiting_ended(self, waited: float, *, used: bool) -> None:
         """Estimate `usual` anew: the reciprocal rate of uses where some waits were cut off; newer ones weigh more."""
@@ -231,24 +232,29 @@ class CheckpointRegistry:
         """The checkpoints that the device gives up next, in this order: for `slots` slots, and with the ends of paths
         for blocks of `tokens` tokens."""
         here = self.held[: self.capacity + 1]
-        free = np.flatnonzero(here & (self.locks[: self.capacity + 1] == 0))
+        # Those that a copy to the host locks leave when it is done.
+        copying = self.leaving & self.copied & (self.locks > 0)
+        free = here & ((self.locks == 0) | copying)[: len(here)]
+        ids = np.flatnonzero(free)
         going: dict[int, None] = {}
         if slots > 0:
-            going.update(dict.fromkeys(free[np.argsort(-self.price()[free], kind="stable")][:slots].tolist()))
+            going.update(dict.fromkeys(ids[np.argsort(-self.price()[ids], kind="stable")][:slots].tolist()))
         if tokens > 0:
             patience = self.patience()
             followers = np.bincount(self.previous[np.flatnonzero(here)], minlength=len(self.held))
-            ends = [(-patience[slot], slot) for slot in free[followers[free] == 0].tolist()]
-            heapq.heapify(ends)
+            order = ids[followers[ids] == 0]
+            order = order[np.argsort(-patience[order], kind="stable")]
+            freed = np.cumsum(self.length[order] - self.length[self.previous[order]])
+            ends = [(-patience[slot], slot) for slot in order[: np.searchsorted(freed, tokens) + 1].tolist()]
             while ends and tokens > 0:
                 _, slot = heapq.heappop(ends)
                 going[slot] = None
                 above = int(self.previous[slot])
                 tokens -= int(self.length[slot] - self.length[above])
                 followers[above] -= 1
-                if 0 < above <= self.capacity and not followers[above] and not self.locks[above]:
+                if above <= self.capacity and free[above] and not followers[above]:
                     heapq.heappush(ends, (-patience[above], above))
-        self.leaving[:] = False
+        self.leaving[:] = copying
         self.leaving[list(going)] = True
         return list(going)
 
