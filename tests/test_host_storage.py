@@ -80,6 +80,46 @@ def test_a_new_server_finds_what_the_last_one_stored(
         server.check_contents()
 
 
+def test_what_is_new_reaches_the_storage_where_the_host_is_full(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+) -> None:
+    """Six lines on a device of 40 blocks, of which a host of 12 has room for two."""
+    lines = [[100 * line + token for token in PROMPT] for line in range(6)]
+    with monkeypatch.context() as patch:
+        server = restarted(patch, host_blocks=12, host_checkpoints=4)
+        for line in lines:
+            assert server.serve(line) == 0
+            server.check()
+        assert server.component.host_counters.saves_refused == 0 and not server.wrong
+    assert len(pages_in(folder)) >= 6 * (5 + 1), "all blocks, and each line's last checkpoint"
+    with monkeypatch.context() as patch:
+        server = restarted(patch)
+        for line in lines:
+            assert server.prefetch(line) == server.serve(line) == 5 * BLOCK
+        assert not server.wrong
+
+
+def test_the_rest_of_a_line_of_which_the_host_has_nothing(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+) -> None:
+    """It comes from the storage behind what only the device has, which is saved before the device gives it up."""
+    longer = PROMPT + [50 + at // BLOCK for at in range(4 * BLOCK)]
+    with monkeypatch.context() as patch:
+        restarted(patch).serve(longer)
+    with monkeypatch.context() as patch:
+        server = restarted(patch)
+        assert server.serve(PROMPT) == 0
+        assert server.cache.evict_host(120 * BLOCK) > 0 == server.cache.full_kv_pool_host.held
+        server.check()
+        assert server.prefetch(longer) > 0 < server.cache.full_kv_pool_host.held
+        server.check()
+        server._make_room(40)
+        server.check()
+        assert server.serve(longer) == len(longer) // BLOCK * BLOCK
+        assert not server.wrong
+        server.check_contents()
+
+
 @pytest.mark.parametrize("damage", ["torn", "changed", "of zeros", "gone"])
 @pytest.mark.parametrize("which", ["a block", "a checkpoint"])
 def test_a_page_that_cannot_be_used_is_a_miss(

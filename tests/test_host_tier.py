@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from tiered_server import TieredServer
 
 from dsv4_sglang.cache.host_pool import FreeRows
 from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.host import cache as host_cache
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
 from dsv4_sglang.srt.host.sizing import host_demand
 from dsv4_sglang.srt.host.transfers import TransferController
@@ -50,7 +52,7 @@ def in_sglangs_order(monkeypatch: pytest.MonkeyPatch, server: TieredServer, meth
 
 def with_bad_transfers(monkeypatch: pytest.MonkeyPatch, server: TieredServer) -> Callable[[], None]:
     """One copy of six does not begin, each way, and streams of copies stall; call what is returned before a turn."""
-    rng = random.Random(0)
+    rng, server.copies_fail = random.Random(0), True
     for method in ("write", "load"):
         original = getattr(TransferController, method)
 
@@ -197,6 +199,64 @@ def test_a_host_smaller_than_the_device_has_what_the_device_has_not(
     assert len(held["device"]) == 6 and len(held["host"] - held["device"]) == 2, held
     assert sum(server.serve(prompt(line)) > 0 for line in held["device"] | held["host"]) == 8
     assert not server.wrong
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_leaves_the_device_next_is_on_the_host_before(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """With a quarter of the device at hand nobody waits for a copy, though the host has been full of copies of what the
+    device keeps; and nothing is copied twice because its first copy made room for another."""
+    monkeypatch.setattr(host_cache, "MARGIN", 4)
+    server = TieredServer(monkeypatch, seed=0, policy=policy, blocks=40, host_blocks=24, host_checkpoints=9)
+    saves, saves_now = server.cache._save, server.cache.save_now
+    saved: Counter[int] = Counter()
+    waited: list[Any] = []
+
+    def save(node: Any) -> int | None:
+        saved[node.id] += (size := saves(node)) is not None
+        return size
+
+    def save_now(node: Any) -> None:
+        before = saved.copy()
+        saves_now(node)
+        waited.extend(saved - before)
+
+    monkeypatch.setattr(server.cache, "_save", save)
+    monkeypatch.setattr(server.cache, "save_now", save_now)
+    for line in range(14):
+        assert server.serve(prompt(line)) == 0
+        for _ in range(3):
+            server.component.slots.registry.tick()
+            server.cache.check_hicache_events()
+            server.settle()
+        server.check()
+    assert not waited
+    assert max(saved.values()) == 1 or policy == "write_through", saved
+    assert max(saved.values()) <= 2, "saved when new, and again before it leaves"
+    held = places(server)
+    assert len(held["device"] | held["host"]) >= 9, held
+    assert not server.wrong
+    server.check_contents()
+
+
+def test_what_is_superseded_makes_no_room_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device keeps them for the end of the line; with it the others need rows only."""
+    server = TieredServer(monkeypatch, seed=0, blocks=20, host_blocks=12)
+    for line in range(4):
+        server.serve(prompt(line))
+    assert server.cache.full_kv_pool_host.available_size() == 0
+    server.serve(prompt(9, blocks=10))  # the interval is four blocks
+    slots = server.component.slots
+    in_middle, end = (next(s for s in slots.nodes if slots.registry.length[s] == n * BLOCK) for n in (4, 10))
+    for slot in (in_middle, end):
+        slots.registry.use(slot)  # likelier to be used than the others
+    slots.registry.tick()
+    server.cache.save_now(slots.nodes[in_middle])
+    assert not slots.registry.copied[in_middle]
+    for slot in (end, in_middle):
+        server.cache.save_now(slots.nodes[slot])
+        assert slots.registry.copied[slot]
+    server.check()
+    server.check_contents()
 
 
 def places(server: TieredServer) -> dict[str, set[int]]:
@@ -381,18 +441,18 @@ def test_what_leaves_the_device_next() -> None:
     registry.add(4, 1500, 3)
     for _ in range(3):
         registry.tick()
-    registry.use(4)  # its line has a rhythm, the others have none
+    registry.use(4)  # after three requests; the others have waited longer
     assert registry.superseded(3) and not registry.superseded(4)
     assert registry.note_leaving(0, 0) == [] and not registry.leaving.any()
-    assert registry.note_leaving(1, 0) == [2], "of equals the youngest"
-    assert registry.note_leaving(1001, 0) == [2, 1]
-    assert registry.note_leaving(2001, 0) == [2, 1, 4]
-    assert registry.note_leaving(2501, 0) == registry.note_leaving(10**9, 0) == [2, 1, 4, 3]
+    assert registry.note_leaving(1, 0) == registry.note_leaving(1000, 0) == [1]
+    assert registry.note_leaving(1001, 0) == [1, 2]
+    assert registry.note_leaving(2001, 0) == [1, 2, 4]
+    assert registry.note_leaving(2501, 0) == registry.note_leaving(10**9, 0) == [1, 2, 4, 3]
     assert registry.note_leaving(0, 1) == [3] and registry.leaving.nonzero()[0].tolist() == [3]
-    registry.lock(2)
-    assert registry.note_leaving(1, 0) == [1]
-    registry.copied[1] = True
-    registry.lock(1)  # by its copy
-    assert registry.note_leaving(1, 0) == [1] and registry.leaving[1]
-    registry.use(1)
-    assert registry.note_leaving(1, 0) == [4] and not registry.leaving[1]
+    registry.lock(1)
+    assert registry.note_leaving(1, 0) == [2]
+    registry.copied[2] = True
+    registry.lock(2)  # by its copy
+    assert registry.note_leaving(1, 0) == [2] and registry.leaving[2]
+    registry.use(2)
+    assert registry.note_leaving(1, 0) == [4] and not registry.leaving[2]

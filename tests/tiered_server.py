@@ -181,6 +181,38 @@ class TieredServer(BlockOwner):
         """What steps have read that was not what they should have."""
         self.last: tuple[list[tuple[Request, str]], Event] | None = None
         self.hit = self.from_host = self.admitted = 0
+        self.copies_fail = False
+        self._watch(monkeypatch)
+
+    def _watch(self, monkeypatch: Any) -> None:
+        """What is given up where: nothing that the host has room for, and on the host no last copy while there are
+        others."""
+        cache, component = self.cache, self.component
+        leaves, gives_up, evict = component._leaves_device, cache._give_up_on_host, compat.evict_from_host
+        held: list[Any] = []
+
+        def leaving_device(node: Any, slot: int, target: Any) -> None:
+            registry = component.slots.registry
+            if registry.wanted[slot] and not registry.copied[slot] and not self.copies_fail and cache._has_room(node):
+                self.wrong.append(f"checkpoint {slot} was lost though the host had room")
+            leaves(node, slot, target)
+
+        def giving_up(kind: Any, count: int, slot: int = 0, path: Any = ()) -> int:
+            held[:] = path
+            return gives_up(kind, count, slot, path)
+
+        def evicted(of: Any, node: Any, components: Any) -> None:
+            slots = component.slots
+            registry, place = slots.registry, slots.id_of(node)
+            if cache._row(node) is not None and not (registry.copied & ~registry.leaving)[place]:
+                copies = (slots.nodes[slot] for slot in np.flatnonzero(registry.copied & ~registry.leaving).tolist())
+                if any(cache._is_end(copy) and cache._may_go(copy) and copy not in held for copy in copies):
+                    self.wrong.append(f"the host gave up checkpoint {place} before copies of what the device has")
+            evict(of, node, components)
+
+        monkeypatch.setattr(component, "_leaves_device", leaving_device)
+        monkeypatch.setattr(cache, "_give_up_on_host", giving_up)
+        monkeypatch.setattr(compat, "evict_from_host", evicted)
 
     # Steps, on the stream of steps
 
@@ -447,6 +479,10 @@ class TieredServer(BlockOwner):
         else:
             found = examine(self.cache, self.running)
             assert not found.findings, str(found)
+        cache = self.cache
+        for node in cache.tree_core._collect_all_nodes():
+            if cache._is_end(node) and cache._row(node) is None and cache._may_go(node):
+                assert node in cache._loose, f"blocks of node {node.id} are on the host behind no checkpoint"
 
     def check_contents(self) -> None:
         """Of everything that is cached in either place, when nothing runs."""

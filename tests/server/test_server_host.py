@@ -207,6 +207,7 @@ def test_new_weights_leave_nothing_on_the_host(server: Server, tiny: Callable[..
 
 
 def test_the_table_names_the_host(server: Server) -> None:
-    """64 blocks of a CSA and an HCA layer in fp32, 48 checkpoints of three rings and a CSA tail."""
-    table = "host tier of this process: 8192 tokens in 64 blocks of 83968 bytes, 48 checkpoints of 806912 bytes"
+    """Of a CSA and an HCA layer in fp32, and checkpoints of three rings and a CSA tail: as many bytes as four times 16
+    blocks and 12 checkpoints, with 11/8 times the checkpoints a block."""
+    table = "host tier of this process: 6912 tokens in 54 blocks of 83968 bytes, 49 checkpoints of 806912 bytes"
     assert table in server.log_text()
