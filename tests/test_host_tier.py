@@ -246,10 +246,11 @@ def test_what_is_superseded_makes_no_room_for_blocks(monkeypatch: pytest.MonkeyP
     assert server.cache.full_kv_pool_host.available_size() == 0
     server.serve(prompt(9, blocks=10))  # the interval is four blocks
     slots = server.component.slots
-    in_middle, end = (next(s for s in slots.nodes if slots.registry.length[s] == n * BLOCK) for n in (4, 10))
-    for slot in (in_middle, end):
-        slots.registry.use(slot)  # likelier to be used than the others
+    of_line = {len(path): s for s, node in slots.nodes.items() if (path := server.path(node))[0] == 901}
+    in_middle, end = of_line[4 * BLOCK], of_line[10 * BLOCK]
     slots.registry.tick()
+    for slot in (in_middle, end):
+        slots.registry.use(slot)  # likelier to be used again than the others
     server.cache.save_now(slots.nodes[in_middle])
     assert not slots.registry.copied[in_middle]
     for slot in (end, in_middle):
