@@ -318,9 +318,7 @@ def study_bound() -> Rows:
             options: dict[str, Any] = {} if host == "as it is" else {"copies": True, "shared": shared}
             options["host_share"] = None if host in ("as it is", "none") else CHECKPOINT_SHARE
             size = ratio + host.endswith("none")
-            hits = [
-                simulate(turns, size, **options, **({"ahead": turns} if knows else {}))["hit"] for turns in loads
-            ]
+            hits = [simulate(turns, size, **options, **({"ahead": turns} if knows else {}))["hit"] for turns in loads]
             rows.append({"working_set": times, "ratio": ratio, "host": host, "hit": hits})
             if not knows:
                 rows[-1]["hit_loop"] = simulate(loop(times), size, **options)["hit"]

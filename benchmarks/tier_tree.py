@@ -1,4 +1,4 @@
-"""A radix tree over a device and a host: the rules of `dsv4_sglang/srt/host` on `PrefixTree`, without copies or times."""
+"""A radix tree over device and host: the rules of `dsv4_sglang/srt/host` on `PrefixTree`, without copies or times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix.policy import MARGIN, CheckpointRegistry
-from dsv4_sglang.srt.prefix.tree import FreeList, Node, PrefixTree
+from dsv4_sglang.srt.prefix.tree import FreeList, Node, PrefixTree, common_blocks
 
 NOTHING = np.empty(0, dtype=np.int64)
 
@@ -86,15 +86,13 @@ class TieredTree(PrefixTree):
         return node
 
     def _extend(self, node: Node, keys: np.ndarray, blocks: np.ndarray) -> Node:
-        # Blocks that only the host has are the request's own again.
+        """Blocks that only the host has are the request's own on the device."""
         at = node
         while at.end < len(keys) and (child := at.children.get(int(keys[at.end]))) is not None:
+            common = common_blocks(child.keys, keys[at.end :])
+            if common < len(child.keys):
+                child = self._split(child, common)
             if not self.on_device(child):
-                same = child.keys == keys[child.start : child.end][: len(child.keys)] if child.end <= len(keys) else None
-                if same is None or not same.all():
-                    common = int(np.argmin(child.keys[: len(keys) - child.start] == keys[child.start : child.end]))
-                    common = common or len(keys) - child.start
-                    child = self._split(child, common)
                 child.blocks = blocks[child.start : child.end].copy()
                 self._refresh(at)
                 self._refresh(child)
@@ -182,7 +180,9 @@ class TieredTree(PrefixTree):
             registry.offered[slot] = True
             if self._has_room(node := self._holder[slot]):
                 self._save(node)
-        blocks, slots = (pool.size // MARGIN - pool.available_size() for pool in (self.block_pool, self.checkpoint_pool))
+        blocks, slots = (
+            pool.size // MARGIN - pool.available_size() for pool in (self.block_pool, self.checkpoint_pool)
+        )
         for slot in registry.note_leaving(blocks * BLOCK, slots):
             if registry.held[slot]:
                 self._save(self._holder[slot])
@@ -230,19 +230,17 @@ class TieredTree(PrefixTree):
             return True
         registry = self.registry
         score = registry.price() if pool is self.rows else registry.patience()
-        worth = registry.worth_to_host(score)
-        order = [(worth[place], place) for place in registry.on_host(score)]
+        worth, enough = registry.worth_to_host(score), 1 / score[slot]
+        order = [(worth[place], place) for place in registry.on_host(worth, enough)]
         again: list[tuple[float, int]] = []
         at = 0
         while pool.available_size() < count:
             if again and (at == len(order) or again[0] < order[at]):
-                value, place = heapq.heappop(again)
+                _, place = heapq.heappop(again)
             elif at < len(order):
-                value, place = order[at]
+                _, place = order[at]
                 at += 1
             else:
-                return False
-            if value >= 1 / score[slot]:
                 return False
             node = self._holder.get(place)
             if node is None or node not in self.row or node in hold:
@@ -251,7 +249,8 @@ class TieredTree(PrefixTree):
             if not last and pool is self.host_blocks:
                 continue
             self._give_up_row(node)
-            if last and (above := self._give_up_blocks(node, hold)) is not None:
+            above = self._give_up_blocks(node, hold) if last else None
+            if above is not None and worth[above.checkpoint] < enough:
                 heapq.heappush(again, (worth[above.checkpoint], above.checkpoint))
         return True
 

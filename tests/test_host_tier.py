@@ -426,14 +426,15 @@ def test_copies_of_what_the_device_keeps_go_first() -> None:
     least first: by the row a long line is worth more than a short one."""
     registry = registry_of({1: 4000, 2: 2000, 3: 1000, 4: 500, 5: 3000, 6: 1500})
     assert registry.to_copy() == [1, 5, 2, 6, 3, 4], "those worth most first"
-    for row, slot in enumerate((5, 6)):
-        registry.move(slot, registry.host_id(row))
+    row = registry.host_id
+    for at, slot in enumerate((5, 6)):
+        registry.move(slot, row(at))
     registry.copied[[1, 2, 3, 4]] = True
     assert registry.to_copy() == []
     assert registry.note_leaving(0, 2) == [4, 3] and registry.least_worth(needed=True, saves=0) == 4
-    assert registry.on_host(registry.price()) == [1, 2, 4, 3, registry.host_id(1), registry.host_id(0)]
+    assert registry.on_host(registry.worth_to_host(registry.price())) == [1, 2, 4, 3, row(1), row(0)]
     # Where blocks are wanted, by the likelihood of use alone: what came first stays.
-    assert registry.on_host(registry.patience()) == [1, 2, registry.host_id(1), registry.host_id(0), 4, 3]
+    assert registry.on_host(registry.worth_to_host(registry.patience())) == [1, 2, row(1), row(0), 4, 3]
 
 
 def test_what_leaves_the_device_next() -> None:

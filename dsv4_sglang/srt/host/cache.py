@@ -35,14 +35,14 @@ class TieredCache(PrefixCache):
 
     _stays = False
     """What the host has survives a flush."""
-    _looked_at: tuple[Any, ...] | None = None
-    """The device and what is on it when it was last looked at what leaves it next."""
+    _looked_at: tuple[Any, ...] | None
+    """What the device had when it was last looked at what leaves it next."""
+    _loose: dict[UnifiedTreeNode, None]
+    """Where a path on the host may end behind no checkpoint, since a copy was under way when it should have gone."""
 
     def __init__(self, params: Any, forward_stream: Any) -> None:
         """`forward_stream`: on which steps run."""
         self.forward_stream = forward_stream
-        self._loose: dict[UnifiedTreeNode, None] = {}
-        """Where a path on the host may end behind no checkpoint, since a copy was under way when it should have gone."""
         super().__init__(params)
 
     @property
@@ -293,7 +293,7 @@ class TieredCache(PrefixCache):
         score = registry.price() if kind is ComponentType.MAMBA else registry.patience()
         worth = registry.worth_to_host(score)
         enough = 1 / score[slot] if slot else float("inf")
-        order = iter(registry.on_host(score))
+        order = iter(registry.on_host(worth, enough))
         place = next(order, 0)
         ends: list[tuple[float, int]] = []  # of paths whose end has gone
         while pool.available_size() - before < count and (place or ends):
@@ -301,16 +301,15 @@ class TieredCache(PrefixCache):
                 _, first = heapq.heappop(ends)
             else:
                 first, place = place, next(order, 0)
-            if worth[first] >= enough:
-                break
             node = slots.nodes.get(first)
             if node is None or self._row(node) is None or node in path or not self._may_go(node):
                 continue
             if self._is_end(node):
                 above = node.parent
                 compat.evict_from_host(self, node, self.components.values())
-                if (end := self._clear(above, path)) is not None:
-                    heapq.heappush(ends, (float(worth[slots.id_of(end)]), slots.id_of(end)))
+                end = self._clear(above, path)
+                if end is not None and worth[place_of_end := slots.id_of(end)] < enough:
+                    heapq.heappush(ends, (float(worth[place_of_end]), place_of_end))
             elif kind is ComponentType.MAMBA:
                 compat.evict_from_host(self, node, [self.component])
         return int(pool.available_size() - before)

@@ -28,17 +28,11 @@ PATIENCE = 2
 1.5, 2, 3 and no limit hit 6.8, 10.9, 11.6 and 11.7 % of 790 conversations, and 63, 60, 50 and 14 % of 155 that come
 after 300 others."""
 
-
-MARGIN = 1 / 16
-"""The part of a device whose memory is free, or is that of checkpoints of which the host has a copy, so that nobody who
-needs room waits for one."""
-
-
 MARGIN = 32
-"""One part of so many of a device is kept at hand: free, or of checkpoints of which the host has a copy already, so that
-who needs room does not wait for one. Agent conversations of ten times a device of 1.0 M tokens, a host of eight times
-(`benchmarks/tier_simulation.py`): with 1/16 a ninth as much is waited for, and 0.25 % less is found, since a host has
-that much twice."""
+"""One part of so many of a device is kept at hand: free, or of checkpoints of which the host has a copy, so that who
+needs room does not wait for one. Agent conversations of ten times a device of 1.0 M tokens, a host of eight times
+(`benchmarks/tier_simulation.py`): 3 % of what is saved is waited for. With 16 it would be less than 1 %, and up to
+0.25 % less would be found, since the host has that much twice."""
 
 
 class CheckpointRegistry:
@@ -267,8 +261,9 @@ class CheckpointRegistry:
         """
         return np.where(self.copied & ~self.leaving, -1 / score, 1 / score)
 
-    def on_host(self, score: np.ndarray) -> list[int]:
-        """All of which the host has a copy, alone or not, in the order in which it gives them up."""
+    def on_host(self, worth: np.ndarray, below: float = np.inf) -> list[int]:
+        """Those of which the host has a copy, alone or not, that is worth less than `below` by `worth_to_host`: in the
+        order in which the host gives them up."""
         everywhere = np.arange(len(self.held))
-        ids = everywhere[self.held & (self.copied | (everywhere > self.capacity))]
-        return ids[np.argsort(self.worth_to_host(score)[ids], kind="stable")].tolist()
+        ids = everywhere[self.held & (self.copied | (everywhere > self.capacity)) & (worth < below)]
+        return ids[np.argsort(worth[ids], kind="stable")].tolist()

@@ -109,7 +109,7 @@ class PrefixTree:
         """The deepest checkpoint on the path of `keys`, and how far blocks are cached. Changes nothing."""
         node, best, depth = self.root, self.root, 0
         while depth < len(keys) and (child := node.children.get(int(keys[depth]))) is not None:
-            common = _common(child.keys, keys[depth:])
+            common = common_blocks(child.keys, keys[depth:])
             depth += common
             if common < len(child.keys):
                 break
@@ -172,7 +172,7 @@ class PrefixTree:
                 self._refresh(node)
                 self._refresh(child)
                 return child
-            common = _common(child.keys, keys[depth:])
+            common = common_blocks(child.keys, keys[depth:])
             if common < len(child.keys):
                 child = self._split(child, common)
             mine = blocks[depth : child.end]
@@ -270,7 +270,8 @@ class PrefixTree:
             self._worthless.pop(node, None)
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
+def common_blocks(a: np.ndarray, b: np.ndarray) -> int:
+    """How many keys two paths have in common."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     first = int(differs.argmax()) if n else 0
