@@ -260,6 +260,36 @@ def test_what_is_superseded_makes_no_room_for_blocks(monkeypatch: pytest.MonkeyP
     server.check_contents()
 
 
+def test_a_row_in_the_middle_of_a_path_goes_without_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three rows that one line has, those of the next line get the ones that save least."""
+    server = TieredServer(monkeypatch, seed=0, blocks=20, host_checkpoints=3)
+    for line, blocks in ((0, 10), (1, 6)):
+        server.serve(prompt(line, blocks))
+        server._make_room(20)
+        server.check()
+    assert server.cache.full_kv_pool_host.held == 16 and server.cache.mamba_pool_host.held == 3
+    assert [server.serve(prompt(0, 10)), server.serve(prompt(1))] == [10 * BLOCK, 6 * BLOCK]
+    assert not server.wrong
+
+
+def test_blocks_behind_no_checkpoint_go_when_they_are_not_read_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = TieredServer(monkeypatch, seed=0, blocks=20)
+    cache = server.cache
+    server.serve(prompt(0, blocks=3))
+    server.serve(prompt(0, blocks=2)[: 2 * BLOCK] + prompt(7, blocks=1))  # a branch behind two blocks
+    server._make_room(20)
+    (parted,) = cache.root_node.children.values()
+    assert len(parted.children) == 2
+    compat.evict_from_host(cache, parted, [server.component])
+    server.check()
+    lock = cache.inc_host_lock_ref(parted.id).to_dec_params()
+    assert cache.evict_host(20 * BLOCK) == 2 * BLOCK and cache.full_kv_pool_host.held == 2
+    server.check()
+    cache.dec_host_lock_ref(parted.id, lock)
+    assert cache.evict_host(1) == 2 * BLOCK and cache.full_kv_pool_host.held == 0
+    server.check()
+
+
 def places(server: TieredServer) -> dict[str, set[int]]:
     """The lines of `prompt` whose ends are on the device and on the host."""
     held: dict[str, set[int]] = {"device": set(), "host": set()}

@@ -248,7 +248,7 @@ class CheckpointRegistry:
                 followers[above] -= 1
                 if above <= self.capacity and free[above] and not followers[above]:
                     heapq.heappush(ends, (-patience[above], above))
-        self.leaving[:] = copying
+        self.leaving[:] = False
         self.leaving[list(going)] = True
         return list(going)
 
