@@ -284,7 +284,6 @@ def test_blocks_behind_no_checkpoint_go_when_they_are_not_read_any_more(monkeypa
     server.check()
     lock = cache.inc_host_lock_ref(parted.id).to_dec_params()
     assert cache.evict_host(20 * BLOCK) == 2 * BLOCK and cache.full_kv_pool_host.held == 2
-    server.check()
     cache.dec_host_lock_ref(parted.id, lock)
     assert cache.evict_host(1) == 2 * BLOCK and cache.full_kv_pool_host.held == 0
     server.check()
