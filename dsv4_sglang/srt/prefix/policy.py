@@ -155,7 +155,6 @@ class CheckpointRegistry:
         if not self._following[slot]:
             self._waiting_ended(since, used=True)
         self.last[slot] = self.now
-        self.leaving[slot] = False
 
     def _waiting_ended(self, waited: float, *, used: bool) -> None:
         """Estimate `usual` anew: the reciprocal rate of uses where some waits were cut off; newer ones weigh more."""
@@ -224,33 +223,36 @@ class CheckpointRegistry:
 
     def note_leaving(self, tokens: int, slots: int) -> list[int]:
         """The checkpoints that the device gives up next, in this order: for `slots` slots, and with the ends of paths
-        for blocks of `tokens` tokens."""
+        for blocks of `tokens` tokens. Those that would be among them if no request held them are noted, too."""
         here = self.held[: self.capacity + 1]
         # Those that a copy to the host locks leave when it is done.
         copying = self.leaving & self.copied & (self.locks > 0)
         free = here & ((self.locks == 0) | copying)[: len(here)]
-        ids = np.flatnonzero(free)
+        ids = np.flatnonzero(here)
         going: dict[int, None] = {}
         if slots > 0:
-            going.update(dict.fromkeys(ids[np.argsort(-self.price()[ids], kind="stable")][:slots].tolist()))
+            order = ids[np.argsort(-self.price()[ids], kind="stable")]
+            going.update(dict.fromkeys(order[: np.searchsorted(np.cumsum(free[order]), slots) + 1].tolist()))
         if tokens > 0:
             patience = self.patience()
-            followers = np.bincount(self.previous[np.flatnonzero(here)], minlength=len(self.held))
+            followers = np.bincount(self.previous[ids], minlength=len(self.held))
             order = ids[followers[ids] == 0]
             order = order[np.argsort(-patience[order], kind="stable")]
-            freed = np.cumsum(self.length[order] - self.length[self.previous[order]])
+            freed = np.cumsum(np.where(free[order], self.length[order] - self.length[self.previous[order]], 0))
             ends = [(-patience[slot], slot) for slot in order[: np.searchsorted(freed, tokens) + 1].tolist()]
             while ends and tokens > 0:
                 _, slot = heapq.heappop(ends)
                 going[slot] = None
+                if not free[slot]:
+                    continue
                 above = int(self.previous[slot])
                 tokens -= int(self.length[slot] - self.length[above])
                 followers[above] -= 1
-                if above <= self.capacity and free[above] and not followers[above]:
+                if above <= self.capacity and here[above] and not followers[above]:
                     heapq.heappush(ends, (-patience[above], above))
         self.leaving[:] = False
         self.leaving[list(going)] = True
-        return list(going)
+        return [slot for slot in going if free[slot]]
 
     def worth_to_host(self, score: np.ndarray) -> np.ndarray:
         """By number, what a copy on the host is worth: the host gives up the smallest first. `score`: `price` where a
