@@ -483,9 +483,8 @@ def test_what_leaves_the_device_next() -> None:
     registry.lock(1)
     assert registry.note_leaving(1, 0) == [2]
     assert registry.leaving.nonzero()[0].tolist() == [1, 2], "its copy is not spare while a request holds it"
-    assert registry.note_leaving(0, 2) == [3, 2] and not registry.leaving[1]
+    assert registry.note_leaving(0, 2) == [3, 4] and not registry.leaving[1] and not registry.leaving[2]
+    assert registry.note_leaving(1, 0) == [2]
     registry.copied[2] = True
     registry.lock(2)  # by its copy
     assert registry.note_leaving(1, 0) == [2] and registry.leaving[2]
-    registry.use(2)
-    assert registry.note_leaving(1, 0) == [4] and not registry.leaving[2]

@@ -9,6 +9,7 @@ from benchmarks.agent_trace import load, rounds
 from benchmarks.prefix_simulation import BLOCK_BYTES, CHECKPOINT_BYTES
 from benchmarks.tier_simulation import CopyingSimulation, SharedTree, TieredSimulation, simulate
 from benchmarks.tier_tree import TieredTree
+from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
 from dsv4_sglang.srt.prefix.tree import Node, PrefixTree
 
 
@@ -26,6 +27,14 @@ def test_the_host_need_not_have_what_the_device_has() -> None:
     turns = load(60, 5, tokens=(2_000, 20_000), generate=(8, 16))
     hits = [simulate(turns, 2, tokens=200_000, copies=copies)["hit"] for copies in (True, False)]
     assert hits[0] + 0.015 < hits[1], hits
+
+
+def test_copies_first_finds_more_than_the_least_worth_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the device has."""
+    turns = load(60, 5, tokens=(2_000, 20_000), generate=(8, 16))
+    found = simulate(turns, 1, tokens=200_000)["hit"]
+    monkeypatch.setattr(CheckpointRegistry, "worth_to_host", lambda self, score: 1 / score)
+    assert simulate(turns, 1, tokens=200_000)["hit"] + 0.01 < found
 
 
 def test_one_memory_for_both_fits_the_load() -> None:
