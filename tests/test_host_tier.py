@@ -85,7 +85,7 @@ def test_steps_read_what_they_should(monkeypatch: pytest.MonkeyPatch, policy: st
     server.check_contents()
     assert server.from_host > 0, "nothing came from the host"
     counters = server.component.host_counters
-    assert counters.loads_failed > 1 or not bad_transfers
+    assert counters.loads_failed > 0 or not bad_transfers
     assert server.flush(), "something is locked or on its way"
     server.check()
 

@@ -31,8 +31,8 @@ after 300 others."""
 MARGIN = 32
 """One part of so many of a device is kept at hand: free, or of checkpoints of which the host has a copy, so that who
 needs room does not wait for one. Agent conversations of ten times a device of 1.0 M tokens, a host of eight times
-(`benchmarks/tier_simulation.py`): 3 % of what is saved is waited for. With 16 it would be less than 1 %, and up to
-0.25 % less would be found, since the host has that much twice."""
+(`benchmarks/tier_simulation.py`), three seeds: 4 % of what is saved is waited for. With 16 it would be 1.4 %, and 0.2 %
+less would be found, since the host has that much twice."""
 
 
 class CheckpointRegistry:
