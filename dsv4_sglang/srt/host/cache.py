@@ -178,9 +178,11 @@ class TieredCache(PrefixCache):
         if not self._is_to_save(self.component.slots.id_of(node)):
             return
         with self.cache_controller.one_launch():
-            if self._save(node) is None:
-                self._refused()
-        self.writing_check(write_back=True)
+            saved = self._save(node)
+        if saved is None:
+            self._refused()
+        else:
+            self.writing_check(write_back=True)
 
     def _refused(self) -> int:
         self.component.host_counters.saves_refused += 1
