@@ -253,15 +253,23 @@ def test_the_host_keeps_what_the_device_gives_back(tree: pytest.MonkeyPatch, pol
     assert [server.serve(ids) for ids in prompts] == [0] * len(prompts), "a flush forgets the host, too"
 
 
-def test_a_small_host_keeps_what_it_can(tree: pytest.MonkeyPatch) -> None:
-    server = TieredServer(tree, seed=4, policy="write_back", blocks=40, host_blocks=9, host_checkpoints=3)
-    for line in range(1, 7):
-        server.serve([line * 50 + at // BLOCK for at in range(5 * BLOCK + 40)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_small_host_keeps_what_is_worth_most(tree: pytest.MonkeyPatch, policy: str) -> None:
+    """Whatever it has copies of when the device gives its memory back: two lines that have been asked for again. Nothing
+    is copied that makes room for what comes behind it."""
+    server = TieredServer(tree, seed=4, policy=policy, blocks=40, host_blocks=12, host_checkpoints=3)
+    prompts = [[line * 50 + at // BLOCK for at in range(5 * BLOCK + 40)] for line in range(1, 7)]
+    for ids in [*prompts, prompts[1], prompts[4], prompts[1], prompts[4]]:
+        server.serve(ids)
+    before = server.cache.full_kv_pool_host.saved_rows
     with server.cache.leaving_device():
         assert server.flush()
+    assert server.cache.full_kv_pool_host.saved_rows - before <= 12
     spoil(server)
     server.check()
     assert server.allocator.available_size() == server.device.size
+    assert [server.serve(prompts[line]) for line in (1, 4, 0)] == [5 * BLOCK, 5 * BLOCK, 0]
+    assert not server.wrong
 
 
 def test_random_turns_with_sleep(tree: pytest.MonkeyPatch) -> None:
