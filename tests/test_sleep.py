@@ -255,8 +255,8 @@ def test_the_host_keeps_what_the_device_gives_back(tree: pytest.MonkeyPatch, pol
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_small_host_keeps_what_is_worth_most(tree: pytest.MonkeyPatch, policy: str) -> None:
-    """Whatever it has copies of when the device gives its memory back: two lines that have been asked for again. Nothing
-    is copied that makes room for what comes behind it."""
+    """Whatever it has copies of when the device gives its memory back: two lines that have been asked for again.
+    Nothing is copied that makes room for what comes behind it."""
     server = TieredServer(tree, seed=4, policy=policy, blocks=40, host_blocks=12, host_checkpoints=3)
     prompts = [[line * 50 + at // BLOCK for at in range(5 * BLOCK + 40)] for line in range(1, 7)]
     for ids in [*prompts, prompts[1], prompts[4], prompts[1], prompts[4]]:
