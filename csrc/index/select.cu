@@ -230,6 +230,7 @@ __device__ __forceinline__ void set_before(Histogram<threads>& s, uint32_t flags
   for (int i = 0; i < quads; ++i) before[i] += of_warps;
 }
 
+/// What a token of the step is: no kernel of its layers writes that, so it is read before their scores are waited for.
 struct Token {
   int n;  // entries that it sees
   const int32_t* table;
@@ -391,9 +392,10 @@ __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<th
 /// Many tokens that see at most 4 x quads x threads entries: small blocks, `resident` of a processor at a time.
 template <int threads, int quads, int resident>
 __global__ void __launch_bounds__(threads, resident) select_held_kernel(const __grid_constant__ SelectParams p) {
-  wait_for_previous_kernel();
+  let_next_kernel_start();
   SharedHeld<threads>& s = *static_cast<SharedHeld<threads>*>(shared_memory());
   const Token t(p, blockIdx.x);
+  wait_for_previous_kernel();
   if (t.n <= p.top)
     t.write_all(p.top);
   else if (t.n <= 2 * quads * threads)
@@ -405,11 +407,12 @@ __global__ void __launch_bounds__(threads, resident) select_held_kernel(const __
 /// `resident`: blocks of a processor at a time.
 template <bool clustered, int resident>
 __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid_constant__ SelectParams p) {
-  wait_for_previous_kernel();
+  let_next_kernel_start();
   Shared& s = *static_cast<Shared*>(shared_memory());
   uint32_t* bitmap = reinterpret_cast<uint32_t*>(&s + 1);
   const int token = clustered ? blockIdx.x / p.cluster : blockIdx.x, rank = clustered ? cluster_rank() : 0;
   const Token t(p, token);
+  wait_for_previous_kernel();
   const int n = t.n;
   const int32_t* table = t.table;
   int32_t* rows = t.rows;
@@ -468,7 +471,8 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
   for (int i = threadIdx.x; i < spread(words_of(n)); i += kThreads) bitmap[i] = 0;
   __syncthreads();
   const uint32_t count = s.count;
-  const uint64_t low = uint64_t(bound) << 32, high = uint64_t(s.peak) << 32 | 0xffffffffu;
+  // Not a bit wider: of equal scores the entries alone spread over the bins.
+  const uint64_t low = order_of(bound, n - 1), high = order_of(s.peak, 0);
   const auto choose = [&](auto visit) {
     const uint64_t least = reached_by(s, low, high, uint32_t(p.top), 0, visit);
     visit([&](uint64_t x) {
