@@ -7,11 +7,11 @@
 //   1. A thread keeps the largest score of each of its four columns of the row. The `top`-th largest of these 2048
 //      maxima (of a cluster's block, its share of `top`, and then the least of the blocks) is a bound that at least
 //      `top` scores reach, and few more.
-//   2. Scores that reach it go to a list, in any order, as numbers that hold score and entry and are all different; in
-//      a cluster, to one of each block, which then reserves its place in the first block's at once.
+//   2. Scores above it go to a list, in any order, as numbers that hold score and entry and are all different; in a
+//      cluster, to one of each block, which then reserves its place in the first block's at once.
 //   3. The `top`-th largest of the list, by histograms of eleven bits of what is left of the range, until a bin's
-//      numbers are all wanted. Scores that overflow the list (many equal ones) are instead read again for each
-//      histogram.
+//      numbers are all wanted. Scores that overflow the list are instead read again for each histogram. A list that is
+//      too short (many scores are equal) is wanted as a whole, and the first of the scores that equal the bound.
 //   4. What reaches it sets a bit; a word of bits is a block of the table, and sums of the bits before it say where
 //      rows go.
 // Counts in shared memory are atomic and do not depend on the order of the additions. Bytes: 4 a score, a second time
@@ -180,6 +180,25 @@ __device__ __forceinline__ uint32_t find_bound(Shared& s, const float* row, int 
       if (best[k]) f(best[k]);
     }
   }));
+}
+
+/// Sets the bits of the first `wanted` of those entries below n whose score is of this order; there are as many.
+__device__ __forceinline__ void choose_first(Shared& s, uint32_t* bitmap, const float* row, int n, bool aligned,
+                                             uint32_t order, uint32_t wanted) {
+  const int lane = threadIdx.x % 32;
+  for (int at = 4 * threadIdx.x; wanted > 0; at += 4 * kThreads) {
+    const float4 v = load_four(row, at, n, aligned);
+    const float four[4] = {v.x, v.y, v.z, v.w};
+    uint32_t equal = 0, chosen = 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) equal |= uint32_t(at + k < n && order_of(four[k]) == order) << k;
+    uint32_t before = sum_before(s, __popc(equal));
+    const uint32_t all = __reduce_add_sync(kAllLanes, lane < kThreads / 32 ? s.warp_sums[lane] : 0);
+    for (; equal && before < wanted; equal &= equal - 1, ++before) chosen |= equal & -equal;
+    if (chosen) atomicOr(&bitmap[spread(at / 32)], chosen << at % 32);
+    wanted -= min(wanted, all);
+    __syncthreads();
+  }
 }
 
 /// Writes the rows of the entries whose bits are set.
@@ -450,7 +469,7 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
   }
   if (threadIdx.x == 0) atomicMax(&root->peak, s.high);
   visit_scores(row, n, p.aligned, rank, ranks, [&](int entry, uint32_t order, int) {
-    if (order < bound) return;
+    if (order <= bound) return;
     const uint32_t at = atomicAdd(&s.count, 1u);
     if (at < kCandidates) s.candidates[at] = order_of(order, entry);
   });
@@ -471,20 +490,27 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
   for (int i = threadIdx.x; i < spread(words_of(n)); i += kThreads) bitmap[i] = 0;
   __syncthreads();
   const uint32_t count = s.count;
-  // Not a bit wider: of equal scores the entries alone spread over the bins.
-  const uint64_t low = order_of(bound, n - 1), high = order_of(s.peak, 0);
-  const auto choose = [&](auto visit) {
+  const auto choose = [&](uint64_t x) {
+    const uint32_t entry = entry_of(x);
+    atomicOr(&bitmap[spread(entry / 32)], 1u << entry % 32);
+  };
+  const auto visit_list = [&](auto f) {
+    for (int i = threadIdx.x; i < count; i += kThreads) f(s.candidates[i]);
+  };
+  const auto choose_top = [&](auto visit) {
+    const uint64_t low = order_of(bound, n - 1), high = order_of(s.peak, 0);
     const uint64_t least = reached_by(s, low, high, uint32_t(p.top), 0, visit);
     visit([&](uint64_t x) {
-      if (x >= least) atomicOr(&bitmap[spread(entry_of(x) / 32)], 1u << entry_of(x) % 32);
+      if (x >= least) choose(x);
     });
   };
-  if (count <= kCandidates) {
-    choose([&](auto f) {
-      for (int i = threadIdx.x; i < count; i += kThreads) f(s.candidates[i]);
-    });
+  if (count < p.top) {
+    visit_list(choose);
+    choose_first(s, bitmap, row, n, p.aligned, bound, p.top - count);
+  } else if (count <= kCandidates) {
+    choose_top(visit_list);
   } else {
-    choose([&](auto f) {
+    choose_top([&](auto f) {
       visit_scores(row, n, p.aligned, 0, 1, [&](int entry, uint32_t order, int) { f(order_of(order, entry)); });
     });
   }
