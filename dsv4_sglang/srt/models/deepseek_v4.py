@@ -213,9 +213,9 @@ class CachedAttention(in_tree.MqaAttentionBase):
 
         In a CUDA graph of a small batch three streams run. The current one writes the cache as soon as the raw window
         projection and, from the second, the compressors' inputs are there: an append takes few of the GPU's SMs, and
-        what it writes is waited for by scores. The third projects the queries meanwhile. The index query comes first:
-        both products want the whole GPU, and a selection comes between the one and attention. The backend waits for
-        each where it first reads it.
+        scores wait for what it writes. The third projects the query meanwhile, and the second the index query. Both
+        products want the whole GPU; that of the query is first, so that none is in the way of scores and selection. The
+        backend waits for each where it first reads it.
         """
         if x.shape[0] == 0:
             return x
@@ -224,17 +224,19 @@ class CachedAttention(in_tree.MqaAttentionBase):
         side_stream = side_stream if self.compressor else None
         with beside(side_stream, so_far(side_stream)):
             projected = self._project_x(x)
-            projected_all = so_far(side_stream)
+            all_projected = so_far(side_stream)
         q_lora, kv = self._down(x)
-        index_query = None
         with beside(query_stream, so_far(query_stream)):
             latent = self._latent(q_lora)
-            if self.indexer:
-                query = self.indexer(latent)
-                index_query = IndexQuery(query, projected[2], partial(wait_for, so_far(query_stream)))
+            normed = so_far(query_stream)
             self._query(latent, positions, q)
             wait_for_query = partial(wait_for, so_far(query_stream))
-        wait_for(projected_all)
+        index_query = None
+        if self.indexer:
+            with beside(side_stream, normed):
+                query = self.indexer(latent)
+                index_query = IndexQuery(query, projected[2], partial(wait_for, so_far(side_stream)))
+        wait_for(all_projected)
         inputs = LayerInputs(
             weights=self.cache_weights(),
             sink=self._sinks,
