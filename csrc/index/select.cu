@@ -140,7 +140,7 @@ __device__ __forceinline__ Found find_bin(Histogram<threads>& s, uint32_t wanted
 template <typename Visit>
 __device__ __forceinline__ uint64_t reached_by(Shared& s, uint64_t low, uint64_t high, uint32_t wanted, uint32_t slack,
                                                Visit visit) {
-  while (true) {
+  while (low < high) {
     const int bits = 64 - __clzll(high - low), shift = bits > kBinBits ? bits - kBinBits : 0;
     for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
     __syncthreads();
@@ -154,6 +154,7 @@ __device__ __forceinline__ uint64_t reached_by(Shared& s, uint64_t low, uint64_t
     if (shift == 0 || found.inside <= wanted + slack) return low;
     high = min(high, low + ((uint64_t(1) << shift) - 1));
   }
+  return low;
 }
 
 /// This block's bound, which at least `wanted` of its entries below n reach. Leaves the largest of them in s.high.
