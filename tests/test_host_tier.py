@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 import torch
 from prefix_model import TIMES
 from prefix_tree_server import BLOCK, without_a_server
+from sglang.srt.managers import schedule_policy
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
 from streams import Stream
 from tiered_server import TieredServer
 
@@ -19,6 +23,7 @@ from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
 from dsv4_sglang.srt.host.sizing import host_demand
 from dsv4_sglang.srt.host.transfers import TransferController
+from dsv4_sglang.srt.prefix import schedule
 from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
@@ -265,6 +270,45 @@ def test_a_load_without_room_computes_again(monkeypatch: pytest.MonkeyPatch, ful
     server.check()
     assert server.serve(tokens) == 10 * BLOCK
     assert not server.wrong
+
+
+def being_saved(monkeypatch: pytest.MonkeyPatch, policy: str = "write_through") -> TieredServer:
+    """A device of 20 blocks, of which 16 are being saved."""
+    server = TieredServer(monkeypatch, seed=0, policy=policy, blocks=20)
+    server.finish(server.start(prompt(0, blocks=16))["request"])
+    server.cache.check_hicache_events()
+    assert server.cache.ongoing_write_through
+    assert server.cache.full_evictable_size() == 0
+    return server
+
+
+def test_who_needs_room_waits_for_what_is_being_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would retract a request instead."""
+    server = being_saved(monkeypatch)
+    assert server._make_room(10)
+    server.check()
+    server.settle()
+    assert server.serve(prompt(0, blocks=16)) == 16 * BLOCK and not server.wrong
+    server.check_contents()
+
+
+@pytest.mark.parametrize("asked", [10, 30])
+def test_a_request_is_not_refused_for_what_is_being_saved(monkeypatch: pytest.MonkeyPatch, asked: int) -> None:
+    """SGLang would refuse it, and not look again until a running request ends. One for which there is no room without
+    the copies either is refused, by SGLang's own PrefillAdder, and nothing is held."""
+    server = being_saved(monkeypatch)
+    monkeypatch.setattr(schedule_policy, "is_dsa_prefill_cp_in_seq_split", lambda: False)
+    monkeypatch.setattr(schedule_policy, "is_prefill_context_parallel_enabled", lambda: False)
+    cache, sampling = server.cache, SamplingParams(max_new_tokens=10)
+    request = Req("asked", "", array("q", prompt(1, blocks=asked)), sampling)
+    request.init_next_round_input(cache)
+    adder = schedule_policy.PrefillAdder(BLOCK, cache, server.allocator, None, 1.0, 1 << 20, None)
+    admitted = asked == 10
+    result = schedule.admit(type(adder).add_one_req, adder, request, has_chunked_req=False, truncation_align_size=None)
+    assert (result is not schedule_policy.AddReqResult.NO_TOKEN) == admitted
+    assert adder.can_run_list == [request] * admitted
+    assert not cache.ongoing_write_through
+    server.check()
 
 
 def test_a_load_of_a_request_that_was_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:

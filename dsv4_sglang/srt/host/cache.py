@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.unified_cache.components import CacheTransferPhase, ComponentType
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
@@ -136,7 +136,13 @@ class TieredCache(PrefixCache):
             return
         with self.cache_controller.one_launch():
             self._save(node)
+        self.finish_saves()
+
+    def finish_saves(self) -> bool:
+        if not self.ongoing_write_through:
+            return False
         self.writing_check(write_back=True)
+        return True
 
     def _is_to_save(self, slot: int) -> bool:
         registry = self.component.slots.registry
@@ -219,6 +225,17 @@ class TieredCache(PrefixCache):
             return super()._evict_device_leaf(node_id, tracker)
         finally:
             core.is_write_back = saves
+
+    # Room on the device
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """What is being saved is locked, and given up as soon as it is saved: the wait is a step and a copy at most,
+        where SGLang would retract a request, which costs a prefill step at least."""
+        result = super().evict(params)
+        missing = params.num_tokens - result.num_tokens_evicted
+        if missing > 0 and self.finish_saves():
+            result.num_tokens_evicted += super().evict(EvictParams(num_tokens=missing)).num_tokens_evicted
+        return result
 
     # Room on the host
 

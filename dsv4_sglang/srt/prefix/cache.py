@@ -46,6 +46,10 @@ class PrefixCache(UnifiedRadixCache):
         super().reset()
         self.req_to_token_pool.mamba_ckpt_pool.forget()
 
+    def finish_saves(self) -> bool:
+        """Wait for copies to the host under way; whether there were any, whose blocks can be given up now."""
+        return False
+
     def settle(self, waiting: Iterable[Req]) -> None:
         """Wait for copies under way, and give up those that requests of the queue wait for."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.runtime_context import get_spec
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
@@ -123,3 +124,15 @@ def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any,
     compat.release_retracted(original, req, tree_cache, for_memory, *arguments, **named)
     if for_memory and isinstance(tree_cache, PrefixCache):
         tree_cache.retracted(req)
+
+
+def admit(original: Callable[..., AddReqResult], adder: Any, req: Any, *arguments: Any, **named: Any) -> AddReqResult:
+    """AROUND `PrefillAdder.add_one_req`. For want of room it refuses a request before it does anything for it, and the
+    scheduler does not ask again until another ends. Blocks that are being saved are locked, and room a moment later:
+    they are waited for.
+    """
+    result = original(adder, req, *arguments, **named)
+    refused = result is AddReqResult.NO_TOKEN and req not in adder.can_run_list
+    if refused and isinstance(adder.tree_cache, PrefixCache) and adder.tree_cache.finish_saves():
+        return original(adder, req, *arguments, **named)
+    return result
