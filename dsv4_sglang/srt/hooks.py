@@ -177,7 +177,7 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             SRT + "managers.schedule_policy.PrefillAdder.add_one_req",
             HookType.AROUND,
             schedule.admit,
-            "what is being saved to the host is room a moment later; SGLang would let a request wait until another ends",
+            "what is being saved to the host is room a moment later; SGLang lets a request wait until another ends",
         ),
         Hook(
             SRT + "managers.schedule_batch.ScheduleBatch.release_req",
