@@ -16,7 +16,7 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.component import SELECTIVE, WRITE_BACK, TieredComponent
 from dsv4_sglang.srt.prefix.cache import PrefixCache
-from dsv4_sglang.srt.prefix.component import component_of
+from dsv4_sglang.srt.prefix.component import BlockComponent, component_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -286,7 +286,10 @@ class TieredCache(PrefixCache):
 
 def build_tiered_cache(ctx: Any, interval: int) -> TieredCache:
     """The cache of a launch with --enable-hierarchical-cache."""
-    ctx.params.component_registry_override = {ComponentType.MAMBA: partial(TieredComponent, interval=interval)}
+    ctx.params.component_registry_override = {
+        ComponentType.FULL: BlockComponent,
+        ComponentType.MAMBA: partial(TieredComponent, interval=interval),
+    }
     cache = TieredCache(ctx.params, ctx.tp_worker.model_runner.forward_stream)
     cache.init_hicache(ctx.server_args, ctx.params)
     ctx.tp_worker.register_hicache_layer_transfer_counter(cache.cache_controller.layer_done_counter)
