@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -297,8 +298,11 @@ def test_a_request_is_not_refused_for_what_is_being_saved(monkeypatch: pytest.Mo
     """SGLang would refuse it, and not look again until a running request ends. One for which there is no room without
     the copies either is refused, by SGLang's own PrefillAdder, and nothing is held."""
     server = being_saved(monkeypatch)
-    monkeypatch.setattr(schedule_policy, "is_dsa_prefill_cp_in_seq_split", lambda: False)
-    monkeypatch.setattr(schedule_policy, "is_prefill_context_parallel_enabled", lambda: False)
+    of_settings = ("is_dsa_prefill_cp_in_seq_split", "is_prefill_context_parallel_enabled", "_use_exact_chunk_fill")
+    for name in (*of_settings, "mamba_prefill_chunk_grid"):
+        monkeypatch.setattr(schedule_policy, name, lambda: False, raising=False)
+    features = SimpleNamespace(features=SimpleNamespace(enable_encoder_swa_bounded_replay=False))
+    monkeypatch.setattr(schedule_policy, "get_exec", lambda: features, raising=False)
     cache, sampling = server.cache, SamplingParams(max_new_tokens=10)
     request = Req("asked", "", array("q", prompt(1, blocks=asked)), sampling)
     request.init_next_round_input(cache)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -229,12 +229,20 @@ class TieredCache(PrefixCache):
     # Room on the device
 
     def evict(self, params: EvictParams) -> EvictResult:
+        return self._evict_saved(super().evict, params)
+
+    def evict_for_alloc(self, params: EvictParams, **arguments: Any) -> EvictResult:
+        """`evict` of newer releases, for those who need the room."""
+        return self._evict_saved(partial(super().evict_for_alloc, **arguments), params)
+
+    def _evict_saved(self, evict: Callable[[EvictParams], EvictResult], params: EvictParams) -> EvictResult:
         """What is being saved is locked, and given up as soon as it is saved: the wait is a step and a copy at most,
         where SGLang would retract a request, which costs a prefill step at least."""
-        result = super().evict(params)
-        missing = params.num_tokens - result.num_tokens_evicted
-        if missing > 0 and self.finish_saves():
-            result.num_tokens_evicted += super().evict(EvictParams(num_tokens=missing)).num_tokens_evicted
+        blocks = self.token_to_kv_pool_allocator
+        wanted = blocks.available_size() + params.num_tokens
+        result = evict(params)
+        if (missing := wanted - blocks.available_size()) > 0 and self.finish_saves():
+            result.num_tokens_evicted += evict(EvictParams(num_tokens=missing)).num_tokens_evicted
         return result
 
     # Room on the host
