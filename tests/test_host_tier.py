@@ -14,7 +14,7 @@ import torch
 from prefix_model import TIMES
 from prefix_tree_server import BLOCK, without_a_server
 from sglang.srt.managers import schedule_policy
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
 from streams import Stream
 from tiered_server import TieredServer
@@ -293,25 +293,36 @@ def test_who_needs_room_waits_for_what_is_being_saved(monkeypatch: pytest.Monkey
     server.check_contents()
 
 
-@pytest.mark.parametrize("asked", [10, 30])
-def test_a_request_is_not_refused_for_what_is_being_saved(monkeypatch: pytest.MonkeyPatch, asked: int) -> None:
-    """SGLang would refuse it, and not look again until a running request ends. One for which there is no room without
-    the copies either is refused, by SGLang's own PrefillAdder, and nothing is held."""
+def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own PrefillAdder refuses it, since what is being saved is locked; the batch is full until a running
+    request ends, or that is saved."""
     server = being_saved(monkeypatch)
     of_settings = ("is_dsa_prefill_cp_in_seq_split", "is_prefill_context_parallel_enabled", "_use_exact_chunk_fill")
     for name in (*of_settings, "mamba_prefill_chunk_grid"):
         monkeypatch.setattr(schedule_policy, name, lambda: False, raising=False)
     features = SimpleNamespace(features=SimpleNamespace(enable_encoder_swa_bounded_replay=False))
     monkeypatch.setattr(schedule_policy, "get_exec", lambda: features, raising=False)
-    cache, sampling = server.cache, SamplingParams(max_new_tokens=10)
-    request = Req("asked", "", array("q", prompt(1, blocks=asked)), sampling)
-    request.init_next_round_input(cache)
-    adder = schedule_policy.PrefillAdder(BLOCK, cache, server.allocator, None, 1.0, 1 << 20, None)
-    admitted = asked == 10
-    result = schedule.admit(type(adder).add_one_req, adder, request, has_chunked_req=False, truncation_align_size=None)
-    assert (result is not schedule_policy.AddReqResult.NO_TOKEN) == admitted
-    assert adder.can_run_list == [request] * admitted
-    assert not cache.ongoing_write_through
+    request = Req("waiting", "", array("q", prompt(1, blocks=10)), SamplingParams(max_new_tokens=10))
+    scheduler, refused = SimpleNamespace(tree_cache=server.cache), schedule_policy.AddReqResult.NO_TOKEN
+
+    def look(scheduler: Any, batch: ScheduleBatch) -> object:
+        """As Scheduler.get_new_batch_prefill."""
+        scheduler.tree_cache.check_hicache_events()
+        if batch.batch_is_full:
+            return None
+        request.init_next_round_input(server.cache)
+        adder = schedule_policy.PrefillAdder(BLOCK, server.cache, server.allocator, None, 1.0, 1 << 20, None)
+        result = adder.add_one_req(request, has_chunked_req=False, truncation_align_size=None)
+        batch.batch_is_full = result is refused
+        return result
+
+    batch = ScheduleBatch(reqs=[])
+    assert [schedule.look_again(look, scheduler, batch) for _ in range(2)] == [refused, None]
+    results = []
+    for _ in range(3):  # checkpoints whose blocks were under way are saved behind them
+        server.streams.run_all()
+        results.append(schedule.look_again(look, scheduler, batch))
+    assert schedule_policy.AddReqResult.CONTINUE in results
     server.check()
 
 

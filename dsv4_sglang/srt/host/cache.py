@@ -124,7 +124,10 @@ class TieredCache(PrefixCache):
     # To the host
 
     def check_hicache_events(self) -> None:
+        saving = len(self.ongoing_write_through)
         super().check_hicache_events()
+        if len(self.ongoing_write_through) < saving and self.running_batch is not None:
+            self.running_batch.batch_is_full = False  # what was saved is not locked any more
         self.cache_controller.load_what_is_left()
         self._save_wanted()
 
@@ -139,6 +142,7 @@ class TieredCache(PrefixCache):
         self.finish_saves()
 
     def finish_saves(self) -> bool:
+        """Wait for saves under way; whether there were any, whose blocks can be given up now."""
         if not self.ongoing_write_through:
             return False
         self.writing_check(write_back=True)

@@ -29,6 +29,8 @@ class PrefixCache(UnifiedRadixCache):
     part in CHECK_PAUSE of an idle server's time.
     """
 
+    running_batch: Any = None
+    """The scheduler's, which is marked as full (`batch_is_full`) while there is no room for another request."""
     _next_check = 0.0
 
     def sanity_check(self) -> None:
@@ -45,10 +47,6 @@ class PrefixCache(UnifiedRadixCache):
     def reset(self) -> None:
         super().reset()
         self.req_to_token_pool.mamba_ckpt_pool.forget()
-
-    def finish_saves(self) -> bool:
-        """Wait for copies to the host under way; whether there were any, whose blocks can be given up now."""
-        return False
 
     def settle(self, waiting: Iterable[Req]) -> None:
         """Wait for copies under way, and give up those that requests of the queue wait for."""

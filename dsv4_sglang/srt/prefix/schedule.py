@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.runtime_context import get_spec
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
@@ -126,13 +125,9 @@ def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any,
         tree_cache.retracted(req)
 
 
-def admit(original: Callable[..., AddReqResult], adder: Any, req: Any, *arguments: Any, **named: Any) -> AddReqResult:
-    """AROUND `PrefillAdder.add_one_req`. For want of room it refuses a request before it does anything for it, and the
-    scheduler does not ask again until another ends. Blocks that are being saved are locked, and room a moment later:
-    they are waited for.
-    """
-    result = original(adder, req, *arguments, **named)
-    refused = result is AddReqResult.NO_TOKEN and req not in adder.can_run_list
-    if refused and isinstance(adder.tree_cache, PrefixCache) and adder.tree_cache.finish_saves():
-        return original(adder, req, *arguments, **named)
-    return result
+def look_again(original: Callable[..., Any], scheduler: Any, running_batch: Any, *arguments: Any, **named: Any) -> Any:
+    """AROUND `Scheduler.get_new_batch_prefill`, which does not look at its queue while the batch is marked as full. The
+    mark goes when a request ends, or when the prefix cache clears it."""
+    if isinstance(scheduler.tree_cache, PrefixCache):
+        scheduler.tree_cache.running_batch = running_batch
+    return original(scheduler, running_batch, *arguments, **named)
