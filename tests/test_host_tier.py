@@ -293,7 +293,8 @@ def test_who_needs_room_waits_for_what_is_being_saved(monkeypatch: pytest.Monkey
     server.check_contents()
 
 
-def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waited_for", [False, True])
+def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.MonkeyPatch, waited_for: bool) -> None:
     """SGLang's own PrefillAdder refuses it, since what is being saved is locked; the batch is full until a running
     request ends, or that is saved."""
     server = being_saved(monkeypatch)
@@ -320,7 +321,7 @@ def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.Mo
     assert [schedule.look_again(look, scheduler, batch) for _ in range(2)] == [refused, None]
     results = []
     for _ in range(3):  # checkpoints whose blocks were under way are saved behind them
-        server.streams.run_all()
+        _ = server.cache.finish_saves() if waited_for else server.streams.run_all()
         results.append(schedule.look_again(look, scheduler, batch))
     assert schedule_policy.AddReqResult.CONTINUE in results
     server.check()

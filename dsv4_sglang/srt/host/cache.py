@@ -124,10 +124,8 @@ class TieredCache(PrefixCache):
     # To the host
 
     def check_hicache_events(self) -> None:
-        saving = len(self.ongoing_write_through)
-        super().check_hicache_events()
-        if len(self.ongoing_write_through) < saving and self.running_batch is not None:
-            self.running_batch.batch_is_full = False  # what was saved is not locked any more
+        with self._looking_again():
+            super().check_hicache_events()
         self.cache_controller.load_what_is_left()
         self._save_wanted()
 
@@ -145,8 +143,17 @@ class TieredCache(PrefixCache):
         """Wait for saves under way; whether there were any, whose blocks can be given up now."""
         if not self.ongoing_write_through:
             return False
-        self.writing_check(write_back=True)
+        with self._looking_again():
+            self.writing_check(write_back=True)
         return True
+
+    @contextmanager
+    def _looking_again(self) -> Iterator[None]:
+        """Saves that are over within have left room: the scheduler is to look whether it is enough for a request."""
+        saving = len(self.ongoing_write_through)
+        yield
+        if len(self.ongoing_write_through) < saving and self.running_batch is not None:
+            self.running_batch.batch_is_full = False
 
     def _is_to_save(self, slot: int) -> bool:
         registry = self.component.slots.registry
