@@ -16,7 +16,8 @@ ms", a step of decode, however few tokens it computes. Two things tell it from w
 the longest time meanwhile between two tokens of the short request, which is that step and one of decode. "hit ms": the
 time to the first token of a request that is never retracted and has the same tokens, prompt and answer, when these are
 on the device; with its own pause, and the tokens that it computes. Its prompt comes by HTTP, which takes some of "hit
-ms". So a retraction costs "resume ms" less "hit pause ms" more than a hit, and less "step ms" more than no retraction.
+ms". So a retracted request waits "resume ms" less "hit pause ms" longer than one that was never retracted and hits the
+same on the device, and "resume ms" less "step ms" longer than one that goes on decoding.
 """
 
 from __future__ import annotations
