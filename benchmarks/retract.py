@@ -133,10 +133,11 @@ def resumed(
 
 
 def longest_pause(times: Sequence[float], begin: float, end: float) -> float | None:
-    """Milliseconds of the longest time between two tokens, some of which lies between `begin` and `end`; None if there
-    were no tokens then."""
-    pauses = [after - before for before, after in itertools.pairwise(times) if before < end and after > begin]
-    return 1e3 * max(pauses) if pauses else None
+    """Milliseconds of the longest time without a token between `begin` and `end`; None if there were no tokens before
+    or behind it."""
+    pauses = [min(after, end) - max(before, begin) for before, after in itertools.pairwise(times)]
+    longest = max(pauses, default=0.0)
+    return 1e3 * longest if longest > 0 else None
 
 
 class Bench:
