@@ -32,6 +32,7 @@ from dsv4_sglang.srt.prefix.component import PENDING, Pending, component_of
 from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
 MAX_LENGTH = 64 * BLOCK
+# Who needs room has a call of its own.
 FOR_ALLOC = hasattr(UnifiedRadixCache, "evict_for_alloc")
 # A request's blocks are handed to the tree and given back in calls of their own.
 SEPARATE = compat.since("0.5.22")

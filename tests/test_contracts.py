@@ -37,9 +37,9 @@ from dsv4_sglang.srt.prefix.component import BlockComponent, CheckpointComponent
 PACKAGE = Path(dsv4_sglang.__file__).parent
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 SUBCLASSES = (
+    BlockComponent,
     BlockConfigurator,
     CacheKVPool,
-    BlockComponent,
     CheckpointComponent,
     CompressedKVPool,
     DecodeStateReqToTokenPool,

@@ -273,9 +273,9 @@ def test_a_load_without_room_computes_again(monkeypatch: pytest.MonkeyPatch, ful
     assert not server.wrong
 
 
-def being_saved(monkeypatch: pytest.MonkeyPatch, policy: str = "write_through") -> TieredServer:
+def being_saved(monkeypatch: pytest.MonkeyPatch) -> TieredServer:
     """A device of 20 blocks, of which 16 are being saved."""
-    server = TieredServer(monkeypatch, seed=0, policy=policy, blocks=20)
+    server = TieredServer(monkeypatch, seed=0, blocks=20)
     server.finish(server.start(prompt(0, blocks=16))["request"])
     server.cache.check_hicache_events()
     assert server.cache.ongoing_write_through
@@ -321,7 +321,7 @@ def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.Mo
     assert [schedule.look_again(look, scheduler, batch) for _ in range(2)] == [refused, None]
     results = []
     for _ in range(3):  # checkpoints whose blocks were under way are saved behind them
-        _ = server.cache.finish_saves() if waited_for else server.streams.run_all()
+        (server.cache.finish_saves if waited_for else server.streams.run_all)()
         results.append(schedule.look_again(look, scheduler, batch))
     assert schedule_policy.AddReqResult.CONTINUE in results
     server.check()
