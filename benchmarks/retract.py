@@ -8,8 +8,16 @@ fewer tokens, so it is the one that is retracted. Another long one waits from th
 first that is retracted, which goes on when it has ended, from the host if there is one.
 
 "resume ms": from the end of the request that took the room until the next token, and where none did from the last token
-before: the difference to "step ms", a step of decode, is what the retraction costs. "computed again": tokens behind the
-checkpoint from which it resumed, a mean of all retractions of a round; of this package's server only.
+before. "computed again": tokens behind the checkpoint from which it resumed, a mean of all retractions of a round; of
+this package's server only.
+
+What a retracted request goes on with is a prefill step, launched kernel by kernel, which takes far longer than "step
+ms", a step of decode, however few tokens it computes. Two things tell it from what else a retraction costs. "pause ms":
+the longest time meanwhile between two tokens of the short request, which is that step and one of decode. "hit ms": the
+time to the first token of a request that is never retracted and has the same tokens, prompt and answer, when these are
+on the device; with its own pause, and the tokens that it computes. Its prompt comes by HTTP, which takes some of "hit
+ms". So a retracted request waits "resume ms" less "hit pause ms" longer than one that was never retracted and hits the
+same on the device, and "resume ms" less "step ms" longer than one that goes on decoding.
 """
 
 from __future__ import annotations
@@ -53,16 +61,20 @@ DRY = Plan(512, 60, 150, 1_280, 25, 1)
 
 @dataclass
 class Stream:
-    """A request in a thread: when each token came, and how often the request had been retracted by then."""
+    """A request in a thread: its tokens, when each came, and how often the request had been retracted by then.
+    `cached`: tokens of its prompt that were found."""
 
     server: Server
     prompt: list[int]
     count: int
+    answer: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     retractions: list[int] = field(default_factory=list)
+    cached: int = 0
     _error: Exception | None = None
 
     def __post_init__(self) -> None:
+        self.began = time.perf_counter()
         self._first = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -95,7 +107,9 @@ class Stream:
             for line in connection.getresponse():
                 if not line.startswith(b"data: {"):
                     continue
-                now, meta = time.perf_counter(), json.loads(line[6:])["meta_info"]
+                now, message = time.perf_counter(), json.loads(line[6:])
+                meta, self.answer = message["meta_info"], message["output_ids"]
+                self.cached = meta["cached_tokens"]
                 new = meta["completion_tokens"] - len(self.times)
                 self.times += [now] * new
                 self.retractions += [meta.get("num_retractions") or 0] * new
@@ -105,8 +119,8 @@ class Stream:
 def resumed(
     times: Sequence[float], retractions: Sequence[int], took_room_until: float
 ) -> tuple[float, list[dict[str, Any]]]:
-    """(milliseconds of a step, a row for each retraction): whether the room was taken meanwhile, the milliseconds until
-    the request went on, and the tokens that there were."""
+    """(milliseconds of a step, a row for each retraction): whether the room was taken meanwhile, since when the request
+    could go on and when it did, and the tokens that there were."""
     step = statistics.median(after - before for before, after in itertools.pairwise(times))
     rows = []
     for i in range(1, len(times)):
@@ -114,8 +128,16 @@ def resumed(
             continue
         taken = times[i - 1] < took_room_until < times[i]
         since = took_room_until if taken else times[i - 1]
-        rows.append({"room taken": taken, "resume ms": 1e3 * (times[i] - since), "tokens": i})
+        rows.append({"room taken": taken, "since": since, "until": times[i], "tokens": i})
     return 1e3 * step, rows
+
+
+def longest_pause(times: Sequence[float], begin: float, end: float) -> float | None:
+    """Milliseconds of the longest time without a token between `begin` and `end`; None if there were no tokens before
+    or behind it."""
+    pauses = [min(after, end) - max(before, begin) for before, after in itertools.pairwise(times)]
+    longest = max(pauses, default=0.0)
+    return 1e3 * longest if longest > 0 else None
 
 
 class Bench:
@@ -161,16 +183,30 @@ class Bench:
         long = self.stream(server, plan.prompt, plan.answer)
         long.wait_for_first()
         other = self.stream(server, plan.prompt, 1)
-        for stream in (other, long, short):
+        for stream in (other, long):
+            stream.result()
+        hit = Stream(server, long.prompt + long.answer[:-1], 1)
+        for stream in (hit, short):
             stream.result()
         step, rows = resumed(long.times, long.retractions, other.times[-1])
         self.stream(server, 16, 1).result()  # counters are published when requests come and go
-        hits = servers.metrics(server.url).get("prefix_hit_tokens", 0) - before.get("prefix_hit_tokens", 0)
+        hits = servers.metrics(server.url).get("prefix_hit_tokens", 0) - before.get("prefix_hit_tokens", 0) - hit.cached
         again = None
         if before:
             again = (sum(plan.prompt + row["tokens"] for row in rows) - hits) / max(1, len(rows))
         for row in rows:
-            yield {"prompt": plan.prompt, "step ms": step, **row, "computed again": again}
+            since, until = row.pop("since"), row.pop("until")
+            yield {
+                "prompt": plan.prompt,
+                "step ms": step,
+                **row,
+                "resume ms": 1e3 * (until - since),
+                "pause ms": longest_pause(short.times, since, until),
+                "computed again": again,
+                "hit ms": 1e3 * (hit.times[0] - hit.began),
+                "hit pause ms": longest_pause(short.times, hit.began, hit.times[0]),
+                "hit computed": len(hit.prompt) - hit.cached,
+            }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -182,7 +218,8 @@ def main(argv: list[str] | None = None) -> int:
     result = report.Report("retract", args, {"flags": args.flags, **vars(bench.plan)})
     for subject in ["ours"] if args.dry_run else args.servers.split(","):
         result.part(f"retract/{subject}", partial(bench.rounds, subject))
-    columns = ["subject", "round", "prompt", "tokens", "room taken", "step ms", "resume ms", "computed again"]
+    columns = ["subject", "round", "tokens", "room taken", "step ms", "resume ms", "pause ms", "computed again"]
+    columns += ["hit ms", "hit pause ms", "hit computed"]
     result.table("a retracted request resumes", columns)
     return result.close()
 

@@ -32,6 +32,8 @@ from dsv4_sglang.srt.prefix.component import PENDING, Pending, component_of
 from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
 MAX_LENGTH = 64 * BLOCK
+# Who needs room has a call of its own.
+FOR_ALLOC = hasattr(UnifiedRadixCache, "evict_for_alloc")
 # A request's blocks are handed to the tree and given back in calls of their own.
 SEPARATE = compat.since("0.5.22")
 
@@ -151,7 +153,7 @@ class BlockOwner:
     def _make_room(self, blocks: int) -> bool:
         missing = blocks * BLOCK - self.allocator.available_size()
         if missing > 0:
-            self.cache.evict(EvictParams(num_tokens=missing))
+            (self.cache.evict_for_alloc if FOR_ALLOC else self.cache.evict)(EvictParams(num_tokens=missing))
         return self.allocator.available_size() >= blocks * BLOCK
 
     def _allocate(self, request: Request, length: int) -> None:

@@ -583,9 +583,13 @@ def test_what_a_retraction_costs_is_counted_from_when_there_was_room() -> None:
     step, rows = retract.resumed(times, [0, 0, 0, 1, 1, 1, 2, 2], took_room_until=12.9)
     assert step == pytest.approx(100)
     taken, not_taken = rows
-    assert (taken["room taken"], taken["tokens"]) == (True, 3) and taken["resume ms"] == pytest.approx(100)
-    assert (not_taken["room taken"], not_taken["tokens"]) == (False, 6)
-    assert not_taken["resume ms"] == pytest.approx(300)
+    assert taken == {"room taken": True, "since": 12.9, "until": 13.0, "tokens": 3}
+    assert not_taken == {"room taken": False, "since": 13.2, "until": 13.5, "tokens": 6}
+    # Of another request, whose tokens came between and around.
+    assert retract.longest_pause([10.0, 12.92, 12.93, 12.99, 13.02, 14.0], 12.9, 13.0) == pytest.approx(60)
+    assert retract.longest_pause([12.0, 12.9, 12.93, 13.0, 13.4], 12.9, 13.0) == pytest.approx(70)
+    assert retract.longest_pause([12.0, 14.0], 12.9, 13.0) == pytest.approx(100)
+    assert retract.longest_pause([12.0, 12.8], 12.9, 13.0) is None
 
 
 def test_a_tree_that_is_not_installed_gets_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

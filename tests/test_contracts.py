@@ -32,11 +32,12 @@ from dsv4_sglang.srt.models import deepseek_v4, deepseek_v4_dspark, deepseek_v4_
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool, StateSlotPool
 from dsv4_sglang.srt.prefix.cache import PrefixCache
-from dsv4_sglang.srt.prefix.component import CheckpointComponent, LeafOrder
+from dsv4_sglang.srt.prefix.component import BlockComponent, CheckpointComponent, LeafOrder
 
 PACKAGE = Path(dsv4_sglang.__file__).parent
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 SUBCLASSES = (
+    BlockComponent,
     BlockConfigurator,
     CacheKVPool,
     CheckpointComponent,

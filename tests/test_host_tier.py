@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,9 @@ import pytest
 import torch
 from prefix_model import TIMES
 from prefix_tree_server import BLOCK, without_a_server
+from sglang.srt.managers import schedule_policy
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.sampling.sampling_params import SamplingParams
 from streams import Stream
 from tiered_server import TieredServer
 
@@ -21,6 +26,7 @@ from dsv4_sglang.srt.host import cache as host_cache
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
 from dsv4_sglang.srt.host.sizing import host_demand
 from dsv4_sglang.srt.host.transfers import TransferController
+from dsv4_sglang.srt.prefix import schedule
 from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
@@ -369,6 +375,60 @@ def test_a_load_without_room_computes_again(monkeypatch: pytest.MonkeyPatch, ful
     server.check()
     assert server.serve(tokens) == 10 * BLOCK
     assert not server.wrong
+
+
+def being_saved(monkeypatch: pytest.MonkeyPatch) -> TieredServer:
+    """A device of 20 blocks, of which 16 are being saved."""
+    server = TieredServer(monkeypatch, seed=0, blocks=20)
+    server.finish(server.start(prompt(0, blocks=16))["request"])
+    server.cache.check_hicache_events()
+    assert server.cache.ongoing_write_through
+    assert server.cache.full_evictable_size() == 0
+    return server
+
+
+def test_who_needs_room_waits_for_what_is_being_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would retract a request instead."""
+    server = being_saved(monkeypatch)
+    assert server._make_room(10)
+    server.check()
+    server.settle()
+    assert server.serve(prompt(0, blocks=16)) == 16 * BLOCK and not server.wrong
+    server.check_contents()
+
+
+@pytest.mark.parametrize("waited_for", [False, True])
+def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.MonkeyPatch, waited_for: bool) -> None:
+    """SGLang's own PrefillAdder refuses it, since what is being saved is locked; the batch is full until a running
+    request ends, or that is saved."""
+    server = being_saved(monkeypatch)
+    of_settings = ("is_dsa_prefill_cp_in_seq_split", "is_prefill_context_parallel_enabled", "_use_exact_chunk_fill")
+    for name in (*of_settings, "mamba_prefill_chunk_grid"):
+        monkeypatch.setattr(schedule_policy, name, lambda: False, raising=False)
+    features = SimpleNamespace(features=SimpleNamespace(enable_encoder_swa_bounded_replay=False))
+    monkeypatch.setattr(schedule_policy, "get_exec", lambda: features, raising=False)
+    request = Req("waiting", "", array("q", prompt(1, blocks=10)), SamplingParams(max_new_tokens=10))
+    scheduler, refused = SimpleNamespace(tree_cache=server.cache), schedule_policy.AddReqResult.NO_TOKEN
+
+    def look(scheduler: Any, batch: ScheduleBatch) -> object:
+        """As Scheduler.get_new_batch_prefill."""
+        scheduler.tree_cache.check_hicache_events()
+        if batch.batch_is_full:
+            return None
+        request.init_next_round_input(server.cache)
+        adder = schedule_policy.PrefillAdder(BLOCK, server.cache, server.allocator, None, 1.0, 1 << 20, None)
+        result = adder.add_one_req(request, has_chunked_req=False, truncation_align_size=None)
+        batch.batch_is_full = result is refused
+        return result
+
+    batch = ScheduleBatch(reqs=[])
+    assert [schedule.look_again(look, scheduler, batch) for _ in range(2)] == [refused, None]
+    results = []
+    for _ in range(3):  # checkpoints whose blocks were under way are saved behind them
+        (server.cache.finish_saves if waited_for else server.streams.run_all)()
+        results.append(schedule.look_again(look, scheduler, batch))
+    assert schedule_policy.AddReqResult.CONTINUE in results
+    server.check()
 
 
 def test_a_load_of_a_request_that_was_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import torch
 from prefix_model import TIMES, MiniServer
 from prefix_tree_server import BLOCK, TreeServer, without_a_server
 
@@ -232,6 +233,17 @@ def test_asking_for_live_slots_costs_no_checkpoint() -> None:
     run(server, [1, 2, 3])
     server.cache.evict(EvictParams(num_tokens=0, mamba_num=10))
     assert run(server, [1, 2, 3]) == 3 * BLOCK
+
+
+def test_what_is_evicted_is_freed_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many blocks a list of slots has, the device would have to say: `unique` waits for it."""
+    server = TreeServer(blocks=12, checkpoints=20, interval=1, chunk=2)
+    run(server, [1, 2, 3, 4])
+    assert len(server.component.slots.nodes) > 1
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "unique", lambda *args, **kwargs: pytest.fail("the device is waited for"))
+        assert server._make_room(12)
+    server.check()
 
 
 def test_blocks_without_a_checkpoint_go_first() -> None:

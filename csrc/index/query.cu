@@ -14,12 +14,19 @@ namespace {
 constexpr int kWarps = 4;
 
 __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constant__ QueryParams p) {
-  wait_for_previous_kernel();
+  let_next_kernel_start();
   const int lane = threadIdx.x % 32, item = blockIdx.x * kWarps + threadIdx.x / 32;
-  if (item >= p.tokens * p.heads) return;
-  const int token = item / p.heads, head = item - token * p.heads;
+  const bool there = item < p.tokens * p.heads;
+  const int token = there ? item / p.heads : 0, head = item - token * p.heads;
   const int64_t at = token * p.token_stride + head * p.head_stride + 4 * lane;
-  const int64_t position = p.positions[token];
+  // No kernel of a step's layers writes its positions and the angles.
+  float4 angle{};
+  if (lane >= kFirstRotatedIndexLane) {
+    const float* angles = p.rope + p.positions[token] * kRopeDim + 4 * (lane - kFirstRotatedIndexLane);
+    angle = *reinterpret_cast<const float4*>(angles);
+  }
+  wait_for_previous_kernel();
+  if (!there) return;
   if (lane == 0 && p.form != QueryForm::kByteImage) p.out_weights[item] = p.weights[token * p.weights_stride + head];
   float x[4];
   if (p.q_bf16) {
@@ -30,8 +37,6 @@ __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constan
     x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
   }
   if (lane >= kFirstRotatedIndexLane) {
-    const float* angles = p.rope + position * kRopeDim + 4 * (lane - kFirstRotatedIndexLane);
-    const float4 angle = *reinterpret_cast<const float4*>(angles);
     rotate_pair(x[0], x[1], angle.x, angle.y);
     rotate_pair(x[2], x[3], angle.z, angle.w);
     if (p.q_bf16) {

@@ -314,14 +314,25 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
     init_barrier(&s.used[threadIdx.x], 4 * groups);
   }
   publish_barriers();
-  wait_for_previous_kernel();
+  // What a step's tokens are no kernel of its layers writes.
+  let_next_kernel_start();
   list_tokens(p, s);
 
   // The block has a run of the line, in which the groups take turns.
   const int total = s.ends[kMaxListedTokens - 1];
   const int begin = part_begin(total, blockIdx.x, gridDim.x), stop = part_begin(total, blockIdx.x + 1, gridDim.x);
-  if (begin == stop) return;
+  if (begin == stop) {
+    wait_for_previous_kernel();
+    return;
+  }
   Piece piece(p, s, token_of_unit(s.ends, begin));
+  const auto block_of = [&](int at) {
+    const int tile = min(at, stop - 1);
+    return piece.with(p, s, tile).block(tile, warp / 2);
+  };
+  int at = begin + group, next = block_of(at + groups);
+  const int first_block = block_of(at);
+  wait_for_previous_kernel();
   const auto copy_queries = [&](const Piece& of, int stage) {
     const int count = Sharers<tokens>(s, of.token, p.tokens).count;
     arrive_and_expect(&s.loaded[stage], count * Numbers::kQueryBytes);
@@ -334,19 +345,13 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
   const bool copies = threadIdx.x == 128 * (groups - 1);
   if (copies) copy_queries(piece, 0);
 
-  const auto block_of = [&](int at) {
-    const int tile = min(at, stop - 1);
-    return piece.with(p, s, tile).block(tile, warp / 2);
-  };
   const auto prefetch_weights = [&](int first) {
     const int token = first + lane / 2;
     if (lane < 2 * tokens && token < p.tokens) prefetch(p.weights + token * kIndexHeads + lane % 2 * (kIndexHeads / 2));
   };
   prefetch_weights(piece.token);
-  int at = begin + group;
   PackedKeys packed;
-  packed.load(p.keys + block_of(at) * p.block_bytes, warp % 2, lane);
-  int next = block_of(at + groups);
+  packed.load(p.keys + first_block * p.block_bytes, warp % 2, lane);
   for (int number = 0;; ++number) {
     const int stage = number % kPieceStages;
     const bool more = piece.end < stop;

@@ -7,11 +7,11 @@
 //   1. A thread keeps the largest score of each of its four columns of the row. The `top`-th largest of these 2048
 //      maxima (of a cluster's block, its share of `top`, and then the least of the blocks) is a bound that at least
 //      `top` scores reach, and few more.
-//   2. Scores that reach it go to a list, in any order, as numbers that hold score and entry and are all different; in
-//      a cluster, to one of each block, which then reserves its place in the first block's at once.
+//   2. Scores above it go to a list, in any order, as numbers that hold score and entry and are all different; in a
+//      cluster, to one of each block, which then reserves its place in the first block's at once.
 //   3. The `top`-th largest of the list, by histograms of eleven bits of what is left of the range, until a bin's
-//      numbers are all wanted. Scores that overflow the list (many equal ones) are instead read again for each
-//      histogram.
+//      numbers are all wanted. Scores that overflow the list are instead read again for each histogram. A list that is
+//      too short (many scores are equal) is wanted as a whole, and the first of the scores that equal the bound.
 //   4. What reaches it sets a bit; a word of bits is a block of the table, and sums of the bits before it say where
 //      rows go.
 // Counts in shared memory are atomic and do not depend on the order of the additions. Bytes: 4 a score, a second time
@@ -140,7 +140,7 @@ __device__ __forceinline__ Found find_bin(Histogram<threads>& s, uint32_t wanted
 template <typename Visit>
 __device__ __forceinline__ uint64_t reached_by(Shared& s, uint64_t low, uint64_t high, uint32_t wanted, uint32_t slack,
                                                Visit visit) {
-  while (true) {
+  while (low < high) {
     const int bits = 64 - __clzll(high - low), shift = bits > kBinBits ? bits - kBinBits : 0;
     for (int i = threadIdx.x; i < kBins; i += kThreads) s.bins[i] = 0;
     __syncthreads();
@@ -154,6 +154,7 @@ __device__ __forceinline__ uint64_t reached_by(Shared& s, uint64_t low, uint64_t
     if (shift == 0 || found.inside <= wanted + slack) return low;
     high = min(high, low + ((uint64_t(1) << shift) - 1));
   }
+  return low;
 }
 
 /// This block's bound, which at least `wanted` of its entries below n reach. Leaves the largest of them in s.high.
@@ -180,6 +181,25 @@ __device__ __forceinline__ uint32_t find_bound(Shared& s, const float* row, int 
       if (best[k]) f(best[k]);
     }
   }));
+}
+
+/// Sets the bits of the first `wanted` of those entries below n whose score is of this order; there are as many.
+__device__ __forceinline__ void choose_first(Shared& s, uint32_t* bitmap, const float* row, int n, bool aligned,
+                                             uint32_t order, uint32_t wanted) {
+  const int lane = threadIdx.x % 32;
+  for (int at = 4 * threadIdx.x; wanted > 0; at += 4 * kThreads) {
+    const float4 v = load_four(row, at, n, aligned);
+    const float four[4] = {v.x, v.y, v.z, v.w};
+    uint32_t equal = 0, chosen = 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) equal |= uint32_t(at + k < n && order_of(four[k]) == order) << k;
+    uint32_t before = sum_before(s, __popc(equal));
+    const uint32_t all = __reduce_add_sync(kAllLanes, lane < kThreads / 32 ? s.warp_sums[lane] : 0);
+    for (; equal && before < wanted; equal &= equal - 1, ++before) chosen |= equal & -equal;
+    if (chosen) atomicOr(&bitmap[spread(at / 32)], chosen << at % 32);
+    wanted -= min(wanted, all);
+    __syncthreads();
+  }
 }
 
 /// Writes the rows of the entries whose bits are set.
@@ -230,6 +250,7 @@ __device__ __forceinline__ void set_before(Histogram<threads>& s, uint32_t flags
   for (int i = 0; i < quads; ++i) before[i] += of_warps;
 }
 
+/// What a token of the step is: no kernel of its layers writes that, so it is read before their scores are waited for.
 struct Token {
   int n;  // entries that it sees
   const int32_t* table;
@@ -391,9 +412,10 @@ __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<th
 /// Many tokens that see at most 4 x quads x threads entries: small blocks, `resident` of a processor at a time.
 template <int threads, int quads, int resident>
 __global__ void __launch_bounds__(threads, resident) select_held_kernel(const __grid_constant__ SelectParams p) {
-  wait_for_previous_kernel();
+  let_next_kernel_start();
   SharedHeld<threads>& s = *static_cast<SharedHeld<threads>*>(shared_memory());
   const Token t(p, blockIdx.x);
+  wait_for_previous_kernel();
   if (t.n <= p.top)
     t.write_all(p.top);
   else if (t.n <= 2 * quads * threads)
@@ -405,11 +427,12 @@ __global__ void __launch_bounds__(threads, resident) select_held_kernel(const __
 /// `resident`: blocks of a processor at a time.
 template <bool clustered, int resident>
 __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid_constant__ SelectParams p) {
-  wait_for_previous_kernel();
+  let_next_kernel_start();
   Shared& s = *static_cast<Shared*>(shared_memory());
   uint32_t* bitmap = reinterpret_cast<uint32_t*>(&s + 1);
   const int token = clustered ? blockIdx.x / p.cluster : blockIdx.x, rank = clustered ? cluster_rank() : 0;
   const Token t(p, token);
+  wait_for_previous_kernel();
   const int n = t.n;
   const int32_t* table = t.table;
   int32_t* rows = t.rows;
@@ -447,7 +470,7 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
   }
   if (threadIdx.x == 0) atomicMax(&root->peak, s.high);
   visit_scores(row, n, p.aligned, rank, ranks, [&](int entry, uint32_t order, int) {
-    if (order < bound) return;
+    if (order <= bound) return;
     const uint32_t at = atomicAdd(&s.count, 1u);
     if (at < kCandidates) s.candidates[at] = order_of(order, entry);
   });
@@ -468,19 +491,27 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
   for (int i = threadIdx.x; i < spread(words_of(n)); i += kThreads) bitmap[i] = 0;
   __syncthreads();
   const uint32_t count = s.count;
-  const uint64_t low = uint64_t(bound) << 32, high = uint64_t(s.peak) << 32 | 0xffffffffu;
-  const auto choose = [&](auto visit) {
+  const auto choose = [&](uint64_t x) {
+    const uint32_t entry = entry_of(x);
+    atomicOr(&bitmap[spread(entry / 32)], 1u << entry % 32);
+  };
+  const auto visit_list = [&](auto f) {
+    for (int i = threadIdx.x; i < count; i += kThreads) f(s.candidates[i]);
+  };
+  const auto choose_top = [&](auto visit) {
+    const uint64_t low = order_of(bound, n - 1), high = order_of(s.peak, 0);
     const uint64_t least = reached_by(s, low, high, uint32_t(p.top), 0, visit);
     visit([&](uint64_t x) {
-      if (x >= least) atomicOr(&bitmap[spread(entry_of(x) / 32)], 1u << entry_of(x) % 32);
+      if (x >= least) choose(x);
     });
   };
-  if (count <= kCandidates) {
-    choose([&](auto f) {
-      for (int i = threadIdx.x; i < count; i += kThreads) f(s.candidates[i]);
-    });
+  if (count < p.top) {
+    visit_list(choose);
+    choose_first(s, bitmap, row, n, p.aligned, bound, p.top - count);
+  } else if (count <= kCandidates) {
+    choose_top(visit_list);
   } else {
-    choose([&](auto f) {
+    choose_top([&](auto f) {
       visit_scores(row, n, p.aligned, 0, 1, [&](int entry, uint32_t order, int) { f(order_of(order, entry)); });
     });
   }

@@ -102,13 +102,14 @@ def _checkpoint_classes(scheduler: Any, requests: Any) -> list[tuple[str, object
     """What the prefix cache adds, where there is one."""
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-    from dsv4_sglang.srt.prefix.component import CheckpointComponent, LeafOrder
+    from dsv4_sglang.srt.prefix.component import BlockComponent, CheckpointComponent, LeafOrder
     from dsv4_sglang.srt.prefix.slots import CheckpointSlots
 
     args = compat.flags(scheduler.server_args)
     if args.disable_radix_cache:
         return []
     tree = scheduler.tree_cache
+    components = getattr(tree, "components", {})
     component: type = CheckpointComponent
     found: list[tuple[str, object, type]] = []
     if args.enable_hierarchical_cache:
@@ -124,7 +125,8 @@ def _checkpoint_classes(scheduler: Any, requests: Any) -> list[tuple[str, object
         ]
     return [
         ("checkpoint slots", getattr(requests, "mamba_ckpt_pool", None), CheckpointSlots),
-        ("checkpoints of the tree", getattr(tree, "components", {}).get(ComponentType.MAMBA), component),
+        ("blocks of the tree", components.get(ComponentType.FULL), BlockComponent),
+        ("checkpoints of the tree", components.get(ComponentType.MAMBA), component),
         ("order of eviction", getattr(getattr(tree, "tree_core", None), "eviction_strategy", None), LeafOrder),
         *found,
     ]

@@ -174,6 +174,12 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "a finished request is inserted up to its last checkpoint; SGLang would insert a state of all its drafts",
         ),
         Hook(
+            SRT + "managers.scheduler.Scheduler.get_new_batch_prefill",
+            HookType.AROUND,
+            schedule.look_again,
+            "what is being saved to the host is room a moment later; SGLang lets a request wait until another ends",
+        ),
+        Hook(
             SRT + "managers.schedule_batch.ScheduleBatch.release_req",
             HookType.AROUND,
             schedule.retract_for_memory,

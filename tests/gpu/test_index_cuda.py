@@ -213,7 +213,7 @@ def test_scores(lens, key_format):
 def test_select(width, top, copies):
     """Few tokens and many are taken by different kernels, and long lists otherwise than short ones."""
     g = torch.Generator().manual_seed(width)
-    scores = torch.randn(9, width, generator=g)
+    scores = torch.randn(10, width, generator=g)
     scores[1] = torch.randint(-3, 3, (width,), generator=g)
     scores[2] = 0.0
     scores[3] = torch.where(torch.rand(width, generator=g) < 0.5, 0.0, -0.0)
@@ -223,7 +223,8 @@ def test_select(width, top, copies):
     scores[6] = 1 + 2e-7 * torch.randint(0, 1000, (width,), generator=g)
     scores[6, : width // 8] = 1e20
     scores[8] *= 2e38  # infinite ones, and a range that overflows
-    visible = torch.tensor([width, width, width, width, width, width - 1, width // 2, top, width])
+    scores[9] = (scores[9] - 3).relu()  # fewer than are selected differ from the least
+    visible = torch.tensor([width, width, width, width, width, width - 1, width // 2, top, width, width])
     cases = len(visible)
     table = torch.arange(-(-width // 32)).int().expand(cases, -1).contiguous()
     rows = torch.full((cases * copies, top), -7, dtype=torch.int32, device="cuda")

@@ -14,7 +14,8 @@ from dsv4_sglang.cache.device import resolve_device
 
 pytestmark = pytest.mark.gpu
 
-BOUND = {torch.bfloat16: 6e-3, torch.float32: 1e-5}
+# fp32: logits reach 90 here, sums of 512 products, which both sides round to about 5e-6, and weights by as much.
+BOUND = {torch.bfloat16: 6e-3, torch.float32: 2e-5}
 
 
 @pytest.fixture(scope="module", autouse=True)

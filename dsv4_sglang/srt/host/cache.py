@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.unified_cache.components import CacheTransferPhase, ComponentType
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.component import SELECTIVE, WRITE_BACK, TieredComponent
 from dsv4_sglang.srt.prefix.cache import PrefixCache
-from dsv4_sglang.srt.prefix.component import component_of
+from dsv4_sglang.srt.prefix.component import BlockComponent, component_of
 from dsv4_sglang.srt.prefix.policy import MARGIN
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ class TieredCache(PrefixCache):
     # To the host
 
     def check_hicache_events(self) -> None:
-        super().check_hicache_events()
+        with self._looking_again():
+            super().check_hicache_events()
         self.cache_controller.load_what_is_left()
         self._save_leaving(SAVED_AT_ONCE - self._save_new())
 
@@ -182,11 +183,27 @@ class TieredCache(PrefixCache):
         if saved is None:
             self._refused()
         else:
-            self.writing_check(write_back=True)
+            self.finish_saves()
 
     def _refused(self) -> int:
         self.component.host_counters.saves_refused += 1
         return 0
+
+    def finish_saves(self) -> bool:
+        """Wait for saves under way; whether there were any, whose blocks can be given up now."""
+        if not self.ongoing_write_through:
+            return False
+        with self._looking_again():
+            self.writing_check(write_back=True)
+        return True
+
+    @contextmanager
+    def _looking_again(self) -> Iterator[None]:
+        """Saves that are over within have left room: the scheduler is to look whether it is enough for a request."""
+        saving = len(self.ongoing_write_through)
+        yield
+        if len(self.ongoing_write_through) < saving and self.running_batch is not None:
+            self.running_batch.batch_is_full = False
 
     def _is_to_save(self, slot: int) -> bool:
         registry = self.component.slots.registry
@@ -255,6 +272,25 @@ class TieredCache(PrefixCache):
             return super()._evict_device_leaf(node_id, tracker)
         finally:
             core.is_write_back = True
+
+    # Room on the device
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        return self._evict_saved(super().evict, params)
+
+    def evict_for_alloc(self, params: EvictParams, **arguments: Any) -> EvictResult:
+        """`evict` of newer releases, for those who need the room."""
+        return self._evict_saved(partial(super().evict_for_alloc, **arguments), params)
+
+    def _evict_saved(self, evict: Callable[[EvictParams], EvictResult], params: EvictParams) -> EvictResult:
+        """What is being saved is locked, and given up as soon as it is saved: the wait is a step and a copy at most,
+        where SGLang would retract a request, which costs a prefill step at least."""
+        blocks = self.token_to_kv_pool_allocator
+        wanted = blocks.available_size() + params.num_tokens
+        result = evict(params)
+        if (missing := wanted - blocks.available_size()) > 0 and self.finish_saves():
+            result.num_tokens_evicted += evict(EvictParams(num_tokens=missing)).num_tokens_evicted
+        return result
 
     # Room on the host
 
@@ -346,7 +382,10 @@ class TieredCache(PrefixCache):
 
 def build_tiered_cache(ctx: Any, interval: int) -> TieredCache:
     """The cache of a launch with --enable-hierarchical-cache."""
-    ctx.params.component_registry_override = {ComponentType.MAMBA: partial(TieredComponent, interval=interval)}
+    ctx.params.component_registry_override = {
+        ComponentType.FULL: BlockComponent,
+        ComponentType.MAMBA: partial(TieredComponent, interval=interval),
+    }
     cache = TieredCache(ctx.params, ctx.tp_worker.model_runner.forward_stream)
     cache.init_hicache(ctx.server_args, ctx.params)
     ctx.tp_worker.register_hicache_layer_transfer_counter(cache.cache_controller.layer_done_counter)

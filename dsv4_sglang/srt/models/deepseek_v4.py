@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -50,32 +50,26 @@ def _scales_are_fp32() -> bool:
     return not deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0
 
 
-class Branch:
-    """Work that another stream does meanwhile; `join` makes the current stream wait for it, once."""
-
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self.stream = stream
-
-    def join(self) -> None:
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
-            self.stream = None
-
-
 def so_far(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """What the current stream has done so far, for work on `stream` to wait for; None where there is no such stream."""
+    """What the current stream has done so far, for another to wait for; None where there is no stream beside it."""
     return None if stream is None else torch.cuda.current_stream().record_event()
 
 
+def wait_for(event: torch.cuda.Event | None) -> None:
+    """The current stream goes on when `event` has been reached."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
 @contextmanager
-def branch(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> Iterator[Branch]:
+def beside(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> Iterator[None]:
     """Run the body on `stream`, when `after` has been reached; None: on the current stream."""
     if stream is None or after is None:
-        yield Branch(None)
+        yield
         return
     stream.wait_event(after)
     with torch.cuda.stream(stream):
-        yield Branch(stream)
+        yield
 
 
 def _with_room_for_drafts(config: Any) -> Any:
@@ -217,31 +211,36 @@ class CachedAttention(in_tree.MqaAttentionBase):
     ) -> Tensor:
         """`x [T, hidden]` after the input norm, to `[T, hidden]`; with `defer_all_reduce` this process's part of it.
 
-        In a CUDA graph of a small batch three streams run: one projects the query, one the compressors' inputs and then
-        the index query, while the current one writes the cache and, when the index query is there, selects from it.
-        The backend waits for each where it first reads it. The index query is launched before the query: both want the
-        whole GPU, and a selection comes between the one and attention.
+        In a CUDA graph of a small batch three streams run. The current one writes the cache as soon as the raw window
+        projection and, from the second, the compressors' inputs are there: an append takes few of the GPU's SMs, and
+        scores wait for what it writes. The third projects the query meanwhile, and the second the index query. Both
+        products want the whole GPU; that of the query is first, so that none is in the way of scores and selection. The
+        backend waits for each where it first reads it.
         """
         if x.shape[0] == 0:
             return x
         query_stream, side_stream = self.streams if self._overlaps(x) else (None, None)
         q = get_attn_backend().query_buffer(x.shape[0])
         side_stream = side_stream if self.compressor else None
-        with branch(side_stream, so_far(side_stream)) as side:
+        with beside(side_stream, so_far(side_stream)):
             projected = self._project_x(x)
-        latent, kv = self._latents(x)
-        latents = so_far(query_stream)
-        side.join()
+            all_projected = so_far(side_stream)
+        q_lora, kv = self._down(x)
+        with beside(query_stream, so_far(query_stream)):
+            latent = self._latent(q_lora)
+            normed = so_far(query_stream)
+            self._query(latent, positions, q)
+            wait_for_query = partial(wait_for, so_far(query_stream))
         index_query = None
         if self.indexer:
-            with branch(side_stream, latents) as side:
-                index_query = IndexQuery(self.indexer(latent), projected[2], side.join)
-        with branch(query_stream, latents) as query:
-            self._query(latent, positions, q)
+            with beside(side_stream, normed):
+                query = self.indexer(latent)
+                index_query = IndexQuery(query, projected[2], partial(wait_for, so_far(side_stream)))
+        wait_for(all_projected)
         inputs = LayerInputs(
             weights=self.cache_weights(),
             sink=self._sinks,
-            wait_for_query=query.join,
+            wait_for_query=wait_for_query,
             takes_rotated=self.quantises_output,
             kv_score=projected[0] if self.compressor else None,
             index_kv_score=projected[1] if self.indexer else None,
@@ -280,17 +279,19 @@ class CachedAttention(in_tree.MqaAttentionBase):
         projections = [self.wq_b, *([self.indexer.wq_b] if self.indexer else [])]
         return all(map(compat.takes_quantised_input, projections))
 
-    def _latents(self, x: Tensor) -> tuple[Latent, Tensor]:
-        """The query latent, and the raw window projection `[T, 512]`."""
-        if self.fuse_wqa_wkv:
-            q_lora, kv = self.wqkv_a(x)[0].split([self.q_lora_rank, self.head_dim], dim=-1)
-        else:
-            q_lora, kv = self.wq_a(x)[0], self.wkv(x)[0]
+    def _down(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The query latent before its norm `[T, q_lora_rank]`, and the raw window projection `[T, 512]`."""
+        if not self.fuse_wqa_wkv:
+            return self.wq_a(x)[0], self.wkv(x)[0]
+        q_lora, kv = self.wqkv_a(x)[0].split([self.q_lora_rank, self.head_dim], dim=-1)
+        return q_lora, kv
+
+    def _latent(self, q_lora: Tensor) -> Latent:
         if self.quantises_latent:
             from dsv4_sglang.srt.models.triton_latent import norm_and_quantise
 
-            return norm_and_quantise(q_lora, self.q_norm.weight, self.q_norm.variance_epsilon), kv
-        return self.q_norm(q_lora), kv
+            return norm_and_quantise(q_lora, self.q_norm.weight, self.q_norm.variance_epsilon)
+        return self.q_norm(q_lora)
 
     def _query(self, latent: Latent, positions: Tensor, out: Tensor) -> None:
         """Write the normed and rotated queries to the first heads of `out` [T, at least this process's heads, 512]."""

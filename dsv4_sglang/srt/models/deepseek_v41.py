@@ -81,7 +81,8 @@ class V41Attention(CachedAttention):
     ) -> Tensor:
         if x.shape[0] == 0:
             return x
-        latent, kv = self._latents(x)
+        q_lora, kv = self._down(x)
+        latent = self._latent(q_lora)
         q = get_attn_backend().query_buffer(x.shape[0])
         self._query(latent, positions, q)
         inputs = V41LayerInputs(

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.registry import default_radix_cache_factory
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from dsv4_sglang.srt.prefix.component import CheckpointComponent, LeafOrder
+from dsv4_sglang.srt.prefix.component import BlockComponent, CheckpointComponent, LeafOrder
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -29,6 +29,8 @@ class PrefixCache(UnifiedRadixCache):
     part in CHECK_PAUSE of an idle server's time.
     """
 
+    running_batch: Any = None
+    """The scheduler's, which is marked as full (`batch_is_full`) while there is no room for another request."""
     _next_check = 0.0
 
     def sanity_check(self) -> None:
@@ -69,7 +71,10 @@ def build_prefix_cache(ctx: Any, interval: int) -> Any:
 
         cache: PrefixCache = build_tiered_cache(ctx, interval)
     else:
-        ctx.params.component_registry_override = {ComponentType.MAMBA: partial(CheckpointComponent, interval=interval)}
+        ctx.params.component_registry_override = {
+            ComponentType.FULL: BlockComponent,
+            ComponentType.MAMBA: partial(CheckpointComponent, interval=interval),
+        }
         cache = PrefixCache(ctx.params)
     cache.tree_core.eviction_strategy = LeafOrder(slots)
     return cache

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
-from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLayer, MambaComponent
+from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceSlot
+from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLayer, FullComponent, MambaComponent
 from sglang.srt.runtime_context import get_parallel
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
@@ -35,6 +36,18 @@ class Pending(NamedTuple):
     length: int
     slot: int
     rolling: bool
+
+
+class BlockComponent(FullComponent):
+    """The blocks of the tree. SGLang frees what it evicts as token slots of any order, whose blocks it looks for, and
+    waits for the device, once a node; a node has whole blocks."""
+
+    def apply_component_action(self, action: Any) -> None:
+        if not isinstance(action, FreeComponentDeviceSlot):
+            super().apply_component_action(action)
+            return
+        for indices in action.indices:
+            self.cache.token_to_kv_pool_allocator.free_segment(indices, start_pos=0)
 
 
 class CheckpointComponent(MambaComponent):

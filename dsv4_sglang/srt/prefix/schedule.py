@@ -123,3 +123,11 @@ def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any,
     compat.release_retracted(original, req, tree_cache, for_memory, *arguments, **named)
     if for_memory and isinstance(tree_cache, PrefixCache):
         tree_cache.retracted(req)
+
+
+def look_again(original: Callable[..., Any], scheduler: Any, running_batch: Any, *arguments: Any, **named: Any) -> Any:
+    """AROUND `Scheduler.get_new_batch_prefill`, which does not look at its queue while the batch is marked as full. The
+    mark goes when a request ends, or when the prefix cache clears it."""
+    if isinstance(scheduler.tree_cache, PrefixCache):
+        scheduler.tree_cache.running_batch = running_batch
+    return original(scheduler, running_batch, *arguments, **named)
