@@ -178,6 +178,8 @@ class TieredCache(PrefixCache):
         and there is room, and wait for it."""
         if not self._is_to_save(self.component.slots.id_of(node)):
             return
+        if node.write_through_pending_id is not None:  # its blocks are on their way
+            self.finish_saves()
         with self.cache_controller.one_launch():
             saved = self._save(node)
         if saved is None:
