@@ -54,9 +54,9 @@ class Plan:
 
     prompt: int = 1024
     stream: int = 1 << 14
-    windows: tuple[float, float] = (8, 16)
+    windows: tuple[float, float] = (6, 12)
     disturbing: int = 8192
-    transfer: dict[int, int] = dataclasses.field(default_factory=lambda: {8192: 5, 65536: 3})
+    transfer: dict[int, int] = dataclasses.field(default_factory=lambda: {8192: 3, 65536: 2})
 
 
 DRY = Plan(prompt=20, stream=4000, windows=(2, 4), disturbing=200, transfer={64: 1, 300: 1})
@@ -164,6 +164,7 @@ class Bench:
             return ["--max-running-requests", most, "--context-length", "4096", *more]
         return [
             *("--load-format", "dummy", "--mem-fraction-static", "0.4", "--max-total-tokens", str(1 << 19)),
+            *("--context-length", str(1 << 17)),
             *("--max-running-requests", most, "--cuda-graph-max-bs-decode", most, "--enable-metrics"),
             *("--sleep-on-idle", *more),
         ]

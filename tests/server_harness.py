@@ -50,24 +50,28 @@ CHUNK = 128
 class Generated:
     """One answer of /generate: log p of each token, and how many tokens of the prompt were in the cache.
 
-    second: (token, log p) of the second likeliest in each place; nothing where the tokens were given.
+    others: log p of the other tokens among the likeliest of each place; nothing where the tokens were given.
     """
 
     tokens: list[int]
     logprobs: list[float]
     cached: int
-    second: list[tuple[int, float]] = field(default_factory=list)
+    others: list[dict[int, float]] = field(default_factory=list)
 
 
 def _request(prompt: Sequence[int], count: int) -> dict[str, Any]:
     sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
-    return {"input_ids": list(prompt), "return_logprob": True, "top_logprobs_num": 2, "sampling_params": sampling}
+    return {"input_ids": list(prompt), "return_logprob": True, "top_logprobs_num": 4, "sampling_params": sampling}
 
 
 def _answer(meta: dict[str, Any]) -> Generated:
     pairs = meta["output_token_logprobs"]
-    second = [(row[1][1], row[1][0]) for row in meta["output_top_logprobs"]]
-    return Generated([p[1] for p in pairs], [p[0] for p in pairs], meta["cached_tokens"], second)
+    # Which of equals comes first in a list need not be the one that was taken.
+    others = [
+        {token: logprob for logprob, token, *_ in row if token != taken}
+        for (_, taken, *_), row in zip(pairs, meta["output_top_logprobs"])
+    ]
+    return Generated([p[1] for p in pairs], [p[0] for p in pairs], meta["cached_tokens"], others)
 
 
 class Server:
@@ -386,11 +390,11 @@ def assert_same(got: Generated, reference: Generated, tolerance: float) -> None:
     assert 0 < count <= len(reference.tokens)
     parted = next((i for i in range(count) if got.tokens[i] != reference.tokens[i]), count)
     if parted < count:
-        token, logprob = reference.second[parted]
-        behind = reference.logprobs[parted] - logprob
-        assert got.tokens[parted] == token and behind <= 2 * tolerance, (
-            f"token {parted} is {got.tokens[parted]}, not {reference.tokens[parted]}; the second likeliest is {token}, "
-            f"by {behind:.1e} in log p"
+        token, others = got.tokens[parted], reference.others[parted]
+        logprob = others.get(token, float("-inf"))
+        assert reference.logprobs[parted] - logprob <= 2 * tolerance, (
+            f"token {parted} is {token}, not {reference.tokens[parted]} of log p {reference.logprobs[parted]:.4f}; "
+            f"others of the likeliest: {others}"
         )
         reference = replace(reference, logprobs=[*reference.logprobs[:parted], logprob])
     compared = min(count, parted + 1)
