@@ -356,12 +356,15 @@ class Driver:
 
 
 def play(driver: Driver, requests: int, limit: float) -> None:
-    """Bursts until so many requests are made or so many seconds are over. Raises `Wrong` with seed and burst."""
-    end = time.monotonic() + limit
+    """Bursts until so many requests are made, or until another as long as the longest would take more than `limit`
+    seconds in all. Raises `Wrong` with seed and burst."""
+    end, longest = time.monotonic() + limit, 0.0
     for burst in bursts(driver.seed, driver.shape):
+        begin = time.monotonic()
         try:
             driver.run(burst)
         except (Wrong, OSError, RuntimeError, http.client.HTTPException) as error:
             raise Wrong(f"seed {driver.seed}, burst {burst.number}: {type(error).__name__}: {error}") from error
-        if driver.seen["requests"] >= requests or time.monotonic() > end:
+        longest = max(longest, time.monotonic() - begin)
+        if driver.seen["requests"] >= requests or time.monotonic() + longest > end:
             return
