@@ -48,19 +48,8 @@ class TieredTree(PrefixTree):
         if to <= registry.capacity:
             registry.copied[to] = registry.wanted[to] = registry.offered[to] = True
 
-    def _refresh(self, node: Node) -> None:
-        leaf = (
-            node is not self.root
-            and self.on_device(node)
-            and not node.locks
-            and not any(self.on_device(child) for child in node.children.values())
-        )
-        if node.checkpoint:
-            self.registry.at_leaf[node.checkpoint] = leaf
-        if leaf and not node.checkpoint:
-            self._worthless[node] = None
-        else:
-            self._worthless.pop(node, None)
+    def _is_leaf(self, node: Node) -> bool:
+        return self.on_device(node) and not any(self.on_device(child) for child in node.children.values())
 
     def _split(self, node: Node, at: int) -> Node:
         above = super()._split(node, at)
@@ -137,8 +126,10 @@ class TieredTree(PrefixTree):
     # Room on the device
 
     def _drop(self, node: Node) -> None:
-        """Give up a slot."""
+        """Give up a slot, if the checkpoint has one."""
         slot = self.slot(node)
+        if not slot:
+            return
         self._save_waiting(node)
         if self.registry.copied[slot]:
             self._move(node, self.registry.host_id(self.row[node] - 1))
@@ -147,29 +138,12 @@ class TieredTree(PrefixTree):
         else:
             super()._drop(node)
 
-    def _evict_leaf(self) -> bool:
-        node = next(iter(self._worthless), None)
-        if node is None:
-            place = self.registry.least_used_leaf()
-            if not place:
-                return False
-            node = self._holder[place]
-            if self.slot(node):
-                self._drop(node)
-        self._worthless.pop(node, None)
-        self.block_pool.free(node.blocks)
+    def _forget_blocks(self, node: Node) -> None:
         node.blocks = NOTHING
-        assert node.parent is not None
         if node.checkpoint:
             self.registry.at_leaf[node.checkpoint] = False
         if node not in self.on_host:
-            self._remove(node)
-        self._refresh(node.parent)
-        return True
-
-    def _remove(self, node: Node) -> None:
-        assert node.parent is not None and not node.children
-        del node.parent.children[int(node.keys[0])]
+            super()._forget_blocks(node)
 
     # To the host
 
@@ -275,7 +249,7 @@ class TieredTree(PrefixTree):
             self.host_blocks.free(self.on_host.pop(at))
             above = at.parent
             if not self.on_device(at):
-                self._remove(at)
+                super()._forget_blocks(at)
                 assert above is not None
                 self._refresh(above)
             at = above

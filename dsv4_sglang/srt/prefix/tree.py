@@ -251,17 +251,24 @@ class PrefixTree:
                 return False
             node = self._holder[slot]
             self._drop(node)
-        del self._worthless[node]
+        self._worthless.pop(node, None)
         self.block_pool.free(node.blocks)
-        parent = node.parent
-        assert parent is not None
-        del parent.children[int(node.keys[0])]
-        self._refresh(parent)
+        self._forget_blocks(node)
+        assert node.parent is not None
+        self._refresh(node.parent)
         return True
+
+    def _forget_blocks(self, node: Node) -> None:
+        """A leaf whose blocks are free goes."""
+        assert node.parent is not None and not node.children
+        del node.parent.children[int(node.keys[0])]
+
+    def _is_leaf(self, node: Node) -> bool:
+        return not node.children
 
     def _refresh(self, node: Node) -> None:
         """Note whether the node is a leaf that may be evicted, and whether a checkpoint gives it worth."""
-        leaf = node is not self.root and not node.children and not node.locks
+        leaf = node is not self.root and self._is_leaf(node) and not node.locks
         if node.checkpoint:
             self.registry.at_leaf[node.checkpoint] = leaf
         if leaf and not node.checkpoint:
