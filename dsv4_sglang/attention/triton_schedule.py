@@ -104,8 +104,10 @@ def _schedule_kernel(
 
 
 def build(window_lens: Tensor, entry_lens: Tensor | None, parts: int, overhead: int) -> tuple[Tensor, Tensor]:
-    """(parts [parts, 8], splits [T + 1]), int32, as FlashMLA takes them, of T >= 1 tokens that read `window_lens` [T] and
-    `entry_lens` [T] int32 rows; `splits` counts the splits of all tokens before each. Device work only."""
+    """What FlashMLA takes, (parts [parts, 8], splits [T + 1]), int32: the splits of all tokens before each.
+
+    Of T >= 1 tokens that read `window_lens` [T] and `entry_lens` [T] int32 rows. Device work only.
+    """
     tokens = window_lens.shape[0]
     metadata, splits = window_lens.new_empty(parts, FIELDS), window_lens.new_empty(tokens + 1)
     _schedule_kernel[(1,)](
