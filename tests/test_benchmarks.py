@@ -379,7 +379,10 @@ gen throughput (token/s): 1000.00, #queue-req: 0
 
 
 def test_decode_lines_of_the_log() -> None:
-    assert servers.decode_rate(DECODE_LOG, 16) == servers.DecodeRate(2805, 2800, 2810, 2)
+    of_steps = (16e3 / 2800 + 16e3 / 2810) / 2
+    assert servers.decode_rate(DECODE_LOG, 16) == servers.DecodeRate(2805, 2800, 2810, 2, pytest.approx(of_steps))
+    turns = DECODE_LOG.replace("cuda graph", "accept len: 2.50, accept rate: 0.50, cuda graph")
+    assert servers.decode_rate(turns, 16).step_ms == pytest.approx(2.5 * of_steps)
     assert servers.decode_rate(DECODE_LOG, 7) is None  # one line counts the time since the burst before
     assert servers.decode_rate("", 7) is None
     of_tensor_parallelism = DECODE_LOG.replace("] Decode", " TP0] Decode").replace("Decode batch,", "Decode batch [7],")
@@ -404,12 +407,16 @@ def test_decode_lines_of_ranks_are_added() -> None:
         for rates in ((3.0, 5.0), (100.0, 200.0), (110.0, 220.0), (120.0, 210.0))
         for rank, rate in enumerate(rates)
     )
-    assert servers.decode_rate(burst, 16) == servers.DecodeRate(320, 300, 340, 3)
+    assert servers.decode_rate(burst, 16) == servers.DecodeRate(
+        320, 300, 340, 3, pytest.approx(1e3 * 8 * (1 / 120 + 1 / 200) / 2)
+    )
     assert servers.decode_rate(burst, 8) is None  # a rank's line is no burst of 8
-    assert servers.decode_rate(burst + decode_line(0, 3, 50.0), 16) == servers.DecodeRate(320, 300, 340, 3)
+    assert servers.decode_rate(burst + decode_line(0, 3, 50.0), 16) == servers.DecodeRate(
+        320, 300, 340, 3, pytest.approx(1e3 * 8 * (1 / 120 + 1 / 200) / 2)
+    )
     assert servers.decode_rate(decode_line(0, 8, 3.0) + decode_line(0, 8, 4.0), 16) is None  # the other says nothing
     one = decode_line(1, 1, 3.0) + decode_line(1, 1, 131.0) + decode_line(0, 0, 0.0)
-    assert servers.decode_rate(one, 1) == servers.DecodeRate(131, 131, 131, 1)
+    assert servers.decode_rate(one, 1) == servers.DecodeRate(131, 131, 131, 1, pytest.approx(1e3 / 131))
     assert servers.running_now(burst) == 16
     assert servers.running_now(burst + decode_line(1, 2, 9.0)) == 10
     assert servers.most_running(burst + decode_line(1, 2, 9.0)) == 16
