@@ -243,7 +243,11 @@ def main(argv: list[str] | None = None) -> int:
         """Rows on the screen as they come."""
         with contextlib.closing(rows):
             for row in rows:
-                figures = [f"{name} {row[name]:.6g}" for name in ("value", "low", "high", "step_ms") if row.get(name) is not None]
+                figures = [
+                    f"{name} {row[name]:.6g}"
+                    for name in ("value", "low", "high", "step_ms")
+                    if row.get(name) is not None
+                ]
                 why = row.get("error") or row.get("split", "no figure")
                 print(row["subject"], row["measure"], row["at"], *(figures or [why]), flush=True)
                 yield row
