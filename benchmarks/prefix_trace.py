@@ -15,9 +15,10 @@ row also has what a host tier had copied by then.
 `sweep` takes 5 to 7 minutes of an H200 with the device that its sizes are for (`run_sweep` says what they cost):
 
     python -m benchmarks.prefix_trace sweep --serve ours --output benchmarks/results/tier_sweep.jsonl \\
-        --flags "--context-length 65536 --max-total-tokens 262144 --enable-hierarchical-cache --hicache-ratio 8"
+        --flags "--context-length 65536 --max-total-tokens 262144 --enable-metrics \\
+            --enable-hierarchical-cache --hicache-ratio 8"
 
-With `--serve in-tree` beside it in the same file `benchmarks.plots` draws both.
+When the file has those of `--serve in-tree`, too, `benchmarks.plots` draws both.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def test_a_sweep_goes_on_where_nothing_hits(server: FakeServer, tmp_path: Path) 
     assert [row["turns"] for row in rows] == [2, 4, 5]
     assert rows[-1]["live_tokens"] == 5 * 201 + (2 + 4 + 5) * 216
     assert rows[-1]["server"]["max_total_num_tokens"] == 1000
-    assert all(0 < row["first_token_s"]["p50"] <= row["turn_s_mean"] for row in rows)
+    assert all(row["first_token_s"]["mean"] <= row["turn_s_mean"] for row in rows)
     # First, and forgotten: one conversation as often as any comes.
     visits = [201 + 216 * i + 200 for i in range(3)]
     assert seen[:4] == [200, *visits]
