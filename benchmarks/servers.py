@@ -300,6 +300,13 @@ def cache_tokens(info: Mapping[str, Any], ranks: int) -> list[int]:
     return [info.get("max_total_num_tokens") or 0] * ranks
 
 
+def max_total_tokens(url: str) -> int:
+    """Tokens that the cache of a server that runs has room for on its devices, over all ranks of data parallelism."""
+    with urllib.request.urlopen(f"{url}/server_info", timeout=30) as answer:
+        info = json.load(answer)
+    return sum(cache_tokens(info, info.get("dp_size") or 1))
+
+
 def sizes(log: str) -> dict[str, float]:
     """What the log says about the cache: bytes a token and fixed bytes, in either server's words."""
     if found := OUR_SIZES.search(log):

@@ -357,6 +357,27 @@ def test_plot_of_moves_with_and_without_a_far_node(tmp_path: Path) -> None:
     assert b"ours, far" in both[1] and b"ours, far" not in one[1].read_bytes()
 
 
+def test_plot_of_a_sweep_wants_both_servers(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import plots
+
+    def measured(subject: str, times: float) -> str:
+        row = {"part": f"{times} times", "live_tokens": 1000 * times, "hit_of_ideal": 1 / max(1, times)}
+        row |= {"turn_s_p50": 0.1 * times, "arguments": {"concurrency": 1}}
+        row |= {"server": {"subject": subject, "max_total_num_tokens": 1000}}
+        return json.dumps(row | {"environment": {"gpu": {}, "date": "2026-11-23T00:00:00"}}) + "\n"
+
+    file = tmp_path / "tier_sweep.jsonl"
+    file.write_text("".join(measured("ours", times) for times in (4, 0.1, 20)))
+    assert not plots.draw(tmp_path, tmp_path / "docs")
+    with file.open("a") as end:
+        end.write(measured("in-tree", 0.1) + measured("in-tree", 4))
+    written = plots.draw(tmp_path, tmp_path / "docs")
+    assert [path.name for path in written] == ["tier_sweep.png", "tier_sweep.svg"]
+    drawn = written[1].read_text()
+    assert all(f"<!-- {text} -->" in drawn for text in ("ours", "in-tree", "Prefix hits", "seconds a turn, p50"))
+
+
 def test_run_refuses_unknown_names() -> None:
     done = subprocess.run([sys.executable, "benchmarks/run.py", "apend"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
