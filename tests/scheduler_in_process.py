@@ -148,6 +148,7 @@ class InProcess:
         self.pools = self.scheduler.req_to_token_pool
         self.drafts = Drafts()
         self.released: dict[str, tuple[Any, dict[str, Tensor]]] = {}
+        self.most_running = 0
         self.pools.free_mamba_cache = partial(self._release, self.pools.free_mamba_cache)
         for channel in (
             self.scheduler.ipc_channels.send_to_detokenizer,
@@ -162,12 +163,14 @@ class InProcess:
     def serve(self, asked: Sequence[Asked], orders: Sequence[tuple[int, list[Any]]] = ()) -> list[Answer]:
         """All at once, until the scheduler is idle; then nothing is held.
 
-        orders: control requests, one list a turn: each once a request has generated so many tokens.
+        orders: control requests, one list a turn: each once a request has generated so many tokens. Behind it
+        `most_running` says how many decoded together.
         """
         scheduler = self.scheduler
         arriving = [self._input(str(i), request) for i, request in enumerate(asked)]
         self.drafts.asked = {str(i): request for i, request in enumerate(asked)}
         self.released.clear()
+        self.most_running = 0
         left, turns, generated = list(orders), 0, 0
 
         def receive() -> list[Any]:
@@ -175,6 +178,7 @@ class InProcess:
             turns += 1
             assert turns < 5000, "the requests do not end"
             self._check()
+            self.most_running = max(self.most_running, len(scheduler.running_batch.reqs))
             generated = max([generated, *(len(req.output_ids) for req in scheduler.running_batch.reqs)])
             if turns > 1 and left and generated >= left[0][0]:
                 return left.pop(0)[1]

@@ -52,6 +52,19 @@ def test_after_a_flush(judge: Judge, server: Child, texts: dict[int, Asked]) -> 
             server.do(InProcess.flush)
 
 
+def most_running(server: InProcess, asked: Sequence[Asked]) -> int:
+    server.serve(asked)
+    return server.most_running
+
+
+def hold_all_slots_are_used(server: Child) -> None:
+    """Also the last one, where a prompt was under way in chunks as its turn came."""
+    lengths = (40, 40, 40, 40, 300, 40)
+    assert len(lengths) == FLAGS["max_running_requests"]
+    asked = [Asked(prompt(length, seed=i), 24) for i, length in enumerate(lengths)]
+    assert server.do(most_running, asked) == len(lengths)
+
+
 def retracting(server: InProcess, asked: Sequence[Asked]) -> list[Answer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler_module, "TEST_RETRACT", True)
@@ -128,3 +141,4 @@ def test_other_numbers_of_drafts(judge: Judge, texts: dict[int, Asked], drafts: 
         assert hits[0].cached == 128
         judge.hold_all([turn], hits)
         hold_states(other, hits)
+        hold_all_slots_are_used(other)  # with a host tier a save that is over would look at the queue again

@@ -127,7 +127,15 @@ def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any,
 
 def look_again(original: Callable[..., Any], scheduler: Any, running_batch: Any, *arguments: Any, **named: Any) -> Any:
     """AROUND `Scheduler.get_new_batch_prefill`, which does not look at its queue while the batch is marked as full. The
-    mark goes when a request ends, or when the prefix cache clears it."""
+    mark goes when a request ends, or when the prefix cache clears it.
+
+    It also goes where it was set while a prompt was under way in chunks: SGLang 0.5.17 counts that one among the
+    requests that need a slot, while it has its own, and would leave the last slot empty.
+    """
+    in_chunks = scheduler.chunked_req is not None
     if isinstance(scheduler.tree_cache, PrefixCache):
         scheduler.tree_cache.running_batch = running_batch
-    return original(scheduler, running_batch, *arguments, **named)
+    plan = original(scheduler, running_batch, *arguments, **named)
+    if in_chunks:
+        plan.running_batch.batch_is_full = False
+    return plan
