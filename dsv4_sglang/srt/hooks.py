@@ -177,8 +177,8 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             SRT + "managers.scheduler.Scheduler.get_new_batch_prefill",
             HookType.AROUND,
             schedule.look_again,
-            "what is being saved to the host is room a moment later, and a prompt in chunks has its slot already; SGLang "
-            "lets the next request wait until another ends",
+            "what is being saved to the host is room a moment later, and a prompt in chunks has its slot; SGLang lets "
+            "the next request wait until another ends",
         ),
         Hook(
             SRT + "managers.schedule_batch.ScheduleBatch.release_req",
