@@ -167,20 +167,22 @@ def attend_to(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for begin in range(0, q.shape[0], _TOKENS_AT_ONCE):
         part = slice(begin, begin + _TOKENS_AT_ONCE)
-        keys, masks = [], []
+        values, unseen, products = [], [], []
         for table, rows, lens in lists:
             width = min(rows.shape[1], int(lens[part].max()))
             row = rows[part, :width]
-            valid = (row >= 0) & (torch.arange(width) < lens[part, None])
-            keys.append(table.read(row.masked_fill(~valid, 0)).masked_fill(~valid[..., None], 0.0))
-            masks.append(valid)
-        k, mask = torch.cat(keys, 1), torch.cat(masks, 1)
-        logits = torch.einsum("thd,tkd->thk", q[part].float(), k) * scale
-        logits = logits.masked_fill(~mask[:, None], float("-inf"))
+            none = (row < 0) | (torch.arange(width) >= lens[part, None])
+            v = table.read(row.masked_fill(none, 0))
+            v.flatten(0, 1).index_fill_(0, none.flatten().nonzero().squeeze(-1), 0.0)
+            values.append(v)
+            unseen.append(none)
+            products.append(torch.einsum("thd,tkd->thk", q[part].float(), v))
+        none = torch.cat(unseen, 1)[:, None]
+        logits = (torch.cat(products, -1) * scale).masked_fill(none, float("-inf"))
         logits = torch.cat([logits, sink.float().view(1, -1, 1).expand(logits.shape[0], -1, 1)], -1)
         # Where nothing is seen and the sink is -inf, the softmax has no number: what is not seen has no weight.
-        weights = logits.softmax(-1)[..., :-1].masked_fill(~mask[:, None], 0.0)
-        o = torch.einsum("thk,tkd->thd", weights, k)
+        weights = logits.softmax(-1)[..., :-1].masked_fill(none, 0.0).split([v.shape[1] for v in values], -1)
+        o = sum(torch.einsum("thk,tkd->thd", w, v) for w, v in zip(weights, values))
         out[part] = rotate(o, positions[part], rope, inverse=True).to(q.dtype)
     return out
 
