@@ -182,7 +182,7 @@ def attend_to(
         logits = torch.cat([logits, sink.float().view(1, -1, 1).expand(logits.shape[0], -1, 1)], -1)
         # Where nothing is seen and the sink is -inf, the softmax has no number: what is not seen has no weight.
         weights = logits.softmax(-1)[..., :-1].masked_fill(none, 0.0).split([v.shape[1] for v in values], -1)
-        o = sum(torch.einsum("thk,tkd->thd", w, v) for w, v in zip(weights, values))
+        o = sum((torch.einsum("thk,tkd->thd", w, v) for w, v in zip(weights, values)), torch.zeros(()))
         out[part] = rotate(o, positions[part], rope, inverse=True).to(q.dtype)
     return out
 
