@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import append, attend, index, move, oracle_distance, serve
 from benchmarks.environment import ROOT
@@ -23,6 +23,7 @@ COLOURS = {
     "in-tree, layer first": "#ff9896",
     "copy": "#999999",
 }
+SERVERS = ("ours", "in-tree")
 Row = dict[str, Any]
 
 
@@ -121,15 +122,48 @@ def draw_prefix_trace(axis: Any, rows: list[Row]) -> None:
     axis.set_title("Prefix hits by scenario and tokens in live conversations")
 
 
-DRAWN: dict[str, Callable[[Any, list[Row]], None]] = {
-    "append": draw_append,
-    "attend": draw_attend,
-    "index": draw_index,
-    "move": draw_move,
-    "serve": draw_serve,
-    "capacity": draw_capacity,
-    "oracle_distance": draw_oracle_distance,
-    "prefix_trace": draw_prefix_trace,
+def draw_tier_sweep(axes: Any, rows: list[Row]) -> None:
+    """Hits and seconds a turn against the working set; of a size that was measured again the last counts."""
+    for name in SERVERS:
+        of_size = {row["part"]: row for row in rows if row["server"]["subject"] == name}
+        lines = sorted(of_size.values(), key=lambda row: row["live_tokens"])
+        times = [row["live_tokens"] / row["server"]["max_total_num_tokens"] for row in lines]
+        style = {"marker": "o", "markersize": 3, "label": name, "color": COLOURS[name]}
+        axes[0].plot(times, [100 * row["hit_of_ideal"] for row in lines], **style)
+        axes[1].plot(times, [row["turn_s_p50"] for row in lines], **style)
+    axes[0].set_ylabel("% of the ideal")
+    axes[0].set_title("Prefix hits")
+    axes[1].set_ylabel("seconds a turn, p50")
+    axes[1].set_title(f"Turns, {rows[-1]['arguments']['concurrency']} at a time")
+    for axis in axes:
+        axis.set_xscale("log")
+        axis.set_xticks(ticks := (0.1, 0.5, 1, 2, 4, 8, 20), [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("live tokens / tokens on the device")
+        axis.legend(fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+
+
+class Plot(NamedTuple):
+    """`draw` gets the axis, or with several `panels` their array, and the rows. Nothing is drawn while a server of
+    `needs` has no row."""
+
+    draw: Callable[[Any, list[Row]], None]
+    panels: int = 1
+    needs: tuple[str, ...] = ()
+
+
+DRAWN: dict[str, Plot] = {
+    "append": Plot(draw_append),
+    "attend": Plot(draw_attend),
+    "index": Plot(draw_index),
+    "move": Plot(draw_move),
+    "serve": Plot(draw_serve),
+    "capacity": Plot(draw_capacity),
+    "oracle_distance": Plot(draw_oracle_distance),
+    "prefix_trace": Plot(draw_prefix_trace),
+    "tier_sweep": Plot(draw_tier_sweep, panels=2, needs=SERVERS),
 }
 
 
@@ -156,13 +190,15 @@ def draw(results: Path, docs: Path) -> list[Path]:
 
     docs.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, function in DRAWN.items():
+    for name, plot in DRAWN.items():
         loaded = load(results, name)
         if loaded is None:
             continue
         rows, environment = loaded
-        figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
-        function(axis, rows)
+        if not {row["server"]["subject"] for row in rows if plot.needs}.issuperset(plot.needs):
+            continue
+        figure, axes = pyplot.subplots(1, plot.panels, figsize=(8, 4), layout="constrained")
+        plot.draw(axes, rows)
         gpu = environment["gpu"].get("name", "no GPU")
         figure.supxlabel(f"{gpu}, {environment['date'][:10]}", fontsize=7, color="#666666")
         for suffix in ("png", "svg"):

@@ -4,12 +4,21 @@
     python -m benchmarks.prefix_trace alternate            # two conversations of 400,000 tokens in turn
     python -m benchmarks.prefix_trace revisit              # 100 conversations of 20,000 tokens, visited three times
     python -m benchmarks.prefix_trace working-set          # the most 20,000-token conversations that still hit 98 %
+    python -m benchmarks.prefix_trace sweep                # hits and seconds a turn of 3 to 500 conversations of 10,000
 
 `--serve ours` or `--serve in-tree` starts a server of benchmarks/configs/flashshape for it (dummy weights), with
 `--flags "..."`, such as "--enable-hierarchical-cache --hicache-ratio 4 --max-total-tokens 1000000"; `--url` takes one
 that runs. The cache is flushed first. Hit rates are token-weighted, against what an infinite cache would hold;
 `device_tokens`, `host_tokens` and `storage_tokens` say where hits were. With `--enable-metrics` among the flags each
 row also has what a host tier had copied by then.
+
+`sweep` takes 5 to 7 minutes of an H200 with the device that its sizes are for (`run_sweep` says what they cost):
+
+    python -m benchmarks.prefix_trace sweep --serve ours --output benchmarks/results/tier_sweep.jsonl \\
+        --flags "--context-length 65536 --max-total-tokens 262144 --enable-metrics \\
+            --enable-hierarchical-cache --hicache-ratio 8"
+
+When the file has those of `--serve in-tree`, too, `benchmarks.plots` draws both.
 """
 
 from __future__ import annotations
@@ -23,6 +32,7 @@ import sys
 import time
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +70,7 @@ def summary(served: Sequence[Served]) -> dict[str, Any]:
         "hit_of_ideal": round(cached / ideal, 4) if ideal else None,
         "first_token_s": {"mean": round(statistics.fmean(times), 4), "p50": at(0.5), "p90": at(0.9), "p99": at(0.99)},
         "turn_s_p50": round(statistics.median(s.total_s for s in served), 4),
+        "turn_s_mean": round(statistics.fmean(s.total_s for s in served), 4),
     }
 
 
@@ -94,35 +105,63 @@ def run_rounds(replay: Replay, args: argparse.Namespace) -> Parts:
         yield f"round {number + 1}", sum(turn.end for turn in chosen), summary(replay.run(chosen))
 
 
-def run_working_set(replay: Replay, args: argparse.Namespace) -> Parts:
-    """Add conversations step by step; after each step visit all of them, and stop once less than 98 % hits."""
-    visits = [0] * max(args.steps)
-    ends = [0] * max(args.steps)
+def growing(replay: Replay, tokens: int, steps: Sequence[int]) -> Parts:
+    """Add conversations up to each of `steps` without emptying the cache, then visit all of them in turn."""
+    visits = [0] * max(steps)
+    ends = [0] * max(steps)
     known = 0
 
-    def visit(conversations: range, first: bool) -> dict[str, Any]:
+    def visit(conversations: range, first: bool) -> list[Served]:
         turns = []
         for c in conversations:
             # What fills the cache needs no answer, and decode steps would take a quarter of the time.
-            cut, new, answer = (0, args.tokens, 1) if first else (ends[c], NEW_TOKENS["append"], NEW_TOKENS["generate"])
+            cut, new, answer = (0, tokens, 1) if first else (ends[c], NEW_TOKENS["append"], NEW_TOKENS["generate"])
             turns.append(Turn(c, visits[c], 0, visits[c] - 1, cut, new, answer))
             visits[c] += 1
             ends[c] = turns[-1].end
-        return summary(replay.run(turns))
+        return replay.run(turns)
 
-    for count in args.steps:
+    for count in steps:
         visit(range(known, count), first=True)
         known = count
-        row = visit(range(count), first=False)
-        yield f"{count} conversations", sum(ends[:count]), row
+        served = visit(range(count), first=False)
+        yield f"{count} conversations", sum(ends[:count]), summary(served)
+
+
+def run_working_set(replay: Replay, args: argparse.Namespace) -> Parts:
+    """The sizes of `--steps` until less than 98 % hits."""
+    for part, tokens, row in growing(replay, args.tokens, args.steps):
+        yield part, tokens, row
         if row["hit_of_ideal"] < ENOUGH:
             break
+
+
+def run_sweep(replay: Replay, args: argparse.Namespace) -> Parts:
+    """All sizes of `--steps`, whatever hits: 0.1, 0.25, 0.5, 1, 2, 4, 8, 12 and 20 times a device of 262,144 tokens.
+
+    One request at a time, so the seconds of a turn are those that a user waits who is alone. With `--concurrency` they
+    contain the wait for others' chunks, too, and requests that run take room of the cache.
+
+    Every size costs a visit of each conversation, since a part of them would tell something else: of 300 the first 26
+    hit nothing and all of them 67 %, of 500 the first 52 nothing and all of them 39 % (simulated with
+    `benchmarks.tier_tree`, host ratio 8). So the defaults are 5.0 M tokens to fill in and 1,198 visits. At 42,000
+    tokens/s, 0.1 s a hit and 0.25 s a miss they take 120 s and, with hits as simulated, 180 s (295 s if nothing hits
+    from the device's size on). Half the device, `--max-total-tokens 131072` and `--steps 1 3 7 13 25 50 100 150 250`,
+    takes half of that.
+    """
+    # What SGLang compiles depends on how many new tokens come behind which prefix. Visit for visit these are the same
+    # for all conversations, so some are taken through all their visits first and forgotten.
+    for _ in growing(replay, args.tokens, [args.concurrency] * len(args.steps)):
+        pass
+    replay.restart()
+    yield from growing(replay, args.tokens, args.steps)
 
 
 def report(part: str, row: dict[str, Any]) -> None:
     print(
         f"{part}, {row['live_tokens'] / 1e6:.2f} M tokens: {row['cached_tokens']} of {row['ideal_tokens']} tokens hit "
-        f"({row['hit_of_ideal']}), first token {row['first_token_s']}, turn {row['turn_s_p50']} s",
+        f"({row['hit_of_ideal']}), first token {row['first_token_s']}, turn {row['turn_s_p50']} s "
+        f"(mean {row['turn_s_mean']})",
         file=sys.stderr,
         flush=True,
     )
@@ -133,11 +172,13 @@ SCENARIOS = {
     "alternate": run_rounds,
     "revisit": run_rounds,
     "working-set": run_working_set,
+    "sweep": run_sweep,
 }
 DEFAULTS = {
     "alternate": {"conversations": 2, "tokens": 400_000, "concurrency": 1},
     "revisit": {"conversations": 100, "tokens": 20_000, "concurrency": 8},
-    "working-set": {"tokens": 20_000, "concurrency": 8},
+    "working-set": {"tokens": 20_000, "concurrency": 8, "steps": list(range(100, 1001, 50))},
+    "sweep": {"tokens": 10_000, "concurrency": 1, "steps": [3, 7, 13, 25, 50, 100, 200, 300, 500]},
     "trace": {"concurrency": 16},
 }
 
@@ -165,9 +206,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--longest", type=int, default=200_000)
     p.add_argument("--generate", type=int, default=64, help="longest answer (trace)")
     p.add_argument("--check", type=int, default=8, help="answers compared with cold runs (trace); 0: none")
-    p.add_argument(
-        "--steps", type=int, nargs="*", default=list(range(100, 1001, 50)), help="conversations (working-set)"
-    )
+    p.add_argument("--steps", type=int, nargs="+", help="conversations, growing (working-set, sweep)")
     p.add_argument("--output", type=Path, help="append the results to this JSON-lines file")
     return p
 
@@ -195,6 +234,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, value in DEFAULTS[args.scenario].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.steps and (args.steps[0] < 1 or any(a >= b for a, b in pairwise(args.steps))):
+        parser().error(f"--steps is {args.steps}; expected numbers of conversations, each larger than the one before")
     # Enough samples for --check even of a short trace.
     sample = 0.1 if args.scenario == "trace" and args.check else 0.0
     with serving(args) as (url, sizes):
@@ -205,7 +246,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         replay.restart()
         common = {
             "scenario": args.scenario,
-            "server": {"subject": args.serve, "flags": args.flags, **sizes},
+            "server": {
+                "subject": args.serve,
+                "flags": args.flags,
+                **sizes,
+                "max_total_num_tokens": servers.max_total_tokens(url),
+            },
             "arguments": {k: v for k, v in vars(args).items() if k not in NOT_OF_THE_LOAD},
             "environment": environment(),
         }

@@ -11,7 +11,8 @@ Models (benchmarks/configs, dummy weights): flashshape, 43 layers with the ratio
 V4-Flash at its real widths with 128 of its 256 experts in FP8, for two GPUs or more. One server at a time on the same
 GPUs, both with the same flags; a round starts each once, rounds alternate the order. Every size goes through once
 before it is timed, with other tokens: kernels are compiled when a shape first comes. Decode: that many prompts (of 1024
-random tokens, or --prompt) at once, the median of the server's own decode lines, added over the ranks of DP attention.
+random tokens, or --prompt) at once, the median of the server's own decode lines, added over the ranks of DP attention,
+and the time of a step: with speculation rates depend on what is drawn as accepted, the time of a turn does not.
 TTFT: one prompt alone, one token. Fit: a second start with little memory, the same for both, and more 32K prompts than
 it holds: the most that ran at once. Turnover: so many clients, each with one request after the other, of answers that
 end at different times; tokens a second with all their prefills, and with `--flags "--enable-hierarchical-cache ..."`
@@ -203,6 +204,8 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         if row.get("value") is not None:
             found.setdefault((row["measure"], row["at"]), {}).setdefault(row["subject"], []).append(row["value"])
+        if "step_ms" in row:
+            found.setdefault(("ms a step or turn", row["at"]), {}).setdefault(row["subject"], []).append(row["step_ms"])
     lines = []
     for (measure, at), values in found.items():
         line: dict[str, Any] = {"measure": measure, "at": at}
@@ -240,7 +243,11 @@ def main(argv: list[str] | None = None) -> int:
         """Rows on the screen as they come."""
         with contextlib.closing(rows):
             for row in rows:
-                figures = [f"{name} {row[name]:.6g}" for name in ("value", "low", "high") if row.get(name) is not None]
+                figures = [
+                    f"{name} {row[name]:.6g}"
+                    for name in ("value", "low", "high", "step_ms")
+                    if row.get(name) is not None
+                ]
                 why = row.get("error") or row.get("split", "no figure")
                 print(row["subject"], row["measure"], row["at"], *(figures or [why]), flush=True)
                 yield row

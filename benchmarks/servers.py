@@ -22,7 +22,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.environment import ROOT
 
@@ -37,8 +37,10 @@ PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN = "dsv4_sglang.srt.plugin:register"
 
 # The prefix in brackets has the time and, with data parallelism, the rank: "[2026-11-21 10:00:00 DP1 TP1]".
+# With speculation it has the mean of tokens that a request kept of a turn.
 DECODE_LINE = re.compile(
-    r"\[\S+ \S+?(?: DP(\d+))?(?: [^\]]*)?\] Decode batch.*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)"
+    r"\[\S+ \S+?(?: DP(\d+))?(?: [^\]]*)?\] Decode batch.*?#running-req: (\d+)(?:.*?accept len: ([\d.]+))?"
+    r".*?gen throughput \(token/s\): ([\d.]+)"
 )
 IN_TREE_SIZES = re.compile(
     r"bytes_per_full_token=([\d.]+), available_bytes=([\d.]+) GB, c128_state_fixed=([\d.]+) GB, full_token=(\d+)"
@@ -222,19 +224,30 @@ def running(server: Server, timeout: float) -> Iterator[Server]:
 
 @dataclass(frozen=True)
 class DecodeRate:
-    """Tokens a second of a burst: the median, the slowest and the fastest of `lines` of the log."""
+    """Tokens a second of a burst: the median, the slowest and the fastest of `lines` of the log. `step_ms`: the median
+    time of a step, or of a turn of speculation, whatever it was that was drawn as accepted."""
 
     value: float
     low: float
     high: float
     lines: int
+    step_ms: float
 
 
-def decode_lines(log: str) -> dict[int, list[tuple[int, float]]]:
-    """(requests, tokens a second) of the log's decode lines, by rank of data parallelism; 0 where there is one."""
-    found: dict[int, list[tuple[int, float]]] = {}
-    for rank, count, rate in DECODE_LINE.findall(log):
-        found.setdefault(int(rank or 0), []).append((int(count), float(rate)))
+class DecodeLine(NamedTuple):
+    """Requests of a step, tokens a second, and milliseconds a step, or a turn."""
+
+    requests: int
+    rate: float
+    step_ms: float
+
+
+def decode_lines(log: str) -> dict[int, list[DecodeLine]]:
+    """The log's decode lines, by rank of data parallelism; 0 where there is one."""
+    found: dict[int, list[DecodeLine]] = {}
+    for rank, count, accepted, rate in DECODE_LINE.findall(log):
+        step_ms = 1e3 * int(count) * float(accepted or 1) / float(rate) if float(rate) else float("inf")
+        found.setdefault(int(rank or 0), []).append(DecodeLine(int(count), float(rate), step_ms))
     return found
 
 
@@ -244,32 +257,34 @@ def decode_rate(log: str, running_requests: int) -> DecodeRate | None:
     With data parallelism a line speaks of one rank's requests and tokens, so rates are added over the ranks: those
     lines count in which a rank has its most requests, and these must be all requests of the burst.
     """
-    ranks = [(lines, max(count for count, _ in lines)) for lines in decode_lines(log).values()]
+    ranks = [(lines, max(line.requests for line in lines)) for lines in decode_lines(log).values()]
     busy = [(lines, most) for lines, most in ranks if most]
     if len(busy) == 1:
         busy = [(busy[0][0], running_requests)]
     if not busy or sum(most for _, most in busy) != running_requests:
         return None
     # The first line of a burst counts the time since the line before it.
-    rates = [[rate for count, rate in lines if count == most][1:] for lines, most in busy]
-    if not all(rates):
+    counted = [[line for line in lines if line.requests == most][1:] for lines, most in busy]
+    if not all(counted):
         return None
+    rates = [[line.rate for line in of_rank] for of_rank in counted]
     return DecodeRate(
         sum(statistics.median(of_rank) for of_rank in rates),
         sum(min(of_rank) for of_rank in rates),
         sum(max(of_rank) for of_rank in rates),
         min(len(of_rank) for of_rank in rates),
+        statistics.median(line.step_ms for of_rank in counted for line in of_rank),
     )
 
 
 def running_now(log: str) -> int:
     """Requests in the last decode step that was logged, over all ranks."""
-    return sum(lines[-1][0] for lines in decode_lines(log).values())
+    return sum(lines[-1].requests for lines in decode_lines(log).values())
 
 
 def most_running(log: str) -> int:
     """Most requests in a decode step, added over the ranks. A prefill line's count may hold requests that are over."""
-    return sum(max(count for count, _ in lines) for lines in decode_lines(log).values())
+    return sum(max(line.requests for line in lines) for lines in decode_lines(log).values())
 
 
 def cache_tokens(info: Mapping[str, Any], ranks: int) -> list[int]:
@@ -283,6 +298,13 @@ def cache_tokens(info: Mapping[str, Any], ranks: int) -> list[int]:
     if len(of_ranks) == ranks and all(of_ranks):
         return [int(tokens) for tokens in of_ranks]
     return [info.get("max_total_num_tokens") or 0] * ranks
+
+
+def max_total_tokens(url: str) -> int:
+    """Tokens that the cache of a server that runs has room for on its devices, over all ranks of data parallelism."""
+    with urllib.request.urlopen(f"{url}/server_info", timeout=30) as answer:
+        info = json.load(answer)
+    return sum(cache_tokens(info, info.get("dp_size") or 1))
 
 
 def sizes(log: str) -> dict[str, float]:

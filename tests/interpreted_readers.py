@@ -4,7 +4,14 @@ import pytest
 import torch
 from reader_cases import assert_attends, attend_case, prefill_case, rope
 
-from dsv4_sglang.attention import metadata, sparse_prefill, triton_attend, triton_metadata, triton_output
+from dsv4_sglang.attention import (
+    metadata,
+    sparse_prefill,
+    triton_attend,
+    triton_metadata,
+    triton_output,
+    triton_schedule,
+)
 from dsv4_sglang.formats import RowFormat, RowTable
 from dsv4_sglang.ops.reference import read
 from dsv4_sglang.srt.models import triton_latent
@@ -168,3 +175,62 @@ def test_sparse_prefill_leaves_little_work_on_much_context(monkeypatch):
     )
     reader = sparse_prefill.SparsePrefillReader(8)
     assert not reader.begin_step(step, [10100])
+
+
+def schedule_in_turn(blocks: list[int], parts: int, overhead: int) -> tuple[list[list[int]], list[int]]:
+    """FlashMLA's rule, block by block: what each part reads, as (token, block), and the splits before each token."""
+    budget = -(-(sum(blocks) + len(blocks) * overhead) // parts) + overhead
+    read: list[list[int]] = []
+    splits, token, block = [0], 0, 0
+    pieces = [0] * len(blocks)
+    for _ in range(parts):
+        left, mine = budget, []
+        while token < len(blocks):
+            take = min(left - overhead, blocks[token] - block)
+            if take <= 0:
+                break
+            mine += [(token, block + i) for i in range(take)]
+            left, block = left - overhead - take, block + take
+            pieces[token] += 1
+            if block < blocks[token]:
+                break
+            token, block = token + 1, 0
+        read.append(mine)
+    assert token == len(blocks)
+    for n in pieces:
+        splits.append(splits[-1] + n)
+    return read, splits
+
+
+@pytest.mark.parametrize("parts, overhead", [(132, 5), (7, 3)])
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+def test_schedule(tokens, parts, overhead):
+    """Every block of every token is read once, in FlashMLA's order, by as many parts as are said."""
+    g = torch.Generator().manual_seed(tokens * parts)
+
+    def some(high: int, low: int = 0) -> torch.Tensor:
+        return torch.randint(low, high, (tokens,), generator=g, dtype=torch.int32)
+
+    for window, entries in (
+        (some(129), None),
+        (some(129, 128), some(513, 512)),
+        (some(129), some(513)),
+        (some(129), some(2) * some(8192)),
+        (some(1), some(1)),
+    ):
+        metadata, counts = triton_schedule.build(window, entries, parts, overhead)
+        blocks = (window.clamp(min=1) + 63) // 64 + (0 if entries is None else (entries + 63) // 64)
+        expected, splits = schedule_in_turn(blocks.tolist(), parts, overhead)
+        assert counts.tolist() == splits
+        number = [0] * tokens
+        for (begin, end, first, stop, split, first_shared, last_shared, _), mine in zip(metadata.tolist(), expected):
+            if not mine:
+                assert begin == tokens, "no part behind the last reads anything"
+                continue
+            bounds = [(first if t == begin else 0, stop if t == end else int(blocks[t])) for t in range(begin, end + 1)]
+            assert [(begin + i, b) for i, (low, high) in enumerate(bounds) for b in range(low, high)] == mine
+            assert split == number[begin]
+            for t in range(begin, end + 1):
+                number[t] += 1
+            shared = [splits[t + 1] - splits[t] > 1 for t in (begin, end)]
+            assert [bool(first_shared), bool(last_shared)] == shared

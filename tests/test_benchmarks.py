@@ -357,6 +357,27 @@ def test_plot_of_moves_with_and_without_a_far_node(tmp_path: Path) -> None:
     assert b"ours, far" in both[1] and b"ours, far" not in one[1].read_bytes()
 
 
+def test_plot_of_a_sweep_wants_both_servers(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import plots
+
+    def measured(subject: str, times: float) -> str:
+        row = {"part": f"{times} times", "live_tokens": 1000 * times, "hit_of_ideal": 1 / max(1, times)}
+        row |= {"turn_s_p50": 0.1 * times, "arguments": {"concurrency": 1}}
+        row |= {"server": {"subject": subject, "max_total_num_tokens": 1000}}
+        return json.dumps(row | {"environment": {"gpu": {}, "date": "2026-11-23T00:00:00"}}) + "\n"
+
+    file = tmp_path / "tier_sweep.jsonl"
+    file.write_text("".join(measured("ours", times) for times in (4, 0.1, 20)))
+    assert not plots.draw(tmp_path, tmp_path / "docs")
+    with file.open("a") as end:
+        end.write(measured("in-tree", 0.1) + measured("in-tree", 4))
+    written = plots.draw(tmp_path, tmp_path / "docs")
+    assert [path.name for path in written] == ["tier_sweep.png", "tier_sweep.svg"]
+    drawn = written[1].read_text()
+    assert all(f"<!-- {text} -->" in drawn for text in ("ours", "in-tree", "Prefix hits", "seconds a turn, p50"))
+
+
 def test_run_refuses_unknown_names() -> None:
     done = subprocess.run([sys.executable, "benchmarks/run.py", "apend"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -379,7 +400,10 @@ gen throughput (token/s): 1000.00, #queue-req: 0
 
 
 def test_decode_lines_of_the_log() -> None:
-    assert servers.decode_rate(DECODE_LOG, 16) == servers.DecodeRate(2805, 2800, 2810, 2)
+    of_steps = (16e3 / 2800 + 16e3 / 2810) / 2
+    assert servers.decode_rate(DECODE_LOG, 16) == servers.DecodeRate(2805, 2800, 2810, 2, pytest.approx(of_steps))
+    turns = DECODE_LOG.replace("cuda graph", "accept len: 2.50, accept rate: 0.50, cuda graph")
+    assert servers.decode_rate(turns, 16).step_ms == pytest.approx(2.5 * of_steps)
     assert servers.decode_rate(DECODE_LOG, 7) is None  # one line counts the time since the burst before
     assert servers.decode_rate("", 7) is None
     of_tensor_parallelism = DECODE_LOG.replace("] Decode", " TP0] Decode").replace("Decode batch,", "Decode batch [7],")
@@ -404,12 +428,16 @@ def test_decode_lines_of_ranks_are_added() -> None:
         for rates in ((3.0, 5.0), (100.0, 200.0), (110.0, 220.0), (120.0, 210.0))
         for rank, rate in enumerate(rates)
     )
-    assert servers.decode_rate(burst, 16) == servers.DecodeRate(320, 300, 340, 3)
+    assert servers.decode_rate(burst, 16) == servers.DecodeRate(
+        320, 300, 340, 3, pytest.approx(1e3 * 8 * (1 / 120 + 1 / 200) / 2)
+    )
     assert servers.decode_rate(burst, 8) is None  # a rank's line is no burst of 8
-    assert servers.decode_rate(burst + decode_line(0, 3, 50.0), 16) == servers.DecodeRate(320, 300, 340, 3)
+    assert servers.decode_rate(burst + decode_line(0, 3, 50.0), 16) == servers.DecodeRate(
+        320, 300, 340, 3, pytest.approx(1e3 * 8 * (1 / 120 + 1 / 200) / 2)
+    )
     assert servers.decode_rate(decode_line(0, 8, 3.0) + decode_line(0, 8, 4.0), 16) is None  # the other says nothing
     one = decode_line(1, 1, 3.0) + decode_line(1, 1, 131.0) + decode_line(0, 0, 0.0)
-    assert servers.decode_rate(one, 1) == servers.DecodeRate(131, 131, 131, 1)
+    assert servers.decode_rate(one, 1) == servers.DecodeRate(131, 131, 131, 1, pytest.approx(1e3 / 131))
     assert servers.running_now(burst) == 16
     assert servers.running_now(burst + decode_line(1, 2, 9.0)) == 10
     assert servers.most_running(burst + decode_line(1, 2, 9.0)) == 16

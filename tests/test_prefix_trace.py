@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,10 +66,11 @@ def test_ideal_counts_what_earlier_turns_left() -> None:
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Answers /generate; caches `capacity` sequences, or all."""
+    """Answers /generate; caches the last `capacity` sequences, or all."""
 
-    def __init__(self, wrong_when_cached: bool = False) -> None:
+    def __init__(self, wrong_when_cached: bool = False, capacity: int = 10**6) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.capacity = capacity
         self.known: list[list[int]] = []
         self.wrong_when_cached = wrong_when_cached
         self.lock = threading.Lock()
@@ -80,7 +82,7 @@ class FakeServer(ThreadingHTTPServer):
             out = [10 + (sum(ids) + i) % 50 for i in range(count)]
             if cached and self.wrong_when_cached:
                 out[0] += 1
-            self.known.append(ids + out[:-1])
+            self.known = [*self.known, ids + out[:-1]][-self.capacity :]
         return {
             "output_ids": out,
             "meta_info": {
@@ -97,6 +99,12 @@ def _common(a: list[int], b: list[int]) -> int:
 
 class _Handler(BaseHTTPRequestHandler):
     server: FakeServer
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/server_info" else 404)
+        self.end_headers()
+        if self.path == "/server_info":
+            self.wfile.write(json.dumps({"max_total_num_tokens": 1000}).encode())
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -171,6 +179,46 @@ def test_the_command_reports_each_round_and_the_working_set(
     prefix_trace.main(["trace", "--url", url, "--active", "2", "3", "--visits", "2", "1", "--longest", "3000"])
     two, three = map(json.loads, capsys.readouterr().out.splitlines())
     assert (two["turns"], three["turns"]) == (4, 3) and two["against_cold"]["diverged"] == 0
+
+
+def test_a_sweep_goes_on_where_nothing_hits(server: FakeServer, tmp_path: Path) -> None:
+    """In a cache of three sequences two conversations in turn are found, and of four or five the oldest is gone each
+    time."""
+    server.capacity = 3
+    url, file = f"http://127.0.0.1:{server.server_port}", tmp_path / "rows"
+    seen: list[int] = []
+    generate = server.generate
+
+    def noted(body: dict[str, Any]) -> dict[str, Any]:
+        seen.append(len(body["input_ids"]))
+        return generate(body)
+
+    server.generate = noted  # type: ignore[method-assign]
+    prefix_trace.main(
+        ["sweep", "--url", url, "--tokens", "200", "--steps", "2", "4", "5", "--vocab", "60000", "--output", str(file)]
+    )
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["part"] for row in rows] == ["2 conversations", "4 conversations", "5 conversations"]
+    assert [row["hit_of_ideal"] for row in rows] == [1, 0, 0]
+    assert [row["turns"] for row in rows] == [2, 4, 5]
+    assert rows[-1]["live_tokens"] == 5 * 201 + (2 + 4 + 5) * 216
+    assert rows[-1]["server"]["max_total_num_tokens"] == 1000
+    assert all(row["first_token_s"]["mean"] <= row["turn_s_mean"] for row in rows)
+    # First, and forgotten: one conversation as often as any comes.
+    visits = [201 + 216 * i + 200 for i in range(3)]
+    assert seen[:4] == [200, *visits]
+    assert seen[4:] == [
+        *(200, 200, visits[0], visits[0]),
+        *(200, 200, visits[1], visits[1], visits[0], visits[0]),
+        *(200, visits[2], visits[2], visits[1], visits[1], visits[0]),
+    ]
+
+
+def test_sizes_that_do_not_grow_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for steps in (["4", "2"], ["3", "3"], ["0", "2"]):
+        with pytest.raises(SystemExit):
+            prefix_trace.main(["sweep", "--url", "http://127.0.0.1:9", "--steps", *steps])
+        assert f"--steps is [{', '.join(steps)}]" in capsys.readouterr().err
 
 
 def test_an_error_of_the_server_ends_the_replay(server: FakeServer) -> None:

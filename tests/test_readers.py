@@ -26,6 +26,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
         flashmla.has_kernel.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(flashmla, "installed", lambda: installed)
+        monkeypatch.setattr(flashmla, "shares", lambda device, heads: None)  # runs FlashMLA
         return torch.device("cuda", 0)
 
     yield make

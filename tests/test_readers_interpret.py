@@ -164,6 +164,16 @@ def test_decode_metadata_compiles(architecture):
         compile_for(triton_metadata._decode_kernel, architecture, shared | constants, 1, **types)
 
 
+@not_interpreted
+@pytest.mark.parametrize("architecture", [90, 100])
+@pytest.mark.parametrize("entries", [False, True])
+def test_schedule_compiles(architecture, entries):
+    from dsv4_sglang.attention import triton_schedule
+
+    constants = {"HAS_ENTRIES": entries, "BLOCK_ROWS": 64, "FIELDS": 8, "PARTS": 256, "TOKENS_AT_ONCE": 128}
+    compile_for(triton_schedule._schedule_kernel, architecture, constants, 1)
+
+
 def test_splits_fill_the_gpu_and_no_more():
     from dsv4_sglang.attention.triton_softmax import split_count
 

@@ -8,19 +8,24 @@ last 64 dims in place. Where a process has fewer heads, the caller writes its qu
 from __future__ import annotations
 
 import functools
+import logging
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsv4_sglang.attention import triton_schedule
 from dsv4_sglang.attention.metadata import align
 from dsv4_sglang.attention.readers import MOST_PADDED_HEADS, AttendInputs, LayerOutput, Reader, RowList
 from dsv4_sglang.attention.triton_output import derotate
+from dsv4_sglang.attention.triton_schedule import BLOCK_ROWS
 from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.formats import RowFormat
+from dsv4_sglang.formats import RowFormat, make_row_tables
 from dsv4_sglang.formats.rows import ENTRY_DIM
+
+logger = logging.getLogger(__name__)
 
 HEAD_COUNTS = (64, MOST_PADDED_HEADS)
 """Heads that FlashMLA's kernels are made for."""
@@ -90,22 +95,81 @@ def _aligned(listed: RowList) -> RowList:
     return listed._replace(rows=F.pad(listed.rows, (0, more), value=-1)) if more else listed
 
 
+class Shares(NamedTuple):
+    """How FlashMLA's FP8 kernel divides its work: `parts` thread blocks, and a token costs `overhead` blocks of rows
+    more than it has."""
+
+    parts: int
+    overhead: int
+
+
+def _known_shares(device: torch.device, heads: int) -> Shares:
+    """FlashMLA's own numbers, by architecture and heads (64 or 128)."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    if torch.cuda.get_device_capability(device)[0] == 9:
+        return Shares(processors * HEAD_COUNTS[0] // heads, 5)
+    return Shares(processors, 5) if heads == HEAD_COUNTS[0] else Shares(processors // 2, 3)
+
+
+@functools.cache
+def shares(device: torch.device, heads: int) -> Shares | None:
+    """What `triton_schedule` needs for queries of `heads` heads, 64 or 128, on `device`. None, and a warning, where
+    FlashMLA as installed makes other schedules: it then goes on making them itself.
+
+    It runs FlashMLA and waits for it: ask before anything is timed or recorded.
+    """
+    found = _known_shares(device, heads)
+    table = make_row_tables(1, 1, BLOCK_ROWS, RowFormat.FP8, device)[0]
+    sink, nowhere = torch.zeros(heads, device=device), torch.zeros(1, device=device)
+    # Fewer tokens than parts, about as many, and more; empty lists, and lists that many parts share.
+    for tokens in (1, 4, 60, 300):
+        at = torch.arange(tokens, dtype=torch.int32, device=device)
+        window = RowList(table, at.new_zeros(tokens, 128), 37 * at % 129)
+        lens = torch.where(at % 3 == 0, 2048 - at, at % 70)
+        for entries in (None, RowList(table, at.new_zeros(tokens, 2048), lens)):
+            reader = FlashMLAReader()
+            q = torch.zeros(tokens, heads, ENTRY_DIM, dtype=torch.bfloat16, device=device)
+            inputs = AttendInputs(sink, heads, window, entries, nowhere, nowhere, 1.0, RowFormat.FP8)
+            reader.attend(q, inputs, leave_rotated=True)
+            theirs = reader._schedule(heads, window, entries)
+            ours = triton_schedule.build(window.lens, entries and entries.lens, *found)
+            if not same_schedules(ours, (theirs.tile_scheduler_metadata, theirs.num_splits)):
+                logger.warning(
+                    "FlashMLA as installed does not divide its work as expected for %d heads on %s, %s: it makes its "
+                    "schedules itself, which takes some 25 us a step and kind of layer. The sglang-kernel that this "
+                    "release of SGLang asks for is known to",
+                    heads, torch.cuda.get_device_name(device), found,
+                )  # fmt: skip
+                return None
+    return found
+
+
+def same_schedules(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
+    """Whether both are as long and say the same, but for parts that read nothing, which hold anything else."""
+    (parts, splits), (other_parts, other_splits) = one, other
+    if parts.shape != other_parts.shape or not torch.equal(splits, other_splits):
+        return False
+    used = parts[:, 0] < splits.shape[0] - 1
+    return torch.equal(parts[:, 0], other_parts[:, 0]) and torch.equal(parts[used, 1:7], other_parts[used, 1:7])
+
+
 class FlashMLAReader(FlashMLAKernel):
     """The sparse FP8 kernel for decode, which reads this package's FP8 tables as they are: the window table as its
     cache with the window list, the entry table as its extra cache with the entry list.
 
     It wants block strides of a multiple of 16 B, on sm_100 of 576 B (`formats.rows.block_stride_bytes`).
 
-    FlashMLA cuts the lists of all tokens into equal shares with a kernel of its own, before the first layer of a kind;
-    layers of one kind share this schedule. It depends on the lengths alone, so `begin_step` must be called before each
-    step, and once more before the layers that a CUDA graph records: the kernel is then in the graph and runs at every
-    replay, on the lengths of that replay. A kind is known by its length tensors: pass the same ones to all its layers,
-    unchanged within the step.
+    The lists of all tokens are cut into equal shares before the first layer of a kind, by `triton_schedule` or, without
+    `shares`, by a kernel of FlashMLA's; layers of one kind have one schedule. It depends on the lengths alone, so
+    `begin_step` must be called before each step, and once more before the layers that a CUDA graph records: the kernel
+    is then in the graph and runs at every replay, on the lengths of that replay. A kind is known by its length tensors:
+    pass the same ones to all its layers, unchanged within the step.
     """
 
     row_formats = (RowFormat.FP8,)
 
-    def __init__(self) -> None:
+    def __init__(self, shares: Shares | None = None) -> None:
+        self._shares = shares
         self._schedules: dict[tuple, Any] = {}
         self._alive: list[Tensor] = []
 
@@ -115,12 +179,14 @@ class FlashMLAReader(FlashMLAKernel):
         self._alive.clear()
         return True
 
-    def _schedule(self, heads: int, *lists: RowList | None) -> Any:
+    def _schedule(self, heads: int, window: RowList, entries: RowList | None) -> Any:
         from sgl_kernel.flash_mla import FlashMLASchedMeta
 
+        lists = window, entries
         key = heads, *(x and (x.lens.data_ptr(), x.table.shape[1], *x.rows.shape) for x in lists)
         if key not in self._schedules:
-            self._schedules[key] = FlashMLASchedMeta()
+            made = triton_schedule.build(window.lens, entries and entries.lens, *self._shares) if self._shares else ()
+            self._schedules[key] = FlashMLASchedMeta(False, None, *made)
             self._alive.extend(x.lens for x in lists if x)  # while they live, no other tensor has their address
         return self._schedules[key]
 

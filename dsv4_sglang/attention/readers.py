@@ -134,13 +134,13 @@ def make_readers(
     readers: list[Reader] = []
     model = device, heads, dtype, row_format
     if device.type == "cuda":
-        from dsv4_sglang.attention.flashmla import FlashMLAReader
+        from dsv4_sglang.attention.flashmla import FlashMLAReader, padded_heads, shares
         from dsv4_sglang.attention.sparse_prefill import SparsePrefillReader
 
         if SparsePrefillReader.supports(*model):
             readers.append(SparsePrefillReader(blocks))
         if FlashMLAReader.supports(*model):
-            readers.append(FlashMLAReader())
+            readers.append(FlashMLAReader(shares(device, padded_heads(heads))))
     return [*readers, PortableReader()]
 
 

@@ -176,6 +176,49 @@ def test_op_dispatches():
     )
 
 
+def schedules(reader: FlashMLAReader, case: AttendCase) -> tuple[torch.Tensor, torch.Tensor]:
+    q, inputs = case.inputs("cuda")
+    reader.attend(q, inputs)
+    made = reader._schedule(q.shape[1], inputs.window, inputs.entries)
+    return made.tile_scheduler_metadata, made.num_splits
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 16, 64, 131, 256, 1024])
+def test_schedules_are_those_of_flashmla(heads, tokens):
+    """Number for number, whatever the lengths; attention through them is held to the CPU op."""
+    shares = flashmla.shares(torch.device("cuda"), heads)
+    assert shares is not None, "FlashMLA as installed divides its work otherwise than triton_schedule says"
+    for seed, width, lens in (
+        (0, None, None),
+        (1, 512, None),
+        (2, 512, [(128, 512)]),
+        (3, 8192, [(128, 8192), (3, 1)]),
+    ):
+        case = attend_case(tokens=tokens, heads=heads, width=width, lens=lens, seed=seed, per_block=None)
+        needs(FlashMLAReader, case)
+        ours, theirs = schedules(FlashMLAReader(shares), case), schedules(FlashMLAReader(), case)
+        assert flashmla.same_schedules(ours, theirs)
+        short = ours[0].clone()
+        short[0, 3] -= 1
+        assert not flashmla.same_schedules((short, ours[1]), theirs), "a block that nobody reads would be seen"
+        if tokens <= 16:
+            q, inputs = case.inputs("cuda")
+            assert_attends(FlashMLAReader(shares).attend(q, inputs).values, case, BOUND[torch.bfloat16])
+
+
+def test_another_flashmla_makes_its_own_schedules(monkeypatch, caplog):
+    """Where it divides its work otherwise, which is seen when a server starts."""
+    device, heads = torch.device("cuda"), 64
+    needs(FlashMLAReader, attend_case(tokens=1, heads=heads, width=None))
+    known = flashmla._known_shares(device, heads)
+    for other in (known._replace(parts=known.parts - 1), known._replace(overhead=known.overhead + 1)):
+        monkeypatch.setattr(flashmla, "_known_shares", lambda *_: other)  # noqa: B023
+        assert flashmla.shares.__wrapped__(device, heads) is None
+        assert "makes its schedules itself" in caplog.text
+        caplog.clear()
+
+
 class Step:
     """Static buffers of a decode step with two CSA layers, one HCA layer and one layer without entries."""
 
@@ -225,7 +268,7 @@ def test_cuda_graph_with_other_lengths(kind):
     step, reader = Step(cases), None
     if kind == "flashmla":
         needs(FlashMLAReader, cases[0])
-        reader = FlashMLAReader()
+        reader = FlashMLAReader(flashmla.shares(torch.device("cuda"), 64))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step.outputs(reader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,8 @@ import torch
 from conversations import LONGEST, ends_of
 from faulty_cache import HOST_FAULTS, broken
 from server_harness import Generated, Server, assert_same, needs_host_tier, prompt, running
+
+from benchmarks import prefix_trace
 
 pytestmark = [pytest.mark.server, needs_host_tier]
 
@@ -74,6 +77,23 @@ def test_next_turns_and_branches_four_at_a_time(server: Server) -> None:
     for ids, got in zip(following, warm):
         assert_same(got, server.cold(ids), TOLERANCE)
     assert all(got.cached >= 384 for got in warm[:6])
+    server.wait_idle()
+
+
+def test_a_sweep_of_working_sets(server: Server, tmp_path: Path) -> None:
+    """What `benchmarks.prefix_trace sweep` says of a set that the device holds and one that only the host does."""
+    only_with(server, POLICIES[0])
+    file = tmp_path / "rows"
+    load = ["--tokens", "400", "--vocab", "384", "--steps", "1", "5"]
+    prefix_trace.main(["sweep", "--url", server.url, *load, "--output", str(file)])
+    device, host = rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["live_tokens"] for row in rows] == [401 + 216, 5 * 401 + 6 * 216]
+    assert all(row["server"]["max_total_num_tokens"] == 2048 for row in rows)
+    # Visits find whole blocks: 384 of 401 tokens, 512 of 617.
+    assert [row["cached_tokens"] for row in rows] == [384, 512 + 4 * 384]
+    assert device["host_tokens"] == 0 < host["host_tokens"] == host["cached_tokens"] - host["device_tokens"]
+    assert host["hit_of_ideal"] == round(2048 / (616 + 4 * 400), 4)
+    assert all(row["turn_s_mean"] >= row["first_token_s"]["mean"] > 0 for row in rows)
     server.wait_idle()
 
 
