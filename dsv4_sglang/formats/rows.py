@@ -161,7 +161,7 @@ class RowTable(NamedTuple):
         """Dequantised rows, fp32 [*rows.shape, 512]."""
         if self.format is not RowFormat.FP8:
             # Their blocks have no gaps. `index_select` copies rows as a whole, which indexing does number by number.
-            found = self.data.flatten(0, 1).index_select(0, rows.flatten())
+            found = self.data.flatten(0, 1).index_select(0, rows.flatten().to(self.data.device))
             return found.view(*rows.shape, ENTRY_DIM).float()
         at = block_and_row(self.data, rows)
         row, exponents = (bytes_at(strip, at) for strip in self.strips())
