@@ -58,9 +58,10 @@ test-newest:
 	$(MAKE) SGLANG=$(NEWEST) setup
 	.venv-$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(NEWEST_TESTS) $(ARGS)
 
+# In one process: a second would import SGLang twice more, for its tests and for its servers.
 test-newest-short: $(STAMP)
 	tools/setup.sh .venv-$(NEWEST)-short cpu $(NEWEST) .venv
-	.venv-$(NEWEST)-short/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(SHORT_TESTS) $(ARGS)
+	.venv-$(NEWEST)-short/bin/python -m pytest -n 0 $(SHORT_TESTS) $(ARGS)
 
 $(MODEL)/config.json: | $(STAMP)
 	$(BIN)/dsv4-sglang make-tiny $(MODEL)

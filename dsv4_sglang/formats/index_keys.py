@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.formats.code import CodedFormat
-from dsv4_sglang.formats.rows import FP8_MAX, block_and_row, ceil_pow2_exponent, exp2_of_biased
+from dsv4_sglang.formats.rows import FP8_MAX, block_and_row, ceil_pow2_exponent, e4m3_values, exp2_of_biased
 
 INDEX_DIM = 128
 KEY_BYTES = INDEX_DIM // 2
@@ -99,10 +99,15 @@ def quantise_keys(y: Tensor, key_format: KeyFormat) -> tuple[Tensor, Tensor]:
     return codes[..., 0::2] | (codes[..., 1::2] << 4), scale.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
+@functools.cache
+def _e2m1_table(device: torch.device) -> Tensor:
+    return torch.tensor(_E2M1 + tuple(-v for v in _E2M1), device=device)
+
+
 def e2m1_values(packed: Tensor) -> Tensor:
     """Bytes of two e2m1 codes each, the first in the low nibble, [..., n] -> fp32 [..., 2 n]."""
-    values = torch.tensor(_E2M1 + tuple(-v for v in _E2M1), device=packed.device)
-    return values[torch.stack([packed & 0xF, packed >> 4], -1).flatten(-2).long()]
+    codes = torch.stack([packed & 0xF, packed >> 4], -1).flatten(-2)
+    return _e2m1_table(packed.device).index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def mxfp4_values(y: Tensor) -> Tensor:
@@ -115,7 +120,7 @@ def mxfp4_values(y: Tensor) -> Tensor:
 
 def dequantise_keys(packed: Tensor, scales: Tensor) -> Tensor:
     """Inverse of `quantise_keys`: fp32 [N, 128]."""
-    scale = scales.contiguous().view(torch.float8_e4m3fn).float()
+    scale = e4m3_values(scales)
     return (e2m1_values(packed).unflatten(-1, (-1, 16)) * scale.unsqueeze(-1)).flatten(-2)
 
 

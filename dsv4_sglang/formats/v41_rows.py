@@ -24,7 +24,9 @@ from dsv4_sglang.formats.rows import (
     FP8_AMAX_FLOOR,
     FP8_MAX,
     block_and_row,
+    bytes_at,
     ceil_pow2_exponent,
+    e4m3_values,
     exp2_of_biased,
 )
 
@@ -97,11 +99,11 @@ class V41Table(NamedTuple):
     def read(self, rows: Tensor) -> Tensor:
         """Dequantised rows, fp32 [*rows.shape, 512]."""
         at = block_and_row(self.data, rows)
-        data, scales = (strip[at].contiguous() for strip in self.strips())
+        data, scales = (bytes_at(strip, at) for strip in self.strips())
         if self.format is V41RowFormat.FP8:
-            values, factors = data.view(torch.float8_e4m3fn).float(), exp2_of_biased(scales)
+            values, factors = e4m3_values(data), exp2_of_biased(scales)
         else:
-            values, factors = e2m1_values(data), scales.view(torch.float8_e4m3fn).float()
+            values, factors = e2m1_values(data), e4m3_values(scales)
         return (values.unflatten(-1, (factors.shape[-1], -1)) * factors.unsqueeze(-1)).flatten(-2)
 
     def copy_from(self, other: V41Table, other_rows: Tensor, rows: Tensor) -> None:

@@ -38,15 +38,29 @@ def server(
         yield server
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[tuple[int, ...], Generated]:
+    """Cold answers by prompt and length: a policy does not change them, so the first server that is asked gives them to
+    all."""
+    return {}
+
+
+def cold(server: Server, known: dict[tuple[int, ...], Generated], ids: list[int], count: int = 8) -> Generated:
+    key = (count, *ids)
+    if key not in known:
+        known[key] = server.cold(ids, count)
+    return known[key]
+
+
 def only_with(server: Server, policy: str) -> None:
     if f"policy {policy}\n" not in server.log_text():
         pytest.skip(f"the same with every policy: tried with {policy}")
 
 
-def test_conversations_beyond_the_device(server: Server) -> None:
+def test_conversations_beyond_the_device(server: Server, known: dict[tuple[int, ...], Generated]) -> None:
     """Six of 700 tokens in turn, three times: the second and third visits find all that can be found."""
     prompts = [prompt(700, seed=i) for i in range(6)]
-    references = [server.cold(ids) for ids in prompts]
+    references = [cold(server, known, ids) for ids in prompts]
     server.flush()
     before = server.metrics()
     for visit in range(3):
@@ -126,20 +140,20 @@ def test_answers_end_where_cold_ones_do(server: Server) -> None:
 
 
 def to_host_only(server: Server, ids: list[int]) -> None:
-    """Serve a prompt, and others before and behind it: of equals the device gives up what came last."""
-    for i in range(4):
-        server.generate(prompt(500, seed=130 + i), 1)
+    """Serve a prompt, and one whose rows on the host lie behind its; then the device loses what it has."""
+    server.flush()
     server.generate(ids, 1)
-    for i in range(4):
-        server.generate(prompt(500, seed=140 + i), 1)
+    server.generate(prompt(500, seed=130), 1)
+    server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
+    server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
 
 
-def test_a_retracted_request_resumes_from_the_host(server: Server) -> None:
+def test_a_retracted_request_resumes_from_the_host(server: Server, known: dict[tuple[int, ...], Generated]) -> None:
     """In a pool of 16 blocks four requests grow to four blocks each, then the first needs a fifth: one of the others is
     retracted, and goes on from its last checkpoint, whatever took its place on the device."""
     prompts = [prompt(n, seed=100 + i) for i, n in enumerate((396, 356, 356, 376))]
     counts, ahead = (150, 60, 60, 60), (70, 3, 3, 3)
-    references = [server.cold(ids, count) for ids, count in zip(prompts, counts)]
+    references = [cold(server, known, ids, count) for ids, count in zip(prompts, counts)]
     server.flush()
     before, retracted = server.metrics(), server.retractions()
     # Each begins when the one before decodes: SGLang would let it wait for the end of another.
@@ -165,12 +179,11 @@ def scored_from_host(server: Server, ids: list[int], tokens: list[int]) -> Gener
 
 
 @pytest.mark.parametrize("kind", HOST_FAULTS)
-def test_a_broken_load_shows(server: Server, fault: Path, kind: str) -> None:
+def test_a_broken_load_shows(server: Server, fault: Path, kind: str, known: dict[tuple[int, ...], Generated]) -> None:
     """What the tests above would see of each way to bring back something else."""
     only_with(server, POLICIES[0])
     ids = prompt(520, seed=120)
-    reference = server.cold(ids)
-    server.flush()
+    reference = cold(server, known, ids)
     to_host_only(server, ids)
     with broken(fault, kind):
         got = scored_from_host(server, ids, reference.tokens)
@@ -178,11 +191,10 @@ def test_a_broken_load_shows(server: Server, fault: Path, kind: str) -> None:
     assert apart > 10 * TOLERANCE, f"{kind}: log p differs by {apart:.1e}, which the tests would not see"
 
 
-def test_a_load_after_broken_ones_is_right(server: Server) -> None:
+def test_a_load_after_broken_ones_is_right(server: Server, known: dict[tuple[int, ...], Generated]) -> None:
     only_with(server, POLICIES[0])
     ids = prompt(520, seed=120)
-    reference = server.cold(ids)
-    server.flush()
+    reference = cold(server, known, ids)
     to_host_only(server, ids)
     assert_same(scored_from_host(server, ids, reference.tokens), reference, TOLERANCE)
 

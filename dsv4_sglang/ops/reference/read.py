@@ -155,6 +155,35 @@ def attend(
     return attend_to(q, sink, lists, positions, rope, scale)
 
 
+class _Listed:
+    """The rows of a table that T tokens list, `row` [T, K], with zeros for -1. Where they mostly list the same ones, as
+    the tokens of a prompt do, each is read and multiplied once, for all of them: in the order of the lists, so that
+    sums are the same wherever in the table the rows lie."""
+
+    def __init__(self, table: RowTable | V41Table, row: Tensor) -> None:
+        distinct, place = row.unique(return_inverse=True)
+        self.place: Tensor | None = None
+        if 2 * len(distinct) < row.numel():
+            first = place.new_zeros(len(distinct))
+            first.scatter_reduce_(0, place.flatten(), torch.arange(row.numel()), "amin", include_self=False)
+            row, self.place = distinct[first.argsort()], first.argsort().argsort()[place][:, None]
+        self.values = table.read(row.clamp_min(0))
+        self.values.view(-1, self.values.shape[-1]).index_fill_(0, (row < 0).flatten().nonzero().squeeze(-1), 0.0)
+
+    def products(self, q: Tensor) -> Tensor:
+        """Of queries [T, H, D] and rows: [T, H, K]."""
+        if self.place is None:
+            return torch.einsum("thd,tkd->thk", q, self.values)
+        return (q @ self.values.T).gather(-1, self.place.expand(-1, q.shape[1], -1))
+
+    def sums(self, weights: Tensor) -> Tensor:
+        """Of rows by `weights` [T, H, K]: [T, H, D]."""
+        if self.place is None:
+            return torch.einsum("thk,tkd->thd", weights, self.values)
+        of_rows = weights.new_zeros(*weights.shape[:2], len(self.values))
+        return of_rows.scatter_add_(-1, self.place.expand_as(weights), weights) @ self.values
+
+
 def attend_to(
     q: Tensor,
     sink: Tensor,
@@ -167,20 +196,19 @@ def attend_to(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for begin in range(0, q.shape[0], _TOKENS_AT_ONCE):
         part = slice(begin, begin + _TOKENS_AT_ONCE)
-        keys, masks = [], []
+        listed, unseen = [], []
         for table, rows, lens in lists:
             width = min(rows.shape[1], int(lens[part].max()))
             row = rows[part, :width]
-            valid = (row >= 0) & (torch.arange(width) < lens[part, None])
-            keys.append(table.read(row.masked_fill(~valid, 0)).masked_fill(~valid[..., None], 0.0))
-            masks.append(valid)
-        k, mask = torch.cat(keys, 1), torch.cat(masks, 1)
-        logits = torch.einsum("thd,tkd->thk", q[part].float(), k) * scale
-        logits = logits.masked_fill(~mask[:, None], float("-inf"))
+            unseen.append((row < 0) | (torch.arange(width) >= lens[part, None]))
+            listed.append(_Listed(table, row.masked_fill(unseen[-1], -1)))
+        none = torch.cat(unseen, 1)[:, None]
+        logits = torch.cat([rows.products(q[part].float()) for rows in listed], -1) * scale
+        logits = logits.masked_fill(none, float("-inf"))
         logits = torch.cat([logits, sink.float().view(1, -1, 1).expand(logits.shape[0], -1, 1)], -1)
         # Where nothing is seen and the sink is -inf, the softmax has no number: what is not seen has no weight.
-        weights = logits.softmax(-1)[..., :-1].masked_fill(~mask[:, None], 0.0)
-        o = torch.einsum("thk,tkd->thd", weights, k)
+        weights = logits.softmax(-1)[..., :-1].masked_fill(none, 0.0).split([seen.shape[1] for seen in unseen], -1)
+        o = sum((rows.sums(w) for rows, w in zip(listed, weights)), torch.zeros(()))
         out[part] = rotate(o, positions[part], rope, inverse=True).to(q.dtype)
     return out
 
