@@ -124,7 +124,7 @@ class Simulation:
     def _resume(self, keys: np.ndarray) -> Match:
         """Hold what a request with these keys resumes from."""
         match = self.tree.match(keys)
-        self.tree.resume(match)
+        self.tree.resume(match, keys)
         return match
 
     def _take(self, due: list[Due]) -> list[tuple[int, int]]:

@@ -147,7 +147,7 @@ class TieredSimulation(Simulation):
                     assert node.parent is not None
                     node = node.parent
         held = Match(node, node.end, match.cached)
-        tree.resume(held)
+        tree.resume(held, keys)
         return held
 
     def _finish(self, request: Running) -> None:
@@ -180,10 +180,10 @@ class CopyingSimulation(Simulation):
 
     def _resume(self, keys: np.ndarray) -> Match:
         match = self.tree.match(keys)
-        self.tree.resume(match)
+        self.tree.resume(match, keys)
         there = self.host.match(keys)
         self.stateless_tokens += BLOCK * (max(match.cached, there.cached) - max(match.resume, there.resume))
-        self.host.resume(there)
+        self.host.resume(there, keys)
         loaded = self._load(keys, match, there) if there.resume > match.resume else None
         self.host.unlock(there.node)
         return loaded or match

@@ -236,7 +236,7 @@ class TieredTree(PrefixTree):
         else:
             node.checkpoint = 0
             del self._holder[place]
-            self.registry.remove(place)
+            self.registry.remove(place, int(node.keys[-1]))
             self._refresh(node)
 
     def _give_up_blocks(self, node: Node, hold: set[Node]) -> Node | None:

@@ -308,9 +308,13 @@ def places(server: TieredServer) -> dict[str, set[int]]:
     return held
 
 
-def test_a_loop_over_more_than_both_hold_keeps_hitting_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """24 lines of six blocks, 3 of which fit the device and 10 the host; by age alone none would be found."""
+@pytest.mark.parametrize("fewer", [0, 9])
+def test_a_loop_over_more_than_both_hold_keeps_hitting_a_part(monkeypatch: pytest.MonkeyPatch, fewer: int) -> None:
+    """24 lines of six blocks, 3 of which fit the device and 10 the host, behind a loop over fewer that fit; by age
+    alone none would be found."""
     server = TieredServer(monkeypatch, seed=0, blocks=20, host_blocks=60)
+    for line in [*range(fewer)] * 3:
+        server.serve(prompt(line))
     hits = [sum(server.serve(prompt(line)) > 0 for line in range(24)) for _ in range(5)]
     server.check()
     assert hits[-1] >= 6, hits

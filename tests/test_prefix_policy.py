@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import replace
+
+import numpy as np
 
 from benchmarks.agent_trace import Turn, load, rounds
 from benchmarks.prefix_simulation import (
@@ -14,6 +17,7 @@ from benchmarks.prefix_simulation import (
     expected_blind,
 )
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.prefix.marks import path_marks
 from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
 
 
@@ -59,6 +63,34 @@ def test_a_loop_over_more_than_fits_keeps_hitting() -> None:
     turns = list(rounds(120, 10_000, 4))
     assert hits(turns, 900_000) > 0.5
     assert hits(turns, 900_000, LeastRecentlyUsed) < 0.05
+
+
+def test_a_loop_that_grows_beyond_what_fits_keeps_hitting() -> None:
+    """40 conversations that fit, in turn, then 100 of which half fits: where waits are known of those alone that were
+    used in time, each is given up before its turn, and none is used in time again."""
+    few, many = (rounds(count, 10_000, visits) for count, visits in ((40, 3), (100, 4)))
+    simulation = Simulation(500_000 // BLOCK, 500_000 // 2048, INTERVAL, concurrency=1)
+    simulation.run(few)
+    before = simulation.hit_tokens, simulation.ideal_tokens
+    simulation.run(replace(turn, conversation=turn.conversation + 1000) for turn in many)
+    assert simulation.hit_tokens - before[0] > 0.35 * (simulation.ideal_tokens - before[1])
+
+
+def test_marks_of_paths() -> None:
+    """Equal for equal paths of one name space, whatever comes behind; of paths that differ in a token, or in the order
+    of tokens or of blocks, all from there on differ."""
+    tokens = array("q", (7 * i % 1009 for i in range(5 * BLOCK + 3)))
+    marks = path_marks(tokens, None)
+    assert len(marks) == 5 and not len(path_marks(tokens[: BLOCK - 1], None))
+    assert path_marks(tokens[: 3 * BLOCK].tolist(), None).tolist() == marks[:3].tolist()
+    assert not np.intersect1d(path_marks(tokens, "tenant"), marks).size
+    for at, other in ((2 * BLOCK, 2 * BLOCK + 1), (BLOCK + 5, 3 * BLOCK + 5)):
+        swapped = tokens[:]
+        swapped[at], swapped[other] = swapped[other], swapped[at]
+        same = path_marks(swapped, None) == marks
+        assert same.tolist() == [block < at // BLOCK for block in range(5)]
+    blocks = tokens[BLOCK : 2 * BLOCK] + tokens[:BLOCK] + tokens[2 * BLOCK :]
+    assert not (path_marks(blocks, None) == marks).any()
 
 
 def test_new_conversations_get_in_where_old_ones_are_over() -> None:

@@ -266,6 +266,16 @@ def test_a_loop_over_more_than_fits_keeps_hitting_a_part() -> None:
     assert sum(hit > 0 for hit in hits[8:]) >= 12
 
 
+def test_a_loop_that_grows_beyond_what_fits_keeps_hitting_a_part() -> None:
+    """Lines that are given up before their turn are known again when it comes."""
+    server = TreeServer(blocks=50, checkpoints=40, interval=30, chunk=30)
+    for _ in range(3):
+        for c in range(4):
+            run(server, [10 * c + i for i in range(9)])
+    hits = [run(server, [10 * c + i for i in range(9)]) for _ in range(8) for c in range(12)]
+    assert sum(hit > 0 for hit in hits[24:]) >= 20
+
+
 def test_the_order_of_leaves_is_read_anew_after_a_flush() -> None:
     """The registry of after the flush counts its changes from 0 and comes past the counts of the one before."""
 

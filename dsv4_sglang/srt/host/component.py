@@ -109,7 +109,7 @@ class TieredComponent(CheckpointComponent):
             if slot is None:
                 self.host_counters.checkpoints_evicted += 1
                 place = self.slots.id_of(node)
-                registry.remove(place)
+                registry.remove(place, self._mark(node, place))
                 del self.slots.nodes[place]
             else:
                 registry.copied[slot] = False

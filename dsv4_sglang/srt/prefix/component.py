@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceSlot
@@ -14,6 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.prefix.counters import PrefixCounters
+from dsv4_sglang.srt.prefix.marks import path_marks
 from dsv4_sglang.srt.prefix.placement import Due, due_in_prefill, is_kept
 from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
 from dsv4_sglang.srt.prefix.slots import CheckpointSlots
@@ -76,6 +78,8 @@ class CheckpointComponent(MambaComponent):
         node = self.tree_core.node_by_id(req.last_node)
         if (slot := self._slot(node)) is not None:
             self.slots.registry.use(slot)
+        behind = path_marks(req.full_untruncated_fill_ids, req.extra_key)[compat.prefix_len(req) // BLOCK :]
+        self.slots.registry.missed(behind[::-1].tolist())
         self.counters.resumed(compat.prefix_len(req), req.mamba_branching_seqlen or 0)
 
     def plan_prefill(self, req: Req, room: int) -> list[tuple[int, int]]:
@@ -287,8 +291,18 @@ class CheckpointComponent(MambaComponent):
         return super().evict_component(node, device_frees, host_frees, *arguments, **named)
 
     def _leaves_device(self, node: UnifiedTreeNode, slot: int, target: EvictLayer) -> None:
-        self.slots.registry.remove(slot)
+        self.slots.registry.remove(slot, self._mark(node, slot))
         del self.slots.nodes[slot]
+
+    def _mark(self, node: UnifiedTreeNode, place: int) -> int:
+        """Of the path to a checkpoint that is given up, 0 where a later one is on its line."""
+        if self.slots.registry.following(place):
+            return 0
+        parts, at = [], node
+        while at is not self.tree_core.root_node:
+            parts.append(at.key.raw_token_ids()[: len(at.key)])
+            at = at.parent
+        return int(path_marks(np.concatenate(parts[::-1]), node.key.extra_key)[-1])
 
     def _evict_device_next_node(self, *arguments: Any, **named: Any) -> None:
         """Nothing: SGLang calls this when it has fewer than three free live slots a new request, and no checkpoint

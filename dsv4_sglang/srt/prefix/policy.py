@@ -28,6 +28,10 @@ PATIENCE = 2
 1.5, 2, 3 and no limit hit 6.8, 10.9, 11.6 and 11.7 % of 790 conversations, and 63, 60, 50 and 14 % of 155 that come
 after 300 others."""
 
+REMEMBERED = 4
+"""So many lines for each place of the registry are remembered when they were given up; who takes turns with more is not
+known again. A line takes some 100 bytes."""
+
 MARGIN = 32
 """One part of so many of a device is kept at hand: free, or of checkpoints of which the host has a copy, so that who
 needs room does not wait for one. Agent conversations of ten times a device of 1.0 M tokens, a host of eight times
@@ -49,7 +53,9 @@ class CheckpointRegistry:
     unused has waited too. If only uses counted, which in a full pool are the soonest ones, a pool that holds a tenth of
     the conversations would keep the newest of all, give each up just before its turn, and hit next to nothing. At most
     PATIENCE times what used ones waited: else a pool full of conversations that are over would wait for them and keep
-    out all others.
+    out all others. Lines that were given up when their turn came count among these: else a pool in which more and more
+    conversations take turns would never learn how long they wait, give each up just before its turn, and hit nothing
+    any more.
     """
 
     def __init__(self, capacity: int, host_rows: int = 0) -> None:
@@ -60,6 +66,8 @@ class CheckpointRegistry:
         self._waited = self._uses = self._used_after = 0.0
         self.changes = 0
         """Counts what may change the order of checkpoints."""
+        self._given_up: dict[int, int] = {}
+        """When the ends of lines that were given up had last been used, by their marks, oldest first."""
         size = capacity + host_rows + 1
         self.length = np.zeros(size, dtype=np.int64)
         self.worth = np.zeros(size, dtype=np.float64)
@@ -104,12 +112,18 @@ class CheckpointRegistry:
         self._value(slot)
         self._value(previous)
 
-    def remove(self, slot: int) -> None:
-        """Forget a checkpoint; what followed it follows the one before."""
+    def remove(self, slot: int, mark: int = 0) -> None:
+        """Forget a checkpoint; what followed it follows the one before. `mark`: of a line's end, a number that only its
+        path has, by which `missed` knows it; 0: none."""
         if not self.held[slot] or self.locks[slot]:
             raise ValueError(f"checkpoint slot {slot} is {'locked' if self.held[slot] else 'not in the registry'}")
         if not self._following[slot]:
             self._waiting_ended(float(self.now - self.last[slot]), used=False)
+            if mark:
+                self._given_up.pop(mark, None)
+                self._given_up[mark] = int(self.last[slot])
+                if len(self._given_up) > REMEMBERED * len(self.held):
+                    del self._given_up[next(iter(self._given_up))]
         previous = int(self.previous[slot])
         self._following[previous].discard(slot)
         self._following[previous] |= self._following[slot]
@@ -156,13 +170,27 @@ class CheckpointRegistry:
             self._waiting_ended(since, used=True)
         self.last[slot] = self.now
 
+    def missed(self, marks: Iterable[int]) -> None:
+        """A request computes again what it might have resumed from: `marks` of its paths, the longest first."""
+        for mark in marks if self._given_up else ():
+            if (last := self._given_up.pop(mark, None)) is not None:
+                self._wanted_after(float(self.now - last))
+                self._estimate()
+                return
+
     def _waiting_ended(self, waited: float, *, used: bool) -> None:
-        """Estimate `usual` anew: the reciprocal rate of uses where some waits were cut off; newer ones weigh more."""
         kept = 1 - 1 / MEMORY
         self._waited, self._uses = self._waited * kept + waited, self._uses * kept + used
         if used:
-            self._used_after += (waited - self._used_after) / (32 if self._used_after else 1)
-        if self._used_after:
+            self._wanted_after(waited)
+        self._estimate()
+
+    def _wanted_after(self, waited: float) -> None:
+        self._used_after += (waited - self._used_after) / (32 if self._used_after else 1)
+
+    def _estimate(self) -> None:
+        """`usual` anew: the reciprocal rate of uses where some waits were cut off; newer ones weigh more."""
+        if self._uses:
             self.usual = min(self._waited / self._uses, PATIENCE * self._used_after)
 
     def lock(self, slot: int) -> None:

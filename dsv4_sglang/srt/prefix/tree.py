@@ -118,12 +118,13 @@ class PrefixTree:
                 best = node
         return Match(best, best.end, depth)
 
-    def resume(self, match: Match) -> None:
-        """Hold what a request needs while it runs: the path to its checkpoint, and the checkpoint."""
+    def resume(self, match: Match, keys: np.ndarray) -> None:
+        """Hold what a request with these keys needs while it runs: the path to its checkpoint, and the checkpoint."""
         self.registry.tick()
         self.lock(match.node)
         if match.node.checkpoint:
             self.registry.use(match.node.checkpoint)
+        self.registry.missed(keys[match.resume :][::-1].tolist())
 
     def lock(self, node: Node) -> None:
         if node.checkpoint:
@@ -239,7 +240,7 @@ class PrefixTree:
         """Give up a node's checkpoint; its blocks stay as long as nobody needs them."""
         slot, node.checkpoint = node.checkpoint, 0
         del self._holder[slot]
-        self.registry.remove(slot)
+        self.registry.remove(slot, int(node.keys[-1]))
         self.checkpoint_pool.free(np.array([slot]))
         self._refresh(node)
 
