@@ -260,6 +260,7 @@ def host_of(blocks: int, checkpoints: int, ratio: float, share: float | None) ->
         checkpoint_bytes=CHECKPOINT_BYTES,
         ratio=ratio,
         size_gb=0,
+        max_checkpoints=None,
         host_checkpoints=None,
     )
     return demand.blocks, demand.checkpoints

@@ -468,20 +468,23 @@ def test_rows_are_handed_out_side_by_side() -> None:
 
 def test_sizes() -> None:
     device = {"device_blocks": 100, "device_checkpoints": 10, "block_bytes": 400_000, "checkpoint_bytes": 4_000_000}
-    by_ratio = host_demand(**device, ratio=2.5, size_gb=0, host_checkpoints=None)
+    device |= {"max_checkpoints": 10, "host_checkpoints": None}
+    by_ratio = host_demand(**device, ratio=2.5, size_gb=0)
     assert (by_ratio.blocks, by_ratio.checkpoints, by_ratio.bytes) == (220, 28, 200_000_000)
-    with_given = host_demand(**device, ratio=2.5, size_gb=0, host_checkpoints=25)
+    with_given = host_demand(**device | {"host_checkpoints": 25}, ratio=2.5, size_gb=0)
     assert (with_given.blocks, with_given.checkpoints) == (250, 25)
-    by_size = host_demand(**device, ratio=2.0, size_gb=1, host_checkpoints=None)
+    by_size = host_demand(**device, ratio=2.0, size_gb=1)
     assert (by_size.blocks, by_size.checkpoints) == (1060, 144)
-    device["device_checkpoints"] = 0
+    # Of a device that has so many for its running requests alone, a ninth is checkpoints.
+    by_share = host_demand(**device | {"max_checkpoints": None}, ratio=2.5, size_gb=0)
+    assert (by_share.blocks, by_share.checkpoints) == (450, 5)
+    none = device | {"device_checkpoints": 0, "max_checkpoints": 0}
     with pytest.raises(ValueError, match="2500 blocks and 0 checkpoints"):
-        host_demand(**device, ratio=2.0, size_gb=1, host_checkpoints=None)
-    device["device_checkpoints"] = 10
-    given = host_demand(**device, ratio=2.0, size_gb=1, host_checkpoints=50)
+        host_demand(**none, ratio=2.0, size_gb=1)
+    given = host_demand(**device | {"host_checkpoints": 50}, ratio=2.0, size_gb=1)
     assert (given.blocks, given.checkpoints) == (2000, 50)
     with pytest.raises(ValueError, match=r"0 blocks and 0 checkpoints \(--hicache-ratio 0.001"):
-        host_demand(**device, ratio=0.001, size_gb=0, host_checkpoints=None)
+        host_demand(**device, ratio=0.001, size_gb=0)
 
 
 def test_a_checkpoint_keeps_its_history_when_it_moves() -> None:

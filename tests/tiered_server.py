@@ -122,7 +122,7 @@ class TieredServer(BlockOwner):
         self.streams = Streams(seed + 1)
         self.streams.use(monkeypatch)
         late_copies(monkeypatch, self.streams)
-        monkeypatch.setattr(hybrid_pool_assembler, "_STRATEGIES", [HostStack(host_checkpoints)])
+        monkeypatch.setattr(hybrid_pool_assembler, "_STRATEGIES", [HostStack(None, host_checkpoints)])
         if storage is not None:
             register_storages()
             alone = SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1)

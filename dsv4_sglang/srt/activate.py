@@ -16,6 +16,7 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt import compat, contracts
 from dsv4_sglang.srt.decisions import ARCHITECTURE, BACKEND, PREFIX_CACHE, Launch
 from dsv4_sglang.srt.hooks import Hook, hooks_of
+from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.refusals import refuse_options, refuse_release
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def activate(launch: Launch, server_args: Any) -> None:
     _register_backend()
     _register_prefix_cache(launch.options.checkpoint_interval)
     if server_args.enable_hierarchical_cache:
-        _register_host_tier(launch.options.host_checkpoints, server_args.hicache_storage_backend)
+        _register_host_tier(launch.options, server_args.hicache_storage_backend)
     _apply(hooks)
     _register_model()
     if compat.sglang_version() not in compat.VALIDATED:
@@ -93,13 +94,13 @@ def _register_prefix_cache(interval: int) -> None:
     register_radix_cache_backend(PREFIX_CACHE, partial(build_prefix_cache, interval=interval))
 
 
-def _register_host_tier(host_checkpoints: int | None, storage: str | None) -> None:
+def _register_host_tier(options: Options, storage: str | None) -> None:
     from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
 
     from dsv4_sglang.srt.host.storage import register_storages
     from dsv4_sglang.srt.host.transfers import HostStack
 
-    register_stack_strategy(HostStack(host_checkpoints))
+    register_stack_strategy(HostStack(options.max_checkpoints, options.host_checkpoints))
     if storage is not None:
         register_storages()
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.sizing import CHECKPOINT_SHARE
 
 GB = 10**9
 MORE_CHECKPOINTS = 11 / 8
-"""Times as many checkpoints a block as the device has: a ninth of the host's bytes where they are a twelfth of the
-device's. What is on the host has been given up once, and ends of short conversations are most of it; figures in
-docs/host_tier.md."""
+"""Times as many checkpoints a block as the device has by its share: what is on the host has been given up once, and
+ends of short conversations are most of it; figures in docs/host_tier.md."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,22 @@ def host_demand(
     checkpoint_bytes: int,
     ratio: float,
     size_gb: float,
+    max_checkpoints: int | None,
     host_checkpoints: int | None,
 ) -> HostDemand:
     """As many bytes as `ratio` times what the device has, or `size_gb` GB (10^9 bytes, if not 0), with
-    MORE_CHECKPOINTS times the device's checkpoints a block. `host_checkpoints`, if given, are as many, beside `ratio`
-    times the device's blocks or, with `size_gb`, the blocks that the rest holds.
+    MORE_CHECKPOINTS times the checkpoints a block that the device has by the option `max_checkpoints` or by its share
+    of the memory: a small pool may have more, for running requests, and not for what they leave. `host_checkpoints`, if
+    given, are as many, beside `ratio` times the device's blocks or, with `size_gb`, the blocks that the rest holds.
 
     Raises ValueError if that leaves no block or no checkpoint.
     """
     flag = f"--hicache-size {size_gb}" if size_gb else f"--hicache-ratio {ratio}"
     of_blocks, of_checkpoints = device_blocks * block_bytes, device_checkpoints * checkpoint_bytes
     size = int(size_gb * GB) if size_gb else int(ratio * (of_blocks + of_checkpoints))
-    share = MORE_CHECKPOINTS * of_checkpoints / (of_blocks + MORE_CHECKPOINTS * of_checkpoints)
+    more = of_blocks * CHECKPOINT_SHARE / (1 - CHECKPOINT_SHARE) if max_checkpoints is None else of_checkpoints
+    more *= MORE_CHECKPOINTS
+    share = more / (of_blocks + more)
     checkpoints = int(size * share / checkpoint_bytes) if host_checkpoints is None else host_checkpoints
     blocks = (size - checkpoints * checkpoint_bytes) // block_bytes
     if host_checkpoints is not None and not size_gb:

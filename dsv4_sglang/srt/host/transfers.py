@@ -83,9 +83,9 @@ class TransferController(HybridCacheController):
 class HostStack(StackStrategy):
     """Host pools and controller for this cache's pools; SGLang asks it first, since it is registered last."""
 
-    def __init__(self, host_checkpoints: int | None) -> None:
-        """`host_checkpoints`: the option of that name."""
-        self.host_checkpoints = host_checkpoints
+    def __init__(self, max_checkpoints: int | None, host_checkpoints: int | None) -> None:
+        """The options of these names."""
+        self.max_checkpoints, self.host_checkpoints = max_checkpoints, host_checkpoints
 
     def matches(self, kvcache: Any, components: set[ComponentType]) -> bool:
         return isinstance(kvcache, CacheKVPool) and components == {ComponentType.FULL, ComponentType.MAMBA}
@@ -113,6 +113,7 @@ class HostStack(StackStrategy):
             checkpoint_bytes=host_row_bytes(storage.layout.checkpoint_bytes, spare),
             ratio=server_args.hicache_ratio,
             size_gb=server_args.hicache_size,
+            max_checkpoints=self.max_checkpoints,
             host_checkpoints=self.host_checkpoints,
         )
         # What a tier has on the device stays while a server sleeps: not all is scratch, and it is 33 MB on Flash.
