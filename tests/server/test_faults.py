@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from server_harness import BROKEN_OFF, Generated, Server, assert_same, ends, prompt, running
 from sglang.srt.utils.common import MultiprocessingSerializer, init_custom_process_group
 
+from benchmarks.lifecycle import SPARED
 from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.srt import compat
 
@@ -70,6 +71,7 @@ def sampled(**parameters: Any) -> dict[str, Any]:
 
 REFUSED: dict[str, Any] = {
     "as long as the context": body(input_ids=[5] * CONTEXT),
+    "a token too many": body(input_ids=[5] * (CONTEXT - SPARED + 1)),
     "a million tokens": body(input_ids=[5] * 1_000_000),
     "ids that are fractions": body(input_ids=[1.5]),
     "an id of 70 bits": body(input_ids=[1 << 70]),
@@ -119,6 +121,11 @@ def test_nonsense_is_refused(server: Server, what: str) -> None:
     status, text = status_of(server, REFUSED[what])
     assert 400 <= status < 500 and len(text) > 10, (status, text[:500])
     assert_well(server)
+
+
+def test_the_longest_prompt_is_answered(server: Server) -> None:
+    """One more is refused: what the lifecycle fuzzer takes for the limit is the server's."""
+    assert server.generate([5] * (CONTEXT - SPARED), 2).tokens
 
 
 @pytest.mark.parametrize("what", ODD)
