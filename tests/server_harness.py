@@ -29,8 +29,8 @@ import pytest
 import torch
 from progress import LONG, POLL_SECONDS, STUCK_SECONDS, Process, Progress, wait
 
+from benchmarks import ports
 from benchmarks.lifecycle import Driver, Shape, play
-from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.srt import compat, launch
 from dsv4_sglang.testing.oracle import Oracle
 from dsv4_sglang.testing.oracle_v41 import OracleV41
@@ -262,10 +262,9 @@ def launched(
 @contextmanager
 def running(model: Path, log: Path, *flags: str, cpu: bool = True, **options: Any) -> Iterator[Server]:
     """A server that answers; fails with the end of its log if it ends or is stuck, while it starts or later."""
-    port = free_port()
     # An idle scheduler would take a core from the oracle.
-    base = ["--port", str(port), "--skip-server-warmup", "--sleep-on-idle", *UNHURRIED]
-    with launched(model, log, [*base, *flags], options, cpu) as process:
+    base = ["--skip-server-warmup", "--sleep-on-idle", *UNHURRIED]
+    with ports.reserved() as port, launched(model, log, [*ports.flags(port), *base, *flags], options, cpu) as process:
         server, progress = Server(process, port, log), Progress(process, log)
         while True:
             with suppress(OSError):

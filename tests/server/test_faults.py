@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from server_harness import BROKEN_OFF, Generated, Server, assert_same, ends, prompt, running
 from sglang.srt.utils.common import MultiprocessingSerializer, init_custom_process_group
 
+from benchmarks import ports
 from benchmarks.lifecycle import SPARED
-from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.srt import compat
 
 pytestmark = pytest.mark.server
@@ -238,9 +238,9 @@ def by_tensors(server: Server, weights: dict[str, torch.Tensor]) -> None:
 
 def by_broadcast(server: Server, weights: dict[str, torch.Tensor]) -> None:
     """From rank 0 of a group, which is this process."""
-    port, name = free_port(), "new weights"
-    at = {"master_address": "127.0.0.1", "master_port": port, "group_name": name, "backend": "gloo"}
-    with ThreadPoolExecutor(1) as pool:
+    name = "new weights"
+    with ports.reserved() as port, ThreadPoolExecutor(1) as pool:
+        at = {"master_address": "127.0.0.1", "master_port": port, "group_name": name, "backend": "gloo"}
         joined = pool.submit(server.post, "/init_weights_update_group", {**at, "rank_offset": 1, "world_size": 2})
         address = f"tcp://127.0.0.1:{port}"
         group = init_custom_process_group("gloo", address, world_size=2, rank=0, group_name=name)
