@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, servers
+from benchmarks import ports, report, servers
 from benchmarks.environment import ROOT
 from benchmarks.servers import Server
 
@@ -175,18 +175,18 @@ class Bench:
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
         return Server(name, argv, environment, Path(self.args.out) / "logs" / f"apart-{name}.log")
 
-    def side(self, name: str) -> Side:
+    def side(self, name: str, bootstrap: int) -> Side:
+        """`bootstrap`: the port where the servers of a pair meet."""
         if name != "apart":
             return Side(name, self.server(name, *(() if self.args.dry_run else SIDES[name])))
         backend = "mooncake_tcp" if self.args.dry_run else "nixl"
         decode = () if self.args.dry_run else ("--base-gpu-id", "1")
-        port = servers.free_port()
-        shared = "--disaggregation-transfer-backend", backend, "--disaggregation-bootstrap-port", str(port)
+        shared = "--disaggregation-transfer-backend", backend, "--disaggregation-bootstrap-port", str(bootstrap)
         return Side(
             name,
             self.server("decode", *shared, "--disaggregation-mode", "decode", *decode),
             self.server("prefill", *shared, "--disaggregation-mode", "prefill", "--enable-metrics"),
-            port,
+            bootstrap,
         )
 
     def started(self, side: Side) -> Iterator[dict[str, Any]]:
@@ -280,9 +280,9 @@ def main(argv: list[str] | None = None) -> int:
     settings = {"flags": bench.flags(), "sides": {name: SIDES[name] for name in names}}
     result = report.Report("apart", args, settings | {"streams": args.streams, "rate": args.rate})
     with ExitStack() as stack:
-        sides = []
+        sides, bootstrap = [], stack.enter_context(ports.reserved())
         for name in names:
-            sides.append(side := bench.side(name))
+            sides.append(side := bench.side(name, bootstrap))
             for server in filter(None, (side.prefill, side.server)):
                 stack.callback(server.stop)
                 server.launch()

@@ -29,6 +29,8 @@ STUCK_SECONDS = 600.0
 """Without an answer, or without turning idle."""
 COMPARED = 2
 """Answers of a burst."""
+SPARED = 7
+"""Tokens of a context that a prompt leaves free: SGLang refuses one of `max_req_input_len` or more, six below it."""
 MODES = ("abort", "retract", "in_place")
 """Of /pause_generation."""
 STOPS = [" ", "e", "a", "0", "Q"]
@@ -181,7 +183,8 @@ class Driver:
             base: list[int] = []
             if ask.base is not None:
                 base = found[ask.base] if ask.base in found else self.texts.get(ask.base, [])
-            room = self.shape.context - ask.count - ANSWER_TOKENS - 2
+            # To compare, the answer is scored behind the prompt, as one prompt.
+            room = self.shape.context - ANSWER_TOKENS - max(ask.count + 2, SPARED)
             kept = base[: min(round(ask.kept * len(base)), max(0, room - len(fresh)))]
             found[ask.number] = [*kept, *fresh][:room]
         return found

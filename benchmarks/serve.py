@@ -63,8 +63,7 @@ class Bench:
         argv, environment = servers.command(self.model, self.flags(memory), subject == "ours", self.args.dry_run)
         environment |= serve_plan.environment(self.args)
         log = Path(self.args.out) / "logs" / f"serve-{subject}-{label}.log"
-        lane = int(self.args.gpus.split(",")[0]) if self.args.gpus else None
-        return Server(f"{subject} {label}", argv, environment, log, servers.free_port(lane))
+        return Server(f"{subject} {label}", argv, environment, log)
 
     def prompt(self, tokens: int) -> list[int]:
         self.seed += 1

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import http.client
 import importlib.metadata
-import itertools
 import json
 import os
 import random
 import re
 import shlex
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import ports
 from benchmarks.environment import ROOT
 
 GPU_ENVIRONMENT = {
@@ -50,28 +49,6 @@ OUR_SIZES = re.compile(
 )
 
 OUR_METRIC = re.compile(r"^dsv4:(\w+?)(?:_total)?\{.*\} (\S+)$", re.MULTILINE)
-
-PORTS = range(12000, 52000, 3000)
-_next_port = itertools.cycle(random.sample(PORTS, len(PORTS)))
-_next_in_lane = itertools.cycle(range(0, 1000, 50))
-
-
-def free_port(lane: int | None = None) -> int:
-    """A port that is free now, with the 3000 above it left to the server's own sockets.
-
-    Not one of those given shortly before: a server binds its port when it has loaded, and of two that were launched
-    with the same one the second ends while the first answers for both. Two programs that start servers at the same time
-    on one host give different lanes, so that they cannot choose the same ports.
-    """
-    if lane is None:
-        tried = (port + os.getpid() % 1000 for port in itertools.islice(_next_port, len(PORTS)))
-    else:
-        tried = (PORTS[lane % len(PORTS)] + offset for offset in itertools.islice(_next_in_lane, 20))
-    for port in tried:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError("no free port found between 12000 and 52000")
 
 
 def plugin_path(folder: Path) -> list[str]:
@@ -109,27 +86,29 @@ def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[l
 
 @dataclass
 class Server:
-    """One server process. `log` gets all it prints."""
+    """One server process. `log` gets all it prints. `port` is given by `launch`."""
 
     name: str
     argv: list[str]
     environment: Mapping[str, str]
     log: Path
-    port: int = field(default_factory=free_port)
+    port: int = 0
     start_seconds: float = 0.0
     process: subprocess.Popen[bytes] | None = None
+    _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def launch(self) -> None:
-        """Start it without waiting."""
+        """Start it without waiting, on ports of its own until `stop`."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         # The server imports from it: nobody else may be able to write it, or to make it first.
-        self._plugin = tempfile.TemporaryDirectory(prefix="dsv4_sglang_plugin_")
-        extra = plugin_path(Path(self._plugin.name))
+        folder = self._held.enter_context(tempfile.TemporaryDirectory(prefix="dsv4_sglang_plugin_"))
+        self.port = self._held.enter_context(ports.reserved())
+        extra = plugin_path(Path(folder))
         environment = {**os.environ, **self.environment}
         paths = [*extra, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
         if paths:
             environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-        argv = [*self.argv, "--port", str(self.port), "--host", "127.0.0.1"]
+        argv = [*self.argv, *ports.flags(self.port), "--host", "127.0.0.1"]
         with self.log.open("wb") as out:
             out.write((shlex.join(argv) + "\n").encode())
             out.flush()
@@ -155,15 +134,14 @@ class Server:
 
     def stop(self, patience: float = 15) -> None:
         """SIGTERM, then SIGKILL, to this server's own process group."""
-        if self.process is None:
-            return
-        for signum, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signum)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(seconds)
-        self.process = None
-        self._plugin.cleanup()
+        if self.process is not None:
+            for signum, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signum)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(seconds)
+            self.process = None
+        self._held.close()
 
     def request(self, path: str, body: Any = None, timeout: float = 120) -> Any:
         """JSON answer of a GET, or of a POST of `body`; an empty answer is {}. OSError if it fails."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from server_harness import Server, running
 
-from dsv4_sglang.cli.demo import free_port
+from benchmarks import ports
 from dsv4_sglang.srt import compat
 
 MODULES = {"mooncake_tcp": "mooncake.engine", "nixl": "nixl._api"}
@@ -87,10 +87,9 @@ def a_pair(
     **options: Any,
 ) -> Iterator[Apart]:
     """Both servers, with `flags` and those of each."""
-    bootstrap = free_port()
-    flags = (*flags, "--disaggregation-bootstrap-port", str(bootstrap))
-
     with ExitStack() as stack:
+        bootstrap = stack.enter_context(ports.reserved())
+        flags = (*flags, "--disaggregation-bootstrap-port", str(bootstrap))
 
         def start(mode: str, more: Sequence[str]) -> Server:
             given = (*flags, "--disaggregation-mode", mode, *more)

@@ -11,6 +11,8 @@ import hypothesis
 import pytest
 import torch
 
+from benchmarks import ports
+
 # CI runs the same examples every time; elsewhere hypothesis explores.
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("default")
@@ -35,6 +37,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture
+def only_ports(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The first of the only ports that this test gives to servers: from below all others'."""
+    monkeypatch.setattr(ports, "FIRSTS", range(10000, 12000 - ports.SPAN))
+    with ports.reserved() as first:
+        monkeypatch.setattr(ports, "FIRSTS", range(first, first + 1))
+    return first
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -29,8 +29,8 @@ import pytest
 import torch
 from progress import LONG, POLL_SECONDS, STUCK_SECONDS, Process, Progress, wait
 
+from benchmarks import ports
 from benchmarks.lifecycle import Driver, Shape, play
-from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.srt import compat, launch
 from dsv4_sglang.testing.oracle import Oracle
 from dsv4_sglang.testing.oracle_v41 import OracleV41
@@ -72,6 +72,17 @@ def _answer(meta: dict[str, Any]) -> Generated:
         for (_, taken, *_), row in zip(pairs, meta["output_top_logprobs"])
     ]
     return Generated([p[1] for p in pairs], [p[0] for p in pairs], meta["cached_tokens"], others)
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """Those of a stream. Raises ConnectionError if it ends before it says so: where the server's end falls between two
+    events, http.client takes it for the answer's."""
+    for line in response:
+        if line.startswith(b"data: [DONE]"):
+            return
+        if line.startswith(b"data: "):
+            yield json.loads(line.removeprefix(b"data: "))
+    raise ConnectionError("the server broke the stream off")
 
 
 class Server:
@@ -116,16 +127,15 @@ class Server:
         """Start a request and return once it has generated so many tokens. Call for the whole answer."""
         body = {**_request(prompt, count), **self.fields, **fields, "stream": True}
         response = self.request("POST", "/generate", body)
-        lines = (line[5:] for line in response if line.startswith(b"data:") and b"[DONE]" not in line)
-        for line in lines:
-            meta = json.loads(line)["meta_info"]
-            if meta["completion_tokens"] >= generated:
+        events = _events(response)
+        for event in events:
+            if event["meta_info"]["completion_tokens"] >= generated:
                 break
 
         def rest() -> Generated:
             with response:
-                last = list(lines)[-1]
-            return _answer(json.loads(last)["meta_info"])
+                *_, last = events
+            return _answer(last["meta_info"])
 
         return rest
 
@@ -252,10 +262,9 @@ def launched(
 @contextmanager
 def running(model: Path, log: Path, *flags: str, cpu: bool = True, **options: Any) -> Iterator[Server]:
     """A server that answers; fails with the end of its log if it ends or is stuck, while it starts or later."""
-    port = free_port()
     # An idle scheduler would take a core from the oracle.
-    base = ["--port", str(port), "--skip-server-warmup", "--sleep-on-idle", *UNHURRIED]
-    with launched(model, log, [*base, *flags], options, cpu) as process:
+    base = ["--skip-server-warmup", "--sleep-on-idle", *UNHURRIED]
+    with ports.reserved() as port, launched(model, log, [*ports.flags(port), *base, *flags], options, cpu) as process:
         server, progress = Server(process, port, log), Progress(process, log)
         while True:
             with suppress(OSError):
@@ -273,7 +282,7 @@ def on_rank(rank: int) -> dict[str, int]:
     return {"routed_dp_rank": rank}
 
 
-BROKEN_OFF = (http.client.HTTPException, OSError, KeyError, IndexError)
+BROKEN_OFF = (http.client.HTTPException, OSError, KeyError)
 """What a request raises whose server ends."""
 
 

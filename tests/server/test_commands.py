@@ -17,9 +17,9 @@ from progress import POLL_SECONDS, Progress, run, wait
 from server_harness import one_core_each
 from typer.testing import CliRunner
 
+from benchmarks import ports
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.conversation import QUESTION
-from dsv4_sglang.cli.demo import free_port
 
 pytestmark = pytest.mark.server
 
@@ -38,13 +38,20 @@ def run_example(name: str, *arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def process(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
+def port() -> Iterator[int]:
+    """Of the server."""
+    with ports.reserved() as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def process(port: int, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
     """(process, url, log) of `dsv4-sglang serve --ask` with keys, once it has shown its conversation."""
-    port, log = free_port(), tmp_path_factory.mktemp("serve") / "log"
+    log = tmp_path_factory.mktemp("serve") / "log"
     serve = [sys.executable, "-m", "dsv4_sglang.cli", "serve", "--model-path", str(tiny(seed=0))]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*serve, "--port", str(port), "--ask", QUESTION, *FLAGS, *KEYS, *METRICS],
+            [*serve, *ports.flags(port), "--ask", QUESTION, *FLAGS, *KEYS, *METRICS],
             env={**os.environ, "SGLANG_CPU_OMP_THREADS_BIND": one_core_each(2)},
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 from server_harness import BROKEN_OFF, Generated, Server, assert_same, ends, prompt, running
 from sglang.srt.utils.common import MultiprocessingSerializer, init_custom_process_group
 
-from dsv4_sglang.cli.demo import free_port
+from benchmarks import ports
+from benchmarks.lifecycle import SPARED
 from dsv4_sglang.srt import compat
 
 pytestmark = pytest.mark.server
@@ -70,6 +71,7 @@ def sampled(**parameters: Any) -> dict[str, Any]:
 
 REFUSED: dict[str, Any] = {
     "as long as the context": body(input_ids=[5] * CONTEXT),
+    "a token too many": body(input_ids=[5] * (CONTEXT - SPARED + 1)),
     "a million tokens": body(input_ids=[5] * 1_000_000),
     "ids that are fractions": body(input_ids=[1.5]),
     "an id of 70 bits": body(input_ids=[1 << 70]),
@@ -119,6 +121,11 @@ def test_nonsense_is_refused(server: Server, what: str) -> None:
     status, text = status_of(server, REFUSED[what])
     assert 400 <= status < 500 and len(text) > 10, (status, text[:500])
     assert_well(server)
+
+
+def test_the_longest_prompt_is_answered(server: Server) -> None:
+    """One more is refused: what the lifecycle fuzzer takes for the limit is the server's."""
+    assert server.generate([5] * (CONTEXT - SPARED), 2).tokens
 
 
 @pytest.mark.parametrize("what", ODD)
@@ -177,9 +184,10 @@ def crashed(server: Server, fault: Path, pages: Path) -> Generated:
 def test_a_kernel_that_fails_ends_the_server(server: Server, fault: Path, crashed: Generated) -> None:
     """Its requests end with an error; it does not go on with what was not written. The log says which op it was, in
     one line."""
-    running_one = server.begin(prompt(30), 900, 2)
+    # The first has sent tokens that nobody has read when it is broken off, which are no answer.
+    streams = [server.begin(prompt(30, seed=seed), 900, 5) for seed in range(2)]
     with ends(server), broken(fault, LAUNCH_FAULT):
-        for request in (running_one, lambda: server.generate(prompt(200))):
+        for request in (*streams, lambda: server.generate(prompt(200))):
             with pytest.raises(BROKEN_OFF):
                 request()
     named = [line for line in server.log_text().splitlines() if "append: the launch" in line]
@@ -230,9 +238,9 @@ def by_tensors(server: Server, weights: dict[str, torch.Tensor]) -> None:
 
 def by_broadcast(server: Server, weights: dict[str, torch.Tensor]) -> None:
     """From rank 0 of a group, which is this process."""
-    port, name = free_port(), "new weights"
-    at = {"master_address": "127.0.0.1", "master_port": port, "group_name": name, "backend": "gloo"}
-    with ThreadPoolExecutor(1) as pool:
+    name = "new weights"
+    with ports.reserved() as port, ThreadPoolExecutor(1) as pool:
+        at = {"master_address": "127.0.0.1", "master_port": port, "group_name": name, "backend": "gloo"}
         joined = pool.submit(server.post, "/init_weights_update_group", {**at, "rank_offset": 1, "world_size": 2})
         address = f"tcp://127.0.0.1:{port}"
         group = init_custom_process_group("gloo", address, world_size=2, rank=0, group_name=name)

@@ -21,7 +21,7 @@ from faulty_cache import HELD, HOLDING, TRANSFER_FAULTS, broken, entry_point
 from progress import Progress
 from server_harness import DRAFTS, Server, assert_oracle_chooses, distances, one_core_each, prompt, running
 
-from dsv4_sglang.cli.demo import free_port
+from benchmarks import ports
 from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server
@@ -241,15 +241,23 @@ def another(backend: str, tiny: Callable[..., Path], tmp_path: Path) -> Callable
     return start
 
 
+@pytest.fixture
+def bootstrap() -> Iterator[int]:
+    """A port where servers meet."""
+    with ports.reserved() as port:
+        yield port
+
+
 def test_the_prefill_server_is_killed(
     servers: Apart,
+    bootstrap: int,
     oracle: Oracle,
     another: Callable[..., AbstractContextManager[Server]],
     kill_in_transfer: Callable[[Server, Server], None],
 ) -> None:
     """In the middle of a transfer: the decode server answers with an error, frees what it had, and serves with the
     prefill server that comes in its place."""
-    bootstrap, ids = free_port(), prompt(500, seed=41)
+    ids = prompt(500, seed=41)
     flags = ("--max-total-tokens", "4096", "--disaggregation-bootstrap-port", str(bootstrap))
     for number in range(2):
         with another("prefill", *flags) as prefill:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from server_harness import (
     Server,
@@ -25,6 +26,7 @@ from server_harness import (
     with_integrity_check,
 )
 
+from benchmarks import ports
 from dsv4_sglang.srt import compat
 from dsv4_sglang.testing.oracle import Oracle
 
@@ -125,6 +127,19 @@ def test_abort_on_one_rank(server: Server, oracle: Oracle) -> None:
 @with_integrity_check
 def test_lifecycles(server: Server) -> None:
     live(server, ranks=2)
+
+
+def test_it_listens_where_nobody_else_may(server: Server) -> None:
+    """Among the ports that it was given: its own, the one where processes of torch meet, and what SGLang derives."""
+    own = psutil.Process(server.process.pid)
+    heard = {
+        connection.laddr.port - server.port
+        for process in (own, *own.children(recursive=True))
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    within = {offset for offset in heard if 0 <= offset < ports.SPAN}
+    assert {0, 1} < within <= set(ports.USED)
 
 
 def test_a_rank_has_its_share_of_slots(server: Server) -> None:

@@ -1,0 +1,68 @@
+"""Ports of servers that start beside others."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+from sglang.srt.server_args import PortArgs, ServerArgs
+
+from benchmarks import ports
+
+KEEPER = """
+import sys
+from benchmarks import ports
+first = int(sys.argv[1])
+ports.FIRSTS = range(first, first + 1)
+with ports.reserved() as port:
+    print(port, flush=True)
+    sys.stdin.read()
+"""
+
+
+def keeper(first: int) -> subprocess.Popen[str]:
+    """A process that takes the ports from `first` on and keeps them."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", KEEPER, str(first)], text=True, **pipes)
+
+
+def test_ports_are_of_one_process_until_it_ends(only_ports: int) -> None:
+    """However it ends."""
+    with ports.reserved() as first:
+        assert first == only_ports
+        with pytest.raises(OSError, match="no ports are left"), ports.reserved():
+            pass
+        _, said = keeper(first).communicate()
+        assert "OSError: no ports are left for a server" in said
+    with keeper(first) as other:
+        assert other.stdout.readline() == f"{first}\n"
+        with pytest.raises(OSError, match=f"1 spans from {first} to {first + 239} are all"), ports.reserved():
+            pass
+        other.kill()
+    with ports.reserved() as again:
+        assert again == first
+
+
+@pytest.mark.parametrize("offset", ports.USED)
+def test_ports_that_somebody_uses_are_not_given(only_ports: int, offset: int) -> None:
+    used = socket.create_server(("127.0.0.1", only_ports + offset))
+    with used, pytest.raises(OSError, match="no ports are left"), ports.reserved():
+        pass
+    with ports.reserved() as first:
+        assert first == only_ports
+
+
+def test_ports_that_sglang_derives_are_looked_at() -> None:
+    """Of DP attention, which has most."""
+    with ports.reserved() as first:
+        args = ServerArgs.__new__(ServerArgs)  # without the checks of a model
+        values = dict(zip(*[iter(ports.flags(first))] * 2, strict=True))
+        args.port, args.nccl_port = int(values["--port"]), int(values["--nccl-port"])
+        args.enable_dp_attention = True
+        made = PortArgs.init_new(args)
+        assert made.nccl_port == first + 1
+        derived = [int(port) for port in re.findall(r"tcp://[\d.]+:(\d+)", repr(made))]
+        assert len(derived) >= 5 and {port - first for port in derived} <= set(ports.USED)
