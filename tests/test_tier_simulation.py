@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.agent_trace import load, rounds
 from benchmarks.prefix_simulation import BLOCK_BYTES, CHECKPOINT_BYTES
-from benchmarks.tier_simulation import CopyingSimulation, SharedTree, TieredSimulation, simulate
+from benchmarks.tier_simulation import CopyingSimulation, SharedTree, TieredSimulation, grow, simulate
 from benchmarks.tier_tree import TieredTree
 from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
 from dsv4_sglang.srt.prefix.tree import Node, PrefixTree
@@ -20,6 +20,14 @@ def test_the_host_adds_what_it_holds() -> None:
     assert hits[0]["hit"] < 0.3 and hits[0]["from_host"] == 0
     assert hits[0]["hit"] + 0.2 < hits[2]["hit"] < 0.85
     assert hits[4]["hit"] > 0.99 and hits[4]["from_host"] > 0.7
+
+
+def test_a_loop_that_grows_beyond_both_places_keeps_hitting() -> None:
+    """12 conversations of 40 blocks, then 40, of which the 1,000 blocks of both places hold some 22: nothing would hit
+    if lines that were given up were not known again."""
+    rows = grow(TieredSimulation(200, 4, 800, 100), [(12, 3), (40, 4)], 5_000)
+    assert [row["conversations"] for row in rows] == [12] * 3 + [40] * 4
+    assert all(row["hit"] > (0.95 if row["conversations"] == 12 else 0.4) for row in rows)
 
 
 def test_the_host_need_not_have_what_the_device_has() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 SUPERSEDED = 1 / 16
 """What the likelihood of use is multiplied by when a later checkpoint lies on the same line: conversations go on from
 their end; edited and repeated turns are the exception. On the trace of `benchmarks/prefix_simulation.py` (100 active
-conversations, 20 GB, 6 % of it in checkpoints) factors 1, 1/4, 1/16, 1/64 hit 94.0, 97.5, 98.1 and 97.8 %."""
+conversations, 20 GB, 6 % of it in checkpoints) factors 1, 1/4, 1/16, 1/64 hit 93.8, 97.4, 98.1 and 97.7 %."""
 
 UNKNOWN = 1e12
 """More than any time between uses."""
@@ -24,9 +24,10 @@ MEMORY = 256
 """Ends of lines, used or given up, over which the usual time between uses is estimated."""
 
 PATIENCE = 2
-"""Agent traces (`benchmarks/agent_trace.py`) in a pool of 1 M tokens, three seeds, without system prompts: factors
-1.5, 2, 3 and no limit hit 6.8, 10.9, 11.6 and 11.7 % of 790 conversations, and 63, 60, 50 and 14 % of 155 that come
-after 300 others."""
+"""Agent conversations of 2,000 to 80,000 tokens (`load` of `benchmarks/agent_trace.py`) in a pool of 1 M tokens, three
+seeds: factors 1.5, 2, 3 and no limit hit 10.4, 13.9, 14.2 and 14.5 % of what can hit behind system prompts with two
+turns each of 790 conversations, 11.8, 11.6, 11.2 and 11.0 % with five, and 78, 74, 63 and 21 % with five turns each of
+155 that come after 300 others."""
 
 REMEMBERED = 4
 """So many lines for each place of the registry are remembered when they were given up; who takes turns with more is not
@@ -35,7 +36,7 @@ known again. A line takes some 100 bytes."""
 MARGIN = 32
 """One part of so many of a device is kept at hand: free, or of checkpoints of which the host has a copy, so that who
 needs room does not wait for one. Agent conversations of ten times a device of 1.0 M tokens, a host of eight times
-(`benchmarks/tier_simulation.py`), three seeds: 4 % of what is saved is waited for. With 16 it would be 1.4 %, and 0.2 %
+(`benchmarks/tier_simulation.py`), three seeds: 6 % of what is saved is waited for. With 16 it would be 1.1 %, and 0.1 %
 less would be found, since the host has that much twice."""
 
 
