@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -155,6 +155,23 @@ def rounds(conversations: int, tokens: int, count: int, append: int = 200, gener
             turn = Turn(c, number, 0, number - 1, cut, new, generate)
             ends[c] = turn.end
             yield turn
+
+
+def growing(
+    stages: Iterable[tuple[int, int]], tokens: int, append: int = 200, generate: int = 16, first: int = 16
+) -> Iterator[tuple[int, list[Turn]]]:
+    """Conversations as those of `rounds` that become more. Of each stage, which has so many and so many visits: 0 and
+    the first turns of those that are new, with answers of `first` tokens, then 1, 2, ... and a turn of each."""
+    last: list[Turn] = []
+    for count, times in stages:
+        new = [Turn(c, 0, 0, -1, 0, tokens, first) for c in range(len(last), count)]
+        yield 0, new
+        last = [*last, *new]
+        for number in range(1, times + 1):
+            last = [
+                Turn(turn.conversation, turn.number + 1, 0, turn.number, turn.end, append, generate) for turn in last
+            ]
+            yield number, last
 
 
 class Ideal:

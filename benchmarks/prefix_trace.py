@@ -12,7 +12,7 @@ that runs. The cache is flushed first. Hit rates are token-weighted, against wha
 `device_tokens`, `host_tokens` and `storage_tokens` say where hits were. With `--enable-metrics` among the flags each
 row also has what a host tier had copied by then.
 
-`sweep` takes 5 to 7 minutes of an H200 with the device that its sizes are for (`run_sweep` says what they cost):
+`sweep` takes 8 to 11 minutes of an H200 with the device that its sizes are for (`run_sweep` says what they cost):
 
     python -m benchmarks.prefix_trace sweep --serve ours --output benchmarks/results/tier_sweep.jsonl \\
         --flags "--context-length 65536 --max-total-tokens 262144 --enable-metrics \\
@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import servers
-from benchmarks.agent_trace import Turn, load, rounds
+from benchmarks.agent_trace import Turn, growing, load, rounds
 from benchmarks.environment import ROOT, environment
 from benchmarks.replay import TIERS, Client, Replay, Served, compare_with_cold
 
@@ -105,32 +105,18 @@ def run_rounds(replay: Replay, args: argparse.Namespace) -> Parts:
         yield f"round {number + 1}", sum(turn.end for turn in chosen), summary(replay.run(chosen))
 
 
-def growing(replay: Replay, tokens: int, steps: Sequence[int]) -> Parts:
+def run_growing(replay: Replay, tokens: int, steps: Sequence[int]) -> Parts:
     """Add conversations up to each of `steps` without emptying the cache, then visit all of them in turn."""
-    visits = [0] * max(steps)
-    ends = [0] * max(steps)
-    known = 0
-
-    def visit(conversations: range, first: bool) -> list[Served]:
-        turns = []
-        for c in conversations:
-            # What fills the cache needs no answer, and decode steps would take a quarter of the time.
-            cut, new, answer = (0, tokens, 1) if first else (ends[c], NEW_TOKENS["append"], NEW_TOKENS["generate"])
-            turns.append(Turn(c, visits[c], 0, visits[c] - 1, cut, new, answer))
-            visits[c] += 1
-            ends[c] = turns[-1].end
-        return replay.run(turns)
-
-    for count in steps:
-        visit(range(known, count), first=True)
-        known = count
-        served = visit(range(count), first=False)
-        yield f"{count} conversations", sum(ends[:count]), summary(served)
+    # What fills the cache needs no answer, and decode steps would take a quarter of the time.
+    for visit, turns in growing([(count, 1) for count in steps], tokens, **NEW_TOKENS, first=1):
+        served = replay.run(turns)
+        if visit:
+            yield f"{len(turns)} conversations", sum(turn.end for turn in turns), summary(served)
 
 
 def run_working_set(replay: Replay, args: argparse.Namespace) -> Parts:
     """The sizes of `--steps` until less than 98 % hits."""
-    for part, tokens, row in growing(replay, args.tokens, args.steps):
+    for part, tokens, row in run_growing(replay, args.tokens, args.steps):
         yield part, tokens, row
         if row["hit_of_ideal"] < ENOUGH:
             break
@@ -145,16 +131,16 @@ def run_sweep(replay: Replay, args: argparse.Namespace) -> Parts:
     Every size costs a visit of each conversation, since a part of them would tell something else: of 300 the first 26
     hit nothing and all of them 67 %, of 500 the first 52 nothing and all of them 39 % (simulated with
     `benchmarks.tier_tree`, host ratio 8). So the defaults are 5.0 M tokens to fill in and 1,198 visits. At 42,000
-    tokens/s, 0.1 s a hit and 0.25 s a miss they take 120 s and, with hits as simulated, 180 s (295 s if nothing hits
-    from the device's size on). Half the device, `--max-total-tokens 131072` and `--steps 1 3 7 13 25 50 100 150 250`,
-    takes half of that.
+    tokens/s, 0.25 s a hit and 0.43 s a miss (an H200, 77d9ff5) they take 120 s and, with hits as simulated, 370 s
+    (510 s if nothing hits from the device's size on). Half the device, `--max-total-tokens 131072` and `--steps 1 3 7
+    13 25 50 100 150 250`, takes half of that.
     """
     # What SGLang compiles depends on how many new tokens come behind which prefix. Visit for visit these are the same
     # for all conversations, so some are taken through all their visits first and forgotten.
-    for _ in growing(replay, args.tokens, [args.concurrency] * len(args.steps)):
+    for _ in run_growing(replay, args.tokens, [args.concurrency] * len(args.steps)):
         pass
     replay.restart()
-    yield from growing(replay, args.tokens, args.steps)
+    yield from run_growing(replay, args.tokens, args.steps)
 
 
 def report(part: str, row: dict[str, Any]) -> None:

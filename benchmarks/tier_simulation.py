@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.agent_trace import TraceConfig, Turn, load, rounds
+from benchmarks.agent_trace import TraceConfig, Turn, growing, load, rounds
 from benchmarks.environment import ROOT
 from benchmarks.prefix_simulation import (
     BLOCK_BYTES,
@@ -346,26 +346,13 @@ def grow(simulation: Simulation, stages: Iterable[tuple[int, int]], tokens: int)
     """Hits of each visit as shares of what an infinite cache hits in it."""
     simulation.concurrency = 1
     rows: Rows = []
-    for number, turns in visits(stages, tokens):
+    for number, turns in growing(stages, tokens):
         before = simulation.hit_tokens, simulation.ideal_tokens
         simulation.run(turns)
         if number:
             hit = (simulation.hit_tokens - before[0]) / (simulation.ideal_tokens - before[1])
             rows.append({"conversations": len(turns), "visit": number, "hit": round(hit, 4)})
     return rows
-
-
-def visits(stages: Iterable[tuple[int, int]], tokens: int) -> Iterator[tuple[int, list[Turn]]]:
-    """Of each stage, which has so many conversations and visits: 0 and the first turns of those that are new, then 1,
-    2, ... and a turn of each."""
-    last: list[Turn] = []
-    for count, times in stages:
-        new = [Turn(c, 0, 0, -1, 0, tokens, 16) for c in range(len(last), count)]
-        yield 0, new
-        last += new
-        for number in range(1, times + 1):
-            last = [Turn(turn.conversation, turn.number + 1, 0, turn.number, turn.end, 200, 16) for turn in last]
-            yield number, last
 
 
 def loop(times: float) -> list[Turn]:

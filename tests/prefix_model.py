@@ -56,8 +56,9 @@ class MiniServer:
 
     def admit(self, keys: list[int]) -> Request | None:
         """A prompt; at least its last block is computed. None if its blocks do not fit beside what is held."""
-        match = self.tree.match(np.array(keys[:-1], dtype=np.int64))
-        self.tree.resume(match, np.array(keys[:-1], dtype=np.int64))
+        past = np.array(keys[:-1], dtype=np.int64)
+        match = self.tree.match(past)
+        self.tree.resume(match, past)
         fresh = self.tree.take_blocks(len(keys) - match.resume)
         if fresh is None:
             self.tree.unlock(match.node)

@@ -412,10 +412,8 @@ def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.Mo
     features = SimpleNamespace(features=SimpleNamespace(enable_encoder_swa_bounded_replay=False))
     monkeypatch.setattr(schedule_policy, "get_exec", lambda: features, raising=False)
     request = Req("waiting", "", array("q", prompt(1, blocks=10)), SamplingParams(max_new_tokens=10))
-    scheduler, refused = (
-        SimpleNamespace(tree_cache=server.cache, chunked_req=None),
-        schedule_policy.AddReqResult.NO_TOKEN,
-    )
+    scheduler = SimpleNamespace(tree_cache=server.cache, chunked_req=None)
+    refused = schedule_policy.AddReqResult.NO_TOKEN
 
     def look(scheduler: Any, batch: ScheduleBatch) -> object:
         """As Scheduler.get_new_batch_prefill."""

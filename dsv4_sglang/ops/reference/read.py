@@ -166,7 +166,8 @@ class _Listed:
         if 2 * len(distinct) < row.numel():
             first = place.new_zeros(len(distinct))
             first.scatter_reduce_(0, place.flatten(), torch.arange(row.numel()), "amin", include_self=False)
-            row, self.place = distinct[first.argsort()], first.argsort().argsort()[place][:, None]
+            order = first.argsort()
+            row, self.place = distinct[order], order.argsort()[place][:, None]
         self.values = table.read(row.clamp_min(0))
         self.values.view(-1, self.values.shape[-1]).index_fill_(0, (row < 0).flatten().nonzero().squeeze(-1), 0.0)
 
