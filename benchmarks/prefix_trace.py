@@ -4,7 +4,7 @@
     python -m benchmarks.prefix_trace alternate            # two conversations of 400,000 tokens in turn
     python -m benchmarks.prefix_trace revisit              # 100 conversations of 20,000 tokens, visited three times
     python -m benchmarks.prefix_trace working-set          # the most 20,000-token conversations that still hit 98 %
-    python -m benchmarks.prefix_trace sweep                # hits and seconds a turn of 3 to 500 conversations of 10,000
+    python -m benchmarks.prefix_trace sweep                # hits and seconds a turn of 1 to 132 conversations of 10,000
 
 `--serve ours` or `--serve in-tree` starts a server of benchmarks/configs/flashshape for it (dummy weights), with
 `--flags "..."`, such as "--enable-hierarchical-cache --hicache-ratio 4 --max-total-tokens 1000000"; `--url` takes one
@@ -12,13 +12,15 @@ that runs. The cache is flushed first. Hit rates are token-weighted, against wha
 `device_tokens`, `host_tokens` and `storage_tokens` say where hits were. With `--enable-metrics` among the flags each
 row also has what a host tier had copied by then.
 
-`sweep` takes 8 to 11 minutes of an H200 with the device that its sizes are for (`run_sweep` says what they cost):
+`sweep` takes two and a half to three minutes of an H200, behind a start, with the device that its sizes are for:
 
     python -m benchmarks.prefix_trace sweep --serve ours --output benchmarks/results/tier_sweep.jsonl \\
-        --flags "--context-length 65536 --max-total-tokens 262144 --enable-metrics \\
+        --flags "--context-length 65536 --max-total-tokens 65536 --max-running-requests 4 --enable-metrics \\
             --enable-hierarchical-cache --hicache-ratio 8"
 
-When the file has those of `--serve in-tree`, too, `benchmarks.plots` draws both.
+With `--serve in-tree` a `--hicache-ratio` of 4 is as many bytes, since SGLang's tokens take more than twice as many.
+When the file has rows of both servers, `benchmarks.plots` draws them. `--max-running-requests`: a running request holds
+checkpoints, of which 256 requests would make a device of 65,536 tokens, and the host with it, nine times as large.
 """
 
 from __future__ import annotations
@@ -123,17 +125,13 @@ def run_working_set(replay: Replay, args: argparse.Namespace) -> Parts:
 
 
 def run_sweep(replay: Replay, args: argparse.Namespace) -> Parts:
-    """All sizes of `--steps`, whatever hits: 0.1, 0.25, 0.5, 1, 2, 4, 8, 12 and 20 times a device of 262,144 tokens.
+    """All sizes of `--steps`, whatever hits: 0.16, 0.3, 0.5, 1, 2, 4, 8, 12 and 21 times a device of 65,536 tokens.
 
     One request at a time, so the seconds of a turn are those that a user waits who is alone. With `--concurrency` they
     contain the wait for others' chunks, too, and requests that run take room of the cache.
 
-    Every size costs a visit of each conversation, since a part of them would tell something else: of 300 the first 26
-    hit nothing and all of them 67 %, of 500 the first 52 nothing and all of them 39 % (simulated with
-    `benchmarks.tier_tree`, host ratio 8). So the defaults are 5.0 M tokens to fill in and 1,198 visits. At 42,000
-    tokens/s, 0.25 s a hit and 0.43 s a miss (an H200, 77d9ff5) they take 120 s and, with hits as simulated, 370 s
-    (510 s if nothing hits from the device's size on). Half the device, `--max-total-tokens 131072` and `--steps 1 3 7
-    13 25 50 100 150 250`, takes half of that.
+    Every size costs a visit of each conversation, since a part of them would tell something else: where a part fits,
+    which conversations that is depends on their order.
     """
     # What SGLang compiles depends on how many new tokens come behind which prefix. Visit for visit these are the same
     # for all conversations, so some are taken through all their visits first and forgotten.
@@ -164,7 +162,7 @@ DEFAULTS = {
     "alternate": {"conversations": 2, "tokens": 400_000, "concurrency": 1},
     "revisit": {"conversations": 100, "tokens": 20_000, "concurrency": 8},
     "working-set": {"tokens": 20_000, "concurrency": 8, "steps": list(range(100, 1001, 50))},
-    "sweep": {"tokens": 10_000, "concurrency": 1, "steps": [3, 7, 13, 25, 50, 100, 200, 300, 500]},
+    "sweep": {"tokens": 10_000, "concurrency": 1, "steps": [1, 2, 3, 6, 13, 25, 50, 75, 132]},
     "trace": {"concurrency": 16},
 }
 
