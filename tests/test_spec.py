@@ -252,6 +252,27 @@ def test_a_token_that_sees_nothing_gives_zeros_whatever_its_sink():
     assert torch.allclose(got[2, 0], table[0, 9])
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_no_number_reaches_who_lists_it_only(bad):
+    """Rows that most tokens list are multiplied once for all of them."""
+    table, rope = torch.randn(1, 64, 512), rope_table(16, frequencies(4))
+    listed, lens = torch.arange(60).repeat(9, 1).int(), torch.full((9,), 60, dtype=torch.int32)
+    listed[4, 7] = 63
+
+    def attended() -> torch.Tensor:
+        return torch.ops.dsv4_sglang.attend(
+            torch.zeros(9, 2, 512), torch.zeros(2), table, listed, lens, None, None, None, torch.arange(9), rope, SCALE,
+            RowFormat.FP32.code,
+        )  # fmt: skip
+
+    expected, bound = attended(), 60 * 2**-24 * float(table.abs().max())  # sums of 60 in another order
+    table[0, 63] = bad
+    out = attended()
+    others = torch.arange(9) != 4
+    assert not out[4].isfinite().any()
+    torch.testing.assert_close(out[others], expected[others], rtol=0, atol=2 * bound)
+
+
 # 8.9 quantisation
 
 

@@ -170,6 +170,9 @@ class _Listed:
             row, self.place = distinct[order], order.argsort()[place][:, None]
         self.values = table.read(row.clamp_min(0))
         self.values.view(-1, self.values.shape[-1]).index_fill_(0, (row < 0).flatten().nonzero().squeeze(-1), 0.0)
+        if self.place is not None and not self.values.isfinite().all():
+            # Zero times infinity is no number: it would reach tokens that do not list the row.
+            self.values, self.place = self.values[self.place.squeeze(1)], None
 
     def products(self, q: Tensor) -> Tensor:
         """Of queries [T, H, D] and rows: [T, H, K]."""
