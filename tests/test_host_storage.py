@@ -68,7 +68,7 @@ def test_a_new_server_finds_what_the_last_one_stored(
         server.check()
     pages = [path.name for path in pages_in(folder)]
     assert len(pages) == 5 + 2, "five blocks; checkpoints at four blocks, the interval, and at five, the end"
-    assert all("-dsv4v2-fp32-fp32-" in page for page in pages)
+    assert all("-dsv4v3-fp32-fp32-" in page for page in pages)
     with monkeypatch.context() as patch:
         server = restarted(patch)
         assert server.prefetch(PROMPT) == 5 * BLOCK
@@ -124,7 +124,7 @@ def test_the_rest_of_a_line_of_which_the_host_has_nothing(
         server.check_contents()
 
 
-@pytest.mark.parametrize("damage", ["torn", "changed", "of zeros", "gone"])
+@pytest.mark.parametrize("damage", ["torn", "changed", "of zeros", "another's", "gone"])
 @pytest.mark.parametrize("which", ["a block", "a checkpoint"])
 def test_a_page_that_cannot_be_used_is_a_miss(
     monkeypatch: pytest.MonkeyPatch,
@@ -136,15 +136,14 @@ def test_a_page_that_cannot_be_used_is_a_miss(
 ) -> None:
     with monkeypatch.context() as patch:
         restarted(patch).serve(PROMPT)
-    for path, page in pages_in(folder).items():
-        if ("c4_state" in path.name) == (which == "a block"):
-            continue
+    of_kind = {p: page for p, page in pages_in(folder).items() if ("c4_state" in p.name) == (which == "a checkpoint")}
+    others = [*of_kind.values()][1:] + [*of_kind.values()][:1]
+    for (path, page), other in zip(of_kind.items(), others):
         if damage == "gone":
             path.unlink()
-        else:
-            path.write_bytes(
-                {"torn": page[:-9], "changed": page[:3] + b"!" + page[4:], "of zeros": bytes(len(page))}[damage]
-            )
+            continue
+        changed = {"torn": page[:-9], "changed": page[:3] + b"!" + page[4:], "of zeros": bytes(len(page))}
+        path.write_bytes({**changed, "another's": other}[damage])
     caplog.set_level(logging.WARNING)
     with monkeypatch.context() as patch:
         server = restarted(patch)
@@ -165,7 +164,7 @@ def test_a_storage_that_is_cleared_has_nothing(
     """As after new weights. Pages of others stay."""
     server = restarted(monkeypatch)
     server.serve(PROMPT)
-    other = next(iter(pages_in(folder))).parent / "abc_other-dsv4v2-fp32-fp32-0123456789abcdef.bin"
+    other = next(iter(pages_in(folder))).parent / "abc_other-dsv4v3-fp32-fp32-0123456789abcdef.bin"
     other.write_bytes(b"123")
     server.cache.forget_stored("new")
     assert list(pages_in(folder)) == [other]
@@ -330,7 +329,7 @@ def test_pages_in_mooncakes_store(
             return there
 
     assert found() == 0
-    assert len(keys) == 5 + 2 and all("-dsv4v2-fp32-fp32-" in key for key in keys)
+    assert len(keys) == 5 + 2 and all("-dsv4v3-fp32-fp32-" in key for key in keys)
     assert found() == 5 * BLOCK
     for kind in ("_k", "c4_state"):
         for key in {key for key in keys if kind in key}:
@@ -347,6 +346,18 @@ def test_pages_in_mooncakes_store(
 
 
 # Who may read and write the files
+
+
+def test_a_page_that_another_user_has_stored_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its mode is not this server's to set. An error would end SGLang's thread that stores, and all its saves."""
+
+    def refused(self: Path, mode: int) -> None:
+        raise PermissionError(f"{self} belongs to another user")
+
+    storage = open_storage(tmp_path / "pages")
+    monkeypatch.setattr(Path, "chmod", refused)
+    assert storage.set("key", torch.arange(40, dtype=torch.uint8))
+    assert storage.set("key", torch.arange(40, dtype=torch.uint8))
 
 
 def open_storage(default: Path) -> FileStorage:
@@ -421,21 +432,32 @@ def test_the_default_folder_is_sglangs() -> None:
     assert signature(HiCacheFile).parameters["file_path"].default == DEFAULT_FOLDER
 
 
-def name_of(folder: Path, **options: str) -> str:
+def name_of(model: Path | str, row_format: str = "fp8", key_format: str = "mxfp4", **facts: Any) -> str:
     config = DSV4Config.flash()
-    layout = CacheLayout.build(config, build_schedule(config), torch.device("cpu"), sm100=False, **options)
-    return page_name("m", str(folder), layout, (layout.block_bytes, layout.checkpoint_bytes), tp_size=4)
+    formats = {"row_format": row_format, "key_format": key_format}
+    layout = CacheLayout.build(config, build_schedule(config), torch.device("cpu"), sm100=False, **formats)
+    return page_name("m", str(model), layout, (layout.block_bytes, layout.checkpoint_bytes), **{"tp_size": 4, **facts})
 
 
-def test_names_tell_formats_and_weights_apart(tmp_path: Path) -> None:
+def test_names_tell_apart_what_changes_the_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"a" * 200_000)
     names = [name_of(tmp_path, row_format=row, key_format=key) for row in ("fp8", "bf16") for key in ("mxfp4", "nvfp4")]
-    assert names[0] == name_of(tmp_path, row_format="fp8", key_format="mxfp4")
+    assert names[0] == name_of(tmp_path)
     weights.write_bytes(b"a" * 199_999 + b"b")
-    names.append(name_of(tmp_path, row_format="fp8", key_format="mxfp4"))
+    names.append(name_of(tmp_path))
     (tmp_path / "config.json").write_text("{ }")
-    names.append(name_of(tmp_path, row_format="fp8", key_format="mxfp4"))
-    assert len(set(names)) == 6
-    assert names[0].startswith("m-dsv4v2-fp8-mxfp4-")
+    names.append(name_of(tmp_path))
+    for facts in ({"tp_size": 8}, {"dtype": "float16"}, {"weight_version": "2"}, {"revision": "b"}):
+        names.append(name_of(tmp_path, **facts))
+    with monkeypatch.context() as patch:
+        patch.setattr("dsv4_sglang.srt.host.storage.version", lambda package: "0.0.0")
+        names.append(name_of(tmp_path))
+    for same in (None, "{}", '{"dsv4_sglang": {"integrity_check": true}}'):
+        assert name_of(tmp_path, overrides=same) == name_of(tmp_path), "options that change bytes are in the layout"
+    names.append(name_of(tmp_path, overrides='{"rope_theta": 1}'))
+    # A model that is no folder here is told apart by what it is called.
+    names += [name_of("org/model"), name_of("org/other"), name_of("org/model", revision="b")]
+    assert len(set(names)) == len(names)
+    assert names[0].startswith("m-dsv4v3-fp8-mxfp4-")

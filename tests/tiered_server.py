@@ -150,6 +150,8 @@ class TieredServer(BlockOwner):
             dtype="float32",
             tp_size=1,
             weight_version="default",
+            json_model_override_args="{}",
+            revision=None,
             enable_memory_saver=True,
             # Newer releases ask for these by what they belong to.
             hicache_host_memory_mode="cache",

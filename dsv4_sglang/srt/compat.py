@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -550,18 +549,16 @@ def rename_files(storage: Any, suffix: str) -> None:
     storage._evictor.config_suffix = suffix
 
 
-def nixl_files(storage: Any, pool: Any, keys: Sequence[str]) -> list[Path]:
-    """Where a storage of NIXL has the pages of a host pool, which are one buffer each."""
+def nixl_names(storage: Any, pool: Any, keys: Sequence[str]) -> list[str]:
+    """What a storage of NIXL calls the pages of a host pool, which are one buffer each."""
     from sglang.srt.mem_cache.hicache_storage import PoolName
 
     if pool == PoolName.KV:
-        names = storage._get_key_list_from_meta(keys)
-    else:
-        names = storage._get_hybrid_component_keys(keys, pool, 1)
-    return [Path(storage.file_manager.get_file_path(name)) for name in names]
+        return list(storage._get_key_list_from_meta(keys))
+    return list(storage._get_hybrid_component_keys(keys, pool, 1))
 
 
-def mooncake_keys(storage: Any, pool: Any, keys: Sequence[str]) -> list[str]:
+def mooncake_names(storage: Any, pool: Any, keys: Sequence[str]) -> list[str]:
     """What a storage of Mooncake calls the pages of a host pool, which are one buffer each."""
     from sglang.srt.mem_cache.hicache_storage import PoolName
 

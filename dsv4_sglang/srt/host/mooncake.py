@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeS
 
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.sealed import SealedRows
+from dsv4_sglang.srt.host.storage import WRONG_CHECKSUM
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +30,14 @@ class MooncakeStorage(SealedRows, MooncakeStore):
         """Pages from now on are those of the model under another name."""
         self.config_prefix: str = f"{self._first_prefix}-{name}"
 
-    def discard(self, name: Any, pool: Any, keys: Sequence[str], found: list[bool], usable: list[bool]) -> None:
-        for key, there, good in zip(compat.mooncake_keys(self, name, keys), found, usable):
+    def names(self, pool: Any, keys: Sequence[str]) -> list[str]:
+        return compat.mooncake_names(self, pool, keys)
+
+    def discard(self, names: Sequence[str], pool: Any, found: list[bool], usable: list[bool]) -> None:
+        for name, there, good in zip(names, found, usable):
             if there and not good:
-                log.warning("host tier: the stored page %s cannot be used and is removed: its checksum is another", key)
-                self.store.remove(key, FORCE)
+                log.warning("host tier: the stored page %s cannot be used and is removed: %s", name, WRONG_CHECKSUM)
+                self.store.remove(name, FORCE)
 
     def clear(self) -> None:
         """Remove the pages of this model; those of others in the same store stay."""

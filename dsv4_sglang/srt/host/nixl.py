@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
 
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.sealed import SealedRows
-from dsv4_sglang.srt.host.storage import own_folder, remove_page
+from dsv4_sglang.srt.host.storage import WRONG_CHECKSUM, own_folder, remove_page
 
 DEFAULT_FOLDER = "/tmp/hicache_storage"
 
@@ -35,13 +36,20 @@ class NixlStorage(SealedRows, HiCacheNixl):
                 "stored in files only; set SGLANG_HICACHE_NIXL_BACKEND_PLUGIN to POSIX, or to another that has files"
             )
 
-    def discard(self, name: Any, pool: Any, keys: Sequence[str], found: list[bool], usable: list[bool]) -> None:
+    def names(self, pool: Any, keys: Sequence[str]) -> list[str]:
+        return compat.nixl_names(self, pool, keys)
+
+    def discard(self, names: Sequence[str], pool: Any, found: list[bool], usable: list[bool]) -> None:
         """NIXL reads all or none of what is asked for together: those of another size may be why."""
-        for path, there, good in zip(compat.nixl_files(self, name, keys), found, usable):
+        assert self.file_manager is not None
+        for name, there, good in zip(names, found, usable):
+            path = Path(self.file_manager.get_file_path(name))
             if there and not good:
-                remove_page(path, "its checksum is another")
-            elif path.is_file() and path.stat().st_size != pool.row_bytes:
-                remove_page(path, f"it has {path.stat().st_size} bytes, not {pool.row_bytes}")
+                remove_page(path, WRONG_CHECKSUM)
+                continue
+            with suppress(OSError):  # it is not there, or another process of the group has removed it
+                if (size := path.stat().st_size) != pool.row_bytes:
+                    remove_page(path, f"it has {size} bytes, not {pool.row_bytes}")
 
     def use_name(self, name: str) -> None:
         """Pages from now on are those of the model under another name."""
@@ -51,7 +59,8 @@ class NixlStorage(SealedRows, HiCacheNixl):
         """Remove the pages of this model; those of others in the same folders stay."""
         assert self.file_manager is not None
         for folder in self.file_manager.iter_all_base_dirs():
-            for path in Path(folder).rglob(f"*{self.config_suffix}*"):
+            # Behind the suffix stands which part of a page it is; behind that of other weights, their name.
+            for path in Path(folder).rglob(f"*{escape(self.config_suffix)}_*"):
                 with suppress(OSError):
                     path.unlink()
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,19 +20,20 @@ from dsv4_sglang.srt.prefix.timer import CopyTimer
 CHECKSUM_BYTES = 16
 
 
-def seal(page: Tensor) -> None:
-    """Write the checksum of a page [n] uint8 to its last bytes."""
-    page[-CHECKSUM_BYTES:] = _checksum(page)
+def seal(page: Tensor, name: str) -> None:
+    """Write the checksum of a page [n] uint8 and of what a storage calls it to its last bytes."""
+    page[-CHECKSUM_BYTES:] = _checksum(page, name)
 
 
-def intact(page: Tensor) -> bool:
-    """Whether a page is as it was sealed."""
-    return torch.equal(page[-CHECKSUM_BYTES:], _checksum(page))
+def intact(page: Tensor, name: str) -> bool:
+    """Whether a page is as it was sealed, and the one of that name."""
+    return torch.equal(page[-CHECKSUM_BYTES:], _checksum(page, name))
 
 
-def _checksum(page: Tensor) -> Tensor:
-    content = page[:-CHECKSUM_BYTES].contiguous().numpy().data
-    return torch.frombuffer(bytearray(hashlib.blake2b(content, digest_size=CHECKSUM_BYTES).digest()), dtype=torch.uint8)
+def _checksum(page: Tensor, name: str) -> Tensor:
+    digest = hashlib.blake2b(name.encode(), digest_size=CHECKSUM_BYTES)
+    digest.update(page[:-CHECKSUM_BYTES].contiguous().numpy().data)
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
 
 class HostRows(HostKVCache):
@@ -108,14 +110,15 @@ class HostRows(HostKVCache):
 
     # A row as a page of a storage behind the host
 
-    def seal(self, indices: Tensor) -> None:
-        """Write the checksum of each row of these indices to its end, where the row has bytes to spare."""
-        for row in self.rows_of(indices).tolist():
-            seal(self.kv_buffer[row])
+    def seal(self, indices: Tensor, names: Sequence[str]) -> None:
+        """Write the checksum of each row of these indices to its end, where the row has bytes to spare. `names`: what
+        the storage calls them as pages."""
+        for row, name in zip(self.rows_of(indices).tolist(), names):
+            seal(self.kv_buffer[row], name)
 
-    def intact(self, indices: Tensor) -> list[bool]:
-        """Whether each row of these indices is as it was sealed."""
-        return [intact(self.kv_buffer[row]) for row in self.rows_of(indices).tolist()]
+    def intact(self, indices: Tensor, names: Sequence[str]) -> list[bool]:
+        """Whether each row of these indices is as it was sealed, and the page of its name."""
+        return [intact(self.kv_buffer[row], name) for row, name in zip(self.rows_of(indices).tolist(), names)]
 
     def get_page_buffer_meta(self, indices: Tensor) -> tuple[list[int], list[int]]:
         """Address and bytes of each row of these indices."""

@@ -21,7 +21,7 @@ class SealedRows:
     registered_pools: dict[PoolName, Any]
 
     def batch_set_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
-        self.mem_pool_host.get_pool(PoolName.KV).seal(host_indices)
+        self.mem_pool_host.get_pool(PoolName.KV).seal(host_indices, self.names(PoolName.KV, keys))
         return super().batch_set_v1(keys, host_indices, extra_info)  # type: ignore[misc]
 
     def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
@@ -30,7 +30,8 @@ class SealedRows:
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         for transfer in transfers:
-            self.registered_pools[transfer.name].seal(transfer.host_indices)
+            names = self.names(transfer.name, transfer.keys or [])
+            self.registered_pools[transfer.name].seal(transfer.host_indices, names)
         return super().batch_set_v2(transfers, extra_info)  # type: ignore[misc]
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
@@ -50,13 +51,16 @@ class SealedRows:
         self, name: PoolName, pool: HostRows, keys: Sequence[str], indices: Tensor, found: list[bool]
     ) -> list[bool]:
         """Which pages of a host pool were found and are what was stored."""
-        usable = [there and good for there, good in zip(found, pool.intact(indices))]
+        names = self.names(name, keys)
+        usable = [there and good for there, good in zip(found, pool.intact(indices, names))]
         if not all(usable):
-            self.discard(name, pool, keys, found, usable)
+            self.discard(names, pool, found, usable)
         return usable
 
     @abstractmethod
-    def discard(
-        self, name: PoolName, pool: HostRows, keys: Sequence[str], found: list[bool], usable: list[bool]
-    ) -> None:
+    def names(self, pool: PoolName, keys: Sequence[str]) -> list[str]:
+        """What the storage calls the pages of a host pool, which are one buffer each: the model's name is in it."""
+
+    @abstractmethod
+    def discard(self, names: Sequence[str], pool: HostRows, found: list[bool], usable: list[bool]) -> None:
         """Remove the pages, with a warning each, that were found and cannot be used."""

@@ -19,26 +19,35 @@ from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.ops.trust import refuse_writable_by_all, require_own
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.pools import intact, seal
+from dsv4_sglang.srt.launch import OPT_IN_KEY
 
 log = logging.getLogger(__name__)
 
-PAGE_VERSION = 2
+PAGE_VERSION = 3
 """Of what a page holds, beyond what `page_name` hashes."""
 SAMPLE_BYTES = 1 << 16
 DEFAULT_FOLDER = "/tmp/hicache"
+WRONG_CHECKSUM = "its checksum is another"
+"""Of a page that was changed, or is another's under this name."""
 
 
 def page_name(
-    model_name: str | None, model_path: str, layout: CacheLayout, row_bytes: Sequence[int], **facts: Any
+    model_name: str | None,
+    model_path: str,
+    layout: CacheLayout,
+    row_bytes: Sequence[int],
+    overrides: str | None = None,
+    **facts: Any,
 ) -> str:
     """The name of a model in a storage, of which SGLang makes the names of its pages: its keys are hashes of tokens
     only, so that everything else that a page depends on stands here.
 
-    `row_bytes`: of a block and of a checkpoint; `facts`: whatever else changes the bytes. Hashed as well are the
-    version of this package, the layers of `layout` with their formats, and of a model in a folder its config and
-    samples of its weights.
+    `row_bytes`: of a block and of a checkpoint; `overrides`: of the model's config, as JSON; `facts`: whatever else
+    changes the bytes. Hashed as well are the version of this package, the layers of `layout` with their formats, and of
+    a model in a folder its config and samples of its weights.
     """
     layers = [repr(schema) for schema in layout.schemas]
+    facts["overrides"] = {key: value for key, value in json.loads(overrides or "{}").items() if key != OPT_IN_KEY}
     described = json.dumps([version("dsv4_sglang"), layers, list(row_bytes), facts], default=str, sort_keys=True)
     digest = hashlib.blake2b(described.encode(), digest_size=8)
     digest.update(_weights(Path(model_path)))
@@ -49,8 +58,10 @@ def page_name(
 
 def _weights(folder: Path) -> bytes:
     """Digest of a checkpoint folder: its config, and size, head and tail of each file of weights. Of a model that is
-    no folder the name says which it is."""
+    no folder here: what it is called."""
     digest = hashlib.blake2b(digest_size=8)
+    if not folder.is_dir():
+        digest.update(str(folder).encode())
     config = folder / "config.json"
     if config.is_file():
         digest.update(config.read_bytes())
@@ -94,10 +105,10 @@ class FileStorage(HiCacheFile):
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Store a page; False without room. numpy does not say when the last bytes of a file could not be written."""
-        seal(value)
+        seal(value, self._path(key).stem)
         if not super().set(key, value, target_location, target_sizes):
             return False
-        with suppress(FileNotFoundError):  # removed meanwhile, to make room
+        with suppress(OSError):  # removed meanwhile, to make room; or another user's, who had stored it before
             if (size := self._path(key).stat().st_size) != value.numel():
                 self._remove(key, f"it has {size} bytes of {value.numel()}; is the file system full?")
                 return False
@@ -110,8 +121,8 @@ class FileStorage(HiCacheFile):
         except OSError as error:
             self._remove(key, str(error))
             return None
-        if found is not None and not intact(found):
-            self._remove(key, "its checksum is another")
+        if found is not None and not intact(found, self._path(key).stem):
+            self._remove(key, WRONG_CHECKSUM)
             return None
         return found
 

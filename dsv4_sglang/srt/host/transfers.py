@@ -147,6 +147,8 @@ class HostStack(StackStrategy):
                 server_args.model_path,
                 device_blocks.layout,
                 (demand.block_bytes, demand.checkpoint_bytes),
+                server_args.json_model_override_args,
+                revision=server_args.revision,
                 dtype=server_args.dtype,
                 tp_size=server_args.tp_size,
                 weight_version=server_args.weight_version,
