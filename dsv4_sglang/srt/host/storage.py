@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolTransferResult
 from torch import Tensor
 
 from dsv4_sglang.cache.layout import CacheLayout
@@ -125,6 +125,14 @@ class FileStorage(HiCacheFile):
             self._remove(key, WRONG_CHECKSUM)
             return None
         return found
+
+    def batch_exists_v2(self, *arguments: Any, **named: Any) -> PoolTransferResult:
+        """A folder that cannot be read has nothing. SGLang 0.5.17 would end the thread that asks."""
+        try:
+            return super().batch_exists_v2(*arguments, **named)
+        except OSError as error:
+            log.warning("host tier: the storage's folder cannot be read: %s", error)
+            return PoolTransferResult(0, {})
 
     def _remove(self, key: str, why: str) -> None:
         path = self._path(key)
