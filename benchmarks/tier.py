@@ -4,7 +4,7 @@
 
 Blocks of all layers of Flash and one checkpoint with them: 157 blocks are a conversation of 20,000 tokens. "scattered":
 ids in random order on both sides; "in a row": ids that follow each other, as the host hands them out. "save" is a
-gather on the GPU and copies of runs of rows; "load" the checkpoint and then the layers, "first layer us" until
+gather on the GPU and copies of runs of rows; "load" the checkpoint and then the layers, "checkpoint us" until
 the checkpoint is there, behind which a step may begin. The floor, "copy", is one cudaMemcpyAsync of as many bytes to or
 from memory that CUDA allocated.
 
@@ -123,7 +123,7 @@ class Bench:
             floor = floors[direction]
             row |= {"order": order, "floor us": floor, "x floor": row["device us"] / floor}
             if direction == "load":
-                row["first layer us"] = from_idle(self.tier.load_checkpoint, self.device, self.samples)[0].us
+                row["checkpoint us"] = from_idle(self.tier.load_checkpoint, self.device, self.samples)[0].us
             else:
                 for tensor in self.tier.tensors():
                     tensor.zero_()
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
         floors = {r["move"]: r["device us"] for r in result.rows if r["subject"] == "copy" and r["blocks"] == blocks}
         for order in ORDERS:
             result.part(f"ours/{blocks}/{order}", partial(bench.ours, blocks, order, floors))
-    columns = ["move", "blocks", "subject", "order", "MB", "GB/s", "device us", "us", "host us", "first layer us"]
+    columns = ["move", "blocks", "subject", "order", "MB", "GB/s", "device us", "us", "host us", "checkpoint us"]
     result.table("host tier, copies alone", [*columns, "floor us", "x floor"])
     return result.close()
 

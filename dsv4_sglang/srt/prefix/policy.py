@@ -118,6 +118,7 @@ class CheckpointRegistry:
         path has, by which `missed` knows it; 0: none."""
         if not self.held[slot] or self.locks[slot]:
             raise ValueError(f"checkpoint slot {slot} is {'locked' if self.held[slot] else 'not in the registry'}")
+        self.changes += 1
         if not self._following[slot]:
             self._waiting_ended(float(self.now - self.last[slot]), used=False)
             if mark:
