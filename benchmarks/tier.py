@@ -4,9 +4,9 @@
 
 Blocks of all layers of Flash and one checkpoint with them: 157 blocks are a conversation of 20,000 tokens. "scattered":
 ids in random order on both sides; "in a row": ids that follow each other, as the host hands them out. "save" is a
-gather on the GPU and copies of runs of rows; "load" the checkpoint and then the layers, "checkpoint us" until
-the checkpoint is there, behind which a step may begin. The floor, "copy", is one cudaMemcpyAsync of as many bytes to or
-from memory that CUDA allocated.
+gather on the GPU and copies of runs of rows; "load" the checkpoint and then the layers; "checkpoint us" until the
+checkpoint alone is there. The floor, "copy", is one cudaMemcpyAsync of as many bytes to or from memory that CUDA
+allocated.
 
 "us": from an idle device until the work is done; "host us": until the calls return; "device us": of the device alone,
 whose queue was full before. GB/s are those of "device us".

@@ -476,6 +476,9 @@ def test_sizes() -> None:
     # Of a device that has so many for its running requests alone, a ninth is checkpoints.
     by_share = host_demand(**device | {"max_checkpoints": None}, ratio=2.5, size_gb=0)
     assert (by_share.blocks, by_share.checkpoints) == (450, 5)
+    flash = {"device_blocks": 7800, "device_checkpoints": 90, "block_bytes": 452_512, "checkpoint_bytes": 3_644_416}
+    flash |= {"max_checkpoints": None, "host_checkpoints": None}
+    assert host_demand(**flash, ratio=0, size_gb=64 * 2**30 / 1e9).blocks * BLOCK > 17.2e6
     none = device | {"device_checkpoints": 0, "max_checkpoints": 0}
     with pytest.raises(ValueError, match="2500 blocks and 0 checkpoints"):
         host_demand(**none, ratio=2.0, size_gb=1)
