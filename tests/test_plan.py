@@ -102,6 +102,7 @@ ALL_EXPERTS = measured(FLASH, Format.FP4, 1261)
 HALF_OF_THEM = measured(HALF, Format.FP8, 1364)
 ONE_GPU = choice(Model.from_file(FLASHSHAPE), count=1, mem_fraction=0.6, experts=Format.FP8)
 EAGLE = measured(ONE_GPU.model, Format.FP8, 2223, count=1, mem_fraction=0.6, draft_tokens=4)
+EAGLE_REAL_WIDTHS = choice(HALF, experts=Format.FP8, mem_fraction=0.75, draft_tokens=4)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,7 @@ EAGLE = measured(ONE_GPU.model, Format.FP8, 2223, count=1, mem_fraction=0.6, dra
         pytest.param(ALL_EXPERTS, 11_287_808, 0.002, id="256 experts, FP4"),
         pytest.param(HALF_OF_THEM, 12_244_608, 0.013, id="128 experts, FP8"),
         pytest.param(EAGLE, 21_032_448, 0.01, id="small widths, EAGLE 3/1/4"),
+        pytest.param(EAGLE_REAL_WIDTHS, 7_898_496, 0.01, id="128 experts, FP8, EAGLE 3/1/4"),
     ],
 )
 def test_tokens_of_a_server(given: Choice, tokens: int, within: float) -> None:
@@ -218,6 +220,7 @@ def test_distances_on_the_page() -> None:
         row(71.1, loaded(HALF, Split(2), Format.FP8), ".1f"),
         row(78.82, plan(ONE_GPU).available_gib, ".2f"),
         row(21_032_448, plan(EAGLE).tokens, ","),
+        row(7_898_496, plan(EAGLE_REAL_WIDTHS).tokens, ","),
         row(35.52, loaded(FLASH, Split(8), Format.FP8), ".2f"),
     ):
         assert expected in RECIPES
