@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conversations import LONGEST, ends_of
-from faulty_cache import HOST_FAULTS, broken
+from faulty_cache import HOST_FAULTS, LATE, LATE_FAULTS, broken
 from server_harness import Generated, Server, assert_same, needs_host_tier, prompt, running
 
 from benchmarks import prefix_trace
@@ -144,6 +144,10 @@ def to_host_only(server: Server, ids: list[int]) -> None:
     server.flush()
     server.generate(ids, 1)
     server.generate(prompt(500, seed=130), 1)
+    empty_device(server)
+
+
+def empty_device(server: Server) -> None:
     server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
     server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
 
@@ -178,9 +182,10 @@ def scored_from_host(server: Server, ids: list[int], tokens: list[int]) -> Gener
     return got
 
 
-@pytest.mark.parametrize("kind", HOST_FAULTS)
+@pytest.mark.parametrize("kind", [*HOST_FAULTS, *LATE_FAULTS])
 def test_a_broken_load_shows(server: Server, fault: Path, kind: str, known: dict[tuple[int, ...], Generated]) -> None:
-    """What the tests above would see of each way to bring back something else."""
+    """What the tests above, or the one below of loads that come late, would see of each way to bring back something
+    else, and that the host still has what is right."""
     only_with(server, POLICIES[0])
     ids = prompt(520, seed=120)
     reference = cold(server, known, ids)
@@ -189,14 +194,18 @@ def test_a_broken_load_shows(server: Server, fault: Path, kind: str, known: dict
         got = scored_from_host(server, ids, reference.tokens)
     apart = (torch.tensor(got.logprobs) - torch.tensor(reference.logprobs)).abs().max()
     assert apart > 10 * TOLERANCE, f"{kind}: log p differs by {apart:.1e}, which the tests would not see"
+    empty_device(server)
+    assert_same(scored_from_host(server, ids, reference.tokens), reference, TOLERANCE)
 
 
-def test_a_load_after_broken_ones_is_right(server: Server, known: dict[tuple[int, ...], Generated]) -> None:
+def test_a_step_waits_for_what_it_reads(server: Server, fault: Path, known: dict[tuple[int, ...], Generated]) -> None:
+    """Nothing comes before it is waited for: the checkpoint before live slots are filled, a layer before it is read."""
     only_with(server, POLICIES[0])
     ids = prompt(520, seed=120)
     reference = cold(server, known, ids)
     to_host_only(server, ids)
-    assert_same(scored_from_host(server, ids, reference.tokens), reference, TOLERANCE)
+    with broken(fault, LATE):
+        assert_same(scored_from_host(server, ids, reference.tokens), reference, TOLERANCE)
 
 
 def test_asleep_the_host_keeps_what_there_is(server: Server) -> None:
