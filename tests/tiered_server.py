@@ -6,8 +6,8 @@ step looks at the bytes that it reads. Blocks hold their tokens, a checkpoint th
 
 A step waits for its loads where a model's does, in our own `CheckpointSlots.load_to_active` and
 `CacheKVPool.wait_for_layer`. That the backend of a server calls the latter for each layer is for a server to show
-(server/test_server_host.py): no backend runs here. The harness's own are the waits of SGLang's scheduler, which has no
-streams here: the stream of steps for the scheduler's, and the other way round behind a prefill step. SGLang's worker
+(server/test_server_host.py): no backend runs here. The harness's own are the waits of SGLang's scheduler, which does
+not run here: the stream of steps for the scheduler's, and the other way round behind a prefill step. SGLang's worker
 would need a model: what it does with the counter of loads, keep it (`register_hicache_layer_transfer_counter`) and tell
 it before each step which load is the step's, is done here.
 """
