@@ -16,7 +16,6 @@ from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, MambaComponent
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -25,6 +24,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.integrity import examine
+from dsv4_sglang.srt.pools import StateReqToTokenPool
 from dsv4_sglang.srt.prefix import component as component_module
 from dsv4_sglang.srt.prefix import schedule
 from dsv4_sglang.srt.prefix.cache import build_prefix_cache
@@ -49,7 +49,7 @@ def without_a_server(monkeypatch: Any) -> None:
     monkeypatch.setattr(component_module, "get_parallel", lambda: SimpleNamespace(attn_tp_rank=0, attn_dp_rank=0))
 
 
-class Pool(HybridReqToTokenPool):
+class Pool(StateReqToTokenPool):
     """The part that the tree and the scheduler use, without state tensors."""
 
     def __init__(self, requests: int, checkpoints: int) -> None:

@@ -215,6 +215,12 @@ class Server:
             of_ranks[rank] = max(of_ranks.get(rank, 0), times)
         return sum(of_ranks.values())
 
+    def retracted(self) -> tuple[float, float]:
+        """Requests that were retracted for want of memory and the tokens of their prompts, each time counted; with
+        --enable-metrics."""
+        counted = self.metrics("sglang:num_retracted_")
+        return counted.get("requests", 0), counted.get("input_tokens", 0)
+
     def kill(self) -> None:
         """All its processes, at once."""
         self.killed = True

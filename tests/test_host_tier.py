@@ -18,7 +18,7 @@ from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
 from streams import Stream
-from tiered_server import TieredServer
+from tiered_server import WITH_BLOCKS, TieredServer
 
 from dsv4_sglang.cache.host_pool import FreeRows
 from dsv4_sglang.srt import compat
@@ -26,6 +26,7 @@ from dsv4_sglang.srt.host import cache as host_cache
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
 from dsv4_sglang.srt.host.sizing import host_demand
 from dsv4_sglang.srt.host.transfers import TransferController
+from dsv4_sglang.srt.pools import CacheKVPool
 from dsv4_sglang.srt.prefix import schedule
 from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
 
@@ -150,6 +151,29 @@ def test_copies_in_sglangs_order_bring_wrong_bytes(monkeypatch: pytest.MonkeyPat
                 if server.wrong:
                     return
     pytest.fail("the order of copies makes no difference here: the test does not test")
+
+
+@pytest.mark.parametrize("what", ["the checkpoint", "a layer"])
+def test_a_step_that_does_not_wait_reads_wrong_bytes(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Within few seeds, too. The layer is one that comes neither with the checkpoint nor with the layer before."""
+    waits = CacheKVPool.wait_for_layer
+
+    def waits_for_others(pool: CacheKVPool, layer: int) -> None:
+        if layer != WITH_BLOCKS[1]:
+            waits(pool, layer)
+
+    for seed in range(20):
+        with monkeypatch.context() as patch:
+            server = TieredServer(patch, seed)
+            if what == "a layer":
+                patch.setattr(CacheKVPool, "wait_for_layer", waits_for_others)
+            else:
+                server.component.slots.layer_transfer_counter = None
+            for _ in range(400):
+                server.turn()
+                if server.wrong:
+                    return
+    pytest.fail("the wait makes no difference here: the test does not test")
 
 
 def prompt(line: int, blocks: int = 6) -> list[int]:

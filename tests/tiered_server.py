@@ -3,6 +3,13 @@
 Requests go through the calls of SGLang's scheduler in the order of overlap scheduling: a step is planned and launched
 before the result of the one before is processed. Copies and layers run late and in random order (`streams`), and every
 step looks at the bytes that it reads. Blocks hold their tokens, a checkpoint the hash of its path.
+
+A step waits for its loads where a model's does, in our own `CheckpointSlots.load_to_active` and
+`CacheKVPool.wait_for_layer`. That the backend of a server calls the latter for each layer is for a server to show
+(server/test_server_host.py): no backend runs here. The harness's own are the waits of SGLang's scheduler, which does
+not run here: the stream of steps for the scheduler's, and the other way round behind a prefill step. SGLang's worker
+would need a model: what it does with the counter of loads, keep it (`register_hicache_layer_transfer_counter`) and tell
+it before each step which load is the step's, is done here.
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from streams import Event, Stream, Streams
+from streams import Event, On, Stream, Streams
 
 from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.srt import compat
@@ -132,9 +139,8 @@ class TieredServer(BlockOwner):
         self.forward = Stream(self.streams)
         self.device, self.states = Blocks(blocks), States(checkpoints)
         self.pool = Pool(MOST_RUNNING + 1, checkpoints)
-        self.allocator = PagedTokenToKVPoolAllocator(
-            blocks * BLOCK, BLOCK, torch.uint8, "cpu", Pools(self.device, self.states), False
-        )
+        self.kv_pool = Pools(self.device, self.states)
+        self.allocator = PagedTokenToKVPoolAllocator(blocks * BLOCK, BLOCK, torch.uint8, "cpu", self.kv_pool, False)
         args = SimpleNamespace(
             hicache_storage_backend=storage,
             # NIXL's would remove files where the disk is four fifths full.
@@ -162,7 +168,7 @@ class TieredServer(BlockOwner):
                 monkeypatch.setattr(module, of, lambda: args, raising=False)
         worker = SimpleNamespace(
             model_runner=SimpleNamespace(forward_stream=self.forward),
-            register_hicache_layer_transfer_counter=lambda counter: None,
+            register_hicache_layer_transfer_counter=self._keep_counter,
         )
         context = SimpleNamespace(
             disable_radix_cache=False,
@@ -176,7 +182,6 @@ class TieredServer(BlockOwner):
         self.cache: TieredCache = cache
         self.component: TieredComponent = cache.component
         self.controller: TransferController = cache.cache_controller
-        self.counter = self.controller.layer_done_counter
         self.running: list[Request] = []
         self.history: list[list[int]] = []
         self.wrong: list[str] = []
@@ -185,6 +190,9 @@ class TieredServer(BlockOwner):
         self.hit = self.from_host = self.admitted = 0
         self.copies_fail = False
         self._watch(monkeypatch)
+
+    def _keep_counter(self, counter: Any) -> None:
+        self.counter = counter
 
     def _watch(self, monkeypatch: Any) -> None:
         """What is given up where: nothing that the host has room for, and on the host no last copy while there are
@@ -219,21 +227,33 @@ class TieredServer(BlockOwner):
     # Steps, on the stream of steps
 
     def launch(self, steps: list[dict[str, Any]], consumer: int) -> Event:
+        """`consumer`: of the counter of loads, the one that these steps wait for; -1 for none."""
         self.forward.wait_stream(self.streams.current)
+        self.counter.set_consumer(consumer)
         done = Event(self.streams)
-        loads = self.counter.events[consumer].load_events if consumer >= 0 else None
-        for layer in range(LAYERS):
-            if loads is not None:
-                self.forward.wait_event(loads[layer])
+        with On(self.streams, self.forward):
             for step in steps:
-                if layer == 0 and step["source"]:
-                    self.forward.queue.append(lambda step=step: self._resume(step))
-                self.forward.queue.append(lambda step=step, layer=layer: self._layer(step, layer))
-        done.record(self.forward)
+                if step["source"]:
+                    self._load_to_active(step)
+            for layer in range(LAYERS):
+                self.kv_pool.wait_for_layer(layer)
+                for step in steps:
+                    self.streams.queue(lambda step=step, layer=layer: self._layer(step, layer))
+            done.record()
         return done
 
-    def _resume(self, step: dict[str, Any]) -> None:
-        if (self.states.states[step["source"]] != state_of(step["tokens"][: step["begin"]])).any():
+    def _load_to_active(self, step: dict[str, Any]) -> None:
+        """As SGLang's model runner. Live slots have no states here: what would be copied there is looked at."""
+
+        def load(checkpoints: torch.Tensor, live: torch.Tensor) -> None:
+            self.streams.queue(lambda: self._resume(step, int(checkpoints[0])))
+
+        live_pool: Any = SimpleNamespace(storage=SimpleNamespace(load=load))
+        checkpoints, live = torch.tensor([step["source"]]), step["request"].mamba_pool_idx.view(1)
+        self.pool.mamba_ckpt_pool.load_to_active(live_pool, checkpoints, live)
+
+    def _resume(self, step: dict[str, Any], checkpoint: int) -> None:
+        if (self.states.states[checkpoint] != state_of(step["tokens"][: step["begin"]])).any():
             self.wrong.append(f"request {step['rid']} resumed from another state")
 
     def _layer(self, step: dict[str, Any], layer: int) -> None:

@@ -2,16 +2,19 @@
 
 `entry_point` makes a folder for PYTHONPATH through which servers find it. It does nothing while the file named by
 FAULT_FILE is empty or missing; a test writes one of FAULTS (of the prefix cache), RANK_FAULTS (of DP attention),
-HOST_FAULTS (of the host tier), TRANSFER_FAULTS (between servers), V41_FAULTS (of DeepSeek-V4.1), LOCK_FAULT (of the
-registry of checkpoints) or LAUNCH_FAULT (of a kernel) there, and the steps from then on are broken that way.
+HOST_FAULTS, LATE or LATE_FAULTS (of the host tier), TRANSFER_FAULTS (between servers), V41_FAULTS (of DeepSeek-V4.1),
+LOCK_FAULT (of the registry of checkpoints) or LAUNCH_FAULT (of a kernel) there, and the steps from then on are broken
+that way.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,14 @@ HOST_FAULTS = (
     "a checkpoint of zeros",
     "a checkpoint of somebody else",
 )
+LATE = "loads come when they are waited for"
+"""No fault: on a CPU a load is over when it is asked for, and a step that forgets to wait would read what it should."""
+LATE_FAULTS = (
+    "layer 1 is not waited for",
+    "layer 2 is not waited for",
+    "the checkpoint is not waited for",
+)
+"""With loads that come when they are waited for; the layers are a CSA and an HCA layer."""
 TRANSFER_FAULTS = (
     "the last block stays behind",
     "the slot stays behind",
@@ -85,12 +96,15 @@ def register() -> None:
         (PACKAGE + "cache.state_cache.StateStorage.store", _store),
         (PACKAGE + "cache.v41_step.V41Step.select", _select),
         (PACKAGE + "cache.v41_step.V41Step.attend", _attend),
-        (PACKAGE + "srt.prefix.slots.CheckpointSlots.load_to_active", _load),
+        (PACKAGE + "srt.prefix.slots.CheckpointSlots.load_to_active", _load_to_active),
         (PACKAGE + "srt.prefix.policy.CheckpointRegistry.unlock", _unlock),
         (PACKAGE + "srt.collectives.gather_a_copy", _gather),
         (PACKAGE + "attention.metadata.build_prefill", _build_prefill),
         (PACKAGE + "cache.host_pool.HostBlockPool.load", _load_blocks),
         (PACKAGE + "cache.host_pool.HostCheckpointPool.load", _load_checkpoint),
+        (PACKAGE + "srt.pools.CacheKVPool.wait_for_layer", _wait_for_layer),
+        (SGLANG + "managers.cache_controller.LayerLoadingEvent.complete", _layer_loads),
+        (SGLANG + "managers.cache_controller.LayerLoadingEvent.wait", _layer_is_waited_for),
         (SGLANG + "disaggregation.common.conn.CommonKVSender._prepare_send_indices", _send),
     ):
         HookRegistry.register(target, function, HookType.AROUND)
@@ -123,6 +137,8 @@ def _forward(
         for checkpoints, live in _shared:
             backend.state.store(live, checkpoints)
         _shared.clear()
+    if last:
+        _come()
     return out
 
 
@@ -159,10 +175,14 @@ def _attend(original: Callable[..., Any], step: Any, layer: int, *arguments: Any
         step.pools = pools
 
 
-def _load(original: Callable[..., None], slots: Any, pool: Any, checkpoints: Any, live: Any) -> None:
+def _load_to_active(original: Callable[..., None], slots: Any, pool: Any, checkpoints: Any, live: Any) -> None:
     if _fault() == FAULTS[3]:
         return
+    counter = slots.layer_transfer_counter
+    if _fault() == LATE_FAULTS[2]:
+        slots.layer_transfer_counter = None
     original(slots, pool, checkpoints, live)
+    slots.layer_transfer_counter = counter
     if _fault() == FAULTS[4]:
         import torch
 
@@ -197,19 +217,56 @@ def _note(load: str) -> None:
             file.write(load + "\n")
 
 
+_on_their_way: deque[Any] = deque()
+"""Late loads in their order, as on a stream; behind those of a layer its event and number."""
+
+
+def _come(layer: tuple[Any, int] | None = None) -> None:
+    """Loads up to those of a layer, if they have not come yet; without one all: a step is over, and what it did not
+    wait for comes too late."""
+    while _on_their_way and (layer is None or layer in _on_their_way):
+        first = _on_their_way.popleft()
+        if callable(first):
+            first()
+
+
+def _layer_loads(original: Callable[..., None], event: Any, layer: int) -> None:
+    original(event, layer)
+    if _fault() in (LATE, *LATE_FAULTS):
+        _on_their_way.append((event, layer))
+
+
+def _layer_is_waited_for(original: Callable[..., None], event: Any, layer: int) -> None:
+    original(event, layer)
+    _come((event, layer))
+
+
+def _wait_for_layer(original: Callable[..., None], pool: Any, layer: int) -> None:
+    if _fault() != f"layer {layer} is not waited for":
+        original(pool, layer)
+
+
+def _load(copy: Callable[[], None]) -> None:
+    """Copy now, or when it is waited for."""
+    if _fault() in (LATE, *LATE_FAULTS):
+        _on_their_way.append(copy)
+    else:
+        copy()
+
+
 def _load_blocks(original: Callable[..., None], pool: Any, blocks: Any, rows: Any, layer: int) -> None:
     _note(f"layer {layer}: {rows.tolist()} to {blocks.tolist()}")
     if _fault() == HOST_FAULTS[1] and layer == 0:
         return
     # Not those of the same prompt in another order, which attention to all entries would not notice.
     others = _fault() == HOST_FAULTS[0]
-    original(pool, blocks, (rows + 1) % pool.num_blocks if others else rows, layer)
+    _load(partial(original, pool, blocks, (rows + 1) % pool.num_blocks if others else rows, layer))
 
 
 def _load_checkpoint(original: Callable[..., None], pool: Any, checkpoint: int, row: int) -> None:
     _note(f"checkpoint {row} to {checkpoint}")
     others = _fault() == HOST_FAULTS[3]
-    original(pool, checkpoint, (row + 1) % pool.num_checkpoints if others else row)
+    _load(partial(original, pool, checkpoint, (row + 1) % pool.num_checkpoints if others else row))
     if _fault() == HOST_FAULTS[2]:
         for table in pool._tables:
             table[checkpoint - 1] = 0
