@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,7 @@ from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.cache import TieredCache
 from dsv4_sglang.srt.host.component import TieredComponent
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints
-from dsv4_sglang.srt.host.storage import register_storages
+from dsv4_sglang.srt.host.storage import FileStorage, register_storages
 from dsv4_sglang.srt.host.transfers import HostStack, TransferController
 from dsv4_sglang.srt.integrity import examine
 from dsv4_sglang.srt.pools import CacheKVPool
@@ -104,6 +104,25 @@ def late_copies(monkeypatch: Any, streams: Streams) -> None:
         monkeypatch.setattr(pool, name, queued)
 
 
+def late_storage(monkeypatch: Any, streams: Streams, storage: str) -> None:
+    """Threads pause before they look for pages or move them, and behind that."""
+    ways: list[tuple[type, str]] = [(FileStorage, "batch_exists_v2"), (FileStorage, "get"), (FileStorage, "set")]
+    if storage == "nixl":
+        from dsv4_sglang.srt.host.nixl import NixlStorage
+
+        ways = [(NixlStorage, "batch_exists_v2"), (NixlStorage, "_xfer_and_wait")]
+    for kind, name in ways:
+        original: Callable[..., Any] = getattr(kind, name)
+
+        def paused(self: Any, *args: Any, original: Callable[..., Any] = original, **named: Any) -> Any:
+            streams.pause()
+            found = original(self, *args, **named)
+            streams.pause()
+            return found
+
+        monkeypatch.setattr(kind, name, paused)
+
+
 class TieredServer(BlockOwner):
     def __init__(
         self,
@@ -116,8 +135,11 @@ class TieredServer(BlockOwner):
         host_blocks: int = 120,
         host_checkpoints: int = 60,
         storage: str | None = None,
+        late_threads: bool = False,
+        prefetch_policy: str = "wait_complete",
     ) -> None:
-        """`storage`: `file` for SGLang's files, `nixl` for those of NIXL, where its environment says."""
+        """`storage`: `file` for SGLang's files, `nixl` for those of NIXL, where its environment says; with
+        `late_threads` what moves pages runs late and in random order, too."""
         self.rng = random.Random(seed)
         self.streams = Streams(seed + 1)
         self.streams.use(monkeypatch)
@@ -128,7 +150,11 @@ class TieredServer(BlockOwner):
             alone = SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1)
             monkeypatch.setattr(base_controller, "get_parallel", lambda: alone)
             monkeypatch.setattr(base_controller, "is_dp_attention_enabled", lambda: False)
-            monkeypatch.setattr(base_controller, "Queue", Impatient)
+            if late_threads:
+                self.streams.use_threads(monkeypatch)
+                late_storage(monkeypatch, self.streams, storage)
+            else:
+                monkeypatch.setattr(base_controller, "Queue", Impatient)
         self.forward = Stream(self.streams)
         self.device, self.states = Blocks(blocks), States(checkpoints)
         self.pool = Pool(MOST_RUNNING + 1, checkpoints)
@@ -140,7 +166,7 @@ class TieredServer(BlockOwner):
             # NIXL's would remove files where the disk is four fifths full.
             hicache_storage_backend_extra_config='{"l3_cleaner_enabled": false}' if storage == "nixl" else None,
             hicache_write_policy=policy,
-            hicache_storage_prefetch_policy="wait_complete",
+            hicache_storage_prefetch_policy=prefetch_policy,
             hicache_ratio=host_blocks / blocks,
             hicache_size=0,
             hicache_io_backend="kernel",
@@ -318,19 +344,25 @@ class TieredServer(BlockOwner):
         return request
 
     def prefetch(self, tokens: list[int]) -> int:
-        """As Scheduler._prefetch_kvcache, and until it is over: how many tokens came from the storage."""
+        """From its beginning to where the policy ends it: how many tokens came from the storage."""
+        request = self.begin_prefetch(tokens)
+        while not self.cache.check_prefetch_progress(request):
+            self.cache.check_hicache_events()
+            if not self.streams.run_some(1):
+                time.sleep(0.001)  # a thread of SGLang reads
+        self.settle()
+        return self.cache.pop_prefetch_loaded_tokens(request)
+
+    def begin_prefetch(self, tokens: Sequence[int], name: str = "prefetched") -> Any:
+        """As Scheduler._prefetch_kvcache; the request as the cache knows it."""
         cache, key = self.cache, RadixKey(array("q", tokens), None, limit=len(tokens) - 1)
         match = cache.match_prefix(MatchPrefixParams(key=key))
         rest = array("q", tokens[len(self._indices(match)) + match.host_hit_length : -1])
         node = match.last_host_node
         # Newer releases name a request by more than its id.
-        request = base_prefix_cache.CacheRequestHandle("prefetched", 0) if SEPARATE else "prefetched"
+        request = base_prefix_cache.CacheRequestHandle(name, 0) if SEPARATE else name
         cache.prefetch_from_storage(request, node, rest, cache.get_last_hash_value(node))
-        while not cache.check_prefetch_progress(request):
-            cache.check_hicache_events()
-            time.sleep(0.001)
-        self.settle()
-        return cache.pop_prefetch_loaded_tokens(request)
+        return request
 
     def _look_up(self, request: Request) -> None:
         """Match and load, as PrefillAdder.add_one_req; the request then holds what it found."""
