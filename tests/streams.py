@@ -19,6 +19,9 @@ if compat.since("0.5.23"):
 else:
     import sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller as copies
 
+THREADS_RUN_LATE = not compat.since("0.5.23")
+"""SGLang's threads there are others, which `Streams.use_threads` has not been tried with."""
+
 
 class Streams:
     """What is queued on a stream runs in its order, and only when somebody waits or `run_some` picks the stream."""

@@ -18,12 +18,12 @@ import pytest
 import torch
 from prefix_tree_server import BLOCK, without_a_server
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+from streams import THREADS_RUN_LATE
 from tiered_server import TieredServer
 
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.model import DSV4Config, build_schedule
-from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.mooncake import MooncakeStorage
 from dsv4_sglang.srt.host.storage import DEFAULT_FOLDER, FileStorage, page_name
 from dsv4_sglang.srt.integrity import COPIES, examine
@@ -245,7 +245,7 @@ def test_requests_beside_a_storage(
 
 # Fetches: threads run a part at a time, when the test says so
 
-fetches = pytest.mark.skipif(compat.since("0.5.23"), reason="SGLang's threads are others there")
+fetches = pytest.mark.skipif(not THREADS_RUN_LATE, reason="this SGLang has other threads")
 PREFETCH_POLICIES = ("best_effort", "timeout", "wait_complete")
 LONG = [1 + at // BLOCK for at in range(9 * BLOCK + 60)]
 """With checkpoints at 4, 8 and 9 blocks."""
