@@ -81,6 +81,7 @@ class TransferController(HybridCacheController):
         return found
 
     def append_host_mem_release(self, host_indices: Any = None, extra_pools: Any = None) -> None:
+        """Free rows, those that a thread still reads into with `free_given_up`. Blocks it frees itself."""
         now: list[Any] = []
         later = {
             id(transfer): rows
