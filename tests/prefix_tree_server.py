@@ -65,7 +65,7 @@ class Request:
     """The fields of SGLang's `Req` that the prefix cache reads and writes, and of its record `kv` in newer releases."""
 
     session_id = cache_salt = kv_rotation_base = lock = None
-    cache_inserted_len = 0
+    cache_inserted_len = storage_hit_length = 0
     mamba_prev_track_seqlen = None
     over = False
     """It has generated all that it will."""

@@ -1,10 +1,12 @@
-"""Streams and events that run late and in random order, in place of those of a device."""
+"""Streams, events and threads that run late and in random order, in place of those of a device and of SGLang."""
 
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Callable
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,16 +19,21 @@ if compat.since("0.5.23"):
 else:
     import sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller as copies
 
+THREADS_RUN_LATE = not compat.since("0.5.23")
+"""SGLang's threads there are others, which `Streams.use_threads` has not been tried with."""
+
 
 class Streams:
     """What is queued on a stream runs in its order, and only when somebody waits or `run_some` picks the stream."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.all: list[Stream] = []
+        self.all: list[Stream | Thread] = []
         self.current = Stream(self)
-        self.stalled: Stream | None = None
+        self.stalled: Stream | Thread | None = None
         """Does nothing until somebody waits for something."""
+        self.thread: Thread | None = None
+        """Which of the threads runs, if it is not the scheduler."""
 
     def run_some(self, count: int) -> bool:
         """Up to `count` things that may run now, of streams picked at random; False when nothing may."""
@@ -59,6 +66,28 @@ class Streams:
             monkeypatch.setattr(place, "device_module", module)
             monkeypatch.setattr(place, "_timing_events_supported", lambda: False, raising=False)
 
+    def use_threads(self, monkeypatch: Any) -> None:
+        """Threads of SGLang's controllers run when they are picked, like streams, up to where they wait for work or
+        `pause`: what they do, and when, follows from the seed alone."""
+        streams = self
+
+        class Late(Queue[Any]):
+            def get(self, block: bool = True, timeout: float | None = None) -> Any:
+                if block:
+                    streams.pause(self)
+                return super().get(block=False)
+
+        module = SimpleNamespace(**vars(threading))
+        module.Thread = lambda target, daemon: Thread(self, target)
+        monkeypatch.setattr(base_controller, "threading", module)
+        monkeypatch.setattr(base_controller, "Queue", Late)
+
+    def pause(self, work: Queue[Any] | None = None) -> None:
+        """Called by a thread: others run until it is picked again, and with `work` that is not before there is some.
+        The scheduler does not pause."""
+        if self.thread is not None:
+            self.thread.pause(work)
+
 
 class Stream:
     def __init__(self, streams: Streams) -> None:
@@ -89,6 +118,56 @@ class Stream:
         event = Event(self.streams)
         event.record(self)
         event.synchronize()
+
+
+class Thread:
+    """Runs in `step` only."""
+
+    def __init__(self, streams: Streams, target: Callable[[], None]) -> None:
+        self.streams, self.target = streams, target
+        self.picked, self.paused = threading.Semaphore(0), threading.Semaphore(0)
+        self.work: Queue[Any] | None = None
+        self.over = False
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, daemon=True).start()
+        self.streams.all.append(self)
+        self.step()
+
+    def _run(self) -> None:
+        self.picked.acquire()
+        try:
+            self.target()
+        except BaseException as error:
+            self.error = error
+        self.over = True
+        self.paused.release()
+
+    def pause(self, work: Queue[Any] | None) -> None:
+        self.work = work
+        self.paused.release()
+        self.picked.acquire()
+
+    def ready(self) -> bool:
+        return not self.over and (self.work is None or not self.work.empty())
+
+    def step(self) -> None:
+        before, self.streams.thread = self.streams.thread, self
+        self.picked.release()
+        self.paused.acquire()
+        self.streams.thread = before
+        if self.over:
+            self.streams.all.remove(self)
+        if self.error is not None:
+            raise self.error
+
+    def join(self, timeout: float | None = None) -> None:
+        while not self.over:
+            self.step()
+
+    def is_alive(self) -> bool:
+        return not self.over
 
 
 class Wait:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from prefix_tree_server import BLOCK, without_a_server
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+from streams import THREADS_RUN_LATE
 from tiered_server import TieredServer
 
 from dsv4_sglang.cache.layout import CacheLayout
@@ -26,6 +27,7 @@ from dsv4_sglang.cli.demo import free_port
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.srt.host.mooncake import MooncakeStorage
 from dsv4_sglang.srt.host.storage import DEFAULT_FOLDER, FileStorage, page_name
+from dsv4_sglang.srt.integrity import COPIES, examine
 
 PROMPT = [1 + at // BLOCK for at in range(5 * BLOCK + 60)]
 
@@ -50,8 +52,8 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, storage: str) -> Pat
 def restarted(folder: Path, storage: str) -> Callable[..., TieredServer]:
     """A server that finds the folder of those before."""
 
-    def start(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> TieredServer:
-        return TieredServer(monkeypatch, seed=0, storage=storage, **sizes)
+    def start(monkeypatch: pytest.MonkeyPatch, **options: Any) -> TieredServer:
+        return TieredServer(monkeypatch, seed=0, storage=storage, **options)
 
     return start
 
@@ -239,6 +241,143 @@ def test_requests_beside_a_storage(
     server.check()
     server.check_contents()
     assert len(pages_in(folder)) > 50
+
+
+# Fetches: threads run a part at a time, when the test says so
+
+fetches = pytest.mark.skipif(not THREADS_RUN_LATE, reason="this SGLang has other threads")
+PREFETCH_POLICIES = ("best_effort", "timeout", "wait_complete")
+LONG = [1 + at // BLOCK for at in range(9 * BLOCK + 60)]
+"""With checkpoints at 4, 8 and 9 blocks."""
+START = LONG[: 4 * BLOCK + 60]
+
+
+@pytest.fixture
+def late(folder: Path, restarted: Callable[..., TieredServer]) -> Callable[[pytest.MonkeyPatch, str], TieredServer]:
+    """A server whose storage has LONG, and whose host has the start of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        restarted(patch).serve(LONG)
+
+    def start(patch: pytest.MonkeyPatch, policy: str, **sizes: int) -> TieredServer:
+        server = restarted(patch, late_threads=True, prefetch_policy=policy, **sizes)
+        server.cache.prefetch_timeout_base = 1e9
+        assert fetched(server, START) == 4 * BLOCK
+        return server
+
+    return start
+
+
+def run_parts(server: TieredServer, parts: int) -> bool:
+    """So many parts of what threads and streams have to do; whether there are so many."""
+    for _ in range(parts):
+        if not server.streams.run_some(1):
+            return False
+        server.cache.check_hicache_events()
+        server.check()
+    return True
+
+
+def fetched(server: TieredServer, tokens: list[int]) -> int:
+    """Tokens that come from the storage where nobody ends the fetch."""
+    request = server.begin_prefetch(tokens)
+    while run_parts(server, 1):
+        pass
+    assert server.cache.check_prefetch_progress(request)
+    return server.cache.pop_prefetch_loaded_tokens(request)
+
+
+def host_held(server: TieredServer) -> tuple[int, int]:
+    return server.cache.full_kv_pool_host.held, server.cache.mamba_pool_host.held
+
+
+def nothing_left(server: TieredServer) -> None:
+    """Of fetches, in the host's pools, in the tree or for the next ones."""
+    server.settle()
+    server.check()
+    server.check_contents()
+    assert not server.wrong and not server.cache.ongoing_prefetch
+    assert [pool.counts[COPIES] for pool in examine(server.cache, ()).pools] == [0] * 6
+    assert server.controller.prefetch_tokens_occupied == 0
+    assert server.flush() and host_held(server) == (0, 0)
+    server.check()
+
+
+@fetches
+@pytest.mark.parametrize("policy", PREFETCH_POLICIES)
+@pytest.mark.parametrize("then", ["others", "flush"])
+def test_a_fetch_that_is_aborted_at_any_point(
+    monkeypatch: pytest.MonkeyPatch, late: Callable[..., TieredServer], policy: str, then: str
+) -> None:
+    """Others take the host's rows before the thread that reads goes on: it writes to none of theirs."""
+    for parts in range(100):
+        with monkeypatch.context() as patch:
+            server = late(patch, policy, host_blocks=9, host_checkpoints=3)
+            request = server.begin_prefetch(LONG)
+            if not run_parts(server, parts):
+                break
+            server.cache.release_aborted_request(request)
+            server.check()
+            if then == "flush":
+                assert server.flush() and host_held(server) == (0, 0)
+            server.streams.stalled = server.controller.prefetch_io_aux_thread
+            server.finish(server.start([9 + token for token in PROMPT])["request"])
+            server.cache.check_hicache_events()
+            while run_parts(server, 1):
+                pass
+            assert host_held(server)[0] >= 5
+            nothing_left(server)
+    assert 8 < parts < 100
+
+
+@fetches
+@pytest.mark.parametrize("policy", PREFETCH_POLICIES)
+def test_a_fetch_that_its_request_looks_for_at_any_point(
+    monkeypatch: pytest.MonkeyPatch, late: Callable[..., TieredServer], policy: str
+) -> None:
+    """best_effort ends it there, timeout when its time has passed, wait_complete when it is complete. What is found is
+    whole or nothing, and the request resumes from it."""
+    found, complete = [], False
+    while not complete:
+        with monkeypatch.context() as patch:
+            server = late(patch, policy)
+            request = server.begin_prefetch(LONG)
+            complete = not run_parts(server, len(found))
+            operation = server.cache.ongoing_prefetch[request].operation
+            if policy == "timeout" and not operation.pool_transfers_done:
+                assert not server.cache.check_prefetch_progress(request), "its time has not passed"
+                operation.start_time -= 2e9
+            looks = 1
+            while not server.cache.check_prefetch_progress(request):
+                assert run_parts(server, 1)
+                looks += 1
+            assert looks == 1 or policy != "best_effort"
+            server.check()
+            found.append(server.cache.pop_prefetch_loaded_tokens(request))
+            assert server.serve(LONG) == 4 * BLOCK + found[-1]
+            assert server.component.host_counters.host_tokens == 4 * BLOCK + found[-1]
+            nothing_left(server)
+    assert len(found) > 8 and found[-1] == 5 * BLOCK
+    whole = found.index(5 * BLOCK)
+    assert set(found[:whole]) == (set() if policy == "wait_complete" else {0}) and set(found[whole:]) == {5 * BLOCK}
+
+
+@fetches
+@pytest.mark.parametrize("policy", PREFETCH_POLICIES)
+@pytest.mark.parametrize("why", ["one is gone", "the host has no room", "one is damaged"])
+def test_a_part_of_what_a_request_looks_for(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, late: Callable[..., TieredServer], policy: str, why: str
+) -> None:
+    """It is served up to the last checkpoint before; of a page that proves to be damaged nobody knew before."""
+    server = late(monkeypatch, policy, host_blocks=8 if why == "the host has no room" else 120)
+    if why != "the host has no room":
+        last = (9).to_bytes(8, "little") * BLOCK
+        ((path, page),) = ((path, page) for path, page in pages_in(folder).items() if last in page)
+        path.unlink() if why == "one is gone" else path.write_bytes(b"!" + page[1:])
+    part = 0 if why == "one is damaged" else 4 * BLOCK
+    assert fetched(server, LONG) == part
+    server.check()
+    assert server.serve(LONG) == 4 * BLOCK + part
+    nothing_left(server)
 
 
 def ways_of(storage: str) -> list[tuple[type, str, Any]]:

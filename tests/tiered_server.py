@@ -17,7 +17,8 @@ from __future__ import annotations
 import random
 import time
 from array import array
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,7 @@ from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.cache import TieredCache
 from dsv4_sglang.srt.host.component import TieredComponent
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints
-from dsv4_sglang.srt.host.storage import register_storages
+from dsv4_sglang.srt.host.storage import FileStorage, register_storages
 from dsv4_sglang.srt.host.transfers import HostStack, TransferController
 from dsv4_sglang.srt.integrity import examine
 from dsv4_sglang.srt.pools import CacheKVPool
@@ -49,6 +50,20 @@ from dsv4_sglang.srt.prefix.cache import build_prefix_cache
 LAYERS = 4
 WITH_BLOCKS = (0, 2, 3)
 MOST_RUNNING = 5
+COPIES = {"write": "saved", "load": "loaded", "write_storage": "stored", "prefetch": "fetched"}
+"""Calls of the controller that begin them, and what that is called in `TieredServer.done`."""
+OPERATIONS = (
+    *COPIES.values(),
+    "admitted",
+    "computed",
+    "aborted",
+    "retracted",
+    "left the device",
+    "left the host",
+    "flushed",
+)
+"""A request is admitted, aborted or retracted, or one step computed for it; a node's copy begins, or its checkpoint
+leaves the device, or what the host has of it goes; all is flushed."""
 
 
 class Blocks(KVCache):
@@ -111,6 +126,25 @@ def late_copies(monkeypatch: Any, streams: Streams) -> None:
         monkeypatch.setattr(pool, name, queued)
 
 
+def late_storage(monkeypatch: Any, streams: Streams, storage: str) -> None:
+    """Threads pause before they look for pages or move them, and behind that."""
+    ways: list[tuple[type, str]] = [(FileStorage, "batch_exists_v2"), (FileStorage, "get"), (FileStorage, "set")]
+    if storage == "nixl":
+        from dsv4_sglang.srt.host.nixl import NixlStorage
+
+        ways = [(NixlStorage, "batch_exists_v2"), (NixlStorage, "_xfer_and_wait")]
+    for kind, name in ways:
+        original: Callable[..., Any] = getattr(kind, name)
+
+        def paused(self: Any, *args: Any, original: Callable[..., Any] = original, **named: Any) -> Any:
+            streams.pause()
+            found = original(self, *args, **named)
+            streams.pause()
+            return found
+
+        monkeypatch.setattr(kind, name, paused)
+
+
 class TieredServer(BlockOwner):
     def __init__(
         self,
@@ -123,8 +157,15 @@ class TieredServer(BlockOwner):
         host_blocks: int = 120,
         host_checkpoints: int = 60,
         storage: str | None = None,
+        late_threads: bool = False,
+        prefetch_policy: str = "wait_complete",
+        chunks: float = 0,
+        aborts: float = 0.02,
+        flushes: float = 0,
     ) -> None:
-        """`storage`: `file` for SGLang's files, `nixl` for those of NIXL, where its environment says."""
+        """`storage`: `file` for SGLang's files, `nixl` for those of NIXL, where its environment says; with
+        `late_threads` what moves pages runs late and in random order, too. How likely it is that a prefill step is not
+        the prompt's last, that a request is aborted, waiting or behind a step, and that a turn begins a flush."""
         self.rng = random.Random(seed)
         self.streams = Streams(seed + 1)
         self.streams.use(monkeypatch)
@@ -135,7 +176,11 @@ class TieredServer(BlockOwner):
             alone = SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1)
             monkeypatch.setattr(base_controller, "get_parallel", lambda: alone)
             monkeypatch.setattr(base_controller, "is_dp_attention_enabled", lambda: False)
-            monkeypatch.setattr(base_controller, "Queue", Impatient)
+            if late_threads:
+                self.streams.use_threads(monkeypatch)
+                late_storage(monkeypatch, self.streams, storage)
+            else:
+                monkeypatch.setattr(base_controller, "Queue", Impatient)
         self.forward = Stream(self.streams)
         self.device, self.states = Blocks(blocks), States(checkpoints)
         self.pool = Pool(MOST_RUNNING + 1, checkpoints)
@@ -146,7 +191,7 @@ class TieredServer(BlockOwner):
             # NIXL's would remove files where the disk is four fifths full.
             hicache_storage_backend_extra_config='{"l3_cleaner_enabled": false}' if storage == "nixl" else None,
             hicache_write_policy=policy,
-            hicache_storage_prefetch_policy="wait_complete",
+            hicache_storage_prefetch_policy=prefetch_policy,
             hicache_ratio=host_blocks / blocks,
             hicache_size=0,
             hicache_io_backend="kernel",
@@ -182,7 +227,16 @@ class TieredServer(BlockOwner):
         self.cache: TieredCache = cache
         self.component: TieredComponent = cache.component
         self.controller: TransferController = cache.cache_controller
+        self.chunks, self.aborts, self.flushes = chunks, aborts, flushes
         self.running: list[Request] = []
+        self.waiting: list[tuple[Request, Any]] = []
+        """For their fetches, each with its name in the cache."""
+        self.chunked: Request | None = None
+        """Has a part of its prompt computed."""
+        self.draining = False
+        """No request begins until there is nothing left and the caches are flushed."""
+        self.done: Counter[str] = Counter()
+        """How many of OPERATIONS."""
         self.history: list[list[int]] = []
         self.wrong: list[str] = []
         """What steps have read that was not what they should have."""
@@ -201,7 +255,20 @@ class TieredServer(BlockOwner):
         leaves, gives_up, evict = component._leaves_device, cache._give_up_on_host, compat.evict_from_host
         held: list[Any] = []
 
+        for name, operation in COPIES.items():
+            original: Callable[..., Any] = getattr(TransferController, name)
+
+            def counted(
+                *args: Any, operation: str = operation, original: Callable[..., Any] = original, **named: Any
+            ) -> Any:
+                begun = original(*args, **named)
+                self.done[operation] += begun is not None
+                return begun
+
+            monkeypatch.setattr(TransferController, name, counted)
+
         def leaving_device(node: Any, slot: int, target: Any) -> None:
+            self.done["left the device"] += 1
             registry = component.slots.registry
             if registry.wanted[slot] and not registry.copied[slot] and not self.copies_fail and cache._has_room(node):
                 self.wrong.append(f"checkpoint {slot} was lost though the host had room")
@@ -212,6 +279,7 @@ class TieredServer(BlockOwner):
             return gives_up(kind, count, slot, path)
 
         def evicted(of: Any, node: Any, components: Any) -> None:
+            self.done["left the host"] += 1
             slots = component.slots
             registry, place = slots.registry, slots.id_of(node)
             if cache._row(node) is not None and not (registry.copied & ~registry.leaving)[place]:
@@ -276,24 +344,65 @@ class TieredServer(BlockOwner):
 
     def turn(self) -> None:
         """A turn with overlap: the next step is launched before the result of the last is processed."""
-        self.streams.run_some(self.rng.randrange(12))
+        self.streams.run_some(self.rng.randrange(40 if self.cache.enable_storage else 12))
         self.cache.check_hicache_events()
+        self._abort_waiting()
+        self._drain()
         steps, consumer, kind = self._next_steps()
+        self.done["computed"] += len(steps)
         launched = None
         if steps:
             launched = ([(step["request"], kind) for step in steps], self.launch(steps, consumer))
             # After a prefill step the scheduler's stream waits for all of it, after a decode graph for its tables only.
-            if kind == "prefill":
+            if kind != "decode":
                 self.streams.current.wait_stream(self.forward)
         if self.last is not None:
             self._process(*self.last)
         self.last = launched
 
     def _next_steps(self) -> tuple[list[dict[str, Any]], int, str]:
-        if len(self.running) < MOST_RUNNING and self.rng.random() < 0.35 and (step := self._admit(self._prompt())):
-            return [step], self._consumer, "prefill"
+        if self.chunked is not None and (step := self._next_chunk(self.chunked)):
+            return [step], -1, self._kind(step)
+        if len(self.running) < MOST_RUNNING and not self.draining and self.rng.random() < 0.35:
+            request = self._fetched_prompt() if self.cache.enable_storage else self._prompt()
+            if request is not None and (step := self._admit(request)):
+                return [step], self._consumer, self._kind(step)
         steps = [self._decode(request) for request in list(self.running) if request.decoding]
         return [step for step in steps if step], -1, "decode"
+
+    def _kind(self, step: dict[str, Any]) -> str:
+        return "chunk" if step["end"] < step["request"].prompt else "prefill"
+
+    def _fetched_prompt(self) -> Request | None:
+        """One whose fetch is over, while one more begins to wait, as Scheduler._get_new_batch_prefill_raw."""
+        if len(self.waiting) < 4:
+            request = self._prompt()
+            self.waiting.append((request, self.begin_prefetch(request.origin_input_ids, request.rid)))
+        for request, name in self.waiting:
+            if self.cache.check_prefetch_progress(name):
+                request.storage_hit_length = self.cache.pop_prefetch_loaded_tokens(name)
+                self.waiting.remove((request, name))
+                return request
+        return None
+
+    def _abort_waiting(self) -> None:
+        """Some, and of others the time for their fetch has passed, with the policy `timeout`."""
+        for request, name in list(self.waiting):
+            if self.draining or self.rng.random() < self.aborts:
+                self.cache.release_aborted_request(name)
+                self.waiting.remove((request, name))
+                self.done["aborted"] += 1
+            elif self.rng.random() < 0.05 and name in self.cache.ongoing_prefetch:
+                self.cache.ongoing_prefetch[name].operation.start_time = -1e12
+
+    def _drain(self) -> None:
+        """Towards a flush, and then it."""
+        if self.draining:
+            self.draining = not self.flush()
+        elif self.flushes and self.rng.random() < self.flushes:
+            self.draining = True
+            for request in [request for request in self.running if self.rng.random() < 0.5]:
+                self._abort(request)
 
     def _prompt(self) -> Request:
         rng = self.rng
@@ -340,25 +449,31 @@ class TieredServer(BlockOwner):
         return request
 
     def prefetch(self, tokens: list[int]) -> int:
-        """As Scheduler._prefetch_kvcache, and until it is over: how many tokens came from the storage."""
+        """From its beginning to where the policy ends it: how many tokens came from the storage."""
+        request = self.begin_prefetch(tokens)
+        while not self.cache.check_prefetch_progress(request):
+            self.cache.check_hicache_events()
+            if not self.streams.run_some(1):
+                time.sleep(0.001)  # a thread of SGLang reads
+        self.settle()
+        return self.cache.pop_prefetch_loaded_tokens(request)
+
+    def begin_prefetch(self, tokens: Sequence[int], name: str = "prefetched") -> Any:
+        """As Scheduler._prefetch_kvcache; the request as the cache knows it."""
         cache, key = self.cache, RadixKey(array("q", tokens), None, limit=len(tokens) - 1)
         match = cache.match_prefix(MatchPrefixParams(key=key))
         rest = array("q", tokens[len(self._indices(match)) + match.host_hit_length : -1])
         node = match.last_host_node
         # Newer releases name a request by more than its id.
-        request = base_prefix_cache.CacheRequestHandle("prefetched", 0) if SEPARATE else "prefetched"
+        request = base_prefix_cache.CacheRequestHandle(name, 0) if SEPARATE else name
         cache.prefetch_from_storage(request, node, rest, cache.get_last_hash_value(node))
-        while not cache.check_prefetch_progress(request):
-            cache.check_hicache_events()
-            time.sleep(0.001)
-        self.settle()
-        return cache.pop_prefetch_loaded_tokens(request)
+        return request
 
     def _look_up(self, request: Request) -> None:
         """Match and load, as PrefillAdder.add_one_req; the request then holds what it found."""
         cache = self.cache
         match = self._match(request)
-        request.host_hit_length, request.storage_hit_length = match.host_hit_length, 0
+        request.host_hit_length = match.host_hit_length
         request.swa_host_hit_length, request.mamba_host_hit_length = 0, match.mamba_host_hit_length
         lock, locked = cache.inc_lock_ref(request.last_node), request.last_node
         if request.host_hit_length or request.mamba_host_hit_length:
@@ -390,15 +505,35 @@ class TieredServer(BlockOwner):
         request.mamba_pool_idx = self.pool.mamba_allocator.alloc(1)[0]
         self.pool.req_to_token[request.req_pool_idx, :begin] = request.prefix_indices.int()
         request.allocated = begin
-        self._allocate(request, request.prompt)
-        request.extend_range = SimpleNamespace(start=begin, end=request.prompt, length=request.prompt - begin)
-        taken = self.component.plan_prefill(request, room=5)
+        end, taken = self._chunk(request, begin)
         source = 0 if request.mamba_cow_src_index is None else int(request.mamba_cow_src_index)
         request.mamba_cow_src_index = None
         assert bool(begin) == bool(source), "a prefix without a state, or a state without a prefix"
-        request.computed = request.prompt
         self.running.append(request)
-        return self._step(request, begin, request.prompt, source, taken)
+        self.done["admitted"] += 1
+        return self._step(request, begin, end, source, taken)
+
+    def _chunk(self, request: Request, begin: int) -> tuple[int, list[tuple[int, int]]]:
+        """Where the next prefill step ends, which has its blocks now, and the checkpoints that it takes."""
+        end, whole = request.prompt, (request.prompt - 1 - begin) // BLOCK
+        if whole and self.chunks and self.rng.random() < self.chunks:
+            end = begin + self.rng.randrange(1, whole + 1) * BLOCK
+        self._allocate(request, end)
+        request.extend_range = SimpleNamespace(start=begin, end=end, length=end - begin)
+        request.computed = end
+        self.chunked = request if end < request.prompt else None
+        return end, self.component.plan_prefill(request, room=5)
+
+    def _next_chunk(self, request: Request) -> dict[str, Any] | None:
+        """As Scheduler.stash_chunked_request and PrefillAdder.add_chunked_req, but for want of room, which aborts."""
+        self._insert(request, chunked=True)
+        begin = len(request.prefix_indices)
+        if not self._make_room(-(-request.prompt // BLOCK) - begin // BLOCK):
+            self._abort(request)
+            return None
+        assert begin == request.computed
+        end, taken = self._chunk(request, begin)
+        return self._step(request, begin, end, 0, taken)
 
     def _step(
         self, request: Request, begin: int, end: int, source: int, checkpoints: list[tuple[int, int]]
@@ -441,17 +576,17 @@ class TieredServer(BlockOwner):
         for request, kind in batch:
             if request not in self.running:
                 continue
-            if kind == "prefill":
+            dice = self.rng.random()
+            if dice < self.aborts:
+                self._abort(request)
+            elif kind == "prefill":
                 request.decoding = True
-                if self.rng.random() < 0.3:
+                if dice < 0.3:
                     self.finish(request)
                 else:
                     self._insert(request)
-            elif (dice := self.rng.random()) < 0.25:  # while the next step, which has it too, runs
-                if dice < 0.02:
-                    self._release(request, is_insert=False)
-                else:
-                    self.finish(request)
+            elif kind == "decode" and dice < 0.25:  # while the next step, which has it too, runs
+                self.finish(request)
 
     def finish(self, request: Request) -> None:
         self.history.append(list(request.full_untruncated_fill_ids))
@@ -459,14 +594,24 @@ class TieredServer(BlockOwner):
         request.over = True
         self._release(request, is_insert=True)
 
+    def _abort(self, request: Request) -> None:
+        self.done["aborted"] += 1
+        if request is self.chunked:
+            self.chunked = None
+        self._release(request, is_insert=False)
+
     def retract(self, request: Request) -> None:
+        self.done["retracted"] += 1
         self._release(request, is_insert=True)
         self.cache.retracted(request)
 
     def flush(self) -> bool:
         """As Scheduler.flush_cache, which wants a server without requests and copies."""
-        if self.running or self.last or self.cache.ongoing_write_through or self.cache.ongoing_load_back:
+        cache = self.cache
+        under_way = cache.ongoing_write_through, cache.ongoing_load_back, cache.ongoing_prefetch, cache.ongoing_backup
+        if self.running or self.waiting or self.last or any(under_way):
             return False
+        self.done["flushed"] += 1
         self.cache.reset()
         self.pool.mamba_ckpt_pool.clear()
         self.pool.mamba_allocator.clear()
@@ -478,6 +623,11 @@ class TieredServer(BlockOwner):
         if self.last is not None:
             self._process(*self.last)
             self.last = None
+        for _, name in self.waiting:
+            self.cache.release_aborted_request(name)
+        self.waiting.clear()
+        if self.chunked is not None:
+            self._abort(self.chunked)
         for request in list(self.running):
             if not request.decoding:
                 request.decoding = True

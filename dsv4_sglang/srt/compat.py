@@ -83,6 +83,8 @@ SERVES_INTEGRITY_CHECK = since("0.5.23") or not since("0.5.18")
 # Since 0.5.23 weights may come between two calls without one of SGLang's updates, and take their form with the second.
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 END_WEIGHT_UPDATE = _WEIGHTS + "end_weight_update" if since("0.5.23") else ""
+# Since 0.5.23 a fetch from a storage that is given up keeps its rows of the host until nobody reads into them.
+FREES_ROWS_IN_USE = not since("0.5.23")
 SERVES_DSPARK = since("0.5.23") or not since("0.5.18")
 # The model is SGLang's since then.
 SERVES_V41 = since("0.5.23")
@@ -378,10 +380,18 @@ def idle_differences(scheduler: Any) -> list[str]:
 def check_tree(cache: Any) -> None:
     """SGLang's check of its tree, which it makes when it is idle; raises AssertionError.
 
-    Since 0.5.23 it looks for nodes that lie in both places in a list that has them once their load is over.
+    Since 0.5.23 it looks for nodes that lie in both places in a list that has them once their load is over;
+    before, for checkpoints of the host in a list that has them while no copy locks them.
     """
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+    on_host = cache.tree_core.host_lru_lists[ComponentType.MAMBA]
+    locked = []
+    for node in () if since("0.5.23") else cache.tree_core._collect_all_nodes():
+        data = node.component_data[ComponentType.MAMBA]
+        if data.host_lock_ref and data.value is None and data.host_value is not None and not on_host.in_list(node):
+            locked.append(node)
     known = cache.tree_core.full_host_duplicates if since("0.5.23") else {}
     before = dict(known)
     for loading in cache.ongoing_load_back.values() if since("0.5.23") else ():
@@ -389,9 +399,13 @@ def check_tree(cache: Any) -> None:
         while node is not cache.tree_core.root_node:
             known.setdefault(node.id, node)
             node = node.parent
+    for node in locked:
+        on_host.insert_mru(node)
     try:
         UnifiedRadixCache.sanity_check(cache)  # ours leaves out most of them
     finally:
+        for node in locked:
+            on_host.remove_node(node)
         known.clear()
         known.update(before)
 

@@ -278,13 +278,17 @@ class _Tree:
         if not self.cache.enable_storage:
             return [], []
         controller, under_way = self.cache.cache_controller, self.cache.ongoing_prefetch.values()
-        blocks = [*(prefetch.host_indices for prefetch in under_way), *_waiting(controller.host_mem_release_queue)]
+        blocks = [*map(_of_fetch, under_way), *_waiting(controller.host_mem_release_queue)]
         checkpoints = [
             transfer.host_indices
             for prefetch in under_way
             for transfer in prefetch.comp_xfers.get(self.mamba, ())
             if transfer.name is CHECKPOINTS
         ]
+        for operation, rows in controller.given_up:
+            checkpoints += [transfer.host_indices for transfer in rows]
+            if not operation.pool_transfers_done:
+                blocks.append(operation.host_indices[operation.completed_tokens :])
         if (waiting := controller.extra_host_mem_release_queues.get(CHECKPOINTS)) is not None:
             checkpoints += _waiting(waiting)
         return blocks, checkpoints
@@ -333,6 +337,14 @@ class _Tree:
             compat.check_tree(self.cache)
         except AssertionError as error:
             yield Finding("SGLang's check of the tree", str(error))
+
+
+def _of_fetch(prefetch: Any) -> Any:
+    """Host indices of blocks that a fetch still has: the thread that reads gives up at its end what it has not got."""
+    operation = prefetch.operation
+    if compat.FREES_ROWS_IN_USE and prefetch.host_indices is not None and operation.pool_transfers_done:
+        return prefetch.host_indices[: operation.completed_tokens]
+    return prefetch.host_indices
 
 
 def _tokens_of(blocks: torch.Tensor) -> torch.Tensor:

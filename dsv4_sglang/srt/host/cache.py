@@ -135,6 +135,7 @@ class TieredCache(PrefixCache):
     # To the host
 
     def check_hicache_events(self) -> None:
+        self.cache_controller.free_given_up()
         with self._looking_again():
             super().check_hicache_events()
         self.cache_controller.load_what_is_left()

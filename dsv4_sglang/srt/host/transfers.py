@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,9 @@ class TransferController(HybridCacheController):
     forward_stream: Any = None
     """The stream of the steps."""
     _together = False
+    given_up: Sequence[tuple[Any, list[Any]]] = ()
+    """Fetches from the storage that ended, by an abort or their policy, while a thread may still read into their rows,
+    each with its checkpoints' rows, which are to be freed."""
 
     @contextmanager
     def one_launch(self) -> Iterator[None]:
@@ -67,6 +70,47 @@ class TransferController(HybridCacheController):
             self.start_loading()
             _, from_host = compat.copy_streams(self)
             self.forward_stream.wait_stream(from_host)
+
+    # Fetches from a storage that are given up: SGLang before 0.5.23 frees a checkpoint's row at once, and the thread
+    # that reads would write over what is there then.
+
+    def terminate_prefetch(self, operation: Any) -> Any:
+        found = super().terminate_prefetch(operation)
+        if compat.FREES_ROWS_IN_USE and operation.host_indices is not None and not operation.pool_transfers_done:
+            self.given_up = [*self.given_up, (operation, [])]
+        return found
+
+    def append_host_mem_release(self, host_indices: Any = None, extra_pools: Any = None) -> None:
+        """Free rows, those that a thread still reads into with `free_given_up`. Blocks it frees itself."""
+        now: list[Any] = []
+        later = {
+            id(transfer): rows
+            for operation, rows in self.given_up
+            for transfer in operation.pool_transfers
+            if not operation.pool_transfers_done
+        }
+        for transfer in extra_pools or ():
+            later.get(id(transfer), now).append(transfer)
+        super().append_host_mem_release(host_indices, now)
+
+    def free_given_up(self) -> None:
+        """What nobody reads into any more."""
+        under_way = []
+        for operation, rows in self.given_up:
+            if operation.pool_transfers_done:
+                super().append_host_mem_release(extra_pools=rows)
+            else:
+                under_way.append((operation, rows))
+        self.given_up = under_way
+
+    def reset(self) -> None:
+        """Rows belong to others then: who reads ends first, which SGLang before 0.5.23 does not wait for."""
+        if compat.FREES_ROWS_IN_USE and self.enable_storage:
+            self.storage_stop_event.set()
+            self.prefetch_thread.join()  # which has started the other
+            self.prefetch_io_aux_thread.join()
+        self.given_up = ()
+        super().reset()
 
     def _generate_storage_config(
         self, model_name: str | None = None, storage_backend_extra_config: dict[str, Any] | None = None
