@@ -38,7 +38,7 @@ pytestmark = pytest.mark.server
 MODEL = {"ratios": (0, 4, 128), "index_topk": 64, "nextn": True}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--max-running-requests", "4")
 FLAGS += (*DRAFTS, "--chunked-prefill-size", "128", "--enable-metrics", *HOST_TIER)
-LENGTHS, GENERATED = (1, 127, 300), 40
+LENGTHS, GENERATED = (1, 127, 300, 900), 40
 # Of log p, and of what the layer makes of a token: its streams and logits, which reach 20.
 TOLERANCE, DRAFTED = 1e-4, 1e-3
 
@@ -104,7 +104,8 @@ def apart(oracle: Oracle, layer: NextN, drafts: Path) -> Apart:
 
 
 def test_oracle(server: Server, oracle: Oracle, apart: Apart) -> None:
-    """A batch of prompts of several lengths: tokens, their log p, and drafts."""
+    """A batch of prompts of several lengths, of which the longest sees 64 of 225 entries: tokens, their log p, and
+    drafts."""
     asked = {f"batch {length}": prompt(length) for length in LENGTHS}
     server.flush()
     with ThreadPoolExecutor(len(asked)) as pool:
