@@ -96,12 +96,12 @@ def retracting(server: InProcess, asked: Sequence[Asked]) -> tuple[list[Answer],
 
 
 def test_retraction(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
-    """Every fourth step one of the requests goes, mostly the longest prompt's, and comes back. Its drafts are all
-    right: a step under way has accepted four tokens, which have to be made again."""
-    each = ((1, 24, 0.4), (126, 20, 0.4), (300, 16, 1.0))
+    """Every fourth step one of the requests goes, wherever in a burst it is, and comes back: where all drafts are
+    right, a step under way has accepted four tokens, which have to be made again."""
+    each = ((1, 24, 0.4), (126, 20, 1.0), (300, 16, 1.0))
     asked = [replace(texts[length], count=count, right=right, space="retracted") for length, count, right in each]
     answers, cut = server.do(retracting, asked)
-    assert answers[2].retracted >= 2 and 4 in cut
+    assert sum(answer.retracted for answer in answers) >= 2 and 4 in cut, cut
     judge.hold_all(asked, answers)
 
 
