@@ -69,7 +69,7 @@ def test_the_nextn_block_is_the_reference(
     assert missing(model) == {"model.embed_tokens.weight", "lm_head.weight"}
     tensors = load_file(folder / "model.safetensors")
     embed, head = (nn.Parameter(tensors[name].float()) for name in ("embed.weight", "head.weight"))
-    model.set_embed_and_head(embed, head)
+    model.set_embed_and_head(embed, head)  # asks for `torch.cpu.empty_cache`, which is the stand-in's
     assert torch.equal(model.model.decoder.self_attn.wo_b.weight, tensors["mtp.0.attn.wo_b.weight"].float())
 
     reference = NextN(folder)
@@ -182,7 +182,3 @@ def test_verification(batch: SimpleNamespace, data: st.DataObject) -> None:
     eagle.fill_bonus_tokens[(n,)](accepted, drafts + 1, wanted, width)
     sgl_kernel.fill_bonus_tokens_cpu(accepted, drafts + 1, got, width)
     assert torch.equal(got, wanted)
-
-
-def test_a_draft_that_shares_the_embedding_can_be_made() -> None:
-    torch.get_device_module("cpu").empty_cache()

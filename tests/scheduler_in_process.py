@@ -69,7 +69,7 @@ class Answer:
 def alive(storage: StateStorage, slot: int, length: int) -> dict[str, Tensor]:
     """Copies of what a request of `length` tokens may still read of its slot, oldest rows first."""
     layout = storage.layout
-    window = torch.arange(max(0, length - WINDOW), length) % layout.ring_rows
+    window = torch.arange(max(0, length - WINDOW + 1), length) % layout.ring_rows
     found = {f"ring {layer}": storage.ring(layer)[slot, window].clone() for layer in range(len(layout.schemas))}
     for layer in layout.layers(AttentionType.CSA):
         tail, sizes = storage.tail(layer)[slot], layout.schemas[layer].rows.csa

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -85,11 +86,12 @@ def hit(server: InProcess, fault: Callable[[pytest.MonkeyPatch], None], writer: 
     rings[:, server.storage.num_slots :] = tails[:, -2 * server.storage.checkpoints :] = 1.0
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
-        server.serve([writer])
+        assert server.serve([writer])[0].verified == writer.count - 1, "a draft was right"
         server.evict()
         return server.serve([turn])[0]
 
 
+WRONG = "not the oracle's"
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], set[str]] = {
     nothing_wrong: set(),
     not_stored: {"ring 0", "ring 3", "CSA tail 1"},
@@ -101,14 +103,19 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], set[str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_wrong_checkpoint_shows(server: Child, texts: dict[int, Asked], fault: Callable[..., None]) -> None:
-    """No draft is right: the boundary is passed in the second turn, exactly."""
+def test_a_wrong_checkpoint_shows(
+    judge: Judge, server: Child, texts: dict[int, Asked], fault: Callable[..., None]
+) -> None:
+    """No draft is right: the boundary is passed in the second turn, exactly. What is wrong of the target's rows shows
+    in log p, too."""
     writer = replace(texts[126], count=6, right=0.0)
     turn = Asked(writer.prompt + writer.follows[:4] + prompt(10), 1)
     warm = server.do(hit, fault, writer, turn)
     assert warm.cached == 128
     found = apart(warm.state, server.do(cold, [warm])[0].state)
     assert FAULTS[fault] <= found.keys() and bool(FAULTS[fault]) == bool(found)
+    with pytest.raises(AssertionError, match=WRONG) if "ring 0" in FAULTS[fault] else nullcontext():
+        judge.hold(turn, warm)
 
 
 def seeing_no_drafts(server: InProcess, asked: Asked, right: bool) -> Answer:
@@ -132,20 +139,39 @@ def test_a_snapshot_without_the_drafts_shows(server: Child, right: bool) -> None
     assert bool(apart(answer.state, server.do(cold, [answer])[0].state)) != right
 
 
-def smaller(less: dict[str, Any]) -> None:
-    """In this process slots have less room than their drafts need, and nothing refuses that."""
-    rows = state_rows(4)._replace(**less)
+def smaller(sizes: dict[str, Any]) -> None:
+    """In this process slots have other room than is made for their drafts, and nothing refuses too little."""
+    rows = state_rows(4)._replace(**sizes)
     schema.state_rows = lambda draft_tokens: rows
     reference.CSA_TAILS = (rows.csa,)
     reference._check_rows = lambda *arguments: None
 
 
 @pytest.mark.parametrize(
-    "less",
-    [{"ring": 130}, {"csa": CsaTail(4, 16)}, {"csa": CsaTail(8, 8)}, {"hca_banks": 4}],
-    ids=["ring", "current", "previous", "banks"],
+    ("sizes", "enough"),
+    [
+        ({"ring": 131, "csa": CsaTail(8, 12), "hca_banks": 5}, True),
+        ({"ring": 130}, False),
+        ({"csa": CsaTail(4, 16)}, False),
+        ({"csa": CsaTail(8, 8)}, False),
+        ({"hca_banks": 4}, False),
+    ],
+    ids=["enough", "ring", "current", "previous", "banks"],
 )
-def test_a_slot_one_size_too_small_shows(judge: Judge, texts: dict[int, Asked], less: dict[str, Any]) -> None:
-    with child(judge.folder, 4, True, prepare=partial(smaller, less), **FLAGS) as server:
-        answer = server.do(serve, [replace(texts[126], count=24, right=0.5)])[0]
-        assert apart(answer.state, server.do(cold, [answer])[0].state)
+def test_a_slot_one_size_too_small_shows(
+    judge: Judge, texts: dict[int, Asked], sizes: dict[str, Any], enough: bool
+) -> None:
+    """In the bytes that a request goes on from, and in its tokens or their log p. Each has a name space of its own: of
+    a tail of 12 rows, which does not divide a block, a checkpoint would keep the wrong ones."""
+    text = texts[126]
+    whole = text.prompt + text.follows
+    asked = [
+        replace(text, prompt=whole[:begin], follows=whole[begin:], count=20, right=0.5, space=f"from {begin}")
+        for begin in (126, 186, 246)
+    ]
+    with child(judge.folder, 4, True, prepare=partial(smaller, sizes), **FLAGS) as server:
+        answers = server.do(serve, asked)
+        found = [apart(answer.state, other.state) for answer, other in zip(answers, server.do(cold, answers))]
+    assert any(found) != enough
+    with nullcontext() if enough else pytest.raises(AssertionError, match=WRONG):
+        judge.hold_all(asked, answers)

@@ -50,12 +50,18 @@ class Judge:
             score = self.oracle.score(asked.prompt, answer.tokens, chunk=128)
             assert score.margin.max() <= 2 * TOLERANCE, "not the oracle's likeliest token"
             self.right.append((asked.prompt, answer.tokens, known := score.logprobs))
-        assert (torch.tensor(answer.logprobs) - known[: len(answer.tokens)]).abs().max() <= TOLERANCE
+        apart = (torch.tensor(answer.logprobs) - known[: len(answer.tokens)]).abs()
+        assert apart.max() <= TOLERANCE, "not the oracle's log p"
 
     def hold_all(self, asked: Sequence[Asked], answers: Sequence[Answer]) -> None:
         for request, answer in zip(asked, answers, strict=True):
             assert len(answer.tokens) == request.count
             self.hold(request, answer)
+
+
+def least_steps(count: int, draft_tokens: int = 4) -> int:
+    """Verify steps behind the prefill, which makes the first of `count` tokens, if every draft is right."""
+    return -(-(count - 1) // draft_tokens)
 
 
 def serve(server: InProcess, asked: Sequence[Asked]) -> list[Answer]:

@@ -11,15 +11,20 @@ import pytest
 from scheduler_in_process import Answer, Asked, Child, InProcess, child
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
-from speculation_judge import CONTEXT, FLAGS, Judge, hold_states, prompt, serve
+from speculation_judge import CONTEXT, FLAGS, Judge, hold_states, least_steps, prompt, serve
 
 
 @pytest.fixture(scope="module")
 def written(judge: Judge, server: Child, texts: dict[int, Asked]) -> dict[int, Answer]:
-    """A batch whose requests have other accept lengths, over boundaries of 4 and 128."""
-    asked = [replace(text, right=right, space="batch") for text, right in zip(texts.values(), (0.4, 0.8, 0.6))]
+    """A batch whose requests have other accept lengths, over boundaries of 4 and 128: no draft of the first is right,
+    many of the second, and all of the third."""
+    asked = [replace(text, right=right, space="batch") for text, right in zip(texts.values(), (0.0, 0.8, 1.0))]
     answers = server.do(serve, asked)
+    none, many, every = (answer.verified for answer in answers)
+    assert none == asked[0].count - 1 and every == least_steps(asked[2].count)
+    assert least_steps(asked[1].count) < many < (asked[1].count - 1) / 2
     judge.hold_all(asked, answers)
     hold_states(server, answers)
     return dict(zip(texts, answers))
@@ -65,19 +70,38 @@ def hold_all_slots_are_used(server: Child) -> None:
     assert server.do(most_running, asked) == len(lengths)
 
 
-def retracting(server: InProcess, asked: Sequence[Asked]) -> list[Answer]:
+def retracting(server: InProcess, asked: Sequence[Asked]) -> tuple[list[Answer], list[int]]:
+    """Also the bursts that are cut: what steps added whose results came when their request was gone."""
+    verify, reset = EAGLEWorkerV2.verify, Req.reset_for_retract
+    bursts: dict[str, list[int]] = {str(i): [] for i in range(len(asked))}
+    cut: list[int] = []
+
+    def verified(worker: Any, batch: Any, **arguments: Any) -> Any:
+        made = verify(worker, batch, **arguments)
+        for req, tokens in zip(batch.reqs, made.accept_lens.tolist(), strict=True):
+            bursts[req.rid].append(tokens)
+        return made
+
+    def retracted(req: Req) -> None:
+        cut.extend(bursts[req.rid][req.spec_verify_ct :])
+        del bursts[req.rid][req.spec_verify_ct :]
+        reset(req)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler_module, "TEST_RETRACT", True)
         patch.setattr(scheduler_module, "TEST_RETRACT_INTERVAL", 4)
-        return server.serve(asked)
+        patch.setattr(EAGLEWorkerV2, "verify", verified)
+        patch.setattr(Req, "reset_for_retract", retracted)
+        return server.serve(asked), cut
 
 
 def test_retraction(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
-    """Every fourth step one of the requests goes, wherever in a burst it is, and comes back."""
-    each = ((1, 24), (126, 20), (300, 8))
-    asked = [replace(texts[length], count=count, right=0.4, space="retracted") for length, count in each]
-    answers = server.do(retracting, asked)
-    assert sum(answer.retracted for answer in answers) >= 2
+    """Every fourth step one of the requests goes, wherever in a burst it is, and comes back: where all drafts are
+    right, a step under way has accepted four tokens, which have to be made again."""
+    each = ((1, 24, 0.4), (126, 20, 1.0), (300, 16, 1.0))
+    asked = [replace(texts[length], count=count, right=right, space="retracted") for length, count, right in each]
+    answers, cut = server.do(retracting, asked)
+    assert sum(answer.retracted for answer in answers) >= 2 and 4 in cut, cut
     judge.hold_all(asked, answers)
 
 
@@ -98,10 +122,11 @@ def aborting(server: InProcess, asked: Sequence[Asked]) -> list[Answer]:
 
 
 def test_abort_between_draft_and_verify(judge: Judge, server: Child, texts: dict[int, Asked]) -> None:
-    asked = [replace(texts[length], count=count, space="aborted") for length, count in ((1, 16), (126, 100))]
+    each = ((1, 16), (126, 100))
+    asked = [replace(texts[length], count=count, right=1.0, space="aborted") for length, count in each]
     whole, aborted = server.do(aborting, asked)
     judge.hold_all(asked[:1], [whole])
-    assert aborted.reason["type"] == "abort" and len(aborted.tokens) < 24
+    assert aborted.reason["type"] == "abort" and len(aborted.tokens) == 1 + 4 * aborted.verified < 24
     judge.hold(asked[1], aborted)
 
 
@@ -113,6 +138,7 @@ def test_a_stop_token_among_the_accepted(judge: Judge, server: Child, texts: dic
     asked = replace(text, count=150, right=1.0, stop=text.follows[at], space="stopped")
     answer = server.do(serve, [asked])[0]
     assert answer.tokens == text.follows[: at + 1] and answer.reason["type"] == "stop"
+    assert answer.verified == least_steps(at + 1) and len(answer.text) == len(text.prompt) + at + 3
     judge.hold(asked, answer)
 
 
@@ -125,14 +151,19 @@ def test_the_end_of_the_context(judge: Judge, server: Child) -> None:
     again = replace(asked, follows=first.tokens, right=1.0)
     second = server.do(serve, [again])[0]
     assert second.tokens == first.tokens and second.cached == 384
+    assert second.verified == least_steps(len(second.tokens))
     judge.hold(again, second)
 
 
 @pytest.mark.parametrize(("drafts", "overlap"), [(2, True), (8, False)])
 def test_other_numbers_of_drafts(judge: Judge, texts: dict[int, Asked], drafts: int, overlap: bool) -> None:
-    asked = [replace(texts[length], count=count) for length, count in ((126, 30), (1, 12))]
+    asked = [
+        replace(texts[length], count=count, right=right) for length, count, right in ((126, 30, 0.7), (1, 12, 1.0))
+    ]
     with child(judge.folder, drafts, overlap, **FLAGS) as other:
         answers = other.do(serve, asked)
+        some, every = (answer.verified for answer in answers)
+        assert least_steps(30, drafts) < some < 29 and every == least_steps(12, drafts)
         judge.hold_all(asked, answers)
         hold_states(other, answers)
         # The checkpoint at 128 is of a verify step.

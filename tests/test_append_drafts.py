@@ -287,6 +287,20 @@ def test_every_format_and_every_phase(device: str, ratio: int, formats: tuple[st
     both.verify([5, 5], [5, 1], "huge")
 
 
+@DEVICES
+@pytest.mark.parametrize("d", range(1, 10))
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+@on_device
+def test_every_number_of_tokens(device: str, ratio: int, d: int) -> None:
+    """Steps over the end of a block, of which the least, the most and some tokens stay; the formats take turns. The
+    examples above meet at most half of the combinations."""
+    both = Compared(ratio, FORMATS[d % 3], state_rows(d))
+    both.chunks([125, 127])
+    for kept, rejected in zip(([1, d], [d, 1], [(d + 1) // 2, d]), REJECTED, strict=True):
+        both.verify([d, d], kept, rejected)
+    assert min(both.plain.lengths) >= 128
+
+
 # The least sizes, and one below each.
 
 

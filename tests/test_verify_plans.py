@@ -15,7 +15,11 @@ from dsv4_sglang.srt.prefix import schedule
 
 NOT_WRITTEN = (-1,)
 ROLLING = 50
-"""Content of the blocks that are generated."""
+"""Content of the blocks that are generated: neither a prompt's, up to 3, nor that of what is behind its last whole
+block, from 100."""
+FAR = 30
+"""Blocks between the checkpoints that are kept for branches: more than any request here has, so that each one seen is
+that of a prompt's end, or rolls."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -83,9 +87,10 @@ class Verifying:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("accepted", [1, 9])
 def test_an_answer_ends_with_a_checkpoint(accepted: int, overlap: bool) -> None:
-    """Wherever in a step the boundary lies: tokens come one by one, or nine at a time."""
-    for tail in range(101, 111):
-        verifying = Verifying(TreeServer(blocks=20, checkpoints=20, interval=30), 9, overlap)
+    """Wherever in a step the boundary lies: tokens come one by one, or nine at a time, from three whole steps before
+    the boundary to two."""
+    for tail in range(BLOCK - 3 * 9, BLOCK - 2 * 9 + 1):
+        verifying = Verifying(TreeServer(blocks=20, checkpoints=20, interval=FAR), 9, overlap)
         request = verifying.admit([1, 2], tail)
         assert request is not None
         while request.kv_committed_len < 3 * BLOCK:
@@ -96,8 +101,8 @@ def test_an_answer_ends_with_a_checkpoint(accepted: int, overlap: bool) -> None:
 
 
 def test_a_running_request_holds_one_rolling_checkpoint_and_the_next() -> None:
-    verifying = Verifying(TreeServer(blocks=64, checkpoints=20, interval=30), 4, overlap=True)
-    request = verifying.admit([1], tail=120)
+    verifying = Verifying(TreeServer(blocks=64, checkpoints=20, interval=FAR), 4, overlap=True)
+    request = verifying.admit([1], tail=BLOCK - 8)  # passes no boundary in the first turns
     assert request is not None
     verifying.turn(request, 4)
     for _ in range(200):
@@ -112,8 +117,8 @@ def test_a_running_request_holds_one_rolling_checkpoint_and_the_next() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_slot_that_comes_too_late_is_not_taken(overlap: bool) -> None:
     """The pool is full in the turn that passes a boundary, and is not in the next."""
-    verifying = Verifying(TreeServer(blocks=64, checkpoints=20, interval=30), 9, overlap)
-    request = verifying.admit([1], tail=121)
+    verifying = Verifying(TreeServer(blocks=64, checkpoints=20, interval=FAR), 9, overlap)
+    request = verifying.admit([1], tail=BLOCK - 7)  # nine tokens pass the boundary by two
     assert request is not None
     verifying.server.keep_back()
     verifying.turn(request, 9)

