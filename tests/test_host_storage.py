@@ -28,6 +28,7 @@ from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.srt.host.mooncake import MooncakeStorage
 from dsv4_sglang.srt.host.storage import DEFAULT_FOLDER, FileStorage, page_name
 from dsv4_sglang.srt.integrity import COPIES, examine
+from dsv4_sglang.srt.options import model_overrides
 
 PROMPT = [1 + at // BLOCK for at in range(5 * BLOCK + 60)]
 
@@ -596,11 +597,18 @@ def test_the_default_folder_is_sglangs() -> None:
     assert signature(HiCacheFile).parameters["file_path"].default == DEFAULT_FOLDER
 
 
-def name_of(model: Path | str, row_format: str = "fp8", key_format: str = "mxfp4", **facts: Any) -> str:
+def name_of(
+    model: Path | str,
+    row_format: str = "fp8",
+    key_format: str = "mxfp4",
+    overrides: str | None = None,
+    **facts: Any,
+) -> str:
     config = DSV4Config.flash()
     formats = {"row_format": row_format, "key_format": key_format}
     layout = CacheLayout.build(config, build_schedule(config), torch.device("cpu"), sm100=False, **formats)
-    return page_name("m", str(model), layout, (layout.block_bytes, layout.checkpoint_bytes), **{"tp_size": 4, **facts})
+    facts = {"tp_size": 4, "overrides": model_overrides(overrides), **facts}
+    return page_name("m", str(model), layout, (layout.block_bytes, layout.checkpoint_bytes), **facts)
 
 
 def test_names_tell_apart_what_changes_the_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

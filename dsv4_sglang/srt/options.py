@@ -79,3 +79,8 @@ def from_override_args(text: str | None) -> Options | None:
         return None
     overrides = json.loads(text)
     return parse(overrides[KEY]) if KEY in overrides else None
+
+
+def model_overrides(text: str | None) -> dict[str, Any]:
+    """What else stands in the value of `--json-model-override-args`: it overrides the model's config."""
+    return {key: value for key, value in json.loads(text or "{}").items() if key != KEY}

@@ -19,7 +19,6 @@ from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.ops.trust import refuse_writable_by_all, require_own
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.pools import intact, seal
-from dsv4_sglang.srt.launch import OPT_IN_KEY
 
 log = logging.getLogger(__name__)
 
@@ -32,22 +31,16 @@ WRONG_CHECKSUM = "its checksum is another"
 
 
 def page_name(
-    model_name: str | None,
-    model_path: str,
-    layout: CacheLayout,
-    row_bytes: Sequence[int],
-    overrides: str | None = None,
-    **facts: Any,
+    model_name: str | None, model_path: str, layout: CacheLayout, row_bytes: Sequence[int], **facts: Any
 ) -> str:
     """The name of a model in a storage, of which SGLang makes the names of its pages: its keys are hashes of tokens
     only, so that everything else that a page depends on stands here.
 
-    `row_bytes`: of a block and of a checkpoint; `overrides`: of the model's config, as JSON; `facts`: whatever else
-    changes the bytes. Hashed as well are the version of this package, the layers of `layout` with their formats, and of
-    a model in a folder its config and samples of its weights.
+    `row_bytes`: of a block and of a checkpoint; `facts`: whatever else changes the bytes. Hashed as well are the
+    version of this package, the layers of `layout` with their formats, and of a model in a folder its config and
+    samples of its weights.
     """
     layers = [repr(schema) for schema in layout.schemas]
-    facts["overrides"] = {key: value for key, value in json.loads(overrides or "{}").items() if key != OPT_IN_KEY}
     described = json.dumps([version("dsv4_sglang"), layers, list(row_bytes), facts], default=str, sort_keys=True)
     digest = hashlib.blake2b(described.encode(), digest_size=8)
     digest.update(_weights(Path(model_path)))

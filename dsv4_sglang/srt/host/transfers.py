@@ -18,6 +18,7 @@ from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.pools import CHECKSUM_BYTES, HostBlocks, HostCheckpoints
 from dsv4_sglang.srt.host.sizing import HostDemand, host_demand, host_table
 from dsv4_sglang.srt.host.storage import page_name
+from dsv4_sglang.srt.options import model_overrides
 from dsv4_sglang.srt.pools import CacheKVPool
 
 log = logging.getLogger(__name__)
@@ -191,7 +192,7 @@ class HostStack(StackStrategy):
                 server_args.model_path,
                 device_blocks.layout,
                 (demand.block_bytes, demand.checkpoint_bytes),
-                server_args.json_model_override_args,
+                overrides=model_overrides(server_args.json_model_override_args),
                 revision=server_args.revision,
                 dtype=server_args.dtype,
                 tp_size=server_args.tp_size,
