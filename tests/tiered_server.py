@@ -454,7 +454,8 @@ class TieredServer(BlockOwner):
         while not self.cache.check_prefetch_progress(request):
             self.cache.check_hicache_events()
             if not self.streams.run_some(1):
-                time.sleep(0.001)  # a thread of SGLang reads
+                assert self.controller.prefetch_thread.is_alive(), "SGLang's thread has ended"
+                time.sleep(0.001)  # it reads, or the one that it has started
         self.settle()
         return self.cache.pop_prefetch_loaded_tokens(request)
 
