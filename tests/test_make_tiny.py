@@ -249,7 +249,9 @@ def test_v41_has_every_kind_of_layer(tiny_v41: Path) -> None:
 def test_v41_shows_what_its_cache_lost_and_not_how_it_was_summed(
     tiny_v41: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rounding of activations that are summed in another order, against eight entries of a layer's 300."""
+    """Eight entries of a layer's 300, against what rounding may do: so small a change that each value of the cache is
+    rounded up or down by chance, as sums in another order would do to some of them. How many differs between
+    processors."""
     oracle = oracle_v41.OracleV41(tiny_v41)
     exact = oracle.logits(prompt, chunk=128).log_softmax(-1)
     best = exact.argmax(-1)[:, None]
@@ -258,7 +260,7 @@ def test_v41_shows_what_its_cache_lost_and_not_how_it_was_summed(
         return (oracle.logits(prompt, chunk=128).log_softmax(-1) - exact).gather(1, best)[:, 0].abs()
 
     embedding = oracle.weights["embed.weight"]
-    rounding = 1e-7 * torch.randn(embedding.shape, generator=torch.Generator().manual_seed(0))
+    rounding = 1e-5 * torch.randn(embedding.shape, generator=torch.Generator().manual_seed(0))
     monkeypatch.setitem(oracle.weights, "embed.weight", embedding * (1 + rounding))
     noise = moved()
     monkeypatch.setitem(oracle.weights, "embed.weight", embedding)
@@ -271,5 +273,4 @@ def test_v41_shows_what_its_cache_lost_and_not_how_it_was_summed(
     write_entries = oracle_v41._Forward.write_entries
     monkeypatch.setattr(oracle_v41._Forward, "write_entries", lose)
     lost = moved()
-    assert noise.max() < 5e-3 and noise.median() < 5e-4
-    assert lost[:128].max() < 5e-3 < lost[140:].median()
+    assert lost[:128].mean() < noise.mean() < lost[140:].mean() / 3

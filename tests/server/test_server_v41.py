@@ -1,8 +1,9 @@
 """DeepSeek-V4.1 in SGLang's server on a CPU, in chunks of 128, against the formulas of the whole model (SPEC 11).
 
 The cache holds rounded rows, as the model was trained, and fp32 activations that are summed in another order round some
-of them the other way, and then whatever comes of them: a log-probability moves by 1e-6 to 1e-3.
-Where the selection leaves entries out, such a row may make another entry the selected one, and then by up to 0.1.
+of them the other way, and then whatever comes of them: a log-probability moves by 1e-6, and by up to 0.016 where all
+are rounded by chance (test_make_tiny.py). How many are differs between processors. Where the selection leaves entries
+out, such a row may make another entry the selected one, and then it is up to 0.1.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ pytestmark = [
 
 LENGTHS = (1, 2, 3, 127, 128, 129, 300, 700)
 GENERATED = 8
-TOLERANCE = 5e-3
-"""Of any token where all entries are selected. What is planted below moves the answer by five times as much."""
+TOLERANCE = 0.02
+"""Of any token where all entries are selected. What is planted below moves the answer by more on average."""
 SELECTING = {"index_topk": 64, "candidate_blocks": 12}
 NOISE = 0.03
 """Mean |d log p| where 64 entries are selected. Selecting all of them instead moves it by 0.14 on average."""
@@ -133,7 +134,7 @@ def test_what_is_planted_shows(server: Server, oracle: OracleV41, fault: Path, p
     finally:
         fault.unlink()
     assert broken.cached == 384
-    assert distances(oracle, ids, broken).max() > 5 * TOLERANCE
+    assert distances(oracle, ids, broken).mean() > TOLERANCE
     server.flush()
     server.generate(ids, 1)
     whole = server.generate(ids, GENERATED)
