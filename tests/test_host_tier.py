@@ -509,6 +509,27 @@ def test_a_load_of_a_request_that_was_not_admitted(monkeypatch: pytest.MonkeyPat
     assert server.flush()
 
 
+def test_a_checkpoint_that_comes_to_a_node_in_use_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer releases of SGLang count who uses a node also while there is no checkpoint on it, on the device."""
+    server = TieredServer(monkeypatch, seed=0, blocks=20)
+    component, registry = server.component, server.component.slots.registry
+    server.serve(prompt(0))
+    (parted,) = server.cache.root_node.children.values()
+    (node,) = parted.children.values()
+    component.slots.give_back([component.free_slot(needed=True) for _ in range(server.states.checkpoints)])
+    server.settle()
+    assert component._slot(node) is None and component.slots.id_of(node) > 0
+    lock = server.cache.inc_lock_ref(node.id)
+    server.arrive(prompt(0))
+    server.settle()
+    slot, data = component._slot(node), node.component_data[component.component_type]
+    assert slot is not None and registry.locks[slot] == data.lock_ref
+    server.cache.dec_lock_ref(node.id, lock.to_dec_params())
+    assert registry.locks[slot] == data.lock_ref == 0
+    server.check()
+    assert server.flush()
+
+
 def test_rows_are_handed_out_side_by_side() -> None:
     rows = FreeRows(10)
     assert rows.take(3).tolist() == [0, 1, 2] and rows.take(4).tolist() == [3, 4, 5, 6]
