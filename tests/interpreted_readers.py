@@ -130,6 +130,35 @@ def test_decode_metadata(tracks, ring_rows, each, before, sees_block):
         assert torch.equal(tensor, getattr(got, name)), name
 
 
+@pytest.mark.parametrize("tokens", [400, 257])
+@pytest.mark.parametrize("chunks", [[257], [1, 130, 60, 66], []])
+def test_prefill_metadata(chunks, tokens):
+    """The launch against PyTorch, every output: prefixes of any length, snapshots, requests without a slot, padding."""
+
+    def make() -> metadata.PrefillBuffers:
+        buffers = metadata.PrefillBuffers(512, 6, 9, range(20, 30), "cpu")
+        for name in ("slots", "query_start", "token_request", "token_track", "positions", "window_rows", "hca_rows"):
+            getattr(buffers, name).fill_(-9)
+        n = len(chunks)
+        buffers.chunk_lens[:n] = torch.tensor(chunks, dtype=torch.int32)
+        buffers.prefix_lens[:n] = torch.tensor([600, 127, 0, 3][:n], dtype=torch.int32)
+        buffers.owned[:n] = torch.tensor([4, 2, 0, 7][:n], dtype=torch.int32)
+        buffers.block_table.copy_(torch.arange(buffers.block_table.numel()).view_as(buffers.block_table))
+        buffers.track_slots.fill_(-1)
+        buffers.track_slots[0, :2], buffers.track_lens[0, :2] = torch.tensor([20, 21]), torch.tensor([640, 768])
+        return buffers
+
+    expected, got = make(), make()
+    metadata._derive(expected, tokens, torch.zeros(tokens, dtype=torch.int64), top_k=64)
+    triton_metadata.build_prefill(got, tokens, 64)
+    for name, tensor in vars(expected).items():
+        if isinstance(tensor, torch.Tensor) and name != "hca_rows":
+            assert torch.equal(tensor, getattr(got, name)), name
+    for token in range(tokens):
+        seen = int(expected.hca_lens[token])
+        assert torch.equal(got.hca_rows[token, :seen], expected.hca_rows[token, :seen])
+
+
 @pytest.mark.parametrize("row_format", [RowFormat.FP8, RowFormat.BF16])
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_sparse_prefill(ratio, row_format, monkeypatch):

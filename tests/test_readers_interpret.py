@@ -165,6 +165,16 @@ def test_decode_metadata_compiles(architecture):
 
 
 @not_interpreted
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_prefill_metadata_compiles(architecture):
+    from dsv4_sglang.attention import triton_metadata
+
+    constants = {"REQUESTS": 64, "TRACKS": 32, "WINDOW": 128, "BLOCK": 128}
+    constants |= {"CSA_RATIO": 4, "HCA_RATIO": 128, "COLUMNS_AT_ONCE": 256}
+    compile_for(triton_metadata._prefill_kernel, architecture, constants, 1, positions_ptr="*i64")
+
+
+@not_interpreted
 @pytest.mark.parametrize("architecture", [90, 100])
 @pytest.mark.parametrize("entries", [False, True])
 def test_schedule_compiles(architecture, entries):

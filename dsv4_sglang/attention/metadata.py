@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsv4_sglang.cache.step import StepMetadata, ring_window, visible_entries, window_lens
+from dsv4_sglang.cache.step import StepMetadata, prefill_window_size, ring_window, visible_entries, window_lens
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO, WINDOW
 from dsv4_sglang.ops.schemas import NAMESPACE
@@ -168,6 +168,168 @@ def step_of(buffers: DecodeBuffers, n: int, out_loc: Tensor, tracks: bool = Fals
     )
 
 
+class PrefillBuffers:
+    """Tensors at fixed addresses of a prefill step that a CUDA graph records: up to `tokens` tokens of `requests`.
+
+    A recorded step has one more request, the last: the padding request, which has no state slot and owns the tokens
+    behind those of the batch. The kernels of the graph read the inputs (`owned` to `track_lens`); `build_recorded`
+    derives everything else from them inside the graph. Shapes do not depend on the batch.
+
+    Args:
+        tokens: tokens of the largest recorded step.
+        requests: most requests of a recorded step, R.
+        max_blocks: blocks of the longest context; 0 for layers without entries.
+        staging_slots: state slots that hold the snapshots of a step until its end.
+        device: where the tensors are.
+    """
+
+    def __init__(
+        self, tokens: int, requests: int, max_blocks: int, staging_slots: range, device: torch.device | str
+    ) -> None:
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        rows = requests + 1
+        self.tokens, self.requests = tokens, requests
+        # A request of n new tokens passes at most n / 128 + 1 multiples of 128.
+        self.tracks = tokens // BLOCK + 1
+        staging_slots = staging_slots[: tokens // BLOCK + requests]
+        self.staging_slots = torch.tensor(staging_slots, dtype=torch.int32, device=device)
+        # Inputs. `owned`: state slot of each request, 0 where there is none.
+        self.inputs = ints(3, rows)
+        self.owned, self.prefix_lens, self.chunk_lens = self.inputs
+        self.block_table = ints(rows, align(max_blocks))
+        self.track_slots, self.track_lens = ints(rows, self.tracks), ints(rows, self.tracks)
+        self.snapshots = ints(len(staging_slots))
+        # Derived in the graph.
+        self.slots, self.query_start = ints(rows), ints(rows + 1)
+        self.token_request, self.token_track = ints(tokens), ints(tokens)
+        self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self.window_rows, self.window_lens = ints(tokens, WINDOW), ints(tokens)
+        self.csa_lens, self.hca_lens = ints(tokens), ints(tokens)
+        self.hca_rows = ints(tokens, align(max_blocks))
+
+    def fill(
+        self,
+        *,
+        req_pool_indices: Tensor,
+        prefix_lens: Tensor,
+        chunk_lens: Tensor,
+        req_to_token: Tensor,
+        state_slot_of_request: Tensor,
+        track_slots: Tensor | None,
+        track_lens: Tensor | None,
+        snapshots: Tensor | None,
+    ) -> None:
+        """Write the inputs of one batch, before its graph is replayed; arguments as those of `build_prefill`.
+
+        `snapshots` [B * K] int32: the snapshot slot that each of `track_slots` moves to at the end of the step, below 1
+        where none is due; None without snapshots. The staging slots in use are the first ones, in this order.
+        The scheduler changes its tables for the next batch as soon as a graph is launched, so the graph reads copies.
+        """
+        n = req_pool_indices.shape[0]
+        self.inputs.zero_()
+        self.prefix_lens[:n].copy_(prefix_lens)
+        self.chunk_lens[:n].copy_(chunk_lens)
+        _OPS.snapshot_tables(
+            req_pool_indices,
+            prefix_lens + chunk_lens,
+            state_slot_of_request,
+            req_to_token,
+            self.owned[:n],
+            self.block_table[:n],
+        )
+        self.track_slots.fill_(-1)
+        self.snapshots.zero_()
+        if track_slots is not None and track_lens is not None and snapshots is not None:
+            self.track_slots[:n, : track_slots.shape[1]].copy_(track_slots)
+            self.track_lens[:n, : track_lens.shape[1]].copy_(track_lens)
+            # One more place takes what is not due.
+            place = torch.where(track_slots >= 0, track_slots - self.staging_slots[0], len(self.snapshots))
+            self.snapshots.copy_(pad(self.snapshots, (0, 1)).scatter_(0, place.flatten().long(), snapshots)[:-1])
+
+
+def _derive(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k: int) -> None:
+    """The values of `build_recorded`, by PyTorch."""
+    chunk_lens = buffers.chunk_lens.clone()
+    chunk_lens[-1] = tokens - chunk_lens[:-1].sum()
+    query_start = _starts(chunk_lens)
+    owner = _owners(chunk_lens, tokens)
+    positions = buffers.prefix_lens[owner] + torch.arange(tokens, device=owner.device) - query_start[owner]
+    step = StepMetadata.build(
+        slots=buffers.owned.masked_fill(buffers.owned == 0, -1),
+        prefix_lens=buffers.prefix_lens,
+        query_start=query_start,
+        token_request=owner,
+        positions=positions.long(),
+        out_loc=out_loc,
+        block_table=buffers.block_table,
+        top_k=top_k,
+    )
+    for name in ("slots", "query_start"):
+        getattr(buffers, name).copy_(getattr(step, name))
+    for name in ("token_request", "positions", "window_rows", "window_lens", "csa_lens", "hca_rows", "hca_lens"):
+        getattr(buffers, name)[:tokens].copy_(getattr(step, name))
+    buffers.token_track[:tokens].copy_(_token_tracks(buffers.track_slots, buffers.track_lens, owner, positions))
+
+
+def build_recorded(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k: int) -> StepMetadata:
+    """The metadata of a step of `tokens` tokens from the inputs in `buffers`. Device work only, which a CUDA graph
+    records.
+
+    `out_loc` [tokens] int64: pool slot of each token.
+    """
+    if out_loc.is_cuda:
+        from dsv4_sglang.attention import triton_metadata
+
+        triton_metadata.build_prefill(buffers, tokens, top_k)
+    else:
+        _derive(buffers, tokens, out_loc, top_k)
+    return recorded_step(buffers, tokens, out_loc)
+
+
+def recorded_step(buffers: PrefillBuffers, tokens: int, out_loc: Tensor) -> StepMetadata:
+    """What `build_recorded` has written for `tokens` tokens, which a CUDA graph's replay may have done."""
+    rows = buffers.requests + 1
+    return StepMetadata(
+        slots=buffers.slots,
+        prefix_lens=buffers.prefix_lens,
+        query_start=buffers.query_start,
+        token_request=buffers.token_request[:tokens],
+        positions=buffers.positions[:tokens],
+        out_loc=out_loc,
+        track_slots=buffers.token_track[:tokens],
+        block_table=buffers.block_table,
+        window_rows=buffers.window_rows[:tokens],
+        window_lens=buffers.window_lens[:tokens],
+        csa_lens=buffers.csa_lens[:tokens],
+        hca_rows=buffers.hca_rows[:tokens],
+        hca_lens=buffers.hca_lens[:tokens],
+        window_size=prefill_window_size(tokens, rows),
+    )
+
+
+def _starts(chunk_lens: Tensor) -> Tensor:
+    """[B + 1] int32 first token of each request in a step of chunks `chunk_lens` [B] int32."""
+    return pad(chunk_lens.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _owners(chunk_lens: Tensor, tokens: int) -> Tensor:
+    """[tokens] int32 request of each token; `tokens` is the sum of `chunk_lens` [B] int32, known to the host."""
+    requests = torch.arange(chunk_lens.shape[0], dtype=torch.int32, device=chunk_lens.device)
+    return torch.repeat_interleave(requests, chunk_lens, output_size=tokens)
+
+
+def _token_tracks(track_slots: Tensor, track_lens: Tensor, owner: Tensor, positions: Tensor) -> Tensor:
+    """[T] int32 state slot of the snapshot that holds each token's window entry, -1: none.
+
+    A snapshot of length L, a multiple of 128, holds the positions [L - 128, L). `track_slots` (-1: none) and
+    `track_lens` [B, K], `owner` and `positions` [T].
+    """
+    holds = track_lens[owner.long()] // BLOCK == (positions // BLOCK + 1)[:, None]
+    return torch.where(holds, track_slots[owner.long()], -1).amax(1).to(torch.int32)
+
+
 def build_prefill(
     *,
     req_pool_indices: Tensor,
@@ -198,30 +360,21 @@ def build_prefill(
         chunk_lens = pad(chunk_lens, (0, 1), value=padding)
         if track_slots is not None and track_lens is not None:
             track_slots, track_lens = pad(track_slots, (0, 0, 0, 1), value=-1), pad(track_lens, (0, 0, 0, 1))
-    device = positions.device
     tokens, requests = positions.shape[0], req_pool_indices.shape[0]
     chunk_lens, prefix_lens = chunk_lens.to(torch.int32), prefix_lens.to(torch.int32)
-    query_start = torch.zeros(requests + 1, dtype=torch.int32, device=device)
-    torch.cumsum(chunk_lens, 0, dtype=torch.int32, out=query_start[1:])
-    token_request = torch.repeat_interleave(
-        torch.arange(requests, dtype=torch.int32, device=device), chunk_lens, output_size=tokens
-    )
+    token_request = _owners(chunk_lens, tokens)
     width = align(-(-max_length // BLOCK))
     first_slots = req_to_token[:, : width * BLOCK : BLOCK]
-    block_table = torch.zeros((requests, width), dtype=torch.int32, device=device)
+    block_table = torch.zeros((requests, width), dtype=torch.int32, device=positions.device)
     block_table[:, : first_slots.shape[1]] = first_slots[req_pool_indices] // BLOCK
     token_track = None
     if track_slots is not None and track_lens is not None:
-        # The slot of each block that ends in a checkpoint; one more column takes what is not there.
-        block = torch.where(track_slots >= 0, track_lens // BLOCK - 1, width)
-        slot_of_block = torch.full((requests, width + 1), -1, dtype=torch.int32, device=device)
-        slot_of_block.scatter_(1, block.long(), track_slots.to(torch.int32))
-        token_track = slot_of_block[token_request.long(), positions // BLOCK]
+        token_track = _token_tracks(track_slots, track_lens, token_request, positions)
     owned = state_slot_of_request[req_pool_indices].to(torch.int32)
     return StepMetadata.build(
         slots=owned.masked_fill(owned == 0, -1),
         prefix_lens=prefix_lens,
-        query_start=query_start,
+        query_start=_starts(chunk_lens),
         token_request=token_request,
         positions=positions,
         out_loc=out_loc,

@@ -1,7 +1,7 @@
-"""The metadata of a decode step on a GPU, in Triton: one launch inside the CUDA graph.
+"""The metadata of a recorded step on a GPU, in Triton: one launch inside the CUDA graph.
 
-It writes what `metadata.build_decode` says, a program a token. Lengths are read on the device, so nothing depends on
-the host.
+The kernels write what `metadata.build_decode` and `metadata.build_recorded` describe, one program a token. They read
+lengths on the device, so nothing depends on the host.
 """
 
 from __future__ import annotations
@@ -12,10 +12,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, WINDOW
 
 if TYPE_CHECKING:
-    from dsv4_sglang.attention.metadata import DecodeBuffers
+    from dsv4_sglang.attention.metadata import DecodeBuffers, PrefillBuffers
+
+
+@triton.jit
+def _list_blocks(blocks_ptr, rows_ptr, stop, COLUMNS_AT_ONCE: tl.constexpr):
+    """Copy the first `stop` block ids of a request to the HCA list of one of its tokens."""
+    at = tl.arange(0, COLUMNS_AT_ONCE)
+    for begin in range(0, stop, COLUMNS_AT_ONCE):
+        block = tl.load(blocks_ptr + begin + at, mask=begin + at < stop)
+        tl.store(rows_ptr + begin + at, block, mask=begin + at < stop)
 
 
 @triton.jit
@@ -67,11 +76,11 @@ def _decode_kernel(
     row = owned * ring_rows + (tl.maximum(seen - REACH, 0) + column) % ring_rows
     tl.store(window_rows_ptr + t * LISTED + column, row, mask=column < REACH)
     if EACH > 1:
-        at = tl.arange(0, COLUMNS_AT_ONCE)
-        stop = tl.minimum(length // HCA_RATIO, table_columns)
-        for begin in range(0, stop, COLUMNS_AT_ONCE):
-            block = tl.load(block_table_ptr + b.to(tl.int64) * table_columns + begin + at, mask=begin + at < stop)
-            tl.store(hca_rows_ptr + t.to(tl.int64) * table_columns + begin + at, block, mask=begin + at < stop)
+        blocks_ptr, rows_ptr = (
+            block_table_ptr + b.to(tl.int64) * table_columns,
+            hca_rows_ptr + t.to(tl.int64) * table_columns,
+        )
+        _list_blocks(blocks_ptr, rows_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
     if t % EACH == 0:
         tl.store(slots_ptr + b, slot)
         tl.store(prefix_lens_ptr + b, prefix)
@@ -117,6 +126,106 @@ def build(
         REACH=buffers.reach,
         LISTED=listed,
         COLUMNS=triton.next_power_of_2(listed),
+        CSA_RATIO=CSA_RATIO,
+        HCA_RATIO=HCA_RATIO,
+        COLUMNS_AT_ONCE=256,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _prefill_kernel(
+    owned_ptr,
+    prefix_lens_ptr,
+    chunk_lens_ptr,
+    block_table_ptr,
+    track_slots_ptr,
+    track_lens_ptr,
+    slots_ptr,
+    query_start_ptr,
+    token_request_ptr,
+    token_track_ptr,
+    positions_ptr,
+    window_rows_ptr,
+    window_lens_ptr,
+    csa_lens_ptr,
+    hca_lens_ptr,
+    hca_rows_ptr,
+    tokens,
+    requests,
+    tracks,
+    top_k,
+    table_columns,
+    REQUESTS: tl.constexpr,
+    TRACKS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CSA_RATIO: tl.constexpr,
+    HCA_RATIO: tl.constexpr,
+    COLUMNS_AT_ONCE: tl.constexpr,
+):
+    """Grid (tokens). REQUESTS and TRACKS: powers of two, above `requests` and at least `tracks`."""
+    t = tl.program_id(0)
+    request = tl.arange(0, REQUESTS)
+    chunks = tl.load(chunk_lens_ptr + request, mask=request < requests, other=0)
+    ends = tl.cumsum(chunks, 0)
+    # Tokens behind all chunks belong to the padding request, whose number is `requests`.
+    b = tl.sum(((ends <= t) & (request < requests)).to(tl.int32), 0)
+    start = tl.sum(tl.where(request < b, chunks, 0), 0)
+    owned, prefix = tl.load(owned_ptr + b), tl.load(prefix_lens_ptr + b)
+    position = prefix + t - start
+    length = tl.where(owned > 0, position + 1, 0)
+    tl.store(token_request_ptr + t, b)
+    tl.store(positions_ptr + t, position.to(tl.int64))
+    tl.store(window_lens_ptr + t, tl.minimum(length, WINDOW))
+    tl.store(csa_lens_ptr + t, tl.minimum(length // CSA_RATIO, top_k))
+    tl.store(hca_lens_ptr + t, length // HCA_RATIO)
+    column = tl.arange(0, WINDOW)
+    first = start + WINDOW * (b + 1) - prefix + tl.maximum(length - WINDOW, 0)
+    tl.store(window_rows_ptr + t * WINDOW + column, first + column)
+    track = tl.arange(0, TRACKS)
+    at = b * tracks + track
+    slot = tl.load(track_slots_ptr + at, mask=track < tracks, other=-1)
+    holds = tl.load(track_lens_ptr + at, mask=track < tracks, other=0) // BLOCK == position // BLOCK + 1
+    tl.store(token_track_ptr + t, tl.max(tl.where(holds, slot, -1), 0))
+    blocks_ptr = block_table_ptr + b.to(tl.int64) * table_columns
+    rows_ptr = hca_rows_ptr + t.to(tl.int64) * table_columns
+    _list_blocks(blocks_ptr, rows_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
+    if t == 0:
+        slots = tl.load(owned_ptr + request, mask=request <= requests, other=0)
+        tl.store(slots_ptr + request, tl.where(slots > 0, slots, -1), mask=request <= requests)
+        tl.store(query_start_ptr + request, ends - chunks, mask=request <= requests)
+        tl.store(query_start_ptr + requests + 1, tokens)
+
+
+def build_prefill(buffers: PrefillBuffers, tokens: int, top_k: int) -> None:
+    """Derive the metadata of a step of `tokens` tokens from the inputs in `buffers`."""
+    _prefill_kernel[(tokens,)](
+        buffers.owned,
+        buffers.prefix_lens,
+        buffers.chunk_lens,
+        buffers.block_table,
+        buffers.track_slots,
+        buffers.track_lens,
+        buffers.slots,
+        buffers.query_start,
+        buffers.token_request,
+        buffers.token_track,
+        buffers.positions,
+        buffers.window_rows,
+        buffers.window_lens,
+        buffers.csa_lens,
+        buffers.hca_lens,
+        buffers.hca_rows,
+        tokens,
+        buffers.requests,
+        buffers.tracks,
+        top_k,
+        buffers.block_table.shape[1],
+        REQUESTS=triton.next_power_of_2(buffers.requests + 1),
+        TRACKS=triton.next_power_of_2(buffers.tracks),
+        WINDOW=WINDOW,
+        BLOCK=BLOCK_TOKENS,
         CSA_RATIO=CSA_RATIO,
         HCA_RATIO=HCA_RATIO,
         COLUMNS_AT_ONCE=256,

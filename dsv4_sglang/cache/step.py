@@ -8,7 +8,7 @@ to position t.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -37,6 +37,11 @@ def ring_window(slots: Tensor, lengths: Tensor, ring_rows: int, reach: int = WIN
     """[T, reach] int32 rows of the rings where the window of each token lies: position p of slot s in row
     s R + p mod R."""
     return slots[:, None] * ring_rows + window_positions(lengths, reach) % ring_rows
+
+
+def prefill_window_size(tokens: int, requests: int) -> int:
+    """Rows of the window workspace of a prefill step: its tokens, and the 128 positions before each request's chunk."""
+    return tokens + WINDOW * requests
 
 
 def visible_entries(lengths: Tensor, ratio: int, top_k: int | None = None) -> Tensor:
@@ -89,6 +94,14 @@ class StepMetadata:
     def is_decode(self) -> bool:
         return self.window_size == 0
 
+    def first_tokens(self, tokens: Tensor) -> StepMetadata:
+        """A prefill step for the first tokens of this one, whose pool slots are `tokens` [n] int64; requests stay."""
+        n = tokens.shape[0]
+        own = ("token_request", "positions", "window_rows", "window_lens", "csa_lens", "hca_rows", "hca_lens")
+        parts = {name: getattr(self, name)[:n] for name in own}
+        track_slots = None if self.track_slots is None else self.track_slots[:n]
+        return replace(self, out_loc=tokens, track_slots=track_slots, **parts)
+
     def entry_lens(self, ratio: int, top_k: int | None = None) -> Tensor:
         """[T] int32 entries of any ratio that each token sees, none for padding, at most `top_k` of them."""
         lengths = (self.positions.int() + 1).masked_fill(self.slots[self.token_request.long()] < 0, 0)
@@ -124,7 +137,8 @@ class StepMetadata:
             requests = len(slots)
             ends = WINDOW * torch.arange(1, requests + 1, dtype=torch.int32, device=slots.device)
             base = query_start[:-1] + ends - prefix_lens
-            rows, window_size = base[owner][:, None] + window_positions(lengths), len(positions) + WINDOW * requests
+            rows = base[owner][:, None] + window_positions(lengths)
+            window_size = prefill_window_size(len(positions), requests)
         return cls(
             slots=slots,
             prefix_lens=prefix_lens,

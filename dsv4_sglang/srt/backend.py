@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,8 +16,11 @@ from torch.nn.functional import pad
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
 from dsv4_sglang.attention.metadata import (
     DecodeBuffers,
+    PrefillBuffers,
     build_decode,
     build_prefill,
+    build_recorded,
+    recorded_step,
     snapshot_decode,
     step_of,
 )
@@ -24,17 +28,20 @@ from dsv4_sglang.attention.readers import AttendInputs, LayerOutput, Reader, Row
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.cache.step import StepMetadata
+from dsv4_sglang.cache.step import StepMetadata, prefill_window_size
 from dsv4_sglang.formats import make_row_tables
 from dsv4_sglang.formats.rows import ENTRY_DIM
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
+from dsv4_sglang.srt.prefill_graphs import MOST_REQUESTS
 from dsv4_sglang.srt.prefix.schedule import PrefillPlanTaker
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.pools import CompressedKVPool
 
-# Index scores of a prefill step that exist at a time.
+# Index scores of a prefill step that exist at a time: of an eager step, and of one in a CUDA graph, whose tokens have a
+# score for each entry of the longest context.
 SCRATCH_BYTES = 256 << 20
+RECORDED_SCRATCH_BYTES = 128 << 20
 
 
 class IndexQuery(NamedTuple):
@@ -69,13 +76,15 @@ class LayerInputs(NamedTuple):
 
 class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     """Serves prefill, decode and verify steps of all layers of a model: the served one, or the draft model behind it
-    (docs/speculation.md). CUDA graphs record decode and verify steps, metadata included.
+    (docs/speculation.md). CUDA graphs record decode steps, verify steps and short prefill steps, metadata included.
 
     `draft_step`: which of the decode steps of a turn of the draft model; the served model has no such steps.
     """
 
     # With speculation the host learns lengths a turn late, and no step waits for them.
     needs_cpu_seq_lens = False
+    # A recorded prefill step reads its metadata from `PrefillBuffers`, which each replay fills.
+    use_captured_forward_metadata_for_breakable_cuda_graph = True
 
     def __init__(self, runner: Any, draft_step: int = 0) -> None:
         super().__init__()
@@ -87,7 +96,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         live = runner.req_to_token_pool.mamba_pool
-        self.state, self.last_live_slot = live.storage, live.size
+        self.state, self.last_live_slot, self.staging = live.storage, live.size, live.staging
         blocks = runner.token_to_kv_pool.full_kv_pool
         self.schemas = blocks.layout.schemas
         self.draft_tokens = self.schemas[0].draft_tokens
@@ -105,9 +114,13 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self._crossings: tuple[Tensor, Tensor] | None = None
         self._graph_buffers: DecodeBuffers | None = None
         self._decode_buffers: DecodeBuffers | None = None
+        self._prefill_buffers: PrefillBuffers | None = None
+        self._recorded = False
+        """The metadata is that of a prefill step in a CUDA graph."""
         self._verify_mask = self._make_verify_mask(1)
         self._workspace: Tensor | None = None
-        self._graph_scratch: dict[str, Tensor] = {}
+        self._recorded_workspace: Tensor | None = None
+        self._graph_scratch: dict[str, list[Tensor]] = {}
         self._scratch: dict[str, Tensor] = {}
         self._staged: tuple[Tensor, Tensor] | None = None
 
@@ -131,15 +144,22 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._graph_buffers = self._make_buffers(max_bs, max_num_tokens // max_bs)
         self._verify_mask = self._make_verify_mask(max_bs)
+        self._reserve_scratch(max_num_tokens, max_num_tokens, self._graph_buffers.block_table)
+
+    def _reserve_scratch(self, tokens: int, scored_tokens: int, block_table: Tensor) -> None:
+        """Allocate what recorded steps of `tokens` tokens or fewer write to; `scored_tokens` are scored at once."""
         heads = max(reader.query_heads(self.heads) for reader in self.readers)
         if heads > self.heads:
-            query = torch.zeros(max_num_tokens * heads * ENTRY_DIM, dtype=self.dtype, device=self.device)
-            self._graph_scratch["query"] = query
-        if self.is_draft:
-            return
-        scores = max_num_tokens * self._score_width(self._graph_buffers.block_table)
-        self._graph_scratch["rows"] = torch.empty(max_num_tokens * self.top_k, dtype=torch.int32, device=self.device)
-        self._graph_scratch["scores"] = torch.empty(scores, dtype=torch.float32, device=self.device)
+            self._reserve("query", tokens * heads * ENTRY_DIM, self.dtype)
+        if not self.is_draft:
+            self._reserve("rows", tokens * self.top_k, torch.int32)
+            self._reserve("scores", scored_tokens * self._score_width(block_table), torch.float32)
+
+    def _reserve(self, name: str, elements: int, dtype: torch.dtype) -> None:
+        """Graphs that were recorded with a smaller tensor keep theirs."""
+        reserved = self._graph_scratch.setdefault(name, [])
+        if not reserved or reserved[-1].numel() < elements:
+            reserved.append(torch.zeros(elements, dtype=dtype, device=self.device))
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -186,6 +206,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         mode = forward_batch.forward_mode
         if mode.is_idle():
             return
+        self._recorded = False
         if not mode.is_extend_without_speculative():
             self.snapshot(forward_batch)
             return
@@ -254,6 +275,59 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             req_to_token=self.req_to_token_pool.req_to_token,
             state_slot_of_request=self.req_to_token_pool.req_index_to_mamba_index_mapping,
         )
+
+    # Prefill steps in CUDA graphs
+
+    def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: Any) -> StepMetadata:
+        """SGLang's call before it records a prefill step, the largest first. The batch that it records with is a dummy:
+        all of its tokens are padding tokens, so that recording writes nothing."""
+        tokens, self._recorded = forward_batch.positions.shape[0], True
+        if self._prefill_buffers is None:
+            staging_slots = range(self.last_live_slot + 1, self.last_live_slot + 1 + self.staging)
+            buffers = PrefillBuffers(tokens, MOST_REQUESTS, self.max_blocks, staging_slots, self.device)
+            self._prefill_buffers = buffers
+            at_once = self._scored_at_once(tokens, buffers.block_table)
+            self._reserve_scratch(tokens, at_once, buffers.block_table)
+            self._window(prefill_window_size(tokens, MOST_REQUESTS + 1))
+            self._recorded_workspace = self._workspace
+        buffers = self._prefill_buffers
+        buffers.inputs.zero_()
+        buffers.snapshots.zero_()
+        buffers.track_slots.fill_(-1)
+        self.metadata = recorded_step(buffers, tokens, forward_batch.out_cache_loc)
+        self.begin_recorded()
+        return self.metadata
+
+    def begin_recorded(self) -> None:
+        """The first thing that the graph of a prefill step records; nothing in any other step."""
+        if not self._recorded:
+            return
+        buffers, step = self._prefill_buffers, self.metadata
+        assert buffers is not None and step is not None
+        build_recorded(buffers, step.positions.shape[0], step.out_loc, self.top_k)
+        self._staged = buffers.staging_slots, buffers.snapshots
+        self.begin_layers(step, lengths=None)
+
+    def prepare_forward_metadata_for_breakable_cuda_graph_replay(
+        self, capture_metadata: StepMetadata, forward_batch: Any, *, static_forward_batch: Any = None
+    ) -> None:
+        """SGLang's call before it replays a recorded prefill step. The graph waits for no layer of the host tier: the
+        step waits here for all of them."""
+        assert self._prefill_buffers is not None
+        track_slots, track_lens = self._checkpoints_due(forward_batch.req_pool_indices.shape[0])
+        self._prefill_buffers.fill(
+            req_pool_indices=forward_batch.req_pool_indices,
+            prefix_lens=forward_batch.extend_prefix_lens,
+            chunk_lens=forward_batch.extend_seq_lens,
+            req_to_token=self.req_to_token_pool.req_to_token,
+            state_slot_of_request=self.req_to_token_pool.req_index_to_mamba_index_mapping,
+            track_slots=track_slots,
+            track_lens=track_lens,
+            snapshots=None if self._staged is None else self._staged[1],
+        )
+        self._recorded = True
+        self.metadata = capture_metadata
+        self.token_to_kv_pool.wait_for_layer(self.last_layer)
 
     def _checkpoints_due(self, requests: int) -> tuple[Tensor | None, Tensor | None]:
         """Staging slots and lengths, [requests, K], of the checkpoints of a prefill step (`prefix.schedule`).
@@ -351,7 +425,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         step = self.step_of_tokens(q)
         window = None
         if not step.is_decode:
-            self.token_to_kv_pool.wait_for_layer(layer.layer_id)
+            if not self._recorded:
+                self.token_to_kv_pool.wait_for_layer(layer.layer_id)
             window = self._window(step.window_size)
         self._append(k, layer.layer_id, inputs, step, window)
         if layer.layer_id == self.last_layer:
@@ -365,11 +440,15 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             self.state.store(step.copy_src, step.copy_dst)
         staged, self._staged = self._staged, None
         if staged is not None:
-            with self.req_to_token_pool.mamba_ckpt_pool.timer.measure():
+            # A graph cannot hold the timer's events.
+            with nullcontext() if self._recorded else self.req_to_token_pool.mamba_ckpt_pool.timer.measure():
                 self.state.store(*staged)
 
     def step_of_tokens(self, tokens: Tensor) -> StepMetadata:
-        """The metadata of the step of `tokens` [T, ...]."""
+        """The metadata of the step of `tokens` [T, ...]. A recorded step has padding tokens behind those of its batch,
+        which a caller outside the graph leaves out."""
+        if self._recorded and self.metadata is not None and tokens.shape[0] < self.metadata.positions.shape[0]:
+            return self.metadata.first_tokens(tokens)
         if self.metadata is None or self.metadata.positions.shape[0] != tokens.shape[0]:
             raise RuntimeError(
                 f"no metadata for a step of {tokens.shape[0]} tokens: init_forward_metadata was not called"
@@ -409,7 +488,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         tokens, width = step.positions.shape[0], self._score_width(step.block_table)
         rows = self._buffer("rows", tokens, self.top_k, torch.int32)
         # With less scratch than tokens the op scores in slices; a decode step has few tokens and scores at once.
-        at_once = tokens if step.is_decode else min(tokens, max(1, SCRATCH_BYTES // max(1, 4 * width)))
+        at_once = tokens if step.is_decode else self._scored_at_once(tokens, step.block_table)
         torch.ops.dsv4_sglang.index_topk(
             inputs.index_query.query,
             inputs.index_query.weights,
@@ -428,6 +507,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
 
     def _window(self, rows: int) -> Tensor:
         """Row table of `rows` rows, shared by all layers: a step reads it in the layer that wrote it."""
+        if self._recorded_workspace is not None and self._recorded_workspace.shape[1] >= rows:
+            return self._recorded_workspace[:, :rows]
         if self._workspace is None or self._workspace.shape[1] < rows:
             self._workspace = make_row_tables(1, 1, rows, self.state.layout.row_format, torch.device(self.device))[0]
         return self._workspace[:, :rows]
@@ -438,6 +519,11 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self._scratch.clear()
         for reader in self.readers:
             reader.forget_scratch()
+
+    def _scored_at_once(self, tokens: int, block_table: Tensor) -> int:
+        """Tokens of a prefill step whose index scores exist at a time."""
+        scratch = RECORDED_SCRATCH_BYTES if self._recorded else SCRATCH_BYTES
+        return min(tokens, max(1, scratch // max(1, 4 * self._score_width(block_table))))
 
     def _score_width(self, block_table: Tensor) -> int:
         """Scores of a token: one an entry of the longest context, none where every entry is read."""
@@ -450,7 +536,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         It begins as zeros. A name is used with one number of columns only, where some of them must stay zero.
         """
         needed = rows * columns
-        for scratch in (self._graph_scratch.get(name), self._scratch.get(name)):
+        for scratch in (*self._graph_scratch.get(name, ()), self._scratch.get(name)):
             if scratch is not None and scratch.numel() >= needed:
                 return scratch[:needed].view(rows, columns)
         self._scratch[name] = torch.zeros(needed, dtype=dtype, device=self.device)

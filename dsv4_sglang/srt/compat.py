@@ -249,6 +249,17 @@ def set_flags(server_args: Any, **values: Any) -> None:
         setattr(server_args, name, value)
 
 
+def given_graph_settings(server_args: Any) -> set[tuple[str, str]]:
+    """The (phase, setting) pairs of CUDA graphs that come from flags, not from defaults."""
+    return set(server_args._cuda_graph_config_locked)
+
+
+def note_given_graph_setting(server_args: Any, phase: str, setting: str) -> None:
+    """Have SGLang treat a setting of CUDA graphs as if a flag had given it. SGLang 0.5.17 drops graphs that it chose
+    itself where less than 4 GB of GPU memory are free, which is much more than ours take."""
+    server_args._cuda_graph_config_locked.add((phase, setting))
+
+
 def flags_are_resolved(server_args: Any) -> bool:
     """Whether SGLang has filled in everything that follows from the flags as given."""
     name = "_resolution_finished" if since("0.5.19") else "_declarations_materialized"

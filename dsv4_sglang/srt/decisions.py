@@ -13,7 +13,7 @@ from dsv4_sglang.model.config import DSV4Config, Fields
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.model.v41 import V41Config
-from dsv4_sglang.srt import compat
+from dsv4_sglang.srt import compat, prefill_graphs
 from dsv4_sglang.srt.configurator import BlockConfigurator
 from dsv4_sglang.srt.layout import ServedLayout, layout_of
 from dsv4_sglang.srt.options import Options
@@ -60,6 +60,7 @@ class Launch:
         if hf_config.model_type not in V41_MODEL_TYPES:
             Fields(hf_config).check_model_type()
         refuse_given(server_args, hf_config, self.options)
+        prefill_graphs.switch_on(server_args)
         # Decoding requests take a rolling checkpoint at the end of every block.
         compat.set_flags(server_args, mamba_track_interval=BLOCK, radix_cache_backend=PREFIX_CACHE)
         if not server_args.disable_radix_cache:

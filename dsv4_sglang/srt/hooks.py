@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from dsv4_sglang.srt import collectives, compat, disaggregation, integrity, sleep, speculation
+from dsv4_sglang.srt import collectives, compat, disaggregation, integrity, prefill_graphs, sleep, speculation
 from dsv4_sglang.srt.checks import check_started
 from dsv4_sglang.srt.decisions import BACKEND, Launch
 from dsv4_sglang.srt.models.torch_layers import collapse_flat
@@ -106,6 +106,12 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             HookType.AROUND,
             schedule.hand_over,
             "which checkpoints a prefill step takes goes from the scheduler's batch to the backend",
+        ),
+        Hook(
+            SRT + "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_replay_locally",
+            HookType.AROUND,
+            prefill_graphs.fits,
+            "a recorded prefill step has room for a fixed number of requests; larger batches run eagerly",
         ),
         Hook(
             compat.TRACK_REQUEST,

@@ -166,8 +166,11 @@ def _refused(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
         if not (resolved and limit.as_given) and _given(value, defaults[limit.field]) and not limit.serves(value):
             yield _named(limit.field, value), limit.reason
     graphs = args.cuda_graph_config
-    if graphs is not None and graphs.prefill.backend != "disabled":
-        yield f"--cuda-graph-backend-prefill {graphs.prefill.backend}", "prefill steps have no fixed shape"
+    if graphs is not None and graphs.prefill.backend not in ("breakable", "disabled"):
+        backend = f"--cuda-graph-backend-prefill {graphs.prefill.backend}"
+        yield backend, "a short prefill step is one breakable graph without breaks; give breakable or disabled"
+    if graphs is not None and graphs.prefill.backend == "breakable" and args.device == "cpu":
+        yield "--cuda-graph-backend-prefill breakable", "CUDA graphs need a GPU; leave it out"
     if graphs is not None and graphs.decode.backend not in ("full", "disabled"):
         backend = f"--cuda-graph-backend-decode {graphs.decode.backend}"
         yield backend, "a decode step, metadata included, is one graph; give full or disabled"

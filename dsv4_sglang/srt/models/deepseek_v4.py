@@ -128,6 +128,14 @@ class IndexerWeights(nn.Module):
         return query.view(-1, self.heads, self.dim)
 
 
+class CacheAttention(RadixAttention):
+    """RadixAttention whose call is recorded into CUDA graphs of prefill steps, too: SGLang's would end the graph before
+    attention and run it eagerly."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, forward_batch: Any, **arguments: Any) -> LayerOutput:
+        return get_attn_backend().forward(q, k, v, self, forward_batch, **arguments)
+
+
 class CachedAttention(in_tree.MqaAttentionBase):
     """One layer's attention over our cache. Projections and their parameters are SGLang's."""
 
@@ -155,7 +163,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
         )
         self.rope = torch.view_as_real(self.freqs_cis).flatten(1)
         self.compressor, self.indexer = self.make_sources(config, ratio, quant_config, prefix)
-        self.attn_mqa = RadixAttention(
+        self.attn_mqa = CacheAttention(
             self.n_local_heads, self.head_dim, self.softmax_scale, num_kv_heads=1, layer_id=cache_layer
         )
         # A draft model may have one stream for all.
@@ -425,6 +433,18 @@ class Model(in_tree.DeepseekV4Model):
         super().__init__(*args, **kwargs)
         if self.layers[0].on_cpu:
             self.use_fused_mhc_post_pre = False
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        forward_batch: Any,
+        input_embeds: Tensor | None = None,
+        pp_proxy_tensors: Any = None,
+    ) -> Any:
+        """SGLang records this call as the graph of a prefill step; the LM head comes after it."""
+        get_attn_backend().begin_recorded()
+        return super().forward(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
 
     def hc_head(self, x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor) -> Tensor:
         if x.is_cuda:

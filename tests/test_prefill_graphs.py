@@ -1,0 +1,139 @@
+"""Prefill steps in CUDA graphs: the metadata that a graph derives is that of an eager step, whatever the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4_sglang.attention.metadata import PrefillBuffers, build_prefill, build_recorded
+from dsv4_sglang.cache.step import StepMetadata
+
+BLOCK, MAX_BLOCKS, TOKENS, REQUESTS, TOP_K = 128, 9, 640, 5, 64
+STAGING = range(20, 40)
+PER_TOKEN = ("token_request", "positions", "window_rows", "window_lens", "csa_lens", "hca_lens", "track_slots")
+
+
+class Batch:
+    """A prefill batch in SGLang's tables: request i has `prefixes[i]` tokens in the cache and `chunks[i]` new ones."""
+
+    def __init__(self, prefixes: list[int], chunks: list[int], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        n = len(prefixes)
+        pages = 1 + torch.randperm(n * MAX_BLOCKS, generator=generator).view(n, MAX_BLOCKS)
+        self.req_to_token = torch.zeros(n + 1, MAX_BLOCKS * BLOCK, dtype=torch.int32)
+        self.req_to_token[1:] = (pages[:, :, None] * BLOCK + torch.arange(BLOCK)).view(n, -1)
+        self.state_slot = torch.zeros(n + 1, dtype=torch.int32)
+        self.state_slot[1:] = 1 + torch.randperm(n, generator=generator)
+        self.requests = 1 + torch.randperm(n, generator=generator)
+        self.prefix_lens, self.chunk_lens = torch.tensor(prefixes), torch.tensor(chunks)
+        self.lengths = [a + b for a, b in zip(prefixes, chunks)]
+        self.positions = torch.cat([torch.arange(a, a + b) for a, b in zip(prefixes, chunks)])
+        owner = torch.repeat_interleave(self.requests, self.chunk_lens)
+        self.out_loc = self.req_to_token[owner, self.positions].long()
+        # A snapshot at each multiple of 128 that a request passes, in the order of the requests.
+        due = [[at for at in range(BLOCK, end + 1, BLOCK) if at > a] for a, end in zip(prefixes, self.lengths)]
+        self.due = sum(map(len, due))
+        most = max(1, *map(len, due)) if n > 1 else max(1, len(due[0]))
+        self.track_lens = torch.tensor([at + [0] * (most - len(at)) for at in due])
+        staged = iter(STAGING)
+        slots = [[next(staged) for _ in at] + [-1] * (most - len(at)) for at in due]
+        self.track_slots = torch.tensor(slots, dtype=torch.int32)
+        self.snapshots = torch.where(self.track_slots >= 0, 100 + self.track_slots, 0).to(torch.int32)
+
+    def eager(self) -> StepMetadata:
+        return build_prefill(
+            req_pool_indices=self.requests,
+            prefix_lens=self.prefix_lens,
+            chunk_lens=self.chunk_lens,
+            positions=self.positions,
+            out_loc=self.out_loc,
+            req_to_token=self.req_to_token,
+            state_slot_of_request=self.state_slot,
+            track_slots=self.track_slots,
+            track_lens=self.track_lens,
+            top_k=TOP_K,
+            max_length=max(self.lengths),
+        )
+
+    def recorded(self, buffers: PrefillBuffers, tokens: int) -> StepMetadata:
+        buffers.fill(
+            req_pool_indices=self.requests,
+            prefix_lens=self.prefix_lens,
+            chunk_lens=self.chunk_lens,
+            req_to_token=self.req_to_token,
+            state_slot_of_request=self.state_slot,
+            track_slots=self.track_slots if self.due else None,
+            track_lens=self.track_lens if self.due else None,
+            snapshots=self.snapshots.flatten() if self.due else None,
+        )
+        out_loc = torch.nn.functional.pad(self.out_loc, (0, tokens - len(self.out_loc)))
+        return build_recorded(buffers, tokens, out_loc, TOP_K)
+
+
+def make_buffers() -> PrefillBuffers:
+    return PrefillBuffers(TOKENS, REQUESTS, MAX_BLOCKS, STAGING, "cpu")
+
+
+def batches() -> st.SearchStrategy[Batch]:
+    def request(draw_chunk: int) -> st.SearchStrategy[tuple[int, int]]:
+        return st.tuples(st.integers(0, MAX_BLOCKS * BLOCK - draw_chunk), st.just(draw_chunk))
+
+    chunks = st.lists(st.integers(1, TOKENS // REQUESTS), min_size=1, max_size=REQUESTS)
+    requests = chunks.flatmap(lambda found: st.tuples(*map(request, found)))
+    return st.builds(
+        lambda found, seed: Batch([a for a, _ in found], [b for _, b in found], seed), requests, st.integers(0, 99)
+    )
+
+
+def check(step: StepMetadata, expected: StepMetadata, batch: Batch, buffers: PrefillBuffers) -> None:
+    """The tokens of the batch have the eager step's metadata; padding tokens see nothing and write nothing."""
+    n, requests, tokens = len(batch.out_loc), len(batch.requests), len(step.positions)
+    for name in PER_TOKEN:
+        assert torch.equal(getattr(step, name)[:n], getattr(expected, name)), name
+    for name in ("slots", "prefix_lens", "query_start"):
+        assert torch.equal(getattr(step, name)[:requests], getattr(expected, name)[:requests]), name
+    for token in range(n):
+        seen = int(step.hca_lens[token])
+        assert torch.equal(step.hca_rows[token, :seen], expected.hca_rows[token, :seen])
+    for request, length in enumerate(batch.lengths):
+        blocks = -(-length // BLOCK)
+        assert torch.equal(step.block_table[request, :blocks], expected.block_table[request, :blocks])
+    assert step.query_start[requests:-1].eq(n).all() and step.query_start[-1] == tokens
+    assert step.slots[requests:].eq(-1).all() and step.token_request[n:].eq(REQUESTS).all()
+    for name in ("window_lens", "csa_lens", "hca_lens"):
+        assert getattr(step, name)[n:].eq(0).all(), name
+    assert step.track_slots is not None and step.track_slots[n:].eq(-1).all()
+    moved = {slot: slot + 100 for slot in STAGING[: batch.due]}
+    snapshots = dict(zip(buffers.staging_slots.tolist(), buffers.snapshots.tolist()))
+    assert {slot: to for slot, to in snapshots.items() if to > 0} == moved
+
+
+@settings(deadline=None)
+@given(st.lists(batches(), min_size=1, max_size=3), st.data())
+def test_recorded_metadata_equals_eager(found, data):
+    """Batches one after the other in the same buffers: nothing of one is left for the next."""
+    buffers = make_buffers()
+    for batch in found:
+        tokens = data.draw(st.integers(len(batch.out_loc), TOKENS))
+        check(batch.recorded(buffers, tokens), batch.eager(), batch, buffers)
+
+
+def test_first_tokens_leave_padding_out():
+    batch = Batch([100, 0], [40, 130], 0)
+    step = batch.recorded(make_buffers(), 200).first_tokens(batch.out_loc)
+    expected = batch.eager()
+    assert torch.equal(step.out_loc, expected.out_loc) and step.window_size == 200 + BLOCK * (REQUESTS + 1)
+    for name in PER_TOKEN:
+        assert torch.equal(getattr(step, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 300])
+def test_empty_batch_is_padding_alone(tokens):
+    """Graphs are recorded with such a batch."""
+    buffers = make_buffers()
+    buffers.track_slots.fill_(-1)
+    step = build_recorded(buffers, tokens, torch.zeros(tokens, dtype=torch.int64), TOP_K)
+    assert step.token_request.eq(REQUESTS).all() and step.slots.eq(-1).all() and step.track_slots.eq(-1).all()
+    assert step.window_lens.eq(0).all() and step.csa_lens.eq(0).all() and step.hca_lens.eq(0).all()
