@@ -1,0 +1,130 @@
+"""Short prefill steps as graphs run them, on a CPU server (recorded_prefills.py), against the oracle in fp32."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from faulty_cache import HOST_FAULTS, LATE, LATE_FAULTS, broken, entry_point
+from recorded_prefills import FAULTS, STEPS
+from server_harness import (
+    HOST_TIER,
+    Server,
+    assert_oracle_chooses,
+    assert_right_though_retracted,
+    assert_same,
+    distances,
+    needs_host_tier,
+    prompt,
+    running,
+)
+
+from dsv4_sglang.testing.oracle import Oracle
+
+pytestmark = pytest.mark.server
+
+TOLERANCE = 1e-4
+MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
+FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--enable-metrics")
+FLAGS += ("--max-running-requests", "8", "--chunked-prefill-size", "256", "--schedule-conservativeness", "0.1")
+OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny: Callable[..., Path]) -> Oracle:
+    return Oracle(tiny(**MODEL))
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("steps") / "steps"
+
+
+@pytest.fixture(scope="module")
+def server(
+    fault: Path, steps: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as patch:
+        plugin = entry_point(tmp_path_factory.mktemp("recorded"), "recorded_prefills")
+        patch.setenv("PYTHONPATH", os.pathsep.join([*plugin, os.environ["PYTHONPATH"]]))
+        patch.setenv(STEPS, str(steps))
+        log = tmp_path_factory.mktemp("graphs") / "log"
+        with running(tiny(**MODEL), log, *FLAGS, *HOST_TIER, **OPTIONS) as server:
+            yield server
+
+
+def sizes(steps: Path) -> list[tuple[int, int, int]]:
+    """(size, tokens, requests) of the steps so far."""
+    return [tuple(map(int, line.split())) for line in steps.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 127, 128, 129, 200, 256])
+def test_new_tokens_behind_a_hit(server: Server, oracle: Oracle, steps: Path, new: int) -> None:
+    ids = prompt(300, seed=1)
+    server.generate(ids, 1)
+    longer = ids[:256] + prompt(new, seed=2)
+    got = server.generate(longer, 12)
+    assert got.cached == 256
+    size, tokens, requests = sizes(steps)[-1]
+    assert tokens == new and requests == 1 and size >= new
+    assert_oracle_chooses(oracle, longer, got, TOLERANCE)
+    again = server.generate(longer, 12)
+    assert again.cached == (len(longer) - 1) // 128 * 128, "a snapshot inside the step"
+    assert_same(again, got, TOLERANCE)
+
+
+def test_hits_and_misses_in_a_batch(server: Server, oracle: Oracle, steps: Path) -> None:
+    """Also chunked prompts whose last chunk is short, and eager steps beside."""
+    server.flush()
+    trunk = prompt(520, seed=3)
+    server.generate(trunk, 1)
+    asked = [trunk[:at] + prompt(n, seed=at) for at, n in ((130, 3), (256, 20), (384, 1))] + [prompt(40), prompt(7)]
+    before = len(sizes(steps))
+    for ids, got in zip(asked, server.generate_all(asked, 8)):
+        assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+    assert any(requests > 1 for *_, requests in sizes(steps)[before:])
+
+
+def test_more_requests_than_fit(server: Server, oracle: Oracle) -> None:
+    """A retracted request resumes with a short prefill step."""
+    server.flush()
+    assert_right_though_retracted(server, oracle, TOLERANCE)
+
+
+def test_log_probabilities_of_the_prompt(server: Server, oracle: Oracle) -> None:
+    ids = prompt(150, seed=5)
+    got = server.score(ids[:90], ids[90:])
+    assert (torch.tensor(got.logprobs) - oracle.score(ids[:90], ids[90:], chunk=128).logprobs).abs().max() <= TOLERANCE
+
+
+@needs_host_tier
+def test_hits_from_the_host(server: Server, oracle: Oracle, fault: Path) -> None:
+    """The step waits for all layers before its graph; one that does not, or reads other entries, shows."""
+    prompts = [prompt(400, seed=20 + i) for i in range(5)]  # the device has room for 1,024 tokens
+    for kind in (LATE, LATE_FAULTS[1], HOST_FAULTS[1]):
+        server.flush()
+        for ids in prompts:
+            server.generate(ids, 1)
+        before = server.metrics()["host_hit_tokens_host"]
+        with broken(fault, kind):
+            found = [(ids, server.generate(ids, 4)) for ids in prompts]
+        assert all(got.cached == 384 for _, got in found)
+        assert server.metrics()["host_hit_tokens_host"] > before
+        worst = max(distances(oracle, ids, got).max() for ids, got in found)
+        assert worst <= TOLERANCE if kind == LATE else worst > 100 * TOLERANCE, kind
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_broken_step_shows(server: Server, oracle: Oracle, fault: Path, kind: str) -> None:
+    server.flush()
+    ids = prompt(300, seed=12)
+    server.generate(ids, 1)
+    longer = ids + prompt(20, seed=13)
+    with broken(fault, kind):
+        got = server.generate(longer, 12)
+    assert distances(oracle, longer, got).max() > 100 * TOLERANCE
+    server.flush()
+    assert distances(oracle, longer, server.generate(longer, 12)).max() <= TOLERANCE
