@@ -103,7 +103,7 @@ class OutOfTime(Exception):
 
 def together(asks: Sequence[Callable[[], Answer]]) -> list[Answer]:
     """Send requests at the same moment, each from a thread of its own."""
-    start = threading.Barrier(len(asks))
+    start = threading.Barrier(len(asks), timeout=60)
 
     def ask(one: Callable[[], Answer]) -> Answer:
         start.wait()

@@ -267,6 +267,11 @@ def test_other_conversations_fill_the_device_before_each_round(server: FakeServe
     assert (row["tier"], row["tier_share"]) == ("host", 0.25)
 
 
+def test_requests_of_a_round_run_at_the_same_time() -> None:
+    all_here = threading.Barrier(5)
+    assert sorted(turns.together([lambda: all_here.wait(LONG)] * 5)) == [0, 1, 2, 3, 4]  # type: ignore[list-item,type-var]
+
+
 def test_nothing_begins_when_the_time_is_over(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(turns.OutOfTime):
         conversations(server, deadline=0).measure(turns.Load.parse("600+20x1"))
