@@ -214,6 +214,8 @@ def flags_of(subject: str, args: argparse.Namespace) -> str:
 
 def measure(args: argparse.Namespace, subject: str, deadline: float) -> Generator[dict[str, Any], None, None]:
     """Rows of one server: its start, the loads, cold prompts, decode rates. Raises OutOfTime."""
+    if time.monotonic() > deadline:
+        raise OutOfTime
     asked = argparse.Namespace(**{**vars(args), "flags": flags_of(subject, args)})
     bench = serve.Bench(asked)
     bench.plan = replace(bench.plan, ttft={tokens: 5 if tokens <= 8192 else 3 for tokens in args.cold})
