@@ -22,6 +22,9 @@ COLOURS = {
     "ours, far": "#aec7e8",
     "in-tree, layer first": "#ff9896",
     "copy": "#999999",
+    "ours-eager": "#aec7e8",
+    "sglang-best": "#ff9896",
+    "sglang": "#d62728",
 }
 SERVERS = ("ours", "in-tree")
 Row = dict[str, Any]
@@ -145,6 +148,36 @@ def draw_tier_sweep(axes: Any, rows: list[Row]) -> None:
         axis.spines[["top", "right"]].set_visible(False)
 
 
+def draw_turns(axes: Any, rows: list[Row]) -> None:
+    """First tokens of hits on the device: p50, and a line up to p95. A panel for each of at most two lengths of
+    conversations. Of a load that was measured again the last row counts."""
+    turns = [row for row in rows if row["measure"] == "turn" and row["tier"] == "device"]
+    lengths = sorted({row["tokens"] for row in turns})
+    for axis, tokens in zip(axes, lengths):
+        of_length = [row for row in turns if row["tokens"] == tokens]
+        loads = sorted({(row["at_once"], row["new"]) for row in of_length})
+        names = [name for name in COLOURS if any(row["server"]["subject"] == name for row in of_length)]
+        for i, name in enumerate(names):
+            mine = [row for row in of_length if row["server"]["subject"] == name]
+            times = {loads.index((row["at_once"], row["new"])): row["first_token_ms"] for row in mine}
+            place = [j + 0.2 * (i - (len(names) - 1) / 2) for j in times]
+            above = [[0] * len(times), [time["p95"] - time["p50"] for time in times.values()]]
+            style = {"fmt": "o", "markersize": 4, "label": name, "color": COLOURS[name]}
+            axis.errorbar(place, [time["p50"] for time in times.values()], above, **style)
+        axis.set_xticks(range(len(loads)), [f"+{new}\nx {at_once}" for at_once, new in loads], fontsize=6)
+        axis.set_yscale("log")
+        for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            formatter("{x:g}")
+        axis.tick_params(axis="y", which="both", labelsize=6)
+        axis.grid(axis="y", which="both", linewidth=0.3)
+        axis.set_title(f"First token, {tokens:,} tokens found", fontsize=9)
+        axis.legend(fontsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("ms")
+    for axis in axes[len(lengths) :]:
+        axis.set_visible(False)
+
+
 class Plot(NamedTuple):
     """`draw` gets the axis, or with several `panels` their array, and the rows. Nothing is drawn while a server of
     `needs` has no row."""
@@ -164,6 +197,7 @@ DRAWN: dict[str, Plot] = {
     "oracle_distance": Plot(draw_oracle_distance),
     "prefix_trace": Plot(draw_prefix_trace),
     "tier_sweep": Plot(draw_tier_sweep, panels=2, needs=SERVERS),
+    "turns": Plot(draw_turns, panels=2, needs=("ours", "sglang", "sglang-best")),
 }
 
 

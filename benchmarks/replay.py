@@ -9,8 +9,9 @@ import threading
 import time
 import urllib.parse
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from benchmarks.agent_trace import Ideal, Turn
 
@@ -64,19 +65,29 @@ class Client:
 
     def generate(self, prompt: array[int], count: int, *, logprobs: bool = False) -> Answer:
         """Greedy, exactly `count` tokens, streamed so that the first token's time is seen."""
+        return self.prepared(prompt, count, logprobs=logprobs)()
+
+    def prepared(self, prompt: array[int], count: int, *, logprobs: bool = False) -> Callable[[], Answer]:
+        """Return `generate` as a call whose body is encoded already.
+
+        Encoding holds Python's lock for milliseconds, which would keep requests from starting together.
+        """
         body = {
             "input_ids": prompt.tolist(),
             "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True},
             "stream": True,
             "return_logprob": logprobs,
         }
+        return partial(self._send, json.dumps(body).encode(), len(prompt), count)
+
+    def _send(self, body: bytes, prompt_tokens: int, count: int) -> Answer:
         begin = time.perf_counter()
         connection = http.client.HTTPConnection(self.host, self.port, timeout=self.timeout_s)
         try:
-            connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+            connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != 200:
-                raise RuntimeError(f"/generate of {len(prompt)} tokens: {response.status} {response.read(500)!r}")
+                raise RuntimeError(f"/generate of {prompt_tokens} tokens: {response.status} {response.read(500)!r}")
             first, last = 0.0, b""
             for line in response:
                 if line.startswith(b"data: {"):
@@ -86,7 +97,7 @@ class Client:
             connection.close()
         answer = json.loads(last[len(b"data: ") :] or b"{}")
         if "error" in answer or "meta_info" not in answer:
-            raise RuntimeError(f"/generate of {len(prompt)} tokens: {answer}")
+            raise RuntimeError(f"/generate of {prompt_tokens} tokens: {answer}")
         meta = answer["meta_info"]
         pairs = meta.get("output_token_logprobs") or []
         details = meta.get("cached_tokens_details") or {"device": meta["cached_tokens"]}

@@ -378,6 +378,31 @@ def test_plot_of_a_sweep_wants_both_servers(tmp_path: Path) -> None:
     assert all(f"<!-- {text} -->" in drawn for text in ("ours", "in-tree", "Prefix hits", "seconds a turn, p50"))
 
 
+def test_plot_of_turns_wants_all_servers(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import plots
+
+    def measured(subject: str, tokens: int, at_once: int, tier: str = "device") -> str:
+        row: dict = {"measure": "turn", "tokens": tokens, "new": 200, "at_once": at_once, "tier": tier}
+        row |= {"first_token_ms": {"p50": 20.0 * at_once, "p95": 30.0 * at_once}, "server": {"subject": subject}}
+        return json.dumps(row | {"environment": {"gpu": {}, "date": "2026-11-23T00:00:00"}}) + "\n"
+
+    file = tmp_path / "turns.jsonl"
+    start = {"measure": "tokens in the cache", "server": {"subject": "ours"}}
+    file.write_text(json.dumps(start) + "\n" + measured("ours", 20_000, 1) + measured("sglang", 20_000, 8))
+    assert not plots.draw(tmp_path, tmp_path / "docs")
+    with file.open("a") as end:
+        end.write(measured("sglang-best", 20_000, 1) + measured("ours", 50_000, 1, "host"))
+    drawn = plots.draw(tmp_path, tmp_path / "docs")[1].read_text()
+    assert all(f"<!-- {text} -->" in drawn for text in ("ours", "sglang", "sglang-best", "x 1", "x 8"))
+    assert "20,000" in drawn and "50,000" not in drawn
+    with file.open("a") as end:
+        end.write(measured("ours", 100_000, 8))
+    written = plots.draw(tmp_path, tmp_path / "docs")
+    assert [path.name for path in written] == ["turns.png", "turns.svg"]
+    assert "100,000" in written[1].read_text()
+
+
 def test_run_refuses_unknown_names() -> None:
     done = subprocess.run([sys.executable, "benchmarks/run.py", "apend"], capture_output=True, text=True, check=False)
     assert done.returncode == 2

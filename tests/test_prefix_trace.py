@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from progress import LONG
 
-from benchmarks import prefix_trace
+from benchmarks import prefix_trace, servers, turns
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, rounds, trace
 from benchmarks.prefix_trace import live_tokens
 from benchmarks.replay import Client, Replay, compare_with_cold
@@ -212,6 +215,80 @@ def test_a_sweep_goes_on_where_nothing_hits(server: FakeServer, tmp_path: Path) 
         *(200, 200, visits[1], visits[1], visits[0], visits[0]),
         *(200, visits[2], visits[2], visits[1], visits[1], visits[0]),
     ]
+
+
+def conversations(server: FakeServer, deadline: float = math.inf, device_tokens: int = 0) -> turns.Conversations:
+    seeds = itertools.count()
+
+    def fresh(tokens: int) -> list[int]:
+        return servers.random_prompt(tokens, 60_000, next(seeds))
+
+    return turns.Conversations(_client(server), fresh, device_tokens, rounds=2, deadline=deadline)
+
+
+def test_turns_find_the_prefix_and_nothing_more(server: FakeServer) -> None:
+    """Eight conversations of 544 tokens, five rounds; then four go on with more new tokens and no new conversation."""
+    held, asked = conversations(server), []
+    generate = server.generate
+
+    def noted(body: dict[str, Any]) -> dict[str, Any]:
+        asked.append((len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]))
+        return generate(body)
+
+    server.generate = noted  # type: ignore[method-assign]
+    row = held.measure(turns.Load.parse("600+20x8"))
+    assert (row["load"], row["turns"]) == ("600+20x8", 2 * 8)
+    rounds_of_8 = row["warm_rounds"] + 2
+    assert asked == [(544, 1)] * 8 + [(564, 16)] * 8 * rounds_of_8
+    # This server has no pages: it finds the 32 tokens behind the last page, too, and the row says so.
+    assert row["cached"] == {"expected": 512, "turns": 0, "low": 544, "high": 544}
+    assert row["tier_share"] == 0.75
+    assert row["first_token_ms"].keys() == row["turn_ms"].keys() == {"p50", "p95", "low", "high"}
+    del asked[:]
+    row = held.measure(turns.Load.parse("600+100x1"))
+    assert row["turns"] == 3 * 2 and set(asked) == {(644, 16)}
+    server.generate = lambda body: server.known.clear() or generate(body)  # type: ignore[method-assign, func-returns-value]
+    assert held.measure(turns.Load.parse("600+20x1"))["cached"]["high"] == 0
+
+
+def test_other_conversations_fill_the_device_before_each_round(server: FakeServer) -> None:
+    asked = []
+    generate = server.generate
+
+    def noted(body: dict[str, Any]) -> dict[str, Any]:
+        asked.append((len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]))
+        return generate(body)
+
+    server.generate = noted  # type: ignore[method-assign]
+    row = conversations(server, device_tokens=200_000).measure(turns.Load.parse("600+20x1"))
+    filler = 100_000 - 512
+    assert asked[:3] == [(filler, 1), (filler, 1), (544, 1)]
+    assert asked[3:] == [(filler, 16), (filler, 16), (564, 16)] * (row["warm_rounds"] + 6)
+    assert (row["tier"], row["tier_share"]) == ("host", 0.25)
+
+
+def test_requests_of_a_round_run_at_the_same_time() -> None:
+    all_here = threading.Barrier(5)
+    assert sorted(turns.together([lambda: all_here.wait(LONG)] * 5)) == [0, 1, 2, 3, 4]  # type: ignore[list-item,type-var]
+
+
+def test_nothing_begins_when_the_time_is_over(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(turns.OutOfTime):
+        conversations(server, deadline=0).measure(turns.Load.parse("600+20x1"))
+    assert not server.known
+    held = conversations(server, deadline=10)
+    # Asked before two prefills, two rounds that warm up and one that is timed.
+    clock = itertools.chain([0] * 5, itertools.repeat(11))
+    fake = SimpleNamespace(monotonic=lambda: next(clock), perf_counter=itertools.count().__next__)
+    monkeypatch.setattr(turns, "time", fake)
+    assert held.measure(turns.Load.parse("600+20x2"))["turns"] == 2
+
+
+@pytest.mark.parametrize("load", ["20000", "20000+x1", "200+20x1", "20000+0x1", "20000+20x0", "20000+20x1.5"])
+def test_loads_that_are_none_are_refused(load: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        turns.main(["--loads", load, "--out", "rows"])
+    assert f"load {load}: expected TOKENS+NEWxCOUNT with at least 288+1x1" in capsys.readouterr().err
 
 
 def test_sizes_that_do_not_grow_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

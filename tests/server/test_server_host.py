@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from conversations import LONGEST, ends_of
 from faulty_cache import HOST_FAULTS, LATE, LATE_FAULTS, broken
 from server_harness import Generated, Server, assert_same, needs_host_tier, prompt, running
 
-from benchmarks import prefix_trace
+from benchmarks import prefix_trace, turns
+from benchmarks.replay import Client
 
 pytestmark = [pytest.mark.server, needs_host_tier]
 
@@ -108,6 +111,28 @@ def test_a_sweep_of_working_sets(server: Server, tmp_path: Path) -> None:
     assert device["host_tokens"] == 0 < host["host_tokens"] == host["cached_tokens"] - host["device_tokens"]
     assert host["hit_of_ideal"] == round(2048 / (616 + 4 * 400), 4)
     assert all(row["turn_s_mean"] >= row["first_token_s"]["mean"] > 0 for row in rows)
+    server.wait_idle()
+
+
+def test_turns_from_the_device_and_from_the_host(server: Server) -> None:
+    """What `benchmarks.turns` says of two conversations that the device holds, and of one that was pushed out of it."""
+    only_with(server, POLICIES[0])
+    seeds = itertools.count(1000)
+
+    def measured(load: str, device_tokens: int = 0) -> dict[str, Any]:
+        server.flush()
+        client, fresh = Client(server.url), lambda tokens: prompt(tokens, seed=next(seeds))
+        return turns.Conversations(client, fresh, device_tokens, rounds=1).measure(turns.Load.parse(load))
+
+    device = measured("600+20x2")
+    assert device["cached"] == {"expected": 512, "turns": 2, "low": 512, "high": 512}
+    assert (device["turns"], device["tier"], device["tier_share"]) == (2, "device", 1)
+    host = measured("1100+20x1", device_tokens=2048)
+    assert host["cached"] == {"expected": 1024, "turns": 3, "low": 1024, "high": 1024}
+    # What fills the device leaves room for at most the first 4 of 8 blocks.
+    assert host["tier"] == "host" and host["tier_share"] >= 0.5
+    for row in (device, host):
+        assert 0 < row["first_token_ms"]["low"] <= row["first_token_ms"]["p50"] <= row["turn_ms"]["p95"]
     server.wait_idle()
 
 
