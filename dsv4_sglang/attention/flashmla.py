@@ -29,8 +29,11 @@ logger = logging.getLogger(__name__)
 
 HEAD_COUNTS = (64, MOST_PADDED_HEADS)
 """Heads that FlashMLA's kernels are made for."""
-# FlashMLA keeps 2 KiB of partial results a token and head, in fp32; a longer prefill goes in slices of this many heads.
-_HEADS_AT_ONCE = 131072
+# FlashMLA keeps 2 KiB of partial results a token and head, in fp32; a longer prefill goes in slices of this many heads,
+# 64 MiB of results.
+_HEADS_AT_ONCE = 32768
+# A schedule of more tokens is FlashMLA's own work: `triton_schedule` takes one token after the other.
+_SCHEDULED_TOKENS = 512
 
 
 @functools.cache
@@ -185,7 +188,9 @@ class FlashMLAReader(FlashMLAKernel):
         lists = window, entries
         key = heads, *(x and (x.lens.data_ptr(), x.table.shape[1], *x.rows.shape) for x in lists)
         if key not in self._schedules:
-            made = triton_schedule.build(window.lens, entries and entries.lens, *self._shares) if self._shares else ()
+            made: tuple[Tensor, ...] = ()
+            if self._shares is not None and window.lens.shape[0] <= _SCHEDULED_TOKENS:
+                made = triton_schedule.build(window.lens, entries and entries.lens, *self._shares)
             self._schedules[key] = FlashMLASchedMeta(False, None, *made)
             self._alive.extend(x.lens for x in lists if x)  # while they live, no other tensor has their address
         return self._schedules[key]
