@@ -116,6 +116,24 @@ def test_batch_of_16(server: Server, oracle: Callable[[str], Oracle], name: str)
     assert_near(oracle, name, list(zip(prompts, server.generate_all(prompts, GENERATED))))
 
 
+@only("fp8", "bf16, chunks of 256", "fp8, 3 drafts")
+def test_prefill_graphs(server: Server, oracle: Callable[[str], Oracle], name: str) -> None:
+    """Short prefill steps behind prefix hits run as graphs, alone and in a batch, with snapshots inside the step."""
+    server.flush()
+    trunk = prompt(1500, seed=30)
+    server.generate(trunk, 1)
+    mark = len(server.log_text())
+    alone = [trunk[: 1408 - 128 * i] + prompt(new, seed=31) for i, new in enumerate((1, 3, 4, 33, 127, 128, 129, 255))]
+    alone += [trunk[: 384 - 128 * i] + prompt(new, seed=32) for i, new in enumerate((5, 200))]
+    asked = [(ids, server.generate(ids, GENERATED)) for ids in alone]
+    together = [ids + prompt(20 + i, seed=33) for i, ids in enumerate(alone)]
+    asked += list(zip(together, server.generate_all(together, GENERATED)))
+    assert_near(oracle, name, asked)
+    assert all(got.cached for _, got in asked)
+    steps = [line for line in server.log_text()[mark:].splitlines() if "Prefill batch" in line]
+    assert all("cuda graph: True" in line for line in steps), steps
+
+
 def test_warm(server: Server, oracle: Callable[[str], Oracle], name: str) -> None:
     """Repeated, the next turn of a generation, and a branch inside a block: resumed, and as near as when cold."""
     server.flush()
