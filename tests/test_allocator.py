@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4_sglang.cache import BlockAllocator
+from dsv4_sglang.standalone import BlockAllocator
 
 
 def test_first_blocks_and_counts(device: torch.device) -> None:

@@ -12,12 +12,12 @@ from dsv4_sglang.cache import (
     LayerCacheSchema,
     PagedKVPool,
     RowFormat,
-    StateCachePool,
     StateStorage,
     build_schema,
 )
 from dsv4_sglang.formats import KeyFormat, KeyTable, RowTable, index_keys, rows
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
+from dsv4_sglang.standalone import StateCachePool
 
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
 FLASH = DSV4Config.flash()
