@@ -75,6 +75,11 @@ class Layer:
         return cls(weights, normal(HEADS), inputs)
 
 
+@functools.lru_cache(maxsize=32)
+def random_inputs(ratio: int, seed: int, device: torch.device | str) -> dict[str, Tensor]:
+    return Layer.make(ratio, seed, device).inputs
+
+
 History = tuple[tuple[int, int], ...]
 """What a request was given: pairs of a seed of its inputs and the position from which on they are its."""
 
@@ -86,18 +91,18 @@ def layers_of(history: History, device: torch.device | str = "cpu") -> list[Laye
         layer = Layer.make(ratio, i, device)
         inputs: dict[str, Tensor] = {}
         for seed, begin in history:
-            for name, x in Layer.make(ratio, 1000 * (seed + 1) + i, device).inputs.items():
+            for name, x in random_inputs(ratio, 1000 * (seed + 1) + i, device).items():
                 inputs[name] = torch.cat([inputs[name][:begin], x[begin:]]) if begin else x
         made.append(dataclasses.replace(layer, inputs=inputs))
     return made
 
 
-def attend(handle: LayerCacheHandle, layer: Layer, inputs: dict[str, Tensor]) -> Tensor:
-    """What a backend does with the views."""
+def attend(handle: LayerCacheHandle, layer: Layer, inputs: dict[str, Tensor], most: int | None = None) -> Tensor:
+    """What a program does with the views. `most`: entries that a token may see; None: it is read from the device."""
     swa, classical, indexer = handle.read_swa_view(), handle.read_classical_view(), handle.read_indexer_view()
     rows = lens = None
     if indexer is not None:
-        tokens, most = len(indexer.positions), max(1, int(indexer.n_visible.max()))
+        tokens, most = len(indexer.positions), most or max(1, int(indexer.n_visible.max()))
         rows = torch.empty(tokens, TOP_K, dtype=torch.int32, device=swa.positions.device)
         torch.ops.dsv4_sglang.index_topk(
             inputs["index_q"],
@@ -130,7 +135,7 @@ def attend(handle: LayerCacheHandle, layer: Layer, inputs: dict[str, Tensor]) ->
     )
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Request:
     """A running request: its slot, its layers, and what every layer gave for every token so far."""
 
@@ -139,6 +144,9 @@ class Request:
     layers: list[Layer]
     outputs: list[list[Tensor]]
     length: int = 0
+
+    def __repr__(self) -> str:
+        return f"Request(slot {self.slot}, {self.length} tokens of {self.history})"
 
     @classmethod
     def admit(cls, manager: KVCacheManager, seed: int) -> "Request":
@@ -150,7 +158,12 @@ class Request:
         """The request in `slot` that has the first `length` tokens of this one and goes on with other inputs."""
         history = (*(part for part in self.history if part[1] < length), (seed, length))
         layers = layers_of(history, self.layers[0].sink.device)
-        return Request(slot, history, layers, [[torch.cat(out)[:length]] for out in self.outputs], length)
+        return Request(
+            slot, history, layers, [[torch.cat(out)[:length]] if out else [] for out in self.outputs], length
+        )
+
+    def fork(self, manager: KVCacheManager, seed: int) -> "Request":
+        return self.branch(manager.fork(self.slot), seed, self.length)
 
     def finish(self, manager: KVCacheManager) -> None:
         manager.release_blocks(self.slot)
@@ -200,3 +213,10 @@ def check(request: Request, **options: str) -> None:
         torch.testing.assert_close(
             torch.cat(got).cpu(), expected, atol=2e-5, rtol=1e-5, msg=lambda text, i=i: f"layer {i}: {text}"
         )
+
+
+def all_bytes(manager: KVCacheManager, slot: int) -> list[Tensor]:
+    """Everything that a request has, as bytes, in the order of its tokens."""
+    blocks = manager.blocks_of(slot)
+    views = [view for pool in manager.paged_pools if pool is not None for view in pool.block_views()]
+    return [*(v.clone() for v in manager.state.slot_views(slot)), *(v[blocks].clone() for v in views)]

@@ -10,7 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from standalone_harness import CONFIG, EPS, EXACT, LONGEST, Layer, Request, alone, check, make_manager, run_step
+from standalone_harness import (
+    CONFIG,
+    EPS,
+    EXACT,
+    LONGEST,
+    Layer,
+    Request,
+    all_bytes,
+    alone,
+    check,
+    make_manager,
+    run_step,
+)
 from torch import Tensor
 
 from dsv4_sglang.formats import RowFormat, RowTable
@@ -497,13 +509,6 @@ FORMATS = [
         ("fp32", "fp32", "online", 0),
     )
 ]
-
-
-def all_bytes(manager: KVCacheManager, slot: int) -> list[Tensor]:
-    """Everything that a request has, as bytes, in the order of its tokens."""
-    blocks = manager.blocks_of(slot)
-    views = [view for pool in manager.paged_pools if pool is not None for view in pool.block_views()]
-    return [*(v.clone() for v in manager.state.slot_views(slot)), *(v[blocks].clone() for v in views)]
 
 
 def spoil(manager: KVCacheManager) -> None:
