@@ -220,6 +220,12 @@ def test_state_views(device: torch.device, kind: AttentionType, form: str) -> No
         assert sum(getattr(pool, name).numel() for name in expected) == pool.tail.numel()
 
 
+def test_an_hca_layer_has_raw_tails_by_default() -> None:
+    pool = StateCachePool(build_schema(FLASH, SPECS[HCA]), 2, "cpu")
+    assert pool.tail_ka is not None and pool.tail_za is not None
+    assert [pool.tail_kb, pool.tail_zb, pool.tail_max, pool.tail_sum, pool.tail_acc] == [None] * 5
+
+
 def test_csa_tail_rows() -> None:
     """The row numbers that the ops use: 4 current k, 4 current z, 8 previous k, 8 previous z."""
     pool = StateCachePool(schema(CSA), 1, "cpu")
