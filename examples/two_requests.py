@@ -41,7 +41,8 @@ def layer_weights(config: DSV4Config, ratio: int, device: torch.device) -> Layer
 
 def make_step(manager: KVCacheManager, counts: dict[int, int]) -> Step:
     """The next `counts[slot]` tokens of each request, with blocks for them."""
-    slots, positions = [], []
+    slots: list[int] = []
+    positions: list[int] = []
     for slot, count in counts.items():
         length = manager.length_of(slot)
         while 128 * len(manager.blocks_of(slot)) < length + count:
