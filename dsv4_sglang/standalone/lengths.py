@@ -76,8 +76,8 @@ class RequestLengths:
         self.slots = slots
         self.table: Tensor = torch.zeros((layers, 2 * slots + 1, 2), dtype=torch.int32, device=device)
         self.claimed_by: object = None
-        for slot in range(slots):
-            self.set(slot, *FREE)
+        for column, bound in enumerate(FREE):
+            self.table[:, :slots, column] = bound
 
     def set(self, slot: int, first: int, last: int) -> None:
         """Let the next step of the request in `slot` begin at `first` .. `last`, in every layer."""
