@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
 from dsv4_sglang.formats import KeyFormat, RowFormat, make_key_table, make_row_tables
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
 from dsv4_sglang.model.rope import rope_frequencies
+from dsv4_sglang.ops import extension
 from dsv4_sglang.ops.rope import rope_table
 
 
 def ops_for(device: torch.device) -> None:
     """Register the ops of the device; for CUDA this builds the extension on first use."""
     if device.type == "cuda":
-        importlib.import_module("dsv4_sglang.attention.cuda_ops")
+        extension.load()
 
 
 @dataclass

@@ -138,7 +138,7 @@ def ours(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
 
 def our_stages(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
     """The three stages of our op for CUDA, by the functions that it consists of."""
-    from dsv4_sglang.attention import cuda_index as kernels
+    from dsv4_sglang.ops import cuda_index as kernels
 
     t = Ours(load, top_k, device, layers)
 

@@ -36,11 +36,12 @@ from torch import Tensor
 from benchmarks import append, loads, report, timing, traffic
 from benchmarks.append_ours import Ours, ops_for
 from benchmarks.move_in_tree import InTree, compile_kernels, pieces_of
-from dsv4_sglang.cache import BlockAllocator, HostBlockPool, PagedKVPool, build_schema
+from dsv4_sglang.cache import HostBlockPool, PagedKVPool, build_schema
 from dsv4_sglang.cache.host_pool import HostMemory, cpus_in, cpus_near, running_on
 from dsv4_sglang.formats import RowFormat, RowTable
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.model.geometry import WINDOW
+from dsv4_sglang.standalone import BlockAllocator
 
 RUNS = (1, 2, 8, 64)
 DIRECTIONS = {"to host": True, "to device": False}

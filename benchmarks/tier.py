@@ -58,7 +58,7 @@ class Tier:
     """Pools of both sides; checkpoint 1 goes to row 0 and back."""
 
     def __init__(self, config: DSV4Config, blocks: int, device: torch.device) -> None:
-        layout = CacheLayout.build(config, build_schedule(config), device)
+        layout = CacheLayout.build(config, build_schedule(config), device, hca_state="online")
         pools = make_paged_pools(layout, {AttentionType.CSA: blocks, AttentionType.HCA: blocks})
         self.pools = [pool for pool in pools if pool is not None]
         self.storage = StateStorage(layout, 1, checkpoints=1, positions=False)

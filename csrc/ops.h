@@ -41,7 +41,7 @@ void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_requ
 void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor rows, bool to_host,
                  std::vector<int64_t> offsets);
 
-/// The steps of index_topk, for attention/cuda_index.py; registered with their schemas in register.cpp.
+/// The steps of index_topk, for ops/cuda_index.py; registered with their schemas in register.cpp.
 void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_t key_format, Tensor out,
                  Tensor out_weights);
 

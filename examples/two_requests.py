@@ -1,4 +1,4 @@
-"""Two requests in one cache: admit them, append tokens step by step, read back what each of them sees.
+"""Two requests in one cache: a shared prefix, steps of both, one of them in host memory for a while, and a fork.
 
 Runs on a GPU where there is one and on the CPU otherwise:
 
@@ -15,11 +15,12 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from dsv4_sglang.cache import KVCacheManager, LayerWeights, Step, compute_block_budget
+from dsv4_sglang.cache import LayerWeights, compute_block_budget
 from dsv4_sglang.formats import RowTable
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.ops.rope import rope_table
+from dsv4_sglang.standalone import KVCacheManager, Step
 
 CONTEXT = 1024
 STREAMS = {0: 0, 4: 4, 128: 2}  # columns of `kv_score` in units of 512: CSA pools two streams of (k, z), HCA one
@@ -38,18 +39,24 @@ def layer_weights(config: DSV4Config, ratio: int, device: torch.device) -> Layer
     )
 
 
-def make_step(manager: KVCacheManager, lengths: dict[int, int], counts: dict[int, int]) -> Step:
+def make_step(manager: KVCacheManager, counts: dict[int, int]) -> Step:
     """The next `counts[slot]` tokens of each request, with blocks for them."""
+    slots: list[int] = []
+    positions: list[int] = []
     for slot, count in counts.items():
-        while 128 * len(manager.blocks_of(slot)) < lengths[slot] + count:
+        length = manager.length_of(slot)
+        while 128 * len(manager.blocks_of(slot)) < length + count:
             manager.allocate_block(slot)
-    slots = torch.tensor([slot for slot, count in counts.items() for _ in range(count)])
-    positions = torch.cat([torch.arange(lengths[slot], lengths[slot] + count) for slot, count in counts.items()])
+        slots += [slot] * count
+        positions += range(length, length + count)
     # A slot also tells the requests of the step apart.
-    return manager.begin_step(slots.to(manager.device), positions.to(manager.device), slots.to(manager.device))
+    ids = torch.tensor(slots, device=manager.device)
+    return manager.begin_step(ids, torch.tensor(positions, device=manager.device), ids)
 
 
-def append(manager: KVCacheManager, step: Step, weights: list[LayerWeights]) -> None:
+def run(manager: KVCacheManager, weights: list[LayerWeights], counts: dict[int, int]) -> Step:
+    """Append a step to all layers. A model would attend after each append, see `read_swa_view` and its neighbours."""
+    step = make_step(manager, counts)
     tokens = len(step.positions)
 
     def projection(columns: int) -> Tensor:
@@ -63,10 +70,11 @@ def append(manager: KVCacheManager, step: Step, weights: list[LayerWeights]) -> 
             kv_score=projection(streams * 512) if streams else None,
             index_kv_score=projection(streams * 128) if schema.has_indexer else None,
         )
+    return step
 
 
-def report(manager: KVCacheManager, step: Step, lengths: dict[int, int]) -> None:
-    """What the last token of each request sees, layer by layer."""
+def report(manager: KVCacheManager, step: Step) -> None:
+    """Print what the last token of each request sees, layer by layer."""
     last = (step.metadata.query_start[1:] - 1).tolist()
     for i, schema in enumerate(manager.schemas):
         handle = manager.layer(i, step)
@@ -82,7 +90,7 @@ def report(manager: KVCacheManager, step: Step, lengths: dict[int, int]) -> None
                     seen += f", |entry 0| = {float(first.norm()):.1f}"
             if keys is not None:
                 seen += f", {int(keys.n_visible[token])} index keys"
-            print(f"  layer {i} {schema.attn.name}, request in slot {slot}, {lengths[slot]} tokens: {seen}")
+            print(f"  layer {i} {schema.attn.name}, request in slot {slot}, {manager.length_of(slot)} tokens: {seen}")
 
 
 def main() -> None:
@@ -91,33 +99,43 @@ def main() -> None:
         DSV4Config.flash(), num_hidden_layers=3, compress_ratios=(0, 4, 128), max_position_embeddings=CONTEXT
     )
     schedule = build_schedule(config)
-    budget = compute_block_budget(config, schedule, max_context_len=CONTEXT, max_requests=2)
+    budget = compute_block_budget(config, schedule, max_context_len=CONTEXT, max_requests=3)
     manager = KVCacheManager(
         config,
         schedule,
         max_concurrent_requests=budget["state_slots"],
         num_blocks_per_csa_layer=budget["blocks"],
         num_blocks_per_hca_layer=budget["blocks"],
+        max_snapshots=1,
+        host_requests=1,
+        host_blocks=CONTEXT // 128,
     )
     size = f"{manager.memory_bytes():,} B on {manager.device}"
     print(f"{budget['blocks']} blocks and {budget['state_slots']} state slots: {size}")
-
     weights = [layer_weights(config, schema.ratio, manager.device) for schema in manager.schemas]
-    lengths = {manager.admit_request(): 0, manager.admit_request(): 0}
-    first, second = lengths
-    for counts in (
-        {first: 300, second: 5},  # both prompts in one step
-        {first: 1, second: 200},  # one decodes while the other goes on with its prompt
-        {second: 1, first: 1},  # a decode step, in any order
-    ):
-        step = make_step(manager, lengths, counts)
-        append(manager, step, weights)
-        for slot, count in counts.items():
-            lengths[slot] += count
-        print(f"step of {counts} tokens a slot")
-        report(manager, step, lengths)
 
-    for slot in lengths:
+    first = manager.admit_request()
+    run(manager, weights, {first: 256})
+    prefix = manager.take_snapshot(first)
+    second = manager.admit_request(prefix)
+    print(f"a prefix of {prefix.length} tokens: blocks {manager.blocks_of(first)} and {manager.blocks_of(second)}")
+
+    run(manager, weights, {first: 44, second: 5})  # both prompts go on, in one step
+    step = run(manager, weights, {second: 1, first: 1})  # a decode step, in any order
+    report(manager, step)
+
+    offloaded = manager.offload(second)
+    print(f"offloaded: {manager.num_free_slots} slots free")
+    run(manager, weights, {first: 100})
+    second = manager.restore(offloaded)
+    print(f"restored: {manager.length_of(second)} tokens in blocks {manager.blocks_of(second)}")
+
+    fork = manager.fork(first)
+    step = run(manager, weights, {first: 1, second: 1, fork: 1})
+    report(manager, step)
+
+    manager.release_snapshot(prefix)
+    for slot in (first, second, fork):
         manager.release_blocks(slot)
         manager.release_request(slot)
     print(f"released: {manager.num_free_blocks} blocks and {manager.num_free_slots} slots free")

@@ -1,11 +1,13 @@
-"""`BlockAllocator` against a list of free blocks."""
+"""`BlockAllocator` against a count of owners."""
+
+from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4_sglang.cache import BlockAllocator
+from dsv4_sglang.standalone import BlockAllocator
 
 
 def test_first_blocks_and_counts(device: torch.device) -> None:
@@ -92,6 +94,38 @@ def test_double_release(device: torch.device) -> None:
     assert sorted(allocator.acquire(4).tolist()) == [0, 1, 2, 3]
 
 
+def test_a_shared_block_is_free_with_its_last_owner(device: torch.device) -> None:
+    allocator = BlockAllocator(4, device)
+    ids = allocator.acquire(3)
+    allocator.share(ids[1:])
+    allocator.share([2])
+    assert [allocator.owners(block) for block in range(4)] == [1, 2, 3, 0]
+    allocator.release(ids)
+    assert (allocator.num_free, allocator.acquire(2).tolist()) == (2, [0, 3])
+    allocator.release([1, 2])
+    assert allocator.num_free == 1
+    allocator.release(torch.tensor([2], device=device))
+    with pytest.raises(ValueError, match="block 2 is free already"):
+        allocator.release([2])
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([0, 1, 2], "share: 3 blocks given, only 2 of 4 are out"),
+        ([4], r"share: block 4 is not in 0\.\.3"),
+        ([0, 2], "share: block 2 is free already"),
+        ([1, 1], "share: block 1 is given twice"),
+    ],
+)
+def test_bad_share_changes_nothing(ids: list[int], message: str) -> None:
+    allocator = BlockAllocator(4, "cpu")
+    allocator.acquire(2)
+    with pytest.raises(ValueError, match=message):
+        allocator.share(ids)
+    assert [allocator.owners(block) for block in range(4)] == [1, 1, 0, 0]
+
+
 @pytest.mark.parametrize("ids", [torch.tensor([0.0]), torch.tensor([True]), torch.tensor([[0]]), torch.tensor(0)])
 def test_release_of_something_else(ids: torch.Tensor) -> None:
     allocator = BlockAllocator(2, "cpu")
@@ -120,28 +154,39 @@ def test_a_capture_is_refused_and_changes_nothing(monkeypatch: pytest.MonkeyPatc
     assert allocator.num_free == 1
 
 
-@given(st.integers(0, 20), st.lists(st.tuples(st.booleans(), st.integers(0, 8), st.randoms()), max_size=40))
+CALLS = st.lists(
+    st.tuples(st.sampled_from(["acquire", "share", "release"]), st.integers(0, 8), st.randoms()), max_size=40
+)
+
+
+@given(st.integers(0, 20), CALLS)
 def test_any_order_of_calls(total: int, calls: list) -> None:
-    """Blocks are out or free, never both, never lost; the count and the errors follow from what is out."""
+    """Blocks have owners or are free, never both, never lost; the count and the errors follow from the owners."""
     allocator = BlockAllocator(total, "cpu")
-    out: list[int] = []
-    for is_acquire, n, rng in calls:
-        if is_acquire and n > total - len(out):
+    owners: Counter[int] = Counter()
+    for call, n, rng in calls:
+        if call == "acquire" and n > total - len(owners):
             with pytest.raises(RuntimeError, match="OOM"):
                 allocator.acquire(n)
-        elif is_acquire:
+        elif call == "acquire":
             ids, host_ids = allocator.acquire_with_host_ids(n)
             assert ids.tolist() == host_ids
             assert len(set(host_ids)) == n
-            assert not set(host_ids) & set(out)
+            assert not set(host_ids) & set(owners)
             assert all(0 <= i < total for i in host_ids)
-            out += host_ids
+            owners.update(host_ids)
         else:
-            back = rng.sample(out, min(n, len(out)))
-            allocator.release(torch.tensor(back, dtype=torch.int64) if rng.random() < 0.5 else back)
-            out = [i for i in out if i not in back]
-        assert allocator.num_free == total - len(out)
-    assert sorted(out + allocator.acquire(allocator.num_free).tolist()) == list(range(total))
+            chosen = rng.sample(sorted(owners), min(n, len(owners)))
+            given_ids = torch.tensor(chosen, dtype=torch.int64) if rng.random() < 0.5 else chosen
+            if call == "share":
+                allocator.share(given_ids)
+                owners.update(chosen)
+            else:
+                allocator.release(given_ids)
+                owners = owners - Counter(chosen)
+        assert allocator.num_free == total - len(owners)
+        assert all(allocator.owners(block) == owners[block] for block in range(total))
+    assert sorted([*owners, *allocator.acquire(allocator.num_free).tolist()]) == list(range(total))
 
 
 @pytest.mark.gpu

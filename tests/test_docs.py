@@ -92,6 +92,14 @@ def test_named_files_exist(page: Path) -> None:
     assert not [path for path in FILE.findall(page.read_text()) if not (ROOT / path).exists()]
 
 
+def test_nothing_reaches_the_cache_without_a_server() -> None:
+    """No other package names `standalone`, in an import or in a string, so no server loads it."""
+    package = ROOT / "dsv4_sglang"
+    sources = [file for file in package.rglob("*.py") if file.relative_to(package).parts[0] != "standalone"]
+    named = re.compile(r"^\s*(from|import) dsv4_sglang\b.*\bstandalone\b|[\"']dsv4_sglang\.standalone", re.MULTILINE)
+    assert not [str(file.relative_to(ROOT)) for file in sources if named.search(file.read_text())]
+
+
 def test_packages_import_in_the_order_of_the_architecture_page() -> None:
     """A package knows those listed above it; docs/architecture.md lists them all."""
     page = (ROOT / "docs" / "architecture.md").read_text()

@@ -11,6 +11,10 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def test_two_requests(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "two_requests.py"), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
-    assert "layer 1 CSA, request in slot 0, 302 tokens: window of 128 rows, 75 entries" in lines[-4]
-    assert "layer 2 HCA, request in slot 1, 206 tokens: window of 128 rows, 1 entries" in lines[-3]
-    assert lines[-1] == "released: 16 blocks and 2 slots free"
+    assert "a prefix of 256 tokens: blocks [0, 1] and [0, 1]" in lines
+    assert "restored: 262 tokens in blocks [4, 5, 6]" in lines
+    assert "layer 1 CSA, request in slot 2, 402 tokens: window of 128 rows, 100 entries" in lines[-5]
+    # The first entry is that of the shared prefix, wherever it lies.
+    firsts = {line.split("|entry 0| = ")[1] for line in lines if "|entry 0|" in line}
+    assert len(firsts) == 1
+    assert lines[-1] == "released: 24 blocks and 3 slots free"

@@ -4,6 +4,7 @@ import pytest
 import torch
 from layer_harness import HIDDEN, SCALE, Batch, Layer, make_attention
 
+from dsv4_sglang.attention import cuda_ops  # noqa: F401  registers ops
 from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.ops.schemas import SCHEMAS
 
@@ -17,6 +18,12 @@ def check(name: str, *args) -> None:
 def test_every_op_has_a_cpu_implementation():
     for name in SCHEMAS:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"dsv4_sglang::{name}", "CPU"), name
+
+
+@pytest.mark.parametrize("name", ["attend", "attend_v41", "index_topk", "index_topk_v41"])
+def test_ops_in_python_have_a_cuda_implementation_without_a_gpu(name):
+    """Triton's and FlashMLA's, and the one that calls kernels of the extension. The others come with the extension."""
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"dsv4_sglang::{name}", "CUDA")
 
 
 @pytest.mark.parametrize("rows, keys", [("fp32", "fp32"), ("fp8", "mxfp4"), ("bf16", "nvfp4")])

@@ -12,12 +12,12 @@ from dsv4_sglang.cache import (
     LayerCacheSchema,
     PagedKVPool,
     RowFormat,
-    StateCachePool,
     StateStorage,
     build_schema,
 )
 from dsv4_sglang.formats import KeyFormat, KeyTable, RowTable, index_keys, rows
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
+from dsv4_sglang.standalone import StateCachePool
 
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
 FLASH = DSV4Config.flash()
@@ -218,6 +218,12 @@ def test_state_views(device: torch.device, kind: AttentionType, form: str) -> No
     if pool.tail is not None:
         assert int((pool.tail == 0).sum()) == 0
         assert sum(getattr(pool, name).numel() for name in expected) == pool.tail.numel()
+
+
+def test_an_hca_layer_has_raw_tails_by_default() -> None:
+    pool = StateCachePool(build_schema(FLASH, SPECS[HCA]), 2, "cpu")
+    assert pool.tail_ka is not None and pool.tail_za is not None
+    assert [pool.tail_kb, pool.tail_zb, pool.tail_max, pool.tail_sum, pool.tail_acc] == [None] * 5
 
 
 def test_csa_tail_rows() -> None:

@@ -10,7 +10,6 @@ from dsv4_sglang.cache import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
     CacheLayout,
     HcaState,
-    KVCacheManager,
     LayerCacheSchema,
     StateStorage,
     build_schema,
@@ -21,6 +20,7 @@ from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
 from dsv4_sglang.model.geometry import CSA_TAILS, CsaTail, StateRows, state_rows
 from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options
+from dsv4_sglang.standalone import KVCacheManager
 
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
 FLASH, PRO = DSV4Config.flash(), DSV4Config.pro()
@@ -42,8 +42,8 @@ def test_geometry() -> None:
     assert [of(k).tail_buffer_size for k in (CSA, HCA, SWA)] == [3, 127, 0]
     assert [of(k).previous_window_rows for k in (CSA, HCA, SWA)] == [7, 0, 0]
     assert [of(k).ratio for k in (CSA, HCA, SWA)] == [4, 128, 0]
-    assert [of(k).tail_shape for k in (CSA, HCA, SWA)] == [(24, 640), (3, 512), None]
-    assert of(HCA, hca_state="raw").tail_shape == (256, 512)
+    assert [of(k).tail_shape for k in (CSA, HCA, SWA)] == [(24, 640), (256, 512), None]
+    assert of(HCA, hca_state="online").tail_shape == (3, 512)
     for kind in (CSA, HCA, SWA):
         assert (of(kind).swa_window_size, of(kind).entry_head_dim, of(kind).rope_dim) == (128, 512, 64)
 
@@ -84,7 +84,7 @@ def test_bytes_of_model(
     # Between SPEC 5.3's minimum of 51,200 B a layer (3 + 7 rows) and the common 81,920 B (8 rows of everything).
     assert sum(s.tail_bytes for s in layers if s.attn is CSA) == csa_layers * 24 * 640 * 4
     assert sum(s.tail_bytes for s in schemas(config, hca_state="raw") if s.attn is HCA) == hca_raw
-    assert sum(s.tail_bytes for s in layers if s.attn is HCA) == hca_online
+    assert sum(s.tail_bytes for s in schemas(config, hca_state="online") if s.attn is HCA) == hca_online
     assert all(s.tail_bytes == 0 for s in layers if s.attn is SWA)
 
 
@@ -198,11 +198,12 @@ def test_no_draft_tokens_is_one_token_a_step() -> None:
     """One token a request is what a step without speculation writes: nothing grows."""
     plain = schemas(FLASH)
     assert schemas(FLASH, draft_tokens=0) == plain
-    for one, schema in zip(schemas(FLASH, draft_tokens=1), plain):
+    for one, schema in zip(schemas(FLASH, draft_tokens=1), plain, strict=True):
         assert (one.rows, one.tail_shape, one.state_bytes) == (schema.rows, schema.tail_shape, schema.state_bytes)
     budget = {"max_context_len": 128, "max_requests": 1}
-    four = compute_block_budget(FLASH, build_schedule(FLASH), draft_tokens=4, **budget)
-    assert four["state_bytes"] == sum(schema.state_bytes for schema in schemas(FLASH, draft_tokens=4))
+    four = compute_block_budget(FLASH, build_schedule(FLASH), draft_tokens=4, hca_state="online", **budget)
+    online = schemas(FLASH, draft_tokens=4, hca_state="online")
+    assert four["state_bytes"] == sum(schema.state_bytes for schema in online)
 
 
 @pytest.mark.parametrize("draft_tokens", [-1, 10])
@@ -212,14 +213,16 @@ def test_draft_tokens_that_cannot_be(draft_tokens: int) -> None:
 
 
 def test_raw_hca_state_is_not_for_drafts() -> None:
-    assert of(HCA, hca_state="raw", draft_tokens=1).tail_shape == (256, 512)
+    assert of(HCA, draft_tokens=1).tail_shape == (256, 512)
+    csa = next(spec for spec in build_schedule(FLASH) if spec.attn is CSA)
+    assert build_schema(FLASH, csa, draft_tokens=2).tail_shape == (48, 640), "a layer without such a state"
     with pytest.raises(ValueError, match=r"hca_state is 'raw' with draft_tokens 2.*expected 'online'"):
-        of(HCA, hca_state="raw", draft_tokens=2)
+        of(HCA, draft_tokens=2)
 
 
 def test_layers_for_several_numbers_of_draft_tokens() -> None:
     with pytest.raises(ValueError, match=r"several numbers of draft tokens \[0, 3\]"):
-        CacheLayout((of(SWA), of(CSA, draft_tokens=3)), torch.device("cpu"))
+        CacheLayout((of(SWA), of(CSA, draft_tokens=3, hca_state="online")), torch.device("cpu"))
 
 
 def state_fits(d: int, rows: StateRows, length: int) -> bool:
@@ -269,8 +272,9 @@ def test_rows_are_enough_and_one_less_is_not(d: int) -> None:
         assert not all(state_fits(d, less, length) for length in lengths), less
 
 
-def test_the_library_and_the_server_have_one_default() -> None:
-    assert of(HCA).hca_state is HcaState(Options().hca_state)
+def test_defaults() -> None:
+    """Without a server an HCA layer has raw tails, as in the design; a server keeps them online."""
+    assert of(HCA).hca_state is HcaState.RAW and HcaState(Options().hca_state) is HcaState.ONLINE
     assert of(CSA).key_format is KeyFormat(Options().indexer_format)
 
 

@@ -15,8 +15,9 @@ from dsv4_sglang.attention.metadata import (
     snapshot_decode,
 )
 from dsv4_sglang.cache.device import resolve_device
-from dsv4_sglang.cache.step import Step, StepMetadata
+from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.model.geometry import state_rows
+from dsv4_sglang.standalone import Step
 
 BLOCK = 128
 MAX_LENGTH = 1024
@@ -119,9 +120,9 @@ def test_the_library_makes_the_same_decode_step(lengths: list[int], draft_tokens
     served = decode(tables, lengths, 0, buffers, 256)
     block_tables = torch.full((n + 1, MAX_LENGTH // BLOCK), -1, dtype=torch.int32)
     block_tables[tables.state_slot[1:].long()] = tables.pages.int()
-    step = Step(tables.state_slot[1:], torch.tensor(lengths), torch.arange(n), block_tables, draft_tokens)
+    step = Step(tables.state_slot[1:], torch.tensor(lengths), torch.arange(n), block_tables, draft_tokens=draft_tokens)
     assert step.is_decode and step.metadata.is_decode
-    assert torch.equal(step.out_loc, served.out_loc)
+    assert torch.equal(step.metadata.out_loc, served.out_loc)
     for name in ("slots", "prefix_lens", "query_start", "token_request", "positions", "window_lens", "hca_lens"):
         assert torch.equal(getattr(step.metadata, name), getattr(served, name)), name
     assert torch.equal(step.metadata.window_rows, served.window_rows)

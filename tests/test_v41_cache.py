@@ -18,7 +18,7 @@ from torch import Tensor
 from v41_formulas import EPS, act_quant, angles, fp4_act_quant, normalised, same
 from v41_reader_cases import v41_index_case
 
-from dsv4_sglang.cache import HostBlockPool, HostCheckpointPool, StateStorage, V41Cache, V41LayerWeights, V41Step
+from dsv4_sglang.cache import HostBlockPool, HostCheckpointPool, StateStorage, V41LayerWeights, V41Step
 from dsv4_sglang.cache import step as step_module
 from dsv4_sglang.cache.v41 import V41LayerSchema, V41Layout, V41PagedPool
 from dsv4_sglang.formats.index_keys import mxfp4_values
@@ -26,6 +26,7 @@ from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
 from dsv4_sglang.ops.reference import append_v41, read, read_v41
 from dsv4_sglang.ops.rope import rope_table
+from dsv4_sglang.standalone import V41Cache
 
 SGLANG_HAS_IT = pytest.mark.skipif(
     Version(importlib.metadata.version("sglang")) < Version("0.5.23"), reason="SGLang has V4.1 from 0.5.23 on"

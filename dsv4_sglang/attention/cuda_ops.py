@@ -1,7 +1,6 @@
-"""Registers the CUDA implementations of all ops; import it where there is a CUDA device.
+"""CUDA implementations of the ops that Triton and FlashMLA serve: `attend`, and what reads V4.1's tables.
 
-The extension is built here on first use. It holds the writing and moving ops and the kernels of `index_topk`; `attend`
-is FlashMLA and Triton, and what reads V4.1's tables is Triton.
+Importing this module registers them and needs no GPU. Their kernels are imported on the first call.
 """
 
 from typing import Any
@@ -9,23 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_sglang.attention import cuda_index, triton_attend, triton_attend_v41, triton_index_v41
-from dsv4_sglang.attention.flashmla import FlashMLAReader, pad_heads
-from dsv4_sglang.attention.readers import AttendInputs
-from dsv4_sglang.ops import extension
 from dsv4_sglang.ops.schemas import NAMESPACE
 
 
 def attend(q: Tensor, *args: Any) -> Tensor:
-    """FlashMLA where it takes the tensors, with a schedule for this call alone, else Triton."""
+    """Attend through FlashMLA where it takes the tensors, with a schedule for this call alone, else through Triton."""
+    from dsv4_sglang.attention import triton_attend
+    from dsv4_sglang.attention.flashmla import FlashMLAReader, pad_heads
+    from dsv4_sglang.attention.readers import AttendInputs
+
     inputs = AttendInputs.from_op(*args)
     if FlashMLAReader.supports(q.device, q.shape[1], q.dtype, inputs.row_format):
         return FlashMLAReader().attend(*pad_heads(q, inputs)).values.contiguous()
     return triton_attend.attend(q, inputs)
 
 
-extension.load()
-torch.library.impl(f"{NAMESPACE}::attend", "CUDA", attend)
-torch.library.impl(f"{NAMESPACE}::index_topk", "CUDA", cuda_index.index_topk)
-torch.library.impl(f"{NAMESPACE}::attend_v41", "CUDA", triton_attend_v41.attend_v41)
-torch.library.impl(f"{NAMESPACE}::index_topk_v41", "CUDA", triton_index_v41.index_topk_v41)
+def attend_v41(q: Tensor, *args: Any) -> Tensor:
+    from dsv4_sglang.attention import triton_attend_v41
+
+    return triton_attend_v41.attend_v41(q, *args)
+
+
+def index_topk_v41(q: Tensor, *args: Any) -> None:
+    from dsv4_sglang.attention import triton_index_v41
+
+    triton_index_v41.index_topk_v41(q, *args)
+
+
+for _op in (attend, attend_v41, index_topk_v41):
+    torch.library.impl(f"{NAMESPACE}::{_op.__name__}", "CUDA", _op)

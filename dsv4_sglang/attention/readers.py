@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
+from dsv4_sglang.attention import cuda_ops  # noqa: F401  registers `attend` for CUDA
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import RowFormat
 

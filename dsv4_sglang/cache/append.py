@@ -1,4 +1,4 @@
-"""What a layer writes in a step: the one call of the op `append`, for a handle of the library and for a server."""
+"""What a layer writes in a step: the one call of the op `append`, for `standalone` and for a server."""
 
 from __future__ import annotations
 

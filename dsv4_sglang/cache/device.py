@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
+
+from dsv4_sglang.ops import extension
 
 
 def clear_memory(tensor: torch.Tensor) -> None:
@@ -15,13 +15,13 @@ def clear_memory(tensor: torch.Tensor) -> None:
 def resolve_device(device: torch.device | str | None) -> torch.device:
     """`device` with its index, or the current CUDA device where there is one, else the CPU.
 
-    A CUDA device gets the CUDA ops, whose extension is built on first use.
+    For a CUDA device this loads the extension with the CUDA ops, which is built on first use.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     resolved = torch.device(device)
     if resolved.type == "cuda":
-        importlib.import_module("dsv4_sglang.attention.cuda_ops")
+        extension.load()
     if resolved == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     return resolved

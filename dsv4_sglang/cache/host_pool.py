@@ -1,4 +1,4 @@
-"""Blocks, checkpoints and state slots in host memory, and their way there and back."""
+"""Blocks and checkpoints in host memory, and their way there and back."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ class FreeRows:
         self.available += len(rows)
 
 
-class _HostStates:
+class HostStates:
     """`rows` [n, bytes] uint8: host copies of something of a `StateStorage`, a row each. `tables` [ids, n] uint8, each
     with a part of it; the parts lie one after another in a row. `first` is the number of what is in their row 0."""
 
@@ -385,7 +385,7 @@ class _HostStates:
         return self._memory.nbytes
 
 
-class HostCheckpointPool(_HostStates):
+class HostCheckpointPool(HostStates):
     """`num_checkpoints` host copies of checkpoints, which count from 1: `rows` [num_checkpoints, checkpoint_bytes]
     uint8, the rings of all layers and then their CSA tails (`StateStorage.checkpoint_tables`), whole lines of 128
     bytes. `spare`: as of `HostBlockPool`.
@@ -398,18 +398,6 @@ class HostCheckpointPool(_HostStates):
     ) -> None:
         super().__init__("num_checkpoints", storage.checkpoint_tables(), 1, num_checkpoints, cpus, spare)
         self.num_checkpoints, self.checkpoint_bytes = num_checkpoints, self._row_bytes
-
-
-class HostSlotPool(_HostStates):
-    """`num_slots` host copies of state slots, which count from 0: `rows` [num_slots, slot_bytes] uint8, all that a slot
-    has (`StateStorage.slot_tables`), at any length of its request.
-
-    Raises RuntimeError when the system does not give or pin so much memory; it says how much was asked for.
-    """
-
-    def __init__(self, storage: StateStorage, num_slots: int, cpus: Collection[int] | None = None) -> None:
-        super().__init__("num_slots", storage.slot_tables(), 0, num_slots, cpus)
-        self.num_slots, self.slot_bytes = num_slots, self._row_bytes
 
 
 def runs(rows: Tensor) -> list[tuple[int, int]]:

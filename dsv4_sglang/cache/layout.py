@@ -68,7 +68,7 @@ class CacheLayout:
         *,
         row_format: RowFormat | str = RowFormat.FP8,
         key_format: KeyFormat | str = KeyFormat.MXFP4,
-        hca_state: HcaState | str = HcaState.ONLINE,
+        hca_state: HcaState | str = HcaState.RAW,
         draft_tokens: int = 0,
         sm100: bool | None = None,
         draft_layers: int = 0,

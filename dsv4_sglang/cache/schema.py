@@ -50,7 +50,7 @@ class LayerCacheSchema:
     ever taken back. Rings and tails grow by it (`state_rows`)."""
 
     def __post_init__(self) -> None:
-        if self.rows.hca_banks > 1 and self.hca_state is HcaState.RAW:
+        if self.attn is AttentionType.HCA and self.rows.hca_banks > 1 and self.hca_state is HcaState.RAW:
             raise ValueError(
                 f"hca_state is 'raw' with draft_tokens {self.draft_tokens}: rejected drafts would stay in its open "
                 "window; expected 'online', which keeps a state for each length"
@@ -153,11 +153,15 @@ def build_schema(
     *,
     row_format: RowFormat | str = RowFormat.FP8,
     key_format: KeyFormat | str = KeyFormat.MXFP4,
-    hca_state: HcaState | str = HcaState.ONLINE,
+    hca_state: HcaState | str = HcaState.RAW,
     draft_tokens: int = 0,
 ) -> LayerCacheSchema:
-    """The schema of one layer. Formats may be given by name ("fp8", "mxfp4", "raw"); an unknown one is a ValueError,
-    and so is a number of draft tokens that the rows of a slot are not made for."""
+    """The schema of one layer. Formats may be given by name ("fp8", "mxfp4", "raw").
+
+    An HCA layer keeps raw tails unless "online" is asked for.
+
+    Raises ValueError for an unknown format, and for a number of draft tokens that the rows of a slot are not made for.
+    """
     has_indexer = layer_spec.attn is AttentionType.CSA
     return LayerCacheSchema(
         attn=layer_spec.attn,
@@ -196,7 +200,7 @@ def compute_block_budget(
     *,
     row_format: RowFormat | str = RowFormat.FP8,
     key_format: KeyFormat | str = KeyFormat.MXFP4,
-    hca_state: HcaState | str = HcaState.ONLINE,
+    hca_state: HcaState | str = HcaState.RAW,
     draft_tokens: int = 0,
 ) -> BlockBudget:
     """Storage for `max_requests` requests of `max_context_len` tokens each, without sharing.

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
+from dsv4_sglang.attention import cuda_ops  # noqa: F401  (registers `attend` for CUDA)
 from dsv4_sglang.attention.metadata import DecodeBuffers, build_decode, build_prefill, snapshot_decode
+from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import KeyFormat, RowFormat, make_key_table, make_row_tables
 from dsv4_sglang.model.geometry import WINDOW
@@ -164,22 +165,13 @@ def _steps(device: torch.device, topk: int) -> list[tuple[StepMetadata, slice]]:
     return steps
 
 
-def _load_cuda_ops() -> None:
-    from dsv4_sglang.attention import cuda_ops  # noqa: F401  (registers attend and index_topk)
-    from dsv4_sglang.ops import extension
-
-    extension.load()
-
-
 def layer_error(ratio: int, device: torch.device | str, formats: Formats = EXACT) -> float:
     """Relative L2 distance of the ops to the formulas for one layer of ratio 0, 4 or 128: the worst token's.
 
     EXACT: 1e-6 on a CPU, 1e-3 where a GPU multiplies in tf32. SERVED: a percent or two, from rounding to bf16 and then
     falling on the other side of an FP8 step.
     """
-    device = torch.device(device)
-    if device.type == "cuda":
-        _load_cuda_ops()
+    device = resolve_device(device)
     inputs = random_inputs(ratio)
     layer = _Layer(inputs, formats, device)
     steps = _steps(device, formats.topk)

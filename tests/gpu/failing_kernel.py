@@ -12,7 +12,7 @@ from kernel_cases import DEVICE, Layer, Step, ops
 from test_append_swa_cuda import Ring, rows
 from test_append_v41_cuda import EPS, Case
 
-from dsv4_sglang.attention import cuda_index
+from dsv4_sglang.ops import cuda_index
 
 sys.path.append(str(Path(__file__).parents[1]))
 from reader_cases import index_case

@@ -7,9 +7,9 @@ import torch
 from kernel_cases import DEVICE, FORMATS, KINDS, Layer, Step, ops
 from test_append_v41_cuda import Case
 
-from dsv4_sglang.attention import cuda_index
 from dsv4_sglang.formats import KeyFormat
 from dsv4_sglang.model.geometry import state_rows
+from dsv4_sglang.ops import cuda_index
 
 sys.path.append(str(Path(__file__).parents[1]))
 from reader_cases import index_case

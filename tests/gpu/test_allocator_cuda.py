@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4_sglang.cache import BlockAllocator
+from dsv4_sglang.standalone import BlockAllocator
 
 pytestmark = pytest.mark.gpu
 

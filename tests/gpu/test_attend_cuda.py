@@ -11,6 +11,7 @@ from dsv4_sglang.attention.flashmla import FlashMLAReader
 from dsv4_sglang.attention.readers import AttendInputs, Reader
 from dsv4_sglang.attention.sparse_prefill import SparsePrefillReader
 from dsv4_sglang.formats import RowFormat
+from dsv4_sglang.ops import extension
 
 pytestmark = pytest.mark.gpu
 STEP = prefill_case(ratio=0, row_format=RowFormat.FP8, heads=64)[0]
@@ -19,7 +20,7 @@ BOUND = {torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float32: 2e-5}
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered_ops():
-    from dsv4_sglang.attention import cuda_ops  # noqa: F401  builds the extension, which needs a GPU
+    extension.load()  # builds it, which needs a GPU
 
 
 def needs(reader: type[Reader], case: AttendCase) -> None:

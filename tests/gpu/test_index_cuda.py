@@ -6,8 +6,8 @@ import pytest
 import torch
 from reader_cases import IndexCase, assert_selects, index_case
 
-from dsv4_sglang.attention import cuda_index
 from dsv4_sglang.formats import KeyFormat
+from dsv4_sglang.ops import cuda_index, extension
 from dsv4_sglang.ops.reference import read
 
 pytestmark = pytest.mark.gpu
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered_ops():
-    from dsv4_sglang.attention import cuda_ops  # noqa: F401  builds the extension, which needs a GPU
+    extension.load()  # builds it, which needs a GPU
 
 
 def decode(*visible: int) -> list[tuple[int, int]]:

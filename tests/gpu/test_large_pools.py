@@ -8,11 +8,12 @@ from kernel_cases import DEVICE, FORMATS, Layer, Step, ops
 from reader_cases import GARBAGE, attend_case, index_case, prefill_case
 from torch import Tensor
 
-from dsv4_sglang.attention import cuda_index, triton_attend
+from dsv4_sglang.attention import triton_attend
 from dsv4_sglang.attention.flashmla import FlashMLAReader
 from dsv4_sglang.attention.readers import RowList
 from dsv4_sglang.attention.sparse_prefill import SparsePrefillReader
 from dsv4_sglang.formats import RowFormat
+from dsv4_sglang.ops import cuda_index, extension
 
 pytestmark = pytest.mark.gpu
 BLOCKS = 170_000
@@ -20,7 +21,7 @@ BLOCKS = 170_000
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered_ops():
-    from dsv4_sglang.attention import cuda_ops  # noqa: F401  builds the extension, which needs a GPU
+    extension.load()  # builds it, which needs a GPU
 
 
 def far(table: Tensor) -> Tensor:

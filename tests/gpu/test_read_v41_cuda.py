@@ -8,7 +8,7 @@ import torch
 from reader_cases import assert_attends
 from v41_reader_cases import v41_attend_case, v41_index_case
 
-import dsv4_sglang.ops  # noqa: F401
+import dsv4_sglang.attention.cuda_ops  # noqa: F401  registers the ops
 from dsv4_sglang.attention import triton_attend_v41, triton_index_v41
 from dsv4_sglang.cache.device import resolve_device
 
@@ -19,7 +19,7 @@ BOUND = {torch.bfloat16: 6e-3, torch.float32: 2e-5}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cuda_ops():
+def extension():
     return resolve_device("cuda")
 
 

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dsv4_sglang.cache.allocator import BlockAllocator
 from dsv4_sglang.cache.device import resolve_device
-from dsv4_sglang.cache.handle import LayerCacheHandle
 from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.cache.offload import HostSide, Offloaded
 from dsv4_sglang.cache.paged_cache import make_paged_pools
 from dsv4_sglang.cache.schema import HcaState
-from dsv4_sglang.cache.state_cache import StateCachePool, StateStorage
-from dsv4_sglang.cache.step import NO_BLOCK, Step
+from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
+from dsv4_sglang.standalone.allocator import BlockAllocator
+from dsv4_sglang.standalone.handle import LayerCacheHandle
+from dsv4_sglang.standalone.lengths import RequestLengths
+from dsv4_sglang.standalone.offload import HostSide, Offloaded
+from dsv4_sglang.standalone.state_cache import StateCachePool, resume_slot
+from dsv4_sglang.standalone.step import NO_BLOCK, Step
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The first `length` tokens of a request, from `KVCacheManager.take_snapshot` until `release_snapshot`."""
+
+    length: int
+    _number: int
+    """Of its state in the `StateStorage`, from 1 on."""
+    _blocks: tuple[int, ...]
 
 
 class KVCacheManager:
@@ -34,11 +47,18 @@ class KVCacheManager:
     appended (`allocate_block(slot)`), and gives them back (`release_blocks(slot)`) before its slot is released.
     `allocate_block()` without a slot is a block that no request owns; it goes back through `release_block`.
 
+    A step of a request must begin where its tokens end, or ValueError is raised.
+
+    Requests share blocks. `fork` makes a second request with the same tokens. `take_snapshot` keeps a prefix, and
+    `admit_request(snapshot)` starts a request that has its tokens already. A block goes back to the free list with its
+    last owner. Shared blocks are complete and are never written again: what a request may still write is its own.
+
     With `host_requests` and `host_blocks` a request can wait in host memory (`offload`, `restore`) while others have
-    its slot and its blocks; what it reads then is the same to the byte.
+    its slot and its blocks. Its bytes come back unchanged, in blocks of its own.
 
     With `draft_tokens` d above 1 a step may have up to d tokens of each request, as many of each, and the next step may
-    take back all but the first of them: its positions begin where the request is to go on (`state_rows`).
+    roll back all but the first of them: its positions begin where the request goes on (`state_rows`). That needs
+    `hca_state` "online".
 
     Attributes:
         layout: shapes and bytes of all layers; `schemas` are its.
@@ -60,14 +80,17 @@ class KVCacheManager:
         num_blocks_per_hca_layer: int,
         row_format: RowFormat | str = RowFormat.FP8,
         key_format: KeyFormat | str = KeyFormat.MXFP4,
-        hca_state: HcaState | str = HcaState.ONLINE,
+        hca_state: HcaState | str = HcaState.RAW,
         draft_tokens: int = 0,
+        max_snapshots: int = 0,
         host_requests: int = 0,
         host_blocks: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
         if max_concurrent_requests < 1:
             raise ValueError(f"max_concurrent_requests is {max_concurrent_requests}; expected at least 1")
+        if max_snapshots < 0:
+            raise ValueError(f"max_snapshots is {max_snapshots}; expected 0 or more")
         self.config = config
         self.schedule = list(schedule)
         self.max_concurrent_requests = max_concurrent_requests
@@ -82,7 +105,7 @@ class KVCacheManager:
             draft_tokens=draft_tokens,
         )
         self.schemas = list(self.layout.schemas)
-        self.state = StateStorage(self.layout, max_concurrent_requests)
+        self.state = StateStorage(self.layout, max_concurrent_requests, max_snapshots)
         self.state_pools = [
             StateCachePool(schema, max_concurrent_requests, storage=self.state, layer=i)
             for i, schema in enumerate(self.schemas)
@@ -105,6 +128,10 @@ class KVCacheManager:
         self._free_slots = list(range(max_concurrent_requests - 1, -1, -1))
         self._blocks: dict[int, list[int]] = {}
         self._unowned: set[int] = set()
+        self._lengths = RequestLengths(len(self.schemas), max_concurrent_requests, self.device)
+        self.max_snapshots = max_snapshots
+        self._free_snapshots = list(range(max_snapshots, 0, -1))
+        self._snapshots: set[Snapshot] = set()
 
     @property
     def num_free_blocks(self) -> int:
@@ -120,11 +147,32 @@ class KVCacheManager:
         """Block ids of a request in the order of its tokens."""
         return list(self._owned(slot))
 
-    def admit_request(self) -> int:
-        """A state slot for a new request, empty; the one released last goes first.
+    def length_of(self, slot: int) -> int:
+        """The number of tokens of a request, draft tokens of the last step included. Waits for the device.
 
-        Raises RuntimeError when `max_concurrent_requests` requests are running.
+        Raises RuntimeError while only some layers have appended the last step.
         """
+        self._owned(slot)
+        return self._lengths.read(slot)[1]
+
+    def admit_request(self, snapshot: Snapshot | None = None) -> int:
+        """A state slot for a new request, the one released last first. The request is empty, or has the tokens of
+        `snapshot` and shares its blocks.
+
+        Raises RuntimeError when `max_concurrent_requests` requests are running, ValueError for a snapshot that has been
+        released.
+        """
+        if snapshot is None:
+            return self._admit()
+        self._check_snapshot(snapshot)
+        slot = self._admit()
+        self._own(slot, snapshot._blocks, 0)
+        self.state.load(self._ids(snapshot._number), self._ids(slot))
+        resume_slot(self.state, slot, snapshot.length)
+        self._lengths.set(slot, snapshot.length, snapshot.length)
+        return slot
+
+    def _admit(self) -> int:
         self._settle(slots=1)
         if not self._free_slots:
             raise RuntimeError(
@@ -133,8 +181,98 @@ class KVCacheManager:
             )
         slot = self._free_slots.pop()
         self._blocks[slot] = []
-        self.state.reset_slot(slot)
+        self._empty(slot)
         return slot
+
+    def _empty(self, slot: int) -> None:
+        self.state.reset_slot(slot)
+        self._lengths.set(slot, 0, 0)
+
+    def _own(self, slot: int, shared: Sequence[int], new: int) -> list[int]:
+        """Give the new request in `slot` blocks that have owners and `new` free ones; the latter."""
+        device_ids, blocks = self._allocator.acquire_with_host_ids(new)
+        self._allocator.share(shared)
+        self._blocks[slot] = [*shared, *blocks]
+        self.block_tables[slot, : len(shared)] = self._ids(*shared)
+        self.block_tables[slot, len(shared) : len(shared) + new] = device_ids
+        return blocks
+
+    def _need_blocks(self, count: int, purpose: str) -> None:
+        """Raise RuntimeError ("OOM") if fewer than `count` blocks are free."""
+        self._settle(blocks=count)
+        if count > self.num_free_blocks:
+            raise RuntimeError(
+                f"OOM: {count} blocks asked to {purpose}, {self.num_free_blocks} free of {self.num_blocks}"
+            )
+
+    def fork(self, slot: int) -> int:
+        """Admit a second request with the tokens of the request in `slot`; its slot. Waits for the device.
+
+        Both share the blocks that neither can write any more. The state, and the last block if it is not full, are
+        copied now, so that an append never needs a copy.
+
+        Raises RuntimeError without a free slot or block, or while only some layers have appended the last step, and
+        ValueError for a slot that no request holds; nothing changes then.
+        """
+        blocks = self._owned(slot)
+        first, length = self._lengths.read(slot)
+        shared = blocks[: first // BLOCK_TOKENS]
+        copied = blocks[len(shared) : math.ceil(length / BLOCK_TOKENS)]
+        self._need_blocks(len(copied), "fork a request")
+        new = self._admit()
+        own = self._own(new, shared, len(copied))
+        self.state.copy_slot(slot, new)
+        self._copy_blocks(copied, own)
+        self._lengths.set(new, first, length)
+        return new
+
+    def _copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        if sources:
+            views = [view[None] for pool in self.paged_pools if pool is not None for view in pool.block_views()]
+            torch.ops.dsv4_sglang.copy_state(self._ids(*sources), self._ids(*targets), views)
+
+    def take_snapshot(self, slot: int, length: int | None = None) -> Snapshot:
+        """Keep the first `length` tokens of the request in `slot`, by default all, for requests that begin with them.
+        Waits for the device.
+
+        `length` is a multiple of 128 at which the request's next step may begin, so that its state is that of `length`
+        tokens. The request goes on, but its tokens before `length` cannot be rolled back any more.
+
+        Raises ValueError for another length, RuntimeError when `max_snapshots` snapshots are kept.
+        """
+        blocks = self._owned(slot)
+        first, last = self._lengths.read(slot)
+        length = last if length is None else length
+        if length < BLOCK_TOKENS or length % BLOCK_TOKENS or not first <= length <= last:
+            raise ValueError(
+                f"a snapshot of {length} tokens of state slot {slot}, whose next step begins at {first}..{last}; "
+                f"expected a length in between that is a multiple of {BLOCK_TOKENS}"
+            )
+        if not self._free_snapshots:
+            raise RuntimeError(
+                f"all {self.max_snapshots} snapshots are kept: release_snapshot, or make the cache with a larger "
+                "max_snapshots"
+            )
+        snapshot = Snapshot(length, self._free_snapshots.pop(), tuple(blocks[: length // BLOCK_TOKENS]))
+        self._snapshots.add(snapshot)
+        self._allocator.share(snapshot._blocks)
+        self.state.store(self._ids(slot), self._ids(snapshot._number))
+        self._lengths.set(slot, length, last)
+        return snapshot
+
+    def release_snapshot(self, snapshot: Snapshot) -> None:
+        """Forget a snapshot. Requests that share its blocks keep them. ValueError for one released already."""
+        self._check_snapshot(snapshot)
+        self._allocator.release(snapshot._blocks)
+        self._snapshots.remove(snapshot)
+        self._free_snapshots.append(snapshot._number)
+
+    def _check_snapshot(self, snapshot: Snapshot) -> None:
+        if snapshot not in self._snapshots:
+            raise ValueError(f"the snapshot of {snapshot.length} tokens is not kept here: it was released")
+
+    def _ids(self, *numbers: int) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32).to(self.device)
 
     def release_request(self, slot: int) -> None:
         """Give a state slot back.
@@ -149,6 +287,7 @@ class KVCacheManager:
                 "release_request, or they leak"
             )
         del self._blocks[slot]
+        self._lengths.free(slot)
         self._free_slots.append(slot)
 
     def allocate_block(self, slot: int | None = None) -> int:
@@ -173,11 +312,12 @@ class KVCacheManager:
         return host_ids[0]
 
     def release_blocks(self, slot: int) -> None:
-        """Give back all blocks of the request in `slot`."""
+        """Give back all blocks of the request in `slot`, which is empty then. Others that share them keep them."""
         blocks = self._owned(slot)
         self._allocator.release(blocks)
         self.block_tables[slot].fill_(NO_BLOCK)
         blocks.clear()
+        self._empty(slot)
 
     def release_block(self, block: int) -> None:
         """Give back a block that no request owns. ValueError for any other."""
@@ -187,8 +327,8 @@ class KVCacheManager:
         self._unowned.remove(block)
 
     def offload(self, slot: int, stream: torch.cuda.Stream | None = None) -> Offloaded:
-        """Take the request in `slot` to host memory. Its slot and its blocks are free for others, who get them when the
-        copy is over.
+        """Copy the request in `slot` to host memory. Its slot and the blocks that nobody shares are free for others,
+        who get them when the copy is over.
 
         The copy runs on `stream`, by default the current one, behind what the current one has; its end is
         `Offloaded.event`. Nothing is to write to the request any more.
@@ -197,8 +337,9 @@ class KVCacheManager:
         changes then.
         """
         blocks = list(self._owned(slot))
-        offloaded = self._host_side().save(slot, blocks, stream)
+        offloaded = self._host_side().save(slot, blocks, self._lengths.save(slot), stream)
         del self._blocks[slot]
+        self._lengths.free(slot)
         self.block_tables[slot].fill_(NO_BLOCK)
 
         def give_back() -> None:
@@ -209,7 +350,7 @@ class KVCacheManager:
         return offloaded
 
     def restore(self, offloaded: Offloaded, stream: torch.cuda.Stream | None = None) -> int:
-        """Bring a request back into a slot and blocks, which may be others than before; the slot.
+        """Bring a request back into a slot and blocks of its own, which may be others than before; the slot.
 
         The copy runs as that of `offload`; a step of the request on another stream than `stream` waits for
         `Offloaded.event` first. ValueError for one that was restored or discarded, RuntimeError without a free slot or
@@ -217,16 +358,10 @@ class KVCacheManager:
         """
         host = self._host_side()
         host.rows_of(offloaded)
-        self._settle(slots=1, blocks=offloaded.blocks)
-        if offloaded.blocks > self.num_free_blocks:
-            raise RuntimeError(
-                f"OOM: {offloaded.blocks} blocks asked to restore a request, {self.num_free_blocks} free of "
-                f"{self.num_blocks}"
-            )
-        slot = self.admit_request()
-        device_ids, blocks = self._allocator.acquire_with_host_ids(offloaded.blocks)
-        self.block_tables[slot, : len(blocks)] = device_ids
-        self._blocks[slot] = blocks
+        self._need_blocks(offloaded.blocks, "restore a request")
+        slot = self._admit()
+        blocks = self._own(slot, [], offloaded.blocks)
+        self._lengths.load(slot, offloaded._lengths)
         host.load(offloaded, slot, blocks, stream)
         return slot
 
@@ -234,7 +369,14 @@ class KVCacheManager:
         """Forget a request on the host. ValueError for one that is not there any more."""
         self._host_side().give_back(offloaded)
 
-    def begin_step(self, request_slots: Tensor, positions: Tensor, request_ids: Tensor) -> Step:
+    def begin_step(
+        self,
+        request_slots: Tensor,
+        positions: Tensor,
+        request_ids: Tensor,
+        *,
+        tokens_per_request: int | None = None,
+    ) -> Step:
         """The tokens of a forward, see `Step`; hand it to `layer` for every layer. Allocates nothing on the device."""
         return Step(
             request_slots,
@@ -243,6 +385,8 @@ class KVCacheManager:
             self.block_tables,
             draft_tokens=self.layout.schemas[0].draft_tokens,
             has_blocks=self.num_blocks > 0,
+            tokens_per_request=tokens_per_request,
+            lengths=self._lengths,
         )
 
     def layer(self, layer_idx: int, step: Step) -> LayerCacheHandle:
@@ -257,10 +401,14 @@ class KVCacheManager:
         """`layer` of a step of its own. With several layers, `begin_step` once and `layer` for each do less work."""
         return self.layer(layer_idx, self.begin_step(request_slots, positions, request_ids))
 
+    def raise_if_skipped(self) -> None:
+        """Raise ValueError if a step that was not read back (`Step`) has skipped a request since the last call. Waits
+        for the device."""
+        self._lengths.raise_if_skipped()
+
     def memory_bytes(self) -> int:
-        """Bytes of all pools: the sum over `paged_pools` and `state_pools`, without block tables and free lists."""
-        paged = sum(pool.memory_bytes() for pool in self.paged_pools if pool is not None)
-        return paged + sum(pool.memory_bytes() for pool in self.state_pools)
+        """Bytes of all pools and snapshots, without block tables, lengths and free lists."""
+        return self.state.memory_bytes() + sum(pool.memory_bytes() for pool in self.paged_pools if pool is not None)
 
     def _host_side(self) -> HostSide:
         if self._host is None:

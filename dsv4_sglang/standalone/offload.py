@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4_sglang.cache.host_pool import FreeRows, HostBlockPool, HostSlotPool
+from dsv4_sglang.cache.host_pool import FreeRows, HostBlockPool, HostStates
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.state_cache import StateStorage
 
@@ -28,13 +28,15 @@ class Offloaded:
     event: torch.cuda.Event | None
     _rows: tuple[int, np.ndarray] | None
     """The row of its slot and those of its blocks; None when it is not here any more."""
+    _lengths: Tensor
+    """What `RequestLengths.save` gave for its slot."""
 
 
 class HostSide:
     """Host memory for the slots and blocks of requests, which rows of it are free, and what waits for copies."""
 
     def __init__(self, state: StateStorage, pools: Sequence[PagedKVPool], requests: int, blocks: int) -> None:
-        self.slots = HostSlotPool(state, requests)
+        self.slots = HostStates("host_requests", state.slot_tables(), 0, requests, None)
         self.blocks = HostBlockPool(pools, blocks) if pools and blocks else None
         self.free_slots, self.free_blocks = FreeRows(requests), FreeRows(blocks)
         self._layers, self._device = len(pools), state.device
@@ -42,7 +44,7 @@ class HostSide:
         """Of the last way here."""
         self._leaving: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
 
-    def save(self, slot: int, blocks: Sequence[int], stream: torch.cuda.Stream | None) -> Offloaded:
+    def save(self, slot: int, blocks: Sequence[int], lengths: Tensor, stream: torch.cuda.Stream | None) -> Offloaded:
         """Begin to copy a request. Raises RuntimeError, and nothing is taken, without enough rows."""
         self.settle(lambda: self.free_slots.available > 0 and self.free_blocks.available >= len(blocks))
         if not self.free_slots.available or self.free_blocks.available < len(blocks):
@@ -62,7 +64,7 @@ class HostSide:
                 self.blocks.save(self._ids(blocks), torch.from_numpy(rows))
 
         self._saved = self._on(stream, copy)
-        return Offloaded(len(blocks), self._saved, (there, rows))
+        return Offloaded(len(blocks), self._saved, (there, rows), lengths)
 
     def load(self, offloaded: Offloaded, slot: int, blocks: Sequence[int], stream: torch.cuda.Stream | None) -> None:
         """Begin to copy a request back; its rows are free when that is over."""

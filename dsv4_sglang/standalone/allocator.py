@@ -1,4 +1,4 @@
-"""`BlockAllocator`: which blocks of a pool are free."""
+"""`BlockAllocator`: which blocks of a pool are free, and how many owners the others have."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from dsv4_sglang.cache.device import resolve_device
 
 
 class BlockAllocator:
-    """Hands out block ids 0 .. num_total_blocks - 1.
+    """Hands out block ids 0 .. num_total_blocks - 1 and counts their owners.
+
+    `acquire` gives a block its first owner, `share` one more, `release` takes one away. A block without owners is free.
 
     The free list is a stack of int32 ids on the device. Its top pointer is on the host (pinned where there is a GPU),
     so `num_free` and the decision whether `acquire` fits never wait for the device. The host also keeps a copy of the
-    stack and a byte a block that says whether it is free; with them a release is checked before anything moves. What
-    that costs: 5 B of host memory a block, and at `release` a few passes over the ids on the host and one wait for the
+    stack and the number of owners of each block; with them a release is checked before anything moves. What that
+    costs: 8 B of host memory a block, and at `release` a few passes over the ids on the host and one wait for the
     device, for the copy of the ids to the other side. `acquire` never waits.
 
     Not for use inside a CUDA graph: acquire and release between captures and replays. While the current stream is
@@ -30,7 +32,7 @@ class BlockAllocator:
         self.device = resolve_device(device)
         # The top of the stack is its end: block 0 goes first.
         self._host_stack = torch.arange(num_total_blocks - 1, -1, -1, dtype=torch.int32)
-        self._is_free = torch.ones(num_total_blocks, dtype=torch.bool)
+        self._owners = torch.zeros(num_total_blocks, dtype=torch.int32)
         self._stack = self._host_stack.to(self.device, copy=True)
         self._top = torch.tensor([num_total_blocks], dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
@@ -54,29 +56,34 @@ class BlockAllocator:
         if n > top:
             raise RuntimeError(f"OOM: {n} blocks asked, {top} free of {self.num_total_blocks}")
         taken = self._host_stack[top - n : top].flip(0)
-        self._is_free[taken.long()] = False
+        self._owners[taken.long()] = 1
         self._top[0] = top - n
         # A copy: the stack's memory is written again by the next release.
         return self._stack[top - n : top].flip(0), taken.tolist()
 
-    def release(self, ids: Tensor | Sequence[int]) -> None:
-        """Give blocks back. `ids`: an int tensor [n] on any device, or a sequence of ints.
+    def owners(self, block: int) -> int:
+        """The number of owners of a block; 0: it is free."""
+        return int(self._owners[block])
 
-        Raises ValueError and changes nothing when an id is not a block of this allocator, is given twice, is free
+    def share(self, ids: Tensor | Sequence[int]) -> None:
+        """Give blocks one more owner each. `ids` and errors as in `release`."""
+        blocks = self._check("share", ids)
+        self._owners[blocks] += 1
+
+    def release(self, ids: Tensor | Sequence[int]) -> None:
+        """Take one owner from each block; those without owners are free. `ids`: an int tensor [n] on any device, or a
+        sequence of ints.
+
+        Raises ValueError and changes nothing when an id is not a block of this allocator, is given twice or is free
         already, or when more ids come back than are out.
         """
         self._refuse_in_capture("release")
-        given = ids if isinstance(ids, Tensor) else torch.tensor(list(ids), dtype=torch.int32)
-        if given.dim() != 1 or given.is_floating_point() or given.dtype == torch.bool:
-            raise ValueError(
-                f"release: ids are {given.dtype} of shape {tuple(given.shape)}; expected ints of shape [n]"
-            )
-        host = given.to("cpu", torch.int64)
-        self._check_release(host)
-        n, top = len(host), self.num_free
-        self._host_stack[top : top + n] = host
-        self._stack[top : top + n] = given.to(self.device, torch.int32)
-        self._is_free[host] = True
+        blocks = self._check("release", ids)
+        self._owners[blocks] -= 1
+        free = blocks[self._owners[blocks] == 0].int()
+        n, top = len(free), self.num_free
+        self._host_stack[top : top + n] = free
+        self._stack[top : top + n] = free.to(self.device)
         self._top[0] = top + n
 
     def _refuse_in_capture(self, what: str) -> None:
@@ -86,16 +93,22 @@ class BlockAllocator:
                 f"the capture again; call {what} outside the graph and copy the ids into a tensor that the graph reads"
             )
 
-    def _check_release(self, ids: Tensor) -> None:
+    def _check(self, what: str, ids: Tensor | Sequence[int]) -> Tensor:
+        """The ids [n] int64 on the host, if all of them are blocks with owners."""
+        given = ids if isinstance(ids, Tensor) else torch.tensor(list(ids), dtype=torch.int32)
+        if given.dim() != 1 or given.is_floating_point() or given.dtype == torch.bool:
+            raise ValueError(f"{what}: ids are {given.dtype} of shape {tuple(given.shape)}; expected ints of shape [n]")
+        blocks = given.to("cpu", torch.int64)
         out = self.num_total_blocks - self.num_free
-        if len(ids) > out:
-            raise ValueError(f"release: {len(ids)} blocks given, only {out} of {self.num_total_blocks} are out")
-        foreign = ids[(ids < 0) | (ids >= self.num_total_blocks)]
+        if len(blocks) > out:
+            raise ValueError(f"{what}: {len(blocks)} blocks given, only {out} of {self.num_total_blocks} are out")
+        foreign = blocks[(blocks < 0) | (blocks >= self.num_total_blocks)]
         if len(foreign):
-            raise ValueError(f"release: block {int(foreign[0])} is not in 0..{self.num_total_blocks - 1}")
-        free = ids[self._is_free[ids]]
+            raise ValueError(f"{what}: block {int(foreign[0])} is not in 0..{self.num_total_blocks - 1}")
+        free = blocks[self._owners[blocks] == 0]
         if len(free):
-            raise ValueError(f"release: block {int(free[0])} is free already (released twice?)")
-        unique, count = ids.unique(return_counts=True)
-        if len(unique) < len(ids):
-            raise ValueError(f"release: block {int(unique[count > 1][0])} is given twice")
+            raise ValueError(f"{what}: block {int(free[0])} is free already (released twice?)")
+        unique, count = blocks.unique(return_counts=True)
+        if len(unique) < len(blocks):
+            raise ValueError(f"{what}: block {int(unique[count > 1][0])} is given twice")
+        return blocks

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.schema import LayerCacheSchema
-from dsv4_sglang.cache.state_cache import StateCachePool
-from dsv4_sglang.cache.step import Step
 from dsv4_sglang.formats import make_row_tables
 from dsv4_sglang.model.layer_schedule import AttentionType
+from dsv4_sglang.standalone.state_cache import StateCachePool
+from dsv4_sglang.standalone.step import Step
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,9 @@ class LayerCacheHandle:
 
     In a prefill step (not `Step.is_decode`), `append` makes a workspace of window rows that
     `read_swa_view` hands out: the chunk's late tokens replace ring rows that its early ones still see (SPEC 6.4).
+
+    All methods of a decode step can be captured into a CUDA graph and replayed at other positions. Sizes follow from
+    shapes; positions, slots and blocks are read on the device at every replay. See `Step`.
     """
 
     def __init__(self, layer_idx: int, state_pool: StateCachePool, paged_pool: PagedKVPool | None, step: Step) -> None:
@@ -142,15 +144,19 @@ class LayerCacheHandle:
         weights: LayerWeights,
         kv_score: Tensor | None = None,
         index_kv_score: Tensor | None = None,
-        track_slots: Tensor | None = None,
     ) -> None:
-        """Everything the layer writes for the step's tokens, from the raw projections.
+        """Write everything that the layer keeps of the step's tokens, from the raw projections.
 
-        `kv`, `kv_score`, `index_kv_score`: see `Projections`; `track_slots` [T] int32, the state slot of the checkpoint
-        that takes this token's row, or -1. Call it once a step: it moves the tails on.
+        Args:
+            kv, kv_score, index_kv_score: see `Projections`.
+            weights: what the cache takes of the layer's weights.
+
+        Raises:
+            ValueError: an input is missing or has another shape; or a request must not be written (`Step`), for
+                instance because the step does not begin where its tokens end. Nothing is written then.
         """
         self._check_append(kv, weights, kv_score, index_kv_score)
-        pool, paged, step, out_loc = self.state_pool, self.paged_pool, self.step.metadata, self.step.out_loc
+        pool, paged, step = self.state_pool, self.paged_pool, self.step.begin_append(self.layer_idx)
         if not step.is_decode:
             self._window = make_row_tables(1, 1, step.window_size, self.schema.row_format, kv.device)[0]
         tables = LayerTables(
@@ -162,8 +168,8 @@ class LayerCacheHandle:
             pool.swa_head,
             pool.tail_len,
         )
-        step = replace(step, out_loc=out_loc, track_slots=track_slots)
         append_layer(self.schema, tables, weights, Projections(kv, kv_score, index_kv_score), step, self._window)
+        self.step.end_append(self.layer_idx)
 
     def _check_append(
         self, kv: Tensor, weights: LayerWeights, kv_score: Tensor | None, index_kv_score: Tensor | None
@@ -199,7 +205,7 @@ class LayerCacheHandle:
             window_rows=step.metadata.window_rows if window is not None else None,
             window_lens=step.metadata.window_lens if window is not None else None,
             row_format=self.schema.row_format.code,
-            positions=step.positions.long(),
+            positions=step.metadata.positions,
             swa_fp8=pool.swa_fp8,
             swa_rope=pool.swa_rope,
             swa_inv=pool.swa_inv,

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.state_cache import StateStorage
-from dsv4_sglang.cache.step import NO_BLOCK, Step
 from dsv4_sglang.cache.v41 import V41Layout, make_v41_pools
 from dsv4_sglang.cache.v41_step import V41Step
 from dsv4_sglang.model.v41 import V41Config, v41_schedule
+from dsv4_sglang.standalone.step import NO_BLOCK, Step
 
 
 class V41Cache:
@@ -65,7 +65,8 @@ class V41Cache:
             draft_tokens=self.draft_tokens,
             ring_rows=self.layout.ring_rows,
         )
-        metadata = replace(step.metadata, out_loc=step.out_loc, track_slots=track_slots)
+        step.check_blocks()
+        metadata = replace(step.metadata, track_slots=track_slots)
         return V41Step(self.config, self.schedule, self.state, self.pools, metadata)
 
     def memory_bytes(self) -> int:

@@ -1,4 +1,8 @@
-"""`index_topk` on CUDA: its three steps, kernels of the extension (csrc/index), which must have been loaded."""
+"""`index_topk` on CUDA: its three steps are kernels of the extension (csrc/index).
+
+Importing this module registers the op and needs no GPU. The extension must be loaded before the first call
+(`ops.extension.load`).
+"""
 
 import torch
 from torch import Tensor
@@ -75,3 +79,6 @@ def index_topk(
         owners, where = token_request[part], positions[part]
         score(query[part], weights[part], index_keys, block_table, owners, where, keys, top, scores)
         select(scores, block_table, owners, where, rows[part])
+
+
+torch.library.impl(f"{NAMESPACE}::index_topk", "CUDA", index_topk)

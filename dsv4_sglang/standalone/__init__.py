@@ -1,0 +1,28 @@
+"""The hybrid cache for programs without SGLang: `KVCacheManager` owns slots and blocks, handles write and read layers.
+
+A server does not import this package. There SGLang's scheduler owns slots and blocks (`srt.pools`). Both faces are
+built on the storage in `dsv4_sglang.cache`.
+"""
+
+from dsv4_sglang.attention import cuda_ops  # noqa: F401  (registers the ops that read the cache for CUDA)
+from dsv4_sglang.standalone.allocator import BlockAllocator
+from dsv4_sglang.standalone.handle import ClassicalView, IndexerView, LayerCacheHandle, SwaView
+from dsv4_sglang.standalone.manager import KVCacheManager, Snapshot
+from dsv4_sglang.standalone.offload import Offloaded
+from dsv4_sglang.standalone.state_cache import StateCachePool
+from dsv4_sglang.standalone.step import Step
+from dsv4_sglang.standalone.v41_cache import V41Cache
+
+__all__ = [
+    "BlockAllocator",
+    "ClassicalView",
+    "IndexerView",
+    "KVCacheManager",
+    "LayerCacheHandle",
+    "Offloaded",
+    "Snapshot",
+    "StateCachePool",
+    "Step",
+    "SwaView",
+    "V41Cache",
+]

@@ -1,0 +1,159 @@
+"""`RequestLengths`: how many tokens of each request every layer holds, and what may be appended to them."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Problem(enum.IntEnum):
+    """Why a request must not be written in a step. Of several problems the lowest number counts."""
+
+    IDS = 1
+    NOT_CONSECUTIVE = 2
+    NEGATIVE = 3
+    SEVERAL_SLOTS = 4
+    NO_SUCH_SLOT = 5
+    SHARED_SLOT = 6
+    NO_BLOCK = 7
+    WRONG_POSITION = 8
+
+    def describe(self, slot: int, slots: int) -> str:
+        """One line for the request in state slot `slot` of `slots`. WRONG_POSITION has `RequestLengths.expected`."""
+        return {
+            Problem.IDS: "request_ids: a request's tokens are not next to each other",
+            Problem.NOT_CONSECUTIVE: "positions: a request's tokens are not consecutive",
+            Problem.NEGATIVE: "positions: a position is negative",
+            Problem.SEVERAL_SLOTS: "request_slots: a request's tokens have several slots",
+            Problem.NO_SUCH_SLOT: f"request_slots: a slot is not in -1..{slots - 1}",
+            Problem.SHARED_SLOT: f"request_slots: two requests are in state slot {slot}; a slot belongs to one request",
+            Problem.NO_BLOCK: f"a position of state slot {slot} has no block: allocate_block({slot}) first",
+            Problem.WRONG_POSITION: "",
+        }[self]
+
+
+FREE = (torch.iinfo(torch.int32).max, -1)
+"""The bounds of a slot without a request: no position lies within."""
+
+
+class Claim(NamedTuple):
+    """What the appends of one step write, [layers, B] each.
+
+    Attributes:
+        slots: int32 state slot of each request, -1 for one that the layer must not write.
+        outside: bool, the step does not begin where the layer's tokens end.
+        rows: int64 row of `RequestLengths.table` that the layer's append writes.
+        values: [layers, B, 2] int32, what it writes there.
+    """
+
+    slots: Tensor
+    outside: Tensor
+    rows: Tensor
+    values: Tensor
+
+
+class RequestLengths:
+    """Where the next step of each request may begin, in each layer.
+
+    An append that begins elsewhere would leave a gap or write tokens twice. Every append is compared with these bounds
+    and then moves them. They are on the device, because the replay of a CUDA graph moves them as well.
+
+    `table` [layers, 2 slots + 1, 2] int32:
+
+    - Row s: the first and the last position at which the next step of the request in slot s may begin. Both are the
+      number of its tokens, unless the last step had draft tokens, which the next step may roll back.
+    - Row slots + s: the `Problem` and the position of the last request in slot s that a step skipped; 0: none.
+    - The last row takes the writes of padding requests.
+
+    Attributes:
+        claimed_by: the step that compared itself with the bounds last. Another step must compare again.
+    """
+
+    def __init__(self, layers: int, slots: int, device: torch.device) -> None:
+        self.slots = slots
+        self.table: Tensor = torch.zeros((layers, 2 * slots + 1, 2), dtype=torch.int32, device=device)
+        self.claimed_by: object = None
+        for column, bound in enumerate(FREE):
+            self.table[:, :slots, column] = bound
+
+    def set(self, slot: int, first: int, last: int) -> None:
+        """Let the next step of the request in `slot` begin at `first` .. `last`, in every layer."""
+        self.table[:, slot, 0] = first
+        self.table[:, slot, 1] = last
+        self.claimed_by = None
+
+    def free(self, slot: int) -> None:
+        self.set(slot, *FREE)
+
+    def save(self, slot: int) -> Tensor:
+        """A copy [layers, 2] of the bounds of a slot. Does not wait for the device."""
+        return self.table[:, slot].clone()
+
+    def load(self, slot: int, saved: Tensor) -> None:
+        self.table[:, slot] = saved
+        self.claimed_by = None
+
+    def read(self, slot: int) -> tuple[int, int]:
+        """The bounds of a slot. Waits for the device.
+
+        Raises RuntimeError if the layers have different numbers of tokens: the last step is not complete.
+        """
+        bounds = self.table[:, slot].tolist()
+        if any(bound != bounds[0] for bound in bounds):
+            lengths = sorted({last for _, last in bounds})
+            raise RuntimeError(
+                f"the layers of state slot {slot} have {lengths[0]} to {lengths[-1]} tokens; append the last step to "
+                "every layer first"
+            )
+        first, last = bounds[0]
+        return first, last
+
+    def claim(self, slots: Tensor, begins: Tensor, after: Tensor, problem: Tensor) -> Claim:
+        """Compare a step with the bounds. Device work only.
+
+        Args:
+            slots: [B] int32 state slot of each request, -1 for padding.
+            begins: [B] int32 position of its first token.
+            after: [B, 2] int32 its bounds after the step.
+            problem: [B] int32 what else is wrong with it (`Problem`), 0: nothing.
+        """
+        slot = slots.long().clamp(0, self.slots - 1)
+        bounds = self.table.index_select(1, slot)
+        outside = ((begins < bounds[..., 0]) | (begins > bounds[..., 1])) & (slots >= 0)
+        problem = torch.where(problem > 0, problem, Problem.WRONG_POSITION * outside.int())
+        skipped = problem > 0
+        written = slots.expand_as(problem).masked_fill(skipped, -1)
+        rows = torch.where(skipped, self.slots + slot, slot.masked_fill(slots < 0, 2 * self.slots))
+        values = torch.where(skipped[..., None], torch.stack((problem, begins.expand_as(problem)), -1), after)
+        return Claim(written, outside, rows, values)
+
+    def commit(self, layer: int, claim: Claim) -> None:
+        """Note what the layer has appended. Device work only."""
+        self.table[layer].index_copy_(0, claim.rows[layer], claim.values[layer])
+
+    def expected(self, layer: int, slot: int, position: int) -> str:
+        """One line that says where the step of a request had to begin, and that it begins at `position`."""
+        first, last = self.table[layer, slot].tolist()
+        if (first, last) == FREE:
+            return f"state slot {slot} holds no request: admit_request() first"
+        where = f"at {last}" if first == last else f"at one of {first}..{last}"
+        return (
+            f"positions: state slot {slot} has {last} tokens in layer {layer}, so its next step begins {where}, not at "
+            f"{position}"
+        )
+
+    def raise_if_skipped(self) -> None:
+        """Raise ValueError if a step has skipped a request since the last call. Waits for the device."""
+        skipped = self.table[:, self.slots : 2 * self.slots]
+        found = skipped[..., 0].nonzero().tolist()
+        if not found:
+            return
+        layer, slot = found[0]
+        number, position = skipped[layer, slot].tolist()
+        problem = Problem(number)
+        skipped.zero_()
+        reason = problem.describe(slot, self.slots) or self.expected(layer, slot, position)
+        raise ValueError(f"a step that was not read back skipped state slot {slot} at position {position}: {reason}")

@@ -1,0 +1,120 @@
+"""`StateCachePool`: the state of one layer, with a view of each part of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_sglang.cache.device import resolve_device
+from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema
+from dsv4_sglang.cache.state_cache import EMPTY, StateStorage, check_slot
+from dsv4_sglang.formats import RowTable
+from dsv4_sglang.model.geometry import HCA_ONLINE_ROWS, HCA_RATIO, WINDOW
+from dsv4_sglang.model.layer_schedule import AttentionType
+
+
+class StateCachePool:
+    """The state of one layer, `max_requests` slots: by itself, or views of layer `layer` of a storage of all layers.
+
+    Tables, as the ops take them: `ring` [slots, R, width] (R: `LayerCacheSchema.ring_rows`) and `tail` (None for SWA;
+    shape in `LayerCacheSchema.tail_shape`). Everything below is a view of them. Names end in `a` for the window that is
+    open and in `b` for the stream that the next window pools too; k and z are projections, z with the position bias
+    added. Cc and Cp are the rows of a CSA tail's rings, n the banks of an HCA tail (`state_rows`): 4, 8, 1 without
+    drafts.
+
+    | attribute | shape | who has it |
+    | --- | --- | --- |
+    | swa_fp8, swa_rope | [slots, R, 448] uint8, [slots, R, 64] bf16 | FP8 rows |
+    | swa_inv | [slots, R] float8_e8m0fnu, the multiplier that dequantises | FP8 rows |
+    | swa_pos | [slots, R] int32, position of each ring row, -1: none | all |
+    | swa_head | [slots] int32, ring row of the next position | all |
+    | tail_ka, tail_za | [slots, Cc, 512] (row t % Cc), HCA [slots, 128, 512] (row t & 127) fp32 | CSA, HCA raw |
+    | tail_kb, tail_zb | [slots, Cp, 512] fp32 (row t % Cp) | CSA |
+    | index_tail_ka, _za, _kb, _zb | the same with 128 columns | CSA |
+    | tail_max, tail_sum, tail_acc | [slots, 512], with drafts [slots, n, 512] (t tokens: bank t % n) fp32, accumulator
+    not divided by the sum | HCA online |
+    | tail_len | [slots] int32, tokens in the open window | CSA, HCA |
+    """
+
+    def __init__(
+        self,
+        schema: LayerCacheSchema,
+        max_requests: int,
+        device: torch.device | str | None = None,
+        *,
+        storage: StateStorage | None = None,
+        layer: int = 0,
+    ) -> None:
+        if storage is None:
+            storage = StateStorage(CacheLayout((schema,), resolve_device(device)), max_requests)
+        if storage.num_slots != max_requests:
+            raise ValueError(f"the storage given has {storage.num_slots} slots; expected {max_requests}")
+        if storage.swa_pos is None or storage.swa_head is None:
+            raise ValueError("the storage given keeps no positions; make it with positions=True")
+        self.schema = schema
+        self.max_requests = max_requests
+        self.device = storage.device
+        self.ring: Tensor = storage.ring(layer)
+        self.tail: Tensor | None = storage.tail(layer)
+        self.swa_pos: Tensor = storage.swa_pos[layer]
+        self.swa_head: Tensor = storage.swa_head[layer]
+        self.tail_len: Tensor | None = storage.tail_lengths(layer)
+
+        views = RowTable(self.ring, schema.row_format).views()
+        self.swa_fp8: Tensor | None = views.fp8 if views else None
+        self.swa_rope: Tensor | None = views.rope if views else None
+        self.swa_inv: Tensor | None = views.inv_scale if views else None
+        self._split_tail()
+
+    def _split_tail(self) -> None:
+        names = ("tail_ka", "tail_za", "tail_kb", "tail_zb")
+        parts: dict[str, Tensor] = {}
+        if self.tail is not None and self.schema.attn is AttentionType.CSA:
+            rows = self.schema.rows.csa
+            sizes = (rows.current, rows.current, rows.previous, rows.previous)
+            main, index = self.tail.split((self.schema.entry_head_dim, self.schema.indexer_head_dim), dim=-1)
+            parts.update(zip(names, main.split(sizes, dim=1)))
+            parts.update((f"index_{name}", part) for name, part in zip(names, index.split(sizes, dim=1)))
+        elif self.tail is not None and self.schema.hca_state is HcaState.RAW:
+            parts.update(zip(names, self.tail.split(HCA_RATIO, dim=1)))
+        elif self.tail is not None:
+            banks = self.tail.unflatten(1, (-1, HCA_ONLINE_ROWS)).squeeze(1)
+            parts.update(zip(("tail_max", "tail_sum", "tail_acc"), banks.unbind(-2)))
+        self.tail_ka, self.tail_za, self.tail_kb, self.tail_zb = (parts.get(name) for name in names)
+        self.index_tail_ka, self.index_tail_za = parts.get("index_tail_ka"), parts.get("index_tail_za")
+        self.index_tail_kb, self.index_tail_zb = parts.get("index_tail_kb"), parts.get("index_tail_zb")
+        self.tail_max, self.tail_sum = parts.get("tail_max"), parts.get("tail_sum")
+        self.tail_acc = parts.get("tail_acc")
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that a slot consists of, slot dimension first."""
+        every = (self.ring, self.tail, self.swa_pos, self.swa_head, self.tail_len)
+        return [tensor for tensor in every if tensor is not None]
+
+    def reset_slot(self, slot: int) -> None:
+        """Empty a slot of this layer."""
+        check_slot(slot, self.max_requests)
+        for tensor in self.tensors:
+            tensor[slot].fill_(EMPTY if tensor is self.swa_pos else 0)
+
+    def copy_slot(self, src: int, dst: int) -> None:
+        """Copy slot `src` of this layer to slot `dst`."""
+        check_slot(src, self.max_requests)
+        check_slot(dst, self.max_requests)
+        for tensor in self.tensors:
+            tensor[dst].copy_(tensor[src])
+
+    def memory_bytes(self) -> int:
+        """Bytes of this layer's slots, block padding included; exact for a view of a shared storage too."""
+        return sum(self.max_requests * tensor.stride(0) * tensor.element_size() for tensor in self.tensors)
+
+
+def resume_slot(storage: StateStorage, slot: int, length: int) -> None:
+    """Note in an empty slot that its rings hold the window of a request of `length` tokens, a multiple of 128."""
+    assert storage.swa_pos is not None and storage.swa_head is not None
+    rows = storage.swa_pos.shape[2]
+    window = torch.arange(length - WINDOW, length, dtype=torch.int32, device=storage.device)
+    storage.swa_pos[:, slot, window.long() % rows] = window
+    storage.swa_head[:, slot] = length % rows

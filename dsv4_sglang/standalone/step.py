@@ -1,0 +1,288 @@
+"""`Step`: the tokens of one forward, for a program that owns slots and blocks itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4_sglang.cache.step import StepMetadata
+from dsv4_sglang.model.geometry import BLOCK_TOKENS, state_rows
+from dsv4_sglang.standalone.lengths import Claim, Problem, RequestLengths
+
+NO_BLOCK = -1
+"""What a block table holds where a request has no block."""
+
+
+class _Requests(NamedTuple):
+    """The B requests of a step: their ids [B], the first token of each and the end [B + 1] int32, the request of each
+    token [T] int64, and whether the step is a decode step."""
+
+    ids: Tensor
+    query_start: Tensor
+    owner: Tensor
+    is_decode: bool
+
+    @property
+    def first(self) -> Tensor:
+        return self.query_start[:-1].long()
+
+
+@dataclass
+class _Derived:
+    """What a step derives from its tensors. `problem` [B] int32: of each request, in a step that is not read back."""
+
+    metadata: StepMetadata
+    requests: _Requests
+    problem: Tensor
+    recorded: bool
+    claim: Claim | None = None
+
+
+class Step:
+    """The tokens of one forward: T tokens of B requests, a request's tokens next to each other and in order.
+
+    Making a step only keeps the tensors given. What layers take, `metadata`, is derived when first asked for and then
+    kept, so layers that share a step share that work.
+
+    The derivation waits for the device once, to learn how many tokens each request has, and raises ValueError for a
+    step that must not be written. With `tokens_per_request` nothing is read back: the step is a decode step with that
+    many tokens of each request. A step that is derived while a CUDA graph is captured is one too, by default with one
+    token of each request. Replays then read the tensors given, which keep their addresses. A replay cannot raise: it
+    skips the requests that must not be written, like padding, and `KVCacheManager.raise_if_skipped` raises for them.
+    Use a step in one capture only.
+
+    Args:
+        request_slots: [T] int32 or int64 state slot of each token's request, -1 for a token that only pads.
+        positions: [T] int32 or int64 position of each token in its request.
+        request_ids: [T] int, any number that tells the requests of the step apart.
+        block_tables: [slots, blocks] int32 block ids of every state slot's request, -1 where it has none.
+        draft_tokens: tokens of a request that a decode step may write and the next one roll back (`state_rows`). That
+            one then begins at an earlier position.
+        has_blocks: False for a cache of SWA layers alone, whose tokens need no blocks.
+        ring_rows: rows of a slot's window ring, by default those that V4 has for so many draft tokens.
+        tokens_per_request: see above.
+        lengths: tokens of each request in each layer; None: the caller keeps them (`V41Cache`). A step without them is
+            always read back.
+    """
+
+    def __init__(
+        self,
+        request_slots: Tensor,
+        positions: Tensor,
+        request_ids: Tensor,
+        block_tables: Tensor,
+        *,
+        draft_tokens: int = 0,
+        has_blocks: bool = True,
+        ring_rows: int | None = None,
+        tokens_per_request: int | None = None,
+        lengths: RequestLengths | None = None,
+    ) -> None:
+        for name, tensor in (("request_slots", request_slots), ("positions", positions), ("request_ids", request_ids)):
+            if tensor.dim() != 1 or tensor.shape != request_slots.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}; expected one value a token, [{request_slots.numel()}]"
+                )
+            if tensor.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"{name} is {tensor.dtype}; expected torch.int32 or torch.int64")
+            if tensor.device != block_tables.device:
+                raise ValueError(f"{name} is on {tensor.device}; the cache is on {block_tables.device}")
+        most = max(draft_tokens, 1)
+        if tokens_per_request is not None and not (
+            1 <= tokens_per_request <= most and len(positions) % tokens_per_request == 0
+        ):
+            raise ValueError(
+                f"tokens_per_request is {tokens_per_request} in a step of {len(positions)} tokens; expected 1 to "
+                f"{most} (draft_tokens of the cache) and a divisor of the tokens"
+            )
+        self.request_slots = request_slots
+        self.positions = positions
+        self.request_ids = request_ids
+        self.block_tables = block_tables
+        self.draft_tokens = draft_tokens
+        self.has_blocks = has_blocks
+        self.ring_rows = state_rows(draft_tokens).ring if ring_rows is None else ring_rows
+        self.tokens_per_request = tokens_per_request
+        self.lengths = lengths
+        self._derived: _Derived | None = None
+        self._appended: set[int] = set()
+
+    @property
+    def is_decode(self) -> bool:
+        """True for one token of each request, or as many of each as a cache for drafts takes. Attention then reads the
+        rings, else the window workspace of `append`."""
+        return self.metadata.is_decode
+
+    @property
+    def metadata(self) -> StepMetadata:
+        """What layers take. Its `out_loc` is negative where a position has no block; `check_blocks` rejects that."""
+        return self._derive().metadata
+
+    def _tokens_per_request(self) -> int | None:
+        """None if the step is read back to count them."""
+        if self.tokens_per_request is None and self.lengths is not None and _is_recorded(self.positions.device):
+            return 1
+        return self.tokens_per_request
+
+    def _derive(self) -> _Derived:
+        recorded = _is_recorded(self.positions.device)
+        if self._derived is None or (recorded and not self._derived.recorded):
+            self._derived = self._build(recorded)
+            self._appended.clear()
+        return self._derived
+
+    def _build(self, recorded: bool) -> _Derived:
+        each = self._tokens_per_request()
+        requests = self._count() if each is None else self._divide(each)
+        first, owner, at = requests.first, requests.owner, self.positions.long()
+        slots = self.request_slots[first].int()
+        # A padding request has some slot's blocks, which nobody reads.
+        block_table = self.block_tables[slots.long().clamp(0, self.block_tables.shape[0] - 1)]
+        out_loc = self._out_loc(block_table[owner], at) if self.has_blocks else at
+        problems = self._problems(requests)
+        problem = torch.zeros_like(slots)
+        if each is None:
+            self._raise_first(problems, requests)
+        else:
+            problems[Problem.NO_BLOCK] = (self.request_slots >= 0) & (out_loc < 0)
+            problem = _lowest(problems).view(len(slots), each).amin(1)
+            problem = problem.masked_fill(problem > max(Problem), 0)
+            slots = slots.masked_fill(problem > 0, -1)
+        metadata = StepMetadata.build(
+            slots=slots,
+            prefix_lens=self.positions[first].int(),
+            query_start=requests.query_start,
+            token_request=owner.int(),
+            positions=at,
+            out_loc=out_loc,
+            block_table=block_table,
+            decode_ring_rows=self.ring_rows if requests.is_decode else None,
+        )
+        return _Derived(metadata, requests, problem, recorded)
+
+    def _count(self) -> _Requests:
+        """Runs of equal request ids. Waits for the device."""
+        ids, owner, counts = torch.unique_consecutive(self.request_ids, return_inverse=True, return_counts=True)
+        starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
+        starts[1:] = counts.cumsum(0)
+        each, rest = divmod(len(self.positions), max(len(ids), 1))
+        is_decode = not rest and each <= max(self.draft_tokens, 1)
+        return _Requests(ids, starts, owner, is_decode and (each <= 1 or bool((counts == each).all())))
+
+    def _divide(self, each: int) -> _Requests:
+        """`each` tokens of each request."""
+        tokens, device = len(self.positions), self.positions.device
+        starts = each * torch.arange(tokens // each + 1, dtype=torch.int32, device=device)
+        owner = torch.arange(tokens, device=device) // each
+        return _Requests(self.request_ids[starts[:-1].long()], starts, owner, True)
+
+    def _problems(self, requests: _Requests) -> dict[Problem, Tensor]:
+        """[T] bool each: the tokens that do not belong together."""
+        first, owner = requests.first, requests.owner
+        at, slots, last = self.positions.long(), self.request_slots.long(), self.block_tables.shape[0] - 1
+        offset = torch.arange(len(owner), device=owner.device) - first[owner]
+        taken = slots[first]
+        return {
+            Problem.IDS: (self.request_ids != requests.ids[owner]) | _repeats(requests.ids)[owner],
+            Problem.NOT_CONSECUTIVE: at != at[first][owner] + offset,
+            Problem.NEGATIVE: at < 0,
+            Problem.SEVERAL_SLOTS: slots != taken[owner],
+            Problem.NO_SUCH_SLOT: (slots < -1) | (slots > last),
+            Problem.SHARED_SLOT: (_repeats(taken) & (taken >= 0))[owner],
+        }
+
+    def _raise_first(self, problems: dict[Problem, Tensor], requests: _Requests) -> None:
+        found = torch.stack([wrong.any() for wrong in problems.values()]).tolist()
+        for (problem, wrong), is_wrong in zip(problems.items(), found):
+            if not is_wrong:
+                continue
+            slot = int(self.request_slots[wrong][0])
+            if problem is Problem.SHARED_SLOT:
+                one, other = requests.ids[self.request_slots[requests.first] == slot][:2].tolist()
+                raise ValueError(
+                    f"request_slots: requests {one} and {other} are both in state slot {slot}; "
+                    "a slot belongs to one request"
+                )
+            raise ValueError(problem.describe(slot, self.block_tables.shape[0]))
+
+    @staticmethod
+    def _out_loc(blocks: Tensor, at: Tensor) -> Tensor:
+        """[T] int64: block id * 128 + position mod 128; negative where `blocks` [T, blocks] has no block for it."""
+        index = at // BLOCK_TOKENS
+        block = blocks.gather(1, index.clamp(0, blocks.shape[1] - 1)[:, None]).squeeze(1).long()
+        block = block.masked_fill(index >= blocks.shape[1], NO_BLOCK)
+        return block * BLOCK_TOKENS + at % BLOCK_TOKENS
+
+    def check_blocks(self) -> None:
+        """Raise ValueError for a step with a token that has no block, if the step is read back."""
+        if self._tokens_per_request() is not None:
+            return
+        missing = (self.request_slots >= 0) & (self.metadata.out_loc < 0)
+        if missing.any():
+            slot, position = int(self.request_slots[missing][0]), int(self.positions[missing][0])
+            raise ValueError(
+                f"position {position} of state slot {slot} has no block: allocate_block({slot}) once for every "
+                f"{BLOCK_TOKENS} tokens before they are written"
+            )
+
+    def begin_append(self, layer: int) -> StepMetadata:
+        """The metadata for the append of a layer, without the requests that the layer must skip.
+
+        Raises ValueError, if the step is read back, for a token without a block and for a request whose tokens in this
+        layer do not end where the step begins; and for a layer that has appended the step already.
+        """
+        derived = self._derive()
+        if layer in self._appended:
+            raise ValueError(f"layer {layer} has appended this step already; begin another step")
+        claim = self._claim(derived, layer)
+        return replace(derived.metadata, slots=claim.slots[layer])
+
+    def end_append(self, layer: int) -> None:
+        """Note that the layer has the step's tokens."""
+        derived = self._derive()
+        assert self.lengths is not None and derived.claim is not None
+        self.lengths.commit(layer, derived.claim)
+        self._appended.add(layer)
+
+    def _claim(self, derived: _Derived, layer: int) -> Claim:
+        lengths = self.lengths
+        if lengths is None:
+            raise ValueError("the step has no request lengths; a KVCacheManager's begin_step makes one that has")
+        if derived.claim is None or lengths.claimed_by is not self:
+            self.check_blocks()
+            step = derived.metadata
+            end = step.prefix_lens + step.query_start.diff()
+            may_roll_back = step.is_decode and self.draft_tokens > 1
+            after = torch.stack((step.prefix_lens + 1 if may_roll_back else end, end), -1)
+            given = self.request_slots[derived.requests.first].int()
+            # The last launches write `rows` and `values`, which `append` does not read: in a CUDA graph it begins to
+            # read the batch while the launch before it still runs.
+            derived.claim = lengths.claim(given, step.prefix_lens, after, derived.problem)
+            lengths.claimed_by = self
+            if self._tokens_per_request() is None:
+                outside = derived.claim.outside.cpu()
+                derived.claim = derived.claim._replace(outside=outside)
+        if self._tokens_per_request() is None and bool(derived.claim.outside[layer].any()):
+            wrong = int(derived.claim.outside[layer].int().argmax())
+            token = int(derived.requests.first[wrong])
+            raise ValueError(lengths.expected(layer, int(self.request_slots[token]), int(self.positions[token])))
+        return derived.claim
+
+
+def _is_recorded(device: torch.device) -> bool:
+    """Return True while a CUDA graph is captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _repeats(values: Tensor) -> Tensor:
+    """[n] bool: an earlier value is equal."""
+    return (values[:, None] == values).tril(-1).any(1)
+
+
+def _lowest(problems: dict[Problem, Tensor]) -> Tensor:
+    """[T] int32: the lowest number of the problems of each token, a number above all of them where there is none."""
+    none = max(Problem) + 1
+    return torch.stack([none + (problem - none) * wrong.int() for problem, wrong in problems.items()]).amin(0)

@@ -1,0 +1,222 @@
+"""Requests of a `KVCacheManager` with random layers, and what each of them must read whatever runs beside it."""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_sglang.cache import LayerWeights
+from dsv4_sglang.model import DSV4Config, build_schedule
+from dsv4_sglang.model.rope import rope_frequencies
+from dsv4_sglang.ops.rope import rope_table
+from dsv4_sglang.standalone import KVCacheManager, LayerCacheHandle
+
+HEADS, INDEX_HEADS, TOP_K, EPS = 2, 4, 8, 1e-6
+LONGEST = 512
+CONFIG = dataclasses.replace(
+    DSV4Config.flash(),
+    num_hidden_layers=4,
+    compress_ratios=(0, 4, 128, 4),
+    max_position_embeddings=LONGEST,
+    index_topk=TOP_K,
+)
+EXACT = {"row_format": "fp32", "key_format": "fp32"}
+
+
+def make_manager(
+    device: torch.device | str = "cpu", slots: int = 3, blocks: int = 12, **options: Any
+) -> KVCacheManager:
+    return KVCacheManager(
+        CONFIG,
+        build_schedule(CONFIG),
+        max_concurrent_requests=slots,
+        num_blocks_per_csa_layer=blocks,
+        num_blocks_per_hca_layer=blocks,
+        device=device,
+        **options,
+    )
+
+
+@dataclass
+class Layer:
+    """Random weights of one layer, and the random inputs of a request at every position."""
+
+    weights: LayerWeights
+    sink: Tensor
+    inputs: dict[str, Tensor]
+
+    @classmethod
+    def make(cls, ratio: int, seed: int, device: torch.device | str = "cpu") -> "Layer":
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(device)
+
+        streams = {0: 0, 4: 4, 128: 2}[ratio]
+        weights = LayerWeights(
+            kv_norm=1 + 0.1 * normal(512),
+            rope=rope_table(LONGEST, rope_frequencies(CONFIG, ratio)).to(device),
+            eps=EPS,
+            entry_norm=1 + 0.1 * normal(512) if ratio else None,
+            ape=normal(ratio, streams // 2 * 512) if ratio else None,
+            index_norm=1 + 0.1 * normal(128) if ratio == 4 else None,
+            index_ape=normal(4, 256) if ratio == 4 else None,
+        )
+        inputs = {"kv": normal(LONGEST, 512), "q": normal(LONGEST, HEADS, 512)}
+        if ratio:
+            inputs["kv_score"] = normal(LONGEST, streams * 512)
+        if ratio == 4:
+            inputs["index_kv_score"] = normal(LONGEST, 4 * 128)
+            inputs["index_q"] = normal(LONGEST, INDEX_HEADS, 128)
+            inputs["index_weights"] = normal(LONGEST, INDEX_HEADS)
+        return cls(weights, normal(HEADS), inputs)
+
+
+@functools.lru_cache(maxsize=32)
+def random_inputs(ratio: int, seed: int, device: torch.device | str) -> dict[str, Tensor]:
+    return Layer.make(ratio, seed, device).inputs
+
+
+History = tuple[tuple[int, int], ...]
+"""What a request was given: pairs of a seed of its inputs and the position from which on they are its."""
+
+
+def layers_of(history: History, device: torch.device | str = "cpu") -> list[Layer]:
+    """Weights are the same for all requests, inputs are those of its seeds."""
+    made = []
+    for i, ratio in enumerate(CONFIG.compress_ratios):
+        layer = Layer.make(ratio, i, device)
+        inputs: dict[str, Tensor] = {}
+        for seed, begin in history:
+            for name, x in random_inputs(ratio, 1000 * (seed + 1) + i, device).items():
+                inputs[name] = torch.cat([inputs[name][:begin], x[begin:]]) if begin else x
+        made.append(dataclasses.replace(layer, inputs=inputs))
+    return made
+
+
+def attend(handle: LayerCacheHandle, layer: Layer, inputs: dict[str, Tensor], most: int | None = None) -> Tensor:
+    """What a program does with the views. `most`: entries that a token may see; None: it is read from the device."""
+    swa, classical, indexer = handle.read_swa_view(), handle.read_classical_view(), handle.read_indexer_view()
+    rows = lens = None
+    if indexer is not None:
+        tokens, most = len(indexer.positions), most or max(1, int(indexer.n_visible.max()))
+        rows = torch.empty(tokens, TOP_K, dtype=torch.int32, device=swa.positions.device)
+        torch.ops.dsv4_sglang.index_topk(
+            inputs["index_q"],
+            inputs["index_weights"] * CONFIG.index_weight_scale,
+            indexer.index_keys,
+            indexer.block_table,
+            indexer.token_request,
+            indexer.positions,
+            layer.weights.rope,
+            indexer.key_format,
+            torch.empty(tokens, most, device=swa.positions.device),
+            rows,
+        )
+        lens = indexer.n_visible.clamp_max(TOP_K)
+    elif classical is not None:
+        rows, lens = classical.entry_rows, classical.n_visible
+    return torch.ops.dsv4_sglang.attend(
+        inputs["q"],
+        layer.sink,
+        swa.window,
+        swa.window_rows,
+        swa.window_lens,
+        classical.entries if classical is not None else None,
+        rows,
+        lens,
+        swa.positions,
+        layer.weights.rope,
+        CONFIG.softmax_scale,
+        swa.row_format,
+    )
+
+
+@dataclass(eq=False, repr=False)
+class Request:
+    """A running request: its slot, its layers, and what every layer gave for every token so far."""
+
+    slot: int
+    history: History
+    layers: list[Layer]
+    outputs: list[list[Tensor]]
+    length: int = 0
+
+    def __repr__(self) -> str:
+        return f"Request(slot {self.slot}, {self.length} tokens of {self.history})"
+
+    @classmethod
+    def admit(cls, manager: KVCacheManager, seed: int) -> "Request":
+        history = ((seed, 0),)
+        layers = layers_of(history, manager.device)
+        return cls(manager.admit_request(), history, layers, [[] for _ in layers])
+
+    def branch(self, slot: int, seed: int, length: int) -> "Request":
+        """The request in `slot` that has the first `length` tokens of this one and goes on with other inputs."""
+        history = (*(part for part in self.history if part[1] < length), (seed, length))
+        layers = layers_of(history, self.layers[0].sink.device)
+        return Request(
+            slot, history, layers, [[torch.cat(out)[:length]] if out else [] for out in self.outputs], length
+        )
+
+    def fork(self, manager: KVCacheManager, seed: int) -> "Request":
+        return self.branch(manager.fork(self.slot), seed, self.length)
+
+    def finish(self, manager: KVCacheManager) -> None:
+        manager.release_blocks(self.slot)
+        manager.release_request(self.slot)
+
+
+def run_step(manager: KVCacheManager, chunks: list[tuple[Request, int]], pads: int = 0) -> None:
+    """Append `n` tokens of each request to all layers and attend; `pads` rows behind them belong to nobody."""
+    for request, n in chunks:
+        while 128 * len(manager.blocks_of(request.slot)) < request.length + n:
+            manager.allocate_block(request.slot)
+    spans = [range(r.length, r.length + n) for r, n in chunks]
+    slots = [r.slot for (r, n) in chunks for _ in range(n)] + [-1] * pads
+    positions = [t for span in spans for t in span] + [0] * pads
+    ids = [b for b, span in enumerate(spans) for _ in span] + [len(chunks) + i for i in range(pads)]
+    step = manager.begin_step(*(torch.tensor(x, device=manager.device) for x in (slots, positions, ids)))
+    for i in range(len(manager.schedule)):
+        inputs = {}
+        for name in chunks[0][0].layers[i].inputs:
+            parts = [r.layers[i].inputs[name][span.start : span.stop] for (r, _), span in zip(chunks, spans)]
+            padding = parts[0].new_full((pads, *parts[0].shape[1:]), 7.0)
+            inputs[name] = torch.cat([*parts, padding])
+        handle = manager.layer(i, step)
+        layer = chunks[0][0].layers[i]
+        handle.append(inputs["kv"], layer.weights, inputs.get("kv_score"), inputs.get("index_kv_score"))
+        out = attend(handle, layer, inputs)
+        for (request, _), part in zip(chunks, out.split([n for _, n in chunks] + [pads] * (pads > 0))):
+            request.outputs[i].append(part)
+        assert not out[len(out) - pads :].any(), "a padding row attended to something"
+    for request, n in chunks:
+        request.length += n
+
+
+@functools.cache
+def alone(history: History, length: int, **options: str) -> list[Tensor]:
+    """The outputs of a request that runs by itself, in one chunk, in a cache that nobody has used."""
+    manager = make_manager(**options)
+    layers = layers_of(history)
+    request = Request(manager.admit_request(), history, layers, [[] for _ in layers])
+    run_step(manager, [(request, length)])
+    return [out[0] for out in request.outputs]
+
+
+def check(request: Request, **options: str) -> None:
+    """The request saw its own tokens: every output is what it is alone in one chunk."""
+    for i, (got, expected) in enumerate(zip(request.outputs, alone(request.history, request.length, **options))):
+        torch.testing.assert_close(
+            torch.cat(got).cpu(), expected, atol=2e-5, rtol=1e-5, msg=lambda text, i=i: f"layer {i}: {text}"
+        )
+
+
+def all_bytes(manager: KVCacheManager, slot: int) -> list[Tensor]:
+    """Everything that a request has, as bytes, in the order of its tokens."""
+    blocks = manager.blocks_of(slot)
+    views = [view for pool in manager.paged_pools if pool is not None for view in pool.block_views()]
+    return [*(v.clone() for v in manager.state.slot_views(slot)), *(v[blocks].clone() for v in views)]

@@ -1,0 +1,460 @@
+"""Requests of a `KVCacheManager` that share blocks: forks, snapshots of prefixes, and their way through host memory."""
+
+from collections import Counter
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from standalone_harness import EXACT, LONGEST, Request, all_bytes, check, make_manager, run_step
+
+from dsv4_sglang.standalone import KVCacheManager, Offloaded, Snapshot
+
+ONLINE: dict[str, Any] = {"hca_state": "online", **EXACT}
+
+
+def resume(manager: KVCacheManager, snapshot: Snapshot, of: Request, seed: int) -> Request:
+    return of.branch(manager.admit_request(snapshot), seed, snapshot.length)
+
+
+# --- forks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hca_state", ["raw", "online"])
+@pytest.mark.parametrize("length", [1, 3, 127, 128, 130, 256])
+def test_fork_continues_like_the_original(device: torch.device, length: int, hca_state: str) -> None:
+    """Both go on from the same tokens with different ones, in one step and in steps of their own."""
+    manager = make_manager(device, hca_state=hca_state, **EXACT)
+    first = Request.admit(manager, 0)
+    run_step(manager, [(first, length)])
+    second = first.fork(manager, 1)
+    assert manager.length_of(second.slot) == length
+    run_step(manager, [(second, 1), (first, 1)])
+    run_step(manager, [(second, 60)])
+    run_step(manager, [(first, 3)])
+    run_step(manager, [(first, 1), (second, 1)])
+    check(first, **EXACT)
+    check(second, **EXACT)
+
+
+@pytest.mark.parametrize("options", [{}, EXACT, {"row_format": "bf16", "key_format": "nvfp4", "hca_state": "online"}])
+def test_fork_shares_full_blocks_and_copies_the_last(device: torch.device, options: dict[str, str]) -> None:
+    manager = make_manager(device, **options)
+    first = Request.admit(manager, 0)
+    run_step(manager, [(first, 300)])
+    manager.allocate_block(first.slot)  # in advance: the fork does not need it
+    second = first.fork(manager, 1)
+    here, there = manager.blocks_of(first.slot), manager.blocks_of(second.slot)
+    assert (len(here), len(there)) == (4, 3) and there[:2] == here[:2] and there[2] not in here
+    assert manager.block_tables[second.slot].tolist() == [*there, -1]
+    assert manager.num_free_blocks == 12 - 5
+    before = all_bytes(manager, first.slot)
+    assert all(torch.equal(a[:3] if a.dim() > 1 else a, b) for a, b in zip(before, all_bytes(manager, second.slot)))
+    run_step(manager, [(second, 100)])
+    assert all(torch.equal(a, b) for a, b in zip(before, all_bytes(manager, first.slot))), "the fork wrote to both"
+    of_fork = all_bytes(manager, second.slot)
+    run_step(manager, [(first, 84)])
+    assert all(torch.equal(a, b) for a, b in zip(of_fork, all_bytes(manager, second.slot)))
+
+
+def test_a_block_is_free_with_its_last_owner() -> None:
+    manager = make_manager(slots=3, blocks=6, **EXACT)
+    first = Request.admit(manager, 0)
+    run_step(manager, [(first, 260)])
+    second = first.fork(manager, 1)
+    third = second.fork(manager, 2)
+    assert manager.num_free_blocks == 6 - 5
+    first.finish(manager)
+    assert manager.num_free_blocks == 2
+    with pytest.raises(ValueError, match=f"state slot {first.slot} holds no request"):
+        manager.release_blocks(first.slot)
+    with pytest.raises(ValueError, match=f"state slot {first.slot} holds no request"):
+        manager.fork(first.slot)
+    run_step(manager, [(second, 3), (third, 1)])
+    other = Request.admit(manager, 3)
+    run_step(manager, [(other, 130)])
+    third.finish(manager)
+    run_step(manager, [(second, 100)])
+    for request in (second, other):
+        check(request, **EXACT)
+        request.finish(manager)
+    assert (manager.num_free_slots, manager.num_free_blocks) == (3, 6)
+
+
+def test_fork_without_room_changes_nothing() -> None:
+    manager = make_manager(slots=2, blocks=3, **EXACT)
+    first = Request.admit(manager, 0)
+    run_step(manager, [(first, 300)])
+    with pytest.raises(RuntimeError, match="OOM: 1 blocks asked to fork a request, 0 free of 3"):
+        manager.fork(first.slot)
+    assert (manager.num_free_slots, manager.num_free_blocks) == (1, 0)
+    manager.admit_request()
+    first.finish(manager)
+    first = Request.admit(manager, 0)
+    run_step(manager, [(first, 128)])
+    with pytest.raises(RuntimeError, match="no free state slot: all 2 concurrent requests"):
+        manager.fork(first.slot)
+    assert manager.num_free_blocks == 2
+    first.finish(manager)
+    assert manager.num_free_blocks == 3, "the failed fork kept a share"
+
+
+def test_fork_and_snapshot_need_a_complete_step() -> None:
+    manager = make_manager(max_snapshots=1, **EXACT)
+    request = Request.admit(manager, 0)
+    run_step(manager, [(request, 128)])
+    manager.allocate_block(request.slot)
+    handle = manager.acquire(0, *(torch.tensor([x]) for x in (request.slot, 128, 0)))
+    layer = request.layers[0]
+    handle.append(layer.inputs["kv"][128:129], layer.weights)
+    for call in (manager.fork, manager.take_snapshot, manager.length_of):
+        with pytest.raises(
+            RuntimeError, match="state slot 0 have 128 to 129 tokens; append the last step to every layer"
+        ):
+            call(request.slot)
+    assert manager.num_free_slots == 2
+
+
+def test_forks_of_a_request_with_drafts(device: torch.device) -> None:
+    """A step of drafts over the end of a block: either request goes on from any of its tokens, and writes the block
+    before the end again."""
+    manager = make_manager(device, draft_tokens=4, **ONLINE)
+    first = Request.admit(manager, 0)
+    run_step(manager, [(first, 126)])
+    run_step(manager, [(first, 4)])  # 126 .. 129
+    copies = [first.branch(manager.fork(first.slot), seed, first.length) for seed in (1, 2)]
+    assert not set(manager.blocks_of(first.slot)) & set(manager.blocks_of(copies[0].slot))
+    for request, kept in ((copies[0], 127), (copies[1], 129)):
+        back = request.branch(request.slot, request.history[-1][0], kept)
+        request.history, request.layers, request.outputs, request.length = (
+            back.history, back.layers, back.outputs, back.length,
+        )  # fmt: skip
+    run_step(manager, [(request, 3) for request in (*copies, first)])
+    for request in (first, *copies):
+        run_step(manager, [(request, 40)])
+        check(request, **ONLINE)
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [EXACT, ONLINE, {"draft_tokens": 5, **ONLINE}], ids=["raw", "online", "drafts"])
+@pytest.mark.parametrize("length", [128, 256])
+def test_requests_resume_from_a_snapshot(device: torch.device, length: int, options: dict[str, Any]) -> None:
+    manager = make_manager(device, max_snapshots=1, blocks=6, **options)
+    first = Request.admit(manager, 0)
+    run_step(manager, [(first, length - 1)])
+    run_step(manager, [(first, 1)])
+    snapshot = manager.take_snapshot(first.slot)
+    assert snapshot.length == length
+    run_step(manager, [(first, 131)])
+    check(first, **EXACT)
+    first.finish(manager)
+    assert manager.num_free_blocks == 6 - length // 128
+    second, third = (resume(manager, snapshot, first, seed) for seed in (1, 2))
+    assert manager.blocks_of(second.slot) == manager.blocks_of(third.slot)
+    assert manager.num_free_blocks == 6 - length // 128, "they share the snapshot's"
+    manager.release_snapshot(snapshot)
+    run_step(manager, [(second, 1), (third, 1)])
+    run_step(manager, [(second, 130), (third, 2)])
+    for request in (second, third):
+        run_step(manager, [(request, 1)])
+        check(request, **EXACT)
+        request.finish(manager)
+    assert manager.num_free_blocks == 6
+
+
+def test_a_resumed_slot_knows_its_positions(device: torch.device) -> None:
+    """As the request had them that the snapshot was taken of, whatever the slot held before."""
+    manager = make_manager(device, max_snapshots=1, draft_tokens=3, **ONLINE)
+    first, other = Request.admit(manager, 0), Request.admit(manager, 1)
+    run_step(manager, [(first, 256), (other, 200)])
+    snapshot = manager.take_snapshot(first.slot)
+    other.finish(manager)
+    slot = manager.admit_request(snapshot)
+    assert slot == other.slot
+    window = sorted(manager.state.swa_pos[0, slot].tolist())[-128:]
+    assert window == list(range(128, 256))
+    for layer in range(4):
+        here, there = manager.state_pools[layer], (first.slot, slot)
+        assert torch.equal(*(here.swa_head[[s]] for s in there))
+        kept = here.swa_pos[slot] >= 0
+        assert torch.equal(*(here.swa_pos[s][kept] for s in there)) and torch.equal(
+            *(here.ring[s][kept] for s in there)
+        )
+        assert here.tail_len is None or here.tail_len[slot] == 0
+
+
+def test_a_snapshot_of_a_step_that_may_be_rolled_back(device: torch.device) -> None:
+    """Its tokens cannot be rolled back any more, for others may read them; those behind it can."""
+    manager = make_manager(device, max_snapshots=1, draft_tokens=4, **ONLINE)
+    first = Request.admit(manager, 0)
+    run_step(manager, [(first, 126)])
+    run_step(manager, [(first, 4)])
+    snapshot = manager.take_snapshot(first.slot, 128)
+    second = resume(manager, snapshot, first, 1)
+    for position in (127, 131):
+        step = manager.begin_step(*(torch.tensor([x], device=device) for x in (first.slot, position, 0)))
+        with pytest.raises(ValueError, match=rf"begins at one of 128\.\.130, not at {position}"):
+            manager.layer(0, step).append(first.layers[0].inputs["kv"][:1], first.layers[0].weights)
+    third = first.branch(first.slot, 2, 128)
+    run_step(manager, [(third, 3), (second, 3)])
+    for request in (second, third):
+        run_step(manager, [(request, 30)])
+        check(request, **ONLINE)
+
+
+def test_snapshots_that_cannot_be() -> None:
+    manager = make_manager(slots=2, blocks=6, max_snapshots=1, draft_tokens=2, **ONLINE)
+    request = Request.admit(manager, 0)
+    with pytest.raises(ValueError, match=r"a snapshot of 0 tokens of state slot 0, whose next step begins at 0\.\.0"):
+        manager.take_snapshot(request.slot)
+    run_step(manager, [(request, 130)])
+    for length in (None, 128, 256):
+        with pytest.raises(ValueError, match=r"whose next step begins at 130\.\.130.*a multiple of 128"):
+            manager.take_snapshot(request.slot, length)
+    run_step(manager, [(request, 126)])
+    snapshot = manager.take_snapshot(request.slot)
+    with pytest.raises(RuntimeError, match="all 1 snapshots are kept: release_snapshot"):
+        manager.take_snapshot(request.slot)
+    Request.admit(manager, 1)
+    with pytest.raises(RuntimeError, match="no free state slot"):
+        manager.admit_request(snapshot)
+    manager.release_request(1)
+    request.finish(manager)
+    assert manager.num_free_blocks == 4, "the snapshot keeps its blocks"
+    manager.release_snapshot(snapshot)
+    assert manager.num_free_blocks == 6
+    for call in (manager.release_snapshot, manager.admit_request):
+        with pytest.raises(ValueError, match="the snapshot of 256 tokens is not kept here: it was released"):
+            call(snapshot)
+    assert manager.num_free_slots == 2
+    with pytest.raises(ValueError, match="max_snapshots is -1"):
+        make_manager(max_snapshots=-1)
+
+
+def test_snapshots_count_as_memory() -> None:
+    without, with_some = make_manager(), make_manager(max_snapshots=3)
+    assert with_some.memory_bytes() - without.memory_bytes() == 3 * with_some.layout.checkpoint_bytes
+
+
+# --- host memory ------------------------------------------------------------------------------------------------------
+
+
+def test_offload_and_restore_of_shared_blocks(device: torch.device) -> None:
+    """Who stays on the device keeps the blocks; who comes back has copies of its own."""
+    manager = make_manager(device, blocks=8, max_snapshots=1, host_requests=2, host_blocks=6, **EXACT)
+    first = Request.admit(manager, 0)
+    run_step(manager, [(first, 256)])
+    snapshot = manager.take_snapshot(first.slot)
+    run_step(manager, [(first, 10)])
+    second, third = first.fork(manager, 1), resume(manager, snapshot, first, 2)
+    shared = manager.blocks_of(third.slot)
+    assert manager.num_free_blocks == 8 - 4
+    before = all_bytes(manager, second.slot)
+    offloaded = manager.offload(second.slot)
+    manager.release_snapshot(snapshot)
+    run_step(manager, [(first, 1), (third, 1)])
+    assert manager.num_free_blocks == 8 - 4, "its copy of the last block went, and the third's came"
+    waits = manager.offload(third.slot)
+    assert manager.blocks_of(first.slot)[:2] == shared
+    second.slot = manager.restore(offloaded)
+    assert not set(manager.blocks_of(second.slot)) & set(manager.blocks_of(first.slot))
+    assert all(torch.equal(a, b) for a, b in zip(all_bytes(manager, second.slot), before))
+    run_step(manager, [(first, 3), (second, 20)])
+    first.finish(manager)
+    third.slot = manager.restore(waits)
+    run_step(manager, [(third, 1), (second, 1)])
+    fourth = second.fork(manager, 3)
+    run_step(manager, [(fourth, 1), (third, 1)])
+    for request in (first, second, third, fourth):
+        check(request, **EXACT)
+
+
+def test_a_request_with_drafts_is_rolled_back_after_the_host(device: torch.device) -> None:
+    """The bounds of its next step go with it."""
+    manager = make_manager(device, draft_tokens=4, host_requests=1, host_blocks=3, **ONLINE)
+    request = Request.admit(manager, 0)
+    run_step(manager, [(request, 126)])
+    run_step(manager, [(request, 4)])
+    request.slot = manager.restore(manager.offload(request.slot))
+    back = request.branch(request.slot, 1, 127)
+    run_step(manager, [(back, 4)])
+    check(back, **ONLINE)
+
+
+# --- any order --------------------------------------------------------------------------------------------------------
+
+SLOTS, BLOCKS, SNAPSHOTS, HOST_REQUESTS, HOST_BLOCKS = 3, 7, 2, 1, 4
+
+
+class Sharing(RuleBasedStateMachine):
+    """Any order of calls. The model is a list of requests, snapshots and requests on the host, and their tokens."""
+
+    @initialize(options=st.sampled_from([EXACT, ONLINE]))
+    def make(self, options: dict[str, Any]) -> None:
+        self.manager = make_manager(
+            slots=SLOTS, blocks=BLOCKS, max_snapshots=SNAPSHOTS, host_requests=HOST_REQUESTS, host_blocks=HOST_BLOCKS,
+            **options,
+        )  # fmt: skip
+        self.requests: list[Request] = []
+        self.snapshots: list[tuple[Snapshot, Request]] = []
+        self.waiting: list[tuple[Offloaded, Request]] = []
+        self.ended: list[Request] = []
+        self.seed = 0
+
+    def new_seed(self) -> int:
+        self.seed += 1
+        return self.seed
+
+    def drawn(self, data: st.DataObject) -> Request:
+        return data.draw(st.sampled_from(self.requests))
+
+    def owners(self) -> Counter:
+        owned = Counter(block for r in self.requests for block in self.manager.blocks_of(r.slot))
+        return owned + Counter(block for snapshot, _ in self.snapshots for block in snapshot._blocks)
+
+    def free(self) -> int:
+        return BLOCKS - len(self.owners())
+
+    @precondition(lambda self: len(self.requests) < SLOTS)
+    @rule()
+    def admit(self) -> None:
+        self.requests.append(Request.admit(self.manager, self.new_seed()))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), sizes=st.lists(st.sampled_from([1, 3, 60, 127, 128]), min_size=SLOTS, max_size=SLOTS))
+    def append(self, data: st.DataObject, sizes: list[int]) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.requests), min_size=1, unique_by=id))
+        steps = [(request, n) for request, n in zip(chosen, sizes) if request.length + n <= LONGEST]
+        asked = sum(-(-(r.length + n) // 128) - len(self.manager.blocks_of(r.slot)) for r, n in steps)
+        if steps and asked <= self.free():
+            run_step(self.manager, steps)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), off=st.sampled_from([-128, -1, 1, 5, 128]))
+    def append_elsewhere(self, data: st.DataObject, off: int) -> None:
+        """A step that begins anywhere else is rejected, and nothing changes."""
+        request = self.drawn(data)
+        position = request.length + off
+        if not 0 <= position < 128 * len(self.manager.blocks_of(request.slot)):
+            return
+        before = all_bytes(self.manager, request.slot)
+        step = self.manager.begin_step(*(torch.tensor([x]) for x in (request.slot, position, 0)))
+        layer = request.layers[0]
+        with pytest.raises(ValueError, match=f"has {request.length} tokens in layer 0.*not at {position}"):
+            self.manager.layer(0, step).append(layer.inputs["kv"][:1], layer.weights)
+        assert all(torch.equal(a, b) for a, b in zip(before, all_bytes(self.manager, request.slot)))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        request, counts = self.drawn(data), (self.manager.num_free_slots, self.free())
+        if counts[0] == 0 or (request.length % 128 and counts[1] == 0):
+            with pytest.raises(RuntimeError, match=r"OOM|no free state slot"):
+                self.manager.fork(request.slot)
+            assert counts == (self.manager.num_free_slots, self.manager.num_free_blocks)
+            return
+        self.requests.append(request.fork(self.manager, self.new_seed()))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def take_snapshot(self, data: st.DataObject) -> None:
+        request = self.drawn(data)
+        if request.length == 0 or request.length % 128 or len(self.snapshots) == SNAPSHOTS:
+            with pytest.raises((ValueError, RuntimeError), match=r"a multiple of 128|snapshots are kept"):
+                self.manager.take_snapshot(request.slot)
+            return
+        # What the request was then: it goes on, and may end.
+        then = request.branch(request.slot, request.history[-1][0], request.length)
+        self.snapshots.append((self.manager.take_snapshot(request.slot), then))
+
+    @precondition(lambda self: self.snapshots and len(self.requests) < SLOTS)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        snapshot, of = data.draw(st.sampled_from(self.snapshots))
+        self.requests.append(resume(self.manager, snapshot, of, self.new_seed()))
+
+    @precondition(lambda self: self.snapshots)
+    @rule(data=st.data())
+    def release_snapshot(self, data: st.DataObject) -> None:
+        kept = data.draw(st.sampled_from(self.snapshots))
+        self.snapshots.remove(kept)
+        self.manager.release_snapshot(kept[0])
+        with pytest.raises(ValueError, match="it was released"):
+            self.manager.release_snapshot(kept[0])
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        request = self.drawn(data)
+        self.requests.remove(request)
+        self.ended.append(request)
+        request.finish(self.manager)
+        with pytest.raises(ValueError, match="holds no request"):
+            self.manager.release_request(request.slot)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def offload(self, data: st.DataObject) -> None:
+        request = self.drawn(data)
+        if self.waiting or len(self.manager.blocks_of(request.slot)) > HOST_BLOCKS:
+            with pytest.raises(RuntimeError, match="OOM"):
+                self.manager.offload(request.slot)
+            return
+        self.requests.remove(request)
+        self.waiting.append((self.manager.offload(request.slot), request))
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def restore(self) -> None:
+        offloaded, request = self.waiting[0]
+        if offloaded.blocks > self.free() or len(self.requests) == SLOTS:
+            with pytest.raises(RuntimeError, match=r"OOM|no free state slot"):
+                self.manager.restore(offloaded)
+            return
+        self.waiting.clear()
+        request.slot = self.manager.restore(offloaded)
+        self.requests.append(request)
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def discard(self) -> None:
+        offloaded, request = self.waiting.pop()
+        self.manager.discard(offloaded)
+        self.ended.append(request)
+
+    @invariant()
+    def counts(self) -> None:
+        manager, owners = self.manager, self.owners()
+        assert manager.num_free_slots == SLOTS - len(self.requests)
+        assert manager.num_free_blocks == BLOCKS - len(owners)
+        for block in range(BLOCKS):
+            assert manager._allocator.owners(block) == owners[block]
+        for request in self.requests:
+            blocks = manager.blocks_of(request.slot)
+            table = manager.block_tables[request.slot].tolist()
+            assert table == blocks + [-1] * (len(table) - len(blocks))
+            assert manager.length_of(request.slot) == request.length
+            assert all(owners[block] == 1 for block in blocks[request.length // 128 :]), (
+                "an append would write to others"
+            )
+
+    def teardown(self) -> None:
+        """Everybody saw their own tokens, and nothing is lost."""
+        if not hasattr(self, "manager"):
+            return
+        for request in [*self.requests, *(request for _, request in self.waiting), *self.ended]:
+            if request.length:
+                check(request, **EXACT)
+        for request in self.requests:
+            request.finish(self.manager)
+        for snapshot, _ in self.snapshots:
+            self.manager.release_snapshot(snapshot)
+        assert (self.manager.num_free_slots, self.manager.num_free_blocks) == (SLOTS, BLOCKS)
+
+
+TestSharing = Sharing.TestCase
+TestSharing.settings = hypothesis.settings(max_examples=12, stateful_step_count=25)

@@ -1,0 +1,340 @@
+"""Where a step of the cache without a server may begin, and steps that are not read back.
+
+On a GPU those are recorded into a CUDA graph and replayed at other positions. On a CPU they are called again.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from standalone_harness import EXACT, LONGEST, Layer, Request, attend, check, make_manager, run_step
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsv4_sglang.standalone import KVCacheManager, LayerCacheHandle
+
+ONLINE: dict[str, Any] = {"hca_state": "online", **EXACT}
+
+
+def append_first_layer(manager: KVCacheManager, request: Request, positions: Sequence[int], **options: int) -> None:
+    """Tokens of one request in the layer without a compressor."""
+    slots = torch.full((len(positions),), request.slot, device=manager.device)
+    step = manager.begin_step(slots, torch.tensor(positions, device=manager.device), slots, **options)
+    layer = request.layers[0]
+    manager.layer(0, step).append(layer.inputs["kv"][: len(positions)], layer.weights)
+
+
+# --- where a step may begin -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", [0, 127, 129, 131, 250])
+def test_a_gap_and_a_repetition_are_rejected(device: torch.device, position: int) -> None:
+    manager = make_manager(device, **EXACT)
+    request = Request.admit(manager, 0)
+    run_step(manager, [(request, 130)])
+    before = manager.state.rings.clone()
+    message = f"state slot 0 has 130 tokens in layer 0, so its next step begins at 130, not at {position}"
+    with pytest.raises(ValueError, match=message):
+        append_first_layer(manager, request, [position])
+    assert torch.equal(manager.state.rings, before)
+    run_step(manager, [(request, 3)])
+    check(request, **EXACT)
+
+
+def test_a_step_of_drafts_may_be_rolled_back_and_no_further() -> None:
+    manager = make_manager(draft_tokens=4, **ONLINE)
+    request = Request.admit(manager, 0)
+    run_step(manager, [(request, 20)])
+    with pytest.raises(ValueError, match="begins at 20, not at 19"):
+        append_first_layer(manager, request, [19])
+    run_step(manager, [(request, 4)])
+    for position in (20, 25):
+        with pytest.raises(ValueError, match=rf"begins at one of 21\.\.24, not at {position}"):
+            append_first_layer(manager, request, [position])
+    back = request.branch(request.slot, 1, 21)
+    run_step(manager, [(back, 1)])
+    with pytest.raises(ValueError, match="begins at 22, not at 21"):
+        append_first_layer(manager, request, [21])
+    run_step(manager, [(back, 30)])
+    check(back, **ONLINE)
+
+
+def test_layers_go_on_by_themselves() -> None:
+    """A step of each layer, and two steps whose layers take turns."""
+    manager = make_manager(**EXACT)
+    request = Request.admit(manager, 0)
+    manager.allocate_block(request.slot)
+
+    def handles(position: int) -> list[LayerCacheHandle]:
+        step = manager.begin_step(*(torch.tensor([x]) for x in (request.slot, position, 0)))
+        return [manager.layer(i, step) for i in range(4)]
+
+    def append(handle: LayerCacheHandle, position: int) -> None:
+        layer = request.layers[handle.layer_idx]
+        x = {name: inputs[position : position + 1] for name, inputs in layer.inputs.items()}
+        handle.append(x["kv"], layer.weights, x.get("kv_score"), x.get("index_kv_score"))
+
+    first, second = handles(0), handles(1)
+    for one, other in zip(first, second):
+        append(one, 0)
+        append(other, 1)
+        with pytest.raises(ValueError, match=f"layer {one.layer_idx} has appended this step already"):
+            append(one, 0)
+    assert manager.length_of(request.slot) == 2
+    again = handles(1)
+    with pytest.raises(ValueError, match="has 2 tokens in layer 3, so its next step begins at 2, not at 1"):
+        append(again[3], 1)
+
+
+def test_a_slot_without_a_request_takes_no_tokens() -> None:
+    manager = make_manager(**EXACT)
+    request = Request.admit(manager, 0)
+    run_step(manager, [(request, 5)])
+    block = manager.blocks_of(request.slot)[0]
+    request.finish(manager)
+    manager.block_tables[request.slot, 0] = block  # as if it were still there
+    with pytest.raises(ValueError, match="state slot 0 holds no request: admit_request"):
+        append_first_layer(manager, request, [5])
+
+
+def test_a_request_without_its_blocks_is_empty() -> None:
+    manager = make_manager(**EXACT)
+    request = Request.admit(manager, 0)
+    run_step(manager, [(request, 200)])
+    manager.release_blocks(request.slot)
+    assert manager.length_of(request.slot) == 0 and bool((manager.state.swa_pos[:, request.slot] == -1).all())
+    manager.allocate_block(request.slot)
+    with pytest.raises(ValueError, match="begins at 0, not at 100"):
+        append_first_layer(manager, request, [100])
+    new = Request(request.slot, request.history, request.layers, [[] for _ in request.layers])
+    run_step(manager, [(new, 131)])
+    check(new, **EXACT)
+
+
+# --- steps that are not read back -------------------------------------------------------------------------------------
+
+
+class NoReadBack(TorchDispatchMode):
+    """Fails where a CUDA graph could not be captured: at an operation that reads a value of a tensor back, or whose
+    output's size depends on one."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero", "equal", "item")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        assert not by_mask and not any(name.strip("_").startswith(word.strip("_")) for word in self.FORBIDDEN), (
+            f"{func} reads back"
+        )
+        return func(*args, **(kwargs or {}))
+
+
+class Recorded:
+    """A decode step of up to `size` requests with `each` tokens, over tensors that keep their addresses. The requests'
+    weights are those of `layers`."""
+
+    def __init__(self, manager: KVCacheManager, layers: list[Layer], size: int, each: int = 1) -> None:
+        self.manager, self.layers, self.size, self.each = manager, layers, size, each
+        device, tokens = manager.device, size * each
+        self.slots = torch.full((tokens,), -1, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self.ids = torch.arange(size, device=device).repeat_interleave(each)
+        self.inputs = [
+            {name: torch.zeros(tokens, *x.shape[1:], device=device) for name, x in layer.inputs.items()}
+            for layer in layers
+        ]
+        self.outputs: list[Tensor] = []
+        self.replay: Callable[[], object] | None = None
+
+    def forward(self) -> None:
+        step = self.manager.begin_step(
+            self.slots, self.positions, self.ids, tokens_per_request=None if self._is_recorded() else self.each
+        )
+        self.outputs = []
+        for i, (layer, x) in enumerate(zip(self.layers, self.inputs)):
+            handle = self.manager.layer(i, step)
+            handle.append(x["kv"], layer.weights, x.get("kv_score"), x.get("index_kv_score"))
+            self.outputs.append(attend(handle, layer, x, most=LONGEST // 4))
+
+    def _is_recorded(self) -> bool:
+        """In a capture, one token of each request need not be declared."""
+        return self.manager.device.type == "cuda" and self.each == 1
+
+    def _record(self) -> Callable[[], object]:
+        if self.manager.device.type == "cpu":
+
+            def run() -> None:
+                with NoReadBack():
+                    self.forward()
+
+            return run
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.forward()
+        return graph.replay
+
+    def __call__(self, requests: Sequence[Request], order: Sequence[int], at: Sequence[int] | None = None) -> None:
+        """One step: request b is in place `order[b]` of the step, padding in the others. `at`: positions other than
+        those at which the requests go on."""
+        for i, values in enumerate(self.inputs):
+            for name, x in values.items():
+                x.fill_(7.0)
+                for request, place in zip(requests, order):
+                    part = slice(place * self.each, (place + 1) * self.each)
+                    x[part] = request.layers[i].inputs[name][request.length : request.length + self.each]
+        self.slots.fill_(-1)
+        self.positions.zero_()
+        begins = [request.length for request in requests] if at is None else at
+        for request, place, begin in zip(requests, order, begins):
+            part = slice(place * self.each, (place + 1) * self.each)
+            self.slots[part] = request.slot
+            self.positions[part] = torch.arange(begin, begin + self.each, device=self.positions.device)
+            while 128 * len(self.manager.blocks_of(request.slot)) < begin + self.each:
+                self.manager.allocate_block(request.slot)
+        self.replay = self.replay or self._record()
+        self.replay()
+
+    def take(self, requests: Sequence[Request], order: Sequence[int]) -> None:
+        """Give the requests what the step's last call gave for them."""
+        for request, place in zip(requests, order):
+            for i, out in enumerate(self.outputs):
+                request.outputs[i].append(out[place * self.each : (place + 1) * self.each].clone())
+            request.length += self.each
+
+
+@pytest.mark.parametrize(
+    "options",
+    [EXACT, ONLINE, {}, {"row_format": "bf16", "key_format": "nvfp4", "hca_state": "online"}],
+    ids=["raw", "online", "fp8", "bf16"],
+)
+def test_a_recorded_step_at_other_positions(device: torch.device, options: dict[str, Any]) -> None:
+    """Over ends of windows and blocks, in any order, with padding; between the replays a chunk and a fork. Every output
+    is that of the same steps without a graph."""
+    manager, eager = make_manager(device, **options), make_manager(device, **options)
+    requests, twins = ([Request.admit(m, seed) for seed in range(2)] for m in (manager, eager))
+    for m, pair in ((manager, requests), (eager, twins)):
+        run_step(m, [(pair[0], 123), (pair[1], 2)])
+        run_step(m, [(pair[0], 1), (pair[1], 1)])  # compiles what the GPU runs
+    recorded = Recorded(manager, requests[0].layers, size=3)
+
+    def steps(count: int) -> None:
+        for i in range(count):
+            order = [(place + i) % 3 for place in range(len(requests))]
+            recorded(requests, order)
+            recorded.take(requests, order)
+            run_step(eager, [(twin, 1) for twin in twins])
+        manager.raise_if_skipped()
+
+    steps(7)
+    for m, pair in ((manager, requests), (eager, twins)):
+        run_step(m, [(pair[1], 120)])
+        pair.append(pair[0].fork(m, 5))
+    steps(6)
+    assert [manager.length_of(r.slot) for r in requests] == [137, 136, 137]
+    for request, twin in zip(requests, twins):
+        for i, (got, expected) in enumerate(zip(request.outputs, twin.outputs)):
+            torch.testing.assert_close(
+                torch.cat(got), torch.cat(expected), atol=1e-5, rtol=1e-5, msg=lambda text, i=i: f"layer {i}: {text}"
+            )
+    if options in (EXACT, ONLINE):
+        for request in requests:
+            check(request, **EXACT)
+
+
+def test_a_recorded_step_of_drafts(device: torch.device) -> None:
+    """Three tokens of each request, of which the next step keeps one to three."""
+    manager = make_manager(device, draft_tokens=3, **ONLINE)
+    requests = [Request.admit(manager, seed) for seed in range(2)]
+    run_step(manager, [(requests[0], 120), (requests[1], 3)])
+    run_step(manager, [(request, 3) for request in requests])
+    recorded = Recorded(manager, requests[0].layers, size=2, each=3)
+    for turn in range(6):
+        kept = [1 + (turn + i) % 3 for i in range(2)]
+        requests = [r.branch(r.slot, 10 * turn + i, r.length - 3 + kept[i]) for i, r in enumerate(requests)]
+        recorded(requests, [1, 0])
+        recorded.take(requests, [1, 0])
+    manager.raise_if_skipped()
+    run_step(manager, [(request, 20) for request in requests])
+    for request in requests:
+        check(request, **ONLINE)
+
+
+def state_bytes(manager: KVCacheManager) -> list[Tensor]:
+    blocks = [view.clone() for pool in manager.paged_pools if pool is not None for view in pool.block_views()]
+    return [*blocks, *(tensor.view(torch.uint8).clone() for tensor in manager.state.slot_tables())]
+
+
+def test_a_recorded_step_skips_what_must_not_be_written(device: torch.device) -> None:
+    """As if it were padding, and one line says so afterwards. Nobody else is disturbed."""
+    manager = make_manager(device, blocks=4, **EXACT)
+    requests = [Request.admit(manager, seed) for seed in range(2)]
+    run_step(manager, [(requests[0], 100), (requests[1], 30)])
+    run_step(manager, [(request, 1) for request in requests])
+    recorded = Recorded(manager, requests[0].layers, size=3)
+    recorded(requests, [0, 1])
+    recorded.take(requests, [0, 1])
+    manager.raise_if_skipped()
+    before = state_bytes(manager)
+
+    def skipped(message: str) -> None:
+        assert all(torch.equal(a, b) for a, b in zip(before, state_bytes(manager))), message
+        with pytest.raises(ValueError, match=message):
+            manager.raise_if_skipped()
+        manager.raise_if_skipped()  # says it once
+
+    for at in (101, 103):
+        recorded(requests[:1], [1], at=[at])
+        skipped(
+            f"skipped state slot 0 at position {at}: positions: state slot 0 has 102 tokens in layer 0, "
+            f"so its next step begins at 102, not at {at}"
+        )
+    recorded.positions[0], recorded.slots[0] = 400, 0
+    recorded.slots[1:] = -1
+    assert recorded.replay is not None
+    recorded.replay()
+    skipped(r"a position of state slot 0 has no block: allocate_block\(0\) first")
+    recorded.slots[0], recorded.positions[0] = 7, 0
+    recorded.replay()
+    skipped(r"a slot is not in -1\.\.2")
+    recorded(requests, [2, 0])
+    recorded.take(requests, [2, 0])
+    manager.raise_if_skipped()
+    for request in requests:
+        check(request, **EXACT)
+
+
+def test_two_requests_of_a_recorded_step_in_one_slot(device: torch.device) -> None:
+    """The second is skipped."""
+    manager = make_manager(device, **EXACT)
+    request = Request.admit(manager, 0)
+    run_step(manager, [(request, 10)])
+    run_step(manager, [(request, 1)])
+    recorded = Recorded(manager, request.layers, size=2)
+    recorded([request], [0])
+    recorded.take([request], [0])
+    recorded([request, request], [0, 1])
+    recorded.take([request], [0])
+    with pytest.raises(ValueError, match="two requests are in state slot 0"):
+        manager.raise_if_skipped()
+    check(request, **EXACT)
+
+
+def test_tokens_per_request_that_cannot_be() -> None:
+    manager = make_manager(draft_tokens=3, **ONLINE)
+    three = torch.arange(3)
+    for count in (0, 2, 4):
+        with pytest.raises(ValueError, match=f"tokens_per_request is {count} in a step of 3 tokens; expected 1 to 3"):
+            manager.begin_step(three, three, three, tokens_per_request=count)
+
+
+def test_an_eager_step_reads_back() -> None:
+    """So the check above can fail."""
+    manager = make_manager(**EXACT)
+    request = Request.admit(manager, 0)
+    manager.allocate_block(request.slot)
+    with pytest.raises(AssertionError, match="reads back"), NoReadBack():
+        append_first_layer(manager, request, [0])
