@@ -23,6 +23,7 @@ from tiered_server import OPERATIONS, WITH_BLOCKS, TieredServer
 
 from dsv4_sglang.cache.host_pool import FreeRows
 from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.backend_v41 import V41Backend
 from dsv4_sglang.srt.host import cache as host_cache
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
 from dsv4_sglang.srt.host.sizing import host_demand
@@ -208,6 +209,29 @@ def test_a_step_that_does_not_wait_reads_wrong_bytes(monkeypatch: pytest.MonkeyP
                 if server.wrong:
                     return
     pytest.fail("the wait makes no difference here: the test does not test")
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_layer_of_v41_waits_for_its_load(decodes: bool) -> None:
+    """Before it writes, in a prefill step; a decode step runs behind the prefill step that waited."""
+    done: list[tuple[str, int]] = []
+
+    class Step:
+        def append(self, layer: int, *inputs: Any) -> None:
+            done.append(("append", layer))
+
+        def attend(self, layer: int, *inputs: Any) -> torch.Tensor:
+            done.append(("attend", layer))
+            return torch.zeros(1, 1, 512)
+
+    backend: Any = V41Backend.__new__(V41Backend)
+    backend.metadata = SimpleNamespace(is_decode=decodes, positions=torch.zeros(1))
+    backend.step, backend.last_layer = Step(), 9
+    backend.token_to_kv_pool = SimpleNamespace(wait_for_layer=lambda layer: done.append(("wait", layer)))
+    inputs: Any = SimpleNamespace(weights=None, compressor=None, index_query=None, sink=torch.zeros(1))
+    layer = SimpleNamespace(layer_id=3, scaling=1.0)
+    backend.forward(torch.zeros(1, 1, 512), torch.zeros(1, 512), None, layer, None, inputs=inputs)
+    assert done == [*([] if decodes else [("wait", 3)]), ("append", 3), ("attend", 3)]
 
 
 def prompt(line: int, blocks: int = 6) -> list[int]:
