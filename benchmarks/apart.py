@@ -23,7 +23,6 @@ import itertools
 import json
 import re
 import statistics
-import tempfile
 import threading
 import time
 import urllib.request
@@ -150,7 +149,7 @@ class Bench:
         if args.dry_run:
             from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
-            self.model = make_tiny(Path(tempfile.mkdtemp(prefix="apart_")), TinySpec(ratios=(0, 4, 128)))
+            self.model = make_tiny(report.scratch_folder("apart"), TinySpec(ratios=(0, 4, 128)))
         self.vocab = json.loads((self.model / "config.json").read_text())["vocab_size"]
 
     def prompt(self, tokens: int) -> list[int]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,7 +84,7 @@ class Fuzz:
             name for name, of in CONFIGURATIONS.items() if self.cpu or of.gpus <= torch.cuda.device_count()
         ]
         self.end, self.left = time.monotonic() + args.limit, len(self.names)
-        self.models, self.logs = Path(tempfile.mkdtemp(prefix="fuzz_")), Path(args.out) / "logs"
+        self.models, self.logs = report.scratch_folder("fuzz"), Path(args.out) / "logs"
 
     def model(self, nextn: bool) -> Path:
         from dsv4_sglang.testing.tiny import TinySpec, make_tiny

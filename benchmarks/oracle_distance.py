@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -84,7 +83,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.cpu = args.dry_run or args.rescore is not None
-        self.folder = Path(tempfile.mkdtemp(prefix="oracle_distance_"))
+        self.folder = report.scratch_folder("oracle_distance")
         self.names = [name for name in args.servers.split(",") if name]
         self.seeds = [int(seed) for seed in args.seeds.split(",")]
         self.lengths: tuple[int, ...] = (*LENGTHS, LONG)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import gc
 import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +23,8 @@ from rich.table import Table
 from benchmarks.environment import ROOT, environment
 
 RESULTS = ROOT / "benchmarks" / "results"
+_folders = contextlib.ExitStack()
+atexit.register(_folders.close)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -33,6 +38,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     options.add_argument("--parts", default="", help="only parts whose name contains one of these, separated by commas")
     options.add_argument("--resume", action="store_true", help="keep what the JSON file has, run what is missing")
     return options
+
+
+def scratch_folder(name: str) -> Path:
+    """Return a new folder, removed when the program ends or starts itself again."""
+    return Path(_folders.enter_context(tempfile.TemporaryDirectory(prefix=f"{name}_")))
 
 
 class Report:
@@ -97,6 +107,7 @@ class Report:
         if _device_lost():
             self.console.print(f"[red]the device is unusable after {name}; starting again behind it[/red]")
             module = f"benchmarks.{self.name}"
+            _folders.close()
             os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:], "--resume"])
 
     def fact(self, name: str, value: Any) -> None:

@@ -27,7 +27,6 @@ import http.client
 import itertools
 import json
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -147,7 +146,7 @@ class Bench:
         if args.dry_run:
             from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
-            self.model = make_tiny(Path(tempfile.mkdtemp(prefix="retract_")), TinySpec(ratios=(0, 4, 128)))
+            self.model = make_tiny(report.scratch_folder("retract"), TinySpec(ratios=(0, 4, 128)))
         self.vocab = json.loads((self.model / "config.json").read_text())["vocab_size"]
         self.seed = 0
 

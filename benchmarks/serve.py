@@ -28,7 +28,6 @@ import dataclasses
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +52,7 @@ class Bench:
         if args.dry_run:
             from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
-            self.model = make_tiny(Path(tempfile.mkdtemp(prefix="serve_")), TinySpec(ratios=(0, 4, 128)))
+            self.model = make_tiny(report.scratch_folder("serve"), TinySpec(ratios=(0, 4, 128)))
         self.vocab = json.loads((self.model / "config.json").read_text())["vocab_size"]
 
     def flags(self, memory: float) -> list[str]:

@@ -159,6 +159,19 @@ def test_copy_state_refuses_a_slot_that_a_tensor_has_not_and_writes_nothing():
     assert all(torch.equal(tensor[:, 2], old[:, 0]) for tensor, old in zip(tensors, before))
 
 
+def test_copy_state_rejects_a_destination_of_two_pairs() -> None:
+    """Pairs that skip have no destination."""
+    tensors, refused = [torch.randn(2, 5, 3)], torch.tensor([7], dtype=torch.int32)
+    before = tensors[0].clone()
+    src, dst = torch.tensor([0, 1, 1, 2], dtype=torch.int32), torch.tensor([4, 3, -1, 3], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"pair 1, slot 1 to slot 3, has the destination of another; nothing is writt"):
+        torch.ops.dsv4_sglang.copy_state(src, dst, tensors, refused)
+    assert refused.tolist() == [1] and torch.equal(tensors[0], before)
+    src[3] = -1
+    torch.ops.dsv4_sglang.copy_state(src, dst, tensors, refused)
+    assert refused.tolist() == [-1] and torch.equal(tensors[0][:, 3:], before[:, [1, 0]])
+
+
 def test_swap_blocks_round_trip_and_validation_before_any_move():
     pools = [torch.randn(8, 5), torch.randn(8, 2, 3)]
     host = torch.zeros(6, 4 * 11 + 3, dtype=torch.uint8)

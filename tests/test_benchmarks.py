@@ -314,6 +314,26 @@ def test_dry_run(module: types.ModuleType, tmp_path: Path) -> None:
     assert any("ours" in row.get("subject", "") for row in data["rows"])
 
 
+def test_no_folder_is_left_behind(tmp_path: Path) -> None:
+    """Of programs that make a checkpoint for their servers, run without their parts."""
+    folders, out = tmp_path / "tmp", tmp_path / "out"
+    folders.mkdir()
+    program = "import os, tempfile; from benchmarks import fuzz, oracle_distance, retract, serve; "
+    program += (
+        f"[bench.main({arguments(out, '--parts', 'none')}) for bench in (fuzz, oracle_distance, retract, serve)]; "
+    )
+    program += "print(*sorted(os.listdir(tempfile.gettempdir())))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {"TMPDIR": str(folders)}
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("fuzz", "oracle_distance", "retract", "serve"):
+        assert f"{name}_" in done.stdout.splitlines()[-1], "no folder was made: the test does not test"
+    assert not list(folders.iterdir())
+    programs = Path(report.__file__).parent.glob("*.py")
+    assert not [program.name for program in programs if "mkdtemp" in program.read_text()], "use report.scratch_folder"
+
+
 def test_capacity_reads_the_servers(tmp_path: Path) -> None:
     measured = [
         {

@@ -28,6 +28,7 @@ from dsv4_sglang.srt.host.mooncake import MooncakeStorage
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
 from dsv4_sglang.srt.host.storage import FileStorage
 from dsv4_sglang.srt.host.transfers import HostStack, TransferController
+from dsv4_sglang.srt.host.watch import LoadEvents
 from dsv4_sglang.srt.models import deepseek_v4, deepseek_v4_dspark, deepseek_v4_nextn, deepseek_v41
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool, StateSlotPool
@@ -50,6 +51,7 @@ SUBCLASSES = (
     HostStack,
     HybridCacheBackend,
     LeafOrder,
+    LoadEvents,
     Loading,
     MooncakeStorage,
     PrefixCache,

@@ -245,7 +245,13 @@ class Manager(SimpleNamespace):
 
 
 @pytest.fixture
-def prefill_server() -> Iterator[tuple[str, zmq.Socket[bytes]]]:
+def unreachable() -> list[bool]:
+    """Whether the next requests reach no prefill server."""
+    return []
+
+
+@pytest.fixture
+def prefill_server(unreachable: list[bool]) -> Iterator[tuple[str, zmq.Socket[bytes]]]:
     """The address at which a prefill server says where its processes listen, and what they hear."""
     with zmq.Context() as context, context.socket(zmq.PULL) as heard:
         heard.setsockopt(zmq.RCVTIMEO, 60_000)
@@ -253,6 +259,9 @@ def prefill_server() -> Iterator[tuple[str, zmq.Socket[bytes]]]:
 
         class Route(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                if unreachable and unreachable.pop():
+                    self.connection.close()
+                    return
                 self.send_response(200)
                 self.end_headers()
                 self.wfile.write(json.dumps({"rank_ip": "127.0.0.1", "rank_port": port}).encode())
@@ -265,11 +274,26 @@ def prefill_server() -> Iterator[tuple[str, zmq.Socket[bytes]]]:
             thread.join()
 
 
+def test_a_prefill_server_is_told_for_as_long_as_a_request_may_wait_there(
+    prefill_server: tuple[str, zmq.Socket[bytes]], unreachable: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request may arrive there after its end here, and the server may be out of reach for a moment."""
+    waits: list[float] = []
+    monkeypatch.setattr(disaggregation, "time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "90")
+    address, heard = prefill_server
+    unreachable += [True, True]
+    disaggregation._end_at_prefill_server(Manager(address), address, {7})
+    assert sum(waits) >= 90 and max(waits) <= 30
+    assert [heard.recv_multipart()[1] for _ in range(len(waits) - 2)] == [b"7"] * (len(waits) - 2)
+
+
 def test_requests_of_another_cache_fail(
     prefill_server: tuple[str, zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On both servers: the decode server tells the prefill server, more than once."""
-    monkeypatch.setattr(disaggregation, "TOLD_AGAIN", (0, 0.01))
+    monkeypatch.setattr(disaggregation, "TOLD_FIRST", (0, 0.01))
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "0")
 
     def mismatch(manager: Any, bootstrap_addr: str) -> bool:
         raise RuntimeError("KV cache dtype mismatch: prefill server has kv_cache_dtype=x (fp8 rows)")

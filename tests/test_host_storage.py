@@ -441,6 +441,25 @@ def test_a_folder_that_is_gone(
     server.check()
 
 
+@pytest.mark.parametrize("storage", ["file"], indirect=True)
+@pytest.mark.parametrize("error", [PermissionError("no access"), RuntimeError("any other")], ids=["OSError", "other"])
+def test_a_look_up_that_fails_is_a_miss(
+    monkeypatch: pytest.MonkeyPatch, restarted: Callable[..., TieredServer], error: Exception
+) -> None:
+    """Whatever the error: SGLang's thread goes on, and the next look-up finds what is stored."""
+
+    def fails(*arguments: Any, **named: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        restarted(patch).serve(PROMPT)
+    server = restarted(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(HiCacheFile, "batch_exists_v2", fails)
+        assert server.prefetch(PROMPT) == 0
+    assert server.prefetch(PROMPT) == 5 * BLOCK
+
+
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """Mooncake's master, and one that has memory for pages, over TCP."""

@@ -23,6 +23,7 @@ from tiered_server import OPERATIONS, WITH_BLOCKS, TieredServer
 
 from dsv4_sglang.cache.host_pool import FreeRows
 from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.backend_v41 import V41Backend
 from dsv4_sglang.srt.host import cache as host_cache
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
 from dsv4_sglang.srt.host.sizing import host_demand
@@ -208,6 +209,83 @@ def test_a_step_that_does_not_wait_reads_wrong_bytes(monkeypatch: pytest.MonkeyP
                 if server.wrong:
                     return
     pytest.fail("the wait makes no difference here: the test does not test")
+
+
+def test_a_load_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch sees each layer arrive once the load begins on its stream, and what it says of a load that stops."""
+    server = TieredServer(monkeypatch, seed=0, blocks=20)
+    watch, sent = server.controller.watch, []
+    scheduler: Any = SimpleNamespace(
+        ipc_channels=SimpleNamespace(
+            send_to_tokenizer=SimpleNamespace(send_output=lambda answer, req: sent.append((answer, req)))
+        )
+    )
+    server.serve(prompt(0))
+    server._make_room(20)
+    request = server._request(prompt(0))
+    request.http_worker_ipc = "worker 1"
+    assert server._admit(request) is not None
+    (_, from_host), arrived = compat.copy_streams(server.controller), []
+    while not from_host.ready():
+        assert watch.oldest() is None, "the load waits for the steps before it"
+        server.streams.run_some(1)
+    while from_host.ready():
+        if (load := watch.oldest()) is not None:
+            arrived.append(load.events.missing())
+        if arrived and arrived[-1] == 2 and not sent:
+            message = watch.fail(scheduler, 60)
+        from_host.step()
+    assert watch.oldest() is None and watch.fail(scheduler, 60) == ""
+    assert sorted(arrived) == arrived and {*arrived} >= {0, 1, 2, 3}
+    assert message.startswith(
+        "a load from host memory has not ended in 60 s: 6 blocks and 1 checkpoints for the request"
+    )
+    assert f"for the requests {request.rid}; layer 2 has not arrived" in message
+    ((answer, of),) = sent
+    assert of is request and (answer.rid, answer.http_worker_ipc) == (request.rid, "worker 1")
+    assert answer.finished_reason["status_code"] == 500 and answer.finished_reason["message"] == message
+
+
+def test_a_load_is_watched_from_before_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the launch is the copy. The events come from an earlier load, all of whose layers have arrived."""
+    server = TieredServer(monkeypatch, seed=0, blocks=20)
+    watch, launch, missing = server.controller.watch, HostBlocks.load, []
+
+    def look(self: HostBlocks, *arguments: Any) -> None:
+        load = watch.oldest()
+        assert load is not None and len(load.requests) == 1
+        missing.append(load.events.missing())
+        launch(self, *arguments)
+
+    monkeypatch.setattr(HostBlocks, "load", look)
+    for visit in range(5):
+        server.serve(prompt(0))
+        server._make_room(20)
+        assert missing == [0, 0] * visit, "two launches a load, behind neither of which a stream has run"
+        assert watch.oldest() is None
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_layer_of_v41_waits_for_its_load(decodes: bool) -> None:
+    """Before it writes, in a prefill step; a decode step runs behind the prefill step that waited."""
+    done: list[tuple[str, int]] = []
+
+    class Step:
+        def append(self, layer: int, *inputs: Any) -> None:
+            done.append(("append", layer))
+
+        def attend(self, layer: int, *inputs: Any) -> torch.Tensor:
+            done.append(("attend", layer))
+            return torch.zeros(1, 1, 512)
+
+    backend: Any = V41Backend.__new__(V41Backend)
+    backend.metadata = SimpleNamespace(is_decode=decodes, positions=torch.zeros(1))
+    backend.step, backend.last_layer = Step(), 9
+    backend.token_to_kv_pool = SimpleNamespace(wait_for_layer=lambda layer: done.append(("wait", layer)))
+    inputs: Any = SimpleNamespace(weights=None, compressor=None, index_query=None, sink=torch.zeros(1))
+    layer = SimpleNamespace(layer_id=3, scaling=1.0)
+    backend.forward(torch.zeros(1, 1, 512), torch.zeros(1, 512), None, layer, None, inputs=inputs)
+    assert done == [*([] if decodes else [("wait", 3)]), ("append", 3), ("attend", 3)]
 
 
 def prompt(line: int, blocks: int = 6) -> list[int]:

@@ -50,6 +50,8 @@ def test_opting_in() -> None:
         ({"checkpoint_interval": 0}, ["checkpoint_interval", "positive"]),
         ({"integrity_check": 1}, ["integrity_check", "1", "true | false"]),
         ({"max_checkpoints": -1}, ["max_checkpoints", "-1"]),
+        ({"host_load_timeout_seconds": 0}, ["host_load_timeout_seconds is 0", "expected 1 or more"]),
+        ({"host_load_timeout_seconds": None}, ["host_load_timeout_seconds", "null", "whole number"]),
         ({"max_checkpoints": 1.5}, ["max_checkpoints", "1.5"]),
     ],
 )

@@ -101,3 +101,26 @@ def test_new_conversations_get_in_where_old_ones_are_over() -> None:
     before = simulation.hit_tokens, simulation.ideal_tokens
     simulation.run(replace(turn, conversation=turn.conversation + 1000) for turn in turns)
     assert simulation.hit_tokens - before[0] > 0.85 * (simulation.ideal_tokens - before[1])
+
+
+def test_a_new_usual_interval_counts_as_a_change() -> None:
+    """`usual` orders every line that was not used again yet, so whoever keeps an order while `changes` is the same must
+    see each new estimate: after a use, a removal, and a line that returns after its eviction."""
+    registry = CheckpointRegistry(4)
+
+    def use() -> None:
+        registry.use(1)
+
+    def remove() -> None:
+        registry.remove(2, mark=7)
+
+    def return_after_eviction() -> None:
+        registry.missed([7])
+
+    for slot in (1, 2, 3):
+        registry.add(slot, 128, 0)
+    for step in (use, remove, return_after_eviction):
+        registry.tick()
+        changes, usual = registry.changes, registry.usual
+        step()
+        assert registry.usual != usual and registry.changes > changes, step.__name__

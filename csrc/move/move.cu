@@ -10,7 +10,9 @@
 // are idle.
 //
 // A launch cannot raise, and an assertion would cost the process its CUDA context: copy_state and update_rows write
-// nothing when a pair or slice is wrong, and leave the index of the first one in `refused`, which is -1 before.
+// nothing when a pair or slice is wrong, and leave the index of the first one in `refused`, which is -1 before. Where
+// copy_state is given a destination twice, only the pairs with that destination are not written: a block compares its
+// own pair with the others.
 #include <algorithm>
 #include <cstdio>
 
@@ -52,23 +54,25 @@ __device__ void report(int32_t* refused, int index) {
   atomicMin(reinterpret_cast<unsigned*>(refused), unsigned(index));
 }
 
-__device__ bool pair_leaves(const CopyStateParams& p, int pair) {
-  return p.src[pair] >= 0 && p.dst[pair] >= 0 && max(p.src[pair], p.dst[pair]) >= p.slots;
-}
-
 __global__ void __launch_bounds__(kThreads) copy_state_kernel(const __grid_constant__ CopyStateParams p) {
-  const int src = p.src[blockIdx.y], dst = p.dst[blockIdx.y];
+  const int own = blockIdx.y, src = p.src[own], dst = p.dst[own];
   if (src < 0 || dst < 0) return;
-  // Every block that would write looks at all pairs, so that none writes when one is wrong.
+  // Every block that would write looks at all pairs, so that none writes when one leaves the tensors.
   bool wrong = false;
   for (int pair = threadIdx.x; pair < p.pairs; pair += kThreads) {
-    if (!pair_leaves(p, pair)) continue;
+    const int from = p.src[pair], to = p.dst[pair];
+    if (from < 0 || to < 0) continue;
+    const bool leaves = max(from, to) >= p.slots, same = to == dst && pair != own;
+    if (!leaves && !same) continue;
     wrong = true;
     if (p.refused) {
       report(p.refused, pair);
-    } else if (pair == int(blockIdx.y) && blockIdx.x == 0) {
+    } else if (leaves && pair == own && blockIdx.x == 0) {
       printf("copy_state: pair %d, slot %d to slot %d, leaves tensors of %d slots; nothing is written\n", pair, src,
              dst, p.slots);
+    } else if (same && blockIdx.x == 0) {
+      printf("copy_state: pair %d, slot %d to slot %d, has the destination of pair %d; neither is written\n", own, src,
+             dst, pair);
     }
   }
   if (__syncthreads_or(wrong)) return;

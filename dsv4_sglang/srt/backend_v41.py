@@ -65,6 +65,9 @@ class V41Backend(HybridCacheBackend):
         """Write the step's rows of a layer, then read what its tokens see."""
         metadata, step, number = self.step_of_tokens(q), self.step, layer.layer_id
         assert step is not None, "a layer comes after the beginning of its step"
+        if not metadata.is_decode:
+            # Entries that the layer shares are of a layer before it, which has arrived as well then.
+            self.token_to_kv_pool.wait_for_layer(number)
         latents = step.append(number, inputs.weights, k.flatten(1), inputs.compressor)
         if latents is not None:
             assert inputs.keys_of is not None

@@ -14,6 +14,7 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.srt import compat, prefill_graphs
+from dsv4_sglang.srt.checks import check_started
 from dsv4_sglang.srt.configurator import BlockConfigurator
 from dsv4_sglang.srt.layout import ServedLayout, layout_of
 from dsv4_sglang.srt.options import Options
@@ -226,6 +227,13 @@ class Launch:
         log.info(table(layout, sizes.max_total_num_tokens, self.demand))
         self.pool = CacheKVPool(compressed, req_to_token_pool.mamba_pool)
         return self.pool
+
+    def started(self, scheduler: Any) -> None:
+        from dsv4_sglang.srt.host.cache import TieredCache
+
+        check_started(scheduler)
+        if isinstance(scheduler.tree_cache, TieredCache):
+            scheduler.tree_cache.cache_controller.watch.start(scheduler, self.options.host_load_timeout_seconds)
 
     def name_cache(
         self, manager: Any, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False

@@ -17,6 +17,7 @@ import zmq
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import HybridMambaDecodeReqToTokenPool
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
 from sglang.srt.utils.network import NetworkAddress
 
 from dsv4_sglang import __version__
@@ -26,8 +27,9 @@ from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateSlotPool
 
 log = logging.getLogger(__name__)
 
-TOLD_AGAIN = (0, 0.5, 2, 8, 30)
-"""Seconds before each time that a prefill server is told of requests that failed."""
+TOLD_FIRST, TOLD_EVERY = (0, 0.5, 2, 8), 30
+"""Seconds before each of the first times that a prefill server is told of requests that failed, and of the later ones.
+"""
 _refused: dict[str, str] = {}
 """Why, by address, of prefill servers that this process has refused."""
 
@@ -98,27 +100,35 @@ def say_why(
 
 
 def _end_at_prefill_server(manager: Any, bootstrap_addr: str, rooms: set[int]) -> None:
-    """Tell it that requests are over, as SGLang does of aborted ones; else each waits there for a timeout, and a router
-    with it. Of its processes one is enough: they agree on what failed. A request that has not come yet is not known
-    there and the message is lost, so it is said again for a while.
+    """Tell the prefill server that requests are over, as SGLang does of aborted ones: otherwise each waits there for
+    SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, and a router with it.
+
+    A request that has not arrived there yet is not known, and the message is lost. So the message is repeated for as
+    long as a request may wait there, and also if the server could not be reached.
     """
+    rounds = -(-envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() // TOLD_EVERY)
+    for pause in (*TOLD_FIRST, *[TOLD_EVERY] * rounds):
+        time.sleep(pause)
+        try:
+            _tell_prefill_server(manager, bootstrap_addr, rooms)
+        except (requests.RequestException, zmq.ZMQError) as error:
+            log.warning(
+                "dsv4_sglang: the prefill server at %s was not told that requests failed: %s", bootstrap_addr, error
+            )
+
+
+def _tell_prefill_server(manager: Any, bootstrap_addr: str, rooms: set[int]) -> None:
+    """Send the message once, to one of the server's processes: they agree on what failed."""
     rank = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
     own = manager.local_ip.encode(), str(manager.rank_port).encode()
-    try:
-        found = requests.get(f"http://{bootstrap_addr}/route?{rank}", timeout=5).json()
-        address = NetworkAddress(found["rank_ip"], found["rank_port"])
-        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-            socket.setsockopt(zmq.IPV6, address.is_ipv6)
-            socket.setsockopt(zmq.LINGER, 1000)
-            socket.connect(address.to_tcp())
-            for pause in TOLD_AGAIN:
-                time.sleep(pause)
-                for room in rooms:
-                    socket.send_multipart([b"ABORT", str(room).encode(), *own])
-    except (requests.RequestException, zmq.ZMQError) as error:
-        log.warning(
-            "dsv4_sglang: the prefill server at %s was not told that requests failed: %s", bootstrap_addr, error
-        )
+    found = requests.get(f"http://{bootstrap_addr}/route?{rank}", timeout=5).json()
+    address = NetworkAddress(found["rank_ip"], found["rank_port"])
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.setsockopt(zmq.IPV6, address.is_ipv6)
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.connect(address.to_tcp())
+        for room in rooms:
+            socket.send_multipart([b"ABORT", str(room).encode(), *own])
 
 
 def take_pageable_indices(original: Callable[..., None], sender: Any, *arguments: Any, **named: Any) -> None:

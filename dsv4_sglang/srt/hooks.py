@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from sglang.srt.plugins.hook_registry import HookType
 
 from dsv4_sglang.srt import collectives, compat, disaggregation, integrity, prefill_graphs, sleep, speculation
-from dsv4_sglang.srt.checks import check_started
 from dsv4_sglang.srt.decisions import BACKEND, Launch
 from dsv4_sglang.srt.models.torch_layers import collapse_flat
 from dsv4_sglang.srt.prefix import schedule
@@ -228,8 +227,9 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
         Hook(
             SRT + "managers.scheduler.Scheduler.get_init_info",
             HookType.BEFORE,
-            check_started,
-            "the last moment before a scheduler reports ready: pools, tree, backend and model must be ours",
+            launch.started,
+            "the last moment before a scheduler reports ready: pools, tree, backend and model must be ours; behind it "
+            "loads of a host tier are watched",
         ),
         Hook(
             compat.VALIDATE_EXTRA_BUFFER,

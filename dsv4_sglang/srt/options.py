@@ -22,6 +22,7 @@ class Options:
     checkpoint_interval: int = 4096
     max_checkpoints: int | None = None
     host_checkpoints: int | None = None
+    host_load_timeout_seconds: int = 60
     integrity_check: bool = False
 
     def __post_init__(self) -> None:
@@ -34,6 +35,10 @@ class Options:
             raise ValueError(f"dsv4_sglang option max_checkpoints is {self.max_checkpoints}; expected 0 or more")
         if self.host_checkpoints is not None and self.host_checkpoints < 1:
             raise ValueError(f"dsv4_sglang option host_checkpoints is {self.host_checkpoints}; expected 1 or more")
+        if self.host_load_timeout_seconds < 1:
+            raise ValueError(
+                f"dsv4_sglang option host_load_timeout_seconds is {self.host_load_timeout_seconds}; expected 1 or more"
+            )
 
 
 def _describe() -> str:

@@ -306,3 +306,20 @@ def test_swap_blocks_wants_pinned_memory():
     gpu, host = [device(random_bytes(4, 16))], random_bytes(4, 16)
     with pytest.raises(RuntimeError, match=r"host is Byte .* pageable"):
         ops().swap_blocks(gpu, host, device(torch.tensor([0])), torch.tensor([1]), True, OFFSETS)
+
+
+def test_copy_state_rejects_a_destination_of_two_pairs(capfd):
+    """Neither pair is written, the others are; pairs that skip have no destination."""
+    state = torch.randn(2, 6, 5)
+    pairs = torch.tensor([0, 1, 1, 2], dtype=torch.int32), torch.tensor([4, 3, -1, 3], dtype=torch.int32)
+    assert refused_by_the_cpu(torch.ops.dsv4_sglang.copy_state, *pairs, [state.clone()]) == 1
+    expected = state.clone()
+    expected[:, 4] = state[:, 0]
+    for refused in (device(torch.tensor([7], dtype=torch.int32)), None):
+        got = device(state)
+        ops().copy_state(*(device(t) for t in pairs), [got], refused)
+        assert torch.equal(got.cpu(), expected)
+        assert refused is None or int(refused) == 1
+    ctypes.CDLL(None).fflush(None)
+    said = capfd.readouterr().out
+    assert "copy_state: pair 1, slot 1 to slot 3, has the destination of pair 3; neither is written" in said

@@ -2,9 +2,9 @@
 
 `entry_point` makes a folder for PYTHONPATH through which servers find it. It does nothing while the file named by
 FAULT_FILE is empty or missing; a test writes one of FAULTS (of the prefix cache), RANK_FAULTS (of DP attention),
-HOST_FAULTS, LATE or LATE_FAULTS (of the host tier), TRANSFER_FAULTS (between servers), V41_FAULTS (of DeepSeek-V4.1),
-DRAFT_FAULT (of a NextN layer), LOCK_FAULT (of the registry of checkpoints) or LAUNCH_FAULT (of a kernel) there, and the
-steps from then on are broken that way.
+HOST_FAULTS, STUCK, LATE or LATE_FAULTS (of the host tier), TRANSFER_FAULTS (between servers), V41_FAULTS (of
+DeepSeek-V4.1), DRAFT_FAULT (of a draft model), LOCK_FAULT (of the registry of checkpoints) or LAUNCH_FAULT (of a
+kernel) there, and the steps from then on are broken that way.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ HOST_FAULTS = (
     "a checkpoint of zeros",
     "a checkpoint of somebody else",
 )
+STUCK = "a load does not end"
+"""Behind the first layer with entries, in the scheduler, which copies on a CPU."""
 LATE = "loads come when they are waited for"
 """No fault: on a CPU a load is over when it is asked for, and a step that forgets to wait would read what it should."""
 LATE_FAULTS = (
@@ -153,10 +155,9 @@ def _store(original: Callable[..., None], state: Any, slots: Any, checkpoints: A
         for checkpoint in checkpoints[checkpoints > 0].tolist():
             kept[:, checkpoint - 1, :, :, columns] = 0
 
-    emptied = {V41_FAULTS[0]: slice(None), DRAFT_FAULT: slice(-1, None)}.get(_fault())
-    if emptied is not None:
+    if _fault() == V41_FAULTS[0]:
         for checkpoint in checkpoints[checkpoints > 0].tolist():
-            state._all_rings[emptied, state.num_slots + checkpoint - 1] = 0
+            state._all_rings[:, state.num_slots + checkpoint - 1] = 0
 
 
 def _select(original: Callable[..., None], step: Any, layer: int, *arguments: Any) -> None:
@@ -185,6 +186,8 @@ def _load_to_active(original: Callable[..., None], slots: Any, pool: Any, checkp
         slots.layer_transfer_counter = None
     original(slots, pool, checkpoints, live)
     slots.layer_transfer_counter = counter
+    if _fault() == DRAFT_FAULT:
+        pool.storage.rings[-1].index_fill_(0, live.long(), 0)
     if _fault() == FAULTS[4]:
         import torch
 
@@ -260,6 +263,8 @@ def _load_blocks(original: Callable[..., None], pool: Any, blocks: Any, rows: An
     _note(f"layer {layer}: {rows.tolist()} to {blocks.tolist()}")
     if _fault() == HOST_FAULTS[1] and layer == 0:
         return
+    while _fault() == STUCK and layer > 0:
+        time.sleep(0.1)
     # Not those of the same prompt in another order, which attention to all entries would not notice.
     others = _fault() == HOST_FAULTS[0]
     _load(partial(original, pool, blocks, (rows + 1) % pool.num_blocks if others else rows, layer))

@@ -17,7 +17,7 @@ _steps = count()
 class Block(NamedTuple):
     """Of the request `rid`, behind its first `length` tokens: the decided token with the drafts, and the logits
     [drafts, vocab] by which these were chosen. EAGLE chooses the first draft in the step before: of that one there are
-    the NextN layer's streams [hc_mult * hidden] in the place of logits."""
+    the NextN layer's streams [hc_mult * hidden] in the place of logits. In a CUDA graph it keeps no logits: None."""
 
     rid: str
     length: int
@@ -38,7 +38,8 @@ def _propose(original: Callable[..., Any], proposer: Any, *, batch: Any, **argum
 
     made = original(proposer, batch=batch, **arguments)
     anchors, drafts = made.draft_block_ids[:, :1], made.draft_block.draft_tokens
-    _keep(batch, torch.cat([anchors, drafts], dim=1), made.draft_block.corrected_logits, [None] * len(batch.reqs))
+    logits = made.draft_block.corrected_logits.float().cpu()
+    _keep(batch, torch.cat([anchors, drafts], dim=1), logits, [None] * len(batch.reqs))
     return made
 
 
@@ -58,7 +59,8 @@ def _draft(original: Callable[..., Any], worker: Any, batch: Any, *rest: Any, **
         made = original(worker, batch, *rest, **named)
     finally:
         del runner.forward
-    _keep(batch, made.draft_token.view(len(batch.reqs), -1), torch.stack(logits, dim=1), streams)
+    by = torch.stack(logits, dim=1).float().cpu() if logits else [None] * len(batch.reqs)
+    _keep(batch, made.draft_token.view(len(batch.reqs), -1), by, streams)
     return made
 
 
@@ -69,7 +71,7 @@ def _keep(batch: Any, tokens: Any, logits: Any, streams: Any) -> None:
         "rids": [request.rid for request in batch.reqs],
         "lengths": batch.seq_lens.cpu(),
         "tokens": tokens.cpu(),
-        "logits": logits.float().cpu(),
+        "logits": logits,
         "streams": streams,
     }
     file = Path(os.environ[DRAFTS]) / f"{next(_steps)}.pt"

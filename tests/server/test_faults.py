@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from faulty_cache import LAUNCH_ERROR, LAUNCH_FAULT, broken
+from faulty_cache import LAUNCH_ERROR, LAUNCH_FAULT, STUCK, broken
 from progress import Progress
 from safetensors.torch import load_file
-from server_harness import BROKEN_OFF, Generated, Server, assert_same, ends, prompt, running
+from server_harness import BROKEN_OFF, Generated, Server, assert_same, ends, needs_host_tier, prompt, running
 from sglang.srt.utils.common import MultiprocessingSerializer, init_custom_process_group
 
 from benchmarks import ports
@@ -192,6 +192,29 @@ def test_a_kernel_that_fails_ends_the_server(server: Server, fault: Path, crashe
                 request()
     named = [line for line in server.log_text().splitlines() if "append: the launch" in line]
     assert named == [f"RuntimeError: {LAUNCH_ERROR}"]
+
+
+@needs_host_tier
+def test_a_load_that_does_not_end_ends_the_server(
+    fault: Path, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request that waits for it gets the error, which the log has as well; others see the server end."""
+    monkeypatch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
+    flags = [flag for flag in FLAGS if "storage" not in flag and flag not in ("file", "wait_complete")]
+    with running(tiny(seed=0, **MODEL), tmp_path / "log", *flags, **OPTIONS, host_load_timeout_seconds=2) as server:
+        server.generate(STORED)
+        server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
+        server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+        other = server.begin(prompt(30), 900, 2)
+        with ends(server), broken(fault, STUCK):
+            with pytest.raises(urllib.error.HTTPError) as failed:
+                server.generate(STORED, rid="waits")
+            with pytest.raises(BROKEN_OFF):
+                other()
+        said = failed.value.read().decode()
+        assert failed.value.code == 500
+        assert f"not ended in 2 s: {BLOCKS} blocks and 1 checkpoints for the requests waits; layer 2 has not" in said
+        assert "layer 2 has not arrived" in server.log_text() and "option host_load_timeout_seconds" in said
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """DSPARK on a GPU: bf16 compute, CUDA graphs. Greedy answers are the oracle's, up to near ties, since kernels round by
 batch size. Every block that is drafted is held to the head in PyTorch where that can be seen, on a CPU
-(test_server_dspark.py); here acceptance tells of the drafts.
+(test_server_dspark.py); here acceptance tells of the drafts, and test_server_drafts_gpu.py of the stages' rings.
 
 Flags that this machine's SGLang needs besides go into DSV4_SGLANG_TEST_FLAGS.
 """

@@ -256,7 +256,7 @@ def test_samples_follow_the_distribution(server: Server, name: str) -> None:
 @only(*filter(drafts, SERVERS))
 def test_drafts_are_accepted(server: Server, name: str) -> None:
     """As often behind a prefix hit as without. That says little of the draft model's rows, on which this checkpoint's
-    drafts hardly depend: test_server_speculation.py holds what is made of those to the layer in plain PyTorch."""
+    drafts hardly depend: test_server_drafts_gpu.py looks at what is made of those."""
     ids, lengths = prompt(1000, seed=43), {}
     server.flush()
     for run in ("cold", "warm"):

@@ -6,6 +6,7 @@ pair or slice that is wrong, -1 if none is. Read it where waiting is allowed; ev
 writes it anew. Without `refused` the kernel prints what is wrong to stdout. On a CPU both raise ValueError at once.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -28,15 +29,18 @@ def copy_state(src: Tensor, dst: Tensor, tensors: Sequence[Tensor], refused: Ten
     """Copy the state of slot `src[i]` to slot `dst[i]` ([n] int32, a negative one in either skips) in every tensor
     [layers, slots, ...].
 
-    A pair with a slot that one of the tensors does not have is refused, and nothing is written; `refused`: see the
-    module. No slot may be both a source and a destination, nor twice a destination, which is not checked.
+    Rejected are a pair with a slot that one of the tensors does not have, and pairs with the same destination. Nothing
+    is written then, except that a GPU still writes the other pairs beside pairs with the same destination. `refused`:
+    see the module. No slot may be both a source and a destination, which is not checked.
     """
     slots = min((tensor.shape[1] for tensor in tensors), default=0)
-    wrong = {
-        i: f"pair {i}, slot {s} to slot {d}, leaves tensors of {slots} slots"
-        for i, (s, d) in enumerate(zip(src.tolist(), dst.tolist()))
-        if tensors and min(s, d) >= 0 and max(s, d) >= slots
-    }
+    pairs = {i: (s, d) for i, (s, d) in enumerate(zip(src.tolist(), dst.tolist())) if tensors and min(s, d) >= 0}
+    named, wrong = Counter(d for _, d in pairs.values()), {}
+    for i, (s, d) in pairs.items():
+        if max(s, d) >= slots:
+            wrong[i] = f"pair {i}, slot {s} to slot {d}, leaves tensors of {slots} slots"
+        elif named[d] > 1:
+            wrong[i] = f"pair {i}, slot {s} to slot {d}, has the destination of another"
     _refuse(refused, "copy_state", wrong)
     valid = (src >= 0) & (dst >= 0)
     src, dst = src[valid].long(), dst[valid].long()

@@ -143,6 +143,7 @@ class TieredComponent(CheckpointComponent):
         slot = self._slot(self.tree_core.node_by_id(prep.node))
         assert slot is not None, "a load ends at a checkpoint"
         compat.held(req).mamba_cow_src_index = self.slots.device_index(slot)
+        self.cache.cache_controller.watch.expect(req)
 
     def build_hicache_transfers(
         self, node: UnifiedTreeNode, phase: CacheTransferPhase, **arguments: Any

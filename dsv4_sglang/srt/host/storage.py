@@ -19,6 +19,7 @@ from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.ops.trust import refuse_writable_by_all, require_own
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.pools import intact, seal
+from dsv4_sglang.srt.host.sealed import or_miss
 
 log = logging.getLogger(__name__)
 
@@ -120,12 +121,7 @@ class FileStorage(HiCacheFile):
         return found
 
     def batch_exists_v2(self, *arguments: Any, **named: Any) -> PoolTransferResult:
-        """A folder that cannot be read has nothing. SGLang 0.5.17 would end the thread that asks."""
-        try:
-            return super().batch_exists_v2(*arguments, **named)
-        except OSError as error:
-            log.warning("host tier: the storage's folder cannot be read: %s", error)
-            return PoolTransferResult(0, {})
+        return or_miss(PoolTransferResult(0, {}), super().batch_exists_v2, *arguments, **named)
 
     def _remove(self, key: str, why: str) -> None:
         path = self._path(key)

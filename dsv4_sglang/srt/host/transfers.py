@@ -18,6 +18,7 @@ from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.pools import CHECKSUM_BYTES, HostBlocks, HostCheckpoints
 from dsv4_sglang.srt.host.sizing import HostDemand, host_demand, host_table
 from dsv4_sglang.srt.host.storage import page_name
+from dsv4_sglang.srt.host.watch import LoadEvents, LoadWatch
 from dsv4_sglang.srt.options import model_overrides
 from dsv4_sglang.srt.pools import CacheKVPool
 
@@ -38,6 +39,7 @@ class TransferController(HybridCacheController):
     forward_stream: Any = None
     """The stream of the steps."""
     _together = False
+    watch: LoadWatch
     given_up: Sequence[tuple[Any, list[Any]]] = ()
     """Fetches from the storage that ended, by an abort or their policy, while a thread may still read into their rows,
     each with its checkpoints' rows, which are to be freed."""
@@ -60,10 +62,15 @@ class TransferController(HybridCacheController):
         super().start_writing()
 
     def start_loading(self) -> int:
-        if self.load_queue:
-            _, from_host = compat.copy_streams(self)
-            from_host.wait_stream(self.forward_stream)
-        return super().start_loading()
+        if not self.load_queue:
+            return -1
+        _, from_host = compat.copy_streams(self)
+        from_host.wait_stream(self.forward_stream)
+        counter = self.layer_done_counter
+        load = self.watch.begin(self.load_queue, counter.events[(counter.producer_index + 1) % len(counter.events)])
+        consumer = super().start_loading()
+        load.ack = self.ack_load_queue[-1]
+        return consumer
 
     def load_what_is_left(self) -> None:
         """Load for requests that were not admitted after all: nobody's step waits for it, so all of them do."""
@@ -218,6 +225,9 @@ class HostStack(StackStrategy):
             enable_storage_metrics=enable_storage_metrics,
         )
         controller.forward_stream = cache.forward_stream
+        controller.watch = LoadWatch()
+        counter = controller.layer_done_counter
+        counter.events = [LoadEvents(counter.num_layers) for _ in counter.events]
         log.info(host_table(demand, blocks.kv_buffer, checkpoints.kv_buffer, server_args.hicache_write_policy))
         return compat.stack_of_pools(
             layers,

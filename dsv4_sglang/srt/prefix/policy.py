@@ -191,7 +191,9 @@ class CheckpointRegistry:
         self._used_after += (waited - self._used_after) / (32 if self._used_after else 1)
 
     def _estimate(self) -> None:
-        """`usual` anew: the reciprocal rate of uses where some waits were cut off; newer ones weigh more."""
+        """`usual` anew: the reciprocal rate of uses where some waits were cut off; newer ones weigh more. It orders the
+        lines that were not used again yet, so `changes` counts each estimate."""
+        self.changes += 1
         if self._uses:
             self.usual = min(self._waited / self._uses, PATIENCE * self._used_after)
 

@@ -1,0 +1,95 @@
+"""The draft model's rings on a GPU: behind a prefix hit, on the device or from the host, the draft model makes what it
+makes without one.
+
+Tokens are right whatever is drafted, and the acceptance length of these checkpoints hardly depends on the rings. So the
+test compares what the draft model computed (`recorded_drafts`) in the first step behind each prompt: the streams of
+EAGLE's NextN layer, the logits of DSPARK's head. It compares with a cold step of the same server, since bf16 compute is
+common to both; test_server_speculation.py and test_server_dspark.py compare with PyTorch in fp32 on a CPU.
+
+Flags that this machine's SGLang needs besides go into DSV4_SGLANG_TEST_FLAGS.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recorded_drafts
+from faulty_cache import DRAFT_FAULT, broken, entry_point
+from server_harness import DRAFTS, Server, prompt, running
+from torch import Tensor
+
+pytestmark = [pytest.mark.server, pytest.mark.gpu]
+
+# Twelve prompts take 144 blocks; the device has 64. The last 12 tokens of each are computed behind a hit.
+LENGTH, CACHED, COUNT = 1420, 1408, 12
+FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192", "--enable-metrics")
+FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--max-total-tokens", "8192")
+FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "8")
+SERVERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "EAGLE": ({"nextn": True}, DRAFTS),
+    "EAGLE, no graphs, no overlap": ({"nextn": True}, (*DRAFTS, "--disable-cuda-graph", "--disable-overlap-schedule")),
+    "DSPARK": ({"dspark": 5}, ("--speculative-algorithm", "DSPARK")),
+}
+
+
+@pytest.fixture
+def drafts(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@pytest.fixture(params=SERVERS)
+def server(
+    request: pytest.FixtureRequest,
+    fault: Path,
+    drafts: Path,
+    tiny: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Server]:
+    model, more = SERVERS[request.param]
+    flags = (*FLAGS, *more, *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
+    with pytest.MonkeyPatch.context() as patch:
+        found = entry_point(tmp_path_factory.mktemp("recorder"), "recorded_drafts")
+        patch.setenv("PYTHONPATH", os.pathsep.join([*found, os.environ["PYTHONPATH"]]))
+        patch.setenv(recorded_drafts.DRAFTS, str(drafts))
+        log = tmp_path_factory.mktemp("drafts") / "log"
+        with running(tiny(seed=1, **model), log, *flags, cpu=False) as server:
+            yield server
+
+
+def visit(
+    server: Server, drafts: Path, prompts: Sequence[list[int]], name: str, cached: int
+) -> list[tuple[int, Tensor]]:
+    """The first token of each answer, and what the draft model made of it."""
+    for i, ids in enumerate(prompts):
+        sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
+        body = {"input_ids": ids, "sampling_params": sampling, "rid": f"{name} {i}"}
+        assert server.post("/generate", body)["meta_info"]["cached_tokens"] == cached
+    first = {block.rid: block for block in recorded_drafts.recorded(drafts) if block.length == LENGTH}
+    blocks = [first[f"{name} {i}"] for i in range(len(prompts))]
+    return [(block.tokens[0], block.logits if block.streams is None else block.streams) for block in blocks]
+
+
+def distance(ours: Sequence[tuple[int, Tensor]], theirs: Sequence[tuple[int, Tensor]]) -> float:
+    """The mean difference, of prompts whose answers begin with the same token: others part at near ties."""
+    same = [(a - b).abs().mean() for (one, a), (other, b) in zip(ours, theirs) if one == other]
+    assert len(same) > len(ours) / 2
+    return float(sum(same) / len(same))
+
+
+def test_the_draft_models_rings_come_back(server: Server, drafts: Path, fault: Path) -> None:
+    """From the device and from the host. Without the last of them the distance is several times as large."""
+    prompts = [prompt(LENGTH, seed=300 + i) for i in range(COUNT)]
+    server.flush()
+    cold, warm = (visit(server, drafts, prompts, name, cached) for name, cached in (("cold", 0), ("warm", CACHED)))
+    with broken(fault, DRAFT_FAULT):
+        wrong = visit(server, drafts, prompts, "without", CACHED)
+    from_host = server.metrics()["host_hit_tokens_host"]
+    apart = [distance(found, cold) for found in (warm, wrong)]
+    print(f"{apart[0]:.5f} right, {apart[1]:.5f} without a ring, {from_host:.0f} tokens from the host")
+    assert from_host >= 4 * CACHED, "little came from the host"
+    assert apart[1] > 3 * apart[0], apart
