@@ -27,21 +27,21 @@ class SealedRows:
     def batch_set_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
         self.mem_pool_host.get_pool(PoolName.KV).seal(host_indices, self.names(PoolName.KV, keys))
         failed = [False] * len(keys)
-        return _or(failed, super().batch_set_v1, keys, host_indices, extra_info)  # type: ignore[misc]
+        return self._ask(failed, super().batch_set_v1, keys, host_indices, extra_info)  # type: ignore[misc]
 
     def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
         failed = [False] * len(keys)
-        found = _or(failed, super().batch_get_v1, keys, host_indices, extra_info)  # type: ignore[misc]
+        found = self._ask(failed, super().batch_get_v1, keys, host_indices, extra_info)  # type: ignore[misc]
         return self._usable(PoolName.KV, self.mem_pool_host.get_pool(PoolName.KV), keys, host_indices, found)
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         for transfer in transfers:
             names = self.names(transfer.name, transfer.keys or [])
             self.registered_pools[transfer.name].seal(transfer.host_indices, names)
-        return _or(_failed(transfers), super().batch_set_v2, transfers, extra_info)  # type: ignore[misc]
+        return self._ask(_failed(transfers), super().batch_set_v2, transfers, extra_info)  # type: ignore[misc]
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        found = _or(_failed(transfers), super().batch_get_v2, transfers, extra_info)  # type: ignore[misc]
+        found = self._ask(_failed(transfers), super().batch_get_v2, transfers, extra_info)  # type: ignore[misc]
         return {
             transfer.name: self._usable(
                 transfer.name,
@@ -54,7 +54,21 @@ class SealedRows:
         }
 
     def batch_exists_v2(self, *arguments: Any, **named: Any) -> PoolTransferResult:
-        return _or(PoolTransferResult(0, {}), super().batch_exists_v2, *arguments, **named)  # type: ignore[misc]
+        return self._ask(PoolTransferResult(0, {}), super().batch_exists_v2, *arguments, **named)  # type: ignore[misc]
+
+    def _ask(self, failed: Any, ask: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """What the storage answers, or `failed` for an error of whatever library stands behind it."""
+        if not self.available():
+            return failed
+        try:
+            return ask(*arguments, **named)
+        except Exception:
+            log.exception("host tier: the storage failed; what was asked of it is a miss")
+            return failed
+
+    def available(self) -> bool:
+        """Return True if the storage can be asked. Log when that changes."""
+        return True
 
     def _usable(
         self, name: PoolName, pool: HostRows, keys: Sequence[str], indices: Tensor, found: list[bool]
@@ -77,12 +91,3 @@ class SealedRows:
 
 def _failed(transfers: Sequence[Any]) -> dict[Any, list[bool]]:
     return {transfer.name: [False] * len(transfer.keys or []) for transfer in transfers}
-
-
-def _or(failed: Any, ask: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What the storage answers, or `failed` for an error of whatever library stands behind it."""
-    try:
-        return ask(*arguments, **named)
-    except Exception:
-        log.exception("host tier: the storage failed; what was asked of it is a miss")
-        return failed
