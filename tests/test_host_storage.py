@@ -9,6 +9,7 @@ import resource
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -183,7 +184,8 @@ def no_room(kind: str, folder: Path) -> Iterator[None]:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         return
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k,mode=0700", "tmpfs", folder], capture_output=True).returncode:
+    options = "size=16k,mode=700"
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("needs the right to mount a file system")
     try:
         yield
@@ -421,19 +423,134 @@ def test_requests_beside_a_storage_that_fails(
     assert 0 < found < 12 * 5 * BLOCK
 
 
-@pytest.mark.parametrize("storage", ["file"], indirect=True)
-def test_a_folder_that_is_gone(
+@pytest.mark.parametrize("at_once", [False, True])
+def test_tenants_share_nothing_in_a_storage(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer], at_once: bool
+) -> None:
+    """Three of them and a request of nobody ask the same. Behind a restart each finds what it has stored, no matter
+    what the others have brought to the host, and the fourth tenant nothing."""
+    tenants, stored = [None, "a", "b", ""], 0
+    for tenant in tenants:
+        with monkeypatch.context() as patch:
+            server = restarted(patch)
+            assert server.prefetch(PROMPT, tenant) == server.serve(PROMPT, tenant) == 0, "another's pages"
+            assert len(pages_in(folder)) == stored + 5 + 2
+            stored += 5 + 2
+    with monkeypatch.context() as patch:
+        server = restarted(patch)
+        for tenant in tenants:
+            if not at_once:
+                server.flush()
+            assert server.prefetch(PROMPT, tenant) == 5 * BLOCK
+            server.check()
+            assert server.serve(PROMPT, tenant) == 5 * BLOCK
+        assert server.prefetch(PROMPT, "c") == server.serve(PROMPT, "c") == 0
+        assert not server.wrong
+        server.check()
+        server.check_contents()
+        # The rest of a line of which the tree has the beginning.
+        longer = PROMPT + [50 + at // BLOCK for at in range(4 * BLOCK)]
+        server.prefetch(longer, "a")
+        assert server.serve(longer, "a") == 5 * BLOCK
+    with monkeypatch.context() as patch:
+        server = restarted(patch)
+        assert server.prefetch(longer, "b") == 5 * BLOCK
+        assert server.serve(PROMPT, "a") == 0
+        assert server.prefetch(longer, "a") == 4 * BLOCK and server.serve(longer, "a") == 9 * BLOCK
+        assert not server.wrong
+        server.check()
+
+
+def test_keys_of_tenants_are_those_of_newer_releases(
     monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
 ) -> None:
-    """Somebody has removed it: nothing is found, nobody waits for ever, and when it is there again it is used."""
-    server, other = restarted(monkeypatch), [9 + token for token in PROMPT]
-    server.serve(PROMPT)
+    """So that an update of SGLang finds what was stored."""
+    restarted(monkeypatch).serve([1] * (BLOCK + 1), "a")
+    tenant = sha256(b"sglang-cache-namespace-v1\x01" + (1).to_bytes(8, "little") + b"a\x00").digest()
+    first_page = sha256(tenant + (1).to_bytes(4, "little") * BLOCK).hexdigest()
+    assert {path.name[:64] for path in pages_in(folder)} == {first_page}
+
+
+def test_other_weights_find_nothing(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+) -> None:
+    """Of the same model in the same folder: random ones, and those of another loader."""
+    flags = [
+        {"load_format": "dummy", "random_seed": 1},
+        {"load_format": "dummy", "random_seed": 2},
+        {},
+        {"custom_weight_loader": "a.b"},
+        {"model_loader_extra_config": "{}"},
+    ]
+    for given in flags:
+        with monkeypatch.context() as patch:
+            server = restarted(patch, flags=given)
+            assert server.prefetch(PROMPT) == server.serve(PROMPT) == 0, given
+    with monkeypatch.context() as patch:
+        assert restarted(patch, flags=flags[0]).prefetch(PROMPT) == 5 * BLOCK
+
+
+def test_a_long_name_of_a_model(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+) -> None:
+    """As the path of a snapshot of the hub, which a server is called by."""
+    called = "/models--deepseek-ai--DeepSeek-V4-Flash/snapshots/" + "f" * 300
+    with monkeypatch.context() as patch:
+        server = restarted(patch, model_name=called)
+        server.serve(PROMPT)
+        server.cache.forget_stored("0123456789abcdef")
+        server.flush()
+        server.serve(PROMPT)
+        assert len(pages_in(folder)) == 5 + 2
+    with monkeypatch.context() as patch:
+        restarted(patch, model_name=called).serve(PROMPT)
+    with monkeypatch.context() as patch:
+        assert restarted(patch, model_name=called).prefetch(PROMPT) == 5 * BLOCK
+
+
+def test_a_folder_that_takes_no_page_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One whose path is nearly as long as a path may be."""
+    deep = tmp_path
+    while len(str(deep)) < 4096 - 120:
+        deep = deep / ("d" * min(200, 4096 - 110 - len(str(deep))))
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(deep))
+    with pytest.raises(RuntimeError, match=r"cannot hold a page: File name too long.* Set SGLANG_HICACHE_FILE_BACKEND"):
+        open_storage(tmp_path)
+    assert not list(deep.iterdir())
+
+
+def lines_about(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if words in record.getMessage()]
+
+
+@pytest.mark.parametrize("extra", [{}, {"enable_metadata_cache": True, "max_size": "1G"}])
+def test_a_folder_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    restarted: Callable[..., TieredServer],
+    caplog: pytest.LogCaptureFixture,
+    extra: dict[str, Any],
+) -> None:
+    """Somebody has removed it: one line says so, nothing is found, nobody waits for ever, and when it is there again it
+    is used, unless others may write to it."""
+    server = restarted(monkeypatch, extra_config=extra)
+    prompts = [[100 * line + token for token in PROMPT] for line in range(6)]
+    assert server.serve(prompts[0]) == 0
     rmtree(folder)
-    assert server.prefetch(other) == 0
-    assert server.serve(other) == 0
-    folder.mkdir()
-    assert server.serve([18 + token for token in PROMPT]) == 0
+    caplog.clear()
+    for prompt in prompts[1:3]:
+        assert server.prefetch(prompt) == server.serve(prompt) == 0
+    assert len(lines_about(caplog, "is gone")) == 1 and not lines_about(caplog, "ailed")
+    assert not folder.exists(), "it may be where a disk was mounted"
+    folder.mkdir(mode=0o700)
+    folder.chmod(0o777)
+    assert server.prefetch(prompts[3]) == server.serve(prompts[3]) == 0
+    assert not pages_in(folder)
+    folder.chmod(0o700)
+    assert server.prefetch(prompts[4]) == server.serve(prompts[4]) == 0
+    assert len(lines_about(caplog, "in use again")) == 1
     assert len(pages_in(folder)) == 5 + 2
+    assert server.flush() and server.prefetch(prompts[4]) == 5 * BLOCK
     assert not server.wrong and server.flush()
     server.check()
 

@@ -188,6 +188,7 @@ class TieredServer(BlockOwner):
         flushes: float = 0,
         extra_config: dict[str, Any] | None = None,
         flags: dict[str, Any] | None = None,
+        model_name: str = "m",
     ) -> None:
         """`storage`: `file` for SGLang's files, `nixl` for those of NIXL, where its environment says; with
         `late_threads` what moves pages runs late and in random order, too. `extra_config`: of the storage; `flags`: of
@@ -224,7 +225,7 @@ class TieredServer(BlockOwner):
             hicache_size=0,
             hicache_io_backend="kernel",
             extra_metric_labels=None,
-            served_model_name="m",
+            served_model_name=model_name,
             model_path="nowhere",
             json_model_override_args="{}",
             download_dir=None,

@@ -182,6 +182,12 @@ OVERRIDES = (
         "all processes of a group hold the same bytes, of which one writes; SGLang knows that of its own pools only",
     ),
     Override(
+        _CONTROLLER,
+        "dsv4_sglang.srt.host.transfers.TransferController",
+        "_page_backup",
+        "while a storage's folder is gone each save would be a warning",
+    ),
+    Override(
         "sglang.srt.mem_cache.storage.file.lru_file_evictor.LRUFileEvictor",
         "dsv4_sglang.srt.host.storage.FolderEvictor",
         "_scan_existing_files",
@@ -568,6 +574,15 @@ def copy_streams(controller: Any) -> tuple[Any, Any]:
         engine = controller.l2_transfer_engine
         return engine.device_to_host_stream, engine.host_to_device_stream
     return controller.write_stream, controller.load_stream
+
+
+def blocks_of(storage: Any) -> Any:
+    """The host pool of blocks of a storage; before 0.5.23 it has the group of all pools."""
+    if since("0.5.23"):
+        return storage.mem_pool_host
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    return storage.mem_pool_host.get_pool(PoolName.KV)
 
 
 def nixl_names(storage: Any, pool: Any, keys: Sequence[str]) -> list[str]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransferResult
 from torch import Tensor
 
+from dsv4_sglang.srt import compat
+
 if TYPE_CHECKING:
     from dsv4_sglang.srt.host.pools import HostRows
 
@@ -21,18 +23,17 @@ class SealedRows:
     otherwise is a miss, and goes, so that it is written anew. An error of the storage is a miss, too, and a line in the
     log: SGLang 0.5.17 would end the thread that asked, and with it all saves or all prefetches to come."""
 
-    mem_pool_host: Any
     registered_pools: dict[PoolName, Any]
 
     def batch_set_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
-        self.mem_pool_host.get_pool(PoolName.KV).seal(host_indices, self.names(PoolName.KV, keys))
+        compat.blocks_of(self).seal(host_indices, self.names(PoolName.KV, keys))
         failed = [False] * len(keys)
         return self._ask(failed, super().batch_set_v1, keys, host_indices, extra_info)  # type: ignore[misc]
 
     def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
         failed = [False] * len(keys)
         found = self._ask(failed, super().batch_get_v1, keys, host_indices, extra_info)  # type: ignore[misc]
-        return self._usable(PoolName.KV, self.mem_pool_host.get_pool(PoolName.KV), keys, host_indices, found)
+        return self._usable(PoolName.KV, compat.blocks_of(self), keys, host_indices, found)
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         for transfer in transfers:

@@ -35,8 +35,8 @@ WRONG_CHECKSUM = "its checksum is another"
 """Of a page that was changed, or is another's under this name."""
 LONGEST_KEY, LONGEST_UPDATE = "f" * KEY_CHARACTERS, f"-{'f' * 16}"
 """A page's key, and what `use_name` adds to its name."""
-EVICTED = (*ORPHANS, UNUSED, USED)
-"""States of pages, first those that are evicted first."""
+EVICTED = dict.fromkeys(ORPHANS, 0) | {UNUSED: 1, USED: 2}
+"""The order in which pages are evicted, by their state."""
 LOOKS = 16
 """A storage looks at the whole folder again when it has written this part of its bound."""
 
@@ -79,7 +79,7 @@ class FolderEvictor(LRUFileEvictor):
                 if is_stale(file) and not file.path.name.endswith(".bin"):
                     file.path.unlink(missing_ok=True)
                 elif file.path.suffix == ".bin":
-                    found.append((EVICTED.index(file.state), file.used_at, file.path.stem, file.bytes))
+                    found.append((EVICTED[file.state], file.used_at, file.path.stem, file.bytes))
         compat.set_files(self, {stem: size for _, _, stem, size in sorted(found)})
         self._written = 0
 
@@ -101,9 +101,13 @@ class FileStorage(HiCacheFile):
         self._folder.use(self.config_suffix[1:])
         compat.bound_folder(self, FolderEvictor, storage_config)
 
+    def available(self) -> bool:
+        """Return True if the folder is there. Log when that changes."""
+        return self._folder.available()
+
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Store a page; False without room. numpy does not say when the last bytes of a file could not be written."""
-        if not self._folder.available():
+        if not self.available():
             return False
         seal(value, self._path(key).stem)
         if not super().set(key, value, target_location, target_sizes):
@@ -116,7 +120,7 @@ class FileStorage(HiCacheFile):
         return True
 
     def get(self, key: str, target_location: Tensor, target_sizes: Any = None) -> Tensor | None:
-        if not self._folder.available():
+        if not self.available():
             return None
         try:
             found = super().get(key, target_location, target_sizes)
@@ -130,7 +134,7 @@ class FileStorage(HiCacheFile):
 
     def batch_exists_v2(self, *arguments: Any, **named: Any) -> PoolTransferResult:
         """A folder that cannot be read has nothing. SGLang 0.5.17 would end the thread that asks."""
-        if not self._folder.available():
+        if not self.available():
             return PoolTransferResult(0, {})
         try:
             return super().batch_exists_v2(*arguments, **named)

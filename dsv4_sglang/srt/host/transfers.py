@@ -117,6 +117,10 @@ class TransferController(HybridCacheController):
         config.is_mla_model = True
         return config
 
+    def _page_backup(self, operation: Any) -> None:
+        if self.storage_backend.available():
+            super()._page_backup(operation)
+
     def move_indices(self, host_indices: Tensor, device_indices: Tensor) -> tuple[Tensor, Tensor]:
         """Host indices stay on the CPU, where copies are launched from."""
         return host_indices, device_indices
