@@ -585,21 +585,22 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 def test_pages_in_mooncakes_store(
     monkeypatch: pytest.MonkeyPatch, store: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They outlive the server; one that was changed is a miss and is stored anew; clearing leaves those of others."""
+    """They outlive the server, each tenant finds its own; one that was changed is a miss and is stored anew; clearing
+    leaves those of others."""
     keys: list[str] = []
     put = MooncakeStorage._put_batch_zero_copy_impl
 
-    def noted(self: Any, names: list[str], *args: Any) -> Any:
+    def noted(self: Any, names: list[str], *args: Any, **named: Any) -> Any:
         keys.extend(names)
-        return put(self, names, *args)
+        return put(self, names, *args, **named)
 
     monkeypatch.setattr(MooncakeStorage, "_put_batch_zero_copy_impl", noted)
 
-    def found(serve: bool = True) -> int:
+    def found(serve: bool = True, tenant: str | None = None) -> int:
         with monkeypatch.context() as patch:
             server = TieredServer(patch, seed=0, storage="mooncake")
-            there = server.prefetch(PROMPT)
-            assert not serve or server.serve(PROMPT) == there
+            there = server.prefetch(PROMPT, tenant)
+            assert not serve or server.serve(PROMPT, tenant) == there
             assert not server.wrong
             server.check()
             server.check_contents()
@@ -610,6 +611,8 @@ def test_pages_in_mooncakes_store(
     assert found() == 0
     assert len(keys) == 5 + 2 and all("-dsv4v4-fp32-fp32-" in key for key in keys)
     assert found() == 5 * BLOCK
+    for tenant in ("a", "b"):
+        assert found(tenant=tenant) == 0 and found(tenant=tenant) == 5 * BLOCK
     for kind in ("_k", "c4_state"):
         for key in {key for key in keys if kind in key}:
             page = store.get(key)

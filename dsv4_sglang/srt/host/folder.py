@@ -76,7 +76,7 @@ def require_names(path: Path, variable: str) -> None:
     is no error: pages are stored again when there is some."""
     try:
         path.touch(mode=0o600)
-        path.unlink()
+        path.unlink(missing_ok=True)  # another process of the server tries the same
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise RuntimeError(

@@ -18,6 +18,7 @@ from dsv4_sglang.srt.host.folder import (
     KEY_CHARACTERS,
     LONGEST_TEMPORARY,
     ORPHANS,
+    TEMPORARY,
     UNUSED,
     USED,
     UsedFolder,
@@ -53,7 +54,7 @@ class FolderEvictor(LRUFileEvictor):
 
     def reserve(self, suffixed_key: str, value_bytes: int, key: str = "") -> bool:
         self._written += value_bytes
-        if self.enabled and self._written > self.max_size_bytes // LOOKS:
+        if self.enabled and 0 < self.max_size_bytes < LOOKS * self._written:
             self._look()
         return super().reserve(suffixed_key, value_bytes, key)
 
@@ -72,13 +73,13 @@ class FolderEvictor(LRUFileEvictor):
             self._scan_existing_files()
 
     def _scan_existing_files(self) -> None:
-        """Remove what is left of killed processes, and count everything else."""
-        found = []
+        """Remove the temporary files of killed processes, and count all pages."""
+        found, folder = [], Path(self.file_path)
         with suppress(OSError):  # the folder is gone
-            for file in stored_files(Path(self.file_path)):
-                if is_stale(file) and not file.path.name.endswith(".bin"):
+            for file in stored_files(folder):
+                if file.state == TEMPORARY and is_stale(file):
                     file.path.unlink(missing_ok=True)
-                elif file.path.suffix == ".bin":
+                elif file.path.suffix == ".bin" and file.path.parent == folder:
                     found.append((EVICTED[file.state], file.used_at, file.path.stem, file.bytes))
         compat.set_files(self, {stem: size for _, _, stem, size in sorted(found)})
         self._written = 0
