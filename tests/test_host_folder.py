@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app
@@ -26,7 +27,7 @@ from dsv4_sglang.srt.host.folder import (
     prune,
     stored_files,
 )
-from dsv4_sglang.srt.host.storage import FileStorage
+from dsv4_sglang.srt.host.storage import DEFAULT_FOLDER, FileStorage
 
 VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 PAGE = 1000
@@ -248,3 +249,77 @@ def test_a_named_folder_that_everybody_can_write_is_rejected(
     monkeypatch.setenv(VARIABLE, str(folder))
     with pytest.raises(RuntimeError, match=rf"has mode {mode:04o}: every user can write it"):
         open_storage(tmp_path)
+
+
+def test_a_page_that_another_user_has_stored_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its mode is not this server's to set. An error would end SGLang's thread that stores, and all its saves."""
+
+    def refused(self: Path, mode: int) -> None:
+        raise PermissionError(f"{self} belongs to another user")
+
+    storage = open_storage(tmp_path / "pages")
+    monkeypatch.setattr(Path, "chmod", refused)
+    assert storage.set("key", torch.arange(40, dtype=torch.uint8))
+    assert storage.set("key", torch.arange(40, dtype=torch.uint8))
+
+
+def modes(storage: FileStorage) -> tuple[int, int]:
+    """Of the folder, and of a file that is stored in it."""
+    assert storage.set("key", torch.arange(40, dtype=torch.uint8))
+    file = next(Path(storage.file_path).glob("key*.bin"))
+    return Path(storage.file_path).stat().st_mode & 0o777, file.stat().st_mode & 0o777
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_files_are_their_owners_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: bool) -> None:
+    if named:
+        monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "a" / "named"))
+    assert modes(open_storage(tmp_path / "default")) == (0o700, 0o600)
+    assert (tmp_path / "default").exists() is not named
+
+
+@pytest.mark.parametrize(("folder", "file"), [(0o750, 0o640), (0o770, 0o660), (0o755, 0o644)])
+def test_a_named_folder_says_who_may_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: int, file: int
+) -> None:
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "named"))
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named").chmod(folder)
+    assert modes(open_storage(tmp_path)) == (folder, file)
+
+
+@pytest.mark.parametrize("what", ["group", "owner", "link"])
+def test_a_default_folder_of_others_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
+    """As it stands in /tmp, where everybody can make it first."""
+    monkeypatch.delenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", raising=False)
+    default = tmp_path / "hicache"
+    if what == "link":
+        (tmp_path / "theirs").mkdir()
+        default.symlink_to(tmp_path / "theirs")
+    else:
+        default.mkdir()
+        default.chmod(0o775 if what == "group" else 0o755)
+    if what == "owner":
+        me = os.geteuid()
+        os.chown(default, 12345, -1) if me == 0 else monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    why = {"group": "has mode 0775: others", "owner": "belongs to user", "link": "is a link"}[what]
+    with pytest.raises(RuntimeError, match=f"{why}.* SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"):
+        open_storage(default)
+
+
+def test_the_default_folder_is_sglangs() -> None:
+    assert signature(HiCacheFile).parameters["file_path"].default == DEFAULT_FOLDER
+
+
+# Names of files
+
+
+def test_a_folder_that_takes_no_page_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One whose path is nearly as long as a path may be."""
+    deep = tmp_path
+    while len(str(deep)) < 4096 - 120:
+        deep = deep / ("d" * min(200, 4096 - 110 - len(str(deep))))
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(deep))
+    with pytest.raises(RuntimeError, match=r"cannot hold a page: File name too long.* Set SGLANG_HICACHE_FILE_BACKEND"):
+        open_storage(tmp_path)
+    assert not list(deep.iterdir())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 import resource
 import subprocess
@@ -11,21 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
 import pytest
-import torch
 from prefix_tree_server import BLOCK, without_a_server
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from streams import THREADS_RUN_LATE
 from tiered_server import TieredServer
 
 from dsv4_sglang.cli.demo import free_port
+from dsv4_sglang.srt.host.folder import USED, stored_files
 from dsv4_sglang.srt.host.mooncake import MooncakeStorage
-from dsv4_sglang.srt.host.storage import DEFAULT_FOLDER, FileStorage
+from dsv4_sglang.srt.host.storage import FileStorage
 from dsv4_sglang.srt.integrity import COPIES, examine
 
 PROMPT = [1 + at // BLOCK for at in range(5 * BLOCK + 60)]
@@ -80,6 +77,18 @@ def test_a_new_server_finds_what_the_last_one_stored(
         assert server.component.host_counters.host_tokens == 5 * BLOCK
         server.check()
         server.check_contents()
+
+
+def test_pages_say_whose_they_are(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+) -> None:
+    """As `dsv4-sglang storage` lists them."""
+    restarted(monkeypatch).serve(PROMPT)
+    files = list(stored_files(folder))
+    assert {file.path for file in files} == set(pages_in(folder)) and len(files) == 5 + 2
+    assert {file.state for file in files} == {USED}
+    (name,) = {file.name for file in files}
+    assert name.startswith("m-dsv4v4-fp32-fp32-")
 
 
 def test_what_is_new_reaches_the_storage_where_the_host_is_full(
@@ -508,17 +517,6 @@ def test_a_long_name_of_a_model(
         assert restarted(patch, model_name=called).prefetch(PROMPT) == 5 * BLOCK
 
 
-def test_a_folder_that_takes_no_page_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One whose path is nearly as long as a path may be."""
-    deep = tmp_path
-    while len(str(deep)) < 4096 - 120:
-        deep = deep / ("d" * min(200, 4096 - 110 - len(str(deep))))
-    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(deep))
-    with pytest.raises(RuntimeError, match=r"cannot hold a page: File name too long.* Set SGLANG_HICACHE_FILE_BACKEND"):
-        open_storage(tmp_path)
-    assert not list(deep.iterdir())
-
-
 def lines_about(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     return [record.getMessage() for record in caplog.records if words in record.getMessage()]
 
@@ -625,90 +623,3 @@ def test_pages_in_mooncakes_store(
     assert found(serve=False) == 5 * BLOCK
     assert found() == 0
     assert store.is_exist("another's") == 1
-
-
-# Who may read and write the files
-
-
-def test_a_page_that_another_user_has_stored_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its mode is not this server's to set. An error would end SGLang's thread that stores, and all its saves."""
-
-    def refused(self: Path, mode: int) -> None:
-        raise PermissionError(f"{self} belongs to another user")
-
-    storage = open_storage(tmp_path / "pages")
-    monkeypatch.setattr(Path, "chmod", refused)
-    assert storage.set("key", torch.arange(40, dtype=torch.uint8))
-    assert storage.set("key", torch.arange(40, dtype=torch.uint8))
-
-
-def open_storage(default: Path) -> FileStorage:
-    config = HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=True,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name="m",
-    )
-    return FileStorage(config, str(default))
-
-
-def modes(storage: FileStorage) -> tuple[int, int]:
-    """Of the folder, and of a file that is stored in it."""
-    assert storage.set("key", torch.arange(40, dtype=torch.uint8))
-    file = next(Path(storage.file_path).glob("key*.bin"))
-    return Path(storage.file_path).stat().st_mode & 0o777, file.stat().st_mode & 0o777
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_files_are_their_owners_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: bool) -> None:
-    if named:
-        monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "a" / "named"))
-    assert modes(open_storage(tmp_path / "default")) == (0o700, 0o600)
-    assert (tmp_path / "default").exists() is not named
-
-
-@pytest.mark.parametrize(("folder", "file"), [(0o750, 0o640), (0o770, 0o660), (0o755, 0o644)])
-def test_a_named_folder_says_who_may_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: int, file: int
-) -> None:
-    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "named"))
-    (tmp_path / "named").mkdir()
-    (tmp_path / "named").chmod(folder)
-    assert modes(open_storage(tmp_path)) == (folder, file)
-
-
-def test_a_named_folder_that_everybody_can_write_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "named"))
-    (tmp_path / "named").mkdir()
-    (tmp_path / "named").chmod(0o777)
-    with pytest.raises(RuntimeError, match=r"has mode 0777: every user can write it"):
-        open_storage(tmp_path)
-
-
-@pytest.mark.parametrize("what", ["group", "owner", "link"])
-def test_a_default_folder_of_others_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
-    """As it stands in /tmp, where everybody can make it first."""
-    monkeypatch.delenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", raising=False)
-    default = tmp_path / "hicache"
-    if what == "link":
-        (tmp_path / "theirs").mkdir()
-        default.symlink_to(tmp_path / "theirs")
-    else:
-        default.mkdir()
-        default.chmod(0o775 if what == "group" else 0o755)
-    if what == "owner":
-        me = os.geteuid()
-        os.chown(default, 12345, -1) if me == 0 else monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    why = {"group": "has mode 0775: others", "owner": "belongs to user", "link": "is a link"}[what]
-    with pytest.raises(RuntimeError, match=f"{why}.* SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"):
-        open_storage(default)
-
-
-def test_the_default_folder_is_sglangs() -> None:
-    assert signature(HiCacheFile).parameters["file_path"].default == DEFAULT_FOLDER
