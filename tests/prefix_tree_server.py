@@ -168,7 +168,7 @@ class BlockOwner:
 
     def _match(self, request: Request) -> Any:
         """What the tree has of a prompt, noted in the request."""
-        key = RadixKey(request.origin_input_ids, None, limit=request.prompt - 1)
+        key = RadixKey(request.origin_input_ids, request.extra_key, limit=request.prompt - 1)
         match = self.cache.match_prefix(MatchPrefixParams(key=key, cow_mamba=True, req=request))
         request.last_node, request.mamba_branching_seqlen = match.last_device_node, match.mamba_branching_seqlen
         request.prefix_indices = self._indices(match)

@@ -26,7 +26,7 @@ from dsv4_sglang.srt.host.cache import TieredCache
 from dsv4_sglang.srt.host.component import Loading, TieredComponent
 from dsv4_sglang.srt.host.mooncake import MooncakeStorage
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
-from dsv4_sglang.srt.host.storage import FileStorage
+from dsv4_sglang.srt.host.storage import FileStorage, FolderEvictor
 from dsv4_sglang.srt.host.transfers import HostStack, TransferController
 from dsv4_sglang.srt.host.watch import LoadEvents
 from dsv4_sglang.srt.models import deepseek_v4, deepseek_v4_dspark, deepseek_v4_nextn, deepseek_v41
@@ -45,6 +45,7 @@ SUBCLASSES = (
     CompressedKVPool,
     DecodeStateReqToTokenPool,
     FileStorage,
+    FolderEvictor,
     HostBlocks,
     HostCheckpoints,
     HostRows,

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
 import pytest
-import torch
 from prefix_tree_server import BLOCK, without_a_server
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from streams import THREADS_RUN_LATE
 from tiered_server import TieredServer
 
-from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cli.demo import free_port
-from dsv4_sglang.model import DSV4Config, build_schedule
+from dsv4_sglang.srt.host.folder import USED, stored_files
 from dsv4_sglang.srt.host.mooncake import MooncakeStorage
-from dsv4_sglang.srt.host.storage import DEFAULT_FOLDER, FileStorage, page_name
+from dsv4_sglang.srt.host.storage import FileStorage
 from dsv4_sglang.srt.integrity import COPIES, examine
-from dsv4_sglang.srt.options import model_overrides
 
 PROMPT = [1 + at // BLOCK for at in range(5 * BLOCK + 60)]
 
@@ -60,7 +55,7 @@ def restarted(folder: Path, storage: str) -> Callable[..., TieredServer]:
 
 
 def pages_in(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
 
 
 def test_a_new_server_finds_what_the_last_one_stored(
@@ -72,7 +67,7 @@ def test_a_new_server_finds_what_the_last_one_stored(
         server.check()
     pages = [path.name for path in pages_in(folder)]
     assert len(pages) == 5 + 2, "five blocks; checkpoints at four blocks, the interval, and at five, the end"
-    assert all("-dsv4v3-fp32-fp32-" in page for page in pages)
+    assert all("-dsv4v4-fp32-fp32-" in page for page in pages)
     with monkeypatch.context() as patch:
         server = restarted(patch)
         assert server.prefetch(PROMPT) == 5 * BLOCK
@@ -82,6 +77,18 @@ def test_a_new_server_finds_what_the_last_one_stored(
         assert server.component.host_counters.host_tokens == 5 * BLOCK
         server.check()
         server.check_contents()
+
+
+def test_pages_say_whose_they_are(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+) -> None:
+    """As `dsv4-sglang storage` lists them."""
+    restarted(monkeypatch).serve(PROMPT)
+    files = list(stored_files(folder))
+    assert {file.path for file in files} == set(pages_in(folder)) and len(files) == 5 + 2
+    assert {file.state for file in files} == {USED}
+    (name,) = {file.name for file in files}
+    assert name.startswith("m-dsv4v4-fp32-fp32-")
 
 
 def test_what_is_new_reaches_the_storage_where_the_host_is_full(
@@ -168,7 +175,7 @@ def test_a_storage_that_is_cleared_has_nothing(
     """As after new weights. Pages of others stay."""
     server = restarted(monkeypatch)
     server.serve(PROMPT)
-    other = next(iter(pages_in(folder))).parent / "abc_other-dsv4v3-fp32-fp32-0123456789abcdef.bin"
+    other = next(iter(pages_in(folder))).parent / "abc_other-dsv4v4-fp32-fp32-0123456789abcdef.bin"
     other.write_bytes(b"123")
     server.cache.forget_stored("new")
     assert list(pages_in(folder)) == [other]
@@ -186,7 +193,8 @@ def no_room(kind: str, folder: Path) -> Iterator[None]:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         return
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", folder], capture_output=True).returncode:
+    options = "size=16k,mode=700"
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("needs the right to mount a file system")
     try:
         yield
@@ -424,19 +432,123 @@ def test_requests_beside_a_storage_that_fails(
     assert 0 < found < 12 * 5 * BLOCK
 
 
-@pytest.mark.parametrize("storage", ["file"], indirect=True)
-def test_a_folder_that_is_gone(
+@pytest.mark.parametrize("at_once", [False, True])
+def test_tenants_share_nothing_in_a_storage(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer], at_once: bool
+) -> None:
+    """Three of them and a request of nobody ask the same. Behind a restart each finds what it has stored, no matter
+    what the others have brought to the host, and the fourth tenant nothing."""
+    tenants, stored = [None, "a", "b", ""], 0
+    for tenant in tenants:
+        with monkeypatch.context() as patch:
+            server = restarted(patch)
+            assert server.prefetch(PROMPT, tenant) == server.serve(PROMPT, tenant) == 0, "another's pages"
+            assert len(pages_in(folder)) == stored + 5 + 2
+            stored += 5 + 2
+    with monkeypatch.context() as patch:
+        server = restarted(patch)
+        for tenant in tenants:
+            if not at_once:
+                server.flush()
+            assert server.prefetch(PROMPT, tenant) == 5 * BLOCK
+            server.check()
+            assert server.serve(PROMPT, tenant) == 5 * BLOCK
+        assert server.prefetch(PROMPT, "c") == server.serve(PROMPT, "c") == 0
+        assert not server.wrong
+        server.check()
+        server.check_contents()
+        # The rest of a line of which the tree has the beginning.
+        longer = PROMPT + [50 + at // BLOCK for at in range(4 * BLOCK)]
+        server.prefetch(longer, "a")
+        assert server.serve(longer, "a") == 5 * BLOCK
+    with monkeypatch.context() as patch:
+        server = restarted(patch)
+        assert server.prefetch(longer, "b") == 5 * BLOCK
+        assert server.serve(PROMPT, "a") == 0
+        assert server.prefetch(longer, "a") == 4 * BLOCK and server.serve(longer, "a") == 9 * BLOCK
+        assert not server.wrong
+        server.check()
+
+
+def test_keys_of_tenants_are_those_of_newer_releases(
     monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
 ) -> None:
-    """Somebody has removed it: nothing is found, nobody waits for ever, and when it is there again it is used."""
-    server, other = restarted(monkeypatch), [9 + token for token in PROMPT]
-    server.serve(PROMPT)
+    """So that an update of SGLang finds what was stored."""
+    restarted(monkeypatch).serve([1] * (BLOCK + 1), "a")
+    tenant = sha256(b"sglang-cache-namespace-v1\x01" + (1).to_bytes(8, "little") + b"a\x00").digest()
+    first_page = sha256(tenant + (1).to_bytes(4, "little") * BLOCK).hexdigest()
+    assert {path.name[:64] for path in pages_in(folder)} == {first_page}
+
+
+def test_other_weights_find_nothing(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+) -> None:
+    """Of the same model in the same folder: random ones, and those of another loader."""
+    flags = [
+        {"load_format": "dummy", "random_seed": 1},
+        {"load_format": "dummy", "random_seed": 2},
+        {},
+        {"custom_weight_loader": "a.b"},
+        {"model_loader_extra_config": "{}"},
+    ]
+    for given in flags:
+        with monkeypatch.context() as patch:
+            server = restarted(patch, flags=given)
+            assert server.prefetch(PROMPT) == server.serve(PROMPT) == 0, given
+    with monkeypatch.context() as patch:
+        assert restarted(patch, flags=flags[0]).prefetch(PROMPT) == 5 * BLOCK
+
+
+def test_a_long_name_of_a_model(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+) -> None:
+    """As the path of a snapshot of the hub, which a server is called by."""
+    called = "/models--deepseek-ai--DeepSeek-V4-Flash/snapshots/" + "f" * 300
+    with monkeypatch.context() as patch:
+        server = restarted(patch, model_name=called)
+        server.serve(PROMPT)
+        server.cache.forget_stored("0123456789abcdef")
+        server.flush()
+        server.serve(PROMPT)
+        assert len(pages_in(folder)) == 5 + 2
+    with monkeypatch.context() as patch:
+        restarted(patch, model_name=called).serve(PROMPT)
+    with monkeypatch.context() as patch:
+        assert restarted(patch, model_name=called).prefetch(PROMPT) == 5 * BLOCK
+
+
+def lines_about(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if words in record.getMessage()]
+
+
+@pytest.mark.parametrize("extra", [{}, {"enable_metadata_cache": True, "max_size": "1G"}])
+def test_a_folder_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    restarted: Callable[..., TieredServer],
+    caplog: pytest.LogCaptureFixture,
+    extra: dict[str, Any],
+) -> None:
+    """Somebody has removed it: one line says so, nothing is found, nobody waits for ever, and when it is there again it
+    is used, unless others may write to it."""
+    server = restarted(monkeypatch, extra_config=extra)
+    prompts = [[100 * line + token for token in PROMPT] for line in range(6)]
+    assert server.serve(prompts[0]) == 0
     rmtree(folder)
-    assert server.prefetch(other) == 0
-    assert server.serve(other) == 0
-    folder.mkdir()
-    assert server.serve([18 + token for token in PROMPT]) == 0
+    caplog.clear()
+    for prompt in prompts[1:3]:
+        assert server.prefetch(prompt) == server.serve(prompt) == 0
+    assert len(lines_about(caplog, "is gone")) == 1 and not lines_about(caplog, "ailed")
+    assert not folder.exists(), "it may be where a disk was mounted"
+    folder.mkdir(mode=0o700)
+    folder.chmod(0o777)
+    assert server.prefetch(prompts[3]) == server.serve(prompts[3]) == 0
+    assert not pages_in(folder)
+    folder.chmod(0o700)
+    assert server.prefetch(prompts[4]) == server.serve(prompts[4]) == 0
+    assert len(lines_about(caplog, "in use again")) == 1
     assert len(pages_in(folder)) == 5 + 2
+    assert server.flush() and server.prefetch(prompts[4]) == 5 * BLOCK
     assert not server.wrong and server.flush()
     server.check()
 
@@ -490,21 +602,22 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 def test_pages_in_mooncakes_store(
     monkeypatch: pytest.MonkeyPatch, store: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They outlive the server; one that was changed is a miss and is stored anew; clearing leaves those of others."""
+    """They outlive the server, each tenant finds its own; one that was changed is a miss and is stored anew; clearing
+    leaves those of others."""
     keys: list[str] = []
     put = MooncakeStorage._put_batch_zero_copy_impl
 
-    def noted(self: Any, names: list[str], *args: Any) -> Any:
+    def noted(self: Any, names: list[str], *args: Any, **named: Any) -> Any:
         keys.extend(names)
-        return put(self, names, *args)
+        return put(self, names, *args, **named)
 
     monkeypatch.setattr(MooncakeStorage, "_put_batch_zero_copy_impl", noted)
 
-    def found(serve: bool = True) -> int:
+    def found(serve: bool = True, tenant: str | None = None) -> int:
         with monkeypatch.context() as patch:
             server = TieredServer(patch, seed=0, storage="mooncake")
-            there = server.prefetch(PROMPT)
-            assert not serve or server.serve(PROMPT) == there
+            there = server.prefetch(PROMPT, tenant)
+            assert not serve or server.serve(PROMPT, tenant) == there
             assert not server.wrong
             server.check()
             server.check_contents()
@@ -513,8 +626,10 @@ def test_pages_in_mooncakes_store(
             return there
 
     assert found() == 0
-    assert len(keys) == 5 + 2 and all("-dsv4v3-fp32-fp32-" in key for key in keys)
+    assert len(keys) == 5 + 2 and all("-dsv4v4-fp32-fp32-" in key for key in keys)
     assert found() == 5 * BLOCK
+    for tenant in ("a", "b"):
+        assert found(tenant=tenant) == 0 and found(tenant=tenant) == 5 * BLOCK
     for kind in ("_k", "c4_state"):
         for key in {key for key in keys if kind in key}:
             page = store.get(key)
@@ -527,128 +642,3 @@ def test_pages_in_mooncakes_store(
     assert found(serve=False) == 5 * BLOCK
     assert found() == 0
     assert store.is_exist("another's") == 1
-
-
-# Who may read and write the files
-
-
-def test_a_page_that_another_user_has_stored_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its mode is not this server's to set. An error would end SGLang's thread that stores, and all its saves."""
-
-    def refused(self: Path, mode: int) -> None:
-        raise PermissionError(f"{self} belongs to another user")
-
-    storage = open_storage(tmp_path / "pages")
-    monkeypatch.setattr(Path, "chmod", refused)
-    assert storage.set("key", torch.arange(40, dtype=torch.uint8))
-    assert storage.set("key", torch.arange(40, dtype=torch.uint8))
-
-
-def open_storage(default: Path) -> FileStorage:
-    config = HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=True,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name="m",
-    )
-    return FileStorage(config, str(default))
-
-
-def modes(storage: FileStorage) -> tuple[int, int]:
-    """Of the folder, and of a file that is stored in it."""
-    assert storage.set("key", torch.arange(40, dtype=torch.uint8))
-    file = next(Path(storage.file_path).glob("key*.bin"))
-    return Path(storage.file_path).stat().st_mode & 0o777, file.stat().st_mode & 0o777
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_files_are_their_owners_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: bool) -> None:
-    if named:
-        monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "a" / "named"))
-    assert modes(open_storage(tmp_path / "default")) == (0o700, 0o600)
-    assert (tmp_path / "default").exists() is not named
-
-
-@pytest.mark.parametrize(("folder", "file"), [(0o750, 0o640), (0o770, 0o660), (0o755, 0o644)])
-def test_a_named_folder_says_who_may_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: int, file: int
-) -> None:
-    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "named"))
-    (tmp_path / "named").mkdir()
-    (tmp_path / "named").chmod(folder)
-    assert modes(open_storage(tmp_path)) == (folder, file)
-
-
-def test_a_named_folder_that_everybody_can_write_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "named"))
-    (tmp_path / "named").mkdir()
-    (tmp_path / "named").chmod(0o777)
-    with pytest.raises(RuntimeError, match=r"has mode 0777: every user can write it"):
-        open_storage(tmp_path)
-
-
-@pytest.mark.parametrize("what", ["group", "owner", "link"])
-def test_a_default_folder_of_others_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
-    """As it stands in /tmp, where everybody can make it first."""
-    monkeypatch.delenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", raising=False)
-    default = tmp_path / "hicache"
-    if what == "link":
-        (tmp_path / "theirs").mkdir()
-        default.symlink_to(tmp_path / "theirs")
-    else:
-        default.mkdir()
-        default.chmod(0o775 if what == "group" else 0o755)
-    if what == "owner":
-        me = os.geteuid()
-        os.chown(default, 12345, -1) if me == 0 else monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    why = {"group": "has mode 0775: others", "owner": "belongs to user", "link": "is a link"}[what]
-    with pytest.raises(RuntimeError, match=f"{why}.* SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"):
-        open_storage(default)
-
-
-def test_the_default_folder_is_sglangs() -> None:
-    assert signature(HiCacheFile).parameters["file_path"].default == DEFAULT_FOLDER
-
-
-def name_of(
-    model: Path | str,
-    row_format: str = "fp8",
-    key_format: str = "mxfp4",
-    overrides: str | None = None,
-    **facts: Any,
-) -> str:
-    config = DSV4Config.flash()
-    formats = {"row_format": row_format, "key_format": key_format}
-    layout = CacheLayout.build(config, build_schedule(config), torch.device("cpu"), sm100=False, **formats)
-    facts = {"tp_size": 4, "overrides": model_overrides(overrides), **facts}
-    return page_name("m", str(model), layout, (layout.block_bytes, layout.checkpoint_bytes), **facts)
-
-
-def test_names_tell_apart_what_changes_the_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"a" * 200_000)
-    names = [name_of(tmp_path, row_format=row, key_format=key) for row in ("fp8", "bf16") for key in ("mxfp4", "nvfp4")]
-    assert names[0] == name_of(tmp_path)
-    weights.write_bytes(b"a" * 199_999 + b"b")
-    names.append(name_of(tmp_path))
-    (tmp_path / "config.json").write_text("{ }")
-    names.append(name_of(tmp_path))
-    for facts in ({"tp_size": 8}, {"dtype": "float16"}, {"weight_version": "2"}, {"revision": "b"}):
-        names.append(name_of(tmp_path, **facts))
-    with monkeypatch.context() as patch:
-        patch.setattr("dsv4_sglang.srt.host.storage.version", lambda package: "0.0.0")
-        names.append(name_of(tmp_path))
-    for same in (None, "{}", '{"dsv4_sglang": {"integrity_check": true}}'):
-        assert name_of(tmp_path, overrides=same) == name_of(tmp_path), "options that change bytes are in the layout"
-    names.append(name_of(tmp_path, overrides='{"rope_theta": 1}'))
-    # A model that is no folder here is told apart by what it is called.
-    names += [name_of("org/model"), name_of("org/other"), name_of("org/model", revision="b")]
-    assert len(set(names)) == len(names)
-    assert names[0].startswith("m-dsv4v3-fp8-mxfp4-")

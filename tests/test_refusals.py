@@ -184,6 +184,25 @@ def test_a_storage_wants_a_host_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.parametrize("storage", ["file", "nixl", "mooncake"])
+def test_random_weights_are_stored_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
+    monkeypatch.setattr(compat, "SERVES_HOST_TIER", True)
+    variable = f"SGLANG_HICACHE_{storage.upper()}_BACKEND_STORAGE_DIR"
+    monkeypatch.delenv(variable, raising=False)
+    tier = {"enable_hierarchical_cache": True, "hicache_storage_backend": storage}
+    assert refusals(**tier) == []
+    lines = refusals(load_format="dummy", **tier)
+    if storage == "mooncake":
+        assert lines == [], "it is set up by name"
+        return
+    assert lines == [
+        f"--hicache-storage-backend {storage} with --load-format dummy is not supported: what random weights compute "
+        f"is stored only in a folder that is named; set {variable}, or leave the storage out"
+    ]
+    monkeypatch.setenv(variable, "/pages")
+    assert refusals(load_format="dummy", **tier) == []
+
+
 def test_servers_that_prefill_or_decode_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for served in ("SERVES_DISAGGREGATION", "SERVES_HOST_TIER", "SERVES_DSPARK"):
         monkeypatch.setattr(compat, served, True)

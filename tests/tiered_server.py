@@ -14,6 +14,8 @@ it before each step which load is the step's, is done here.
 
 from __future__ import annotations
 
+import json
+import pkgutil
 import random
 import time
 from array import array
@@ -38,8 +40,11 @@ from streams import Event, On, Stream, Streams
 
 from dsv4_sglang.formats import KeyFormat, RowFormat
 from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.hooks import Hook, namespace_hooks
+from dsv4_sglang.srt.host import namespaces
 from dsv4_sglang.srt.host.cache import TieredCache
 from dsv4_sglang.srt.host.component import TieredComponent
+from dsv4_sglang.srt.host.names import WEIGHT_FLAGS
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints
 from dsv4_sglang.srt.host.storage import FileStorage, register_storages
 from dsv4_sglang.srt.host.transfers import HostStack, TransferController
@@ -145,6 +150,25 @@ def late_storage(monkeypatch: Any, streams: Streams, storage: str) -> None:
         monkeypatch.setattr(kind, name, paused)
 
 
+def apply_hooks(monkeypatch: Any, hooks: Sequence[Hook]) -> None:
+    """As SGLang's registry, those AROUND a function."""
+    for hook in hooks:
+        if hook.target:
+            owner, _, name = hook.target.rpartition(".")
+            place = pkgutil.resolve_name(owner)
+            original: Callable[..., Any] = getattr(place, name)
+
+            def around(
+                *args: Any,
+                ours: Callable[..., Any] = hook.function,
+                theirs: Callable[..., Any] = original,
+                **named: Any,
+            ) -> Any:
+                return ours(theirs, *args, **named)
+
+            monkeypatch.setattr(place, name, around)
+
+
 class TieredServer(BlockOwner):
     def __init__(
         self,
@@ -162,10 +186,14 @@ class TieredServer(BlockOwner):
         chunks: float = 0,
         aborts: float = 0.02,
         flushes: float = 0,
+        extra_config: dict[str, Any] | None = None,
+        flags: dict[str, Any] | None = None,
+        model_name: str = "m",
     ) -> None:
         """`storage`: `file` for SGLang's files, `nixl` for those of NIXL, where its environment says; with
-        `late_threads` what moves pages runs late and in random order, too. How likely it is that a prefill step is not
-        the prompt's last, that a request is aborted, waiting or behind a step, and that a turn begins a flush."""
+        `late_threads` what moves pages runs late and in random order, too. `extra_config`: of the storage; `flags`: of
+        the server, that decide its weights. How likely it is that a prefill step is not the prompt's last, that a
+        request is aborted, waiting or behind a step, and that a turn begins a flush."""
         self.rng = random.Random(seed)
         self.streams = Streams(seed + 1)
         self.streams.use(monkeypatch)
@@ -173,6 +201,7 @@ class TieredServer(BlockOwner):
         monkeypatch.setattr(hybrid_pool_assembler, "_STRATEGIES", [HostStack(None, host_checkpoints)])
         if storage is not None:
             register_storages()
+            apply_hooks(monkeypatch, namespace_hooks())
             alone = SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0, attn_dcp_size=1)
             monkeypatch.setattr(base_controller, "get_parallel", lambda: alone)
             monkeypatch.setattr(base_controller, "is_dp_attention_enabled", lambda: False)
@@ -189,24 +218,22 @@ class TieredServer(BlockOwner):
         args = SimpleNamespace(
             hicache_storage_backend=storage,
             # NIXL's would remove files where the disk is four fifths full.
-            hicache_storage_backend_extra_config='{"l3_cleaner_enabled": false}' if storage == "nixl" else None,
+            hicache_storage_backend_extra_config=json.dumps({"l3_cleaner_enabled": False, **(extra_config or {})}),
             hicache_write_policy=policy,
             hicache_storage_prefetch_policy=prefetch_policy,
             hicache_ratio=host_blocks / blocks,
             hicache_size=0,
             hicache_io_backend="kernel",
             extra_metric_labels=None,
-            served_model_name="m",
+            served_model_name=model_name,
             model_path="nowhere",
-            dtype="float32",
-            tp_size=1,
-            weight_version="default",
             json_model_override_args="{}",
-            revision=None,
+            download_dir=None,
             enable_memory_saver=True,
             # Newer releases ask for these by what they belong to.
             hicache_host_memory_mode="cache",
             file_storage_path=None,
+            **{**dict.fromkeys(WEIGHT_FLAGS), "dtype": "float32", "tp_size": 1, **(flags or {})},
         )
         for module in (unified_radix_cache, hybrid_pool_assembler):
             for of in ("get_memory", "get_observability", "get_serving"):
@@ -419,24 +446,25 @@ class TieredServer(BlockOwner):
         request.decoding = False
         return request
 
-    def _request(self, tokens: list[int]) -> Request:
+    def _request(self, tokens: list[int], tenant: str | None = None) -> Request:
         self.admitted += 1
         request = Request([], 0, self.admitted)
         request.origin_input_ids, request.prompt, request.decoding = array("q", tokens), len(tokens), False
+        request.extra_key = tenant
         return request
 
-    def start(self, tokens: list[int]) -> dict[str, Any]:
+    def start(self, tokens: list[int], tenant: str | None = None) -> dict[str, Any]:
         """A prompt by itself, computed and in the tree."""
-        step = self._admit(self._request(tokens))
+        step = self._admit(self._request(tokens, tenant))
         assert step is not None
         self.launch([step], self._consumer).synchronize()
         step["request"].decoding = True
         self._insert(step["request"])
         return step
 
-    def serve(self, tokens: list[int]) -> int:
+    def serve(self, tokens: list[int], tenant: str | None = None) -> int:
         """The same to its end: how many of its tokens were found."""
-        step = self.start(tokens)
+        step = self.start(tokens, tenant)
         self.finish(step["request"])
         self.settle()
         return step["begin"]
@@ -448,9 +476,9 @@ class TieredServer(BlockOwner):
         self._let_go(request)
         return request
 
-    def prefetch(self, tokens: list[int]) -> int:
+    def prefetch(self, tokens: list[int], tenant: str | None = None) -> int:
         """From its beginning to where the policy ends it: how many tokens came from the storage."""
-        request = self.begin_prefetch(tokens)
+        request = self.begin_prefetch(tokens, tenant=tenant)
         while not self.cache.check_prefetch_progress(request):
             self.cache.check_hicache_events()
             if not self.streams.run_some(1):
@@ -459,15 +487,20 @@ class TieredServer(BlockOwner):
         self.settle()
         return self.cache.pop_prefetch_loaded_tokens(request)
 
-    def begin_prefetch(self, tokens: Sequence[int], name: str = "prefetched") -> Any:
+    def begin_prefetch(self, tokens: Sequence[int], name: str = "prefetched", tenant: str | None = None) -> Any:
         """As Scheduler._prefetch_kvcache; the request as the cache knows it."""
-        cache, key = self.cache, RadixKey(array("q", tokens), None, limit=len(tokens) - 1)
+        cache, key = self.cache, RadixKey(array("q", tokens), tenant, limit=len(tokens) - 1)
         match = cache.match_prefix(MatchPrefixParams(key=key))
         rest = array("q", tokens[len(self._indices(match)) + match.host_hit_length : -1])
         node = match.last_host_node
         # Newer releases name a request by more than its id.
         request = base_prefix_cache.CacheRequestHandle(name, 0) if SEPARATE else name
-        cache.prefetch_from_storage(request, node, rest, cache.get_last_hash_value(node))
+        last = cache.get_last_hash_value(node)
+        if compat.LOOK_UP_PAGES:
+            scheduler, asked = SimpleNamespace(tree_cache=cache), SimpleNamespace(extra_key=tenant)
+            namespaces.look_up(lambda *_: cache.prefetch_from_storage(request, node, rest, last), scheduler, asked)
+        else:
+            cache.prefetch_from_storage(request, node, rest, last, extra_key=tenant)
         return request
 
     def _look_up(self, request: Request) -> None:

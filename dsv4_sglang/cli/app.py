@@ -10,6 +10,7 @@ from dsv4_sglang.cli.doctor import doctor
 from dsv4_sglang.cli.make_tiny import make_tiny
 from dsv4_sglang.cli.plan import plan
 from dsv4_sglang.cli.serve import SGLANG_FLAGS, serve
+from dsv4_sglang.cli.storage import storage
 
 app = typer.Typer(
     name="dsv4-sglang",
@@ -24,3 +25,4 @@ app.command("doctor")(doctor)
 app.command("check")(check)
 app.command("make-tiny")(make_tiny)
 app.command("plan")(plan)
+app.add_typer(storage, name="storage")

@@ -85,6 +85,12 @@ _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 END_WEIGHT_UPDATE = _WEIGHTS + "end_weight_update" if since("0.5.23") else ""
 # Since 0.5.23 a fetch from a storage that is given up keeps its rows of the host until nobody reads into them.
 FREES_ROWS_IN_USE = not since("0.5.23")
+# Since 0.5.23 SGLang hashes what separates tenants along with the tokens, and looks pages up by that.
+_HASHES_TOKENS_ONLY = SERVES_HOST_TIER and not since("0.5.23")
+_CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore."
+HASH_PAGES = "sglang.srt.mem_cache.utils.get_hash_str" if _HASHES_TOKENS_ONLY else ""
+LOOK_UP_PAGES = "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache" if _HASHES_TOKENS_ONLY else ""
+PREFETCH_NAMESPACE = _CORE + "prefetch_anchor_info" if _HASHES_TOKENS_ONLY else ""
 SERVES_DSPARK = since("0.5.23") or not since("0.5.18")
 # The model is SGLang's since then.
 SERVES_V41 = since("0.5.23")
@@ -174,6 +180,18 @@ OVERRIDES = (
         "dsv4_sglang.srt.host.transfers.TransferController",
         "_generate_storage_config",
         "all processes of a group hold the same bytes, of which one writes; SGLang knows that of its own pools only",
+    ),
+    Override(
+        _CONTROLLER,
+        "dsv4_sglang.srt.host.transfers.TransferController",
+        "_page_backup",
+        "while a storage's folder is gone each save would be a warning",
+    ),
+    Override(
+        "sglang.srt.mem_cache.storage.file.lru_file_evictor.LRUFileEvictor",
+        "dsv4_sglang.srt.host.storage.FolderEvictor",
+        "_scan_existing_files",
+        "counts the pages of one name; bounds are those of the folder, whatever lies in it",
     ),
 )
 
@@ -569,9 +587,13 @@ def copy_streams(controller: Any) -> tuple[Any, Any]:
     return controller.write_stream, controller.load_stream
 
 
-def rename_files(storage: Any, suffix: str) -> None:
-    """The names of files from now on, of which SGLang keeps account."""
-    storage._evictor.config_suffix = suffix
+def blocks_of(storage: Any) -> Any:
+    """The host pool of blocks of a storage; before 0.5.23 it has the group of all pools."""
+    if since("0.5.23"):
+        return storage.mem_pool_host
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    return storage.mem_pool_host.get_pool(PoolName.KV)
 
 
 def nixl_names(storage: Any, pool: Any, keys: Sequence[str]) -> list[str]:
@@ -589,6 +611,43 @@ def mooncake_names(storage: Any, pool: Any, keys: Sequence[str]) -> list[str]:
 
     part = "k" if pool == PoolName.KV else pool
     return storage._tag_keys([f"{key}_{storage.mla_suffix}_{part}" for key in keys])
+
+
+def folder_in_config(config: Any) -> str | None:
+    """The folder of a storage of files that `--hicache-storage-backend-extra-config` names; read since 0.5.23."""
+    return (config.extra_config or {}).get("file_storage_path") if since("0.5.23") else None
+
+
+def bound_folder(storage: Any, evictor: Callable[..., Any], config: Any) -> None:
+    """Give a storage of files an evictor for its whole folder, where there are bounds and this process writes."""
+    writes = config.is_storage_writer if since("0.5.23") else config.tp_rank == 0
+    if not (storage._evictor.enabled and writes):
+        return
+    # Every name ends with "".
+    owned = {"owned_suffixes": ("",)} if since("0.5.23") else {"config_suffix": "", "is_mla_model": True}
+    cache = storage.metadata_cache
+    storage._evictor = evictor(
+        storage.file_path,
+        tp_rank=config.tp_rank,
+        extra_config=config.extra_config,
+        on_evict=None if cache is None else cache.remove,
+        **owned,
+    )
+
+
+def lock_of_files(evictor: Any) -> Any:
+    """Held while an evictor's account of files changes."""
+    return evictor._lock
+
+
+def set_files(evictor: Any, sizes: dict[str, int]) -> None:
+    """Replace an evictor's account of files: bytes by name, first to be evicted first. Files that are being written
+    stay in it."""
+    for name in evictor._pending_writes:
+        sizes[name] = sizes.pop(name, evictor._lru[name])
+    evictor._lru.clear()
+    evictor._lru.update(sizes)
+    evictor._total_bytes = sum(sizes.values())
 
 
 def forget_files(storage: Any) -> None:

@@ -13,6 +13,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from dsv4_sglang.srt import collectives, compat, disaggregation, integrity, prefill_graphs, sleep, speculation
 from dsv4_sglang.srt.decisions import BACKEND, Launch
+from dsv4_sglang.srt.host import namespaces
 from dsv4_sglang.srt.models.torch_layers import collapse_flat
 from dsv4_sglang.srt.prefix import schedule
 from dsv4_sglang.srt.refusals import refuse_unknown_tokens
@@ -204,6 +205,7 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "SGLang hands token ids outside the vocabulary to the embedding, and the server ends",
         ),
         *sleep_hooks(),
+        *namespace_hooks(),
         Hook(
             SRT + "layers.dp_attention.dp_gather_partial",
             HookType.REPLACE,
@@ -362,6 +364,30 @@ def sleep_hooks() -> tuple[Hook, ...]:
             HookType.AROUND,
             sleep.end_update,
             "the same where weights came past SGLang, and of steps while they had another form",
+        ),
+    )
+
+
+def namespace_hooks() -> tuple[Hook, ...]:
+    """The part of the table for tenants of a storage."""
+    return (
+        Hook(
+            compat.HASH_PAGES,
+            HookType.AROUND,
+            namespaces.hash_pages,
+            "keys of stored pages are hashes of tokens alone: tenants would share pages",
+        ),
+        Hook(
+            compat.LOOK_UP_PAGES,
+            HookType.AROUND,
+            namespaces.look_up,
+            "whose pages are looked up; SGLang knows it of the node that they hang on, and the root is nobody's",
+        ),
+        Hook(
+            compat.PREFETCH_NAMESPACE,
+            HookType.AROUND,
+            namespaces.of_anchor,
+            "the same, where SGLang asks for it",
         ),
     )
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, NamedTuple
 
+from sglang.srt.environ import envs
+
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
@@ -41,6 +43,11 @@ def _on_grid(tokens: int) -> bool:
 
 STORAGES = ("file", "nixl", "mooncake")
 """Behind the host tier."""
+STORAGE_FOLDERS = {
+    "file": envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR,
+    "nixl": envs.SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR,
+}
+"""The variable that names the folder of a storage. Without it, it is one that all servers of a machine share."""
 _READ_BY = "this cache is read by its own backend"
 
 LIMITS = (
@@ -248,6 +255,13 @@ def _refused_with_host_tier(args: Any) -> Iterable[tuple[str, str]]:
     if not compat.SERVES_HOST_TIER:
         reason = "the tree and the controller of copies are others in SGLang 0.5.18 to 0.5.22; use 0.5.17 or 0.5.23"
         yield "--enable-hierarchical-cache", reason
+    variable = STORAGE_FOLDERS.get(args.hicache_storage_backend)
+    if variable is not None and args.load_format == "dummy" and not variable.get():
+        yield (
+            f"--hicache-storage-backend {args.hicache_storage_backend} with --load-format dummy",
+            "what random weights compute is stored only in a folder that is named; "
+            f"set {variable.name}, or leave the storage out",
+        )
 
 
 def _refused_with_disaggregation(args: Any) -> Iterable[tuple[str, str]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.host.counters import HostCounters
-from dsv4_sglang.srt.host.transfers import CHECKPOINTS
+from dsv4_sglang.srt.host.pools import CHECKPOINTS
 from dsv4_sglang.srt.prefix.component import CheckpointComponent
 
 if TYPE_CHECKING:

@@ -12,8 +12,10 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
 
 from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.host.folder import UsedFolder, own_folder, require_names
+from dsv4_sglang.srt.host.pools import CHECKPOINTS
 from dsv4_sglang.srt.host.sealed import SealedRows
-from dsv4_sglang.srt.host.storage import WRONG_CHECKSUM, own_folder, remove_page
+from dsv4_sglang.srt.host.storage import LONGEST_KEY, LONGEST_UPDATE, WRONG_CHECKSUM, remove_page
 
 DEFAULT_FOLDER = "/tmp/hicache_storage"
 
@@ -26,8 +28,8 @@ class NixlStorage(SealedRows, HiCacheNixl):
 
     def __init__(self, storage_config: Any, file_path: str = DEFAULT_FOLDER) -> None:
         variable = envs.SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR
-        for named in (variable.get() or "").split(","):
-            own_folder(named.strip(), file_path, variable.name)
+        named = (variable.get() or "").split(",")
+        folders = [own_folder(folder.strip(), file_path, variable.name) for folder in named]
         super().__init__(storage_config, file_path)
         self._first_suffix: str = self.config_suffix
         if self.file_manager is None:
@@ -35,6 +37,23 @@ class NixlStorage(SealedRows, HiCacheNixl):
                 f"--hicache-storage-backend nixl with the plugin {self.backend_selector.backend_name}: pages have been "
                 "stored in files only; set SGLANG_HICACHE_NIXL_BACKEND_PLUGIN to POSIX, or to another that has files"
             )
+        longest = self.names(CHECKPOINTS, [f"{LONGEST_KEY}{LONGEST_UPDATE}"])[0]
+        require_names(Path(self.file_manager.get_file_path(longest)), variable.name)
+        self._folders = [UsedFolder(folder, bool(variable.get()), self._restore) for folder in folders]
+        self._use_folders()
+
+    def available(self) -> bool:
+        return not [folder for folder in self._folders if not folder.available()]  # each looks, and logs
+
+    def _restore(self) -> None:
+        """The folders of files inside a folder that is there again."""
+        assert self.file_manager is not None
+        with suppress(OSError):  # another one is gone still
+            self.file_manager.ensure_all_bucket_dirs()
+
+    def _use_folders(self) -> None:
+        for folder in self._folders:
+            folder.use(self.config_suffix[1:])
 
     def names(self, pool: Any, keys: Sequence[str]) -> list[str]:
         return compat.nixl_names(self, pool, keys)
@@ -54,6 +73,7 @@ class NixlStorage(SealedRows, HiCacheNixl):
     def use_name(self, name: str) -> None:
         """Pages from now on are those of the model under another name."""
         self.config_suffix: str = f"{self._first_suffix}-{name}"
+        self._use_folders()
 
     def clear(self) -> bool:
         """Remove the pages of this model; those of others in the same folders stay."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.pool_host.base import HostKVCache, synchronized
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from dsv4_sglang.cache.host_pool import FreeRows, HostBlockPool, HostCheckpointP
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix.timer import CopyTimer
 
+CHECKPOINTS = PoolName.DEEPSEEK_V4_C4_STATE
+"""The pool's name. One called MAMBA would be written to a storage by every process, each under a name of its own."""
 CHECKSUM_BYTES = 16
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransferResult
 from torch import Tensor
 
+from dsv4_sglang.srt import compat
+
 if TYPE_CHECKING:
     from dsv4_sglang.srt.host.pools import HostRows
 
@@ -18,29 +20,29 @@ log = logging.getLogger(__name__)
 
 class SealedRows:
     """In front of such a storage in a class's bases: rows are sealed before they are written; one that comes back
-    otherwise is a miss, and goes, so that it is written anew. An error of the storage is a miss, too (`or_miss`)."""
+    otherwise is a miss, and goes, so that it is written anew. An error of the storage is a miss, too, and a line in the
+    log: SGLang 0.5.17 would end the thread that asked, and with it all saves or all prefetches to come."""
 
-    mem_pool_host: Any
     registered_pools: dict[PoolName, Any]
 
     def batch_set_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
-        self.mem_pool_host.get_pool(PoolName.KV).seal(host_indices, self.names(PoolName.KV, keys))
+        compat.blocks_of(self).seal(host_indices, self.names(PoolName.KV, keys))
         failed = [False] * len(keys)
-        return or_miss(failed, super().batch_set_v1, keys, host_indices, extra_info)  # type: ignore[misc]
+        return self._ask(failed, super().batch_set_v1, keys, host_indices, extra_info)  # type: ignore[misc]
 
     def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
         failed = [False] * len(keys)
-        found = or_miss(failed, super().batch_get_v1, keys, host_indices, extra_info)  # type: ignore[misc]
-        return self._usable(PoolName.KV, self.mem_pool_host.get_pool(PoolName.KV), keys, host_indices, found)
+        found = self._ask(failed, super().batch_get_v1, keys, host_indices, extra_info)  # type: ignore[misc]
+        return self._usable(PoolName.KV, compat.blocks_of(self), keys, host_indices, found)
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         for transfer in transfers:
             names = self.names(transfer.name, transfer.keys or [])
             self.registered_pools[transfer.name].seal(transfer.host_indices, names)
-        return or_miss(_failed(transfers), super().batch_set_v2, transfers, extra_info)  # type: ignore[misc]
+        return self._ask(_failed(transfers), super().batch_set_v2, transfers, extra_info)  # type: ignore[misc]
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        found = or_miss(_failed(transfers), super().batch_get_v2, transfers, extra_info)  # type: ignore[misc]
+        found = self._ask(_failed(transfers), super().batch_get_v2, transfers, extra_info)  # type: ignore[misc]
         return {
             transfer.name: self._usable(
                 transfer.name,
@@ -53,7 +55,15 @@ class SealedRows:
         }
 
     def batch_exists_v2(self, *arguments: Any, **named: Any) -> PoolTransferResult:
-        return or_miss(PoolTransferResult(0, {}), super().batch_exists_v2, *arguments, **named)  # type: ignore[misc]
+        return self._ask(PoolTransferResult(0, {}), super().batch_exists_v2, *arguments, **named)  # type: ignore[misc]
+
+    def _ask(self, failed: Any, ask: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """What the storage answers, or `failed` for an error of whatever library stands behind it."""
+        return or_miss(failed, ask, *arguments, **named) if self.available() else failed
+
+    def available(self) -> bool:
+        """Return True if the storage can be asked. Log when that changes."""
+        return True
 
     def _usable(
         self, name: PoolName, pool: HostRows, keys: Sequence[str], indices: Tensor, found: list[bool]

@@ -1,90 +1,89 @@
-"""Storages behind the host: what pages are called there, and SGLang's files with a checksum."""
+"""Storages behind the host: SGLang's files with a checksum, in a folder that is bounded as a whole."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from collections.abc import Sequence
+import os
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolTransferResult
+from sglang.srt.mem_cache.storage.file.lru_file_evictor import LRUFileEvictor
 from torch import Tensor
 
-from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.ops.trust import refuse_writable_by_all, require_own
 from dsv4_sglang.srt import compat
-from dsv4_sglang.srt.host.pools import intact, seal
+from dsv4_sglang.srt.host.folder import (
+    KEY_CHARACTERS,
+    LONGEST_TEMPORARY,
+    ORPHANS,
+    TEMPORARY,
+    UNUSED,
+    USED,
+    UsedFolder,
+    is_stale,
+    own_folder,
+    require_names,
+    stored_files,
+)
+from dsv4_sglang.srt.host.pools import CHECKPOINTS, intact, seal
 from dsv4_sglang.srt.host.sealed import or_miss
 
 log = logging.getLogger(__name__)
 
-PAGE_VERSION = 3
-"""Of what a page holds, beyond what `page_name` hashes."""
-SAMPLE_BYTES = 1 << 16
 DEFAULT_FOLDER = "/tmp/hicache"
 WRONG_CHECKSUM = "its checksum is another"
 """Of a page that was changed, or is another's under this name."""
+LONGEST_KEY, LONGEST_UPDATE = "f" * KEY_CHARACTERS, f"-{'f' * 16}"
+"""A page's key, and what `use_name` adds to its name."""
+EVICTED = dict.fromkeys(ORPHANS, 0) | {UNUSED: 1, USED: 2}
+"""The order in which pages are evicted, by their state."""
+LOOKS = 16
+"""A storage looks at the whole folder again when it has written this part of its bound."""
 
 
-def page_name(
-    model_name: str | None, model_path: str, layout: CacheLayout, row_bytes: Sequence[int], **facts: Any
-) -> str:
-    """The name of a model in a storage, of which SGLang makes the names of its pages: its keys are hashes of tokens
-    only, so that everything else that a page depends on stands here.
+class FolderEvictor(LRUFileEvictor):
+    """Keep all pages of a folder within SGLang's bounds, those of other servers and former weights as well.
 
-    `row_bytes`: of a block and of a checkpoint; `facts`: whatever else changes the bytes. Hashed as well are the
-    version of this package, the layers of `layout` with their formats, and of a model in a folder its config and
-    samples of its weights.
+    SGLang's evictor knows the pages of one name only. Pages that no server can read again are evicted first, then those
+    that no server uses, and of each those read or written longest ago. The times of the files say when that was, so
+    that all servers of a folder agree.
     """
-    layers = [repr(schema) for schema in layout.schemas]
-    described = json.dumps([version("dsv4_sglang"), layers, list(row_bytes), facts], default=str, sort_keys=True)
-    digest = hashlib.blake2b(described.encode(), digest_size=8)
-    digest.update(_weights(Path(model_path)))
-    first = layout.schemas[0]
-    formats = f"{first.row_format.value}-{first.key_format.value}"
-    return f"{model_name or 'model'}-dsv4v{PAGE_VERSION}-{formats}-{digest.hexdigest()}"
 
+    _written = 0
 
-def _weights(folder: Path) -> bytes:
-    """Digest of a checkpoint folder: its config, and size, head and tail of each file of weights. Of a model that is
-    no folder here: what it is called."""
-    digest = hashlib.blake2b(digest_size=8)
-    if not folder.is_dir():
-        digest.update(str(folder).encode())
-    config = folder / "config.json"
-    if config.is_file():
-        digest.update(config.read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(SAMPLE_BYTES))
-            file.seek(max(0, size - SAMPLE_BYTES))
-            digest.update(file.read(SAMPLE_BYTES))
-    return digest.digest()
+    def reserve(self, suffixed_key: str, value_bytes: int, key: str = "") -> bool:
+        self._written += value_bytes
+        if self.enabled and 0 < self.max_size_bytes < LOOKS * self._written:
+            self._look()
+        return super().reserve(suffixed_key, value_bytes, key)
 
+    def touch(self, suffixed_key: str, tensor_path: str) -> None:
+        super().touch(suffixed_key, tensor_path)
+        if self.enabled:
+            with suppress(OSError):  # removed meanwhile, or another user's
+                os.utime(tensor_path)
 
-def own_folder(named: str | None, default: str, variable: str) -> int:
-    """Make the folder of the files for this user alone, if it is not there; the mode of files in it, which those may
-    read who may read the folder. `named`: as `variable` of the environment says.
+    def clear(self) -> None:
+        super().clear()
+        self._look()
 
-    RuntimeError if others can put files there, which this server would read: where nobody names a folder, a link or one
-    that others own as well, since its name in /tmp is known to all.
-    """
-    folder, other = Path(named or default), f"Or set {variable} to a folder that is yours alone"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if named:
-        refuse_writable_by_all(folder)
-    elif folder.is_symlink():
-        raise RuntimeError(f"{folder} is a link; expected a folder. {other}")
-    else:
-        require_own(folder, other)
-    return folder.stat().st_mode & 0o666
+    def _look(self) -> None:
+        with compat.lock_of_files(self):
+            self._scan_existing_files()
+
+    def _scan_existing_files(self) -> None:
+        """Remove the temporary files of killed processes, and count all pages."""
+        found, folder = [], Path(self.file_path)
+        with suppress(OSError):  # the folder is gone
+            for file in stored_files(folder):
+                if file.state == TEMPORARY and is_stale(file):
+                    file.path.unlink(missing_ok=True)
+                elif file.path.suffix == ".bin" and file.path.parent == folder:
+                    found.append((EVICTED[file.state], file.used_at, file.path.stem, file.bytes))
+        compat.set_files(self, {stem: size for _, _, stem, size in sorted(found)})
+        self._written = 0
 
 
 class FileStorage(HiCacheFile):
@@ -93,12 +92,25 @@ class FileStorage(HiCacheFile):
 
     def __init__(self, storage_config: Any, file_path: str = DEFAULT_FOLDER) -> None:
         variable = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR
-        self._mode = own_folder(variable.get(), file_path, variable.name)
+        named = variable.get() or compat.folder_in_config(storage_config)
+        folder = own_folder(named, file_path, variable.name)
+        self._mode = folder.stat().st_mode & 0o666
         super().__init__(storage_config, file_path)
         self._first_suffix: str = self.config_suffix
+        longest = f"{LONGEST_KEY}.{CHECKPOINTS}{self.config_suffix}{LONGEST_UPDATE}.bin"
+        require_names(folder / longest.ljust(len(longest) + LONGEST_TEMPORARY, "~"), variable.name)
+        self._folder = UsedFolder(folder, bool(named), self._forget)
+        self._folder.use(self.config_suffix[1:])
+        compat.bound_folder(self, FolderEvictor, storage_config)
+
+    def available(self) -> bool:
+        """Return True if the folder is there. Log when that changes."""
+        return self._folder.available()
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Store a page; False without room. numpy does not say when the last bytes of a file could not be written."""
+        if not self.available():
+            return False
         seal(value, self._path(key).stem)
         if not super().set(key, value, target_location, target_sizes):
             return False
@@ -110,6 +122,8 @@ class FileStorage(HiCacheFile):
         return True
 
     def get(self, key: str, target_location: Tensor, target_sizes: Any = None) -> Tensor | None:
+        if not self.available():
+            return None
         try:
             found = super().get(key, target_location, target_sizes)
         except OSError as error:
@@ -121,7 +135,8 @@ class FileStorage(HiCacheFile):
         return found
 
     def batch_exists_v2(self, *arguments: Any, **named: Any) -> PoolTransferResult:
-        return or_miss(PoolTransferResult(0, {}), super().batch_exists_v2, *arguments, **named)
+        nothing = PoolTransferResult(0, {})
+        return or_miss(nothing, super().batch_exists_v2, *arguments, **named) if self.available() else nothing
 
     def _remove(self, key: str, why: str) -> None:
         path = self._path(key)
@@ -135,7 +150,7 @@ class FileStorage(HiCacheFile):
     def use_name(self, name: str) -> None:
         """Pages from now on are those of the model under another name."""
         self.config_suffix: str = f"{self._first_suffix}-{name}"
-        compat.rename_files(self, self.config_suffix)
+        self._folder.use(self.config_suffix[1:])
 
     def clear(self) -> bool:
         """Remove the pages of this model; those of others in the same folder stay."""
@@ -143,10 +158,14 @@ class FileStorage(HiCacheFile):
             if path.stem.endswith(self.config_suffix):
                 with suppress(OSError):
                     path.unlink()
+        self._forget()
+        return True
+
+    def _forget(self) -> None:
+        """What is known of the folder, which has changed."""
         if self.metadata_cache is not None:
             self.metadata_cache.clear()
         compat.forget_files(self)
-        return True
 
 
 def remove_page(path: Path, why: str) -> None:

@@ -15,17 +15,14 @@ from torch import Tensor
 
 from dsv4_sglang.cache.host_pool import HostBlockPool, HostCheckpointPool, host_block_bytes, host_row_bytes
 from dsv4_sglang.srt import compat
-from dsv4_sglang.srt.host.pools import CHECKSUM_BYTES, HostBlocks, HostCheckpoints
+from dsv4_sglang.srt.host.names import page_name, weight_facts
+from dsv4_sglang.srt.host.pools import CHECKPOINTS, CHECKSUM_BYTES, HostBlocks, HostCheckpoints
 from dsv4_sglang.srt.host.sizing import HostDemand, host_demand, host_table
-from dsv4_sglang.srt.host.storage import page_name
 from dsv4_sglang.srt.host.watch import LoadEvents, LoadWatch
 from dsv4_sglang.srt.options import model_overrides
 from dsv4_sglang.srt.pools import CacheKVPool
 
 log = logging.getLogger(__name__)
-
-CHECKPOINTS = PoolName.DEEPSEEK_V4_C4_STATE
-"""The pool's name. One called MAMBA would be written to a storage by every process, each under a name of its own."""
 
 
 class TransferController(HybridCacheController):
@@ -127,6 +124,10 @@ class TransferController(HybridCacheController):
         config.is_mla_model = True
         return config
 
+    def _page_backup(self, operation: Any) -> None:
+        if self.storage_backend.available():
+            super()._page_backup(operation)
+
     def move_indices(self, host_indices: Tensor, device_indices: Tensor) -> tuple[Tensor, Tensor]:
         """Host indices stay on the CPU, where copies are launched from."""
         return host_indices, device_indices
@@ -196,14 +197,10 @@ class HostStack(StackStrategy):
         if storage_backend is not None:
             model_name = page_name(
                 model_name,
-                server_args.model_path,
                 device_blocks.layout,
                 (demand.block_bytes, demand.checkpoint_bytes),
                 overrides=model_overrides(server_args.json_model_override_args),
-                revision=server_args.revision,
-                dtype=server_args.dtype,
-                tp_size=server_args.tp_size,
-                weight_version=server_args.weight_version,
+                **weight_facts(compat.flags(server_args)),
             )
             log.info("dsv4_sglang host tier: pages of the storage %s are called %s", storage_backend, model_name)
         controller = TransferController(

@@ -1,0 +1,82 @@
+"""A storage behind real servers that are started one after another: whose pages a request finds there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from progress import POLL_SECONDS, Progress
+from server_harness import Server, assert_same, needs_host_tier, prompt, running
+
+pytestmark = [pytest.mark.server, needs_host_tier]
+
+FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-running-requests", "4", "--max-total-tokens", "4096")
+FLAGS += ("--chunked-prefill-size", "256", "--enable-cache-report", "--random-seed", "1")
+FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-storage-backend", "file")
+FLAGS += ("--hicache-storage-prefetch-policy", "wait_complete")
+OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_checkpoints": 12}
+TOLERANCE = 2e-3
+PROMPT = prompt(400)
+FOUND = 384
+PAGES = 3 + 1
+"""Blocks of the prompt, and a checkpoint."""
+SALTS = ("a", "b", "c")
+
+
+@pytest.fixture
+def start(
+    monkeypatch: pytest.MonkeyPatch, tiny: Callable[..., Path], tmp_path: Path
+) -> Callable[..., contextmanager[Server]]:
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "pages"))
+    model = tiny(seed=0, ratios=(0, 4, 128), index_topk=1536)
+
+    @contextmanager
+    def started(*flags: str) -> Iterator[Server]:
+        with running(model, tmp_path / "log", *FLAGS, *flags, **OPTIONS) as server:
+            yield server
+
+    return started
+
+
+def wait_for_pages(server: Server, folder: Path, count: int) -> None:
+    """A thread of SGLang writes them behind the answer."""
+    progress = Progress(server.process)
+    while len(list(folder.glob("*.bin"))) < count:
+        progress.check()
+        time.sleep(POLL_SECONDS / 10)
+    assert len(list(folder.glob("*.bin"))) == count
+
+
+def salted(server: Server, salt: str) -> int:
+    """Tokens of the prompt that a tenant of the OpenAI endpoint finds."""
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": 1, "cache_salt": salt}
+    details = server.post("/v1/completions", body)["usage"]["prompt_tokens_details"]
+    return int(details["cached_tokens"]) if details else 0
+
+
+def test_whose_pages_a_request_finds(start: Callable[..., contextmanager[Server]], tmp_path: Path) -> None:
+    """Random weights in the same folder leave nothing for those of the model. Three tenants and a request of nobody
+    find what they stored themselves, behind a restart, and a fourth tenant finds nothing."""
+    folder = tmp_path / "pages"
+    with start("--load-format", "dummy") as server:
+        server.generate(PROMPT)
+        wait_for_pages(server, folder, PAGES)
+    with start() as server:
+        cold = server.generate(PROMPT)
+        assert cold.cached == 0, "random weights computed what was found"
+        assert [salted(server, salt) for salt in SALTS] == [0] * 3
+        assert server.generate(PROMPT, extra_key="x").cached == 0
+        wait_for_pages(server, folder, (2 + 3 + 1) * PAGES)
+    with start() as server:
+        got = server.generate(PROMPT)
+        assert got.cached == FOUND
+        assert_same(got, cold, TOLERANCE)
+        assert [salted(server, salt) for salt in SALTS] == [FOUND] * 3
+        assert salted(server, "d") == server.generate(PROMPT, extra_key="y").cached == 0
+        got = server.generate(PROMPT, extra_key="x")
+        assert got.cached == FOUND
+        assert_same(got, cold, TOLERANCE)
+        server.wait_idle()
