@@ -93,6 +93,8 @@ COLLAPSE_STREAMS = "sglang.kernels.ops.layernorm.mhc.mhc_combine" if SERVES_V41 
 # Asked by the host tier and by transfers between servers. Later releases pack a draft model's pool into the host pools
 # that SGLang builds, which ours are not.
 DRAFT_KV_POOL = "" if since("0.5.18") else "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool"
+# Since 0.5.23 it asks first whether memory can be pinned.
+ALLOCATE_GRAMMAR_MASK = "" if since("0.5.23") else "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask"
 RESOLVE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark" if SERVES_DSPARK else ""
 _DSPARK = "sglang.srt.speculative.dspark_components."
 _DRAFT_BACKEND = (
@@ -108,9 +110,7 @@ VALIDATE_EXTRA_BUFFER = (
     if since("0.5.19")
     else "sglang.srt.server_args.ServerArgs._validate_mamba_extra_buffer"
 )
-
-
-VALIDATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+SEND_TO_SCHEDULER = "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler"
 
 
 class Override(NamedTuple):
