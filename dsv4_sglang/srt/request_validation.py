@@ -83,7 +83,7 @@ def _check_sampling(given: Any) -> None:
     types = _types_of_sampling()
     for name, value in given.items():
         if name not in types:
-            raise _invalid("a name in sampling_params", name, f"one of {', '.join(types)}")
+            raise _invalid("a field of sampling_params", name, f"one of {', '.join(types)}")
         if value is None:
             continue  # its default
         try:
