@@ -27,7 +27,7 @@ pytestmark = pytest.mark.server
 
 CONTEXT, VOCABULARY = 512, 384
 FLAGS = ("--dtype", "float32", "--context-length", str(CONTEXT), "--max-running-requests", "16", "--enable-metrics")
-FLAGS += ("--max-total-tokens", "8192", "--chunked-prefill-size", "256", "--tool-call-parser", "deepseekv32")
+FLAGS += ("--max-total-tokens", "8192", "--chunked-prefill-size", "256", "--tool-call-parser", "deepseekv4")
 OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
 MODEL = {"ratios": (0, 4), "index_topk": 1536}
 
