@@ -33,9 +33,11 @@ NOT_SERVED = {
     "image_data": "the model takes text only",
     "video_data": "the model takes text only",
     "audio_data": "the model takes text only",
+    "mm_data_mooncake": "the model takes text only",
     "session_params": "sessions have not been tested with this cache; leave it out",
     "lora_id": "adapters have not been tested with this cache; leave it out",
     "multi_item_delimiter_indices": "this cache's backend has no attention mask that keeps items apart; leave it out",
+    "token_indices_to_pool": "the model serves tokens, not embeddings; leave it out",
     "http_worker_ipc": "SGLang sets it to where an answer goes; leave it out",
 }
 """Fields of a request that are rejected if they are given, and why. SGLang would ignore most of them."""
@@ -57,7 +59,8 @@ def check_fields(original: Callable[..., None], request: Any) -> None:
 
 def _check_given(request: Any) -> None:
     for name, reason in NOT_SERVED.items():
-        if value := getattr(request, name, None):
+        value = getattr(request, name, None)
+        if value is not None and value not in ([], {}):
             raise ValueError(f"{name} is {reprlib.repr(value)}, which is not supported: {reason}")
     if request.text is not None and request.input_ids is not None:
         raise ValueError("text and input_ids are both given; expected one of them")
@@ -93,6 +96,8 @@ def _check_sampling(given: Any) -> None:
     n = given.get("n", 1)
     if n is None or not 1 <= n <= MAX_ANSWERS:
         raise _invalid("n", n, f"1 to {MAX_ANSWERS}")
+    if (given.get("beam_width") or 1) != 1:
+        raise _invalid("beam_width", given["beam_width"], "1: beams have not been tested with this cache")
     _check_stops(given)
 
 
