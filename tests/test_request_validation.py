@@ -105,8 +105,14 @@ def test_tokens_that_the_model_has_not(ids: list[int]) -> None:
     ("fields", "message"),
     [
         ({"extra_key": ["a"]}, "extra_key is ['a']: Expected `str | null`, got `array`"),
-        ({"logprob_start_len": -5}, "logprob_start_len is -5; expected -1 to 1, the number of tokens of the prompt"),
-        ({"logprob_start_len": 2}, "logprob_start_len is 2; expected -1 to 1, the number of tokens of the prompt"),
+        (
+            {"return_logprob": True, "logprob_start_len": -5},
+            "logprob_start_len is -5; expected -1 to 1, the number of tokens of the prompt",
+        ),
+        (
+            {"return_logprob": True, "logprob_start_len": 2},
+            "logprob_start_len is 2; expected -1 to 1, the number of tokens of the prompt",
+        ),
         (
             {"top_logprobs_num": VOCABULARY + 1},
             "top_logprobs_num is 385; expected 0 to 384, the number of tokens of the model",
@@ -120,7 +126,8 @@ def test_one_line(fields: dict[str, Any], message: str) -> None:
 
 
 def test_bounds_are_served() -> None:
-    send(tokenized(logprob_start_len=-1), tokenized(logprob_start_len=1), tokenized(top_logprobs_num=VOCABULARY))
+    for start in (-1, 0, 1):
+        send(tokenized(return_logprob=True, logprob_start_len=start, top_logprobs_num=VOCABULARY))
     for n in (1, MAX_ANSWERS):
         normalize(sampling_params={"n": n})
 

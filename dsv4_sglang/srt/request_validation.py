@@ -190,7 +190,7 @@ def _invalid_values(request: Any, vocabulary: int) -> Iterator[tuple[str, object
         yield "input_ids", list(ids or ()), "at least one token"
     elif not 0 <= min(ids) <= max(ids) < vocabulary:
         yield "input_ids", next(i for i in ids if not 0 <= i < vocabulary), in_vocabulary
-    if not -1 <= request.logprob_start_len <= len(ids):
+    if request.return_logprob and not -1 <= request.logprob_start_len <= len(ids):
         yield "logprob_start_len", request.logprob_start_len, f"-1 to {len(ids)}, the number of tokens of the prompt"
     if not 0 <= request.top_logprobs_num <= vocabulary:
         yield "top_logprobs_num", request.top_logprobs_num, f"0 to {vocabulary}, the number of tokens of the model"
