@@ -110,6 +110,8 @@ VALIDATE_EXTRA_BUFFER = (
     if since("0.5.19")
     else "sglang.srt.server_args.ServerArgs._validate_mamba_extra_buffer"
 )
+# Since 0.5.23 it returns a tensor for each request.
+LOGPROBS_OF_TOKENS = "" if since("0.5.23") else "sglang.srt.layers.logprob_processor.get_token_ids_logprobs_raw"
 SEND_TO_SCHEDULER = "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler"
 
 
@@ -408,6 +410,21 @@ def check_tree(cache: Any) -> None:
             on_host.remove_node(node)
         known.clear()
         known.update(before)
+
+
+def tensors_of_logprobs(
+    original: Callable[..., Any],
+    logprobs: torch.Tensor,
+    token_ids_logprobs_list: Any,
+    stage: Any,
+    extend_logprob_pruned_lens_cpu: Any = None,
+    no_copy_to_cpu: bool = False,
+) -> tuple[list[Any], list[Any]]:
+    """AROUND `LOGPROBS_OF_TOKENS`: an empty tensor, not a list, for a request that asked for no token."""
+    values, indices = original(logprobs, token_ids_logprobs_list, stage, extend_logprob_pruned_lens_cpu, no_copy_to_cpu)
+    if no_copy_to_cpu:
+        values = [value if torch.is_tensor(value) else logprobs.new_empty(0) for value in values]
+    return values, indices
 
 
 def fill_state_pool(pool: Any) -> None:

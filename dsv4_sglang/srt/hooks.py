@@ -214,6 +214,12 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "the scheduler ends for a message that it cannot decode and for values out of bounds, such as token ids",
         ),
         Hook(
+            compat.LOGPROBS_OF_TOKENS,
+            HookType.AROUND,
+            compat.tensors_of_logprobs,
+            "the server ends when a request with token_ids_logprob decodes beside one without",
+        ),
+        Hook(
             SRT + "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer",
             HookType.AROUND,
             tokenizer_workers.share_plugins,
