@@ -20,7 +20,6 @@ from dsv4_sglang.srt.refusals import (
     refuse_options,
     refuse_release,
     refuse_resolved,
-    refuse_unknown_tokens,
 )
 
 DEFAULTS = compat.flag_defaults()
@@ -229,10 +228,11 @@ def test_servers_that_prefill_or_decode_only(monkeypatch: pytest.MonkeyPatch) ->
     assert line.startswith("--disaggregation-decode-enable-radix-cache is not supported: a request arrives with ")
 
 
-def test_the_tree_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "1")
+@pytest.mark.parametrize("variable", ["SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_RUST_SERVER"])
+def test_variables(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "1")
     (line,) = refusals()
-    assert line.startswith("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE is not supported: ")
+    assert line.startswith(f"{variable} is not supported: ")
 
 
 def test_what_the_model_has_no_place_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,21 +399,6 @@ def test_abbreviations_are_those_of_the_parser(parser: ArgumentParser) -> None:
     for name, shortest in launch.ABBREVIATED.items():
         unique = [n for n in range(3, len(name) + 1) if [o for o in options if o.startswith(name[:n])] == [name]]
         assert shortest == name[: unique[0]], name
-
-
-@pytest.mark.parametrize("ids", [[-1], [5, 384], [5, 1 << 70], [1.5], ["a"], [[5]]])
-def test_tokens_that_the_model_has_not(ids: list[Any]) -> None:
-    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=384))
-    seen: list[Any] = []
-
-    def sglangs_own(manager: Any, obj: Any, input_ids: list[int]) -> None:
-        seen.append(input_ids)
-
-    for known in ([], None, [0, 383]):
-        refuse_unknown_tokens(sglangs_own, manager, None, known)
-    with pytest.raises(ValueError, match=r"^input_ids has .*; expected token ids of the model, 0 to 383$"):
-        refuse_unknown_tokens(sglangs_own, manager, None, ids)
-    assert len(seen) == 4, "SGLang's own checks come first"
 
 
 def test_the_integrity_check_is_of_two_releases(monkeypatch: pytest.MonkeyPatch) -> None:

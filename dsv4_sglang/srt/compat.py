@@ -99,6 +99,8 @@ COLLAPSE_STREAMS = "sglang.kernels.ops.layernorm.mhc.mhc_combine" if SERVES_V41 
 # Asked by the host tier and by transfers between servers. Later releases pack a draft model's pool into the host pools
 # that SGLang builds, which ours are not.
 DRAFT_KV_POOL = "" if since("0.5.18") else "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool"
+# Since 0.5.23 it asks first whether memory can be pinned.
+ALLOCATE_GRAMMAR_MASK = "" if since("0.5.23") else "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask"
 RESOLVE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark" if SERVES_DSPARK else ""
 _DSPARK = "sglang.srt.speculative.dspark_components."
 _DRAFT_BACKEND = (
@@ -114,9 +116,9 @@ VALIDATE_EXTRA_BUFFER = (
     if since("0.5.19")
     else "sglang.srt.server_args.ServerArgs._validate_mamba_extra_buffer"
 )
-
-
-VALIDATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+# Since 0.5.23 it returns a tensor for each request.
+LOGPROBS_OF_TOKENS = "" if since("0.5.23") else "sglang.srt.layers.logprob_processor.get_token_ids_logprobs_raw"
+SEND_TO_SCHEDULER = "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler"
 
 
 class Override(NamedTuple):
@@ -437,6 +439,21 @@ def check_tree(cache: Any) -> None:
             on_host.remove_node(node)
         known.clear()
         known.update(before)
+
+
+def tensors_of_logprobs(
+    original: Callable[..., Any],
+    logprobs: torch.Tensor,
+    token_ids_logprobs_list: Any,
+    stage: Any,
+    extend_logprob_pruned_lens_cpu: Any = None,
+    no_copy_to_cpu: bool = False,
+) -> tuple[list[Any], list[Any]]:
+    """AROUND `LOGPROBS_OF_TOKENS`: an empty tensor, not a list, for a request that asked for no token."""
+    values, indices = original(logprobs, token_ids_logprobs_list, stage, extend_logprob_pruned_lens_cpu, no_copy_to_cpu)
+    if no_copy_to_cpu:
+        values = [value if torch.is_tensor(value) else logprobs.new_empty(0) for value in values]
+    return values, indices
 
 
 def fill_state_pool(pool: Any) -> None:

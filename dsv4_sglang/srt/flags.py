@@ -111,7 +111,7 @@ WITHOUT_EFFECT = (
     ),
     Group(
         "HTTP and what is built on it",
-        "host port fastapi_root_path smg_grpc_mode grpc_mode grpc_port sidecar sidecar_args skip_server_warmup warmups "
+        "host port fastapi_root_path grpc_port sidecar sidecar_args skip_server_warmup warmups "
         "enable_http2 ssl_keyfile ssl_certfile ssl_ca_certs ssl_keyfile_password enable_ssl_refresh api_key "
         "admin_api_key served_model_name chat_template hf_chat_template_name completion_template file_storage_path "
         "reasoning_parser default_chat_template_kwargs enable_strict_thinking tool_call_parser tool_server "
@@ -336,6 +336,7 @@ REFUSED = (
         ignored=True,
     ),
     Refused("the compressors want their projections in full fp32", "enable_tf32_matmul"),
+    Refused("its requests pass by the validation of their fields; give --grpc-port", "smg_grpc_mode grpc_mode"),
     Refused("there is one model here, for text", "encoder_only language_only language_model_only"),
     Refused(
         "what a layer's attention returns is not a tensor that a module hook could read",

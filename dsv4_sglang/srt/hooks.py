@@ -11,12 +11,22 @@ from typing import Any, NamedTuple
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from dsv4_sglang.srt import collectives, compat, disaggregation, integrity, prefill_graphs, sleep, speculation
+from dsv4_sglang.srt import (
+    collectives,
+    compat,
+    disaggregation,
+    grammar_on_cpu,
+    integrity,
+    prefill_graphs,
+    request_validation,
+    sleep,
+    speculation,
+    tokenizer_workers,
+)
 from dsv4_sglang.srt.decisions import BACKEND, Launch
 from dsv4_sglang.srt.host import namespaces
 from dsv4_sglang.srt.models.torch_layers import collapse_flat
 from dsv4_sglang.srt.prefix import schedule
-from dsv4_sglang.srt.refusals import refuse_unknown_tokens
 
 SRT = "sglang.srt."
 
@@ -199,10 +209,34 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "a retracted request resumes from its last checkpoint if memory allows; SGLang drops what it generated",
         ),
         Hook(
-            compat.VALIDATE_REQUEST,
+            SRT + "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
             HookType.AROUND,
-            refuse_unknown_tokens,
-            "SGLang hands token ids outside the vocabulary to the embedding, and the server ends",
+            request_validation.check_fields,
+            "SGLang takes sampling parameters of any type, and ends in one of its processes for some",
+        ),
+        Hook(
+            compat.SEND_TO_SCHEDULER,
+            HookType.AROUND,
+            request_validation.check_message,
+            "the scheduler ends for a message that it cannot decode and for values out of bounds, such as token ids",
+        ),
+        Hook(
+            compat.LOGPROBS_OF_TOKENS,
+            HookType.AROUND,
+            compat.tensors_of_logprobs,
+            "the server ends when a request with token_ids_logprob decodes beside one without",
+        ),
+        Hook(
+            SRT + "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer",
+            HookType.AROUND,
+            tokenizer_workers.share_plugins,
+            "with --tokenizer-worker-num requests come in processes that do not load SGLang's plugins",
+        ),
+        Hook(
+            "uvicorn.supervisors.multiprocess.Multiprocess.__init__",
+            HookType.AROUND,
+            tokenizer_workers.keep_quit_handler,
+            "it takes the signal by which a scheduler that fails ends the server, and ignores it",
         ),
         *sleep_hooks(),
         *namespace_hooks(),
@@ -280,6 +314,27 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             HookType.REPLACE,
             collapse_flat,
             "V4.1's streams come together in it behind the last layer; SGLang has it as a GPU kernel only",
+            cpu_only=True,
+        ),
+        Hook(
+            compat.ALLOCATE_GRAMMAR_MASK,
+            HookType.REPLACE,
+            grammar_on_cpu.allocate_mask,
+            "it pins host memory, which needs a GPU",
+            cpu_only=True,
+        ),
+        Hook(
+            SRT + "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
+            HookType.REPLACE,
+            grammar_on_cpu.apply_mask_of_grammar,
+            "it has kernels for GPUs only, and the server would end",
+            cpu_only=True,
+        ),
+        Hook(
+            SRT + "constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask",
+            HookType.REPLACE,
+            grammar_on_cpu.apply_mask,
+            "the same of a mask without a grammar, while a model thinks",
             cpu_only=True,
         ),
         Hook(

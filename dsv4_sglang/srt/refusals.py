@@ -1,4 +1,4 @@
-"""Flags that this cache cannot serve: one clear line each, before anything is loaded; and tokens that a model has not.
+"""Flags that this cache cannot serve: one clear line each, before anything is loaded.
 
 `flags` lists those that may only have their default; here are those of which some values are served.
 """
@@ -183,6 +183,8 @@ def _refused(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
         yield backend, "a decode step, metadata included, is one graph; give full or disabled"
     if os.environ.get("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "").lower() in ("1", "true"):
         yield "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "checkpoints hang on SGLang's unified radix tree"
+    if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"):
+        yield "SGLANG_RUST_SERVER", "its requests pass by the validation of their fields; leave it out"
 
 
 def _unknown(args: Any) -> Iterable[tuple[str, str]]:
@@ -392,12 +394,3 @@ def refuse_given(args: Any, hf_config: Any, options: Options) -> None:
 def refuse_resolved(args: Any) -> None:
     """Raise with every refused flag of `args` after SGLang has resolved them all."""
     _raise(_refused(args, resolved=True))
-
-
-def refuse_unknown_tokens(original: Callable[..., None], manager: Any, obj: Any, input_ids: list[int] | None) -> None:
-    """AROUND `compat.VALIDATE_REQUEST`, which says no to a request by an error: ids that the vocabulary has not."""
-    original(manager, obj, input_ids)
-    size = manager.model_config.vocab_size
-    unknown = (i for i in input_ids or () if not isinstance(i, int) or not 0 <= i < size)
-    for token in unknown:
-        raise ValueError(f"input_ids has {token!r}; expected token ids of the model, 0 to {size - 1}")

@@ -140,7 +140,7 @@ def test_tokens_that_the_model_has_not(server: Server, token: int, before: int) 
     """SGLang would look them up in the embedding, and end."""
     status, text = status_of(server, body(input_ids=[*prompt(before), token, 5]))
     assert status == 400
-    assert f"input_ids has {token}; expected token ids of the model, 0 to {VOCABULARY - 1}" in text
+    assert f"input_ids is {token}; expected token ids of the model, 0 to {VOCABULARY - 1}" in text
     assert_well(server)
 
 

@@ -1,0 +1,208 @@
+"""Validation of the fields of a request, where a process that took it over HTTP hands it to the scheduler.
+
+SGLang's scheduler trusts most values and ends with an exception for those that it cannot serve, and the whole server
+with it. Each check raises ValueError with one line, which SGLang answers with status 400.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+
+MAX_ANSWERS = 1024
+"""Of one prompt (`n`). SGLang keeps a state for each of them before the first is generated."""
+MAX_BIAS = 1e9
+"""Of a logit. Beyond float32 the probabilities would be NaN, which sampling does not survive."""
+MIN_REPETITION_PENALTY = 1e-6
+"""Logits are divided by it; the quotients stay finite."""
+MAX_TOP_K = (1 << 31) - 1
+"""SGLang's "all tokens" is 1 << 30; the tensor of them is int32."""
+SET_BY_SGLANG = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized")
+"""Fields of SamplingParams that hold what SGLang has made of others."""
+NOT_SERVED = {
+    "input_embeds": "the model looks tokens up in its own embedding; give input_ids or text",
+    "positional_embed_overrides": "the model looks tokens up in its own embedding; leave it out",
+    "image_data": "the model takes text only",
+    "video_data": "the model takes text only",
+    "audio_data": "the model takes text only",
+    "mm_data_mooncake": "the model takes text only",
+    "session_params": "sessions have not been tested with this cache; leave it out",
+    "lora_id": "adapters have not been tested with this cache; leave it out",
+    "multi_item_delimiter_indices": "this cache's backend has no attention mask that keeps items apart; leave it out",
+    "token_indices_to_pool": "the model serves tokens, not embeddings; leave it out",
+    "http_worker_ipc": "SGLang sets it to where an answer goes; leave it out",
+}
+"""Fields of a request that are rejected if they are given, and why. SGLang would ignore most of them."""
+
+
+def _invalid(name: str, value: object, expected: str) -> ValueError:
+    return ValueError(f"{name} is {reprlib.repr(value)}; expected {expected}")
+
+
+# Before SGLang looks at a request
+
+
+def check_fields(original: Callable[..., None], request: Any) -> None:
+    """AROUND GenerateReqInput.normalize_batch_and_arguments, which copies fields for each prompt and answer."""
+    _check_given(request)
+    original(request)
+    _check_lengths(request)
+
+
+def _check_given(request: Any) -> None:
+    for name, reason in NOT_SERVED.items():
+        value = getattr(request, name, None)
+        if value is not None and value not in ([], {}):
+            raise ValueError(f"{name} is {reprlib.repr(value)}, which is not supported: {reason}")
+    if request.text is not None and request.input_ids is not None:
+        raise ValueError("text and input_ids are both given; expected one of them")
+    params = request.sampling_params
+    for given in params if isinstance(params, list) else () if params is None else (params,):
+        _check_sampling(given)
+    if isinstance(params, list) and not params:
+        raise _invalid("sampling_params", params, "an object, or one for each prompt")
+
+
+@cache
+def _types_of_sampling() -> dict[str, Any]:
+    """The type of each sampling parameter that a client may set."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    hints = get_type_hints(SamplingParams)
+    return {name: hints[name] for name in SamplingParams.__struct_fields__ if name not in SET_BY_SGLANG}
+
+
+def _check_sampling(given: Any) -> None:
+    if not isinstance(given, dict):
+        raise _invalid("sampling_params", given, "an object, or one for each prompt")
+    types = _types_of_sampling()
+    for name, value in given.items():
+        if name not in types:
+            raise _invalid("a field of sampling_params", name, f"one of {', '.join(types)}")
+        if value is None:
+            continue  # its default
+        try:
+            msgspec.convert(value, types[name])
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{name} is {reprlib.repr(value)}: {error}") from None
+    n = given.get("n", 1)
+    if n is None or not 1 <= n <= MAX_ANSWERS:
+        raise _invalid("n", n, f"1 to {MAX_ANSWERS}")
+    if (given.get("beam_width") or 1) != 1:
+        raise _invalid("beam_width", given["beam_width"], "1: beams have not been tested with this cache")
+    _check_stops(given)
+
+
+def _check_stops(given: dict[str, Any]) -> None:
+    """The texts at which an answer stops, which SGLang tokenizes and compiles."""
+    for name in ("stop", "stop_regex"):
+        texts = given.get(name) or ()
+        for text in (texts,) if isinstance(texts, str) else texts:
+            try:
+                text.encode()
+                if name == "stop_regex":
+                    re.compile(text)
+            except (UnicodeEncodeError, re.error, RecursionError, OverflowError) as error:
+                raise ValueError(f"{name} is {reprlib.repr(text)}: {error}") from None
+
+
+def _check_lengths(request: Any) -> None:
+    """A list has an item for each prompt. SGLang would look for one that is not there, or ignore those beyond."""
+    if request.is_single:
+        if not isinstance(request.rid, str):
+            raise _invalid("rid", request.rid, "a string for one prompt")
+        if isinstance(request.sampling_params, list):
+            raise _invalid("sampling_params", request.sampling_params, "an object for one prompt")
+        return
+    prompts = request.batch_size
+    for field in dataclasses.fields(request):
+        value = getattr(request, field.name)
+        if isinstance(value, list) and len(value) not in (prompts, prompts * request.parallel_sample_num):
+            raise _invalid(field.name, value, f"one item for each of {prompts} prompts")
+
+
+# What goes to the scheduler
+
+
+def check_message(original: Callable[..., None], manager: Any, obj: Any) -> None:
+    """AROUND `compat.SEND_TO_SCHEDULER`, which all requests of a process pass. `obj`: SGLang's message."""
+    for request in _requests_of(obj):
+        _check_types(request)
+        for name, value, expected in _invalid_values(request, manager.model_config.vocab_size):
+            raise _invalid(name, value, expected)
+    original(manager, obj)
+
+
+def _requests_of(message: Any) -> Iterable[Any]:
+    from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
+
+    if isinstance(message, BatchTokenizedGenerateReqInput):
+        return message.batch
+    return (message,) if isinstance(message, TokenizedGenerateReqInput) else ()
+
+
+def _check_types(request: Any) -> None:
+    """Send the request to nobody, by SGLang's encoding with types: by default it sends objects of any type."""
+    from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
+
+    sent = copy.copy(request)
+    for name in _objects():
+        setattr(sent, name, None)
+    try:
+        msgpack_decode(msgpack_encode(sent))
+    except msgspec.ValidationError as error:
+        raise ValueError(_with_name(str(error), request)) from None
+    except (OverflowError, TypeError, UnicodeEncodeError) as error:
+        raise ValueError(f"a field of the request cannot be sent to the scheduler: {error}") from None
+
+
+@cache
+def _objects() -> list[str]:
+    """Fields of a request that SGLang pickles, none of which a client sets."""
+    from sglang.srt.managers.io_struct import PickleWrapper, TokenizedGenerateReqInput
+
+    hints = get_type_hints(TokenizedGenerateReqInput)
+    return [name for name, hint in hints.items() if PickleWrapper in get_args(hint)]
+
+
+def _with_name(error: str, request: Any) -> str:
+    """The error of a message whose fields are an array, the tag first, with the name of the field."""
+    place = re.search(r"at `\$\[(\d+)\]", error)
+    if place is None:
+        return error
+    name = request.__struct_fields__[int(place[1]) - 1]
+    return f"{name} is {reprlib.repr(getattr(request, name))}: {error[: place.start()].rstrip(' -')}"
+
+
+def _invalid_values(request: Any, vocabulary: int) -> Iterator[tuple[str, object, str]]:
+    """(field, value, what was expected) of what is out of its bounds."""
+    ids, params = request.input_ids, request.sampling_params
+    in_vocabulary = f"token ids of the model, 0 to {vocabulary - 1}"
+    if not ids:
+        yield "input_ids", list(ids or ()), "at least one token"
+    elif not 0 <= min(ids) <= max(ids) < vocabulary:
+        yield "input_ids", next(i for i in ids if not 0 <= i < vocabulary), in_vocabulary
+    if request.return_logprob and not -1 <= request.logprob_start_len <= len(ids):
+        yield "logprob_start_len", request.logprob_start_len, f"-1 to {len(ids)}, the number of tokens of the prompt"
+    if not 0 <= request.top_logprobs_num <= vocabulary:
+        yield "top_logprobs_num", request.top_logprobs_num, f"0 to {vocabulary}, the number of tokens of the model"
+    for token in params.stop_token_ids or ():
+        if not 0 <= token < vocabulary:
+            yield "stop_token_ids", token, in_vocabulary
+    if params.top_k > MAX_TOP_K:
+        yield "top_k", params.top_k, f"-1, or 1 to {MAX_TOP_K}"
+    if params.repetition_penalty < MIN_REPETITION_PENALTY:
+        yield "repetition_penalty", params.repetition_penalty, f"at least {MIN_REPETITION_PENALTY}"
+    for token, bias in (params.logit_bias or {}).items():
+        if not (math.isfinite(bias) and abs(bias) <= MAX_BIAS):
+            yield f"logit_bias of token {token}", bias, f"{-MAX_BIAS:g} to {MAX_BIAS:g}"
+    if params.stream_interval is not None and params.stream_interval < 1:
+        yield "stream_interval", params.stream_interval, "1 or more tokens"

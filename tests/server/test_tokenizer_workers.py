@@ -1,0 +1,60 @@
+"""`--tokenizer-worker-num`: each process that takes requests validates them, and all end with the scheduler."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from server_harness import Server, ends, prompt, running
+
+pytestmark = pytest.mark.server
+
+VOCABULARY, WORKERS = 384, 2
+FLAGS = ("--dtype", "float32", "--context-length", "512", "--max-running-requests", "4", "--max-total-tokens", "2048")
+FLAGS += ("--chunked-prefill-size", "256", "--tokenizer-worker-num", str(WORKERS))
+OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
+REQUESTS = 16
+"""Of each kind. A connection goes to either worker."""
+INVALID: dict[str, tuple[dict[str, Any], str]] = {
+    "a token of no vocabulary": ({"input_ids": [VOCABULARY]}, f"input_ids is {VOCABULARY}; expected "),
+    "a list for a name space": ({"input_ids": [5], "extra_key": ["a"]}, "extra_key"),
+    "more answers than memory": ({"input_ids": [5], "sampling_params": {"n": 1 << 40}}, "n is 1099511627776; expected"),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """SGLang's pause of 5 s for diagnostics before a server ends is off."""
+    log = tmp_path_factory.mktemp("workers") / "log"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
+        with running(tiny(seed=0, ratios=(0, 4)), log, *FLAGS, **OPTIONS) as server:
+            yield server
+
+
+def test_each_worker_validates(server: Server) -> None:
+    assert server.log_text().count("Start multi-tokenizer worker process") == WORKERS
+    for body, message in INVALID.values():
+        for _ in range(REQUESTS):
+            with pytest.raises(urllib.error.HTTPError) as error:
+                server.post("/generate", body)
+            assert error.value.code == 400
+            assert message in json.loads(error.value.read())["error"]["message"]
+    assert len(server.generate(prompt(140), 2).tokens) == 2
+
+
+def test_a_scheduler_that_ends_takes_all_along(server: Server) -> None:
+    """SGLang's supervisor of the workers would ignore the signal, and workers would take requests for nobody."""
+    with ends(server) as processes:
+        schedulers = [process for process in processes if is_scheduler(process)]
+        assert len(schedulers) == 1
+        schedulers[0].kill()
+
+
+def is_scheduler(process: psutil.Process) -> bool:
+    return any("scheduler" in word for word in process.cmdline())
