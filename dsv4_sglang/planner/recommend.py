@@ -1,0 +1,89 @@
+"""The launch to recommend for a model on given GPUs and a goal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dsv4_sglang.planner.choice import Choice
+from dsv4_sglang.planner.neighbours import DRAFT_TOKENS
+from dsv4_sglang.planner.plan import Plan, plan
+from dsv4_sglang.srt import compat
+
+GOALS = {
+    "latency": "one server over all GPUs with speculation, for few requests at once",
+    "throughput": "the split of the GPUs that holds the most tokens, for many requests at once",
+    "long-context": "the split of the GPUs that holds the most requests of the whole context length",
+}
+LATENCY_REQUESTS = 32
+"""Behind about 64 requests at once speculation gains little (docs/results.md)."""
+THROUGHPUT_REQUESTS = 256
+"""Of a server without DP attention; SGLang's default for this model."""
+REQUESTS_OF_A_RANK = 128
+"""Of each rank of DP attention, for throughput."""
+LONG_REQUESTS = 32
+"""Of each rank, for long contexts."""
+MEMORY_FRACTIONS = (0.85, 0.88, 0.9)
+"""Of `--mem-fraction-static`, in the order in which they are tried."""
+
+
+def recommend(choice: Choice, goal: str) -> Plan:
+    """Return the plan to take for `goal`; `choice` gives all but the split, requests at once and speculation.
+
+    Raises:
+        ValueError: `goal` is not one of GOALS, or nothing fits.
+    """
+    if goal not in GOALS:
+        raise ValueError(f"--goal is {goal!r}; expected {', '.join(GOALS)}")
+    found: list[Plan] = []
+    reason = ""
+    for tp, dp in _splits(choice.count, goal):
+        try:
+            found.append(_with_room(choice, goal, tp, dp))
+        except ValueError as error:
+            reason = str(error)
+    if not found:
+        raise ValueError(reason)
+    if goal == "latency":
+        return max(found, key=lambda made: made.choice.tp)
+    if goal == "long-context":
+        return max(found, key=lambda made: (made.at_once, made.total_tokens))
+    return max(found, key=lambda made: made.total_tokens)
+
+
+def _with_room(choice: Choice, goal: str, tp: int, dp: int) -> Plan:
+    """The plan of one split with the first memory fraction that fits and leaves room for activations, else that fits.
+    ValueError if none does."""
+    found: list[Plan] = []
+    reason: ValueError | None = None
+    for fraction in MEMORY_FRACTIONS:
+        try:
+            found.append(plan(_for_goal(replace(choice, tp=tp, dp=dp, mem_fraction=fraction, running=dp), goal)))
+        except ValueError as error:
+            reason = error
+            continue
+        if found[-1].has_room_for_activations:
+            return found[-1]
+    if not found:
+        assert reason is not None
+        raise reason
+    return found[0]
+
+
+def _splits(count: int, goal: str) -> Iterator[tuple[int, int]]:
+    """Processes of a server, and its ranks of DP attention."""
+    for tp in (tp for tp in range(count, 0, -1) if count % tp == 0):
+        yield tp, 1
+        if goal != "latency" and compat.SERVES_DP_ATTENTION:
+            yield from ((tp, dp) for dp in range(2, tp + 1) if tp % dp == 0)
+
+
+def _for_goal(split: Choice, goal: str) -> Choice:
+    if goal == "latency":
+        head = split.model.dspark
+        drafts = head.block + 1 if head else DRAFT_TOKENS if split.model.config.num_nextn_predict_layers else 0
+        return replace(split, running=LATENCY_REQUESTS, draft_tokens=drafts)
+    if goal == "throughput":
+        requests = REQUESTS_OF_A_RANK * split.dp if split.dp > 1 else THROUGHPUT_REQUESTS
+        return replace(split, running=requests)
+    return replace(split, running=LONG_REQUESTS * split.dp, request=split.served_context)
