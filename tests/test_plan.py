@@ -3,42 +3,72 @@
 import json
 import re
 import shlex
+import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-import nursery
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from benchmarks import capacity
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.plan import holds
-from dsv4_sglang.srt import flags
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.planner import ask_sglang, checkpoint
+from dsv4_sglang.planner.choice import Choice
+from dsv4_sglang.planner.gpus import BESIDE_WEIGHTS, GPUS, Gpu
+from dsv4_sglang.planner.models import Format, Model
+from dsv4_sglang.planner.neighbours import others
+from dsv4_sglang.planner.plan import Plan, plan
+from dsv4_sglang.planner.recommend import recommend
+from dsv4_sglang.planner.reserves import activation_bytes, graph_bytes
+from dsv4_sglang.planner.weights import DraftWeights, Split, count_weights
+from dsv4_sglang.srt import compat, flags
 from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options, from_override_args
-from dsv4_sglang.srt.plan import BESIDE_WEIGHTS, GPUS, Choice, Gpu, activation_bytes, graph_bytes, others, plan
 from dsv4_sglang.srt.sizing import GIB
-from dsv4_sglang.srt.weights import (
-    DSparkHead,
-    Format,
-    Model,
-    Split,
-    draft_weight_bytes,
-    dspark_weight_bytes,
-    weight_bytes,
-)
 from dsv4_sglang.testing import tiny
+
+
+def changed(model: Model, **fields: object) -> Model:
+    """The model with other fields in its config.json; None removes one."""
+    values = {name: value for name, value in {**model.values, **fields}.items() if value is not None}
+    return Model(model.name, model.path, json.dumps(values))
+
 
 ROOT = Path(__file__).parent.parent
 FLASH, PRO = Model.flash(), Model.pro()
-DSPARK = replace(FLASH, dspark=DSparkHead(stages=3, block=5, markov_rank=256))
-HALF = replace(FLASH, routed_experts=128)
+DSPARK = changed(
+    FLASH,
+    compress_ratios=[*FLASH.config.compress_ratios[:43], 0, 0, 0],
+    dspark_target_layer_ids=[40, 41, 42],
+    dspark_block_size=5,
+    dspark_markov_rank=256,
+    dspark_noise_token_id=1,
+)
+HALF = changed(FLASH, n_routed_experts=128)
 FLASHSHAPE = Path(capacity.__file__).parent / "configs" / "flashshape" / "config.json"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def other_tests_keep_their_gpu() -> Iterator[None]:
+    """The command hides GPUs from its process, which is that of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ask_sglang, "prepare_this_process", lambda: None)
+        yield
+
+
+def draft_of(model: Model, split: Split, experts: Format) -> DraftWeights:
+    draft = count_weights(model, split, experts).draft
+    assert draft is not None
+    return draft
 
 
 def choice(model: Model = FLASH, gpu: str = "h200", count: int = 2, **others: object) -> Choice:
@@ -59,21 +89,83 @@ def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
                 tensor = tensors.get_tensor(name)
                 width = 4 if "compressor.norm" in name or "tid2eid" in name else tensor.element_size()
                 stored += tensor.numel() * width
-    counted = weight_bytes(Model.from_file(tmp_path / "tiny" / "config.json"), Split(1), Format.BF16)
-    assert sum(counted.values()) - counted["RoPE tables"] == stored
-    assert counted["RoPE tables"] == 2 * 32768 * 32 * 8
+    model = Model.from_file(tmp_path / "tiny" / "config.json")
+    counted = count_weights(model, Split(1), Format.BF16)
+    tables = dict(counted.parts)["RoPE tables"]
+    assert counted.bytes - tables == stored
+    assert tables == 2 * 32768 * 32 * 8
 
 
 @pytest.mark.parametrize(("model", "billions"), [(FLASH, 284), (PRO, 1573)], ids=["flash", "pro"])
 def test_parameters_of_the_released_models(model: Model, billions: float) -> None:
     """284 B and 1.6 T (1.57 T by their config) as published; fp32 parameters count double here, which is little."""
-    whole = weight_bytes(replace(model, quantised=False), Split(1), Format.BF16)
-    assert (sum(whole.values()) - whole["RoPE tables"]) / 2e9 == pytest.approx(billions, rel=0.003)
+    whole = count_weights(changed(model, quantization_config=None), Split(1), Format.BF16)
+    assert (whole.bytes - dict(whole.parts)["RoPE tables"]) / 2e9 == pytest.approx(billions, rel=0.003)
 
 
-@pytest.mark.slow
-def test_weights_as_sglang_makes_them(tmp_path: Path) -> None:
-    nursery.run_tests(tmp_path / "log", "weights_of_sglang.py")
+def test_the_configs_are_those_of_the_released_models() -> None:
+    assert FLASH.config == DSV4Config.flash() and PRO.config == DSV4Config.pro()
+
+
+def test_parts_of_a_split_add_up() -> None:
+    """DP attention splits the experts and the output head alone."""
+    whole, half, ranks = (
+        dict(count_weights(FLASH, split, Format.FP4).parts) for split in (Split(1), Split(2), Split(2, 2))
+    )
+    for name in ("routed experts", "shared experts", "embedding, head"):
+        assert half[name] == pytest.approx(whole[name] / 2, rel=1e-4), name
+    for name in ("compressors, indexers", "routers, norms, streams", "RoPE tables"):
+        assert half[name] == ranks[name] == whole[name], name
+    assert ranks["attention"] == whole["attention"] > half["attention"] > whole["attention"] / 2
+    assert ranks["routed experts"] == half["routed experts"]
+    assert ranks["embedding, head"] == whole["embedding, head"] * 3 // 4
+    fp8 = dict(count_weights(FLASH, Split(2), Format.FP8).parts)
+    assert {name for name in fp8 if fp8[name] != half[name]} == {"routed experts"}
+    values = 43 * 256 * 3 * 4096 * 2048
+    assert whole["routed experts"] == values // 2 + values // 32
+    assert fp8["routed experts"] == (values + values // 128**2 * 4) // 2
+
+
+# Checkpoints on disk
+
+
+def stored(folder: Path, dtype: torch.dtype) -> Model:
+    folder.mkdir()
+    (folder / "config.json").write_text(FLASH.text)
+    save_file({"layers.0.ffn.experts.0.w1.weight": torch.zeros(4, 8).to(dtype)}, folder / "model.safetensors")
+    return Model.from_file(folder / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "experts", "size"),
+    [(torch.int8, Format.FP4, 32), (torch.float8_e4m3fn, Format.FP8, 32), (torch.bfloat16, Format.BF16, 64)],
+    ids=str,
+)
+def test_experts_are_in_the_format_of_the_checkpoint(
+    dtype: torch.dtype, experts: Format, size: int, tmp_path: Path
+) -> None:
+    model = stored(tmp_path / "mine", dtype)
+    assert model.experts is experts
+    assert checkpoint.stored_bytes(tmp_path / "mine") == size
+
+
+def test_experts_of_an_unknown_format(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the routed experts in .*mine are F32; expected one of I8, .*--experts"):
+        stored(tmp_path / "mine", torch.float32)
+
+
+def test_a_checkpoint_of_which_only_the_index_is_there(tmp_path: Path) -> None:
+    assert checkpoint.stored_bytes(tmp_path) is None
+    (tmp_path / checkpoint.INDEX).write_text(json.dumps({"metadata": {"total_size": 12345}, "weight_map": {}}))
+    assert checkpoint.stored_bytes(tmp_path) == 12345
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(FLASH.text)
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    words = ["plan", "--gpu", "h200", "--count", "2", "--model", str(tmp_path)]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "600"})
+    assert result.exit_code == 2 and "is not a safetensors file: its header cannot be read" in result.output
 
 
 # What was measured; docs/recipes.md names the runs and these distances.
@@ -88,7 +180,7 @@ def test_weights_as_sglang_makes_them(tmp_path: Path) -> None:
     ],
 )
 def test_loaded_weights(model: Model, split: Split, experts: Format, gib: float, within: float) -> None:
-    loaded = sum(weight_bytes(model, split, experts).values()) + BESIDE_WEIGHTS
+    loaded = count_weights(model, split, experts).bytes + BESIDE_WEIGHTS
     assert loaded / GIB == pytest.approx(gib, rel=within)
 
 
@@ -124,8 +216,8 @@ def test_memory_for_the_cache_on_one_gpu() -> None:
 
 def test_what_the_log_of_the_run_with_speculation_said() -> None:
     """The draft model took 0.08 GiB; slots and checkpoints of these sizes, and with the blocks 79.131 GiB in all."""
-    draft = draft_weight_bytes(EAGLE.model, Split(1), Format.FP8)
-    assert sum(draft) / GIB == pytest.approx(0.08, abs=0.005)
+    draft = draft_of(EAGLE.model, Split(1), Format.FP8)
+    assert (draft.layer + draft.until_shared) / GIB == pytest.approx(0.08, abs=0.005)
     made = plan(EAGLE)
     assert (made.layout.slot_bytes, made.layout.checkpoint_bytes) == (6_586_752, 3_821_952)
     blocks = sum(part.bytes for part in made.layout.block_parts(21_032_448 // 128 + 1))
@@ -143,8 +235,8 @@ def test_dspark(block: int) -> None:
     assert made.layout.checkpoint_bytes - eagle.layout.checkpoint_bytes == 2 * ring
     assert made.layout.block_bytes == eagle.layout.block_bytes
     assert block == 5 or made.layout.slot_bytes == 8_200_064
-    head = dspark_weight_bytes(DSPARK, Split(2), Format.FP4)
-    assert made.weights["DSPARK head"] == head > 3 * 0.9 * draft_weight_bytes(FLASH, Split(2), Format.FP4).layer
+    head = draft_of(DSPARK, Split(2), Format.FP4).layer
+    assert made.weights["DSPARK head"] == head > 3 * 0.9 * draft_of(FLASH, Split(2), Format.FP4).layer
     assert sum(part.bytes for part in made.parts) == GPUS["h200"].memory
     assert made.tokens < eagle.tokens < plan(choice()).tokens
 
@@ -211,7 +303,7 @@ def test_distances_on_the_page() -> None:
         return f" | {measured:{form}} | {computed:{form}} | {100 * (computed / measured - 1):+.1f} % |"
 
     def loaded(model: Model, split: Split, experts: Format) -> float:
-        return (sum(weight_bytes(model, split, experts).values()) + BESIDE_WEIGHTS) / GIB
+        return (count_weights(model, split, experts).bytes + BESIDE_WEIGHTS) / GIB
 
     for expected in (
         row(11_287_808, plan(ALL_EXPERTS).tokens, ","),
@@ -238,7 +330,7 @@ def test_the_parts_are_the_memory_of_a_gpu(gpu: str, drafts: int) -> None:
     assert all(part.bytes > 0 for part in made.parts)
     within = sum(part.bytes for part in made.parts if part.group not in ("graphs", "reserve"))
     if drafts:  # What the draft model gives back once the cache is there, the fraction counted.
-        within += draft_weight_bytes(FLASH, Split(4), Format.FP4).until_shared
+        within += draft_of(FLASH, Split(4), Format.FP4).until_shared
     fraction = within / (GPUS[gpu].memory - made.parts[-3].bytes)
     assert made.parts[-3].name == "context, NCCL"
     # Whole blocks: up to two are left over.

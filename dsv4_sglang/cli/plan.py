@@ -252,6 +252,7 @@ def plan(
     Weights are counted with SGLang's constructors, and the cache is sized by the functions that size a server's pools;
     docs/recipes.md compares both with measurements. SGLang's own cache is computed by the installed release.
     """
+    from dsv4_sglang.planner import ask_sglang
     from dsv4_sglang.planner.choice import Choice
     from dsv4_sglang.planner.plan import plan as make
     from dsv4_sglang.planner.plot import check_file, draw
@@ -284,6 +285,7 @@ def plan(
             ),
             host_gb=hicache_size,
         )
+        ask_sglang.prepare_this_process()
         made = make(wanted) if goal is None else recommend(wanted, goal)
         other = dict(compared(made.choice))
         if plot is not None:

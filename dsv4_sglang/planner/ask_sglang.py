@@ -6,24 +6,20 @@ import contextlib
 import io
 import logging
 import os
-import sys
 import tempfile
 import warnings
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from dsv4_sglang.srt import compat, launch
 
 
-@cache
-def prepare() -> None:
-    """Import SGLang such that it uses no GPU and logs nothing, unless this process has imported it already."""
-    if "sglang.srt" in sys.modules:
-        return
+def prepare_this_process() -> None:
+    """Import SGLang in a process that only plans: it sees no GPU and logs nothing."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     launch.prepare_this_process(cpu=True)
-    logging.getLogger("sglang").setLevel(logging.ERROR)
+    for name in ("sglang", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="sglang")
     with contextlib.redirect_stdout(io.StringIO()):  # SGLang prints what a machine without a GPU lacks
         import sglang.srt.models.deepseek_v4  # noqa: F401
@@ -42,7 +38,6 @@ def resolved_flags(config_json: str, **given: Any) -> tuple[Any, Any, Any]:
     Raises:
         ValueError: SGLang rejects a flag.
     """
-    prepare()
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 

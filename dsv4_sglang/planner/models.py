@@ -15,8 +15,12 @@ from dsv4_sglang.planner.checkpoint import expert_dtype
 CONFIGS = Path(__file__).parent / "configs"
 """A config.json of each released model, with its sizes."""
 SIZES = (
-    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "vocab_size", "hc_mult"),
-    *("intermediate_size", "hc_sinkhorn_iters"),
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "vocab_size",
+    "hc_mult",
 )
 """Fields that SGLang's constructors need, beside those of `DSV4Config`."""
 

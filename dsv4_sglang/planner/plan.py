@@ -118,6 +118,19 @@ class Plan:
         return self.parts[-1].bytes >= activation_bytes(self.choice)
 
 
+def planned_layout(choice: Choice) -> CacheLayout:
+    """Return the layout of the cache that a server of this choice builds."""
+    return served_layout(
+        choice.model.config,
+        ENTRY_DTYPES[choice.kv_cache_dtype],
+        choice.options,
+        "cpu",
+        sm100=choice.gpu.sm100,
+        draft_tokens=choice.draft_tokens,
+        draft_layers=choice.draft_layers,
+    )
+
+
 def plan(choice: Choice) -> Plan:
     """ValueError, with what to do, if the weights, the slots or one request of the context length do not fit."""
     counted = count_weights(choice.model, choice.split, choice.experts)
@@ -132,15 +145,7 @@ def plan(choice: Choice) -> Plan:
     available_gib = (before * choice.mem_fraction - loaded) / GIB
     if available_gib <= 0:
         raise ValueError(_too_large(choice, loaded, before))
-    layout = served_layout(
-        choice.model.config,
-        ENTRY_DTYPES[choice.kv_cache_dtype],
-        choice.options,
-        "cpu",
-        sm100=choice.gpu.sm100,
-        draft_tokens=choice.draft_tokens,
-        draft_layers=choice.draft_layers,
-    )
+    layout = planned_layout(choice)
     demand = demand_of(
         layout,
         available_gib,

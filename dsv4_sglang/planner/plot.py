@@ -28,10 +28,10 @@ def check_file(file: Path) -> None:
     if file.is_dir():
         raise ValueError(f"--plot {file}: this is a folder; expected a file such as {file / 'memory.png'}")
     try:
-        from matplotlib.backend_bases import FigureCanvasBase
+        from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ValueError(f"--plot {file}: {error}; pip install 'dsv4-sglang[plot]'") from None
-    if (suffix := file.suffix.removeprefix(".")) not in (known := FigureCanvasBase.get_supported_filetypes()):
+    if (suffix := file.suffix.removeprefix(".")) not in (known := Figure().canvas.get_supported_filetypes()):
         raise ValueError(f"--plot {file}: {suffix!r} is not supported; expected one of {', '.join(sorted(known))}")
 
 

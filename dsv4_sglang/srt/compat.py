@@ -87,6 +87,8 @@ _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 END_WEIGHT_UPDATE = _WEIGHTS + "end_weight_update" if since("0.5.23") else ""
 # Since 0.5.23 a fetch from a storage that is given up keeps its rows of the host until nobody reads into them.
 FREES_ROWS_IN_USE = not since("0.5.23")
+# A field of ServerArgs: whether the user gave --swa-full-tokens-ratio. SGLang sets it, and its window pool follows.
+RATIO_IS_GIVEN = "_swa_full_tokens_ratio_explicitly_set" if since("0.5.23") else ""
 SERVES_DSPARK = since("0.5.23") or not since("0.5.18")
 # The model is SGLang's since then.
 SERVES_V41 = since("0.5.23")
