@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from dsv4_sglang.planner.choice import Choice
 from dsv4_sglang.planner.gpus import BESIDE_WEIGHTS, GPUS, Gpu
 from dsv4_sglang.planner.models import Format, Model
 from dsv4_sglang.planner.neighbours import others
-from dsv4_sglang.planner.plan import Plan, plan
+from dsv4_sglang.planner.plan import plan
 from dsv4_sglang.planner.recommend import recommend
 from dsv4_sglang.planner.reserves import activation_bytes, graph_bytes
 from dsv4_sglang.planner.weights import DraftWeights, Split, count_weights
@@ -241,29 +240,36 @@ def test_dspark(block: int) -> None:
     assert made.tokens < eagle.tokens < plan(choice()).tokens
 
 
-def test_what_sglang_reckons_with_outside_of_the_pools() -> None:
-    """The estimates are SGLang's own, which are the same with speculation."""
-    from sglang.srt.model_executor.cuda_graph_config import Backend
-    from sglang.srt.server_args import ServerArgs
+@pytest.mark.parametrize(
+    ("gpu", "tp", "dp", "running", "chunk"),
+    [("h200", 2, 1, 256, 8192), ("h200", 8, 1, 4096, 2048), ("h200", 8, 8, 2048, 8192), ("b200", 4, 2, 4096, 2048)],
+)
+def test_what_sglang_reckons_with_outside_of_the_pools(gpu: str, tp: int, dp: int, running: int, chunk: int) -> None:
+    """The estimates are SGLang's own, of either release. Without a GPU it does not know how large a batch it would
+    capture, so that is given."""
+    given = choice(gpu=gpu, count=tp, dp=dp, running=running, chunk=chunk, draft_tokens=4)
+    server_args, *_ = ask_sglang.resolved_flags(
+        FLASH.text,
+        **given.sglang_fields(),
+        cuda_graph_max_bs_decode=min(running // dp, 256 if tp < 4 else 512),
+        cuda_graph_backend_prefill="disabled",
+    )
+    gpu_mib = given.gpu.memory / 2**20
+    if compat.since("0.5.23"):
+        from sglang.srt import runtime_context
+        from sglang.srt.arg_groups import memory_hook
 
-    for gpu, tp, dp, running in (("h200", 2, 1, 256), ("h200", 8, 8, 2048), ("b200", 4, 2, 4096)):
-        given = choice(gpu=gpu, count=tp, dp=dp, running=running, chunk=dp * 1024, draft_tokens=4)
-        arguments = SimpleNamespace(
-            disaggregation_mode="null",
-            speculative_num_draft_tokens=4,
-            chunked_prefill_size=given.chunk,
-            tp_size=tp,
-            pp_size=1,
-            dp_size=dp,
-            _resolved=lambda dp=dp: SimpleNamespace(enable_dp_attention=dp > 1),
-            cuda_graph_config=SimpleNamespace(
-                decode=SimpleNamespace(backend=Backend.FULL, max_bs=min(running // dp, 256 if tp < 4 else 512)),
-                prefill=SimpleNamespace(backend=Backend.DISABLED),
-            ),
+        graphs = memory_hook.reserve_for_graph_mb(server_args)
+        with compat.published(server_args, tp, dp):
+            activations = runtime_context.pre_capture_activation_reserve_mb(gpu_mib)
+    else:
+        graphs, activations = (
+            server_args.reserve_for_graph_mb(),
+            server_args.pre_capture_activation_reserve_mb(gpu_mib),
         )
-        reserve = ServerArgs.pre_capture_activation_reserve_mb(arguments, given.gpu.memory / 2**20)  # type: ignore[arg-type]
-        assert activation_bytes(given) == reserve * 2**20
-        assert graph_bytes(given) == ServerArgs.reserve_for_graph_mb(arguments) * 2**20  # type: ignore[arg-type]
+    assert graph_bytes(given) == graphs * 2**20
+    if dp == 1:  # SGLang has divided the chunk by the ranks; here it is that of all of them
+        assert activation_bytes(given) == activations * 2**20
 
 
 # docs/recipes.md
@@ -421,9 +427,6 @@ def test_neighbours_of_a_model_with_a_dspark_head() -> None:
     assert not any("DSPARK" in change for change in dict(others(choice(DSPARK, count=4, dp=4))))
 
 
-# The command
-
-
 def invoke(*arguments: str) -> str:
     result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "300"})
     assert result.exit_code == 0, result.output
@@ -439,6 +442,124 @@ def test_what_is_printed() -> None:
     for part in made.parts:
         assert re.search(rf"{re.escape(part.name)} +{part.bytes / GIB:.2f} ", printed), part
     assert re.search(rf"as given +{made.total_tokens:,} +{made.requests} +256 +{made.checkpoints:,}", printed)
+
+
+def test_sglangs_own_cache_is_compared() -> None:
+    """Its tokens are those that its configurator gives with the flags of the command, and add up over ranks."""
+    made, ranks = plan(choice(count=8)), plan(choice(count=8, dp=8))
+    token_bytes = {"0.5.17": 7705.45, "0.5.23": 7086.75}[compat.sglang_version()]
+    for size, caches, requests in ((made, 1, 256), (ranks, 8, 32)):
+        state = (requests + 3) * 128 * 2 * 512 * 4 * 20  # raw HCA state in 20 layers, with SGLang's padding
+        expected = (size.available_gib * GIB - state) / token_bytes
+        assert size.in_tree_tokens is not None
+        assert size.in_tree_tokens / caches == pytest.approx(expected, rel=1e-3)
+    printed = invoke("--gpu", "h200", "--count", "8", "--model", "flash")
+    assert made.in_tree_tokens is not None
+    times = f"here {made.total_tokens / made.in_tree_tokens:.2f} times as many"
+    assert printed.splitlines()[2].endswith(f" with the same flags: {made.in_tree_tokens:,} tokens; {times}")
+    assert re.search(rf"--dp 8 +{ranks.total_tokens:,} .* {ranks.in_tree_tokens:,}\n", printed)
+    drafting = plan(choice(count=8, draft_tokens=4))
+    assert drafting.in_tree_tokens is not None and drafting.in_tree_tokens < made.in_tree_tokens
+
+
+def test_flags_that_sglang_rejects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Choice, "sglang_fields", lambda _choice: {"swa_full_tokens_ratio": 2.0})
+    assert plan(choice()).in_tree_tokens is None
+
+
+# A recommendation for a goal
+
+
+def test_latency_is_one_server_with_drafts() -> None:
+    made = recommend(choice(count=8), "latency").choice
+    assert (made.tp, made.dp, made.draft_tokens, made.running) == (8, 1, 4, 32)
+    assert recommend(choice(DSPARK, count=4), "latency").choice.draft_tokens == 6
+    assert recommend(choice(changed(FLASH, num_nextn_predict_layers=0), count=4), "latency").choice.draft_tokens == 0
+
+
+@pytest.mark.parametrize("serves_ranks", [True, False])
+def test_throughput_holds_the_most_tokens(serves_ranks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", serves_ranks)
+    made = recommend(choice(count=8), "throughput")
+    assert (made.choice.tp, made.choice.dp) == ((8, 8) if serves_ranks else (2, 1))
+    assert made.has_room_for_activations
+    for tp, dp in ((8, 1), (4, 1), (2, 1), *(((8, 8), (8, 4), (4, 4)) if serves_ranks else ())):
+        try:
+            other = plan(replace(made.choice, tp=tp, dp=dp))
+        except ValueError:
+            continue
+        assert other.total_tokens <= made.total_tokens
+
+
+def test_long_contexts_are_counted_as_whole_requests() -> None:
+    made = recommend(choice(count=8, context_length=1 << 18), "long-context")
+    assert made.choice.request == 1 << 18 and made.at_once == made.requests > 0
+    assert made.choice.served_context == 1 << 18
+
+
+def test_a_recommendation_that_needs_another_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V4-Pro with four ranks on 8 H200 wants more than 85 %, and V4-Flash on H100 less."""
+    monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", True)
+    made = recommend(choice(PRO, count=8), "throughput").choice
+    assert (made.tp, made.dp, made.mem_fraction) == (8, 4, 0.88)
+    with pytest.raises(ValueError, match=r"Raise --mem-fraction-static|too small for one request"):
+        plan(replace(made, mem_fraction=0.85))
+    small = recommend(choice(gpu="h100", count=4), "latency")
+    assert small.choice.mem_fraction == 0.8 and small.has_room_for_activations
+    assert not plan(replace(small.choice, mem_fraction=0.85)).has_room_for_activations
+
+
+def test_nothing_to_recommend() -> None:
+    with pytest.raises(ValueError, match=r"DeepSeek-V4-Pro does not fit into 4 H200.* What fits: --count 8"):
+        recommend(choice(PRO, count=4), "throughput")
+
+
+def test_the_command_of_a_recommendation() -> None:
+    goal = ("--gpu", "h200", "--count", "8", "--model", "flash", "--goal", "latency", "--hicache-size", "100")
+    lines = invoke(*goal).splitlines()
+    made = recommend(choice(count=8, host_gb=100), "latency")
+    assert lines[1] == holds(made)
+    assert lines[3] == "recommended for latency: one server over all GPUs with speculation, for few requests at once"
+    assert (
+        lines[-1]
+        == made.choice.command()
+        == (
+            "dsv4-sglang serve --model-path deepseek-ai/DeepSeek-V4-Flash --tp-size 8 --moe-runner-backend marlin "
+            "--max-running-requests 32 --chunked-prefill-size 8192 --mem-fraction-static 0.85 --speculative-algorithm "
+            "EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4 "
+            "--enable-hierarchical-cache --hicache-size 100"
+        )
+    )
+    known = set(flags.known())
+    assert all(word[2:].replace("-", "_") in known for word in lines[-1].split() if word.startswith("--"))
+
+
+def test_several_servers_are_named() -> None:
+    printed = invoke("--gpu", "h200", "--count", "8", "--model", "flash", "--tp", "2")
+    assert printed.splitlines()[-2] == "4 servers, each on 2 of the GPUs with a --port of its own:"
+
+
+# The command
+
+
+def test_the_command_runs_without_noise(tmp_path: Path) -> None:
+    """As a user starts it: SGLang is imported by this process, and logs nothing."""
+    tiny.make_tiny(tmp_path / "mine", tiny.TinySpec())
+    words = ("plan", "--gpu", "8", "--count", "1", "--context", "4096", "--model", str(tmp_path / "mine"))
+    done = subprocess.run(
+        [sys.executable, "-m", "dsv4_sglang.cli", *words], capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "mine, 1 x GPU of 8 GiB, --tp 1" and lines[-1].startswith("dsv4-sglang serve")
+    assert re.fullmatch(r"checkpoint: 0\.0\d GiB in its files, 0\.0\d counted", lines[3])
+
+
+def test_no_server_imports_the_planner() -> None:
+    package = ROOT / "dsv4_sglang"
+    outside = [file for file in package.rglob("*.py") if file.parent != package / "planner"]
+    importing = {file.relative_to(package).as_posix() for file in outside if "dsv4_sglang.planner" in file.read_text()}
+    assert importing == {"cli/plan.py"}
 
 
 def test_the_command_has_every_choice() -> None:
@@ -554,6 +675,11 @@ def test_a_config_of_ones_own(tmp_path: Path) -> None:
         (["--speculative-dspark-block-size", "5"], r"block-size 5: give --speculative-algorithm DSPARK with it"),
         (["--chunked-prefill-size", "1000"], r"--chunked-prefill-size 1000 is 1000 tokens .* multiple of 128"),
         (["--context-length", "2000000"], r"--context-length is 2000000; expected 1 to 1048576"),
+        (["--goal", "speed"], r"--goal is 'speed'; expected one of latency, throughput, long-context"),
+        (["--goal", "latency", "--tp", "2"], r"--tp: --goal latency chooses it; give one of the two"),
+        (["--hicache-size", "-1"], r"--hicache-size is -1; expected at least 0"),
+        (["--plot", "/no/such/folder/m.png"], r"--plot /no/such/folder/m.png: there is no folder /no/such/folder"),
+        (["--plot", "/tmp"], r"--plot /tmp: this is a folder; expected a file such as /tmp/memory.png"),
         (["--context-length", "4096"], r"--context 32768 is longer than a request may be: 4096"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

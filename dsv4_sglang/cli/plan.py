@@ -184,6 +184,8 @@ def _show(made: Plan, other: dict[str, Plan | str], goal: str | None) -> None:
     console.print(_title(choice), style="bold")
     console.print(holds(made), soft_wrap=True)
     console.print(_in_tree(made), soft_wrap=True)
+    if (stored := _checkpoint(choice)) is not None:
+        console.print(stored, soft_wrap=True)
     if goal is not None:
         console.print(f"recommended for {goal}: {GOALS[goal]}", soft_wrap=True)
     for table in (_memory_table(made), _others_table(made, other)):
@@ -208,6 +210,18 @@ def _title(choice: Choice) -> str:
         drafts = f", --speculative-num-draft-tokens {choice.draft_tokens}"
     name = f"{choice.model.name}, {choice.count} x {choice.gpu.name}"
     return f"{name}, --tp {choice.tp}{replicas}{servers}{drafts}"
+
+
+def _checkpoint(choice: Choice) -> str | None:
+    """What the model's folder has of weights, to compare with what was counted; None without weights."""
+    from dsv4_sglang.planner.checkpoint import stored_bytes
+    from dsv4_sglang.planner.weights import Split, count_weights
+
+    if (stored := stored_bytes(Path(choice.model.path))) is None:
+        return None
+    counted = count_weights(choice.model, Split(1), choice.experts)
+    size = counted.bytes + (counted.draft.layer if counted.draft else 0)
+    return f"checkpoint: {stored / 2**30:.2f} GiB in its files, {size / 2**30:.2f} counted"
 
 
 def _in_tree(made: Plan) -> str:

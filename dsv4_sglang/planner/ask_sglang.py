@@ -18,11 +18,11 @@ def prepare_this_process() -> None:
     """Import SGLang in a process that only plans: it sees no GPU and logs nothing."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     launch.prepare_this_process(cpu=True)
-    for name in ("sglang", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="sglang")
     with contextlib.redirect_stdout(io.StringIO()):  # SGLang prints what a machine without a GPU lacks
         import sglang.srt.models.deepseek_v4  # noqa: F401
+    for name in ("sglang", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def resolved_flags(config_json: str, **given: Any) -> tuple[Any, Any, Any]:

@@ -51,6 +51,8 @@ class Choice:
         for flag, value in (("--count", self.count), ("--tp", self.tp), ("--dp", self.dp), ("--context", self.request)):
             if value < 1:
                 raise ValueError(f"{flag} is {value}; expected at least 1")
+        if self.host_gb < 0:
+            raise ValueError(f"--hicache-size is {self.host_gb}; expected at least 0, in GB (10^9 bytes)")
         if self.count % self.tp:
             raise ValueError(f"--count {self.count} is no multiple of --tp {self.tp}: servers have {self.tp} GPUs each")
         check_split(self.model, self.split)

@@ -20,10 +20,8 @@ LATENCY_REQUESTS = 32
 THROUGHPUT_REQUESTS = 256
 """Of a server without DP attention; SGLang's default for this model."""
 REQUESTS_OF_A_RANK = 128
-"""Of each rank of DP attention, for throughput."""
-LONG_REQUESTS = 32
-"""Of each rank, for long contexts."""
-MEMORY_FRACTIONS = (0.85, 0.88, 0.9)
+"""Of each rank of DP attention, and of each server for long contexts."""
+MEMORY_FRACTIONS = (0.85, 0.8, 0.88, 0.9)
 """Of `--mem-fraction-static`, in the order in which they are tried."""
 
 
@@ -36,14 +34,14 @@ def recommend(choice: Choice, goal: str) -> Plan:
     if goal not in GOALS:
         raise ValueError(f"--goal is {goal!r}; expected {', '.join(GOALS)}")
     found: list[Plan] = []
-    reason = ""
+    reasons: list[str] = []
     for tp, dp in _splits(choice.count, goal):
         try:
             found.append(_with_room(choice, goal, tp, dp))
         except ValueError as error:
-            reason = str(error)
+            reasons.append(str(error))
     if not found:
-        raise ValueError(reason)
+        raise ValueError(reasons[0])  # that of one server over all GPUs, which needs the least memory of each
     if goal == "latency":
         return max(found, key=lambda made: made.choice.tp)
     if goal == "long-context":
@@ -55,18 +53,17 @@ def _with_room(choice: Choice, goal: str, tp: int, dp: int) -> Plan:
     """The plan of one split with the first memory fraction that fits and leaves room for activations, else that fits.
     ValueError if none does."""
     found: list[Plan] = []
-    reason: ValueError | None = None
+    reasons: list[ValueError] = []
     for fraction in MEMORY_FRACTIONS:
         try:
             found.append(plan(_for_goal(replace(choice, tp=tp, dp=dp, mem_fraction=fraction, running=dp), goal)))
         except ValueError as error:
-            reason = error
+            reasons.append(error)
             continue
         if found[-1].has_room_for_activations:
             return found[-1]
     if not found:
-        assert reason is not None
-        raise reason
+        raise reasons[-1]
     return found[0]
 
 
@@ -86,4 +83,4 @@ def _for_goal(split: Choice, goal: str) -> Choice:
     if goal == "throughput":
         requests = REQUESTS_OF_A_RANK * split.dp if split.dp > 1 else THROUGHPUT_REQUESTS
         return replace(split, running=requests)
-    return replace(split, running=LONG_REQUESTS * split.dp, request=split.served_context)
+    return replace(split, running=REQUESTS_OF_A_RANK * split.dp, request=split.served_context)
