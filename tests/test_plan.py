@@ -301,7 +301,19 @@ def test_recipe(gpus: str, arguments: str, command: str) -> None:
 def test_every_figure_of_the_tables_has_a_recipe() -> None:
     tables = re.findall(r"^\| ((?:[\w ]+, )*\d [HB]200) \| [\d,]+ \|", RECIPES, re.MULTILINE)
     assert sorted(tables) == sorted(gpus for gpus, *_ in recipes())
-    assert len(tables) == 22
+    assert len(tables) == 22 and len(SPLITS) == 6
+
+
+SPLITS = re.findall(r"^\| `(--gpu .*)` \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", RECIPES, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("arguments", "here", "in_0_5_17", "in_0_5_23"), SPLITS, ids=[row[0] for row in SPLITS])
+def test_splits_on_the_page(arguments: str, here: str, in_0_5_17: str, in_0_5_23: str) -> None:
+    """Each release is compared where it is installed."""
+    lines = invoke(*shlex.split(arguments)).splitlines()
+    assert lines[1].startswith(f"{here} tokens;")
+    in_tree = {"0.5.17": in_0_5_17, "0.5.23": in_0_5_23}[compat.sglang_version()]
+    assert f"own cache with the same flags: {in_tree} tokens;" in lines[2]
 
 
 def test_distances_on_the_page() -> None:
