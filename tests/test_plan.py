@@ -567,13 +567,6 @@ def test_the_command_runs_without_noise(tmp_path: Path) -> None:
     assert re.fullmatch(r"checkpoint: 0\.0\d GiB in its files, 0\.0\d counted", lines[3])
 
 
-def test_no_server_imports_the_planner() -> None:
-    package = ROOT / "dsv4_sglang"
-    outside = [file for file in package.rglob("*.py") if file.parent != package / "planner"]
-    importing = {file.relative_to(package).as_posix() for file in outside if "dsv4_sglang.planner" in file.read_text()}
-    assert importing == {"cli/plan.py"}
-
-
 def test_the_command_has_every_choice() -> None:
     printed = invoke(
         *("--gpu", "140", "--count", "4", "--model", "flash", "--dp", "2", "--kv-cache-dtype", "bfloat16"),

@@ -19,7 +19,8 @@ def prepare_this_process() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     launch.prepare_this_process(cpu=True)
     warnings.filterwarnings("ignore", module="sglang")
-    with contextlib.redirect_stdout(io.StringIO()):  # SGLang prints what a machine without a GPU lacks
+    # SGLang and what it imports print what a machine without a GPU lacks.
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         import sglang.srt.models.deepseek_v4  # noqa: F401
     for name in ("sglang", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
