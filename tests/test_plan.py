@@ -546,6 +546,12 @@ def test_the_command_of_a_recommendation() -> None:
     assert all(word[2:].replace("-", "_") in known for word in lines[-1].split() if word.startswith("--"))
 
 
+def test_more_gpus_than_a_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", True)
+    lines = invoke("--gpu", "h200", "--count", "16", "--model", "flash", "--goal", "throughput").splitlines()
+    assert lines[0] == "DeepSeek-V4-Flash, 16 x H200, --tp 8, --dp 8, 2 servers"
+
+
 def test_several_servers_are_named() -> None:
     printed = invoke("--gpu", "h200", "--count", "8", "--model", "flash", "--tp", "2")
     assert printed.splitlines()[-2] == "4 servers, each on 2 of the GPUs with a --port of its own:"
@@ -680,6 +686,7 @@ def test_a_config_of_ones_own(tmp_path: Path) -> None:
         (["--speculative-dspark-block-size", "5"], r"block-size 5: give --speculative-algorithm DSPARK with it"),
         (["--chunked-prefill-size", "1000"], r"--chunked-prefill-size 1000 is 1000 tokens .* multiple of 128"),
         (["--context-length", "2000000"], r"--context-length is 2000000; expected 1 to 1048576"),
+        (["--experts", "bf16"], r"--experts bf16: the weights of DeepSeek-V4-Flash are quantised, .* fp8 or fp4"),
         (["--goal", "speed"], r"--goal is 'speed'; expected one of latency, throughput, long-context"),
         (["--goal", "latency", "--tp", "2"], r"--tp: --goal latency chooses it; give one of the two"),
         (["--hicache-size", "-1"], r"--hicache-size is -1; expected at least 0"),

@@ -284,7 +284,7 @@ def plan(
             model=described,
             gpu=_gpu(gpu),
             count=count,
-            tp=count if tp is None else tp,
+            tp=tp if tp is not None else count if goal is None else 1,
             dp=dp,
             experts=_experts(described, experts),
             running=max_running_requests,

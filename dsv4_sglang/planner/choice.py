@@ -74,6 +74,11 @@ class Choice:
                 f"--experts {self.experts.value}: the weights of {self.model.name} are not quantised, and this package "
                 "serves them as they are; give bf16"
             )
+        if self.experts is Format.BF16 and self.model.quantised:
+            raise ValueError(
+                f"--experts bf16: the weights of {self.model.name} are quantised, and SGLang builds their experts in fp8 "
+                "or fp4; give one of these"
+            )
         if self.draft_tokens:
             self._check_drafts()
         most = self.model.config.max_position_embeddings

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dsv4_sglang.planner.choice import Choice
+from dsv4_sglang.planner.gpus import MOST_GPUS
 from dsv4_sglang.planner.neighbours import DRAFT_TOKENS
 from dsv4_sglang.planner.plan import Plan, plan
 from dsv4_sglang.srt import compat
@@ -26,13 +27,15 @@ MEMORY_FRACTIONS = (0.85, 0.8, 0.88, 0.9)
 
 
 def recommend(choice: Choice, goal: str) -> Plan:
-    """Return the plan to take for `goal`; `choice` gives all but the split, requests at once and speculation.
+    """Return the plan to take for a goal.
+
+    Args:
+        choice: Everything but the split, requests at once, speculation and memory fraction, which are chosen here.
+        goal: One of GOALS.
 
     Raises:
-        ValueError: `goal` is not one of GOALS, or nothing fits.
+        ValueError: Nothing fits; the message is that of one server over as many GPUs as possible.
     """
-    if goal not in GOALS:
-        raise ValueError(f"--goal is {goal!r}; expected {', '.join(GOALS)}")
     found: list[Plan] = []
     reasons: list[str] = []
     for tp, dp in _splits(choice.count, goal):
@@ -41,7 +44,7 @@ def recommend(choice: Choice, goal: str) -> Plan:
         except ValueError as error:
             reasons.append(str(error))
     if not found:
-        raise ValueError(reasons[0])  # that of one server over all GPUs, which needs the least memory of each
+        raise ValueError(reasons[0])
     if goal == "latency":
         return max(found, key=lambda made: made.choice.tp)
     if goal == "long-context":
@@ -50,8 +53,10 @@ def recommend(choice: Choice, goal: str) -> Plan:
 
 
 def _with_room(choice: Choice, goal: str, tp: int, dp: int) -> Plan:
-    """The plan of one split with the first memory fraction that fits and leaves room for activations, else that fits.
-    ValueError if none does."""
+    """Return the plan of one split, with the first memory fraction that fits and leaves room for activations.
+
+    If none leaves room, take the first that fits. Raises ValueError if none fits.
+    """
     found: list[Plan] = []
     reasons: list[ValueError] = []
     for fraction in MEMORY_FRACTIONS:
@@ -68,8 +73,8 @@ def _with_room(choice: Choice, goal: str, tp: int, dp: int) -> Plan:
 
 
 def _splits(count: int, goal: str) -> Iterator[tuple[int, int]]:
-    """Processes of a server, and its ranks of DP attention."""
-    for tp in (tp for tp in range(count, 0, -1) if count % tp == 0):
+    """Yield the GPUs of a server, the most first, with its ranks of DP attention."""
+    for tp in (tp for tp in range(min(count, MOST_GPUS), 0, -1) if count % tp == 0):
         yield tp, 1
         if goal != "latency" and compat.SERVES_DP_ATTENTION:
             yield from ((tp, dp) for dp in range(2, tp + 1) if tp % dp == 0)
