@@ -76,7 +76,7 @@ class Choice:
             )
         if self.experts is Format.BF16 and self.model.quantised:
             raise ValueError(
-                f"--experts bf16: the weights of {self.model.name} are quantised, and SGLang builds their experts in fp8 "
+                f"--experts bf16: the weights of {self.model.name} are quantised, and SGLang builds the experts in fp8 "
                 "or fp4; give one of these"
             )
         if self.draft_tokens:
