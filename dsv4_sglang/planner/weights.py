@@ -148,7 +148,7 @@ def _parameter_bytes(module: Any) -> dict[str, int]:
         group = next((group for part, group in GROUPS if part in name), OTHERS)
         size = parameter.numel() * parameter.element_size()
         # SGLang loads the scales of FP4 experts, whose weights are bytes, as fp32; its kernels keep one byte of each.
-        weight = parameters.get(name.removesuffix("_scale_inv"))
+        weight = parameters.get(name.replace("weight_scale_inv", "weight"))
         if "mlp.experts" in name and weight is not parameter and weight is not None and not weight.is_floating_point():
             size = parameter.numel()
         sums[group] = sums.get(group, 0) + size
