@@ -1,36 +1,49 @@
-"""Tokens that fit in a memory: ours and SGLang's, computed from the formats, and as running servers allocated them.
+"""Tokens that fit in a memory: ours and SGLang's, computed, and as running servers allocated them.
 
     python -m benchmarks.capacity [--gib 78.82] [--requests 256] [--checkpoints 512] [--serve serve.json] [--out DIR]
 
 Ours: what the server itself computes at start-up (`dsv4_sglang.srt.sizing`): one live slot a running request, the
-staging slots of a prefill step, the checkpoints, and blocks with what is left. SGLang's: the formula of its
-DSV4PoolConfigurator (0.5.17). Its setting swa_full_tokens_ratio says how many window rows it keeps for every token:
-0.1 by default; 0.5 is what users set for prefix hits; 0.01 with its online HCA state is about the most tokens it can
-be tuned to, with room for the windows of the running requests alone.
+staging slots of a prefill step, the checkpoints, and blocks with what is left. SGLang's: the installed release's own
+pool configurator, asked with flags as a user gives them (`dsv4_sglang.planner.in_tree_capacity`). No GPU is needed.
+
+`--swa-full-tokens-ratio` says how many window entries SGLang keeps for every token: 0.1 by default for this model; 0.5
+is what users set for prefix hits; 0.01 with its online HCA state is about the most tokens it can be tuned to, with room
+for the windows of the running requests alone. SGLang 0.5.23 can also size the window pool by the running requests and
+by cached prefixes (`--swa-prefix-tails`), but sets the ratio to 0.1 for V4 where the user gives none, so that these
+flags change nothing. What its configurator would give without that ratio is the last row; no flag leads there.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benchmarks import report
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
+from dsv4_sglang.planner import models as planner
+from dsv4_sglang.planner.in_tree_capacity import in_tree_capacity
+from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.sizing import MAX_STAGING, StateDemand
 
 GIB = 1 << 30
-MODELS = {"flash": DSV4Config.flash, "pro": DSV4Config.pro}
+CONFIGS = {
+    "flash": planner.CONFIGS / "DeepSeek-V4-Flash.json",
+    "pro": planner.CONFIGS / "DeepSeek-V4-Pro.json",
+}
+DRAFTS = 4
+"""Tokens of a verify step: EAGLE 3/1/4."""
+EAGLE = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}
 ROWS = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 
 
@@ -47,62 +60,73 @@ class Cost:
 
 
 def ours(
-    config: DSV4Config, requests: int, checkpoints: int, row_format: str = "fp8", hca_state: str = "online"
+    config: DSV4Config,
+    requests: int,
+    checkpoints: int,
+    row_format: str = "fp8",
+    hca_state: str = "online",
+    drafts: int = 0,
 ) -> Cost:
     """Fixed are the state slots, the checkpoints, and the two blocks that serve no request."""
-    layout = served_layout(config, ROWS[row_format], Options(hca_state=hca_state), "cpu")
+    layout = served_layout(
+        config,
+        ROWS[row_format],
+        Options(hca_state=hca_state),
+        "cpu",
+        draft_tokens=drafts,
+        draft_layers=1 if drafts else 0,
+    )
     demand = StateDemand(requests, MAX_STAGING, checkpoints)
     return Cost(layout.token_bytes, demand.bytes(layout) + 2 * layout.block_bytes)
 
 
-def in_tree(config: DSV4Config, requests: int, window_ratio: float = 0.1, online: bool = False) -> Cost:
-    """Bytes of SGLang 0.5.17: FP8 rows and index keys, fp32 compressor states, pages of 256 tokens."""
-    row, key, dim, index_dim, fp32 = 448 + 64 * 2 + 8, 128 + 4, 512, 128, 4
-    ratios = [config.ratio(layer) for layer in range(config.num_hidden_layers)]
-    layers, csa, hca = len(ratios), ratios.count(CSA_RATIO), ratios.count(HCA_RATIO)
-    ring_share = 8 / 128
-    token = (
-        window_ratio * row * layers
-        + (row + key) / 4 * csa
-        + row / 128 * hca
-        + window_ratio * ring_share * 4 * (dim + index_dim) * fp32 * csa
+def in_tree(config_json: str, gib: float, requests: int, drafts: int, **flags: Any) -> dict[str, Any]:
+    """SGLang's tokens with these fields of ServerArgs."""
+    speculation = EAGLE | {"speculative_num_draft_tokens": drafts, "speculative_num_steps": drafts - 1}
+    held = in_tree_capacity(
+        config_json,
+        gib,
+        **{"max_running_requests": requests, "chunked_prefill_size": 8192, **(speculation if drafts else {}), **flags},
     )
-    slots = requests + 1
-    if online:
-        fixed = (slots + 2) * 3 * dim * fp32 * hca
-    else:
-        rows = math.ceil((slots * 128 + 128 + 1) / 128) * 128
-        fixed = rows * 2 * dim * fp32 * hca
-    return Cost(token, fixed)
+    fixed = gib - held.tokens * held.token_bytes / GIB
+    return {"B a token": held.token_bytes, "fixed GiB": fixed, "tokens": held.tokens}
 
 
-def settings(config: DSV4Config, requests: int, checkpoints: int) -> dict[str, Cost]:
-    return {
-        "ours": ours(config, requests, checkpoints),
-        "ours, raw HCA state": ours(config, requests, checkpoints, hca_state="raw"),
-        "ours, bf16 rows": ours(config, requests, checkpoints, row_format="bf16"),
-        "in-tree, default": in_tree(config, requests),
-        "in-tree, windows for hits (0.5)": in_tree(config, requests, 0.5),
-        "in-tree, most tokens (0.01, online)": in_tree(config, requests, 0.01, online=True),
+def in_tree_settings() -> dict[str, dict[str, Any]]:
+    """Fields of ServerArgs by setting."""
+    settings: dict[str, dict[str, Any]] = {
+        "in-tree, default": {},
+        "in-tree, windows for hits (0.5)": {"swa_full_tokens_ratio": 0.5},
     }
+    if compat.since("0.5.23"):
+        settings["in-tree, --swa-prefix-tails 0"] = {"swa_prefix_tails": 0}
+        settings["in-tree, --swa-prefix-tails 512"] = {"swa_prefix_tails": 512}
+        settings["in-tree, no ratio (no flag leads there)"] = {compat.RATIO_IS_GIVEN: False}
+    return settings
 
 
-def computed(gib: float, requests: int, checkpoints: int) -> Iterator[dict[str, Any]]:
-    for model, make in MODELS.items():
-        costs = settings(make(), requests, checkpoints)
-        base = costs["in-tree, default"].tokens(gib * GIB)
-        for name, cost in costs.items():
-            tokens = cost.tokens(gib * GIB)
-            yield {
-                "model": model,
-                "setting": name,
-                "kind": "computed",
-                "B a token": cost.token,
-                "fixed GiB": cost.fixed / GIB,
-                "tokens": tokens,
-                "tokens a GiB": tokens / gib,
-                "x in-tree default": tokens / base,
-            }
+def computed(model: str, gib: float, requests: int, checkpoints: int, drafts: int) -> Iterator[dict[str, Any]]:
+    """A row for each setting of ours and of SGLang."""
+    config_json = CONFIGS[model].read_text()
+    sizes = partial(in_tree, config_json, gib, requests, drafts)
+    rows = {name: sizes(**flags) for name, flags in in_tree_settings().items()}
+    with patch.dict(os.environ, {"SGLANG_OPT_USE_ONLINE_COMPRESS": "1"}):
+        if not drafts:  # which SGLang's online state does not serve
+            rows["in-tree, most tokens (0.01, online)"] = sizes(swa_full_tokens_ratio=0.01)
+    ours_of = partial(ours, DSV4Config.from_hf(json.loads(config_json)), requests, checkpoints, drafts=drafts)
+    costs = {"ours": ours_of(), "ours, bf16 rows": ours_of(row_format="bf16")}
+    if not drafts:
+        costs["ours, raw HCA state"] = ours_of(hca_state="raw")
+    for name, cost in costs.items():
+        rows[name] = {
+            "B a token": cost.token,
+            "fixed GiB": cost.fixed / GIB,
+            "tokens": cost.tokens(gib * GIB),
+        }
+    base = rows["in-tree, default"]["tokens"]
+    for name, row in rows.items():
+        beside = {"tokens a GiB": row["tokens"] / gib, "x in-tree default": row["tokens"] / base}
+        yield {"model": model, "setting": name, "drafts": drafts, "kind": "computed", **row, **beside}
 
 
 def allocated(file: Path) -> Iterator[dict[str, Any]]:
@@ -137,9 +161,12 @@ def main(argv: list[str] | None = None) -> int:
     args = options.parse_args(argv)
     given = {"gib": args.gib, "requests": args.requests, "checkpoints": args.checkpoints}
     result = report.Report("capacity", args, given)
-    result.part("computed", partial(computed, args.gib, args.requests, args.checkpoints))
+    for model in CONFIGS:
+        for drafts in (0, DRAFTS):
+            part = partial(computed, model, args.gib, args.requests, args.checkpoints, drafts)
+            result.part(f"{model}, {drafts} draft tokens", part)
     result.part("allocated", partial(allocated, args.serve or Path(args.out) / "serve.json"))
-    columns = ["setting", "model", "B a token", "fixed GiB", "tokens", "tokens a GiB", "x in-tree default"]
+    columns = ["setting", "model", "drafts", "B a token", "fixed GiB", "tokens", "tokens a GiB", "x in-tree default"]
     title = f"tokens in {args.gib} GiB, {args.requests} requests, {args.checkpoints} checkpoints of ours"
     result.table(title, columns)
     return result.close()

@@ -95,7 +95,7 @@ def draw_serve(axis: Any, rows: list[Row]) -> None:
 
 
 def draw_capacity(axis: Any, rows: list[Row]) -> None:
-    lines = [row for row in rows if row.get("kind") == "computed" and row["model"] == "flash"]
+    lines = [row for row in rows if row.get("kind") == "computed" and row["model"] == "flash" and not row["drafts"]]
     axis.barh([line["setting"] for line in lines], [line["tokens"] / 1e6 for line in lines])
     axis.invert_yaxis()
     axis.set_xlabel("million tokens")

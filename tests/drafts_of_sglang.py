@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from sglang.kernels.ops.speculative import cache_locs, eagle
 from sglang.srt import runtime_context
+from sglang.srt.distributed import parallel_state
 from sglang.srt.models import deepseek_v4, deepseek_v4_dspark, deepseek_v4_nextn
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative import eagle_utils
 from torch import Tensor, nn
-from weights_of_sglang import one_process  # noqa: F401  (a fixture)
 
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.models.deepseek_v4 import DecoderLayer
@@ -27,6 +28,16 @@ from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 pytestmark = pytest.mark.usefixtures("one_process")
 
 RATIOS = (0, 4, 128)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> None:
+    where = f"file://{tmp_path_factory.mktemp('found')}/found"
+    parallel_state.init_distributed_environment(1, 0, where, 0, "gloo")
+    runtime_context.publish(
+        ServerArgs(model_path="dummy", device="cpu", disable_shared_experts_fusion=True), role="test"
+    )
+    parallel_state.initialize_model_parallel(1, backend="gloo")
 
 
 def loaded(made: Callable[..., nn.Module], folder: Path, caplog: pytest.LogCaptureFixture) -> nn.Module:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,10 @@ from benchmarks.report import RESULTS
 from dsv4_sglang.cli.check import ANSWER_TOKENS, Distance, too_far
 from dsv4_sglang.formats import KeyFormat, KeyTable, RowFormat, RowTable
 from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.srt import compat
 
 FLASH = DSV4Config.flash()
+FLASHSHAPE = Path(capacity.__file__).parent / "configs" / "flashshape" / "config.json"
 
 
 def arguments(out: Path, *more: str) -> list[str]:
@@ -83,11 +86,34 @@ def test_decode_bytes_follow_the_windows_that_close() -> None:
     assert online < both / 5
 
 
-def test_capacity_formula_gives_the_logged_bytes_a_token() -> None:
-    assert capacity.in_tree(FLASH, 256).token == pytest.approx(7705.45)
-    assert capacity.in_tree(FLASH, 256, 0.5).token == pytest.approx(23126.25)
-    assert capacity.in_tree(FLASH, 256).fixed / capacity.GIB == pytest.approx(2.53, abs=0.005)
-    assert capacity.in_tree(FLASH, 256).tokens(78.82 * capacity.GIB) == pytest.approx(10_631_168, rel=1e-3)
+@pytest.mark.parametrize(
+    ("release", "requests", "drafts", "gib", "decimals", "tokens"),
+    [
+        ("0.5.17", 256, 0, 78.82, 2, 10_631_168),
+        ("0.5.17", 256, 4, 78.7, 1, 8_544_256),
+        ("0.5.23", 64, 0, 78.85, 2, 11_848_192),
+    ],
+)
+def test_capacity_of_sglang_is_what_its_servers_allocated(
+    release: str, requests: int, drafts: int, gib: float, decimals: int, tokens: int
+) -> None:
+    """Half a unit of the last decimal of the memory in the log is the tolerance."""
+    if release != compat.sglang_version():
+        pytest.skip(f"SGLang {release} was measured")
+    found = capacity.in_tree(FLASHSHAPE.read_text(), gib, requests, drafts)
+    assert found["tokens"] == pytest.approx(tokens, abs=0.5 * 10**-decimals * capacity.GIB / found["B a token"] + 256)
+
+
+def test_capacity_of_sglang_with_flags() -> None:
+    """`--swa-prefix-tails` changes nothing: SGLang sets the ratio for this model."""
+    sizes = partial(capacity.in_tree, FLASHSHAPE.read_text(), 78.82, 256, 0)
+    rows = {name: sizes(**flags) for name, flags in capacity.in_tree_settings().items()}
+    default = rows["in-tree, default"]
+    assert rows["in-tree, windows for hits (0.5)"]["tokens"] < default["tokens"] / 2
+    assert default["fixed GiB"] == pytest.approx(2.53, abs=0.005)
+    assert default == sizes(swa_full_tokens_ratio=0.1)
+    assert all(row == default for name, row in rows.items() if "tails" in name)
+    assert all(row["tokens"] > 1.3 * default["tokens"] for name, row in rows.items() if "no ratio" in name)
     assert capacity.ours(FLASH, 256, 512).tokens(78.82 * capacity.GIB) >= 21_000_000
 
 

@@ -3,42 +3,71 @@
 import json
 import re
 import shlex
+import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
-import nursery
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from benchmarks import capacity
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.plan import holds
-from dsv4_sglang.srt import flags
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.planner import ask_sglang, checkpoint
+from dsv4_sglang.planner.choice import Choice
+from dsv4_sglang.planner.gpus import BESIDE_WEIGHTS, GPUS, Gpu
+from dsv4_sglang.planner.models import Format, Model
+from dsv4_sglang.planner.neighbours import others
+from dsv4_sglang.planner.plan import plan
+from dsv4_sglang.planner.recommend import recommend
+from dsv4_sglang.planner.reserves import activation_bytes, graph_bytes
+from dsv4_sglang.planner.weights import DraftWeights, Split, count_weights
+from dsv4_sglang.srt import compat, flags
 from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options, from_override_args
-from dsv4_sglang.srt.plan import BESIDE_WEIGHTS, GPUS, Choice, Gpu, activation_bytes, graph_bytes, others, plan
 from dsv4_sglang.srt.sizing import GIB
-from dsv4_sglang.srt.weights import (
-    DSparkHead,
-    Format,
-    Model,
-    Split,
-    draft_weight_bytes,
-    dspark_weight_bytes,
-    weight_bytes,
-)
 from dsv4_sglang.testing import tiny
+
+
+def changed(model: Model, **fields: object) -> Model:
+    """The model with other fields in its config.json; None removes one."""
+    values = {name: value for name, value in {**model.values, **fields}.items() if value is not None}
+    return Model(model.name, model.path, json.dumps(values))
+
 
 ROOT = Path(__file__).parent.parent
 FLASH, PRO = Model.flash(), Model.pro()
-DSPARK = replace(FLASH, dspark=DSparkHead(stages=3, block=5, markov_rank=256))
-HALF = replace(FLASH, routed_experts=128)
+DSPARK = changed(
+    FLASH,
+    compress_ratios=[*FLASH.config.compress_ratios[:43], 0, 0, 0],
+    dspark_target_layer_ids=[40, 41, 42],
+    dspark_block_size=5,
+    dspark_markov_rank=256,
+    dspark_noise_token_id=1,
+)
+HALF = changed(FLASH, n_routed_experts=128)
 FLASHSHAPE = Path(capacity.__file__).parent / "configs" / "flashshape" / "config.json"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def other_tests_keep_their_gpu() -> Iterator[None]:
+    """The command hides GPUs from its process, which is that of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ask_sglang, "prepare_this_process", lambda: None)
+        yield
+
+
+def draft_of(model: Model, split: Split, experts: Format) -> DraftWeights:
+    draft = count_weights(model, split, experts).draft
+    assert draft is not None
+    return draft
 
 
 def choice(model: Model = FLASH, gpu: str = "h200", count: int = 2, **others: object) -> Choice:
@@ -59,21 +88,83 @@ def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
                 tensor = tensors.get_tensor(name)
                 width = 4 if "compressor.norm" in name or "tid2eid" in name else tensor.element_size()
                 stored += tensor.numel() * width
-    counted = weight_bytes(Model.from_file(tmp_path / "tiny" / "config.json"), Split(1), Format.BF16)
-    assert sum(counted.values()) - counted["RoPE tables"] == stored
-    assert counted["RoPE tables"] == 2 * 32768 * 32 * 8
+    model = Model.from_file(tmp_path / "tiny" / "config.json")
+    counted = count_weights(model, Split(1), Format.BF16)
+    tables = dict(counted.parts)["RoPE tables"]
+    assert counted.bytes - tables == stored
+    assert tables == 2 * 32768 * 32 * 8
 
 
 @pytest.mark.parametrize(("model", "billions"), [(FLASH, 284), (PRO, 1573)], ids=["flash", "pro"])
 def test_parameters_of_the_released_models(model: Model, billions: float) -> None:
     """284 B and 1.6 T (1.57 T by their config) as published; fp32 parameters count double here, which is little."""
-    whole = weight_bytes(replace(model, quantised=False), Split(1), Format.BF16)
-    assert (sum(whole.values()) - whole["RoPE tables"]) / 2e9 == pytest.approx(billions, rel=0.003)
+    whole = count_weights(changed(model, quantization_config=None), Split(1), Format.BF16)
+    assert (whole.bytes - dict(whole.parts)["RoPE tables"]) / 2e9 == pytest.approx(billions, rel=0.003)
 
 
-@pytest.mark.slow
-def test_weights_as_sglang_makes_them(tmp_path: Path) -> None:
-    nursery.run_tests(tmp_path / "log", "weights_of_sglang.py")
+def test_the_configs_are_those_of_the_released_models() -> None:
+    assert FLASH.config == DSV4Config.flash() and PRO.config == DSV4Config.pro()
+
+
+def test_parts_of_a_split_add_up() -> None:
+    """DP attention splits the experts and the output head alone."""
+    whole, half, ranks = (
+        dict(count_weights(FLASH, split, Format.FP4).parts) for split in (Split(1), Split(2), Split(2, 2))
+    )
+    for name in ("routed experts", "shared experts", "embedding, head"):
+        assert half[name] == pytest.approx(whole[name] / 2, rel=1e-4), name
+    for name in ("compressors, indexers", "routers, norms, streams", "RoPE tables"):
+        assert half[name] == ranks[name] == whole[name], name
+    assert ranks["attention"] == whole["attention"] > half["attention"] > whole["attention"] / 2
+    assert ranks["routed experts"] == half["routed experts"]
+    assert ranks["embedding, head"] == whole["embedding, head"] * 3 // 4
+    fp8 = dict(count_weights(FLASH, Split(2), Format.FP8).parts)
+    assert {name for name in fp8 if fp8[name] != half[name]} == {"routed experts"}
+    values = 43 * 256 * 3 * 4096 * 2048
+    assert whole["routed experts"] == values // 2 + values // 32
+    assert fp8["routed experts"] == (values + values // 128**2 * 4) // 2
+
+
+# Checkpoints on disk
+
+
+def stored(folder: Path, dtype: torch.dtype) -> Model:
+    folder.mkdir()
+    (folder / "config.json").write_text(FLASH.text)
+    save_file({"layers.0.ffn.experts.0.w1.weight": torch.zeros(4, 8).to(dtype)}, folder / "model.safetensors")
+    return Model.from_file(folder / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "experts", "size"),
+    [(torch.int8, Format.FP4, 32), (torch.float8_e4m3fn, Format.FP8, 32), (torch.bfloat16, Format.BF16, 64)],
+    ids=str,
+)
+def test_experts_are_in_the_format_of_the_checkpoint(
+    dtype: torch.dtype, experts: Format, size: int, tmp_path: Path
+) -> None:
+    model = stored(tmp_path / "mine", dtype)
+    assert model.experts is experts
+    assert checkpoint.stored_bytes(tmp_path / "mine") == size
+
+
+def test_experts_of_an_unknown_format(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the routed experts in .*mine are F32; expected one of I8, .*--experts"):
+        stored(tmp_path / "mine", torch.float32)
+
+
+def test_a_checkpoint_of_which_only_the_index_is_there(tmp_path: Path) -> None:
+    assert checkpoint.stored_bytes(tmp_path) is None
+    (tmp_path / checkpoint.INDEX).write_text(json.dumps({"metadata": {"total_size": 12345}, "weight_map": {}}))
+    assert checkpoint.stored_bytes(tmp_path) == 12345
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(FLASH.text)
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    words = ["plan", "--gpu", "h200", "--count", "2", "--model", str(tmp_path)]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "600"})
+    assert result.exit_code == 2 and "is not a safetensors file: its header cannot be read" in result.output
 
 
 # What was measured; docs/recipes.md names the runs and these distances.
@@ -88,7 +179,7 @@ def test_weights_as_sglang_makes_them(tmp_path: Path) -> None:
     ],
 )
 def test_loaded_weights(model: Model, split: Split, experts: Format, gib: float, within: float) -> None:
-    loaded = sum(weight_bytes(model, split, experts).values()) + BESIDE_WEIGHTS
+    loaded = count_weights(model, split, experts).bytes + BESIDE_WEIGHTS
     assert loaded / GIB == pytest.approx(gib, rel=within)
 
 
@@ -124,8 +215,8 @@ def test_memory_for_the_cache_on_one_gpu() -> None:
 
 def test_what_the_log_of_the_run_with_speculation_said() -> None:
     """The draft model took 0.08 GiB; slots and checkpoints of these sizes, and with the blocks 79.131 GiB in all."""
-    draft = draft_weight_bytes(EAGLE.model, Split(1), Format.FP8)
-    assert sum(draft) / GIB == pytest.approx(0.08, abs=0.005)
+    draft = draft_of(EAGLE.model, Split(1), Format.FP8)
+    assert (draft.layer + draft.until_shared) / GIB == pytest.approx(0.08, abs=0.005)
     made = plan(EAGLE)
     assert (made.layout.slot_bytes, made.layout.checkpoint_bytes) == (6_586_752, 3_821_952)
     blocks = sum(part.bytes for part in made.layout.block_parts(21_032_448 // 128 + 1))
@@ -143,35 +234,42 @@ def test_dspark(block: int) -> None:
     assert made.layout.checkpoint_bytes - eagle.layout.checkpoint_bytes == 2 * ring
     assert made.layout.block_bytes == eagle.layout.block_bytes
     assert block == 5 or made.layout.slot_bytes == 8_200_064
-    head = dspark_weight_bytes(DSPARK, Split(2), Format.FP4)
-    assert made.weights["DSPARK head"] == head > 3 * 0.9 * draft_weight_bytes(FLASH, Split(2), Format.FP4).layer
+    head = draft_of(DSPARK, Split(2), Format.FP4).layer
+    assert made.weights["DSPARK head"] == head > 3 * 0.9 * draft_of(FLASH, Split(2), Format.FP4).layer
     assert sum(part.bytes for part in made.parts) == GPUS["h200"].memory
     assert made.tokens < eagle.tokens < plan(choice()).tokens
 
 
-def test_what_sglang_reckons_with_outside_of_the_pools() -> None:
-    """The estimates are SGLang's own, which are the same with speculation."""
-    from sglang.srt.model_executor.cuda_graph_config import Backend
-    from sglang.srt.server_args import ServerArgs
+@pytest.mark.parametrize(
+    ("gpu", "tp", "dp", "running", "chunk"),
+    [("h200", 2, 1, 256, 8192), ("h200", 8, 1, 4096, 2048), ("h200", 8, 8, 2048, 8192), ("b200", 4, 2, 4096, 2048)],
+)
+def test_what_sglang_reckons_with_outside_of_the_pools(gpu: str, tp: int, dp: int, running: int, chunk: int) -> None:
+    """The estimates are SGLang's own, of either release. Without a GPU it does not know how large a batch it would
+    capture, so that is given."""
+    given = choice(gpu=gpu, count=tp, dp=dp, running=running, chunk=chunk, draft_tokens=4)
+    server_args, *_ = ask_sglang.resolved_flags(
+        FLASH.text,
+        **given.sglang_fields(),
+        cuda_graph_max_bs_decode=min(running // dp, 256 if tp < 4 else 512),
+        cuda_graph_backend_prefill="disabled",
+    )
+    gpu_mib = given.gpu.memory / 2**20
+    if compat.since("0.5.23"):
+        from sglang.srt import runtime_context
+        from sglang.srt.arg_groups import memory_hook
 
-    for gpu, tp, dp, running in (("h200", 2, 1, 256), ("h200", 8, 8, 2048), ("b200", 4, 2, 4096)):
-        given = choice(gpu=gpu, count=tp, dp=dp, running=running, chunk=dp * 1024, draft_tokens=4)
-        arguments = SimpleNamespace(
-            disaggregation_mode="null",
-            speculative_num_draft_tokens=4,
-            chunked_prefill_size=given.chunk,
-            tp_size=tp,
-            pp_size=1,
-            dp_size=dp,
-            _resolved=lambda dp=dp: SimpleNamespace(enable_dp_attention=dp > 1),
-            cuda_graph_config=SimpleNamespace(
-                decode=SimpleNamespace(backend=Backend.FULL, max_bs=min(running // dp, 256 if tp < 4 else 512)),
-                prefill=SimpleNamespace(backend=Backend.DISABLED),
-            ),
+        graphs = memory_hook.reserve_for_graph_mb(server_args)
+        with compat.published(server_args, tp, dp):
+            activations = runtime_context.pre_capture_activation_reserve_mb(gpu_mib)
+    else:
+        graphs, activations = (
+            server_args.reserve_for_graph_mb(),
+            server_args.pre_capture_activation_reserve_mb(gpu_mib),
         )
-        reserve = ServerArgs.pre_capture_activation_reserve_mb(arguments, given.gpu.memory / 2**20)  # type: ignore[arg-type]
-        assert activation_bytes(given) == reserve * 2**20
-        assert graph_bytes(given) == ServerArgs.reserve_for_graph_mb(arguments) * 2**20  # type: ignore[arg-type]
+    assert graph_bytes(given) == graphs * 2**20
+    if dp == 1:  # SGLang has divided the chunk by the ranks; here it is that of all of them
+        assert activation_bytes(given) == activations * 2**20
 
 
 # docs/recipes.md
@@ -203,7 +301,19 @@ def test_recipe(gpus: str, arguments: str, command: str) -> None:
 def test_every_figure_of_the_tables_has_a_recipe() -> None:
     tables = re.findall(r"^\| ((?:[\w ]+, )*\d [HB]200) \| [\d,]+ \|", RECIPES, re.MULTILINE)
     assert sorted(tables) == sorted(gpus for gpus, *_ in recipes())
-    assert len(tables) == 22
+    assert len(tables) == 22 and len(SPLITS) == 6
+
+
+SPLITS = re.findall(r"^\| `(--gpu .*)` \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", RECIPES, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("arguments", "here", "in_0_5_17", "in_0_5_23"), SPLITS, ids=[row[0] for row in SPLITS])
+def test_splits_on_the_page(arguments: str, here: str, in_0_5_17: str, in_0_5_23: str) -> None:
+    """Each release is compared where it is installed."""
+    lines = invoke(*shlex.split(arguments)).splitlines()
+    assert lines[1].startswith(f"{here} tokens;")
+    in_tree = {"0.5.17": in_0_5_17, "0.5.23": in_0_5_23}[compat.sglang_version()]
+    assert f"own cache with the same flags: {in_tree} tokens;" in lines[2]
 
 
 def test_distances_on_the_page() -> None:
@@ -211,7 +321,7 @@ def test_distances_on_the_page() -> None:
         return f" | {measured:{form}} | {computed:{form}} | {100 * (computed / measured - 1):+.1f} % |"
 
     def loaded(model: Model, split: Split, experts: Format) -> float:
-        return (sum(weight_bytes(model, split, experts).values()) + BESIDE_WEIGHTS) / GIB
+        return (count_weights(model, split, experts).bytes + BESIDE_WEIGHTS) / GIB
 
     for expected in (
         row(11_287_808, plan(ALL_EXPERTS).tokens, ","),
@@ -238,7 +348,7 @@ def test_the_parts_are_the_memory_of_a_gpu(gpu: str, drafts: int) -> None:
     assert all(part.bytes > 0 for part in made.parts)
     within = sum(part.bytes for part in made.parts if part.group not in ("graphs", "reserve"))
     if drafts:  # What the draft model gives back once the cache is there, the fraction counted.
-        within += draft_weight_bytes(FLASH, Split(4), Format.FP4).until_shared
+        within += draft_of(FLASH, Split(4), Format.FP4).until_shared
     fraction = within / (GPUS[gpu].memory - made.parts[-3].bytes)
     assert made.parts[-3].name == "context, NCCL"
     # Whole blocks: up to two are left over.
@@ -329,9 +439,6 @@ def test_neighbours_of_a_model_with_a_dspark_head() -> None:
     assert not any("DSPARK" in change for change in dict(others(choice(DSPARK, count=4, dp=4))))
 
 
-# The command
-
-
 def invoke(*arguments: str) -> str:
     result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "300"})
     assert result.exit_code == 0, result.output
@@ -347,6 +454,123 @@ def test_what_is_printed() -> None:
     for part in made.parts:
         assert re.search(rf"{re.escape(part.name)} +{part.bytes / GIB:.2f} ", printed), part
     assert re.search(rf"as given +{made.total_tokens:,} +{made.requests} +256 +{made.checkpoints:,}", printed)
+
+
+def test_sglangs_own_cache_is_compared() -> None:
+    """Its tokens are those that its configurator gives with the flags of the command, and add up over ranks."""
+    made, ranks = plan(choice(count=8)), plan(choice(count=8, dp=8))
+    token_bytes = {"0.5.17": 7705.45, "0.5.23": 7086.75}[compat.sglang_version()]
+    for size, caches, requests in ((made, 1, 256), (ranks, 8, 32)):
+        state = (requests + 3) * 128 * 2 * 512 * 4 * 20  # raw HCA state in 20 layers, with SGLang's padding
+        expected = (size.available_gib * GIB - state) / token_bytes
+        assert size.in_tree_tokens is not None
+        assert size.in_tree_tokens / caches == pytest.approx(expected, rel=1e-3)
+    printed = invoke("--gpu", "h200", "--count", "8", "--model", "flash")
+    assert made.in_tree_tokens is not None
+    times = f"here {made.total_tokens / made.in_tree_tokens:.2f} times as many"
+    assert printed.splitlines()[2].endswith(f" with the same flags: {made.in_tree_tokens:,} tokens; {times}")
+    assert re.search(rf"--dp 8 +{ranks.total_tokens:,} .* {ranks.in_tree_tokens:,}\n", printed)
+    drafting = plan(choice(count=8, draft_tokens=4))
+    assert drafting.in_tree_tokens is not None and drafting.in_tree_tokens < made.in_tree_tokens
+
+
+def test_flags_that_sglang_rejects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Choice, "sglang_fields", lambda _choice: {"swa_full_tokens_ratio": 2.0})
+    assert plan(choice()).in_tree_tokens is None
+
+
+# A recommendation for a goal
+
+
+def test_latency_is_one_server_with_drafts() -> None:
+    made = recommend(choice(count=8), "latency").choice
+    assert (made.tp, made.dp, made.draft_tokens, made.running) == (8, 1, 4, 32)
+    assert recommend(choice(DSPARK, count=4), "latency").choice.draft_tokens == 6
+    assert recommend(choice(changed(FLASH, num_nextn_predict_layers=0), count=4), "latency").choice.draft_tokens == 0
+
+
+@pytest.mark.parametrize("serves_ranks", [True, False])
+def test_throughput_holds_the_most_tokens(serves_ranks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", serves_ranks)
+    made = recommend(choice(count=8), "throughput")
+    assert (made.choice.tp, made.choice.dp) == ((8, 8) if serves_ranks else (2, 1))
+    assert made.has_room_for_activations
+    for tp, dp in ((8, 1), (4, 1), (2, 1), *(((8, 8), (8, 4), (4, 4)) if serves_ranks else ())):
+        try:
+            other = plan(replace(made.choice, tp=tp, dp=dp))
+        except ValueError:
+            continue
+        assert other.total_tokens <= made.total_tokens
+
+
+def test_long_contexts_are_counted_as_whole_requests() -> None:
+    made = recommend(choice(count=8, context_length=1 << 18), "long-context")
+    assert made.choice.request == 1 << 18 and made.at_once == made.requests > 0
+    assert made.choice.served_context == 1 << 18
+
+
+def test_a_recommendation_that_needs_another_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V4-Pro with four ranks on 8 H200 wants more than 85 %, and V4-Flash on H100 less."""
+    monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", True)
+    made = recommend(choice(PRO, count=8), "throughput").choice
+    assert (made.tp, made.dp, made.mem_fraction) == (8, 4, 0.88)
+    with pytest.raises(ValueError, match=r"Raise --mem-fraction-static|too small for one request"):
+        plan(replace(made, mem_fraction=0.85))
+    small = recommend(choice(gpu="h100", count=4), "latency")
+    assert small.choice.mem_fraction == 0.8 and small.has_room_for_activations
+    assert not plan(replace(small.choice, mem_fraction=0.85)).has_room_for_activations
+
+
+def test_nothing_to_recommend() -> None:
+    with pytest.raises(ValueError, match=r"DeepSeek-V4-Pro does not fit into 4 H200.* What fits: --count 8"):
+        recommend(choice(PRO, count=4), "throughput")
+
+
+def test_the_command_of_a_recommendation() -> None:
+    goal = ("--gpu", "h200", "--count", "8", "--model", "flash", "--goal", "latency", "--hicache-size", "100")
+    lines = invoke(*goal).splitlines()
+    made = recommend(choice(count=8, host_gb=100), "latency")
+    assert lines[1] == holds(made)
+    assert lines[3] == "recommended for latency: one server over all GPUs with speculation, for few requests at once"
+    assert (
+        lines[-1]
+        == made.choice.command()
+        == (
+            "dsv4-sglang serve --model-path deepseek-ai/DeepSeek-V4-Flash --tp-size 8 --moe-runner-backend marlin "
+            "--max-running-requests 32 --chunked-prefill-size 8192 --mem-fraction-static 0.85 --speculative-algorithm "
+            "EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4 "
+            "--enable-hierarchical-cache --hicache-size 100"
+        )
+    )
+    known = set(flags.known())
+    assert all(word[2:].replace("-", "_") in known for word in lines[-1].split() if word.startswith("--"))
+
+
+def test_more_gpus_than_a_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", True)
+    lines = invoke("--gpu", "h200", "--count", "16", "--model", "flash", "--goal", "throughput").splitlines()
+    assert lines[0] == "DeepSeek-V4-Flash, 16 x H200, --tp 8, --dp 8, 2 servers"
+
+
+def test_several_servers_are_named() -> None:
+    printed = invoke("--gpu", "h200", "--count", "8", "--model", "flash", "--tp", "2")
+    assert printed.splitlines()[-2] == "4 servers, each on 2 of the GPUs with a --port of its own:"
+
+
+# The command
+
+
+def test_the_command_runs_without_noise(tmp_path: Path) -> None:
+    """As a user starts it: SGLang is imported by this process, and logs nothing."""
+    tiny.make_tiny(tmp_path / "mine", tiny.TinySpec())
+    words = ("plan", "--gpu", "8", "--count", "1", "--context", "4096", "--model", str(tmp_path / "mine"))
+    done = subprocess.run(
+        [sys.executable, "-m", "dsv4_sglang.cli", *words], capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "mine, 1 x GPU of 8 GiB, --tp 1" and lines[-1].startswith("dsv4-sglang serve")
+    assert re.fullmatch(r"checkpoint: 0\.0\d GiB in its files, 0\.0\d counted", lines[3])
 
 
 def test_the_command_has_every_choice() -> None:
@@ -462,6 +686,12 @@ def test_a_config_of_ones_own(tmp_path: Path) -> None:
         (["--speculative-dspark-block-size", "5"], r"block-size 5: give --speculative-algorithm DSPARK with it"),
         (["--chunked-prefill-size", "1000"], r"--chunked-prefill-size 1000 is 1000 tokens .* multiple of 128"),
         (["--context-length", "2000000"], r"--context-length is 2000000; expected 1 to 1048576"),
+        (["--experts", "bf16"], r"--experts bf16: the weights of DeepSeek-V4-Flash are quantised, .* fp8 or fp4"),
+        (["--goal", "speed"], r"--goal is 'speed'; expected one of latency, throughput, long-context"),
+        (["--goal", "latency", "--tp", "2"], r"--tp: --goal latency chooses it; give one of the two"),
+        (["--hicache-size", "-1"], r"--hicache-size is -1; expected at least 0"),
+        (["--plot", "/no/such/folder/m.png"], r"--plot /no/such/folder/m.png: there is no folder /no/such/folder"),
+        (["--plot", "/tmp"], r"--plot /tmp: this is a folder; expected a file such as /tmp/memory.png"),
         (["--context-length", "4096"], r"--context 32768 is longer than a request may be: 4096"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -15,12 +15,15 @@ from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_contex
 from benchmarks import capacity
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.v41 import V41Config
+from dsv4_sglang.planner.choice import Choice
+from dsv4_sglang.planner.gpus import GPUS
+from dsv4_sglang.planner.models import Format, Model
+from dsv4_sglang.planner.plan import plan
+from dsv4_sglang.planner.reserves import token_table_bytes
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.plan import GPUS, Choice, plan, token_table_bytes
 from dsv4_sglang.srt.sizing import GIB, StateDemand, table
-from dsv4_sglang.srt.weights import Format, Model
 
 MEMORY = 78.82
 """GiB for the cache with --mem-fraction-static 0.6 on an H200 and the weights of benchmarks/configs/flashshape."""

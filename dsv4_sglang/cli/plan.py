@@ -1,4 +1,4 @@
-"""`dsv4-sglang plan`: what a launch would hold, and what the next larger or smaller choice would."""
+"""`dsv4-sglang plan`: what a launch would hold, what the choices next to it would, and which one to take."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from dsv4_sglang.srt.plan import Choice, Gpu, Plan
-    from dsv4_sglang.srt.weights import Model
+    from dsv4_sglang.planner.choice import Choice
+    from dsv4_sglang.planner.gpus import Gpu
+    from dsv4_sglang.planner.models import Format, Model
+    from dsv4_sglang.planner.plan import Plan
 
-COLOURS = {
-    "weights": "#7f7f7f",
-    "state slots": "#ff7f0e",
-    "checkpoints": "#2ca02c",
-    "blocks": "#1f77b4",
-    "graphs": "#9467bd",
-    "reserve": "#dddddd",
-}
+CHOSEN_BY_GOAL = (
+    *("tp", "dp", "max_running_requests", "mem_fraction_static", "speculative_algorithm"),
+    *("speculative_num_draft_tokens", "speculative_dspark_block_size"),
+)
+"""Options that --goal decides."""
 
 
 def _model(given: str) -> Model:
-    from dsv4_sglang.srt.weights import Model
+    from dsv4_sglang.planner.models import Model
 
     known = {"flash": Model.flash, "pro": Model.pro}
     if given in known:
@@ -40,7 +39,7 @@ def _model(given: str) -> Model:
 
 
 def _gpu(given: str) -> Gpu:
-    from dsv4_sglang.srt.plan import GPUS, Gpu
+    from dsv4_sglang.planner.gpus import GPUS, Gpu
     from dsv4_sglang.srt.sizing import GIB
 
     if given.lower() in GPUS:
@@ -96,39 +95,14 @@ def holds(made: Plan) -> str:
 
 def compared(choice: Choice) -> Iterator[tuple[str, Plan | str]]:
     """Each neighbouring choice, and what it gives or why it does not fit."""
-    from dsv4_sglang.srt.plan import others
-    from dsv4_sglang.srt.plan import plan as make
+    from dsv4_sglang.planner.neighbours import others
+    from dsv4_sglang.planner.plan import plan as make
 
     for change, other in others(choice):
         try:
             yield change, make(other)
         except ValueError as error:
             yield change, str(error)
-
-
-def draw(file: Path, bars: dict[str, Plan]) -> None:
-    """Stacked bars of one GPU's memory, one a choice. ModuleNotFoundError without matplotlib, ValueError for a suffix
-    that it does not know."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1.2 + 0.45 * len(bars)), layout="constrained")
-    axis = figure.subplots()
-    for row, made in enumerate(bars.values()):
-        start = 0.0
-        for group, parts in groupby(made.parts, key=lambda part: part.group):
-            width = sum(part.bytes for part in parts) / 2**30
-            axis.barh(row, width, left=start, color=COLOURS[group], label=None if row else group)
-            start += width
-        axis.text(start, row, f" {made.total_tokens / 1e6:.1f} M tokens", va="center", fontsize=7)
-    first = next(iter(bars.values())).choice
-    axis.set_yticks(range(len(bars)), list(bars), fontsize=8)
-    axis.invert_yaxis()
-    axis.margins(x=0.14)
-    axis.set_xlabel("GiB of one GPU")
-    axis.set_title(f"{first.model.name}, {first.count} x {first.gpu.name}", fontsize=10)
-    figure.legend(fontsize=7, ncols=len(COLOURS), loc="outside lower center")
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=160)
 
 
 def _memory_table(made: Plan) -> Any:
@@ -151,14 +125,16 @@ def _memory_table(made: Plan) -> Any:
 def _others_table(made: Plan, other: dict[str, Plan | str]) -> Any:
     from rich.table import Table
 
-    table = Table("other choices", "tokens", "requests", "at once", "checkpoints", box=None, pad_edge=False)
+    headings = ("other choices", "tokens", "requests", "at once", "checkpoints", "SGLang's own")
+    table = Table(*headings, box=None, pad_edge=False)
     for change, found in {"as given": made, **other}.items():
         if isinstance(found, str):
             table.add_row(change, "does not fit")
         else:
             counts = (found.total_tokens, found.requests, found.at_once, found.checkpoints)
-            table.add_row(change, *(f"{count:,}" for count in counts))
-    return _aligned(table, slice(1, 5))
+            in_tree = "rejected" if found.in_tree_tokens is None else f"{found.in_tree_tokens:,}"
+            table.add_row(change, *(f"{count:,}" for count in counts), in_tree)
+    return _aligned(table, slice(1, 6))
 
 
 def _aligned(table: Any, numbers: slice) -> Any:
@@ -176,7 +152,89 @@ def _notes(made: Plan, other: dict[str, Plan | str]) -> Iterator[str]:
             yield f"{change}: {note}"
 
 
+def _experts(model: Model, given: str | None) -> Format:
+    from dsv4_sglang.planner.models import Format
+
+    if given is None:
+        return model.experts
+    if given not in (known := [form.value for form in Format]):
+        raise ValueError(f"--experts is {given!r}; expected one of {', '.join(known)}")
+    return Format(given)
+
+
+def _check_goal(command: typer.Context, goal: str) -> None:
+    """ValueError for an unknown goal, or an option that a goal decides."""
+    from dsv4_sglang.planner.recommend import GOALS
+
+    if goal not in GOALS:
+        raise ValueError(f"--goal is {goal!r}; expected one of {', '.join(GOALS)}")
+    for name in CHOSEN_BY_GOAL:
+        if (source := command.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag}: --goal {goal} chooses it; give one of the two")
+
+
+def _show(made: Plan, other: dict[str, Plan | str], goal: str | None) -> None:
+    from rich.console import Console
+
+    from dsv4_sglang.planner.recommend import GOALS
+
+    choice = made.choice
+    console = Console(markup=False, highlight=False)
+    console.print(_title(choice), style="bold")
+    console.print(holds(made), soft_wrap=True)
+    console.print(_in_tree(made), soft_wrap=True)
+    if (stored := _checkpoint(choice)) is not None:
+        console.print(stored, soft_wrap=True)
+    if goal is not None:
+        console.print(f"recommended for {goal}: {GOALS[goal]}", soft_wrap=True)
+    for table in (_memory_table(made), _others_table(made, other)):
+        console.print()
+        console.print(table)
+    console.print()
+    for note in _notes(made, other):
+        console.print(note, style="yellow", soft_wrap=True)
+    console.print()
+    if choice.count > choice.tp:
+        console.print(f"{choice.count // choice.tp} servers, each on {choice.tp} of the GPUs with a --port of its own:")
+    typer.echo(choice.command())
+
+
+def _title(choice: Choice) -> str:
+    servers = "" if choice.tp == choice.count else f", {choice.count // choice.tp} servers"
+    replicas = f", --dp {choice.dp}" if choice.dp > 1 else ""
+    drafts = ""
+    if choice.draft_tokens and choice.model.dspark:
+        drafts = f", --speculative-algorithm DSPARK, blocks of {choice.draft_tokens - 1}"
+    elif choice.draft_tokens:
+        drafts = f", --speculative-num-draft-tokens {choice.draft_tokens}"
+    name = f"{choice.model.name}, {choice.count} x {choice.gpu.name}"
+    return f"{name}, --tp {choice.tp}{replicas}{servers}{drafts}"
+
+
+def _checkpoint(choice: Choice) -> str | None:
+    """What the model's folder has of weights, to compare with what was counted; None without weights."""
+    from dsv4_sglang.planner.checkpoint import stored_bytes
+    from dsv4_sglang.planner.weights import Split, count_weights
+
+    if (stored := stored_bytes(Path(choice.model.path))) is None:
+        return None
+    counted = count_weights(choice.model, Split(1), choice.experts)
+    size = counted.bytes + (counted.draft.layer if counted.draft else 0)
+    return f"checkpoint: {stored / 2**30:.2f} GiB in its files, {size / 2**30:.2f} counted"
+
+
+def _in_tree(made: Plan) -> str:
+    from dsv4_sglang.srt import compat
+
+    name = f"SGLang {compat.sglang_version()}'s own cache with the same flags"
+    if made.in_tree_tokens is None:
+        return f"{name}: SGLang rejects them"
+    return f"{name}: {made.in_tree_tokens:,} tokens; here {made.total_tokens / made.in_tree_tokens:.2f} times as many"
+
+
 def plan(
+    context_of_command: typer.Context,
     model: Annotated[str, typer.Option(help="flash, pro, or a config.json or its folder.")],
     gpu: Annotated[str, typer.Option(help="h100, h200, b200, or GiB of memory as torch reports them.")],
     count: Annotated[int, typer.Option(help="GPUs.")],
@@ -185,7 +243,7 @@ def plan(
     experts: Annotated[str | None, typer.Option(help="fp4, fp8 or bf16; default: fp4, bf16 if not quantised.")] = None,
     max_running_requests: Annotated[int, typer.Option(help="Of one server; SGLang's default for this model.")] = 256,
     mem_fraction_static: Annotated[float, typer.Option(help="Share for weights and cache.")] = 0.85,
-    kv_cache_dtype: Annotated[str, typer.Option(help="Rows: auto (FP8), fp8_e4m3 or bfloat16.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="KV entries: auto (FP8), fp8_e4m3 or bfloat16.")] = "auto",
     indexer_format: Annotated[str, typer.Option(help="Index keys: mxfp4, nvfp4 or fp32.")] = "mxfp4",
     hca_state: Annotated[str, typer.Option(help="Open windows of 128: online or raw.")] = "online",
     max_checkpoints: Annotated[int | None, typer.Option(help="Of one cache; default: a twelfth of its memory.")] = None,
@@ -197,70 +255,55 @@ def plan(
     ] = None,
     context_length: Annotated[int | None, typer.Option(help="Longest request; default: the model's.")] = None,
     context: Annotated[int, typer.Option(help="Tokens of a request when requests are counted.")] = 32768,
+    hicache_size: Annotated[int, typer.Option(help="Host cache: GB (10^9 bytes) a process; 0: none.")] = 0,
+    goal: Annotated[
+        str | None, typer.Option(help="Recommend a launch for: latency, throughput or long-context.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the memory into this file (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Show what GPUs would hold: memory of weights, state slots, checkpoints and blocks, other choices, the command.
 
-    The cache is sized by the functions that size a server's pools; docs/recipes.md says how far the weights are from
-    what was measured.
+    Weights are counted with SGLang's constructors, and the cache is sized by the functions that size a server's pools;
+    docs/recipes.md compares both with measurements. SGLang's own cache is computed by the installed release.
     """
-    from rich.console import Console
-
+    from dsv4_sglang.planner import ask_sglang
+    from dsv4_sglang.planner.choice import Choice
+    from dsv4_sglang.planner.plan import plan as make
+    from dsv4_sglang.planner.plot import check_file, draw
+    from dsv4_sglang.planner.recommend import recommend
     from dsv4_sglang.srt import options
-    from dsv4_sglang.srt.plan import Choice
-    from dsv4_sglang.srt.plan import plan as make
-    from dsv4_sglang.srt.weights import Format
 
     try:
+        if plot is not None:
+            check_file(plot)
+        if goal is not None:
+            _check_goal(context_of_command, goal)
         described = _model(model)
-        formats = [format.value for format in Format]
-        if experts is not None and experts not in formats:
-            raise ValueError(f"--experts is {experts!r}; expected one of {', '.join(formats)}")
         given = {"indexer_format": indexer_format, "hca_state": hca_state, "max_checkpoints": max_checkpoints}
-        made = make(
-            Choice(
-                model=described,
-                gpu=_gpu(gpu),
-                count=count,
-                tp=count if tp is None else tp,
-                dp=dp,
-                experts=described.experts if experts is None else Format(experts),
-                running=max_running_requests,
-                mem_fraction=mem_fraction_static,
-                kv_cache_dtype=kv_cache_dtype,
-                options=options.parse(given),
-                chunk=chunked_prefill_size,
-                context_length=context_length,
-                request=context,
-                draft_tokens=_draft_tokens(
-                    described, speculative_algorithm, speculative_num_draft_tokens, speculative_dspark_block_size
-                ),
-            )
+        wanted = Choice(
+            model=described,
+            gpu=_gpu(gpu),
+            count=count,
+            tp=tp if tp is not None else count if goal is None else 1,
+            dp=dp,
+            experts=_experts(described, experts),
+            running=max_running_requests,
+            mem_fraction=mem_fraction_static,
+            kv_cache_dtype=kv_cache_dtype,
+            options=options.parse(given),
+            chunk=chunked_prefill_size,
+            context_length=context_length,
+            request=context,
+            draft_tokens=_draft_tokens(
+                described, speculative_algorithm, speculative_num_draft_tokens, speculative_dspark_block_size
+            ),
+            host_gb=hicache_size,
         )
+        ask_sglang.prepare_this_process()
+        made = make(wanted) if goal is None else recommend(wanted, goal)
         other = dict(compared(made.choice))
         if plot is not None:
             draw(plot, {"as given": made, **{change: o for change, o in other.items() if not isinstance(o, str)}})
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(f"--plot: {error}; pip install 'dsv4-sglang[plot]'") from None
-    choice = made.choice
-    console = Console(markup=False, highlight=False)
-    servers = "" if choice.tp == choice.count else f", {choice.count // choice.tp} servers"
-    replicas = f", --dp {choice.dp}" if choice.dp > 1 else ""
-    drafts = ""
-    if choice.draft_tokens and choice.model.dspark:
-        drafts = f", --speculative-algorithm DSPARK, blocks of {choice.draft_tokens - 1}"
-    elif choice.draft_tokens:
-        drafts = f", --speculative-num-draft-tokens {choice.draft_tokens}"
-    name = f"{choice.model.name}, {choice.count} x {choice.gpu.name}"
-    console.print(f"{name}, --tp {choice.tp}{replicas}{servers}{drafts}", style="bold")
-    console.print(holds(made), soft_wrap=True)
-    for table in (_memory_table(made), _others_table(made, other)):
-        console.print()
-        console.print(table)
-    console.print()
-    for note in _notes(made, other):
-        console.print(note, style="yellow", soft_wrap=True)
-    console.print()
-    typer.echo(choice.command())
+    _show(made, other, goal)

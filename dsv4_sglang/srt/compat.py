@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -91,6 +93,8 @@ _CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore."
 HASH_PAGES = "sglang.srt.mem_cache.utils.get_hash_str" if _HASHES_TOKENS_ONLY else ""
 LOOK_UP_PAGES = "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache" if _HASHES_TOKENS_ONLY else ""
 PREFETCH_NAMESPACE = _CORE + "prefetch_anchor_info" if _HASHES_TOKENS_ONLY else ""
+# A field of ServerArgs: whether the user gave --swa-full-tokens-ratio. SGLang sets it, and its window pool follows.
+RATIO_IS_GIVEN = "_swa_full_tokens_ratio_explicitly_set" if since("0.5.23") else ""
 SERVES_DSPARK = since("0.5.23") or not since("0.5.18")
 # The model is SGLang's since then.
 SERVES_V41 = since("0.5.23")
@@ -670,3 +674,61 @@ def set_files(evictor: Any, sizes: dict[str, int]) -> None:
 def forget_files(storage: Any) -> None:
     """SGLang's account of the files of a storage, after they are gone."""
     storage._evictor.clear()
+
+
+def resolve_flags(server_args: Any) -> Any:
+    """Fill in what follows from the flags as given, and return all as resolved. Until 0.5.18 the constructor does."""
+    if since("0.5.19"):
+        server_args.resolve_once()
+    return flags(server_args)
+
+
+@contextmanager
+def published(server_args: Any, tp: int = 1, dp: int = 1) -> Iterator[None]:
+    """Let SGLang's constructors and configurators run as in the first process of a launch with these flags.
+
+    No process group is made: constructors ask for sizes and ranks alone. The flags that were published before are
+    there again behind it. `dp`: ranks of DP attention.
+    """
+    from sglang.srt import runtime_context
+
+    group = SimpleNamespace(world_size=tp, rank_in_group=0, cpu_group=None)
+    alone = SimpleNamespace(world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True)
+    with ExitStack() as stack:
+        if since("0.5.19"):
+            ranks = runtime_context.SpawnRanks(world_rank=0)
+            context = runtime_context.create_context(server_args, role="scheduler", ranks=ranks)
+            stack.enter_context(runtime_context.use_context(context))
+            stack.enter_context(runtime_context.get_parallel().override(tp_group=group, pp_group=alone))
+        else:
+            from sglang.srt.distributed import parallel_state
+
+            stack.enter_context(runtime_context.get_context().preserve_config())
+            runtime_context.get_context().set_server_args(server_args)
+            stack.enter_context(replaced(parallel_state, _TP=group, _PP=alone))
+            sizes = {"world": tp, "tp": tp, "attn_tp": tp // dp, "moe_tp": tp, "attn_dp": dp}
+            sizes |= dict.fromkeys(("pp", "moe_ep", "moe_dp", "attn_cp", "dcp"), 1)
+            seen = {f"{name}_{what}": n for name, size in sizes.items() for what, n in (("size", size), ("rank", 0))}
+            stack.enter_context(runtime_context.get_parallel().override(**seen))
+        stack.enter_context(runtime_context.get_flags().dp.override(enabled=dp > 1))
+        yield
+
+
+@contextmanager
+def fp8_output_projection(enabled: bool) -> Iterator[None]:
+    """Let SGLang's model build the first output projection in FP8 or not. It reads the environment at import."""
+    from sglang.srt.models import deepseek_v4
+
+    with replaced(deepseek_v4, _FP8_WO_A_GEMM=enabled):
+        yield
+
+
+@contextmanager
+def replaced(module: Any, **values: Any) -> Iterator[None]:
+    """Give names of a module other values for the duration, such as classes that a constructor looks up."""
+    saved = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(saved)

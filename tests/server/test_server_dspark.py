@@ -16,10 +16,12 @@ from faulty_cache import entry_point
 from recorded_drafts import DRAFTS, recorded
 from server_harness import HOST_TIER, Server, assert_oracle_chooses, needs_host_tier, prompt, running
 
+from dsv4_sglang.planner.choice import Choice
+from dsv4_sglang.planner.gpus import GPUS
+from dsv4_sglang.planner.models import Format, Model
+from dsv4_sglang.planner.plan import planned_layout
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.plan import GPUS, Choice, plan
-from dsv4_sglang.srt.weights import Format, Model
 from dsv4_sglang.testing.dspark import DSpark
 from dsv4_sglang.testing.oracle import Oracle
 
@@ -133,7 +135,7 @@ def test_from_the_host(server: Server, oracle: Oracle, head: DSpark, drafts: Pat
 
 
 def test_sizes_are_as_planned(server: Server, model: Path) -> None:
-    made = plan(
+    layout = planned_layout(
         Choice(
             Model.from_file(model / "config.json"),
             GPUS["h200"],
@@ -150,9 +152,9 @@ def test_sizes_are_as_planned(server: Server, model: Path) -> None:
         )
     )
     table = server.log_text()
-    assert f"state slots of {made.layout.slot_bytes} bytes (4 requests, 1 for the checkpoints of a step" in table
-    assert f"checkpoints of {made.layout.checkpoint_bytes} bytes" in table
-    assert f" {made.layout.token_bytes:.2f} bytes a token" in table
+    assert f"state slots of {layout.slot_bytes} bytes (4 requests, 1 for the checkpoints of a step" in table
+    assert f"checkpoints of {layout.checkpoint_bytes} bytes" in table
+    assert f" {layout.token_bytes:.2f} bytes a token" in table
     assert "rings of 4 layers and 3 of the draft model" in table
 
 

@@ -33,6 +33,7 @@ from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.backend import IndexQuery, LayerInputs
+from dsv4_sglang.srt.compat import replaced
 from dsv4_sglang.srt.models import torch_layers
 
 
@@ -450,17 +451,6 @@ class Model(in_tree.DeepseekV4Model):
         if x.is_cuda:
             return super().hc_head(x, hc_fn, hc_scale, hc_base)
         return in_tree.hc_head_torch(x, hc_fn, hc_scale, hc_base, norm_eps=self.norm_eps, hc_eps=self.hc_eps)
-
-
-@contextmanager
-def replaced(module: Any, **classes: type) -> Iterator[None]:
-    """SGLang's constructors name the classes of their parts; for their duration the names in `module` are ours."""
-    saved = {name: getattr(module, name) for name in classes}
-    vars(module).update(classes)
-    try:
-        yield
-    finally:
-        vars(module).update(saved)
 
 
 class DeepseekV4ForCausalLM(in_tree.DeepseekV4ForCausalLM):

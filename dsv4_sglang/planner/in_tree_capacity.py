@@ -1,0 +1,61 @@
+"""Tokens that SGLang's own cache would hold in the same memory, by the configurator of the installed release.
+
+SGLang sizes its pools in `DSV4PoolConfigurator`. It is asked with the flags as SGLang resolves them for this model:
+a default that depends on the model, such as the ratio of the window pool, is what a server gets.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from dsv4_sglang.planner.ask_sglang import resolved_flags
+from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.sizing import GIB
+
+REJECTIONS = (ValueError, AssertionError, RuntimeError)
+"""How SGLang rejects flags."""
+
+
+class InTreeCapacity(NamedTuple):
+    """What one process of SGLang's own cache holds."""
+
+    tokens: int
+    token_bytes: float
+    """Bytes that grow with each token."""
+
+
+def in_tree_capacity(config_json: str, available_gib: float, **given: Any) -> InTreeCapacity:
+    """Ask SGLang for the size of its pools.
+
+    Args:
+        config_json: Text of the model's config.json.
+        available_gib: Memory that the weights leave for the cache of one process.
+        given: Fields of SGLang's ServerArgs, as a user gives them.
+
+    Raises:
+        REJECTIONS: SGLang rejects a flag, or its pools do not fit.
+    """
+    server_args, flags, model_config = resolved_flags(config_json, **given)
+    from sglang.srt.model_executor.pool_configurator import DSV4PoolConfigurator
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    # As given: SGLang 0.5.23 resolves --dp-size with --enable-dp-attention to another flag.
+    ranks = given.get("dp_size", 1) if given.get("enable_dp_attention") else 1
+    parallel = {"pp_size": 1, "attn_dp_size": ranks}
+    configurator_input = SimpleNamespace(
+        model_config=model_config,
+        server_args=server_args,
+        kv_cache_dtype_str=flags.kv_cache_dtype,
+        layer_info=SimpleNamespace(start_layer=0, end_layer=model_config.num_hidden_layers),
+        sliding_window_size=model_config.window_size,
+        page_size=flags.page_size,
+        spec_algorithm=SpeculativeAlgorithm.from_string(flags.speculative_algorithm),
+        spec_aux_config=None,
+        ps=SimpleNamespace(**parallel),
+        **parallel,
+    )
+    with compat.published(server_args, flags.tp_size, ranks):
+        configurator = DSV4PoolConfigurator(configurator_input)
+        sizes = configurator.calculate_pool_sizes(int(available_gib * GIB), flags.page_size)
+    return InTreeCapacity(sizes.max_total_num_tokens, configurator.bytes_per_full_token)

@@ -1,0 +1,46 @@
+"""The choices next to a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
+from dsv4_sglang.planner.choice import Choice
+from dsv4_sglang.planner.gpus import MOST_GPUS
+
+DRAFT_TOKENS = 4
+"""Of the launch with speculation that is compared with one without: EAGLE 3/1/4."""
+
+
+def others(choice: Choice) -> Iterator[tuple[str, Choice]]:
+    """The next smaller and larger choices of each kind, by what changes; some may not fit."""
+    config, head = choice.model.config, choice.model.dspark
+    for running in (choice.running // 2, choice.running * 2):
+        if running >= choice.dp:
+            yield f"--max-running-requests {running}", replace(choice, running=running)
+    for fraction in (choice.mem_fraction - 0.05, choice.mem_fraction + 0.05):
+        if 0 < fraction < 0.97:
+            yield f"--mem-fraction-static {fraction:.2f}", replace(choice, mem_fraction=round(fraction, 4))
+    rows = "auto" if choice.kv_cache_dtype == "bfloat16" else "bfloat16"
+    yield f"--kv-cache-dtype {rows}", replace(choice, kv_cache_dtype=rows)
+    state: Literal["online", "raw"] = "online" if choice.options.hca_state == "raw" else "raw"
+    if choice.draft_tokens:
+        yield "no speculation", replace(choice, draft_tokens=0)
+    else:
+        yield f"--hca-state {state}", replace(choice, options=replace(choice.options, hca_state=state))
+        if head is not None and choice.dp == 1 and state == "raw" and head.block < MAX_DRAFT_TOKENS:
+            yield "--speculative-algorithm DSPARK", replace(choice, draft_tokens=head.block + 1)
+        elif head is None and config.num_nextn_predict_layers and state == "raw":
+            yield f"--speculative-num-draft-tokens {DRAFT_TOKENS}", replace(choice, draft_tokens=DRAFT_TOKENS)
+    for dp in (1,) if head is not None and choice.draft_tokens else (1, choice.tp):
+        if dp != choice.dp and choice.running >= dp and config.o_groups % (choice.tp // dp) == 0:
+            yield f"--dp {dp}", replace(choice, dp=dp)
+    for gpus in (choice.tp // 2, choice.tp * 2):
+        if gpus < choice.dp or gpus > MOST_GPUS or config.o_groups % max(gpus // choice.dp, 1):
+            continue
+        if choice.count % gpus == 0:
+            yield f"--tp {gpus}", replace(choice, tp=gpus)
+        if choice.count == choice.tp:
+            yield f"--count {gpus}", choice.gpus(gpus)
