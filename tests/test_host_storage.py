@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from prefix_tree_server import BLOCK, without_a_server
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from streams import THREADS_RUN_LATE
 from tiered_server import TieredServer
 
