@@ -30,6 +30,7 @@ from dsv4_sglang.srt.host.storage import FileStorage, FolderEvictor
 from dsv4_sglang.srt.host.transfers import HostStack, TransferController
 from dsv4_sglang.srt.host.watch import LoadEvents
 from dsv4_sglang.srt.models import deepseek_v4, deepseek_v4_dspark, deepseek_v4_nextn, deepseek_v41
+from dsv4_sglang.srt.models.deepseek_v4 import CacheAttention
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool, StateSlotPool
 from dsv4_sglang.srt.prefix.cache import PrefixCache
@@ -44,6 +45,7 @@ SUBCLASSES = (
     CheckpointComponent,
     CompressedKVPool,
     DecodeStateReqToTokenPool,
+    CacheAttention,
     FileStorage,
     FolderEvictor,
     HostBlocks,

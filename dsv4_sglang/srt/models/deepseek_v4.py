@@ -133,8 +133,17 @@ class CacheAttention(RadixAttention):
     """RadixAttention whose call is recorded into CUDA graphs of prefill steps, too: SGLang's would end the graph before
     attention and run it eagerly."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, forward_batch: Any, **arguments: Any) -> LayerOutput:
-        return get_attn_backend().forward(q, k, v, self, forward_batch, **arguments)
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        key_value_num_tokens: int | None = None,
+        **inputs: Any,
+    ) -> LayerOutput:
+        return get_attn_backend().forward(q, k, v, self, forward_batch, save_kv_cache, **inputs)
 
 
 class CachedAttention(in_tree.MqaAttentionBase):
