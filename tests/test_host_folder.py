@@ -172,7 +172,9 @@ def test_the_bound_is_the_folders(tmp_path: Path) -> None:
     was used longest ago first."""
     folder = tmp_path / "pages"
     left = orphans(folder)
-    unused = put(folder, f"{key(5)}_{name_of('n')}.bin", 10)
+    unused = put(folder, f"{key(5)}_{name_of('n')}.bin", -500)
+    for path, age in ((left[FORMER_FORMAT], -1000), (left[FORMER_WEIGHTS], -2000)):
+        put(folder, path.name, age)  # later than any page that is used
     one, two = (open_storage(folder, model, max_size=10 * PAGE, eviction_ratio=1) for model in ("one", "two"))
     assert not any(left[kind].exists() for kind in ("of 0.5.17", "of 0.5.23"))
     evicted = []
