@@ -110,6 +110,9 @@ def _run_module(module: str, arguments: Sequence[str], environment: Mapping[str,
     with log.open("ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    # uvicorn gives its workers the number of this file, and of a forked process's they have only 0, 1 and 2.
+    os.dup2(sys.stdin.fileno(), 0)
+    sys.stdin = os.fdopen(0, closefd=False)
     importlib.import_module(IMPORTS)  # it was before the fork; if that failed, nobody has said why
     os.environ.update(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from array import array
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from dsv4_sglang.srt.request_validation import MAX_ANSWERS, check_fields, check_message
 
 VOCABULARY = 384
-MANAGER = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCABULARY))
+MANAGER = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCABULARY), enable_metrics=False)
 SGLANGS_OWN = inspect.unwrap(GenerateReqInput.normalize_batch_and_arguments)
 
 SCALARS = st.one_of(
@@ -123,6 +123,21 @@ def test_one_line(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         send(tokenized(**fields))
     assert str(error.value) == message
+
+
+def test_labels_of_metrics() -> None:
+    for labels, valid in ((None, True), ({"tenant": "x"}, True), ({"tenants": "x"}, False)):
+        states = {"x": SimpleNamespace(obj=SimpleNamespace(custom_labels=labels))}
+        metrics = SimpleNamespace(labels={"model_name": "m", "tenant": ""})
+        manager = SimpleNamespace(
+            **{**vars(MANAGER), "enable_metrics": True}, metrics_collector=metrics, rid_to_state=states
+        )
+        with (
+            nullcontext()
+            if valid
+            else pytest.raises(ValueError, match=r"^a name in custom_labels is 'tenants'; expected ")
+        ):
+            check_message(lambda manager, obj: None, manager, tokenized())
 
 
 def test_bounds_are_served() -> None:

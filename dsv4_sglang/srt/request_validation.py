@@ -136,9 +136,19 @@ def check_message(original: Callable[..., None], manager: Any, obj: Any) -> None
     """AROUND `compat.SEND_TO_SCHEDULER`, which all requests of a process pass. `obj`: SGLang's message."""
     for request in _requests_of(obj):
         _check_types(request)
+        if manager.enable_metrics:
+            _check_labels(manager, request.rid)
         for name, value, expected in _invalid_values(request, manager.model_config.vocab_size):
             raise _invalid(name, value, expected)
     original(manager, obj)
+
+
+def _check_labels(manager: Any, rid: str) -> None:
+    """A label that metrics have not would end the process that counts the answer, and the server with it."""
+    labels = manager.metrics_collector.labels
+    for name in manager.rid_to_state[rid].obj.custom_labels or ():
+        if name not in labels:
+            raise _invalid("a name in custom_labels", name, "one of --tokenizer-metrics-allowed-custom-labels")
 
 
 def _requests_of(message: Any) -> Iterable[Any]:
