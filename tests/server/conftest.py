@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from faulty_cache import FAULT_FILE, entry_point
+from recorded_prefills import SIZES, STEPS
 
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 from dsv4_sglang.testing.tiny_v41 import TinyV41Spec, make_tiny_v41
@@ -52,3 +53,17 @@ def fault(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("PYTHONPATH", os.pathsep.join([*entry_point(folder), os.environ.get("PYTHONPATH", "")]))
         patch.setenv(FAULT_FILE, str(folder / "fault"))
         yield folder / "fault"
+
+
+@pytest.fixture(scope="module")
+def recorded_steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Servers of a module run prefill steps of up to its RECORDED_TOKENS tokens as graphs of a GPU do
+    (recorded_prefills.py). Returns the file of the steps."""
+    folder = tmp_path_factory.mktemp("recorded_prefills")
+    with pytest.MonkeyPatch.context() as patch:
+        plugin = entry_point(folder, "recorded_prefills")
+        patch.setenv("PYTHONPATH", os.pathsep.join([*plugin, os.environ.get("PYTHONPATH", "")]))
+        patch.setenv(STEPS, str(folder / "steps"))
+        patch.setenv(SIZES, ",".join(str(size) for size in (4, 16, 40, request.module.RECORDED_TOKENS)))
+        yield folder / "steps"
+        assert (folder / "steps").exists(), "no step ran so"

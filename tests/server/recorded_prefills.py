@@ -2,7 +2,8 @@
 
 Each step goes through the calls that SGLang's runner of breakable graphs makes: the backend's capture once a size, the
 replay's preparation, then the body of the model on inputs that are padded to the size. A step of too many tokens or
-requests runs eagerly, as there. STEPS names a file that gets a line for each step: its size, tokens and requests.
+requests runs eagerly, as there. SIZES are the sizes. STEPS names a file that gets a line for each step: its size,
+tokens and requests.
 
 While the file named by FAULT_FILE says one of FAULTS, steps are broken that way.
 """
@@ -18,7 +19,7 @@ from typing import Any
 from faulty_cache import _fault
 
 STEPS = "DSV4_SGLANG_TEST_RECORDED_STEPS"
-SIZES = (4, 16, 40, 130, 256)
+SIZES = "DSV4_SGLANG_TEST_RECORDED_SIZES"
 FAULTS = ("padding tokens write", "the lengths of the step before")
 BACKEND, MODEL = "dsv4_sglang.srt.backend.HybridCacheBackend.", "dsv4_sglang.srt.models.deepseek_v4.Model."
 
@@ -34,6 +35,10 @@ def register() -> None:
         HookRegistry.register(target, function, HookType.AROUND)
 
 
+def _sizes() -> list[int]:
+    return [int(size) for size in os.environ[SIZES].split(",")]
+
+
 def _size(batch: Any) -> int | None:
     """The size of the graph that a step would be replayed with."""
     from dsv4_sglang.srt.prefill_graphs import MOST_REQUESTS
@@ -41,7 +46,7 @@ def _size(batch: Any) -> int | None:
     mode = batch.forward_mode
     if mode.is_idle() or not mode.is_extend_without_speculative() or batch.batch_size > MOST_REQUESTS:
         return None
-    return next((size for size in SIZES if size >= batch.positions.shape[0]), None)
+    return next((size for size in _sizes() if size >= batch.positions.shape[0]), None)
 
 
 def _init_metadata(original: Callable[..., None], backend: Any, batch: Any, *rest: Any, **named: Any) -> None:
@@ -60,7 +65,7 @@ def _forward(original: Callable[..., Any], model: Any, ids: Any, positions: Any,
         file.write(f"{size} {tokens} {batch.batch_size}\n")
     ids, positions, out_loc = (pad(x, (0, size - tokens)) for x in (ids, positions, batch.out_cache_loc))
     graphs = vars(model).setdefault("test_graphs", {})
-    for captured in [size] if graphs else [SIZES[-1], size]:  # the largest comes first
+    for captured in [size] if graphs else [_sizes()[-1], size]:  # the largest comes first
         static = positions.new_zeros(captured), out_loc.new_zeros(captured)
         dummy = SimpleNamespace(positions=static[0], out_cache_loc=static[1])
         graphs.setdefault(captured, backend.init_forward_metadata_for_breakable_cuda_graph_capture(dummy))

@@ -31,6 +31,7 @@ pytestmark = [
 ]
 
 CHUNK = 128
+RECORDED_TOKENS = 100
 HAS_LOG_PROBABILITIES = compat.since("0.5.23")
 # Of log p and of a draft's logits, which reach 20.
 TOLERANCE, LOGITS = 1e-4, 2e-3
@@ -57,13 +58,15 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, drafts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    model: Path, drafts: Path, recorded_steps: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     flags = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048")
     flags += ("--max-running-requests", "4", "--chunked-prefill-size", str(CHUNK), "--speculative-algorithm", "DSPARK")
     flags += ("--enable-metrics", *HOST_TIER)
     with pytest.MonkeyPatch.context() as patch:
         found = entry_point(tmp_path_factory.mktemp("recorder"), "recorded_drafts")
-        patch.setenv("PYTHONPATH", os.pathsep.join([*found, os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("PYTHONPATH", os.pathsep.join([*found, os.environ["PYTHONPATH"]]))
         patch.setenv(DRAFTS, str(drafts))
         patch.setenv("SGLANG_DSPARK_OPT_MARKOV_W2_BF16", "0")  # SGLang's bias is of bf16 weights otherwise
         log = tmp_path_factory.mktemp("dspark") / "log"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from faulty_cache import HOST_FAULTS, LATE, LATE_FAULTS, broken, entry_point
-from recorded_prefills import FAULTS, STEPS
+from faulty_cache import HOST_FAULTS, LATE, LATE_FAULTS, broken
+from recorded_prefills import FAULTS
 from server_harness import (
     HOST_TIER,
     Server,
@@ -27,6 +26,7 @@ from dsv4_sglang.testing.oracle import Oracle
 pytestmark = pytest.mark.server
 
 TOLERANCE = 1e-4
+RECORDED_TOKENS = 256
 MODEL = {"seed": 0, "ratios": (0, 4, 128), "index_topk": 1536}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--enable-metrics")
 FLAGS += ("--max-running-requests", "8", "--chunked-prefill-size", "256", "--schedule-conservativeness", "0.1")
@@ -39,21 +39,12 @@ def oracle(tiny: Callable[..., Path]) -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("steps") / "steps"
-
-
-@pytest.fixture(scope="module")
 def server(
-    fault: Path, steps: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    fault: Path, recorded_steps: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    with pytest.MonkeyPatch.context() as patch:
-        plugin = entry_point(tmp_path_factory.mktemp("recorded"), "recorded_prefills")
-        patch.setenv("PYTHONPATH", os.pathsep.join([*plugin, os.environ["PYTHONPATH"]]))
-        patch.setenv(STEPS, str(steps))
-        log = tmp_path_factory.mktemp("graphs") / "log"
-        with running(tiny(**MODEL), log, *FLAGS, *HOST_TIER, **OPTIONS) as server:
-            yield server
+    log = tmp_path_factory.mktemp("graphs") / "log"
+    with running(tiny(**MODEL), log, *FLAGS, *HOST_TIER, **OPTIONS) as server:
+        yield server
 
 
 def sizes(steps: Path) -> list[tuple[int, int, int]]:
@@ -62,13 +53,13 @@ def sizes(steps: Path) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 127, 128, 129, 200, 256])
-def test_new_tokens_behind_a_hit(server: Server, oracle: Oracle, steps: Path, new: int) -> None:
+def test_new_tokens_behind_a_hit(server: Server, oracle: Oracle, recorded_steps: Path, new: int) -> None:
     ids = prompt(300, seed=1)
     server.generate(ids, 1)
     longer = ids[:256] + prompt(new, seed=2)
     got = server.generate(longer, 12)
     assert got.cached == 256
-    size, tokens, requests = sizes(steps)[-1]
+    size, tokens, requests = sizes(recorded_steps)[-1]
     assert tokens == new and requests == 1 and size >= new
     assert_oracle_chooses(oracle, longer, got, TOLERANCE)
     again = server.generate(longer, 12)
@@ -76,16 +67,16 @@ def test_new_tokens_behind_a_hit(server: Server, oracle: Oracle, steps: Path, ne
     assert_same(again, got, TOLERANCE)
 
 
-def test_hits_and_misses_in_a_batch(server: Server, oracle: Oracle, steps: Path) -> None:
+def test_hits_and_misses_in_a_batch(server: Server, oracle: Oracle, recorded_steps: Path) -> None:
     """Also chunked prompts whose last chunk is short, and eager steps beside."""
     server.flush()
     trunk = prompt(520, seed=3)
     server.generate(trunk, 1)
     asked = [trunk[:at] + prompt(n, seed=at) for at, n in ((130, 3), (256, 20), (384, 1))] + [prompt(40), prompt(7)]
-    before = len(sizes(steps))
+    before = len(sizes(recorded_steps))
     for ids, got in zip(asked, server.generate_all(asked, 8)):
         assert_oracle_chooses(oracle, ids, got, TOLERANCE)
-    assert any(requests > 1 for *_, requests in sizes(steps)[before:])
+    assert any(requests > 1 for *_, requests in sizes(recorded_steps)[before:])
 
 
 def test_more_requests_than_fit(server: Server, oracle: Oracle) -> None:

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.server
 MODEL = {"ratios": (0, 4, 128), "index_topk": 64, "nextn": True}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--max-running-requests", "4")
 FLAGS += (*DRAFTS, "--chunked-prefill-size", "128", "--enable-metrics", *HOST_TIER)
+RECORDED_TOKENS = 100
 LENGTHS, GENERATED = (1, 127, 300, 600), 40
 # Of log p, and of what the layer makes of a token: its streams and logits, which reach 20.
 TOLERANCE, DRAFTED = 1e-4, 1e-3
@@ -60,7 +61,11 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(
-    tiny: Callable[..., Path], drafts: Path, fault: Path, tmp_path_factory: pytest.TempPathFactory
+    tiny: Callable[..., Path],
+    drafts: Path,
+    fault: Path,
+    recorded_steps: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("speculation") / "log"
     options = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": compat.SERVES_INTEGRITY_CHECK}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from progress import Progress
 from server_harness import Server, ends, prompt, running
 
 pytestmark = pytest.mark.server
@@ -29,16 +31,20 @@ INVALID: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """SGLang's pause of 5 s for diagnostics before a server ends is off."""
+    """With all workers: the first answers before the others have started. SGLang's pause of 5 s for diagnostics before
+    a server ends is off."""
     log = tmp_path_factory.mktemp("workers") / "log"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
         with running(tiny(seed=0, ratios=(0, 4)), log, *FLAGS, **OPTIONS) as server:
+            progress = Progress(server.process)
+            while server.log_text().count("Start multi-tokenizer worker process") < WORKERS:
+                progress.check()
+                time.sleep(0.1)
             yield server
 
 
 def test_each_worker_validates(server: Server) -> None:
-    assert server.log_text().count("Start multi-tokenizer worker process") == WORKERS
     for body, message in INVALID.values():
         for _ in range(REQUESTS):
             with pytest.raises(urllib.error.HTTPError) as error:
