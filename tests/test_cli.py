@@ -396,13 +396,13 @@ try:
     runpy.run_module("dsv4_sglang.cli", run_name="__main__")
 except SystemExit as end:
     print("exit code", end.code, flush=True)
-from dsv4_sglang.srt import compat, flags, hooks
+from dsv4_sglang.srt import compat, contracts, hooks
 whole = hooks.hooks_of
 def broken(*arguments, **named):
     first, second, *rest = whole(*arguments, **named)
     return first._replace(target="sglang.srt.gone.Thing"), second._replace(function=lambda original, other: None), *rest
 hooks.hooks_of = broken
-flags.SUPPORTED += (flags.Group("it is gone", "renamed_flag"),)
+contracts.FLAGS_READ += ("renamed_flag",)
 compat.OVERRIDES += (compat.OVERRIDES[0]._replace(method="_gone"),)
 from dsv4_sglang.cli import doctor
 for check in (doctor.hooks, doctor.flags, doctor.server_classes):

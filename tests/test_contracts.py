@@ -28,6 +28,7 @@ from dsv4_sglang.srt.host.mooncake import MooncakeStorage
 from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
 from dsv4_sglang.srt.host.storage import FileStorage
 from dsv4_sglang.srt.host.transfers import HostStack, TransferController
+from dsv4_sglang.srt.launch_error import LaunchError
 from dsv4_sglang.srt.models import deepseek_v4, deepseek_v4_dspark, deepseek_v4_nextn, deepseek_v41
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool, StateSlotPool
@@ -181,7 +182,9 @@ def test_a_hook_with_other_parameters_is_named(function: Callable[..., Any]) -> 
     hook = Hook(TARGETS + "release_kv_cache", HookType.AROUND, function, "to be tried")
     (line,) = contracts.hook_differences([hook])
     assert line.startswith(TARGETS + "release_kv_cache takes (req") and line.endswith(": to be tried")
-    with pytest.raises(RuntimeError, match=r"does not fit this SGLang .*validated: 0\.5\.17, "):
+    with pytest.raises(
+        LaunchError, match=r"does not fit the installed release: .*validated: 0\.5\.17, .*\n.*takes "
+    ):
         contracts.require([line])
 
 

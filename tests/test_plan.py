@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from benchmarks import capacity
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.plan import holds
-from dsv4_sglang.srt import flags
+from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options, from_override_args
 from dsv4_sglang.srt.plan import BESIDE_WEIGHTS, GPUS, Choice, Gpu, activation_bytes, graph_bytes, others, plan
@@ -365,7 +365,7 @@ def test_the_command_has_every_choice() -> None:
     options = from_override_args(values["--json-model-override-args"])
     assert options == Options(indexer_format="nvfp4", hca_state="raw", max_checkpoints=400)
     assert not any("speculative" in word for word in words)
-    known = set(flags.known())
+    known = compat.flag_defaults().keys()
     assert all(word[2:].replace("-", "_") in known for word in words if word.startswith("--"))
 
 

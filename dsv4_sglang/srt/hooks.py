@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from sglang.srt.plugins.hook_registry import HookType
 
 from dsv4_sglang.srt import collectives, compat, disaggregation, integrity, sleep, speculation
-from dsv4_sglang.srt.checks import check_started
+from dsv4_sglang.srt.checks import build_or_reject, check_started
 from dsv4_sglang.srt.decisions import BACKEND, Launch
+from dsv4_sglang.srt.flag_validation import refuse_unknown_tokens
 from dsv4_sglang.srt.models.torch_layers import collapse_flat
 from dsv4_sglang.srt.prefix import schedule
-from dsv4_sglang.srt.refusals import refuse_unknown_tokens
 
 SRT = "sglang.srt."
 
@@ -218,7 +218,13 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "a draft model's prefill exchanges as many rows as the prompt has log p asked for, and has one a request",
         ),
         *(INTEGRITY_CHECK if launch.options.integrity_check else ()),
-        *(disaggregation_hooks(launch) if compat.SERVES_DISAGGREGATION else ()),
+        *disaggregation_hooks(launch),
+        Hook(
+            SRT + "managers.scheduler.Scheduler.init_model_worker",
+            HookType.AROUND,
+            build_or_reject,
+            "a launch that does not fit into memory ends with one line, not with SGLang's traceback",
+        ),
         Hook(
             SRT + "managers.scheduler.Scheduler.get_init_info",
             HookType.BEFORE,

@@ -14,7 +14,6 @@ import torch
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
-from dsv4_sglang.srt import flags
 from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import KEY, Options
 from dsv4_sglang.srt.sizing import GIB, StateDemand, demand_of, memory_after_slots, tokens_of_pool
@@ -258,9 +257,6 @@ class Plan:
     def notes(self) -> Iterator[str]:
         """What speaks against the choice."""
         choice = self.choice
-        refused = {name for group in flags.REFUSED for name in group.fields.split()}
-        if choice.dp > 1 and refused & {"dp_size", "enable_dp_attention"}:
-            yield "this version refuses DP attention at start"
         wanted = activation_bytes(choice)
         if (left := self.parts[-1].bytes) < wanted:
             yield f"{left / GIB:.1f} GiB left for activations, SGLang reckons with {wanted / GIB:.1f}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,23 +12,24 @@ import pytest
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, default_cuda_graph_config
 from sglang.srt.server_args import ServerArgs
 
-from dsv4_sglang.srt import compat, contracts, flags, launch
+from dsv4_sglang.srt import compat, contracts, launch
 from dsv4_sglang.srt.decisions import Launch
+from dsv4_sglang.srt.flag_table import DENIED, LIMITS
+from dsv4_sglang.srt.flag_validation import flag, refuse_given, refuse_release, refuse_resolved, refuse_unknown_tokens
+from dsv4_sglang.srt.launch_error import LaunchError
 from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.refusals import (
-    LIMITS,
-    flag,
-    refuse_given,
-    refuse_options,
-    refuse_release,
-    refuse_resolved,
-    refuse_unknown_tokens,
-)
+from dsv4_sglang.testing import tiny
 
 DEFAULTS = compat.flag_defaults()
-REFUSED = {field: group for group in flags.REFUSED for field in group.fields.split() if field in DEFAULTS}
+REFUSED = {field: group for group in DENIED for field in group.fields.split() if field in DEFAULTS}
 """Of the fields that this release has."""
 LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
+    "tp_size": ([0, -1], [1, 2]),
+    "dp_size": ([0, -2], [1]),
+    "max_running_requests": ([-4, 0], [None, 1, 256]),
+    "max_total_tokens": ([-1, 0], [None, 65536]),
+    "context_length": ([-1, 0], [None, 4096]),
+    "mem_fraction_static": ([0.0, 1.0, 7.0, -0.5], [None, 0.85]),
     "chunked_prefill_size": ([300, 64], [None, -1, 128, 8192]),
     "mamba_track_interval": ([512], [128, 256]),
     "mamba_radix_cache_strategy": (["no_buffer", "extra_buffer_lazy"], ["auto", "extra_buffer"]),
@@ -88,10 +91,8 @@ def refusals(hf_config: SimpleNamespace | None = None, options: Options | None =
     """The lines of the refusal of a launch with these flags, none if it is served."""
     try:
         refuse_given(arguments(**given), hf_config or config(), options or Options())
-    except ValueError as error:
-        first, *lines = str(error).splitlines()
-        assert first == "dsv4_sglang refuses to start."
-        return lines
+    except LaunchError as error:
+        return list(error.args)
     return []
 
 
@@ -104,17 +105,23 @@ def another(default: Any) -> Any:
     return True if default is False else default + 1
 
 
-def test_every_flag_is_listed_once() -> None:
-    """A flag of a newer SGLang belongs into one of the groups of `flags`."""
-    assert len(set(flags.known())) == len(flags.known())
-    assert sorted(DEFAULTS.keys() - set(flags.known())) == []
-    assert all(group.reason for group in (*flags.SUPPORTED, *flags.WITHOUT_EFFECT, *flags.REFUSED))
+def test_a_flag_is_judged_once() -> None:
+    judged = [*(field for group in DENIED for field in group.fields.split()), *(limit.field for limit in LIMITS)]
+    assert len(set(judged)) == len(judged)
+    assert all(group.reason for group in DENIED)
     assert contracts.flag_differences() == []
 
 
-def test_limits_are_of_supported_flags_and_have_cases() -> None:
+def test_limits_have_cases() -> None:
     assert list(LIMITED) == [limit.field for limit in LIMITS]
-    assert set(LIMITED) <= {field for group in flags.SUPPORTED for field in group.fields.split()}
+
+
+def test_flags_that_are_read_are_in_the_contract() -> None:
+    """By the names that SGLang's ServerArgs have in this package."""
+    names = re.compile(r"\b(?:server_args|compat\.flags\([\w.]+\)|(?<![.\w])args)\.([a-z]\w+)")
+    sources = [path.read_text() for path in Path(contracts.__file__).parent.rglob("*.py")]
+    read = {name for source in sources for name in names.findall(source)} & DEFAULTS.keys()
+    assert read and read <= {*contracts.FLAGS_READ, *(limit.field for limit in LIMITS)}
 
 
 def test_a_plain_launch_is_served() -> None:
@@ -154,26 +161,14 @@ def test_graphs(given: dict[str, str], line: str) -> None:
     assert refusals(cuda_graph_config=graphs(decode="disabled")) == []
 
 
-def test_what_a_newer_release_serves_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "SERVES_HOST_TIER", False)
-    monkeypatch.setattr(compat, "SERVES_DSPARK", False)
-    monkeypatch.setattr(compat, "SERVES_DISAGGREGATION", False)
-    (line,) = refusals(device="cpu", disaggregation_mode="prefill")
-    assert line.startswith("--disaggregation-mode prefill is not supported: ") and line.endswith("use 0.5.17 or 0.5.23")
-    (line,) = refusals(device="cpu", enable_hierarchical_cache=True)
-    assert line.startswith("--enable-hierarchical-cache is not supported: ") and line.endswith("use 0.5.17 or 0.5.23")
-    (line,) = refusals(config(dspark_target_layer_ids=[40]), device="cpu", speculative_algorithm="DSPARK")
-    assert line.startswith("--speculative-algorithm DSPARK is not supported: ")
-    assert line.endswith("use 0.5.17 or 0.5.23")
+def test_dp_attention_of_a_newer_release_runs_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", False)
     (line,) = refusals(tp_size=2, dp_size=2, enable_dp_attention=True)
     assert line.startswith("--enable-dp-attention is not supported: ") and line.endswith("use 0.5.17")
     assert refusals(device="cpu", tp_size=2, dp_size=2, enable_dp_attention=True) == []
 
 
-def test_a_storage_wants_a_host_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "SERVES_HOST_TIER", True)
-    monkeypatch.setattr(compat, "SERVES_DSPARK", True)
+def test_a_storage_wants_a_host_tier() -> None:
     tier = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
     assert refusals(**tier) == refusals(speculative_algorithm="EAGLE", **tier) == []
     assert refusals(config(dspark_target_layer_ids=[40, 41, 42]), speculative_algorithm="DSPARK", **tier) == []
@@ -184,9 +179,7 @@ def test_a_storage_wants_a_host_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_servers_that_prefill_or_decode_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    for served in ("SERVES_DISAGGREGATION", "SERVES_HOST_TIER", "SERVES_DSPARK"):
-        monkeypatch.setattr(compat, served, True)
+def test_servers_that_prefill_or_decode_only() -> None:
     for mode in ("prefill", "decode"):
         apart = {"disaggregation_mode": mode, "device": "cpu"}
         assert refusals(**apart) == refusals(speculative_algorithm="EAGLE", **apart) == []
@@ -216,8 +209,7 @@ def test_the_tree_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.startswith("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE is not supported: ")
 
 
-def test_what_the_model_has_no_place_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "SERVES_DSPARK", True)
+def test_what_the_model_has_no_place_for() -> None:
     for processes in (1, 2, 4, 8):
         assert refusals(tp_size=processes) == []
     (line,) = refusals(tp_size=3)
@@ -238,10 +230,14 @@ def test_what_the_model_has_no_place_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert line.startswith("--device cpu is not supported: the checkpoint is quantised")
     (line,) = refusals(config(context_len=65537))
     assert line.startswith("--context-length 65537 is not supported: the model has positions for 65536 tokens")
+    assert refusals(config(context_len=1000), max_total_tokens=1024) == []
+    (line,) = refusals(config(context_len=1000), max_total_tokens=1023)
+    assert line.startswith(
+        "--max-total-tokens 1023 is not supported: one request of the context length 1000 needs 1024"
+    )
 
 
 def test_what_dspark_has_besides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "SERVES_DSPARK", True)
     monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", True)
     model = config(dspark_target_layer_ids=[40, 41, 42])
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "static")
@@ -284,9 +280,9 @@ def test_attention_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_model() -> None:
     with pytest.raises(ValueError, match="the model is a LlamaForCausalLM; expected DeepseekV4ForCausalLM"):
         Launch(Options()).declarations(lambda *_: [], "LlamaForCausalLM", arguments(), SimpleNamespace())
-    newer = SimpleNamespace(model_type="deepseek_v5")
-    with pytest.raises(ValueError, match=r"'model_type' is 'deepseek_v5'; expected 'deepseek_v4'"):
-        Launch(Options()).declarations(lambda *_: [], "DeepseekV4ForCausalLM", arguments(), newer)
+    wider = compat.config_class()(**{**tiny.config_json(tiny.TinySpec()), "sliding_window": 256})
+    with pytest.raises(LaunchError, match=r"config\.json of dummy: config field 'sliding_window' is 256; this cache "):
+        Launch(Options()).declarations(lambda *_: [], "DeepseekV4ForCausalLM", arguments(), wider)
 
 
 V41: dict[str, dict[str, Any]] = {
@@ -334,17 +330,9 @@ def test_all_at_once() -> None:
     assert len(refusals(**changed, **limited)) == len(changed) + len(limited)
 
 
-def test_a_flag_that_is_not_listed_is_refused_when_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flags, "WITHOUT_EFFECT", flags.WITHOUT_EFFECT[1:])
-    assert refusals() == []
-    (line,) = refusals(tokenizer_worker_num=2)
-    assert line.startswith("--tokenizer-worker-num 2 is not supported: it is not known to this package (this is SGLang")
-
-
 def test_a_renamed_flag_is_seen_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is read; what is refused is refused by its new name, too."""
-    monkeypatch.setattr(flags, "SUPPORTED", (*flags.SUPPORTED, flags.Group("read", "something_renamed")))
-    with pytest.raises(RuntimeError, match=r"ServerArgs\.something_renamed, which this cache reads, does not exist"):
+    monkeypatch.setattr(contracts, "FLAGS_READ", (*contracts.FLAGS_READ, "something_renamed"))
+    with pytest.raises(LaunchError, match=r"ServerArgs\.something_renamed, which this cache reads, does not exist"):
         contracts.require(contracts.flag_differences())
 
 
@@ -374,12 +362,13 @@ def test_flags_are_called_what_sglang_calls_them(parser: ArgumentParser) -> None
     assert [field for field in fields if flag(field) not in shown] == []
 
 
-def test_abbreviations_are_those_of_the_parser(parser: ArgumentParser) -> None:
-    """The shortest one of each flag that a launch looks at, and none that means another flag."""
+def test_no_flag_of_sglang_is_taken_for_an_abbreviation(parser: ArgumentParser) -> None:
     options = [option for action in parser._actions for option in action.option_strings]
-    for name, shortest in launch.ABBREVIATED.items():
-        unique = [n for n in range(3, len(name) + 1) if [o for o in options if o.startswith(name[:n])] == [name]]
-        assert shortest == name[: unique[0]], name
+    launch.require_whole_flags(options)
+    assert set(launch.READ_FLAGS) <= set(options)
+    for short in ("--j", "--json-model", "--conf", "--por", "--dev"):
+        with pytest.raises(LaunchError, match=rf"^{short} is an abbreviation; expected the whole flag: write --"):
+            launch.require_whole_flags(["--tp-size", "2", short])
 
 
 @pytest.mark.parametrize("ids", [[-1], [5, 384], [5, 1 << 70], [1.5], ["a"], [[5]]])
@@ -395,10 +384,3 @@ def test_tokens_that_the_model_has_not(ids: list[Any]) -> None:
     with pytest.raises(ValueError, match=r"^input_ids has .*; expected token ids of the model, 0 to 383$"):
         refuse_unknown_tokens(sglangs_own, manager, None, ids)
     assert len(seen) == 4, "SGLang's own checks come first"
-
-
-def test_the_integrity_check_is_of_two_releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "SERVES_INTEGRITY_CHECK", False)
-    refuse_options(Options())
-    with pytest.raises(ValueError, match=r"the option integrity_check is not supported: .*; use 0.5.17 or 0.5.23"):
-        refuse_options(Options(integrity_check=True))
