@@ -182,9 +182,7 @@ def test_a_hook_with_other_parameters_is_named(function: Callable[..., Any]) -> 
     hook = Hook(TARGETS + "release_kv_cache", HookType.AROUND, function, "to be tried")
     (line,) = contracts.hook_differences([hook])
     assert line.startswith(TARGETS + "release_kv_cache takes (req") and line.endswith(": to be tried")
-    with pytest.raises(
-        LaunchError, match=r"does not fit the installed release: .*validated: 0\.5\.17, .*\n.*takes "
-    ):
+    with pytest.raises(LaunchError, match=r"does not fit the installed release: .*validated: 0\.5\.17, .*\n.*takes "):
         contracts.require([line])
 
 

@@ -63,17 +63,17 @@ def demo(
 ) -> None:
     """Start a server on a free port, print two turns of a conversation and what the cache did, stop the server."""
     flags = [*POOL_FLAGS, *context.args]
-    try:
-        with rejections():
+    with rejections():
+        try:
             if launch.flag_value(flags, "--port") is None:
                 flags += ["--port", str(free_port(launch.flag_value(flags, "--host") or DEFAULT_HOST))]
             server = Server(flags)
             require_startable(model_path, flags)
             command = command_for(model_path, flags)
-        typer.echo(command.shell())
-        with running(command) as process:
-            wait_ready(server, alive=lambda: process.poll() is None, timeout=timeout)
-            converse(server, model_path, prompt, max_tokens)
-    except (OSError, RuntimeError) as error:
-        typer.echo(f"dsv4-sglang: no conversation: {error}", err=True)
-        raise typer.Exit(1) from None
+            typer.echo(command.shell())
+            with running(command) as process:
+                wait_ready(server, alive=lambda: process.poll() is None, timeout=timeout)
+                converse(server, model_path, prompt, max_tokens)
+        except (OSError, RuntimeError) as error:
+            typer.echo(f"dsv4-sglang: no conversation: {error}", err=True)
+            raise typer.Exit(1) from None

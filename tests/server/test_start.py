@@ -10,7 +10,7 @@ from pathlib import Path
 
 import nursery
 import pytest
-from progress import wait
+from progress import run, wait
 from server_harness import launched
 
 from dsv4_sglang.srt import launch
@@ -27,7 +27,8 @@ load_plugins()
 from sglang.srt.server_args import ServerArgs
 assert [e.value for e in entry_points(group="sglang.srt.plugins", name="dsv4_sglang")]
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu")
-assert HookRegistry._patched == {"sglang.srt.configs.model_config.ModelConfig.from_server_args"}, HookRegistry._patched
+looking = {"server_args.prepare_server_args", "configs.model_config.ModelConfig.from_server_args"}
+assert HookRegistry._patched == {"sglang.srt." + name for name in looking}, HookRegistry._patched
 assert arguments._resolved().page_size == 256 and arguments._resolved().attention_backend == "dsv4"
 assert arguments.get_model_config().is_hybrid_swa
 assert not [name for name in sys.modules if name.startswith("dsv4_sglang.srt.hooks")]
@@ -58,13 +59,14 @@ def refused(words, options="{}", **flags):
     try:
         overrides = '{"dsv4_sglang": %s}' % options
         ServerArgs(model_path=sys.argv[1], device="cpu", json_model_override_args=overrides, **flags)
-    except ValueError as error:
+    except LaunchError as error:
         assert all(word in str(error) for word in words), error
     else:
         raise AssertionError(f"not refused: {flags} {options}")
 
+from dsv4_sglang.srt.launch_error import LaunchError
 lines = ("--enable-mixed-chunk is not supported: ", "--page-size 64 is not supported: ")
-refused(("dsv4_sglang refuses to start.", *lines), enable_mixed_chunk=True, page_size=64)
+refused(lines, enable_mixed_chunk=True, page_size=64)
 grid = ("--mamba-track-interval 512 is not supported: ", "--chunked-prefill-size 300 is not supported: ")
 refused((*grid, "checkpoint_interval"), mamba_track_interval=512, chunked_prefill_size=300)
 refused(("--mamba-max-states-per-path 2 is not supported: ",), mamba_max_states_per_path=2)
@@ -76,7 +78,7 @@ refused(("--radix-eviction-policy lfu is not supported: ",), radix_eviction_poli
 refused(("--enable-return-indexer-topk is not supported: ",), enable_return_indexer_topk=True)
 os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
 refused(("--context-length 40000 is not supported: ", "positions for 32768 tokens"), context_length=40000)
-refused(('unknown dsv4_sglang option "hca_stat"; valid options: ', "hca_state"), options='{"hca_stat": "raw"}')
+refused(('unknown dsv4_sglang option "hca_stat"; ', "valid options: ", "hca_state"), options='{"hca_stat": "raw"}')
 
 # So does what only follows from flags, when SGLang resolves them late, and in a scheduler, which gets them resolved.
 late = ServerArgs._handle_debug_utils
@@ -99,7 +101,7 @@ from dsv4_sglang.srt.hooks import Hook, HookType
 gone = Hook("sglang.srt.server_args.ServerArgs.gone", HookType.AROUND, print, "to be missed")
 try:
     activate._apply((gone,))
-except RuntimeError as error:
+except LaunchError as error:
     assert "ServerArgs.gone: to be missed" in str(error) and "validated: 0.5.17" in str(error), error
 else:
     raise AssertionError("a missing hook target went unnoticed")
@@ -143,11 +145,36 @@ def failing(model: Path, log: Path, flags: list[str], options: dict[str, object]
     return log.read_text(errors="replace")
 
 
-def test_a_pool_too_small(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    flags = ["--context-length", "4096", "--max-total-tokens", "2048"]
-    text = failing(tiny(), tmp_path / "small", flags, {})
-    assert "too small for one request of the context length: --max-total-tokens 2048 gives 2048 tokens" in text
-    assert "What fits: --context-length 2048" in text
+def test_a_scheduler_rejects_a_launch_with_its_last_line(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    flags = ["--context-length", "4096", "--max-running-requests", "16"]
+    text = failing(tiny(), tmp_path / "small", flags, {"max_checkpoints": 7})
+    assert "Traceback" not in text
+    said = "dsv4_sglang: dsv4_sglang option max_checkpoints is 7; 16 running requests (--max-running-requests) need at "
+    assert text.splitlines()[-1].startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "overrides", "said"),
+    [
+        ([], {"dsv4_sgalng": {}}, ['"dsv4_sgalng" in --json-model-override-args is no key that this launch knows; ']),
+        (
+            ["--page-size", "64", "--max-running-requests", "-4"],
+            {"dsv4_sglang": {}},
+            ["--max-running-requests -4 is not supported: ", "--page-size 64 is not supported: "],
+        ),
+    ],
+    ids=["key", "flags"],
+)
+def test_the_launcher_rejects_a_launch_with_its_last_lines(
+    tiny: Callable[..., Path], flags: list[str], overrides: dict[str, object], said: list[str]
+) -> None:
+    """As a user starts it, in a process of its own."""
+    server = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(tiny()), "--device", "cpu", *flags]
+    done = run([*server, launch.OPT_IN_FLAG, json.dumps(overrides)], env={**os.environ, **launch.cpu_environment()})
+    text = done.stdout + done.stderr
+    assert done.returncode == 1 and "Traceback" not in text
+    last = done.stderr.splitlines()[-len(said) :]
+    assert all(line.startswith(f"dsv4_sglang: {words}") for line, words in zip(last, said, strict=True)), text
 
 
 def test_json_of_the_opt_in_is_kept() -> None:
