@@ -59,8 +59,8 @@ def make_tiny(
             count = len(tiny_v41.RATIOS)
     except (ValueError, OSError) as error:
         # An error of the system says neither what it is about nor what to do.
-        system = isinstance(error, OSError) and error.strerror is not None
-        reason = f"cannot write {folder} ({error.strerror}); give a folder that can be made" if system else error
+        system = error.strerror if isinstance(error, OSError) else None
+        reason = f"cannot write {folder} ({system}); give a folder that can be made" if system else error
         typer.echo(f"dsv4-sglang make-tiny: {reason}", err=True)
         raise typer.Exit(2) from None
     size = sum(p.stat().st_size for p in folder.iterdir())

@@ -38,11 +38,14 @@ def activate(launch: Launch, server_args: Any) -> None:
         _register_host_tier(launch.options, server_args.hicache_storage_backend)
     _apply(hooks)
     _register_model()
+    warn_of_release()
+
+
+def warn_of_release() -> None:
+    """Log one warning if the installed release, whose hooks are as expected, is not validated."""
     if compat.validation() is None:
-        log.warning(
-            "dsv4_sglang: %s; its hooks are as expected, but flags that are new in it are not checked",
-            compat.version_note(),
-        )
+        said = "dsv4_sglang: %s; its hooks are as expected, but flags that are new in it are not checked"
+        log.warning(said, compat.version_note())
 
 
 def _set_environment(config: dict[str, Any]) -> None:
