@@ -15,6 +15,7 @@ SGLANG ?=
 NEWEST := 0.5.23
 NEWEST_TESTS := $(addprefix tests/test_,contracts.py flag_validation.py sizing_sglang.py v41.py v41_cache.py prefix_sglang.py \
 	host_tier.py host_storage.py integrity.py sleep.py) tests/server/test_faults.py \
+	tests/server/test_rejections.py \
 	$(addprefix tests/server/test_server_,exact.py prefix.py fp8_prefix.py tp.py speculation.py dspark.py host.py v41.py)
 SHORT_TESTS := $(addprefix tests/test_,contracts.py flag_validation.py sizing_sglang.py) \
 	$(addprefix tests/server/test_server_exact.py::test_,more_requests_than_fit warm_after_retraction)

@@ -324,6 +324,17 @@ def test_a_release_without_v41(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_release("deepseek_v41")
 
 
+def test_checkpoints_for_the_running_requests() -> None:
+    ranks = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "device": "cpu"}
+    few = Options(max_checkpoints=7)
+    (line,) = refusals(options=few, max_running_requests=4)
+    assert line.startswith("dsv4_sglang option max_checkpoints is 7; 4 running requests") and "at least 8" in line
+    for given in ({}, {"max_running_requests": 3}, {"max_running_requests": 6, **ranks}):
+        assert refusals(options=few, **given) == []
+    for without in ({"disable_radix_cache": True}, {"disaggregation_mode": "decode", "device": "cpu"}):
+        assert refusals(options=few, max_running_requests=4, **without) == []
+
+
 def test_all_at_once() -> None:
     changed = {field: another(DEFAULTS[field]) for field in REFUSED}
     limited = {field: bad[0] for field, (bad, _) in LIMITED.items()}

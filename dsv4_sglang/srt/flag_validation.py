@@ -16,6 +16,7 @@ from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.flag_table import DENIED, LIMITS, STORAGES, on_grid
 from dsv4_sglang.srt.launch_error import LaunchError
 from dsv4_sglang.srt.options import Options
+from dsv4_sglang.srt.sizing import state_demand
 
 
 def flag(field: str) -> str:
@@ -228,6 +229,10 @@ def refuse_given(args: Any, hf_config: Any, options: Options) -> None:
         _refused_for_v41(args, hf_config, options),
     )
     _raise(chain.from_iterable(combined))
+    prefix_cache = not args.disable_radix_cache and args.disaggregation_mode != "decode"
+    if prefix_cache and args.max_running_requests is not None and options.max_checkpoints is not None:
+        running = args.max_running_requests // _attention_ranks(args)
+        state_demand(running, step_tokens=BLOCK, default=0, max_checkpoints=options.max_checkpoints)
 
 
 def refuse_resolved(args: Any) -> None:

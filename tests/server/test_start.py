@@ -10,8 +10,6 @@ from pathlib import Path
 
 import nursery
 import pytest
-from progress import run, wait
-from server_harness import launched
 
 from dsv4_sglang.srt import launch
 
@@ -136,45 +134,6 @@ def test_plugin(tiny: Callable[..., Path], tmp_path: Path, script: str) -> None:
     environment = launch.cpu_environment()
     environment["PYTHONPATH"] += os.pathsep + str(tmp_path)
     nursery.run(launch.Command([sys.executable, "-m", "script", str(tiny())], environment), tmp_path / "log")
-
-
-def failing(model: Path, log: Path, flags: list[str], options: dict[str, object]) -> str:
-    """The log of a launch that must end by itself with an error."""
-    with launched(model, log, flags, options) as process:
-        assert wait(process, log) != 0
-    return log.read_text(errors="replace")
-
-
-def test_a_scheduler_rejects_a_launch_with_its_last_line(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    flags = ["--context-length", "4096", "--max-running-requests", "16"]
-    text = failing(tiny(), tmp_path / "small", flags, {"max_checkpoints": 7})
-    assert "Traceback" not in text
-    said = "dsv4_sglang: dsv4_sglang option max_checkpoints is 7; 16 running requests (--max-running-requests) need at "
-    assert text.splitlines()[-1].startswith(said)
-
-
-@pytest.mark.parametrize(
-    ("flags", "overrides", "said"),
-    [
-        ([], {"dsv4_sgalng": {}}, ['"dsv4_sgalng" in --json-model-override-args is no key that this launch knows; ']),
-        (
-            ["--page-size", "64", "--max-running-requests", "-4"],
-            {"dsv4_sglang": {}},
-            ["--max-running-requests -4 is not supported: ", "--page-size 64 is not supported: "],
-        ),
-    ],
-    ids=["key", "flags"],
-)
-def test_the_launcher_rejects_a_launch_with_its_last_lines(
-    tiny: Callable[..., Path], flags: list[str], overrides: dict[str, object], said: list[str]
-) -> None:
-    """As a user starts it, in a process of its own."""
-    server = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(tiny()), "--device", "cpu", *flags]
-    done = run([*server, launch.OPT_IN_FLAG, json.dumps(overrides)], env={**os.environ, **launch.cpu_environment()})
-    text = done.stdout + done.stderr
-    assert done.returncode == 1 and "Traceback" not in text
-    last = done.stderr.splitlines()[-len(said) :]
-    assert all(line.startswith(f"dsv4_sglang: {words}") for line, words in zip(last, said, strict=True)), text
 
 
 def test_json_of_the_opt_in_is_kept() -> None:
