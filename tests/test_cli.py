@@ -187,7 +187,7 @@ def test_a_port_that_is_in_use_is_found_first(without_torch: None, command: str)
         port = str(taken.getsockname()[1])
         done = run([*COMMAND, command, "--model-path", MODEL, "--port", port])
     assert done.returncode == 2
-    said = f"dsv4_sglang: cannot listen on --host 127.0.0.1 --port {port}: Address already in use; stop the server that"
+    said = f"dsv4_sglang: cannot listen on --host 127.0.0.1 --port {port}: Address already in use; give another --port"
     (line,) = done.stderr.splitlines()
     assert line.startswith(said)
 

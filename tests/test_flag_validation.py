@@ -281,6 +281,7 @@ def test_another_model() -> None:
     with pytest.raises(ValueError, match="the model is a LlamaForCausalLM; expected DeepseekV4ForCausalLM"):
         Launch(Options()).declarations(lambda *_: [], "LlamaForCausalLM", arguments(), SimpleNamespace())
     wider = compat.config_class()(**{**tiny.config_json(tiny.TinySpec()), "sliding_window": 256})
+    wider.context_len = 1024
     with pytest.raises(LaunchError, match=r"config\.json of dummy: config field 'sliding_window' is 256; this cache "):
         Launch(Options()).declarations(lambda *_: [], "DeepseekV4ForCausalLM", arguments(), wider)
 

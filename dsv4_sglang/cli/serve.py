@@ -42,7 +42,7 @@ def require_startable(model_path: str, flags: list[str]) -> None:
         bind(host, int(port))
     except OSError as error:
         reason = f"cannot listen on --host {host} --port {port}: {error.strerror}"
-        raise LaunchError(f"{reason}; stop the server that does, or give another --port or --host") from None
+        raise LaunchError(f"{reason}; give another --port or --host, or stop the process that has it") from None
 
 
 def command_for(model_path: str, flags: list[str]) -> launch.Command:

@@ -57,11 +57,11 @@ class Launch:
     def declarations(self, original: Callable[..., Any], architecture: str, server_args: Any, hf_config: Any) -> Any:
         if architecture != ARCHITECTURE:
             raise LaunchError(f"the model is a {architecture}; expected {ARCHITECTURE}")
+        refuse_given(server_args, hf_config, self.options)
         try:
             compat.model_config(hf_config)
         except (KeyError, TypeError, ValueError) as error:
             raise LaunchError(f"config.json of {server_args.model_path}: {error.args[0]}") from None
-        refuse_given(server_args, hf_config, self.options)
         # Decoding requests take a rolling checkpoint at the end of every block.
         compat.set_flags(server_args, mamba_track_interval=BLOCK, radix_cache_backend=PREFIX_CACHE)
         if not server_args.disable_radix_cache:

@@ -49,7 +49,9 @@ READ_FLAGS = (
 )
 """Flags that commands read before SGLang does."""
 MODEL_TYPES = ("deepseek_v4", *V41_MODEL_TYPES)
+"""Of a config.json that this cache serves."""
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+|\w+://.*")
+"""Of a model that SGLang downloads: OWNER/NAME on a hub, or the address of another storage."""
 
 
 @dataclass(frozen=True)
