@@ -21,14 +21,18 @@ FLAGS_READ = (
     "cuda_graph_config",
     "disable_radix_cache",
     "disaggregation_mode",
+    "download_dir",
     "enable_dp_attention",
     "enable_hierarchical_cache",
     "enable_memory_saver",
     "hicache_write_policy",
     "json_model_override_args",
     "model_path",
+    "random_seed",
     "revision",
+    "speculative_draft_load_format",
     "speculative_draft_model_path",
+    "speculative_draft_model_revision",
     "weight_version",
 )
 """Fields of SGLang's ServerArgs that this package reads, besides those of `flag_table.LIMITS`."""
