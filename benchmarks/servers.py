@@ -68,7 +68,7 @@ def plugin_path(folder: Path) -> list[str]:
 
 def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[list[str], dict[str, str]]:
     """(argv, environment beside the caller's) of a server on this machine; `ours` selects this package's cache."""
-    from dsv4_sglang.srt import launch
+    from dsv4_sglang.srt import compat, launch
 
     if cpu:
         if not ours:
@@ -76,6 +76,10 @@ def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[l
         made = launch.server_command(str(model), [*flags, "--skip-tokenizer-init"], cpu=True)
         return made.argv, dict(made.environment)
     environment = dict(GPU_ENVIRONMENT)
+    if compat.since("0.5.23"):
+        # As with real widths. flashshape's are too small for this kernel to be right (`srt.activate`), but its weights
+        # are random anyway.
+        environment["SGLANG_OPT_FUSE_MHC_POST_PRE"] = "1"
     if "quantization_config" not in json.loads((model / "config.json").read_text()):
         environment["SGLANG_OPT_FP8_WO_A_GEMM"] = "0"
     given = [*GPU_FLAGS, *flags]

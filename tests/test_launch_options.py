@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
 
 from dsv4_sglang.cache import CacheLayout
 from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.srt import activate
 from dsv4_sglang.srt.launch_error import LaunchError
 from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options, from_override_args
@@ -169,3 +171,13 @@ def test_table_with_speculation() -> None:
     first = table(drafting, 1 << 20, StateDemand(256, 64, 1000)).splitlines()[0]
     assert "320 state slots of 6586752 bytes (256 requests" in first and "checkpoints of 3821952 bytes" in first
     assert "room for 4 draft tokens each; rings of 43 layers and 1 of the draft model)" in first
+
+
+@pytest.mark.parametrize("hidden, setting", [(256, "0"), (1024, "0"), (2048, None), (4096, None), (7168, None)])
+def test_fused_hyper_connections_need_wide_states(monkeypatch: pytest.MonkeyPatch, hidden: int, setting: str | None):
+    """V4-Flash has 4,096 channels, V4-Pro 7,168. SGLang's kernel is wrong for a tiny checkpoint."""
+    for name in ("SGLANG_OPT_FUSE_MHC_POST_PRE", "SGLANG_OPT_FP8_WO_A_GEMM", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    activate._set_environment({"hidden_size": hidden, "quantization_config": {}})
+    assert os.environ.get("SGLANG_OPT_FUSE_MHC_POST_PRE") == setting

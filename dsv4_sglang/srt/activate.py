@@ -22,6 +22,7 @@ from dsv4_sglang.srt.options import Options
 log = logging.getLogger(__name__)
 
 MODEL_PACKAGE = "dsv4_sglang.srt.models"
+FUSED_STREAM_THREADS = 256
 
 
 def activate(launch: Launch, server_args: Any) -> None:
@@ -54,6 +55,11 @@ def _set_environment(config: dict[str, Any]) -> None:
     if config and "quantization_config" not in config:
         # Its FP8 GEMM of wo_a, on by default, wants an FP8 checkpoint.
         os.environ.setdefault("SGLANG_OPT_FP8_WO_A_GEMM", "0")
+    hidden = config.get("hidden_size", 0)
+    if hidden % (FUSED_STREAM_THREADS * (8 if hidden <= 4096 else 4)):
+        # SGLang's fused kernel of hyper-connections, on by default since 0.5.23, divides the hidden states of small
+        # steps into 8 or 4 parts, and counts channels twice where a part does not fill its threads.
+        os.environ.setdefault("SGLANG_OPT_FUSE_MHC_POST_PRE", "0")
     if os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
         # When a step of one process fails, the server would wait a minute for dumps that the others cannot make.
         os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")

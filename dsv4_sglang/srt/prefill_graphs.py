@@ -15,8 +15,9 @@ from typing import Any
 from dsv4_sglang.srt import compat
 
 PHASE, BACKEND = "prefill", "breakable"
-# SGLang replays a graph for at most twice as many tokens as a step has, so sizes may double.
-SIZES = (4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+# SGLang replays a graph for at most twice as many tokens as a step has, so small sizes may double. A large step takes
+# as long as its size says, so large sizes are close to each other. A graph takes 10 MB (benchmarks/configs/flashshape).
+SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048)
 """Tokens of the steps that are recorded, unless --cuda-graph-bs-prefill names others."""
 MOST_REQUESTS = 32
 """Requests of a recorded step. Each costs 128 entries of the window workspace and a row of block ids."""
