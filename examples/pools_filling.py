@@ -5,9 +5,10 @@ Start a server that publishes its pools at every step, then this script:
     dsv4-sglang serve --model-path DIR --enable-metrics --decode-log-interval 1
     python examples/pools_filling.py --url http://127.0.0.1:30000
 
-A line is printed when something has changed. "used" belongs to running requests. "kept" is what finished requests left
-for the next one with the same beginning: their blocks, and checkpoints of the state. It is given up when somebody needs
-the room.
+A line is printed when something has changed. "used" belongs to running requests. "kept" are blocks that finished
+requests left in the prefix cache for a request with the same beginning. State slots are free again when a request
+finishes. The checkpoints of its state, from which such a request resumes, have a pool of their own: the last column
+counts them, those of running requests included.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ import time
 import urllib.request
 
 POOLS = {"tokens": "kv", "state slots": "mamba"}  # our name: SGLang's name
+CHECKPOINTS = re.compile(r"^dsv4:checkpoints_held\{[^}]*\} (\S+)$", re.MULTILINE)
 STATES = {"used": "used", "kept": "evictable", "free": "available"}
 BAR = 30
 
 
-def read_pools(url: str) -> dict[str, dict[str, int]]:
-    """{pool: {used, kept, free}} from the server's Prometheus page."""
+def read_pools(url: str) -> tuple[dict[str, dict[str, int]], int]:
+    """{pool: {used, kept, free}} and the number of checkpoints, from the server's Prometheus page."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
         page = response.read().decode()
     values = dict(re.findall(r"^sglang:(\w+)\{[^}]*\} (\S+)$", page, re.MULTILINE))
-    return {
+    pools = {
         pool: {state: int(float(values[f"{name}_{key}_tokens"])) for state, key in STATES.items()}
         for pool, name in POOLS.items()
     }
+    return pools, sum(int(float(held)) for held in CHECKPOINTS.findall(page))
 
 
 def generate(url: str, api_key: str, prompt_tokens: int, new_tokens: int, seed: int) -> None:
@@ -74,16 +77,16 @@ def main() -> int:
     start = time.monotonic()
     for request in requests:
         request.start()
-    print("   s   " + "".join(f"{pool:<{BAR + 22}}" for pool in POOLS) + "('#' used, '+' kept)")
+    print("   s   " + "".join(f"{pool:<{BAR + 22}}" for pool in POOLS) + "checkpoints ('#' used, '+' kept)")
     shown = None
     running = True
     while running:
         running = any(request.is_alive() for request in requests)
-        pools = read_pools(options.url)
-        if pools != shown:
+        pools, checkpoints = read_pools(options.url)
+        if (pools, checkpoints) != shown:
             line = "  ".join(f"{bar(pool)} {pool['used']:>6} {pool['kept']:>6} kept" for pool in pools.values())
-            print(f"{time.monotonic() - start:5.1f}  {line}", flush=True)
-            shown = pools
+            print(f"{time.monotonic() - start:5.1f}  {line} {checkpoints:>6}", flush=True)
+            shown = pools, checkpoints
         time.sleep(options.interval)
     return 0
 

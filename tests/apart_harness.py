@@ -16,7 +16,6 @@ import pytest
 from server_harness import Server, running
 
 from benchmarks import ports
-from dsv4_sglang.srt import compat
 
 MODULES = {"mooncake_tcp": "mooncake.engine", "nixl": "nixl._api"}
 """What each transfer backend imports."""
@@ -24,8 +23,6 @@ MODULES = {"mooncake_tcp": "mooncake.engine", "nixl": "nixl._api"}
 
 def needs(backend: str) -> None:
     """Skip unless transfers can be by this backend: neither is a dependency."""
-    if not compat.SERVES_DISAGGREGATION:
-        pytest.skip("refused on this release of SGLang")
     command = [sys.executable, "-c", f"import torch, {MODULES[backend]}"]
     found = subprocess.run(command, capture_output=True, text=True)
     if found.returncode:

@@ -35,7 +35,7 @@ MAX_LENGTH = 64 * BLOCK
 # Who needs room has a call of its own.
 FOR_ALLOC = hasattr(UnifiedRadixCache, "evict_for_alloc")
 # A request's blocks are handed to the tree and given back in calls of their own.
-SEPARATE = compat.since("0.5.22")
+SEPARATE = compat.since("0.5.23")
 
 
 def without_a_server(monkeypatch: Any) -> None:
@@ -368,16 +368,13 @@ class TreeServer(BlockOwner):
     # What must hold
 
     def check(self) -> None:
-        """The integrity check, SGLang's own where that is not served, and what blocks and checkpoints hold."""
+        """The integrity check, and what blocks and checkpoints hold."""
         core = self.cache.tree_core
-        if not compat.SERVES_INTEGRITY_CHECK:
-            UnifiedRadixCache.sanity_check(self.cache)  # ours leaves out most of them
-        else:
-            kept_back = SimpleNamespace(rid="kept back", req_pool_idx=None, mamba_pool_idx=None)
-            kept_back.kv = kept_back
-            setattr(kept_back, PENDING, [Pending(0, slot, rolling=False) for slot in self.kept_back])
-            found = examine(self.cache, [*self.running, kept_back])
-            assert not found.findings, str(found)
+        kept_back = SimpleNamespace(rid="kept back", req_pool_idx=None, mamba_pool_idx=None)
+        kept_back.kv = kept_back
+        setattr(kept_back, PENDING, [Pending(0, slot, rolling=False) for slot in self.kept_back])
+        found = examine(self.cache, [*self.running, kept_back])
+        assert not found.findings, str(found)
         for node in core._collect_all_nodes():
             if node is core.root_node:
                 continue

@@ -31,15 +31,14 @@ from progress import LONG, POLL_SECONDS, STUCK_SECONDS, Process, Progress, wait
 
 from benchmarks import ports
 from benchmarks.lifecycle import Driver, Shape, play
-from dsv4_sglang.srt import compat, launch
+from dsv4_sglang.srt import launch
 from dsv4_sglang.testing.oracle import Oracle
 from dsv4_sglang.testing.oracle_v41 import OracleV41
 
 # Waits of SGLang that end a server: for the other processes of its group, for a step.
 UNHURRIED = ("--dist-timeout", "7200", "--watchdog-timeout", "7200")
 # A host tier of four times the device, behind the servers of other tests, too.
-HOST_TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "4") if compat.SERVES_HOST_TIER else ()
-needs_host_tier = pytest.mark.skipif(not HOST_TIER, reason="refused on this release of SGLang")
+HOST_TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "4")
 EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1")
 DRAFTS = (*EAGLE, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
 # Of the oracle.
@@ -378,11 +377,6 @@ def assert_burst(
     for ids, got, count in zip(prompts, server.generate_all(prompts, counts, ranks), counts):
         assert len(got.tokens) == count
         assert distances(oracle, ids, got).max() <= tolerance
-
-
-with_integrity_check = pytest.mark.skipif(
-    not compat.SERVES_INTEGRITY_CHECK, reason="the option integrity_check is of another release of SGLang"
-)
 
 
 def live(server: Server, ranks: int = 1) -> None:

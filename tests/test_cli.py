@@ -16,12 +16,13 @@ import torch
 from progress import LONG, communicate, run, wait
 from typer.testing import CliRunner
 
-from dsv4_sglang.cli import app, client, conversation, demo, doctor
+from dsv4_sglang.cli import app, check, client, conversation, demo, doctor
 from dsv4_sglang.srt import launch
 from dsv4_sglang.testing import selftest, tiny
 from dsv4_sglang.testing.formula import layer_output
 
 COMMAND = [sys.executable, "-m", "dsv4_sglang.cli"]
+MODEL = "somebody/some-model"
 DATA = Path(__file__).parent / "data"
 TLS = ("--ssl-keyfile", str(DATA / "server.key"), "--ssl-certfile", str(DATA / "server.crt"))
 KEYS = ("--api-key", "of users", "--admin-api-key", "of admins")
@@ -146,7 +147,7 @@ def _read_until(process: subprocess.Popen[str], text: str) -> list[str]:
 
 
 def test_print_only_prints() -> None:
-    result = CliRunner().invoke(app, ["serve", "--model-path", "m", "--print", "--tp", "1", "--device", "cpu"])
+    result = CliRunner().invoke(app, ["serve", "--model-path", MODEL, "--print", "--tp", "1", "--device", "cpu"])
     assert result.exit_code == 0
     words = shlex.split(result.output)
     assert words[words.index("--tp") + 1] == "1"
@@ -154,19 +155,69 @@ def test_print_only_prints() -> None:
     assert f"PYTHONPATH={launch.cpu_environment()['PYTHONPATH']}" in words
 
 
-def test_bad_overrides_are_a_usage_error() -> None:
-    result = CliRunner().invoke(app, ["serve", "--model-path", "m", launch.OPT_IN_FLAG, "{"], env={"COLUMNS": "200"})
+@pytest.fixture
+def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment of commands in which torch and SGLang cannot be imported."""
+    for name in ("torch", "sglang"):
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is imported')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.mark.parametrize("command", [("serve", "--print"), ("serve",), ("demo",)], ids=" ".join)
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("{", "--json-model-override-args '{' is not JSON: "),
+        ('{"dsv4_sgalng": {}}', '"dsv4_sgalng" in --json-model-override-args is no key that this launch knows; '),
+        ('{"dsv4_sglang": {"hca_stat": 1}}', 'unknown dsv4_sglang option "hca_stat"; did you mean hca_state? valid '),
+    ],
+)
+def test_bad_options_give_one_line_before_torch_is_imported(
+    without_torch: None, command: tuple[str, ...], overrides: str, said: str
+) -> None:
+    done = run([*COMMAND, *command, "--model-path", MODEL, launch.OPT_IN_FLAG, overrides])
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"dsv4_sglang: {said}")
+
+
+@pytest.mark.parametrize("command", ["serve", "demo"])
+def test_a_port_that_is_in_use_is_found_first(without_torch: None, command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = run([*COMMAND, command, "--model-path", MODEL, "--port", port])
+    assert done.returncode == 2
+    said = f"dsv4_sglang: cannot listen on --host 127.0.0.1 --port {port}: Address already in use; give another --port"
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--model-path", "/nowhere/model"), "--model-path /nowhere/model: no such folder; give "),
+        (("--model-path", MODEL, "--port", "70000"), "--port 70000: expected a number from 1 to 65535"),
+        (
+            ("--model-path", MODEL, "--host", "192.0.2.1"),
+            "cannot listen on --host 192.0.2.1 --port 30000: Cannot assign",
+        ),
+        (("--model-path", MODEL, "--port", str(1 << 14), "--dev", "cpu"), "--dev is an abbreviation; expected "),
+    ],
+)
+def test_what_cannot_be_served_gives_one_line(flags: tuple[str, ...], said: str) -> None:
+    result = CliRunner().invoke(app, ["serve", *flags])
     assert result.exit_code == 2
-    assert "is not JSON" in result.output
+    (line,) = result.output.splitlines()
+    assert line.startswith(f"dsv4_sglang: {said}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_serve_becomes_the_server(start, number: signal.Signals) -> None:
     port = demo.free_port()
-    process = start("serve", "--model-path", "m", "--port", str(port), "--trust-remote-code")
+    process = start("serve", "--model-path", MODEL, "--port", str(port), "--trust-remote-code")
     lines = _read_until(process, "STARTED")
     flags, engine = json.loads(lines[-1].removeprefix("STARTED "))
-    assert flags[:2] == ["--model-path", "m"]
+    assert flags[:2] == ["--model-path", MODEL]
     assert flags[-3:] == ["--port", str(port), "--trust-remote-code"]
     assert engine == (None if torch.cuda.is_available() else "1")
     assert shlex.split(lines[0])[-3:] == flags[-3:]
@@ -181,7 +232,7 @@ def turns(output: str) -> list[list[int]]:
 
 
 def test_serve_can_ask_and_stays_up(start) -> None:
-    process = start("serve", "--model-path", "m", "--port", str(demo.free_port()), "--ask", "abc")
+    process = start("serve", "--model-path", MODEL, "--port", str(demo.free_port()), "--ask", "abc")
     output = "".join(_read_until(process, "serving at"))
     (first, first_cached), (second, second_cached) = turns(output)
     assert first_cached == 0
@@ -192,21 +243,21 @@ def test_serve_can_ask_and_stays_up(start) -> None:
     )
     assert len(pools) == 2
     assert int(pools[0]) < int(pools[1])
-    assert "noise" not in output  # "m" is no tiny model's folder
+    assert "noise" not in output  # MODEL is no tiny model's folder
     requests = [line for line in output.splitlines() if line.startswith("REQUEST")]
     assert requests and all('" 200' in line for line in requests), "refused while it started"
     assert process.poll() is None
 
 
 def test_asking_ends_with_the_server(start) -> None:
-    process = start("serve", "--model-path", "m", "--port", str(demo.free_port()), "--ask", "abc", "--die")
+    process = start("serve", "--model-path", MODEL, "--port", str(demo.free_port()), "--ask", "abc", "--die")
     assert "no conversation: the server" in "".join(_read_until(process, "no conversation"))
     assert wait(process) == 3
 
 
 @pytest.mark.parametrize("flags", [(), (*KEYS, *TLS)], ids=["plain", "keys and TLS"])
 def test_demo_prints_and_stops(start, flags: tuple[str, ...]) -> None:
-    process = start("demo", "--model-path", "m", "--prompt", "xyz", *flags)
+    process = start("demo", "--model-path", MODEL, "--prompt", "xyz", *flags)
     output, _ = communicate(process)
     assert process.returncode == 0, output
     assert "turn 1: 'xyz' -> 'ab'" in output
@@ -223,7 +274,7 @@ def test_demo_prints_and_stops(start, flags: tuple[str, ...]) -> None:
     ],
 )
 def test_demo_fails_clearly(start, flag: str, said: str) -> None:
-    process = start("demo", "--model-path", "m", flag)
+    process = start("demo", "--model-path", MODEL, flag)
     output, _ = communicate(process)
     assert process.returncode == 1
     assert "no conversation: the server" in output
@@ -239,7 +290,7 @@ def test_demo_fails_clearly(start, flag: str, said: str) -> None:
     ],
 )
 def test_demo_starts_nothing_that_it_could_not_reach(flag: str, said: str) -> None:
-    result = CliRunner().invoke(app, ["demo", "--model-path", "m", flag])
+    result = CliRunner().invoke(app, ["demo", "--model-path", MODEL, flag])
     assert result.exit_code == 1
     assert "no conversation: " in result.output
     assert said in result.output
@@ -396,13 +447,13 @@ try:
     runpy.run_module("dsv4_sglang.cli", run_name="__main__")
 except SystemExit as end:
     print("exit code", end.code, flush=True)
-from dsv4_sglang.srt import compat, flags, hooks
+from dsv4_sglang.srt import compat, contracts, hooks
 whole = hooks.hooks_of
 def broken(*arguments, **named):
     first, second, *rest = whole(*arguments, **named)
     return first._replace(target="sglang.srt.gone.Thing"), second._replace(function=lambda original, other: None), *rest
 hooks.hooks_of = broken
-flags.SUPPORTED += (flags.Group("it is gone", "renamed_flag"),)
+contracts.FLAGS_READ += ("renamed_flag",)
 compat.OVERRIDES += (compat.OVERRIDES[0]._replace(method="_gone"),)
 from dsv4_sglang.cli import doctor
 for check in (doctor.hooks, doctor.flags, doctor.server_classes):
@@ -417,8 +468,8 @@ def test_doctor_passes_here_and_sees_what_is_missing() -> None:
     done = run([sys.executable, "-c", DOCTOR_AND_BREAK_THINGS])
     whole, code, broken = done.stdout.partition("exit code 0\n")
     assert code, done.stdout + done.stderr
-    for check in ("python", "sglang", "plugin", "hooks", "flags", "overrides", "CSA layer", "HCA layer"):
-        assert check in whole
+    for checked in ("python", "sglang", "plugin", "hooks", "flags", "overrides", "CSA layer", "HCA layer"):
+        assert checked in whole
     for line in (
         "fail hook sglang.srt.gone.Thing does not exist",
         "materialize_declarations takes (server_args",
@@ -439,3 +490,19 @@ def test_check_without_a_server(url: str, reason: str) -> None:
     port = demo.free_port()
     result = CliRunner().invoke(app, ["check", url.format(port=port)])
     assert result.exit_code == 1 and f"dsv4-sglang check: {reason.format(port=port)}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("idle", "requests", "said"),
+    [
+        (True, 0, "DP0 TP0: idle, 0 wrong, 5 ms"),
+        (False, 2, "DP0 TP0: busy with 2 requests, 0 wrong, 5 ms"),
+        (False, 0, "DP0 TP0: no requests, finishing earlier work, 0 wrong, 5 ms"),
+    ],
+)
+def test_check_says_what_a_server_does(
+    idle: bool, requests: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = {"pools": [], "findings": [], "wrong": 0, "seconds": 0.005}
+    check._show_reports([{"dp_rank": 0, "tp_rank": 0, "idle": idle, "requests": requests, **counts}])
+    assert capsys.readouterr().out.splitlines()[-1] == said

@@ -15,7 +15,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 import dsv4_sglang
 from dsv4_sglang.cli import doctor
-from dsv4_sglang.srt import compat, contracts
+from dsv4_sglang.srt import activate, compat, contracts
 from dsv4_sglang.srt.backend import HybridCacheBackend
 from dsv4_sglang.srt.backend_v41 import V41Backend
 from dsv4_sglang.srt.configurator import BlockConfigurator
@@ -29,6 +29,7 @@ from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
 from dsv4_sglang.srt.host.storage import FileStorage, FolderEvictor
 from dsv4_sglang.srt.host.transfers import HostStack, TransferController
 from dsv4_sglang.srt.host.watch import LoadEvents
+from dsv4_sglang.srt.launch_error import LaunchError
 from dsv4_sglang.srt.models import deepseek_v4, deepseek_v4_dspark, deepseek_v4_nextn, deepseek_v41
 from dsv4_sglang.srt.models.deepseek_v4 import CacheAttention
 from dsv4_sglang.srt.options import Options
@@ -186,7 +187,7 @@ def test_a_hook_with_other_parameters_is_named(function: Callable[..., Any]) -> 
     hook = Hook(TARGETS + "release_kv_cache", HookType.AROUND, function, "to be tried")
     (line,) = contracts.hook_differences([hook])
     assert line.startswith(TARGETS + "release_kv_cache takes (req") and line.endswith(": to be tried")
-    with pytest.raises(RuntimeError, match=r"does not fit this SGLang .*validated: 0\.5\.17, "):
+    with pytest.raises(LaunchError, match=r"does not fit the installed release: .*validated: 0\.5\.17, .*\n.*takes "):
         contracts.require([line])
 
 
@@ -210,6 +211,16 @@ def test_the_doctor_names_the_release_and_its_state(
     monkeypatch.setattr(doctor, "_version", lambda _distribution: release)
     (finding,) = doctor.sglang_version(gpu=False)
     assert finding.found.startswith(text) and finding.state == state
+
+
+@pytest.mark.parametrize(("release", "warnings"), [("0.5.17", 0), ("0.5.23", 0), ("0.5.20", 1), ("0.5.99", 1)])
+def test_a_release_that_is_not_validated_starts_with_one_warning(
+    release: str, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compat, "sglang_version", lambda: release)
+    activate.warn_of_release()
+    said = f"dsv4_sglang: this is SGLang {release}; validated: 0.5.17, 0.5.23; its hooks are as expected, but flags"
+    assert len(caplog.messages) == warnings and all(message.startswith(said) for message in caplog.messages)
 
 
 def test_releases_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

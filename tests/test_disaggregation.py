@@ -29,12 +29,10 @@ from torch import Tensor
 from dsv4_sglang.cache import CacheLayout
 from dsv4_sglang.formats import rows
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.srt import compat, disaggregation
+from dsv4_sglang.srt import disaggregation
 from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options
 from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateParams, StateSlotPool
-
-pytestmark = pytest.mark.skipif(not compat.SERVES_DISAGGREGATION, reason="refused on this release of SGLang")
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn

@@ -1,9 +1,12 @@
 """The scripts in examples/ that need no server run as they stand."""
 
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
+
+from dsv4_sglang.cli import demo
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -18,3 +21,25 @@ def test_two_requests(capsys: pytest.CaptureFixture[str]) -> None:
     firsts = {line.split("|entry 0| = ")[1] for line in lines if "|entry 0|" in line}
     assert len(firsts) == 1
     assert lines[-1] == "released: 24 blocks and 3 slots free"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        (
+            "chat_client.py",
+            ["Why?"],
+            "the server at {url} cannot be asked: Connection error.",
+        ),
+        ("pools_filling.py", [], "no pools at {url}/metrics ("),
+    ],
+)
+def test_a_wrong_url_gives_one_line(
+    name: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"http://127.0.0.1:{demo.free_port()}"
+    monkeypatch.setattr(sys, "argv", [name, *arguments, "--url", url])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    lines = capsys.readouterr().err.splitlines()
+    assert end.value.code == 1 and len(lines) == 1 and lines[0].startswith(said.format(url=url))

@@ -160,7 +160,7 @@ def test_the_tool(tmp_path: Path) -> None:
     removed = run(app, ["storage", "prune", str(folder), "--unused-days", "2"])
     assert removed.exit_code == 0 and removed.output.count("removed") == 5 and bytes_of(folder) == 0
     assert run(app, ["storage", "prune", str(folder)]).output == "nothing to remove\n"
-    missing = run(app, ["storage", "ls", str(tmp_path / "nowhere")])
+    missing = run(app, ["storage", "ls", str(tmp_path / "nowhere")], env={"COLUMNS": "400"})
     assert missing.exit_code == 2 and "does not exist" in missing.output
 
 

@@ -280,7 +280,7 @@ def test_a_layer_of_v41_waits_for_its_load(decodes: bool) -> None:
 
     backend: Any = V41Backend.__new__(V41Backend)
     backend.metadata = SimpleNamespace(is_decode=decodes, positions=torch.zeros(1))
-    backend.step, backend.last_layer = Step(), 9
+    backend.step, backend.last_layer, backend._recorded = Step(), 9, False
     backend.token_to_kv_pool = SimpleNamespace(wait_for_layer=lambda layer: done.append(("wait", layer)))
     inputs: Any = SimpleNamespace(weights=None, compressor=None, index_query=None, sink=torch.zeros(1))
     layer = SimpleNamespace(layer_id=3, scaling=1.0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dsv4_sglang.srt import launch
+from dsv4_sglang.srt.launch_error import LaunchError
 
 FLAG = launch.OPT_IN_FLAG
 
@@ -33,10 +34,36 @@ def test_keeps_what_the_user_overrides() -> None:
     assert _override(launch.server_command("m", [FLAG + '={"a": 1}'], cpu=True)) == {"dsv4_sglang": {}, "a": 1}
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "3"])
-def test_overrides_that_are_no_object_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"json-model-override-args"):
+@pytest.mark.parametrize("text", ["{", "[1]", "3", '{"dsv4_sgalng": {}}', '{"dsv4_sglang": 3}'])
+def test_overrides_that_are_invalid_are_rejected(text: str) -> None:
+    with pytest.raises(LaunchError, match=r"json-model-override-args"):
         launch.server_command("m", [FLAG, text], cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (None, "config.json cannot be read (No such file or directory); give the folder of a checkpoint"),
+        ('{"model_type": ', "config.json is not JSON: Expecting value: line 1 column 16"),
+        ("[1]", "config.json has the model_type None; expected one of deepseek_v4, "),
+        ('{"model_type": "llama"}', "config.json has the model_type 'llama'; expected one of deepseek_v4, "),
+    ],
+)
+def test_the_file_of_a_broken_config_is_named(tmp_path: Path, written: str | None, said: str) -> None:
+    if written is not None:
+        (tmp_path / "config.json").write_text(written)
+    with pytest.raises(LaunchError) as error:
+        launch.config_of(str(tmp_path))
+    assert str(error.value).startswith(f"{tmp_path / said}")
+
+
+def test_models_that_lie_elsewhere(tmp_path: Path) -> None:
+    for name in ("deepseek-ai/DeepSeek-V4-Flash", "s3://bucket/a/b"):
+        assert launch.config_of(name) == {}
+    for missing in (str(tmp_path / "gone"), "DeepSeek-V4-Flash", "./models/tiny", "a/b/c"):
+        with pytest.raises(LaunchError) as error:
+            launch.config_of(missing)
+        assert str(error.value).startswith(f"--model-path {missing}: no such folder; give ")
 
 
 def test_with_a_gpu_only_the_opt_in_is_added() -> None:
@@ -93,21 +120,11 @@ def test_flag_value(flags: list[str], found: str | None) -> None:
     assert launch.flag_value(flags, "--a") == found
 
 
-@pytest.mark.parametrize("given", [["--json-model-override", '{"a": 1}'], ['--json={"a": 1}'], ["--j", '{"a": 1}']])
-def test_an_abbreviated_override_is_merged(given: list[str]) -> None:
-    """SGLang's parser takes it for the whole flag, and the last one would replace the opt-in."""
-    command = launch.server_command("m", ["--port", "1", *given], cpu=False)
-    assert _override(command) == {"dsv4_sglang": {}, "a": 1}
-    assert command.argv[-2:] == ["--port", "1"]
-
-
-def test_abbreviations_are_spelled_out() -> None:
-    argv = launch.server_command("m", ["--dev", "cpu", "--max-tot=7", "--por", "5", "--tp", "2"], cpu=True).argv
-    assert argv[-6:] == ["cpu", "--max-total-tokens=7", "--port", "5", "--tp", "2"]
-    assert argv.count("--device") == sum(word.startswith("--max-t") for word in argv) == 1
-    assert launch.flag_value(["--por", "5"], "--port") == "5"
-    assert launch.flag_value(["--p", "5"], "--port") is None  # ambiguous, which SGLang says
-    assert launch.spelled_out(["--model", "m"]) == ["--model", "m"]
+@pytest.mark.parametrize("given", [["--json-model-override", '{"a": 1}'], ['--j={"a": 1}'], ["--conf", "f"], ["--dev"]])
+def test_an_abbreviation_of_a_flag_that_is_read_is_rejected(given: list[str]) -> None:
+    """SGLang's parser would take it for the whole flag, behind the back of what is decided here."""
+    with pytest.raises(LaunchError, match=r"^--\w.* is an abbreviation; expected the whole flag: write --"):
+        launch.server_command("m", ["--port", "1", *given], cpu=False)
 
 
 @pytest.fixture
@@ -117,10 +134,9 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["--config", "--conf"])
 @pytest.mark.parametrize("join", [False, True])
-def test_flags_of_a_file(file: Path, name: str, join: bool) -> None:
-    given = [f"{name}={file}"] if join else [name, str(file)]
+def test_flags_of_a_file(file: Path, join: bool) -> None:
+    given = [f"--config={file}"] if join else ["--config", str(file)]
     command = launch.server_command("m", given, cpu=True)
     assert _override(command) == {"dsv4_sglang": {}, "a": 1}
     assert command.argv[-2:] == ["--config", str(file)], "in two words, which SGLang looks for"

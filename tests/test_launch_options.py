@@ -11,6 +11,7 @@ import torch
 from dsv4_sglang.cache import CacheLayout
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.srt import activate
+from dsv4_sglang.srt.launch_error import LaunchError
 from dsv4_sglang.srt.layout import served_layout
 from dsv4_sglang.srt.options import Options, from_override_args
 from dsv4_sglang.srt.sizing import (
@@ -23,6 +24,7 @@ from dsv4_sglang.srt.sizing import (
     table,
     tokens_in_bytes,
 )
+from dsv4_sglang.testing import tiny
 
 
 def parse(**options: object) -> Options | None:
@@ -43,6 +45,7 @@ def test_opting_in() -> None:
     ("options", "words"),
     [
         ({"indexer": "mxfp4"}, ['"indexer"', "indexer_format", "checkpoint_interval"]),
+        ({"hca_stat": "raw"}, ['"hca_stat"; did you mean hca_state?']),
         ({"indexer_format": "fp8"}, ["indexer_format", '"fp8"', '"mxfp4"', '"nvfp4"']),
         ({"indexer_format": 4}, ["indexer_format", "4", '"mxfp4"']),
         ({"hca_state": None}, ["hca_state", "null", '"raw"']),
@@ -61,6 +64,27 @@ def test_bad_options_are_named(options: dict[str, object], words: list[str]) -> 
     with pytest.raises(ValueError) as error:
         parse(**options)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["dsv4_sgalng", "dsv4-sglang", "DSV4_SGLANG", "dsv4sglang", "dsv4", "dsv4_cache", "sglang"]
+)
+def test_a_misspelt_key_is_rejected(key: str) -> None:
+    for text in (json.dumps({key: {}}), json.dumps({"dsv4_sglang": {}, key: {}})):
+        with pytest.raises(LaunchError) as error:
+            from_override_args(text)
+        assert str(error.value).startswith(f'"{key}" in --json-model-override-args ')
+        assert str(error.value).endswith('did you mean "dsv4_sglang"?')
+
+
+def test_an_option_outside_the_braces_is_rejected() -> None:
+    with pytest.raises(LaunchError, match=r'^"hca_state" in .* expected it inside .*\{"dsv4_sglang": \{"hca_state": '):
+        from_override_args('{"hca_state": "raw"}')
+
+
+def test_keys_of_models_are_not_taken_for_ours() -> None:
+    keys = {**tiny.config_json(tiny.TinySpec(dspark=5)), "has_dsv41_vision": 1, "langs": 1, "rope_scaling": 1}
+    assert from_override_args(json.dumps(keys)) is None
 
 
 def test_options_must_be_an_object() -> None:

@@ -274,3 +274,20 @@ def test_v41_shows_what_its_cache_lost_and_not_how_it_was_summed(
     monkeypatch.setattr(oracle_v41._Forward, "write_entries", lose)
     lost = moved()
     assert lost[:128].mean() < noise.mean() < lost[140:].mean() / 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("/proc/x",), "cannot write /proc/x (No such file or directory); give a folder that can be made"),
+        (
+            ("{folder}", "--layers", "a,b"),
+            "--layers 'a,b': give compress ratios separated by commas, such as 0,4,128,4",
+        ),
+    ],
+)
+def test_what_cannot_be_made_gives_one_line(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    words = [word.format(folder=tmp_path / "model") for word in arguments]
+    result = CliRunner().invoke(app, ["make-tiny", *words])
+    assert result.exit_code == 2
+    assert result.output.splitlines() == [f"dsv4-sglang make-tiny: {said}"]

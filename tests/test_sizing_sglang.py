@@ -171,7 +171,6 @@ def test_a_decode_server_has_slots_for_what_is_on_its_way(configurator: Any) -> 
         tokens_of(configurator(flashshape(), 16, radix=False, mode="decode", max_checkpoints=8), MEMORY)
 
 
-@pytest.mark.skipif(not compat.SERVES_DISAGGREGATION, reason="refused on this release of SGLang")
 def test_a_decode_servers_pool_is_what_was_counted(configurator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.mem_cache import mamba_checkpoint_pool
 
@@ -192,7 +191,7 @@ def test_without_a_prefix_cache_there_are_no_checkpoints(configurator: Any) -> N
     assert launched.launch.demand == StateDemand(256)
 
 
-@pytest.mark.skipif(compat.since("0.5.19"), reason="a pool reads the settings of a running server there")
+@pytest.mark.skipif(compat.since("0.5.23"), reason="a pool reads the settings of a running server there")
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_a_request_takes_one_slot_of_the_pool_that_is_built(
     configurator: Any, drafts: int, monkeypatch: pytest.MonkeyPatch

@@ -680,11 +680,8 @@ class TieredServer(BlockOwner):
 
     def check(self) -> None:
         """Every block, slot and row has one owner, and the registry says what the tree has."""
-        if not compat.SERVES_INTEGRITY_CHECK:
-            unified_radix_cache.UnifiedRadixCache.sanity_check(self.cache)  # ours leaves out most of them
-        else:
-            found = examine(self.cache, self.running)
-            assert not found.findings, str(found)
+        found = examine(self.cache, self.running)
+        assert not found.findings, str(found)
         cache = self.cache
         for node in cache.tree_core._collect_all_nodes():
             if cache._is_end(node) and cache._row(node) is None and cache._may_go(node):

@@ -80,7 +80,9 @@ def _show_reports(reports: list[dict[str, Any]]) -> None:
             console.print(f"[bold red]{rank}[/]  {finding['what']}: {finding['wrong']}", highlight=False)
         if (more := report["wrong"] - len(report["findings"])) > 0:
             console.print(f"[bold red]{rank}[/]  and {more} more", highlight=False)
-        state = "idle" if report["idle"] else f"busy with {report['requests']} requests"
+        requests = report["requests"]
+        busy = f"busy with {requests} requests" if requests else "no requests, finishing earlier work"
+        state = "idle" if report["idle"] else busy
         console.print(f"{rank}: {state}, {report['wrong']} wrong, {1e3 * report['seconds']:.0f} ms", highlight=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
 import ssl
 import time
 import urllib.error
@@ -61,6 +62,15 @@ class Pools:
             f"{self.used} of {self.tokens} tokens used by running requests, {self.kept} kept for requests to come, "
             f"checkpoints: {self.checkpoints}"
         )
+
+
+def bind(host: str, port: int) -> None:
+    """Raise OSError if a server could not listen there: the port is in use, or this machine has no such address."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        # As servers do: connections that are closed do not keep the port.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
 
 
 def _opener(certificate: str | None) -> urllib.request.OpenerDirector:

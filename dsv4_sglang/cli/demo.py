@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,9 +14,9 @@ from typing import Annotated
 
 import typer
 
-from dsv4_sglang.cli.client import DEFAULT_HOST, Server, wait_ready
+from dsv4_sglang.cli.client import DEFAULT_HOST, Server, bind, wait_ready
 from dsv4_sglang.cli.conversation import QUESTION, converse
-from dsv4_sglang.cli.serve import POOL_FLAGS, command_for
+from dsv4_sglang.cli.serve import POOL_FLAGS, command_for, rejections, require_startable
 from dsv4_sglang.srt import launch
 
 STOP_SECONDS = 20.0
@@ -29,15 +28,13 @@ own processes or others may have been given one of those."""
 def free_port(host: str = DEFAULT_HOST) -> int:
     """A port of PORTS that is free on the address `host`. Raises OSError if this machine does not have that address."""
     for port in random.sample(PORTS, len(PORTS)):
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as listener:
-            try:
-                listener.bind(address)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                continue
-            return port
+        try:
+            bind(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            continue
+        return port
     raise OSError(f"all ports from {PORTS[0]} to {PORTS[-1]} of {host} are in use")
 
 
@@ -66,15 +63,17 @@ def demo(
 ) -> None:
     """Start a server on a free port, print two turns of a conversation and what the cache did, stop the server."""
     flags = [*POOL_FLAGS, *context.args]
-    try:
-        if launch.flag_value(flags, "--port") is None:
-            flags += ["--port", str(free_port(launch.flag_value(flags, "--host") or DEFAULT_HOST))]
-        server = Server(flags)
-        command = command_for(model_path, flags)
-        typer.echo(command.shell())
-        with running(command) as process:
-            wait_ready(server, alive=lambda: process.poll() is None, timeout=timeout)
-            converse(server, model_path, prompt, max_tokens)
-    except (OSError, RuntimeError) as error:
-        typer.echo(f"dsv4-sglang: no conversation: {error}", err=True)
-        raise typer.Exit(1) from None
+    with rejections():
+        try:
+            if launch.flag_value(flags, "--port") is None:
+                flags += ["--port", str(free_port(launch.flag_value(flags, "--host") or DEFAULT_HOST))]
+            server = Server(flags)
+            require_startable(model_path, flags)
+            command = command_for(model_path, flags)
+            typer.echo(command.shell())
+            with running(command) as process:
+                wait_ready(server, alive=lambda: process.poll() is None, timeout=timeout)
+                converse(server, model_path, prompt, max_tokens)
+        except (OSError, RuntimeError) as error:
+            typer.echo(f"dsv4-sglang: no conversation: {error}", err=True)
+            raise typer.Exit(1) from None

@@ -12,7 +12,7 @@ def _parse_ratios(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise typer.BadParameter(f"{text!r}: give compress ratios separated by commas, such as 0,4,128,4") from None
+        raise ValueError(f"--layers {text!r}: give compress ratios separated by commas, such as 0,4,128,4") from None
 
 
 def make_tiny(
@@ -44,14 +44,10 @@ def make_tiny(
     from dsv4_sglang.testing import tiny, tiny_v41
 
     sizes: dict[str, Any] = {"seed": seed, "hidden": hidden, "index_topk": index_topk, "context": context}
-    chosen: dict[str, Any] = {
-        "ratios": layers and _parse_ratios(layers),
-        "hash_layers": hash_layers,
-        "nextn": nextn,
-        "dspark": dspark,
-    }
-    given = {name: value for name, value in chosen.items() if value is not None and value is not False}
     try:
+        ratios = layers and _parse_ratios(layers)
+        chosen: dict[str, Any] = {"ratios": ratios, "hash_layers": hash_layers, "nextn": nextn, "dspark": dspark}
+        given = {name: value for name, value in chosen.items() if value is not None and value is not False}
         if not v41:
             tiny.make_tiny(folder, spec := tiny.TinySpec(**sizes, **given))
             count = len(spec.ratios)
@@ -61,7 +57,11 @@ def make_tiny(
         else:
             tiny_v41.make_tiny_v41(folder, tiny_v41.TinyV41Spec(**sizes))
             count = len(tiny_v41.RATIOS)
-    except (ValueError, FileExistsError) as error:
-        raise typer.BadParameter(str(error)) from None
+    except (ValueError, OSError) as error:
+        # An error of the system says neither what it is about nor what to do.
+        system = error.strerror if isinstance(error, OSError) else None
+        reason = f"cannot write {folder} ({system}); give a folder that can be made" if system else error
+        typer.echo(f"dsv4-sglang make-tiny: {reason}", err=True)
+        raise typer.Exit(2) from None
     size = sum(p.stat().st_size for p in folder.iterdir())
     typer.echo(f"{folder}: {count} layers, seed {seed}, {size / 1e6:.0f} MB")

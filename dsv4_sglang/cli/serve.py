@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
+from dsv4_sglang.cli.client import DEFAULT_HOST, DEFAULT_PORT, bind
 from dsv4_sglang.srt import launch
+from dsv4_sglang.srt.launch_error import LaunchError
 
 SGLANG_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 POOL_FLAGS = ["--enable-metrics", "--decode-log-interval", "8"]
@@ -17,14 +21,40 @@ POOL_FLAGS = ["--enable-metrics", "--decode-log-interval", "8"]
 otherwise. Put before a user's flags, so that those win."""
 
 
-def command_for(model_path: str, flags: list[str]) -> launch.Command:
-    """The server command for this machine, or the CPU's if the flags ask for it."""
+@contextmanager
+def rejections() -> Iterator[None]:
+    """Show a LaunchError as its reasons alone, and exit."""
     try:
-        device = launch.flag_value(flags, "--device")
-        cpu = device == "cpu" if device is not None else not launch.has_gpu()
-        return launch.server_command(model_path, flags, cpu)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        yield
+    except LaunchError as error:
+        error.show()
+        raise typer.Exit(2) from None
+
+
+def require_startable(model_path: str, flags: list[str]) -> None:
+    """Raise LaunchError if there is no such checkpoint or the port is not free."""
+    launch.config_of(model_path)
+    host = launch.flag_value(flags, "--host") or DEFAULT_HOST
+    port = launch.flag_value(flags, "--port") or DEFAULT_PORT
+    if not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise LaunchError(f"--port {port}: expected a number from 1 to 65535")
+    try:
+        bind(host, int(port))
+    except OSError as error:
+        reason = f"cannot listen on --host {host} --port {port}: {error.strerror}"
+        raise LaunchError(f"{reason}; give another --port or --host, or stop the process that has it") from None
+
+
+def command_for(model_path: str, flags: list[str]) -> launch.Command:
+    """The server command for this machine, or the CPU's if the flags ask for it.
+
+    Raises:
+        LaunchError: The options or a flag that is read here are invalid.
+    """
+    launch.opt_in(launch.flag_value(flags, launch.OPT_IN_FLAG))  # before `has_gpu` imports torch
+    device = launch.flag_value(flags, "--device")
+    cpu = device == "cpu" if device is not None else not launch.has_gpu()
+    return launch.server_command(model_path, flags, cpu)
 
 
 def serve(
@@ -40,7 +70,10 @@ def serve(
 
     The server replaces this process, so signals reach it as they are and its exit code is this command's.
     """
-    command = command_for(model_path, context.args if ask is None else [*POOL_FLAGS, *context.args])
+    with rejections():
+        if not only_print:
+            require_startable(model_path, context.args)
+        command = command_for(model_path, context.args if ask is None else [*POOL_FLAGS, *context.args])
     typer.echo(command.shell())
     if only_print:
         return

@@ -6,12 +6,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsv4_sglang.srt.host.folder import StoredFile, stored_files
-from dsv4_sglang.srt.host.folder import prune as remove_orphans
+if TYPE_CHECKING:
+    from dsv4_sglang.srt.host.folder import StoredFile
 
 storage = typer.Typer(help="The pages in a folder of the storages `file` and `nixl`.", no_args_is_help=True)
 FOLDER_VARIABLES = ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"]
@@ -50,6 +50,8 @@ def prune(
 
     Pages of a model that a server uses stay.
     """
+    from dsv4_sglang.srt.host.folder import prune as remove_orphans
+
     _files(folder)
     removed = remove_orphans(folder, name or (), unused_days)
     for (of, state), files in sorted(_by_name(removed).items()):
@@ -59,6 +61,8 @@ def prune(
 
 
 def _files(folder: Path) -> list[StoredFile]:
+    from dsv4_sglang.srt.host.folder import stored_files
+
     try:
         return list(stored_files(folder))
     except OSError as error:

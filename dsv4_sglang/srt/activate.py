@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -15,9 +13,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt import compat, contracts
 from dsv4_sglang.srt.decisions import ARCHITECTURE, BACKEND, PREFIX_CACHE, Launch
+from dsv4_sglang.srt.flag_validation import refuse_release
 from dsv4_sglang.srt.hooks import Hook, hooks_of
+from dsv4_sglang.srt.launch import config_of
+from dsv4_sglang.srt.launch_error import LaunchError
 from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.refusals import refuse_options, refuse_release
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,7 @@ FUSED_STREAM_THREADS = 256
 
 def activate(launch: Launch, server_args: Any) -> None:
     """Once a process. Raises if anything that the cache relies on is not there."""
-    config = _config_json(server_args.model_path)
-    refuse_options(launch.options)
+    config = config_of(server_args.model_path)
     refuse_release(config.get("model_type"))
     hooks = hooks_of(launch, on_cpu=server_args.device == "cpu")
     contracts.require([*contracts.flag_differences(), *contracts.hook_differences(hooks)])
@@ -40,14 +39,14 @@ def activate(launch: Launch, server_args: Any) -> None:
         _register_host_tier(launch.options, server_args.hicache_storage_backend)
     _apply(hooks)
     _register_model()
-    if compat.sglang_version() not in compat.VALIDATED:
-        log.warning("dsv4_sglang: %s", compat.version_note())
+    warn_of_release()
 
 
-def _config_json(model_path: str) -> dict[str, Any]:
-    """That of a checkpoint folder; nothing of a model that is not a folder yet."""
-    config = Path(model_path) / "config.json"
-    return json.loads(config.read_text()) if config.is_file() else {}
+def warn_of_release() -> None:
+    """Log one warning if the installed release, whose hooks are as expected, is not validated."""
+    if compat.validation() is None:
+        said = "dsv4_sglang: %s; its hooks are as expected, but flags that are new in it are not checked"
+        log.warning(said, compat.version_note())
 
 
 def _set_environment(config: dict[str, Any]) -> None:
@@ -115,18 +114,23 @@ def _apply(hooks: tuple[Hook, ...]) -> None:
     """Register and apply hooks; SGLang only logs one that fails, so each is looked up afterwards."""
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, hook.kind)
-    HookRegistry.apply_hooks()
+    sglangs_log = logging.getLogger(HookRegistry.__module__)
+    level = sglangs_log.level
+    sglangs_log.setLevel(logging.WARNING)  # a line a hook, in every process, would hide what else the log says
+    try:
+        HookRegistry.apply_hooks()
+    finally:
+        sglangs_log.setLevel(level)
     missing = [hook for hook in hooks if hook.target not in compat.applied_hooks()]
     if missing:
-        lines = "\n".join(f"  {hook.target}: {hook.reason}" for hook in missing)
-        raise RuntimeError(f"dsv4_sglang cannot hook into SGLang ({compat.version_note()}). Missing targets:\n{lines}")
+        raise LaunchError(*(f"cannot hook {hook.target}: {hook.reason} ({compat.version_note()})" for hook in missing))
 
 
 def _register_model() -> None:
     """SGLang imports its model classes late, and not in the launcher: name our package for then, or add it now."""
     named = os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", MODEL_PACKAGE)
     if named != MODEL_PACKAGE:
-        raise ValueError(f"SGLANG_EXTERNAL_MODEL_PACKAGE is {named}; dsv4_sglang needs {MODEL_PACKAGE} there")
+        raise LaunchError(f"SGLANG_EXTERNAL_MODEL_PACKAGE is {named}; expected {MODEL_PACKAGE}: unset the variable")
     registry = sys.modules.get("sglang.srt.models.registry")
     if registry is not None:
         registry.ModelRegistry.register(MODEL_PACKAGE, overwrite=True, strict=True)

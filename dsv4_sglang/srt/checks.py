@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
 from typing import Any
 
 from dsv4_sglang.srt import compat, contracts
+from dsv4_sglang.srt.launch_error import LaunchError
+
+
+def build_or_reject(original: Callable[[Any], None], scheduler: Any) -> None:
+    """AROUND `Scheduler.init_model_worker`, which loads the model and builds the pools: compare the private methods of
+    SGLang that ours override before, and show why a launch is rejected.
+
+    SGLang would log a traceback and have the launcher log more before it kills itself. Here the line is the last one.
+    SGLang's subprocesses end with the launcher.
+    """
+    try:
+        contracts.require(contracts.override_differences())
+        original(scheduler)
+    except LaunchError as error:
+        if (launcher := multiprocessing.parent_process()) is None or launcher.pid is None:
+            raise
+        error.show()
+        os.kill(launcher.pid, signal.SIGKILL)
+        raise SystemExit(1) from None
 
 
 def check_started(scheduler: Any) -> None:
-    """Raise, which stops the server, unless pools, allocator, tree, backend and model are the classes that belong here
-    and SGLang's have the methods that ours override.
+    """Raise, which stops the server, unless pools, allocator, tree, backend and model are the classes that belong here.
 
     SGLang logs a failing plugin or hook and serves on with its own pools: this is what makes that loud.
     """
@@ -22,7 +44,6 @@ def check_started(scheduler: Any) -> None:
     from dsv4_sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
     from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateReqToTokenPool, StateSlotPool
 
-    contracts.require(contracts.override_differences())
     runner = scheduler.tp_worker.model_runner
     requests, tokens = runner.req_to_token_pool, runner.token_to_kv_pool
     tree = _tree_class(compat.flags(scheduler.server_args))

@@ -28,8 +28,8 @@ VALIDATED = {
     "0.5.17": "validated on GPU and CPU: the whole suite",
     "0.5.23": "validated on CPU by `make test-newest`; its GPU path is adapted by reading",
 }
-"""Releases on which the server tests have passed, and which. Others are tried and refused if `contracts` finds
-differences."""
+"""Releases that are supported, and what was tested on each. Another release starts with a warning if `contracts` finds
+no difference, and is rejected if it does."""
 
 
 def sglang_version() -> str:
@@ -55,15 +55,15 @@ def version_note() -> str:
 # Functions that hooks replace or wrap; `hooks` says why. Empty where a release has no such function or needs no hook.
 _ARGS = "sglang.srt.arg_groups."
 FLAGS_RESOLVED = _ARGS + (
-    "validation_hook.check_server_args" if since("0.5.19") else "overrides.materialize_declarations"
+    "validation_hook.check_server_args" if since("0.5.23") else "overrides.materialize_declarations"
 )
-# Since 0.5.21 the spec that `activate` registers says it.
-ALLOW_EXTRA_BUFFER = "" if since("0.5.21") else _ARGS + "overrides.supports_mamba_cache_extra_buffer"
+# Since 0.5.23 the spec that `activate` registers says it.
+ALLOW_EXTRA_BUFFER = "" if since("0.5.23") else _ARGS + "overrides.supports_mamba_cache_extra_buffer"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
 CHOOSE_STATE_SLOTS = _CONFIGURATOR + "_handle_max_mamba_cache"
 SLOTS_OF_A_REQUEST = _CONFIGURATOR + "_calculate_mamba_ratio"
-# Since 0.5.20 it refuses FP8 rows on a CPU without AMX.
-CONFIGURE_POOLS = _CONFIGURATOR + "configure" if since("0.5.20") else ""
+# Since 0.5.23 it refuses FP8 rows on a CPU without AMX.
+CONFIGURE_POOLS = _CONFIGURATOR + "configure" if since("0.5.23") else ""
 BUILD_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_req_pool"
 BUILD_KV_POOL = _CONFIGURATOR + "_build_token_to_kv_pool"
 TRACK_REQUEST = "sglang.srt.managers.schedule_batch.ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend"
@@ -75,49 +75,43 @@ DRAFT_EXTEND = _DRAFT_WORKER + "_draft_extend_for_decode"
 LOGITS_OF_RANKS = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
 # On a GPU; SGLang's layer leaves sums of attention to its exchange of tokens since then.
 SERVES_DP_ATTENTION = not since("0.5.23")
-SERVES_DISAGGREGATION = since("0.5.23") or not since("0.5.18")
 # Since 0.5.23 a prefill server copies the blocks' numbers to pinned memory, behind a CUDA event.
 KV_SENDER = "sglang.srt.disaggregation.common.conn.CommonKVSender.__init__" if since("0.5.23") else ""
 BUILD_DECODE_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_mamba_decode_req_pool"
-# The releases between had trees and controllers of copies of their own.
-SERVES_HOST_TIER = since("0.5.23") or not since("0.5.18")
-SERVES_INTEGRITY_CHECK = since("0.5.23") or not since("0.5.18")
 # Since 0.5.23 weights may come between two calls without one of SGLang's updates, and take their form with the second.
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 END_WEIGHT_UPDATE = _WEIGHTS + "end_weight_update" if since("0.5.23") else ""
 # Since 0.5.23 a fetch from a storage that is given up keeps its rows of the host until nobody reads into them.
 FREES_ROWS_IN_USE = not since("0.5.23")
 # Since 0.5.23 SGLang hashes what separates tenants along with the tokens, and looks pages up by that.
-_HASHES_TOKENS_ONLY = SERVES_HOST_TIER and not since("0.5.23")
+_HASHES_TOKENS_ONLY = not since("0.5.23")
 _CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore."
 HASH_PAGES = "sglang.srt.mem_cache.utils.get_hash_str" if _HASHES_TOKENS_ONLY else ""
 LOOK_UP_PAGES = "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache" if _HASHES_TOKENS_ONLY else ""
 PREFETCH_NAMESPACE = _CORE + "prefetch_anchor_info" if _HASHES_TOKENS_ONLY else ""
 # A field of ServerArgs: whether the user gave --swa-full-tokens-ratio. SGLang sets it, and its window pool follows.
 RATIO_IS_GIVEN = "_swa_full_tokens_ratio_explicitly_set" if since("0.5.23") else ""
-SERVES_DSPARK = since("0.5.23") or not since("0.5.18")
 # The model is SGLang's since then.
 SERVES_V41 = since("0.5.23")
 MODEL_TYPES = ("deepseek_v4", "deepseek_v41") if SERVES_V41 else ("deepseek_v4",)
 COLLAPSE_STREAMS = "sglang.kernels.ops.layernorm.mhc.mhc_combine" if SERVES_V41 else ""
 # Asked by the host tier and by transfers between servers. Later releases pack a draft model's pool into the host pools
 # that SGLang builds, which ours are not.
-DRAFT_KV_POOL = "" if since("0.5.18") else "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool"
+DRAFT_KV_POOL = "" if since("0.5.23") else "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool"
 # Since 0.5.23 it asks first whether memory can be pinned.
 ALLOCATE_GRAMMAR_MASK = "" if since("0.5.23") else "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask"
-RESOLVE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark" if SERVES_DSPARK else ""
+RESOLVE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
 _DSPARK = "sglang.srt.speculative.dspark_components."
-_DRAFT_BACKEND = (
+DSPARK_BACKEND = (
     _DSPARK + "dspark_worker_v2.build_draft_tp_worker"
     if since("0.5.23")
     else "sglang.srt.speculative.draft_worker_common.draft_server_args_overrides"
 )
-DSPARK_BACKEND = _DRAFT_BACKEND if SERVES_DSPARK else ""
 _INJECTOR = _DSPARK + "dspark_kv_inject.TargetHiddenKvInjector."
-WRITE_CONTEXT = _INJECTOR + ("_inject" if since("0.5.23") else "inject_target_hidden") if SERVES_DSPARK else ""
+WRITE_CONTEXT = _INJECTOR + ("_inject" if since("0.5.23") else "inject_target_hidden")
 VALIDATE_EXTRA_BUFFER = (
     _ARGS + "mamba_hook.validate_mamba_extra_buffer"
-    if since("0.5.19")
+    if since("0.5.23")
     else "sglang.srt.server_args.ServerArgs._validate_mamba_extra_buffer"
 )
 # Since 0.5.23 it returns a tensor for each request.
@@ -228,10 +222,10 @@ def applied_hooks() -> set[str]:
 
 def _flag_fields() -> tuple[Iterable[Any], object]:
     """The fields of SGLang's ServerArgs, and what their `default` and `default_factory` are where there is none. A
-    dataclass until 0.5.19, a msgspec structure since."""
+    dataclass in 0.5.17, a msgspec structure in 0.5.23."""
     from sglang.srt.server_args import ServerArgs
 
-    if since("0.5.20"):
+    if since("0.5.23"):
         import msgspec
 
         return msgspec.structs.fields(ServerArgs), msgspec.NODEFAULT
@@ -253,9 +247,9 @@ def flag_defaults() -> dict[str, Any]:
 
 
 def flags(server_args: Any) -> Any:
-    """The flags as far as SGLang has resolved them. Since 0.5.19 ServerArgs keep what was given, and what follows from
+    """The flags as far as SGLang has resolved them. Since 0.5.23 ServerArgs keep what was given, and what follows from
     it stands beside."""
-    if not since("0.5.19"):
+    if not since("0.5.23"):
         return server_args
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -263,8 +257,8 @@ def flags(server_args: Any) -> Any:
 
 
 def set_flags(server_args: Any, **values: Any) -> None:
-    """Decide flags while SGLang resolves them. Since 0.5.19 they are declared."""
-    if since("0.5.19"):
+    """Decide flags while SGLang resolves them. Since 0.5.23 they are declared."""
+    if since("0.5.23"):
         from sglang.srt.arg_groups.overrides import declare_resolution
 
         declare_resolution(server_args, "dsv4_sglang", **values)
@@ -286,7 +280,7 @@ def note_given_graph_setting(server_args: Any, phase: str, setting: str) -> None
 
 def flags_are_resolved(server_args: Any) -> bool:
     """Whether SGLang has filled in everything that follows from the flags as given."""
-    name = "_resolution_finished" if since("0.5.19") else "_declarations_materialized"
+    name = "_resolution_finished" if since("0.5.23") else "_declarations_materialized"
     return bool(getattr(server_args, name, False))
 
 
@@ -313,7 +307,7 @@ def with_dspark_backend(backend: str) -> Callable[..., Any]:
 
 def linear_bf16_fp32() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """SGLang's GEMM of bf16 with an fp32 result."""
-    if since("0.5.21"):
+    if since("0.5.23"):
         from sglang.kernels.ops.gemm.bf16_fp32 import linear_bf16_fp32 as gemm
     else:
         from sglang.kernels.ops.attention.dsv4 import linear_bf16_fp32 as gemm
@@ -349,44 +343,44 @@ def track_entry(taken: bool) -> Any:
 
 
 def held(req: Any) -> Any:
-    """Where a request keeps what it has of the pools: itself until 0.5.18, a record of its own since."""
-    return req.kv if since("0.5.19") else req
+    """Where a request keeps what it has of the pools: itself in 0.5.17, a record of its own in 0.5.23."""
+    return req.kv if since("0.5.23") else req
 
 
 def name_of(req: Any) -> Any:
-    """What the tree calls a request that it fetches pages for: its id, since 0.5.22 with the number of the attempt."""
-    return req.cache_request_handle if since("0.5.22") else req.rid
+    """What the tree calls a request that it fetches pages for: its id, since 0.5.23 with the number of the attempt."""
+    return req.cache_request_handle if since("0.5.23") else req.rid
 
 
 def lock_of(req: Any) -> tuple[Any, Any]:
-    """The node of the tree that a request holds, and how; (None, None) if it holds none. Since 0.5.22 one record."""
-    if since("0.5.22"):
+    """The node of the tree that a request holds, and how; (None, None) if it holds none. Since 0.5.23 one record."""
+    if since("0.5.23"):
         return (None, None) if req.lock is None else (req.lock.node, req.lock.receipt)
     return req.last_node, req
 
 
 def leaves_out(lock: Any, component: Any, node_id: int) -> bool:
     """Whether a lock of a node and what is above it does not count for what a component has on that node."""
-    if since("0.5.22"):
+    if since("0.5.23"):
         return component in lock.skipped_lock_components
     return node_id in lock.skip_lock_node_ids.get(component, ())
 
 
 def free_blocks(allocator: Any) -> list[int]:
     """The blocks that nobody has, those that are still to be sorted in included."""
-    if since("0.5.22"):
+    if since("0.5.23"):
         return allocator.get_all_free_pages().tolist()
     return [*allocator.free_pages.tolist(), *allocator.release_pages.tolist()]
 
 
 def prefix_len(req: Any) -> int:
     """Tokens of a request that the tree had."""
-    return req.prefix_len if since("0.5.22") else len(req.prefix_indices)
+    return req.prefix_len if since("0.5.23") else len(req.prefix_indices)
 
 
 def extend_end(req: Any) -> int:
     """Tokens of a request behind its next prefill step."""
-    return req.extend_end if since("0.5.22") else req.extend_range.end
+    return req.extend_end if since("0.5.23") else req.extend_range.end
 
 
 def committed_len(req: Any) -> int:
@@ -468,7 +462,7 @@ def fill_state_pool(pool: Any) -> None:
     pool.replayssm_write_pos = pool.replayssm_cache_base = pool.replayssm_is_flush = None
     pool.enable_custom_mem_pool, pool.custom_mem_pool = False, None
     pool.conv_shard_groups, pool.conv_slice_axis = None, 0
-    if since("0.5.20"):
+    if since("0.5.23"):
         pool.replayssm_spec_write_pos = None
         pool._slot_state_siblings = []
 
@@ -489,15 +483,15 @@ def note_track_positions(batch: Any) -> None:
 
 def inserted_before(length: int) -> dict[str, Any]:
     """Arguments of `InsertParams`: the request has inserted so many tokens already, which is no hit of theirs."""
-    return {"inserted_len": length} if since("0.5.22") else {"chunked": True}
+    return {"inserted_len": length} if since("0.5.23") else {"chunked": True}
 
 
 def release_retracted(
     original: Callable[..., None], req: Any, tree_cache: Any, keep: bool, *arguments: Any, **named: Any
 ) -> None:
     """Call `release_kv_cache`, which gives back what a retracted request has; with `keep` the tree takes over what
-    reaches to its last checkpoint first. Since 0.5.22 the function refuses to do that for a request that goes on."""
-    if not since("0.5.22"):
+    reaches to its last checkpoint first. Since 0.5.23 the function refuses to do that for a request that goes on."""
+    if not since("0.5.23"):
         is_insert = arguments[0] if arguments else named.get("is_insert", True)
         original(req, tree_cache, is_insert=is_insert or keep)
         return
@@ -509,7 +503,7 @@ def release_retracted(
 
 def tree_without_prefix_cache() -> type:
     """The class of the tree of a launch with --disable-radix-cache."""
-    if since("0.5.22"):
+    if since("0.5.23"):
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
         return UnifiedRadixCache
@@ -569,7 +563,7 @@ def evict_from_host(cache: Any, node: Any, components: Iterable[Any]) -> None:
 
 def host_pool_group(entries: list[Any]) -> Any:
     """SGLang's group of host pools."""
-    if since("0.5.19"):
+    if since("0.5.23"):
         from sglang.srt.mem_cache.pool_host.group import HostPoolGroup
     else:
         from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup
@@ -677,8 +671,8 @@ def forget_files(storage: Any) -> None:
 
 
 def resolve_flags(server_args: Any) -> Any:
-    """Fill in what follows from the flags as given, and return all as resolved. Until 0.5.18 the constructor does."""
-    if since("0.5.19"):
+    """Fill in what follows from the flags as given, and return all as resolved. Before 0.5.23 the constructor does."""
+    if since("0.5.23"):
         server_args.resolve_once()
     return flags(server_args)
 
@@ -695,7 +689,7 @@ def published(server_args: Any, tp: int = 1, dp: int = 1) -> Iterator[None]:
     group = SimpleNamespace(world_size=tp, rank_in_group=0, cpu_group=None)
     alone = SimpleNamespace(world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True)
     with ExitStack() as stack:
-        if since("0.5.19"):
+        if since("0.5.23"):
             ranks = runtime_context.SpawnRanks(world_rank=0)
             context = runtime_context.create_context(server_args, role="scheduler", ranks=ranks)
             stack.enter_context(runtime_context.use_context(context))

@@ -10,10 +10,32 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from dsv4_sglang.srt import compat, flags, refusals
+from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.flag_table import LIMITS
+from dsv4_sglang.srt.launch_error import LaunchError
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.hooks import Hook
+
+FLAGS_READ = (
+    "cuda_graph_config",
+    "disable_radix_cache",
+    "disaggregation_mode",
+    "download_dir",
+    "enable_dp_attention",
+    "enable_hierarchical_cache",
+    "enable_memory_saver",
+    "hicache_write_policy",
+    "json_model_override_args",
+    "model_path",
+    "random_seed",
+    "revision",
+    "speculative_draft_load_format",
+    "speculative_draft_model_path",
+    "speculative_draft_model_revision",
+    "weight_version",
+)
+"""Fields of SGLang's ServerArgs that this package reads, besides those of `flag_table.LIMITS`."""
 
 
 def hook_differences(hooks: Iterable[Hook]) -> list[str]:
@@ -46,17 +68,15 @@ def override_differences() -> list[str]:
 
 
 def flag_differences() -> list[str]:
-    """Fields that this package reads of SGLang's ServerArgs, and that are not there. One that is refused may have
-    another name, by which it is refused, too, as a flag that is not known."""
-    names = {name for group in flags.SUPPORTED for name in group.fields.split()}
-    gone = sorted(names.union(limit.field for limit in refusals.LIMITS) - compat.flag_defaults().keys())
+    """Fields that this package reads of SGLang's ServerArgs and that are not there."""
+    gone = sorted({*FLAGS_READ, *(limit.field for limit in LIMITS)} - compat.flag_defaults().keys())
     return [f"ServerArgs.{name}, which this cache reads, does not exist in this SGLang" for name in gone]
 
 
 def require(differences: Iterable[str]) -> None:
-    """Raise if there are any."""
-    if lines := [f"  {line}" for line in differences]:
-        raise RuntimeError(f"dsv4_sglang does not fit this SGLang ({compat.version_note()}):\n" + "\n".join(lines))
+    """Raise LaunchError if there are any."""
+    if lines := [*differences]:
+        raise LaunchError(f"this package does not fit the installed release: {compat.version_note()}", *lines)
 
 
 def _original(target: str) -> Callable[..., Any]:

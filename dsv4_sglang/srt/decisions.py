@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.model.config import DSV4Config, Fields
+from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.srt import compat, prefill_graphs
 from dsv4_sglang.srt.checks import check_started
 from dsv4_sglang.srt.configurator import BlockConfigurator
+from dsv4_sglang.srt.flag_validation import refuse_given, refuse_resolved
+from dsv4_sglang.srt.launch_error import LaunchError
 from dsv4_sglang.srt.layout import ServedLayout, layout_of
 from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.refusals import refuse_given, refuse_resolved
 from dsv4_sglang.srt.sizing import StateDemand, demand_of, memory_after_slots, table
 
 if TYPE_CHECKING:
@@ -57,10 +57,12 @@ class Launch:
 
     def declarations(self, original: Callable[..., Any], architecture: str, server_args: Any, hf_config: Any) -> Any:
         if architecture != ARCHITECTURE:
-            raise ValueError(f"dsv4_sglang refuses to start: the model is a {architecture}; expected {ARCHITECTURE}")
-        if hf_config.model_type not in V41_MODEL_TYPES:
-            Fields(hf_config).check_model_type()
+            raise LaunchError(f"the model is a {architecture}; expected {ARCHITECTURE}")
         refuse_given(server_args, hf_config, self.options)
+        try:
+            compat.model_config(hf_config)
+        except (KeyError, TypeError, ValueError) as error:
+            raise LaunchError(f"config.json of {server_args.model_path}: {error.args[0]}") from None
         prefill_graphs.switch_on(server_args)
         # Decoding requests take a rolling checkpoint at the end of every block.
         compat.set_flags(server_args, mamba_track_interval=BLOCK, radix_cache_backend=PREFIX_CACHE)

@@ -23,6 +23,7 @@ from dsv4_sglang.srt import (
     speculation,
     tokenizer_workers,
 )
+from dsv4_sglang.srt.checks import build_or_reject
 from dsv4_sglang.srt.decisions import BACKEND, Launch
 from dsv4_sglang.srt.host import namespaces
 from dsv4_sglang.srt.models.torch_layers import collapse_flat
@@ -259,7 +260,13 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             "a draft model's prefill exchanges as many rows as the prompt has log p asked for, and has one a request",
         ),
         *(INTEGRITY_CHECK if launch.options.integrity_check else ()),
-        *(disaggregation_hooks(launch) if compat.SERVES_DISAGGREGATION else ()),
+        *disaggregation_hooks(launch),
+        Hook(
+            SRT + "managers.scheduler.Scheduler.init_model_worker",
+            HookType.AROUND,
+            build_or_reject,
+            "a launch that does not fit into memory ends with one line, not with SGLang's traceback",
+        ),
         Hook(
             SRT + "managers.scheduler.Scheduler.get_init_info",
             HookType.BEFORE,

@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-OPT_IN_FLAG = "--json-model-override-args"
-OPT_IN_KEY = "dsv4_sglang"
+from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
+from dsv4_sglang.srt.launch_error import LaunchError
+from dsv4_sglang.srt.options import FLAG as OPT_IN_FLAG
+from dsv4_sglang.srt.options import KEY as OPT_IN_KEY
+from dsv4_sglang.srt.options import from_override_args, overrides_of
+
 CONFIG_FLAG = "--config"
 MODEL_FLAGS = ("--model-path", "--model")
 CPU_SHIM = Path(__file__).parent / "cpu_shim"
@@ -29,22 +36,22 @@ CPU_FLAGS: dict[str, str] = {
     "--max-running-requests": "16",
     "--chunked-prefill-size": "512",
 }
-
-# The flags that are looked at before SGLang reads them, and the shortest abbreviation that its parser takes for each.
-ABBREVIATED = {
-    OPT_IN_FLAG: "--j",
-    CONFIG_FLAG: "--conf",
-    "--model-path": "--model-p",
-    "--host": "--ho",
-    "--port": "--po",
-    "--api-key": "--ap",
-    "--ssl-certfile": "--ssl-ce",
-    "--ssl-ca-certs": "--ssl-ca",
-    "--device": "--dev",
-    "--max-total-tokens": "--max-t",
-    "--max-running-requests": "--max-r",
-    "--chunked-prefill-size": "--chu",
-}
+READ_FLAGS = (
+    OPT_IN_FLAG,
+    CONFIG_FLAG,
+    *MODEL_FLAGS,
+    "--host",
+    "--port",
+    "--api-key",
+    "--ssl-certfile",
+    "--ssl-ca-certs",
+    *CPU_FLAGS,
+)
+"""Flags that commands read before SGLang does."""
+MODEL_TYPES = ("deepseek_v4", *V41_MODEL_TYPES)
+"""Of a config.json that this cache serves."""
+HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+|\w+://.*")
+"""Of a model that SGLang downloads: OWNER/NAME on a hub, or the address of another storage."""
 
 
 @dataclass(frozen=True)
@@ -69,82 +76,78 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _whole(name: str) -> str:
-    """The flag that argparse takes `name` for, if it is one of those that matter here."""
-    for flag, shortest in ABBREVIATED.items():
-        if flag.startswith(name) and len(name) >= len(shortest):
-            return flag
-    return name
-
-
-def spelled_out(flags: Sequence[str]) -> list[str]:
-    """`flags` with abbreviations of those that matter here written out, and `--config FILE` in two words: SGLang reads
-    the file only if it finds that very word."""
-    words: list[str] = []
-    for flag in flags:
-        name, equals, value = flag.partition("=")
-        name = _whole(name)
-        words += [name, value] if equals and name == CONFIG_FLAG else [name + equals + value]
-    return words
+def _take(flags: Sequence[str], *names: str) -> tuple[str | None, list[str]]:
+    """The last value of the flag of these names, None if it is not there, "" if it has none; and the other flags."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(*names, dest="value", nargs="?", const="")
+    found, rest = parser.parse_known_args(list(flags))
+    return found.value, rest
 
 
 def _with_file(flags: Sequence[str]) -> list[str]:
-    """Spelled out flags, those of the file of `--config` first, as SGLang puts them. Lists are left out."""
-    words = spelled_out(flags)
-    if CONFIG_FLAG not in words:
-        return words
-    path = Path(*words[words.index(CONFIG_FLAG) + 1 :][:1])
+    """Flags with those of the file of `--config` first, as SGLang puts them. Lists are left out."""
+    file, rest = _take(flags, CONFIG_FLAG)
+    if file is None:
+        return rest
     try:
-        values = yaml.safe_load(path.read_text()) or {}
+        values = yaml.safe_load(Path(file).read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{CONFIG_FLAG} {path} cannot be read: {error}") from None
+        raise LaunchError(f"{CONFIG_FLAG} {file} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{CONFIG_FLAG} {path}: expected flags and their values, found {values!r}")
+        raise LaunchError(f"{CONFIG_FLAG} {file}: expected flags and their values, found {values!r}")
     texts = {key: json.dumps(value) if isinstance(value, dict) else str(value) for key, value in values.items()}
-    return [*spelled_out([f"--{key.replace('_', '-')}={text}" for key, text in texts.items()]), *words]
+    return [*(f"--{key.replace('_', '-')}={text}" for key, text in texts.items()), *rest]
 
 
 def flag_value(flags: Sequence[str], *names: str) -> str | None:
     """The last value of a flag given as `--name value` or `--name=value`, there or in the file of `--config`; None if
-    it is not there. An abbreviation that SGLang would take for the flag counts.
+    it is not there.
 
-    Raises ValueError if there is a file that cannot be read.
+    Raises:
+        LaunchError: The file cannot be read.
     """
-    found = None
-    words = _with_file(flags)
-    for i, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name in names:
-            found = value if equals else (words[i + 1] if i + 1 < len(words) else "")
-    return found
+    return _take(_with_file(flags), *names)[0]
 
 
-def _without(flags: Sequence[str], name: str) -> list[str]:
-    """`flags` without every `name value` and `name=value`."""
-    kept: list[str] = []
-    skip = False
-    for flag in flags:
-        if skip:
-            skip = False
-        elif flag == name:
-            skip = True
-        elif not flag.startswith(f"{name}="):
-            kept.append(flag)
-    return kept
+def require_whole_flags(flags: Sequence[str]) -> None:
+    """Raise LaunchError for an abbreviation of a flag that commands read, which only SGLang's parser would take."""
+    for name in (word.partition("=")[0] for word in flags):
+        whole = next((flag for flag in READ_FLAGS if flag.startswith(name)), name)
+        if name.startswith("--") and name not in ("--", *READ_FLAGS, whole):
+            raise LaunchError(f"{name} is an abbreviation; expected the whole flag: write {whole}, or what you mean")
+
+
+def config_of(model_path: str) -> dict[str, Any]:
+    """The config.json of a checkpoint folder; nothing of a model that is still on a hub or in another storage.
+
+    Raises:
+        LaunchError: There is no such folder or no such file, or it is not the config of a model that is served.
+    """
+    file = Path(model_path) / "config.json"
+    if not file.parent.is_dir():
+        if HUB_NAME.fullmatch(model_path):
+            return {}
+        raise LaunchError(f"--model-path {model_path}: no such folder; give a checkpoint's, or a hub name OWNER/NAME")
+    try:
+        config = json.loads(file.read_text())
+    except OSError as error:
+        raise LaunchError(f"{file} cannot be read ({error.strerror}); give the folder of a checkpoint") from None
+    except ValueError as error:
+        raise LaunchError(f"{file} is not JSON: {error}") from None
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if model_type not in MODEL_TYPES:
+        raise LaunchError(f"{file} has the model_type {model_type!r}; expected one of {', '.join(MODEL_TYPES)}")
+    return config
 
 
 def opt_in(overrides: str | None) -> str:
     """The value of --json-model-override-args that opts in, keeping what the user overrides besides.
 
-    Raises ValueError if `overrides` is not a JSON object.
+    Raises:
+        LaunchError: `overrides` is not a JSON object, or an option in it is invalid.
     """
-    try:
-        values = json.loads(overrides or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{OPT_IN_FLAG} {overrides!r} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{OPT_IN_FLAG} {overrides!r}: expected a JSON object")
-    return json.dumps({OPT_IN_KEY: {}, **values})
+    from_override_args(overrides)
+    return json.dumps({OPT_IN_KEY: {}, **overrides_of(overrides)})
 
 
 def cpu_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -192,14 +195,20 @@ def server_command(model_path: str, flags: Sequence[str], cpu: bool, python: str
     """`python -m sglang.launch_server` with this cache selected.
 
     `flags` are any of SGLang's; they win over the defaults for a CPU. Overrides in a file of `--config` are kept, where
-    SGLang's parser lets those of the command line replace them. Raises ValueError if the overrides are not JSON or the
-    file cannot be read.
+    SGLang's parser lets those of the command line replace them.
+
+    Raises:
+        LaunchError: The overrides are invalid, the file cannot be read, or a flag that is read here is abbreviated.
     """
+    require_whole_flags(flags)
     overrides = opt_in(flag_value(flags, OPT_IN_FLAG))
-    rest = _without(spelled_out(flags), OPT_IN_FLAG)
+    _, rest = _take(flags, OPT_IN_FLAG)
     argv = [python, "-m", "sglang.launch_server", "--model-path", model_path, OPT_IN_FLAG, overrides]
     if cpu:
         for flag, value in CPU_FLAGS.items():
             if flag_value(rest, flag) is None:
                 argv += [flag, value]
-    return Command([*argv, *rest], cpu_environment() if cpu else {})
+    file, rest = _take(rest, CONFIG_FLAG)
+    # SGLang reads the file only if it finds that very word.
+    from_file = [] if file is None else [CONFIG_FLAG, file]
+    return Command([*argv, *from_file, *rest], cpu_environment() if cpu else {})

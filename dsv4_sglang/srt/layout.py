@@ -10,6 +10,7 @@ from dsv4_sglang.formats import RowFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import build_schedule
 from dsv4_sglang.model.v41 import V41Config, v41_schedule
+from dsv4_sglang.srt.launch_error import LaunchError
 from dsv4_sglang.srt.options import Options
 
 ServedLayout = CacheLayout | V41Layout
@@ -59,7 +60,7 @@ def served_layout(
     elif kv_cache_dtype == torch.bfloat16:
         rows = RowFormat.BF16
     else:
-        raise ValueError(f"KV cache dtype is {kv_cache_dtype}; --kv-cache-dtype takes auto, fp8_e4m3 or bfloat16")
+        raise LaunchError(f"KV cache dtype is {kv_cache_dtype}; --kv-cache-dtype takes auto, fp8_e4m3 or bfloat16")
     return CacheLayout.build(
         config,
         build_schedule(config, draft_layers),

@@ -1,15 +1,25 @@
-"""Options of a launch: the braces of `--json-model-override-args '{"dsv4_sglang": {...}}'`."""
+"""Options of a launch: the braces of `--json-model-override-args '{"dsv4_sglang": {...}}'`.
+
+Importing it imports neither torch nor SGLang, so that options are checked before either is.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any, Literal, get_args, get_type_hints
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.launch_error import LaunchError
 
+FLAG = "--json-model-override-args"
 KEY = "dsv4_sglang"
+ALIKE = 0.6
+"""Similarity from which a key is taken for a misspelt KEY. Keys of the model configs that SGLang and transformers read
+reach 0.53."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +37,16 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.checkpoint_interval <= 0 or self.checkpoint_interval % BLOCK:
-            raise ValueError(
+            raise LaunchError(
                 f"dsv4_sglang option checkpoint_interval is {self.checkpoint_interval}; "
                 f"expected a positive multiple of {BLOCK}, the tokens of a block"
             )
         if self.max_checkpoints is not None and self.max_checkpoints < 0:
-            raise ValueError(f"dsv4_sglang option max_checkpoints is {self.max_checkpoints}; expected 0 or more")
+            raise LaunchError(f"dsv4_sglang option max_checkpoints is {self.max_checkpoints}; expected 0 or more")
         if self.host_checkpoints is not None and self.host_checkpoints < 1:
-            raise ValueError(f"dsv4_sglang option host_checkpoints is {self.host_checkpoints}; expected 1 or more")
+            raise LaunchError(f"dsv4_sglang option host_checkpoints is {self.host_checkpoints}; expected 1 or more")
         if self.host_load_timeout_seconds < 1:
-            raise ValueError(
+            raise LaunchError(
                 f"dsv4_sglang option host_load_timeout_seconds is {self.host_load_timeout_seconds}; expected 1 or more"
             )
 
@@ -56,15 +66,19 @@ def _expected(hint: Any) -> str:
 
 
 def parse(values: object) -> Options:
-    """Check the value of the `dsv4_sglang` key; every complaint names the option, what came and what is valid."""
+    """Check the value of the `dsv4_sglang` key.
+
+    Raises:
+        LaunchError: It names the option, the value and what is valid.
+    """
     if not isinstance(values, Mapping):
-        raise ValueError(
-            f'"{KEY}" in --json-model-override-args is {json.dumps(values)}; expected an object of options'
-        )
+        raise LaunchError(f'"{KEY}" in {FLAG} is {json.dumps(values)}; expected an object of options')
     hints = get_type_hints(Options)
     for name, value in values.items():
         if name not in hints:
-            raise ValueError(f"unknown dsv4_sglang option {json.dumps(name)}; valid options: {_describe()}")
+            near = [f"did you mean {match}? " for match in get_close_matches(name, hints, 1)]
+            said = f"unknown dsv4_sglang option {json.dumps(name)}; {''.join(near)}"
+            raise LaunchError(f"{said}valid options: {_describe()}")
         choices = get_args(hints[name])
         if hints[name] is bool:
             valid = isinstance(value, bool)
@@ -74,18 +88,48 @@ def parse(values: object) -> Options:
             number = isinstance(value, int) and not isinstance(value, bool)
             valid = number or (value is None and type(None) in choices)
         if not valid:
-            raise ValueError(f"dsv4_sglang option {name} is {json.dumps(value)}; expected {_expected(hints[name])}")
+            raise LaunchError(f"dsv4_sglang option {name} is {json.dumps(value)}; expected {_expected(hints[name])}")
     return Options(**values)
 
 
-def from_override_args(text: str | None) -> Options | None:
-    """The options in the value of `--json-model-override-args`, None if the launch does not opt in."""
-    if not text or KEY not in text:
+def _misplaced(key: str) -> str | None:
+    """What is wrong with a key beside KEY that can only be meant for this package; None for any other."""
+    if key in get_type_hints(Options):
+        example = json.dumps({KEY: {key: "..."}})
+        return f'"{key}" in {FLAG} is an option of dsv4_sglang; expected it inside the inner braces: {example}'
+    letters, ours = re.sub(r"[^a-z0-9]", "", key.lower()), KEY.replace("_", "")
+    if not letters.startswith("dsv4") and SequenceMatcher(None, letters, ours).ratio() < ALIKE:
         return None
-    overrides = json.loads(text)
+    return f'"{key}" in {FLAG} is no key that this launch knows; did you mean "{KEY}"?'
+
+
+def overrides_of(text: str | None) -> dict[str, Any]:
+    """Parse the value of `--json-model-override-args`.
+
+    Raises:
+        LaunchError: It is not a JSON object, or has a key that looks like KEY and is not.
+    """
+    try:
+        overrides = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise LaunchError(f"{FLAG} {text!r} is not JSON: {error}") from None
+    if not isinstance(overrides, dict):
+        raise LaunchError(f"{FLAG} {text!r}: expected a JSON object")
+    if wrong := [reason for key in overrides if key != KEY and (reason := _misplaced(key))]:
+        raise LaunchError(*wrong)
+    return overrides
+
+
+def from_override_args(text: str | None) -> Options | None:
+    """The options in the value of `--json-model-override-args`, None if the launch does not opt in.
+
+    Raises:
+        LaunchError: The value or an option in it is invalid.
+    """
+    overrides = overrides_of(text)
     return parse(overrides[KEY]) if KEY in overrides else None
 
 
 def model_overrides(text: str | None) -> dict[str, Any]:
     """What else stands in the value of `--json-model-override-args`: it overrides the model's config."""
-    return {key: value for key, value in json.loads(text or "{}").items() if key != KEY}
+    return {key: value for key, value in overrides_of(text).items() if key != KEY}

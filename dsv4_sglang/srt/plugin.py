@@ -1,6 +1,6 @@
 """Entry point of the group `sglang.srt.plugins`: runs in the launcher and in every scheduler process.
 
-Without the opt-in `--json-model-override-args '{"dsv4_sglang": {...}}'` it wraps one function that looks for the opt-in
+Without the opt-in `--json-model-override-args '{"dsv4_sglang": {...}}'` it wraps two functions that look for the opt-in
 and does nothing else. With it, the model config being built is the moment at which everything else is put in place: in
 the launcher while the flags are resolved, in a scheduler process before weights and pools exist.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dsv4_sglang.srt.decisions import Launch
 
+COMMAND_LINE = "sglang.srt.server_args.prepare_server_args"
 OPT_IN = "sglang.srt.configs.model_config.ModelConfig.from_server_args"
 
 
@@ -23,11 +24,28 @@ def register() -> None:
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+        HookRegistry.register(COMMAND_LINE, before_command_line, HookType.BEFORE)
         HookRegistry.register(OPT_IN, OptIn().before_model_config, HookType.BEFORE)
     except Exception as error:
         if any("dsv4_sglang" in argument for argument in sys.argv):
             raise SystemExit(f"dsv4_sglang cannot hook into SGLang: {error!r}") from error
         raise
+
+
+def before_command_line(argv: list[str]) -> None:
+    """Check the options and the model of a server's command line before SGLang parses it, and show a rejection of this
+    launch without a traceback. A program that builds SGLang's engine itself gets the exception.
+
+    Raises:
+        LaunchError: The launch cannot be served.
+    """
+    from dsv4_sglang.srt.launch import MODEL_FLAGS, OPT_IN_FLAG, config_of, flag_value
+    from dsv4_sglang.srt.launch_error import without_traceback
+    from dsv4_sglang.srt.options import from_override_args
+
+    sys.excepthook = without_traceback(sys.excepthook)
+    if from_override_args(flag_value(argv, OPT_IN_FLAG)) is not None and (path := flag_value(argv, *MODEL_FLAGS)):
+        config_of(path)
 
 
 class OptIn:

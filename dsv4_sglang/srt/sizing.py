@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.launch_error import LaunchError
 from dsv4_sglang.srt.layout import ServedLayout
 
 GIB = 1 << 30
@@ -45,7 +46,7 @@ def state_demand(running: int, *, step_tokens: int, default: int, max_checkpoint
     least = 2 * running
     checkpoints = default if max_checkpoints is None else max_checkpoints
     if checkpoints < least:
-        raise ValueError(
+        raise LaunchError(
             f"dsv4_sglang option max_checkpoints is {checkpoints}; {running} running requests "
             f"(--max-running-requests) need at least {least}: raise it, lower --max-running-requests, or give "
             f"--disable-radix-cache"
@@ -66,11 +67,11 @@ def demand_of(
 ) -> StateDemand:
     """What one process keeps beside its blocks, of the `available_gib` that the weights leave it for the cache.
 
-    Raises ValueError for `max_checkpoints` that are too few, or without a prefix cache too many.
+    Raises LaunchError for `max_checkpoints` that are too few, or without a prefix cache too many.
     """
     if not prefix_cache:
         if max_checkpoints:
-            raise ValueError(
+            raise LaunchError(
                 f"dsv4_sglang option max_checkpoints is {max_checkpoints}, but there is no prefix cache: "
                 "--disable-radix-cache is given, or it is a decode server (--disaggregation-mode decode)"
             )
@@ -86,7 +87,7 @@ def memory_after_slots(layout: ServedLayout, demand: StateDemand, available_gib:
     """GiB that state slots and checkpoints leave for blocks. Raises if they do not fit."""
     needed = demand.bytes(layout) / GIB
     if needed >= available_gib:
-        raise ValueError(
+        raise LaunchError(
             f"the state slots do not fit: {demand.slots} slots of {layout.slot_bytes / 1e6:.2f} MB and "
             f"{demand.checkpoints} checkpoints of {layout.checkpoint_bytes / 1e6:.2f} MB take {needed:.2f} GiB of "
             f"{available_gib:.2f} GiB. Lower --max-running-requests or max_checkpoints, or raise --mem-fraction-static"
@@ -103,7 +104,7 @@ def require_context(layout: ServedLayout, tokens: int, context_len: int, reason:
     """Raise if `tokens` cannot hold one request of the context length; `reason` says where the number is from."""
     needed = -(-context_len // BLOCK) * BLOCK
     if tokens < needed:
-        raise ValueError(
+        raise LaunchError(
             f"the KV cache is too small for one request of the context length: {reason} {tokens} tokens, and "
             f"--context-length {context_len} needs {needed} ({needed * layout.token_bytes / GIB:.2f} GiB). What fits: "
             f"--context-length {tokens}. Or give more memory (--mem-fraction-static, --max-total-tokens) or fewer "
@@ -112,7 +113,7 @@ def require_context(layout: ServedLayout, tokens: int, context_len: int, reason:
 
 
 def tokens_of_pool(layout: ServedLayout, available: int, context_len: int) -> int:
-    """Tokens of the blocks in the `available` bytes behind state slots and checkpoints. ValueError if one request of
+    """Tokens of the blocks in the `available` bytes behind state slots and checkpoints. LaunchError if one request of
     the context length does not fit.
     """
     tokens = tokens_in_bytes(layout, available)

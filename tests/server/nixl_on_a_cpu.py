@@ -17,7 +17,7 @@ def register() -> None:
 
     for method, place in TOLD.items():
         HookRegistry.register(AGENT + method, _as_it_is(place), HookType.AROUND)
-    HookRegistry.register("dsv4_sglang.srt.refusals._refused_with_disaggregation", _lifted, HookType.AROUND)
+    HookRegistry.register("dsv4_sglang.srt.flag_validation._refused_with_disaggregation", _lifted, HookType.AROUND)
 
 
 def _as_it_is(place: int) -> Callable[..., Any]:

@@ -23,11 +23,9 @@ from server_harness import (
     one_core_each,
     prompt,
     running,
-    with_integrity_check,
 )
 
 from benchmarks import ports
-from dsv4_sglang.srt import compat
 from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server
@@ -43,7 +41,7 @@ OPTIONS = {
     "entry_format": "fp32",
     "indexer_format": "fp32",
     "max_checkpoints": 12,
-    "integrity_check": compat.SERVES_INTEGRITY_CHECK,
+    "integrity_check": True,
 }
 
 
@@ -124,7 +122,6 @@ def test_abort_on_one_rank(server: Server, oracle: Oracle) -> None:
     assert_oracle_chooses(oracle, ids, server.generate(ids, 8, **on_rank(0)), TOLERANCE)
 
 
-@with_integrity_check
 def test_lifecycles(server: Server) -> None:
     live(server, ranks=2)
 

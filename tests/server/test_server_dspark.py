@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from faulty_cache import entry_point
 from recorded_drafts import DRAFTS, recorded
-from server_harness import HOST_TIER, Server, assert_oracle_chooses, needs_host_tier, prompt, running
+from server_harness import HOST_TIER, Server, assert_oracle_chooses, prompt, running
 
 from dsv4_sglang.planner.choice import Choice
 from dsv4_sglang.planner.gpus import GPUS
@@ -25,10 +25,7 @@ from dsv4_sglang.srt.options import Options
 from dsv4_sglang.testing.dspark import DSpark
 from dsv4_sglang.testing.oracle import Oracle
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.skipif(not compat.SERVES_DSPARK, reason="refused on this release of SGLang"),
-]
+pytestmark = pytest.mark.server
 
 CHUNK = 128
 RECORDED_TOKENS = 100
@@ -70,7 +67,7 @@ def server(
         patch.setenv(DRAFTS, str(drafts))
         patch.setenv("SGLANG_DSPARK_OPT_MARKOV_W2_BF16", "0")  # SGLang's bias is of bf16 weights otherwise
         log = tmp_path_factory.mktemp("dspark") / "log"
-        options = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": compat.SERVES_INTEGRITY_CHECK}
+        options = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
         with running(model, log, *flags, **options) as server:
             yield server
 
@@ -120,7 +117,6 @@ def test_warm(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> Non
     check(oracle, head, drafts, asked, got)
 
 
-@needs_host_tier
 def test_from_the_host(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> None:
     """Conversations beyond the device, in turn: behind a load the context that a block reads is that of a cold prompt,
     since a checkpoint has the rings of the stages, too."""

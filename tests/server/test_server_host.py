@@ -14,12 +14,12 @@ import pytest
 import torch
 from conversations import LONGEST, ends_of
 from faulty_cache import HOST_FAULTS, LATE, LATE_FAULTS, broken
-from server_harness import Generated, Server, assert_same, needs_host_tier, prompt, running
+from server_harness import Generated, Server, assert_same, prompt, running
 
 from benchmarks import prefix_trace, turns
 from benchmarks.replay import Client
 
-pytestmark = [pytest.mark.server, needs_host_tier]
+pytestmark = pytest.mark.server
 
 TOLERANCE = 2e-3
 BLOCK = 128

@@ -21,14 +21,11 @@ from server_harness import (
     Server,
     assert_oracle_chooses,
     live,
-    needs_host_tier,
     prompt,
     running,
-    with_integrity_check,
 )
 from transformers import DynamicCache
 
-from dsv4_sglang.srt import compat
 from dsv4_sglang.srt.decisions import GREEDY_ON_CPU
 from dsv4_sglang.testing.nextn import NextN
 from dsv4_sglang.testing.oracle import Oracle
@@ -68,7 +65,7 @@ def server(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("speculation") / "log"
-    options = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": compat.SERVES_INTEGRITY_CHECK}
+    options = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
     with pytest.MonkeyPatch.context() as patch:
         found = entry_point(tmp_path_factory.mktemp("recorder"), "recorded_drafts")
         patch.setenv("PYTHONPATH", os.pathsep.join([*found, os.environ["PYTHONPATH"]]))
@@ -140,7 +137,6 @@ def test_the_next_turn(server: Server, oracle: Oracle, apart: Apart) -> None:
     assert max(apart("turn", following, got)) <= DRAFTED
 
 
-@needs_host_tier
 def test_drafts_behind_a_load_from_the_host(server: Server, apart: Apart) -> None:
     """Eight conversations of three blocks in a device of sixteen: the second visit has the answers of the first, and
     drafts as if the layer had read all of the prompt, since a checkpoint has its window, too."""
@@ -185,7 +181,6 @@ def test_abort(server: Server, oracle: Oracle) -> None:
     assert_oracle_chooses(oracle, ids, got, TOLERANCE)
 
 
-@with_integrity_check
 def test_lifecycles(server: Server) -> None:
     """Of EAGLE with a host tier."""
     live(server)

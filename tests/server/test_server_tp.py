@@ -17,17 +17,14 @@ from server_harness import (
     assert_right_though_retracted,
     assert_same,
     ends,
-    needs_host_tier,
     one_core_each,
     prompt,
     running,
-    with_integrity_check,
 )
 from typer.testing import CliRunner, Result
 
 from benchmarks.lifecycle import Driver, Shape, Wrong
 from dsv4_sglang.cli import app
-from dsv4_sglang.srt import compat
 from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server
@@ -58,7 +55,7 @@ def server(
         "entry_format": "fp32",
         "indexer_format": "fp32",
         "max_checkpoints": 12,
-        "integrity_check": compat.SERVES_INTEGRITY_CHECK,
+        "integrity_check": True,
     }
     log = tmp_path_factory.mktemp("tp") / "log"
     with pytest.MonkeyPatch.context() as patch:
@@ -99,7 +96,6 @@ def test_more_than_fits(server: Server, oracle: Oracle) -> None:
     assert server.metrics()["prefix_checkpoints_evicted"] > evicted
 
 
-@needs_host_tier
 def test_both_processes_load_the_same(server: Server, loads: Path) -> None:
     """Four conversations of two blocks and more in turn, then two at a time, in a device of eight blocks: what comes
     from the host comes from the same rows to the same blocks in both processes, or in none."""
@@ -137,7 +133,6 @@ def check(server: Server, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["check", server.url, *arguments])
 
 
-@with_integrity_check
 def test_the_command_checks_all_processes(server: Server) -> None:
     """While a request is in its steps, and with warm answers when none is."""
     rest = server.begin(prompt(300, seed=50), 600, 2, rid="to-abort")
@@ -157,7 +152,6 @@ def test_the_command_checks_all_processes(server: Server) -> None:
         assert f"{rank}: busy with 1 requests, 0 wrong" in busy.output
 
 
-@with_integrity_check
 def test_the_command_names_what_is_wrong(server: Server, fault: Path) -> None:
     """A fault that SGLang's own check does not see, in both processes."""
     ids = prompt(300, seed=51)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.launch_error import LaunchError
 from dsv4_sglang.srt.sizing import CHECKPOINT_SHARE
 
 GB = 10**9
@@ -58,7 +59,7 @@ def host_demand(
     if host_checkpoints is not None and not size_gb:
         blocks = int(device_blocks * ratio)
     if blocks < 1 or checkpoints < 1:
-        raise ValueError(
+        raise LaunchError(
             f"the host tier would have {blocks} blocks and {checkpoints} checkpoints ({flag}, option host_checkpoints "
             f"{host_checkpoints}); expected at least one of each: raise --hicache-ratio or --hicache-size"
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,22 +12,24 @@ import pytest
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, default_cuda_graph_config
 from sglang.srt.server_args import ServerArgs
 
-from dsv4_sglang.srt import compat, contracts, flags, launch
+from dsv4_sglang.srt import compat, contracts, launch
 from dsv4_sglang.srt.decisions import Launch
+from dsv4_sglang.srt.flag_table import DENIED, LIMITS
+from dsv4_sglang.srt.flag_validation import flag, refuse_given, refuse_release, refuse_resolved
+from dsv4_sglang.srt.launch_error import LaunchError
 from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.refusals import (
-    LIMITS,
-    flag,
-    refuse_given,
-    refuse_options,
-    refuse_release,
-    refuse_resolved,
-)
+from dsv4_sglang.testing import tiny
 
 DEFAULTS = compat.flag_defaults()
-REFUSED = {field: group for group in flags.REFUSED for field in group.fields.split() if field in DEFAULTS}
+REFUSED = {field: group for group in DENIED for field in group.fields.split() if field in DEFAULTS}
 """Of the fields that this release has."""
 LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
+    "tp_size": ([0, -1], [1, 2]),
+    "dp_size": ([0, -2], [1]),
+    "max_running_requests": ([-4, 0], [None, 1, 256]),
+    "max_total_tokens": ([-1, 0], [None, 65536]),
+    "context_length": ([-1, 0], [None, 4096]),
+    "mem_fraction_static": ([0.0, 1.0, 7.0, -0.5], [None, 0.85]),
     "chunked_prefill_size": ([300, 64], [None, -1, 128, 8192]),
     "mamba_track_interval": ([512], [128, 256]),
     "mamba_radix_cache_strategy": (["no_buffer", "extra_buffer_lazy"], ["auto", "extra_buffer"]),
@@ -87,10 +91,8 @@ def refusals(hf_config: SimpleNamespace | None = None, options: Options | None =
     """The lines of the refusal of a launch with these flags, none if it is served."""
     try:
         refuse_given(arguments(**given), hf_config or config(), options or Options())
-    except ValueError as error:
-        first, *lines = str(error).splitlines()
-        assert first == "dsv4_sglang refuses to start."
-        return lines
+    except LaunchError as error:
+        return list(error.args)
     return []
 
 
@@ -103,17 +105,23 @@ def another(default: Any) -> Any:
     return True if default is False else default + 1
 
 
-def test_every_flag_is_listed_once() -> None:
-    """A flag of a newer SGLang belongs into one of the groups of `flags`."""
-    assert len(set(flags.known())) == len(flags.known())
-    assert sorted(DEFAULTS.keys() - set(flags.known())) == []
-    assert all(group.reason for group in (*flags.SUPPORTED, *flags.WITHOUT_EFFECT, *flags.REFUSED))
+def test_a_flag_is_judged_once() -> None:
+    judged = [*(field for group in DENIED for field in group.fields.split()), *(limit.field for limit in LIMITS)]
+    assert len(set(judged)) == len(judged)
+    assert all(group.reason for group in DENIED)
     assert contracts.flag_differences() == []
 
 
-def test_limits_are_of_supported_flags_and_have_cases() -> None:
+def test_limits_have_cases() -> None:
     assert list(LIMITED) == [limit.field for limit in LIMITS]
-    assert set(LIMITED) <= {field for group in flags.SUPPORTED for field in group.fields.split()}
+
+
+def test_flags_that_are_read_are_in_the_contract() -> None:
+    """By the names that SGLang's ServerArgs have in this package."""
+    names = re.compile(r"\b(?:server_args|compat\.flags\([\w.]+\)|(?<![.\w])args)\.([a-z]\w+)")
+    sources = [path.read_text() for path in Path(contracts.__file__).parent.rglob("*.py")]
+    read = {name for source in sources for name in names.findall(source)} & DEFAULTS.keys()
+    assert read and read <= {*contracts.FLAGS_READ, *(limit.field for limit in LIMITS)}
 
 
 def test_a_plain_launch_is_served() -> None:
@@ -141,38 +149,32 @@ def test_each_limit_has_its_line(limit: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("phase", "backend", "device", "reason"),
     [
-        ({"prefill": "breakable"}, "--cuda-graph-backend-prefill breakable is not supported: "),
-        ({"decode": "tc_piecewise"}, "--cuda-graph-backend-decode tc_piecewise is not supported: "),
+        ("prefill", "breakable", "cpu", "CUDA graphs need a GPU; leave it out"),
+        ("prefill", "full", "cuda", "a short prefill step is one breakable graph without breaks; "),
+        ("prefill", "tc_piecewise", "cuda", "a short prefill step is one breakable graph without breaks; "),
+        ("decode", "tc_piecewise", "cuda", "a decode step, metadata included, is one graph; "),
     ],
 )
-def test_graphs(given: dict[str, str], line: str) -> None:
-    (found,) = refusals(cuda_graph_config=graphs(**given))
-    assert found.startswith(line)
+def test_graphs_that_are_rejected(phase: str, backend: str, device: str, reason: str) -> None:
+    (line,) = refusals(device=device, cuda_graph_config=graphs(**{phase: backend}))
+    assert line.startswith(f"--cuda-graph-backend-{phase} {backend} is not supported: {reason}")
+
+
+def test_graphs_that_are_served() -> None:
+    assert refusals(cuda_graph_config=graphs(prefill="breakable")) == []
     assert refusals(cuda_graph_config=graphs(decode="disabled")) == []
 
 
-def test_what_a_newer_release_serves_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "SERVES_HOST_TIER", False)
-    monkeypatch.setattr(compat, "SERVES_DSPARK", False)
-    monkeypatch.setattr(compat, "SERVES_DISAGGREGATION", False)
-    (line,) = refusals(device="cpu", disaggregation_mode="prefill")
-    assert line.startswith("--disaggregation-mode prefill is not supported: ") and line.endswith("use 0.5.17 or 0.5.23")
-    (line,) = refusals(device="cpu", enable_hierarchical_cache=True)
-    assert line.startswith("--enable-hierarchical-cache is not supported: ") and line.endswith("use 0.5.17 or 0.5.23")
-    (line,) = refusals(config(dspark_target_layer_ids=[40]), device="cpu", speculative_algorithm="DSPARK")
-    assert line.startswith("--speculative-algorithm DSPARK is not supported: ")
-    assert line.endswith("use 0.5.17 or 0.5.23")
+def test_dp_attention_of_a_newer_release_runs_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", False)
     (line,) = refusals(tp_size=2, dp_size=2, enable_dp_attention=True)
     assert line.startswith("--enable-dp-attention is not supported: ") and line.endswith("use 0.5.17")
     assert refusals(device="cpu", tp_size=2, dp_size=2, enable_dp_attention=True) == []
 
 
-def test_a_storage_wants_a_host_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "SERVES_HOST_TIER", True)
-    monkeypatch.setattr(compat, "SERVES_DSPARK", True)
+def test_a_storage_wants_a_host_tier() -> None:
     tier = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
     assert refusals(**tier) == refusals(speculative_algorithm="EAGLE", **tier) == []
     assert refusals(config(dspark_target_layer_ids=[40, 41, 42]), speculative_algorithm="DSPARK", **tier) == []
@@ -185,7 +187,6 @@ def test_a_storage_wants_a_host_tier(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("storage", ["file", "nixl", "mooncake"])
 def test_random_weights_are_stored_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
-    monkeypatch.setattr(compat, "SERVES_HOST_TIER", True)
     variable = f"SGLANG_HICACHE_{storage.upper()}_BACKEND_STORAGE_DIR"
     monkeypatch.delenv(variable, raising=False)
     tier = {"enable_hierarchical_cache": True, "hicache_storage_backend": storage}
@@ -202,9 +203,7 @@ def test_random_weights_are_stored_where_they_are_asked_for(monkeypatch: pytest.
     assert refusals(load_format="dummy", **tier) == []
 
 
-def test_servers_that_prefill_or_decode_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    for served in ("SERVES_DISAGGREGATION", "SERVES_HOST_TIER", "SERVES_DSPARK"):
-        monkeypatch.setattr(compat, served, True)
+def test_servers_that_prefill_or_decode_only() -> None:
     for mode in ("prefill", "decode"):
         apart = {"disaggregation_mode": mode, "device": "cpu"}
         assert refusals(**apart) == refusals(speculative_algorithm="EAGLE", **apart) == []
@@ -235,8 +234,7 @@ def test_variables(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.startswith(f"{variable} is not supported: ")
 
 
-def test_what_the_model_has_no_place_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "SERVES_DSPARK", True)
+def test_what_the_model_has_no_place_for() -> None:
     for processes in (1, 2, 4, 8):
         assert refusals(tp_size=processes) == []
     (line,) = refusals(tp_size=3)
@@ -257,10 +255,14 @@ def test_what_the_model_has_no_place_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert line.startswith("--device cpu is not supported: the checkpoint is quantised")
     (line,) = refusals(config(context_len=65537))
     assert line.startswith("--context-length 65537 is not supported: the model has positions for 65536 tokens")
+    assert refusals(config(context_len=1000), max_total_tokens=1024) == []
+    (line,) = refusals(config(context_len=1000), max_total_tokens=1023)
+    assert line.startswith(
+        "--max-total-tokens 1023 is not supported: one request of the context length 1000 needs 1024"
+    )
 
 
 def test_what_dspark_has_besides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "SERVES_DSPARK", True)
     monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", True)
     model = config(dspark_target_layer_ids=[40, 41, 42])
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "static")
@@ -303,9 +305,10 @@ def test_attention_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_model() -> None:
     with pytest.raises(ValueError, match="the model is a LlamaForCausalLM; expected DeepseekV4ForCausalLM"):
         Launch(Options()).declarations(lambda *_: [], "LlamaForCausalLM", arguments(), SimpleNamespace())
-    newer = SimpleNamespace(model_type="deepseek_v5")
-    with pytest.raises(ValueError, match=r"'model_type' is 'deepseek_v5'; expected 'deepseek_v4'"):
-        Launch(Options()).declarations(lambda *_: [], "DeepseekV4ForCausalLM", arguments(), newer)
+    wider = compat.config_class()(**{**tiny.config_json(tiny.TinySpec()), "sliding_window": 256})
+    wider.context_len = 1024
+    with pytest.raises(LaunchError, match=r"config\.json of dummy: config field 'sliding_window' is 256; this cache "):
+        Launch(Options()).declarations(lambda *_: [], "DeepseekV4ForCausalLM", arguments(), wider)
 
 
 V41: dict[str, dict[str, Any]] = {
@@ -347,23 +350,26 @@ def test_a_release_without_v41(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_release("deepseek_v41")
 
 
+def test_checkpoints_for_the_running_requests() -> None:
+    ranks = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "device": "cpu"}
+    few = Options(max_checkpoints=7)
+    (line,) = refusals(options=few, max_running_requests=4)
+    assert line.startswith("dsv4_sglang option max_checkpoints is 7; 4 running requests") and "at least 8" in line
+    for given in ({}, {"max_running_requests": 3}, {"max_running_requests": 6, **ranks}):
+        assert refusals(options=few, **given) == []
+    for without in ({"disable_radix_cache": True}, {"disaggregation_mode": "decode", "device": "cpu"}):
+        assert refusals(options=few, max_running_requests=4, **without) == []
+
+
 def test_all_at_once() -> None:
     changed = {field: another(DEFAULTS[field]) for field in REFUSED}
     limited = {field: bad[0] for field, (bad, _) in LIMITED.items()}
     assert len(refusals(**changed, **limited)) == len(changed) + len(limited)
 
 
-def test_a_flag_that_is_not_listed_is_refused_when_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flags, "WITHOUT_EFFECT", flags.WITHOUT_EFFECT[1:])
-    assert refusals() == []
-    (line,) = refusals(tokenizer_worker_num=2)
-    assert line.startswith("--tokenizer-worker-num 2 is not supported: it is not known to this package (this is SGLang")
-
-
 def test_a_renamed_flag_is_seen_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is read; what is refused is refused by its new name, too."""
-    monkeypatch.setattr(flags, "SUPPORTED", (*flags.SUPPORTED, flags.Group("read", "something_renamed")))
-    with pytest.raises(RuntimeError, match=r"ServerArgs\.something_renamed, which this cache reads, does not exist"):
+    monkeypatch.setattr(contracts, "FLAGS_READ", (*contracts.FLAGS_READ, "something_renamed"))
+    with pytest.raises(LaunchError, match=r"ServerArgs\.something_renamed, which this cache reads, does not exist"):
         contracts.require(contracts.flag_differences())
 
 
@@ -393,16 +399,10 @@ def test_flags_are_called_what_sglang_calls_them(parser: ArgumentParser) -> None
     assert [field for field in fields if flag(field) not in shown] == []
 
 
-def test_abbreviations_are_those_of_the_parser(parser: ArgumentParser) -> None:
-    """The shortest one of each flag that a launch looks at, and none that means another flag."""
+def test_no_flag_of_sglang_is_taken_for_an_abbreviation(parser: ArgumentParser) -> None:
     options = [option for action in parser._actions for option in action.option_strings]
-    for name, shortest in launch.ABBREVIATED.items():
-        unique = [n for n in range(3, len(name) + 1) if [o for o in options if o.startswith(name[:n])] == [name]]
-        assert shortest == name[: unique[0]], name
-
-
-def test_the_integrity_check_is_of_two_releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "SERVES_INTEGRITY_CHECK", False)
-    refuse_options(Options())
-    with pytest.raises(ValueError, match=r"the option integrity_check is not supported: .*; use 0.5.17 or 0.5.23"):
-        refuse_options(Options(integrity_check=True))
+    launch.require_whole_flags(options)
+    assert set(launch.READ_FLAGS) <= set(options)
+    for short in ("--j", "--json-model", "--conf", "--por", "--dev"):
+        with pytest.raises(LaunchError, match=rf"^{short} is an abbreviation; expected the whole flag: write --"):
+            launch.require_whole_flags(["--tp-size", "2", short])
