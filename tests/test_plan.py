@@ -563,13 +563,13 @@ def test_several_servers_are_named() -> None:
 def test_the_command_runs_without_noise(tmp_path: Path) -> None:
     """As a user starts it: SGLang is imported by this process, and logs nothing."""
     tiny.make_tiny(tmp_path / "mine", tiny.TinySpec())
-    words = ("plan", "--gpu", "8", "--count", "1", "--context", "4096", "--model", str(tmp_path / "mine"))
+    words = ("plan", "--gpu", "12", "--count", "1", "--context", "4096", "--model", str(tmp_path / "mine"))
     done = subprocess.run(
         [sys.executable, "-m", "dsv4_sglang.cli", *words], capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[0] == "mine, 1 x GPU of 8 GiB, --tp 1" and lines[-1].startswith("dsv4-sglang serve")
+    assert lines[0] == "mine, 1 x GPU of 12 GiB, --tp 1" and lines[-1].startswith("dsv4-sglang serve")
     assert re.fullmatch(r"checkpoint: 0\.0\d GiB in its files, 0\.0\d counted", lines[3])
 
 
@@ -608,7 +608,7 @@ def test_the_command_with_speculation() -> None:
 def test_the_command_with_dspark(given: int | None, tmp_path: Path) -> None:
     tiny.make_tiny(tmp_path / "mine", tiny.TinySpec(dspark=5))
     words = () if given is None else ("--speculative-dspark-block-size", str(given))
-    common = ("--gpu", "8", "--count", "1", "--model", str(tmp_path / "mine"), "--context", "4096")
+    common = ("--gpu", "12", "--count", "1", "--model", str(tmp_path / "mine"), "--context", "4096")
     printed = invoke(*common, "--max-running-requests", "4", "--speculative-algorithm", "DSPARK", *words)
     lines = printed.splitlines()
     assert lines[0].endswith(f", --speculative-algorithm DSPARK, blocks of {given or 5}")
@@ -632,7 +632,7 @@ def test_bad_input_about_dspark(words: tuple[str, ...], complaint: str, tmp_path
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/config.json").write_text(json.dumps(tiny.config_json(tiny.TinySpec(dspark=5))))
     count = () if "--count" in words else ("--count", "1")
-    arguments = ["plan", "--gpu", "8", *count, "--model", str(tmp_path / "mine"), "--speculative-algorithm", *words]
+    arguments = ["plan", "--gpu", "12", *count, "--model", str(tmp_path / "mine"), "--speculative-algorithm", *words]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "600"})
     assert result.exit_code == 2
     assert re.search(complaint, " ".join(result.output.replace("│", " ").split())), result.output
@@ -640,10 +640,10 @@ def test_bad_input_about_dspark(words: tuple[str, ...], complaint: str, tmp_path
 
 def test_a_config_of_ones_own(tmp_path: Path) -> None:
     tiny.make_tiny(tmp_path / "mine", tiny.TinySpec())
-    arguments = ("--gpu", "8", "--count", "1", "--context", "4096", "--max-running-requests", "4")
+    arguments = ("--gpu", "12", "--count", "1", "--context", "4096", "--max-running-requests", "4")
     printed = [invoke(*arguments, "--model", str(path)) for path in (tmp_path / "mine", tmp_path / "mine/config.json")]
     assert printed[0] == printed[1]
-    assert "mine, 1 x GPU of 8 GiB" in printed[0]
+    assert "mine, 1 x GPU of 12 GiB" in printed[0]
 
 
 @pytest.mark.parametrize(
