@@ -28,8 +28,9 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +76,20 @@ class Replayer:
         seed: of the tokens.
         cap: longest answer in tokens; 0: as in the trace.
         deadline: of `time.monotonic`; nothing is sent after it.
-        progress: called with each answer.
+        progress: called after each answer.
     """
 
     def __init__(
-        self, client: Client, vocab: int, seed: int = 0, cap: int = 0, deadline: float = math.inf, progress: Any = None
+        self,
+        client: Client,
+        vocab: int,
+        seed: int = 0,
+        cap: int = 0,
+        deadline: float = math.inf,
+        progress: Callable[[], None] | None = None,
     ) -> None:
         self.client, self.vocab, self.seed, self.cap, self.deadline = client, vocab, seed, cap, deadline
-        self.progress = progress or (lambda done: None)
+        self.progress = progress or (lambda: None)
         self._lock = threading.Lock()
 
     def closed(self, requests: Sequence[Request], clients: int) -> list[tuple[Request, Done]]:
@@ -119,7 +126,7 @@ class Replayer:
         self._error: BaseException | None = None
         self._began = time.perf_counter()
 
-    def _thread(self, work: Any) -> threading.Thread:
+    def _thread(self, work: Callable[[], None]) -> threading.Thread:
         def guarded() -> None:
             try:
                 work()
@@ -161,7 +168,7 @@ class Replayer:
             done = Done(begin, late, request.tokens, output, answer.cached, answer.of_tiers, *times)
             with self._lock:
                 self._done.append((request, done))
-                self.progress(done)
+                self.progress()
 
 
 def sessions(requests: Sequence[Request]) -> list[list[Request]]:
@@ -290,7 +297,7 @@ def measure(
             before = servers.metrics(url).get("prefix_lost_tokens")
             with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
                 task = bar.add_task(f"{subject} {loop} {size:g}", total=len(requests))
-                replayer = Replayer(client, vocab, args.seed, args.cap, args.deadline, lambda done: bar.advance(task))
+                replayer = Replayer(client, vocab, args.seed, args.cap, args.deadline, partial(bar.advance, task))
                 pairs = replayer.closed(requests, int(size)) if loop == "closed" else replayer.open(requests, size)
             if not pairs:
                 continue
