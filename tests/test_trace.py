@@ -5,12 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import agent_trace, trace
 from benchmarks.agent_trace import HASH_BLOCK, TraceConfig
+from benchmarks.replay import TIERS, Answer
 from benchmarks.trace_file import Request, computed_hits, load, perfect_hits
 
 TINY = TraceConfig(
@@ -37,9 +42,10 @@ def test_equal_hash_ids_are_equal_tokens() -> None:
 
 def test_an_unbounded_cache_finds_the_longest_common_prefix() -> None:
     """Compared with the tokens themselves, for a trace with branches and partial blocks."""
+    config = replace(TINY, turns=(6, 10), tokens=(8_000, 16_000), generate=(300, 900))
     made = [
         Request(0.0, line["input_length"], 1, tuple(line["hash_ids"]), 0)
-        for line in agent_trace.requests(TINY, pause_s=1.0)
+        for line in agent_trace.requests(config, pause_s=1.0)
     ]
     prompts = [request.prompt(60_000, 0) for request in made]
     expected = [
@@ -99,6 +105,62 @@ def test_agents_hit_what_agents_hit(tmp_path: Path) -> None:
     assert file.read_text() == written(tmp_path / "again.jsonl", agent_trace.agents(8, 16, seed=1)).read_text()
     firsts = [session[0] for session in trace.sessions(made)]
     assert all(request.delay > 0 for request in made if request not in firsts)
+
+
+class Told:
+    """A client whose requests take 20 ms, and which notes when each began and ended."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[float, float]] = []
+
+    def prepared(self, prompt: array[int], count: int) -> Callable[[], Answer]:
+        def send() -> Answer:
+            begin = time.perf_counter()
+            time.sleep(0.02)
+            self.spans.append((begin, time.perf_counter()))
+            return Answer([0] * count, 0, dict.fromkeys(TIERS, 0), 0.01, 0.02)
+
+        return send
+
+
+@pytest.mark.parametrize("loop", ["closed", "open"])
+def test_a_session_waits_for_its_answers_and_pauses(loop: str) -> None:
+    client = Told()
+    requests = [replace(one(number, session=number % 3), delay=0.03 * (number > 2), output=5) for number in range(9)]
+    replayer = trace.Replayer(client, 4_000, cap=2)  # type: ignore[arg-type]
+    pairs = replayer.closed(requests, 2) if loop == "closed" else replayer.open(requests, 2.0)
+    assert len(pairs) == 9 and all(done.output == 2 and done.late >= 0 for _, done in pairs)
+    pause = 0.03 if loop == "closed" else 0.06
+    for session in range(3):
+        begins = [(request.ids[0], done.begin) for request, done in pairs if request.session == session]
+        assert [number for number, _ in begins] == [session, session + 3, session + 6]
+        assert all(b - a >= 0.02 + pause for (_, a), (_, b) in itertools.pairwise(begins))
+    if loop == "closed":
+        starts, ends = [span[0] for span in client.spans], [span[1] for span in client.spans]
+        assert all(sum(a <= t < b for a, b in zip(starts, ends)) <= 2 for t in starts)
+
+
+def test_nothing_is_sent_after_the_deadline_and_errors_are_raised() -> None:
+    client = Told()
+    assert trace.Replayer(client, 4_000, deadline=0.0).closed([one(1)], 2) == []  # type: ignore[arg-type]
+    client.prepared = lambda *_: 1 // 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        trace.Replayer(client, 4_000).open([one(1), one(2, session=1)], 1.0)  # type: ignore[arg-type]
+
+
+def test_what_was_missed_is_told_by_cause() -> None:
+    """Two requests of one new prefix at once, then one whose snapshot is missing for 512 of its tokens."""
+
+    def done(begin: float, cached: int) -> trace.Done:
+        return trace.Done(begin, 0.0, 1536, 1, cached, {"device": cached}, 1.0, 1.0, 0.0)
+
+    spans = [done(0.0, 0), done(0.5, 0), done(3.0, 256)]
+    pairs = list(zip([one(1, 2, last) for last in (3, 4, 5)], spans))
+    row = trace.summary(pairs, [512], lost=512.0)
+    assert (row["ideal_tokens"], row["cached_tokens"], row["bounded_ideal_tokens"]) == (2048, 256, {"512": 1024})
+    assert row["missed"]["tokens"] == 1792 and row["missed"]["in_flight"] == 1024
+    assert (row["missed"]["no_snapshot"], row["missed"]["evicted"]) == (512, 256)
+    assert "no_snapshot" not in trace.summary(pairs, [], lost=None)["missed"]
 
 
 @pytest.mark.server
