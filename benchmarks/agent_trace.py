@@ -4,17 +4,29 @@ A conversation starts from one of a few system prompts and grows by turns: a mes
 model answers. Some are abandoned, some branch: a message is written again, a sub-agent starts from a turn and the
 main line goes on later from the same turn. A trace is the order of the turns of many conversations, each with its
 pauses.
+
+    python -m benchmarks.agent_trace --agents 32 --seed 0 --out agents.jsonl
+
+This command writes a trace file for `benchmarks.trace`: coding agents with long system prompts and tools that they
+share, sub-agents that branch and return, and pauses for tools. It prints the hits of an unbounded cache.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
+import json
 import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count as counter
 from itertools import islice
+from pathlib import Path
 from typing import Any
+
+HASH_BLOCK = 512
+"""Tokens of a hash id in Mooncake's trace format."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,8 @@ class Turn:
 class TraceConfig:
     """`active`: conversations that are alive at a time; one that ends is replaced until `conversations` have been.
     `midway`: the first of them are somewhere on their way when the trace begins, as on a server that has run for long,
-    so the load is there at once."""
+    so the load is there at once. `branches`: cumulative shares of rewritten messages and of sub-agents among branches;
+    the rest goes back to an earlier turn."""
 
     conversations: int
     active: int
@@ -60,6 +73,7 @@ class TraceConfig:
     generate: tuple[int, int] = (32, 1024)
     abandoned: float = 0.2
     branching: float = 0.08
+    branches: tuple[float, float] = (0.5, 0.8)
     midway: bool = False
 
 
@@ -91,9 +105,9 @@ def _script(config: TraceConfig, conversation: int) -> _Script:
         if base >= 0 and rng.random() < config.branching:
             kind = rng.random()
             last = script.turns[base]
-            if kind < 0.5:  # the last message is written again from some point on
+            if kind < config.branches[0]:  # the last message is written again from some point on
                 cut = last.cut + rng.randint(0, last.append)
-            elif kind < 0.8:  # a sub-agent; the main line goes on from here later
+            elif kind < config.branches[1]:  # a sub-agent; the main line goes on from here later
                 resume.append((number + rng.randint(2, 4), base))
             else:  # back to an earlier turn
                 base = rng.randrange(number)
@@ -119,6 +133,11 @@ def _from(turns: list[Turn], first: int, config: TraceConfig) -> list[Turn]:
 
 def trace(config: TraceConfig) -> Iterator[Turn]:
     """All turns in the order of their arrival; a turn never comes before its base."""
+    return (turn for _, turn in timed(config))
+
+
+def timed(config: TraceConfig) -> Iterator[tuple[float, Turn]]:
+    """The turns of `trace`, each with the time of its arrival. The unit is the median pause."""
     rng = random.Random(config.seed)
     started = min(config.active, config.conversations)
     queue = [(rng.random(), c, 0) for c in range(started)]
@@ -130,7 +149,7 @@ def trace(config: TraceConfig) -> Iterator[Turn]:
     while queue:
         now, conversation, number = heapq.heappop(queue)
         turns = scripts[conversation]
-        yield turns[number - turns[0].number]
+        yield now, turns[number - turns[0].number]
         if number < turns[-1].number:
             heapq.heappush(queue, (now + rng.lognormvariate(0.0, 0.7), conversation, number + 1))
             continue
@@ -192,3 +211,72 @@ class Ideal:
         self._systems.add(turn.system)
         self._known[turn.key] = turn.end - 1
         return min(turn.cut, known, turn.prompt - 1)
+
+
+def agents(count: int, sessions: int, seed: int = 0) -> TraceConfig:
+    """Return the load of `count` coding agents at a time, until `sessions` sessions have been."""
+    return TraceConfig(
+        conversations=sessions,
+        active=count,
+        seed=seed,
+        systems=(16_384, 20_480, 24_576, 32_768),
+        turns=(30, 90),
+        tokens=(60_000, 180_000),
+        generate=(32, 600),
+        branching=0.1,
+        branches=(0.1, 0.95),
+    )
+
+
+def requests(config: TraceConfig, pause_s: float) -> Iterator[dict[str, Any]]:
+    """Yield the turns as lines of Mooncake's trace format, with AIPerf's fields for sessions.
+
+    Each line has `session_id`, and all but the first of a session have `delay`: milliseconds from the end of the
+    session's previous answer to this request. Turns share whole blocks: the block in which an answer ends gets a new
+    id in the next turn, as in Mooncake's own traces.
+
+    Args:
+        config: of the trace.
+        pause_s: median pause for a tool, in seconds.
+    """
+    fresh = counter()
+    systems = [[next(fresh) for _ in range(tokens // HASH_BLOCK)] for tokens in config.systems]
+    paths: dict[tuple[int, int], list[int]] = {}
+    before: dict[int, float] = {}
+    for now, turn in timed(config):
+        past = paths[turn.conversation, turn.base] if turn.base >= 0 else systems[turn.system]
+        kept = past[: turn.cut // HASH_BLOCK]
+        path = kept + [next(fresh) for _ in range(-(-turn.end // HASH_BLOCK) - len(kept))]
+        paths[turn.key] = path
+        delay = {"delay": round(1e3 * pause_s * (now - last))} if (last := before.get(turn.conversation)) else {}
+        before[turn.conversation] = now
+        yield {
+            "timestamp": round(1e3 * pause_s * now),
+            "input_length": turn.prompt,
+            "output_length": turn.generate,
+            "hash_ids": path[: -(-turn.prompt // HASH_BLOCK)],
+            "session_id": turn.conversation,
+            **delay,
+        }
+
+
+def main(argv: list[str] | None = None) -> None:
+    from benchmarks.trace_file import load as read
+    from benchmarks.trace_file import perfect_hits
+
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--agents", type=int, default=32, help="sessions that are alive at a time (%(default)s)")
+    options.add_argument("--sessions", type=int, help="sessions in all; default: two an agent")
+    options.add_argument("--pause", type=float, default=3.0, help="median pause for a tool, in seconds (%(default)s)")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--out", type=Path, required=True, help="JSON lines")
+    args = options.parse_args(argv)
+    config = agents(args.agents, args.sessions or 2 * args.agents, args.seed)
+    args.out.write_text("".join(json.dumps(line) + "\n" for line in requests(config, args.pause)))
+    made = read(args.out)
+    prompts = sum(one.tokens for one in made)
+    print(f"{len(made)} requests, {prompts} prompt tokens, {sum(perfect_hits(made)) / prompts:.1%} ideal hits")
+
+
+if __name__ == "__main__":
+    main()

@@ -178,6 +178,40 @@ def draw_turns(axes: Any, rows: list[Row]) -> None:
         axis.set_visible(False)
 
 
+def draw_trace(axes: Any, rows: list[Row]) -> None:
+    """Hits and first tokens over time in each server's last load, and throughput over load. Of a load that was measured
+    again the last row counts."""
+    names = [name for name in COLOURS if any(row["server"]["subject"] == name for row in rows)]
+    loop = rows[-1]["loop"]
+    for name in names:
+        of_load = {row["load"]: row for row in rows if row["server"]["subject"] == name and row["loop"] == loop}
+        if not of_load:
+            continue
+        style = {"label": name, "color": COLOURS[name]}
+        last = of_load[[*of_load][-1]]
+        seconds = [part["s"] for part in last["over_time"]]
+        axes[0].plot(seconds, [100 * part["hit"] for part in last["over_time"]], **style)
+        axes[1].plot(seconds, [part["first_token_s"] for part in last["over_time"]], **style)
+        loads = sorted(of_load)
+        axes[2].plot(loads, [of_load[load]["requests_per_s"] for load in loads], marker="o", markersize=3, **style)
+    last = rows[-1]
+    seconds = [part["s"] for part in last["over_time"]]
+    axes[0].plot(seconds, [100 * part["ideal"] for part in last["over_time"]], "--", label="ideal", color="#999999")
+    axes[0].set_title(f"Hits, {loop} loop, {last['load']:g}", fontsize=9)
+    axes[0].set_ylabel("% of the prompts")
+    axes[1].set_title("First token, p50", fontsize=9)
+    axes[1].set_ylabel("seconds")
+    axes[1].set_yscale("log")
+    axes[2].set_title("Throughput", fontsize=9)
+    axes[2].set_ylabel("requests/s")
+    axes[2].set_xlabel("clients" if loop == "closed" else "factor of the time stamps")
+    for axis in axes:
+        axis.legend(fontsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes[:2]:
+        axis.set_xlabel("seconds")
+
+
 class Plot(NamedTuple):
     """`draw` gets the axis, or with several `panels` their array, and the rows. Nothing is drawn while a server of
     `needs` has no row."""
@@ -198,6 +232,7 @@ DRAWN: dict[str, Plot] = {
     "prefix_trace": Plot(draw_prefix_trace),
     "tier_sweep": Plot(draw_tier_sweep, panels=2, needs=SERVERS),
     "turns": Plot(draw_turns, panels=2, needs=("ours", "sglang", "sglang-best")),
+    "trace": Plot(draw_trace, panels=3, needs=("ours", "sglang-best")),
 }
 
 
@@ -231,7 +266,7 @@ def draw(results: Path, docs: Path) -> list[Path]:
         rows, environment = loaded
         if not {row["server"]["subject"] for row in rows if plot.needs}.issuperset(plot.needs):
             continue
-        figure, axes = pyplot.subplots(1, plot.panels, figsize=(8, 4), layout="constrained")
+        figure, axes = pyplot.subplots(1, plot.panels, figsize=(max(8, 4 * plot.panels), 4), layout="constrained")
         plot.draw(axes, rows)
         gpu = environment["gpu"].get("name", "no GPU")
         figure.supxlabel(f"{gpu}, {environment['date'][:10]}", fontsize=7, color="#666666")

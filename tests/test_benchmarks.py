@@ -449,6 +449,27 @@ def test_plot_of_turns_wants_all_servers(tmp_path: Path) -> None:
     assert "100,000" in written[1].read_text()
 
 
+def test_plot_of_a_trace(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import plots
+
+    def measured(subject: str, load: int) -> str:
+        parts = [{"s": float(s), "hit": 0.5, "ideal": 0.9, "first_token_s": 0.1 * load} for s in range(3)]
+        row: dict = {"measure": "trace", "loop": "closed", "load": load, "requests_per_s": 2.0, "over_time": parts}
+        row |= {"server": {"subject": subject}, "environment": {"gpu": {}, "date": "2026-11-23T00:00:00"}}
+        return json.dumps(row) + "\n"
+
+    file = tmp_path / "trace.jsonl"
+    file.write_text(measured("ours", 8) + measured("ours", 64))
+    assert not plots.draw(tmp_path, tmp_path / "docs")
+    with file.open("a") as end:
+        end.write(measured("sglang-best", 8) + measured("sglang-best", 64))
+    drawn = plots.draw(tmp_path, tmp_path / "docs")[1].read_text()
+    assert all(
+        f"<!-- {text} -->" in drawn for text in ("ours", "sglang-best", "ideal", "Hits, closed loop, 64", "clients")
+    )
+
+
 def test_run_refuses_unknown_names() -> None:
     done = subprocess.run([sys.executable, "benchmarks/run.py", "apend"], capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -1,0 +1,397 @@
+"""Replay a trace file in Mooncake's format, against a perfect cache; ours and SGLang's own.
+
+    python -m benchmarks.trace TRACE.jsonl.xz --server ours,sglang-best --closed 8,64 --out OUT/trace.jsonl
+    python -m benchmarks.trace TRACE.jsonl.xz --url http://127.0.0.1:30000 --vocab 129280 --open 1,0.5 --out F
+    python -m benchmarks.agent_trace --agents 32 --out agents.jsonl   # a seeded agent load, in the same format
+
+--closed: N clients, each of which takes the next session when its last one is over. --open: sessions begin at the
+trace's time stamps times a factor; 0.5 is twice the load. In both, a session's next request follows the answer by its
+`delay`, in open loop times the factor. A line without `session_id` is a session of its own.
+
+Before each load, prompts of the trace's lengths with other tokens run until their times settle, then the cache is
+flushed. Each load appends a row to --out. FILE.requests.jsonl beside it gets one line per request. Ideal hits are those
+of an unbounded cache and of optimal caches of --capacity tokens and of the device's tokens.
+
+Misses of the unbounded ideal: `in_flight`, another request was computing the tokens when this one was sent;
+`no_snapshot`, blocks were cached without a snapshot to resume from (this package's metrics); `evicted`, the rest.
+With --seconds nothing is sent after that time; `requests` says how many of the trace's `of` were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from benchmarks import serve, serve_plan, servers
+from benchmarks.environment import environment
+from benchmarks.replay import Client
+from benchmarks.trace_file import Request, computed_hits, load, perfect_hits
+from benchmarks.turns import FLAGS, spread
+
+BINS = 40
+"""Of a load's time, for the plot."""
+WARM_REQUESTS, WARM_OUTPUT, WARM_ROUNDS = 48, 8, 5
+WARM_SEED = 1_000_000
+
+
+@dataclass
+class Done:
+    """One answered request. Times in seconds; `begin` since the load began, `late` behind its time in the trace."""
+
+    begin: float
+    late: float
+    prompt: int
+    output: int
+    cached: int
+    tiers: dict[str, int]
+    first_token: float
+    total: float
+    between_tokens: float
+    ideal: int = 0
+    in_flight: int = 0
+
+
+class Replayer:
+    """Sends a trace's sessions. The first error of any request ends the replay.
+
+    Args:
+        client: of the server.
+        vocab: token ids are drawn below this.
+        seed: of the tokens.
+        cap: longest answer in tokens; 0: as in the trace.
+        deadline: of `time.monotonic`; nothing is sent after it.
+        progress: called after each answer.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        vocab: int,
+        seed: int = 0,
+        cap: int = 0,
+        deadline: float = math.inf,
+        progress: Callable[[], None] | None = None,
+    ) -> None:
+        self.client, self.vocab, self.seed, self.cap, self.deadline = client, vocab, seed, cap, deadline
+        self.progress = progress or (lambda: None)
+        self._lock = threading.Lock()
+
+    def closed(self, requests: Sequence[Request], clients: int) -> list[tuple[Request, Done]]:
+        """Replay with `clients` sessions at a time. Return the requests in the order in which they were sent."""
+        self._start()
+        waiting = iter(sessions(requests))
+
+        def work() -> None:
+            while True:
+                with self._lock:
+                    session = next(waiting, None)
+                if session is None or self._over():
+                    return
+                self._session(session, time.perf_counter() - self._began, 1.0)
+
+        return self._finish([self._thread(work) for _ in range(clients)])
+
+    def open(self, requests: Sequence[Request], factor: float) -> list[tuple[Request, Done]]:
+        """Replay by time stamps times `factor`, with one thread per session that has begun."""
+        self._start()
+        threads = []
+        first = min(one.at for one in requests)
+        for session in sessions(requests):
+            due = factor * (session[0].at - first)
+            # A body takes milliseconds to encode: threads start early enough to have it in time.
+            self._sleep_until(due - 1.0)
+            if self._over():
+                break
+            threads.append(self._thread(lambda one=session, at=due: self._session(one, at, factor)))
+        return self._finish(threads)
+
+    def _start(self) -> None:
+        self._done: list[tuple[Request, Done]] = []
+        self._error: BaseException | None = None
+        self._began = time.perf_counter()
+
+    def _thread(self, work: Callable[[], None]) -> threading.Thread:
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = self._error or error
+
+        thread = threading.Thread(target=guarded, daemon=True)
+        thread.start()
+        return thread
+
+    def _finish(self, threads: list[threading.Thread]) -> list[tuple[Request, Done]]:
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        return sorted(self._done, key=lambda pair: pair[1].begin)
+
+    def _over(self) -> bool:
+        return self._error is not None or time.monotonic() > self.deadline
+
+    def _sleep_until(self, due: float) -> None:
+        while (left := due - (time.perf_counter() - self._began)) > 0 and not self._over():
+            time.sleep(min(left, 1.0))
+
+    def _session(self, session: list[Request], due: float, factor: float) -> None:
+        for request in session:
+            due += factor * request.delay
+            output = min(request.output, self.cap or request.output)
+            send = self.client.prepared(request.prompt(self.vocab, self.seed), output)
+            self._sleep_until(due)
+            if self._over():
+                return
+            begin = time.perf_counter() - self._began
+            late = begin - due
+            answer = send()
+            due = time.perf_counter() - self._began
+            gap = (answer.total_s - answer.first_token_s) / max(1, output - 1)
+            times = answer.first_token_s, answer.total_s, gap
+            done = Done(begin, late, request.tokens, output, answer.cached, answer.of_tiers, *times)
+            with self._lock:
+                self._done.append((request, done))
+                self.progress()
+
+
+def sessions(requests: Sequence[Request]) -> list[list[Request]]:
+    """Return the requests by session, sessions in the order of their first requests."""
+    found: dict[int, list[Request]] = {}
+    for request in requests:
+        found.setdefault(request.session, []).append(request)
+    return list(found.values())
+
+
+def warm_up(client: Client, requests: Sequence[Request], clients: int, vocab: int) -> int:
+    """Run prompts of the trace's lengths until their times settle: first parts of prompts, then the whole, which hit.
+
+    Returns:
+        The rounds that ran.
+    """
+    by_length = sorted(requests, key=lambda one: one.tokens)
+    chosen = by_length[:: max(1, len(by_length) // WARM_REQUESTS)]
+    chosen = [*chosen, by_length[-1]]
+    before = math.inf
+    for number in range(1, WARM_ROUNDS + 1):
+        begin = time.perf_counter()
+        for share in (0.7, 1.0):
+            parts = [max(1, math.ceil(share * len(one.ids))) for one in chosen]
+            round_ = [
+                replace(one, ids=one.ids[:kept], tokens=min(one.tokens, 512 * kept), session=i, delay=0.0)
+                for i, (one, kept) in enumerate(zip(chosen, parts, strict=True))
+            ]
+            Replayer(client, vocab, WARM_SEED + number, WARM_OUTPUT).closed(round_, clients)
+        spent = time.perf_counter() - begin
+        if 1.5 * spent > before:
+            break
+        before = spent
+    return number
+
+
+def summary(pairs: Sequence[tuple[Request, Done]], capacities: Sequence[int], lost: float | None) -> dict[str, Any]:
+    """Return the figures of a load, and set `ideal` and `in_flight` of each request.
+
+    Args:
+        pairs: in the order in which they were sent.
+        capacities: tokens of bounded optimal caches.
+        lost: tokens that the server computed again for want of a snapshot; None: its metrics do not tell.
+    """
+    requests, done = [one for one, _ in pairs], [one for _, one in pairs]
+    computed = computed_hits(requests, [one.begin for one in done], [one.begin + one.first_token for one in done])
+    for one, ideal, known in zip(done, perfect_hits(requests), computed, strict=True):
+        one.ideal = ideal
+        one.in_flight = max(0, min(ideal - one.cached, ideal - known))
+    prompts, cached, ideal = (sum(getattr(one, name) for one in done) for name in ("prompt", "cached", "ideal"))
+    seconds = max(one.begin + one.total for one in done)
+    bounded = {str(tokens): sum(perfect_hits(requests, tokens)) for tokens in capacities}
+    missed = sum(max(0, one.ideal - one.cached) for one in done)
+    waiting = sum(one.in_flight for one in done)
+    misses: dict[str, Any] = {"tokens": missed, "in_flight": waiting}
+    if lost is not None:
+        no_snapshot = min(round(lost), missed - waiting)
+        misses |= {"no_snapshot": no_snapshot, "evicted": missed - waiting - no_snapshot}
+    misses["share_of_computed"] = round(missed / max(1, prompts - cached), 4)
+    return {
+        "requests": len(done),
+        "seconds": round(seconds, 2),
+        "requests_per_s": round(len(done) / seconds, 4),
+        "output_tokens_per_s": round(sum(one.output for one in done) / seconds, 2),
+        "prompt_tokens_per_s": round(prompts / seconds, 1),
+        "prompt_tokens": prompts,
+        "cached_tokens": cached,
+        "tiers": {tier: sum(one.tiers[tier] for one in done) for tier in done[0].tiers},
+        "ideal_tokens": ideal,
+        "hit_of_ideal": round(cached / ideal, 4) if ideal else None,
+        "bounded_ideal_tokens": bounded,
+        "hit_of_bounded": {size: round(cached / hit, 4) if hit else None for size, hit in bounded.items()},
+        "missed": misses,
+        "first_token_ms": spread([one.first_token for one in done]),
+        "between_tokens_ms": spread([one.between_tokens for one in done if one.output > 1] or [0.0]),
+        "late_ms": spread([one.late for one in done]),
+        "over_time": over_time(done, seconds),
+    }
+
+
+def over_time(done: Sequence[Done], seconds: float) -> list[dict[str, float]]:
+    """Return hits and first tokens by the time of sending, in up to BINS equal parts of the load."""
+    bins: dict[int, list[Done]] = {}
+    for one in done:
+        bins.setdefault(min(BINS - 1, int(BINS * one.begin / seconds)), []).append(one)
+    return [
+        {
+            "s": round((number + 0.5) * seconds / BINS, 2),
+            "hit": round(sum(one.cached for one in found) / sum(one.prompt for one in found), 4),
+            "ideal": round(sum(one.ideal for one in found) / sum(one.prompt for one in found), 4),
+            "first_token_s": round(statistics.median(one.first_token for one in found), 4),
+        }
+        for number, found in sorted(bins.items())
+    ]
+
+
+@contextlib.contextmanager
+def serving(args: argparse.Namespace, subject: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """(URL, vocabulary, what is known about it) of a server that runs, or of one that is started for this."""
+    if args.url:
+        yield args.url, args.vocab, {"subject": subject, "flags": None}
+        return
+    own = args.sglang_flags if subject.startswith("sglang") else ""
+    flags = f"{FLAGS[subject]} --enable-metrics {args.flags} {own}".strip()
+    bench = serve.Bench(argparse.Namespace(**{**vars(args), "flags": flags}))
+    server = bench.server("ours" if subject.startswith("ours") else "in-tree", f"trace-{subject}", args.memory)
+    with servers.running(server, args.start_timeout):
+        yield server.url, bench.vocab, {"subject": subject, "flags": flags, **servers.sizes(server.lines())}
+
+
+def measure(
+    args: argparse.Namespace, subject: str, requests: Sequence[Request], console: Console
+) -> Iterator[tuple[dict[str, Any], list[Done]]]:
+    """Yield the row and the answers of each load of one server."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with serving(args, subject) as (url, vocab, about):
+        client = Client(url)
+        about["max_total_num_tokens"] = servers.max_total_tokens(url)
+        capacities = sorted({about["max_total_num_tokens"], *args.capacity})
+        for loop, size in [("closed", n) for n in args.closed] + [("open", factor) for factor in args.open]:
+            if time.monotonic() > args.deadline:
+                print(f"{subject}: {args.seconds:.0f} s are over, left out: {loop} {size:g}", flush=True)
+                continue
+            rounds = warm_up(client, requests, int(size) if loop == "closed" else 16, vocab)
+            client.flush()
+            before = servers.metrics(url).get("prefix_lost_tokens")
+            with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+                task = bar.add_task(f"{subject} {loop} {size:g}", total=len(requests))
+                replayer = Replayer(client, vocab, args.seed, args.cap, args.deadline, partial(bar.advance, task))
+                pairs = replayer.closed(requests, int(size)) if loop == "closed" else replayer.open(requests, size)
+            if not pairs:
+                continue
+            lost = None if before is None else servers.metrics(url)["prefix_lost_tokens"] - before
+            row = {"measure": "trace", "loop": loop, "load": size, "of": len(requests), "warm_rounds": rounds}
+            yield {**row, **summary(pairs, capacities, lost), "server": about}, [done for _, done in pairs]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    shown = Table("server", "load", "requests", "requests/s", "hits of ideal", "of a perfect cache", "missed")
+    shown.add_column("first token ms, p50 / p95")
+    shown.add_column("between tokens ms")
+    for row in rows:
+        bounded = ", ".join(f"{int(size) / 1e6:.3g}M {share}" for size, share in row["hit_of_bounded"].items())
+        kinds = ("in_flight", "no_snapshot", "evicted")
+        missed = ", ".join(f"{row['missed'][kind]} {kind}" for kind in kinds if kind in row["missed"])
+        first = row["first_token_ms"]
+        shown.add_row(
+            row["server"]["subject"],
+            f"{row['loop']} {row['load']:g}",
+            f"{row['requests']} of {row['of']}",
+            f"{row['requests_per_s']:.3g}",
+            str(row["hit_of_ideal"]),
+            bounded,
+            missed,
+            f"{first['p50']:.0f} / {first['p95']:.0f}",
+            f"{row['between_tokens_ms']['p50']:.1f}",
+        )
+    return shown
+
+
+def parsed(argv: list[str] | None) -> argparse.Namespace:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("trace", type=Path, help="JSON lines, also .xz or .gz")
+    options.add_argument("--server", default="ours,sglang-best", help=f"some of {', '.join(FLAGS)}")
+    options.add_argument("--url", help="a server that runs, instead")
+    options.add_argument("--vocab", type=int, default=4_000, help="with --url: token ids are drawn below this")
+    options.add_argument("--closed", default="", help="clients, a load each, as in 8,64")
+    options.add_argument("--open", default="", help="factors of the time stamps, a load each, as in 1,0.5")
+    options.add_argument("--requests", type=int, help="only the first N requests")
+    options.add_argument("--longest", type=int, default=2**31, help="leave out longer prompts")
+    options.add_argument("--cap", type=int, default=0, help="longest answer; 0: as in the trace")
+    options.add_argument("--capacity", default="", help="tokens of perfect caches, beside those of the device")
+    options.add_argument("--seconds", type=float, default=math.inf, help="send nothing after this time")
+    options.add_argument("--seed", type=int, default=0, help="of the tokens")
+    options.add_argument("--flags", default="", help="more flags for all servers")
+    options.add_argument("--sglang-flags", default="", help="more flags for SGLang's own cache")
+    options.add_argument("--out", type=Path, required=True, dest="file", help="JSON lines, appended; logs beside it")
+    options.add_argument("--dry-run", action="store_true", help="a small model on the CPU, ours only")
+    serve_plan.add_options(options)
+    options.set_defaults(quick=False, servers="ours", measure="decode,ttft")
+    args = options.parse_args(argv)
+    args.deadline = time.monotonic() + args.seconds
+    args.server = ["running"] if args.url else ["ours"] if args.dry_run else args.server.split(",")
+    if not args.url and (unknown := set(args.server) - {*FLAGS}):
+        options.error(f"--server {min(unknown)}: expected some of {', '.join(FLAGS)}")
+    try:
+        for name, kind in (("closed", int), ("open", float), ("capacity", int)):
+            setattr(args, name, [kind(text) for text in getattr(args, name).split(",") if text])
+    except ValueError as error:
+        options.error(f"--{name} {getattr(args, name)}: {error}; expected numbers, separated by commas")
+    if not args.closed + args.open or min(args.closed + args.open) <= 0:
+        options.error(f"--closed {args.closed} --open {args.open}: expected at least one load, and all above 0")
+    args.out = args.file.parent
+    serve_plan.resolve(options, args)
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parsed(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # let the server be stopped
+    requests = [one for one in load(args.trace)[: args.requests] if one.tokens <= args.longest]
+    if not requests:
+        print(f"--longest {args.longest} --requests {args.requests}: no request of {args.trace} is left")
+        return 1
+    args.out.mkdir(parents=True, exist_ok=True)
+    arguments = {name: getattr(args, name) for name in ("model", "cap", "longest", "seed", "dry_run")}
+    settings = {"trace": args.trace.name, **arguments}
+    console, rows, failed = Console(), [], 0
+    for subject in args.server:
+        try:
+            for row, answers in measure(args, subject, requests, console):
+                rows.append(row)
+                name = {"server": subject, "loop": row["loop"], "load": row["load"]}
+                with args.file.with_suffix(".requests.jsonl").open("a") as file:
+                    file.writelines(json.dumps(name | asdict(one)) + "\n" for one in answers)
+                with args.file.open("a") as file:
+                    file.write(json.dumps({**row, "environment": environment(), "settings": settings}) + "\n")
+        except (RuntimeError, OSError) as error:
+            failed += 1
+            print(f"{subject} failed: {error}", flush=True)
+    console.print(table(rows))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
