@@ -55,6 +55,10 @@ def test_an_unbounded_cache_finds_the_longest_common_prefix() -> None:
     assert any(hit % HASH_BLOCK for hit in expected), "no partial block was hit"
 
 
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    assert perfect_hits([one(1, 2), one(1, 2), one(1, tokens=300)]) == [0, 1023, 299]
+
+
 def _common(a: object, b: object) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))  # type: ignore[call-overload]
 
