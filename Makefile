@@ -7,6 +7,7 @@
 # make demo     make serve on a free port, then stop
 # make bench    the benchmarks
 # make check-recipes   what `make setup` would install on a fresh machine, of both recipes, without installing it
+# make wheels   dist/: sdist, a pure wheel, one with compiled kernels for ARCHS (docs/release.md), SBOM; checked and tried
 # Variables: PYTHON (interpreter to make the environment with), RECIPE (cpu or cuda; default: what the machine has),
 # SGLANG (release of SGLang, in an environment of its own; default: 0.5.17),
 # MODEL (checkpoint folder of serve and demo), ARGS (more arguments for serve, or for pytest in test).
@@ -32,7 +33,7 @@ export PYTHON
 # of which would compile torch, transformers and sglang again, 14 s of CPU time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test test-newest test-newest-short lint format serve demo bench check-recipes
+.PHONY: setup test test-newest test-newest-short lint format serve demo bench check-recipes wheels
 
 setup: $(STAMP)
 
@@ -80,3 +81,6 @@ bench: $(STAMP)
 
 check-recipes: $(STAMP)
 	$(BIN)/python tools/check_recipes.py $(RECIPE)
+
+wheels: $(STAMP)
+	tools/wheels.sh $(BIN)/python $(ARCHS)

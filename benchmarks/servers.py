@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import ports
 from benchmarks.environment import ROOT
+from dsv4_sglang import __version__
 
 GPU_ENVIRONMENT = {
     # A GPU without FP4 runs FP8 experts; kernels are compiled when they are needed, not all at the start.
@@ -59,9 +60,9 @@ def plugin_path(folder: Path) -> list[str]:
     found = importlib.metadata.entry_points(group=PLUGIN_GROUP)
     if any(entry.value == PLUGIN for entry in found):
         return []
-    info = folder / "dsv4_sglang-0.1.0.dist-info"
+    info = folder / f"dsv4_sglang-{__version__}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dsv4-sglang\nVersion: 0.1.0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: dsv4-sglang\nVersion: {__version__}\n")
     (info / "entry_points.txt").write_text(f"[{PLUGIN_GROUP}]\ndsv4_sglang = {PLUGIN}\n")
     return [str(folder), str(ROOT)]
 

@@ -4,4 +4,4 @@
 `sglang` and `models`. Importing this package imports none of them.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,6 +1,6 @@
-"""Build hook: the CUDA extension ahead of time, when DSV4_SGLANG_PREBUILD names the architectures.
+"""Build hook: compile the CUDA extension ahead of time when DSV4_SGLANG_PREBUILD names the architectures.
 
-    DSV4_SGLANG_PREBUILD=80,89,90a,100a pip install --no-build-isolation .
+    DSV4_SGLANG_PREBUILD=80,89,90a,100a,120a pip install --no-build-isolation .
 
 Without the variable nothing is compiled, and the extension is built on first use.
 """
@@ -32,8 +32,10 @@ class ExtensionBuildHook(BuildHookInterface):
             )
         out = Path(self.root) / "dsv4_sglang" / "prebuilt"
         command = [sys.executable, "-m", "dsv4_sglang.ops.extension", "--arch", archs, "--out", str(out)]
-        subprocess.run(command, cwd=self.root, check=True)
-        build_data["artifacts"].append("/dsv4_sglang/prebuilt/*.so")
+        library = subprocess.run(command, cwd=self.root, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+        # The folder can hold libraries of older sources; the wheel gets this one alone.
+        build_data["artifacts"].append(f"/dsv4_sglang/prebuilt/{Path(library).name}")
         build_data["pure_python"] = False
-        # The library uses torch's stable ABI and no Python: one wheel for all interpreters of the platform.
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        # The library uses torch's stable ABI and nothing of Python's: one wheel for all supported interpreters. The
+        # platform is this machine's; `make wheels` replaces it by the manylinux tag that the library's symbols allow.
+        build_data["tag"] = f"cp310-abi3-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
