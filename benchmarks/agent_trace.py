@@ -232,8 +232,8 @@ def requests(config: TraceConfig, pause_s: float) -> Iterator[dict[str, Any]]:
     """Yield the turns as lines of Mooncake's trace format, with AIPerf's fields for sessions.
 
     Each line has `session_id`, and all but the first of a session have `delay`: milliseconds from the end of the
-    session's previous answer to this request. Turns share whole blocks: the block in which an answer ends gets a new
-    id in the next turn, as in Mooncake's own traces.
+    session's previous answer to this request. The first turn that goes on from the end of another
+    fills up its last block; other branches share whole blocks.
 
     Args:
         config: of the trace.
@@ -242,12 +242,17 @@ def requests(config: TraceConfig, pause_s: float) -> Iterator[dict[str, Any]]:
     fresh = counter()
     systems = [[next(fresh) for _ in range(tokens // HASH_BLOCK)] for tokens in config.systems]
     paths: dict[tuple[int, int], list[int]] = {}
+    ends: dict[tuple[int, int], int] = {}
     before: dict[int, float] = {}
     for now, turn in timed(config):
         past = paths[turn.conversation, turn.base] if turn.base >= 0 else systems[turn.system]
+        base = turn.conversation, turn.base
         kept = past[: turn.cut // HASH_BLOCK]
+        if turn.cut == ends.get(base):  # the first turn that goes on here fills up the last block
+            kept = past
+            del ends[base]
         path = kept + [next(fresh) for _ in range(-(-turn.end // HASH_BLOCK) - len(kept))]
-        paths[turn.key] = path
+        paths[turn.key], ends[turn.key] = path, turn.end
         delay = {"delay": round(1e3 * pause_s * (now - last))} if (last := before.get(turn.conversation)) else {}
         before[turn.conversation] = now
         yield {

@@ -39,6 +39,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks import serve, serve_plan, servers
+from benchmarks.agent_trace import HASH_BLOCK
 from benchmarks.environment import environment
 from benchmarks.replay import Client
 from benchmarks.trace_file import Request, computed_hits, load, perfect_hits
@@ -179,14 +180,14 @@ def sessions(requests: Sequence[Request]) -> list[list[Request]]:
     return list(found.values())
 
 
-def warm_up(client: Client, requests: Sequence[Request], clients: int, vocab: int) -> int:
+def warm_up(client: Client, requests: Sequence[Request], clients: int, vocab: int, count: int) -> int:
     """Run prompts of the trace's lengths until their times settle: first parts of prompts, then the whole, which hit.
 
     Returns:
         The rounds that ran.
     """
     by_length = sorted(requests, key=lambda one: one.tokens)
-    chosen = by_length[:: max(1, len(by_length) // WARM_REQUESTS)]
+    chosen = by_length[:: max(1, len(by_length) // count)]
     chosen = [*chosen, by_length[-1]]
     before = math.inf
     for number in range(1, WARM_ROUNDS + 1):
@@ -194,7 +195,7 @@ def warm_up(client: Client, requests: Sequence[Request], clients: int, vocab: in
         for share in (0.7, 1.0):
             parts = [max(1, math.ceil(share * len(one.ids))) for one in chosen]
             round_ = [
-                replace(one, ids=one.ids[:kept], tokens=min(one.tokens, 512 * kept), session=i, delay=0.0)
+                replace(one, ids=one.ids[:kept], tokens=min(one.tokens, HASH_BLOCK * kept), session=i, delay=0.0)
                 for i, (one, kept) in enumerate(zip(chosen, parts, strict=True))
             ]
             Replayer(client, vocab, WARM_SEED + number, WARM_OUTPUT).closed(round_, clients)
@@ -292,7 +293,8 @@ def measure(
             if time.monotonic() > args.deadline:
                 print(f"{subject}: {args.seconds:.0f} s are over, left out: {loop} {size:g}", flush=True)
                 continue
-            rounds = warm_up(client, requests, int(size) if loop == "closed" else 16, vocab)
+            clients = int(size) if loop == "closed" else 2 if args.dry_run else 16
+            rounds = warm_up(client, requests, clients, vocab, max(clients, 0 if args.dry_run else WARM_REQUESTS))
             client.flush()
             before = servers.metrics(url).get("prefix_lost_tokens")
             with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
