@@ -30,11 +30,11 @@ class ExtensionBuildHook(BuildHookInterface):
                 f"{SWITCH} compiles against torch's headers, and this build environment has no torch: install torch "
                 "and give pip --no-build-isolation"
             )
-        out = Path(self.root) / "dsv4_sglang" / "prebuilt"
+        # Not into the package: a checkout would load the library instead of its own sources' build.
+        out = Path(self.root) / "build" / "extension"
         command = [sys.executable, "-m", "dsv4_sglang.ops.extension", "--arch", archs, "--out", str(out)]
         library = subprocess.run(command, cwd=self.root, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-        # The folder can hold libraries of older sources; the wheel gets this one alone.
-        build_data["artifacts"].append(f"/dsv4_sglang/prebuilt/{Path(library).name}")
+        build_data["force_include"][library] = f"dsv4_sglang/prebuilt/{Path(library).name}"
         build_data["pure_python"] = False
         # The library uses torch's stable ABI and nothing of Python's: one wheel for all supported interpreters. The
         # platform is this machine's; `make wheels` replaces it by the manylinux tag that the library's symbols allow.

@@ -24,6 +24,15 @@ installed=$(try python -c "import dsv4_sglang; print(dsv4_sglang.__file__)")
 [[ $installed == "$fresh"/* ]] || { echo "try_wheel: $installed was imported, not the wheel" >&2; exit 1; }
 try dsv4-sglang --help >help.txt
 grep -q serve help.txt
+# A compiled library is found by the hash of the sources that the wheel carries.
+try python - <<'PYTHON'
+from dsv4_sglang.ops import extension
+
+for library in extension.PREBUILT.glob("*.so"):
+    for arch in library.stem.rsplit("-", 1)[1].split("_"):
+        assert extension.find_prebuilt(arch.removeprefix("sm")) == library, f"{library.name} is not found for {arch}"
+        print(f"try_wheel: kernels for {arch} are found")
+PYTHON
 if try python -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"; then
   try dsv4-sglang doctor
 fi
