@@ -28,7 +28,7 @@ def library(nvcc, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_compiles_for_all_architectures(library):
-    assert library.name.endswith("-sm80_sm89_sm90a_sm100a.so")
+    assert library.name.endswith("-sm80_sm89_sm90a_sm100a_sm120a.so")
     assert [p.name for p in library.parent.iterdir() if p.suffix != ".lock"] == [library.name]
 
 

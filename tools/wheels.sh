@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=${1:?usage: tools/wheels.sh PYTHON [ARCHS]}
-archs=${2:-80,89,90a,100a,120a}
+archs=${2:-$("$python" -c 'from dsv4_sglang.ops.extension import RELEASE_ARCHS; print(*RELEASE_ARCHS, sep=",")')}
 limit=$((40 * 1024 * 1024))
 tools=.venv-release
 SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct)}
