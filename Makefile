@@ -17,7 +17,8 @@ NEWEST := 0.5.23
 NEWEST_TESTS := $(addprefix tests/test_,contracts.py flag_validation.py sizing_sglang.py v41.py v41_cache.py \
 	prefix_sglang.py host_tier.py host_storage.py host_names.py host_folder.py integrity.py sleep.py \
 	request_validation.py) \
-	tests/server/test_faults.py tests/server/test_rejections.py tests/server/test_tokenizer_workers.py \
+	tests/server/test_faults.py tests/server/test_rejections.py tests/server/test_start.py \
+	tests/server/test_tokenizer_workers.py \
 	$(addprefix tests/server/test_server_,exact.py prefix.py fp8_prefix.py tp.py speculation.py dspark.py host.py \
 	storage.py requests.py prefill_graphs.py v41.py)
 SHORT_TESTS := $(addprefix tests/test_,contracts.py flag_validation.py sizing_sglang.py) \

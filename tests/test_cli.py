@@ -17,7 +17,7 @@ from progress import LONG, communicate, run, wait
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app, check, client, conversation, demo, doctor
-from dsv4_sglang.srt import launch
+from dsv4_sglang.srt import compat, launch
 from dsv4_sglang.testing import selftest, tiny
 from dsv4_sglang.testing.formula import layer_output
 
@@ -472,7 +472,7 @@ def test_doctor_passes_here_and_sees_what_is_missing() -> None:
         assert checked in whole
     for line in (
         "fail hook sglang.srt.gone.Thing does not exist",
-        "materialize_declarations takes (server_args",
+        f"{compat.FLAGS_RESOLVED} takes (server_args",
         "fail flag ServerArgs.renamed_flag, which this cache reads, does not exist",
         "fail override sglang.srt.models.deepseek_v4.DeepseekV4DecoderLayer._gone does not exist",
     ):

@@ -25,10 +25,13 @@ load_plugins()
 from sglang.srt.server_args import ServerArgs
 assert [e.value for e in entry_points(group="sglang.srt.plugins", name="dsv4_sglang")]
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu")
+from dsv4_sglang.srt import compat
+flags = compat.resolve_flags(arguments)
 looking = {"server_args.prepare_server_args", "configs.model_config.ModelConfig.from_server_args"}
 assert HookRegistry._patched == {"sglang.srt." + name for name in looking}, HookRegistry._patched
-assert arguments._resolved().page_size == 256 and arguments._resolved().attention_backend == "dsv4"
-assert arguments.get_model_config().is_hybrid_swa
+assert flags.page_size == 256 and flags.attention_backend == "dsv4"
+from sglang.srt.configs.model_config import ModelConfig
+assert ModelConfig.from_server_args(arguments).is_hybrid_swa
 assert not [name for name in sys.modules if name.startswith("dsv4_sglang.srt.hooks")]
 """
 
@@ -41,22 +44,28 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 load_plugins()
 from sglang.srt.server_args import ServerArgs
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu", json_model_override_args='{"dsv4_sglang": {}}')
+from dsv4_sglang.srt import compat
+resolved = compat.resolve_flags(arguments)
 from dsv4_sglang.srt.decisions import Launch
 from dsv4_sglang.srt.hooks import hooks_of
 from dsv4_sglang.srt.options import Options
 hooks = hooks_of(Launch(Options()), on_cpu=True)
 assert {hook.target for hook in hooks} < HookRegistry._patched
 assert len({hook.target for hook in hooks}) == len(hooks) and all(hook.reason for hook in hooks)
-assert arguments._resolved().page_size == 128 and arguments._resolved().attention_backend == "dsv4_sglang"
-assert not arguments.get_model_config().is_hybrid_swa and arguments.enable_mamba_extra_buffer()
-assert arguments.mamba_track_interval == 128
+assert resolved.page_size == 128 and resolved.attention_backend == "dsv4_sglang"
+from sglang.srt.configs.model_config import ModelConfig
+assert not ModelConfig.from_server_args(arguments).is_hybrid_swa
+assert resolved.mamba_radix_cache_strategy == "extra_buffer"
+assert resolved.mamba_track_interval == 128
 assert os.environ["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] == "0"
 
 # Flags that cannot be served and options that do not exist end the launch while its flags are read.
 def refused(words, options="{}", **flags):
     try:
         overrides = '{"dsv4_sglang": %s}' % options
-        ServerArgs(model_path=sys.argv[1], device="cpu", json_model_override_args=overrides, **flags)
+        given = ServerArgs(model_path=sys.argv[1], device="cpu", json_model_override_args=overrides, **flags)
+        compat.resolve_flags(given)
+        given.check_server_args()
     except LaunchError as error:
         assert all(word in str(error) for word in words), error
     else:
@@ -79,13 +88,20 @@ refused(("--context-length 40000 is not supported: ", "positions for 32768 token
 refused(('unknown dsv4_sglang option "hca_stat"; ', "valid options: ", "hca_state"), options='{"hca_stat": "raw"}')
 
 # So does what only follows from flags, when SGLang resolves them late, and in a scheduler, which gets them resolved.
-late = ServerArgs._handle_debug_utils
-ServerArgs._handle_debug_utils = lambda self: setattr(self, "enable_eplb", True)
+if compat.since("0.5.23"):
+    from sglang.srt.arg_groups import cuda_graph_hook
+    place, name = cuda_graph_hook, "finalize_cuda_graph_prefill_max_context"
+else:
+    place, name = ServerArgs, "_handle_debug_utils"
+late = getattr(place, name)
+setattr(place, name, lambda arguments: compat.set_flags(arguments, enable_eplb=True))
 refused(("--enable-eplb is not supported: ",))
-ServerArgs._handle_debug_utils = late
-from sglang.srt.configs.model_config import ModelConfig
+setattr(place, name, late)
 ModelConfig.from_server_args(arguments)
-arguments.override("test", enable_lora=True)
+if compat.since("0.5.23"):
+    compat.set_flags(arguments, enable_lora=True)
+else:
+    arguments.override("test", enable_lora=True)
 try:
     ModelConfig.from_server_args(arguments)
 except ValueError as error:
