@@ -13,7 +13,8 @@ flushed. Each load appends a row to --out. FILE.requests.jsonl beside it gets on
 of an unbounded cache and of optimal caches of --capacity tokens and of the device's tokens.
 
 Misses of the unbounded ideal: `in_flight`, another request was computing the tokens when this one was sent;
-`no_snapshot`, blocks were cached without a snapshot to resume from (this package's metrics); `evicted`, the rest.
+`no_snapshot`, blocks were cached without a snapshot to resume from (this package's metrics); `other`, the
+rest: evicted, or between the last checkpoint of the prefix and its end.
 With --seconds nothing is sent after that time; `requests` says how many of the trace's `of` were.
 """
 
@@ -180,8 +181,9 @@ def sessions(requests: Sequence[Request]) -> list[list[Request]]:
     return list(found.values())
 
 
-def warm_up(client: Client, requests: Sequence[Request], clients: int, vocab: int, count: int) -> int:
-    """Run prompts of the trace's lengths until their times settle: first parts of prompts, then the whole, which hit.
+def warm_up(client: Client, requests: Sequence[Request], clients: int, vocab: int, count: int, most: int) -> int:
+    """Run `count` prompts of the trace's lengths until their times settle, at most `most` rounds: first parts of
+    prompts, then the whole, which hit.
 
     Returns:
         The rounds that ran.
@@ -190,7 +192,7 @@ def warm_up(client: Client, requests: Sequence[Request], clients: int, vocab: in
     chosen = by_length[:: max(1, len(by_length) // count)]
     chosen = [*chosen, by_length[-1]]
     before = math.inf
-    for number in range(1, WARM_ROUNDS + 1):
+    for number in range(1, most + 1):
         begin = time.perf_counter()
         for share in (0.7, 1.0):
             parts = [max(1, math.ceil(share * len(one.ids))) for one in chosen]
@@ -227,7 +229,7 @@ def summary(pairs: Sequence[tuple[Request, Done]], capacities: Sequence[int], lo
     misses: dict[str, Any] = {"tokens": missed, "in_flight": waiting}
     if lost is not None:
         no_snapshot = min(round(lost), missed - waiting)
-        misses |= {"no_snapshot": no_snapshot, "evicted": missed - waiting - no_snapshot}
+        misses |= {"no_snapshot": no_snapshot, "other": missed - waiting - no_snapshot}
     misses["share_of_computed"] = round(missed / max(1, prompts - cached), 4)
     return {
         "requests": len(done),
@@ -294,7 +296,8 @@ def measure(
                 print(f"{subject}: {args.seconds:.0f} s are over, left out: {loop} {size:g}", flush=True)
                 continue
             clients = int(size) if loop == "closed" else 2 if args.dry_run else 16
-            rounds = warm_up(client, requests, clients, vocab, max(clients, 0 if args.dry_run else WARM_REQUESTS))
+            most = (1, 1) if args.dry_run else (max(clients, WARM_REQUESTS), WARM_ROUNDS)
+            rounds = warm_up(client, requests, clients, vocab, *most)
             client.flush()
             before = servers.metrics(url).get("prefix_lost_tokens")
             with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
@@ -314,7 +317,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     shown.add_column("between tokens ms")
     for row in rows:
         bounded = ", ".join(f"{int(size) / 1e6:.3g}M {share}" for size, share in row["hit_of_bounded"].items())
-        kinds = ("in_flight", "no_snapshot", "evicted")
+        kinds = ("in_flight", "no_snapshot", "other")
         missed = ", ".join(f"{row['missed'][kind]} {kind}" for kind in kinds if kind in row["missed"])
         first = row["first_token_ms"]
         shown.add_row(

@@ -163,23 +163,23 @@ def test_what_was_missed_is_told_by_cause() -> None:
     row = trace.summary(pairs, [512], lost=512.0)
     assert (row["ideal_tokens"], row["cached_tokens"], row["bounded_ideal_tokens"]) == (2048, 256, {"512": 1024})
     assert row["missed"]["tokens"] == 1792 and row["missed"]["in_flight"] == 1024
-    assert (row["missed"]["no_snapshot"], row["missed"]["evicted"]) == (512, 256)
+    assert (row["missed"]["no_snapshot"], row["missed"]["other"]) == (512, 256)
     assert "no_snapshot" not in trace.summary(pairs, [], lost=None)["missed"]
 
 
 @pytest.mark.server
 def test_a_trace_on_a_server(tmp_path: Path) -> None:
     """Agents on a real server: both loops serve every request, and hit no more than the ideal."""
-    config = replace(TINY, conversations=2, systems=(512,), turns=(3, 3), tokens=(1_200, 1_600))
+    config = replace(TINY, conversations=2, systems=(512,), turns=(3, 3), tokens=(700, 900))
     file, out = written(tmp_path / "agents.jsonl", config), tmp_path / "out.jsonl"
-    given = [str(file), "--dry-run", "--closed", "2", "--open", "0.5", "--cap", "4", "--out", str(out)]
+    given = [str(file), "--dry-run", "--closed", "2", "--open", "0.5", "--cap", "2", "--out", str(out)]
     assert trace.main([*given, "--start-timeout", "400"]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["loop"], row["requests"]) for row in rows] == [("closed", len(load(file))), ("open", len(load(file)))]
     for row in rows:
-        assert 0 < row["hit_of_ideal"] <= 1.0
+        assert 0.7 < row["hit_of_ideal"] <= 1.0  # of 500 tokens up to 127 lie behind a checkpoint
         missed = row["missed"]
-        assert missed["tokens"] == missed["in_flight"] + missed["no_snapshot"] + missed["evicted"]
+        assert missed["tokens"] == missed["in_flight"] + missed["no_snapshot"] + missed["other"]
         assert row["environment"]["versions"]["sglang"]
     lines = [json.loads(line) for line in out.with_suffix(".requests.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * len(load(file))
