@@ -117,7 +117,7 @@ def make_backend(
     backend.tables = [LayerTables(None, None, None, None)]
     backend.state = SimpleNamespace(layout=SimpleNamespace(ring_rows=128))
     backend.last_layer, backend.top_k, backend.device = -1, 8, "cpu"
-    backend.is_draft = backend.drafts_blocks = False
+    backend.is_draft = backend.drafts_blocks = backend._recorded = False
     backend.draft_tokens = 0
     backend.heads, backend.dtype, backend.readers = 1, torch.float32, [PortableReader()]
     backend.reader, backend._graph_scratch, backend._scratch = PortableReader(), {}, {}

@@ -20,7 +20,7 @@ import torch
 from faulty_cache import LAUNCH_ERROR, LAUNCH_FAULT, STUCK, broken
 from progress import Progress
 from safetensors.torch import load_file
-from server_harness import BROKEN_OFF, Generated, Server, assert_same, ends, needs_host_tier, prompt, running
+from server_harness import BROKEN_OFF, Generated, Server, assert_same, ends, prompt, running
 from sglang.srt.utils.common import MultiprocessingSerializer, init_custom_process_group
 
 from benchmarks import ports
@@ -194,7 +194,6 @@ def test_a_kernel_that_fails_ends_the_server(server: Server, fault: Path, crashe
     assert named == [f"RuntimeError: {LAUNCH_ERROR}"]
 
 
-@needs_host_tier
 def test_a_load_that_does_not_end_ends_the_server(
     fault: Path, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,6 @@ from server_harness import (
     assert_right_though_retracted,
     assert_same,
     distances,
-    needs_host_tier,
     prompt,
     running,
 )
@@ -91,7 +90,6 @@ def test_log_probabilities_of_the_prompt(server: Server, oracle: Oracle) -> None
     assert (torch.tensor(got.logprobs) - oracle.score(ids[:90], ids[90:], chunk=128).logprobs).abs().max() <= TOLERANCE
 
 
-@needs_host_tier
 def test_hits_from_the_host(server: Server, oracle: Oracle, fault: Path) -> None:
     """The step waits for all layers before its graph; one that does not, or reads other entries, shows."""
     prompts = [prompt(400, seed=20 + i) for i in range(5)]  # the device has room for 1,024 tokens

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from progress import POLL_SECONDS, Progress
-from server_harness import Server, assert_same, needs_host_tier, prompt, running
+from server_harness import Server, assert_same, prompt, running
 
-pytestmark = [pytest.mark.server, needs_host_tier]
+pytestmark = pytest.mark.server
 
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-running-requests", "4", "--max-total-tokens", "4096")
 FLAGS += ("--chunked-prefill-size", "256", "--enable-cache-report", "--random-seed", "1")
