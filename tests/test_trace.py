@@ -183,5 +183,5 @@ def test_a_trace_on_a_server(tmp_path: Path) -> None:
         assert row["environment"]["versions"]["sglang"]
     lines = [json.loads(line) for line in out.with_suffix(".requests.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * len(load(file))
-    # Of two requests that are sent at once the server may compute the later one first, so one may hit more than its ideal.
+    # The server may compute the later of two requests at once first: one may hit more than its ideal.
     assert all(line["total"] >= line["first_token"] > 0 for line in lines)
