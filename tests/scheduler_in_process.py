@@ -33,7 +33,7 @@ from torch import Tensor
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO, WINDOW
 from dsv4_sglang.model.layer_schedule import AttentionType
-from dsv4_sglang.srt.integrity import REQUESTS, report
+from dsv4_sglang.srt.features.integrity import REQUESTS, report
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def alive(storage: StateStorage, slot: int, length: int) -> dict[str, Tensor]:
         found[f"CSA tail {layer}"] = tail[torch.cat(rows)].clone()
     for layer in layout.layers(AttentionType.HCA):
         if length % HCA_RATIO:
-            banks = storage.tail(layer)[slot].unflatten(0, (-1, 3))
-            found[f"HCA tail {layer}"] = banks[length % len(banks)].clone()
+            state_copies = storage.tail(layer)[slot].unflatten(0, (-1, 3))
+            found[f"HCA tail {layer}"] = state_copies[length % len(state_copies)].clone()
     return found
 
 
@@ -240,13 +240,13 @@ class InProcess:
         assert self.scheduler.flush_cache()
 
     def _let_copies_end(self) -> None:
-        """With a host tier what is to be saved is saved, and seen to be."""
+        """With a host cache what is to be saved is saved, and seen to be."""
         if self.scheduler.enable_hierarchical_cache:
             for _ in range(2):
                 self.scheduler.tree_cache.check_hicache_events()
 
     def evict(self) -> None:
-        """Everything that no request holds leaves the prefix cache, or with a host tier the device."""
+        """Everything that no request holds leaves the prefix cache, or with a host cache the device."""
         self.scheduler.tree_cache.evict(EvictParams(num_tokens=self.scheduler.token_to_kv_pool_allocator.size))
 
     def _check(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dsv4_sglang.cache.step import StepMetadata
 
 BLOCK, MAX_BLOCKS, TOKENS, REQUESTS, TOP_K = 128, 9, 640, 5, 64
 STAGING = range(20, 40)
-PER_TOKEN = ("token_request", "positions", "window_rows", "window_lens", "csa_lens", "hca_lens", "track_slots")
+PER_TOKEN = ("token_request", "positions", "window_indices", "window_lens", "csa_lens", "hca_lens", "track_slots")
 
 
 class Batch:
@@ -96,7 +96,7 @@ def check(step: StepMetadata, expected: StepMetadata, batch: Batch, buffers: Pre
         assert torch.equal(getattr(step, name)[:requests], getattr(expected, name)[:requests]), name
     for token in range(n):
         seen = int(step.hca_lens[token])
-        assert torch.equal(step.hca_rows[token, :seen], expected.hca_rows[token, :seen])
+        assert torch.equal(step.hca_indices[token, :seen], expected.hca_indices[token, :seen])
     for request, length in enumerate(batch.lengths):
         blocks = -(-length // BLOCK)
         assert torch.equal(step.block_table[request, :blocks], expected.block_table[request, :blocks])

@@ -17,7 +17,7 @@ from dsv4_sglang.ops.schemas import NAMESPACE
 
 _OPS = getattr(torch.ops, NAMESPACE)
 
-# Row lists have widths that are multiples of this, as readers on a GPU want them.
+# Row lists have widths that are multiples of this, as attention kernels on a GPU want them.
 LIST_ALIGNMENT = 64
 
 
@@ -53,18 +53,18 @@ class DecodeBuffers:
         self.owned = ints(max_requests)  # state slot of each request, 0 for padding
         self.slots, self.prefix_lens = ints(max_requests), ints(max_requests)
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self.window_rows, self.window_lens = ints(tokens, align(self.reach)), ints(tokens)
+        self.window_indices, self.window_lens = ints(tokens, align(self.reach)), ints(tokens)
         self.csa_lens, self.hca_lens = ints(tokens), ints(tokens)
         self.block_table = ints(max_requests, align(max_blocks))
         # The HCA rows of a request's only token are its blocks.
-        self.hca_rows = self.block_table if each == 1 else ints(tokens, align(max_blocks))
+        self.hca_indices = self.block_table if each == 1 else ints(tokens, align(max_blocks))
         self.copy_src, self.copy_dst = ints(max_requests), ints(max_requests)
         # As many tokens of each request: these never change.
         self.query_start = each * torch.arange(max_requests + 1, dtype=torch.int32, device=device)
         self.token_request = torch.arange(tokens, dtype=torch.int32, device=device) // each
 
 
-def snapshot_decode(
+def gather_decode(
     buffers: DecodeBuffers,
     *,
     req_pool_indices: Tensor,
@@ -78,7 +78,7 @@ def snapshot_decode(
     read them: this runs before it. `seq_lens` [B] counts the tokens of the step; block ids behind them are left as they
     are.
     """
-    _OPS.snapshot_tables(
+    _OPS.gather_tables(
         req_pool_indices, seq_lens, state_slot_of_request, req_to_token, buffers.owned, buffers.block_table
     )
 
@@ -108,10 +108,10 @@ def _fill_decode(
     buffers.csa_lens[:t].copy_(visible_entries(length, CSA_RATIO, top_k))
     buffers.hca_lens[:t].copy_(visible_entries(length, HCA_RATIO))
     rows = ring_window(owned[owner], seen, buffers.ring_rows, buffers.reach)
-    buffers.window_rows[:t, : buffers.reach].copy_(rows)
+    buffers.window_indices[:t, : buffers.reach].copy_(rows)
     if each > 1:
         visible = torch.arange(buffers.block_table.shape[1], device=length.device) < buffers.hca_lens[:t, None]
-        buffers.hca_rows[:t].copy_(torch.where(visible, buffers.block_table[owner], buffers.hca_rows[:t]))
+        buffers.hca_indices[:t].copy_(torch.where(visible, buffers.block_table[owner], buffers.hca_indices[:t]))
     if track_mask is not None and track_slots is not None:
         due = track_mask & real
         buffers.copy_src[:n].copy_(owned.masked_fill(~due, -1))
@@ -128,13 +128,13 @@ def build_decode(
     top_k: int,
     before: int = -1,
 ) -> StepMetadata:
-    """`buffers.each` tokens a request, after `snapshot_decode`. Device work only: no size depends on a value, nothing
+    """`buffers.each` tokens a request, after `gather_decode`. Device work only: no size depends on a value, nothing
     is read back.
 
     `seq_lens` [B] and `before`: a request has seq_lens + before tokens in the cache before the step; -1 where
     `seq_lens` counts the new token. Rows that pad a CUDA graph carry request 0, whose state slot is 0: SGLang's dummy
     of both pools, which no request owns. Their slot becomes -1 and their lengths 0. `track_mask` [B] bool and
-    `track_slots` [B] say which requests end a checkpoint interval with this token and where its state goes.
+    `track_slots` [B] say which requests end a snapshot interval with this token and where its state goes.
     """
     if seq_lens.is_cuda:
         from dsv4_sglang.attention import triton_metadata
@@ -158,10 +158,10 @@ def step_of(buffers: DecodeBuffers, n: int, out_loc: Tensor, tracks: bool = Fals
         out_loc=out_loc,
         track_slots=None,
         block_table=buffers.block_table[:n],
-        window_rows=buffers.window_rows[:t],
+        window_indices=buffers.window_indices[:t],
         window_lens=buffers.window_lens[:t],
         csa_lens=buffers.csa_lens[:t],
-        hca_rows=buffers.hca_rows[:t],
+        hca_indices=buffers.hca_indices[:t],
         hca_lens=buffers.hca_lens[:t],
         copy_src=buffers.copy_src[:n] if tracks else None,
         copy_dst=buffers.copy_dst[:n] if tracks else None,
@@ -205,9 +205,9 @@ class PrefillBuffers:
         self.slots, self.query_start = ints(rows), ints(rows + 1)
         self.token_request, self.token_track = ints(tokens), ints(tokens)
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self.window_rows, self.window_lens = ints(tokens, WINDOW), ints(tokens)
+        self.window_indices, self.window_lens = ints(tokens, WINDOW), ints(tokens)
         self.csa_lens, self.hca_lens = ints(tokens), ints(tokens)
-        self.hca_rows = ints(tokens, align(max_blocks))
+        self.hca_indices = ints(tokens, align(max_blocks))
 
     def fill(
         self,
@@ -231,7 +231,7 @@ class PrefillBuffers:
         self.inputs.zero_()
         self.prefix_lens[:n].copy_(prefix_lens)
         self.chunk_lens[:n].copy_(chunk_lens)
-        _OPS.snapshot_tables(
+        _OPS.gather_tables(
             req_pool_indices,
             prefix_lens + chunk_lens,
             state_slot_of_request,
@@ -268,7 +268,7 @@ def _derive(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k: int) -
     )
     for name in ("slots", "query_start"):
         getattr(buffers, name).copy_(getattr(step, name))
-    for name in ("token_request", "positions", "window_rows", "window_lens", "csa_lens", "hca_rows", "hca_lens"):
+    for name in ("token_request", "positions", "window_indices", "window_lens", "csa_lens", "hca_indices", "hca_lens"):
         getattr(buffers, name)[:tokens].copy_(getattr(step, name))
     buffers.token_track[:tokens].copy_(_token_tracks(buffers.track_slots, buffers.track_lens, owner, positions))
 
@@ -300,10 +300,10 @@ def recorded_step(buffers: PrefillBuffers, tokens: int, out_loc: Tensor) -> Step
         out_loc=out_loc,
         track_slots=buffers.token_track[:tokens],
         block_table=buffers.block_table,
-        window_rows=buffers.window_rows[:tokens],
+        window_indices=buffers.window_indices[:tokens],
         window_lens=buffers.window_lens[:tokens],
         csa_lens=buffers.csa_lens[:tokens],
-        hca_rows=buffers.hca_rows[:tokens],
+        hca_indices=buffers.hca_indices[:tokens],
         hca_lens=buffers.hca_lens[:tokens],
         window_size=prefill_window_size(tokens, rows),
     )
@@ -349,7 +349,7 @@ def build_prefill(
     synchronisation.
 
     `prefix_lens`, `chunk_lens` [B]; `max_length` the longest request after the step. `track_slots` [B, K] (-1: none)
-    and `track_lens` [B, K]: a checkpoint holds the request's state at length `track_lens`, a multiple of 128, so it
+    and `track_lens` [B, K]: a snapshot holds the request's state at length `track_lens`, a multiple of 128, so it
     takes the rows of positions [track_lens - 128, track_lens), which must all be in this chunk.
 
     `padding`: tokens of `positions` behind those of the chunks, which only fill the step up. They are those of one
