@@ -276,7 +276,7 @@ def test_new_weights_leave_nothing_on_the_host(server: Server, tiny: Callable[..
 
 
 def test_the_table_names_the_host(server: Server) -> None:
-    """Of a CSA and an HCA layer in fp32, and snapshots of three rings and a CSA tail: as many bytes as four times 16
-    blocks and 12 snapshots, with 11/8 times the snapshots a block."""
+    """Of a CSA and an HCA layer in fp32, and snapshots of three rings and a CSA compressor state: as many bytes as four
+    times 16 blocks and 12 snapshots, with 11/8 times the snapshots a block."""
     table = "host cache of this process: 6912 tokens in 54 blocks of 83968 bytes, 49 snapshots of 806912 bytes"
     assert table in server.log_text()

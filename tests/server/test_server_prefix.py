@@ -196,7 +196,7 @@ def test_several_at_once_under_eviction(server: Server) -> None:
     server.wait_idle()
 
 
-@pytest.mark.parametrize("kind", sorted(set(FAULTS) - {"indexer tail dropped"}))
+@pytest.mark.parametrize("kind", sorted(set(FAULTS) - {"indexer compressor state dropped"}))
 def test_a_broken_cache_shows(server: Server, fault: Path, kind: str) -> None:
     """What the tests above would see of each way to break a snapshot. The keys matter where entries are selected:
     test_server_exact.py."""
@@ -217,7 +217,7 @@ def test_a_broken_cache_shows(server: Server, fault: Path, kind: str) -> None:
 def test_the_counters_are_published(server: Server) -> None:
     found = server.metrics()
     size = found["prefix_copied_bytes"] / (found["prefix_snapshots_taken"] + found["prefix_snapshots_loaded"])
-    assert size == 4 * (3 * 128 * 512 + 8 * 640), "the bytes of a snapshot: three rings, the tail of a CSA layer"
+    assert size == 4 * (3 * 128 * 512 + 8 * 640), "three rings and the state of a CSA layer"
     for name in ("hit_tokens", "lost_tokens", "snapshots_evicted", "copy_seconds", "timed_bytes"):
         assert found[f"prefix_{name}"] > 0, name
     assert 0 < found["snapshots_held"] <= 12

@@ -119,7 +119,7 @@ LIMITS = (
     Limit(
         "speculative_num_draft_tokens",
         lambda tokens: tokens <= MAX_DRAFT_TOKENS,
-        f"rings and tails have room for {MAX_DRAFT_TOKENS} tokens of a request at once; give that or less",
+        f"rings and compressor states have room for {MAX_DRAFT_TOKENS} tokens of a request at once; give that or less",
     ),
     Limit(
         "speculative_dspark_block_size",
@@ -161,7 +161,7 @@ LIMITS = (
 )
 
 DENIED = (
-    Denied("rings and tails have room for one number of drafts", "speculative_adaptive"),
+    Denied("rings and compressor states have room for one number of drafts", "speculative_adaptive"),
     Denied("the draft model is one layer", "enable_multi_layer_eagle"),
     Denied("the draft model's rows are state of the request that it drafts for", "decoupled_spec_role"),
     Denied(
@@ -224,7 +224,7 @@ DENIED = (
         'snapshots keep the bytes of the state; set their number with the option "max_snapshots"',
         "enable_int8_mamba_checkpoint int8_mamba_ckpt_size",
     ),
-    Denied("compressor tails are fp32 and window rows have the format of the entries", "mamba_ssm_dtype"),
+    Denied("compressor states are fp32 and window rows have the format of the entries", "mamba_ssm_dtype"),
     Denied("one step has one metadata", "enable_two_batch_overlap enable_single_batch_overlap"),
     Denied("prefill and decode share one metadata", "enable_pdmux"),
     Denied("it replaces the pools", "enable_unified_memory enable_page_major_kv_layout"),
@@ -256,7 +256,7 @@ DENIED = (
         "other weights than those of the checkpoint have not been tested",
         "modelopt_quant quantize_and_serve rl_quant_profile",
     ),
-    Denied("it rewrites tokens that the tails have already taken up", "dllm_algorithm"),
+    Denied("it rewrites tokens that the compressor states have already taken up", "dllm_algorithm"),
     Denied("every chunk reads the state that the one before it left", "prefill_only_disable_kv_cache"),
     Denied("the model serves tokens, not embeddings", "is_embedding"),
     Denied("it scores items by an attention mask that this cache's backend has not", "enable_mis"),
