@@ -1,4 +1,4 @@
-"""The prefix cache of a server: SGLang's unified tree with our component and our order of leaves."""
+"""Prefix cache of a server: SGLang's unified tree with this package's components and eviction order of leaves."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from dsv4_sglang.srt.prefix_cache.component import BlockComponent, LeafOrder, Sn
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+# Minimum pause between two checks of the tree, as a multiple of the duration of the last check.
 CHECK_PAUSE = 100
-"""Times that a check of the tree took, before the next one."""
 
 
 class PrefixCache(UnifiedRadixCache):
-    """SGLang's tree, which checks itself less often.
+    """SGLang's tree with less frequent consistency checks.
 
-    The scheduler asks for a check in every round in which it has nothing to do. A check visits all nodes, 20 ms for 800
-    of them, and a request that comes meanwhile waits for it in each process of tensor parallelism. Here checks take one
-    part in CHECK_PAUSE of an idle server's time.
+    The scheduler runs a check in every idle iteration. A check visits all nodes (20 ms for 800 of them), and a request
+    that arrives meanwhile waits for it on every TP rank. Here checks take 1/CHECK_PAUSE of an idle server's time.
     """
 
+    # The scheduler's running batch. It is marked as full (`batch_is_full`) while there is no room for another request.
     running_batch: Any = None
-    """The scheduler's, which is marked as full (`batch_is_full`) while there is no room for another request."""
     _next_check = 0.0
 
     def sanity_check(self) -> None:
@@ -42,26 +41,34 @@ class PrefixCache(UnifiedRadixCache):
         self._next_check = end + CHECK_PAUSE * (end - begin)
 
     def retracted(self, req: Req) -> None:
-        """The request was retracted for want of memory, and what it had is in the tree."""
+        """Handle a request that was retracted because memory is short, after its tokens were inserted into the tree."""
 
     def reset(self) -> None:
         super().reset()
         self.req_to_token_pool.mamba_ckpt_pool.forget()
 
     def settle(self, waiting: Iterable[Req]) -> None:
-        """Wait for copies under way, and give up those that requests of the queue wait for."""
+        """Wait for running copies, and cancel the loads of queued requests."""
 
     def leaving_device(self) -> AbstractContextManager[None]:
-        """Within, the memory of the device is given back: SGLang flushes the cache."""
+        """Context manager around the release of device memory, in which SGLang flushes the cache."""
         return nullcontext()
 
     def forget_stored(self, name: str) -> None:
-        """The model has new weights, and the tree is empty. `name`: of these weights in a storage, the same in all
-        processes; a server that is started later must not find what they have computed."""
+        """Invalidate stored pages after a weight update, with the tree empty.
+
+        `name` identifies the new weights in a storage. It is equal on all ranks. A server that starts later must not
+        find pages of these weights under its own name.
+        """
 
 
 def build_prefix_cache(ctx: Any, interval: int) -> Any:
-    """Factory for `register_radix_cache_backend`; `interval` is the option `snapshot_interval`."""
+    """Build the prefix cache of a server; factory for `register_radix_cache_backend`.
+
+    Args:
+        ctx: SGLang's build context.
+        interval: the option `snapshot_interval`, in tokens.
+    """
     if ctx.disable_radix_cache:
         return default_radix_cache_factory(ctx)
     ctx.params.tree_components = (ComponentType.FULL, ComponentType.MAMBA)

@@ -1,4 +1,4 @@
-"""Snapshots on SGLang's unified radix tree: its Mamba component, with several snapshots a step in slots of their
+"""Snapshots on SGLang's unified radix tree: a Mamba component that takes several snapshots per step, in slots of their
 own."""
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import InsertResult, MatchPrefixParams, MatchResult
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
+# Attribute of a request: its snapshots that are not attached to the tree yet, as a list of `Pending`, ascending by
+# length. Absent or None before the first step of the request.
 PENDING = "dsv4_snapshots"
-"""Attribute of a request: its snapshots that are not on the tree, as `Pending`, ascending. Absent or None: the
-request has not begun."""
+# Attribute of a request: upper bound of its length after its last planned step, prefill or verify.
 REACHED = "dsv4_reached"
-"""Attribute of a request: the most tokens that it can have behind its last planned step, prefill or verify."""
 
 
 class Pending(NamedTuple):
-    """A snapshot that waits for its blocks to be inserted. `rolling`: decode took it; the next one replaces it."""
+    """A snapshot whose blocks are not inserted into the tree yet.
+
+    `rolling`: a decode step takes it, and the next rolling snapshot replaces it.
+    """
 
     length: int
     slot: int
@@ -41,8 +44,11 @@ class Pending(NamedTuple):
 
 
 class BlockComponent(FullComponent):
-    """The blocks of the tree. SGLang frees what it evicts as token slots of any order, whose blocks it looks for, and
-    waits for the device, once a node; a node has whole blocks."""
+    """The blocks of the tree.
+
+    SGLang frees evicted tokens as token slots in any order and has to look up their blocks, which synchronises with the
+    device once per node. Here a node consists of whole blocks, so they are freed without a lookup.
+    """
 
     def apply_component_action(self, action: Any) -> None:
         if not isinstance(action, FreeComponentDeviceSlot):
@@ -53,18 +59,18 @@ class BlockComponent(FullComponent):
 
 
 class SnapshotComponent(MambaComponent):
-    """What hangs on a node is a slot of the snapshot pool; live slots never get into the tree.
+    """Component that attaches slots of the snapshot pool to tree nodes. Live state slots never enter the tree.
 
-    A request's snapshots wait in its list until their blocks are inserted: at the end of a prefill chunk and at the
-    end of the request. See docs/prefix.md.
+    The snapshots of a request are pending until their blocks are inserted into the tree: at the end of each prefill
+    chunk and at the end of the request. See docs/prefix.md.
     """
 
     def __init__(self, cache: Any, params: Any, interval: int) -> None:
-        """`interval`: snapshots at multiples of so many tokens stay."""
+        """`interval`: snapshots at multiples of this many tokens are kept while the request continues."""
         super().__init__(cache, params)
         self.interval = interval
         self.slots: SnapshotSlots = params.req_to_token_pool.mamba_ckpt_pool
-        # The processes of tensor parallelism do the same, and the first one tells; those of DP attention do not.
+        # TP ranks do the same work, so only the first one reports. DP-attention ranks differ, so each reports.
         parallel = get_parallel()
         self.rank, self.silent = parallel.attn_dp_rank, parallel.attn_tp_rank > 0
         self.counters = PrefixCounters(self.slots, params.enable_metrics, rank=self.rank, silent=self.silent)
@@ -72,7 +78,7 @@ class SnapshotComponent(MambaComponent):
     # Requests
 
     def begin(self, req: Req) -> None:
-        """The first step of a request (again after a retraction): it resumes from the node it holds."""
+        """Start a request, or restart it after a retraction. It resumes from the tree node that it holds."""
         setattr(req, PENDING, [])
         self.slots.registry.tick()
         node = self.tree_core.node_by_id(req.last_node)
@@ -83,7 +89,15 @@ class SnapshotComponent(MambaComponent):
         self.counters.resumed(compat.prefix_len(req), req.mamba_branching_seqlen or 0)
 
     def plan_prefill(self, req: Req, room: int) -> list[tuple[int, int]]:
-        """(length, slot) of the snapshots that the next prefill step of the request takes, at most `room` of them."""
+        """Plan the snapshots of the next prefill step of a request, and allocate their slots.
+
+        Args:
+            req: request of SGLang.
+            room: maximum number of snapshots, as the staging buffer allows.
+
+        Returns:
+            (length, slot) of each snapshot, ascending.
+        """
         if getattr(req, PENDING, None) is None:
             self.begin(req)
         begin, end = compat.prefix_len(req), compat.extend_end(req)
@@ -95,7 +109,7 @@ class SnapshotComponent(MambaComponent):
             interval=self.interval,
             branch=req.mamba_branching_seqlen or 0,
         )
-        # The end is worth most: needed ones first, the deepest first.
+        # If not all fit, those with a known use come first, and the deepest of them, which saves most.
         due.sort(key=lambda d: (not d.needed, -d.length))
         taken = [(d.length, slot) for d in due[:room] if (slot := self._take(d))]
         self.counters.rejected += len(due) - len(taken)
@@ -105,7 +119,7 @@ class SnapshotComponent(MambaComponent):
         return taken
 
     def plan_decode(self, req: Req, length: int) -> int:
-        """The slot for the rolling snapshot at `length`, 0 if there is none."""
+        """Allocate a slot for the rolling snapshot at `length`. Return 0 if none is free."""
         pending = getattr(req, PENDING, None)
         if pending is None:
             return 0
@@ -115,10 +129,10 @@ class SnapshotComponent(MambaComponent):
         return slot
 
     def settle(self, req: Req) -> None:
-        """The last snapshot of a decoding request is written: rolling ones before it that are not to stay go.
+        """Free the rolling snapshots that the last one, now written, replaces.
 
-        Those of the prefill may still be here, and stay: with overlap scheduling the first decode step is prepared
-        before the prefill's result is processed, which inserts them.
+        Snapshots of the prefill may be pending too and stay: with overlap scheduling the first decode step is prepared
+        before the result of the prefill is processed, which inserts them.
         """
         pending = getattr(req, PENDING, None)
         if not pending:
@@ -128,12 +142,18 @@ class SnapshotComponent(MambaComponent):
         self.slots.give_back(p.slot for p in old)
 
     def plan_verify(self, req: Req, draft_tokens: int) -> int:
-        """The slot for the rolling snapshot at the next multiple of 128 if a verify step of `draft_tokens` tokens may
-        pass it, else 0. The device takes it when it passes; until that is known it waits in the list.
+        """Return the slot for the rolling snapshot that the next verify step may take, or 0.
 
-        The turn before may still run, so the step begins with up to `draft_tokens` more tokens than are known, and with
-        no more than that turn can have reached. A slot is taken only while that length cannot have been passed: a
-        snapshot that the device did not know of would never be written.
+        The snapshot is due at the next multiple of 128 if the step may pass it. The device takes it when the step
+        passes that length. Until the host knows the outcome, the snapshot is pending.
+
+        The previous step may still run. The next one therefore begins at an unknown length: at most `draft_tokens`
+        above the known length, and at most at the bound of the previous step. A slot is allocated only while no step
+        can have passed the length already, since the device would never write such a snapshot.
+
+        Args:
+            req: request of SGLang.
+            draft_tokens: tokens of a verify step.
         """
         pending = getattr(req, PENDING, None)
         if pending is None:
@@ -160,7 +180,7 @@ class SnapshotComponent(MambaComponent):
         return slot
 
     def free_slot(self, *, needed: bool) -> int:
-        """A slot, if need be that of a snapshot that is worth less; 0 if there is none."""
+        """Allocate a slot, evicting a less valuable snapshot if no slot is free. Return 0 if there is none."""
         if slot := self.slots.take():
             return slot
         victim = self.slots.registry.lowest_value(needed=needed, saves=self.interval)
@@ -170,14 +190,14 @@ class SnapshotComponent(MambaComponent):
         return self.slots.take()
 
     def _give_up(self, node: UnifiedTreeNode) -> None:
-        """Evict a snapshot; the node's blocks stay until blocks are needed."""
+        """Evict a snapshot. The blocks of the node stay until their memory is needed."""
         compat.evict_from_device(self, node)
 
-    # What SGLang's tree asks of a component
+    # Interface of SGLang's tree components
 
     def finalize_match_result_in_cache(self, params: MatchPrefixParams, result: MatchResult) -> MatchResult:
-        """Note the snapshot to resume from. The request gets its live slot at admission, like any other, so that
-        requests that wait hold nothing."""
+        """Record the snapshot to resume from. The request gets its live slot at admission, like any other request, so
+        that queued requests hold no slot."""
         if params.cow_mamba and params.req is not None:
             slot = self._slot(self.tree_core.node_by_id(result.last_device_node))
             held = compat.held(params.req)
@@ -188,7 +208,7 @@ class SnapshotComponent(MambaComponent):
     def prepare_for_caching_req(
         self, req: Req, insert_params: InsertParams, token_ids_len: int, is_finished: bool
     ) -> int | None:
-        """Blocks are inserted up to the request's last snapshot, which the insertion attaches."""
+        """Return the length to insert: that of the last pending snapshot, which the insertion attaches."""
         pending = getattr(req, PENDING, None) or []
         reached = [p for p in pending if compat.held(req).cache_protected_len < p.length <= token_ids_len]
         if not reached:
@@ -208,12 +228,13 @@ class SnapshotComponent(MambaComponent):
         self._lock_as_node(node, slot)
 
     def _note(self, node: UnifiedTreeNode, slot: int, length: int) -> None:
-        """A snapshot of a path of `length` tokens hangs on the node."""
+        """Register the snapshot of a path of `length` tokens that is now attached to the node."""
         self.slots.nodes[slot] = node
         self.slots.registry.add(slot, length, self._above(node), self._below(node))
 
     def _lock_as_node(self, node: UnifiedTreeNode, slot: int) -> None:
-        """SGLang may count locks on a node before there is a snapshot on it: `release_component_lock` sees them."""
+        """Copy the locks of a node to its new snapshot. SGLang may lock a node before it has a snapshot, and
+        `release_component_lock` then releases these locks."""
         for _ in range(node.component_data[self.component_type].lock_ref):
             self.slots.registry.lock(slot)
 
@@ -224,7 +245,7 @@ class SnapshotComponent(MambaComponent):
         insert_result: InsertResult | None = None,
         insert_params: InsertParams | None = None,
     ) -> None:
-        """Attach the snapshots before the last to the path that was inserted; give back what did not get there."""
+        """Attach the earlier snapshots to the inserted path, and free those that could not be attached."""
         pending = getattr(req, PENDING, None) or []
         left = pending
         if insert_result is not None and insert_params is not None and insert_params.mamba_value is not None:
@@ -247,14 +268,14 @@ class SnapshotComponent(MambaComponent):
         self.counters.publish()
 
     def _attach(self, inserted: InsertParams, length: int, slot: int) -> bool:
-        """Hang a snapshot on the path that an insertion has just made."""
+        """Attach a snapshot to a path that was just inserted. Return False if the node has one already."""
         assert inserted.key is not None and inserted.value is not None
         result = self.cache.insert(
             InsertParams(
                 key=inserted.key[:length],
                 value=inserted.value[:length],
                 mamba_value=self.slots.node_value(slot),
-                # The path is the tree's already: none of the blocks is a duplicate to be freed.
+                # The path is in the tree already, so none of its blocks is a duplicate to free.
                 prev_prefix_len=length,
                 **compat.inserted_before(length),
             )
@@ -262,7 +283,7 @@ class SnapshotComponent(MambaComponent):
         return not result.mamba_exist
 
     def _above(self, node: UnifiedTreeNode) -> int:
-        """The snapshot before the node's, by its number in the registry; 0 if there is none."""
+        """Return the registry number of the next snapshot above the node, or 0."""
         at = node.parent
         while at is not None and at is not self.tree_core.root_node:
             if found := self.slots.id_of(at):
@@ -271,7 +292,7 @@ class SnapshotComponent(MambaComponent):
         return 0
 
     def _below(self, node: UnifiedTreeNode) -> list[int]:
-        """The first snapshots behind the node."""
+        """Return the registry numbers of the first snapshot on each path below the node."""
         found, stack = [], list(node.children.values())
         while stack:
             at = stack.pop()
@@ -295,7 +316,8 @@ class SnapshotComponent(MambaComponent):
         del self.slots.nodes[slot]
 
     def _mark(self, node: UnifiedTreeNode, place: int) -> int:
-        """Of the path to a snapshot that is given up, 0 where a later one is on its line."""
+        """Return the hash of the token path of an evicted snapshot, to detect ghost hits. Return 0 if a later snapshot
+        follows it, since the conversation would resume from that one."""
         if self.slots.registry.following(place):
             return 0
         parts, at = [], node
@@ -305,8 +327,8 @@ class SnapshotComponent(MambaComponent):
         return int(path_hashes(np.concatenate(parts[::-1]), node.key.extra_key)[-1])
 
     def _evict_device_next_node(self, *arguments: Any, **named: Any) -> None:
-        """Nothing: SGLang calls this when it has fewer than three free live slots a new request, and no snapshot
-        would give it one. Snapshots make room for snapshots only (`_take`)."""
+        """Do nothing. SGLang calls this if fewer than three live slots per new request are free, but evicting a
+        snapshot frees no live slot. Snapshots are evicted only for new snapshots (`_take`)."""
 
     def acquire_component_lock(self, node: UnifiedTreeNode, result: Any, lock_host: bool = False) -> Any:
         slot = self._slot(node) if node is not self.tree_core.root_node else None
@@ -323,12 +345,13 @@ class SnapshotComponent(MambaComponent):
 
 
 class LeafOrder(EvictionStrategy):
-    """Which leaf of the tree gives its blocks first: the smallest. Leaves without a snapshot are worth nothing."""
+    """Order in which the leaves of the tree are evicted: smallest priority first. Leaves without a snapshot have no
+    value and are evicted first."""
 
     def __init__(self, slots: SnapshotSlots) -> None:
         self.slots = slots
+        # Registry and change count for which `_reuse_interval` was computed. A flush makes a new registry, at 0.
         self._read: tuple[SnapshotRegistry, int] | None = None
-        """The registry and its count of changes that `_reuse_interval` is of: a flush begins a new registry at 0."""
         self._reuse_interval: list[float] = []
 
     def get_priority(self, node: Any) -> tuple[float, float]:
@@ -342,7 +365,7 @@ class LeafOrder(EvictionStrategy):
 
 
 def component_of(tree_cache: Any) -> SnapshotComponent:
-    """The component of a running server's tree."""
+    """Return the snapshot component of a running server's tree."""
     component = tree_cache.components[ComponentType.MAMBA]
     assert isinstance(component, SnapshotComponent)
     return component

@@ -1,4 +1,4 @@
-"""Numbers by which paths of tokens are known again when the tree has them no more (`SnapshotRegistry.ghost_hit`)."""
+"""Hashes of token paths, which recognise a path after its eviction from the tree (`SnapshotRegistry.ghost_hit`)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,22 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def path_hashes(tokens: Sequence[int], space: str | None) -> NDArray[np.uint64]:
-    """[N // 128] marks of the paths that end at multiples of 128 of N tokens in a name space of the tree: equal for
-    equal paths, in every process, and else with a probability of about 2^-64. An array of 100,000 tokens takes a fifth
-    of a millisecond."""
+    """Return the hash of each prefix that ends at a multiple of 128 tokens.
+
+    Equal paths have equal hashes in every process. Different paths collide with a probability of about 2^-64. Hashing
+    100,000 tokens takes 0.2 ms.
+
+    Args:
+        tokens: N token ids.
+        space: name space of the prefix tree (`extra_key` of a request).
+
+    Returns:
+        [N // 128] uint64.
+    """
     whole = len(tokens) // BLOCK
     words = np.asarray(tokens[: whole * BLOCK], dtype=np.int64).view(np.uint64).reshape(whole, BLOCK)
-    # Sums wrap around. Weights tell places in a block apart, steps tell blocks apart, and mixing keeps sums of blocks
-    # from being sums of tokens.
+    # Sums wrap around. The weights distinguish positions in a block, and the steps distinguish blocks. The mixing below
+    # is not linear, so that tokens cannot move between blocks without changing the sum.
     blocks = words @ _WEIGHTS + np.arange(1, whole + 1, dtype=np.uint64) * _STEP
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         blocks = (blocks ^ (blocks >> np.uint64(shift))) * np.uint64(factor)

@@ -1,4 +1,4 @@
-"""At which lengths of a request a snapshot is taken."""
+"""Lengths of a request at which snapshots are taken."""
 
 from __future__ import annotations
 
@@ -8,20 +8,34 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 
 
 class Due(NamedTuple):
-    """A snapshot to take at `length` tokens. `needed`: some request will come for it (the end of a prompt, a
-    branch); the others lie in wait for a branch and are taken only instead of something worth less."""
+    """A snapshot to take at `length` tokens.
+
+    `needed`: a known use exists (the end of a prompt, or a branch point). Other snapshots serve possible later
+    branches, and are taken only if a slot is free or can be taken from a less valuable snapshot.
+    """
 
     length: int
     needed: bool
 
 
 def due_in_prefill(begin: int, end: int, *, prompt: int, interval: int, branch: int) -> list[Due]:
-    """What a prefill step over the tokens [begin, end) of a request takes, ascending.
+    """Return the snapshots of a prefill step over the tokens [begin, end) of a request, ascending by length.
 
-    Due are the end of the prompt of `prompt` tokens, aligned down: in whichever chunk that is. If the prompt ends on a
-    block, also a block before: the same prompt again computes at least one token, and resumes there. `branch`, how
-    far blocks of the path are cached, because another request went on from there (at `begin` or before: nothing).
-    Every multiple of `interval`. A snapshot needs the 128 tokens before it in the step.
+    Snapshots are due at:
+
+    - the end of the prompt, aligned down to a block, in whichever chunk it is;
+    - one block earlier if the prompt ends on a block: the same prompt again has to recompute at least one token;
+    - the branch point;
+    - every multiple of `interval`.
+
+    A snapshot needs the 128 tokens before it in the same step.
+
+    Args:
+        begin: first token of the step.
+        end: end of the step.
+        prompt: tokens of the prompt.
+        interval: distance of regular snapshots in tokens, a multiple of 128.
+        branch: number of cached tokens of the path, because another request shares it. No effect at `begin` or before.
     """
     least = -(-begin // BLOCK) * BLOCK + BLOCK
     lengths = {length: Due(length, False) for length in range(-(-least // interval) * interval, end + 1, interval)}
@@ -32,5 +46,5 @@ def due_in_prefill(begin: int, end: int, *, prompt: int, interval: int, branch: 
 
 
 def is_kept(length: int, interval: int) -> bool:
-    """Whether a snapshot taken in decode stays when the next one is there."""
+    """Return True if a snapshot taken in decode is kept when the next one replaces it."""
     return length % interval == 0

@@ -1,8 +1,14 @@
-"""Which snapshot and which blocks to give up: the registry of all snapshots, with what each is worth.
+"""Eviction policy of the prefix cache: the registry of all snapshots, and the value of each.
 
-Knows nothing of trees and servers. A snapshot is its slot in the snapshot pool, 1 or more; 0 means none. One that
-only the host has is a number behind those of the slots (`host_id`). The registry keeps the snapshots in a forest of
-their own: `previous` is the next one up the path to the root, whatever blocks lie between.
+The registry does not depend on a tree or a server. A snapshot is identified by a number:
+
+- 1..capacity: the slot that it has in the snapshot pool on the device;
+- capacity + 1 and up: the row that it has in host memory, if the device does not have it (`host_id`);
+- 0: no snapshot.
+
+The snapshots form a forest of their own. `previous` is the next snapshot on the path to the root of the prefix tree, no
+matter how many blocks or nodes are between the two. A branch is a path of snapshots without a fork, usually one
+conversation. Its end is the snapshot that has no follower.
 """
 
 from __future__ import annotations
@@ -12,96 +18,111 @@ from collections.abc import Iterable
 
 import numpy as np
 
+# Factor on the probability of reuse if a later snapshot exists on the same branch. A conversation normally resumes from
+# its end; only an edited or repeated turn resumes from an earlier snapshot. `benchmarks/prefix_simulation.py` hits
+# 98.1 % with 1/16, 97.4 % with 1/4, 97.7 % with 1/64.
 SUPERSEDED = 1 / 16
-"""What the likelihood of use is multiplied by when a later snapshot lies on the same line: conversations go on from
-their end; edited and repeated turns are the exception. On the trace of `benchmarks/prefix_simulation.py` (100 active
-conversations, 20 GB, 6 % of it in snapshots) factors 1, 1/4, 1/16, 1/64 hit 93.8, 97.4, 98.1 and 97.7 %."""
 
+# Larger than any real interval.
 UNKNOWN = 1e12
-"""More than any time between uses."""
 
+# Number of branch ends, reused or evicted, over which the mean interval is averaged (exponentially).
 MEMORY = 256
-"""Ends of lines, used or given up, over which the usual time between uses is estimated."""
 
+# Upper limit of the mean interval, as a multiple of the mean interval of branches that were reused. A larger limit
+# favours workloads that reuse everything, a smaller one workloads with many finished conversations: factors 1.5, 2 and
+# 3 hit 10.4, 13.9, 14.2 % of one load of `benchmarks/agent_trace.py` and 78, 74, 63 % of another.
 INTERVAL_CAP = 2
-"""Agent conversations of 2,000 to 80,000 tokens (`load` of `benchmarks/agent_trace.py`) in a pool of 1 M tokens, three
-seeds: factors 1.5, 2, 3 and no limit hit 10.4, 13.9, 14.2 and 14.5 % of what can hit behind system prompts with two
-turns each of 790 conversations, 11.8, 11.6, 11.2 and 11.0 % with five, and 78, 74, 63 and 21 % with five turns each of
-155 that come after 300 others."""
 
+# Evicted branches that are remembered for ghost hits, per place of the registry. Each takes about 100 bytes.
 REMEMBERED = 4
-"""So many lines for each place of the registry are remembered when they were given up; who takes turns with more is not
-known again. A line takes some 100 bytes."""
 
+# With a host cache, 1/MARGIN of the device is kept free or evictable without a copy (the host has one already), so that
+# an allocation rarely waits for a save. In `benchmarks/tier_simulation.py` 6 % of the saves are waited for. With 16 it
+# would be 1.1 %, but the host would hold more duplicates.
 MARGIN = 32
-"""One part of so many of a device is kept at hand: free, or of snapshots of which the host has a copy, so that who
-needs room does not wait for one. Agent conversations of ten times a device of 1.0 M tokens, a host of eight times
-(`benchmarks/tier_simulation.py`), three seeds: 6 % of what is saved is waited for. With 16 it would be 1.1 %, and 0.1 %
-less would be found, since the host has that much twice."""
 
 
 class SnapshotRegistry:
-    """Snapshots in slots 1..capacity, and in `host_rows` rows of the host cache. Time is counted in admitted requests
-    (`tick`).
+    """Snapshots in slots 1..capacity of the device and in `host_rows` rows of the host cache.
 
-    Value of a snapshot = tokens computed again without it x likelihood of use. The first is `length` minus the
-    length of `previous`. The second is 1 / max(age, interval): `age` since it was taken or last resumed from,
-    `interval` the usual time between uses of its line, 0 while unknown, when that of all lines stands in. What is used
-    more rarely than the pool can keep is so given up before what it can keep; before anything was used, what came first
-    stays.
+    Time is counted in admitted requests (`tick`). The policy evicts the snapshot with the lowest value:
 
-    The usual interval is the time that ends of lines spent waiting over the number of their uses: what was given up
-    unused has waited too. If only uses counted, which in a full pool are the soonest ones, a pool that holds a tenth of
-    the conversations would keep the newest of all, give each up just before its turn, and hit next to nothing. At most
-    INTERVAL_CAP times what used ones waited: else a pool full of conversations that are over would wait for them and
-    keep out all others. Lines that were given up when their turn came count among these: else a pool in which more and
-    more conversations take turns would never learn how long they wait, give each up just before its turn, and hit
-    nothing any more.
+        value          = recompute_cost x probability of reuse
+        recompute_cost = (length - length of `previous`) x (SUPERSEDED if a later snapshot is on the branch, else 1)
+        probability    ~ 1 / reuse_interval
+        reuse_interval = max(age, interval of the branch, or `mean_interval` while the branch was never reused)
+
+    `recompute_cost` is the number of tokens to recompute without the snapshot. `age` is the time since the snapshot was
+    taken or last resumed from. `interval` is a moving average of the times between uses of the branch. The code
+    compares the reciprocal of the value, `eviction_score`: the highest score is evicted first.
+
+    A branch with an interval too long for the pool is thus evicted before branches that the pool can hold. Before the
+    first reuse all intervals are UNKNOWN, and the oldest snapshots stay.
+
+    `mean_interval` is the total time that branch ends have waited, divided by the number of their reuses. Three rules
+    keep this estimate useful:
+
+    - Branches evicted without reuse contribute their waiting time (censored observations). In a full pool only the
+      shortest intervals end in a reuse. If only these counted, a pool for a tenth of the conversations would keep the
+      newest ones, evict each just before its next turn, and hit almost nothing.
+    - Conversations that return after their eviction count as reuses (ghost hits, `ghost_hit`). Without them the
+      estimate stays too short while the working set grows, and the pool thrashes.
+    - The estimate is limited to INTERVAL_CAP times the mean interval of the reuses. Otherwise a pool full of finished
+      conversations would wait for them and keep out new ones.
     """
 
     def __init__(self, capacity: int, host_rows: int = 0) -> None:
         self.capacity = capacity
         self.now = 0
-        self.usual_interval = UNKNOWN
-        """Usual time between uses of a line, over all lines; for lines that have not been used again yet."""
+        # Mean time between uses over all branches. It applies to branches that were never reused.
+        self.mean_interval = UNKNOWN
         self._waited = self._uses = self._used_after = 0.0
+        # Incremented by each change that may alter the order of snapshots.
         self.changes = 0
-        """Counts what may change the order of snapshots."""
+        # Ghosts: path hash of the end of an evicted branch -> time of its last use. Oldest eviction first.
         self._ghosts: dict[int, int] = {}
-        """When the ends of lines that were given up had last been used, by their marks, oldest first."""
         size = capacity + host_rows + 1
         self.length = np.zeros(size, dtype=np.int64)
+        # Tokens to recompute without the snapshot, times SUPERSEDED where that applies.
         self.recompute_cost = np.zeros(size, dtype=np.float64)
-        """Tokens that the snapshot saves, times SUPERSEDED where that applies."""
         self.last = np.zeros(size, dtype=np.int64)
         self.interval = np.zeros(size, dtype=np.float64)
         self.held = np.zeros(size, dtype=bool)
         self.locks = np.zeros(size, dtype=np.int32)
+        # True if the blocks of the snapshot end in an evictable leaf. `PrefixTree` sets it.
         self.at_leaf = np.zeros(size, dtype=bool)
-        """Whether its blocks end in a leaf that may be evicted; set by the tree."""
         self.previous = np.zeros(size, dtype=np.int64)
         self._following: list[set[int]] = [set() for _ in range(size)]
+        # The next four apply to snapshots in device slots only.
+        # The host has a copy.
         self.copied = np.zeros(size, dtype=bool)
-        """Of one in a slot: the host has a copy."""
+        # The host must get a copy before the device evicts the snapshot.
         self.pending_write = np.zeros(size, dtype=bool)
-        """Of one in a slot: the host is to have a copy before the device gives it up."""
+        # No early copy is due: one was made, found no room, or is not needed before eviction.
         self.attempted = np.zeros(size, dtype=bool)
-        """Of one in a slot: the host has had a copy, or no room, or need not have one before."""
+        # The snapshot is among the next that the device evicts (`note_eviction_candidates`).
         self.evicted_next = np.zeros(size, dtype=bool)
-        """Of one in a slot: it is among those that the device gives up next (`note_eviction_candidates`)."""
 
     def tick(self) -> None:
         self.now += 1
         self.changes += 1
 
     def add(self, slot: int, length: int, previous: int, following: Iterable[int] = ()) -> None:
-        """A snapshot at `length`, between `previous` and those of its followers that now come after it."""
+        """Add a snapshot to the forest.
+
+        Args:
+            slot: number of the snapshot; must be unused.
+            length: tokens of the path that it covers.
+            previous: the next snapshot on the path to the root, or 0.
+            following: followers of `previous` that now follow the new snapshot.
+        """
         if self.held[slot]:
             raise ValueError(f"snapshot slot {slot} is in the registry already, at length {self.length[slot]}")
         self.changes += 1
         self.held[slot] = True
         self.length[slot], self.last[slot], self.locks[slot] = length, self.now, 0
-        # A line that goes on keeps its rhythm; a branch starts a line of its own.
+        # A continued branch keeps its interval. A fork starts a branch with no history.
         self.interval[slot] = self.interval[previous] if previous and not self._following[previous] else 0.0
         self.previous[slot] = previous
         self._following[slot] = set(following)
@@ -113,17 +134,21 @@ class SnapshotRegistry:
         self._value(slot)
         self._value(previous)
 
-    def remove(self, slot: int, mark: int = 0) -> None:
-        """Forget a snapshot; what followed it follows the one before. `mark`: of a line's end, a number that only its
-        path has, by which `missed` knows it; 0: none."""
+    def remove(self, slot: int, path_hash: int = 0) -> None:
+        """Remove an evicted snapshot. Its followers follow the snapshot before it.
+
+        Args:
+            slot: number of the snapshot; must be unlocked.
+            path_hash: hash of its token path if it is the end of a branch, for ghost hits. 0 records no ghost.
+        """
         if not self.held[slot] or self.locks[slot]:
             raise ValueError(f"snapshot slot {slot} is {'locked' if self.held[slot] else 'not in the registry'}")
         self.changes += 1
         if not self._following[slot]:
             self._waiting_ended(float(self.now - self.last[slot]), used=False)
-            if mark:
-                self._ghosts.pop(mark, None)
-                self._ghosts[mark] = int(self.last[slot])
+            if path_hash:
+                self._ghosts.pop(path_hash, None)
+                self._ghosts[path_hash] = int(self.last[slot])
                 if len(self._ghosts) > REMEMBERED * len(self.held):
                     del self._ghosts[next(iter(self._ghosts))]
         previous = int(self.previous[slot])
@@ -141,11 +166,11 @@ class SnapshotRegistry:
             column[slot] = False
 
     def host_id(self, row: int) -> int:
-        """The number of a snapshot that only the host has, in its row `row` (from 0 on)."""
+        """Return the number of the snapshot in host row `row` (0-based) that the device does not have."""
         return self.capacity + 1 + row
 
     def move(self, slot: int, to: int) -> None:
-        """A snapshot is at another place now, with its history and its neighbours."""
+        """Give a snapshot a new number, `to`. It keeps its history and its neighbours."""
         if not self.held[slot] or self.locks[slot] or self.held[to]:
             raise ValueError(f"snapshot {slot} cannot move to {to}: not held, locked, or taken")
         self.changes += 1
@@ -163,7 +188,7 @@ class SnapshotRegistry:
         self.held[to] = True
 
     def use(self, slot: int) -> None:
-        """A request resumes from the snapshot."""
+        """Record that a request resumes from the snapshot."""
         self.changes += 1
         since = float(self.now - self.last[slot])
         known = self.interval[slot]
@@ -172,10 +197,13 @@ class SnapshotRegistry:
             self._waiting_ended(since, used=True)
         self.last[slot] = self.now
 
-    def ghost_hit(self, marks: Iterable[int]) -> None:
-        """A request computes again what it might have resumed from: `marks` of its paths, the longest first."""
-        for mark in marks if self._ghosts else ():
-            if (last := self._ghosts.pop(mark, None)) is not None:
+    def ghost_hit(self, path_hashes: Iterable[int]) -> None:
+        """Count a reuse if a request recomputes an evicted branch.
+
+        `path_hashes`: hashes of the request's recomputed prefixes, longest first. Only the first match counts.
+        """
+        for path_hash in path_hashes if self._ghosts else ():
+            if (last := self._ghosts.pop(path_hash, None)) is not None:
                 self._reused_after(float(self.now - last))
                 self._estimate()
                 return
@@ -191,11 +219,13 @@ class SnapshotRegistry:
         self._used_after += (waited - self._used_after) / (32 if self._used_after else 1)
 
     def _estimate(self) -> None:
-        """`usual` anew: the reciprocal rate of uses where some waits were cut off; newer ones weigh more. It orders the
-        lines that were not used again yet, so `changes` counts each estimate."""
+        """Update `mean_interval`: waiting time per reuse, which estimates the mean of censored intervals.
+
+        Snapshots without a reuse are ordered by it, so each update increments `changes`.
+        """
         self.changes += 1
         if self._uses:
-            self.usual_interval = min(self._waited / self._uses, INTERVAL_CAP * self._used_after)
+            self.mean_interval = min(self._waited / self._uses, INTERVAL_CAP * self._used_after)
 
     def lock(self, slot: int) -> None:
         self.locks[slot] += 1
@@ -205,11 +235,11 @@ class SnapshotRegistry:
         assert self.locks[slot] >= 0, f"snapshot slot {slot} unlocked once too often"
 
     def superseded(self, slot: int) -> bool:
-        """Whether a later snapshot lies on the same line, in either place."""
+        """Return True if a later snapshot is on the same branch, on the device or on the host."""
         return len(self._following[slot]) == 1
 
     def following(self, slot: int) -> frozenset[int]:
-        """The next snapshots down the paths from this one; from 0: the first of all paths."""
+        """Return the next snapshots on the paths below this one. For 0, return the first snapshot of each path."""
         return frozenset(self._following[slot])
 
     def __len__(self) -> int:
@@ -221,43 +251,53 @@ class SnapshotRegistry:
             self.recompute_cost[slot] = saved * (SUPERSEDED if self.superseded(slot) else 1.0)
 
     def reuse_interval(self) -> np.ndarray:
-        """1 / likelihood of use, by slot: the larger, the sooner given up."""
-        interval = np.where(self.interval > 0, self.interval, self.usual_interval)
-        # Of equals the youngest is first: what came first stays, so a loop over more than fits keeps hitting a part.
+        """Return the expected time to reuse (reciprocal of its probability), [capacity + host_rows + 1] float64."""
+        interval = np.where(self.interval > 0, self.interval, self.mean_interval)
+        # Break ties by evicting the youngest: a loop over more than the pool holds then still hits a part.
         return np.maximum(np.maximum(self.now - self.last, interval), 1.0) * (1 + 1e-9 * self.last)
 
     def lowest_value(self, *, needed: bool, saves: int) -> int:
-        """The snapshot to give up for its slot, 0 if all are locked; unless the new one is `needed`, 0 also if none
-        is worth less than one that saves `saves` tokens and lies before another on its line. Not those that only the
-        host has."""
+        """Return the device snapshot to evict for its slot, or 0 if there is none.
+
+        Args:
+            needed: the new snapshot will be used for certain. If False, return 0 unless some snapshot is worth less
+                than the new one, which is assumed to be superseded.
+            saves: recompute cost of the new snapshot in tokens.
+        """
         free = (self.held & (self.locks == 0))[: self.capacity + 1]
         score = np.where(free, self.eviction_score()[: len(free)], -1.0)
         slot = int(score.argmax())
-        least = 0.0 if needed else max(self.usual_interval, 1.0) / max(saves * SUPERSEDED, 1e-9)
+        least = 0.0 if needed else max(self.mean_interval, 1.0) / max(saves * SUPERSEDED, 1e-9)
         return slot if free[slot] and score[slot] > least else 0
 
     def least_used_leaf(self) -> int:
-        """The snapshot whose leaf to give up for its blocks; 0 if there is none."""
+        """Return the snapshot whose leaf to evict for its blocks, or 0 if there is none."""
         score = np.where(self.at_leaf, self.reuse_interval(), -1.0)
         slot = int(score.argmax())
         return slot if self.at_leaf[slot] else 0
 
-    # The host cache
+    # Host cache
 
     def eviction_score(self) -> np.ndarray:
-        """ReuseInterval by worth, by number: the larger, the sooner given up for its slot or row."""
+        """Return `reuse_interval` divided by `recompute_cost`, by number. The highest score is evicted first."""
         return self.reuse_interval() / np.maximum(self.recompute_cost, 1e-9)
 
     def to_copy(self) -> list[int]:
-        """The slots of which the host is to have a copy at once, those worth most first."""
+        """Return the slots that the host should copy at once, most valuable first."""
         slots = np.flatnonzero(self.held & self.pending_write & ~self.copied & ~self.attempted)
         return slots[np.argsort(self.eviction_score()[slots], kind="stable")].tolist() if len(slots) else []
 
     def note_eviction_candidates(self, tokens: int, slots: int) -> list[int]:
-        """The snapshots that the device gives up next, in this order: for `slots` slots, and with the ends of paths
-        for blocks of `tokens` tokens. Those that would be among them if no request held them are noted, too."""
+        """Return the snapshots that the device evicts next, in order, and mark them in `evicted_next`.
+
+        Snapshots locked by requests are marked too if they would be candidates without the lock, but are not returned.
+
+        Args:
+            tokens: tokens of blocks to free, by evicting the ends of paths.
+            slots: snapshot slots to free.
+        """
         here = self.held[: self.capacity + 1]
-        # Those that a copy to the host locks leave when it is done.
+        # Candidates that only a running copy to the host locks become evictable when the copy ends.
         copying = self.evicted_next & self.copied & (self.locks > 0)
         free = here & ((self.locks == 0) | copying)[: len(here)]
         ids = np.flatnonzero(here)
@@ -287,17 +327,19 @@ class SnapshotRegistry:
         return [slot for slot in going if free[slot]]
 
     def host_value(self, score: np.ndarray) -> np.ndarray:
-        """By number, what a copy on the host is worth: the host gives up the smallest first. `score`: `eviction_score`
-        where a row of a snapshot is wanted, `reuse_interval` where blocks are.
+        """Return the value of each snapshot's host copy, by number. The host evicts the smallest first.
 
-        Copies of what the device keeps are worth less than nothing, the less the longer it keeps them; the others are
-        worth what they save, also copies of what the device gives up next.
+        While the device keeps a snapshot, its host copy is a duplicate. It has a negative value, lowest for snapshots
+        that the device will keep longest. Other copies have the value of the snapshot itself, and so do copies of those
+        that the device evicts next.
+
+        Args:
+            score: `eviction_score` if rows of snapshots are needed, `reuse_interval` if blocks are.
         """
         return np.where(self.copied & ~self.evicted_next, -1 / score, 1 / score)
 
     def on_host(self, value: np.ndarray, below: float = np.inf) -> list[int]:
-        """Those of which the host has a copy, alone or not, that is worth less than `below` by `host_value`: in the
-        order in which the host gives them up."""
+        """Return the snapshots with a copy on the host and a `host_value` below `below`, in eviction order."""
         everywhere = np.arange(len(self.held))
         ids = everywhere[self.held & (self.copied | (everywhere > self.capacity)) & (value < below)]
         return ids[np.argsort(value[ids], kind="stable")].tolist()

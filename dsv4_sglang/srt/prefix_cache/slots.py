@@ -1,5 +1,5 @@
-"""The snapshot pool as SGLang sees it: slots 1..size, the registry of what is in them, and the copies into live
-slots."""
+"""Snapshot pool in the form that SGLang expects: slots 1..size, the registry of their snapshots, and the copies into
+live state slots."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class SnapshotSlots:
-    """Stands where SGLang has its pool of int8 copies of Mamba states (`HybridReqToTokenPool.mamba_ckpt_pool`).
+    """Replacement of SGLang's pool of int8 copies of Mamba states (`HybridReqToTokenPool.mamba_ckpt_pool`).
 
-    Its leak check asks `available_size` and `num_slots`, its flush calls `clear`, and before a prefill step it calls
-    `load_to_active` for requests that resume. Slots are plain ints here: nothing waits for the device.
+    SGLang calls `available_size` and `num_slots` in its leak check, `clear` when it flushes, and `load_to_active`
+    before a prefill step with requests that resume. Slots are Python ints, so no call synchronises with the device.
     """
 
     def __init__(self, size: int, device: torch.device | str, snapshot_bytes: int = 0) -> None:
@@ -31,18 +31,18 @@ class SnapshotSlots:
         self._free = FreeList(size)
         self._host_ids = torch.arange(size + 1, dtype=torch.int64)
         self._ids = self._host_ids.to(device)
+        # Copies of prefill steps. Those of decode steps are part of a CUDA graph and cannot be timed.
         self.timer = CopyTimer(device)
-        """Of the copies of prefill steps; those of decode steps are part of a CUDA graph."""
         self.registry = SnapshotRegistry(size)
+        # Tree node of each snapshot that is attached to the tree, by its number in the registry.
         self.nodes: dict[int, Any] = {}
-        """The tree node of each snapshot that hangs on the tree, by its number in the registry."""
+        # Set with a host cache: signals the arrival of each layer of a load.
         self.layer_transfer_counter: Any = None
-        """Of the host cache: says when what a step reads has arrived."""
+        # Time that steps wait for loads from the host.
         self.waits = CopyTimer(device)
-        """Of steps, for what they load from the host."""
 
     def add_host_cache(self, rows: int) -> None:
-        """Snapshots may be in so many rows of host memory as well."""
+        """Extend the registry by `rows` rows of host memory, and empty it."""
         self.host_rows = rows
         self.forget()
 
@@ -50,11 +50,11 @@ class SnapshotSlots:
         return self._free.available_size()
 
     def free_slots(self) -> np.ndarray:
-        """[n] int64, the slots that `take` would give."""
+        """Return the free slots, [n] int64."""
         return self._free.free_ids()
 
     def take(self) -> int:
-        """A free slot, 0 if there is none."""
+        """Allocate a slot. Return 0 if none is free."""
         taken = self._free.alloc(1)
         return 0 if taken is None else int(taken[0])
 
@@ -64,37 +64,44 @@ class SnapshotSlots:
             self._free.free(given)
 
     def free(self, slots: Tensor) -> None:
-        """Give back what a tree node held (`node_value`)."""
+        """Free the slot that a tree node held (a `node_value`)."""
         self.give_back(slots.tolist())
 
     def clear(self) -> None:
-        """All slots are free; what the registry has is the tree's to say."""
+        """Free all slots. The registry is not changed; the tree removes its snapshots with `forget`."""
         self._free.clear()
 
     def forget(self) -> None:
-        """The tree is empty."""
+        """Empty the registry, after the tree was emptied."""
         self.registry = SnapshotRegistry(self.num_slots, self.host_rows)
         self.nodes.clear()
 
     def id_of(self, node: Any) -> int:
-        """The number in the registry of a tree node's snapshot: its slot, or that of its row on the host if the
-        device does not have it; 0 if there is none."""
+        """Return the number of a tree node's snapshot in the registry: its slot, or the number of its host row if the
+        device does not have it. Return 0 if the node has no snapshot."""
         data = node.component_data[ComponentType.MAMBA]
         if data.value is not None:
             return int(data.value)
         return 0 if data.host_value is None else self.registry.host_id(int(data.host_value))
 
     def node_value(self, slot: int) -> Tensor:
-        """[1] int64 on the host: what hangs on a tree node, readable without waiting."""
+        """Return the slot as a CPU tensor, [1] int64, for a tree node. Reading it does not wait for the device."""
         return self._host_ids[slot : slot + 1]
 
     def device_index(self, slot: int) -> Tensor:
-        """[1] int64 on the device."""
+        """Return the slot as a device tensor, [1] int64."""
         return self._ids[slot : slot + 1]
 
     def load_to_active(self, live_pool: StateSlotPool, snapshots: Tensor, live: Tensor) -> None:
+        """Copy snapshots into live state slots.
+
+        Args:
+            live_pool: pool of the live slots.
+            snapshots: [n] snapshot slots.
+            live: [n] live slots.
+        """
         if self.layer_transfer_counter is not None:
-            # Snapshots come with the first layer.
+            # A load transfers the snapshots together with the first layer.
             with self.waits.measure():
                 self.layer_transfer_counter.wait_until(0)
         with self.timer.measure():

@@ -1,8 +1,10 @@
-"""How SGLang's scheduler tells a step which snapshots to take: replacements for its ping-pong slots.
+"""Plan of the snapshots that each step takes. It replaces the ping-pong slots of SGLang's scheduler.
 
-Prefill: the backend gets a table [requests, most of a request, 2] int64, length and snapshot slot (0: none), when its
-step is made of the batch; SGLang's own tensors have room for one snapshot a request and stay None. Decode: as SGLang
-has it, `mamba_track_indices` [requests] int64, 0 where nothing is due, so that CUDA graphs see what they expect.
+Prefill: the backend gets a table [requests, max snapshots of a request, 2] int64 with length and snapshot slot (0: none)
+when SGLang makes the step from the batch. SGLang's own tensors hold one snapshot per request; they stay None.
+
+Decode: `mamba_track_indices` [requests] int64 as in SGLang, with 0 where no snapshot is due, so that CUDA graphs see
+tensors of the expected form.
 """
 
 from __future__ import annotations
@@ -18,16 +20,16 @@ from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 from dsv4_sglang.srt.prefix_cache.component import component_of
 
+# Attributes of a batch: the planned snapshots of its requests, as lists and as a tensor.
 PLAN, TABLE = "dsv4_plan", "dsv4_plan_table"
-"""Attributes of a batch: what its requests take, as lists; the same as a tensor."""
+# Attribute of a batch: per request, the slot of the snapshot to take if its verify step passes the length.
 VERIFY_PLAN = "dsv4_verify_plan"
-"""Attribute of a batch: the slot of the snapshot that each request takes if its verify step passes the length."""
+# Attribute of a request that is retracted because memory is short: keep its KV cache in the tree.
 KEEP = "dsv4_keep"
-"""Attribute of a request that is retracted for want of memory."""
 
 
 class PrefillPlanTaker:
-    """A backend that takes the table of a prefill step, None without snapshots."""
+    """Backend that receives the snapshot table of a prefill step. None means no snapshots."""
 
     prefill_plan: torch.Tensor | None = None
 
@@ -49,7 +51,8 @@ def prepare_for_extend(original: Callable[..., None], batch: Any) -> None:
 
 
 def hand_over(original: Callable[..., Any], cls: Any, batch: Any, model_runner: Any, **arguments: Any) -> Any:
-    """AROUND `ForwardBatch.init_new`, the last that sees the scheduler's batch; the step follows in the same thread."""
+    """AROUND `ForwardBatch.init_new`: pass the plan to the backend. This is the last call that sees the scheduler's
+    batch; the step follows in the same thread."""
     if isinstance(model_runner.attn_backend, PrefillPlanTaker):
         model_runner.attn_backend.prefill_plan = (
             getattr(batch, TABLE, None) if batch.forward_mode.is_extend_without_speculative() else None
@@ -58,7 +61,7 @@ def hand_over(original: Callable[..., Any], cls: Any, batch: Any, model_runner: 
 
 
 def plan_request(batch: Any, req: Any) -> Any:
-    """REPLACE `compat.TRACK_REQUEST`: snapshots of one request."""
+    """REPLACE `compat.TRACK_REQUEST`: plan the snapshots of one request."""
     plan = getattr(batch, PLAN)
     room = batch.req_to_token_pool.mamba_pool.staging - sum(len(taken) for taken in plan)
     taken = component_of(batch.tree_cache).plan_prefill(req, room)
@@ -67,13 +70,13 @@ def plan_request(batch: Any, req: Any) -> Any:
 
 
 def plan_decode(batch: Any, track_positions: Any = None) -> None:
-    """REPLACE `schedule_batch.set_mamba_track_indices_from_reqs`: every 128 tokens a rolling snapshot.
+    """REPLACE `schedule_batch.set_mamba_track_indices_from_reqs`: take a rolling snapshot every 128 tokens.
 
-    SGLang counts the token of the step already. Two tokens later the step before is known to be over also with overlap
-    scheduling, and what the new snapshot replaces can go.
+    SGLang's lengths include the token of this step. Two tokens after a snapshot its step is known to be finished, with
+    overlap scheduling too, so the snapshot that it replaces can be freed.
 
-    Of a verify step only the device knows how many tokens it keeps, so it gets what `plan_verify` has planned, None if
-    that is nothing.
+    For a verify step only the device knows how many tokens are kept. It gets the slots that `plan_verify` planned, or
+    None if there are none.
     """
     if not batch.spec_algorithm.is_none():
         planned = getattr(batch, VERIFY_PLAN, [])
@@ -97,7 +100,7 @@ def plan_decode(batch: Any, track_positions: Any = None) -> None:
 
 
 def plan_verify(original: Callable[..., None], batch: Any) -> None:
-    """AROUND `spec_utils.spec_prepare_for_decode`: the snapshots that the next verify step may take."""
+    """AROUND `spec_utils.spec_prepare_for_decode`: plan the snapshots that the next verify step may take."""
     original(batch)
     if not isinstance(batch.tree_cache, PrefixCache):
         return
@@ -107,17 +110,18 @@ def plan_verify(original: Callable[..., None], batch: Any) -> None:
 
 
 def retract_for_memory(original: Callable[..., Any], batch: Any, idx: int, *arguments: Any, **named: Any) -> Any:
-    """AROUND `ScheduleBatch.release_req`, by which a decoding request makes room for others. What it returns says
-    whether the request can go on."""
+    """AROUND `ScheduleBatch.release_req`, which retracts a decoding request to make room for others: mark the request,
+    so that `keep_on_retraction` keeps its KV cache. Return SGLang's answer, whether the request can go on."""
     setattr(batch.reqs[idx], KEEP, True)
     return original(batch, idx, *arguments, **named)
 
 
 def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any, *arguments: Any, **named: Any) -> None:
-    """AROUND the `release_kv_cache` that retraction calls, to insert nothing: insert what reaches to the last
-    snapshot, unlocked, so that it is evicted like anything else that nobody runs; with a host cache it is saved.
+    """AROUND the `release_kv_cache` that retraction calls, which inserts nothing into the tree.
 
-    A pause that retracts all requests, as before new weights, comes here too, and inserts nothing.
+    Insert the tokens up to the last snapshot, unlocked, so that they are evicted like other cached prefixes. A host
+    cache saves them. SGLang also retracts all requests when it pauses, for example to update weights; then nothing is
+    inserted.
     """
     for_memory = vars(req).pop(KEEP, False)
     compat.release_retracted(original, req, tree_cache, for_memory, *arguments, **named)
@@ -126,11 +130,11 @@ def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any,
 
 
 def look_again(original: Callable[..., Any], scheduler: Any, running_batch: Any, *arguments: Any, **named: Any) -> Any:
-    """AROUND `Scheduler.get_new_batch_prefill`, which does not look at its queue while the batch is marked as full. The
-    mark goes when a request ends, or when the prefix cache clears it.
+    """AROUND `Scheduler.get_new_batch_prefill`, which skips the queue while the batch is marked as full
+    (`batch_is_full`). The mark is cleared when a request ends or the prefix cache frees memory.
 
-    It also goes where it was set while a prompt was under way in chunks: SGLang 0.5.17 counts that one among the
-    requests that need a slot, while it has its own, and would leave the last slot empty.
+    This hook also clears it if it was set while a chunked prefill was running. SGLang 0.5.17 counts that request among
+    those that need a slot although it has one, and would leave the last slot empty.
     """
     in_chunks = scheduler.chunked_req is not None
     if isinstance(scheduler.tree_cache, PrefixCache):
