@@ -1,4 +1,5 @@
-"""The attention backend: one append, on CSA layers one selection, one read a layer; metadata once a step."""
+"""Attention backend. Each layer runs one append, one selection (CSA layers only) and one attention kernel. The metadata
+of a step is built once."""
 
 from __future__ import annotations
 
@@ -38,16 +39,16 @@ from dsv4_sglang.srt.prefix_cache.snapshot_schedule import PrefillPlanTaker
 if TYPE_CHECKING:
     from dsv4_sglang.srt.memory.pools import CompressedKVPool
 
-# Index scores of a prefill step that exist at a time: of an eager step, and of one in a CUDA graph, whose tokens have a
-# score for each entry of the longest context.
+# Bytes of index scores that a prefill step computes at a time: in an eager step, and in a CUDA graph. A token in a CUDA
+# graph has a score for every entry of the longest context.
 SCRATCH_BYTES = 256 << 20
 RECORDED_SCRATCH_BYTES = 128 << 20
 
 
 class IndexQuery(NamedTuple):
-    """The indexer's side of a CSA layer: raw queries `[T, Hi, 128]`, head weights `[T, Hi]` fp32.
+    """Indexer inputs of a CSA layer: raw queries `[T, Hi, 128]` and head weights `[T, Hi]` fp32.
 
-    The weights come without the scale factors 128^-0.5 and Hi^-0.5, which do not change what is selected (SPEC 4.1).
+    The weights come without the scale factors 128^-0.5 and Hi^-0.5, which do not change the selection (SPEC 4.1).
     `wait` must be called before either is read: another stream may still compute the query.
     """
 
@@ -57,13 +58,17 @@ class IndexQuery(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """What a layer hands to the backend besides its query and its raw window projection; `kv_score` and
-    `index_kv_score` as in `cache.append.Projections`.
+    """Inputs of a layer besides its query and its raw window projection.
 
-    `sink` [at least as many as `query_buffer` has heads] fp32, of which the layer's own come first.
-    `wait_for_query` must be called before the query is read: another stream may still compute it.
-    `accepts_rotated_output`: the layer applies the inverse RoPE to an output itself, which spares a launch where the
-    attention kernel does not do it on the way.
+    Attributes:
+        weights: weights of the layer's cache ops.
+        sink: fp32, at least as many values as `query_buffer` has heads. The layer's own heads come first.
+        wait_for_query: must be called before the query is read, since another stream may still compute it.
+        accepts_rotated_output: the layer can apply the inverse RoPE to the output itself. This saves a launch for
+            attention kernels that do not fuse it.
+        kv_score: as in `cache.append.Projections`.
+        index_kv_score: as in `cache.append.Projections`.
+        index_query: indexer inputs of a CSA layer.
     """
 
     weights: LayerWeights
@@ -76,13 +81,17 @@ class LayerInputs(NamedTuple):
 
 
 class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
-    """Serves prefill, decode and verify steps of all layers of a model: the served one, or the draft model behind it
-    (docs/speculation.md). CUDA graphs record decode steps, verify steps and short prefill steps, metadata included.
+    """Attention backend for prefill, decode and verify steps of all layers of a model.
 
-    `draft_step`: which of the decode steps of a turn of the draft model; the served model has no such steps.
+    The model is the served one or the draft model (docs/speculation.md). CUDA graphs record decode steps, verify steps
+    and short prefill steps, including their metadata.
+
+    Args:
+        runner: SGLang's model runner.
+        draft_step: index of the draft model's decode step in a speculative round. 0 for the served model.
     """
 
-    # With speculation the host learns lengths a turn late, and no step waits for them.
+    # With speculation the host learns lengths one round late, and no step waits for them.
     needs_cpu_seq_lens = False
     # A recorded prefill step reads its metadata from `PrefillBuffers`, which each replay fills.
     use_captured_forward_metadata_for_breakable_cuda_graph = True
@@ -91,7 +100,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         super().__init__()
         config = runner.model_config.hf_config
         self.is_draft, self.draft_step = runner.is_draft_worker, draft_step
-        # DSPARK drafts a block at once; what a request is verified with has the last accepted token, too.
+        # DSPARK drafts a block at once. A verify step has one more token per request, the last accepted one.
         self.drafts_blocks = runner.is_draft_worker and runner.spec_algorithm.is_dspark()
         self.device = runner.device
         self.req_to_token_pool = runner.req_to_token_pool
@@ -101,10 +110,10 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         blocks = runner.token_to_kv_pool.full_kv_pool
         self.schemas = blocks.layout.schemas
         self.draft_tokens = self.schemas[0].draft_tokens
-        # Drafts may lie behind the end of the context. Layers of a draft model have no entries.
+        # Drafts may exceed the end of the context. Layers of a draft model have no entries.
         longest = runner.model_config.context_len + self.draft_tokens
         self.max_blocks = 0 if self.is_draft else -(-longest // BLOCK_TOKENS)
-        # The one behind which a step's snapshots are complete: the draft model runs after the served one.
+        # A step's snapshots are complete after this layer: the draft model runs after the served one.
         self.last_layer = len(self.schemas) - 1
         self.top_k = config.index_topk
         self.metadata: StepMetadata | None = None
@@ -116,8 +125,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self._graph_buffers: DecodeBuffers | None = None
         self._decode_buffers: DecodeBuffers | None = None
         self._prefill_buffers: PrefillBuffers | None = None
+        # True if the metadata belongs to a prefill step in a CUDA graph.
         self._recorded = False
-        """The metadata is that of a prefill step in a CUDA graph."""
         self._verify_mask = self._make_verify_mask(1)
         self._workspace: Tensor | None = None
         self._recorded_workspace: Tensor | None = None
@@ -126,7 +135,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self._staged: tuple[Tensor, Tensor] | None = None
 
     def prepare_layers(self, blocks: CompressedKVPool) -> None:
-        """What writes and reads the layers of this model."""
+        """Collect the buffers of each layer, and create the attention kernels of this model."""
         self.tables = [
             LayerTables(self.state.ring(i), self.state.compressor_state(i), blocks.entries(i), blocks.keys(i))
             for i in range(len(self.schemas))
@@ -138,8 +147,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     # Metadata of a step
 
     def begin_layers(self, step: StepMetadata, lengths: list[int] | None) -> None:
-        """The last thing before the layers of a step; `lengths`: tokens of each request after a prefill step, None in
-        any other."""
+        """Finish the metadata of a step before its layers run. `lengths`: tokens of each request after a prefill step,
+        None in other steps."""
         self.kernel = begin_step(self.kernels, step, lengths)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -148,7 +157,13 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self._reserve_scratch(max_num_tokens, max_num_tokens, self._graph_buffers.block_table)
 
     def _reserve_scratch(self, tokens: int, scored_tokens: int, block_table: Tensor) -> None:
-        """Allocate what recorded steps of `tokens` tokens or fewer write to; `scored_tokens` are scored at once."""
+        """Allocate the scratch of recorded steps.
+
+        Args:
+            tokens: maximum number of tokens of a step.
+            scored_tokens: tokens whose index scores are computed at once.
+            block_table: block table of the steps, for the width of the scores.
+        """
         heads = max(kernel.query_heads(self.heads) for kernel in self.kernels)
         if heads > self.heads:
             self._reserve("query", tokens * heads * ENTRY_DIM, self.dtype)
@@ -157,7 +172,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             self._reserve("scores", scored_tokens * self._score_width(block_table), torch.float32)
 
     def _reserve(self, name: str, elements: int, dtype: torch.dtype) -> None:
-        """Graphs that were recorded with a smaller tensor keep theirs."""
+        """Reserve scratch for graphs. Graphs that were recorded with a smaller tensor keep it."""
         reserved = self._graph_scratch.setdefault(name, [])
         if not reserved or reserved[-1].numel() < elements:
             reserved.append(torch.zeros(elements, dtype=dtype, device=self.device))
@@ -169,33 +184,36 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """SGLang's mask of a tree of drafts, which no step here reads: drafts are a chain. It is filled all the same,
-        and one that nobody has made would have a column for every token of the context."""
+        """SGLang's mask for a tree of drafts. No step here reads it, since drafts form a chain, but SGLang fills it. If
+        it did not exist, SGLang would make one with a column for every token of the context."""
         return self._verify_mask
 
     def _make_verify_mask(self, requests: int) -> VerifyMask | None:
-        """None for a draft model, and without speculation."""
+        """Return the mask, or None for a draft model and without speculation."""
         return maybe_create_verify_mask(
             is_draft_runner=self.is_draft,
             skip_prefill=False,
             max_bs=requests,
-            max_context_len=0,  # of another mode
+            max_context_len=0,  # used by another mask mode only
             num_draft_tokens=self.draft_tokens,
             device=self.device,
             is_read=False,
         )
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """Nothing: a step's metadata depends on lengths alone, not on the drafts."""
+        """Do nothing: the metadata of a step depends on lengths only, not on the drafts."""
 
     def _make_buffers(self, requests: int, each: int) -> DecodeBuffers:
         ring_rows = self.state.layout.ring_rows
         return DecodeBuffers(requests, self.max_blocks, self.device, ring_rows, each, sees_block=self.drafts_blocks)
 
     def _tokens_of(self, mode: Any) -> tuple[int, int]:
-        """Tokens of a request in a step that is no prefill, and `before` of `build_decode`: SGLang's lengths count the
-        token of a decode step; in the turns of the draft model and in a verify step they are those before the turn, and
-        behind it those with all drafts. The block that DSPARK drafts has the mode of a verify step."""
+        """Return (tokens of a request, offset from `seq_lens` to its cached length) of a step that is no prefill.
+
+        In a decode step SGLang's `seq_lens` already include the new token (offset -1). In the draft model's decode
+        steps and in a verify step they are the lengths before the round (offset 0 or the draft step). In a draft-extend
+        step they include all draft tokens. The block that DSPARK drafts has the mode of a verify step.
+        """
         if mode.is_target_verify():
             return self.draft_tokens - self.drafts_blocks, 0
         if mode.is_draft_extend_v2():
@@ -203,7 +221,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         return 1, self.draft_step if self.is_draft else -1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """All of a prefill step; of another what a CUDA graph must not read (see `gather_decode`)."""
+        """Build all metadata of a prefill step. For other steps, build what a CUDA graph must not read (see
+        `gather_decode`)."""
         mode = forward_batch.forward_mode
         if mode.is_idle():
             return
@@ -215,7 +234,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             prefix + chunk
             for prefix, chunk in zip(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu)
         ]
-        # With attention split over some of the processes SGLang rounds the tokens of a step up to their number.
+        # If attention is split over some ranks only, SGLang rounds the tokens of a step up to a multiple of them.
         padding = forward_batch.positions.shape[0] - sum(forward_batch.extend_seq_lens_cpu)
         self.metadata = build_prefill(
             **self._prefill_inputs(forward_batch),
@@ -228,7 +247,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.begin_layers(self.metadata, [*lengths, padding] if padding else lengths)
 
     def _prefill_inputs(self, forward_batch: Any) -> dict[str, Any]:
-        """Return what an eager and a recorded prefill step take of a batch, and stage the snapshots that are due."""
+        """Return the inputs of the metadata of a prefill step, and stage the snapshots that are due."""
         track_slots, track_lens = self._snapshots_due(forward_batch.req_pool_indices.shape[0])
         return {
             "req_pool_indices": forward_batch.req_pool_indices,
@@ -241,7 +260,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         }
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """The last thing before the layers of any step, and the first that a CUDA graph records."""
+        """Build the metadata of a step that is no prefill. A CUDA graph records this before the layers."""
         mode = forward_batch.forward_mode
         if mode.is_idle() or mode.is_extend_without_speculative():
             return
@@ -250,7 +269,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.metadata = build_decode(
             self._decode_buffers,
             seq_lens=forward_batch.seq_lens,
-            # For the draft model SGLang has those of all its steps; its layers write no entries.
+            # The draft model gets the slots of all its steps from SGLang; its layers write no entries.
             out_loc=forward_batch.out_cache_loc[:tokens],
             track_mask=forward_batch.mamba_track_mask,
             track_slots=forward_batch.mamba_track_indices,
@@ -260,10 +279,12 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.begin_layers(self.metadata, lengths=None)
 
     def gather_tables(self, forward_batch: Any, like: HybridCacheBackend | None = None) -> None:
-        """Copy what a step that is no prefill needs of SGLang's tables of all requests.
+        """Copy a step's parts of SGLang's tables of all requests. For steps that are no prefill.
 
-        `like`: a backend that has just done so for the same requests, in a layer without entries; its slots serve.
-        SGLang's views of a batch may have more rows than the batch.
+        Args:
+            forward_batch: SGLang's batch. Its views may have more rows than the batch has requests.
+            like: backend that has gathered the tables for the same requests. Its state slots are used then, and no
+                block table, since the layers have no entries.
         """
         count, mode = forward_batch.batch_size, forward_batch.forward_mode
         each, _ = self._tokens_of(mode)
@@ -286,8 +307,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     # Prefill steps in CUDA graphs
 
     def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: Any) -> StepMetadata:
-        """SGLang's call before it records a prefill step, the largest first. The batch that it records with is a dummy:
-        all of its tokens are padding tokens, so that recording writes nothing."""
+        """Prepare the recording of a prefill step. SGLang records the largest step first, with a dummy batch. All
+        tokens are padding tokens, so that recording writes nothing."""
         tokens, self._recorded = forward_batch.positions.shape[0], True
         if self._prefill_buffers is None:
             staging_slots = range(self.last_live_slot + 1, self.last_live_slot + 1 + self.staging)
@@ -303,7 +324,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         return self.metadata
 
     def begin_recorded(self) -> None:
-        """The first thing that the graph of a prefill step records; nothing in any other step."""
+        """Build the metadata of a recorded prefill step, as the first work of its graph. Does nothing in other steps."""
         if not self._recorded:
             return
         buffers, step = self._prefill_buffers, self.metadata
@@ -315,8 +336,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     def prepare_forward_metadata_for_breakable_cuda_graph_replay(
         self, capture_metadata: StepMetadata, forward_batch: Any, *, static_forward_batch: Any = None
     ) -> None:
-        """SGLang's call before it replays a recorded prefill step. The graph waits for no layer of the host cache: the
-        step waits here for all of them."""
+        """Prepare the replay of a recorded prefill step. The graph cannot wait for single layers of a load from the
+        host cache, so the step waits here for all of them."""
         assert self._prefill_buffers is not None
         inputs = self._prefill_inputs(forward_batch)
         self._prefill_buffers.fill(**inputs, snapshots=None if self._staged is None else self._staged[1])
@@ -325,14 +346,14 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.token_to_kv_pool.wait_for_layer(self.last_layer)
 
     def _snapshots_due(self, requests: int) -> tuple[Tensor | None, Tensor | None]:
-        """Staging slots and lengths, [requests, K], of the snapshots of a prefill step (`prefix.schedule`).
+        """Return staging slots and lengths, [requests, K], of a prefill step's snapshots.
 
-        The layers write the states to staging slots; the last one moves them to their snapshots.
+        The layers write the states to staging slots, and the last layer copies them to the snapshot slots.
         """
         plan, self.prefill_plan, self._staged = self.prefill_plan, None, None
         if plan is None:
             return None, None
-        # Padding requests take none.
+        # Padding requests take no snapshots.
         lengths, snapshots = pad(plan, (0, 0, 0, 0, 0, requests - plan.shape[0])).unbind(-1)
         due = snapshots > 0
         order = due.flatten().cumsum(0).view_as(snapshots)
@@ -350,11 +371,17 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         model: Any,
         req_pool_indices: Tensor | None = None,
     ) -> None:
-        """SGLang's call behind a verify step: `mamba_steps_to_track` [B] is -1 where no multiple of 128 was passed,
-        `mamba_track_indices` [B] the snapshots planned (0: none).
+        """Note the snapshots that are due after a verify step. SGLang calls this.
 
-        The copies wait for `take_crossings`: the draft model's rows of the accepted tokens are not there yet. Nothing
-        that is copied is rejected or lost until then: what a snapshot at 128 n keeps lies before 128 n.
+        The copies are made in `commit_snapshots`, once the draft model has written its entries of the accepted tokens.
+        Until then nothing that they copy is overwritten: a snapshot at 128 n contains only state before 128 n.
+
+        Args:
+            last_correct_step_indices: unused.
+            mamba_track_indices: [B] planned snapshot slots, 0 for none.
+            mamba_steps_to_track: [B], -1 for requests that passed no multiple of 128.
+            model: unused.
+            req_pool_indices: unused.
         """
         self._crossings = None
         if mamba_track_indices is None or mamba_steps_to_track is None:
@@ -364,22 +391,26 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self._crossings = self._decode_buffers.slots[: to.shape[0]], to
 
     def take_crossings(self) -> None:
-        """Take the snapshots of the requests that passed a multiple of 128 in this turn; the draft model has read
-        what was accepted."""
+        """Take the snapshots of the requests that passed a multiple of 128 in this round. Call it after the draft model
+        has processed the accepted tokens."""
         crossings, self._crossings = self._crossings, None
         if crossings is not None:
             self.state.store(*crossings)
 
-    # Rows of a draft model that runs in no step of the served model (DSPARK)
+    # Entries of a draft model that does not run within the steps of the served model (DSPARK)
 
     def write_context(
         self, layers: Iterable[tuple[int, LayerWeights, Tensor]], out_loc: Tensor, requests: int | None
     ) -> None:
-        """Write the window rows of layers for the tokens of the served model's step that has just run: of each its
-        number in the cache, its weights, and its raw projections [T, 512]. Then take the snapshots that are due.
+        """Write window entries for the tokens of the served model's last step, then take the snapshots that are due.
 
-        `out_loc` [T]: the tokens' pool slots. `requests`: of a verify step, None behind a prefill step. Rows of drafts
-        that were rejected are written, too: they lie behind the request's length, and the ring has room for them.
+        Entries of rejected drafts are written too. They are behind the request's length, and the ring has room for
+        them.
+
+        Args:
+            layers: number in the cache, weights and raw projections [T, 512] of each layer.
+            out_loc: [T] token slots.
+            requests: number of requests of a verify step, None after a prefill step.
         """
         if requests is None:
             step = self.step_of_tokens(out_loc)
@@ -395,8 +426,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     # One layer
 
     def query_buffer(self, tokens: int) -> Tensor:
-        """`[tokens, H, 512]` to write a layer's queries to, where the attention kernel of the step takes them: the
-        layer's heads come first, those behind them are zero and stay so."""
+        """Return a buffer `[tokens, H, 512]` for the queries of a layer, in the form that the step's attention kernel
+        expects. The layer's heads come first. Padding heads are zero and must stay so."""
         heads = self.kernel.query_heads(self.heads) if self.kernel else self.heads
         if heads == self.heads:
             return torch.empty(tokens, heads, ENTRY_DIM, dtype=self.dtype, device=self.device)
@@ -413,9 +444,9 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         *,
         inputs: LayerInputs,
     ) -> LayerOutput:
-        """Write the step's rows of a layer, then read what its tokens see."""
+        """Write the step's entries of a layer, then compute its attention."""
         if forward_batch.forward_mode.is_idle():
-            # An idle rank of DP attention joins a step of the others with tokens that are nobody's.
+            # An idle rank of DP attention joins a step of the other ranks with padding tokens.
             return LayerOutput(torch.zeros_like(q[:, : self.heads]), rotated=False)
         step = self.step_of_tokens(q)
         window = None
@@ -429,19 +460,19 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         return self._read(q, layer, inputs, step, self.tables[layer.layer_id].ring if window is None else window)
 
     def store_snapshots(self, step: StepMetadata) -> None:
-        """Take the step's snapshots. Those of a verify step are taken later: the draft model has yet to read what was
-        accepted (`speculation`)."""
+        """Take the step's snapshots. Those of a verify step are taken later, since the draft model must process the
+        accepted tokens first (`speculation`)."""
         if step.copy_src is not None:
             self.state.store(step.copy_src, step.copy_dst)
         staged, self._staged = self._staged, None
         if staged is not None:
-            # A graph cannot hold the timer's events.
+            # CUDA graphs cannot contain the timer's events.
             with nullcontext() if self._recorded else self.req_to_token_pool.mamba_ckpt_pool.timer.measure():
                 self.state.store(*staged)
 
     def step_of_tokens(self, tokens: Tensor) -> StepMetadata:
-        """The metadata of the step of `tokens` [T, ...]. A recorded step has padding tokens behind those of its batch,
-        which a caller outside the graph leaves out."""
+        """Return the metadata of the step with `tokens` [T, ...]. A recorded step has padding tokens after those of its
+        batch. They are left out for a caller outside the graph."""
         if self._recorded and self.metadata is not None and tokens.shape[0] < self.metadata.positions.shape[0]:
             return self.metadata.first_tokens(tokens)
         if self.metadata is None or self.metadata.positions.shape[0] != tokens.shape[0]:
@@ -477,12 +508,12 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         return self.kernel.attend(q, read, output_is_rotated=inputs.accepts_rotated_output)
 
     def _select(self, layer: int, inputs: LayerInputs, step: StepMetadata) -> Tensor:
-        """Table rows `[T, top_k]` of the entries that the tokens read."""
+        """Return the table rows `[T, top_k]` of the selected entries of each token."""
         assert inputs.index_query is not None
         inputs.index_query.wait()
         tokens, width = step.positions.shape[0], self._score_width(step.block_table)
         rows = self._buffer("rows", tokens, self.top_k, torch.int32)
-        # With less scratch than tokens the op scores in slices; a decode step has few tokens and scores at once.
+        # With less scratch than tokens the op works in slices. A decode step has few tokens and needs one slice.
         at_once = tokens if step.is_decode else self._scored_at_once(tokens, step.block_table)
         torch.ops.dsv4_sglang.index_topk(
             inputs.index_query.query,
@@ -501,7 +532,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     # Memory of a step
 
     def _window(self, rows: int) -> Tensor:
-        """Row table of `rows` rows, shared by all layers: a step reads it in the layer that wrote it."""
+        """Return a KV buffer of `rows` window entries. All layers share it, since a layer reads only what it wrote in
+        the same step."""
         if self._recorded_workspace is not None and self._recorded_workspace.shape[1] >= rows:
             return self._recorded_workspace[:, :rows]
         if self._workspace is None or self._workspace.shape[1] < rows:
@@ -509,26 +541,27 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         return self._workspace[:, :rows]
 
     def forget_scratch(self) -> None:
-        """Give back what grows as steps need it. Graphs write to what `init_cuda_graph_state` has made."""
+        """Free the scratch that grows on demand. The scratch of CUDA graphs stays."""
         self._workspace = None
         self._scratch.clear()
         for kernel in self.kernels:
             kernel.forget_scratch()
 
     def _scored_at_once(self, tokens: int, block_table: Tensor) -> int:
-        """Tokens of a prefill step whose index scores exist at a time."""
+        """Return the number of tokens of a prefill step whose index scores are computed at once."""
         scratch = RECORDED_SCRATCH_BYTES if self._recorded else SCRATCH_BYTES
         return min(tokens, max(1, scratch // max(1, 4 * self._score_width(block_table))))
 
     def _score_width(self, block_table: Tensor) -> int:
-        """Scores of a token: one an entry of the longest context, none where every entry is read."""
+        """Return the scores per token: one per entry of the longest context, or none if all entries are selected."""
         visible = block_table.shape[1] * (BLOCK_TOKENS // CSA_RATIO)
         return visible if visible > self.top_k else 0
 
     def _buffer(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Scratch `[rows, columns]`: what recorded graphs write to, which is never let go, or what grows as needed.
+        """Return scratch `[rows, columns]`: the scratch of recorded graphs, which is never freed, or one that grows.
 
-        It begins as zeros. A name is used with one number of columns only, where some of them must stay zero.
+        It is initialised with zeros. Each name is used with a single number of columns, since padding columns must stay
+        zero.
         """
         needed = rows * columns
         for scratch in (*self._graph_scratch.get(name, ()), self._scratch.get(name)):

@@ -1,4 +1,4 @@
-"""The attention backend of DeepSeek-V4.1: what layers share of a step lives in a `V41Step`, one a step."""
+"""Attention backend of DeepSeek-V4.1. A `V41Step` per step holds what its layers share."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 
 
 class V41LayerInputs(NamedTuple):
-    """What a layer hands to the backend besides its query and its raw window projection.
+    """Inputs of a layer besides its query and its raw window projection.
 
-    `sink` [at least as many as the query has heads] fp32. Of a layer with entries of its own `compressor`, as
-    `V41Step.append` takes it, and `keys_of`, from latents [T, 512] to raw index keys [T, 128]; of one that selects
-    `index_query` [T, Hi, 128], not rotated, and `index_weights` [T, Hi].
+    Attributes:
+        weights: weights of the layer's cache ops.
+        sink: fp32, at least as many values as the query has heads.
+        compressor: input of `V41Step.append`, in a layer with its own entries.
+        keys_of: maps latents [T, 512] to raw index keys [T, 128], in a layer with its own entries.
+        index_query: [T, Hi, 128] without RoPE, in a layer that selects.
+        index_weights: [T, Hi], in a layer that selects.
     """
 
     weights: V41LayerWeights
@@ -36,7 +40,7 @@ class V41LayerInputs(NamedTuple):
 
 
 class V41Backend(HybridCacheBackend):
-    """Serves prefill and decode steps of all layers of a V4.1 model."""
+    """Attention backend for prefill and decode steps of all layers of a V4.1 model."""
 
     def __init__(self, runner: Any) -> None:
         config = compat.model_config(runner.model_config.hf_config)
@@ -51,7 +55,7 @@ class V41Backend(HybridCacheBackend):
     def begin_layers(self, step: StepMetadata, lengths: list[int] | None) -> None:
         self.step = V41Step(self.config, self.schedule, self.state, self.pools, step)
 
-    def forward(  # type: ignore[override]  # what a layer hands over is of its model
+    def forward(  # type: ignore[override]  # the inputs of a layer depend on the model
         self,
         q: Tensor,
         k: Tensor,
@@ -62,11 +66,11 @@ class V41Backend(HybridCacheBackend):
         *,
         inputs: V41LayerInputs,
     ) -> LayerOutput:
-        """Write the step's rows of a layer, then read what its tokens see."""
+        """Write the step's entries of a layer, then compute its attention."""
         metadata, step, number = self.step_of_tokens(q), self.step, layer.layer_id
         assert step is not None, "a layer comes after the beginning of its step"
         if not metadata.is_decode:
-            # Entries that the layer shares are of a layer before it, which has arrived as well then.
+            # Shared entries belong to an earlier layer, which has then arrived too.
             self.token_to_kv_pool.wait_for_layer(number)
         latents = step.append(number, inputs.weights, k.flatten(1), inputs.compressor)
         if latents is not None:
@@ -82,5 +86,5 @@ class V41Backend(HybridCacheBackend):
 
 
 def backend_class(hf_config: Any) -> type[HybridCacheBackend]:
-    """The backend of a model by SGLang's config."""
+    """Return the backend class for a model, from SGLang's config."""
     return V41Backend if hf_config.model_type in MODEL_TYPES else HybridCacheBackend

@@ -1,9 +1,9 @@
-"""Which prefill steps run as a CUDA graph (docs/performance.md, "Prefill steps in CUDA graphs").
+"""Prefill steps that run as CUDA graphs (docs/performance.md, "Prefill steps in CUDA graphs").
 
 A short prefill step is one graph from the embedding to the last norm, recorded by SGLang's runner for breakable graphs.
-Nothing in it breaks: metadata, append, selection, attention and snapshots are device work of fixed shapes
-(`attention.step_buffers.PrefillBuffers`). SGLang switches these graphs off for DeepSeek-V4 because its indexer
-allocates scratch for the whole context while it records; here scratch is allocated once and shared with decode steps.
+The graph has no breaks: metadata, append, selection, attention and snapshots are device work of fixed shapes
+(`attention.step_buffers.PrefillBuffers`). SGLang disables these graphs for DeepSeek-V4, because its indexer allocates
+scratch for the whole context during recording. Here scratch is allocated once and shared with decode steps.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 from dsv4_sglang.srt.integration import compat
 
 PHASE, BACKEND = "prefill", "breakable"
-# SGLang replays a graph for at most twice as many tokens as a step has, so small sizes may double. A large step takes
-# as long as its size says, so large sizes are close to each other. A graph takes 10 MB (benchmarks/configs/flashshape).
+# Token counts of the recorded steps, unless --cuda-graph-bs-prefill sets others. SGLang replays a graph for a step of
+# at least half its tokens, so small sizes may double. The time of a large step is proportional to its size, so large sizes
+# are close together. A graph takes 10 MB (benchmarks/configs/flashshape).
 SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048)
-"""Tokens of the steps that are recorded, unless --cuda-graph-bs-prefill names others."""
+# Requests of a recorded step. Each costs 128 entries of the window workspace and a row of block ids.
 MOST_REQUESTS = 32
-"""Requests of a recorded step. Each costs 128 entries of the window workspace and a row of block ids."""
 
 
 def switch_on(server_args: Any) -> None:
-    """Choose breakable graphs and their sizes, unless flags say otherwise. Called while SGLang resolves its flags.
+    """Select breakable graphs and their sizes, unless flags say otherwise. Called while SGLang resolves its flags.
 
-    A decode server of disaggregated serving runs no prefill steps.
+    A decode server of a disaggregated deployment runs no prefill steps.
     """
     args, given = compat.flags(server_args), compat.given_graph_settings(server_args)
     if args.device != "cuda" or args.disaggregation_mode == "decode" or args.cuda_graph_config is None:
@@ -43,5 +43,6 @@ def switch_on(server_args: Any) -> None:
 
 
 def fits(original: Callable[..., bool], runner: Any, *, batch_size: int, **step: Any) -> bool:
-    """AROUND `PrefillCudaGraphRunner.can_replay_locally`: a recorded step has room for a fixed number of requests."""
+    """AROUND `PrefillCudaGraphRunner.can_replay_locally`: also require that the batch has at most MOST_REQUESTS
+    requests."""
     return batch_size <= MOST_REQUESTS and original(runner, batch_size=batch_size, **step)

@@ -1,6 +1,6 @@
-"""Speculation inside SGLang's workers: the draft model's backends and CUDA graphs, and when snapshots are taken.
+"""Integration with SGLang's speculative workers: backends and CUDA graphs of the draft model, and snapshots.
 
-What a turn of a request writes, and why nothing of it must be undone, is in docs/speculation.md.
+docs/speculation.md explains what a speculative round writes, and why no write must be undone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class DraftBackends:
-    """The backends of the decode steps of a draft model's turn, as SGLang addresses them: `attn_backends[i]` of step i.
+    """Backends of the decode steps of a draft model, as SGLang addresses them: `attn_backends[i]` for step i.
 
-    Of `steps` drafts the first comes from the turn before: one step less.
+    The first of `steps` drafts comes from the previous speculative round, so there is one decode step less.
     """
 
     needs_cpu_seq_lens = False
@@ -34,8 +34,8 @@ class DraftBackends:
             backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """One snapshot for all steps. Also of an idle rank of DP attention, whose graph runs with requests that are
-        nobody's."""
+        """Gather the tables once for all steps. An idle rank of DP attention does so too, since its graph runs with
+        padding requests."""
         first, *others = self.attn_backends
         first.gather_tables(forward_batch)
         for backend in others:
@@ -51,19 +51,19 @@ class DraftBackends:
 
 
 def decode_backends(original: Callable[..., Any], factory: Any) -> DraftBackends | None:
-    """AROUND `DraftBackendFactory.create_decode_backend`."""
+    """AROUND `DraftBackendFactory.create_decode_backend`: return backends of this package."""
     steps = factory.speculative_num_steps
     return DraftBackends(factory.draft_model_runner, steps) if steps > 1 else None
 
 
 def extend_backend(original: Callable[..., Any], factory: Any) -> HybridCacheBackend:
-    """AROUND `DraftBackendFactory.create_draft_extend_backend`: the one that the draft model has for its prefill."""
+    """AROUND `DraftBackendFactory.create_draft_extend_backend`: return the backend of the draft model's prefill."""
     return factory.draft_model_runner.attn_backend
 
 
 def capture_graphs(original: Callable[..., None], worker: Any) -> None:
-    """AROUND `EagleDraftWorker._capture_cuda_graphs`, which records the step behind a verify step for a fixed list of
-    backends only."""
+    """AROUND `EagleDraftWorker._capture_cuda_graphs`: also record the step after a verify step. SGLang does so only for
+    a fixed list of backends."""
     original(worker)
     from sglang.srt.environ import envs
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
@@ -75,7 +75,8 @@ def capture_graphs(original: Callable[..., None], worker: Any) -> None:
 
 
 def resolve_dspark_on_cpu(original: Callable[..., None], server_args: Any) -> None:
-    """AROUND `compat.RESOLVE_DSPARK`. The worker would choose drafts inside CUDA graphs, where those are allowed."""
+    """AROUND `compat.RESOLVE_DSPARK`: resolve the flags as on a GPU, but without CUDA graphs, in which the worker would
+    select drafts."""
     compat.set_flags(server_args, disable_cuda_graph=True, device="cuda")
     try:
         original(server_args)
@@ -84,7 +85,7 @@ def resolve_dspark_on_cpu(original: Callable[..., None], server_args: Any) -> No
 
 
 def validate_on_cpu(original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
-    """AROUND `dflash_utils.validate_dflash_request`: why a request is rejected."""
+    """AROUND `dflash_utils.validate_dflash_request`: return why a request is rejected, or None."""
     if req.sampling_params.top_k != 1:
         return "DSPARK on a CPU chooses the likeliest tokens only: give temperature 0, or start without DSPARK."
     return original(req, enable_overlap)
@@ -100,8 +101,17 @@ def write_context(
     commit_lens: torch.Tensor | None = None,
     **_of_their_pool: Any,
 ) -> None:
-    """REPLACE `compat.WRITE_CONTEXT`: the last of a prefill step, and of a verify step, which comes with the number of
-    tokens accepted of each request."""
+    """REPLACE `compat.WRITE_CONTEXT`: write the draft model's window entries. This is the last part of a prefill step
+    and of a verify step; the latter passes the number of accepted tokens per request.
+
+    Args:
+        injector: SGLang's caller, which holds the draft model.
+        target_hidden: [T, ...] hidden states of the served model.
+        cache_loc: [T] token slots.
+        positions: unused.
+        cache_loc_2d: unused.
+        commit_lens: [requests] accepted tokens, None after a prefill step.
+    """
     requests = None if commit_lens is None else commit_lens.shape[0]
     with torch.inference_mode():
         rows = injector.draft_model.context_rows(target_hidden)
@@ -109,12 +119,13 @@ def write_context(
 
 
 def no_draft_pool(**_arguments: Any) -> None:
-    """REPLACE `kv_cache_builder.get_draft_kv_pool`: the draft model has no blocks, and its rings are in the slots and
-    snapshots of the model. The pool that it works on is the model's: the host cache would hold it, and a transfer
-    between servers send it, twice."""
+    """REPLACE `kv_cache_builder.get_draft_kv_pool`: return None. The draft model has no blocks, and its window rings
+    are part of the served model's slots and snapshots. If its pool were the model's, the host cache would hold it twice
+    and a transfer between servers would send it twice."""
 
 
 def take_snapshots(original: Callable[..., None], worker: Any, batch: Any, batch_result: Any, **arguments: Any) -> None:
-    """AROUND `EagleDraftWorker._draft_extend_for_decode`, the last of a turn: a copy has the rows of both models."""
+    """AROUND `EagleDraftWorker._draft_extend_for_decode`, the end of a speculative round: take the snapshots, now that
+    the entries of both models are written."""
     original(worker, batch, batch_result, **arguments)
     worker.target_worker.model_runner.attn_backend.take_crossings()

@@ -1,4 +1,4 @@
-"""The host cache of a server: SGLang's HiCache with this cache's pools, its order of copies and its eviction.
+"""Host cache of a server: SGLang's HiCache with this package's pools, copy order and eviction policy.
 
 See docs/host_cache.md.
 """

@@ -1,4 +1,4 @@
-"""The prefix cache of a server with a host cache."""
+"""Prefix cache of a server with a host cache."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
+# Byte limit of the saves of one scheduler iteration. It is not a time limit, because all ranks must save the same.
 SAVED_AT_ONCE = 256 << 20
-"""Bytes after which a pass of the scheduler saves no more. Not seconds: all processes of a group must save the same."""
 
 
 class HostPrefixCache(PrefixCache):
-    """SGLang's tree over device and host. What it saves, and in which order, follows from snapshots, not from nodes:
-    blocks are saved up to a snapshot, and snapshots as `HostSnapshotComponent.want` says, those worth most first, all
-    of a pass in one copy.
+    """SGLang's tree over device and host memory.
+
+    Saves are planned by snapshot, not by node: the host gets the snapshots that `HostSnapshotComponent.want` marks,
+    most valuable first, each with all blocks up to it. All saves of a scheduler iteration are one batch of copies.
     """
 
+    # True while the host cache must survive a flush.
     _stays = False
-    """What the host has survives a flush."""
+    # Free memory and registry state at the last search for snapshots that the device evicts next.
     _looked_at: tuple[Any, ...] | None
-    """What the device had when it was last looked at what leaves it next."""
+    # Nodes at which a path on the host may end without a snapshot, because a copy blocked their eviction.
     _dangling: dict[UnifiedTreeNode, None]
-    """Where a path on the host may end behind no snapshot, since a copy was under way when it should have gone."""
 
     def __init__(self, params: Any, forward_stream: Any) -> None:
-        """`forward_stream`: on which steps run."""
+        """`forward_stream`: the CUDA stream of the steps."""
         self.forward_stream = forward_stream
         super().__init__(params)
 
@@ -54,7 +55,8 @@ class HostPrefixCache(PrefixCache):
     def init_hicache(self, server_args: Any, params: Any) -> None:
         super().init_hicache(server_args, params)
         self.component.policy = server_args.hicache_write_policy
-        # To SGLang: the host need not have what the device has. What is saved when is said here, with every policy.
+        # Tell SGLang that the host need not have everything that the device has. This class decides what is saved and
+        # when, for every write policy.
         self.is_write_back = True
         self.component.host_counters.attach(self.full_kv_pool_host, self.mamba_pool_host)
 
@@ -67,7 +69,7 @@ class HostPrefixCache(PrefixCache):
             self._finished(req, before)
 
     def checkpoint(self, req: Req, *, up_to: int, **arguments: Any) -> None:
-        """`cache_finished_req` of newer releases, and that of requests that go on."""
+        """Handle `cache_finished_req` of newer releases, which they also call for requests that continue."""
         before = req.last_node
         super().checkpoint(req, up_to=up_to, **arguments)
         if req.finished():
@@ -80,8 +82,11 @@ class HostPrefixCache(PrefixCache):
             self.component.want(self.tree_core.node_by_id(req.last_node))
 
     def retracted(self, req: Req) -> None:
-        """What the request leaves is saved before it can be evicted: nothing is worth less to the device. One that
-        wants log p of its tokens is matched only as far as these begin, and resumes from the snapshot before."""
+        """Save the prefix of a retracted request before it can be evicted, since it is the first eviction candidate.
+
+        A request that returns log-probabilities of its prompt is matched only up to the token at which they begin. It
+        resumes from the last snapshot before that token, which is saved too.
+        """
         node, slots = self.tree_core.node_by_id(req.last_node), self.component.slots
         if self.component.policy == WRITE_BACK or node is self.root_node:
             return
@@ -96,7 +101,7 @@ class HostPrefixCache(PrefixCache):
         self.save_now(node)
 
     def forget_stored(self, name: str) -> None:
-        """What the storage holds is of the old weights."""
+        """Clear the storage, whose pages are of the old weights, and use a new name for later pages."""
         if self.enable_storage:
             self.clear_storage_backend()
             self.cache_controller.storage_backend.use_name(name)
@@ -106,12 +111,12 @@ class HostPrefixCache(PrefixCache):
             self.release_aborted_request(compat.name_of(req))
         while self.ongoing_write_through or self.ongoing_load_back or self.ongoing_backup:
             self.check_hicache_events()
-            time.sleep(0.001)  # a thread of SGLang writes to the storage
+            time.sleep(0.001)  # SGLang writes to the storage in a thread
 
     @contextmanager
     def leaving_device(self) -> Iterator[None]:
-        """All that the device has and the host has room for is saved first, and the host keeps what it has: a flush
-        within does nothing."""
+        """Context manager around the release of device memory. First save everything on the device that the host has
+        room for. Inside, a flush does not empty the host cache."""
         blocks, slots = self.token_to_kv_pool_allocator, self.component.slots
         self.settle(())
         for slot in reversed(slots.registry.note_eviction_candidates(blocks.size, slots.num_slots)):
@@ -132,7 +137,7 @@ class HostPrefixCache(PrefixCache):
             super().reset()
             self._looked_at, self._dangling = None, {}
 
-    # To the host
+    # Saves to the host
 
     def check_hicache_events(self) -> None:
         self.cache_controller.free_given_up()
@@ -142,17 +147,20 @@ class HostPrefixCache(PrefixCache):
         self._save_leaving(SAVED_AT_ONCE - self._save_new())
 
     def _save_new(self) -> int:
-        """What is new is saved at once where the host has room, and for a storage, which gets what the host gets, also
-        where room must be made; the bytes of it."""
+        """Save new snapshots at once, and return the number of bytes.
+
+        Without a storage, a snapshot is saved early only if the host has free memory for it. With a storage, which
+        stores what the host has, the host evicts entries to make room.
+        """
         slots, saved = self.component.slots, 0
         if not (new := slots.registry.to_copy()):
             return 0
         with self.cache_controller.one_launch():
             for slot in new:
-                # Making room on the host may have changed what is held.
+                # Evicting on the host to make room may have removed the snapshot.
                 if saved < SAVED_AT_ONCE and self._is_to_save(slot):
                     node = slots.nodes[slot]
-                    if node.write_through_pending_id is not None:  # its blocks are on their way
+                    if node.write_through_pending_id is not None:  # a copy of its blocks is running
                         continue
                     slots.registry.attempted[slot] = True
                     if self.enable_storage or self._has_room(node):
@@ -160,8 +168,11 @@ class HostPrefixCache(PrefixCache):
         return saved
 
     def _save_leaving(self, left: int) -> None:
-        """What the device gives up next is saved ahead, up to `left` bytes. That is looked for when snapshots have
-        changed, or an eighth of the margin has been taken: it takes the scheduler a millisecond."""
+        """Save the snapshots that the device evicts next, up to `left` bytes.
+
+        The search for them takes a millisecond of scheduler time. It runs only if snapshots have changed or an eighth
+        of the margin has been allocated.
+        """
         slots, blocks = self.component.slots, self.token_to_kv_pool_allocator
         registry, margins = slots.registry, (blocks.size // MARGIN, slots.num_slots // MARGIN)
         free = blocks.available_size(), slots.available_size()
@@ -177,11 +188,13 @@ class HostPrefixCache(PrefixCache):
         self._looked_at = looked_at if left > 0 else None
 
     def save_now(self, node: UnifiedTreeNode) -> None:
-        """Before the device gives up a node, or may: save its snapshot and the blocks up to it, if it is to be saved
-        and there is room, and wait for it."""
+        """Save a node's snapshot and the blocks up to it, and wait for the copy, before the device may evict the node.
+
+        Does nothing if the snapshot need not be saved or there is no room.
+        """
         if not self._is_to_save(self.component.slots.id_of(node)):
             return
-        if node.write_through_pending_id is not None:  # its blocks are on their way
+        if node.write_through_pending_id is not None:  # a copy of its blocks is running
             self.finish_saves()
         with self.cache_controller.one_launch():
             saved = self._save(node)
@@ -195,7 +208,7 @@ class HostPrefixCache(PrefixCache):
         return 0
 
     def finish_saves(self) -> bool:
-        """Wait for saves under way; whether there were any, whose blocks can be given up now."""
+        """Wait for running saves. Return True if there were any, so that their blocks can be evicted now."""
         if not self.ongoing_write_through:
             return False
         with self._looking_again():
@@ -204,7 +217,7 @@ class HostPrefixCache(PrefixCache):
 
     @contextmanager
     def _looking_again(self) -> Iterator[None]:
-        """Saves that are over within have left room: the scheduler is to look whether it is enough for a request."""
+        """Context manager: if saves finish inside, let the scheduler check its queue again, since they free memory."""
         saving = len(self.ongoing_write_through)
         yield
         if len(self.ongoing_write_through) < saving and self.running_batch is not None:
@@ -215,12 +228,15 @@ class HostPrefixCache(PrefixCache):
         return 0 < slot <= registry.capacity and bool(registry.pending_write[slot]) and not registry.copied[slot]
 
     def _save(self, node: UnifiedTreeNode) -> int | None:
-        """Begin to save a snapshot and the blocks up to it, where what is worth less makes room: the bytes of it, or
-        None without room. Snapshots before it are saved by themselves.
+        """Start to save a snapshot and the blocks up to it. Less valuable entries are evicted to make room.
 
-        One that is superseded makes no room for blocks: they would be copies of what the device has, and keeps for the
-        end of the line."""
-        if node.write_through_pending_id is not None:  # its blocks are on their way
+        Earlier snapshots of the path are saved separately. A superseded snapshot evicts nothing for its blocks: they
+        would duplicate blocks that the device keeps for the end of the branch.
+
+        Returns:
+            Bytes to copy, or None if there is no room.
+        """
+        if node.write_through_pending_id is not None:  # a copy of its blocks is running
             return 0
         slots, path = self.component.slots, list(self._path(node))
         slot, tokens = slots.id_of(node), self._tokens_to_save(path)
@@ -238,13 +254,13 @@ class HostPrefixCache(PrefixCache):
         return saved
 
     def _path(self, node: UnifiedTreeNode) -> Iterator[UnifiedTreeNode]:
-        """From the node up to the root's child."""
+        """Yield the nodes from this one up to the child of the root."""
         while node is not self.root_node:
             yield node
             node = node.parent
 
     def _copy(self, node: UnifiedTreeNode, *, with_snapshot: bool) -> int | None:
-        """Begin to copy what the host has not of a node: its bytes, or None without room."""
+        """Start to copy the parts of a node that the host lacks. Return their bytes, or None if there is no room."""
         blocks, transfers = self.tree_core.build_backup_spec(node.id)
         if not with_snapshot:
             transfers = {}
@@ -263,12 +279,15 @@ class HostPrefixCache(PrefixCache):
         return len(rows) // BLOCK * self.full_kv_pool_host.row_bytes + snapshots * self.mamba_pool_host.row_bytes
 
     def _execute_and_commit_kv_backup(self, action: Any, write_back: bool = False) -> int:
-        """SGLang asks for a copy of nodes that were inserted: they are saved with their snapshots."""
+        """Skip the copies that SGLang requests for inserted nodes. Nodes are saved together with their snapshots."""
         return super()._execute_and_commit_kv_backup(action, write_back) if write_back else 0
 
     def _evict_device_leaf(self, node_id: int, tracker: Any) -> Any:
-        """Blocks behind the last snapshot of a path are worth nothing, and not saved, but for what hangs on them: the
-        host may have got a path's end from a storage, and nothing before it."""
+        """Evict a leaf of the device.
+
+        Blocks behind the last snapshot of a path have no value and are not saved. The exception is a node that others
+        depend on: the host may have loaded the end of a path from a storage without the nodes above it.
+        """
         core = self.tree_core
         node = core.node_by_id(node_id)
         self.save_now(node)
@@ -278,18 +297,21 @@ class HostPrefixCache(PrefixCache):
         finally:
             core.is_write_back = True
 
-    # Room on the device
+    # Evictions from the device
 
     def evict(self, params: EvictParams) -> EvictResult:
         return self._evict_saved(super().evict, params)
 
     def evict_for_alloc(self, params: EvictParams, **arguments: Any) -> EvictResult:
-        """`evict` of newer releases, for those who need the room."""
+        """Handle `evict` of newer releases for allocations."""
         return self._evict_saved(partial(super().evict_for_alloc, **arguments), params)
 
     def _evict_saved(self, evict: Callable[[EvictParams], EvictResult], params: EvictParams) -> EvictResult:
-        """What is being saved is locked, and given up as soon as it is saved: the wait is a step and a copy at most,
-        where SGLang would retract a request, which costs a prefill step at least."""
+        """Evict, and if that is not enough, wait for running saves and evict the nodes that they lock.
+
+        The wait takes one step and one copy at most. Without it SGLang would retract a request, which costs at least a
+        prefill step.
+        """
         blocks = self.token_to_kv_pool_allocator
         wanted = blocks.available_size() + params.num_tokens
         result = evict(params)
@@ -297,17 +319,17 @@ class HostPrefixCache(PrefixCache):
             result.num_tokens_evicted += evict(EvictParams(num_tokens=missing)).num_tokens_evicted
         return result
 
-    # Room on the host
+    # Evictions from the host
 
     def evict_host(self, num_tokens: int, component_type: ComponentType = ComponentType.FULL) -> int:
-        """SGLang wants room for what comes from a storage."""
+        """Free memory for pages that SGLang fetches from a storage."""
         return self._give_up_on_host(component_type, num_tokens)
 
     def _pool(self, kind: ComponentType) -> Any:
         return self.mamba_pool_host if kind is ComponentType.MAMBA else self.full_kv_pool_host
 
     def _has_room(self, node: UnifiedTreeNode) -> bool:
-        """Whether a snapshot and the blocks up to it fit without giving up anything."""
+        """Return True if a snapshot and the blocks up to it fit without an eviction."""
         tokens = self._tokens_to_save(self._path(node))
         return self.mamba_pool_host.available_size() > 0 and self.full_kv_pool_host.available_size() >= tokens
 
@@ -315,18 +337,26 @@ class HostPrefixCache(PrefixCache):
         return sum(len(part.key) for part in path if not part.backuped)
 
     def _make_room(self, kind: ComponentType, count: int, slot: int, path: Sequence[UnifiedTreeNode]) -> bool:
-        """Room for so many rows, or tokens of blocks, of the snapshot in `slot` and the path up to it."""
+        """Free room for `count` rows of snapshots, or tokens of blocks, for the snapshot in `slot` and its path."""
         missing = count - self._pool(kind).available_size()
         return missing <= 0 or self._give_up_on_host(kind, missing, slot, path) >= missing
 
     def _give_up_on_host(
         self, kind: ComponentType, count: int, slot: int = 0, path: Sequence[UnifiedTreeNode] = ()
     ) -> int:
-        """Free so many rows of snapshots, or tokens of blocks, in the order of `SnapshotRegistry.on_host`, and with
-        a `slot` nothing that is worth more than the snapshot there, nor of its `path`; how many are free now.
+        """Free host memory in the order of `SnapshotRegistry.on_host`.
 
-        Blocks go from the ends of paths up, and with the snapshot at the end of a path the blocks that are worth
-        nothing then. Nothing goes that is copied or read.
+        Blocks are freed from the ends of paths upwards. When the snapshot at the end of a path is evicted, the blocks
+        that only it used are freed too. Nodes with a running copy are skipped.
+
+        Args:
+            kind: MAMBA frees rows of snapshots, FULL frees blocks.
+            count: rows or tokens to free.
+            slot: if not 0, evict only snapshots of less value than this one.
+            path: nodes that must not be evicted.
+
+        Returns:
+            Rows or tokens that were freed.
         """
         pool, slots = self._pool(kind), self.component.slots
         registry, before = slots.registry, pool.available_size()
@@ -338,7 +368,7 @@ class HostPrefixCache(PrefixCache):
         enough = 1 / score[slot] if slot else float("inf")
         order = iter(registry.on_host(value, enough))
         place = next(order, 0)
-        ends: list[tuple[float, int]] = []  # of paths whose end has gone
+        ends: list[tuple[float, int]] = []  # (value, snapshot) of the new ends of paths
         while pool.available_size() - before < count and (place or ends):
             if ends and (not place or ends[0][0] <= value[place]):
                 _, first = heapq.heappop(ends)
@@ -358,8 +388,8 @@ class HostPrefixCache(PrefixCache):
         return int(pool.available_size() - before)
 
     def _clear(self, node: UnifiedTreeNode, path: Sequence[UnifiedTreeNode]) -> UnifiedTreeNode | None:
-        """Free what the host has up to this node behind the last snapshot that it has; the node of that, if it is the
-        end now."""
+        """Free the blocks behind the last snapshot of a path on the host, from this node upwards. Return the node of
+        that snapshot if it is now the end of the path."""
         while self._is_end(node):
             if self._row(node) is not None:
                 return node
@@ -375,18 +405,21 @@ class HostPrefixCache(PrefixCache):
         return node.component_data[ComponentType.MAMBA].host_value
 
     def _is_end(self, node: UnifiedTreeNode) -> bool:
-        """Of what the host has of a path."""
+        """Return True if no child of the node is on the host, so that a path on the host ends here."""
         if node is self.root_node or not node.backuped:
             return False
         return not any(child.backuped for child in node.children.values())
 
     def _may_go(self, node: UnifiedTreeNode) -> bool:
-        """Nothing of it is copied to the host or read there."""
+        """Return True if no copy to or from the host uses the node."""
         return node.write_through_pending_id is None and not any(data.host_lock_ref for data in node.component_data)
 
 
 def build_host_prefix_cache(ctx: Any, interval: int) -> HostPrefixCache:
-    """The cache of a launch with --enable-hierarchical-cache."""
+    """Build the prefix cache of a server with --enable-hierarchical-cache.
+
+    `interval`: the option `snapshot_interval`, in tokens.
+    """
     ctx.params.component_registry_override = {
         ComponentType.FULL: BlockComponent,
         ComponentType.MAMBA: partial(HostSnapshotComponent, interval=interval),

@@ -1,4 +1,4 @@
-"""Storages of SGLang that take rows of the host where they are, with checksums."""
+"""Mixin that adds checksums to SGLang storages which read and write host rows in place."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class ChecksummedEntries:
-    """In front of such a storage in a class's bases: rows are checksummed before they are written; one that comes back
-    otherwise is a miss, and goes, so that it is written anew. An error of the storage is a miss, too, and a line in the
-    log: SGLang 0.5.17 would end the thread that asked, and with it all saves or all prefetches to come."""
+    """Mixin, to be placed before the storage class in the bases.
+
+    Rows are checksummed before they are written. A page with a wrong checksum is a miss and is removed, so that it is
+    stored again. An error of the storage is logged and counts as a miss too: SGLang 0.5.17 would end the thread that
+    made the call, and with it all later saves or prefetches.
+    """
 
     registered_pools: dict[PoolName, Any]
 
@@ -58,17 +61,17 @@ class ChecksummedEntries:
         return self._ask(PoolTransferResult(0, {}), super().batch_exists_v2, *arguments, **named)  # type: ignore[misc]
 
     def _ask(self, failed: Any, ask: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """What the storage answers, or `failed` for an error of whatever library stands behind it."""
+        """Return the answer of the storage, or `failed` if it is not available or raises an error."""
         return or_miss(failed, ask, *arguments, **named) if self.available() else failed
 
     def available(self) -> bool:
-        """Return True if the storage can be asked. Log when that changes."""
+        """Return True if the storage is available. Log when that changes."""
         return True
 
     def _usable(
         self, name: PoolName, pool: HostRows, keys: Sequence[str], indices: Tensor, found: list[bool]
     ) -> list[bool]:
-        """Which pages of a host pool were found and are what was stored."""
+        """Return which pages of a host pool were found with a correct checksum. Discard the others."""
         names = self.names(name, keys)
         usable = [there and good for there, good in zip(found, pool.verify_checksum(indices, names))]
         if not all(usable):
@@ -77,11 +80,12 @@ class ChecksummedEntries:
 
     @abstractmethod
     def names(self, pool: PoolName, keys: Sequence[str]) -> list[str]:
-        """What the storage calls the pages of a host pool, which are one buffer each: the model's name is in it."""
+        """Return the names of a host pool's pages in the storage, with the model's name in each. A page is one
+        buffer."""
 
     @abstractmethod
     def discard(self, names: Sequence[str], pool: HostRows, found: list[bool], usable: list[bool]) -> None:
-        """Remove the pages, with a warning each, that were found and cannot be used."""
+        """Remove the pages that were found but are not usable, with a warning for each."""
 
 
 def _failed(transfers: Sequence[Any]) -> dict[Any, list[bool]]:
@@ -89,8 +93,8 @@ def _failed(transfers: Sequence[Any]) -> dict[Any, list[bool]]:
 
 
 def or_miss(miss: Any, ask: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Return what the storage answers, or `miss` for an error of whatever library is behind it, with the error logged.
-    SGLang 0.5.17 would end the thread that asks, and with it all saves or all prefetches to come."""
+    """Call the storage, and return `miss` if it raises any error, which is logged. SGLang 0.5.17 would end the calling
+    thread, and with it all later saves or prefetches."""
     try:
         return ask(*arguments, **named)
     except Exception:

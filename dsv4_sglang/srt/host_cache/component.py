@@ -1,4 +1,4 @@
-"""Snapshots in two places: in slots of the device, in rows of the host, or both."""
+"""Snapshots in two places: in slots of the device, in rows of host memory, or in both."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ WRITE_THROUGH, SELECTIVE, WRITE_BACK = "write_through", "write_through_selective
 
 @dataclass(frozen=True)
 class Loading(PrepareLoadBackResult):
-    """A load has been asked for the snapshot of this node."""
+    """A load of the snapshot of `node` that was requested."""
 
     node: int = -1
 
 
 class HostSnapshotComponent(SnapshotComponent):
-    """A node's `value` is a slot, its `host_value` a row of the host; the registry keeps one history of both.
+    """Component that attaches snapshots in device slots (`value`) and host rows (`host_value`) to tree nodes.
 
-    What hangs on a node is loaded into a slot of the snapshot pool, like one that was taken; a request then resumes
-    from it as on any hit.
+    The registry keeps one history of both copies. A snapshot is loaded into a slot of the snapshot pool, and a request
+    resumes from it as from one that was taken on the device.
     """
 
+    # --hicache-write-policy
     policy = WRITE_THROUGH
-    """`--hicache-write-policy`."""
 
     def __init__(self, cache: Any, params: Any, interval: int) -> None:
         super().__init__(cache, params, interval)
         self.host_counters = HostCounters(self.slots, params.enable_metrics, self.rank, self.silent)
 
-    # Which snapshots the host is to have
+    # Choice of the snapshots that the host gets
 
     def begin(self, req: Req) -> None:
         super().begin(req)
@@ -60,7 +60,7 @@ class HostSnapshotComponent(SnapshotComponent):
         self.want(self.tree_core.node_by_id(req.last_node))
 
     def want(self, node: UnifiedTreeNode) -> None:
-        """The host is to have a copy of the node's snapshot, with write_back not before the device gives it up."""
+        """Mark the node's snapshot to be copied to the host. With write_back that happens when the device evicts it."""
         if node is not self.tree_core.root_node and (slot := self._slot(node)) is not None:
             registry = self.slots.registry
             registry.pending_write[slot] = True
@@ -73,10 +73,10 @@ class HostSnapshotComponent(SnapshotComponent):
         if self.policy != SELECTIVE:
             self.want(node)
 
-    # Places
+    # Places of snapshots
 
     def _note(self, node: UnifiedTreeNode, slot: int, length: int) -> None:
-        """A request has computed again what only the host had, or it is new."""
+        """Register a new snapshot, or one that the host has and a request recomputed."""
         row = node.component_data[self.component_type].host_value
         if row is None:
             super()._note(node, slot, length)
@@ -84,7 +84,7 @@ class HostSnapshotComponent(SnapshotComponent):
             self._moved(node, self.slots.registry.host_id(int(row)), slot)
 
     def _moved(self, node: UnifiedTreeNode, place: int, to: int) -> None:
-        """Of a snapshot that the host has, the device has a copy now, or none any more."""
+        """Renumber a snapshot on the host when its device copy is created or evicted."""
         registry, nodes = self.slots.registry, self.slots.nodes
         registry.move(place, to)
         del nodes[place]
@@ -122,7 +122,7 @@ class HostSnapshotComponent(SnapshotComponent):
     # Copies
 
     def slots_for_load(self, count: int) -> Tensor | None:
-        """[count] int64 slots of the snapshot pool, None if they cannot be had."""
+        """Allocate `count` slots of the snapshot pool for a load. Return them [count] int64, or None without room."""
         slots = [slot for _ in range(count) if (slot := self.free_slot(needed=True))]
         if len(slots) == count:
             return torch.tensor(slots, dtype=torch.int64)
@@ -133,7 +133,8 @@ class HostSnapshotComponent(SnapshotComponent):
         return Loading(node=node_id)
 
     def finalize_load_back(self, req: Req | None, prep: PrepareLoadBackResult, success: bool) -> None:
-        """The request resumes from what is loaded, or else from the deepest snapshot that the device has."""
+        """Let the request resume from the loaded snapshot, or, if the load failed, from the deepest one on the
+        device."""
         if req is None or not isinstance(prep, Loading):
             return
         if not success:
@@ -206,7 +207,7 @@ class HostSnapshotComponent(SnapshotComponent):
         self._lock_as_node(node, slot)
 
     def _arrived(self, node: UnifiedTreeNode, row: int) -> None:
-        """The host has a snapshot that it had not."""
+        """Register a snapshot that was copied to the host or fetched from a storage."""
         registry, slot = self.slots.registry, self._slot(node)
         if slot is not None:
             registry.copied[slot] = True

@@ -1,6 +1,6 @@
-"""A folder of stored pages: who may write it, what lies in it, and which servers use it.
+"""Folder of stored pages: its permissions, its files, and the servers that use it.
 
-Nothing here needs SGLang: `dsv4-sglang storage` reads folders without a server.
+This module does not import SGLang: `dsv4-sglang storage` reads folders without a server.
 """
 
 from __future__ import annotations
@@ -21,38 +21,39 @@ from dsv4_sglang.ops.trust import reject_writable_by_all, require_own, require_o
 
 log = logging.getLogger(__name__)
 
+# Version of the page format, for changes that `page_names.page_name` does not hash.
 PAGE_VERSION = 4
-"""The version of what a page holds, beyond what `names.page_name` hashes."""
+# Length of SGLang's key of a page, a SHA-256 in hexadecimal.
 KEY_CHARACTERS = 64
-"""Length of SGLang's key of a page, a SHA-256 in hexadecimal."""
+# Characters that SGLang 0.5.17 appends to a file name while it writes the file: process, thread and a UUID.
 LONGEST_TEMPORARY = 66
-"""Characters that SGLang 0.5.17 appends to the name of a file while it writes it: process, thread and a UUID."""
+# Age in seconds from which a temporary file is assumed to be left by a killed process. Writing a page takes
+# milliseconds.
 STALE_SECONDS = 3600
-"""Age from which a temporary file is one of a killed process. A page is written in milliseconds."""
 USED, UNUSED = "used", "unused"
 FORMER_WEIGHTS, FORMER_FORMAT, TEMPORARY = "former weights", "former format", "temporary"
+# States of files that no server can read again.
 ORPHANS = (FORMER_WEIGHTS, FORMER_FORMAT, TEMPORARY)
-"""States of pages that no server can ever read again."""
 _PAGE = re.compile(
     rf"[0-9a-f]{{{KEY_CHARACTERS}}}(?:\.[a-z0-9_]+)?_"
     r"(?P<name>.+-dsv4v(?P<version>\d+)-[a-z0-9]+-[a-z0-9]+-(?:[0-9a-f]{32}|[0-9a-f]{16})(?P<update>-[0-9a-f]{16})?)"
     r"(?P<end>_[a-z0-9_]+|\.bin(?:\.tmp\..*)?|)"
 )
+# Name of a file while SGLang 0.5.23 writes it.
 _NAMELESS_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
-"""What SGLang 0.5.23 calls a file while it writes it."""
 
 
 def own_folder(named: str | None, default: str, variable: str) -> Path:
     """Make the folder with mode 0700 if it does not exist, and return it.
 
     Args:
-        named: the value of `variable` of the environment, None if it is not set.
-        default: the folder without it. Its name in /tmp is known to all users.
-        variable: named in errors.
+        named: value of the environment variable `variable`, or None if it is not set.
+        default: folder to use otherwise. Its name in /tmp is known to all users.
+        variable: name of the variable, for error messages.
 
     Raises:
-        RuntimeError: another user owns the folder or can write it, so pages there may be anybody's. A group may write
-            a folder that is named. A default folder may not be a link.
+        RuntimeError: another user owns the folder or can write to it, so its pages cannot be trusted. A folder that
+            `variable` names may be writable by a group. A default folder must not be a symbolic link.
     """
     folder, other = Path(named or default), f"Or set {variable} to a folder that is yours alone"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -63,7 +64,7 @@ def own_folder(named: str | None, default: str, variable: str) -> Path:
 
 
 def require_trusted(folder: Path, named: bool, other: str) -> None:
-    """Raise RuntimeError if pages in a folder may be another user's."""
+    """Raise RuntimeError if another user may have written pages in a folder."""
     if named:
         require_owner(folder, other)
         reject_writable_by_all(folder, adding=True)
@@ -72,11 +73,11 @@ def require_trusted(folder: Path, named: bool, other: str) -> None:
 
 
 def require_names(path: Path, variable: str) -> None:
-    """Raise RuntimeError if a file of this path, the longest that a storage writes, cannot be made. A disk without room
-    is no error: pages are stored again when there is some."""
+    """Raise RuntimeError if a file of this path, the longest that a storage writes, cannot be created. A full disk is
+    not an error, since pages are stored once there is space."""
     try:
         path.touch(mode=0o600)
-        path.unlink(missing_ok=True)  # another process of the server tries the same
+        path.unlink(missing_ok=True)  # another process of the server may have removed it
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise RuntimeError(
@@ -86,14 +87,14 @@ def require_names(path: Path, variable: str) -> None:
 
 
 class UsedFolder:
-    """A folder in use by this process, for pages of one name at a time.
+    """A folder that this process uses, for pages of one model name at a time.
 
-    The name is that of a file in the folder which the process holds a lock of as long as it lives, so that others can
-    tell pages that are in use from those that are not.
+    The process holds a lock on a file of that name in the folder for its lifetime, so that other processes can tell
+    used pages from unused ones.
     """
 
     def __init__(self, path: Path, named: bool, on_return: Callable[[], None]) -> None:
-        """`named`: as in `require_trusted`; `on_return` is called when the folder was gone and is there again."""
+        """`named`: as in `require_trusted`. `on_return`: called when the folder was missing and exists again."""
         self.path, self._named, self._on_return = path, named, on_return
         self._name = ""
         self._file: int | None = None
@@ -101,17 +102,17 @@ class UsedFolder:
         self._look = threading.Lock()
 
     def use(self, name: str) -> None:
-        """Pages are those of this name from now on."""
+        """Use pages of this name from now on."""
         if self._file is not None:
             os.close(self._file)
         self._name, self._file = name, None
-        with suppress(OSError):  # no room, or the folder is gone: others take the pages for unused ones then
+        with suppress(OSError):  # no space, or no folder: others then see the pages as unused
             mode = self.path.stat().st_mode & 0o666
             self._file = os.open(_lock_file(self.path, name), os.O_RDWR | os.O_CREAT, mode)
             fcntl.flock(self._file, fcntl.LOCK_SH)
 
     def available(self) -> bool:
-        """Return True if the folder is there. Log when that changes."""
+        """Return True if the folder exists and is trusted. Log when that changes."""
         with self._look:
             reason = self._why_not()
             if reason and not self._lost:
@@ -139,7 +140,7 @@ def _lock_file(folder: Path, name: str) -> Path:
 
 
 def in_use(folder: Path, name: str) -> bool:
-    """Return True if a process uses pages of this name, or if that cannot be told."""
+    """Return True if a process uses pages of this name, or if that cannot be determined."""
     try:
         with _lock_file(folder, name).open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,7 +153,10 @@ def in_use(folder: Path, name: str) -> bool:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of a storage. `name`: of its model, empty where the file does not say; `used_at`: seconds since 1970."""
+    """A file of a storage.
+
+    `name` is the model's page name, empty if the file name does not contain it. `used_at` is in seconds since 1970.
+    """
 
     path: Path
     name: str
@@ -162,9 +166,10 @@ class StoredFile:
 
 
 def stored_files(folder: Path) -> Iterator[StoredFile]:
-    """Yield the pages and temporary files of this package in a folder, in subfolders too. Files of others are left out.
+    """Yield the pages and temporary files of this package in a folder and its subfolders. Skip other files.
 
-    Raises OSError if the folder cannot be read.
+    Raises:
+        OSError: the folder cannot be read.
     """
     names: dict[str, bool] = {}
     for at, _, files in os.walk(folder, onerror=_raise):
@@ -174,7 +179,7 @@ def stored_files(folder: Path) -> Iterator[StoredFile]:
                 continue
             try:
                 status = path.stat()
-            except OSError:  # removed meanwhile
+            except OSError:  # another process removed the file
                 continue
             name = page["name"] if page else ""
             if name not in names:
@@ -198,19 +203,19 @@ def _state_of(page: re.Match[str] | None, used: bool) -> str:
 
 
 def is_stale(file: StoredFile) -> bool:
-    """Return True if a file can be removed without any loss: no server reads it again, and none writes it."""
+    """Return True if a file can be removed without loss: no server can read it again, and no process is writing it."""
     if file.state == TEMPORARY:
         return time.time() - file.used_at > STALE_SECONDS
     return file.state in ORPHANS
 
 
 def prune(folder: Path, names: Sequence[str] = (), unused_days: float | None = None) -> list[StoredFile]:
-    """Remove what no server can read again, and return what was removed.
+    """Remove the files that no server can read again, and return them.
 
     Args:
-        folder: of the storage.
-        names: remove the pages of these models too, unless a server uses them.
-        unused_days: remove pages that no server uses and that were last written or read that many days ago too.
+        folder: folder of the storage.
+        names: also remove unused pages with these model names.
+        unused_days: also remove unused pages that were last written or read at least this many days ago.
     """
     before = -float("inf") if unused_days is None else time.time() - 86400 * unused_days
     removed = []

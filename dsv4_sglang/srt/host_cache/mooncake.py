@@ -1,4 +1,4 @@
-"""Mooncake's store behind the host."""
+"""Mooncake's store as a storage of the host cache."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from dsv4_sglang.srt.integration import compat
 
 log = logging.getLogger(__name__)
 
+# Remove an object even if it was just read. Mooncake otherwise refuses for some seconds.
 FORCE = True
-"""Remove an object though somebody has just read it: for some seconds Mooncake would not."""
 
 
 class MooncakeStorage(ChecksummedEntries, MooncakeStore):
-    """An object a row, in the memory of all that take part."""
+    """Storage with one object per row, in the pooled memory of all Mooncake clients."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._first_prefix: str = self.config_prefix
 
     def use_name(self, name: str) -> None:
-        """Pages from now on are those of the model under another name."""
+        """Use another page name from now on, after a weight update."""
         self.config_prefix: str = f"{self._first_prefix}-{name}"
 
     def names(self, pool: Any, keys: Sequence[str]) -> list[str]:
@@ -40,5 +40,5 @@ class MooncakeStorage(ChecksummedEntries, MooncakeStore):
                 self.store.remove(name, FORCE)
 
     def clear(self) -> None:
-        """Remove the pages of this model; those of others in the same store stay."""
+        """Remove the pages of this model. Pages of other models in the same store stay."""
         self.store.remove_by_regex(f"^{re.escape(self.config_prefix)}_", FORCE)

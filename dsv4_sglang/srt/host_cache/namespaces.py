@@ -1,8 +1,8 @@
-"""Tenants of a storage: requests of another `extra_key`, which has their `cache_salt`, have pages of their own.
+"""Tenants of a storage: requests with different `extra_key` (which contains `cache_salt`) use different pages.
 
-For SGLang before 0.5.23, which separates tenants in its tree only. The keys of pages form a chain, each the hash of the
-one before and of a page's tokens; here it begins with a hash of the tenant, the same as SGLang's since 0.5.23. A
-request without an `extra_key` has the keys that it had.
+Only for SGLang before 0.5.23, which separates tenants in its tree but not in a storage. Page keys form a chain: each is
+the hash of the previous key and the tokens of the page. For a tenant the chain starts with a hash of its name, the same
+as in SGLang 0.5.23 and later. Requests without an `extra_key` keep their keys.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from typing import Any
 def hash_pages(
     original: Callable[..., Any], token_ids: Any, prior_hash: str | None = None, page_size: int | None = None
 ) -> Any:
-    """AROUND `compat.HASH_PAGES`: the keys of the pages of `token_ids`, behind the page with the key `prior_hash`."""
+    """AROUND `compat.HASH_PAGES`: return the keys of the pages of `token_ids`.
+
+    Args:
+        original: the function of SGLang.
+        token_ids: tokens, with the tenant as attribute `extra_key`.
+        prior_hash: key of the page before them, None at the start.
+        page_size: tokens of a page.
+    """
     tenant = getattr(token_ids, "extra_key", None)
     if prior_hash is None and tenant is not None:
         prior_hash = _first(tenant)
@@ -23,7 +30,7 @@ def hash_pages(
 
 
 def _first(tenant: str) -> str:
-    """What a tenant's chain begins with. There is no `cache_salt` apart from the key: the last byte says so."""
+    """Return the start of a tenant's chain. The last byte states that there is no `cache_salt` besides the key."""
     name = tenant.encode()
     return hashlib.sha256(
         b"sglang-cache-namespace-v1" + b"\x01" + len(name).to_bytes(8, "little") + name + b"\x00"
@@ -31,7 +38,7 @@ def _first(tenant: str) -> str:
 
 
 def look_up(original: Callable[..., None], scheduler: Any, req: Any) -> None:
-    """AROUND `compat.LOOK_UP_PAGES`: what the storage has for a request is looked for behind what the tree has."""
+    """AROUND `compat.LOOK_UP_PAGES`: set the tenant while SGLang looks up a request's pages in the storage."""
     core = getattr(scheduler.tree_cache, "tree_core", None)
     if core is None:  # a server without a prefix cache
         original(scheduler, req)
@@ -44,6 +51,6 @@ def look_up(original: Callable[..., None], scheduler: Any, req: Any) -> None:
 
 
 def of_anchor(original: Callable[..., str | None], core: Any, node_id: int) -> str | None:
-    """AROUND `compat.PREFETCH_NAMESPACE`: the tenant of the pages that are looked for behind a node."""
+    """AROUND `compat.PREFETCH_NAMESPACE`: return the tenant of the pages that are looked up behind a node."""
     found = original(core, node_id)
     return getattr(core, "tenant", None) if found is None else found

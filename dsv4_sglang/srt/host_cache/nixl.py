@@ -1,4 +1,4 @@
-"""NIXL's plugins for files behind the host."""
+"""NIXL's file plugins as a storage of the host cache."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ DEFAULT_FOLDER = "/tmp/hicache_storage"
 
 
 class NixlStorage(ChecksummedEntries, HiCacheNixl):
-    """A file a row.
+    """Storage with one file per row.
 
-    Raises ValueError for a plugin that has no files, RuntimeError for folders as `own_folder`.
+    Raises:
+        ValueError: the plugin does not store files.
+        RuntimeError: a folder is not usable (`own_folder`).
     """
 
     def __init__(self, storage_config: Any, file_path: str = DEFAULT_FOLDER) -> None:
@@ -43,12 +45,12 @@ class NixlStorage(ChecksummedEntries, HiCacheNixl):
         self._use_folders()
 
     def available(self) -> bool:
-        return not [folder for folder in self._folders if not folder.available()]  # each looks, and logs
+        return not [folder for folder in self._folders if not folder.available()]  # a list: each folder logs its state
 
     def _restore(self) -> None:
-        """The folders of files inside a folder that is there again."""
+        """Create the subfolders of a folder again after it was missing."""
         assert self.file_manager is not None
-        with suppress(OSError):  # another one is gone still
+        with suppress(OSError):  # another folder is still missing
             self.file_manager.ensure_all_bucket_dirs()
 
     def _use_folders(self) -> None:
@@ -59,27 +61,28 @@ class NixlStorage(ChecksummedEntries, HiCacheNixl):
         return compat.nixl_names(self, pool, keys)
 
     def discard(self, names: Sequence[str], pool: Any, found: list[bool], usable: list[bool]) -> None:
-        """NIXL reads all or none of what is asked for together: those of another size may be why."""
+        """Remove unusable pages. NIXL reads all pages of a request or none, so pages of a wrong size are removed too:
+        they may be the reason that the others were not found."""
         assert self.file_manager is not None
         for name, there, good in zip(names, found, usable):
             path = Path(self.file_manager.get_file_path(name))
             if there and not good:
                 remove_page(path, WRONG_CHECKSUM)
                 continue
-            with suppress(OSError):  # it is not there, or another process of the group has removed it
+            with suppress(OSError):  # the file does not exist, or another rank has removed it
                 if (size := path.stat().st_size) != pool.row_bytes:
                     remove_page(path, f"it has {size} bytes, not {pool.row_bytes}")
 
     def use_name(self, name: str) -> None:
-        """Pages from now on are those of the model under another name."""
+        """Use another page name from now on, after a weight update."""
         self.config_suffix: str = f"{self._first_suffix}-{name}"
         self._use_folders()
 
     def clear(self) -> bool:
-        """Remove the pages of this model; those of others in the same folders stay."""
+        """Remove the pages of this model. Pages of other models in the same folders stay."""
         assert self.file_manager is not None
         for folder in self.file_manager.iter_all_base_dirs():
-            # Behind the suffix stands which part of a page it is; behind that of other weights, their name.
+            # The suffix is followed by the part of the page, or, for updated weights, by their name.
             for path in Path(folder).rglob(f"*{escape(self.config_suffix)}_*"):
                 with suppress(OSError):
                     path.unlink()

@@ -1,4 +1,4 @@
-"""Names of a model's pages in a storage: everything that decides their bytes is part of the name."""
+"""Names of a model's pages in a storage. A name depends on everything that decides the bytes of a page."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from dsv4_sglang.srt.host_cache.folder import PAGE_VERSION
 
 log = logging.getLogger(__name__)
 
+# Load format of random weights.
 DUMMY = "dummy"
-"""The load format of random weights."""
+# Fields of SGLang's ServerArgs that decide the weights or the arithmetic of the model.
 WEIGHT_FLAGS = (
     "revision",
     "dtype",
@@ -36,24 +37,23 @@ WEIGHT_FLAGS = (
     "speculative_draft_load_format",
     "speculative_draft_model_quantization",
 )
-"""Fields of SGLang's ServerArgs that decide the weights, or how they are computed with."""
+# Readable characters of a name.
 LABEL_CHARACTERS = 24
-"""Length at which the readable part of a name is cut."""
+# A digest reads the first and last SAMPLE_BYTES of each tensor, and SAMPLE_BYTES at each SAMPLE_STEP between.
 SAMPLE_BYTES, SAMPLE_STEP = 4096, 1 << 20
-"""What is read of a tensor: its first and last bytes, and as many bytes at each step between."""
 KERNELS = 16
 
 
 def page_name(model_name: str | None, layout: CacheLayout, row_bytes: Sequence[int], **facts: Any) -> str:
     """Return the name of a model's pages, of at most 99 characters.
 
-    SGLang's keys of pages are hashes of tokens only; the name stands behind the key.
+    SGLang's page keys are hashes of tokens only. The name is appended to the key.
 
     Args:
-        model_name: as the server is called.
-        layout: of the cache, with its formats.
+        model_name: name under which the server serves the model.
+        layout: layout of the cache, with its formats.
         row_bytes: bytes of a block and of a snapshot.
-        facts: whatever else changes the bytes, such as `weight_facts`.
+        facts: everything else that changes the bytes, such as `weight_facts`.
     """
     layers = [repr(schema) for schema in layout.schemas]
     described = [version("dsv4_sglang"), model_name, layers, list(row_bytes), facts]
@@ -65,7 +65,7 @@ def page_name(model_name: str | None, layout: CacheLayout, row_bytes: Sequence[i
 
 
 def weight_facts(server_args: Any) -> dict[str, Any]:
-    """Return what decides the weights of a server: flags, and a digest of the files of model and draft model."""
+    """Return what decides the weights of a server: flags, and a digest of the files of the model and draft model."""
     facts = {field: getattr(server_args, field) for field in WEIGHT_FLAGS}
     if draws_weights(server_args):
         facts["random_seed"] = server_args.random_seed
@@ -80,19 +80,19 @@ def weight_facts(server_args: Any) -> dict[str, Any]:
 
 
 def draws_weights(server_args: Any) -> bool:
-    """Return True if weights of the model or its draft model are random."""
+    """Return True if the weights of the model or its draft model are random."""
     return DUMMY in (server_args.load_format, server_args.speculative_draft_load_format)
 
 
 def _digest_of_model(path: str, revision: str | None, download_dir: str | None) -> str:
-    """Digest of a model's files; of a model whose files are not on this machine, its name."""
+    """Return the digest of a model's files, or its name if its files are not on this machine."""
     folder = Path(path)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
 
         try:
             config = try_to_load_from_cache(path, "config.json", download_dir, revision)
-        except ValueError:  # no name of the hub
+        except ValueError:  # not a name on the Hugging Face hub
             config = None
         if not isinstance(config, str):
             return path
@@ -101,8 +101,10 @@ def _digest_of_model(path: str, revision: str | None, download_dir: str | None) 
 
 
 def digest_of_files(folder: Path) -> str:
-    """Return the digest of a model's folder: what configures the weights, and name, header and samples of each file of
-    weights. Two sets of weights share it if they differ only between samples, as in single rows of a tensor."""
+    """Return the digest of a model's folder: configuration, and name, header and samples of each weight file.
+
+    Two sets of weights have the same digest if they differ only between samples, as in single rows of a tensor.
+    """
     weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".pth"))
     configs = sorted([*folder.glob("config.json"), *folder.glob("hf_quant_config.json"), *folder.glob("*.index.json")])
     digest = hashlib.blake2b(digest_size=16)
@@ -115,7 +117,7 @@ def digest_of_files(folder: Path) -> str:
 
 
 def _digest_of_file(path: Path) -> bytes:
-    """Of its size, what it says of its tensors, and samples of each."""
+    """Return the digest of a file's size, its header and samples of each tensor."""
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     header, spans = _tensors_of(path, size)
@@ -131,7 +133,7 @@ def _digest_of_file(path: Path) -> bytes:
 
 
 def _tensors_of(path: Path, size: int) -> tuple[bytes, list[tuple[int, int]]]:
-    """What a file says of its tensors, and where each begins and ends; of a file that says nothing, where it does."""
+    """Return the header of a weight file and the byte range of each tensor. Without a header the file is one range."""
     if path.suffix == ".safetensors":
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -139,9 +141,9 @@ def _tensors_of(path: Path, size: int) -> tuple[bytes, list[tuple[int, int]]]:
         try:
             tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
             return header, sorted((8 + length + at, 8 + length + to) for at, to in (t["data_offsets"] for t in tensors))
-        except (ValueError, KeyError):  # it is no such file, as one that is still a pointer to it
+        except (ValueError, KeyError):  # not a safetensors file, for example a Git LFS pointer
             return b"", [(0, size)]
-    try:  # torch.save writes an archive with a checksum of each tensor
+    try:  # torch.save writes a zip archive with a checksum of each tensor
         with ZipFile(path) as archive:
             entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
         return json.dumps(entries).encode(), [(0, size)]

@@ -1,4 +1,4 @@
-"""Host memory as SGLang's hierarchical cache sees it: pools that hand out rows, and copy them."""
+"""Host memory in the form that SGLang's hierarchical cache expects: pools that allocate rows and copy them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,23 @@ from dsv4_sglang.cache.host_pool import FreeRows, HostBlockPool, HostSnapshotPoo
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.timer import CopyTimer
 
+# SGLang's name for the pool of snapshots. Every rank would write a pool named MAMBA to a storage, under its own name.
 SNAPSHOTS = PoolName.DEEPSEEK_V4_C4_STATE
-"""The pool's name. One called MAMBA would be written to a storage by every process, each under a name of its own."""
 CHECKSUM_BYTES = 16
 
 
 def checksum(page: Tensor, name: str) -> None:
-    """Write the checksum of a page [n] uint8 and of what a storage calls it to its last bytes."""
+    """Write a checksum of the content and the name of a page to the last bytes of the page.
+
+    Args:
+        page: [n] uint8.
+        name: key of the page in the storage.
+    """
     page[-CHECKSUM_BYTES:] = _checksum(page, name)
 
 
 def verify_checksum(page: Tensor, name: str) -> bool:
-    """Whether a page is as it was checksummed, and the one of that name."""
+    """Return True if the checksum in a page matches its content and this name."""
     return torch.equal(page[-CHECKSUM_BYTES:], _checksum(page, name))
 
 
@@ -40,9 +45,14 @@ def _checksum(page: Tensor, name: str) -> Tensor:
 
 
 class HostRows(HostKVCache):
-    """`rows` [n, bytes] uint8, a row a page of `page_size` of the tree's indices (int64, on the CPU).
+    """Pool of host rows. A row holds one page of `page_size` indices of the tree (int64, on the CPU).
 
-    SGLang's base class sizes and allocates pools by a whole number of bytes a token, which this cache has not.
+    SGLang's base class assumes a whole number of bytes per token for sizing and allocation, which this cache lacks.
+
+    Args:
+        rows: [n, row_bytes] uint8.
+        page_size: indices per row.
+        device: device of the copies.
     """
 
     def __init__(self, rows: Tensor, page_size: int, device: torch.device) -> None:
@@ -55,7 +65,7 @@ class HostRows(HostKVCache):
         self.pin_memory = rows.is_pinned()
         self.start_layer = self.end_layer = 0
         self.allocator = self.fd = None
-        # What SGLang calls so is that a backup takes host indices on the CPU.
+        # In SGLang this flag means that a backup takes host indices on the CPU.
         self.can_use_write_back_jit = True
         self.lock = threading.RLock()
         self.saving, self.loading = CopyTimer(device), CopyTimer(device)
@@ -71,17 +81,17 @@ class HostRows(HostKVCache):
         return self.kv_buffer
 
     def destroy(self) -> None:
-        """Let go of the memory, which is unpinned with its last owner."""
+        """Drop the reference to the memory. It is unpinned when its last owner drops it."""
         self.kv_buffer = None
 
     @property
     def held(self) -> int:
-        """Rows in use."""
+        """Number of rows in use."""
         return self.page_num - self._rows.available
 
     @synchronized
     def free_rows(self) -> list[int]:
-        """The rows that `alloc` would give."""
+        """Return the free rows, as `alloc` would hand them out."""
         return self._rows.free().tolist()
 
     # Indices
@@ -108,23 +118,23 @@ class HostRows(HostKVCache):
         return len(indices)
 
     def rows_of(self, indices: Tensor) -> Tensor:
-        """[n] int64, the rows of whole pages of indices."""
+        """Return the rows of whole pages of indices, [n] int64."""
         return indices[:: self.page_size] // self.page_size
 
-    # A row as a page of a storage behind the host
+    # Rows as pages of a storage
 
     def checksum(self, indices: Tensor, names: Sequence[str]) -> None:
-        """Write the checksum of each row of these indices to its end, where the row has bytes to spare. `names`: what
-        the storage calls them as pages."""
+        """Write a checksum to the spare bytes at the end of each row of these indices. `names`: keys of the pages in
+        the storage."""
         for row, name in zip(self.rows_of(indices).tolist(), names):
             checksum(self.kv_buffer[row], name)
 
     def verify_checksum(self, indices: Tensor, names: Sequence[str]) -> list[bool]:
-        """Whether each row of these indices is as it was checksummed, and the page of its name."""
+        """Return, for each row of these indices, True if its checksum matches its content and name."""
         return [verify_checksum(self.kv_buffer[row], name) for row, name in zip(self.rows_of(indices).tolist(), names)]
 
     def get_page_buffer_meta(self, indices: Tensor) -> tuple[list[int], list[int]]:
-        """Address and bytes of each row of these indices."""
+        """Return the address and the size in bytes of each row of these indices."""
         rows = self.rows_of(indices).tolist()
         return [self.kv_buffer[row].data_ptr() for row in rows], [self.row_bytes] * len(rows)
 
@@ -173,26 +183,27 @@ class HostRows(HostKVCache):
 
     @abstractmethod
     def begins(self, layer: int, count: int) -> bool:
-        """Whether something is to be launched for a layer of the pool, from 0 on, in a load of `count` rows; else it
-        came with one before."""
+        """Return True if a load of `count` rows launches a copy for this layer (0-based in the pool). False if an
+        earlier layer's copy includes it."""
 
     @abstractmethod
     def save(self, device_indices: Tensor, rows: Tensor) -> None:
-        """Copy what the tree has at `device_indices` to `rows`, ordered on the current stream."""
+        """Copy device entries at `device_indices` to `rows`, on the current stream."""
 
     @abstractmethod
     def load(self, device_indices: Tensor, rows: Tensor, layer: int) -> None:
-        """The way back, of the layers that come with `layer`."""
+        """Copy rows back to the device: the layers that are copied together with `layer`."""
 
 
 class HostBlocks(HostRows):
-    """Blocks of 128 tokens, all layers in a row; the tree's indices are a slot a token, as on the device."""
+    """Pool of blocks of 128 tokens. A row holds all layers of a block. Tree indices are token slots, as on the
+    device."""
 
     def __init__(self, pool: HostBlockPool) -> None:
         super().__init__(pool.rows, BLOCK, pool.device)
         self._pool: HostBlockPool | None = pool
+        # Device indices and blocks of the current load, whose layers are requested one after another.
         self._loading: tuple[Tensor, Tensor] | None = None
-        """Device indices and blocks of the load whose layers are asked for one after another."""
 
     def destroy(self) -> None:
         super().destroy()
@@ -214,7 +225,7 @@ class HostBlocks(HostRows):
 
 
 class HostSnapshots(HostRows):
-    """Snapshots, a row and an index each; they have one layer, which is all of them."""
+    """Pool of snapshots. A snapshot has one index and one row, which is copied as a whole with layer 0."""
 
     def __init__(self, pool: HostSnapshotPool, device: torch.device) -> None:
         super().__init__(pool.rows, 1, device)

@@ -1,4 +1,4 @@
-"""How large the host cache of a process is."""
+"""Size of the host cache of a process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.memory.sizing import SNAPSHOT_SHARE
 
 GB = 10**9
+# Snapshots per block on the host, relative to the device's default. The host holds conversations that the device has
+# evicted, and many of them are short; see docs/host_cache.md.
 MORE_SNAPSHOTS = 11 / 8
-"""Times as many snapshots a block as the device has by its share: what is on the host has been given up once, and
-ends of short conversations are most of it; figures in docs/host_cache.md."""
 
 
 @dataclass(frozen=True)
 class HostDemand:
-    """Blocks and snapshots on the host, with their bytes, which have no padding."""
+    """Number of blocks and snapshots on the host, and their bytes, without padding."""
 
     blocks: int
     snapshots: int
@@ -41,12 +41,26 @@ def host_demand(
     max_snapshots: int | None,
     host_snapshots: int | None,
 ) -> HostDemand:
-    """As many bytes as `ratio` times what the device has, or `size_gb` GB (10^9 bytes, if not 0), with
-    MORE_SNAPSHOTS times the snapshots a block that the device has by the option `max_snapshots` or by its share
-    of the memory: a small pool may have more, for running requests, and not for what they leave. `host_snapshots`, if
-    given, are as many, beside `ratio` times the device's blocks or, with `size_gb`, the blocks that the rest holds.
+    """Compute the size of the host cache.
 
-    Raises ValueError if that leaves no block or no snapshot.
+    The total is `size_gb`, or `ratio` times the memory of the device's blocks and snapshots. It is divided so that the
+    host has MORE_SNAPSHOTS times as many snapshots per block as the device. The device counts with
+    SNAPSHOT_SHARE of its memory, or with its actual snapshots if the option `max_snapshots` is set: without the option a
+    small pool has extra snapshots for running requests, which the host does not need.
+
+    Args:
+        device_blocks: blocks on the device.
+        device_snapshots: snapshots on the device.
+        block_bytes: bytes of a block on the host.
+        snapshot_bytes: bytes of a snapshot on the host.
+        ratio: --hicache-ratio, used if `size_gb` is 0.
+        size_gb: --hicache-size in GB (10^9 bytes).
+        max_snapshots: the option of this name.
+        host_snapshots: the option of this name. If set, it is the number of snapshots. Blocks are then `ratio` times
+            the device's, or fill the rest of `size_gb`.
+
+    Raises:
+        LaunchError: no block or no snapshot fits.
     """
     flag = f"--hicache-size {size_gb}" if size_gb else f"--hicache-ratio {ratio}"
     of_blocks, of_snapshots = device_blocks * block_bytes, device_snapshots * snapshot_bytes
@@ -67,7 +81,7 @@ def host_demand(
 
 
 def host_table(demand: HostDemand, blocks: Tensor, snapshots: Tensor, policy: str) -> str:
-    """For the log, beside the table of the device's pools."""
+    """Return the log text of the host pools, in the format of the device's pool table."""
     pinned = "pinned" if blocks.is_pinned() else "not pinned"
     lines = [
         f"  {name:<18} {'x'.join(map(str, rows.shape)):>24} {'uint8':<9} {rows.nbytes / 2**30:9.3f} GiB"

@@ -1,4 +1,4 @@
-"""Storages behind the host: SGLang's files with a checksum, in a folder that is bounded as a whole."""
+"""File storage of the host cache: SGLang's files with checksums, in a folder with a bound on its total size."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from dsv4_sglang.srt.integration import compat
 log = logging.getLogger(__name__)
 
 DEFAULT_FOLDER = "/tmp/hicache"
+# Reason for a page that was changed, or that belongs to another name.
 WRONG_CHECKSUM = "its checksum is another"
-"""Of a page that was changed, or is another's under this name."""
+# The longest key of a page, and the longest suffix that `use_name` appends to its name.
 LONGEST_KEY, LONGEST_UPDATE = "f" * KEY_CHARACTERS, f"-{'f' * 16}"
-"""A page's key, and what `use_name` adds to its name."""
+# Eviction order of pages by state: smallest first.
 EVICTED = dict.fromkeys(ORPHANS, 0) | {UNUSED: 1, USED: 2}
-"""The order in which pages are evicted, by their state."""
+# A storage scans the folder again after it has written 1/LOOKS of the size limit.
 LOOKS = 16
-"""A storage looks at the whole folder again when it has written this part of its bound."""
 
 
 class FolderEvictor(LRUFileEvictor):
-    """Keep all pages of a folder within SGLang's bounds, those of other servers and former weights as well.
+    """Keep all pages of a folder within SGLang's size limit, including those of other servers and former weights.
 
-    SGLang's evictor knows the pages of one name only. Pages that no server can read again are evicted first, then those
-    that no server uses, and of each those read or written longest ago. The times of the files say when that was, so
-    that all servers of a folder agree.
+    SGLang's evictor sees the pages of one name only. Here, pages that no server can read again are evicted first, then
+    pages that no server uses. Within a state the least recently used page is evicted first. Modification times of the
+    files record their last use, so that all servers of a folder agree.
     """
 
     _written = 0
@@ -62,7 +62,7 @@ class FolderEvictor(LRUFileEvictor):
     def touch(self, suffixed_key: str, tensor_path: str) -> None:
         super().touch(suffixed_key, tensor_path)
         if self.enabled:
-            with suppress(OSError):  # removed meanwhile, or another user's
+            with suppress(OSError):  # removed by another process, or owned by another user
                 os.utime(tensor_path)
 
     def clear(self) -> None:
@@ -74,9 +74,9 @@ class FolderEvictor(LRUFileEvictor):
             self._scan_existing_files()
 
     def _scan_existing_files(self) -> None:
-        """Remove the temporary files of killed processes, and count all pages."""
+        """Remove the temporary files of killed processes, and count all pages of the folder."""
         found, folder = [], Path(self.file_path)
-        with suppress(OSError):  # the folder is gone
+        with suppress(OSError):  # the folder is missing
             for file in stored_files(folder):
                 if file.state == TEMPORARY and is_stale(file):
                     file.path.unlink(missing_ok=True)
@@ -87,8 +87,8 @@ class FolderEvictor(LRUFileEvictor):
 
 
 class FileStorage(HiCacheFile):
-    """SGLang's files, each a row with its checksum. A file that is torn or was changed is a miss and a warning, and
-    goes, so that it is written anew."""
+    """SGLang's file storage, with a checksum in each file. A truncated or changed file is a miss. It is removed with a
+    warning, so that the page is stored again."""
 
     def __init__(self, storage_config: Any, file_path: str = DEFAULT_FOLDER) -> None:
         variable = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR
@@ -104,17 +104,18 @@ class FileStorage(HiCacheFile):
         compat.bound_folder(self, FolderEvictor, storage_config)
 
     def available(self) -> bool:
-        """Return True if the folder is there. Log when that changes."""
+        """Return True if the folder is available. Log when that changes."""
         return self._folder.available()
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Store a page; False without room. numpy does not say when the last bytes of a file could not be written."""
+        """Store a page. Return False if there is no space. numpy reports no error if the end of a file could not be
+        written, so the size is checked."""
         if not self.available():
             return False
         checksum(value, self._path(key).stem)
         if not super().set(key, value, target_location, target_sizes):
             return False
-        with suppress(OSError):  # removed meanwhile, to make room; or another user's, who had stored it before
+        with suppress(OSError):  # evicted by another process, or stored before by another user
             if (size := self._path(key).stat().st_size) != value.numel():
                 self._remove(key, f"it has {size} bytes of {value.numel()}; is the file system full?")
                 return False
@@ -148,12 +149,12 @@ class FileStorage(HiCacheFile):
         return Path(self.file_path) / f"{key}{self.config_suffix}.bin"
 
     def use_name(self, name: str) -> None:
-        """Pages from now on are those of the model under another name."""
+        """Use another page name from now on, after a weight update."""
         self.config_suffix: str = f"{self._first_suffix}-{name}"
         self._folder.use(self.config_suffix[1:])
 
     def clear(self) -> bool:
-        """Remove the pages of this model; those of others in the same folder stay."""
+        """Remove the pages of this model. Pages of other models in the same folder stay."""
         for path in Path(self.file_path).glob("*.bin"):
             if path.stem.endswith(self.config_suffix):
                 with suppress(OSError):
@@ -162,24 +163,24 @@ class FileStorage(HiCacheFile):
         return True
 
     def _forget(self) -> None:
-        """What is known of the folder, which has changed."""
+        """Drop cached knowledge of the folder, because its content has changed."""
         if self.metadata_cache is not None:
             self.metadata_cache.clear()
         compat.forget_files(self)
 
 
 def remove_page(path: Path, why: str) -> None:
-    """Remove the file of a page that cannot be used, with a warning."""
+    """Remove the file of an unusable page, with a warning."""
     log.warning("host cache: the stored page %s cannot be used and is removed: %s", path, why)
     with suppress(OSError):
         path.unlink()
 
 
 def register_storages() -> None:
-    """`--hicache-storage-backend` means ours; SGLang logs a warning about each."""
+    """Register this package's storages as values of `--hicache-storage-backend`. SGLang logs a warning for each."""
     from sglang.srt.mem_cache.storage import StorageBackendFactory
 
     StorageBackendFactory.register_backend("file", __name__, FileStorage.__name__)
-    # By name: only who asks for one of them needs its package.
+    # Registered by name: the packages of these storages are needed only if they are used.
     StorageBackendFactory.register_backend("nixl", "dsv4_sglang.srt.host_cache.nixl", "NixlStorage")
     StorageBackendFactory.register_backend("mooncake", "dsv4_sglang.srt.host_cache.mooncake", "MooncakeStorage")

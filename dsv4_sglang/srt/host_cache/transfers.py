@@ -1,4 +1,4 @@
-"""What SGLang's hierarchical cache is made of for this cache: host pools, and a controller that orders their copies."""
+"""Host pools of this cache, and a controller that orders copies after the running steps."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ log = logging.getLogger(__name__)
 
 
 class TransferController(HybridCacheController):
-    """SGLang's controller, with copies behind the steps that run.
+    """SGLang's controller with copies that wait for running steps.
 
-    Copies of SGLang begin behind what its scheduler has done. With overlap scheduling a decode step may still run then,
-    which writes what a backup reads (the last entry of a block and the snapshot at its end) and reads or writes what
-    a load writes over (blocks and slots that were given up while it ran). See docs/host_cache.md.
+    SGLang's copies start after the work that its scheduler has processed. With overlap scheduling a decode step may
+    still run then. It writes memory that a save reads (the last entry of a block and the snapshot at its end), and it
+    uses memory that a load overwrites (blocks and slots that were freed while it ran). Copies therefore wait for the
+    stream of the steps. See docs/host_cache.md.
     """
 
+    # CUDA stream of the steps.
     forward_stream: Any = None
-    """The stream of the steps."""
     _together = False
     watch: LoadWatch
+    # Fetches from the storage that have ended, by an abort or the prefetch policy, while a thread may still read into
+    # their host rows. Each has the rows of its snapshots that must be freed later.
     given_up: Sequence[tuple[Any, list[Any]]] = ()
-    """Fetches from the storage that ended, by an abort or their policy, while a thread may still read into their rows,
-    each with its snapshots' rows, which are to be freed."""
 
     @contextmanager
     def one_launch(self) -> Iterator[None]:
-        """Backups that begin within are copied together, at the end."""
+        """Context manager: backups that start inside are copied together at the end."""
         self._together = True
         try:
             yield
@@ -70,14 +71,14 @@ class TransferController(HybridCacheController):
         return consumer
 
     def load_what_is_left(self) -> None:
-        """Load for requests that were not admitted after all: nobody's step waits for it, so all of them do."""
+        """Start the loads of requests that were not admitted. No step waits for these loads, so all steps do."""
         if self.load_queue:
             self.start_loading()
             _, from_host = compat.copy_streams(self)
             self.forward_stream.wait_stream(from_host)
 
-    # Fetches from a storage that are given up: SGLang before 0.5.23 frees a snapshot's row at once, and the thread
-    # that reads would write over what is there then.
+    # Cancelled fetches from a storage. SGLang before 0.5.23 frees a snapshot's row at once, and the reading thread
+    # would then overwrite the row's next content.
 
     def terminate_prefetch(self, operation: Any) -> Any:
         found = super().terminate_prefetch(operation)
@@ -86,7 +87,8 @@ class TransferController(HybridCacheController):
         return found
 
     def append_host_mem_release(self, host_indices: Any = None, extra_pools: Any = None) -> None:
-        """Free rows, those that a thread still reads into with `free_given_up`. Blocks it frees itself."""
+        """Free host rows. Snapshot rows that a thread still reads into are freed later by `free_given_up`; SGLang's
+        thread frees its blocks itself."""
         now: list[Any] = []
         later = {
             id(transfer): rows
@@ -99,7 +101,7 @@ class TransferController(HybridCacheController):
         super().append_host_mem_release(host_indices, now)
 
     def free_given_up(self) -> None:
-        """What nobody reads into any more."""
+        """Free the rows of cancelled fetches whose thread has finished."""
         under_way = []
         for operation, rows in self.given_up:
             if operation.pool_transfers_done:
@@ -109,10 +111,11 @@ class TransferController(HybridCacheController):
         self.given_up = under_way
 
     def reset(self) -> None:
-        """Rows belong to others then: who reads ends first, which SGLang before 0.5.23 does not wait for."""
+        """Empty the queues. The rows can be reused then, so wait for the threads that read into them. SGLang before
+        0.5.23 does not."""
         if compat.FREES_ROWS_IN_USE and self.enable_storage:
             self.storage_stop_event.set()
-            self.prefetch_thread.join()  # which has started the other
+            self.prefetch_thread.join()  # it starts the other thread
             self.prefetch_io_aux_thread.join()
         self.given_up = ()
         super().reset()
@@ -129,15 +132,15 @@ class TransferController(HybridCacheController):
             super()._page_backup(operation)
 
     def move_indices(self, host_indices: Tensor, device_indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Host indices stay on the CPU, where copies are launched from."""
+        """Keep host indices on the CPU, which launches the copies."""
         return host_indices, device_indices
 
 
 class HostStack(StackStrategy):
-    """Host pools and controller for this cache's pools; SGLang asks it first, since it is registered last."""
+    """Builder of the host pools and controller. It is registered last, so SGLang asks it first."""
 
     def __init__(self, max_snapshots: int | None, host_snapshots: int | None) -> None:
-        """The options of these names."""
+        """`max_snapshots`, `host_snapshots`: the options of these names."""
         self.max_snapshots, self.host_snapshots = max_snapshots, host_snapshots
 
     def matches(self, kvcache: Any, components: set[ComponentType]) -> bool:
@@ -169,7 +172,7 @@ class HostStack(StackStrategy):
             max_snapshots=self.max_snapshots,
             host_snapshots=self.host_snapshots,
         )
-        # What a tier has on the device stays while a server sleeps: not all is scratch, and it is 33 MB on Flash.
+        # The host cache's device memory (33 MB on Flash) is not released while a server sleeps: part of it is state.
         blocks, snapshots = _host_pools(kvcache, demand, spare)
         component = cache.components[ComponentType.MAMBA]
         component.slots.add_host_cache(demand.snapshots)

@@ -1,4 +1,4 @@
-"""Loads from the host that do not end: the requests that wait for one get an error, and the server ends."""
+"""Watchdog for loads from the host: if a load does not end, its requests get an error and the server exits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class LoadEvents(LayerLoadingEvent):
-    """SGLang's events of a load by layers, and how many of them are recorded: one that is not counts as reached."""
+    """SGLang's per-layer events of a load, with the number of recorded ones. An event that is not recorded yet would
+    otherwise count as reached."""
 
     launched = 0
 
@@ -36,19 +37,19 @@ class LoadEvents(LayerLoadingEvent):
 
 @dataclass
 class Load:
-    """A load under way; steps of `requests` wait for it."""
+    """A running load. Steps of `requests` wait for it."""
 
     number: int
     requests: list[Req]
     blocks: int
     snapshots: int
     events: LoadEvents
+    # SGLang's events of the load's start and end on the device. None until it is launched.
     ack: Any = None
-    """SGLang's events of the load's begin and end on the device; None until it is launched."""
 
     @property
     def has_begun(self) -> bool:
-        """A load waits for the steps before it, which is no fault of the load."""
+        """True if the device has started the load. Before that it waits for earlier steps, which is not its fault."""
         return self.ack is None or self.ack.start_event.query()
 
     @property
@@ -57,11 +58,11 @@ class Load:
 
 
 class LoadWatch:
-    """The loads under way, and the thread that bounds them.
+    """The running loads, and the thread that limits their duration.
 
-    A step waits for its loads on the device, where the host cannot end the wait: the stream of steps stands still, and
-    the scheduler with it as soon as it needs a result. On a CPU the scheduler itself copies. So a thread must notice
-    (SGLang's own watchdog), and nothing can go on: the server ends, as after other failures of a device.
+    A step waits for its loads on the device, and the host cannot end that wait. The stream of the steps stalls, and so
+    does the scheduler when it needs a result. On a CPU the scheduler itself copies. Therefore a thread (SGLang's
+    watchdog) detects the stall. The server cannot continue and exits, as after other device failures.
     """
 
     def __init__(self) -> None:
@@ -70,11 +71,16 @@ class LoadWatch:
         self._count = 0
 
     def expect(self, req: Req) -> None:
-        """The next load is for this request, too."""
+        """Note that the next load is also for this request."""
         self._requests.append(req)
 
     def begin(self, operations: Iterable[Any], events: LoadEvents) -> Load:
-        """Note a load of these operations of SGLang's controller, before its launch."""
+        """Record a load before its launch.
+
+        Args:
+            operations: load operations of SGLang's controller.
+            events: its per-layer events.
+        """
         while self._loads and self._loads[0].has_ended:
             self._loads.popleft()
         operations, requests = list(operations), self._requests
@@ -86,12 +92,17 @@ class LoadWatch:
         return load
 
     def oldest(self) -> Load | None:
-        """The first load that has begun and not ended. Called by the thread, so nothing changes here."""
+        """Return the first load that has started and not ended. The watchdog thread calls this, so it must not change
+        the state."""
         return next((load for load in tuple(self._loads) if not load.has_ended and load.has_begun), None)
 
     def start(self, scheduler: Any, seconds: float) -> None:
-        """From now on, end the server when a load takes longer than `seconds`, or half as long again: the thread looks
-        twice in that time."""
+        """Start the watchdog, which ends the server if a load takes too long.
+
+        Args:
+            scheduler: SGLang's scheduler.
+            seconds: limit of a load. The thread checks twice in that time, so the end may come 50 % later.
+        """
         WatchdogRaw(
             debug_name="dsv4_sglang host cache",
             get_counter=lambda: load.number if (load := self.oldest()) else 0,
@@ -101,8 +112,11 @@ class LoadWatch:
         )
 
     def fail(self, scheduler: Any, seconds: float) -> str:
-        """Answer the requests of the oldest load with an error; return its message, which SGLang's watchdog logs before
-        it ends the server."""
+        """Answer the requests of the oldest load with an error.
+
+        Returns:
+            The error message. SGLang's watchdog logs it and ends the server.
+        """
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
         if (load := self.oldest()) is None:

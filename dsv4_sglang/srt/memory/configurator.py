@@ -1,4 +1,4 @@
-"""SGLang's question "how many tokens fit", answered for blocks of this cache."""
+"""Number of tokens of the KV pool, as SGLang asks for it, computed for blocks of this cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dsv4_sglang.srt.memory.sizing import require_context, tokens_of_pool
 
 
 class BlockConfigurator(MemoryPoolConfigurator):
-    """SGLang asks for what fits into memory, then, where the user gave a limit, for what that limit leaves."""
+    """Configurator of the pool size. SGLang first asks for what fits into memory, and then, if the user gave a limit of
+    tokens, for the size under that limit."""
 
     def __init__(self, layout: ServedLayout, context_len: int) -> None:
         self.layout, self.context_len = layout, context_len

@@ -1,8 +1,8 @@
 """The two pools that SGLang's scheduler owns: state slots of requests, and paged blocks of compressed entries.
 
-SGLang sees the first as its recurrent-state pool (slots allocated, copied and freed by its hybrid-model machinery) and
-the second as a KV cache addressed by slot index with pages of 128 tokens. Slot 0 and page 0 are SGLang's dummies: no
-request ever owns them.
+SGLang treats the first as its recurrent-state pool: its hybrid-model code allocates, copies and frees the slots. It
+treats the second as a KV cache that is addressed by token slot, with pages of 128 tokens. Slot 0 and page 0 are
+SGLang's dummies and never belong to a request.
 """
 
 from __future__ import annotations
@@ -30,20 +30,23 @@ from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.memory.served_layout import ServedLayout
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 
+# Of each buffer of a transfer: addresses, lengths in bytes, and bytes per item.
 BufferInfos = tuple[list[int], list[int], list[int]]
-"""Of each buffer of a transfer: address, length in bytes, bytes from an item to the next."""
 
 
 def given_back_asleep(enable_memory_saver: bool) -> AbstractContextManager[None]:
-    """What is allocated within is given back while a server with --enable-memory-saver sleeps, and comes again at the
-    same addresses with anything in it (`srt/features/sleep.py`)."""
+    """Return a context manager for allocations that are released while the server sleeps (`--enable-memory-saver`).
+
+    On wake-up the tensors are mapped again at the same addresses with undefined contents (`srt/features/sleep.py`).
+    """
     adapter = TorchMemorySaverAdapter.create(enable=enable_memory_saver)
     return adapter.region(GPU_MEMORY_TYPE_KV_CACHE)
 
 
 def buffer_infos(tables: Iterable[Tensor]) -> BufferInfos:
-    """`tables` have a block or a slot in each row; a row's padding counts, so that rows that follow each other can be
-    copied at once.
+    """Return the transfer description of tables with one block or slot per row.
+
+    The padding of a row counts as part of the item, so that consecutive rows can be copied at once.
     """
     found = [(table.data_ptr(), table.stride(0) * table.itemsize, table.shape[0]) for table in tables]
     return [at for at, _, _ in found], [size * rows for _, size, rows in found], [size for _, size, _ in found]
@@ -51,7 +54,7 @@ def buffer_infos(tables: Iterable[Tensor]) -> BufferInfos:
 
 @dataclass(kw_only=True, frozen=True)
 class StateShape:
-    """SGLang's description of a state; only `conv` says something here."""
+    """SGLang's description of a state's shape. Only `conv` is used."""
 
     conv: list[tuple[int, ...]]
     temporal: tuple[int, ...] = (0,)
@@ -59,9 +62,8 @@ class StateShape:
 
 @dataclass(kw_only=True, frozen=True)
 class StateParams(BaseLinearStateParams):
-    """How SGLang hands the layout to the pool. `mamba_cache_per_req` of the base assumes equal layers, which these are
-    not.
-    """
+    """Parameters through which SGLang passes the layout to the pool. The base class computes `mamba_cache_per_req` for
+    equal layers, so it is overridden."""
 
     shape: StateShape
     cache_layout: ServedLayout
@@ -85,12 +87,11 @@ class StateParams(BaseLinearStateParams):
 
 
 class StateSlotPool(MambaPool):
-    """A `StateStorage` by the names that SGLang knows: live slots of requests, staging slots, snapshots.
+    """`StateStorage` with the interface of SGLang's Mamba pool.
 
-    Slots 1..size are those of requests; the `staging` slots behind them take the snapshots of a prefill step until
-    its end, when `storage.store` moves them to snapshots.
-
-    All slots also lie in `mamba_cache.conv`, slot dimension second, where SGLang expects a state.
+    Slots 1..size belong to requests. The `staging` slots after them hold the snapshots of a prefill step until its last
+    layer, when `storage.store` moves them to snapshot slots. `mamba_cache.conv` contains all slots too, with the slot
+    as second dimension, where SGLang expects states.
     """
 
     def __init__(
@@ -120,50 +121,50 @@ class StateSlotPool(MambaPool):
         self.mem_usage = self.bytes / GB
 
     def reset(self) -> None:
-        """As it was made, whatever the memory holds."""
+        """Restore the initial content, whatever the memory holds."""
         self.storage.reset()
 
     def clear_slots(self, indices: Tensor) -> None:
-        """Nothing: with no tokens in the request every old row of a slot is invisible (SPEC 3.8, 6.2)."""
+        """Do nothing. In a request without tokens, all old entries of a slot are invisible (SPEC 3.8, 6.2)."""
 
     def get_kv_size_bytes(self) -> int:
         return self.bytes
 
     def _tables(self) -> Iterator[tuple[int, Tensor]]:
-        """(layer, [slots, ...]) of everything that a slot consists of."""
+        """Yield (layer, [slots, ...]) for every tensor of which a slot consists."""
         yield from enumerate(self.storage.rings)
         for kind, compressor_states in self.storage.compressor_states.items():
             yield from zip(self.storage.layout.layers(kind), compressor_states)
 
     def get_contiguous_buf_infos(self) -> BufferInfos:
-        """What a slot consists of, for a transfer to another server."""
+        """Return the buffers of a slot for a transfer to another server."""
         return buffer_infos(table for _, table in self._tables())
 
     def get_state_layer_ids(self) -> list[int]:
-        """The layer of each of these buffers."""
+        """Return the layer of each of these buffers."""
         return [layer for layer, _ in self._tables()]
 
     def _whole(self) -> list[Any]:
-        """How processes divide a buffer: not at all, each has the whole state."""
+        """Return no split dimensions: every rank has the whole state, so a transfer does not divide buffers."""
         return []
 
     get_state_dim_per_tensor = get_state_slice_outer_counts = get_state_conv_shard_groups = _whole
 
     def get_cpu_copy(self, indices: Tensor) -> list[Tensor]:
-        """Host copies of the slot with the number `indices` [], of each tensor of the storage [layers, ...]. They are
-        copies on a CPU, too, where those of SGLang's pool are views."""
+        """Return host copies of slot `indices` [] of each tensor of the storage, [layers, ...]. On a CPU they are
+        copies as well, where SGLang's pool returns views."""
         current_platform.synchronize()
         return [tensor[:, indices].to("cpu", copy=True) for tensor in self.storage.tensors]
 
     def load_cpu_copy(self, mamba_cache_cpu: list[Tensor], indices: Tensor) -> None:
-        """The way back, to the slot that the request has now."""
+        """Copy a slot back from the host, to the slot `indices` [] that the request has now."""
         for tensor, copy in zip(self.storage.tensors, mamba_cache_cpu, strict=True):
             tensor[:, indices] = copy.to(tensor.device)
         current_platform.synchronize()
 
 
 class StateReqToTokenPool(HybridReqToTokenPool):
-    """Requests' token tables, the state slots that requests hold, and the snapshots of the prefix cache."""
+    """Token tables of requests, their state slots, and the snapshots of the prefix cache."""
 
     mamba_pool_cls = StateSlotPool
 
@@ -177,16 +178,16 @@ class StateReqToTokenPool(HybridReqToTokenPool):
             )
 
     def register_layer_transfer_counter(self, layer_transfer_counter: Any) -> None:
-        """Of the host cache: it says when the layers of what is loaded have arrived."""
+        """Set the counter of the host cache, which signals the arrival of each layer of a load."""
         super().register_layer_transfer_counter(layer_transfer_counter)
         self.mamba_ckpt_pool.layer_transfer_counter = layer_transfer_counter
 
 
 class CompressedKVPool(KVCache):
-    """Compressed entries and index keys of the layers that own some, written by the append ops only. V4: 32 + 1 entries
-    a block of 128 slots; V4.1: 64 or 128 in each of few layers.
+    """Paged pool of compressed entries and index keys of the layers that have some.
 
-    Slot index s of a token: its entry of ratio r is row s // r of the layer's table.
+    Only the append ops write to it. A V4 layer has 32 (CSA) or 1 (HCA) entries per block of 128 tokens; V4.1 has 64 or
+    128 in a few layers. The entry of ratio r for token slot s is row s // r of the layer's table.
     """
 
     def __init__(
@@ -215,38 +216,42 @@ class CompressedKVPool(KVCache):
         return make_paged_pools(self.layout, dict.fromkeys(COMPRESSED, self.blocks))
 
     def reset(self) -> None:
-        """As it was made, whatever the memory holds."""
+        """Restore the initial content, whatever the memory holds."""
         for pool in self.pools:
             if pool is not None:
                 pool.reset()
 
     def entries(self, layer: int) -> Tensor | None:
-        """Row table of a layer's entries, None without a compressor."""
+        """Return the KV buffer of a layer's entries, or None for a layer without a compressor."""
         pool = self.pools[layer]
         return None if pool is None else pool.entries
 
     def keys(self, layer: int) -> Tensor | None:
-        """Index keys of a layer that has some: CSA, or with entries of its own in V4.1."""
+        """Return the index keys of a layer, or None. CSA layers have keys; in V4.1, layers with their own entries."""
         pool = self.pools[layer]
         return None if pool is None else pool.index_keys
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """One vector is key and value: all bytes count as keys."""
+        """Return (bytes of keys, bytes of values). An entry is key and value at once, and counts as key."""
         return self.bytes, 0
 
     def layer_views(self) -> Iterator[tuple[int, Tensor]]:
-        """(layer, [blocks, n]) of everything that a block consists of (`PagedKVPool.block_views`)."""
+        """Yield (layer, [blocks, n]) for every view of which a block consists (`PagedKVPool.block_views`)."""
         for layer, pool in enumerate(self.pools):
             for view in pool.block_views() if pool is not None else []:
                 yield layer, view
 
     def get_contiguous_buf_infos(self) -> BufferInfos:
-        """What a block consists of, for a transfer to another server."""
+        """Return the buffers of a block for a transfer to another server."""
         return buffer_infos(view for _, view in self.layer_views())
 
     def get_cpu_copy(self, indices: Tensor, mamba_indices: Tensor | None = None, **_request: Any) -> list[Tensor]:
-        """Host copies of the blocks of a request whose tokens have the slot indices `indices` [tokens], from its first
-        on; each [blocks, n]."""
+        """Return host copies of a request's blocks, each [blocks, n].
+
+        Args:
+            indices: [tokens] token slots of the request, from its first token on.
+            mamba_indices: unused.
+        """
         blocks = indices[::BLOCK] // BLOCK
         current_platform.synchronize()
         return [view[blocks].cpu() for _, view in self.layer_views()]
@@ -254,7 +259,7 @@ class CompressedKVPool(KVCache):
     def load_cpu_copy(
         self, kv_cache_cpu: list[Tensor], indices: Tensor, mamba_indices: Tensor | None = None, **_request: Any
     ) -> None:
-        """The way back, to the blocks that the request has now."""
+        """Copy blocks back from the host, to the blocks of `indices` that the request has now."""
         blocks = indices[::BLOCK] // BLOCK
         for (_, view), copy in zip(self.layer_views(), kv_cache_cpu, strict=True):
             view[blocks] = copy.to(view.device)
@@ -272,7 +277,7 @@ class CompressedKVPool(KVCache):
 
 
 class CacheKVPool(HybridLinearKVPool):
-    """Both pools under the class by which SGLang recognises a hybrid model; its size in memory counts both."""
+    """Both pools, as the class by which SGLang recognises a hybrid model. `mem_usage` is the sum of both."""
 
     def __init__(self, compressed: CompressedKVPool, state: StateSlotPool) -> None:
         super().__init__(
@@ -289,10 +294,10 @@ class CacheKVPool(HybridLinearKVPool):
         self.mem_usage = compressed.bytes / GB + state.mem_usage
 
     def get_kv_layer_ids(self) -> list[int]:
-        """The layer of each of the blocks' buffers."""
+        """Return the layer of each of the blocks' buffers."""
         return [layer for layer, _ in self.full_kv_pool.layer_views()]
 
     def wait_for_layer(self, layer: int) -> None:
-        """The current stream waits for what the step loads of a layer from the host cache, if there is one."""
+        """Let the current stream wait until a layer is loaded from the host cache, if there is one."""
         if self.layer_transfer_counter is not None:
             self.layer_transfer_counter.wait_until(layer)

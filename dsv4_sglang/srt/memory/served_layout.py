@@ -1,4 +1,4 @@
-"""The layout of a launch: the cache's, of V4 with the formats that SGLang's flags and this package's options choose."""
+"""Cache layout of a server: for V4 with the formats that SGLang's flags and this package's options select."""
 
 from __future__ import annotations
 
@@ -25,7 +25,16 @@ def layout_of(
     draft_tokens: int,
     draft_layers: int,
 ) -> ServedLayout:
-    """`served_layout` of V4; of V4.1 what it has been trained with, in one way."""
+    """Return the layout of a model. V4 has options (see `served_layout`); V4.1 has the formats of its training only.
+
+    Args:
+        config: configuration of the model.
+        kv_cache_dtype: resolved --kv-cache-dtype.
+        options: options of this package.
+        device: device of the cache.
+        draft_tokens: tokens of a request in a verify step, 0 without speculation.
+        draft_layers: layers of the draft model.
+    """
     if isinstance(config, V41Config):
         return V41Layout.build(
             v41_schedule(config, draft_layers),
@@ -46,12 +55,20 @@ def served_layout(
     draft_tokens: int = 0,
     draft_layers: int = 0,
 ) -> CacheLayout:
-    """Rows as `--kv-cache-dtype` says, or fp32 by the option `entry_format`. ValueError for any other dtype, and for
-    raw HCA state with speculation.
+    """Return the layout of a V4 model.
 
-    `draft_tokens`: tokens of a request that a verify step writes, 0 without speculation. `draft_layers`: layers of the
-    draft model, which have only rings, behind those of the model: a NextN model 1, DSPARK its stages.
-    `sm100` is that of `CacheLayout`: a layout of a GPU that is not there.
+    Args:
+        config: configuration of the model.
+        kv_cache_dtype: resolved --kv-cache-dtype, the KV format unless the option `entry_format` selects fp32.
+        options: options of this package.
+        device: device of the cache.
+        sm100: as in `CacheLayout`, to describe the layout of a GPU that is not present.
+        draft_tokens: tokens of a request in a verify step, 0 without speculation.
+        draft_layers: layers of the draft model: 1 for NextN, the stages of DSPARK. They follow the layers of the model
+            and have window rings only.
+
+    Raises:
+        ValueError: the dtype is not supported, or raw HCA state is combined with speculation.
     """
     if options.entry_format == "fp32":
         rows = KVFormat.FP32

@@ -1,4 +1,4 @@
-"""How the memory of a launch is divided: state slots for the requests and snapshots first, all the rest in blocks."""
+"""Division of a server's memory: first state slots of requests and snapshots, then blocks in the rest."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.memory.served_layout import ServedLayout
 
 GIB = 1 << 30
+# Share of the memory that weights leave; see benchmarks/prefix_simulation.py and docs/prefix.md.
 SNAPSHOT_SHARE = 1 / 12
-"""Of the memory that weights leave; benchmarks/prefix_simulation.py, docs/prefix.md."""
 MAX_STAGING = 64
 
 
 @dataclass(frozen=True)
 class StateDemand:
-    """State slots of a launch: one a running request, and `staging` for the snapshots that a prefill step takes.
+    """Number of state slots and snapshots of a server.
 
-    `snapshots` hang on the prefix tree or are a running request's latest. On a decode server `arriving` are slots of
-    requests that are on their way from a prefill server.
+    A running request has one slot. `staging` slots hold the snapshots of a prefill step. `arriving` slots of a decode
+    server are for requests that a prefill server is sending. `snapshots` belong to the prefix tree, or are the latest
+    of a running request.
     """
 
     running: int
@@ -32,17 +33,28 @@ class StateDemand:
         return self.running + self.arriving + self.staging
 
     def bytes(self, layout: ServedLayout) -> int:
-        """With SGLang's dummy slot."""
+        """Return the bytes of all slots and snapshots, including SGLang's dummy slot."""
         return (self.slots + 1) * layout.slot_bytes + self.snapshots * layout.snapshot_bytes
 
 
 def default_snapshots(layout: ServedLayout, running: int, available: int) -> int:
-    """SNAPSHOT_SHARE of `available` bytes; a running request holds two, the one it resumed from and its latest."""
+    """Return the snapshots in SNAPSHOT_SHARE of `available` bytes, but at least two per running request: the one that
+    it resumed from and its latest."""
     return max(2 * running, int(SNAPSHOT_SHARE * available) // layout.snapshot_bytes)
 
 
 def state_demand(running: int, *, step_tokens: int, default: int, max_snapshots: int | None) -> StateDemand:
-    """Slots for `running` requests with the prefix cache; a prefill step has up to `step_tokens` tokens."""
+    """Compute the slots and snapshots of a server with a prefix cache.
+
+    Args:
+        running: maximum number of running requests.
+        step_tokens: maximum number of tokens of a prefill step.
+        default: snapshots without the option `max_snapshots`.
+        max_snapshots: the option of this name.
+
+    Raises:
+        LaunchError: there are too few snapshots for the running requests.
+    """
     least = 2 * running
     snapshots = default if max_snapshots is None else max_snapshots
     if snapshots < least:
@@ -65,9 +77,20 @@ def demand_of(
     max_total_tokens: int | None = None,
     prefix_cache: bool = True,
 ) -> StateDemand:
-    """What one process keeps beside its blocks, of the `available_gib` that the weights leave it for the cache.
+    """Compute the slots and snapshots of one process.
 
-    Raises LaunchError for `max_snapshots` that are too few, or without a prefix cache too many.
+    Args:
+        layout: layout of the cache.
+        available_gib: GiB that the weights leave for the cache.
+        running: maximum number of running requests.
+        step_tokens: maximum number of tokens of a prefill step.
+        arriving: slots for requests on their way from a prefill server.
+        max_snapshots: the option of this name.
+        max_total_tokens: --max-total-tokens, which limits the memory for default snapshots.
+        prefix_cache: False with --disable-radix-cache and on a decode server.
+
+    Raises:
+        LaunchError: `max_snapshots` is too small, or is set without a prefix cache.
     """
     if not prefix_cache:
         if max_snapshots:
@@ -84,7 +107,7 @@ def demand_of(
 
 
 def memory_after_slots(layout: ServedLayout, demand: StateDemand, available_gib: float) -> float:
-    """GiB that state slots and snapshots leave for blocks. Raises if they do not fit."""
+    """Return the GiB that state slots and snapshots leave for blocks. Raise LaunchError if they do not fit."""
     needed = demand.bytes(layout) / GIB
     if needed >= available_gib:
         raise LaunchError(
@@ -96,12 +119,20 @@ def memory_after_slots(layout: ServedLayout, demand: StateDemand, available_gib:
 
 
 def tokens_in_bytes(layout: ServedLayout, available: int) -> int:
-    """Tokens that fit into `available` bytes: whole blocks, less SGLang's dummy and one for the padding of tables."""
+    """Return the tokens that fit into `available` bytes: whole blocks, less SGLang's dummy block and one for the
+    padding of tables."""
     return max(0, available // layout.block_bytes - 2) * BLOCK
 
 
 def require_context(layout: ServedLayout, tokens: int, context_len: int, reason: str) -> None:
-    """Raise if `tokens` cannot hold one request of the context length; `reason` says where the number is from."""
+    """Raise LaunchError if a pool cannot hold one request of the context length.
+
+    Args:
+        layout: layout of the cache.
+        tokens: size of the pool.
+        context_len: --context-length.
+        reason: origin of `tokens`, the start of a sentence for the message.
+    """
     needed = -(-context_len // BLOCK) * BLOCK
     if tokens < needed:
         raise LaunchError(
@@ -113,8 +144,15 @@ def require_context(layout: ServedLayout, tokens: int, context_len: int, reason:
 
 
 def tokens_of_pool(layout: ServedLayout, available: int, context_len: int) -> int:
-    """Tokens of the blocks in the `available` bytes behind state slots and snapshots. LaunchError if one request of
-    the context length does not fit.
+    """Return the number of tokens of the block pool.
+
+    Args:
+        layout: layout of the cache.
+        available: bytes that weights, state slots and snapshots leave.
+        context_len: --context-length.
+
+    Raises:
+        LaunchError: one request of the context length does not fit.
     """
     tokens = tokens_in_bytes(layout, available)
     memory = f"the {available / GIB:.2f} GiB that weights and state slots leave hold"
@@ -123,7 +161,7 @@ def tokens_of_pool(layout: ServedLayout, available: int, context_len: int) -> in
 
 
 def table(layout: ServedLayout, tokens: int, demand: StateDemand) -> str:
-    """The pools of a launch for the log, one line a tensor."""
+    """Return the log text that describes a server's pools, one line per tensor."""
     of_a_slot = f"{demand.running} requests, {demand.staging} for the snapshots of a step"
     if demand.arriving:
         of_a_slot += f", {demand.arriving} for requests on their way"

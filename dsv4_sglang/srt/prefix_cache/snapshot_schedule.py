@@ -1,7 +1,7 @@
 """Plan of the snapshots that each step takes. It replaces the ping-pong slots of SGLang's scheduler.
 
-Prefill: the backend gets a table [requests, max snapshots of a request, 2] int64 with length and snapshot slot (0: none)
-when SGLang makes the step from the batch. SGLang's own tensors hold one snapshot per request; they stay None.
+Prefill: the backend gets a table [requests, max snapshots of a request, 2] int64 with length and snapshot slot (0:
+none) when SGLang makes the step from the batch. SGLang's own tensors hold one snapshot per request; they stay None.
 
 Decode: `mamba_track_indices` [requests] int64 as in SGLang, with 0 where no snapshot is due, so that CUDA graphs see
 tensors of the expected form.
