@@ -324,7 +324,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         return self.metadata
 
     def begin_recorded(self) -> None:
-        """Build the metadata of a recorded prefill step, as the first work of its graph. Does nothing in other steps."""
+        """Build the metadata of a recorded prefill step, first in its graph. Does nothing in other steps."""
         if not self._recorded:
             return
         buffers, step = self._prefill_buffers, self.metadata

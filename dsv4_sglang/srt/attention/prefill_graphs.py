@@ -16,8 +16,8 @@ from dsv4_sglang.srt.integration import compat
 
 PHASE, BACKEND = "prefill", "breakable"
 # Token counts of the recorded steps, unless --cuda-graph-bs-prefill sets others. SGLang replays a graph for a step of
-# at least half its tokens, so small sizes may double. The time of a large step is proportional to its size, so large sizes
-# are close together. A graph takes 10 MB (benchmarks/configs/flashshape).
+# at least half its tokens, so small sizes may double. The time of a large step is proportional to its size, so large
+# sizes are close together. A graph takes 10 MB (benchmarks/configs/flashshape).
 SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048)
 # Requests of a recorded step. Each costs 128 entries of the window workspace and a row of block ids.
 MOST_REQUESTS = 32

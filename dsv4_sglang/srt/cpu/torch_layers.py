@@ -1,8 +1,8 @@
-"""PyTorch equivalents of the SGLang layers that exist only as GPU kernels, used when the model runs on a CPU.
+"""PyTorch equivalents of SGLang layers that exist only as GPU kernels, for models on a CPU.
 
-They read the parameters of SGLang's own modules, so loading, sharding and names stay SGLang's. Arithmetic is fp32
-where the GPU kernels accumulate in fp32; outputs come back in the dtype of the input. Sources: mHC, paper section 2.2
-and `hc_split_sinkhorn`; routing, paper section 2.1; query norm and RoPE, SPEC 2.3.
+They use the parameters of SGLang's own modules, so loading, sharding and names are SGLang's. Arithmetic is fp32 where
+the GPU kernels accumulate in fp32. Outputs have the dtype of the input. Sources: mHC, paper section 2.2 and
+`hc_split_sinkhorn`; routing, paper section 2.1; query norm and RoPE, SPEC 2.3.
 """
 
 from __future__ import annotations
@@ -17,10 +17,18 @@ from torch.nn import functional as F
 def hyper_connection_weights(
     mixes: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, streams: int, iterations: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split the mixing logits `[T, (2 + streams) * streams]` fp32 into collapse, placement and stream-mixing weights.
+    """Split mixing logits into the weights that collapse, place and mix the residual streams.
 
-    Returns `pre [T, streams]`, `post [T, streams]` and `comb [T, streams, streams]`, the last one made doubly
-    stochastic by `iterations` Sinkhorn rounds (the first round starts from a row softmax).
+    Args:
+        mixes: [T, (2 + streams) * streams] fp32 logits.
+        scale: [3] fp32 scales of the three parts.
+        base: [(2 + streams) * streams] fp32 biases.
+        streams: number of residual streams.
+        iterations: Sinkhorn rounds. The first round starts from a row softmax.
+        eps: added to the weights and their sums.
+
+    Returns:
+        `pre` [T, streams], `post` [T, streams] and the doubly stochastic `comb` [T, streams, streams].
     """
     pre_logits, post_logits, comb_logits = mixes.split([streams, streams, streams * streams], dim=-1)
     pre_base, post_base, comb_base = base.split([streams, streams, streams * streams])
@@ -62,26 +70,26 @@ def hyper_connection_mixes(
     norm_eps: float,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`hyper_connection_weights` of the residual streams `x [T, streams, hidden]`."""
+    """Return the `hyper_connection_weights` of the residual streams `x [T, streams, hidden]`."""
     flat = x.flatten(1).float()
     inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
     return hyper_connection_weights(F.linear(flat, fn.float()) * inverse_rms, scale, base, x.shape[1], iterations, eps)
 
 
 def collapse(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The streams `x [T, streams, hidden]` as one, `[T, hidden]`, by `weights [T, streams]`."""
+    """Return the weighted sum [T, hidden] of the streams `x [T, streams, hidden]` with `weights [T, streams]`."""
     return (weights.unsqueeze(-1) * x.float()).sum(1).to(x.dtype)
 
 
 def collapse_flat(x_flat: torch.Tensor, pre: torch.Tensor, hc: int, out_dtype: torch.dtype) -> torch.Tensor:
-    """REPLACE `compat.COLLAPSE_STREAMS`: `collapse` of `x_flat [T, hc * hidden]`."""
+    """REPLACE `compat.COLLAPSE_STREAMS`: return `collapse` of `x_flat [T, hc * hidden]`."""
     return collapse(x_flat.unflatten(1, (hc, -1)), pre).to(out_dtype)
 
 
 def hyper_connection_post(
     x: torch.Tensor, residual: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
 ) -> torch.Tensor:
-    """Place a sublayer output `x [T, hidden]` into the streams and mix the residual: `[T, streams, hidden]`."""
+    """Add a sublayer output `x [T, hidden]` to the mixed residual streams. Returns `[T, streams, hidden]`."""
     mixed = torch.einsum("tij,tid->tjd", comb, residual.float())
     return (post.unsqueeze(-1) * x.unsqueeze(1) + mixed).to(x.dtype)
 
@@ -103,10 +111,10 @@ def query_norm_rope(q: torch.Tensor, positions: torch.Tensor, rope: torch.Tensor
 
 
 def route(mlp: Any, x: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts `[T, k]` and their weights `[T, k]` fp32 of SGLang's MoE module `mlp`, scaling factor included.
+    """Return experts `[T, k]` and their weights `[T, k]` fp32 of SGLang's MoE module `mlp`, scaling factor included.
 
-    Hash layers look the experts up by token id; the others take the best biased scores. The bias decides which experts
-    run, never their weights.
+    Hash layers look up experts by token id; other layers take the experts with the best biased scores. The bias affects
+    the choice of experts only, not their weights.
     """
     scores = F.softplus(F.linear(x, mlp.gate.weight).float()).sqrt()
     if mlp.is_hash:
@@ -128,10 +136,10 @@ def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, limit:
 
 
 def mixture_of_experts(mlp: Any, x: torch.Tensor, input_ids: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """The whole MoE block of one layer for unquantised experts: `x [T, hidden]` to `[T, hidden]`.
+    """Compute the MoE block of a layer with unquantised experts: `x [T, hidden]` to `[T, hidden]`.
 
-    With several processes one has some of the experts (expert parallelism), or a part of every expert's intermediate
-    dims (tensor parallelism), or both; what they have is added.
+    With several processes, each has some of the experts (expert parallelism), a part of each expert's intermediate
+    dimension (tensor parallelism), or both. Their outputs are summed.
     """
     experts, weights = route(mlp, x, input_ids)
     count = mlp.experts.num_local_experts

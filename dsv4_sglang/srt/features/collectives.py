@@ -1,6 +1,7 @@
-"""What processes exchange in a step of DP attention, where SGLang's own functions are wrong or need a GPU.
+"""Collective operations of DP attention, where SGLang's own functions are wrong or need a GPU.
 
-Parameters have the names of those of the functions that these replace; `hooks` says which."""
+Parameters have the names of those of the replaced functions; the table in `hooks` names these functions.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ Gather = Callable[..., None]
 def gather_equal(
     global_tokens: Tensor, local_tokens: Tensor, forward_batch: Any, *arguments: Any, **named: Any
 ) -> None:
-    """Tokens of all attention ranks from those of each, which are the same in all processes of a rank."""
+    """Gather the tokens of all attention ranks, where all processes of a rank have the same `local_tokens`."""
     dp_attention.dp_gather_replicate(global_tokens, local_tokens, forward_batch, *arguments, **named)
 
 
 def gather_a_copy(
     original: Gather, global_tokens: Tensor, local_tokens: Tensor, forward_batch: Any, *arguments: Any, **named: Any
 ) -> None:
-    """The same, and `local_tokens` stay as they are."""
+    """Gather the tokens as the original does, but leave `local_tokens` unchanged."""
     if get_parallel().attn_tp_size > 1:
         local_tokens = local_tokens.clone()
     original(global_tokens, local_tokens, forward_batch, *arguments, **named)
@@ -41,8 +42,10 @@ def logits_of_ranks(
     *arguments: Any,
     **options: Any,
 ) -> Tensor:
-    """AROUND `compat.LOGITS_OF_RANKS`: of a rank's rows [n, hidden], which all ranks compute together. SGLang copies as
-    many rows as the ranks have agreed on, past the end of a tensor that has fewer."""
+    """AROUND `compat.LOGITS_OF_RANKS`: compute the logits of a rank's rows [n, hidden], which all ranks do together.
+
+    SGLang copies the agreed number of rows, past the end of a tensor that has fewer. Pad the tensor to that number.
+    """
     agreed = logits_metadata.global_num_tokens_for_logprob_cpu
     rows = hidden_states.shape[0]
     if processor.do_tensor_parallel_all_gather_dp_attn and agreed is not None:
@@ -53,8 +56,9 @@ def logits_of_ranks(
 
 
 def sum_token_ids(*args: Any, **kwargs: Any) -> None:
-    """REPLACE `parallel_state.inplace_all_reduce(tensor, group_name)`, whose decorator hides the parameters: on a CPU
-    only DP attention calls it, for its token ids, of which all processes have a part.
+    """REPLACE `parallel_state.inplace_all_reduce(tensor, group_name)`, whose decorator hides the parameters.
+
+    On a CPU only DP attention calls it, to sum token ids of which every process has a part.
     """
     tensor = args[0] if args else kwargs["tensor"]
     torch.distributed.all_reduce(tensor, group=get_parallel().tp_group.device_group)

@@ -1,6 +1,6 @@
-"""Prefill and decode on servers of their own: what SGLang's transfers have to know of this cache.
+"""Disaggregated prefill and decode servers: hooks that adapt SGLang's transfers to this cache.
 
-What travels, and from where, is said by the pools (`srt/memory/pools.py`). Functions here are hooks of the table in
+The pools describe the buffers to transfer (`srt/memory/pools.py`). The functions here are hooks of the table in
 `hooks`.
 """
 
@@ -28,25 +28,29 @@ from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool, StateSlo
 
 log = logging.getLogger(__name__)
 
+# Delays in seconds before the first notifications of a prefill server about failed requests, and between later ones.
 TOLD_FIRST, TOLD_EVERY = (0, 0.5, 2, 8), 30
-"""Seconds before each of the first times that a prefill server is told of requests that failed, and of the later ones.
-"""
+# Prefill servers that this process has rejected: address -> reason.
 _rejected: dict[str, str] = {}
-"""Why, by address, of prefill servers that this process has rejected."""
 
 
 class DecodeStateReqToTokenPool(HybridMambaDecodeReqToTokenPool):
-    """The request pool of a decode server: token tables and state slots of the requests that run, and of those that
-    are on their way from a prefill server.
-    """
+    """Request pool of a decode server: token tables and state slots of running requests, and of requests that a prefill
+    server is sending."""
 
     mamba_pool_cls = StateSlotPool
 
 
 def cache_name(layout: CacheLayout, model: DSV4Config, attention_ranks: int) -> str:
-    """What two servers must have in common to exchange blocks and slots; `attention_ranks` are the processes that
-    share the heads of attention. Of model and bytes a digest: of the fields of its config, and of the parts of a block
-    and of a slot, block padding included.
+    """Return the name of a cache layout. Two servers can exchange blocks and slots only if their names are equal.
+
+    The name contains a digest of the fields of the model's config and of the parts of a block and a slot, with the
+    padding of blocks.
+
+    Args:
+        layout: layout of the cache.
+        model: configuration of the model.
+        attention_ranks: number of processes that share the attention heads.
     """
     first = layout.schemas[0]
     parts = [*layout.block_parts(1), *layout.state_parts(1)]
@@ -60,13 +64,16 @@ def cache_name(layout: CacheLayout, model: DSV4Config, attention_ranks: int) -> 
 
 
 def is_mla(original: Callable[..., bool], target_kv_pool: Any) -> bool:
-    """AROUND `disaggregation.utils.is_mla_backend`: one vector is key and value, so a layer's buffers are no pairs."""
+    """AROUND `disaggregation.utils.is_mla_backend`: return True for this package's pools. An entry is key and value at
+    once, so the buffers of a layer are not key/value pairs."""
     return isinstance(target_kv_pool, (CacheKVPool, CompressedKVPool)) or original(target_kv_pool)
 
 
 def reject_other_caches(original: Callable[..., bool], manager: Any, bootstrap_addr: str) -> bool:
-    """AROUND `CommonKVManager.try_ensure_parallel_info`, by which a decode server meets a prefill server: requests of
-    one whose cache is another fail, with what differs. SGLang would end the decode server.
+    """AROUND `CommonKVManager.try_ensure_parallel_info`, the first contact of a decode server with a prefill server.
+
+    If the caches differ, the requests for that prefill server fail with the difference as the reason. SGLang would end
+    the decode server.
     """
     try:
         met = original(manager, bootstrap_addr)
@@ -91,9 +98,11 @@ def reject_other_caches(original: Callable[..., bool], manager: Any, bootstrap_a
 def say_why(
     original: Callable[..., None], receiver: Any, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None
 ) -> None:
-    """AROUND `CommonKVReceiver.__init__`, of a request's end on a decode server: for a prefill server that was rejected
-    the reason is known before it fails. SGLang tries again once a second, by each process's clock, and the process that
-    answers the client may not be the one that finds out.
+    """AROUND `CommonKVReceiver.__init__`, a request's receiver on a decode server: if its prefill server was rejected,
+    record the reason at once.
+
+    SGLang retries once a second by the clock of each process, so the process that answers the client may not be the one
+    that detects the failure.
     """
     original(receiver, mgr, bootstrap_addr, bootstrap_room)
     if bootstrap_room is not None and bootstrap_addr in _rejected:
@@ -101,11 +110,11 @@ def say_why(
 
 
 def _end_at_prefill_server(manager: Any, bootstrap_addr: str, rooms: set[int]) -> None:
-    """Tell the prefill server that requests are over, as SGLang does of aborted ones: otherwise each waits there for
-    SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, and a router with it.
+    """Notify the prefill server that requests have failed, as SGLang does for aborted ones. Otherwise each waits there
+    for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, and a router waits with it.
 
-    A request that has not arrived there yet is not known, and the message is lost. So the message is repeated for as
-    long as a request may wait there, and also if the server could not be reached.
+    The message is lost if a request has not arrived there yet or the server cannot be reached. It is therefore repeated
+    for as long as a request may wait.
     """
     rounds = -(-envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() // TOLD_EVERY)
     for pause in (*TOLD_FIRST, *[TOLD_EVERY] * rounds):
@@ -119,7 +128,7 @@ def _end_at_prefill_server(manager: Any, bootstrap_addr: str, rooms: set[int]) -
 
 
 def _tell_prefill_server(manager: Any, bootstrap_addr: str, rooms: set[int]) -> None:
-    """Send the message once, to one of the server's processes: they agree on what failed."""
+    """Send the notification once, to one of the server's processes. They agree on failed requests."""
     rank = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
     own = manager.local_ip.encode(), str(manager.rank_port).encode()
     found = requests.get(f"http://{bootstrap_addr}/route?{rank}", timeout=5).json()
@@ -133,15 +142,17 @@ def _tell_prefill_server(manager: Any, bootstrap_addr: str, rooms: set[int]) -> 
 
 
 def take_pageable_indices(original: Callable[..., None], sender: Any, *arguments: Any, **named: Any) -> None:
-    """AROUND `compat.KV_SENDER`: the sender of a request takes the numbers of its blocks as they are."""
+    """AROUND `compat.KV_SENDER`: let the sender of a request use block indices in pageable memory."""
     original(sender, *arguments, **named)
     sender.supports_host_tensor_indices = False
 
 
 def settle_before_retraction(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:
-    """AROUND `Scheduler.update_running_batch`, which retracts requests when blocks run out: a decode server copies
-    their state to the host, and with overlap scheduling the device is one step ahead of what the scheduler knows. The
-    online HCA state cannot go back a token, so the step's result comes first.
+    """AROUND `Scheduler.update_running_batch`, which retracts requests when blocks run out.
+
+    A decode server copies the state of retracted requests to the host. With overlap scheduling the device is one step
+    ahead of the scheduler, and the online HCA state cannot be rolled back by a token. So process the result of that
+    step first.
     """
     decodes = scheduler.disaggregation_mode is DisaggregationMode.DECODE
     if decodes and scheduler.enable_overlap and scheduler.last_batch and scheduler.result_queue:

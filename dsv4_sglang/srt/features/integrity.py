@@ -1,7 +1,7 @@
-"""The integrity check: everything in the pools of a cache has one owner, and tree, registry and locks agree with them.
+"""Integrity check: every slot and block of the pools has exactly one owner, and tree, registry and locks agree.
 
-`examine` is the check; tests call it on pools and trees without a server, and a scheduler that was started with the
-option `integrity_check` answers with it (`answer`, a hook of the table in `hooks`). docs/integrity.md.
+`examine` does the check. Tests call it on pools and trees without a server. With the option `integrity_check` a
+scheduler adds its result to /server_info (`answer`, a hook of the table in `hooks`). See docs/integrity.md.
 """
 
 from __future__ import annotations
@@ -18,37 +18,44 @@ import torch
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.integration import compat
 
+# Key of the reports in the internal state of a DP-attention rank, as GET /server_info returns it.
 KEY = "dsv4_sglang_integrity"
-"""Of the reports in the internal state of a rank of DP attention, as GET /server_info has it."""
+# Limit of the findings in a report, so that a growing leak does not make the answer grow.
 MOST_FINDINGS = 200
-"""In one report: a leak that grows must not make the answer grow."""
+# Kinds of owners: the free list, the tree, requests, and running copies between host and storage.
 FREE, CACHED, REQUESTS, COPIES = OWNERS = ("free", "cached", "requests", "copies")
-"""Kinds of owners: the free list, the tree, requests, and copies between host and storage that are under way."""
 
 
 class Finding(NamedTuple):
-    """`what` is wrong, such as "block 17", and in which way."""
+    """An inconsistency. `what`: the object, such as "block 17". `wrong`: the description."""
 
     what: str
     wrong: str
 
 
 class Pool:
-    """The `ids` of a pool of one thing each, such as "block", and who claims them: each is to have one owner."""
+    """Owners of the `ids` of a pool. `thing` is what an id denotes, such as "block". Each id must have one owner."""
 
     def __init__(self, thing: str, ids: range) -> None:
         self.thing, self.ids = thing, ids
+        # Number of owned ids by kind of owner.
         self.counts = Counter(dict.fromkeys(OWNERS, 0))
-        """Claims by kind of owner."""
         self._claims: list[tuple[str, Sequence[int]]] = []
 
     def claim(self, kind: str, owner: str, ids: Sequence[int]) -> None:
+        """Register an owner of ids.
+
+        Args:
+            kind: one of OWNERS.
+            owner: description for findings, such as "request 3".
+            ids: the ids that it owns.
+        """
         if len(ids):
             self.counts[kind] += len(ids)
             self._claims.append((owner, ids))
 
     def findings(self) -> Iterator[Finding]:
-        """Ids without an owner, with several, and claimed ones that there are not."""
+        """Yield a finding for each id without an owner, with several owners, or outside the pool."""
         claimed = [i for _, ids in self._claims for i in ids]
         if len(claimed) == len(self.ids) and set(claimed) == set(self.ids):
             return
@@ -69,7 +76,7 @@ class Pool:
 
 @dataclass
 class Examination:
-    """What there is, and what is wrong with it."""
+    """Result of the check: the pools with their owners, and the inconsistencies."""
 
     pools: list[Pool]
     findings: list[Finding] = field(default_factory=list)
@@ -79,10 +86,13 @@ class Examination:
 
 
 def examine(cache: Any, requests: Iterable[Any]) -> Examination:
-    """Check the pools behind a scheduler's tree cache, between two of its turns.
+    """Check the pools behind a scheduler's tree cache, between two iterations of the scheduler.
 
-    `requests`: all that may hold anything: running, in a step, between chunks, waiting. Reads tables and indices from
-    the device, and waits for it.
+    Reads tables and indices from the device and waits for it.
+
+    Args:
+        cache: tree cache of the scheduler.
+        requests: all requests that may hold memory: running, in a step, between chunks, or waiting.
     """
     from dsv4_sglang.srt.prefix_cache.component import PENDING
 
@@ -126,7 +136,7 @@ def examine(cache: Any, requests: Iterable[Any]) -> Examination:
 
 
 class _Tree:
-    """SGLang's unified tree with our component, over one place or two."""
+    """Contents of SGLang's unified tree with this package's components, on the device and, if used, on the host."""
 
     def __init__(self, cache: Any) -> None:
         from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -143,16 +153,16 @@ class _Tree:
             self.nodes.append(node)
             stack.extend(node.children.values())
         self.by_id = {node.id: node for node in (self.root, *self.nodes)}
+        # Findings made while collecting the contents.
         self.wrong: list[Finding] = []
-        """What was found on the way."""
         self.pages = self._pages("value")
+        # Holders of device locks, by component and node.
         self.locks: dict[tuple[Any, int], list[str]] = defaultdict(list)
-        """Who locks what a component has on a node, on the device."""
         for copy, node_id, params in self._copies():
             self._lock(node_id, params, copy)
 
     def _pages(self, place: str) -> dict[int, list[int]]:
-        """Blocks of each node by its id, of the device (`value`) or the host (`host_value`)."""
+        """Return the blocks of each node by node id, on the device (`value`) or the host (`host_value`)."""
         values = [(node.id, value) for node in self.nodes if (value := getattr(self._data(node)[0], place)) is not None]
         if not values:
             return {}
@@ -173,10 +183,10 @@ class _Tree:
     def _data(self, node: Any) -> tuple[Any, Any]:
         return node.component_data[self.full], node.component_data[self.mamba]
 
-    # Who holds which node
+    # Holders of nodes
 
     def hold(self, req: Any, name: str, table: list[int]) -> None:
-        """A request locks the path to its node, whose blocks its table begins with."""
+        """Register a request's lock on the path to its node, and compare its block table with that path."""
         node_id, lock = compat.lock_of(req)
         if lock is not None:
             self._lock(node_id, lock, name)
@@ -189,7 +199,7 @@ class _Tree:
             self.wrong.append(Finding(name, text))
 
     def _lock(self, node_id: int, lock: Any, name: str) -> None:
-        """As the tree's own release of a lock goes."""
+        """Register a lock on the nodes that the tree's own release of the lock would unlock."""
         node = self.by_id.get(node_id)
         if node is None:
             self.wrong.append(Finding(name, f"it holds node {node_id}, which is not in the tree"))
@@ -202,7 +212,7 @@ class _Tree:
             node = node.parent
 
     def _copies(self) -> Iterator[tuple[str, int, Any]]:
-        """(name, node, how it is locked on the device) of copies between device and host that are under way."""
+        """Yield (name, node, device lock) of running copies between device and host."""
         if not self.tiered:
             return
         for saving in self.cache.ongoing_write_through.values():
@@ -212,7 +222,8 @@ class _Tree:
             yield "a load from the host", loading.node_id, loading.lock_params
 
     def _most_host_locks(self) -> Counter[int]:
-        """Of each node, on the host; a lock of what has no copy there yet counts nothing, so there may be less."""
+        """Return the maximum number of host locks per node. The real number may be lower: a lock of a part without a
+        host copy counts nothing."""
         if not self.tiered:
             return Counter()
         cache = self.cache
@@ -225,7 +236,7 @@ class _Tree:
         )
 
     def findings(self) -> Iterator[Finding]:
-        """What is wrong, once everybody holds what they hold."""
+        """Yield all inconsistencies. Call it after every holder has been registered."""
         yield from self.wrong
         yield from self._lock_findings()
         yield from self._registry_findings()
@@ -243,7 +254,7 @@ class _Tree:
                     times = f"locked {data.host_lock_ref} times on the host"
                     yield Finding(what, f"{times}, held by {most_on_host[node.id]} transfers")
 
-    # Who owns what
+    # Owners of blocks and snapshots
 
     def claim(self, blocks: Pool, snapshots: Pool) -> None:
         for node_id, pages in self.pages.items():
@@ -267,12 +278,12 @@ class _Tree:
                 snapshots.claim(CACHED, f"node {node.id}", value.tolist())
         for pool, rows, indices in zip((blocks, snapshots), (of_blocks, of_snapshots), self._fetched()):
             under_way = [i for part in indices if part is not None for i in rows.rows_of(part).tolist()]
-            # What a fetch does not need any more it may have given up already.
+            # A fetch may have freed rows already that it does not need any more.
             pool.claim(COPIES, "a transfer from the storage", sorted(set(under_way)))
         return [blocks, snapshots]
 
     def _fetched(self) -> tuple[list[Any], list[Any]]:
-        """Host indices of blocks and snapshots that come from a storage, or wait to be given back."""
+        """Return host indices of blocks and of snapshots that a storage fetch uses, or that wait to be freed."""
         from dsv4_sglang.srt.host_cache.transfers import SNAPSHOTS
 
         if not self.cache.enable_storage:
@@ -296,7 +307,7 @@ class _Tree:
     # Registry and tree
 
     def _registry_findings(self) -> Iterator[Finding]:
-        """The registry of snapshots says of each what the tree has."""
+        """Yield the differences between the registry of snapshots and the tree."""
         slots, registry = self.slots, self.slots.registry
         above: dict[int, tuple[int, int]] = {self.root.id: (0, 0)}
         places, following = {}, defaultdict(set)
@@ -332,7 +343,7 @@ class _Tree:
             yield Finding(f"snapshot {place}", f"hangs on node {places[place].id}, and the registry has it not")
 
     def _own_findings(self) -> Iterator[Finding]:
-        """What SGLang finds wrong with its tree: structure, leaves, lists, sizes."""
+        """Yield what SGLang's own check of the tree reports: structure, leaves, lists, sizes."""
         try:
             compat.check_tree(self.cache)
         except AssertionError as error:
@@ -340,7 +351,8 @@ class _Tree:
 
 
 def _of_fetch(prefetch: Any) -> Any:
-    """Host indices of blocks that a fetch still has: the thread that reads gives up at its end what it has not got."""
+    """Return the host indices of blocks that a fetch still owns. When its thread ends, it frees the blocks that it has
+    not read."""
     operation = prefetch.operation
     if compat.FREES_ROWS_IN_USE and prefetch.host_indices is not None and operation.pool_transfers_done:
         return prefetch.host_indices[: operation.completed_tokens]
@@ -348,12 +360,12 @@ def _of_fetch(prefetch: Any) -> Any:
 
 
 def _tokens_of(blocks: torch.Tensor) -> torch.Tensor:
-    """Indices of all tokens of blocks."""
+    """Return the token indices of blocks."""
     return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).ravel()
 
 
 def _waiting(queue: Queue[Any]) -> list[Any]:
-    """What is in a queue that other threads fill."""
+    """Return the items of a queue that other threads fill."""
     with queue.mutex:
         return list(queue.queue)
 
@@ -363,12 +375,14 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + more
 
 
-# Of a scheduler
+# In a scheduler
 
 
 def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """AROUND `Scheduler.get_internal_state`, which every process runs and the first of each rank of DP attention
-    answers: the reports of all of the rank go with it."""
+    """AROUND `Scheduler.get_internal_state`: add the reports of all ranks of an attention group to its answer.
+
+    Every process runs this call, and the first of each DP-attention rank answers.
+    """
     output = original(scheduler, recv_req)
     group, own = scheduler.attn_tp_cpu_group, report(scheduler)
     reports: list[Any] = [None] * torch.distributed.get_world_size(group)
@@ -378,12 +392,13 @@ def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
 
 
 def report(scheduler: Any) -> dict[str, Any]:
-    """The examination of a scheduler's cache, as JSON has it; when it is idle SGLang's equations, too."""
+    """Return the result of the check of a scheduler's cache as a JSON object. If the scheduler is idle, it includes the
+    result of SGLang's own checks of an idle server."""
     from sglang.srt.platforms import current_platform
     from sglang.srt.runtime_context import get_parallel
 
     begin = time.perf_counter()
-    current_platform.synchronize()  # tables of requests are written on several streams
+    current_platform.synchronize()  # several streams write the tables of requests
     requests = requests_of(scheduler)
     found = examine(scheduler.tree_cache, requests)
     findings, idle = found.findings, scheduler.is_fully_idle()
@@ -402,7 +417,7 @@ def report(scheduler: Any) -> dict[str, Any]:
 
 
 def requests_of(scheduler: Any) -> list[Any]:
-    """Every request that a scheduler knows."""
+    """Return every request that a scheduler knows."""
     batches = [scheduler.running_batch, scheduler.last_batch]
     if scheduler.enable_overlap:
         batches += [batch for batch, _ in scheduler.result_queue]

@@ -1,7 +1,7 @@
-"""Sleep and wake, and new weights: what becomes of the cache. Functions here are hooks of the table in `hooks`.
+"""Sleep, wake-up and weight updates. The functions here are hooks of the table in `hooks`.
 
-SGLang gives memory back by tag (`/release_memory_occupation`) and has it again at the same addresses with anything in
-it (`/resume_memory_occupation`); docs/sleep.md.
+SGLang releases memory by tag (`/release_memory_occupation`) and maps it again at the same addresses with undefined
+contents (`/resume_memory_occupation`). See docs/sleep.md.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 
 log = logging.getLogger(__name__)
 
+# Attribute of a sleeping scheduler: True if it must be paused after wake-up.
 PAUSED = "dsv4_paused"
-"""Attribute of a scheduler that sleeps: whether it is paused when it wakes."""
+# SGLang's output class for each kind of weight update.
 UPDATES = {
     io_struct.UpdateWeightFromDiskReqInput: io_struct.UpdateWeightFromDiskReqOutput,
     io_struct.UpdateWeightsFromDistributedReqInput: io_struct.UpdateWeightsFromDistributedReqOutput,
     io_struct.UpdateWeightsFromTensorReqInput: io_struct.UpdateWeightsFromTensorReqOutput,
     io_struct.UpdateWeightsFromIPCReqInput: io_struct.UpdateWeightsFromIPCReqOutput,
 }
-"""What SGLang answers to each way to bring new weights."""
 
 
 def fall_asleep(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
-    """AROUND `SchedulerWeightUpdaterManager.release_memory_occupation`, which ends a server that is not idle, and one
-    that is asked for the same twice.
+    """AROUND `SchedulerWeightUpdaterManager.release_memory_occupation`: release memory on a busy server too.
 
-    Requests go back to the queue, as in a pause that retracts, and wait until all is there again.
+    SGLang's function ends a server that is not idle, and one that is asked for the same tag twice. Here running
+    requests are retracted to the queue and wait until all memory is back.
     """
     asked = recv_req.tags or GPU_MEMORY_ALL_TYPES
     tags = [tag for tag in asked if tag in GPU_MEMORY_ALL_TYPES and tag not in updater.offload_tags]
@@ -65,7 +65,7 @@ def fall_asleep(original: Callable[..., Any], updater: Any, recv_req: Any) -> An
 
 
 def wake(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
-    """AROUND `SchedulerWeightUpdaterManager.resume_memory_occupation`: the cache is as it was when it was made."""
+    """AROUND `SchedulerWeightUpdaterManager.resume_memory_occupation`: restore the initial content of the cache."""
     asked = recv_req.tags or GPU_MEMORY_ALL_TYPES
     tags = [tag for tag in asked if tag in updater.offload_tags]
     if recv_req.tags and len(tags) < len(asked):
@@ -86,7 +86,8 @@ def wake(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
 
 
 def stay_asleep(original: Callable[..., None], scheduler: Any, recv_req: Any) -> None:
-    """AROUND `Scheduler.continue_generation`: nothing can run while memory is away."""
+    """AROUND `Scheduler.continue_generation`: keep the scheduler paused, since nothing can run while memory is
+    released."""
     original(scheduler, recv_req)
     if scheduler.weight_updater.offload_tags:
         setattr(scheduler, PAUSED, False)
@@ -94,11 +95,13 @@ def stay_asleep(original: Callable[..., None], scheduler: Any, recv_req: Any) ->
 
 
 def update_weights(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
-    """AROUND the four `SchedulerWeightUpdaterManager.update_weights_from_*`: nothing that other weights have computed
-    is served any more, from the device, the host or a storage, whether the update succeeds or stops half-way.
+    """AROUND the four `SchedulerWeightUpdaterManager.update_weights_from_*`: invalidate everything that other weights
+    have computed, on the device, the host and a storage, whether the update succeeds or fails half-way.
 
-    Also with `flush_cache` false, which is for one update of several: a flush takes a millisecond here. And what a
-    paused request has computed is computed again; SGLang ends a server that it asks to flush beside such a request.
+    This includes updates with `flush_cache` false, which marks one of several updates: a flush takes only a
+    millisecond here. Tokens of paused requests are recomputed too. SGLang ends a server that must flush beside such a
+    request.
+    """
     """
     if GPU_MEMORY_TYPE_WEIGHTS in updater.offload_tags:
         reason = "the memory of the weights is given back: call /resume_memory_occupation with the tag weights first"
@@ -109,14 +112,14 @@ def update_weights(original: Callable[..., Any], updater: Any, recv_req: Any) ->
 
 
 def end_update(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
-    """AROUND `compat.END_WEIGHT_UPDATE`: the same, whether there was an update before it or not."""
+    """AROUND `compat.END_WEIGHT_UPDATE`: invalidate the cache, even if no update came before."""
     with _forgetting(updater, empty_cache=False):
         return original(updater, recv_req)
 
 
 @contextmanager
 def _forgetting(updater: Any, empty_cache: bool) -> Iterator[None]:
-    """Weights change in between: what was computed before is forgotten, however that ends."""
+    """Context manager around a weight update: invalidate the cache, whether the update succeeds or fails."""
     scheduler = updater.scheduler
     compat.set_paused(scheduler, _retract(scheduler))
     _settle(scheduler)
@@ -128,14 +131,15 @@ def _forgetting(updater: Any, empty_cache: bool) -> Iterator[None]:
         if not flushed:
             raise RuntimeError("dsv4_sglang: there are new weights, and the cache of the old ones cannot be flushed")
         if isinstance(scheduler.tree_cache, PrefixCache):
-            # Nothing says which weights these are.
+            # The request does not identify the new weights, so they get a random name.
             name = [uuid.uuid4().hex[:16]]
             torch.distributed.broadcast_object_list(name, group=updater.tp_cpu_group, group_src=0)
             scheduler.tree_cache.forget_stored(name[0])
 
 
 def _retract(scheduler: Any) -> bool:
-    """Send what runs back to the queue, the step under way included; whether the scheduler was paused before."""
+    """Retract running requests to the queue, including those of the running step. Return True if the scheduler was
+    paused before."""
     paused = compat.is_paused(scheduler)
     if scheduler.disaggregation_mode is DisaggregationMode.NULL:
         scheduler.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
@@ -143,14 +147,15 @@ def _retract(scheduler: Any) -> bool:
 
 
 def _settle(scheduler: Any) -> None:
-    """Wait for what the host cache copies."""
+    """Wait for running copies of the host cache."""
     if isinstance(scheduler.tree_cache, PrefixCache):
         scheduler.tree_cache.settle(scheduler.waiting_queue)
 
 
 @contextmanager
 def _nobody_waiting(scheduler: Any) -> Iterator[None]:
-    """Requests that wait hold nothing of the cache, but SGLang 0.5.17 flushes nothing beside them."""
+    """Context manager that hides waiting requests. They hold nothing of the cache, but SGLang 0.5.17 does not flush
+    while there are any."""
     grammars = scheduler.grammar_manager
     waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
     compiling, grammars.grammar_queue = grammars.grammar_queue, []
@@ -161,7 +166,7 @@ def _nobody_waiting(scheduler: Any) -> Iterator[None]:
 
 
 def _runners(updater: Any) -> Iterator[Any]:
-    """Of the model, and of the draft model if there is one."""
+    """Yield the model runners of the model and, if present, of the draft model."""
     yield updater.tp_worker.model_runner
     if updater.draft_worker is not None:
         yield updater.draft_worker.draft_worker.draft_runner

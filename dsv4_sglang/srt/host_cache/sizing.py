@@ -45,8 +45,8 @@ def host_demand(
 
     The total is `size_gb`, or `ratio` times the memory of the device's blocks and snapshots. It is divided so that the
     host has MORE_SNAPSHOTS times as many snapshots per block as the device. The device counts with
-    SNAPSHOT_SHARE of its memory, or with its actual snapshots if the option `max_snapshots` is set: without the option a
-    small pool has extra snapshots for running requests, which the host does not need.
+    SNAPSHOT_SHARE of its memory, or with its actual snapshots if the option `max_snapshots` is set. Without the option
+    a small pool has extra snapshots for running requests, which the host does not need.
 
     Args:
         device_blocks: blocks on the device.

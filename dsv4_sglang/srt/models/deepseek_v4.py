@@ -1,8 +1,8 @@
 """DeepSeek-V4 as SGLang builds it, with its attention replaced.
 
-Embedding, hyper-connections (mHC), MoE, hash routing, quantisation and the weight loader are SGLang's. Each layer's
-attention projects, hands everything to the backend through RadixAttention, and projects the de-rotated output. On a CPU
-the layers that SGLang has as GPU kernels only come from `dsv4_sglang.srt.cpu.torch_layers`.
+Embedding, hyper-connections (mHC), MoE, hash routing, quantisation and the weight loader are SGLang's. The attention of
+a layer projects its input, calls the backend through RadixAttention, and projects the output after the inverse RoPE.
+On a CPU, `dsv4_sglang.srt.cpu.torch_layers` replaces the layers that SGLang has as GPU kernels only.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ from dsv4_sglang.srt.integration.compat import replaced
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T with an fp32 result: `[T, in]`, `[out, in]` to `[T, out]`."""
+    """Compute x @ weight.T with an fp32 result: `[T, in]`, `[out, in]` to `[T, out]`."""
     if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
         return compat.linear_bf16_fp32()(x, weight)
     return F.linear(x.float(), weight.float())
 
 
 def _scales_are_fp32() -> bool:
-    """Whether DeepGEMM takes FP8 scales as fp32 numbers (Hopper), else as packed powers of two (Blackwell)."""
+    """Return True if DeepGEMM takes FP8 scales in fp32 (Hopper), False if as packed powers of two (Blackwell)."""
     from sglang.srt.layers import deep_gemm_wrapper
 
     return not deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0
 
 
 def so_far(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """What the current stream has done so far, for another to wait for; None where there is no stream beside it."""
+    """Record the progress of the current stream as an event for `stream` to wait for. Return None without `stream`."""
     return None if stream is None else torch.cuda.current_stream().record_event()
 
 
 def wait_for(event: torch.cuda.Event | None) -> None:
-    """The current stream goes on when `event` has been reached."""
+    """Let the current stream wait for `event`, if there is one."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
 
 
 @contextmanager
 def beside(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> Iterator[None]:
-    """Run the body on `stream`, when `after` has been reached; None: on the current stream."""
+    """Context manager: run the body on `stream` after `after`. If either is None, run it on the current stream."""
     if stream is None or after is None:
         yield
         return
@@ -74,8 +74,8 @@ def beside(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> 
 
 
 def _with_room_for_drafts(config: Any) -> Any:
-    """The config with as many more positions as drafts may lie behind the end of the context: tables of rotations have
-    a row for each."""
+    """Return the config with additional positions for drafts behind the end of the context. The RoPE tables have a row
+    for each position."""
     from sglang.srt.runtime_context import get_spec
 
     if not (drafts := get_spec().speculative_num_draft_tokens):
@@ -85,23 +85,23 @@ def _with_room_for_drafts(config: Any) -> Any:
     return wider
 
 
+# The normalised latent `[T, q_lora_rank]` from which both queries are projected, or its FP8 codes and scales.
 Latent = Tensor | tuple[Tensor, Tensor]
-"""The normalised latent `[T, q_lora_rank]` that both queries are projected from, or its FP8 codes and scales."""
 
 
 class CompressorWeights(nn.Module):
-    """Parameters of one compressor, named as SGLang's loader knows them; `ape` keeps the layout of the checkpoint."""
+    """Parameters of a compressor, with the names that SGLang's loader expects. `ape` keeps the stored layout."""
 
     def __init__(self, config: Any, ratio: int, dim: int, prefix: str) -> None:
         super().__init__()
-        # Ratio 4 has two streams, for the token's own window and the next one (SPEC 3.1); keys and scores of each.
+        # Ratio 4 has two overlapping streams (SPEC 3.1), each with keys and scores.
         streams = 2 if ratio == CSA_RATIO else 1
         self.ape = nn.Parameter(torch.empty(ratio, streams * dim, dtype=torch.float32), requires_grad=False)
         self.wkv_gate = ReplicatedLinear(
             config.hidden_size, 2 * streams * dim, bias=False, prefix=add_prefix("wkv_gate", prefix)
         )
         self.norm = RMSNorm(dim, eps=config.rms_norm_eps, weight_dtype=torch.float32)
-        # SGLang's own kernels want another layout of `ape`; this tells its loader that there is nothing to convert.
+        # SGLang's kernels use another layout of `ape`. This flag tells its loader that there is nothing to convert.
         self.ape_converted = True
 
 
@@ -124,14 +124,14 @@ class IndexerWeights(nn.Module):
         self.compressor = CompressorWeights(config, CSA_RATIO, self.dim, add_prefix("compressor", prefix))
 
     def forward(self, latent: Latent) -> Tensor:
-        """Raw index queries `[T, heads, 128]`."""
+        """Return raw index queries `[T, heads, 128]`."""
         query, _ = self.wq_b(latent)
         return query.view(-1, self.heads, self.dim)
 
 
 class CacheAttention(RadixAttention):
-    """RadixAttention whose call is recorded into CUDA graphs of prefill steps, too: SGLang's would end the graph before
-    attention and run it eagerly."""
+    """RadixAttention that is recorded into CUDA graphs of prefill steps. SGLang's ends the graph before attention and
+    runs attention eagerly."""
 
     def forward(
         self,
@@ -147,9 +147,9 @@ class CacheAttention(RadixAttention):
 
 
 class CachedAttention(in_tree.MqaAttentionBase):
-    """One layer's attention over our cache. Projections and their parameters are SGLang's."""
+    """Attention of a layer over this cache. The projections and their parameters are SGLang's."""
 
-    # Larger batches fill the GPU with one projection at a time. SGLang's own limit.
+    # Maximum batch size for several streams, SGLang's limit. Larger batches fill the GPU with a single projection.
     overlap_limit = 64
 
     def __init__(
@@ -162,8 +162,17 @@ class CachedAttention(in_tree.MqaAttentionBase):
         is_draft: bool = False,
         **projections: bool,
     ) -> None:
-        """`is_draft`: layer `layer_id` of the draft model, with the window alone. `projections`: how SGLang's base
-        class builds them, where that is not its default."""
+        """Build the attention of a layer.
+
+        Args:
+            config: SGLang's config of the model.
+            layer_id: number of the layer.
+            quant_config: SGLang's quantisation config.
+            prefix: prefix of the parameter names.
+            streams: CUDA streams for overlap, or None.
+            is_draft: the layer belongs to the draft model and has a window only.
+            projections: arguments for SGLang's base class that differ from its defaults.
+        """
         ratio = 0 if is_draft else config.compress_ratios[layer_id]
         cache_layer = config.num_hidden_layers + layer_id if is_draft else layer_id
         # SGLang would apply YaRN to window-only layers too; the released model does not (SPEC 1.3).
@@ -176,35 +185,35 @@ class CachedAttention(in_tree.MqaAttentionBase):
         self.attn_mqa = CacheAttention(
             self.n_local_heads, self.head_dim, self.softmax_scale, num_kv_heads=1, layer_id=cache_layer
         )
-        # A draft model may have one stream for all.
+        # A draft model may have only one stream.
         overlaps = streams and envs.SGLANG_OPT_USE_MULTI_STREAM_OVERLAP.get()
         self.streams = (*streams, None)[:2] if streams and overlaps else (None, None)
-        # SGLang multiplies the first output projection in FP8 where its weights came with scales and stayed so.
+        # SGLang runs the first output projection in FP8 if its weights were loaded with scales.
         self.fp8_wo_a = hasattr(self.wo_a, "weight_scale_inv")
         self.quantises_output = self.fp8_wo_a and _scales_are_fp32()
-        # Room behind the sinks, from which a kernel of more heads than this process has takes sinks, too. The parameter
-        # stays a part of it, so that weights that are loaded later arrive here.
+        # The sinks are padded for kernels that take more heads than this process has. The parameter remains a view of
+        # the padded tensor, so that weights that are loaded later arrive here.
         sinks = self.attn_sink.data.new_zeros(self.n_heads + MOST_PADDED_HEADS)
         self.attn_sink.data, self._sinks = sinks[: self.n_heads], sinks[self.attn_tp_rank * self.n_local_heads :]
         self._widths: list[int] = []
         self._weight_of_x = self.attn_sink.data.new_empty(0)
 
     def make_sources(self, config: Any, ratio: int, quant_config: Any, prefix: str) -> tuple[Any, Any]:
-        """The modules of the layer's compressor and of its indexer, None where it has none."""
+        """Return the modules of the layer's compressor and indexer, or None where it has none."""
         return (
             CompressorWeights(config, ratio, self.head_dim, add_prefix("compressor", prefix)) if ratio else None,
             IndexerWeights(config, quant_config, add_prefix("indexer", prefix)) if ratio == CSA_RATIO else None,
         )
 
     def maybe_use_decode_attn_tp(self, forward_batch: Any) -> Any:
-        """A layer is never split over processes here."""
+        """Return a null context: layers are never split over processes here."""
         return nullcontext()
 
     def fuse_projections_of_x(self) -> None:
-        """Lay the fp32 projections of x side by side, so that one GEMM computes them; the parameters become its parts.
+        """Concatenate the fp32 projections of x, so that one GEMM computes them. The parameters become views.
 
-        Called each time that weights were loaded. Only the first moves them: loading again writes through the
-        parameters into the same memory, which CUDA graphs know.
+        Called after each loading of weights. Only the first call moves the parameters. Later loads write through them
+        into the same memory, whose addresses CUDA graphs contain.
         """
         if self._widths:
             return
@@ -218,7 +227,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
                 linear.weight.data = part
 
     def accepts_mxfp8_swizzled_input(self) -> bool:
-        """SGLang's layer asks in which forms it may give `x`: as it is."""
+        """Return False. SGLang's layer asks which quantised forms of `x` are accepted; there are none."""
         return False
 
     def accepts_deepgemm_mxfp8_input(self) -> bool:
@@ -227,13 +236,23 @@ class CachedAttention(in_tree.MqaAttentionBase):
     def forward(
         self, positions: Tensor, x: Tensor, forward_batch: Any, x_quant: Any = None, defer_all_reduce: bool = False
     ) -> Tensor:
-        """`x [T, hidden]` after the input norm, to `[T, hidden]`; with `defer_all_reduce` this process's part of it.
+        """Compute the attention of a layer.
 
-        In a CUDA graph of a small batch three streams run. The current one writes the cache as soon as the raw window
-        projection and, from the second, the compressors' inputs are there: an append takes few of the GPU's SMs, and
-        scores wait for what it writes. The third projects the query meanwhile, and the second the index query. Both
-        products want the whole GPU; that of the query is first, so that none is in the way of scores and selection. The
-        backend waits for each where it first reads it.
+        A CUDA graph of a small batch uses three streams. The current stream writes the cache as soon as it has the raw
+        window projection and, from the second stream, the compressors' inputs. An append needs few SMs, and the index
+        scores depend on its output. Meanwhile the third stream projects the query and the second the index query. Both
+        GEMMs use the whole GPU. That of the query comes first, so that neither delays scores and selection. The backend
+        waits for each result where it first reads it.
+
+        Args:
+            positions: [T] positions of the tokens.
+            x: [T, hidden], after the input norm.
+            forward_batch: SGLang's batch.
+            x_quant: unused.
+            defer_all_reduce: return only this process's part of the sum.
+
+        Returns:
+            [T, hidden].
         """
         if x.shape[0] == 0:
             return x
@@ -268,7 +287,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
         return self._project_out(out, positions, defer_all_reduce)
 
     def cache_weights(self) -> LayerWeights:
-        """What the cache takes of this layer's weights."""
+        """Return the weights that the cache ops of this layer use."""
         main, index = self.compressor, self.indexer.compressor if self.indexer else None
         return LayerWeights(
             kv_norm=self.kv_norm.weight,
@@ -284,7 +303,8 @@ class CachedAttention(in_tree.MqaAttentionBase):
         return x.is_cuda and get_is_capture_mode() and x.shape[0] <= self.overlap_limit
 
     def _project_x(self, x: Tensor) -> list[Tensor]:
-        """fp32 projections of x that exist: main compressor, indexer compressor, index head weights."""
+        """Return the fp32 projections of x: main compressor, indexer compressor, index head weights. Those that the
+        layer lacks are left out."""
         if not self.compressor:
             return []
         if not self._widths:
@@ -293,12 +313,12 @@ class CachedAttention(in_tree.MqaAttentionBase):
 
     @cached_property
     def quantises_latent(self) -> bool:
-        """Whether the latent is quantised once, with its norm, for all that is projected from it."""
+        """True if the latent is quantised once, together with its norm, for all projections from it."""
         projections = [self.wq_b, *([self.indexer.wq_b] if self.indexer else [])]
         return all(map(compat.takes_quantised_input, projections))
 
     def _down(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The query latent before its norm `[T, q_lora_rank]`, and the raw window projection `[T, 512]`."""
+        """Return the query latent before its norm `[T, q_lora_rank]` and the raw window projection `[T, 512]`."""
         if not self.fuse_wqa_wkv:
             return self.wq_a(x)[0], self.wkv(x)[0]
         q_lora, kv = self.wqkv_a(x)[0].split([self.q_lora_rank, self.head_dim], dim=-1)
@@ -312,7 +332,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
         return self.q_norm(q_lora)
 
     def _query(self, latent: Latent, positions: Tensor, out: Tensor) -> None:
-        """Write the normed and rotated queries to the first heads of `out` [T, at least this process's heads, 512]."""
+        """Write the queries, after norm and RoPE, to the first heads of `out` [T, H, 512], H >= `n_local_heads`."""
         q, _ = self.wq_b(latent)
         q, out = q.view(-1, self.n_local_heads, self.head_dim), out[:, : self.n_local_heads]
         if q.is_cuda:
@@ -321,26 +341,31 @@ class CachedAttention(in_tree.MqaAttentionBase):
             out.copy_(torch_layers.query_norm_rope(q, positions, self.rope, self.eps))
 
     def _project_out(self, out: LayerOutput, positions: Tensor, defer_all_reduce: bool = False) -> Tensor:
-        """Grouped output projection of the heads `[T, heads, 512]`, each token's heads in a row."""
+        """Apply the grouped output projection to the heads `[T, heads, 512]`."""
         grouped = out.values.view(out.values.shape[0], self.n_local_groups, -1)
         if out.rotated or self.fp8_wo_a:
             projected = self._fp8_wo_a(grouped, positions if out.rotated else None)
         else:
             weight = self.wo_a.weight.data.view(self.n_local_groups, self.o_lora_rank, -1).to(grouped.dtype)
             projected = grouped.new_empty(grouped.shape[0], self.n_local_groups, self.o_lora_rank)
-            # One product a group, written where its tokens lie; einsum would lay groups apart and wo_b copy them.
+            # One GEMM per group, written in token-major order. einsum would write group-major and wo_b copy the result.
             torch.bmm(grouped.transpose(0, 1), weight.transpose(1, 2), out=projected.transpose(0, 1))
         y, _ = self.wo_b(projected.flatten(1))
-        # wo_b adds up the parts of all processes itself, but not where attention is split over some of them only, nor
-        # where SGLang's layer does (since 0.5.23, on a GPU).
+        # wo_b sums the parts of all processes itself, except if attention is split over only some of them. Then the sum
+        # is computed here, or by SGLang's layer (since 0.5.23, on a GPU).
         if not defer_all_reduce and 1 < self.attn_tp_size < get_parallel().tp_size:
             y = dp_attention.attn_tp_all_reduce(y)
         return y
 
     def _fp8_wo_a(self, grouped: Tensor, inverse_rope_from: Tensor | None) -> Tensor:
-        """`[T, groups, dim]` to `[T, groups, o_lora_rank]` by DeepGEMM, with the scales each architecture wants.
+        """Apply the first output projection in FP8 by DeepGEMM, with the scale format of the architecture.
 
-        `inverse_rope_from` [T]: positions at which the heads are still rotated.
+        Args:
+            grouped: [T, groups, dim].
+            inverse_rope_from: [T] positions if the inverse RoPE must be applied to the heads first, else None.
+
+        Returns:
+            [T, groups, o_lora_rank] bfloat16.
         """
         import deep_gemm
 
@@ -369,7 +394,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
 
 
 class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
-    """SGLang's layer with our attention, and on a CPU with PyTorch hyper-connections and experts."""
+    """SGLang's layer with this package's attention. On a CPU, hyper-connections and experts run in PyTorch."""
 
     attention = CachedAttention
 
@@ -389,7 +414,7 @@ class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
         alt_streams: list[torch.cuda.Stream] | None,
         compress_ratio_override: int | None = None,
     ) -> nn.Module:
-        # SGLang overrides the ratio, by that of a window alone, for the layers of a draft model.
+        # SGLang overrides the ratio (window only) for the layers of a draft model.
         is_draft = compress_ratio_override is not None
         return self.attention(config, layer_id, quant_config, prefix, alt_streams, is_draft)
 
@@ -427,7 +452,7 @@ class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
         limit = getattr(self.config, "swiglu_limit", None)
         if get_parallel().attn_dp_size == 1:
             return torch_layers.mixture_of_experts(self.mlp, hidden_states, input_ids, limit)
-        # Experts are divided among all processes: each takes the tokens of all ranks, then keeps its rank's.
+        # Experts are divided among all processes: each computes the tokens of all ranks and keeps those of its rank.
         everyones = dp_attention.get_global_dp_buffer(get_parallel().tp_group)
         dp_attention.dp_gather_replicate(everyones, hidden_states, forward_batch)
         out = torch_layers.mixture_of_experts(self.mlp, everyones, input_ids_global, limit)
@@ -437,7 +462,7 @@ class DecoderLayer(in_tree.DeepseekV4DecoderLayer):
 
 
 class Model(in_tree.DeepseekV4Model):
-    """SGLang's stack; the final collapse of the residual streams is a GPU kernel there."""
+    """SGLang's stack of layers. On a CPU the final collapse of the residual streams runs in PyTorch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -452,7 +477,7 @@ class Model(in_tree.DeepseekV4Model):
         input_embeds: Tensor | None = None,
         pp_proxy_tensors: Any = None,
     ) -> Any:
-        """SGLang records this call as the graph of a prefill step; the LM head comes after it."""
+        """Run the layers. SGLang records this call as the graph of a prefill step; the LM head follows it."""
         get_attn_backend().begin_recorded()
         return super().forward(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
 
@@ -463,7 +488,7 @@ class Model(in_tree.DeepseekV4Model):
 
 
 class DeepseekV4ForCausalLM(in_tree.DeepseekV4ForCausalLM):
-    """The class that SGLang serves: same architecture name and checkpoint names as its own."""
+    """The model that SGLang serves. It has the same architecture name and weight names as SGLang's class."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         with replaced(in_tree, DeepseekV4Model=Model, DeepseekV4DecoderLayer=self.layer_class(config)):
@@ -471,7 +496,7 @@ class DeepseekV4ForCausalLM(in_tree.DeepseekV4ForCausalLM):
 
     @staticmethod
     def layer_class(config: Any) -> type[DecoderLayer]:
-        """The class of the layers of V4, or of V4.1."""
+        """Return the layer class of V4 or V4.1."""
         if config.model_type not in V41_MODEL_TYPES:
             return DecoderLayer
         from dsv4_sglang.srt.models.deepseek_v41 import V41DecoderLayer

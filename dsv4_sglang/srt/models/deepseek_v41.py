@@ -1,8 +1,8 @@
-"""DeepSeek-V4.1 as SGLang builds it since 0.5.23, with its attention replaced; on a CPU.
+"""DeepSeek-V4.1 as SGLang builds it since 0.5.23, with its attention replaced. Runs on a CPU only.
 
-The model has V4's class there. What differs: few layers have a compressor and an indexer, the query is not normalised
-per head, and a sublayer takes the residual streams by the weights that the sublayer before it computed, so that one
-pass over them serves both (single-pass hyper-connections).
+SGLang uses V4's class for the model. Differences to V4: only few layers have a compressor and an indexer. The query is
+not normalised per head. A sublayer collapses the residual streams with weights that the previous sublayer computed, so
+that one pass over the streams serves both (single-pass hyper-connections).
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, DecoderLayer, La
 
 
 class V41CompressorWeights(nn.Module):
-    """Parameters of a compressor, named as SGLang's loader knows them."""
+    """Parameters of a compressor, with the names that SGLang's loader expects."""
 
     def __init__(self, config: Any, ratio: int, dim: int, prefix: str) -> None:
         super().__init__()
         self.norm = RMSNorm(dim, eps=config.rms_norm_eps, weight_dtype=torch.float32)
-        # The loader lays key and gate side by side where it finds this name.
+        # SGLang's loader concatenates key and gate weights if it finds this name.
         name, width = ("wkv_gate", 2 * dim) if ratio == 2 else ("wkv", dim)
         self.add_module(name, ReplicatedLinear(config.hidden_size, width, bias=False, prefix=add_prefix(name, prefix)))
         self.ratio = ratio
 
     def forward(self, x: Tensor) -> Tensor:
-        """What `append_v41` takes: at ratio 2 [T, 1024] fp32, at ratio 1 [T, 512]."""
+        """Return the input of `append_v41`: [T, 1024] fp32 at ratio 2, [T, 512] at ratio 1."""
         return linear_fp32(x, self.get_parameter("wkv_gate.weight")) if self.ratio == 2 else self.wkv(x)[0]
 
 
 class V41IndexerWeights(nn.Module):
-    """Parameters of an indexer; `owns_keys`: those of the keys of the layer's own entries, too."""
+    """Parameters of an indexer. `owns_keys`: include those of the keys, in a layer with its own entries."""
 
     def __init__(self, config: Any, quant_config: Any, owns_keys: bool, prefix: str) -> None:
         super().__init__()
@@ -55,16 +55,16 @@ class V41IndexerWeights(nn.Module):
             self.k_norm = RMSNorm(self.dim, eps=config.rms_norm_eps, weight_dtype=torch.float32)
 
     def query(self, latent: Latent) -> Tensor:
-        """Raw index queries `[T, heads, 128]`."""
+        """Return raw index queries `[T, heads, 128]`."""
         return self.wq_b(latent)[0].view(-1, self.heads, self.dim)
 
     def keys(self, latents: Tensor) -> Tensor:
-        """Raw index keys `[T, 128]` of the compressor's latents `[T, 512]`."""
+        """Return raw index keys `[T, 128]` of the compressor's latents `[T, 512]`."""
         return self.wk(latents.to(self.wk.weight.dtype))[0]
 
 
 class V41Attention(CachedAttention):
-    """One layer's attention over our cache."""
+    """Attention of a V4.1 layer over this cache."""
 
     def make_sources(self, config: Any, ratio: int, quant_config: Any, prefix: str) -> tuple[Any, Any]:
         owns, selects = self.layer_id in config.kv_source_layer_ids, self.layer_id in config.index_source_layer_ids
@@ -74,7 +74,7 @@ class V41Attention(CachedAttention):
         )
 
     def fuse_projections_of_x(self) -> None:
-        """Nothing: those of V4.1 are not all fp32."""
+        """Do nothing: not all of V4.1's projections of x are fp32."""
 
     def forward(
         self, positions: Tensor, x: Tensor, forward_batch: Any, x_quant: Any = None, defer_all_reduce: bool = False
@@ -112,15 +112,18 @@ class V41Attention(CachedAttention):
 
 
 class V41DecoderLayer(DecoderLayer):
-    """SGLang's layer with our attention and PyTorch hyper-connections."""
+    """SGLang's layer with this package's attention and PyTorch hyper-connections."""
 
     attention = V41Attention
 
     def forward_hc_pre_from_prev(
         self, positions: Tensor, state: Any, input_ids: Tensor, forward_batch: Any, input_ids_global: Tensor
     ) -> Any:
-        """From SGLang's record of the streams `[T, n, hidden]` and of the weights `[T, n]` by which the next sublayer
-        takes them (None before the first layer: the first stream alone) to that behind this layer."""
+        """Run a layer on SGLang's record of the residual streams, and return the new record.
+
+        The record has the streams `[T, n, hidden]` and the weights `[T, n]` with which the next sublayer collapses
+        them. The weights are None before the first layer, which takes the first stream.
+        """
         streams, taken = state.residual, state.pre
         pre, post, comb = self._mixes(streams, self.attn_hc)
         x = streams[:, 0] if taken is None else torch_layers.collapse(streams, taken)

@@ -1,8 +1,8 @@
 """DSPARK's draft model as SGLang builds it, with the attention of its stages replaced.
 
-The stages have the window alone. Their cache is one more layer of the served model's each: behind the last one. Two
-things write it: a block that is drafted, for its own queries, and then, in the same rows and behind them, the context
-that they read: projections of the served model's hidden states, for each token that it has run.
+The stages have a sliding window only. In the cache, each stage is a layer after the last one of the served model. Two
+parts write it. A drafted block writes entries for its own queries. Then the context overwrites and extends them:
+projections of the served model's hidden states, one for each token that it has run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, DecoderLayer, re
 
 
 class Stage(in_tree.DSparkV4Stage, DecoderLayer):
-    """A stage: SGLang's, with our attention, and on a CPU what our layers have there."""
+    """SGLang's stage with this package's attention, and on a CPU with the CPU parts of `DecoderLayer`."""
 
     def _build_self_attn(
         self,
@@ -30,21 +30,27 @@ class Stage(in_tree.DSparkV4Stage, DecoderLayer):
         alt_streams: Any,
         compress_ratio_override: int | None = None,
     ) -> nn.Module:
-        # Context is projected by `wkv` alone, and SGLang's loader of this model dequantises wo_a.
+        # The context is projected by `wkv` alone, and SGLang's loader of this model dequantises wo_a.
         projections = {"fuse_wqa_wkv": False, "wo_a_fp8": False, "wo_a_keeps_quant_config": False}
         return CachedAttention(config, layer_id, quant_config, prefix, alt_streams, is_draft=True, **projections)
 
 
 class DeepseekV4ForCausalLMDSpark(in_tree.DeepseekV4ForCausalLMDSpark):
-    """The class that SGLang drafts with: same architecture name and checkpoint names as its own."""
+    """The draft model that SGLang loads. It has the same architecture name and weight names as SGLang's class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with replaced(in_tree, DSparkV4Stage=Stage):
             super().__init__(*args, **kwargs)
 
     def context_rows(self, target_hidden: Tensor) -> list[tuple[int, LayerWeights, Tensor]]:
-        """Of each stage its layer in the cache, its weights, and its raw window projections [T, 512] of the served
-        model's hidden states [T, target layers * hidden]."""
+        """Return the window projections of the served model's hidden states.
+
+        Args:
+            target_hidden: [T, target layers * hidden].
+
+        Returns:
+            For each stage: its layer in the cache, its weights, and raw window projections [T, 512].
+        """
         attention = [stage.self_attn for stage in self.stages]
         projected = CommitKvProj.execute(
             main_x=self.project_target_hidden(target_hidden), wkv_linears=[layer.wkv for layer in attention]

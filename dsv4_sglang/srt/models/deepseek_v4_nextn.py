@@ -1,6 +1,6 @@
 """DeepSeek-V4's MTP block as SGLang builds it for a draft model (NextN), with its attention replaced.
 
-The block has the window alone. Its cache is one more layer of the served model's: behind the last one.
+The block has a sliding window only. In the cache it is a layer after the last one of the served model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dsv4_sglang.srt.models.deepseek_v4 import DecoderLayer, replaced
 
 
 class DeepseekV4ForCausalLMNextN(in_tree.DeepseekV4ForCausalLMNextN):
-    """The class that SGLang drafts with: same architecture name and checkpoint names as its own."""
+    """The draft model that SGLang loads. It has the same architecture name and weight names as SGLang's class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with replaced(in_tree, DeepseekV4DecoderLayer=DecoderLayer):

@@ -1,4 +1,4 @@
-"""The query latent, normalised and quantised for FP8 projections in one launch (SPEC 2.2)."""
+"""RMS norm and FP8 quantisation of the query latent in one launch (SPEC 2.2)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4_sglang.formats.kv_entries import FP8_MAX
 
 GROUP = 128  # channels that share a scale
-SCALE_ALIGNMENT = 4  # rows: DeepGEMM loads columns of fp32 scales in pieces of 16 bytes
+SCALE_ALIGNMENT = 4  # rows: DeepGEMM loads columns of fp32 scales in units of 16 bytes
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def _norm_and_quantise_kernel(
     x_ptr, weight_ptr, codes_ptr, scales_ptr, x_stride, scales_stride, eps, FP8_MAX: tl.constexpr,
     DIM: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens); GROUPS: those of a row, rounded up to a power of two."""
+    """Grid (tokens). GROUPS: groups of a row, rounded up to a power of two."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -34,10 +34,16 @@ def _norm_and_quantise_kernel(
 
 
 def norm_and_quantise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm of the rows of `x` [T, dim], rounded to its dtype, as DeepGEMM takes FP8 inputs on Hopper.
+    """Normalise the rows of `x`, and quantise them to FP8 as DeepGEMM expects its inputs on Hopper.
 
-    `weight` [dim]; dim a multiple of 128. Returns e4m3 codes [T, dim] and fp32 scales [T, dim / 128], each the largest
-    magnitude of 128 channels over 448; a scale's rows lie together, columns at multiples of 16 bytes.
+    Args:
+        x: [T, dim], dim a multiple of 128. The norm is rounded to its dtype before quantisation.
+        weight: [dim] weight of the norm.
+        eps: epsilon of the norm.
+
+    Returns:
+        e4m3 codes [T, dim] and fp32 scales [T, dim / 128], the largest magnitude of 128 channels over 448. The scales
+        are column-major, with columns aligned to 16 bytes.
     """
     tokens, dim = x.shape
     if dim % GROUP or x.stride(1) != 1 or weight.shape != (dim,):

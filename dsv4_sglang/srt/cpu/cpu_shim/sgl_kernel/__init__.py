@@ -1,8 +1,8 @@
-"""Stands in for `sgl_kernel` on a machine without a GPU, where no build of it exists.
+"""Replacement of `sgl_kernel` on a machine without a GPU, for which no build of it exists.
 
-`dsv4-sglang serve` puts the folder above on PYTHONPATH when it launches for the CPU; it is never used on a GPU machine.
-SGLang's CPU path imports many names and calls few of them: two always, the others for EAGLE drafts. No operator of
-`torch.ops.sgl_kernel` is defined, which SGLang reads as a CPU without AMX, so that it takes its plain PyTorch layers.
+`dsv4-sglang serve` adds the parent folder to PYTHONPATH when it starts a server on the CPU. It is never used on a GPU
+machine. SGLang's CPU path imports many names but calls few: two always, the others for EAGLE drafts. No operator of
+`torch.ops.sgl_kernel` is defined. SGLang therefore assumes a CPU without AMX and uses its plain PyTorch layers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 __version__ = "0.0.0+dsv4.sglang.cpu"
 
+# SGLang's `TreeMaskMode`: the mask covers the tokens to verify only, not the tokens before them.
 QLEN_ONLY = 1
-"""SGLang's `TreeMaskMode`: a mask over the tokens to verify alone, without those before them."""
 
 
 def assign_req_to_token_pool_cpu(
@@ -40,7 +40,7 @@ def assign_extend_cache_locs_cpu(
     out_cache_loc: torch.Tensor,
     pool_len: int,
 ) -> None:
-    """The inverse: read columns [start, end) of the requests' rows, one after the other, into `out_cache_loc`."""
+    """Read columns [start, end) of the requests' rows of `req_to_token`, concatenated, into `out_cache_loc`."""
     bounds = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist())
     locs = torch.cat([req_to_token[row, start:end] for row, start, end in bounds])
     out_cache_loc[: len(locs)] = locs.to(out_cache_loc.dtype)
@@ -55,7 +55,7 @@ def assign_draft_cache_locs_contiguous_cpu(
     topk: int,
     speculative_num_steps: int,
 ) -> None:
-    """Read the `topk * speculative_num_steps` columns behind each request's length into `out_cache_loc`."""
+    """Read the `topk * speculative_num_steps` columns after each request's length into `out_cache_loc`."""
     columns = seq_lens.long()[:, None] + torch.arange(topk * speculative_num_steps)
     out_cache_loc.copy_(req_to_token[req_pool_indices.long()[:, None], columns].flatten())
 
@@ -74,16 +74,16 @@ def build_tree_kernel_efficient_cpu(
     draft_token_num: int,
     tree_mask_mode: int,
 ) -> None:
-    """Fill in mask, positions and links of the tokens to verify, which with a top-k of 1 are a chain.
+    """Fill in mask, positions and links of the tokens to verify. With a top-k of 1 they form a chain.
 
-    Links are `[requests, draft_token_num]`: where a token lies in the batch, its first child (-1 behind the last), its
-    next sibling (none). The mask is a causal one for each request (QLEN_ONLY).
+    Links are `[requests, draft_token_num]`: the index of a token in the batch, its first child (-1 for the last token),
+    and its next sibling (none). The mask is causal within each request (QLEN_ONLY).
     """
     if topk != 1:
-        raise NotImplementedError(f"speculative_eagle_topk {topk}: without a GPU only 1 is there")
+        raise NotImplementedError(f"speculative_eagle_topk {topk}: only 1 is supported without a GPU")
     if tree_mask_mode != QLEN_ONLY:
         raise NotImplementedError(
-            f"tree mask mode {tree_mask_mode}: without a GPU only QLEN_ONLY ({QLEN_ONLY}) is there"
+            f"tree mask mode {tree_mask_mode}: only QLEN_ONLY ({QLEN_ONLY}) is supported without a GPU"
         )
     requests, d = len(verified_seq_len), draft_token_num
     order = torch.arange(d)
@@ -105,8 +105,8 @@ def verify_tree_greedy_cpu(
 ) -> None:
     """Walk from each request's first token to the child that the target predicts, as long as there is one.
 
-    Fills in what is visited: in `predicts` the target's token behind it, in `accept_index` where it lies in the batch.
-    `accept_token_num` counts the steps, thus drafted tokens.
+    For each visited token, `predicts` gets the target's next token and `accept_index` its index in the batch.
+    `accept_token_num` is the number of steps, which is the number of accepted drafts.
     """
     for row, tokens in enumerate(candidates.tolist()):
         child_of, sibling_of = retrive_next_token[row].tolist(), retrive_next_sibling[row].tolist()
@@ -125,21 +125,21 @@ def verify_tree_greedy_cpu(
 def fill_bonus_tokens_cpu(
     accept_tokens: torch.Tensor, accept_lens: torch.Tensor, bonus_tokens: torch.Tensor, accept_stride: int
 ) -> None:
-    """Read each request's last accepted token; it has `accept_stride` places, the first `accept_lens` filled."""
+    """Read each request's last accepted token. A request has `accept_stride` places; `accept_lens` are used."""
     last = torch.arange(len(accept_lens)) * accept_stride + accept_lens - 1
     bonus_tokens.copy_(accept_tokens.flatten()[last])
 
 
 def _empty_cache() -> None:
-    """A CPU's allocator keeps nothing back."""
+    """Do nothing: the CPU allocator caches no memory."""
 
 
-if not hasattr(torch.cpu, "empty_cache"):  # SGLang calls it for any device when a draft gets the target's embedding
-    setattr(torch.cpu, "empty_cache", _empty_cache)  # noqa: B010  (a type checker knows that it is not there)
+if not hasattr(torch.cpu, "empty_cache"):  # SGLang calls it on any device when a draft gets the target's embedding
+    setattr(torch.cpu, "empty_cache", _empty_cache)  # noqa: B010  (type checkers know that it does not exist)
 
 
 def __getattr__(name: str) -> object:
-    """Any other name: importable, and an error that names it when called."""
+    """Return a function for any other name, which raises an error with that name when it is called."""
     if name.startswith("__"):
         raise AttributeError(name)
 
