@@ -102,7 +102,6 @@ def update_weights(original: Callable[..., Any], updater: Any, recv_req: Any) ->
     millisecond here. Tokens of paused requests are recomputed too. SGLang ends a server that must flush beside such a
     request.
     """
-    """
     if GPU_MEMORY_TYPE_WEIGHTS in updater.offload_tags:
         reason = "the memory of the weights is given back: call /resume_memory_occupation with the tag weights first"
         return UPDATES[type(recv_req)](success=False, message=reason)
