@@ -1,4 +1,4 @@
-"""Put the cache in place in this process: configuration facts, backend, model, hooks."""
+"""Installation of the cache in this process: configuration, backend, model, hooks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FUSED_STREAM_THREADS = 256
 
 
 def activate(launch: Launch, server_args: Any) -> None:
-    """Once a process. Raises if anything that the cache relies on is not there."""
+    """Install the cache, once in a process. Raise LaunchError if SGLang lacks anything that the cache relies on."""
     config = config_of(server_args.model_path)
     reject_release(config.get("model_type"))
     hooks = hooks_of(launch, on_cpu=server_args.device == "cpu")
@@ -43,34 +43,33 @@ def activate(launch: Launch, server_args: Any) -> None:
 
 
 def warn_of_release() -> None:
-    """Log one warning if the installed release, whose hooks are as expected, is not validated."""
+    """Log a warning if the installed release has all expected hooks but is not validated."""
     if compat.validation() is None:
         said = "dsv4_sglang: %s; its hooks are as expected, but flags that are new in it are not checked"
         log.warning(said, compat.version_note())
 
 
 def _set_environment(config: dict[str, Any]) -> None:
-    """SGLang reads these here and in the processes that inherit the environment, the first when its model module is
-    imported."""
+    """Set variables that SGLang reads when its model module is imported, here and in processes that inherit them."""
     if config and "quantization_config" not in config:
-        # Its FP8 GEMM of wo_a, on by default, wants an FP8 checkpoint.
+        # SGLang's FP8 GEMM of wo_a, on by default, needs an FP8 checkpoint.
         os.environ.setdefault("SGLANG_OPT_FP8_WO_A_GEMM", "0")
     hidden = config.get("hidden_size", 0)
     if hidden % (FUSED_STREAM_THREADS * (8 if hidden <= 4096 else 4)):
-        # SGLang's fused kernel of hyper-connections, on by default since 0.5.23, divides the hidden states of small
-        # steps into 8 or 4 parts, and counts channels twice where a part does not fill its threads.
+        # SGLang's fused kernel of hyper-connections, on by default since 0.5.23, divides the hidden dimension of small
+        # steps into 8 or 4 parts. It counts channels twice if a part is not a multiple of its threads.
         os.environ.setdefault("SGLANG_OPT_FUSE_MHC_POST_PRE", "0")
     if os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
-        # When a step of one process fails, the server would wait a minute for dumps that the others cannot make.
+        # If a step of one process fails, the server would wait a minute for core dumps that the others cannot make.
         os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 
 
 def _declare_state() -> None:
-    """Give SGLang's config classes of this architecture what makes it a model with a recurrent state."""
+    """Declare in SGLang's config classes of this architecture that the model has a recurrent state."""
     from sglang.srt.configs.linear_attn_model_registry import LinearAttnModelSpec, register_linear_attn_model
 
     for config_class in map(compat.config_class, compat.MODEL_TYPES):
-        # Snapshots end at multiples of this many tokens.
+        # Snapshots are taken at multiples of this many tokens.
         config_class.mamba_chunk_size = BLOCK
         config_class.full_attention_layer_ids = property(lambda config: list(range(config.num_hidden_layers)))
         register_linear_attn_model(
@@ -111,12 +110,12 @@ def _register_host_cache(options: Options, storage: str | None) -> None:
 
 
 def _apply(hooks: tuple[Hook, ...]) -> None:
-    """Register and apply hooks; SGLang only logs one that fails, so each is looked up afterwards."""
+    """Register and apply the hooks. Raise LaunchError if one was not applied, which SGLang only logs."""
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, hook.kind)
     sglangs_log = logging.getLogger(HookRegistry.__module__)
     level = sglangs_log.level
-    sglangs_log.setLevel(logging.WARNING)  # a line a hook, in every process, would hide what else the log says
+    sglangs_log.setLevel(logging.WARNING)  # one line per hook and process would hide the rest of the log
     try:
         HookRegistry.apply_hooks()
     finally:
@@ -127,7 +126,8 @@ def _apply(hooks: tuple[Hook, ...]) -> None:
 
 
 def _register_model() -> None:
-    """SGLang imports its model classes late, and not in the launcher: name our package for then, or add it now."""
+    """Register the model package. SGLang imports its model classes late, and not at all in the launcher, so set its
+    variable for a later import, or add the package to a registry that was imported already."""
     named = os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", MODEL_PACKAGE)
     if named != MODEL_PACKAGE:
         raise LaunchError(f"SGLANG_EXTERNAL_MODEL_PACKAGE is {named}; expected {MODEL_PACKAGE}: unset the variable")

@@ -1,4 +1,4 @@
-"""The error of a launch that cannot be served, and how a command shows it."""
+"""Error of a server that cannot be started, and its output on the command line."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 
 class LaunchError(ValueError):
-    """A launch that is rejected. Each argument is one reason: it names what was given, what was expected, what to do.
+    """Rejection of a server's flags or environment.
 
-    Commands print the reasons alone, one line each, without a traceback.
+    Each argument is one reason. It names what was given, what was expected, and what to do. Commands print the reasons
+    only, one per line, without a traceback.
     """
 
     def __str__(self) -> str:
         return "\n".join(self.args)
 
     def show(self) -> None:
-        """Print the reasons to stderr, one line each."""
+        """Print the reasons to stderr, one per line."""
         print("\n".join(f"dsv4_sglang: {reason}" for reason in self.args), file=sys.stderr, flush=True)
 
 
 def without_traceback(original: ExceptHook) -> ExceptHook:
-    """Return a `sys.excepthook` that shows a LaunchError as its reasons alone and gives `original` all else."""
+    """Return a `sys.excepthook` that prints only the reasons of a LaunchError, and passes other errors to
+    `original`."""
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if isinstance(error, LaunchError):

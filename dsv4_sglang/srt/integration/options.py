@@ -1,6 +1,6 @@
-"""Options of a launch: the braces of `--json-model-override-args '{"dsv4_sglang": {...}}'`.
+"""Options of this package: the inner object of `--json-model-override-args '{"dsv4_sglang": {...}}'`.
 
-Importing it imports neither torch nor SGLang, so that options are checked before either is.
+This module imports neither torch nor SGLang, so that options are checked before these are imported.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dsv4_sglang.srt.integration.launch_error import LaunchError
 
 FLAG = "--json-model-override-args"
 KEY = "dsv4_sglang"
+# Similarity from which a key is taken for a misspelt KEY. Keys of model configs that SGLang and transformers read reach
+# 0.53 at most.
 ALIKE = 0.6
-"""Similarity from which a key is taken for a misspelt KEY. Keys of the model configs that SGLang and transformers read
-reach 0.53."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a launch may choose beyond SGLang's own flags. `entry_format` "auto" follows `--kv-cache-dtype`."""
+    """Options beyond SGLang's own flags. With `entry_format` "auto" the KV format follows `--kv-cache-dtype`."""
 
     entry_format: Literal["auto", "fp32"] = "auto"
     indexer_format: Literal["mxfp4", "nvfp4", "fp32"] = "mxfp4"
@@ -66,10 +66,10 @@ def _expected(hint: Any) -> str:
 
 
 def parse(values: object) -> Options:
-    """Check the value of the `dsv4_sglang` key.
+    """Check the value of the `dsv4_sglang` key, and return the options.
 
     Raises:
-        LaunchError: It names the option, the value and what is valid.
+        LaunchError: an option is unknown or has an invalid value. The message states what is valid.
     """
     if not isinstance(values, Mapping):
         raise LaunchError(f'"{KEY}" in {FLAG} is {json.dumps(values)}; expected an object of options')
@@ -93,21 +93,21 @@ def parse(values: object) -> Options:
 
 
 def _misplaced(key: str) -> str | None:
-    """What is wrong with a key beside KEY that can only be meant for this package; None for any other."""
+    """Return the error for a key beside KEY that was probably meant for this package, or None."""
     if key in get_type_hints(Options):
         example = json.dumps({KEY: {key: "..."}})
         return f'"{key}" in {FLAG} is an option of dsv4_sglang; expected it inside the inner braces: {example}'
     letters, ours = re.sub(r"[^a-z0-9]", "", key.lower()), KEY.replace("_", "")
     if not letters.startswith("dsv4") and SequenceMatcher(None, letters, ours).ratio() < ALIKE:
         return None
-    return f'"{key}" in {FLAG} is no key that this launch knows; did you mean "{KEY}"?'
+    return f'"{key}" in {FLAG} is not a known key; did you mean "{KEY}"?'
 
 
 def overrides_of(text: str | None) -> dict[str, Any]:
     """Parse the value of `--json-model-override-args`.
 
     Raises:
-        LaunchError: It is not a JSON object, or has a key that looks like KEY and is not.
+        LaunchError: the value is not a JSON object, or has a key that was probably meant for this package.
     """
     try:
         overrides = json.loads(text or "{}")
@@ -121,15 +121,15 @@ def overrides_of(text: str | None) -> dict[str, Any]:
 
 
 def from_override_args(text: str | None) -> Options | None:
-    """The options in the value of `--json-model-override-args`, None if the launch does not opt in.
+    """Return the options in the value of `--json-model-override-args`, or None without the opt-in.
 
     Raises:
-        LaunchError: The value or an option in it is invalid.
+        LaunchError: the value or an option in it is invalid.
     """
     overrides = overrides_of(text)
     return parse(overrides[KEY]) if KEY in overrides else None
 
 
 def model_overrides(text: str | None) -> dict[str, Any]:
-    """What else stands in the value of `--json-model-override-args`: it overrides the model's config."""
+    """Return the other keys in the value of `--json-model-override-args`, which override the model's config."""
     return {key: value for key, value in overrides_of(text).items() if key != KEY}

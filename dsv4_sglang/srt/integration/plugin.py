@@ -1,8 +1,8 @@
-"""Entry point of the group `sglang.srt.plugins`: runs in the launcher and in every scheduler process.
+"""Entry point of the group `sglang.srt.plugins`. It runs in the launcher and in every scheduler process.
 
-Without the opt-in `--json-model-override-args '{"dsv4_sglang": {...}}'` it wraps two functions that look for the opt-in
-and does nothing else. With it, the model config being built is the moment at which everything else is put in place: in
-the launcher while the flags are resolved, in a scheduler process before weights and pools exist.
+Without the opt-in `--json-model-override-args '{"dsv4_sglang": {...}}'` it only wraps two functions that check for the
+opt-in. With the opt-in, everything else is installed when SGLang builds its model config: in the launcher while the
+flags are resolved, in a scheduler process before weights and pools exist.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ OPT_IN = "sglang.srt.configs.model_config.ModelConfig.from_server_args"
 
 
 def register() -> None:
-    """SGLang logs an exception of a plugin and serves on with its own pools, so a launch that opted in ends here
-    instead.
+    """Register the two functions that check for the opt-in.
+
+    SGLang only logs an exception of a plugin and continues with its own pools. So this function ends a process that
+    opted in.
     """
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -33,11 +35,12 @@ def register() -> None:
 
 
 def before_command_line(argv: list[str]) -> None:
-    """Check the options and the model of a server's command line before SGLang parses it, and show a rejection of this
-    launch without a traceback. A program that builds SGLang's engine itself gets the exception.
+    """Check the options and the model of a server's command line before SGLang parses it.
+
+    Also show a rejection without a traceback. A program that builds SGLang's engine itself gets the exception.
 
     Raises:
-        LaunchError: The launch cannot be served.
+        LaunchError: the server cannot be started with these options or this model.
     """
     from dsv4_sglang.srt.integration.launch_command import MODEL_FLAGS, OPT_IN_FLAG, config_of, flag_value
     from dsv4_sglang.srt.integration.launch_error import without_traceback
@@ -49,13 +52,13 @@ def before_command_line(argv: list[str]) -> None:
 
 
 class OptIn:
-    """Waits for a launch that opts in; there is at most one in a process."""
+    """The opt-in of this process, of which there is at most one."""
 
     def __init__(self) -> None:
         self.launch: Launch | None = None
 
     def before_model_config(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
-        """Put the cache in place if the launch asks for it; a second model config must agree with the first."""
+        """Install the cache if the server opts in. All model configs of a process must have the same options."""
         from dsv4_sglang.srt.integration.options import from_override_args
 
         options = from_override_args(server_args.json_model_override_args)
@@ -69,5 +72,7 @@ class OptIn:
             activate(launch, server_args)
             self.launch = launch
         elif self.launch.options != options:
-            raise ValueError(f"two launches in one process with different options: {self.launch.options} and {options}")
+            raise ValueError(
+                f"two servers in one process with different options of dsv4_sglang: {self.launch.options} and {options}"
+            )
         self.launch.begin(server_args)

@@ -1,4 +1,4 @@
-"""What one launch decides, and the functions that SGLang calls to ask for it."""
+"""Decisions of one server in this process, and the hooks through which SGLang asks for them."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ DRAFT_ARCHITECTURES = ("DeepseekV4ForCausalLMNextN", "DeepseekV4ForCausalLMDSpar
 BACKEND = "dsv4_sglang"
 PREFIX_CACHE = "dsv4_sglang"
 GREEDY_ON_CPU = (
-    "dsv4_sglang: with --speculative-algorithm %s a CPU answers greedily behind the first token of an answer, whatever "
-    "temperature and other sampling parameters a request has: SGLang verifies drafts in no other way there"
+    "dsv4_sglang: with --speculative-algorithm %s on a CPU, all tokens of an answer after the first are chosen "
+    "greedily, whatever the sampling parameters of a request: SGLang has no other way to verify drafts on a CPU"
 )
 
 
 class Launch:
-    """One launch in this process: its options, and what follows from them as SGLang asks.
+    """A server in this process: its options, and the decisions that follow from them.
 
-    The methods are hooks of the table in `hooks`, which says what each is for: their parameters have SGLang's names,
-    which is checked. The layout and the demand for slots are known once the pools are sized.
+    The methods are hooks of the table in `hooks`, which gives the reason for each. Their parameters have SGLang's
+    names, which is checked at start. The layout and the number of slots are known once the pools are sized.
     """
 
     def __init__(self, options: Options) -> None:
@@ -52,7 +52,8 @@ class Launch:
         self.pool: CacheKVPool | None = None
 
     def begin(self, server_args: Any) -> None:
-        """A model config is being built. In a scheduler process this is where the flags come in, resolved."""
+        """Check the flags when a model config is built. In a scheduler process this is the first time that they are
+        available, already resolved."""
         if compat.flags_are_resolved(server_args):
             reject_resolved(compat.flags(server_args))
 
@@ -65,13 +66,13 @@ class Launch:
         except (KeyError, TypeError, ValueError) as error:
             raise LaunchError(f"config.json of {server_args.model_path}: {error.args[0]}") from None
         prefill_graphs.switch_on(server_args)
-        # Decoding requests take a rolling snapshot at the end of every block.
+        # A decoding request takes a rolling snapshot at the end of every block.
         compat.set_flags(server_args, mamba_track_interval=BLOCK, radix_cache_backend=PREFIX_CACHE)
         if not server_args.disable_radix_cache:
-            # SGLang may have chosen before it knows that there are pages.
+            # SGLang may have chosen a strategy before the page size was known.
             compat.set_flags(server_args, mamba_radix_cache_strategy="extra_buffer")
         ours = {"page_size": BLOCK, "attention_backend": BACKEND}
-        # SGLang splits its memory between window pages and the rest; this cache has no window pages.
+        # SGLang divides its memory between window pages and other pages. This cache has no window pages.
         declared = [
             (source, {k: v for k, v in values.items() if k != "swa_full_tokens_ratio"})
             for source, values in original(architecture, server_args, hf_config)
@@ -95,12 +96,12 @@ class Launch:
         return not ours and original(model_architectures, *args, **kwargs)
 
     def layout_for(self, configurator: Any) -> ServedLayout:
-        """The layout of this launch; the dtype of the rows is known once the model is loaded."""
+        """Return the cache layout. The dtype of the entries is known only after the model is loaded."""
         if self.layout is None:
             args = compat.flags(configurator.server_args)
             draft_layers = 0 if args.speculative_algorithm is None else 1
             if args.speculative_algorithm == "DSPARK":
-                # A stage for each layer of the model that it reads.
+                # DSPARK has a stage for each layer of the served model that it reads.
                 draft_layers = len(configurator.spec_aux_config.dflash_target_layer_ids)
             self.model = compat.model_config(configurator.model_config.hf_config)
             self.layout = layout_of(
@@ -114,11 +115,11 @@ class Launch:
         return self.layout
 
     def state_slots(self, original: Callable[..., float], configurator: Any, total_rest_memory: float) -> float:
-        """Choose the number of state slots; return the memory that is left for blocks, in GiB."""
+        """Choose the number of state slots. Return the GiB that are left for blocks."""
         from sglang.srt.runtime_context import get_context, get_disagg, get_memory, get_parallel, get_schedule
 
         layout, settings, apart = self.layout_for(configurator), get_schedule(), get_disagg()
-        # Each rank of DP attention runs its share.
+        # Each rank of DP attention runs its share of the requests.
         running = settings.max_running_requests // get_parallel().attn_dp_size
         arriving = apart.disaggregation_decode_extra_slots if apart.disaggregation_mode == "decode" else 0
         step_tokens = settings.chunked_prefill_size or 0
@@ -136,14 +137,16 @@ class Launch:
         return memory_after_slots(layout, self.demand, total_rest_memory)
 
     def slots_of_request(self, original: Callable[..., int], configurator: Any) -> int:
-        """SGLang divides the slots by this to cap the running requests, which were given to begin with."""
+        """Return 1 once the slots are chosen. SGLang divides the slots by this to limit the running requests, but the
+        slots were chosen for a given number of requests."""
         return original(configurator) if self.demand is None else 1
 
     def pool_configurator(self, original: Callable[..., Any], kvc: Any) -> BlockConfigurator:
         return BlockConfigurator(self.layout_for(kvc), kvc.model_config.context_len)
 
     def pools_on_cpu(self, original: Callable[..., Any], configurator: Any, *, pre_model_load_memory: int) -> Any:
-        """The layout knows the dtype of the rows; nothing else here asks for it."""
+        """Hide an FP8 dtype while SGLang configures the pools. Only the layout needs the dtype, and it is built
+        before."""
         self.layout_for(configurator)
         dtype, configurator.kv_cache_dtype = configurator.kv_cache_dtype, torch.bfloat16
         try:
@@ -201,7 +204,7 @@ class Launch:
             enable_memory_saver=get_exec().features.enable_memory_saver,
             cache_params=StateParams.of(layout, demand.staging, demand.snapshots),
             mamba_layer_ids=list(range(len(layout.schemas))),
-            # SGLang would give every request two more slots to take snapshots into.
+            # SGLang would give every request two more slots for snapshots.
             enable_mamba_extra_buffer=False,
             enable_overlap_schedule=not get_schedule().disable_overlap_schedule,
             **more,

@@ -1,4 +1,4 @@
-"""Does the SGLang that is installed still have what this package relies on? Each function returns what differs."""
+"""Comparison of the installed SGLang with what this package relies on. Each check returns the differences."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dsv4_sglang.srt.integration.launch_error import LaunchError
 if TYPE_CHECKING:
     from dsv4_sglang.srt.integration.hooks import Hook
 
+# Fields of SGLang's ServerArgs that this package reads, in addition to those of `flag_table.LIMITS`.
 FLAGS_READ = (
     "cuda_graph_config",
     "disable_radix_cache",
@@ -35,13 +36,10 @@ FLAGS_READ = (
     "speculative_draft_model_revision",
     "weight_version",
 )
-"""Fields of SGLang's ServerArgs that this package reads, besides those of `flag_table.LIMITS`."""
 
 
 def hook_differences(hooks: Iterable[Hook]) -> list[str]:
-    """Targets that are gone, and those whose parameters are not the ones that the hook has. A hook's own signature is
-    what it relies on.
-    """
+    """Return a message for each hook whose target does not exist, or takes parameters that the hook does not."""
     found = []
     for hook in hooks:
         try:
@@ -55,7 +53,7 @@ def hook_differences(hooks: Iterable[Hook]) -> list[str]:
 
 
 def override_differences() -> list[str]:
-    """Private methods that our classes override, and that SGLang's class no longer has or calls otherwise."""
+    """Return a message for each overridden private method that SGLang's class lacks or calls with other parameters."""
     found = []
     for override in compat.OVERRIDES:
         base, ours = pkgutil.resolve_name(override.base), pkgutil.resolve_name(override.ours)
@@ -68,33 +66,34 @@ def override_differences() -> list[str]:
 
 
 def flag_differences() -> list[str]:
-    """Fields that this package reads of SGLang's ServerArgs and that are not there."""
+    """Return a message for each field of SGLang's ServerArgs that this package reads and SGLang lacks."""
     gone = sorted({*FLAGS_READ, *(limit.field for limit in LIMITS)} - compat.flag_defaults().keys())
     return [f"ServerArgs.{name}, which this cache reads, does not exist in this SGLang" for name in gone]
 
 
 def require(differences: Iterable[str]) -> None:
-    """Raise LaunchError if there are any."""
+    """Raise LaunchError if there are differences."""
     if lines := [*differences]:
         raise LaunchError(f"this package does not fit the installed release: {compat.version_note()}", *lines)
 
 
 def _original(target: str) -> Callable[..., Any]:
-    """What a hook's target was before hooks. A class method as the function of its class."""
+    """Return a hook's target without the hooks that are applied to it, and the function of a class method."""
     found = inspect.unwrap(pkgutil.resolve_name(target))
     return inspect.unwrap(getattr(found, "__func__", found))
 
 
 def _difference(ours: Callable[..., Any], theirs: Callable[..., Any], skip: bool = False) -> str | None:
-    """What keeps `ours`, less its first parameter if `skip`, from taking the calls of `theirs`; None if nothing."""
+    """Return why `ours` cannot take the calls of `theirs`, or None if it can. `skip`: ignore the first parameter of
+    `ours`, the original function."""
     mine = list(inspect.signature(ours).parameters.values())[skip:]
     try:
         wanted = list(inspect.signature(theirs).parameters.values())
-    except ValueError:  # a function written in C says nothing
+    except ValueError:  # functions written in C have no signature
         return None
     if wanted and wanted[0].name in ("self", "cls"):
         wanted = wanted[1:]
-        # `*args` take it along with the others.
+        # `*args` include it.
         mine = mine[1:] if mine and mine[0].kind is not Parameter.VAR_POSITIONAL else mine
     rest = {p.kind for p in mine}
     order, order_wanted = (
@@ -105,7 +104,7 @@ def _difference(ours: Callable[..., Any], theirs: Callable[..., Any], skip: bool
     )
     fits = (
         order == order_wanted[: len(order)]
-        # SGLang may give them by name as well.
+        # SGLang may also pass them by name.
         and (len(order) == len(order_wanted) or {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} <= rest)
         and keywords <= keywords_wanted
         and (keywords == keywords_wanted or Parameter.VAR_KEYWORD in rest)

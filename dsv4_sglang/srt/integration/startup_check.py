@@ -1,4 +1,4 @@
-"""The start-up check: in the scheduler process, after everything is built and before it reports ready."""
+"""Start-up check in the scheduler process, after everything is built and before it reports ready."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dsv4_sglang.srt.integration.launch_error import LaunchError
 
 
 def build_or_reject(original: Callable[[Any], None], scheduler: Any) -> None:
-    """AROUND `Scheduler.init_model_worker`, which loads the model and builds the pools: compare the private methods of
-    SGLang that ours override before, and show why a launch is rejected.
+    """AROUND `Scheduler.init_model_worker`, which loads the model and builds the pools.
 
-    SGLang would log a traceback and have the launcher log more before it kills itself. Here the line is the last one.
-    SGLang's subprocesses end with the launcher.
+    First check that the private methods that this package overrides still exist. If the server is rejected, print the
+    reason as the last line: SGLang would log a traceback, and its launcher more before it kills itself. SGLang's
+    subprocesses end with the launcher.
     """
     try:
         sglang_contract.require(sglang_contract.override_differences())
@@ -31,9 +31,10 @@ def build_or_reject(original: Callable[[Any], None], scheduler: Any) -> None:
 
 
 def check_started(scheduler: Any) -> None:
-    """Raise, which stops the server, unless pools, allocator, tree, backend and model are the classes that belong here.
+    """Raise RuntimeError, which stops the server, unless pools, allocator, tree, backend and model have the classes of
+    this package.
 
-    SGLang logs a failing plugin or hook and serves on with its own pools: this is what makes that loud.
+    SGLang only logs a failing plugin or hook and would serve with its own pools.
     """
     from sglang.srt.disaggregation.utils import DisaggregationMode
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
@@ -73,11 +74,11 @@ def check_started(scheduler: Any) -> None:
     if scheduler.page_size != BLOCK:
         wrong.append(f"  the page size is {scheduler.page_size}, not {BLOCK}")
     if wrong:
-        raise RuntimeError("dsv4_sglang rejects to serve: " + compat.version_note() + ".\n" + "\n".join(wrong))
+        raise RuntimeError("dsv4_sglang cannot serve: " + compat.version_note() + ".\n" + "\n".join(wrong))
 
 
 def _draft_classes(scheduler: Any, tokens: object) -> list[tuple[str, object, type]]:
-    """What speculation adds, where there is some."""
+    """Return the expected classes of speculation, if there is any."""
     from dsv4_sglang.srt.attention.backend import HybridCacheBackend
     from dsv4_sglang.srt.attention.speculation import DraftBackends
     from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention
@@ -89,7 +90,7 @@ def _draft_classes(scheduler: Any, tokens: object) -> list[tuple[str, object, ty
     worker = scheduler.draft_worker.draft_worker
     runner = worker.draft_runner
     if runner.token_to_kv_pool is not tokens:
-        raise RuntimeError("dsv4_sglang rejects to serve: the draft model has a KV pool of its own")
+        raise RuntimeError("dsv4_sglang cannot serve: the draft model has a KV pool of its own")
     backend: tuple[str, object, type] = "attention backend of the draft model", runner.attn_backend, HybridCacheBackend
     if scheduler.spec_algorithm.is_dspark():
         stages = getattr(runner.model, "stages", ())
@@ -120,7 +121,7 @@ def _tree_class(server_args: Any) -> type:
 
 
 def _snapshot_classes(scheduler: Any, requests: Any) -> list[tuple[str, object, type]]:
-    """What the prefix cache adds, where there is one."""
+    """Return the expected classes of the prefix cache, if there is one."""
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
     from dsv4_sglang.srt.prefix_cache.component import BlockComponent, LeafOrder, SnapshotComponent

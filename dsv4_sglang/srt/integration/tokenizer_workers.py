@@ -1,4 +1,4 @@
-"""Processes of `--tokenizer-worker-num`, which take requests over HTTP and send them to the scheduler."""
+"""Hooks for the processes of `--tokenizer-worker-num`, which accept HTTP requests and send them to the scheduler."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from sglang.srt.plugins import load_plugins
 
 
 class _Plugins:
-    """A value that a process loads SGLang's plugins to decode. It decodes to None."""
+    """Value whose unpickling loads SGLang's plugins. It decodes to None."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return load_plugins, ()
 
 
 def share_plugins(original: Callable[..., Any], port_args: Any, server_args: Any, scheduler_info: dict) -> Any:
-    """AROUND write_data_for_multi_tokenizer: add the plugins to what a worker decodes before it does anything else.
+    """AROUND write_data_for_multi_tokenizer: add the plugins to the data that a worker decodes first.
 
-    The worker builds its model config next, which puts this package in place (`plugin.OptIn`).
+    The worker then builds its model config, which installs this package (`plugin.OptIn`).
     """
     return original(port_args, server_args, {**scheduler_info, "dsv4_sglang": _Plugins()})
 
 
 def keep_quit_handler(original: Callable[..., None], supervisor: Any, *args: Any, **kwargs: Any) -> None:
-    """AROUND Multiprocess.__init__: keep SGLang's handler of SIGQUIT, which ends all processes of the server."""
+    """AROUND Multiprocess.__init__: keep SGLang's SIGQUIT handler, which ends all processes of the server."""
     handler = signal.getsignal(signal.SIGQUIT)
     original(supervisor, *args, **kwargs)
     signal.signal(signal.SIGQUIT, handler)

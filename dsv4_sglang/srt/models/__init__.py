@@ -1,1 +1,1 @@
-"""The model package that SGLang loads in place of its own DeepSeek-V4 when a launch opts in."""
+"""Model package that SGLang loads instead of its own DeepSeek-V4 when a server opts in."""
