@@ -69,8 +69,8 @@ class SharedTree(PrefixTree):
         return self.block_pool.alloc(count)
 
     def take_snapshot(self, *, needed: bool = True, saves: int = 0) -> int:
-        usual = max(self.registry.usual_interval, 1.0)
-        least = 0.0 if needed else SNAPSHOT_BYTES * usual / max(saves * SUPERSEDED, 1e-9)
+        interval = max(self.registry.mean_interval, 1.0)
+        least = 0.0 if needed else SNAPSHOT_BYTES * interval / max(saves * SUPERSEDED, 1e-9)
         while self._room() < SNAPSHOT_BYTES:
             if not self._evict(least):
                 return 0

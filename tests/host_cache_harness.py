@@ -39,7 +39,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from dsv4_sglang.formats import KeyFormat, KVFormat
-from dsv4_sglang.srt.features.integrity import examine
+from dsv4_sglang.srt.features.integrity import audit
 from dsv4_sglang.srt.host_cache import namespaces
 from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
 from dsv4_sglang.srt.host_cache.component import HostSnapshotComponent
@@ -279,7 +279,7 @@ class HostCacheServer(BlockOwner):
         """What is given up where: nothing that the host has room for, and on the host no last copy while there are
         others."""
         cache, component = self.cache, self.component
-        leaves, gives_up, evict = component._leaves_device, cache._give_up_on_host, compat.evict_from_host
+        leaves, gives_up, evict = component._on_device_eviction, cache._evict_on_host, compat.evict_from_host
         held: list[Any] = []
 
         for name, operation in COPIES.items():
@@ -294,7 +294,7 @@ class HostCacheServer(BlockOwner):
 
             monkeypatch.setattr(TransferController, name, counted)
 
-        def leaving_device(node: Any, slot: int, target: Any) -> None:
+        def on_device_eviction(node: Any, slot: int, target: Any) -> None:
             self.done["left the device"] += 1
             registry = component.slots.registry
             if (
@@ -318,12 +318,12 @@ class HostCacheServer(BlockOwner):
                 copies = (
                     slots.nodes[slot] for slot in np.flatnonzero(registry.copied & ~registry.evicted_next).tolist()
                 )
-                if any(cache._is_end(copy) and cache._may_go(copy) and copy not in held for copy in copies):
+                if any(cache._is_end(copy) and cache._is_evictable(copy) and copy not in held for copy in copies):
                     self.wrong.append(f"the host gave up snapshot {place} before copies of what the device has")
             evict(of, node, components)
 
-        monkeypatch.setattr(component, "_leaves_device", leaving_device)
-        monkeypatch.setattr(cache, "_give_up_on_host", giving_up)
+        monkeypatch.setattr(component, "_on_device_eviction", on_device_eviction)
+        monkeypatch.setattr(cache, "_evict_on_host", giving_up)
         monkeypatch.setattr(compat, "evict_from_host", evicted)
 
     # Steps, on the stream of steps
@@ -687,11 +687,11 @@ class HostCacheServer(BlockOwner):
 
     def check(self) -> None:
         """Every block, slot and row has one owner, and the registry says what the tree has."""
-        found = examine(self.cache, self.running)
+        found = audit(self.cache, self.running)
         assert not found.findings, str(found)
         cache = self.cache
         for node in cache.tree_core._collect_all_nodes():
-            if cache._is_end(node) and cache._row(node) is None and cache._may_go(node):
+            if cache._is_end(node) and cache._row(node) is None and cache._is_evictable(node):
                 assert node in cache._dangling, f"blocks of node {node.id} are on the host behind no snapshot"
 
     def check_contents(self) -> None:

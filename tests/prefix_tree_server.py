@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.features.integrity import examine
+from dsv4_sglang.srt.features.integrity import audit
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.memory.pools import StateReqToTokenPool
 from dsv4_sglang.srt.prefix_cache import component as component_module
@@ -373,7 +373,7 @@ class TreeServer(BlockOwner):
         kept_back = SimpleNamespace(rid="kept back", req_pool_idx=None, mamba_pool_idx=None)
         kept_back.kv = kept_back
         setattr(kept_back, PENDING, [Pending(0, slot, rolling=False) for slot in self.kept_back])
-        found = examine(self.cache, [*self.running, kept_back])
+        found = audit(self.cache, [*self.running, kept_back])
         assert not found.findings, str(found)
         for node in core._collect_all_nodes():
             if node is core.root_node:

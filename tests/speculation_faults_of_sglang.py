@@ -24,7 +24,7 @@ from dsv4_sglang.srt.attention.backend import HybridCacheBackend
 
 
 def not_stored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HybridCacheBackend, "take_crossings", lambda backend: None)
+    patch.setattr(HybridCacheBackend, "commit_snapshots", lambda backend: None)
 
 
 def stored_before_the_boundary(patch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def stored_before_the_draft_model_has_read(patch: pytest.MonkeyPatch) -> None:
 
     def at_once(backend: HybridCacheBackend, **arguments: Any) -> None:
         update(backend, **arguments)
-        backend.take_crossings()
+        backend.commit_snapshots()
 
     patch.setattr(HybridCacheBackend, "update_mamba_state_after_mtp_verify", at_once)
 

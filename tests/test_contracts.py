@@ -29,7 +29,7 @@ from dsv4_sglang.srt.integration import activate, compat, sglang_contract
 from dsv4_sglang.srt.integration.hooks import Hook, hooks_of
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.srt.integration.server_context import Launch
+from dsv4_sglang.srt.integration.server_context import ServerContext
 from dsv4_sglang.srt.memory.configurator import BlockConfigurator
 from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool, StateSlotPool
 from dsv4_sglang.srt.models import deepseek_v4, deepseek_v4_dspark, deepseek_v4_nextn, deepseek_v41
@@ -164,7 +164,7 @@ def test_all_subclasses_are_looked_at() -> None:
 
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_hooks_fit(on_cpu: bool) -> None:
-    hooks = hooks_of(Launch(Options()), on_cpu)
+    hooks = hooks_of(ServerContext(Options()), on_cpu)
     assert sglang_contract.hook_differences(hooks) == []
     assert len({hook.target for hook in hooks}) == len(hooks) and all(hook.reason for hook in hooks)
 

@@ -281,7 +281,7 @@ def test_a_prefill_server_is_told_for_as_long_as_a_request_may_wait_there(
     monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "90")
     address, heard = prefill_server
     unreachable += [True, True]
-    disaggregation._end_at_prefill_server(Manager(address), address, {7})
+    disaggregation._notify_of_failures(Manager(address), address, {7})
     assert sum(waits) >= 90 and max(waits) <= 30
     assert [heard.recv_multipart()[1] for _ in range(len(waits) - 2)] == [b"7"] * (len(waits) - 2)
 
@@ -290,7 +290,7 @@ def test_requests_of_another_cache_fail(
     prefill_server: tuple[str, zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On both servers: the decode server tells the prefill server, more than once."""
-    monkeypatch.setattr(disaggregation, "TOLD_FIRST", (0, 0.01))
+    monkeypatch.setattr(disaggregation, "FIRST_NOTIFICATIONS", (0, 0.01))
     monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "0")
 
     def mismatch(manager: Any, bootstrap_addr: str) -> bool:
@@ -304,11 +304,11 @@ def test_requests_of_another_cache_fail(
     assert all(f"{address} has another cache" in text and "(fp8 rows)" in text for text in manager.failures.values())
     assert manager.addr_to_rooms_tracker == {"b:2": {6}}
     waiting, begun = Manager(address), lambda *_: None
-    disaggregation.say_why(begun, object(), waiting, address, 7)
-    disaggregation.say_why(begun, object(), waiting, "another:1", 8)
+    disaggregation.record_failure_reason(begun, object(), waiting, address, 7)
+    disaggregation.record_failure_reason(begun, object(), waiting, "another:1", 8)
     assert list(waiting.failures) == [7] and "has another cache" in waiting.failures[7] and not waiting.status
     assert disaggregation.reject_other_caches(lambda *_: True, manager, address)
-    disaggregation.say_why(begun, object(), waiting, address, 9)
+    disaggregation.record_failure_reason(begun, object(), waiting, address, 9)
     assert 9 not in waiting.failures, "a prefill server that came in its place"
     told = [heard.recv_multipart() for _ in range(4)]
     assert sorted(told) == 2 * [[b"ABORT", b"4", b"127.0.0.1", b"9"]] + 2 * [[b"ABORT", b"5", b"127.0.0.1", b"9"]]
@@ -376,7 +376,7 @@ def test_a_step_under_way_is_settled_before_a_retraction(
         disaggregation_mode=mode, enable_overlap=overlap, last_batch=last, result_queue=queue, done=done
     )
     original: Callable[..., Any] = lambda ours, running: done.append(("update", running))  # noqa: E731
-    disaggregation.settle_before_retraction(original, scheduler, batch)
+    disaggregation.finish_step_before_retraction(original, scheduler, batch)
     assert done == [*([("result", "result")] if settled else []), ("update", batch)]
     assert scheduler.last_batch is (None if settled else last) and len(queue) == (0 if settled else 1)
     assert all(selected == [0] for selected in asked), "a finished request needs nothing"

@@ -17,7 +17,7 @@ from dsv4_sglang.srt.integration.flag_table import DENIED, LIMITS
 from dsv4_sglang.srt.integration.flag_validation import flag, reject_given, reject_release, reject_resolved
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.srt.integration.server_context import Launch
+from dsv4_sglang.srt.integration.server_context import ServerContext
 from dsv4_sglang.testing import tiny
 
 DEFAULTS = compat.flag_defaults()
@@ -304,11 +304,11 @@ def test_attention_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_model() -> None:
     with pytest.raises(ValueError, match="the model is a LlamaForCausalLM; expected DeepseekV4ForCausalLM"):
-        Launch(Options()).declarations(lambda *_: [], "LlamaForCausalLM", arguments(), SimpleNamespace())
+        ServerContext(Options()).declarations(lambda *_: [], "LlamaForCausalLM", arguments(), SimpleNamespace())
     wider = compat.config_class()(**{**tiny.config_json(tiny.TinySpec()), "sliding_window": 256})
     wider.context_len = 1024
     with pytest.raises(LaunchError, match=r"config\.json of dummy: config field 'sliding_window' is 256; this cache "):
-        Launch(Options()).declarations(lambda *_: [], "DeepseekV4ForCausalLM", arguments(), wider)
+        ServerContext(Options()).declarations(lambda *_: [], "DeepseekV4ForCausalLM", arguments(), wider)
 
 
 V41: dict[str, dict[str, Any]] = {

@@ -501,7 +501,7 @@ def test_a_load_without_room_computes_again(monkeypatch: pytest.MonkeyPatch, ful
         if full == "blocks":
             patch.setattr(server.allocator, "alloc", lambda count: None)
         else:
-            patch.setattr(server.component, "free_slot", lambda needed: 0)
+            patch.setattr(server.component, "allocate_slot", lambda needed: 0)
         request = server.arrive(tokens)
     assert request.host_hit_length == 0 and len(request.prefix_indices) == kept * BLOCK
     if kept:
@@ -561,11 +561,11 @@ def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.Mo
         return result
 
     batch = ScheduleBatch(reqs=[])
-    assert [snapshot_schedule.look_again(look, scheduler, batch) for _ in range(2)] == [rejected, None]
+    assert [snapshot_schedule.recheck_queue(look, scheduler, batch) for _ in range(2)] == [rejected, None]
     results = []
     for _ in range(3):  # snapshots whose blocks were under way are saved behind them
         (server.cache.finish_saves if waited_for else server.streams.run_all)()
-        results.append(snapshot_schedule.look_again(look, scheduler, batch))
+        results.append(snapshot_schedule.recheck_queue(look, scheduler, batch))
     assert schedule_policy.AddReqResult.CONTINUE in results
     server.check()
 
@@ -592,7 +592,7 @@ def test_a_snapshot_that_comes_to_a_node_in_use_is_in_use(monkeypatch: pytest.Mo
     server.serve(prompt(0))
     (parted,) = server.cache.root_node.children.values()
     (node,) = parted.children.values()
-    component.slots.give_back([component.free_slot(needed=True) for _ in range(server.states.snapshots)])
+    component.slots.give_back([component.allocate_slot(needed=True) for _ in range(server.states.snapshots)])
     server.settle()
     assert component._slot(node) is None and component.slots.id_of(node) > 0
     lock = server.cache.inc_lock_ref(node.id)

@@ -21,7 +21,7 @@ from prefix_tree_server import BLOCK, without_a_server
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
 from dsv4_sglang.cli.demo import free_port
-from dsv4_sglang.srt.features.integrity import COPIES, examine
+from dsv4_sglang.srt.features.integrity import COPIES, audit
 from dsv4_sglang.srt.host_cache.folder import USED, stored_files
 from dsv4_sglang.srt.host_cache.mooncake import MooncakeStorage
 from dsv4_sglang.srt.host_cache.storage import FileStorage
@@ -178,7 +178,7 @@ def test_a_storage_that_is_cleared_has_nothing(
     server.serve(PROMPT)
     other = next(iter(pages_in(folder))).parent / "abc_other-dsv4v4-fp32-fp32-0123456789abcdef.bin"
     other.write_bytes(b"123")
-    server.cache.forget_stored("new")
+    server.cache.invalidate_storage("new")
     assert list(pages_in(folder)) == [other]
 
 
@@ -308,7 +308,7 @@ def nothing_left(server: HostCacheServer) -> None:
     server.check()
     server.check_contents()
     assert not server.wrong and not server.cache.ongoing_prefetch
-    assert [pool.counts[COPIES] for pool in examine(server.cache, ()).pools] == [0] * 6
+    assert [pool.counts[COPIES] for pool in audit(server.cache, ()).pools] == [0] * 6
     assert server.controller.prefetch_tokens_occupied == 0
     assert server.flush() and host_held(server) == (0, 0)
     server.check()
@@ -510,7 +510,7 @@ def test_a_long_name_of_a_model(
     with monkeypatch.context() as patch:
         server = restarted(patch, model_name=called)
         server.serve(PROMPT)
-        server.cache.forget_stored("0123456789abcdef")
+        server.cache.invalidate_storage("0123456789abcdef")
         server.flush()
         server.serve(PROMPT)
         assert len(pages_in(folder)) == 5 + 2
@@ -625,7 +625,7 @@ def test_pages_in_mooncakes_store(
             server.check()
             server.check_contents()
             if not serve:
-                server.cache.forget_stored("new")
+                server.cache.invalidate_storage("new")
             return there
 
     assert found() == 0

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_parallel
 
 from dsv4_sglang.srt.features import integrity
-from dsv4_sglang.srt.features.integrity import Pool, examine
+from dsv4_sglang.srt.features.integrity import Pool, audit
 from dsv4_sglang.srt.prefix_cache.component import PENDING, Pending
 
 
@@ -191,21 +191,21 @@ FAULTS: dict[str, tuple[Callable[[HostCacheServer], Any], str]] = {
 def test_a_fault_is_named(server: HostCacheServer, name: str) -> None:
     fault, words = FAULTS[name]
     fault(server)
-    found = examine(server.cache, server.running)
+    found = audit(server.cache, server.running)
     assert found.findings
     with pytest.raises(AssertionError, match=words):
         server.check()
 
 
 def test_what_a_request_that_nobody_knows_has_is_leaked(server: HostCacheServer) -> None:
-    found = [f"{what}: {wrong}" for what, wrong in examine(server.cache, []).findings]
+    found = [f"{what}: {wrong}" for what, wrong in audit(server.cache, []).findings]
     for thing in ("block", "request row", "state slot"):
         assert any(text.startswith(thing) and text.endswith("nobody owns it: it is leaked") for text in found), thing
     assert any("held by nobody" in text for text in found)
 
 
 def test_counts_by_owner(server: HostCacheServer) -> None:
-    pools = {pool.thing: pool for pool in examine(server.cache, server.running).pools}
+    pools = {pool.thing: pool for pool in audit(server.cache, server.running).pools}
     assert list(pools) == [
         "block", "request row", "state slot", "snapshot slot", "host block", "host snapshot",
     ]  # fmt: skip
@@ -230,7 +230,7 @@ def test_a_report_does_not_grow_with_a_leak(server: HostCacheServer, monkeypatch
         invariant_checker=idle,
         pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: None),
     )
-    monkeypatch.setattr(integrity, "MOST_FINDINGS", 3)
+    monkeypatch.setattr(integrity, "MAX_FINDINGS", 3)
     server.allocator.free_pages = server.allocator.free_pages[:2]
     with get_parallel().override(attn_dp_rank=0, tp_rank=0):
         report = integrity.report(scheduler)

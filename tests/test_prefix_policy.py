@@ -80,17 +80,17 @@ def test_marks_of_paths() -> None:
     """Equal for equal paths of one name space, whatever comes behind; of paths that differ in a token, or in the order
     of tokens or of blocks, all from there on differ."""
     tokens = array("q", (7 * i % 1009 for i in range(5 * BLOCK + 3)))
-    marks = path_hashes(tokens, None)
-    assert len(marks) == 5 and not len(path_hashes(tokens[: BLOCK - 1], None))
-    assert path_hashes(tokens[: 3 * BLOCK].tolist(), None).tolist() == marks[:3].tolist()
-    assert not np.intersect1d(path_hashes(tokens, "tenant"), marks).size
+    hashes = path_hashes(tokens, None)
+    assert len(hashes) == 5 and not len(path_hashes(tokens[: BLOCK - 1], None))
+    assert path_hashes(tokens[: 3 * BLOCK].tolist(), None).tolist() == hashes[:3].tolist()
+    assert not np.intersect1d(path_hashes(tokens, "tenant"), hashes).size
     for at, other in ((2 * BLOCK, 2 * BLOCK + 1), (BLOCK + 5, 3 * BLOCK + 5)):
         swapped = tokens[:]
         swapped[at], swapped[other] = swapped[other], swapped[at]
-        same = path_hashes(swapped, None) == marks
+        same = path_hashes(swapped, None) == hashes
         assert same.tolist() == [block < at // BLOCK for block in range(5)]
     blocks = tokens[BLOCK : 2 * BLOCK] + tokens[:BLOCK] + tokens[2 * BLOCK :]
-    assert not (path_hashes(blocks, None) == marks).any()
+    assert not (path_hashes(blocks, None) == hashes).any()
 
 
 def test_new_conversations_get_in_where_old_ones_are_over() -> None:
@@ -103,16 +103,16 @@ def test_new_conversations_get_in_where_old_ones_are_over() -> None:
     assert simulation.hit_tokens - before[0] > 0.85 * (simulation.ideal_tokens - before[1])
 
 
-def test_a_new_usual_interval_counts_as_a_change() -> None:
-    """`usual` orders every line that was not used again yet, so whoever keeps an order while `changes` is the same must
-    see each new estimate: after a use, a removal, and a line that returns after its eviction."""
+def test_a_new_mean_interval_counts_as_a_change() -> None:
+    """`mean_interval` orders the branches that were never reused, so a caller that caches an order by `changes` must see
+    each new estimate: after a use, a removal, and a ghost hit."""
     registry = SnapshotRegistry(4)
 
     def use() -> None:
         registry.use(1)
 
     def remove() -> None:
-        registry.remove(2, mark=7)
+        registry.remove(2, path_hash=7)
 
     def return_after_eviction() -> None:
         registry.ghost_hit([7])
@@ -121,6 +121,6 @@ def test_a_new_usual_interval_counts_as_a_change() -> None:
         registry.add(slot, 128, 0)
     for step in (use, remove, return_after_eviction):
         registry.tick()
-        changes, usual = registry.changes, registry.usual_interval
+        changes, interval = registry.changes, registry.mean_interval
         step()
-        assert registry.usual_interval != usual and registry.changes > changes, step.__name__
+        assert registry.mean_interval != interval and registry.changes > changes, step.__name__

@@ -252,7 +252,7 @@ def test_blocks_without_a_snapshot_go_first() -> None:
     run(server, [5, 6, 7, 8])
     node = server.component.slots.nodes[int(server.component.slots.registry.length.argmax())]
     younger = next(n for n in server.component.slots.nodes.values() if n.last_access_time >= node.last_access_time)
-    server.component._give_up(younger)
+    server.component._evict_snapshot(younger)
     server.check()
     kept = [1, 2, 3, 4] if younger.key.token_ids[0] == 6 else [5, 6, 7, 8]
     run(server, [10, 11, 12, 13])

@@ -22,7 +22,7 @@ from dsv4_sglang.planner.plan import plan
 from dsv4_sglang.planner.reserves import token_table_bytes
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.srt.integration.server_context import Launch
+from dsv4_sglang.srt.integration.server_context import ServerContext
 from dsv4_sglang.srt.memory.sizing import GIB, StateDemand, table
 
 MEMORY = 78.82
@@ -86,7 +86,7 @@ def configurator(monkeypatch: pytest.MonkeyPatch) -> Any:
             device="cpu",
             server_args=SimpleNamespace(max_total_tokens=None, **speculation(drafts)),
             overridden=overridden,
-            launch=Launch(Options(**options)),
+            context=ServerContext(Options(**options)),
         )
 
     return make
@@ -96,8 +96,8 @@ def tokens_of(configurator: Configurator, gib: float) -> int:
     def sglangs_way(*_args: Any) -> Any:
         raise AssertionError("SGLang's own division was asked for")
 
-    left = configurator.launch.state_slots(sglangs_way, configurator, gib)
-    blocks = configurator.launch.pool_configurator(sglangs_way, configurator)
+    left = configurator.context.state_slots(sglangs_way, configurator, gib)
+    blocks = configurator.context.pool_configurator(sglangs_way, configurator)
     return blocks.calculate_pool_sizes(int(left * GIB), 128).max_total_num_tokens
 
 
@@ -106,7 +106,7 @@ def test_the_server_allocates_what_the_benchmark_computes(configurator: Any, mak
     launched = configurator(make(), 256, max_snapshots=512)
     tokens = tokens_of(launched, MEMORY)
     assert tokens == capacity.ours(make(), 256, 512).tokens(MEMORY * GIB)
-    assert launched.launch.demand == StateDemand(256, 64, 512)
+    assert launched.context.demand == StateDemand(256, 64, 512)
     if make is flashshape:
         assert tokens >= 21_000_000
 
@@ -124,8 +124,8 @@ def test_the_server_allocates_what_the_plan_says(
     made = plan(given)
     launched = configurator(model.config, 128, drafts=drafts, **options)
     assert tokens_of(launched, made.available_gib) == made.tokens
-    assert launched.launch.demand == made.demand
-    assert launched.launch.layout.slot_bytes == made.layout.slot_bytes
+    assert launched.context.demand == made.demand
+    assert launched.context.layout.slot_bytes == made.layout.slot_bytes
 
 
 def test_the_published_v41(configurator: Any) -> None:
@@ -133,7 +133,7 @@ def test_the_published_v41(configurator: Any) -> None:
     all, and a slot three rows that wait for a partner besides (SPEC 11.5)."""
     launched = configurator(V41Config.flash(), 256, max_snapshots=512)
     tokens = tokens_of(launched, MEMORY)
-    layout, demand = launched.launch.layout, launched.launch.demand
+    layout, demand = launched.context.layout, launched.context.demand
     ring = 40 * 128 * 528
     assert (layout.token_bytes, layout.snapshot_bytes, layout.slot_bytes) == (900, ring, ring + 3 * 4096)
     state = (256 + 64 + 1) * (ring + 3 * 4096) + 512 * ring
@@ -147,14 +147,14 @@ def test_a_running_request_has_one_live_slot(configurator: Any) -> None:
     launched = configurator(flashshape(), 256, max_snapshots=512)
     tokens_of(launched, MEMORY)
     assert launched.overridden == {"max_mamba_cache_size": 256}, "SGLang would take 3 slots a request"
-    assert launched.launch.slots_of_request(lambda _configurator: 5, launched) == 1
+    assert launched.context.slots_of_request(lambda _configurator: 5, launched) == 1
 
 
 def test_a_rank_of_dp_attention_has_slots_for_its_share(configurator: Any) -> None:
     launched = configurator(flashshape(), 256, ranks=8)
     tokens_of(launched, MEMORY)
     assert launched.overridden == {"max_mamba_cache_size": 32}
-    assert (launched.launch.demand.running, launched.launch.demand.staging) == (32, 64)
+    assert (launched.context.demand.running, launched.context.demand.staging) == (32, 64)
 
 
 def test_a_decode_server_has_slots_for_what_is_on_its_way(configurator: Any) -> None:
@@ -162,7 +162,7 @@ def test_a_decode_server_has_slots_for_what_is_on_its_way(configurator: Any) -> 
     more = tokens_of(configurator(flashshape(), 16, radix=False), MEMORY)
     launched = configurator(flashshape(), 16, radix=False, mode="decode")
     tokens = tokens_of(launched, MEMORY)
-    demand, layout = launched.launch.demand, launched.launch.layout
+    demand, layout = launched.context.demand, launched.context.layout
     assert demand == StateDemand(16, arriving=32) and launched.overridden == {"max_mamba_cache_size": 48}
     assert (more - tokens) // 128 in (blocks := 32 * layout.slot_bytes // layout.block_bytes, blocks + 1)
     text = table(layout, tokens, demand)
@@ -180,15 +180,15 @@ def test_a_decode_servers_pool_is_what_was_counted(configurator: Any, monkeypatc
     runtime_context.get_schedule().max_mamba_cache_size = launched.overridden["max_mamba_cache_size"]
     launched.model_config.context_len = 256
     sizes = {"max_num_reqs": 2, "extra_max_context_len": 4, "pre_alloc_size": 4}
-    pool = launched.launch.decode_request_pool(lambda *_: None, launched, **sizes)
+    pool = launched.context.decode_request_pool(lambda *_: None, launched, **sizes)
     assert (pool.size, len(pool.free_slots), pool.mamba_allocator.size, pool.mamba_pool.size) == (2, 6, 6, 6)
-    assert pool.mamba_pool.bytes == launched.launch.demand.bytes(launched.launch.layout)
+    assert pool.mamba_pool.bytes == launched.context.demand.bytes(launched.context.layout)
 
 
 def test_without_a_prefix_cache_there_are_no_snapshots(configurator: Any) -> None:
     launched = configurator(flashshape(), 256, radix=False)
     assert tokens_of(launched, MEMORY) > capacity.ours(flashshape(), 256, 512).tokens(MEMORY * GIB)
-    assert launched.launch.demand == StateDemand(256)
+    assert launched.context.demand == StateDemand(256)
 
 
 @pytest.mark.skipif(compat.since("0.5.23"), reason="a pool reads the settings of a running server there")
@@ -206,9 +206,9 @@ def test_a_request_takes_one_slot_of_the_pool_that_is_built(
     launched.model_config.context_len = 256
     flags = SimpleNamespace(**speculation(drafts), max_speculative_num_draft_tokens=drafts or None, page_size=128)
     extra = get_req_to_token_extra_context_len(flags)
-    pool = launched.launch.request_pool(lambda *_: None, launched, max_num_reqs=2, extra_max_context_len=extra)
+    pool = launched.context.request_pool(lambda *_: None, launched, max_num_reqs=2, extra_max_context_len=extra)
     assert (pool.mamba_allocator.size, pool.mamba_pool.size, pool.mamba_ckpt_pool.num_slots) == (2, 2, 4)
-    demand, layout = launched.launch.demand, launched.launch.layout
+    demand, layout = launched.context.demand, launched.context.layout
     assert demand is not None and layout is not None
     assert pool.mamba_pool.bytes == demand.bytes(layout), "what is allocated is what was counted"
     given = Choice(

@@ -234,7 +234,7 @@ def test_the_host_keeps_what_the_device_gives_back(tree: pytest.MonkeyPatch, pol
             # SELECTIVE saves ends of lines.
             prompts.append([900 + at // BLOCK for at in range(5 * BLOCK + 40)])
             serve_only(server, tree, prompts[-1])
-        with server.cache.leaving_device():
+        with server.cache.keep_host_cache():
             assert server.flush()
         server.check()
         assert server.allocator.available_size() == server.device.size
@@ -262,7 +262,7 @@ def test_a_small_host_keeps_what_is_worth_most(tree: pytest.MonkeyPatch, policy:
     for ids in [*prompts, prompts[1], prompts[4], prompts[1], prompts[4]]:
         server.serve(ids)
     before = server.cache.full_kv_pool_host.saved_rows
-    with server.cache.leaving_device():
+    with server.cache.keep_host_cache():
         assert server.flush()
     assert server.cache.full_kv_pool_host.saved_rows - before <= 12
     spoil(server)
@@ -279,7 +279,7 @@ def test_random_turns_with_sleep(tree: pytest.MonkeyPatch) -> None:
         assert not server.wrong
         if i % 40 == 39:
             server.settle()
-            with server.cache.leaving_device():
+            with server.cache.keep_host_cache():
                 assert server.flush()
             spoil(server)
             server.check()
@@ -388,7 +388,7 @@ def test_nothing_of_the_old_weights_is_found(
     assert restarted.prefetch(PROMPT) == 0 and restarted.serve(PROMPT) == 0
     # And they are found by the server that stored them, until weights change again.
     assert server.flush() and server.prefetch(PROMPT) == 5 * BLOCK
-    server.cache.forget_stored("others")
+    server.cache.invalidate_storage("others")
     assert len(list(tmp_path.glob("*.bin"))) == 7, "those of the server that was started again stay"
 
 
@@ -427,20 +427,20 @@ def test_requests_wait_while_memory_is_away(tree: pytest.MonkeyPatch, caplog: py
         return list(done)
 
     released, resumed = io_struct.ReleaseMemoryOccupationReqInput, io_struct.ResumeMemoryOccupationReqInput
-    assert ask(sleep.wake, resume, resumed) == []
-    assert ask(sleep.fall_asleep, release, released, "kv_cache", "everything") == ["kv_cache"]
+    assert ask(sleep.resume_memory, resume, resumed) == []
+    assert ask(sleep.release_memory, release, released, "kv_cache", "everything") == ["kv_cache"]
     assert "of the memory ['kv_cache', 'everything'], ['kv_cache'] is given back" in caplog.text
     assert scheduler._engine_paused and scheduler.retracted == 1
-    assert ask(sleep.fall_asleep, release, released, "kv_cache") == []
-    assert ask(sleep.fall_asleep, release, released) == [t for t in GPU_MEMORY_ALL_TYPES if t != "kv_cache"]
+    assert ask(sleep.release_memory, release, released, "kv_cache") == []
+    assert ask(sleep.release_memory, release, released) == [t for t in GPU_MEMORY_ALL_TYPES if t != "kv_cache"]
     assert scheduler.retracted == 1
-    sleep.stay_asleep(lambda s, r: setattr(s, "_engine_paused", False), scheduler, None)
+    sleep.keep_paused(lambda s, r: setattr(s, "_engine_paused", False), scheduler, None)
     assert scheduler._engine_paused, "nothing runs while memory is away"
-    assert ask(sleep.wake, resume, resumed, "weights", "weights2") == ["weights"]
+    assert ask(sleep.resume_memory, resume, resumed, "weights", "weights2") == ["weights"]
     assert scheduler._engine_paused
-    assert ask(sleep.wake, resume, resumed) == ["kv_cache", "cuda_graph", "reset", "reset"]
+    assert ask(sleep.resume_memory, resume, resumed) == ["kv_cache", "cuda_graph", "reset", "reset"]
     assert not scheduler._engine_paused and not runner.req_to_token_pool.req_to_token.any()
     scheduler._engine_paused = True
-    ask(sleep.fall_asleep, release, released)
-    ask(sleep.wake, resume, resumed)
+    ask(sleep.release_memory, release, released)
+    ask(sleep.resume_memory, resume, resumed)
     assert scheduler._engine_paused, "a pause from before goes on"

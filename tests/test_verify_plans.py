@@ -178,5 +178,5 @@ def test_a_verify_step_does_not_get_the_plan_of_a_prefill(mode: ForwardMode, get
     backend, table = snapshot_schedule.PrefillPlanTaker(), torch.ones(1, 1, 2)
     batch = SimpleNamespace(forward_mode=mode, **{snapshot_schedule.TABLE: table})
     backend.prefill_plan = table
-    snapshot_schedule.hand_over(lambda *arguments: None, None, batch, SimpleNamespace(attn_backend=backend))
+    snapshot_schedule.pass_plan_to_backend(lambda *arguments: None, None, batch, SimpleNamespace(attn_backend=backend))
     assert (backend.prefill_plan is table) == gets

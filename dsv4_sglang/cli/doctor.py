@@ -128,9 +128,9 @@ def hooks(gpu: bool) -> Iterator[Finding]:
     from dsv4_sglang.srt.integration import sglang_contract
     from dsv4_sglang.srt.integration.hooks import hooks_of
     from dsv4_sglang.srt.integration.options import Options
-    from dsv4_sglang.srt.integration.server_context import Launch
+    from dsv4_sglang.srt.integration.server_context import ServerContext
 
-    wanted = hooks_of(Launch(Options()), on_cpu=not gpu)
+    wanted = hooks_of(ServerContext(Options()), on_cpu=not gpu)
     different = sglang_contract.hook_differences(wanted)
     for line in different:
         yield Finding("hook", line, "fail")

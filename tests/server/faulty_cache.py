@@ -101,7 +101,7 @@ def register() -> None:
         (PACKAGE + "cache.v41_step.V41Step.attend", _attend),
         (PACKAGE + "srt.prefix_cache.slots.SnapshotSlots.load_to_active", _load_to_active),
         (PACKAGE + "srt.prefix_cache.policy.SnapshotRegistry.unlock", _unlock),
-        (PACKAGE + "srt.features.collectives.gather_a_copy", _gather),
+        (PACKAGE + "srt.features.collectives.gather_from_copy", _gather),
         (PACKAGE + "attention.metadata.build_prefill", _build_prefill),
         (PACKAGE + "cache.host_pool.HostBlockPool.load", _load_blocks),
         (PACKAGE + "cache.host_pool.HostSnapshotPool.load", _load_snapshot),

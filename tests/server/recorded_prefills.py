@@ -41,10 +41,10 @@ def _sizes() -> list[int]:
 
 def _size(batch: Any) -> int | None:
     """The size of the graph that a step would be replayed with."""
-    from dsv4_sglang.srt.attention.prefill_graphs import MOST_REQUESTS
+    from dsv4_sglang.srt.attention.prefill_graphs import MAX_RECORDED_REQUESTS
 
     mode = batch.forward_mode
-    if mode.is_idle() or not mode.is_extend_without_speculative() or batch.batch_size > MOST_REQUESTS:
+    if mode.is_idle() or not mode.is_extend_without_speculative() or batch.batch_size > MAX_RECORDED_REQUESTS:
         return None
     return next((size for size in _sizes() if size >= batch.positions.shape[0]), None)
 

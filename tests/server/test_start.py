@@ -46,10 +46,10 @@ from sglang.srt.server_args import ServerArgs
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu", json_model_override_args='{"dsv4_sglang": {}}')
 from dsv4_sglang.srt.integration import compat
 resolved = compat.resolve_flags(arguments)
-from dsv4_sglang.srt.integration.server_context import Launch
+from dsv4_sglang.srt.integration.server_context import ServerContext
 from dsv4_sglang.srt.integration.hooks import hooks_of
 from dsv4_sglang.srt.integration.options import Options
-hooks = hooks_of(Launch(Options()), on_cpu=True)
+hooks = hooks_of(ServerContext(Options()), on_cpu=True)
 assert {hook.target for hook in hooks} < HookRegistry._patched
 assert len({hook.target for hook in hooks}) == len(hooks) and all(hook.reason for hook in hooks)
 assert resolved.page_size == 128 and resolved.attention_backend == "dsv4_sglang"

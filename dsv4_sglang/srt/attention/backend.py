@@ -33,7 +33,7 @@ from dsv4_sglang.cache.step import StepMetadata, prefill_window_size
 from dsv4_sglang.formats import make_kv_buffers
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
-from dsv4_sglang.srt.attention.prefill_graphs import MOST_REQUESTS
+from dsv4_sglang.srt.attention.prefill_graphs import MAX_RECORDED_REQUESTS
 from dsv4_sglang.srt.prefix_cache.snapshot_schedule import PrefillPlanTaker
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         self.kernels: list[AttentionKernel] = []
         self.kernel: AttentionKernel | None = None
         self.prepare_layers(blocks)
-        self._crossings: tuple[Tensor, Tensor] | None = None
+        self._due_snapshots: tuple[Tensor, Tensor] | None = None
         self._graph_buffers: DecodeBuffers | None = None
         self._decode_buffers: DecodeBuffers | None = None
         self._prefill_buffers: PrefillBuffers | None = None
@@ -312,11 +312,11 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         tokens, self._recorded = forward_batch.positions.shape[0], True
         if self._prefill_buffers is None:
             staging_slots = range(self.last_live_slot + 1, self.last_live_slot + 1 + self.staging)
-            buffers = PrefillBuffers(tokens, MOST_REQUESTS, self.max_blocks, staging_slots, self.device)
+            buffers = PrefillBuffers(tokens, MAX_RECORDED_REQUESTS, self.max_blocks, staging_slots, self.device)
             self._prefill_buffers = buffers
             at_once = self._scored_at_once(tokens, buffers.block_table)
             self._reserve_scratch(tokens, at_once, buffers.block_table)
-            self._window(prefill_window_size(tokens, MOST_REQUESTS + 1))
+            self._window(prefill_window_size(tokens, MAX_RECORDED_REQUESTS + 1))
             self._recorded_workspace = self._workspace
         self._prefill_buffers.clear()
         self.metadata = recorded_step(self._prefill_buffers, tokens, forward_batch.out_cache_loc)
@@ -383,19 +383,19 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             model: unused.
             req_pool_indices: unused.
         """
-        self._crossings = None
+        self._due_snapshots = None
         if mamba_track_indices is None or mamba_steps_to_track is None:
             return
         assert self._decode_buffers is not None
         to = mamba_track_indices.masked_fill(mamba_steps_to_track < 0, -1).to(torch.int32)
-        self._crossings = self._decode_buffers.slots[: to.shape[0]], to
+        self._due_snapshots = self._decode_buffers.slots[: to.shape[0]], to
 
-    def take_crossings(self) -> None:
+    def commit_snapshots(self) -> None:
         """Take the snapshots of the requests that passed a multiple of 128 in this round. Call it after the draft model
         has processed the accepted tokens."""
-        crossings, self._crossings = self._crossings, None
-        if crossings is not None:
-            self.state.store(*crossings)
+        due, self._due_snapshots = self._due_snapshots, None
+        if due is not None:
+            self.state.store(*due)
 
     # Entries of a draft model that does not run within the steps of the served model (DSPARK)
 
@@ -421,7 +421,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         for layer, weights, kv in layers:
             append_layer(self.schemas[layer], self.tables[layer], weights, Projections(kv), step, window)
         self.store_snapshots(step)
-        self.take_crossings()
+        self.commit_snapshots()
 
     # One layer
 

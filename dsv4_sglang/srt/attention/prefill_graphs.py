@@ -20,7 +20,7 @@ PHASE, BACKEND = "prefill", "breakable"
 # sizes are close together. A graph takes 10 MB (benchmarks/configs/flashshape).
 SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048)
 # Requests of a recorded step. Each costs 128 entries of the window workspace and a row of block ids.
-MOST_REQUESTS = 32
+MAX_RECORDED_REQUESTS = 32
 
 
 def switch_on(server_args: Any) -> None:
@@ -43,6 +43,6 @@ def switch_on(server_args: Any) -> None:
 
 
 def fits(original: Callable[..., bool], runner: Any, *, batch_size: int, **step: Any) -> bool:
-    """AROUND `PrefillCudaGraphRunner.can_replay_locally`: also require that the batch has at most MOST_REQUESTS
+    """AROUND `PrefillCudaGraphRunner.can_replay_locally`: also require that the batch has at most MAX_RECORDED_REQUESTS
     requests."""
-    return batch_size <= MOST_REQUESTS and original(runner, batch_size=batch_size, **step)
+    return batch_size <= MAX_RECORDED_REQUESTS and original(runner, batch_size=batch_size, **step)

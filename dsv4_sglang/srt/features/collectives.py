@@ -17,14 +17,14 @@ from torch import Tensor
 Gather = Callable[..., None]
 
 
-def gather_equal(
+def gather_replicated(
     global_tokens: Tensor, local_tokens: Tensor, forward_batch: Any, *arguments: Any, **named: Any
 ) -> None:
     """Gather the tokens of all attention ranks, where all processes of a rank have the same `local_tokens`."""
     dp_attention.dp_gather_replicate(global_tokens, local_tokens, forward_batch, *arguments, **named)
 
 
-def gather_a_copy(
+def gather_from_copy(
     original: Gather, global_tokens: Tensor, local_tokens: Tensor, forward_batch: Any, *arguments: Any, **named: Any
 ) -> None:
     """Gather the tokens as the original does, but leave `local_tokens` unchanged."""

@@ -29,7 +29,7 @@ from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool, StateSlo
 log = logging.getLogger(__name__)
 
 # Delays in seconds before the first notifications of a prefill server about failed requests, and between later ones.
-TOLD_FIRST, TOLD_EVERY = (0, 0.5, 2, 8), 30
+FIRST_NOTIFICATIONS, NOTIFICATION_INTERVAL = (0, 0.5, 2, 8), 30
 # Prefill servers that this process has rejected: address -> reason.
 _rejected: dict[str, str] = {}
 
@@ -91,11 +91,11 @@ def reject_other_caches(original: Callable[..., bool], manager: Any, bootstrap_a
         manager.record_failure(room, reason)
         manager.update_status(room, KVPoll.Failed)
     if rooms:
-        Thread(target=_end_at_prefill_server, args=(manager, bootstrap_addr, rooms), daemon=True).start()
+        Thread(target=_notify_of_failures, args=(manager, bootstrap_addr, rooms), daemon=True).start()
     return False
 
 
-def say_why(
+def record_failure_reason(
     original: Callable[..., None], receiver: Any, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None
 ) -> None:
     """AROUND `CommonKVReceiver.__init__`, a request's receiver on a decode server: if its prefill server was rejected,
@@ -109,25 +109,25 @@ def say_why(
         mgr.record_failure(bootstrap_room, _rejected[bootstrap_addr])
 
 
-def _end_at_prefill_server(manager: Any, bootstrap_addr: str, rooms: set[int]) -> None:
+def _notify_of_failures(manager: Any, bootstrap_addr: str, rooms: set[int]) -> None:
     """Notify the prefill server that requests have failed, as SGLang does for aborted ones. Otherwise each waits there
     for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, and a router waits with it.
 
     The message is lost if a request has not arrived there yet or the server cannot be reached. It is therefore repeated
     for as long as a request may wait.
     """
-    rounds = -(-envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() // TOLD_EVERY)
-    for pause in (*TOLD_FIRST, *[TOLD_EVERY] * rounds):
+    rounds = -(-envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() // NOTIFICATION_INTERVAL)
+    for pause in (*FIRST_NOTIFICATIONS, *[NOTIFICATION_INTERVAL] * rounds):
         time.sleep(pause)
         try:
-            _tell_prefill_server(manager, bootstrap_addr, rooms)
+            _notify_prefill_server(manager, bootstrap_addr, rooms)
         except (requests.RequestException, zmq.ZMQError) as error:
             log.warning(
                 "dsv4_sglang: the prefill server at %s was not told that requests failed: %s", bootstrap_addr, error
             )
 
 
-def _tell_prefill_server(manager: Any, bootstrap_addr: str, rooms: set[int]) -> None:
+def _notify_prefill_server(manager: Any, bootstrap_addr: str, rooms: set[int]) -> None:
     """Send the notification once, to one of the server's processes. They agree on failed requests."""
     rank = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
     own = manager.local_ip.encode(), str(manager.rank_port).encode()
@@ -141,13 +141,13 @@ def _tell_prefill_server(manager: Any, bootstrap_addr: str, rooms: set[int]) -> 
             socket.send_multipart([b"ABORT", str(room).encode(), *own])
 
 
-def take_pageable_indices(original: Callable[..., None], sender: Any, *arguments: Any, **named: Any) -> None:
+def allow_pageable_indices(original: Callable[..., None], sender: Any, *arguments: Any, **named: Any) -> None:
     """AROUND `compat.KV_SENDER`: let the sender of a request use block indices in pageable memory."""
     original(sender, *arguments, **named)
     sender.supports_host_tensor_indices = False
 
 
-def settle_before_retraction(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:
+def finish_step_before_retraction(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:
     """AROUND `Scheduler.update_running_batch`, which retracts requests when blocks run out.
 
     A decode server copies the state of retracted requests to the host. With overlap scheduling the device is one step

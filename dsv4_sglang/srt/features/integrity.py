@@ -1,7 +1,7 @@
 """Integrity check: every slot and block of the pools has exactly one owner, and tree, registry and locks agree.
 
-`examine` does the check. Tests call it on pools and trees without a server. With the option `integrity_check` a
-scheduler adds its result to /server_info (`answer`, a hook of the table in `hooks`). See docs/integrity.md.
+`audit` does the check. Tests call it on pools and trees without a server. With the option `integrity_check` a
+scheduler adds its result to /server_info (`add_reports`, a hook of the table in `hooks`). See docs/integrity.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dsv4_sglang.srt.integration import compat
 # Key of the reports in the internal state of a DP-attention rank, as GET /server_info returns it.
 KEY = "dsv4_sglang_integrity"
 # Limit of the findings in a report, so that a growing leak does not make the answer grow.
-MOST_FINDINGS = 200
+MAX_FINDINGS = 200
 # Kinds of owners: the free list, the tree, requests, and running copies between host and storage.
 FREE, CACHED, REQUESTS, COPIES = OWNERS = ("free", "cached", "requests", "copies")
 
@@ -75,7 +75,7 @@ class Pool:
 
 
 @dataclass
-class Examination:
+class AuditResult:
     """Result of the check: the pools with their owners, and the inconsistencies."""
 
     pools: list[Pool]
@@ -85,7 +85,7 @@ class Examination:
         return "\n".join(f"{what}: {wrong}" for what, wrong in self.findings) or "sound"
 
 
-def examine(cache: Any, requests: Iterable[Any]) -> Examination:
+def audit(cache: Any, requests: Iterable[Any]) -> AuditResult:
     """Check the pools behind a scheduler's tree cache, between two iterations of the scheduler.
 
     Reads tables and indices from the device and waits for it.
@@ -101,7 +101,7 @@ def examine(cache: Any, requests: Iterable[Any]) -> Examination:
     blocks = Pool("block", range(1, allocator.size // BLOCK + 1))
     rows = Pool("request row", range(1, tables.req_to_token.shape[0]))
     live = Pool("state slot", range(1, tables.mamba_allocator.size + 1))
-    found = Examination([blocks, rows, live])
+    found = AuditResult([blocks, rows, live])
 
     blocks.claim(FREE, "the free list", compat.free_blocks(allocator))
     rows.claim(FREE, "the free list", tables.free_slots)
@@ -296,7 +296,7 @@ class _Tree:
             for transfer in prefetch.comp_xfers.get(self.mamba, ())
             if transfer.name is SNAPSHOTS
         ]
-        for operation, rows in controller.given_up:
+        for operation, rows in controller.cancelled_fetches:
             snapshots += [transfer.host_indices for transfer in rows]
             if not operation.pool_transfers_done:
                 blocks.append(operation.host_indices[operation.completed_tokens :])
@@ -378,7 +378,7 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 # In a scheduler
 
 
-def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+def add_reports(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """AROUND `Scheduler.get_internal_state`: add the reports of all ranks of an attention group to its answer.
 
     Every process runs this call, and the first of each DP-attention rank answers.
@@ -400,7 +400,7 @@ def report(scheduler: Any) -> dict[str, Any]:
     begin = time.perf_counter()
     current_platform.synchronize()  # several streams write the tables of requests
     requests = requests_of(scheduler)
-    found = examine(scheduler.tree_cache, requests)
+    found = audit(scheduler.tree_cache, requests)
     findings, idle = found.findings, scheduler.is_fully_idle()
     if idle:
         findings += [Finding("SGLang's check of an idle server", text) for text in compat.idle_differences(scheduler)]
@@ -411,7 +411,7 @@ def report(scheduler: Any) -> dict[str, Any]:
         "requests": sum(compat.held(req).req_pool_idx is not None for req in requests),
         "pools": [{"of": pool.thing, "size": len(pool.ids), **pool.counts} for pool in found.pools],
         "wrong": len(findings),
-        "findings": [{"what": what, "wrong": wrong} for what, wrong in findings[:MOST_FINDINGS]],
+        "findings": [{"what": what, "wrong": wrong} for what, wrong in findings[:MAX_FINDINGS]],
         "seconds": time.perf_counter() - begin,
     }
 

@@ -34,7 +34,7 @@ UPDATES = {
 }
 
 
-def fall_asleep(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
+def release_memory(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
     """AROUND `SchedulerWeightUpdaterManager.release_memory_occupation`: release memory on a busy server too.
 
     SGLang's function ends a server that is not idle, and one that is asked for the same tag twice. Here running
@@ -59,12 +59,12 @@ def fall_asleep(original: Callable[..., Any], updater: Any, recv_req: Any) -> An
         for runner in _runners(updater):
             runner.attn_backend.forget_scratch()
         if isinstance(scheduler.tree_cache, PrefixCache):
-            keeping = scheduler.tree_cache.leaving_device()
-    with keeping, _nobody_waiting(scheduler):
+            keeping = scheduler.tree_cache.keep_host_cache()
+    with keeping, _hidden_queue(scheduler):
         return original(updater, recv_req)
 
 
-def wake(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
+def resume_memory(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
     """AROUND `SchedulerWeightUpdaterManager.resume_memory_occupation`: restore the initial content of the cache."""
     asked = recv_req.tags or GPU_MEMORY_ALL_TYPES
     tags = [tag for tag in asked if tag in updater.offload_tags]
@@ -85,7 +85,7 @@ def wake(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
     return output
 
 
-def stay_asleep(original: Callable[..., None], scheduler: Any, recv_req: Any) -> None:
+def keep_paused(original: Callable[..., None], scheduler: Any, recv_req: Any) -> None:
     """AROUND `Scheduler.continue_generation`: keep the scheduler paused, since nothing can run while memory is
     released."""
     original(scheduler, recv_req)
@@ -106,18 +106,18 @@ def update_weights(original: Callable[..., Any], updater: Any, recv_req: Any) ->
         reason = "the memory of the weights is given back: call /resume_memory_occupation with the tag weights first"
         return UPDATES[type(recv_req)](success=False, message=reason)
     recv_req.flush_cache = False
-    with _forgetting(updater, recv_req.torch_empty_cache):
+    with _invalidated_cache(updater, recv_req.torch_empty_cache):
         return original(updater, recv_req)
 
 
 def end_update(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
     """AROUND `compat.END_WEIGHT_UPDATE`: invalidate the cache, even if no update came before."""
-    with _forgetting(updater, empty_cache=False):
+    with _invalidated_cache(updater, empty_cache=False):
         return original(updater, recv_req)
 
 
 @contextmanager
-def _forgetting(updater: Any, empty_cache: bool) -> Iterator[None]:
+def _invalidated_cache(updater: Any, empty_cache: bool) -> Iterator[None]:
     """Context manager around a weight update: invalidate the cache, whether the update succeeds or fails."""
     scheduler = updater.scheduler
     compat.set_paused(scheduler, _retract(scheduler))
@@ -125,7 +125,7 @@ def _forgetting(updater: Any, empty_cache: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        with _nobody_waiting(scheduler):
+        with _hidden_queue(scheduler):
             flushed = updater.flush_cache(empty_cache=empty_cache)
         if not flushed:
             raise RuntimeError("dsv4_sglang: there are new weights, and the cache of the old ones cannot be flushed")
@@ -133,7 +133,7 @@ def _forgetting(updater: Any, empty_cache: bool) -> Iterator[None]:
             # The request does not identify the new weights, so they get a random name.
             name = [uuid.uuid4().hex[:16]]
             torch.distributed.broadcast_object_list(name, group=updater.tp_cpu_group, group_src=0)
-            scheduler.tree_cache.forget_stored(name[0])
+            scheduler.tree_cache.invalidate_storage(name[0])
 
 
 def _retract(scheduler: Any) -> bool:
@@ -152,7 +152,7 @@ def _settle(scheduler: Any) -> None:
 
 
 @contextmanager
-def _nobody_waiting(scheduler: Any) -> Iterator[None]:
+def _hidden_queue(scheduler: Any) -> Iterator[None]:
     """Context manager that hides waiting requests. They hold nothing of the cache, but SGLang 0.5.17 does not flush
     while there are any."""
     grammars = scheduler.grammar_manager

@@ -24,20 +24,21 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 # Byte limit of the saves of one scheduler iteration. It is not a time limit, because all ranks must save the same.
-SAVED_AT_ONCE = 256 << 20
+MAX_SAVE_BYTES = 256 << 20
 
 
 class HostPrefixCache(PrefixCache):
     """SGLang's tree over device and host memory.
 
-    Saves are planned by snapshot, not by node: the host gets the snapshots that `HostSnapshotComponent.want` marks,
-    most valuable first, each with all blocks up to it. All saves of a scheduler iteration are one batch of copies.
+    Saves are planned by snapshot, not by node: the host gets the snapshots that
+    `HostSnapshotComponent.mark_for_saving` marks, most valuable first, each with all blocks up to it. All saves of a
+    scheduler iteration are one batch of copies.
     """
 
     # True while the host cache must survive a flush.
-    _stays = False
+    _keep_host = False
     # Free memory and registry state at the last search for snapshots that the device evicts next.
-    _looked_at: tuple[Any, ...] | None
+    _last_search: tuple[Any, ...] | None
     # Nodes at which a path on the host may end without a snapshot, because a copy blocked their eviction.
     _dangling: dict[UnifiedTreeNode, None]
 
@@ -79,7 +80,7 @@ class HostPrefixCache(PrefixCache):
         if req.last_node == self.root_node.id:  # nothing was inserted
             req.last_node = before
         if self.component.policy == SELECTIVE:
-            self.component.want(self.tree_core.node_by_id(req.last_node))
+            self.component.mark_for_saving(self.tree_core.node_by_id(req.last_node))
 
     def retracted(self, req: Req) -> None:
         """Save the prefix of a retracted request before it can be evicted, since it is the first eviction candidate.
@@ -95,12 +96,12 @@ class HostPrefixCache(PrefixCache):
             while before and slots.registry.length[before] > req.logprob_start_len:
                 before = int(slots.registry.previous[before])
             if before:
-                self.component.want(slots.nodes[before])
+                self.component.mark_for_saving(slots.nodes[before])
                 self.save_now(slots.nodes[before])
-        self.component.want(node)
+        self.component.mark_for_saving(node)
         self.save_now(node)
 
-    def forget_stored(self, name: str) -> None:
+    def invalidate_storage(self, name: str) -> None:
         """Clear the storage, whose pages are of the old weights, and use a new name for later pages."""
         if self.enable_storage:
             self.clear_storage_backend()
@@ -114,7 +115,7 @@ class HostPrefixCache(PrefixCache):
             time.sleep(0.001)  # SGLang writes to the storage in a thread
 
     @contextmanager
-    def leaving_device(self) -> Iterator[None]:
+    def keep_host_cache(self) -> Iterator[None]:
         """Context manager around the release of device memory. First save everything on the device that the host has
         room for. Inside, a flush does not empty the host cache."""
         blocks, slots = self.token_to_kv_pool_allocator, self.component.slots
@@ -126,27 +127,27 @@ class HostPrefixCache(PrefixCache):
         self.settle(())
         if blocks.available_size() < blocks.size:
             raise RuntimeError(f"{blocks.size - blocks.available_size()} tokens of the device are held by requests")
-        self._stays = True
+        self._keep_host = True
         try:
             yield
         finally:
-            self._stays = False
+            self._keep_host = False
 
     def reset(self) -> None:
-        if not self._stays:
+        if not self._keep_host:
             super().reset()
-            self._looked_at, self._dangling = None, {}
+            self._last_search, self._dangling = None, {}
 
     # Saves to the host
 
     def check_hicache_events(self) -> None:
-        self.cache_controller.free_given_up()
-        with self._looking_again():
+        self.cache_controller.free_cancelled_fetches()
+        with self._recheck_queue_after_saves():
             super().check_hicache_events()
-        self.cache_controller.load_what_is_left()
-        self._save_leaving(SAVED_AT_ONCE - self._save_new())
+        self.cache_controller.start_unclaimed_loads()
+        self._save_eviction_candidates(MAX_SAVE_BYTES - self._save_new_snapshots())
 
-    def _save_new(self) -> int:
+    def _save_new_snapshots(self) -> int:
         """Save new snapshots at once, and return the number of bytes.
 
         Without a storage, a snapshot is saved early only if the host has free memory for it. With a storage, which
@@ -155,19 +156,19 @@ class HostPrefixCache(PrefixCache):
         slots, saved = self.component.slots, 0
         if not (new := slots.registry.to_copy()):
             return 0
-        with self.cache_controller.one_launch():
+        with self.cache_controller.batch_backups():
             for slot in new:
                 # Evicting on the host to make room may have removed the snapshot.
-                if saved < SAVED_AT_ONCE and self._is_to_save(slot):
+                if saved < MAX_SAVE_BYTES and self._is_to_save(slot):
                     node = slots.nodes[slot]
                     if node.write_through_pending_id is not None:  # a copy of its blocks is running
                         continue
                     slots.registry.attempted[slot] = True
                     if self.enable_storage or self._has_room(node):
-                        saved += self._save(node) or self._rejected()
+                        saved += self._save(node) or self._count_rejected_save()
         return saved
 
-    def _save_leaving(self, left: int) -> None:
+    def _save_eviction_candidates(self, left: int) -> None:
         """Save the snapshots that the device evicts next, up to `left` bytes.
 
         The search for them takes a millisecond of scheduler time. It runs only if snapshots have changed or an eighth
@@ -176,16 +177,16 @@ class HostPrefixCache(PrefixCache):
         slots, blocks = self.component.slots, self.token_to_kv_pool_allocator
         registry, margins = slots.registry, (blocks.size // MARGIN, slots.num_slots // MARGIN)
         free = blocks.available_size(), slots.available_size()
-        looked_at = registry, registry.changes, *(8 * room // max(margin, 8) for room, margin in zip(free, margins))
-        if looked_at == self._looked_at:
+        searched = registry, registry.changes, *(8 * room // max(margin, 8) for room, margin in zip(free, margins))
+        if searched == self._last_search:
             return
         tokens, rows = (margin - room for room, margin in zip(free, margins))
         leaving = registry.note_eviction_candidates(tokens, rows)
-        with self.cache_controller.one_launch():
+        with self.cache_controller.batch_backups():
             for slot in leaving:
                 if left > 0 and self._is_to_save(slot):
                     left -= self._save(slots.nodes[slot]) or 0
-        self._looked_at = looked_at if left > 0 else None
+        self._last_search = searched if left > 0 else None
 
     def save_now(self, node: UnifiedTreeNode) -> None:
         """Save a node's snapshot and the blocks up to it, and wait for the copy, before the device may evict the node.
@@ -196,14 +197,14 @@ class HostPrefixCache(PrefixCache):
             return
         if node.write_through_pending_id is not None:  # a copy of its blocks is running
             self.finish_saves()
-        with self.cache_controller.one_launch():
+        with self.cache_controller.batch_backups():
             saved = self._save(node)
         if saved is None:
-            self._rejected()
+            self._count_rejected_save()
         else:
             self.finish_saves()
 
-    def _rejected(self) -> int:
+    def _count_rejected_save(self) -> int:
         self.component.host_counters.saves_rejected += 1
         return 0
 
@@ -211,12 +212,12 @@ class HostPrefixCache(PrefixCache):
         """Wait for running saves. Return True if there were any, so that their blocks can be evicted now."""
         if not self.ongoing_write_through:
             return False
-        with self._looking_again():
+        with self._recheck_queue_after_saves():
             self.writing_check(write_back=True)
         return True
 
     @contextmanager
-    def _looking_again(self) -> Iterator[None]:
+    def _recheck_queue_after_saves(self) -> Iterator[None]:
         """Context manager: if saves finish inside, let the scheduler check its queue again, since they free memory."""
         saving = len(self.ongoing_write_through)
         yield
@@ -323,7 +324,7 @@ class HostPrefixCache(PrefixCache):
 
     def evict_host(self, num_tokens: int, component_type: ComponentType = ComponentType.FULL) -> int:
         """Free memory for pages that SGLang fetches from a storage."""
-        return self._give_up_on_host(component_type, num_tokens)
+        return self._evict_on_host(component_type, num_tokens)
 
     def _pool(self, kind: ComponentType) -> Any:
         return self.mamba_pool_host if kind is ComponentType.MAMBA else self.full_kv_pool_host
@@ -339,9 +340,9 @@ class HostPrefixCache(PrefixCache):
     def _make_room(self, kind: ComponentType, count: int, slot: int, path: Sequence[UnifiedTreeNode]) -> bool:
         """Free room for `count` rows of snapshots, or tokens of blocks, for the snapshot in `slot` and its path."""
         missing = count - self._pool(kind).available_size()
-        return missing <= 0 or self._give_up_on_host(kind, missing, slot, path) >= missing
+        return missing <= 0 or self._evict_on_host(kind, missing, slot, path) >= missing
 
-    def _give_up_on_host(
+    def _evict_on_host(
         self, kind: ComponentType, count: int, slot: int = 0, path: Sequence[UnifiedTreeNode] = ()
     ) -> int:
         """Free host memory in the order of `SnapshotRegistry.on_host`.
@@ -362,7 +363,7 @@ class HostPrefixCache(PrefixCache):
         registry, before = slots.registry, pool.available_size()
         for node in list(self._dangling):
             del self._dangling[node]
-            self._clear(node, path)
+            self._free_dangling_blocks(node, path)
         score = registry.eviction_score() if kind is ComponentType.MAMBA else registry.reuse_interval()
         value = registry.host_value(score)
         enough = 1 / score[slot] if slot else float("inf")
@@ -375,25 +376,25 @@ class HostPrefixCache(PrefixCache):
             else:
                 first, place = place, next(order, 0)
             node = slots.nodes.get(first)
-            if node is None or self._row(node) is None or node in path or not self._may_go(node):
+            if node is None or self._row(node) is None or node in path or not self._is_evictable(node):
                 continue
             if self._is_end(node):
                 above = node.parent
                 compat.evict_from_host(self, node, self.components.values())
-                end = self._clear(above, path)
+                end = self._free_dangling_blocks(above, path)
                 if end is not None and value[place_of_end := slots.id_of(end)] < enough:
                     heapq.heappush(ends, (float(value[place_of_end]), place_of_end))
             elif kind is ComponentType.MAMBA:
                 compat.evict_from_host(self, node, [self.component])
         return int(pool.available_size() - before)
 
-    def _clear(self, node: UnifiedTreeNode, path: Sequence[UnifiedTreeNode]) -> UnifiedTreeNode | None:
+    def _free_dangling_blocks(self, node: UnifiedTreeNode, path: Sequence[UnifiedTreeNode]) -> UnifiedTreeNode | None:
         """Free the blocks behind the last snapshot of a path on the host, from this node upwards. Return the node of
         that snapshot if it is now the end of the path."""
         while self._is_end(node):
             if self._row(node) is not None:
                 return node
-            if node in path or not self._may_go(node):
+            if node in path or not self._is_evictable(node):
                 self._dangling[node] = None
                 return None
             above = node.parent
@@ -410,7 +411,7 @@ class HostPrefixCache(PrefixCache):
             return False
         return not any(child.backuped for child in node.children.values())
 
-    def _may_go(self, node: UnifiedTreeNode) -> bool:
+    def _is_evictable(self, node: UnifiedTreeNode) -> bool:
         """Return True if no copy to or from the host uses the node."""
         return node.write_through_pending_id is None and not any(data.host_lock_ref for data in node.component_data)
 

@@ -57,9 +57,9 @@ class HostSnapshotComponent(SnapshotComponent):
         from_storage = min(from_host, req.storage_hit_length)
         self.host_counters.resumed(resumed, from_host, from_storage)
         self.host_counters.publish()
-        self.want(self.tree_core.node_by_id(req.last_node))
+        self.mark_for_saving(self.tree_core.node_by_id(req.last_node))
 
-    def want(self, node: UnifiedTreeNode) -> None:
+    def mark_for_saving(self, node: UnifiedTreeNode) -> None:
         """Mark the node's snapshot to be copied to the host. With write_back that happens when the device evicts it."""
         if node is not self.tree_core.root_node and (slot := self._slot(node)) is not None:
             registry = self.slots.registry
@@ -71,7 +71,7 @@ class HostSnapshotComponent(SnapshotComponent):
     ) -> None:
         super().commit_insert_component_data(node, is_new_leaf, params, result, cache_actions)
         if self.policy != SELECTIVE:
-            self.want(node)
+            self.mark_for_saving(node)
 
     # Places of snapshots
 
@@ -91,10 +91,10 @@ class HostSnapshotComponent(SnapshotComponent):
         nodes[to] = node
         registry.copied[to] = registry.pending_write[to] = registry.attempted[to] = to <= registry.capacity
 
-    def _leaves_device(self, node: UnifiedTreeNode, slot: int, target: EvictLayer) -> None:
+    def _on_device_eviction(self, node: UnifiedTreeNode, slot: int, target: EvictLayer) -> None:
         row = node.component_data[self.component_type].host_value
         if row is None or EvictLayer.HOST in target:
-            super()._leaves_device(node, slot, target)
+            super()._on_device_eviction(node, slot, target)
         else:
             self._moved(node, slot, self.slots.registry.host_id(int(row)))
 
@@ -109,21 +109,21 @@ class HostSnapshotComponent(SnapshotComponent):
             if slot is None:
                 self.host_counters.snapshots_evicted += 1
                 place = self.slots.id_of(node)
-                registry.remove(place, self._mark(node, place))
+                registry.remove(place, self._path_hash(node, place))
                 del self.slots.nodes[place]
             else:
                 registry.copied[slot] = False
         return super().evict_component(node, device_frees, host_frees, *arguments, **named)
 
-    def _give_up(self, node: UnifiedTreeNode) -> None:
+    def _evict_snapshot(self, node: UnifiedTreeNode) -> None:
         self.cache.save_now(node)
-        super()._give_up(node)
+        super()._evict_snapshot(node)
 
     # Copies
 
     def slots_for_load(self, count: int) -> Tensor | None:
         """Allocate `count` slots of the snapshot pool for a load. Return them [count] int64, or None without room."""
-        slots = [slot for _ in range(count) if (slot := self.free_slot(needed=True))]
+        slots = [slot for _ in range(count) if (slot := self.allocate_slot(needed=True))]
         if len(slots) == count:
             return torch.tensor(slots, dtype=torch.int64)
         self.slots.give_back(slots)

@@ -40,10 +40,10 @@ class TransferController(HybridCacheController):
     watch: LoadWatch
     # Fetches from the storage that have ended, by an abort or the prefetch policy, while a thread may still read into
     # their host rows. Each has the rows of its snapshots that must be freed later.
-    given_up: Sequence[tuple[Any, list[Any]]] = ()
+    cancelled_fetches: Sequence[tuple[Any, list[Any]]] = ()
 
     @contextmanager
-    def one_launch(self) -> Iterator[None]:
+    def batch_backups(self) -> Iterator[None]:
         """Context manager: backups that start inside are copied together at the end."""
         self._together = True
         try:
@@ -70,7 +70,7 @@ class TransferController(HybridCacheController):
         load.ack = self.ack_load_queue[-1]
         return consumer
 
-    def load_what_is_left(self) -> None:
+    def start_unclaimed_loads(self) -> None:
         """Start the loads of requests that were not admitted. No step waits for these loads, so all steps do."""
         if self.load_queue:
             self.start_loading()
@@ -83,16 +83,16 @@ class TransferController(HybridCacheController):
     def terminate_prefetch(self, operation: Any) -> Any:
         found = super().terminate_prefetch(operation)
         if compat.FREES_ROWS_IN_USE and operation.host_indices is not None and not operation.pool_transfers_done:
-            self.given_up = [*self.given_up, (operation, [])]
+            self.cancelled_fetches = [*self.cancelled_fetches, (operation, [])]
         return found
 
     def append_host_mem_release(self, host_indices: Any = None, extra_pools: Any = None) -> None:
-        """Free host rows. Snapshot rows that a thread still reads into are freed later by `free_given_up`; SGLang's
-        thread frees its blocks itself."""
+        """Free host rows. Snapshot rows that a thread still reads into are freed later by
+        `free_cancelled_fetches`. SGLang's thread frees its blocks itself."""
         now: list[Any] = []
         later = {
             id(transfer): rows
-            for operation, rows in self.given_up
+            for operation, rows in self.cancelled_fetches
             for transfer in operation.pool_transfers
             if not operation.pool_transfers_done
         }
@@ -100,15 +100,15 @@ class TransferController(HybridCacheController):
             later.get(id(transfer), now).append(transfer)
         super().append_host_mem_release(host_indices, now)
 
-    def free_given_up(self) -> None:
+    def free_cancelled_fetches(self) -> None:
         """Free the rows of cancelled fetches whose thread has finished."""
         under_way = []
-        for operation, rows in self.given_up:
+        for operation, rows in self.cancelled_fetches:
             if operation.pool_transfers_done:
                 super().append_host_mem_release(extra_pools=rows)
             else:
                 under_way.append((operation, rows))
-        self.given_up = under_way
+        self.cancelled_fetches = under_way
 
     def reset(self) -> None:
         """Empty the queues. The rows can be reused then, so wait for the threads that read into them. SGLang before
@@ -117,7 +117,7 @@ class TransferController(HybridCacheController):
             self.storage_stop_event.set()
             self.prefetch_thread.join()  # it starts the other thread
             self.prefetch_io_aux_thread.join()
-        self.given_up = ()
+        self.cancelled_fetches = ()
         super().reset()
 
     def _generate_storage_config(

@@ -17,7 +17,7 @@ from dsv4_sglang.srt.integration.hooks import Hook, hooks_of
 from dsv4_sglang.srt.integration.launch_command import config_of
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.srt.integration.server_context import ARCHITECTURE, BACKEND, PREFIX_CACHE, Launch
+from dsv4_sglang.srt.integration.server_context import ARCHITECTURE, BACKEND, PREFIX_CACHE, ServerContext
 
 log = logging.getLogger(__name__)
 
@@ -25,18 +25,18 @@ MODEL_PACKAGE = "dsv4_sglang.srt.models"
 FUSED_STREAM_THREADS = 256
 
 
-def activate(launch: Launch, server_args: Any) -> None:
+def activate(context: ServerContext, server_args: Any) -> None:
     """Install the cache, once in a process. Raise LaunchError if SGLang lacks anything that the cache relies on."""
     config = config_of(server_args.model_path)
     reject_release(config.get("model_type"))
-    hooks = hooks_of(launch, on_cpu=server_args.device == "cpu")
+    hooks = hooks_of(context, on_cpu=server_args.device == "cpu")
     sglang_contract.require([*sglang_contract.flag_differences(), *sglang_contract.hook_differences(hooks)])
     _set_environment(config)
     _declare_state()
     _register_backend()
-    _register_prefix_cache(launch.options.snapshot_interval)
+    _register_prefix_cache(context.options.snapshot_interval)
     if server_args.enable_hierarchical_cache:
-        _register_host_cache(launch.options, server_args.hicache_storage_backend)
+        _register_host_cache(context.options, server_args.hicache_storage_backend)
     _apply(hooks)
     _register_model()
     warn_of_release()

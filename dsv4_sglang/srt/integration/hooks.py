@@ -17,7 +17,7 @@ from dsv4_sglang.srt.cpu.torch_layers import collapse_flat
 from dsv4_sglang.srt.features import collectives, disaggregation, integrity, sleep
 from dsv4_sglang.srt.host_cache import namespaces
 from dsv4_sglang.srt.integration import compat, request_validation, tokenizer_workers
-from dsv4_sglang.srt.integration.server_context import BACKEND, Launch
+from dsv4_sglang.srt.integration.server_context import BACKEND, ServerContext
 from dsv4_sglang.srt.integration.startup_check import build_or_reject
 from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 
@@ -47,7 +47,7 @@ INTEGRITY_CHECK = (
     Hook(
         SRT + "managers.scheduler.Scheduler.get_internal_state",
         HookType.AROUND,
-        integrity.answer,
+        integrity.add_reports,
         "/server_info is the only request of SGLang that reaches all processes and returns their answers",
     ),
 )
@@ -63,31 +63,31 @@ def always_cache(self: Any, req: Any, result: Any, i: int) -> bool:
     return True
 
 
-def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
+def hooks_of(context: ServerContext, on_cpu: bool) -> tuple[Hook, ...]:
     """Return the hooks of a server."""
     table = (
         Hook(
             SRT + "arg_groups.overrides.collect_model_override_declarations",
             HookType.AROUND,
-            launch.declarations,
+            context.declarations,
             "the cache needs pages of 128 tokens and its own backend; other flags are rejected before loading",
         ),
         Hook(
             compat.FLAGS_RESOLVED,
             HookType.AROUND,
-            launch.resolved,
+            context.resolved,
             "flags that SGLang derives from others are checked after it has resolved them",
         ),
         Hook(
             compat.ALLOW_EXTRA_BUFFER,
             HookType.AROUND,
-            launch.extra_buffer,
+            context.extra_buffer,
             "snapshots are taken into extra slots, which SGLang allows for a fixed list of architectures only",
         ),
         Hook(
             SRT + "configs.model_config.is_hybrid_swa_model",
             HookType.AROUND,
-            launch.is_hybrid_swa,
+            context.is_hybrid_swa,
             "window entries are part of the state of a request, not pages of a second pool",
         ),
         Hook(
@@ -99,31 +99,31 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
         Hook(
             compat.CHOOSE_STATE_SLOTS,
             HookType.AROUND,
-            launch.state_slots,
+            context.state_slots,
             "memory is first given to state slots of running requests and to snapshots, not divided by a fixed ratio",
         ),
         Hook(
             compat.SLOTS_OF_A_REQUEST,
             HookType.AROUND,
-            launch.slots_of_request,
+            context.slots_of_request,
             "the limit of running requests is given, and the slots were chosen for it",
         ),
         Hook(
             SRT + "model_executor.pool_configurator.create_memory_pool_configurator",
             HookType.AROUND,
-            launch.pool_configurator,
+            context.pool_configurator,
             "the pool size depends on the bytes of a block, and must hold a request of the context length",
         ),
         Hook(
             compat.BUILD_REQUEST_POOL,
             HookType.AROUND,
-            launch.request_pool,
+            context.request_pool,
             "requests use the state slots of this cache",
         ),
         Hook(
             compat.BUILD_KV_POOL,
             HookType.AROUND,
-            launch.kv_pool,
+            context.kv_pool,
             "token slots are addresses in the blocks of this cache",
         ),
         Hook(
@@ -135,7 +135,7 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
         Hook(
             SRT + "model_executor.forward_batch_info.ForwardBatch.init_new",
             HookType.AROUND,
-            snapshot_schedule.hand_over,
+            snapshot_schedule.pass_plan_to_backend,
             "the backend needs the scheduler's plan of the snapshots of a prefill step",
         ),
         Hook(
@@ -213,7 +213,7 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
         Hook(
             SRT + "managers.scheduler.Scheduler.get_new_batch_prefill",
             HookType.AROUND,
-            snapshot_schedule.look_again,
+            snapshot_schedule.recheck_queue,
             "memory becomes free when a save to the host ends, and a chunked prompt already has its slot; SGLang would "
             "let the next request wait until another one ends",
         ),
@@ -264,13 +264,13 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
         Hook(
             SRT + "layers.dp_attention.dp_gather_partial",
             HookType.REPLACE,
-            collectives.gather_equal,
+            collectives.gather_replicated,
             "the output of attention is already summed over an attention rank; SGLang would sum it again",
         ),
         Hook(
             SRT + "layers.dp_attention.dp_gather_replicate",
             HookType.AROUND,
-            collectives.gather_a_copy,
+            collectives.gather_from_copy,
             "SGLang clears its input, for example token ids, in all but one process of an attention rank",
         ),
         Hook(
@@ -279,8 +279,8 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
             collectives.logits_of_ranks,
             "a draft model's prefill has one row per request, but SGLang exchanges one per requested log-probability",
         ),
-        *(INTEGRITY_CHECK if launch.options.integrity_check else ()),
-        *disaggregation_hooks(launch),
+        *(INTEGRITY_CHECK if context.options.integrity_check else ()),
+        *disaggregation_hooks(context),
         Hook(
             SRT + "managers.scheduler.Scheduler.init_model_worker",
             HookType.AROUND,
@@ -290,7 +290,7 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
         Hook(
             SRT + "managers.scheduler.Scheduler.get_init_info",
             HookType.BEFORE,
-            launch.started,
+            context.started,
             "last call before a scheduler reports ready: check the classes of pools, tree, backend and model, and "
             "start the watchdog of loads from the host cache",
         ),
@@ -304,7 +304,7 @@ def hooks_of(launch: Launch, on_cpu: bool) -> tuple[Hook, ...]:
         Hook(
             compat.CONFIGURE_POOLS,
             HookType.AROUND,
-            launch.pools_on_cpu,
+            context.pools_on_cpu,
             "SGLang rejects an FP8 KV cache without AMX, which only its own kernels need",
             cpu_only=True,
         ),
@@ -417,19 +417,19 @@ def sleep_hooks() -> tuple[Hook, ...]:
         Hook(
             updater + "release_memory_occupation",
             HookType.AROUND,
-            sleep.fall_asleep,
+            sleep.release_memory,
             "the host cache keeps the released data, and requests wait; SGLang would end a server that is not idle",
         ),
         Hook(
             updater + "resume_memory_occupation",
             HookType.AROUND,
-            sleep.wake,
+            sleep.resume_memory,
             "after wake-up the memory of the pools has undefined contents, so it is initialised again",
         ),
         Hook(
             SRT + "managers.scheduler.Scheduler.continue_generation",
             HookType.AROUND,
-            sleep.stay_asleep,
+            sleep.keep_paused,
             "a step would crash the server while its memory is released",
         ),
         *(
@@ -474,13 +474,13 @@ def namespace_hooks() -> tuple[Hook, ...]:
     )
 
 
-def disaggregation_hooks(launch: Launch) -> tuple[Hook, ...]:
+def disaggregation_hooks(context: ServerContext) -> tuple[Hook, ...]:
     """Return the hooks of disaggregated prefill and decode servers."""
     return (
         Hook(
             compat.BUILD_DECODE_REQUEST_POOL,
             HookType.AROUND,
-            launch.decode_request_pool,
+            context.decode_request_pool,
             "requests on a decode server use the state slots of this cache, including arriving requests",
         ),
         Hook(
@@ -492,7 +492,7 @@ def disaggregation_hooks(launch: Launch) -> tuple[Hook, ...]:
         Hook(
             SRT + "disaggregation.common.conn.CommonKVManager.__init__",
             HookType.BEFORE,
-            launch.name_cache,
+            context.name_cache,
             "both servers must have the same cache layout; SGLang compares --kv-cache-dtype only",
         ),
         Hook(
@@ -504,20 +504,20 @@ def disaggregation_hooks(launch: Launch) -> tuple[Hook, ...]:
         Hook(
             SRT + "disaggregation.common.conn.CommonKVReceiver.__init__",
             HookType.AROUND,
-            disaggregation.say_why,
+            disaggregation.record_failure_reason,
             "the process that detects a rejected request may not be the one that answers it",
         ),
         Hook(
             compat.KV_SENDER,
             HookType.AROUND,
-            disaggregation.take_pageable_indices,
+            disaggregation.allow_pageable_indices,
             "SGLang copies block indices to pinned memory, which needs a GPU",
             cpu_only=True,
         ),
         Hook(
             SRT + "managers.scheduler.Scheduler.update_running_batch",
             HookType.AROUND,
-            disaggregation.settle_before_retraction,
+            disaggregation.finish_step_before_retraction,
             "a decode server copies the state of retracted requests to the host, but a running step changes it",
         ),
     )

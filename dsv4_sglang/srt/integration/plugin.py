@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dsv4_sglang.srt.integration.server_context import Launch
+    from dsv4_sglang.srt.integration.server_context import ServerContext
 
 COMMAND_LINE = "sglang.srt.server_args.prepare_server_args"
 OPT_IN = "sglang.srt.configs.model_config.ModelConfig.from_server_args"
@@ -55,7 +55,7 @@ class OptIn:
     """The opt-in of this process, of which there is at most one."""
 
     def __init__(self) -> None:
-        self.launch: Launch | None = None
+        self.context: ServerContext | None = None
 
     def before_model_config(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
         """Install the cache if the server opts in. All model configs of a process must have the same options."""
@@ -64,15 +64,13 @@ class OptIn:
         options = from_override_args(server_args.json_model_override_args)
         if options is None:
             return
-        if self.launch is None:
+        if self.context is None:
             from dsv4_sglang.srt.integration.activate import activate
-            from dsv4_sglang.srt.integration.server_context import Launch
+            from dsv4_sglang.srt.integration.server_context import ServerContext
 
-            launch = Launch(options)
-            activate(launch, server_args)
-            self.launch = launch
-        elif self.launch.options != options:
-            raise ValueError(
-                f"two servers in one process with different options of dsv4_sglang: {self.launch.options} and {options}"
-            )
-        self.launch.begin(server_args)
+            context = ServerContext(options)
+            activate(context, server_args)
+            self.context = context
+        elif self.context.options != options:
+            raise ValueError(f"two servers in one process have different options: {self.context.options} and {options}")
+        self.context.begin(server_args)

@@ -37,7 +37,7 @@ GREEDY_ON_CPU = (
 )
 
 
-class Launch:
+class ServerContext:
     """A server in this process: its options, and the decisions that follow from them.
 
     The methods are hooks of the table in `hooks`, which gives the reason for each. Their parameters have SGLang's
@@ -118,10 +118,12 @@ class Launch:
         """Choose the number of state slots. Return the GiB that are left for blocks."""
         from sglang.srt.runtime_context import get_context, get_disagg, get_memory, get_parallel, get_schedule
 
-        layout, settings, apart = self.layout_for(configurator), get_schedule(), get_disagg()
+        layout, settings, disaggregation = self.layout_for(configurator), get_schedule(), get_disagg()
         # Each rank of DP attention runs its share of the requests.
         running = settings.max_running_requests // get_parallel().attn_dp_size
-        arriving = apart.disaggregation_decode_extra_slots if apart.disaggregation_mode == "decode" else 0
+        arriving = (
+            disaggregation.disaggregation_decode_extra_slots if disaggregation.disaggregation_mode == "decode" else 0
+        )
         step_tokens = settings.chunked_prefill_size or 0
         self.demand = demand_of(
             layout,

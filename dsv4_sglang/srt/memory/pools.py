@@ -34,7 +34,7 @@ from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 BufferInfos = tuple[list[int], list[int], list[int]]
 
 
-def given_back_asleep(enable_memory_saver: bool) -> AbstractContextManager[None]:
+def released_while_asleep(enable_memory_saver: bool) -> AbstractContextManager[None]:
     """Return a context manager for allocations that are released while the server sleeps (`--enable-memory-saver`).
 
     On wake-up the tensors are mapped again at the same addresses with undefined contents (`srt/features/sleep.py`).
@@ -111,7 +111,7 @@ class StateSlotPool(MambaPool):
 
         self.staging = cache_params.staging
         slots = size + 1 + self.staging
-        with given_back_asleep(enable_memory_saver):
+        with released_while_asleep(enable_memory_saver):
             self.storage = StateStorage(cache_params.cache_layout, slots, cache_params.snapshots, positions=False)
         self.mamba_cache = self.State(
             conv=self.storage.tensors,
@@ -206,7 +206,7 @@ class CompressedKVPool(KVCache):
         super().__init__(size, page_size, dtype, len(self.compressed_layers), device, enable_memory_saver)
         self.layout = layout
         self.blocks = size // BLOCK + 1
-        with given_back_asleep(enable_memory_saver):
+        with released_while_asleep(enable_memory_saver):
             self.pools = self._make_pools()
         self.bytes = sum(pool.memory_bytes() for pool in self.pools if pool is not None)
 

@@ -51,7 +51,7 @@ def _scales_are_fp32() -> bool:
     return not deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0
 
 
-def so_far(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+def progress_event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
     """Record the progress of the current stream as an event for `stream` to wait for. Return None without `stream`."""
     return None if stream is None else torch.cuda.current_stream().record_event()
 
@@ -63,7 +63,7 @@ def wait_for(event: torch.cuda.Event | None) -> None:
 
 
 @contextmanager
-def beside(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> Iterator[None]:
+def on_stream(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> Iterator[None]:
     """Context manager: run the body on `stream` after `after`. If either is None, run it on the current stream."""
     if stream is None or after is None:
         yield
@@ -259,20 +259,20 @@ class CachedAttention(in_tree.MqaAttentionBase):
         query_stream, side_stream = self.streams if self._overlaps(x) else (None, None)
         q = get_attn_backend().query_buffer(x.shape[0])
         side_stream = side_stream if self.compressor else None
-        with beside(side_stream, so_far(side_stream)):
+        with on_stream(side_stream, progress_event(side_stream)):
             projected = self._project_x(x)
-            all_projected = so_far(side_stream)
+            all_projected = progress_event(side_stream)
         q_lora, kv = self._down(x)
-        with beside(query_stream, so_far(query_stream)):
+        with on_stream(query_stream, progress_event(query_stream)):
             latent = self._latent(q_lora)
-            normed = so_far(query_stream)
+            normed = progress_event(query_stream)
             self._query(latent, positions, q)
-            wait_for_query = partial(wait_for, so_far(query_stream))
+            wait_for_query = partial(wait_for, progress_event(query_stream))
         index_query = None
         if self.indexer:
-            with beside(side_stream, normed):
+            with on_stream(side_stream, normed):
                 query = self.indexer(latent)
-                index_query = IndexQuery(query, projected[2], partial(wait_for, so_far(side_stream)))
+                index_query = IndexQuery(query, projected[2], partial(wait_for, progress_event(side_stream)))
         wait_for(all_projected)
         inputs = LayerInputs(
             weights=self.cache_weights(),

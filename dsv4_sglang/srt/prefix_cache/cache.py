@@ -50,11 +50,11 @@ class PrefixCache(UnifiedRadixCache):
     def settle(self, waiting: Iterable[Req]) -> None:
         """Wait for running copies, and cancel the loads of queued requests."""
 
-    def leaving_device(self) -> AbstractContextManager[None]:
+    def keep_host_cache(self) -> AbstractContextManager[None]:
         """Context manager around the release of device memory, in which SGLang flushes the cache."""
         return nullcontext()
 
-    def forget_stored(self, name: str) -> None:
+    def invalidate_storage(self, name: str) -> None:
         """Invalidate stored pages after a weight update, with the tree empty.
 
         `name` identifies the new weights in a storage. It is equal on all ranks. A server that starts later must not

@@ -175,21 +175,21 @@ class SnapshotComponent(MambaComponent):
         return None if value is None else int(value)
 
     def _take(self, due: Due) -> int:
-        slot = self.free_slot(needed=due.needed)
+        slot = self.allocate_slot(needed=due.needed)
         self.counters.taken += slot > 0
         return slot
 
-    def free_slot(self, *, needed: bool) -> int:
+    def allocate_slot(self, *, needed: bool) -> int:
         """Allocate a slot, evicting a less valuable snapshot if no slot is free. Return 0 if there is none."""
         if slot := self.slots.take():
             return slot
         victim = self.slots.registry.lowest_value(needed=needed, saves=self.interval)
         if not victim:
             return 0
-        self._give_up(self.slots.nodes[victim])
+        self._evict_snapshot(self.slots.nodes[victim])
         return self.slots.take()
 
-    def _give_up(self, node: UnifiedTreeNode) -> None:
+    def _evict_snapshot(self, node: UnifiedTreeNode) -> None:
         """Evict a snapshot. The blocks of the node stay until their memory is needed."""
         compat.evict_from_device(self, node)
 
@@ -307,15 +307,15 @@ class SnapshotComponent(MambaComponent):
     ) -> tuple[int, int]:
         target, slot = compat.evicted_layers(*arguments, **named), self._slot(node)
         if EvictLayer.DEVICE in target and slot is not None:
-            self._leaves_device(node, slot, target)
+            self._on_device_eviction(node, slot, target)
             self.counters.evicted += 1
         return super().evict_component(node, device_frees, host_frees, *arguments, **named)
 
-    def _leaves_device(self, node: UnifiedTreeNode, slot: int, target: EvictLayer) -> None:
-        self.slots.registry.remove(slot, self._mark(node, slot))
+    def _on_device_eviction(self, node: UnifiedTreeNode, slot: int, target: EvictLayer) -> None:
+        self.slots.registry.remove(slot, self._path_hash(node, slot))
         del self.slots.nodes[slot]
 
-    def _mark(self, node: UnifiedTreeNode, place: int) -> int:
+    def _path_hash(self, node: UnifiedTreeNode, place: int) -> int:
         """Return the hash of the token path of an evicted snapshot, to detect ghost hits. Return 0 if a later snapshot
         follows it, since the conversation would resume from that one."""
         if self.slots.registry.following(place):

@@ -50,7 +50,9 @@ def prepare_for_extend(original: Callable[..., None], batch: Any) -> None:
     setattr(batch, TABLE, table.to(batch.device, non_blocking=True))
 
 
-def hand_over(original: Callable[..., Any], cls: Any, batch: Any, model_runner: Any, **arguments: Any) -> Any:
+def pass_plan_to_backend(
+    original: Callable[..., Any], cls: Any, batch: Any, model_runner: Any, **arguments: Any
+) -> Any:
     """AROUND `ForwardBatch.init_new`: pass the plan to the backend. This is the last call that sees the scheduler's
     batch; the step follows in the same thread."""
     if isinstance(model_runner.attn_backend, PrefillPlanTaker):
@@ -129,7 +131,9 @@ def keep_on_retraction(original: Callable[..., None], req: Any, tree_cache: Any,
         tree_cache.retracted(req)
 
 
-def look_again(original: Callable[..., Any], scheduler: Any, running_batch: Any, *arguments: Any, **named: Any) -> Any:
+def recheck_queue(
+    original: Callable[..., Any], scheduler: Any, running_batch: Any, *arguments: Any, **named: Any
+) -> Any:
     """AROUND `Scheduler.get_new_batch_prefill`, which skips the queue while the batch is marked as full
     (`batch_is_full`). The mark is cleared when a request ends or the prefix cache frees memory.
 
