@@ -104,8 +104,8 @@ def test_new_conversations_get_in_where_old_ones_are_over() -> None:
 
 
 def test_a_new_mean_interval_counts_as_a_change() -> None:
-    """`mean_interval` orders the branches that were never reused, so a caller that caches an order by `changes` must see
-    each new estimate: after a use, a removal, and a ghost hit."""
+    """`mean_interval` orders the branches that were never reused, so a caller that caches an order by `changes` must
+    see each new estimate: after a use, a removal, and a ghost hit."""
     registry = SnapshotRegistry(4)
 
     def use() -> None:
