@@ -340,7 +340,7 @@ def test_names_tell_caches_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     others.append(name())
     monkeypatch.undo()
     assert len({name(), *others}) == 1 + len(others)
-    assert "fp8 rows, mxfp4 keys, online HCA state, 0 draft tokens, attention TP 1" in name()
+    assert "fp8 entries, mxfp4 keys, online HCA state, 0 draft tokens, attention TP 1" in name()
 
 
 class Scheduler(SimpleNamespace):

@@ -115,21 +115,21 @@ def other_table(server: HostCacheServer) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[HostCacheServer], Any], str]] = {
-    "a leaked block": (lambda s: s.allocator.alloc(BLOCK), r"block \d+: nobody owns it"),
+    "a leaked block": (lambda s: s.allocator.alloc(BLOCK), r"block \d+: no owner"),
     "a cached block that is free, too": (free_too, r"block \d+: 2 owners: the free list, node \d+"),
     "a request with a block of the tree": (
         lambda s: row(s)[7 * BLOCK : 8 * BLOCK].copy_(full(s).value[:BLOCK]),
         r"block \d+: 2 owners: request \d+, node \d+",
     ),
-    "a node whose indices are no blocks": (shifted_blocks, "is no list of whole blocks of 128 tokens"),
-    "a table that is not the path": (other_table, r"request \d+: its table begins with the blocks .* has \["),
-    "a leaked snapshot slot": (lambda s: s.component.slots.take(), r"snapshot slot \d+: nobody owns it"),
+    "a node whose indices are no blocks": (shifted_blocks, "is not a list of whole blocks of 128 tokens"),
+    "a table that is not the path": (other_table, r"request \d+: its block table starts with .* has \["),
+    "a leaked snapshot slot": (lambda s: s.component.slots.take(), r"snapshot slot \d+: no owner"),
     "a snapshot whose slot is free, too": (slot_free_too, r"snapshot slot \d+: 2 owners: the free list, node \d+"),
     "a request with a snapshot of the tree": (pending_twice, r"snapshot slot \d+: 2 owners: request \d+, node"),
-    "a leaked state slot": (lambda s: s.pool.mamba_allocator.alloc(1), r"state slot \d+: nobody owns it"),
-    "a leaked request row": (lambda s: s.pool.free_slots.pop(), r"request row \d+: nobody owns it"),
-    "a row that is not there": (lambda s: s.pool.free_slots.append(99), r"request row 99: .* has it, outside 1\.\.6"),
-    "a leaked host block": (lambda s: s.cache.full_kv_pool_host.alloc(BLOCK), r"host block \d+: nobody owns it"),
+    "a leaked state slot": (lambda s: s.pool.mamba_allocator.alloc(1), r"state slot \d+: no owner"),
+    "a leaked request row": (lambda s: s.pool.free_slots.pop(), r"request row \d+: no owner"),
+    "a row that is not there": (lambda s: s.pool.free_slots.append(99), r"request row 99: owned by .*, outside 1\.\.6"),
+    "a leaked host block": (lambda s: s.cache.full_kv_pool_host.alloc(BLOCK), r"host block \d+: no owner"),
     "a host row owned twice": (two_nodes_one_row, r"host snapshot \d+: 2 owners: node \d+, node \d+"),
     "a host row that is free, too": (
         lambda s: s.cache.full_kv_pool_host.free(full(s).host_value[:BLOCK]),
@@ -137,7 +137,7 @@ FAULTS: dict[str, tuple[Callable[[HostCacheServer], Any], str]] = {
     ),
     "a lock left": (
         lambda s: s.cache.inc_lock_ref(cached(s).id),
-        r"snapshot of node \d+: locked 1 times, held by nobody",
+        r"snapshot of node \d+: locked 1 times, held by no owner",
     ),
     "a lock let go too early": (
         let_go_too_early,
@@ -169,16 +169,16 @@ FAULTS: dict[str, tuple[Callable[[HostCacheServer], Any], str]] = {
     ),
     "a copy that the registry does not know": (
         lambda s: s.component.slots.registry.copied.__setitem__(int(mamba(s).value), False),
-        r"that the host has it, too: the registry has False, the tree True",
+        r"its host copy: the registry has False, the tree True",
     ),
-    "a snapshot that the slots have forgotten": (forgotten_node, r"hangs on node \d+, and the slots know another"),
+    "a snapshot that the slots have forgotten": (forgotten_node, r"attached to node \d+, but the slots have another"),
     "a snapshot that the registry has forgotten": (
         lambda s: s.component.slots.registry.held.__setitem__(int(mamba(s).value), False),
-        r"hangs on node \d+, and the registry has it not",
+        r"attached to node \d+, but missing in the registry",
     ),
     "a snapshot without a node": (
         lambda s: s.component.slots.registry.held.__setitem__(14, True),
-        "snapshot 14: slots or registry have it, and no node of the tree",
+        "snapshot 14: in the slots or the registry, but on no node of the tree",
     ),
     "a size that is not the tree's": (
         lambda s: s.cache.tree_core.component_evictable_size_.__setitem__(ComponentType.FULL, 7),
@@ -200,8 +200,8 @@ def test_a_fault_is_named(server: HostCacheServer, name: str) -> None:
 def test_what_a_request_that_nobody_knows_has_is_leaked(server: HostCacheServer) -> None:
     found = [f"{what}: {wrong}" for what, wrong in audit(server.cache, []).findings]
     for thing in ("block", "request row", "state slot"):
-        assert any(text.startswith(thing) and text.endswith("nobody owns it: it is leaked") for text in found), thing
-    assert any("held by nobody" in text for text in found)
+        assert any(text.startswith(thing) and text.endswith("no owner: leaked") for text in found), thing
+    assert any("held by no owner" in text for text in found)
 
 
 def test_counts_by_owner(server: HostCacheServer) -> None:
@@ -242,6 +242,6 @@ def test_many_owners_are_counted() -> None:
     for i in range(9):
         pool.claim("requests", f"request {i}", [2])
     assert [tuple(finding) for finding in pool.findings()] == [
-        ("block 1", "nobody owns it: it is leaked"),
+        ("block 1", "no owner: leaked"),
         ("block 2", "9 owners: " + ", ".join(f"request {i}" for i in range(6)) + " and 3 more"),
     ]

@@ -429,7 +429,7 @@ def test_requests_wait_while_memory_is_away(tree: pytest.MonkeyPatch, caplog: py
     released, resumed = io_struct.ReleaseMemoryOccupationReqInput, io_struct.ResumeMemoryOccupationReqInput
     assert ask(sleep.resume_memory, resume, resumed) == []
     assert ask(sleep.release_memory, release, released, "kv_cache", "everything") == ["kv_cache"]
-    assert "of the memory ['kv_cache', 'everything'], ['kv_cache'] is given back" in caplog.text
+    assert "of the memory ['kv_cache', 'everything'], ['kv_cache'] is released" in caplog.text
     assert scheduler._engine_paused and scheduler.retracted == 1
     assert ask(sleep.release_memory, release, released, "kv_cache") == []
     assert ask(sleep.release_memory, release, released) == [t for t in GPU_MEMORY_ALL_TYPES if t != "kv_cache"]

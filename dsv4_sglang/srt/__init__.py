@@ -1,1 +1,1 @@
-"""Everything that touches SGLang: plugin, hooks, pools, sizing, the attention backend, the start-up check."""
+"""Integration with SGLang: plugin, hooks, pools, sizing, attention backend, prefix cache, start-up check."""

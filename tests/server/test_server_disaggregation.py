@@ -172,7 +172,7 @@ def test_another_cache_is_rejected(
             assert all(isinstance(error, urllib.error.HTTPError) and error.code == 500 for error in failed)
             assert isinstance(failed[0], urllib.error.HTTPError)
             message = failed[0].read().decode()
-            assert "has another cache than this decode server" in message
+            assert "has another cache layout than this decode server" in message
             assert "fp32 keys" in message and "mxfp4 keys" in message
             assert "attention TP 1" in message and "attention TP 2" in message
         other.wait_idle()

@@ -1,1 +1,1 @@
-"""The attention backend, speculation and prefill graphs."""
+"""Attention backend, speculative decoding and prefill graphs."""

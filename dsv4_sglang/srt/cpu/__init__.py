@@ -1,1 +1,1 @@
-"""What serves a model without a GPU."""
+"""Replacements of GPU code for a server on a CPU."""

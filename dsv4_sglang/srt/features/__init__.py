@@ -1,1 +1,1 @@
-"""Sleep, disaggregation, the integrity audit and collectives."""
+"""Sleep, disaggregation, integrity check and collective operations."""

@@ -57,7 +57,7 @@ def cache_name(layout: CacheLayout, model: DSV4Config, attention_ranks: int) -> 
     keys = {schema.key_format.value for schema in layout.schemas}
     digest = hashlib.sha256(repr((model, parts)).encode()).hexdigest()[:12]
     return (
-        f"dsv4_sglang {__version__}: {layout.kv_format.value} rows, {'/'.join(sorted(keys))} keys, "
+        f"dsv4_sglang {__version__}: {layout.kv_format.value} entries, {'/'.join(sorted(keys))} keys, "
         f"{first.hca_state.value} HCA state, {first.draft_tokens} draft tokens, attention TP {attention_ranks}, "
         f"model and bytes {digest}"
     )
@@ -81,8 +81,8 @@ def reject_other_caches(original: Callable[..., bool], manager: Any, bootstrap_a
         return met
     except RuntimeError as error:
         reason = (
-            f"the prefill server at {bootstrap_addr} has another cache than this decode server, and nothing was "
-            f"transferred; what stands in brackets must be equal, too: {error}"
+            f"the prefill server at {bootstrap_addr} has another cache layout than this decode server, so nothing was "
+            f"transferred; the text in parentheses must be equal too: {error}"
         )
     log.error("dsv4_sglang: %s", reason)
     _rejected[bootstrap_addr] = reason
@@ -123,7 +123,7 @@ def _notify_of_failures(manager: Any, bootstrap_addr: str, rooms: set[int]) -> N
             _notify_prefill_server(manager, bootstrap_addr, rooms)
         except (requests.RequestException, zmq.ZMQError) as error:
             log.warning(
-                "dsv4_sglang: the prefill server at %s was not told that requests failed: %s", bootstrap_addr, error
+                "dsv4_sglang: the prefill server at %s was not notified of failed requests: %s", bootstrap_addr, error
             )
 
 

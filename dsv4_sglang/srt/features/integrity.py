@@ -65,11 +65,11 @@ class Pool:
                 owners[i].append(owner)
         for i in self.ids:
             if not owners.get(i):
-                yield Finding(f"{self.thing} {i}", "nobody owns it: it is leaked")
+                yield Finding(f"{self.thing} {i}", "no owner: leaked")
         for i, names in sorted(owners.items()):
             if i not in self.ids:
                 where = f"outside {self.ids.start}..{self.ids.stop - 1}"
-                yield Finding(f"{self.thing} {i}", f"{_listed(names)} has it, {where}")
+                yield Finding(f"{self.thing} {i}", f"owned by {_listed(names)}, {where}")
             elif len(names) > 1:
                 yield Finding(f"{self.thing} {i}", f"{len(names)} owners: {_listed(names)}")
 
@@ -175,7 +175,7 @@ class _Tree:
         for (node_id, _), indices in zip(values, tokens.split(sizes)):
             blocks = indices[::BLOCK] // BLOCK
             if not torch.equal(indices, _tokens_of(blocks)):
-                text = f"its {place} is no list of whole blocks of {BLOCK} tokens"
+                text = f"its {place} is not a list of whole blocks of {BLOCK} tokens"
                 self.wrong.append(Finding(f"node {node_id}", text))
             pages[node_id] = blocks.tolist()
         return pages
@@ -195,7 +195,7 @@ class _Tree:
             path[:0] = self.pages.get(node.id, [])
             node = node.parent
         if path != table:
-            text = f"its table begins with the blocks {table}, its path in the tree has {path}"
+            text = f"its block table starts with {table}, but its path in the tree has {path}"
             self.wrong.append(Finding(name, text))
 
     def _lock(self, node_id: int, lock: Any, name: str) -> None:
@@ -249,7 +249,7 @@ class _Tree:
                 what = f"{'blocks' if kind is self.full else 'snapshot'} of node {node.id}"
                 holders = self.locks.get((kind, node.id), [])
                 if data.lock_ref != len(holders):
-                    yield Finding(what, f"locked {data.lock_ref} times, held by {_listed(holders) or 'nobody'}")
+                    yield Finding(what, f"locked {data.lock_ref} times, held by {_listed(holders) or 'no owner'}")
                 if data.host_lock_ref > most_on_host[node.id]:
                     times = f"locked {data.host_lock_ref} times on the host"
                     yield Finding(what, f"{times}, held by {most_on_host[node.id]} transfers")
@@ -326,21 +326,23 @@ class _Tree:
                 ("its length", registry.length[place], length),
                 ("the snapshot before it", registry.previous[place], previous),
                 ("its locks", registry.locks[place], mamba.lock_ref),
-                ("that the host has it, too", bool(registry.copied[place]), both),
+                ("its host copy", bool(registry.copied[place]), both),
             ):
                 if listed != there:
                     yield Finding(f"snapshot {place}", f"{name}: the registry has {listed}, the tree {there}")
         for place, node in places.items():
             if slots.nodes.get(place) is not node:
-                yield Finding(f"snapshot {place}", f"hangs on node {node.id}, and the slots know another or none")
+                yield Finding(
+                    f"snapshot {place}", f"attached to node {node.id}, but the slots have another node or none"
+                )
         for place in (0, *places):
             if (known := registry.following(place)) != following[place]:
                 what = f"snapshots behind {place}" if place else "first snapshots of all paths"
                 yield Finding(what, f"the registry has {sorted(known)}, the tree {sorted(following[place])}")
         for place in sorted({*slots.nodes, *registry.held.nonzero()[0].tolist()} - places.keys()):
-            yield Finding(f"snapshot {place}", "slots or registry have it, and no node of the tree")
+            yield Finding(f"snapshot {place}", "in the slots or the registry, but on no node of the tree")
         for place in sorted(place for place in places if not registry.held[place]):
-            yield Finding(f"snapshot {place}", f"hangs on node {places[place].id}, and the registry has it not")
+            yield Finding(f"snapshot {place}", f"attached to node {places[place].id}, but missing in the registry")
 
     def _own_findings(self) -> Iterator[Finding]:
         """Yield what SGLang's own check of the tree reports: structure, leaves, lists, sizes."""

@@ -44,7 +44,7 @@ def release_memory(original: Callable[..., Any], updater: Any, recv_req: Any) ->
     tags = [tag for tag in asked if tag in GPU_MEMORY_ALL_TYPES and tag not in updater.offload_tags]
     if len(tags) < len(asked):
         log.warning(
-            "dsv4_sglang: of the memory %s, %s is given back: the rest is away already, or none of %s",
+            "dsv4_sglang: of the memory %s, %s is released; the rest is already released, or is none of %s",
             *(asked, tags, GPU_MEMORY_ALL_TYPES),
         )
     if not tags:
@@ -69,7 +69,7 @@ def resume_memory(original: Callable[..., Any], updater: Any, recv_req: Any) -> 
     asked = recv_req.tags or GPU_MEMORY_ALL_TYPES
     tags = [tag for tag in asked if tag in updater.offload_tags]
     if recv_req.tags and len(tags) < len(asked):
-        log.warning("dsv4_sglang: of the memory %s, %s comes back: the rest was not given back", asked, tags)
+        log.warning("dsv4_sglang: of the memory %s, %s is resumed; the rest was not released", asked, tags)
     if not tags:
         return io_struct.ResumeMemoryOccupationReqOutput()
     recv_req.tags, scheduler = tags, updater.scheduler
@@ -103,7 +103,7 @@ def update_weights(original: Callable[..., Any], updater: Any, recv_req: Any) ->
     request.
     """
     if GPU_MEMORY_TYPE_WEIGHTS in updater.offload_tags:
-        reason = "the memory of the weights is given back: call /resume_memory_occupation with the tag weights first"
+        reason = "the memory of the weights is released: call /resume_memory_occupation with the tag weights first"
         return UPDATES[type(recv_req)](success=False, message=reason)
     recv_req.flush_cache = False
     with _invalidated_cache(updater, recv_req.torch_empty_cache):
@@ -128,7 +128,9 @@ def _invalidated_cache(updater: Any, empty_cache: bool) -> Iterator[None]:
         with _hidden_queue(scheduler):
             flushed = updater.flush_cache(empty_cache=empty_cache)
         if not flushed:
-            raise RuntimeError("dsv4_sglang: there are new weights, and the cache of the old ones cannot be flushed")
+            raise RuntimeError(
+                "dsv4_sglang: the weights were updated, but the cache of the old weights could not be flushed"
+            )
         if isinstance(scheduler.tree_cache, PrefixCache):
             # The request does not identify the new weights, so they get a random name.
             name = [uuid.uuid4().hex[:16]]

@@ -98,5 +98,5 @@ def or_miss(miss: Any, ask: Callable[..., Any], *arguments: Any, **named: Any) -
     try:
         return ask(*arguments, **named)
     except Exception:
-        log.exception("host cache: the storage failed; what was asked of it is a miss")
+        log.exception("host cache: the storage failed; the request counts as a miss")
         return miss

@@ -116,7 +116,7 @@ class UsedFolder:
         with self._look:
             reason = self._why_not()
             if reason and not self._lost:
-                log.warning("host cache: %s; the server goes on without stored pages until it is back", reason)
+                log.warning("host cache: %s; the server continues without stored pages until it is back", reason)
             if self._lost and not reason:
                 log.warning("host cache: the storage's folder %s is back and in use again", self.path)
                 self.use(self._name)

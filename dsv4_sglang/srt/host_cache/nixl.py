@@ -36,8 +36,8 @@ class NixlStorage(ChecksummedEntries, HiCacheNixl):
         self._first_suffix: str = self.config_suffix
         if self.file_manager is None:
             raise ValueError(
-                f"--hicache-storage-backend nixl with the plugin {self.backend_selector.backend_name}: pages have been "
-                "stored in files only; set SGLANG_HICACHE_NIXL_BACKEND_PLUGIN to POSIX, or to another that has files"
+                f"--hicache-storage-backend nixl with the plugin {self.backend_selector.backend_name}: only plugins "
+                "that store files are supported; set SGLANG_HICACHE_NIXL_BACKEND_PLUGIN to POSIX or another of these"
             )
         longest = self.names(SNAPSHOTS, [f"{LONGEST_KEY}{LONGEST_UPDATE}"])[0]
         require_names(Path(self.file_manager.get_file_path(longest)), variable.name)

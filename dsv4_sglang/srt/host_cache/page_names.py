@@ -75,7 +75,7 @@ def weight_facts(server_args: Any) -> dict[str, Any]:
         models.append((draft, server_args.speculative_draft_model_revision))
     begin = time.monotonic()
     facts["files"] = [_digest_of_model(path, revision, server_args.download_dir) for path, revision in models]
-    log.info("host cache: read samples of the weights for the names of pages in %.1f s", time.monotonic() - begin)
+    log.info("host cache: hashed samples of the weights for the page names in %.1f s", time.monotonic() - begin)
     return facts
 
 

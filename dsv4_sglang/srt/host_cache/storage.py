@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_FOLDER = "/tmp/hicache"
 # Reason for a page that was changed, or that belongs to another name.
-WRONG_CHECKSUM = "its checksum is another"
+WRONG_CHECKSUM = "wrong checksum"
 # The longest key of a page, and the longest suffix that `use_name` appends to its name.
 LONGEST_KEY, LONGEST_UPDATE = "f" * KEY_CHARACTERS, f"-{'f' * 16}"
 # Eviction order of pages by state: smallest first.

@@ -205,7 +205,7 @@ class HostStack(StackStrategy):
                 overrides=model_overrides(server_args.json_model_override_args),
                 **weight_facts(compat.flags(server_args)),
             )
-            log.info("dsv4_sglang host cache: pages of the storage %s are called %s", storage_backend, model_name)
+            log.info("dsv4_sglang host cache: page names in the storage %s: %s", storage_backend, model_name)
         controller = TransferController(
             params.token_to_kv_pool_allocator,
             compat.host_pool_group(entries),

@@ -1,1 +1,1 @@
-"""What ties the package to SGLang: plugin, hooks, release differences, options and validation."""
+"""Plugin of SGLang: hooks, differences between releases, options and validation."""

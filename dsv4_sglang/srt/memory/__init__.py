@@ -1,1 +1,1 @@
-"""Pools of the server and their sizes."""
+"""Memory pools of the server and their sizes."""

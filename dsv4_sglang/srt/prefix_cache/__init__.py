@@ -1,4 +1,4 @@
-"""Prefix hits: where snapshots are taken, where they lie, which are kept, and how they hang on SGLang's tree.
+"""Prefix cache: choice of snapshots, their storage and eviction, and their place in SGLang's radix tree.
 
-`placement`, `policy` and `tree` know nothing of a server; `benchmarks/prefix_simulation.py` runs on them alone.
+`placement`, `policy` and `tree` do not depend on a server; `benchmarks/prefix_simulation.py` uses only these.
 """
