@@ -220,7 +220,7 @@ def test_a_prefill_leaves_graphs_their_scratch(monkeypatch: pytest.MonkeyPatch) 
     backend.init_cuda_graph_state(4, 4)
     width = backend._score_width(backend._graph_buffers.block_table)
     assert width > 0
-    shapes = {"rows": (backend.top_k, torch.int32), "scores": (width, torch.float32)}
+    shapes = {"indices": (backend.top_k, torch.int32), "scores": (width, torch.float32)}
     recorded = {name: backend._buffer(name, 4, *shape).data_ptr() for name, shape in shapes.items()}
     for name, shape in shapes.items():
         assert backend._buffer(name, 100, *shape).shape == (100, shape[0])

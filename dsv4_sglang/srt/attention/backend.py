@@ -168,7 +168,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         if heads > self.heads:
             self._reserve("query", tokens * heads * ENTRY_DIM, self.dtype)
         if not self.is_draft:
-            self._reserve("rows", tokens * self.top_k, torch.int32)
+            self._reserve("indices", tokens * self.top_k, torch.int32)
             self._reserve("scores", scored_tokens * self._score_width(block_table), torch.float32)
 
     def _reserve(self, name: str, elements: int, dtype: torch.dtype) -> None:
@@ -512,7 +512,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         assert inputs.index_query is not None
         inputs.index_query.wait()
         tokens, width = step.positions.shape[0], self._score_width(step.block_table)
-        rows = self._buffer("rows", tokens, self.top_k, torch.int32)
+        indices = self._buffer("indices", tokens, self.top_k, torch.int32)
         # With less scratch than tokens the op works in slices. A decode step has few tokens and needs one slice.
         at_once = tokens if step.is_decode else self._scored_at_once(tokens, step.block_table)
         torch.ops.dsv4_sglang.index_topk(
@@ -525,20 +525,20 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             inputs.weights.rope,
             self.schemas[layer].key_format.code,
             self._buffer("scores", at_once, width, torch.float32),
-            rows,
+            indices,
         )
-        return rows
+        return indices
 
     # Memory of a step
 
-    def _window(self, rows: int) -> Tensor:
-        """Return a KV buffer of `rows` window entries. All layers share it, since a layer reads only what it wrote in
+    def _window(self, entries: int) -> Tensor:
+        """Return a KV buffer of `entries` window entries. All layers share it, since a layer reads only what it wrote in
         the same step."""
-        if self._recorded_workspace is not None and self._recorded_workspace.shape[1] >= rows:
-            return self._recorded_workspace[:, :rows]
-        if self._workspace is None or self._workspace.shape[1] < rows:
-            self._workspace = make_kv_buffers(1, 1, rows, self.state.layout.kv_format, torch.device(self.device))[0]
-        return self._workspace[:, :rows]
+        if self._recorded_workspace is not None and self._recorded_workspace.shape[1] >= entries:
+            return self._recorded_workspace[:, :entries]
+        if self._workspace is None or self._workspace.shape[1] < entries:
+            self._workspace = make_kv_buffers(1, 1, entries, self.state.layout.kv_format, torch.device(self.device))[0]
+        return self._workspace[:, :entries]
 
     def forget_scratch(self) -> None:
         """Free the scratch that grows on demand. The scratch of CUDA graphs stays."""

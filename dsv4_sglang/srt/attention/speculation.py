@@ -114,8 +114,8 @@ def write_context(
     """
     requests = None if commit_lens is None else commit_lens.shape[0]
     with torch.inference_mode():
-        rows = injector.draft_model.context_rows(target_hidden)
-        injector.model_runner.attn_backend.write_context(rows, cache_loc, requests)
+        layers = injector.draft_model.context_projections(target_hidden)
+        injector.model_runner.attn_backend.write_context(layers, cache_loc, requests)
 
 
 def no_draft_pool(**_arguments: Any) -> None:

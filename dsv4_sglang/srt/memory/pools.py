@@ -148,7 +148,9 @@ class StateSlotPool(MambaPool):
         """Return no split dimensions: every rank has the whole state, so a transfer does not divide buffers."""
         return []
 
-    get_state_dim_per_tensor = get_state_slice_outer_counts = get_state_conv_shard_groups = _whole
+    get_state_dim_per_tensor = _whole
+    get_state_slice_outer_counts = _whole
+    get_state_conv_shard_groups = _whole
 
     def get_cpu_copy(self, indices: Tensor) -> list[Tensor]:
         """Return host copies of slot `indices` [] of each tensor of the storage, [layers, ...]. On a CPU they are
@@ -270,7 +272,9 @@ class CompressedKVPool(KVCache):
             "compressed entries have no key and value buffer of a layer; read them with entries() and keys()"
         )
 
-    get_key_buffer = get_value_buffer = get_kv_buffer = _by_layer
+    get_key_buffer = _by_layer
+    get_value_buffer = _by_layer
+    get_kv_buffer = _by_layer
 
     def set_kv_buffer(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError("compressed entries are written by torch.ops.dsv4_sglang.append only")

@@ -42,7 +42,7 @@ class DeepseekV4ForCausalLMDSpark(in_tree.DeepseekV4ForCausalLMDSpark):
         with replaced(in_tree, DSparkV4Stage=Stage):
             super().__init__(*args, **kwargs)
 
-    def context_rows(self, target_hidden: Tensor) -> list[tuple[int, LayerWeights, Tensor]]:
+    def context_projections(self, target_hidden: Tensor) -> list[tuple[int, LayerWeights, Tensor]]:
         """Return the window projections of the served model's hidden states.
 
         Args:

@@ -55,7 +55,8 @@ class SnapshotRegistry:
 
     `recompute_cost` is the number of tokens to recompute without the snapshot. `age` is the time since the snapshot was
     taken or last resumed from. `interval` is a moving average of the times between uses of the branch. The code
-    compares the reciprocal of the value, `eviction_score`: the highest score is evicted first.
+    compares the reciprocal of the value, `eviction_score`: the highest score is evicted first. Blocks are evicted by
+    `reuse_interval` alone, since every block saves the same number of tokens.
 
     A branch with an interval too long for the pool is thus evicted before branches that the pool can hold. Before the
     first reuse all intervals are UNKNOWN, and the oldest snapshots stay.
@@ -83,19 +84,23 @@ class SnapshotRegistry:
         # Ghosts: path hash of the end of an evicted branch -> time of its last use. Oldest eviction first.
         self._ghosts: dict[int, int] = {}
         size = capacity + host_rows + 1
+        # Columns by number of a snapshot. Tokens of the path that it covers.
         self.length = np.zeros(size, dtype=np.int64)
         # Tokens to recompute without the snapshot, times SUPERSEDED where that applies.
         self.recompute_cost = np.zeros(size, dtype=np.float64)
+        # Time when the snapshot was taken or last resumed from.
         self.last = np.zeros(size, dtype=np.int64)
+        # Moving average of the times between uses, 0 while unknown.
         self.interval = np.zeros(size, dtype=np.float64)
+        # The snapshot is in the registry.
         self.held = np.zeros(size, dtype=bool)
+        # Number of requests and copies that use it.
         self.locks = np.zeros(size, dtype=np.int32)
         # True if the blocks of the snapshot end in an evictable leaf. `PrefixTree` sets it.
         self.at_leaf = np.zeros(size, dtype=bool)
         self.previous = np.zeros(size, dtype=np.int64)
         self._following: list[set[int]] = [set() for _ in range(size)]
-        # The next four apply to snapshots in device slots only.
-        # The host has a copy.
+        # The next four apply to snapshots in device slots only. The host has a copy.
         self.copied = np.zeros(size, dtype=bool)
         # The host must get a copy before the device evicts the snapshot.
         self.pending_write = np.zeros(size, dtype=bool)
