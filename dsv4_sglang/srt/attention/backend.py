@@ -532,8 +532,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     # Memory of a step
 
     def _window(self, entries: int) -> Tensor:
-        """Return a KV buffer of `entries` window entries. All layers share it, since a layer reads only what it wrote in
-        the same step."""
+        """Return a KV buffer of `entries` window entries. All layers share it, since a layer reads only what it wrote
+        in the same step."""
         if self._recorded_workspace is not None and self._recorded_workspace.shape[1] >= entries:
             return self._recorded_workspace[:, :entries]
         if self._workspace is None or self._workspace.shape[1] < entries:
