@@ -444,7 +444,20 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         *,
         inputs: LayerInputs,
     ) -> LayerOutput:
-        """Write the step's entries of a layer, then compute its attention."""
+        """Write the step's entries of a layer, then compute its attention.
+
+        Args:
+            q: [T, H, 512] from `query_buffer`, queries.
+            k: window projections of the tokens, raw, [T, 512] after flattening.
+            v: unused; the same tensor as `k`.
+            layer: SGLang's layer, with its number in the cache.
+            forward_batch: SGLang's batch.
+            save_kv_cache: unused.
+            inputs: other inputs of the layer.
+
+        Returns:
+            The output of the layer's heads, and whether RoPE is still applied to it.
+        """
         if forward_batch.forward_mode.is_idle():
             # An idle rank of DP attention joins a step of the other ranks with padding tokens.
             return LayerOutput(torch.zeros_like(q[:, : self.heads]), rotated=False)

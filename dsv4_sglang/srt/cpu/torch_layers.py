@@ -52,9 +52,19 @@ def hyper_connection_pre(
     norm_eps: float,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Collapse the residual streams `x [T, streams, hidden]` into a sublayer input `[T, hidden]`.
+    """Collapse the residual streams into the input of a sublayer.
 
-    Also returns `post` and `comb`, which `hyper_connection_post` needs.
+    Args:
+        x: [T, streams, hidden] residual streams.
+        fn: [(2 + streams) * streams, streams * hidden] projection to the mixing logits.
+        scale: [3] fp32, as in `hyper_connection_weights`.
+        base: [(2 + streams) * streams] fp32, as in `hyper_connection_weights`.
+        iterations: Sinkhorn rounds.
+        norm_eps: epsilon of the RMS norm of the streams.
+        eps: as in `hyper_connection_weights`.
+
+    Returns:
+        The input [T, hidden] in the dtype of `x`, and `post` and `comb` for `hyper_connection_post`.
     """
     pre, post, comb = hyper_connection_mixes(x, fn, scale, base, iterations=iterations, norm_eps=norm_eps, eps=eps)
     return collapse(x, pre), post, comb
@@ -70,7 +80,20 @@ def hyper_connection_mixes(
     norm_eps: float,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the `hyper_connection_weights` of the residual streams `x [T, streams, hidden]`."""
+    """Compute the `hyper_connection_weights` of residual streams.
+
+    Args:
+        x: [T, streams, hidden] residual streams.
+        fn: [(2 + streams) * streams, streams * hidden] projection to the mixing logits.
+        scale: [3] fp32, as in `hyper_connection_weights`.
+        base: [(2 + streams) * streams] fp32, as in `hyper_connection_weights`.
+        iterations: Sinkhorn rounds.
+        norm_eps: epsilon of the RMS norm of the streams.
+        eps: as in `hyper_connection_weights`.
+
+    Returns:
+        `pre`, `post` and `comb`, as `hyper_connection_weights`.
+    """
     flat = x.flatten(1).float()
     inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
     return hyper_connection_weights(F.linear(flat, fn.float()) * inverse_rms, scale, base, x.shape[1], iterations, eps)
@@ -89,7 +112,17 @@ def collapse_flat(x_flat: torch.Tensor, pre: torch.Tensor, hc: int, out_dtype: t
 def hyper_connection_post(
     x: torch.Tensor, residual: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
 ) -> torch.Tensor:
-    """Add a sublayer output `x [T, hidden]` to the mixed residual streams. Returns `[T, streams, hidden]`."""
+    """Add the output of a sublayer to the mixed residual streams.
+
+    Args:
+        x: [T, hidden] output of the sublayer.
+        residual: [T, streams, hidden] residual streams before the sublayer.
+        post: [T, streams] fp32 weights of `x` in each stream.
+        comb: [T, streams, streams] fp32 mixing weights of the streams.
+
+    Returns:
+        [T, streams, hidden] in the dtype of `x`.
+    """
     mixed = torch.einsum("tij,tid->tjd", comb, residual.float())
     return (post.unsqueeze(-1) * x.unsqueeze(1) + mixed).to(x.dtype)
 
@@ -104,17 +137,35 @@ def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 
 
 def query_norm_rope(q: torch.Tensor, positions: torch.Tensor, rope: torch.Tensor, eps: float) -> torch.Tensor:
-    """Per-head RMS normalisation without weight, then RoPE: `q [T, heads, dim]`, same dtype out (SPEC 2.3)."""
+    """Apply the RMS norm per head, without weight, and then RoPE (SPEC 2.3).
+
+    Args:
+        q: [T, heads, dim] queries.
+        positions: [T] positions.
+        rope: [positions, 64] fp32 table, cos and sin interleaved.
+        eps: epsilon of the norm.
+
+    Returns:
+        [T, heads, dim] in the dtype of `q`.
+    """
     q32 = q.float()
     q32 = q32 * torch.rsqrt(q32.square().mean(-1, keepdim=True) + eps)
     return rotate(q32, rope[positions]).to(q.dtype)
 
 
 def route(mlp: Any, x: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return experts `[T, k]` and their weights `[T, k]` fp32 of SGLang's MoE module `mlp`, scaling factor included.
+    """Choose the experts of each token.
 
     Hash layers look up experts by token id; other layers take the experts with the best biased scores. The bias affects
     the choice of experts only, not their weights.
+
+    Args:
+        mlp: SGLang's MoE module.
+        x: [T, hidden] input.
+        input_ids: [T] token ids, for hash layers.
+
+    Returns:
+        Experts [T, k] int64 and their weights [T, k] fp32, scaling factor included.
     """
     scores = F.softplus(F.linear(x, mlp.gate.weight).float()).sqrt()
     if mlp.is_hash:
@@ -128,7 +179,17 @@ def route(mlp: Any, x: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Ten
 
 
 def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """SwiGLU with DeepSeek-V4's clamp: the gate from above, the up projection on both sides."""
+    """Compute SwiGLU with DeepSeek-V4's clamp: the gate from above, the up projection on both sides.
+
+    Args:
+        x: [T, hidden] input.
+        gate_up: [2 * intermediate, hidden] weights of gate and up projection.
+        down: [hidden, intermediate] weights of the down projection.
+        limit: bound of the clamp, or None.
+
+    Returns:
+        [T, hidden].
+    """
     gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
@@ -136,10 +197,19 @@ def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, limit:
 
 
 def mixture_of_experts(mlp: Any, x: torch.Tensor, input_ids: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """Compute the MoE block of a layer with unquantised experts: `x [T, hidden]` to `[T, hidden]`.
+    """Compute the MoE block of a layer with unquantised experts.
 
     With several processes, each has some of the experts (expert parallelism), a part of each expert's intermediate
     dimension (tensor parallelism), or both. Their outputs are summed.
+
+    Args:
+        mlp: SGLang's MoE module.
+        x: [T, hidden] input.
+        input_ids: [T] token ids, for hash layers.
+        limit: bound of the clamp in `gated_mlp`, or None.
+
+    Returns:
+        [T, hidden] in the dtype of `x`.
     """
     experts, weights = route(mlp, x, input_ids)
     count = mlp.experts.num_local_experts

@@ -85,7 +85,14 @@ class ChecksummedEntries:
 
     @abstractmethod
     def discard(self, names: Sequence[str], pool: HostRows, found: list[bool], usable: list[bool]) -> None:
-        """Remove the pages that were found but are not usable, with a warning for each."""
+        """Remove the pages that were found but are not usable, with a warning for each.
+
+        Args:
+            names: names of the pages in the storage.
+            pool: host pool of the pages.
+            found: for each page, True if the storage returned it.
+            usable: for each page, True if its checksum is correct.
+        """
 
 
 def _failed(transfers: Sequence[Any]) -> dict[Any, list[bool]]:

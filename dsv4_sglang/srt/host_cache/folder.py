@@ -64,7 +64,13 @@ def own_folder(named: str | None, default: str, variable: str) -> Path:
 
 
 def require_trusted(folder: Path, named: bool, other: str) -> None:
-    """Raise RuntimeError if another user may have written pages in a folder."""
+    """Raise RuntimeError if another user may have written pages in a folder.
+
+    Args:
+        folder: the folder.
+        named: True if the user chose the folder, which a group may then write. False for a default folder.
+        other: advice for the error message, such as to choose another folder.
+    """
     if named:
         require_owner(folder, other)
         reject_writable_by_all(folder, adding=True)
@@ -94,7 +100,13 @@ class UsedFolder:
     """
 
     def __init__(self, path: Path, named: bool, on_return: Callable[[], None]) -> None:
-        """`named`: as in `require_trusted`. `on_return`: called when the folder was missing and exists again."""
+        """Use a folder, without a page name yet.
+
+        Args:
+            path: the folder.
+            named: as in `require_trusted`.
+            on_return: called when the folder was missing and exists again.
+        """
         self.path, self._named, self._on_return = path, named, on_return
         self._name = ""
         self._file: int | None = None

@@ -81,7 +81,14 @@ def host_demand(
 
 
 def host_table(demand: HostDemand, blocks: Tensor, snapshots: Tensor, policy: str) -> str:
-    """Return the log text of the host pools, in the format of the device's pool table."""
+    """Return the log text of the host pools, in the format of the device's pool table.
+
+    Args:
+        demand: size of the host cache.
+        blocks: [blocks, block_bytes] uint8.
+        snapshots: [snapshots, snapshot_bytes] uint8.
+        policy: --hicache-write-policy.
+    """
     pinned = "pinned" if blocks.is_pinned() else "not pinned"
     lines = [
         f"  {name:<18} {'x'.join(map(str, rows.shape)):>24} {'uint8':<9} {rows.nbytes / 2**30:9.3f} GiB"

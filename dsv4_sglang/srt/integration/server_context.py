@@ -58,6 +58,7 @@ class ServerContext:
             reject_resolved(compat.flags(server_args))
 
     def declarations(self, original: Callable[..., Any], architecture: str, server_args: Any, hf_config: Any) -> Any:
+        """Check the flags and declare the settings of this cache, in addition to SGLang's of the model."""
         if architecture != ARCHITECTURE:
             raise LaunchError(f"the model is a {architecture}; expected {ARCHITECTURE}")
         reject_given(server_args, hf_config, self.options)
@@ -80,6 +81,7 @@ class ServerContext:
         return [*declared, ("dsv4_sglang", ours)]
 
     def resolved(self, original: Callable[..., None], server_args: Any) -> None:
+        """Check the resolved flags."""
         original(server_args)
         args = compat.flags(server_args)
         reject_resolved(args)
@@ -87,11 +89,13 @@ class ServerContext:
             log.warning(GREEDY_ON_CPU, args.speculative_algorithm)
 
     def extra_buffer(self, original: Callable[..., bool], view: Any, model_arch: str) -> bool:
+        """Allow extra state slots for this architecture."""
         return model_arch == ARCHITECTURE or original(view, model_arch)
 
     def is_hybrid_swa(
         self, original: Callable[..., bool], model_architectures: list[str], *args: Any, **kwargs: Any
     ) -> bool:
+        """Return False for this package's models, whose window is not a second pool of pages."""
         ours = {ARCHITECTURE, *DRAFT_ARCHITECTURES}.intersection(model_architectures)
         return not ours and original(model_architectures, *args, **kwargs)
 
@@ -144,6 +148,7 @@ class ServerContext:
         return original(configurator) if self.demand is None else 1
 
     def pool_configurator(self, original: Callable[..., Any], kvc: Any) -> BlockConfigurator:
+        """Return the configurator that sizes the block pool."""
         return BlockConfigurator(self.layout_for(kvc), kvc.model_config.context_len)
 
     def pools_on_cpu(self, original: Callable[..., Any], configurator: Any, *, pre_model_load_memory: int) -> Any:
@@ -159,6 +164,7 @@ class ServerContext:
     def request_pool(
         self, original: Callable[..., Any], configurator: Any, *, max_num_reqs: int, extra_max_context_len: int
     ) -> Any:
+        """Build the request pool of a server that prefills."""
         from dsv4_sglang.srt.memory.pools import StateReqToTokenPool
 
         return self._make_request_pool(
@@ -178,6 +184,7 @@ class ServerContext:
         extra_max_context_len: int,
         pre_alloc_size: int,
     ) -> Any:
+        """Build the request pool of a decode server, with `pre_alloc_size` slots for arriving requests."""
         from dsv4_sglang.srt.features.disaggregation import DecodeStateReqToTokenPool
 
         return self._make_request_pool(
@@ -215,6 +222,7 @@ class ServerContext:
     def kv_pool(
         self, original: Callable[..., Any], configurator: Any, *, sizes: Any, req_to_token_pool: Any, **kwargs: Any
     ) -> Any:
+        """Build the KV pool. A draft model shares that of the served model."""
         from sglang.srt.runtime_context import get_exec
 
         from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool
@@ -237,6 +245,7 @@ class ServerContext:
         return self.pool
 
     def started(self, scheduler: Any) -> None:
+        """Check the classes of a scheduler before it reports ready, and start the watchdog of loads."""
         from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
 
         check_started(scheduler)
@@ -246,6 +255,7 @@ class ServerContext:
     def name_cache(
         self, manager: Any, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
     ) -> None:
+        """Append the name of the cache layout to the KV cache dtype, which both servers of a transfer compare."""
         from sglang.srt.runtime_context import get_parallel
 
         from dsv4_sglang.srt.features.disaggregation import cache_name

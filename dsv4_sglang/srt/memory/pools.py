@@ -72,6 +72,13 @@ class StateParams(BaseLinearStateParams):
 
     @classmethod
     def of(cls, layout: ServedLayout, staging: int = 0, snapshots: int = 0) -> StateParams:
+        """Build the parameters.
+
+        Args:
+            layout: layout of the cache.
+            staging: slots for the snapshots of a prefill step.
+            snapshots: snapshot slots.
+        """
         return cls(
             staging=staging,
             snapshots=snapshots,
@@ -202,6 +209,16 @@ class CompressedKVPool(KVCache):
         device: str,
         enable_memory_saver: bool = False,
     ) -> None:
+        """Allocate the pool.
+
+        Args:
+            size: tokens, a multiple of 128.
+            page_size: must be 128.
+            dtype: SGLang's KV cache dtype, which does not affect the layout.
+            layout: layout of the cache.
+            device: device of the pool.
+            enable_memory_saver: release the memory while the server sleeps.
+        """
         if page_size != BLOCK:
             raise ValueError(f"page size is {page_size}; the blocks of this cache have {BLOCK} tokens")
         self.compressed_layers = sorted(layer for kind in layout.kinds for layer in layout.layers(kind))

@@ -38,8 +38,16 @@ class StateDemand:
 
 
 def default_snapshots(layout: ServedLayout, running: int, available: int) -> int:
-    """Return the snapshots in SNAPSHOT_SHARE of `available` bytes, but at least two per running request: the one that
-    it resumed from and its latest."""
+    """Return the default number of snapshots.
+
+    It is what fits into SNAPSHOT_SHARE of the memory, but at least two per running request: the one that it resumed
+    from and its latest.
+
+    Args:
+        layout: layout of the cache.
+        running: maximum number of running requests.
+        available: bytes that the weights leave for the cache.
+    """
     return max(2 * running, int(SNAPSHOT_SHARE * available) // layout.snapshot_bytes)
 
 
@@ -107,7 +115,16 @@ def demand_of(
 
 
 def memory_after_slots(layout: ServedLayout, demand: StateDemand, available_gib: float) -> float:
-    """Return the GiB that state slots and snapshots leave for blocks. Raise LaunchError if they do not fit."""
+    """Return the GiB that state slots and snapshots leave for blocks.
+
+    Args:
+        layout: layout of the cache.
+        demand: number of slots and snapshots.
+        available_gib: GiB that the weights leave for the cache.
+
+    Raises:
+        LaunchError: slots and snapshots do not fit.
+    """
     needed = demand.bytes(layout) / GIB
     if needed >= available_gib:
         raise LaunchError(
@@ -161,7 +178,13 @@ def tokens_of_pool(layout: ServedLayout, available: int, context_len: int) -> in
 
 
 def table(layout: ServedLayout, tokens: int, demand: StateDemand) -> str:
-    """Return the log text that describes a server's pools, one line per tensor."""
+    """Return the log text that describes a server's pools, one line per tensor.
+
+    Args:
+        layout: layout of the cache.
+        tokens: tokens of the block pool.
+        demand: number of slots and snapshots.
+    """
     of_a_slot = f"{demand.running} requests, {demand.staging} for the snapshots of a step"
     if demand.arriving:
         of_a_slot += f", {demand.arriving} for requests on their way"

@@ -27,6 +27,13 @@ class SnapshotSlots:
     """
 
     def __init__(self, size: int, device: torch.device | str, snapshot_bytes: int = 0) -> None:
+        """Create the allocator and an empty registry.
+
+        Args:
+            size: number of snapshot slots.
+            device: device of the snapshot pool.
+            snapshot_bytes: bytes of a snapshot, for metrics.
+        """
         self.num_slots, self.snapshot_bytes, self.host_rows = size, snapshot_bytes, 0
         self._free = FreeList(size)
         self._host_ids = torch.arange(size + 1, dtype=torch.int64)
