@@ -168,7 +168,7 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("overrides", "said"),
     [
         ("{", "--json-model-override-args '{' is not JSON: "),
-        ('{"dsv4_sgalng": {}}', '"dsv4_sgalng" in --json-model-override-args is no key that this launch knows; '),
+        ('{"dsv4_sgalng": {}}', '"dsv4_sgalng" in --json-model-override-args is not a known key; '),
         ('{"dsv4_sglang": {"hca_stat": 1}}', 'unknown dsv4_sglang option "hca_stat"; did you mean hca_state? valid '),
     ],
 )

@@ -29,7 +29,7 @@ def test_a_scheduler_rejects_a_launch_with_its_last_line(tiny: Callable[..., Pat
 @pytest.mark.parametrize(
     ("flags", "overrides", "said"),
     [
-        ([], {"dsv4_sgalng": {}}, ['"dsv4_sgalng" in --json-model-override-args is no key that this launch knows; ']),
+        ([], {"dsv4_sgalng": {}}, ['"dsv4_sgalng" in --json-model-override-args is not a known key; ']),
         (
             ["--page-size", "64", "--max-running-requests", "-4"],
             {"dsv4_sglang": {}},
