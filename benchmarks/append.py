@@ -2,10 +2,10 @@
 
     python -m benchmarks.append [--quick] [--out DIR]
 
-Decode is one recorded CUDA graph of all layers; every layer has its own inputs, rings, tails, entries and keys, all
-random. "steady": requests at random phases; "csa", "csa+hca": all requests close a window of 4, of 4 and 128, in the
-step; "none": none does. Times are medians; "cold" is with the L2 cache replaced before each step. The floor is the
-larger of bytes / copy rate and launches x empty launch, from `benchmarks.traffic` and the ceilings of the same run.
+Decode is one recorded CUDA graph of all layers; every layer has its own inputs, rings, compressor states, entries and
+keys, all random. "steady": requests at random phases; "csa", "csa+hca": all requests close a window of 4, of 4 and 128,
+in the step; "none": none does. Times are medians; "cold" is with the L2 cache replaced before each step. The floor is
+the larger of bytes / copy rate and launches x empty launch, from `benchmarks.traffic` and the ceilings of the same run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.append_in_tree import InTree, compile_kernels
 from benchmarks.append_ours import Inputs, Ours, ops_for, random_inputs
 from benchmarks.loads import Load
 from benchmarks.traffic import Formats
-from dsv4_sglang.formats import RowFormat, RowTable
+from dsv4_sglang.formats import KVBuffer, KVFormat
 from dsv4_sglang.model.config import DSV4Config
 
 CONTEXT = 4096
@@ -130,7 +130,7 @@ class Bench:
                 pairs = [
                     (
                         "window",
-                        RowTable(ours.layers[layer].ring, RowFormat.FP8).read(ring_rows),
+                        KVBuffer(ours.layers[layer].ring, KVFormat.FP8).read(ring_rows),
                         dequantize_k_cache_paged(theirs.layers[layer].window, theirs.full_to_swa[slots], 128),
                     )
                 ]
@@ -143,7 +143,7 @@ class Bench:
                     pairs.append(
                         (
                             "entries",
-                            RowTable(table, RowFormat.FP8).read(at),
+                            KVBuffer(table, KVFormat.FP8).read(at),
                             dequantize_k_cache_paged(theirs.layers[layer].entries, there, 256 // ratio),
                         )
                     )

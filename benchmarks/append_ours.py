@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4_sglang.formats import KeyFormat, RowFormat, make_key_table, make_row_tables
+from dsv4_sglang.formats import KeyFormat, KVFormat, make_key_table, make_kv_buffers
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
@@ -59,7 +59,7 @@ def random_inputs(ratio: int, tokens: int, device: torch.device, generator: torc
 class _Layer:
     inputs: Inputs
     ring: Tensor
-    tail: Tensor | None
+    compressor_state: Tensor | None
     entries: Tensor | None
     keys: Tensor | None
 
@@ -99,7 +99,7 @@ class Ours:
         }
         self.window = None
         if chunk:
-            self.window = make_row_tables(1, 1, tokens + BLOCK * batch, RowFormat.FP8, device)[0]
+            self.window = make_kv_buffers(1, 1, tokens + BLOCK * batch, KVFormat.FP8, device)[0]
         self.layers = []
         for index in range(config.num_hidden_layers):
             ratio = config.ratio(index)
@@ -108,15 +108,17 @@ class Ours:
         self.set_lengths(torch.zeros(batch, dtype=torch.int64))
 
     def _layer(self, ratio: int, inputs: Inputs, blocks: int, hca_online: bool) -> _Layer:
-        ring = make_row_tables(1, self.batch + 1, BLOCK, RowFormat.FP8, self.device)[0]
+        ring = make_kv_buffers(1, self.batch + 1, BLOCK, KVFormat.FP8, self.device)[0]
         layer = _Layer(inputs, ring, None, None, None)
         if ratio == CSA_RATIO:
-            layer.tail = torch.randn(self.batch + 1, 24, 640, device=self.device)
-            layer.entries = make_row_tables(1, blocks, BLOCK // CSA_RATIO, RowFormat.FP8, self.device)[0]
+            layer.compressor_state = torch.randn(self.batch + 1, 24, 640, device=self.device)
+            layer.entries = make_kv_buffers(1, blocks, BLOCK // CSA_RATIO, KVFormat.FP8, self.device)[0]
             layer.keys = make_key_table(blocks, BLOCK // CSA_RATIO, KeyFormat.MXFP4, self.device)
         elif ratio == HCA_RATIO:
-            layer.tail = torch.rand(self.batch + 1, 3 if hca_online else 2 * HCA_RATIO, 512, device=self.device) + 0.5
-            layer.entries = make_row_tables(1, 1, blocks, RowFormat.FP8, self.device)[0]
+            layer.compressor_state = (
+                torch.rand(self.batch + 1, 3 if hca_online else 2 * HCA_RATIO, 512, device=self.device) + 0.5
+            )
+            layer.entries = make_kv_buffers(1, 1, blocks, KVFormat.FP8, self.device)[0]
         return layer
 
     @property
@@ -147,7 +149,7 @@ class Ours:
                 self.rope[bool(inputs.ratio)],
                 self.config.rms_norm_eps,
                 inputs.ratio,
-                RowFormat.FP8.code,
+                KVFormat.FP8.code,
                 KeyFormat.MXFP4.code,
                 self.slots,
                 self.prefix_lens,
@@ -156,7 +158,7 @@ class Ours:
                 self.out_loc,
                 None,
                 layer.ring,
-                layer.tail,
+                layer.compressor_state,
                 layer.entries,
                 layer.keys,
                 self.window,

@@ -1,13 +1,13 @@
-"""Attention over window rows and compressed entries: our readers, FlashMLA called directly, SGLang's path.
+"""Attention over window rows and compressed entries: our attention kernels, FlashMLA called directly, SGLang's path.
 
     python -m benchmarks.attend [--quick] [--out DIR]
 
 A decode step's layers of one kind in a CUDA graph, as many as the model has (of a prefill step four), each with its own
 tables and queries, random rows; times are a layer's, so each bears its share of what happens once a step.
 Subjects: "flashmla": the kernel alone on our tables, its schedule computed before, in prefill its sparse kernel on
-rows that are bf16 already; "ours": our reader through FlashMLA with its schedule once a step and the rotation of the
-output, in prefill with the writing out of rows and lists; "ours rotated": the same without that rotation, as served
-layers with an FP8 output projection read, whose quantisation of the output turns it; "ours triton": the portable
+rows that are bf16 already; "ours": our attention kernel through FlashMLA with its schedule once a step and the rotation
+of the output, in prefill with the writing out of rows and lists; "ours rotated": the same without that rotation, as
+served layers with an FP8 output projection read, whose quantisation of the output turns it; "ours triton": the portable
 kernel; "in-tree": FlashMLA on SGLang's pages with its schedule and its inverse RoPE kernel, in prefill its
 dequantisation to a bf16 workspace and FlashMLA's sparse prefill kernel. Lists that all layers of a prefill step share
 are made before, on both sides. The floor is the larger of bytes / copy rate and products / the measured bf16 rate.
@@ -28,8 +28,9 @@ from torch import Tensor
 from benchmarks import report, tables, timing
 from benchmarks.append_in_tree import PAGE, WINDOW_PAGE, page_bytes
 from benchmarks.append_ours import ops_for
-from dsv4_sglang.attention.readers import AttendInputs, PortableReader, Reader, RowList
-from dsv4_sglang.formats import RowFormat
+from dsv4_sglang.attention.base import AttendInputs, AttentionKernel, EntryList
+from dsv4_sglang.attention.portable import PortableAttention
+from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.model.rope import rope_frequencies
@@ -177,12 +178,12 @@ def our_subject(case: Case, subject: str, device: torch.device, layers: int) -> 
         AttendInputs(
             sink=shared.sink,
             heads=case.heads,
-            window=RowList(window[layer], lists.window, lists.window_lens),
-            entries=RowList(entries[layer], lists.entries[layer], lists.entry_lens),
+            window=EntryList(window[layer], lists.window, lists.window_lens),
+            entries=EntryList(entries[layer], lists.entries[layer], lists.entry_lens),
             positions=shared.positions,
             rope=shared.rope,
             scale=SCALE,
-            row_format=RowFormat.FP8,
+            kv_format=KVFormat.FP8,
             ratio=case.ratio,
         )
         for layer in range(layers)
@@ -193,7 +194,7 @@ def our_subject(case: Case, subject: str, device: torch.device, layers: int) -> 
             attend(q, inputs)
 
     if device.type == "cpu":
-        return partial(each, PortableReader().attend)
+        return partial(each, PortableAttention().attend)
     if subject == "ours triton":
         from dsv4_sglang.attention import triton_attend
 
@@ -204,18 +205,18 @@ def our_subject(case: Case, subject: str, device: torch.device, layers: int) -> 
             return direct_prefill(case, shared.q, shared.sink, lists)
         return direct(shared.q, shared.sink, window, lists, entries)
     if case.chunk:
-        return partial(each, partial(prefill_reader(case, rows, device).attend, leave_rotated=rotated))
+        return partial(each, partial(prefill_kernel(case, rows, device).attend, output_is_rotated=rotated))
 
-    from dsv4_sglang.attention.flashmla import FlashMLAReader
+    from dsv4_sglang.attention.flashmla import FlashMLAAttention
 
-    # A new reader knows no schedules, as one that begins a step.
-    return lambda: each(partial(FlashMLAReader().attend, leave_rotated=rotated))
+    # A new attention kernel knows no schedules, as one that begins a step.
+    return lambda: each(partial(FlashMLAAttention().attend, output_is_rotated=rotated))
 
 
-def prefill_reader(case: Case, rows: int, device: torch.device) -> Reader:
-    """Our reader of a prefill step of one request whose blocks are those of an entry table of `rows` rows."""
+def prefill_kernel(case: Case, rows: int, device: torch.device) -> AttentionKernel:
+    """Our attention kernel of a prefill step of one request whose blocks are those of an entry table of `rows` rows."""
     from dsv4_sglang.attention.metadata import build_prefill
-    from dsv4_sglang.attention.sparse_prefill import SparsePrefillReader
+    from dsv4_sglang.attention.sparse_prefill import SparsePrefillAttention
 
     blocks = rows * case.ratio // BLOCK
     order = torch.randperm(blocks, device=device, dtype=torch.int32)
@@ -234,10 +235,10 @@ def prefill_reader(case: Case, rows: int, device: torch.device) -> Reader:
         top_k=case.top_k,
         max_length=case.context,
     )
-    reader = SparsePrefillReader(blocks)
-    if not reader.begin_step(step, [case.context]):
-        raise RuntimeError(f"{case.name}: expected a step that the prefill reader takes")
-    return reader
+    kernel = SparsePrefillAttention(blocks)
+    if not kernel.begin_step(step, [case.context]):
+        raise RuntimeError(f"{case.name}: expected a step that the prefill attention kernel takes")
+    return kernel
 
 
 def joined_lists(case: Case, lists: Lists, entries: Tensor) -> tuple[Tensor, Tensor]:
@@ -339,7 +340,7 @@ def in_tree_decode(
     entry_views = [table[:, : n * width].view(table.shape[0], n, 1, width) for table, n in paged]
     positions = torch.arange(128, device=device, dtype=torch.int32)
     starts = torch.randint(0, pages // 2, (case.batch,), device=device, dtype=torch.int32) * 2 * WINDOW_PAGE
-    window_rows = (starts[:, None] + positions + 60).unsqueeze(1)  # a window lies across two pages
+    window_indices = (starts[:, None] + positions + 60).unsqueeze(1)  # a window lies across two pages
     window_lens = torch.full((case.batch,), 128, dtype=torch.int32, device=device)
     entry_rows = [rows_of.unsqueeze(1) for rows_of in random_lists(case, rows, device, layers)]
     entry_lens = case.lengths().int().to(device)
@@ -356,7 +357,7 @@ def in_tree_decode(
                 tile_scheduler_metadata=schedule,
                 softmax_scale=SCALE,
                 is_fp8_kvcache=True,
-                indices=window_rows,
+                indices=window_indices,
                 topk_length=window_lens,
                 attn_sink=shared.sink,
                 extra_k_cache=entry_views[layer],

@@ -1,9 +1,9 @@
 """Tokens that fit in a memory: ours and SGLang's, computed, and as running servers allocated them.
 
-    python -m benchmarks.capacity [--gib 78.82] [--requests 256] [--checkpoints 512] [--serve serve.json] [--out DIR]
+    python -m benchmarks.capacity [--gib 78.82] [--requests 256] [--snapshots 512] [--serve serve.json] [--out DIR]
 
-Ours: what the server itself computes at start-up (`dsv4_sglang.srt.sizing`): one live slot a running request, the
-staging slots of a prefill step, the checkpoints, and blocks with what is left. SGLang's: the installed release's own
+Ours: what the server itself computes at start-up (`dsv4_sglang.srt.memory.sizing`): one live slot a running request,
+the staging slots of a prefill step, the snapshots, and blocks with what is left. SGLang's: the installed release's own
 pool configurator, asked with flags as a user gives them (`dsv4_sglang.planner.in_tree_capacity`). No GPU is needed.
 
 `--swa-full-tokens-ratio` says how many window entries SGLang keeps for every token: 0.1 by default for this model; 0.5
@@ -31,10 +31,10 @@ from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.planner import models as planner
 from dsv4_sglang.planner.in_tree_capacity import in_tree_capacity
-from dsv4_sglang.srt import compat
-from dsv4_sglang.srt.layout import served_layout
-from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.sizing import MAX_STAGING, StateDemand
+from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.memory.served_layout import served_layout
+from dsv4_sglang.srt.memory.sizing import MAX_STAGING, StateDemand
 
 GIB = 1 << 30
 CONFIGS = {
@@ -49,7 +49,7 @@ ROWS = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes that grow with the tokens, and bytes that the requests and checkpoints cost."""
+    """Bytes that grow with the tokens, and bytes that the requests and snapshots cost."""
 
     token: float
     fixed: int
@@ -62,21 +62,21 @@ class Cost:
 def ours(
     config: DSV4Config,
     requests: int,
-    checkpoints: int,
-    row_format: str = "fp8",
+    snapshots: int,
+    kv_format: str = "fp8",
     hca_state: str = "online",
     drafts: int = 0,
 ) -> Cost:
-    """Fixed are the state slots, the checkpoints, and the two blocks that serve no request."""
+    """Fixed are the state slots, the snapshots, and the two blocks that serve no request."""
     layout = served_layout(
         config,
-        ROWS[row_format],
+        ROWS[kv_format],
         Options(hca_state=hca_state),
         "cpu",
         draft_tokens=drafts,
         draft_layers=1 if drafts else 0,
     )
-    demand = StateDemand(requests, MAX_STAGING, checkpoints)
+    demand = StateDemand(requests, MAX_STAGING, snapshots)
     return Cost(layout.token_bytes, demand.bytes(layout) + 2 * layout.block_bytes)
 
 
@@ -105,7 +105,7 @@ def in_tree_settings() -> dict[str, dict[str, Any]]:
     return settings
 
 
-def computed(model: str, gib: float, requests: int, checkpoints: int, drafts: int) -> Iterator[dict[str, Any]]:
+def computed(model: str, gib: float, requests: int, snapshots: int, drafts: int) -> Iterator[dict[str, Any]]:
     """A row for each setting of ours and of SGLang."""
     config_json = CONFIGS[model].read_text()
     sizes = partial(in_tree, config_json, gib, requests, drafts)
@@ -113,8 +113,8 @@ def computed(model: str, gib: float, requests: int, checkpoints: int, drafts: in
     with patch.dict(os.environ, {"SGLANG_OPT_USE_ONLINE_COMPRESS": "1"}):
         if not drafts:  # which SGLang's online state does not serve
             rows["in-tree, most tokens (0.01, online)"] = sizes(swa_full_tokens_ratio=0.01)
-    ours_of = partial(ours, DSV4Config.from_hf(json.loads(config_json)), requests, checkpoints, drafts=drafts)
-    costs = {"ours": ours_of(), "ours, bf16 rows": ours_of(row_format="bf16")}
+    ours_of = partial(ours, DSV4Config.from_hf(json.loads(config_json)), requests, snapshots, drafts=drafts)
+    costs = {"ours": ours_of(), "ours, bf16 rows": ours_of(kv_format="bf16")}
     if not drafts:
         costs["ours, raw HCA state"] = ours_of(hca_state="raw")
     for name, cost in costs.items():
@@ -156,18 +156,18 @@ def main(argv: list[str] | None = None) -> int:
     options = report.parser(__doc__)
     options.add_argument("--gib", type=float, default=78.82, help="memory for the cache (%(default)s GiB)")
     options.add_argument("--requests", type=int, default=256, help="running requests (%(default)s)")
-    options.add_argument("--checkpoints", type=int, default=512, help="checkpoints of ours (%(default)s)")
+    options.add_argument("--snapshots", type=int, default=512, help="snapshots of ours (%(default)s)")
     options.add_argument("--serve", type=Path, help="result of `serve` (serve.json in the folder of --out)")
     args = options.parse_args(argv)
-    given = {"gib": args.gib, "requests": args.requests, "checkpoints": args.checkpoints}
+    given = {"gib": args.gib, "requests": args.requests, "snapshots": args.snapshots}
     result = report.Report("capacity", args, given)
     for model in CONFIGS:
         for drafts in (0, DRAFTS):
-            part = partial(computed, model, args.gib, args.requests, args.checkpoints, drafts)
+            part = partial(computed, model, args.gib, args.requests, args.snapshots, drafts)
             result.part(f"{model}, {drafts} draft tokens", part)
     result.part("allocated", partial(allocated, args.serve or Path(args.out) / "serve.json"))
     columns = ["setting", "model", "drafts", "B a token", "fixed GiB", "tokens", "tokens a GiB", "x in-tree default"]
-    title = f"tokens in {args.gib} GiB, {args.requests} requests, {args.checkpoints} checkpoints of ours"
+    title = f"tokens in {args.gib} GiB, {args.requests} requests, {args.snapshots} snapshots of ours"
     result.table(title, columns)
     return result.close()
 

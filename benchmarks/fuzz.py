@@ -24,7 +24,7 @@ import torch
 from benchmarks import report, servers
 from benchmarks.lifecycle import Driver, Shape, Wrong, play
 from benchmarks.servers import Server
-from dsv4_sglang.srt import launch
+from dsv4_sglang.srt.integration import launch_command
 
 HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "3")
 EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1", "--speculative-num-steps", "3")
@@ -59,7 +59,7 @@ GPU_FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--max-total
 GPU_FLAGS += ("--context-length", "512", "--max-running-requests", "64", "--chunked-prefill-size", "1024")
 GPU_FLAGS += ("--schedule-conservativeness", "0.1", "--cuda-graph-max-bs-decode", "64", "--grammar-backend", "none")
 GPU_FLAGS += ("--sampling-backend", "pytorch")
-GPU_OPTIONS = {"max_checkpoints": 160}
+GPU_OPTIONS = {"max_snapshots": 160}
 ON_CPU = Shape(context=1024, burst=24, together=6)
 CPU_FLAGS = ("--dtype", "float32", "--max-total-tokens", "1280", "--context-length", "1024")
 CPU_FLAGS += ("--max-running-requests", "6", "--chunked-prefill-size", "256", "--schedule-conservativeness", "0.1")
@@ -67,7 +67,7 @@ CPU_FLAGS += ("--sleep-on-idle",)
 # Threads wait for each other in tensors so small; compiling takes longer than what it would make faster.
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 CPU_OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
-OPTIONS = {"integrity_check": True, "checkpoint_interval": 512}
+OPTIONS = {"integrity_check": True, "snapshot_interval": 512}
 TOLERANCE = 2e-3
 """Of log p with fp32 rows."""
 
@@ -98,8 +98,8 @@ class Fuzz:
     def server(self, name: str, of: Configuration) -> Server:
         options = {**OPTIONS, **(CPU_OPTIONS if self.cpu else GPU_OPTIONS)}
         flags = [*(CPU_FLAGS if self.cpu else GPU_FLAGS), *of.flags, "--skip-server-warmup", "--enable-metrics"]
-        overrides = [launch.OPT_IN_FLAG, json.dumps({launch.OPT_IN_KEY: options})]
-        made = launch.server_command(str(self.model(of.nextn)), [*flags, *overrides], self.cpu)
+        overrides = [launch_command.OPT_IN_FLAG, json.dumps({launch_command.OPT_IN_KEY: options})]
+        made = launch_command.server_command(str(self.model(of.nextn)), [*flags, *overrides], self.cpu)
         environment = {**made.environment, **(CPU_ENVIRONMENT if self.cpu else {})}
         if not self.cpu:
             environment |= {**servers.GPU_ENVIRONMENT, "SGLANG_OPT_FP8_WO_A_GEMM": "0"}
@@ -122,7 +122,7 @@ class Fuzz:
             **summary(driver, found),
             "retractions": log.count("Retract requests"),
             "host loads": counted.get("host_loaded_bytes", 0),
-            "checkpoints evicted": counted.get("prefix_checkpoints_evicted", 0),
+            "snapshots evicted": counted.get("prefix_snapshots_evicted", 0),
         }
 
     def url(self) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ STUCK_SECONDS = 600.0
 COMPARED = 2
 """Answers of a burst."""
 SPARED = 7
-"""Tokens of a context that a prompt leaves free: SGLang refuses one of `max_req_input_len` or more, six below it."""
+"""Tokens of a context that a prompt leaves free: SGLang rejects one of `max_req_input_len` or more, six below it."""
 MODES = ("abort", "retract", "in_place")
 """Of /pause_generation."""
 STOPS = [" ", "e", "a", "0", "Q"]
@@ -221,7 +221,7 @@ class Driver:
                 self._post("/abort_request", {"rid": body["rid"]})
             response = connection.getresponse()
             if response.status != 200:
-                return self._refused(response)
+                return self._rejected(response)
             if body["stream"]:
                 return self._streamed(ask, body.get("rid"), response)
             answers = json.loads(response.read())
@@ -258,7 +258,7 @@ class Driver:
         self.seen["tokens hit"] += cached
         return list(answer.get("output_ids") or [])
 
-    def _refused(self, response: http.client.HTTPResponse) -> list[int]:
+    def _rejected(self, response: http.client.HTTPResponse) -> list[int]:
         return self._error(f"{response.status}: {response.read().decode(errors='replace')}")
 
     def _error(self, text: str) -> list[int]:

@@ -38,7 +38,7 @@ from benchmarks.append_ours import Ours, ops_for
 from benchmarks.move_in_tree import InTree, compile_kernels, pieces_of
 from dsv4_sglang.cache import HostBlockPool, PagedKVPool, build_schema
 from dsv4_sglang.cache.host_pool import HostMemory, cpus_in, cpus_near, running_on
-from dsv4_sglang.formats import RowFormat, RowTable
+from dsv4_sglang.formats import KVBuffer, KVFormat
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.model.geometry import WINDOW
 from dsv4_sglang.standalone import BlockAllocator
@@ -283,7 +283,7 @@ class Bench:
         positions = step.prefix_lens.int()
         marks = [torch.full((slots, WINDOW), -1, dtype=torch.int32, device=self.device) for _ in range(LAYERS)]
         heads = [torch.zeros(slots, dtype=torch.int32, device=self.device) for _ in range(LAYERS)]
-        views = [RowTable(layer.ring, RowFormat.FP8).views() for layer in step.layers]
+        views = [KVBuffer(layer.ring, KVFormat.FP8).views() for layer in step.layers]
 
         def finished_rows() -> None:
             for layer, view, mark, head in zip(step.layers, views, marks, heads):

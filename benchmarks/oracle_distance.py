@@ -218,7 +218,7 @@ def saved_answers(file: Path) -> dict[tuple[str, int], dict[int, dict[str, Any]]
 
 def main(argv: list[str] | None = None) -> int:
     options = report.parser(__doc__)
-    options.add_argument("--seeds", default="0,1", help="checkpoints, separated by commas (%(default)s)")
+    options.add_argument("--seeds", default="0,1", help="snapshots, separated by commas (%(default)s)")
     options.add_argument("--servers", default=",".join(SERVERS), help="of %(default)s")
     options.add_argument("--start-timeout", type=float, default=300, help="seconds a server may take to start")
     options.add_argument("--rescore", type=Path, help="JSON file of a run: ask no server, compare its answers again")

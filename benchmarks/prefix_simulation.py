@@ -19,21 +19,21 @@ import numpy as np
 
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.prefix.placement import Due, due_in_prefill, is_kept
-from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
-from dsv4_sglang.srt.prefix.tree import FreeList, Match, Node, PrefixTree
+from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
+from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
+from dsv4_sglang.srt.prefix_cache.tree import FreeList, Match, Node, PrefixTree
 
 BLOCK_BYTES = 452_512
 """V4-Flash, FP8 rows and 72 B keys: 21 x 32 x (584 + 72) + 20 x 584."""
-CHECKPOINT_BYTES = 3_644_416
+SNAPSHOT_BYTES = 3_644_416
 SHARE, INTERVAL, CONCURRENCY = 0.1, 4096, 16
 LOAD_GIGABYTES = 3.22
-"""Blocks and checkpoints of the servers of `benchmarks/results/prefix_trace.jsonl` under traces of agents."""
+"""Blocks and snapshots of the servers of `benchmarks/results/prefix_trace.jsonl` under traces of agents."""
 
 
 @dataclass
 class Running:
-    """A request between admission and end. `blocks`: of its whole length; `pending`: checkpoints not in the tree yet;
+    """A request between admission and end. `blocks`: of its whole length; `pending`: snapshots not in the tree yet;
     `taken`: all that it takes."""
 
     turn: Turn
@@ -50,19 +50,19 @@ class Simulation:
     def __init__(
         self,
         blocks: int,
-        checkpoints: int,
+        snapshots: int,
         interval: int,
         *,
         concurrency: int = CONCURRENCY,
-        registry: type[CheckpointRegistry] = CheckpointRegistry,
+        registry: type[SnapshotRegistry] = SnapshotRegistry,
     ) -> None:
-        self.tree = PrefixTree(FreeList(blocks), FreeList(checkpoints))
-        self.tree.registry = registry(checkpoints)
+        self.tree = PrefixTree(FreeList(blocks), FreeList(snapshots))
+        self.tree.registry = registry(snapshots)
         self.interval, self.concurrency = interval, concurrency
         self.running: deque[Running] = deque()
         self._keys: dict[tuple[int, int], np.ndarray] = {}
         self._last_turn: dict[int, int] = {}
-        self.prompt_tokens = self.hit_tokens = self.ideal_tokens = self.lost_tokens = self.taken = self.refused = 0
+        self.prompt_tokens = self.hit_tokens = self.ideal_tokens = self.lost_tokens = self.taken = self.rejected = 0
         self._ideal = Ideal()
 
     def keys(self, turn: Turn) -> np.ndarray:
@@ -98,7 +98,7 @@ class Simulation:
         while (fresh := tree.take_blocks(count - match.resume)) is None:
             if not self.running:
                 tree.unlock(match.node)
-                self.refused += 1
+                self.rejected += 1
                 return
             self._finish(self.running.popleft())
         blocks = np.concatenate([path_blocks(match.node), fresh])
@@ -148,17 +148,17 @@ def path_blocks(node: Node) -> np.ndarray:
     return np.concatenate(parts[::-1])
 
 
-class LeastRecentlyUsed(CheckpointRegistry):
-    """For comparison: every checkpoint is worth the same, only its age counts."""
+class LeastRecentlyUsed(SnapshotRegistry):
+    """For comparison: every snapshot is worth the same, only its age counts."""
 
-    def patience(self) -> np.ndarray:
+    def reuse_interval(self) -> np.ndarray:
         return np.maximum(self.now - self.last, 1.0)
 
     def _value(self, slot: int) -> None:
-        self.worth[slot] = 1.0
+        self.recompute_cost[slot] = 1.0
 
-    def least_worth(self, *, needed: bool, saves: int) -> int:
-        return super().least_worth(needed=True, saves=saves)
+    def lowest_value(self, *, needed: bool, saves: int) -> int:
+        return super().lowest_value(needed=True, saves=saves)
 
 
 def simulate(
@@ -166,13 +166,13 @@ def simulate(
     gigabytes: float,
     share: float = SHARE,
     interval: int = INTERVAL,
-    registry: type[CheckpointRegistry] = CheckpointRegistry,
+    registry: type[SnapshotRegistry] = SnapshotRegistry,
 ) -> dict[str, float]:
-    """`share` of the memory in checkpoints, the rest in blocks. Shares of tokens are of what an infinite cache
+    """`share` of the memory in snapshots, the rest in blocks. SchedulerConfig of tokens are of what an infinite cache
     serves."""
     memory = gigabytes * 1e9
     simulation = Simulation(
-        int(memory * (1 - share) / BLOCK_BYTES), int(memory * share / CHECKPOINT_BYTES), interval, registry=registry
+        int(memory * (1 - share) / BLOCK_BYTES), int(memory * share / SNAPSHOT_BYTES), interval, registry=registry
     )
     begin = time.perf_counter()
     simulation.run(turns)
@@ -184,7 +184,7 @@ def simulate(
         "policy": "lru" if registry is LeastRecentlyUsed else "worth",
         "hit": round(simulation.hit_tokens / simulation.ideal_tokens, 4),
         "lost": round(simulation.lost_tokens / simulation.ideal_tokens, 4),
-        "refused": simulation.refused,
+        "rejected": simulation.rejected,
         "prompt_tokens": simulation.prompt_tokens,
         "tokens_per_second": int(simulation.prompt_tokens / took),
     }
@@ -201,7 +201,7 @@ def study_memory(largest: int) -> Rows:
             continue
         turns = list(trace(TraceConfig(conversations=max(active, min(6 * active, 1500)), active=active)))
         for factor in (0.125, 0.25, 0.5, 1.0, 2.0):
-            for registry in (CheckpointRegistry, LeastRecentlyUsed):
+            for registry in (SnapshotRegistry, LeastRecentlyUsed):
                 rows.append({"active": active, **simulate(turns, factor * active / 10, registry=registry)})
                 print(rows[-1], flush=True)
     return rows
@@ -219,7 +219,7 @@ def study_interval(largest: int) -> Rows:
 
 
 def study_share(largest: int) -> Rows:
-    """Long conversations want blocks, short ones checkpoints."""
+    """Long conversations want blocks, short ones snapshots."""
     rows = []
     for tokens, active in (((2_000, 8_000), 800), ((2_000, 200_000), 250), ((50_000, 200_000), 80)):
         turns = list(trace(TraceConfig(conversations=2 * active, active=active, tokens=tokens)))
@@ -233,7 +233,7 @@ def study_loop(largest: int) -> Rows:
     """Conversations of 20,000 tokens visited in turn, six times; about 250 of them fit."""
     rows = []
     for count in (150, 200, 225, 250, 275, 300, 350, 400, 600, 1000):
-        for registry in (CheckpointRegistry, LeastRecentlyUsed):
+        for registry in (SnapshotRegistry, LeastRecentlyUsed):
             rows.append({"conversations": count, **simulate(rounds(count, 20_000, 6), 20.0, registry=registry)})
             print(rows[-1], flush=True)
     return rows
@@ -245,7 +245,7 @@ def study_loads(largest: int) -> Rows:
     for active, visits in ((28, 10), (155, 5), (365, 5), (790, 2), (790, 5)):
         turns = load(active, visits, tokens=(2_000, 80_000), generate=(8, 16))
         expected = expected_blind(turns, LOAD_GIGABYTES, TraceConfig.systems)
-        for registry in (CheckpointRegistry, LeastRecentlyUsed):
+        for registry in (SnapshotRegistry, LeastRecentlyUsed):
             row = simulate(turns, LOAD_GIGABYTES, registry=registry)
             rows.append({"active": active, "visits": visits, **row, **expected})
             print(rows[-1], flush=True)
@@ -254,7 +254,7 @@ def study_loads(largest: int) -> Rows:
 
 def expected_blind(turns: Sequence[Turn], gigabytes: float, sizes: Sequence[int]) -> dict[str, float]:
     """`systems`: the share of the ideal's hits that are system prompts, which have these sizes. `blind`: the share that
-    a cache without checkpoints may expect if it cannot know which conversation goes on next. It always hits system
+    a cache without snapshots may expect if it cannot know which conversation goes on next. It always hits system
     prompts, and of the rest the share of what waits for its next turn, in tokens times turns, that its memory holds
     beside the running requests. (To give up one for another gains nothing: a pause of the trace is no likelier to last
     the longer it has lasted.) In a short trace the first conversations to come stay, and more of their pauses end, so a

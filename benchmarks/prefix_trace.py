@@ -10,7 +10,7 @@
 `--flags "..."`, such as "--enable-hierarchical-cache --hicache-ratio 4 --max-total-tokens 1000000"; `--url` takes one
 that runs. The cache is flushed first. Hit rates are token-weighted, against what an infinite cache would hold;
 `device_tokens`, `host_tokens` and `storage_tokens` say where hits were. With `--enable-metrics` among the flags each
-row also has what a host tier had copied by then.
+row also has what a host cache had copied by then.
 
 `sweep` takes two and a half to three minutes of an H200, behind a start, with the device that its sizes are for:
 
@@ -20,7 +20,7 @@ row also has what a host tier had copied by then.
 
 With `--serve in-tree` a `--hicache-ratio` of 4 is as many bytes, since SGLang's tokens take more than twice as many.
 When the file has rows of both servers, `benchmarks.plots` draws them. `--max-running-requests`: a running request holds
-checkpoints, of which 256 requests would make a device of 65,536 tokens, and the host with it, nine times as large.
+snapshots, of which 256 requests would make a device of 65,536 tokens, and the host with it, nine times as large.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Client:
         )
 
     def flush(self) -> None:
-        """Empty the cache; the server refuses while its last step is being retired."""
+        """Empty the cache; the server rejects while its last step is being retired."""
         for _ in range(100):
             connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
             connection.request("POST", "/flush_cache")
@@ -120,7 +120,7 @@ class Client:
             if status == 200:
                 return
             time.sleep(0.1)
-        raise RuntimeError("the server refused /flush_cache for 10 s: are requests running?")
+        raise RuntimeError("the server rejected /flush_cache for 10 s: are requests running?")
 
 
 class Replay:

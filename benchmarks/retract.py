@@ -8,7 +8,7 @@ fewer tokens, so it is the one that is retracted. Another long one waits from th
 first that is retracted, which goes on when it has ended, from the host if there is one.
 
 "resume ms": from the end of the request that took the room until the next token, and where none did from the last token
-before. "computed again": tokens behind the checkpoint from which it resumed, a mean of all retractions of a round; of
+before. "computed again": tokens behind the snapshot from which it resumed, a mean of all retractions of a round; of
 this package's server only.
 
 What a retracted request goes on with is a prefill step, launched kernel by kernel, which takes far longer than "step
@@ -211,7 +211,7 @@ class Bench:
 def main(argv: list[str] | None = None) -> int:
     options = report.parser(__doc__)
     options.add_argument("--servers", default="ours,in-tree", help="which (%(default)s)")
-    options.add_argument("--flags", default="", help="more flags of the servers, such as those of the host tier")
+    options.add_argument("--flags", default="", help="more flags of the servers, such as those of the host cache")
     args = options.parse_args(argv)
     bench = Bench(args)
     result = report.Report("retract", args, {"flags": args.flags, **vars(bench.plan)})

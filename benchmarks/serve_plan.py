@@ -138,7 +138,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
 
 
 def resolve(options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Fill in what follows from the model; refuse what does not fit together."""
+    """Fill in what follows from the model; reject what does not fit together."""
     model = MODELS[args.model]
     args.memory = model.memory if args.memory is None else args.memory
     args.start_timeout = model.start_seconds if args.start_timeout is None else args.start_timeout

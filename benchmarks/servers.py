@@ -34,7 +34,7 @@ GPU_ENVIRONMENT = {
 }
 GPU_FLAGS = ("--skip-tokenizer-init", "--sampling-backend", "pytorch", "--grammar-backend", "none")
 PLUGIN_GROUP = "sglang.srt.plugins"
-PLUGIN = "dsv4_sglang.srt.plugin:register"
+PLUGIN = "dsv4_sglang.srt.integration.plugin:register"
 
 # The prefix in brackets has the time and, with data parallelism, the rank: "[2026-11-21 10:00:00 DP1 TP1]".
 # With speculation it has the mean of tokens that a request kept of a turn.
@@ -69,12 +69,12 @@ def plugin_path(folder: Path) -> list[str]:
 
 def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[list[str], dict[str, str]]:
     """(argv, environment beside the caller's) of a server on this machine; `ours` selects this package's cache."""
-    from dsv4_sglang.srt import compat, launch
+    from dsv4_sglang.srt.integration import compat, launch_command
 
     if cpu:
         if not ours:
             raise ValueError("SGLang's own DeepSeek-V4 needs a GPU")
-        made = launch.server_command(str(model), [*flags, "--skip-tokenizer-init"], cpu=True)
+        made = launch_command.server_command(str(model), [*flags, "--skip-tokenizer-init"], cpu=True)
         return made.argv, dict(made.environment)
     environment = dict(GPU_ENVIRONMENT)
     if compat.since("0.5.23"):
@@ -85,7 +85,7 @@ def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[l
         environment["SGLANG_OPT_FP8_WO_A_GEMM"] = "0"
     given = [*GPU_FLAGS, *flags]
     if ours:
-        return launch.server_command(str(model), given, cpu=False).argv, environment
+        return launch_command.server_command(str(model), given, cpu=False).argv, environment
     return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *given], environment
 
 
@@ -137,10 +137,10 @@ class Server:
             time.sleep(0.5)
         raise RuntimeError(f"{self.name} did not answer within {timeout:.0f} s: {self.tail()}")
 
-    def stop(self, patience: float = 15) -> None:
+    def stop(self, reuse_interval: float = 15) -> None:
         """SIGTERM, then SIGKILL, to this server's own process group."""
         if self.process is not None:
-            for signum, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
+            for signum, seconds in ((signal.SIGTERM, reuse_interval), (signal.SIGKILL, 10.0)):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.process.pid, signum)
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -167,7 +167,7 @@ class Server:
         return self.request("/generate", body, timeout)
 
     def flush(self, seconds: float = 5) -> None:
-        """Empty the prefix cache; refused while the last request is being cleaned up, so try for a while."""
+        """Empty the prefix cache; rejected while the last request is being cleaned up, so try for a while."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError):
@@ -191,7 +191,7 @@ class Server:
 
     def tail(self, count: int = 12) -> str:
         wanted = [line for line in self.lines().splitlines() if line.strip()]
-        errors = [line for line in wanted if "Error" in line or "refuses" in line or "not supported" in line]
+        errors = [line for line in wanted if "Error" in line or "rejects" in line or "not supported" in line]
         return " | ".join([*errors[-4:], *wanted[-count:]])[-1500:]
 
 
@@ -326,7 +326,7 @@ def metrics(url: str) -> dict[str, float]:
 
 
 def host_copies(url: str) -> dict[str, float]:
-    """What a host tier has done since its start: `saved_bytes`, `load_seconds` and so on; {} without --enable-metrics
+    """What a host cache has done since its start: `saved_bytes`, `load_seconds` and so on; {} without --enable-metrics
     or without the tier."""
     found = metrics(url)
     return {name.removeprefix("host_"): value for name, value in found.items() if name.startswith("host_")}

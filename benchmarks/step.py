@@ -4,7 +4,7 @@
 
 "in graph": the kernels that the step's CUDA graph records to make the metadata of all layers; their number and time.
 "host": microseconds of the calls that prepare a replay, not waiting for the device, and the kernels they launch.
-Ours: `build_decode` is recorded, `snapshot_decode` comes before. SGLang's copies its raw metadata outside the graph and
+Ours: `build_decode` is recorded, `gather_decode` comes before. SGLang's copies its raw metadata outside the graph and
 makes page tables, index lists, plans and schedules inside. FlashMLA's schedules (one kernel for each kind of layer) are
 not in these numbers on either side. Context: the longest request that the server allows.
 """
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import report, timing
-from dsv4_sglang.attention.metadata import DecodeBuffers, build_decode, snapshot_decode
+from dsv4_sglang.attention.metadata import build_decode, gather_decode
+from dsv4_sglang.attention.step_buffers import DecodeBuffers
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 
@@ -73,7 +74,7 @@ class Ours:
 
     def outside(self) -> None:
         b = self.batch
-        snapshot_decode(
+        gather_decode(
             self.buffers,
             req_pool_indices=b.req_pool_indices,
             seq_lens=b.seq_lens,

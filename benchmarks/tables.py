@@ -24,7 +24,7 @@ def random_pages(pages: int, rows: int, page_bytes: int, device: torch.device) -
 
 
 def our_rows(blocks: int, rows: int, device: torch.device) -> Tensor:
-    """A row table `[blocks, rows, 584]` of this package."""
+    """A KV buffer `[blocks, rows, 584]` of this package."""
     size = rows * (ROW + SCALES)
     return random_pages(blocks, rows, size, device).as_strided((blocks, rows, ROW + SCALES), (size, ROW + SCALES, 1))
 

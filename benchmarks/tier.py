@@ -1,11 +1,11 @@
-"""The host tier's copies alone: blocks and a checkpoint to pinned host memory and back, as a server makes them.
+"""The host cache's copies alone: blocks and a snapshot to pinned host memory and back, as a server makes them.
 
     python -m benchmarks.tier [--quick] [--out DIR]
 
-Blocks of all layers of Flash and one checkpoint with them: 157 blocks are a conversation of 20,000 tokens. "scattered":
+Blocks of all layers of Flash and one snapshot with them: 157 blocks are a conversation of 20,000 tokens. "scattered":
 ids in random order on both sides; "in a row": ids that follow each other, as the host hands them out. "save" is a
-gather on the GPU and copies of runs of rows; "load" the checkpoint and then the layers; "checkpoint us" until the
-checkpoint alone is there. The floor, "copy", is one cudaMemcpyAsync of as many bytes to or from memory that CUDA
+gather on the GPU and copies of runs of rows; "load" the snapshot and then the layers; "snapshot us" until the
+snapshot alone is there. The floor, "copy", is one cudaMemcpyAsync of as many bytes to or from memory that CUDA
 allocated.
 
 "us": from an idle device until the work is done; "host us": until the calls return; "device us": of the device alone,
@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks import append, report, timing
 from benchmarks.append_ours import ops_for
 from benchmarks.move import from_idle
-from dsv4_sglang.cache.host_pool import HostBlockPool, HostCheckpointPool
+from dsv4_sglang.cache.host_pool import HostBlockPool, HostSnapshotPool
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.paged_cache import make_paged_pools
 from dsv4_sglang.cache.state_cache import StateStorage
@@ -55,35 +55,35 @@ def behind_a_queue(function: Callable[[], object], device: torch.device, samples
 
 
 class Tier:
-    """Pools of both sides; checkpoint 1 goes to row 0 and back."""
+    """Pools of both sides; snapshot 1 goes to row 0 and back."""
 
     def __init__(self, config: DSV4Config, blocks: int, device: torch.device) -> None:
         layout = CacheLayout.build(config, build_schedule(config), device, hca_state="online")
         pools = make_paged_pools(layout, {AttentionType.CSA: blocks, AttentionType.HCA: blocks})
         self.pools = [pool for pool in pools if pool is not None]
-        self.storage = StateStorage(layout, 1, checkpoints=1, positions=False)
+        self.storage = StateStorage(layout, 1, snapshots=1, positions=False)
         self.host = HostBlockPool(self.pools, blocks)
-        self.host_checkpoints = HostCheckpointPool(self.storage, 1)
+        self.host_snapshots = HostSnapshotPool(self.storage, 1)
         self.device = device
         for tensor in self.tensors():
             tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8, device=device))
 
     def tensors(self) -> list[Tensor]:
         """All that is copied, on the device."""
-        return [*(view for pool in self.pools for view in pool.block_views()), *self.storage.checkpoint_views(1)]
+        return [*(view for pool in self.pools for view in pool.block_views()), *self.storage.snapshot_views(1)]
 
     def bytes_of(self, blocks: int) -> int:
-        return blocks * self.host.block_bytes + self.host_checkpoints.checkpoint_bytes
+        return blocks * self.host.block_bytes + self.host_snapshots.snapshot_bytes
 
     def save(self, blocks: Tensor, rows: Tensor) -> None:
         self.host.save(blocks, rows)
-        self.host_checkpoints.save(1, 0)
+        self.host_snapshots.save(1, 0)
 
-    def load_checkpoint(self) -> None:
-        self.host_checkpoints.load(1, 0)
+    def load_snapshot(self) -> None:
+        self.host_snapshots.load(1, 0)
 
     def load(self, blocks: Tensor, rows: Tensor) -> None:
-        self.load_checkpoint()
+        self.load_snapshot()
         for layer in range(len(self.pools)):
             self.host.load(blocks, rows, layer)
 
@@ -123,7 +123,7 @@ class Bench:
             floor = floors[direction]
             row |= {"order": order, "floor us": floor, "x floor": row["device us"] / floor}
             if direction == "load":
-                row["checkpoint us"] = from_idle(self.tier.load_checkpoint, self.device, self.samples)[0].us
+                row["snapshot us"] = from_idle(self.tier.load_snapshot, self.device, self.samples)[0].us
             else:
                 for tensor in self.tier.tensors():
                     tensor.zero_()
@@ -154,8 +154,8 @@ def main(argv: list[str] | None = None) -> int:
         floors = {r["move"]: r["device us"] for r in result.rows if r["subject"] == "copy" and r["blocks"] == blocks}
         for order in ORDERS:
             result.part(f"ours/{blocks}/{order}", partial(bench.ours, blocks, order, floors))
-    columns = ["move", "blocks", "subject", "order", "MB", "GB/s", "device us", "us", "host us", "checkpoint us"]
-    result.table("host tier, copies alone", [*columns, "floor us", "x floor"])
+    columns = ["move", "blocks", "subject", "order", "MB", "GB/s", "device us", "us", "host us", "snapshot us"]
+    result.table("host cache, copies alone", [*columns, "floor us", "x floor"])
     return result.close()
 
 

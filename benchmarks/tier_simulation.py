@@ -1,13 +1,13 @@
-"""Hit rate against working set with a host tier, without a server: the policy on two trees under two loads.
+"""Hit rate against working set with a host cache, without a server: the policy on two trees under two loads.
 
     python -m benchmarks.tier_simulation               # figures to docs/benchmarks/
     python -m benchmarks.tier_simulation --what loop   # one study
 
-A device of 1.0 M tokens and hosts of 0, 2, 4 and 8 times that, blocks and checkpoints alike. "loop": conversations of
+A device of 1.0 M tokens and hosts of 0, 2, 4 and 8 times that, blocks and snapshots alike. "loop": conversations of
 20,000 tokens visited in turn, four times. "agents": agent conversations (`benchmarks.agent_trace`) of 2,000 to 80,000
-tokens, somewhere on their way when the load begins, five turns each. "share": what other shares of checkpoints in as
+tokens, somewhere on their way when the load begins, five turns each. "share": what other shares of snapshots in as
 many bytes of the host would hit, in both loads. "bound": what a host would hit that has copies of all that the device
-has, one that has none, and such whose bytes are for blocks and checkpoints alike, or that know who comes next. "grow":
+has, one that has none, and such whose bytes are for blocks and snapshots alike, or that know who comes next. "grow":
 conversations of 10,000 tokens in turn, one at a time: first so few that they fit, then so many that a part does.
 """
 
@@ -26,8 +26,8 @@ from benchmarks.agent_trace import TraceConfig, Turn, growing, load, rounds
 from benchmarks.environment import ROOT
 from benchmarks.prefix_simulation import (
     BLOCK_BYTES,
-    CHECKPOINT_BYTES,
     INTERVAL,
+    SNAPSHOT_BYTES,
     Rows,
     Running,
     Simulation,
@@ -39,10 +39,10 @@ from benchmarks.prefix_trace import live_tokens
 from benchmarks.report import RESULTS
 from benchmarks.tier_tree import TieredTree
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.host.sizing import host_demand
-from dsv4_sglang.srt.prefix.policy import SUPERSEDED, UNKNOWN, CheckpointRegistry
-from dsv4_sglang.srt.prefix.tree import FreeList, Match, Node, PrefixTree
-from dsv4_sglang.srt.sizing import CHECKPOINT_SHARE
+from dsv4_sglang.srt.host_cache.sizing import host_demand
+from dsv4_sglang.srt.memory.sizing import SNAPSHOT_SHARE
+from dsv4_sglang.srt.prefix_cache.policy import SUPERSEDED, UNKNOWN, SnapshotRegistry
+from dsv4_sglang.srt.prefix_cache.tree import FreeList, Match, Node, PrefixTree
 
 DEVICE_TOKENS = 1_000_000
 RATIOS = (0, 2, 4, 8)
@@ -52,15 +52,15 @@ CONVERSATION = 20_000
 
 
 class SharedTree(PrefixTree):
-    """Blocks and checkpoints of one memory of `size` bytes: whoever needs room takes what is worth least by the byte,
-    counting with a checkpoint at the end of a path the blocks behind the one before it."""
+    """Blocks and snapshots of one memory of `size` bytes: whoever needs room takes what is worth least by the byte,
+    counting with a snapshot at the end of a path the blocks behind the one before it."""
 
     def __init__(self, size: int, ahead: Sequence[Turn] = ()) -> None:
         """`ahead`: the turns to come, if it knows them."""
-        super().__init__(FreeList(size // BLOCK_BYTES), FreeList(size // CHECKPOINT_BYTES))
+        super().__init__(FreeList(size // BLOCK_BYTES), FreeList(size // SNAPSHOT_BYTES))
         self.size = size
         if ahead:
-            self.registry = Foresight(self.checkpoint_pool.size, ahead, self._holder)
+            self.registry = Foresight(self.snapshot_pool.size, ahead, self._holder)
 
     def take_blocks(self, count: int) -> np.ndarray | None:
         while self._room() < count * BLOCK_BYTES:
@@ -68,51 +68,51 @@ class SharedTree(PrefixTree):
                 return None
         return self.block_pool.alloc(count)
 
-    def take_checkpoint(self, *, needed: bool = True, saves: int = 0) -> int:
-        usual = max(self.registry.usual, 1.0)
-        least = 0.0 if needed else CHECKPOINT_BYTES * usual / max(saves * SUPERSEDED, 1e-9)
-        while self._room() < CHECKPOINT_BYTES:
+    def take_snapshot(self, *, needed: bool = True, saves: int = 0) -> int:
+        usual = max(self.registry.usual_interval, 1.0)
+        least = 0.0 if needed else SNAPSHOT_BYTES * usual / max(saves * SUPERSEDED, 1e-9)
+        while self._room() < SNAPSHOT_BYTES:
             if not self._evict(least):
                 return 0
-        taken = self.checkpoint_pool.alloc(1)
+        taken = self.snapshot_pool.alloc(1)
         assert taken is not None
         return int(taken[0])
 
     def _room(self) -> int:
-        blocks, checkpoints = self.block_pool, self.checkpoint_pool
+        blocks, snapshots = self.block_pool, self.snapshot_pool
         used = (blocks.size - blocks.available_size()) * BLOCK_BYTES
-        return self.size - used - (checkpoints.size - checkpoints.available_size()) * CHECKPOINT_BYTES
+        return self.size - used - (snapshots.size - snapshots.available_size()) * SNAPSHOT_BYTES
 
     def _evict(self, least: float = 0.0) -> bool:
-        """Free something that is worth less than `least` says; blocks behind no checkpoint always are."""
-        if not self._worthless:
+        """Free something that is worth less than `least` says; blocks behind no snapshot always are."""
+        if not self._valueless:
             registry = self.registry
             saved = registry.length - registry.length[registry.previous]
-            freed = CHECKPOINT_BYTES + np.where(registry.at_leaf, saved // BLOCK * BLOCK_BYTES, 0)
+            freed = SNAPSHOT_BYTES + np.where(registry.at_leaf, saved // BLOCK * BLOCK_BYTES, 0)
             free = registry.held & (registry.locks == 0)
-            score = np.where(free, freed * registry.patience() / np.maximum(registry.worth, 1e-9), -1.0)
+            score = np.where(free, freed * registry.reuse_interval() / np.maximum(registry.recompute_cost, 1e-9), -1.0)
             slot = int(score.argmax())
             if not free[slot] or score[slot] <= least:
                 return False
             self._drop(self._holder[slot])
-            self.evicted_checkpoints += 1
-        while self._worthless:
+            self.evicted_snapshots += 1
+        while self._valueless:
             self._evict_leaf()
         return True
 
 
-class Foresight(CheckpointRegistry):
+class Foresight(SnapshotRegistry):
     """Knows when each conversation goes on: what is needed last is given up first."""
 
     def __init__(self, capacity: int, turns: Sequence[Turn], nodes: Mapping[int, Node]) -> None:
-        """`nodes`: of the checkpoints, whose keys say whose they are."""
+        """`nodes`: of the snapshots, whose keys say whose they are."""
         super().__init__(capacity)
         self._nodes = nodes
         self._next: dict[int, list[int]] = {}
         for now, turn in enumerate(turns):
             self._next.setdefault(turn.conversation, []).append(now)
 
-    def patience(self) -> np.ndarray:
+    def reuse_interval(self) -> np.ndarray:
         """Requests until the next of the conversation; system prompts are always next."""
         wait = np.ones(len(self.held))
         for slot in np.flatnonzero(self.held):
@@ -124,27 +124,27 @@ class Foresight(CheckpointRegistry):
 
 
 class TieredSimulation(Simulation):
-    """The host tier as it is: one tree over both places (`benchmarks.tier_tree`); passes of the scheduler are ends of
+    """The host cache as it is: one tree over both places (`benchmarks.tier_tree`); passes of the scheduler are ends of
     requests."""
 
     tree: TieredTree
 
-    def __init__(self, blocks: int, checkpoints: int, host_blocks: int, rows: int) -> None:
-        super().__init__(blocks, checkpoints, INTERVAL)
-        self.tree = TieredTree(*map(FreeList, (blocks, checkpoints, host_blocks, rows)))
+    def __init__(self, blocks: int, snapshots: int, host_blocks: int, rows: int) -> None:
+        super().__init__(blocks, snapshots, INTERVAL)
+        self.tree = TieredTree(*map(FreeList, (blocks, snapshots, host_blocks, rows)))
         self.loaded_tokens = self.stateless_tokens = 0
-        """Tokens that were loaded; of whose blocks either tier had, but no checkpoint behind them."""
+        """Tokens that were loaded; of whose blocks either tier had, but no snapshot behind them."""
 
     def _resume(self, keys: np.ndarray) -> Match:
         tree = self.tree
         match = tree.match(keys)
         self.stateless_tokens += BLOCK * (match.cached - match.resume)
         node, missing = match.node, tree.missing(match.node)
-        if node.checkpoint and not tree.slot(node):
+        if node.snapshot and not tree.slot(node):
             if tree.load(node):
                 self.loaded_tokens += missing * BLOCK
             else:
-                while node.checkpoint != tree.slot(node) or (node is not tree.root and not node.checkpoint):
+                while node.snapshot != tree.slot(node) or (node is not tree.root and not node.snapshot):
                     assert node.parent is not None
                     node = node.parent
         held = Match(node, node.end, match.cached)
@@ -164,19 +164,19 @@ class CopyingSimulation(Simulation):
     def __init__(
         self,
         blocks: int,
-        checkpoints: int,
+        snapshots: int,
         host_blocks: int,
         rows: int,
         *,
         shared: bool = False,
         ahead: Sequence[Turn] = (),
     ) -> None:
-        """`shared`: the host's bytes are for blocks and checkpoints alike. `ahead`: the turns to come, if it knows
+        """`shared`: the host's bytes are for blocks and snapshots alike. `ahead`: the turns to come, if it knows
         them."""
-        super().__init__(blocks, checkpoints, INTERVAL)
+        super().__init__(blocks, snapshots, INTERVAL)
         self.host = PrefixTree(FreeList(host_blocks), FreeList(rows))
         if shared:
-            self.host = SharedTree(host_blocks * BLOCK_BYTES + rows * CHECKPOINT_BYTES, ahead)
+            self.host = SharedTree(host_blocks * BLOCK_BYTES + rows * SNAPSHOT_BYTES, ahead)
         self.loaded_tokens = self.stateless_tokens = 0
 
     def _resume(self, keys: np.ndarray) -> Match:
@@ -194,13 +194,13 @@ class CopyingSimulation(Simulation):
         fresh = self.tree.take_blocks(there.resume - match.resume)
         if fresh is None:
             return None
-        slot = self.tree.take_checkpoint()
+        slot = self.tree.take_snapshot()
         if not slot:
             self.tree.block_pool.free(fresh)
             return None
         blocks = np.concatenate([path_blocks(match.node), fresh])
         node = self.tree.insert(match.node, keys[: there.resume], blocks, [(there.resume, slot)])
-        self.tree.registry.interval[slot] = self.host.registry.interval[there.node.checkpoint]
+        self.tree.registry.interval[slot] = self.host.registry.interval[there.node.snapshot]
         self.tree.lock(node)
         self.tree.unlock(match.node)
         self.loaded_tokens += (there.resume - match.resume) * BLOCK
@@ -230,12 +230,12 @@ def simulate(
     copies: bool = False,
     **options: Any,
 ) -> dict[str, float]:
-    """Shares are of the tokens that an infinite cache serves. `host_share`: of the host's bytes that are checkpoints;
-    by default as a server has it. `copies`, and `options` with it: see `CopyingSimulation`."""
+    """SchedulerConfig are of the tokens that an infinite cache serves. `host_share`: of the host's bytes that are
+    snapshots; by default as a server has it. `copies`, and `options` with it: see `CopyingSimulation`."""
     blocks = tokens // BLOCK
-    checkpoints = int(blocks * BLOCK_BYTES * CHECKPOINT_SHARE / (1 - CHECKPOINT_SHARE) / CHECKPOINT_BYTES)
-    there = host_of(blocks, checkpoints, ratio, host_share)
-    simulation = (CopyingSimulation if copies else TieredSimulation)(blocks, checkpoints, *there, **options)
+    snapshots = int(blocks * BLOCK_BYTES * SNAPSHOT_SHARE / (1 - SNAPSHOT_SHARE) / SNAPSHOT_BYTES)
+    there = host_of(blocks, snapshots, ratio, host_share)
+    simulation = (CopyingSimulation if copies else TieredSimulation)(blocks, snapshots, *there, **options)
     simulation.run(turns)
     ideal = simulation.ideal_tokens
     return {
@@ -243,28 +243,28 @@ def simulate(
         "hit": round(simulation.hit_tokens / ideal, 4),
         "from_host": round(simulation.loaded_tokens / ideal, 4),
         "stateless": round(simulation.stateless_tokens / ideal, 4),
-        "refused": simulation.refused,
+        "rejected": simulation.rejected,
         "prompt_tokens": simulation.prompt_tokens,
     }
 
 
-def host_of(blocks: int, checkpoints: int, ratio: float, share: float | None) -> tuple[int, int]:
-    """Blocks and checkpoints of a host of `ratio` times a device's bytes."""
-    size = ratio * (blocks * BLOCK_BYTES + checkpoints * CHECKPOINT_BYTES)
+def host_of(blocks: int, snapshots: int, ratio: float, share: float | None) -> tuple[int, int]:
+    """Blocks and snapshots of a host of `ratio` times a device's bytes."""
+    size = ratio * (blocks * BLOCK_BYTES + snapshots * SNAPSHOT_BYTES)
     if share is not None or not ratio:
         share = share or 0.0
-        return int(size * (1 - share) / BLOCK_BYTES), int(size * share / CHECKPOINT_BYTES)
+        return int(size * (1 - share) / BLOCK_BYTES), int(size * share / SNAPSHOT_BYTES)
     demand = host_demand(
         device_blocks=blocks,
-        device_checkpoints=checkpoints,
+        device_snapshots=snapshots,
         block_bytes=BLOCK_BYTES,
-        checkpoint_bytes=CHECKPOINT_BYTES,
+        snapshot_bytes=SNAPSHOT_BYTES,
         ratio=ratio,
         size_gb=0,
-        max_checkpoints=None,
-        host_checkpoints=None,
+        max_snapshots=None,
+        host_snapshots=None,
     )
-    return demand.blocks, demand.checkpoints
+    return demand.blocks, demand.snapshots
 
 
 def study_loop() -> Rows:
@@ -310,7 +310,7 @@ def study_share() -> Rows:
 
 
 def study_bound() -> Rows:
-    """Five seeds each. `copies`: in the device's proportion of blocks and checkpoints. `none`: the host is as large as
+    """Five seeds each. `copies`: in the device's proportion of blocks and snapshots. `none`: the host is as large as
     both, as if it had no copy of what the device has."""
     rows = []
     for times, ratio in LOADS:
@@ -318,7 +318,7 @@ def study_bound() -> Rows:
         for host in ("as it is", "copies", "shared", "none", "shared, none", "shared, knows"):
             shared, knows = host.startswith("shared"), host.endswith("knows")
             options: dict[str, Any] = {} if host == "as it is" else {"copies": True, "shared": shared}
-            options["host_share"] = None if host in ("as it is", "none") else CHECKPOINT_SHARE
+            options["host_share"] = None if host in ("as it is", "none") else SNAPSHOT_SHARE
             size = ratio + host.endswith("none")
             hits = [simulate(turns, size, **options, **({"ahead": turns} if knows else {}))["hit"] for turns in loads]
             rows.append({"working_set": times, "ratio": ratio, "host": host, "hit": hits})

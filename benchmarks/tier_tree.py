@@ -7,24 +7,24 @@ import heapq
 import numpy as np
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.prefix.policy import MARGIN, CheckpointRegistry
-from dsv4_sglang.srt.prefix.tree import FreeList, Node, PrefixTree, common_blocks
+from dsv4_sglang.srt.prefix_cache.policy import MARGIN, SnapshotRegistry
+from dsv4_sglang.srt.prefix_cache.tree import FreeList, Node, PrefixTree, common_blocks
 
 NOTHING = np.empty(0, dtype=np.int64)
 
 
 class TieredTree(PrefixTree):
-    """Blocks of a node are on the device (`Node.blocks`), on the host (`on_host`), or both; its checkpoint is a slot or
+    """Blocks of a node are on the device (`Node.blocks`), on the host (`on_host`), or both; its snapshot is a slot or
     what the registry calls a row. What the host has of a path begins at the root."""
 
-    def __init__(self, blocks: FreeList, checkpoints: FreeList, host_blocks: FreeList, rows: FreeList) -> None:
-        super().__init__(blocks, checkpoints)
+    def __init__(self, blocks: FreeList, snapshots: FreeList, host_blocks: FreeList, rows: FreeList) -> None:
+        super().__init__(blocks, snapshots)
         self.host_blocks, self.rows = host_blocks, rows
-        self.registry = CheckpointRegistry(checkpoints.size, rows.size)
+        self.registry = SnapshotRegistry(snapshots.size, rows.size)
         self.on_host: dict[Node, np.ndarray] = {}
         """The host's blocks of nodes."""
         self.row: dict[Node, int] = {}
-        """The host's rows of their checkpoints."""
+        """The host's rows of their snapshots."""
         self._loading: set[Node] = set()
         """The path that is loaded, which the host does not give up meanwhile."""
         self.saved_blocks = self.waited_blocks = 0
@@ -36,17 +36,17 @@ class TieredTree(PrefixTree):
         return len(node.blocks) > 0
 
     def slot(self, node: Node) -> int:
-        """The slot of the node's checkpoint; 0 if the device has none."""
-        return node.checkpoint if node.checkpoint <= self.registry.capacity else 0
+        """The slot of the node's snapshot; 0 if the device has none."""
+        return node.snapshot if node.snapshot <= self.registry.capacity else 0
 
     def _move(self, node: Node, to: int) -> None:
-        """Of a checkpoint that the host has, the device has a copy now, or none any more."""
-        registry, there = self.registry, node.checkpoint
+        """Of a snapshot that the host has, the device has a copy now, or none any more."""
+        registry, there = self.registry, node.snapshot
         registry.move(there, to)
         del self._holder[there]
-        node.checkpoint, self._holder[to] = to, node
+        node.snapshot, self._holder[to] = to, node
         if to <= registry.capacity:
-            registry.copied[to] = registry.wanted[to] = registry.offered[to] = True
+            registry.copied[to] = registry.pending_write[to] = registry.attempted[to] = True
 
     def _is_leaf(self, node: Node) -> bool:
         return self.on_device(node) and not any(self.on_device(child) for child in node.children.values())
@@ -59,18 +59,18 @@ class TieredTree(PrefixTree):
 
     # Requests
 
-    def insert(self, node: Node, keys: np.ndarray, blocks: np.ndarray, checkpoints: list[tuple[int, int]]) -> Node:
-        for length, slot in checkpoints:
+    def insert(self, node: Node, keys: np.ndarray, blocks: np.ndarray, snapshots: list[tuple[int, int]]) -> Node:
+        for length, slot in snapshots:
             node = self._extend(node, keys[:length], blocks)
             if self.slot(node):
-                self.checkpoint_pool.free(np.array([slot]))
-            elif node.checkpoint:  # a request has computed again what only the host had
+                self.snapshot_pool.free(np.array([slot]))
+            elif node.snapshot:  # a request has computed again what only the host had
                 self._move(node, slot)
             else:
-                node.checkpoint = slot
+                node.snapshot = slot
                 self._holder[slot] = node
-                self.registry.add(slot, length * BLOCK, self._checkpoint_above(node), self._checkpoints_below(node))
-                self.registry.wanted[slot] = True
+                self.registry.add(slot, length * BLOCK, self._snapshot_above(node), self._snapshots_below(node))
+                self.registry.pending_write[slot] = True
             self._refresh(node)
         return node
 
@@ -93,7 +93,7 @@ class TieredTree(PrefixTree):
         return sum(len(at.keys) for at in self._path(node) if not self.on_device(at))
 
     def load(self, node: Node) -> bool:
-        """Bring a path and its checkpoint to the device; False without room, which others may have that run."""
+        """Bring a path and its snapshot to the device; False without room, which others may have that run."""
         self._add_locks(node, 1)
         self._loading = set(self._path(node))
         try:
@@ -102,7 +102,7 @@ class TieredTree(PrefixTree):
             if fresh is None:
                 return False
             if not self.slot(node):
-                slot = self.take_checkpoint()
+                slot = self.take_snapshot()
                 if not slot:
                     self.block_pool.free(fresh)
                     return False
@@ -126,22 +126,22 @@ class TieredTree(PrefixTree):
     # Room on the device
 
     def _drop(self, node: Node) -> None:
-        """Give up a slot, if the checkpoint has one."""
+        """Give up a slot, if the snapshot has one."""
         slot = self.slot(node)
         if not slot:
             return
         self._save_waiting(node)
         if self.registry.copied[slot]:
             self._move(node, self.registry.host_id(self.row[node] - 1))
-            self.checkpoint_pool.free(np.array([slot]))
+            self.snapshot_pool.free(np.array([slot]))
             self._refresh(node)
         else:
             super()._drop(node)
 
     def _forget_blocks(self, node: Node) -> None:
         node.blocks = NOTHING
-        if node.checkpoint:
-            self.registry.at_leaf[node.checkpoint] = False
+        if node.snapshot:
+            self.registry.at_leaf[node.snapshot] = False
         if node not in self.on_host:
             super()._forget_blocks(node)
 
@@ -151,13 +151,11 @@ class TieredTree(PrefixTree):
         """What a pass of the scheduler saves: what is new while there is room, and what the device gives up next."""
         registry = self.registry
         for slot in registry.to_copy():
-            registry.offered[slot] = True
+            registry.attempted[slot] = True
             if self._has_room(node := self._holder[slot]):
                 self._save(node)
-        blocks, slots = (
-            pool.size // MARGIN - pool.available_size() for pool in (self.block_pool, self.checkpoint_pool)
-        )
-        for slot in registry.note_leaving(blocks * BLOCK, slots):
+        blocks, slots = (pool.size // MARGIN - pool.available_size() for pool in (self.block_pool, self.snapshot_pool))
+        for slot in registry.note_eviction_candidates(blocks * BLOCK, slots):
             if registry.held[slot]:
                 self._save(self._holder[slot])
 
@@ -173,10 +171,10 @@ class TieredTree(PrefixTree):
         return self.rows.available_size() > 0 and self._to_save(node) <= self.host_blocks.available_size()
 
     def _save(self, node: Node) -> None:
-        """Copy a checkpoint and the blocks up to it, if what is worth less makes room for them. One that is superseded
+        """Copy a snapshot and the blocks up to it, if what is worth less makes room for them. One that is superseded
         makes none for blocks, which would be copies of what the device keeps."""
         registry, slot, path = self.registry, self.slot(node), self._path(node)
-        if not registry.wanted[slot] or registry.copied[slot]:
+        if not registry.pending_write[slot] or registry.copied[slot]:
             return
         if registry.superseded(slot) and self._to_save(node) and not self._has_room(node):
             return
@@ -199,13 +197,13 @@ class TieredTree(PrefixTree):
     # Room on the host
 
     def _make_room(self, pool: FreeList, count: int, slot: int, hold: set[Node]) -> bool:
-        """Give up what is worth less than the checkpoint in `slot`, and not of the path that is saved."""
+        """Give up what is worth less than the snapshot in `slot`, and not of the path that is saved."""
         if pool.available_size() >= count:
             return True
         registry = self.registry
-        score = registry.price() if pool is self.rows else registry.patience()
-        worth, enough = registry.worth_to_host(score), 1 / score[slot]
-        order = [(worth[place], place) for place in registry.on_host(worth, enough)]
+        score = registry.eviction_score() if pool is self.rows else registry.reuse_interval()
+        value, enough = registry.host_value(score), 1 / score[slot]
+        order = [(value[place], place) for place in registry.on_host(value, enough)]
         again: list[tuple[float, int]] = []
         at = 0
         while pool.available_size() < count:
@@ -224,24 +222,24 @@ class TieredTree(PrefixTree):
                 continue
             self._give_up_row(node)
             above = self._give_up_blocks(node, hold) if last else None
-            if above is not None and worth[above.checkpoint] < enough:
-                heapq.heappush(again, (worth[above.checkpoint], above.checkpoint))
+            if above is not None and value[above.snapshot] < enough:
+                heapq.heappush(again, (value[above.snapshot], above.snapshot))
         return True
 
     def _give_up_row(self, node: Node) -> None:
         self.rows.free(np.array([self.row.pop(node)]))
-        place = node.checkpoint
+        place = node.snapshot
         if self.slot(node):
             self.registry.copied[place] = False
         else:
-            node.checkpoint = 0
+            node.snapshot = 0
             del self._holder[place]
             self.registry.remove(place, int(node.keys[-1]))
             self._refresh(node)
 
     def _give_up_blocks(self, node: Node, hold: set[Node]) -> Node | None:
-        """The host's blocks of a node, and above it those behind no checkpoint; the node that is last on the path then,
-        if there is one with a checkpoint."""
+        """The host's blocks of a node, and above it those behind no snapshot; the node that is last on the path then,
+        if there is one with a snapshot."""
         at: Node | None = node
         while at is not None and at is not self.root and at not in hold:
             if at in self.row or any(child in self.on_host for child in at.children.values()):

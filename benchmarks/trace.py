@@ -14,7 +14,7 @@ of an unbounded cache and of optimal caches of --capacity tokens and of the devi
 
 Misses of the unbounded ideal: `in_flight`, another request was computing the tokens when this one was sent;
 `no_snapshot`, blocks were cached without a snapshot to resume from (this package's metrics); `other`, the
-rest: evicted, or between the last checkpoint of the prefix and its end.
+rest: evicted, or between the last snapshot of the prefix and its end.
 With --seconds nothing is sent after that time; `requests` says how many of the trace's `of` were.
 """
 

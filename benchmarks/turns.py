@@ -14,7 +14,7 @@ Times are the client's, over HTTP. A load first runs in at least two untimed rou
 than 3x faster than the one before. `slow_rounds` counts timed rounds that took more than 3x the median one.
 
 --tier host: the device holds the largest load and no more, and before each round other conversations fill it, which are
-loaded from the host themselves. SGLang's host tier finds more with `--flags "--swa-full-tokens-ratio 0.5"`.
+loaded from the host themselves. SGLang's host cache finds more with `--flags "--swa-full-tokens-ratio 0.5"`.
 
 Servers run one after the other (benchmarks/configs, dummy weights) with the flags of `benchmarks.serve`, which also
 measures cold prompts (--cold) and decode rates (--decode), behind the turns. Rows are appended to --out as they come.

@@ -1,11 +1,11 @@
-"""Would checkpoints without window rows pay, with the window computed again at each hit? And how far off is a hit then?
+"""Would snapshots without window rows pay, with the window computed again at each hit? And how far off is a hit then?
 
     python -m benchmarks.window_replay                   # both parts
     python -m benchmarks.window_replay --what distance   # one
 
-"hits": the simulation of `prefix_simulation` in equal memory, for each form of checkpoint at the share of memory that
+"hits": the simulation of `prefix_simulation` in equal memory, for each form of snapshot at the share of memory that
 is best for it: `stored` (3.64 MB, what this package does), `replay` (0.43 MB, and the last 128 tokens before the hit
-are computed again, which is not exact) and `exact` (no checkpoint; the 5,461 tokens before the hit are computed again,
+are computed again, which is not exact) and `exact` (no snapshot; the 5,461 tokens before the hit are computed again,
 SPEC 6.6). `saved`: tokens that need not be computed, as a share of what an infinite cache saves.
 
 "distance": transformers' model in fp32 on a random checkpoint. A prompt is computed, its windows are thrown away and
@@ -28,32 +28,32 @@ import numpy as np
 import torch
 
 from benchmarks.agent_trace import TraceConfig, Turn, load, trace
-from benchmarks.prefix_simulation import BLOCK_BYTES, CHECKPOINT_BYTES, INTERVAL, Rows, Simulation, study_text
+from benchmarks.prefix_simulation import BLOCK_BYTES, INTERVAL, SNAPSHOT_BYTES, Rows, Simulation, study_text
 from benchmarks.report import RESULTS
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import WINDOW
-from dsv4_sglang.srt.prefix.tree import Match
+from dsv4_sglang.srt.prefix_cache.tree import Match
 from dsv4_sglang.testing.oracle import Oracle
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
-TAIL_BYTES = 430_080
-"""Of a checkpoint of V4-Flash without its window rows: 21 layers, 4 rows of k and z, 640 channels in fp32."""
+COMPRESSOR_STATE_BYTES = 430_080
+"""Of a snapshot of V4-Flash without its window rows: 21 layers, 4 rows of k and z, 640 channels in fp32."""
 EXACT_TOKENS = (WINDOW - 1) * DSV4Config.flash().num_hidden_layers
 FORMS: dict[str, tuple[int, int]] = {
-    "stored": (CHECKPOINT_BYTES, 0),
-    "replay": (TAIL_BYTES, WINDOW),
+    "stored": (SNAPSHOT_BYTES, 0),
+    "replay": (COMPRESSOR_STATE_BYTES, WINDOW),
     "exact": (0, EXACT_TOKENS),
 }
-"""Bytes of a checkpoint, tokens computed again at a hit."""
+"""Bytes of a snapshot, tokens computed again at a hit."""
 SHARES = (0.005, 0.01, 0.02, 0.04, 0.083, 0.12, 0.16, 0.24, 0.32)
 
 
 class ReplaySimulation(Simulation):
     """`saved_tokens`: of every hit, what remains when `replay` tokens of it are computed again."""
 
-    def __init__(self, blocks: int, checkpoints: int, interval: int, replay: int) -> None:
-        super().__init__(blocks, checkpoints, interval)
+    def __init__(self, blocks: int, snapshots: int, interval: int, replay: int) -> None:
+        super().__init__(blocks, snapshots, interval)
         self.replay, self.saved_tokens = replay, 0
 
     def _resume(self, keys: np.ndarray) -> Match:
@@ -63,16 +63,16 @@ class ReplaySimulation(Simulation):
 
 
 def simulate(turns: Iterable[Turn], gigabytes: float, form: str, share: float) -> dict[str, Any]:
-    """`share` of the memory in checkpoints; those that take none end on every block."""
-    checkpoint_bytes, replay = FORMS[form]
+    """`share` of the memory in snapshots; those that take none end on every block."""
+    snapshot_bytes, replay = FORMS[form]
     memory = gigabytes * 1e9
-    if checkpoint_bytes:
+    if snapshot_bytes:
         blocks, interval = int(memory * (1 - share) / BLOCK_BYTES), INTERVAL
-        checkpoints = int(memory * share / checkpoint_bytes)
+        snapshots = int(memory * share / snapshot_bytes)
     else:
-        blocks = checkpoints = int(memory / BLOCK_BYTES)
+        blocks = snapshots = int(memory / BLOCK_BYTES)
         interval, share = BLOCK, 0.0
-    simulation = ReplaySimulation(blocks, checkpoints, interval, replay)
+    simulation = ReplaySimulation(blocks, snapshots, interval, replay)
     simulation.run(turns)
     return {
         "form": form,
@@ -84,7 +84,7 @@ def simulate(turns: Iterable[Turn], gigabytes: float, form: str, share: float) -
 
 
 def loads() -> dict[str, tuple[list[Turn], float]]:
-    """Turns and gigabytes: the measured loads of `prefix_trace`, and those that decided the share of checkpoints."""
+    """Turns and gigabytes: the measured loads of `prefix_trace`, and those that decided the share of snapshots."""
     agents = {
         f"agents, {active} at a time": (load(active, visits, tokens=(2_000, 80_000), generate=(8, 16)), 3.22)
         for active, visits in ((28, 10), (155, 5), (365, 5))
@@ -112,7 +112,8 @@ def hits() -> Rows:
 
 @contextmanager
 def entries_kept(layers: Iterable[Any]) -> Iterator[None]:
-    """Tokens computed again are read only in compressors: all entries are there, and tails stay as they were left."""
+    """Tokens computed again are read only in compressors: all entries are there, and compressor states stay as they
+    were left."""
     layers = [layer for layer in layers if hasattr(layer, "compressed_kv")]
     for layer in layers:
         layer.store_compression_weights = lambda _name, kv, gate: (kv[:, :0], gate[:, :0], 0)

@@ -1,5 +1,5 @@
-// The numbers that DeepSeek-V4's cache is built on: ratios, window, block, rows of a tail (SPEC 1.1, 3.7, 6.1, 6.2).
-// dsv4_sglang/model/geometry.py has the same; tests/test_numeric.py holds both equal.
+// The numbers that DeepSeek-V4's cache is built on: ratios, window, block, rows of a compressor state
+// (SPEC 1.1, 3.7, 6.1, 6.2). dsv4_sglang/model/geometry.py has the same; tests/test_numeric.py holds both equal.
 #pragma once
 
 namespace dsv4 {
@@ -10,26 +10,29 @@ constexpr int kWindow = 128;       // tokens that a query sees through the slidi
 constexpr int kBlockTokens = 128;  // of a block in all layers
 static_assert(kBlockTokens % kCsaRatio == 0 && kBlockTokens % kHcaRatio == 0);
 
-/// A CSA tail: rings of k and of z of the open window, `current` rows each, then of k and of z of the stream that the
-/// next window pools too, `previous` rows each. Token t has row t % current, t % previous of its rings.
-struct CsaTail {
+/// A CSA compressor state: rings of k and of z of the open window, `current` rows each, then of k and of z of the
+/// stream that the next window pools too, `previous` rows each. Token t has row t % current, t % previous of its rings.
+struct CsaCompressorState {
   int current, previous;  // powers of two
 };
 constexpr int kCsaCurrentRows = kCsaRatio;  // where no token is ever taken back
 constexpr int kCsaPreviousRows = 2 * kCsaRatio;
-constexpr CsaTail kCsaTails[] = {{kCsaCurrentRows, kCsaPreviousRows}, {8, 16}, {16, 16}};
-constexpr int rows_of(const CsaTail& tail) { return 2 * (tail.current + tail.previous); }
+constexpr CsaCompressorState kCsaCompressorStates[] = {{kCsaCurrentRows, kCsaPreviousRows}, {8, 16}, {16, 16}};
+constexpr int rows_of(const CsaCompressorState& compressor_state) {
+  return 2 * (compressor_state.current + compressor_state.previous);
+}
 
-constexpr int kHcaOnlineRows = 3;           // of each bank: maximum, sum, accumulator
+constexpr int kHcaOnlineRows = 3;           // of each state copy: maximum, sum, accumulator
 constexpr int kHcaRawRows = 2 * kHcaRatio;  // k of the open window, then z
 
 // Tokens of a request that a decode step may write, of which all but the first may be taken back: more would replace
 // what its other tokens, or the next step, read of the time before it. Derived in dsv4_sglang/model/geometry.py.
 constexpr int draft_tokens_of_ring(int rows) { return rows - (kWindow - 1); }
-constexpr int draft_tokens_of(const CsaTail& tail) {
-  const int current = tail.current - (kCsaRatio - 1), previous = tail.previous - (2 * kCsaRatio - 1);
+constexpr int draft_tokens_of(const CsaCompressorState& compressor_state) {
+  const int current = compressor_state.current - (kCsaRatio - 1),
+            previous = compressor_state.previous - (2 * kCsaRatio - 1);
   return current < previous ? current : previous;
 }
-constexpr int draft_tokens_of_banks(int banks) { return banks > 1 ? banks - 1 : 1; }
+constexpr int draft_tokens_of_state_copies(int state_copies) { return state_copies > 1 ? state_copies - 1 : 1; }
 
 }  // namespace dsv4

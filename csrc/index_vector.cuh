@@ -2,7 +2,7 @@
 // vector of 128 channels, lane i channels 4 i .. 4 i + 3.
 #pragma once
 
-#include "rows.cuh"
+#include "entries.cuh"
 
 namespace dsv4 {
 

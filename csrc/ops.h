@@ -13,9 +13,9 @@ using torch::stable::Tensor;
 
 void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> index_kv_score, Tensor kv_norm,
             std::optional<Tensor> entry_norm, std::optional<Tensor> index_norm, std::optional<Tensor> ape,
-            std::optional<Tensor> index_ape, Tensor rope, double eps, int64_t ratio, int64_t row_format,
+            std::optional<Tensor> index_ape, Tensor rope, double eps, int64_t ratio, int64_t kv_format,
             int64_t key_format, Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request,
-            Tensor out_loc, std::optional<Tensor> track_slots, Tensor ring, std::optional<Tensor> tail,
+            Tensor out_loc, std::optional<Tensor> track_slots, Tensor ring, std::optional<Tensor> compressor_state,
             std::optional<Tensor> entries, std::optional<Tensor> index_keys, std::optional<Tensor> window,
             std::optional<Tensor> swa_pos, std::optional<Tensor> swa_head, std::optional<Tensor> tail_len);
 
@@ -25,18 +25,18 @@ void append_swa(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor sw
 void append_v41(Tensor kv, std::optional<Tensor> compressor, Tensor kv_norm, std::optional<Tensor> latent_norm,
                 Tensor rope, double eps, int64_t ratio, Tensor slots, Tensor prefix_lens, Tensor query_start,
                 Tensor token_request, Tensor out_loc, std::optional<Tensor> track_slots, Tensor ring,
-                std::optional<Tensor> tail, std::optional<Tensor> entries, std::optional<Tensor> latents,
+                std::optional<Tensor> compressor_state, std::optional<Tensor> entries, std::optional<Tensor> latents,
                 std::optional<Tensor> window);
 
 void append_v41_keys(Tensor keys, Tensor key_norm, Tensor rope, double eps, int64_t ratio, Tensor slots,
                      Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, Tensor index_keys);
 
-void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors, std::optional<Tensor> refused);
+void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors, std::optional<Tensor> rejected);
 
-void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid, std::optional<Tensor> refused);
+void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid, std::optional<Tensor> rejected);
 
-void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, Tensor owned,
-                     Tensor block_table);
+void gather_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, Tensor owned,
+                   Tensor block_table);
 
 void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor rows, bool to_host,
                  std::vector<int64_t> offsets);

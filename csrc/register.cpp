@@ -24,7 +24,7 @@ STABLE_TORCH_LIBRARY_IMPL(dsv4_sglang, CUDA, m) {
   m.impl("append_v41_keys", TORCH_BOX(&dsv4::append_v41_keys));
   m.impl("copy_state", TORCH_BOX(&dsv4::copy_state));
   m.impl("update_rows", TORCH_BOX(&dsv4::update_rows));
-  m.impl("snapshot_tables", TORCH_BOX(&dsv4::snapshot_tables));
+  m.impl("gather_tables", TORCH_BOX(&dsv4::gather_tables));
   m.impl("swap_blocks", TORCH_BOX(&dsv4::swap_blocks));
   m.impl("index_query", TORCH_BOX(&dsv4::index_query));
   m.impl("index_score", TORCH_BOX(&dsv4::index_score));

@@ -1,18 +1,18 @@
-// Row and key tables (rows.h) from tensors: the checks that every op makes of them.
+// Row and key tables (entries.h) from tensors: the checks that every op makes of them.
 #pragma once
 
-#include "rows.h"
+#include "entries.h"
 #include "tensors.h"
 
 namespace dsv4 {
 
-inline ScalarType dtype_of(RowFormat format) {
+inline ScalarType dtype_of(KVFormat format) {
   return format == kFp8 ? ScalarType::Byte : format == kBf16 ? ScalarType::BFloat16 : ScalarType::Float;
 }
 
-inline RowFormat row_format_of(const Checker& check, int64_t code) {
-  if (code < kFp8 || code > kFp32) check.fail("row_format is ", code, "; expected 0 (fp8), 1 (bf16) or 2 (fp32)");
-  return RowFormat(code);
+inline KVFormat kv_format_of(const Checker& check, int64_t code) {
+  if (code < kFp8 || code > kFp32) check.fail("kv_format is ", code, "; expected 0 (fp8), 1 (bf16) or 2 (fp32)");
+  return KVFormat(code);
 }
 
 inline KeyFormat key_format_of(const Checker& check, int64_t code) {
@@ -21,10 +21,10 @@ inline KeyFormat key_format_of(const Checker& check, int64_t code) {
   return KeyFormat(code);
 }
 
-/// `blocks`, `rows_per_block`: kAny where any number will do.
-inline RowTable row_table(const Checker& check, const char* name, const Tensor& t, RowFormat format, int64_t blocks,
-                          int64_t rows_per_block) {
-  check.tensor(name, t, {dtype_of(format)}, {blocks, rows_per_block, row_width(format)});
+/// `blocks`, `entries_per_block`: kAny where any number will do.
+inline KVBuffer kv_buffer(const Checker& check, const char* name, const Tensor& t, KVFormat format, int64_t blocks,
+                          int64_t entries_per_block) {
+  check.tensor(name, t, {dtype_of(format)}, {blocks, entries_per_block, row_width(format)});
   check.dense(name, t, 1);
   check.aligned(name, t, 16);
   return {data<uint8_t>(t), t.stride(0) * int64_t(t.element_size()), int(t.size(1)), format};

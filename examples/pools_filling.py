@@ -7,7 +7,7 @@ Start a server that publishes its pools at every step, then this script:
 
 A line is printed when something has changed. "used" belongs to running requests. "kept" are blocks that finished
 requests left in the prefix cache for a request with the same beginning. State slots are free again when a request
-finishes. The checkpoints of its state, from which such a request resumes, have a pool of their own: the last column
+finishes. The snapshots of its state, from which such a request resumes, have a pool of their own: the last column
 counts them, those of running requests included.
 """
 
@@ -22,13 +22,13 @@ import time
 import urllib.request
 
 POOLS = {"tokens": "kv", "state slots": "mamba"}  # our name: SGLang's name
-CHECKPOINTS = re.compile(r"^dsv4:checkpoints_held\{[^}]*\} (\S+)$", re.MULTILINE)
+SNAPSHOTS = re.compile(r"^dsv4:snapshots_held\{[^}]*\} (\S+)$", re.MULTILINE)
 STATES = {"used": "used", "kept": "evictable", "free": "available"}
 BAR = 30
 
 
 def read_pools(url: str) -> tuple[dict[str, dict[str, int]], int]:
-    """{pool: {used, kept, free}} and the number of checkpoints, from the server's Prometheus page."""
+    """{pool: {used, kept, free}} and the number of snapshots, from the server's Prometheus page."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
         page = response.read().decode()
     values = dict(re.findall(r"^sglang:(\w+)\{[^}]*\} (\S+)$", page, re.MULTILINE))
@@ -36,7 +36,7 @@ def read_pools(url: str) -> tuple[dict[str, dict[str, int]], int]:
         pool: {state: int(float(values[f"{name}_{key}_tokens"])) for state, key in STATES.items()}
         for pool, name in POOLS.items()
     }
-    return pools, sum(int(float(held)) for held in CHECKPOINTS.findall(page))
+    return pools, sum(int(float(held)) for held in SNAPSHOTS.findall(page))
 
 
 def generate(url: str, api_key: str, prompt_tokens: int, new_tokens: int, seed: int) -> None:
@@ -77,16 +77,16 @@ def main() -> int:
     start = time.monotonic()
     for request in requests:
         request.start()
-    print("   s   " + "".join(f"{pool:<{BAR + 22}}" for pool in POOLS) + "checkpoints ('#' used, '+' kept)")
+    print("   s   " + "".join(f"{pool:<{BAR + 22}}" for pool in POOLS) + "snapshots ('#' used, '+' kept)")
     shown = None
     running = True
     while running:
         running = any(request.is_alive() for request in requests)
-        pools, checkpoints = read_pools(options.url)
-        if (pools, checkpoints) != shown:
+        pools, snapshots = read_pools(options.url)
+        if (pools, snapshots) != shown:
             line = "  ".join(f"{bar(pool)} {pool['used']:>6} {pool['kept']:>6} kept" for pool in pools.values())
-            print(f"{time.monotonic() - start:5.1f}  {line} {checkpoints:>6}", flush=True)
-            shown = pools, checkpoints
+            print(f"{time.monotonic() - start:5.1f}  {line} {snapshots:>6}", flush=True)
+            shown = pools, snapshots
         time.sleep(options.interval)
     return 0
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.cache import LayerWeights, compute_block_budget
-from dsv4_sglang.formats import RowTable
+from dsv4_sglang.formats import KVBuffer
 from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.ops.rope import rope_table
@@ -86,7 +86,7 @@ def report(manager: KVCacheManager, step: Step) -> None:
                 n = int(entries.n_visible[token])
                 seen += f", {n} entries of {schema.ratio} tokens in blocks {manager.blocks_of(slot)}"
                 if entries.entry_rows is not None and n:
-                    first = RowTable(entries.entries, handle.schema.row_format).read(entries.entry_rows[token, :1])
+                    first = KVBuffer(entries.entries, handle.schema.kv_format).read(entries.entry_rows[token, :1])
                     seen += f", |entry 0| = {float(first.norm()):.1f}"
             if keys is not None:
                 seen += f", {int(keys.n_visible[token])} index keys"

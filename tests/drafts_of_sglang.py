@@ -1,4 +1,4 @@
-"""SGLang's drafts of a checkpoint on a CPU, and what they ask of `sgl_kernel`; `test_drafts.py` runs this file."""
+"""SGLang's drafts of a snapshot on a CPU, and what they ask of `sgl_kernel`; `test_drafts.py` runs this file."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative import eagle_utils
 from torch import Tensor, nn
 
-from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.models.deepseek_v4 import DecoderLayer
 from dsv4_sglang.testing.nextn import NextN
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
@@ -153,7 +153,7 @@ def test_chains(batch: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(("topk", "mode", "said"), [(2, 1, "topk 2"), (1, 0, "mode 0")])
-def test_trees_and_other_masks_are_refused(topk: int, mode: int, said: str) -> None:
+def test_trees_and_other_masks_are_rejected(topk: int, mode: int, said: str) -> None:
     with pytest.raises(NotImplementedError, match=said):
         sgl_kernel.build_tree_kernel_efficient_cpu(*[torch.zeros(1, 2)] * 8, topk, 1, 2, mode)
 

@@ -1,4 +1,5 @@
-"""What a server on a CPU imports: nursery.py has it imported once, in the process of which servers are forked."""
+"""What a server on a CPU imports: server_forkserver.py has it imported once, in the process of which servers are
+forked."""
 
 import gc
 

@@ -119,7 +119,7 @@ class Layer:
         width, dtype = WIDTH[self.rows]
         junk = 127 if dtype == torch.uint8 else float("nan")  # whatever is read before it is written must show
         self.ring = torch.full((self.slots, self.sizes.ring, width), junk, dtype=dtype)
-        self.entries = self.index_keys = self.tail = None
+        self.entries = self.index_keys = self.compressor_state = None
         self.kv_weight = a.kv_proj.weight
         if not self.ratio:
             return
@@ -131,11 +131,11 @@ class Layer:
         )
         if self.ratio == 128:
             self.entries = torch.full((1, self.blocks, width), junk, dtype=dtype)
-            rows = {"raw": 256, "online": 3 * self.sizes.hca_banks}[self.hca_state]
-            self.tail = torch.full((self.slots, rows, 512), float("nan"))
+            rows = {"raw": 256, "online": 3 * self.sizes.hca_state_copies}[self.hca_state]
+            self.compressor_state = torch.full((self.slots, rows, 512), float("nan"))
             return
         self.entries = torch.full((self.blocks, 32, width), junk, dtype=dtype)
-        self.tail = torch.full((self.slots, self.sizes.csa.rows, 640), float("nan"))
+        self.compressor_state = torch.full((self.slots, self.sizes.csa.rows, 640), float("nan"))
         key_width, key_dtype = KEY_WIDTH[self.keys]
         self.index_keys = torch.full(
             (self.blocks, 32, key_width), 127 if key_dtype == torch.uint8 else float("nan"), dtype=key_dtype
@@ -176,7 +176,7 @@ class Layer:
             batch.out_loc,
             track,
             self.ring,
-            self.tail,
+            self.compressor_state,
             self.entries,
             self.index_keys,
             window,
@@ -234,12 +234,12 @@ class Layer:
                 entry_lens = visible.clamp_max(self.topk).int()
             else:
                 entry_rows, entry_lens = batch.block_table[batch.token_request.long()], visible.int()
-        window_rows, window_lens = batch.window_lists(self.sizes.ring if window is None else None)
+        window_indices, window_lens = batch.window_lists(self.sizes.ring if window is None else None)
         o = torch.ops.dsv4_sglang.attend(
             q,
             a.sinks.float(),
             self.ring if window is None else window,
-            window_rows,
+            window_indices,
             window_lens,
             self.entries,
             entry_rows,

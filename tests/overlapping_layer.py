@@ -20,13 +20,13 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.server_args import ServerArgs
 from torch import nn
 
-from dsv4_sglang.attention.flashmla import FlashMLAReader
-from dsv4_sglang.attention.readers import PortableReader
+from dsv4_sglang.attention.flashmla import FlashMLAAttention
+from dsv4_sglang.attention.portable import PortableAttention
 from dsv4_sglang.cache.append import LayerTables
 from dsv4_sglang.cache.schema import build_schema
 from dsv4_sglang.model import DSV4Config, build_schedule
-from dsv4_sglang.srt import compat
-from dsv4_sglang.srt.backend import HybridCacheBackend, LayerOutput
+from dsv4_sglang.srt.attention.backend import HybridCacheBackend, LayerOutput
+from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.models import deepseek_v4
 from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, CompressorWeights, IndexerWeights
 from dsv4_sglang.testing.tiny import TinySpec, config_json
@@ -113,22 +113,22 @@ def make_backend(
     backend = HybridCacheBackend.__new__(HybridCacheBackend)
     config = DSV4Config.flash()
     spec = next(spec for spec in build_schedule(config) if spec.attn.ratio == ratio)
-    backend.schemas = [build_schema(config, spec, row_format="fp32", key_format="fp32")]
+    backend.schemas = [build_schema(config, spec, kv_format="fp32", key_format="fp32")]
     backend.tables = [LayerTables(None, None, None, None)]
     backend.state = SimpleNamespace(layout=SimpleNamespace(ring_rows=128))
     backend.last_layer, backend.top_k, backend.device = -1, 8, "cpu"
     backend.is_draft = backend.drafts_blocks = backend._recorded = False
     backend.draft_tokens = 0
-    backend.heads, backend.dtype, backend.readers = 1, torch.float32, [PortableReader()]
-    backend.reader, backend._graph_scratch, backend._scratch = PortableReader(), {}, {}
+    backend.heads, backend.dtype, backend.kernels = 1, torch.float32, [PortableAttention()]
+    backend.kernel, backend._graph_scratch, backend._scratch = PortableAttention(), {}, {}
     i = torch.zeros(1, dtype=torch.int32)
     backend.metadata = SimpleNamespace(
         **dict.fromkeys(("slots", "prefix_lens", "query_start", "token_request", "out_loc", "csa_lens", "hca_lens"), i),
         positions=i,
         block_table=i[None],
-        window_rows=i[None],
+        window_indices=i[None],
         window_lens=i,
-        hca_rows=i[None],
+        hca_indices=i[None],
         track_slots=None,
         is_decode=True,
         copy_src=None,
@@ -233,8 +233,8 @@ def test_queries_lie_where_their_reader_takes_them(monkeypatch: pytest.MonkeyPat
     backend, _ = make_backend(Device(monkeypatch), monkeypatch)
     backend.max_blocks, backend.heads = 64, 5
     assert backend.query_buffer(3).shape == (3, 5, 512)
-    backend.reader = FlashMLAReader()
-    backend.readers.insert(0, backend.reader)
+    backend.kernel = FlashMLAAttention()
+    backend.kernels.insert(0, backend.kernel)
     backend.init_cuda_graph_state(4, 4)
     recorded = backend.query_buffer(4).data_ptr()
     for tokens in (4, 100, 3, 300, 100, 4):

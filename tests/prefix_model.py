@@ -1,4 +1,4 @@
-"""A server in miniature over the prefix tree: requests that compute, take checkpoints, finish, retract; and what must
+"""A server in miniature over the prefix tree: requests that compute, take snapshots, finish, retract; and what must
 hold.
 
 Block contents and states are remembered in plain dicts under the ids that the tree hands out, so that a block or slot
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.integrity import CACHED, FREE, REQUESTS, Pool
-from dsv4_sglang.srt.prefix.placement import due_in_prefill, is_kept
-from dsv4_sglang.srt.prefix.tree import FreeList, Node, PrefixTree
+from dsv4_sglang.srt.features.integrity import CACHED, FREE, REQUESTS, Pool
+from dsv4_sglang.srt.prefix_cache.placement import due_in_prefill, is_kept
+from dsv4_sglang.srt.prefix_cache.tree import FreeList, Node, PrefixTree
 
 Path = tuple[int, ...]
 
@@ -44,10 +44,10 @@ class Request:
 
 
 class MiniServer:
-    """Lengths count blocks; a prefill chunk is `chunk` blocks, the grid of checkpoints `interval` blocks."""
+    """Lengths count blocks; a prefill chunk is `chunk` blocks, the grid of snapshots `interval` blocks."""
 
-    def __init__(self, blocks: int, checkpoints: int, interval: int = 3, chunk: int = 4) -> None:
-        self.tree = PrefixTree(FreeList(blocks), FreeList(checkpoints))
+    def __init__(self, blocks: int, snapshots: int, interval: int = 3, chunk: int = 4) -> None:
+        self.tree = PrefixTree(FreeList(blocks), FreeList(snapshots))
         self.interval, self.chunk = interval, chunk
         self.running: list[Request] = []
         self.history: list[Path] = []
@@ -63,10 +63,8 @@ class MiniServer:
         if fresh is None:
             self.tree.unlock(match.node)
             return None
-        if match.node.checkpoint:
-            assert self.state_content[match.node.checkpoint] == tuple(keys[: match.resume]), (
-                "resumed from a wrong state"
-            )
+        if match.node.snapshot:
+            assert self.state_content[match.node.snapshot] == tuple(keys[: match.resume]), "resumed from a wrong state"
         held = [node.blocks for node in path(match.node)]
         request = Request(keys, len(keys), match.node, match.cached, match.resume, np.concatenate([*held, fresh]))
         self.running.append(request)
@@ -89,7 +87,7 @@ class MiniServer:
         self._insert(request, [(length, self._write_state(request, length, slot)) for length, slot in taken])
 
     def decode(self, request: Request, key: int) -> bool:
-        """One block more, with a rolling checkpoint at its end."""
+        """One block more, with a rolling snapshot at its end."""
         if request.computed < request.prompt:
             return False
         block = self.tree.take_blocks(1)
@@ -98,7 +96,7 @@ class MiniServer:
         request.keys.append(key)
         request.blocks = np.concatenate([request.blocks, block])
         self._compute(request, len(request.keys))
-        slot = self.tree.take_checkpoint()
+        slot = self.tree.take_snapshot()
         if slot:
             for length, old in request.pending:
                 if not is_kept(length, self.interval):
@@ -120,17 +118,17 @@ class MiniServer:
             self.prefill(request)
 
     def retract(self, request: Request) -> None:
-        """What it computed up to its last checkpoint stays."""
+        """What it computed up to its last snapshot stays."""
         pending, request.pending = request.pending, []
         self._insert(request, pending)
         self._release(request)
 
-    def press(self, blocks: int, checkpoints: int) -> None:
+    def press(self, blocks: int, snapshots: int) -> None:
         """Memory is needed elsewhere for a moment."""
         taken = self.tree.take_blocks(blocks)
         if taken is not None:
             self.tree.block_pool.free(taken)
-        self._free_slots([slot for slot in [self.tree.take_checkpoint() for _ in range(checkpoints)] if slot])
+        self._free_slots([slot for slot in [self.tree.take_snapshot() for _ in range(snapshots)] if slot])
 
     def flush(self) -> None:
         if not self.running:
@@ -145,8 +143,8 @@ class MiniServer:
         self.state_content[slot] = request.path(length)
         return slot
 
-    def _insert(self, request: Request, checkpoints: list[tuple[int, int]]) -> None:
-        node = self.tree.insert(request.node, request.array, request.blocks, checkpoints)
+    def _insert(self, request: Request, snapshots: list[tuple[int, int]]) -> None:
+        node = self.tree.insert(request.node, request.array, request.blocks, snapshots)
         if node is not request.node:
             self.tree.lock(node)
             self.tree.unlock(request.node)
@@ -159,23 +157,23 @@ class MiniServer:
 
     def _free_slots(self, slots: list[int]) -> None:
         if slots:
-            self.tree.checkpoint_pool.free(np.array(slots))
+            self.tree.snapshot_pool.free(np.array(slots))
 
     # What must hold
 
     def check(self) -> None:
         tree, registry = self.tree, self.tree.registry
         blocks = Pool("block", range(1, tree.block_pool.size + 1))
-        slots = Pool("checkpoint slot", range(1, tree.checkpoint_pool.size + 1))
-        for pool, free in ((blocks, tree.block_pool), (slots, tree.checkpoint_pool)):
+        slots = Pool("snapshot slot", range(1, tree.snapshot_pool.size + 1))
+        for pool, free in ((blocks, tree.block_pool), (slots, tree.snapshot_pool)):
             pool.claim(FREE, "the free list", free.free_ids().tolist())
         locks: dict[Node, int] = {}
         slot_locks: dict[int, int] = {}
         for request in self.running:
             for node in path(request.node):
                 locks[node] = locks.get(node, 0) + 1
-            if request.node.checkpoint:
-                slot_locks[request.node.checkpoint] = slot_locks.get(request.node.checkpoint, 0) + 1
+            if request.node.snapshot:
+                slot_locks[request.node.snapshot] = slot_locks.get(request.node.snapshot, 0) + 1
             blocks.claim(REQUESTS, "a request", request.blocks[request.node.end :].tolist())
             slots.claim(REQUESTS, "a request", [slot for _, slot in request.pending])
             held = np.concatenate([request.blocks[:0], *[node.blocks for node in path(request.node)]])
@@ -184,11 +182,11 @@ class MiniServer:
                 assert self.block_content[int(request.blocks[i])] == request.path(i + 1), "a held block was overwritten"
             for length, slot in request.pending:
                 assert self.state_content[slot] == request.path(length), "a held state was overwritten"
-        worthless = set()
+        valueless = set()
         at_leaf = set()
-        self._check_below(tree.root, (), 0, blocks, slots, locks, worthless, at_leaf, slot_locks)
+        self._check_below(tree.root, (), 0, blocks, slots, locks, valueless, at_leaf, slot_locks)
         assert not [*blocks.findings(), *slots.findings()]
-        assert worthless == set(tree._worthless)
+        assert valueless == set(tree._valueless)
         assert at_leaf == set(np.flatnonzero(registry.at_leaf).tolist())
         assert len(registry) == len(tree._holder)
 
@@ -200,7 +198,7 @@ class MiniServer:
         blocks: Pool,
         slots: Pool,
         locks: dict[Node, int],
-        worthless: set[Node],
+        valueless: set[Node],
         at_leaf: set[int],
         slot_locks: dict[int, int],
     ) -> None:
@@ -214,19 +212,19 @@ class MiniServer:
             blocks.claim(CACHED, "a node", child.blocks.tolist())
             assert child.locks == locks.get(child, 0), "locks differ from what runs"
             leaf = not child.children and not child.locks
-            slot = child.checkpoint
+            slot = child.snapshot
             if slot:
                 slots.claim(CACHED, "a node", [slot])
                 assert self.tree._holder[slot] is child and registry.held[slot]
-                assert self.state_content[slot] == here, "a checkpoint holds another state"
+                assert self.state_content[slot] == here, "a snapshot holds another state"
                 assert registry.length[slot] == child.end * BLOCK and registry.previous[slot] == previous
                 assert slot in registry._following[previous]
                 assert registry.locks[slot] == slot_locks.get(slot, 0)
                 if leaf:
                     at_leaf.add(slot)
             elif leaf:
-                worthless.add(child)
-            self._check_below(child, here, slot or previous, blocks, slots, locks, worthless, at_leaf, slot_locks)
+                valueless.add(child)
+            self._check_below(child, here, slot or previous, blocks, slots, locks, valueless, at_leaf, slot_locks)
 
 
 def path(node: Node) -> list[Node]:

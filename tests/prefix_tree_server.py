@@ -22,14 +22,14 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt import compat
-from dsv4_sglang.srt.integrity import examine
-from dsv4_sglang.srt.pools import StateReqToTokenPool
-from dsv4_sglang.srt.prefix import component as component_module
-from dsv4_sglang.srt.prefix import schedule
-from dsv4_sglang.srt.prefix.cache import build_prefix_cache
-from dsv4_sglang.srt.prefix.component import PENDING, Pending, component_of
-from dsv4_sglang.srt.prefix.slots import CheckpointSlots
+from dsv4_sglang.srt.features.integrity import examine
+from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.memory.pools import StateReqToTokenPool
+from dsv4_sglang.srt.prefix_cache import component as component_module
+from dsv4_sglang.srt.prefix_cache import snapshot_schedule
+from dsv4_sglang.srt.prefix_cache.cache import build_prefix_cache
+from dsv4_sglang.srt.prefix_cache.component import PENDING, Pending, component_of
+from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 
 MAX_LENGTH = 64 * BLOCK
 # Who needs room has a call of its own.
@@ -52,12 +52,12 @@ def without_a_server(monkeypatch: Any) -> None:
 class Pool(StateReqToTokenPool):
     """The part that the tree and the scheduler use, without state tensors."""
 
-    def __init__(self, requests: int, checkpoints: int) -> None:
+    def __init__(self, requests: int, snapshots: int) -> None:
         self.req_to_token = torch.zeros(requests + 1, MAX_LENGTH, dtype=torch.int32)
         self.device = "cpu"
         self.enable_mamba_extra_buffer = self.enable_mamba_extra_buffer_lazy = False
         self.mamba_allocator = MambaSlotAllocator(requests, "cpu")
-        self.mamba_ckpt_pool = CheckpointSlots(checkpoints, "cpu")
+        self.mamba_ckpt_pool = SnapshotSlots(snapshots, "cpu")
         self.free_slots = list(range(1, requests + 1))
 
 
@@ -219,10 +219,10 @@ class BlockOwner:
 
 
 class TreeServer(BlockOwner):
-    """`blocks` pages of 128 tokens, as many checkpoints as asked; `interval` and `chunk` in blocks."""
+    """`blocks` pages of 128 tokens, as many snapshots as asked; `interval` and `chunk` in blocks."""
 
-    def __init__(self, blocks: int, checkpoints: int, interval: int = 3, chunk: int = 4, requests: int = 8) -> None:
-        self.pool = Pool(requests, checkpoints)
+    def __init__(self, blocks: int, snapshots: int, interval: int = 3, chunk: int = 4, requests: int = 8) -> None:
+        self.pool = Pool(requests, snapshots)
         self.allocator = PagedTokenToKVPoolAllocator(blocks * BLOCK, BLOCK, torch.uint8, "cpu", None, False)
         context = SimpleNamespace(
             disable_radix_cache=False, enable_hierarchical_cache=False, params=self._tree_params()
@@ -234,9 +234,9 @@ class TreeServer(BlockOwner):
         self.history: list[tuple[int, ...]] = []
         self.block_content: dict[int, tuple[int, ...]] = {}
         self.state_content: dict[int, tuple[int, ...]] = {}
-        self.blocks, self.checkpoints = blocks, checkpoints
+        self.blocks, self.snapshots = blocks, snapshots
         self.kept_back: list[int] = []
-        """Checkpoint slots that nobody gets."""
+        """Snapshot slots that nobody gets."""
         self._unique = 0
 
     # Admission, as Scheduler.get_new_batch_prefill and alloc_for_extend do it
@@ -295,7 +295,7 @@ class TreeServer(BlockOwner):
         lengths = torch.tensor([length])
         batch = SimpleNamespace(tree_cache=self.cache, seq_lens_cpu=lengths, reqs=[request], device="cpu")
         batch.spec_algorithm = SpeculativeAlgorithm.NONE
-        schedule.plan_decode(batch)
+        snapshot_schedule.plan_decode(batch)
         if slot := int(batch.mamba_track_indices[0]):
             self.state_content[slot] = self.path(request, length)
 
@@ -335,17 +335,17 @@ class TreeServer(BlockOwner):
         del self.history[:-20]
 
     def retract(self, request: Request) -> None:
-        """For want of memory, as schedule.keep_on_retraction."""
+        """For want of memory, as snapshot_schedule.keep_on_retraction."""
         self._release(request, is_insert=True)
 
     def drop(self, request: Request) -> None:
         """As a pause that retracts all requests."""
         self._release(request, is_insert=False)
 
-    def press(self, blocks: int, checkpoints: int) -> None:
+    def press(self, blocks: int, snapshots: int) -> None:
         self._make_room(min(blocks, self.blocks))
         due = component_module.Due(BLOCK, True)
-        taken = [slot for slot in [self.component._take(due) for _ in range(checkpoints)] if slot]
+        taken = [slot for slot in [self.component._take(due) for _ in range(snapshots)] if slot]
         self.component.slots.give_back(taken)
 
     def keep_back(self) -> None:
@@ -368,7 +368,7 @@ class TreeServer(BlockOwner):
     # What must hold
 
     def check(self) -> None:
-        """The integrity check, and what blocks and checkpoints hold."""
+        """The integrity check, and what blocks and snapshots hold."""
         core = self.cache.tree_core
         kept_back = SimpleNamespace(rid="kept back", req_pool_idx=None, mamba_pool_idx=None)
         kept_back.kv = kept_back
@@ -383,7 +383,7 @@ class TreeServer(BlockOwner):
             for i, page in enumerate(reversed(pages.tolist())):
                 assert self.block_content[page] == here[: len(here) - i], "a cached block was overwritten"
             slot = self.component._slot(node)
-            assert slot is None or self.state_content[slot] == here, "a checkpoint holds another state"
+            assert slot is None or self.state_content[slot] == here, "a snapshot holds another state"
         for request in self.running:
             row = self.pool.req_to_token[request.req_pool_idx]
             for length, slot, _ in request.pending:

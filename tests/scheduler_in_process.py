@@ -33,7 +33,7 @@ from torch import Tensor
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO, WINDOW
 from dsv4_sglang.model.layer_schedule import AttentionType
-from dsv4_sglang.srt.integrity import REQUESTS, report
+from dsv4_sglang.srt.features.integrity import REQUESTS, report
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,16 @@ def alive(storage: StateStorage, slot: int, length: int) -> dict[str, Tensor]:
     window = torch.arange(max(0, length - WINDOW + 1), length) % layout.ring_rows
     found = {f"ring {layer}": storage.ring(layer)[slot, window].clone() for layer in range(len(layout.schemas))}
     for layer in layout.layers(AttentionType.CSA):
-        tail, sizes = storage.tail(layer)[slot], layout.schemas[layer].rows.csa
+        compressor_state, sizes = storage.compressor_state(layer)[slot], layout.schemas[layer].rows.csa
         begin = length // CSA_RATIO * CSA_RATIO
         current = torch.arange(begin, length) % sizes.current
         previous = torch.arange(max(0, begin - CSA_RATIO), length) % sizes.previous
         rows = [current, sizes.current_z + current, sizes.previous_k + previous, sizes.previous_z + previous]
-        found[f"CSA tail {layer}"] = tail[torch.cat(rows)].clone()
+        found[f"CSA compressor state {layer}"] = compressor_state[torch.cat(rows)].clone()
     for layer in layout.layers(AttentionType.HCA):
         if length % HCA_RATIO:
-            banks = storage.tail(layer)[slot].unflatten(0, (-1, 3))
-            found[f"HCA tail {layer}"] = banks[length % len(banks)].clone()
+            state_copies = storage.compressor_state(layer)[slot].unflatten(0, (-1, 3))
+            found[f"HCA compressor state {layer}"] = state_copies[length % len(state_copies)].clone()
     return found
 
 
@@ -240,13 +240,13 @@ class InProcess:
         assert self.scheduler.flush_cache()
 
     def _let_copies_end(self) -> None:
-        """With a host tier what is to be saved is saved, and seen to be."""
+        """With a host cache what is to be saved is saved, and seen to be."""
         if self.scheduler.enable_hierarchical_cache:
             for _ in range(2):
                 self.scheduler.tree_cache.check_hicache_events()
 
     def evict(self) -> None:
-        """Everything that no request holds leaves the prefix cache, or with a host tier the device."""
+        """Everything that no request holds leaves the prefix cache, or with a host cache the device."""
         self.scheduler.tree_cache.evict(EvictParams(num_tokens=self.scheduler.token_to_kv_pool_allocator.size))
 
     def _check(self) -> dict[str, Any]:

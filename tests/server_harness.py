@@ -1,6 +1,6 @@
 """Real servers for tests: one process group a set of flags, a free port, always stopped.
 
-They are waited for while they make progress (progress.py): nothing here depends on how fast or loaded a machine is.
+They are waited for while they make progress (liveness.py): nothing here depends on how fast or loaded a machine is.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import nursery
 import psutil
 import pytest
+import server_forkserver
 import torch
-from progress import LONG, POLL_SECONDS, STUCK_SECONDS, Process, Progress, wait
+from liveness import LONG, POLL_SECONDS, STUCK_SECONDS, Process, Progress, wait
 
 from benchmarks import ports
 from benchmarks.lifecycle import Driver, Shape, play
-from dsv4_sglang.srt import launch
+from dsv4_sglang.srt.integration import launch_command
 from dsv4_sglang.testing.oracle import Oracle
 from dsv4_sglang.testing.oracle_v41 import OracleV41
 
 # Waits of SGLang that end a server: for the other processes of its group, for a step.
 UNHURRIED = ("--dist-timeout", "7200", "--watchdog-timeout", "7200")
-# A host tier of four times the device, behind the servers of other tests, too.
-HOST_TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "4")
+# A host cache of four times the device, behind the servers of other tests, too.
+HOST_CACHE = ("--enable-hierarchical-cache", "--hicache-ratio", "4")
 EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1")
 DRAFTS = (*EAGLE, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
 # Of the oracle.
@@ -178,7 +178,7 @@ class Server:
         return {name.removesuffix("_total"): value for name, value in found.items() if not name.endswith("_created")}
 
     def flush(self) -> None:
-        """Empty the prefix cache; SGLang refuses while the last step is being retired."""
+        """Empty the prefix cache; SGLang rejects while the last step is being retired."""
         progress, pause = Progress(self.process), 0.05
         while True:
             try:
@@ -229,7 +229,7 @@ class Server:
         return self.log.read_text(errors="replace")
 
 
-def _spawned(command: launch.Command, log: Path) -> subprocess.Popen[bytes]:
+def _spawned(command: launch_command.Command, log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as output:
         return subprocess.Popen(
             command.argv,
@@ -255,9 +255,11 @@ def launched(
     model: Path, log: Path, flags: Sequence[str], options: dict[str, Any], cpu: bool = True
 ) -> Iterator[Process]:
     """The server's process, in a process group of its own, stopped at the end."""
-    overrides = json.dumps({launch.OPT_IN_KEY: options})
-    command = launch.server_command(str(model), ["--host", "127.0.0.1", *flags, launch.OPT_IN_FLAG, overrides], cpu=cpu)
-    process = nursery.start(command, log) if cpu else _spawned(command, log)
+    overrides = json.dumps({launch_command.OPT_IN_KEY: options})
+    command = launch_command.server_command(
+        str(model), ["--host", "127.0.0.1", *flags, launch_command.OPT_IN_FLAG, overrides], cpu=cpu
+    )
+    process = server_forkserver.start(command, log) if cpu else _spawned(command, log)
     try:
         yield process
     finally:

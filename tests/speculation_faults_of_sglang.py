@@ -15,12 +15,12 @@ from speculation_judge import FLAGS, Judge, apart, cold, prompt, serve
 from torch import Tensor
 
 from dsv4_sglang.cache import schema
-from dsv4_sglang.cache.host_pool import HostCheckpointPool
+from dsv4_sglang.cache.host_pool import HostSnapshotPool
 from dsv4_sglang.cache.state_cache import StateStorage
-from dsv4_sglang.model.geometry import CsaTail, state_rows
+from dsv4_sglang.model.geometry import CsaCompressorState, state_rows
 from dsv4_sglang.ops.reference import append as reference
-from dsv4_sglang.srt import backend
-from dsv4_sglang.srt.backend import HybridCacheBackend
+from dsv4_sglang.srt.attention import backend
+from dsv4_sglang.srt.attention.backend import HybridCacheBackend
 
 
 def not_stored(patch: pytest.MonkeyPatch) -> None:
@@ -64,14 +64,14 @@ def without_the_draft_models_ring(patch: pytest.MonkeyPatch) -> None:
 
 
 def loaded_without_the_draft_models_ring(patch: pytest.MonkeyPatch) -> None:
-    load = HostCheckpointPool.load
+    load = HostSnapshotPool.load
 
-    def loaded(pool: HostCheckpointPool, checkpoint: int, row: int) -> None:
-        load(pool, checkpoint, row)
+    def loaded(pool: HostSnapshotPool, snapshot: int, row: int) -> None:
+        load(pool, snapshot, row)
         rings = [table for table in pool._tables if table.shape == pool._tables[0].shape]
-        rings[-1][checkpoint - 1] = 1
+        rings[-1][snapshot - 1] = 1
 
-    patch.setattr(HostCheckpointPool, "load", loaded)
+    patch.setattr(HostSnapshotPool, "load", loaded)
 
 
 def nothing_wrong(patch: pytest.MonkeyPatch) -> None:
@@ -79,11 +79,11 @@ def nothing_wrong(patch: pytest.MonkeyPatch) -> None:
 
 
 def hit(server: InProcess, fault: Callable[[pytest.MonkeyPatch], None], writer: Asked, turn: Asked) -> Answer:
-    """`turn`, behind a checkpoint of `writer` that the host alone has, in a server with a fault and nobody's states in
-    its checkpoints."""
+    """`turn`, behind a snapshot of `writer` that the host alone has, in a server with a fault and nobody's states in
+    its snapshots."""
     server.flush()
-    rings, tails = server.storage._all_rings, server.storage._tail_units
-    rings[:, server.storage.num_slots :] = tails[:, -2 * server.storage.checkpoints :] = 1.0
+    rings, compressor_states = server.storage._all_rings, server.storage._compressor_state_units
+    rings[:, server.storage.num_slots :] = compressor_states[:, -2 * server.storage.snapshots :] = 1.0
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         assert server.serve([writer])[0].verified == writer.count - 1, "a draft was right"
@@ -94,7 +94,7 @@ def hit(server: InProcess, fault: Callable[[pytest.MonkeyPatch], None], writer: 
 WRONG = "not the oracle's"
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], set[str]] = {
     nothing_wrong: set(),
-    not_stored: {"ring 0", "ring 3", "CSA tail 1"},
+    not_stored: {"ring 0", "ring 3", "CSA compressor state 1"},
     stored_before_the_boundary: {"ring 0"},
     stored_before_the_draft_model_has_read: {"ring 3"},
     without_the_draft_models_ring: {"ring 3"},
@@ -103,7 +103,7 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], set[str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_wrong_checkpoint_shows(
+def test_a_wrong_snapshot_shows(
     judge: Judge, server: Child, texts: dict[int, Asked], fault: Callable[..., None]
 ) -> None:
     """No draft is right: the boundary is passed in the second turn, exactly. What is wrong of the target's rows shows
@@ -120,14 +120,14 @@ def test_a_wrong_checkpoint_shows(
 
 def seeing_no_drafts(server: InProcess, asked: Asked, right: bool) -> Answer:
     """The step's block ids are those of the lengths before it."""
-    snapshot = backend.snapshot_decode
+    snapshot = backend.gather_decode
 
     def short(buffers: Any, *, seq_lens: Tensor, **tables: Any) -> None:
         snapshot(buffers, seq_lens=seq_lens - (buffers.each if buffers.each > 1 else 0), **tables)
 
     with pytest.MonkeyPatch.context() as patch:
         if not right:
-            patch.setattr(backend, "snapshot_decode", short)
+            patch.setattr(backend, "gather_decode", short)
         return server.serve([asked])[0]
 
 
@@ -140,29 +140,29 @@ def test_a_snapshot_without_the_drafts_shows(server: Child, right: bool) -> None
 
 
 def smaller(sizes: dict[str, Any]) -> None:
-    """In this process slots have other room than is made for their drafts, and nothing refuses too little."""
+    """In this process slots have other room than is made for their drafts, and nothing rejects too little."""
     rows = state_rows(4)._replace(**sizes)
     schema.state_rows = lambda draft_tokens: rows
-    reference.CSA_TAILS = (rows.csa,)
+    reference.CSA_COMPRESSOR_STATES = (rows.csa,)
     reference._check_rows = lambda *arguments: None
 
 
 @pytest.mark.parametrize(
     ("sizes", "enough"),
     [
-        ({"ring": 131, "csa": CsaTail(8, 12), "hca_banks": 5}, True),
+        ({"ring": 131, "csa": CsaCompressorState(8, 12), "hca_state_copies": 5}, True),
         ({"ring": 130}, False),
-        ({"csa": CsaTail(4, 16)}, False),
-        ({"csa": CsaTail(8, 8)}, False),
-        ({"hca_banks": 4}, False),
+        ({"csa": CsaCompressorState(4, 16)}, False),
+        ({"csa": CsaCompressorState(8, 8)}, False),
+        ({"hca_state_copies": 4}, False),
     ],
-    ids=["enough", "ring", "current", "previous", "banks"],
+    ids=["enough", "ring", "current", "previous", "state copies"],
 )
 def test_a_slot_one_size_too_small_shows(
     judge: Judge, texts: dict[int, Asked], sizes: dict[str, Any], enough: bool
 ) -> None:
     """In the bytes that a request goes on from, and in its tokens or their log p. Each has a name space of its own: of
-    a tail of 12 rows, which does not divide a block, a checkpoint would keep the wrong ones."""
+    a compressor state of 12 rows, which does not divide a block, a snapshot would keep the wrong ones."""
     text = texts[126]
     whole = text.prompt + text.follows
     asked = [

@@ -23,7 +23,8 @@ from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 TOLERANCE = 1e-4
 """Of log p, in fp32, as of the server tests."""
 SAME_STATE = 1e-3
-"""Of rows and tails, whose values are about 1 and at most 20, and which two fp32 runs round in other places."""
+"""Of rows and compressor states, whose values are about 1 and at most 20, and which two fp32 runs round in other
+places."""
 CONTEXT = 400
 FLAGS = {"max_total_tokens": 2048, "context_length": CONTEXT, "max_running_requests": 6}
 ASKED = {1: 24, 126: 150, 300: 20}
@@ -94,7 +95,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
 
 @pytest.fixture(scope="session")
 def server(judge: Judge) -> Iterator[Child]:
-    """Four tokens a verify step, overlap scheduling, and a host tier."""
+    """Four tokens a verify step, overlap scheduling, and a host cache."""
     with child(judge.folder, 4, True, **FLAGS, enable_hierarchical_cache=True, hicache_ratio=4.0) as server:
         yield server
 

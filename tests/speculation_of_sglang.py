@@ -31,7 +31,7 @@ def written(judge: Judge, server: Child, texts: dict[int, Asked]) -> dict[int, A
 
 
 def test_warm_branched_and_from_the_host(judge: Judge, server: Child, written: dict[int, Answer]) -> None:
-    """Behind a checkpoint that a verify step wrote, on the device and then on the host alone; then without it, the
+    """Behind a snapshot that a verify step wrote, on the device and then on the host alone; then without it, the
     second behind the first one's first chunk."""
     text = written[126].text
     asked = [Asked(text[:end] + prompt(20, seed=end), 6, space="batch") for end in (270, 258)]
@@ -166,10 +166,10 @@ def test_other_numbers_of_drafts(judge: Judge, texts: dict[int, Asked], drafts: 
         assert least_steps(30, drafts) < some < 29 and every == least_steps(12, drafts)
         judge.hold_all(asked, answers)
         hold_states(other, answers)
-        # The checkpoint at 128 is of a verify step.
+        # The snapshot at 128 is of a verify step.
         turn = Asked(answers[0].text[:150] + prompt(20), 8)
         hits = other.do(serve, [turn])
         assert hits[0].cached == 128
         judge.hold_all([turn], hits)
         hold_states(other, hits)
-        hold_all_slots_are_used(other)  # with a host tier a save that is over would look at the queue again
+        hold_all_slots_are_used(other)  # with a host cache a save that is over would look at the queue again

@@ -23,7 +23,7 @@ CONFIG = dataclasses.replace(
     max_position_embeddings=LONGEST,
     index_topk=TOP_K,
 )
-EXACT = {"row_format": "fp32", "key_format": "fp32"}
+EXACT = {"kv_format": "fp32", "key_format": "fp32"}
 
 
 def make_manager(
@@ -123,7 +123,7 @@ def attend(handle: LayerCacheHandle, layer: Layer, inputs: dict[str, Tensor], mo
         inputs["q"],
         layer.sink,
         swa.window,
-        swa.window_rows,
+        swa.window_indices,
         swa.window_lens,
         classical.entries if classical is not None else None,
         rows,
@@ -131,7 +131,7 @@ def attend(handle: LayerCacheHandle, layer: Layer, inputs: dict[str, Tensor], mo
         swa.positions,
         layer.weights.rope,
         CONFIG.softmax_scale,
-        swa.row_format,
+        swa.kv_format,
     )
 
 

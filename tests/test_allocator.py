@@ -140,7 +140,7 @@ def test_negative_total() -> None:
         BlockAllocator(-1, "cpu")
 
 
-def test_a_capture_is_refused_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_is_rejected_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ids of a capture would come again with every replay. tests/gpu/test_allocator_cuda.py captures one."""
     allocator = BlockAllocator(4, "cpu")
     ids = allocator.acquire(2)

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from layer_harness import Batch, Layer, make_attention
 from torch import Tensor
 
-from dsv4_sglang.formats import KeyFormat, KeyTable, RowFormat, RowTable
-from dsv4_sglang.model.geometry import CsaTail, StateRows, state_rows
+from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat
+from dsv4_sglang.model.geometry import CsaCompressorState, StateRows, state_rows
 from dsv4_sglang.ops import extension
 from dsv4_sglang.ops.reference import append as reference
 
 FORMATS = [("fp8", "mxfp4", torch.bfloat16), ("bf16", "nvfp4", torch.bfloat16), ("fp32", "fp32", torch.float32)]
 TABLES = {0: [3, 1, 6, 4, 8], 1: [0, 5, 2, 7, 9]}  # of two requests, in slots 0 and 1
-CHECKPOINT = 2
+SNAPSHOT = 2
 POSITIONS = 5 * 128
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -56,8 +56,8 @@ def make_layer(ratio: int, formats: tuple[str, str, torch.dtype], sizes: StateRo
     )
 
 
-def strips(tensor: Tensor, table: RowTable) -> Tensor:
-    """[blocks, rows, bytes] of a row table."""
+def strips(tensor: Tensor, table: KVBuffer) -> Tensor:
+    """[blocks, rows, bytes] of a KV buffer."""
     parts = [part.contiguous().view(torch.uint8) for part in table._replace(data=tensor).strips()]
     return torch.cat(parts, -1)
 
@@ -105,7 +105,7 @@ class Requests:
         inputs = {name: None if x is None else torch.cat([p[name] for p in parts]) for name, x in self.inputs.items()}
         window = track = None
         if not decode:
-            stored = RowFormat(self.layer.rows)
+            stored = KVFormat(self.layer.rows)
             window = torch.zeros(1, len(batch.positions) + 128 * len(who), stored.width, dtype=stored.dtype)
             track = self.tracked(who[0], counts[who[0]], batch)
         self.layer.append(batch, inputs, window, track)
@@ -113,33 +113,33 @@ class Requests:
             self.lengths[r] += kept[r]
 
     def tracked(self, request: int, count: int, batch: Batch) -> Tensor:
-        """The chunk's rows of the last whole block of the step's first request go to a checkpoint."""
+        """The chunk's rows of the last whole block of the step's first request go to a snapshot."""
         end = (self.lengths[request] + count) // 128 * 128
         mine = (batch.token_request == 0) & (batch.positions >= end - 128) & (batch.positions < end)
-        return torch.where(mine, CHECKPOINT, -1).int()
+        return torch.where(mine, SNAPSHOT, -1).int()
 
     # What is alive, as bytes.
 
     def ring(self, slot: int, first: int, stop: int) -> Tensor:
-        rows = strips(self.layer.ring, RowTable(self.layer.ring, RowFormat(self.layer.rows)))
+        rows = strips(self.layer.ring, KVBuffer(self.layer.ring, KVFormat(self.layer.rows)))
         return rows[slot, torch.arange(first, stop) % self.layer.sizes.ring]
 
-    def tail(self, slot: int, length: int) -> dict[str, Tensor]:
-        """Rows of the tails that a request of `length` tokens goes on from."""
+    def compressor_state(self, slot: int, length: int) -> dict[str, Tensor]:
+        """Rows of the compressor states that a request of `length` tokens goes on from."""
         layer = self.layer
         if layer.ratio == 128:
-            bank = 3 * (length % layer.sizes.hca_banks)
-            return {"state": layer.tail[slot, bank : bank + 3]} if length % 128 else {}
+            state_copy = 3 * (length % layer.sizes.hca_state_copies)
+            return {"state": layer.compressor_state[slot, state_copy : state_copy + 3]} if length % 128 else {}
         if layer.ratio == 0:
             return {}
         rings, opened = layer.sizes.csa, length // 4 * 4
         current, previous = torch.arange(opened, length), torch.arange(max(0, opened - 4), length)
-        tail = layer.tail[slot]
+        compressor_state = layer.compressor_state[slot]
         return {
-            "current k": tail[current % rings.current],
-            "current z": tail[rings.current_z + current % rings.current],
-            "previous k": tail[rings.previous_k + previous % rings.previous],
-            "previous z": tail[rings.previous_z + previous % rings.previous],
+            "current k": compressor_state[current % rings.current],
+            "current z": compressor_state[rings.current_z + current % rings.current],
+            "previous k": compressor_state[rings.previous_k + previous % rings.previous],
+            "previous z": compressor_state[rings.previous_z + previous % rings.previous],
         }
 
     def entries(self, request: int) -> list[Tensor]:
@@ -149,7 +149,7 @@ class Requests:
             return []
         positions = torch.arange(0, self.lengths[request] // layer.ratio * layer.ratio, layer.ratio)
         rows = (torch.tensor(TABLES[request])[positions // 128] * 128 + positions % 128) // layer.ratio
-        found = [strips(layer.entries, RowTable(layer.entries, RowFormat(layer.rows))).flatten(0, 1)[rows]]
+        found = [strips(layer.entries, KVBuffer(layer.entries, KVFormat(layer.rows))).flatten(0, 1)[rows]]
         if layer.ratio == 4:
             keys = KeyTable(layer.index_keys, KeyFormat(layer.keys))
             views = keys.views()
@@ -183,11 +183,11 @@ class Compared:
             if counts[r] and (r == 0 or not counts[0]):
                 first = max(end - 128, self.plain.lengths[r] - counts[r])
                 if first < end:
-                    got, want = (x.ring(CHECKPOINT, first, end) for x in (self.drafting, self.plain))
+                    got, want = (x.ring(SNAPSHOT, first, end) for x in (self.drafting, self.plain))
                     assert_same(got, want, f"the checkpoint's window rows {first} to {end}")
                     if first == end - 128:
-                        # Nothing else is alive in a checkpoint: see what a request goes on from at a multiple of 128.
-                        self.check_tail(CHECKPOINT, end)
+                        # Nothing else is alive in a snapshot: see what a request goes on from at a multiple of 128.
+                        self.check_compressor_state(SNAPSHOT, end)
 
     def verify(self, counts: list[int], kept: list[int], rejected: str) -> None:
         before = list(self.plain.lengths)
@@ -197,7 +197,7 @@ class Compared:
             self.plain.step(one, one, decode=True)
             for r in (0, 1):
                 self.keep_rows(r, one[r], one[r])
-        # The readers of the step itself.
+        # The attention kernels of the step itself.
         for r in (0, 1):
             if counts[r]:
                 first = max(0, before[r] - 127)
@@ -218,12 +218,12 @@ class Compared:
             first = max(0, length - 127)
             got, want = (x.ring(r, first, length) for x in (self.drafting, self.plain))
             assert_same(got, want, f"window rows {first} to {length} of request {r}")
-            self.check_tail(r, length)
+            self.check_compressor_state(r, length)
             for got, want in zip(self.drafting.entries(r), self.plain.entries(r)):
                 assert_same(got, want, f"entries or keys of request {r} at {length}")
 
-    def check_tail(self, slot: int, length: int) -> None:
-        got, want = (x.tail(slot, length) for x in (self.drafting, self.plain))
+    def check_compressor_state(self, slot: int, length: int) -> None:
+        got, want = (x.compressor_state(slot, length) for x in (self.drafting, self.plain))
         for name in want:
             assert_same(got[name], want[name], f"{name} of slot {slot} at {length}")
 
@@ -274,7 +274,7 @@ def test_requests_go_on_from_any_token_of_a_verify_step(device: str, data: st.Da
 @on_device
 def test_every_format_and_every_phase(device: str, ratio: int, formats: tuple[str, str, torch.dtype]) -> None:
     """Verify step after verify step over the end of a block, with every number of tokens that stay; then chunks that
-    leave checkpoints."""
+    leave snapshots."""
     both = Compared(ratio, formats, state_rows(5))
     both.chunks([117, 125])
     for turn in range(10):
@@ -306,12 +306,12 @@ def test_every_number_of_tokens(device: str, ratio: int, d: int) -> None:
 
 def least_rows(d: int) -> StateRows:
     """As `state_rows` derives them, before they are rounded up."""
-    return StateRows(127 + d, CsaTail(d + 3, d + 7), d + 1)
+    return StateRows(127 + d, CsaCompressorState(d + 3, d + 7), d + 1)
 
 
 def survives(ratio: int, sizes: StateRows, d: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether slots of `sizes` are enough for steps of d tokens, begun at every phase of a CSA window."""
-    monkeypatch.setattr(reference, "CSA_TAILS", (state_rows(0).csa, sizes.csa))
+    monkeypatch.setattr(reference, "CSA_COMPRESSOR_STATES", (state_rows(0).csa, sizes.csa))
     monkeypatch.setattr(reference, "_check_rows", lambda *args: None)
     try:
         for length, kept in product(range(140, 144), {1, 2, d}):
@@ -329,11 +329,11 @@ def survives(ratio: int, sizes: StateRows, d: int, monkeypatch: pytest.MonkeyPat
     ("ratio", "less"),
     [
         (0, lambda d: {"ring": 126 + d}),
-        (4, lambda d: {"csa": CsaTail(d + 2, d + 7)}),
-        (4, lambda d: {"csa": CsaTail(d + 3, d + 6)}),
-        (128, lambda d: {"hca_banks": d}),
+        (4, lambda d: {"csa": CsaCompressorState(d + 2, d + 7)}),
+        (4, lambda d: {"csa": CsaCompressorState(d + 3, d + 6)}),
+        (128, lambda d: {"hca_state_copies": d}),
     ],
-    ids=["ring", "current", "previous", "banks"],
+    ids=["ring", "current", "previous", "state copies"],
 )
 def test_one_row_less_is_not_enough(
     ratio: int, less: Callable[[int], dict[str, object]], d: int, monkeypatch: pytest.MonkeyPatch
@@ -346,12 +346,20 @@ def test_one_row_less_is_not_enough(
     ("ratio", "sizes", "message"),
     [
         (0, {"ring": 128}, r"3 tokens of each request without `window`, but ring has 128 rows a slot, for at most 1"),
-        (4, {"csa": CsaTail(4, 8)}, r"tail has 24 rows a slot, for at most 1. A cache for more .* draft_tokens 3"),
-        (128, {"hca_banks": 3}, r"tail has 9 rows a slot, for at most 2"),
-        (4, {"csa": CsaTail(4, 16)}, r"tail has 40 rows a slot; for ratio 4 expected one of \[24, 48, 64\]"),
+        (
+            4,
+            {"csa": CsaCompressorState(4, 8)},
+            r"compressor state has 24 rows a slot, for at most 1. A cache for more .* draft_tokens 3",
+        ),
+        (128, {"hca_state_copies": 3}, r"compressor state has 9 rows a slot, for at most 2"),
+        (
+            4,
+            {"csa": CsaCompressorState(4, 16)},
+            r"compressor state has 40 rows a slot; for ratio 4 expected one of \[24, 48, 64\]",
+        ),
     ],
 )
-def test_slots_that_are_too_small_are_refused(ratio: int, sizes: dict[str, object], message: str) -> None:
+def test_slots_that_are_too_small_are_rejected(ratio: int, sizes: dict[str, object], message: str) -> None:
     requests = Requests(make_layer(ratio, FORMATS[2], state_rows(3)._replace(**sizes)))
     before = {name: None if t is None else t.clone() for name, t in vars(requests.layer).items() if name == "ring"}
     with pytest.raises(ValueError, match=message):
@@ -361,7 +369,7 @@ def test_slots_that_are_too_small_are_refused(ratio: int, sizes: dict[str, objec
 
 def test_a_raw_tail_takes_one_token_of_a_request() -> None:
     layer = dataclasses.replace(make_layer(128, FORMATS[2], state_rows(3)), hca_state="raw")
-    with pytest.raises(ValueError, match="tail has 256 rows a slot, for at most 1"):
+    with pytest.raises(ValueError, match="compressor state has 256 rows a slot, for at most 1"):
         Requests(layer).step([2, 2], [1, 1], decode=True)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsv4_sglang.ops  # noqa: F401
-from dsv4_sglang.formats import RowFormat, RowTable
+from dsv4_sglang.formats import KVBuffer, KVFormat
 
 SLOTS = 4
 
@@ -16,7 +16,7 @@ SLOTS = 4
 def make_ring() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A ring table and its split views, as `StateCachePool` shows them."""
     table = torch.zeros(SLOTS, 128 * 584, dtype=torch.uint8).as_strided((SLOTS, 128, 584), (128 * 584, 584, 1))
-    data, scales = RowTable(table, RowFormat.FP8).strips()
+    data, scales = KVBuffer(table, KVFormat.FP8).strips()
     return table, {
         "swa_fp8": data[..., :448],
         "swa_rope": data.view(torch.bfloat16)[..., 224:],
@@ -36,7 +36,7 @@ def test_round_trip_error_and_exact_rope_half():
     table, views = make_ring()
     kv = torch.randn(100, 512).bfloat16()
     run(kv, [2] * 100, list(range(100)), views)
-    got = RowTable(table, RowFormat.FP8).read(2 * 128 + torch.arange(100))
+    got = KVBuffer(table, KVFormat.FP8).read(2 * 128 + torch.arange(100))
     assert torch.equal(got[:, 448:], kv[:, 448:].float())
     x = kv[:, :448].float()
     assert float((got[:, :448] - x).norm() / x.norm()) < 0.036
@@ -44,8 +44,8 @@ def test_round_trip_error_and_exact_rope_half():
     normal = x.abs() > scale[:, None] * 2.0**-6
     assert ((got[:, :448] - x).abs() / x.abs())[normal].max() <= 2.0**-4  # half a unit of a 3-bit mantissa
     assert torch.equal(
-        RowTable(table, RowFormat.FP8).strips()[1][2, :100],
-        RowTable(table, RowFormat.FP8).strips()[1][2, :100, :1].expand(-1, 8),
+        KVBuffer(table, KVFormat.FP8).strips()[1][2, :100],
+        KVBuffer(table, KVFormat.FP8).strips()[1][2, :100, :1].expand(-1, 8),
     )
     assert not table[[0, 1, 3]].any(), "other requests are untouched"
 
@@ -105,20 +105,20 @@ def test_update_rows_writes_the_valid_slices_only():
         ([[3, 0], [0, 0], [2, 99]], 1, "leaves"),
     ],
 )
-def test_update_rows_refuses_bad_slices_and_writes_nothing(slices, first, message):
-    pool, refused = torch.zeros(20, 3), torch.tensor([7], dtype=torch.int32)
+def test_update_rows_rejects_bad_slices_and_writes_nothing(slices, first, message):
+    pool, rejected = torch.zeros(20, 3), torch.tensor([7], dtype=torch.int32)
     count = torch.tensor([len(slices[0])], dtype=torch.int32)
-    for more in ((), (refused,)):
+    for more in ((), (rejected,)):
         with pytest.raises(ValueError, match=rf"slice {first} .*{message}.*nothing is written"):
             torch.ops.dsv4_sglang.update_rows(pool, torch.ones(10, 3), torch.tensor(slices), count, *more)
-    assert refused.tolist() == [first]
+    assert rejected.tolist() == [first]
     assert not pool.any()
 
 
 @given(st.lists(st.tuples(st.integers(-1, 8), st.integers(-1, 8), st.integers(-1, 4)), max_size=6))
-def test_update_rows_refuses_the_first_bad_slice(slices):
+def test_update_rows_rejects_the_first_bad_slice(slices):
     """Against every pair of slices, as the kernel looks at them."""
-    pool, refused = torch.zeros(8, 1), torch.tensor([7], dtype=torch.int32)
+    pool, rejected = torch.zeros(8, 1), torch.tensor([7], dtype=torch.int32)
     fits = [min(d, s, n) >= 0 and d + n <= 8 and s + n <= 5 for d, s, n in slices]
 
     def overlaps(i):
@@ -130,46 +130,46 @@ def test_update_rows_refuses_the_first_bad_slice(slices):
     table = torch.tensor(slices, dtype=torch.int64).reshape(-1, 3).T
     with pytest.raises(ValueError, match="update_rows") if bad else contextlib.nullcontext():
         count = torch.tensor([len(slices)], dtype=torch.int32)
-        torch.ops.dsv4_sglang.update_rows(pool, torch.ones(5, 1), table, count, refused)
-    assert refused.tolist() == [min(bad, default=-1)]
+        torch.ops.dsv4_sglang.update_rows(pool, torch.ones(5, 1), table, count, rejected)
+    assert rejected.tolist() == [min(bad, default=-1)]
     assert pool.sum() == (0 if bad else sum(n for *_, n in slices))
 
 
-def test_update_rows_says_that_nothing_was_refused():
-    pool, refused = torch.zeros(20, 3), torch.tensor([7], dtype=torch.int32)
+def test_update_rows_says_that_nothing_was_rejected():
+    pool, rejected = torch.zeros(20, 3), torch.tensor([7], dtype=torch.int32)
     # Slices that touch, an empty one between them, and one that does not count.
     slices = torch.tensor([[5, 0, 5, 99], [0, 5, 3, 99], [5, 5, 0, 99]])
     count = torch.tensor([3], dtype=torch.int32)
-    torch.ops.dsv4_sglang.update_rows(pool, torch.ones(10, 3), slices, count, refused)
-    assert refused.tolist() == [-1]
+    torch.ops.dsv4_sglang.update_rows(pool, torch.ones(10, 3), slices, count, rejected)
+    assert rejected.tolist() == [-1]
     assert pool[:10].all() and not pool[10:].any()
 
 
-def test_copy_state_refuses_a_slot_that_a_tensor_has_not_and_writes_nothing():
+def test_copy_state_rejects_a_slot_that_a_tensor_has_not_and_writes_nothing():
     tensors = [torch.randn(2, 5, 3), torch.randn(2, 4, 3)]
     before = [tensor.clone() for tensor in tensors]
-    refused = torch.tensor([7], dtype=torch.int32)
+    rejected = torch.tensor([7], dtype=torch.int32)
     src, dst = torch.tensor([0, 9, 1, 4], dtype=torch.int32), torch.tensor([2, -1, 4, 3], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"pair 2, slot 1 to slot 4, leaves tensors of 4 slots; nothing is written"):
-        torch.ops.dsv4_sglang.copy_state(src, dst, tensors, refused)
-    assert refused.tolist() == [2]
+        torch.ops.dsv4_sglang.copy_state(src, dst, tensors, rejected)
+    assert rejected.tolist() == [2]
     assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before))
-    torch.ops.dsv4_sglang.copy_state(src[:2], dst[:2], tensors, refused)
-    assert refused.tolist() == [-1]
+    torch.ops.dsv4_sglang.copy_state(src[:2], dst[:2], tensors, rejected)
+    assert rejected.tolist() == [-1]
     assert all(torch.equal(tensor[:, 2], old[:, 0]) for tensor, old in zip(tensors, before))
 
 
 def test_copy_state_rejects_a_destination_of_two_pairs() -> None:
     """Pairs that skip have no destination."""
-    tensors, refused = [torch.randn(2, 5, 3)], torch.tensor([7], dtype=torch.int32)
+    tensors, rejected = [torch.randn(2, 5, 3)], torch.tensor([7], dtype=torch.int32)
     before = tensors[0].clone()
     src, dst = torch.tensor([0, 1, 1, 2], dtype=torch.int32), torch.tensor([4, 3, -1, 3], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"pair 1, slot 1 to slot 3, has the destination of another; nothing is writt"):
-        torch.ops.dsv4_sglang.copy_state(src, dst, tensors, refused)
-    assert refused.tolist() == [1] and torch.equal(tensors[0], before)
+        torch.ops.dsv4_sglang.copy_state(src, dst, tensors, rejected)
+    assert rejected.tolist() == [1] and torch.equal(tensors[0], before)
     src[3] = -1
-    torch.ops.dsv4_sglang.copy_state(src, dst, tensors, refused)
-    assert refused.tolist() == [-1] and torch.equal(tensors[0][:, 3:], before[:, [1, 0]])
+    torch.ops.dsv4_sglang.copy_state(src, dst, tensors, rejected)
+    assert rejected.tolist() == [-1] and torch.equal(tensors[0][:, 3:], before[:, [1, 0]])
 
 
 def test_swap_blocks_round_trip_and_validation_before_any_move():

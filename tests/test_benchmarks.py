@@ -20,13 +20,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from progress import LONG, wait
+from liveness import LONG, wait
 
 from benchmarks import (
-    apart,
     append,
     attend,
     capacity,
+    disaggregation,
     index,
     lifecycle,
     loads,
@@ -49,9 +49,9 @@ from benchmarks import (
 from benchmarks.append_in_tree import bias_rows, page_bytes, window_page_slots
 from benchmarks.report import RESULTS
 from dsv4_sglang.cli.check import ANSWER_TOKENS, Distance, too_far
-from dsv4_sglang.formats import KeyFormat, KeyTable, RowFormat, RowTable
+from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.integration import compat
 
 FLASH = DSV4Config.flash()
 FLASHSHAPE = Path(capacity.__file__).parent / "configs" / "flashshape" / "config.json"
@@ -158,7 +158,7 @@ def test_lockstep_loads_are_what_they_say() -> None:
 
 def test_random_tables_hold_finite_values() -> None:
     table = tables.our_rows(3, 32, torch.device("cpu"))
-    values = RowTable(table, RowFormat.FP8).read(torch.arange(96))
+    values = KVBuffer(table, KVFormat.FP8).read(torch.arange(96))
     assert values.isfinite().all()
     assert 0.1 < values.abs().mean() < 2
     assert values.std(0).min() > 0
@@ -341,7 +341,7 @@ def test_dry_run(module: types.ModuleType, tmp_path: Path) -> None:
 
 
 def test_no_folder_is_left_behind(tmp_path: Path) -> None:
-    """Of programs that make a checkpoint for their servers, run without their parts."""
+    """Of programs that make a snapshot for their servers, run without their parts."""
     folders, out = tmp_path / "tmp", tmp_path / "out"
     folders.mkdir()
     program = "import os, tempfile; from benchmarks import fuzz, oracle_distance, retract, serve; "
@@ -471,7 +471,7 @@ def test_plot_of_a_trace(tmp_path: Path) -> None:
     )
 
 
-def test_run_refuses_unknown_names() -> None:
+def test_run_rejects_unknown_names() -> None:
     done = subprocess.run([sys.executable, "benchmarks/run.py", "apend"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "unknown benchmark apend; expected some of append" in done.stderr
@@ -589,13 +589,13 @@ def test_flags_of_the_served_configurations() -> None:
         ("--dry-run --tp 2", "a dry run has one process"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_together_is_rejected(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         serve_arguments(*given.split())
     assert said in capsys.readouterr().err
 
 
-def apart_arguments(out: Path) -> argparse.Namespace:
+def disaggregation_arguments(out: Path) -> argparse.Namespace:
     return argparse.Namespace(dry_run=False, out=out, streams=32, rate=4, flags="--log-level info")
 
 
@@ -605,7 +605,7 @@ def test_the_servers_of_a_pair(tmp_path: Path) -> None:
     def value(server: servers.Server, flag: str) -> str:
         return server.argv[server.argv.index(flag) + 1]
 
-    bench = apart.Bench(apart_arguments(tmp_path))
+    bench = disaggregation.Bench(disaggregation_arguments(tmp_path))
     pair, one = bench.side("apart", 8998), bench.side("dp", 8998)
     assert pair.prefill and not one.prefill
     for flag in ("--disaggregation-bootstrap-port", "--disaggregation-transfer-backend", "--max-running-requests"):
@@ -619,11 +619,11 @@ def test_the_servers_of_a_pair(tmp_path: Path) -> None:
 def test_times_between_tokens() -> None:
     """Of the tokens that came in the time, by stream; two of one delivery came at once."""
     streams = [[(0.0, 1), (1.0, 2), (1.5, 4), (9.0, 5)], [(0.5, 1), (0.75, 2), (0.75, 2)]]
-    assert sorted(apart.gaps(streams, 0.9, 5.0)) == [0.0, 0.5, 1.0]
-    assert apart.gaps(streams, 0.0, 0.8) == [0.25]
-    found = apart.of_gaps([0.01] * 99 + [0.2], 10)
+    assert sorted(disaggregation.gaps(streams, 0.9, 5.0)) == [0.0, 0.5, 1.0]
+    assert disaggregation.gaps(streams, 0.0, 0.8) == [0.25]
+    found = disaggregation.of_gaps([0.01] * 99 + [0.2], 10)
     assert found == {"tokens/s": 10, "ms between tokens": 10, "p99": 200, "longest": 200}
-    assert apart.of_gaps([0.01] * 199 + [0.2], 10)["p99"] == 10
+    assert disaggregation.of_gaps([0.01] * 199 + [0.2], 10)["p99"] == 10
 
 
 def test_transfers_in_sglangs_metrics() -> None:
@@ -637,7 +637,7 @@ def test_transfers_in_sglangs_metrics() -> None:
             ("speed_sum", 4),
         )
     )
-    assert apart.TRANSFERS.findall(text) == [
+    assert disaggregation.TRANSFERS.findall(text) == [
         ("latency_ms", "sum", "12.5"),
         ("latency_ms", "count", "2.0"),
         ("total_mb", "sum", "3"),
@@ -654,7 +654,7 @@ def test_sizes_of_both_servers_logs() -> None:
 
 
 def test_the_pattern_for_our_sizes_matches_what_the_server_logs() -> None:
-    from dsv4_sglang.srt import sizing
+    from dsv4_sglang.srt.memory import sizing
 
     written = Path(sizing.__file__).read_text()
     constant = re.findall(r'f"(dsv4_sglang cache: [^"]*)"\s+f"([^"]*)"', written)

@@ -128,16 +128,16 @@ def test_a_cached_library_needs_neither_nvcc_nor_a_writable_cache(cache: Path) -
 @pytest.mark.parametrize("mode", [0o775, 0o757])
 @pytest.mark.parametrize("part", ["folder", "library"])
 def test_what_others_can_write_is_not_loaded(cache: Path, part: str, mode: int) -> None:
-    refused = cache if part == "folder" else library_of(cache)
-    refused.chmod(mode)
-    with pytest.raises(RuntimeError, match=rf"{re.escape(str(refused))} has mode 0{mode:o}: others .*chmod go-w"):
+    rejected = cache if part == "folder" else library_of(cache)
+    rejected.chmod(mode)
+    with pytest.raises(RuntimeError, match=rf"{re.escape(str(rejected))} has mode 0{mode:o}: others .*chmod go-w"):
         extension.load.__wrapped__()
 
 
 @pytest.mark.parametrize("part", ["folder", "library"])
 def test_what_others_own_is_not_loaded(cache: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = cache if part == "folder" else library_of(cache)
-    give_to_another(refused, monkeypatch)
+    rejected = cache if part == "folder" else library_of(cache)
+    give_to_another(rejected, monkeypatch)
     with pytest.raises(RuntimeError, match=r"belongs to user \d+; expected user .* DSV4_SGLANG_CACHE"):
         extension.load.__wrapped__()
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from progress import LONG, communicate, run, wait
+from liveness import LONG, communicate, run, wait
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app, check, client, conversation, demo, doctor
-from dsv4_sglang.srt import compat, launch
+from dsv4_sglang.srt.integration import compat, launch_command
 from dsv4_sglang.testing import selftest, tiny
 from dsv4_sglang.testing.formula import layer_output
 
@@ -67,14 +67,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         rows = [(f'{name}_tokens{{dp_rank="{i}"}}', n) for i, values in enumerate(ranks) for name, n in values.items()]
         page = "".join(f"sglang:{row} {value}.0\\n" for row, value in rows)
         found = self.path == "/metrics" and "--enable-metrics" in flags
-        self.answer(200 if found else 404, page + f'dsv4:checkpoints_held {len(held)}.0\\n')
+        self.answer(200 if found else 404, page + f'dsv4:snapshots_held {len(held)}.0\\n')
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         key = flag("--api-key")
         if key and self.headers["Authorization"] != f"Bearer {key}":
             self.answer(401, "no key")
-        elif self.path != "/generate" or "--refuse" in flags:
+        elif self.path != "/generate" or "--reject" in flags:
             self.answer(400, "too long")
         else:
             prompt = body["text"]
@@ -152,7 +152,7 @@ def test_print_only_prints() -> None:
     words = shlex.split(result.output)
     assert words[words.index("--tp") + 1] == "1"
     assert "sglang.launch_server" in words
-    assert f"PYTHONPATH={launch.cpu_environment()['PYTHONPATH']}" in words
+    assert f"PYTHONPATH={launch_command.cpu_environment()['PYTHONPATH']}" in words
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_options_give_one_line_before_torch_is_imported(
     without_torch: None, command: tuple[str, ...], overrides: str, said: str
 ) -> None:
-    done = run([*COMMAND, *command, "--model-path", MODEL, launch.OPT_IN_FLAG, overrides])
+    done = run([*COMMAND, *command, "--model-path", MODEL, launch_command.OPT_IN_FLAG, overrides])
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"dsv4_sglang: {said}")
@@ -239,13 +239,13 @@ def test_serve_can_ask_and_stays_up(start) -> None:
     assert first - 128 < second_cached <= first < second
     assert "turn 1: 'abc' -> 'ab'" in output
     pools = re.findall(
-        r"pools \w+.*: 0 of 65536 tokens used by running requests, (\d+) kept .*, checkpoints: \d+", output
+        r"pools \w+.*: 0 of 65536 tokens used by running requests, (\d+) kept .*, snapshots: \d+", output
     )
     assert len(pools) == 2
     assert int(pools[0]) < int(pools[1])
     assert "noise" not in output  # MODEL is no tiny model's folder
     requests = [line for line in output.splitlines() if line.startswith("REQUEST")]
-    assert requests and all('" 200' in line for line in requests), "refused while it started"
+    assert requests and all('" 200' in line for line in requests), "rejected while it started"
     assert process.poll() is None
 
 
@@ -270,7 +270,7 @@ def test_demo_prints_and_stops(start, flags: tuple[str, ...]) -> None:
     ("flag", "said"),
     [
         ("--die", "ended before it was ready"),
-        ("--refuse", "answered 400: too long"),
+        ("--reject", "answered 400: too long"),
     ],
 )
 def test_demo_fails_clearly(start, flag: str, said: str) -> None:
@@ -325,7 +325,7 @@ def _hosts() -> list[str]:
 @pytest.mark.parametrize("host", _hosts())
 def test_a_server_is_reached(stand_in: None, host: str) -> None:
     flags = ("--host", host, "--port", str(demo.free_port(host)), *KEYS, *TLS)
-    with demo.running(launch.server_command("m", flags, cpu=True)) as process:
+    with demo.running(launch_command.server_command("m", flags, cpu=True)) as process:
         server = client.Server(flags)
         client.wait_ready(server, lambda: process.poll() is None, LONG)
         assert server.generate("abc", 2).text == "ab"
@@ -349,7 +349,7 @@ def test_ports_that_are_in_use_are_passed_over(monkeypatch: pytest.MonkeyPatch) 
 def test_keys_are_needed_and_no_other_certificate_is_taken(stand_in: None) -> None:
     """So that the test above shows something."""
     port = ("--port", str(demo.free_port()))
-    with demo.running(launch.server_command("m", [*port, *KEYS, *TLS], cpu=True)) as process:
+    with demo.running(launch_command.server_command("m", [*port, *KEYS, *TLS], cpu=True)) as process:
         client.wait_ready(client.Server([*port, *KEYS, *TLS]), lambda: process.poll() is None, LONG)
         with pytest.raises(RuntimeError, match="answered 401: no key"):
             client.Server([*port, *TLS]).generate("abc", 2)
@@ -362,7 +362,7 @@ def test_errors_inside_an_answer(stand_in: None) -> None:
     """SGLang has said 200 when a stream goes wrong."""
     flags = ("--port", str(demo.free_port()), "--break-off")
     with (
-        demo.running(launch.server_command("m", flags, cpu=True)) as process,
+        demo.running(launch_command.server_command("m", flags, cpu=True)) as process,
         pytest.raises(RuntimeError, match=r"answered \{.message.: .out of memory.\}"),
     ):
         client.wait_ready(client.Server(flags), lambda: process.poll() is None, LONG)
@@ -373,14 +373,14 @@ def test_requests_pass_by_a_proxy(stand_in: None, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, f"http://127.0.0.1:{demo.free_port()}")
     monkeypatch.delenv("no_proxy", raising=False)
     flags = ("--port", str(demo.free_port()))
-    with demo.running(launch.server_command("m", flags, cpu=True)) as process:
+    with demo.running(launch_command.server_command("m", flags, cpu=True)) as process:
         client.wait_ready(client.Server(flags), lambda: process.poll() is None, LONG)
 
 
 def test_a_stubborn_server_is_killed(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "STOP_SECONDS", 0.5)
     flags = ("--port", str(demo.free_port()))
-    command = launch.server_command("m", [*flags, "--stubborn"], cpu=True)
+    command = launch_command.server_command("m", [*flags, "--stubborn"], cpu=True)
     with demo.running(command) as process:
         demo.wait_ready(client.Server(flags), lambda: process.poll() is None, LONG)
     assert process.returncode == -signal.SIGKILL
@@ -430,7 +430,7 @@ def test_doctor_reports_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("no module")
 
     monkeypatch.setattr(doctor, "CHECKS", (broken,))
-    monkeypatch.setattr(launch, "prepare_this_process", lambda cpu: None)
+    monkeypatch.setattr(launch_command, "prepare_this_process", lambda cpu: None)
     assert [f.state for f in doctor.examine(False)] == ["ok", "fail"]
     result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
     assert result.exit_code == 1
@@ -441,23 +441,25 @@ def test_doctor_reports_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
 DOCTOR_AND_BREAK_THINGS = """
 import runpy
 import sys
-from dsv4_sglang.srt import launch
+from dsv4_sglang.srt.integration import launch_command
 sys.argv = ["dsv4-sglang", "doctor"]
 try:
     runpy.run_module("dsv4_sglang.cli", run_name="__main__")
 except SystemExit as end:
     print("exit code", end.code, flush=True)
-from dsv4_sglang.srt import compat, contracts, hooks
+from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.integration import sglang_contract
+from dsv4_sglang.srt.integration import hooks
 whole = hooks.hooks_of
 def broken(*arguments, **named):
     first, second, *rest = whole(*arguments, **named)
     return first._replace(target="sglang.srt.gone.Thing"), second._replace(function=lambda original, other: None), *rest
 hooks.hooks_of = broken
-contracts.FLAGS_READ += ("renamed_flag",)
+sglang_contract.FLAGS_READ += ("renamed_flag",)
 compat.OVERRIDES += (compat.OVERRIDES[0]._replace(method="_gone"),)
 from dsv4_sglang.cli import doctor
 for check in (doctor.hooks, doctor.flags, doctor.server_classes):
-    for finding in check(launch.has_gpu()):
+    for finding in check(launch_command.has_gpu()):
         print(finding.state, finding.what, finding.found)
 """
 

@@ -15,27 +15,27 @@ from sglang.srt.plugins.hook_registry import HookType
 
 import dsv4_sglang
 from dsv4_sglang.cli import doctor
-from dsv4_sglang.srt import activate, compat, contracts
-from dsv4_sglang.srt.backend import HybridCacheBackend
-from dsv4_sglang.srt.backend_v41 import V41Backend
-from dsv4_sglang.srt.configurator import BlockConfigurator
-from dsv4_sglang.srt.decisions import Launch
-from dsv4_sglang.srt.disaggregation import DecodeStateReqToTokenPool
-from dsv4_sglang.srt.hooks import Hook, hooks_of
-from dsv4_sglang.srt.host.cache import TieredCache
-from dsv4_sglang.srt.host.component import Loading, TieredComponent
-from dsv4_sglang.srt.host.mooncake import MooncakeStorage
-from dsv4_sglang.srt.host.pools import HostBlocks, HostCheckpoints, HostRows
-from dsv4_sglang.srt.host.storage import FileStorage, FolderEvictor
-from dsv4_sglang.srt.host.transfers import HostStack, TransferController
-from dsv4_sglang.srt.host.watch import LoadEvents
-from dsv4_sglang.srt.launch_error import LaunchError
+from dsv4_sglang.srt.attention.backend import HybridCacheBackend
+from dsv4_sglang.srt.attention.backend_v41 import V41Backend
+from dsv4_sglang.srt.features.disaggregation import DecodeStateReqToTokenPool
+from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
+from dsv4_sglang.srt.host_cache.component import HostSnapshotComponent, Loading
+from dsv4_sglang.srt.host_cache.mooncake import MooncakeStorage
+from dsv4_sglang.srt.host_cache.pools import HostBlocks, HostRows, HostSnapshots
+from dsv4_sglang.srt.host_cache.storage import FileStorage, FolderEvictor
+from dsv4_sglang.srt.host_cache.transfers import HostStack, TransferController
+from dsv4_sglang.srt.host_cache.watch import LoadEvents
+from dsv4_sglang.srt.integration import activate, compat, sglang_contract
+from dsv4_sglang.srt.integration.hooks import Hook, hooks_of
+from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.integration.server_context import Launch
+from dsv4_sglang.srt.memory.configurator import BlockConfigurator
+from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool, StateSlotPool
 from dsv4_sglang.srt.models import deepseek_v4, deepseek_v4_dspark, deepseek_v4_nextn, deepseek_v41
 from dsv4_sglang.srt.models.deepseek_v4 import CacheAttention
-from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool, StateSlotPool
-from dsv4_sglang.srt.prefix.cache import PrefixCache
-from dsv4_sglang.srt.prefix.component import BlockComponent, CheckpointComponent, LeafOrder
+from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
+from dsv4_sglang.srt.prefix_cache.component import BlockComponent, LeafOrder, SnapshotComponent
 
 PACKAGE = Path(dsv4_sglang.__file__).parent
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
@@ -43,14 +43,14 @@ SUBCLASSES = (
     BlockComponent,
     BlockConfigurator,
     CacheKVPool,
-    CheckpointComponent,
+    SnapshotComponent,
     CompressedKVPool,
     DecodeStateReqToTokenPool,
     CacheAttention,
     FileStorage,
     FolderEvictor,
     HostBlocks,
-    HostCheckpoints,
+    HostSnapshots,
     HostRows,
     HostStack,
     HybridCacheBackend,
@@ -62,8 +62,8 @@ SUBCLASSES = (
     StateParams,
     StateReqToTokenPool,
     StateSlotPool,
-    TieredCache,
-    TieredComponent,
+    HostPrefixCache,
+    HostSnapshotComponent,
     TransferController,
     V41Backend,
     deepseek_v4.CachedAttention,
@@ -76,10 +76,10 @@ SUBCLASSES = (
     deepseek_v41.V41Attention,
     deepseek_v41.V41DecoderLayer,
 )
-WITHOUT_NIXL = () if importlib.util.find_spec("nixl") else ("dsv4_sglang.srt.host.nixl",)
+WITHOUT_NIXL = () if importlib.util.find_spec("nixl") else ("dsv4_sglang.srt.host_cache.nixl",)
 """Modules that cannot be imported; with NIXL's wheel all are."""
 if not WITHOUT_NIXL:
-    from dsv4_sglang.srt.host.nixl import NixlStorage
+    from dsv4_sglang.srt.host_cache.nixl import NixlStorage
 
     SUBCLASSES = (*SUBCLASSES, NixlStorage)
 
@@ -124,7 +124,7 @@ def test_private_names_of_sglang_are_in_compat_only() -> None:
     sources = {
         name: text
         for name, text in files.items()
-        if name != "srt/compat.py" and (name.startswith("srt/") or re.search(r"\bsglang\.", text))
+        if name != "srt/integration/compat.py" and (name.startswith("srt/") or re.search(r"\bsglang\.", text))
     }
     assert foreign_private_names(sources) == set()
     for line in (
@@ -147,7 +147,7 @@ def test_private_methods_that_are_overridden_are_listed() -> None:
     }
     assert found == {(pkgutil.resolve_name(override.ours), override.method) for override in compat.OVERRIDES}
     assert all(override.reason for override in compat.OVERRIDES)
-    assert contracts.override_differences() == []
+    assert sglang_contract.override_differences() == []
 
 
 def test_all_subclasses_are_looked_at() -> None:
@@ -165,7 +165,7 @@ def test_all_subclasses_are_looked_at() -> None:
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_hooks_fit(on_cpu: bool) -> None:
     hooks = hooks_of(Launch(Options()), on_cpu)
-    assert contracts.hook_differences(hooks) == []
+    assert sglang_contract.hook_differences(hooks) == []
     assert len({hook.target for hook in hooks}) == len(hooks) and all(hook.reason for hook in hooks)
 
 
@@ -185,15 +185,17 @@ TARGETS = "sglang.srt.mem_cache.common."
 )
 def test_a_hook_with_other_parameters_is_named(function: Callable[..., Any]) -> None:
     hook = Hook(TARGETS + "release_kv_cache", HookType.AROUND, function, "to be tried")
-    (line,) = contracts.hook_differences([hook])
+    (line,) = sglang_contract.hook_differences([hook])
     assert line.startswith(TARGETS + "release_kv_cache takes (req") and line.endswith(": to be tried")
     with pytest.raises(LaunchError, match=r"does not fit the installed release: .*validated: 0\.5\.17, .*\n.*takes "):
-        contracts.require([line])
+        sglang_contract.require([line])
 
 
 def test_a_hook_that_takes_anything_fits() -> None:
     for function in (lambda original, *args, **kwargs: None, lambda original, req, *args, **kwargs: None):
-        assert contracts.hook_differences([Hook(TARGETS + "release_kv_cache", HookType.AROUND, function, "")]) == []
+        assert (
+            sglang_contract.hook_differences([Hook(TARGETS + "release_kv_cache", HookType.AROUND, function, "")]) == []
+        )
 
 
 @pytest.mark.parametrize(
@@ -233,15 +235,15 @@ def test_releases_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_target_that_is_gone_is_named() -> None:
-    (line,) = contracts.hook_differences([Hook(TARGETS + "gone", HookType.REPLACE, print, "to be missed")])
+    (line,) = sglang_contract.hook_differences([Hook(TARGETS + "gone", HookType.REPLACE, print, "to be missed")])
     assert line == TARGETS + "gone does not exist in this SGLang: to be missed"
 
 
 def test_an_override_that_is_gone_or_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = next(override for override in compat.OVERRIDES if "Mamba" in override.base)
     monkeypatch.setattr(compat, "OVERRIDES", (tree._replace(method="_gone"),))
-    assert contracts.override_differences() == [f"{tree.base}._gone does not exist in this SGLang: {tree.reason}"]
+    assert sglang_contract.override_differences() == [f"{tree.base}._gone does not exist in this SGLang: {tree.reason}"]
     monkeypatch.setattr(compat, "OVERRIDES", (tree,))
-    monkeypatch.setattr(CheckpointComponent, tree.method, lambda self, tracker, device_frees: None)
-    (line,) = contracts.override_differences()
+    monkeypatch.setattr(SnapshotComponent, tree.method, lambda self, tracker, device_frees: None)
+    (line,) = sglang_contract.override_differences()
     assert line.startswith(f"{tree.base}.{tree.method} takes (tracker")

@@ -27,12 +27,12 @@ from sglang.srt.mem_cache.common import kv_to_page_indices
 from torch import Tensor
 
 from dsv4_sglang.cache import CacheLayout
-from dsv4_sglang.formats import rows
+from dsv4_sglang.formats import kv_entries
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.srt import disaggregation
-from dsv4_sglang.srt.layout import served_layout
-from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateParams, StateSlotPool
+from dsv4_sglang.srt.features import disaggregation
+from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool, StateParams, StateSlotPool
+from dsv4_sglang.srt.memory.served_layout import served_layout
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
@@ -55,18 +55,18 @@ def make_layout(name: str) -> CacheLayout:
     return CacheLayout(schemas, whole.device, draft_layers=layers)
 
 
-def make_pool(layout: CacheLayout, blocks: int, slots: int, checkpoints: int = 2) -> CacheKVPool:
-    params = StateParams.of(layout, staging=1, checkpoints=checkpoints)
+def make_pool(layout: CacheLayout, blocks: int, slots: int, snapshots: int = 2) -> CacheKVPool:
+    params = StateParams.of(layout, staging=1, snapshots=snapshots)
     layers = list(range(len(layout.schemas)))
     state = StateSlotPool(size=slots, cache_params=params, mamba_layer_ids=layers, device="cpu")
     tokens = (blocks - 1) * BLOCK
-    dtype = torch.bfloat16 if layout.row_format is not rows.RowFormat.FP8 else FP8
+    dtype = torch.bfloat16 if layout.kv_format is not kv_entries.KVFormat.FP8 else FP8
     compressed = CompressedKVPool(size=tokens, page_size=BLOCK, dtype=dtype, layout=layout, device="cpu")
     return CacheKVPool(compressed, state)
 
 
 def memory(pool: CacheKVPool) -> list[Tensor]:
-    """Every allocation as bytes, padding and checkpoints included."""
+    """Every allocation as bytes, padding and snapshots included."""
     tables = [table for paged in pool.full_kv_pool.pools if paged for table in (paged.entries, paged.index_keys)]
     owners = [*(table for table in tables if table is not None), *pool.mamba_pool.storage.tensors]
     return [torch.empty(0, dtype=torch.uint8).set_(owner.untyped_storage()) for owner in owners]
@@ -138,7 +138,7 @@ def transfer(
 
 @pytest.fixture(params=[16, 576], ids=["", "SM100's padding"])
 def padded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "_BLOCK_ALIGNMENT", request.param)
+    monkeypatch.setattr(kv_entries, "_BLOCK_ALIGNMENT", request.param)
 
 
 @pytest.mark.usefixtures("padded")
@@ -146,7 +146,7 @@ def padded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def test_blocks_and_slot_travel(name: str) -> None:
     """Into pools of other sizes, and nothing else there changes."""
     layout = make_layout(name)
-    prefill, decode = make_pool(layout, 9, 3), make_pool(layout, 6, 7, checkpoints=0)
+    prefill, decode = make_pool(layout, 9, 3), make_pool(layout, 6, 7, snapshots=0)
     scribble(prefill, 1)
     scribble(decode, 2)
     untouched = blocks_of(decode, [0, 1, 3, 5]), [slot_of(decode, slot) for slot in (0, 1, 2, 3, 4, 5, 7)]
@@ -298,8 +298,8 @@ def test_requests_of_another_cache_fail(
 
     address, heard = prefill_server
     manager = Manager(address)
-    assert disaggregation.refuse_other_caches(lambda *_: True, manager, address) and not manager.failures
-    assert not disaggregation.refuse_other_caches(mismatch, manager, address)
+    assert disaggregation.reject_other_caches(lambda *_: True, manager, address) and not manager.failures
+    assert not disaggregation.reject_other_caches(mismatch, manager, address)
     assert manager.status == {4: KVPoll.Failed, 5: KVPoll.Failed}
     assert all(f"{address} has another cache" in text and "(fp8 rows)" in text for text in manager.failures.values())
     assert manager.addr_to_rooms_tracker == {"b:2": {6}}
@@ -307,7 +307,7 @@ def test_requests_of_another_cache_fail(
     disaggregation.say_why(begun, object(), waiting, address, 7)
     disaggregation.say_why(begun, object(), waiting, "another:1", 8)
     assert list(waiting.failures) == [7] and "has another cache" in waiting.failures[7] and not waiting.status
-    assert disaggregation.refuse_other_caches(lambda *_: True, manager, address)
+    assert disaggregation.reject_other_caches(lambda *_: True, manager, address)
     disaggregation.say_why(begun, object(), waiting, address, 9)
     assert 9 not in waiting.failures, "a prefill server that came in its place"
     told = [heard.recv_multipart() for _ in range(4)]
@@ -335,7 +335,7 @@ def test_names_tell_caches_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         name(sm100=True),
     ]
     # What each server may choose for itself.
-    assert name(checkpoint_interval=128, max_checkpoints=9) == name()
+    assert name(snapshot_interval=128, max_snapshots=9) == name()
     monkeypatch.setattr(disaggregation, "__version__", "9.9")
     others.append(name())
     monkeypatch.undo()

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-import nursery
 import pytest
+import server_forkserver
 import torch
 from transformers import AutoTokenizer, DynamicCache
 
@@ -43,11 +43,11 @@ def test_a_block_goes_on_from_its_cache(folder: Path) -> None:
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-3)
 
 
-def test_a_checkpoint_without_a_block_is_named(tmp_path: Path) -> None:
+def test_a_snapshot_without_a_block_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"mtp\.0\.e_proj.*--nextn"):
         NextN(make_tiny(tmp_path / "plain", TinySpec(ratios=(0,), hash_layers=0)))
 
 
 @pytest.mark.slow
 def test_drafts_as_sglang_makes_them(tmp_path: Path) -> None:
-    nursery.run_tests(tmp_path / "log", "drafts_of_sglang.py")
+    server_forkserver.run_tests(tmp_path / "log", "drafts_of_sglang.py")

@@ -12,16 +12,16 @@ import pytest
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, default_cuda_graph_config
 from sglang.srt.server_args import ServerArgs
 
-from dsv4_sglang.srt import compat, contracts, launch
-from dsv4_sglang.srt.decisions import Launch
-from dsv4_sglang.srt.flag_table import DENIED, LIMITS
-from dsv4_sglang.srt.flag_validation import flag, refuse_given, refuse_release, refuse_resolved
-from dsv4_sglang.srt.launch_error import LaunchError
-from dsv4_sglang.srt.options import Options
+from dsv4_sglang.srt.integration import compat, launch_command, sglang_contract
+from dsv4_sglang.srt.integration.flag_table import DENIED, LIMITS
+from dsv4_sglang.srt.integration.flag_validation import flag, reject_given, reject_release, reject_resolved
+from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.integration.server_context import Launch
 from dsv4_sglang.testing import tiny
 
 DEFAULTS = compat.flag_defaults()
-REFUSED = {field: group for group in DENIED for field in group.fields.split() if field in DEFAULTS}
+REJECTED = {field: group for group in DENIED for field in group.fields.split() if field in DEFAULTS}
 """Of the fields that this release has."""
 LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "tp_size": ([0, -1], [1, 2]),
@@ -59,7 +59,7 @@ LIMITED: dict[str, tuple[list[Any], list[Any]]] = {
     "moe_a2a_backend": (["megamoe", "mooncake"], ["none", "deepep"]),
     "load_format": (["gguf"], ["auto", "safetensors", "dummy"]),
 }
-"""Values of each limited flag that are refused, and such that are not."""
+"""Values of each limited flag that are rejected, and such that are not."""
 
 
 def arguments(**given: Any) -> ServerArgs:
@@ -68,7 +68,7 @@ def arguments(**given: Any) -> ServerArgs:
 
 
 def config(**values: Any) -> SimpleNamespace:
-    """As far as refusals look at the model's."""
+    """As far as rejections look at the model's."""
     facts = {
         "model_type": "deepseek_v4",
         "o_groups": 8,
@@ -87,10 +87,10 @@ def graphs(**backends: str) -> CudaGraphConfig:
     return made
 
 
-def refusals(hf_config: SimpleNamespace | None = None, options: Options | None = None, **given: Any) -> list[str]:
-    """The lines of the refusal of a launch with these flags, none if it is served."""
+def rejections(hf_config: SimpleNamespace | None = None, options: Options | None = None, **given: Any) -> list[str]:
+    """The lines of the rejection of a launch with these flags, none if it is served."""
     try:
-        refuse_given(arguments(**given), hf_config or config(), options or Options())
+        reject_given(arguments(**given), hf_config or config(), options or Options())
     except LaunchError as error:
         return list(error.args)
     return []
@@ -109,7 +109,7 @@ def test_a_flag_is_judged_once() -> None:
     judged = [*(field for group in DENIED for field in group.fields.split()), *(limit.field for limit in LIMITS)]
     assert len(set(judged)) == len(judged)
     assert all(group.reason for group in DENIED)
-    assert contracts.flag_differences() == []
+    assert sglang_contract.flag_differences() == []
 
 
 def test_limits_have_cases() -> None:
@@ -119,33 +119,33 @@ def test_limits_have_cases() -> None:
 def test_flags_that_are_read_are_in_the_contract() -> None:
     """By the names that SGLang's ServerArgs have in this package."""
     names = re.compile(r"\b(?:server_args|compat\.flags\([\w.]+\)|(?<![.\w])args)\.([a-z]\w+)")
-    sources = [path.read_text() for path in Path(contracts.__file__).parent.rglob("*.py")]
+    sources = [path.read_text() for path in Path(sglang_contract.__file__).parents[1].rglob("*.py")]
     read = {name for source in sources for name in names.findall(source)} & DEFAULTS.keys()
-    assert read and read <= {*contracts.FLAGS_READ, *(limit.field for limit in LIMITS)}
+    assert read and read <= {*sglang_contract.FLAGS_READ, *(limit.field for limit in LIMITS)}
 
 
 def test_a_plain_launch_is_served() -> None:
-    assert refusals() == []
-    assert refusals(cuda_graph_config=graphs()) == []
-    refuse_resolved(arguments())
+    assert rejections() == []
+    assert rejections(cuda_graph_config=graphs()) == []
+    reject_resolved(arguments())
 
 
-@pytest.mark.parametrize("field", REFUSED)
-def test_each_refused_flag_has_its_line(field: str) -> None:
+@pytest.mark.parametrize("field", REJECTED)
+def test_each_rejected_flag_has_its_line(field: str) -> None:
     value = another(DEFAULTS[field])
     shown = flag(field) if value is True else f"{flag(field)} {value}"
-    assert refusals(**{field: value}) == [f"{shown} is not supported: {REFUSED[field].reason}"]
-    assert refusals(**{field: DEFAULTS[field]}) == []
+    assert rejections(**{field: value}) == [f"{shown} is not supported: {REJECTED[field].reason}"]
+    assert rejections(**{field: DEFAULTS[field]}) == []
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=[limit.field for limit in LIMITS])
 def test_each_limit_has_its_line(limit: Any) -> None:
     bad, good = LIMITED[limit.field]
     for value in bad:
-        (line,) = refusals(**{limit.field: value})
+        (line,) = rejections(**{limit.field: value})
         assert line == f"{flag(limit.field)} {value} is not supported: {limit.reason}"
     for value in good:
-        assert refusals(**{limit.field: value}) == []
+        assert rejections(**{limit.field: value}) == []
 
 
 @pytest.mark.parametrize(
@@ -158,29 +158,29 @@ def test_each_limit_has_its_line(limit: Any) -> None:
     ],
 )
 def test_graphs_that_are_rejected(phase: str, backend: str, device: str, reason: str) -> None:
-    (line,) = refusals(device=device, cuda_graph_config=graphs(**{phase: backend}))
+    (line,) = rejections(device=device, cuda_graph_config=graphs(**{phase: backend}))
     assert line.startswith(f"--cuda-graph-backend-{phase} {backend} is not supported: {reason}")
 
 
 def test_graphs_that_are_served() -> None:
-    assert refusals(cuda_graph_config=graphs(prefill="breakable")) == []
-    assert refusals(cuda_graph_config=graphs(decode="disabled")) == []
+    assert rejections(cuda_graph_config=graphs(prefill="breakable")) == []
+    assert rejections(cuda_graph_config=graphs(decode="disabled")) == []
 
 
 def test_dp_attention_of_a_newer_release_runs_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", False)
-    (line,) = refusals(tp_size=2, dp_size=2, enable_dp_attention=True)
+    (line,) = rejections(tp_size=2, dp_size=2, enable_dp_attention=True)
     assert line.startswith("--enable-dp-attention is not supported: ") and line.endswith("use 0.5.17")
-    assert refusals(device="cpu", tp_size=2, dp_size=2, enable_dp_attention=True) == []
+    assert rejections(device="cpu", tp_size=2, dp_size=2, enable_dp_attention=True) == []
 
 
-def test_a_storage_wants_a_host_tier() -> None:
+def test_a_storage_wants_a_host_cache() -> None:
     tier = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
-    assert refusals(**tier) == refusals(speculative_algorithm="EAGLE", **tier) == []
-    assert refusals(config(dspark_target_layer_ids=[40, 41, 42]), speculative_algorithm="DSPARK", **tier) == []
-    (line,) = refusals(hicache_storage_backend="file")
+    assert rejections(**tier) == rejections(speculative_algorithm="EAGLE", **tier) == []
+    assert rejections(config(dspark_target_layer_ids=[40, 41, 42]), speculative_algorithm="DSPARK", **tier) == []
+    (line,) = rejections(hicache_storage_backend="file")
     assert line == (
-        "--hicache-storage-backend file is not supported: it stands behind the host tier; "
+        "--hicache-storage-backend file is not supported: it stands behind the host cache; "
         "give --enable-hierarchical-cache"
     )
 
@@ -190,8 +190,8 @@ def test_random_weights_are_stored_where_they_are_asked_for(monkeypatch: pytest.
     variable = f"SGLANG_HICACHE_{storage.upper()}_BACKEND_STORAGE_DIR"
     monkeypatch.delenv(variable, raising=False)
     tier = {"enable_hierarchical_cache": True, "hicache_storage_backend": storage}
-    assert refusals(**tier) == []
-    lines = refusals(load_format="dummy", **tier)
+    assert rejections(**tier) == []
+    lines = rejections(load_format="dummy", **tier)
     if storage == "mooncake":
         assert lines == [], "it is set up by name"
         return
@@ -200,63 +200,63 @@ def test_random_weights_are_stored_where_they_are_asked_for(monkeypatch: pytest.
         f"is stored only in a folder that is named; set {variable}, or leave the storage out"
     ]
     monkeypatch.setenv(variable, "/pages")
-    assert refusals(load_format="dummy", **tier) == []
+    assert rejections(load_format="dummy", **tier) == []
 
 
 def test_servers_that_prefill_or_decode_only() -> None:
     for mode in ("prefill", "decode"):
         apart = {"disaggregation_mode": mode, "device": "cpu"}
-        assert refusals(**apart) == refusals(speculative_algorithm="EAGLE", **apart) == []
+        assert rejections(**apart) == rejections(speculative_algorithm="EAGLE", **apart) == []
         by_nixl = {"disaggregation_mode": mode, "disaggregation_transfer_backend": "nixl"}
-        assert refusals(disaggregation_mode=mode) == refusals(**by_nixl) == []
-        (line,) = refusals(device="cpu", **by_nixl)
+        assert rejections(disaggregation_mode=mode) == rejections(**by_nixl) == []
+        (line,) = rejections(device="cpu", **by_nixl)
         assert line.startswith("--disaggregation-transfer-backend nixl is not supported: SGLang has it take memory of ")
         ranks = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
-        (line,) = refusals(**ranks, **apart)
+        (line,) = rejections(**ranks, **apart)
         assert line.startswith(f"--disaggregation-mode {mode} is not supported: with --enable-dp-attention ")
-    (line,) = refusals(disaggregation_mode="decode", enable_hierarchical_cache=True, device="cpu")
+    (line,) = rejections(disaggregation_mode="decode", enable_hierarchical_cache=True, device="cpu")
     assert line == (
         "--enable-hierarchical-cache is not supported: a decode server has no prefix cache; "
         "give it to the prefill server"
     )
-    assert refusals(disaggregation_mode="prefill", enable_hierarchical_cache=True, device="cpu") == []
+    assert rejections(disaggregation_mode="prefill", enable_hierarchical_cache=True, device="cpu") == []
     with_dspark = config(dspark_target_layer_ids=[40])
-    (line,) = refusals(with_dspark, device="cpu", disaggregation_mode="decode", speculative_algorithm="DSPARK")
+    (line,) = rejections(with_dspark, device="cpu", disaggregation_mode="decode", speculative_algorithm="DSPARK")
     assert line.startswith("--disaggregation-mode decode is not supported: with --speculative-algorithm DSPARK ")
-    (line,) = refusals(device="cpu", disaggregation_mode="decode", disaggregation_decode_enable_radix_cache=True)
+    (line,) = rejections(device="cpu", disaggregation_mode="decode", disaggregation_decode_enable_radix_cache=True)
     assert line.startswith("--disaggregation-decode-enable-radix-cache is not supported: a request arrives with ")
 
 
 @pytest.mark.parametrize("variable", ["SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_RUST_SERVER"])
 def test_variables(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "1")
-    (line,) = refusals()
+    (line,) = rejections()
     assert line.startswith(f"{variable} is not supported: ")
 
 
 def test_what_the_model_has_no_place_for() -> None:
     for processes in (1, 2, 4, 8):
-        assert refusals(tp_size=processes) == []
-    (line,) = refusals(tp_size=3)
+        assert rejections(tp_size=processes) == []
+    (line,) = rejections(tp_size=3)
     assert line.startswith("--tp-size 3 is not supported: the 8 groups ") and line.endswith("give 1 or 2 or 4 or 8")
     for drafts in (config(num_nextn_predict_layers=0), config(num_nextn_predict_layers=None)):
-        (line,) = refusals(drafts, speculative_algorithm="EAGLE")
+        (line,) = rejections(drafts, speculative_algorithm="EAGLE")
         assert line == "--speculative-algorithm EAGLE is not supported: the checkpoint has no NextN layer"
-        assert refusals(drafts, speculative_algorithm="EAGLE", speculative_draft_model_path="elsewhere") == []
+        assert rejections(drafts, speculative_algorithm="EAGLE", speculative_draft_model_path="elsewhere") == []
     with_dspark = config(num_nextn_predict_layers=1, dspark_target_layer_ids=[40, 41, 42])
-    assert refusals(with_dspark, device="cpu", speculative_algorithm="DSPARK") == []
-    (line,) = refusals(with_dspark, speculative_algorithm="EAGLE")
+    assert rejections(with_dspark, device="cpu", speculative_algorithm="DSPARK") == []
+    (line,) = rejections(with_dspark, speculative_algorithm="EAGLE")
     assert line.endswith("the checkpoint has a DSPARK head and no NextN layer; give DSPARK")
-    (line,) = refusals(device="cpu", speculative_algorithm="DSPARK")
+    (line,) = rejections(device="cpu", speculative_algorithm="DSPARK")
     assert line.startswith("--speculative-algorithm DSPARK is not supported: the checkpoint has no DSPARK head")
     quantised = config(quantization_config={})
-    assert refusals(quantised) == []
-    (line,) = refusals(quantised, device="cpu")
+    assert rejections(quantised) == []
+    (line,) = rejections(quantised, device="cpu")
     assert line.startswith("--device cpu is not supported: the checkpoint is quantised")
-    (line,) = refusals(config(context_len=65537))
+    (line,) = rejections(config(context_len=65537))
     assert line.startswith("--context-length 65537 is not supported: the model has positions for 65536 tokens")
-    assert refusals(config(context_len=1000), max_total_tokens=1024) == []
-    (line,) = refusals(config(context_len=1000), max_total_tokens=1023)
+    assert rejections(config(context_len=1000), max_total_tokens=1024) == []
+    (line,) = rejections(config(context_len=1000), max_total_tokens=1023)
     assert line.startswith(
         "--max-total-tokens 1023 is not supported: one request of the context length 1000 needs 1024"
     )
@@ -267,14 +267,14 @@ def test_what_dspark_has_besides(monkeypatch: pytest.MonkeyPatch) -> None:
     model = config(dspark_target_layer_ids=[40, 41, 42])
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "static")
     for where in ({}, {"device": "cpu"}):
-        assert refusals(model, speculative_algorithm="DSPARK", **where) == []
+        assert rejections(model, speculative_algorithm="DSPARK", **where) == []
     ranks = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "device": "cpu"}
-    (line,) = refusals(model, speculative_algorithm="DSPARK", **ranks)
+    (line,) = rejections(model, speculative_algorithm="DSPARK", **ranks)
     assert line.startswith("--speculative-algorithm DSPARK with --enable-dp-attention is not supported: ")
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
-    (line,) = refusals(model, device="cpu", speculative_algorithm="DSPARK")
+    (line,) = rejections(model, device="cpu", speculative_algorithm="DSPARK")
     assert line.startswith("SGLANG_RAGGED_VERIFY_MODE=compact is not supported: ") and "give static" in line
-    assert refusals(config(num_nextn_predict_layers=1), speculative_algorithm="EAGLE") == []
+    assert rejections(config(num_nextn_predict_layers=1), speculative_algorithm="EAGLE") == []
 
 
 def test_attention_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,12 +283,12 @@ def test_attention_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SERVES_DP_ATTENTION", True)
 
     def ranked(**given: Any) -> list[str]:
-        return refusals(**{"tp_size": 4, "dp_size": 4, "enable_dp_attention": True, **given})
+        return rejections(**{"tp_size": 4, "dp_size": 4, "enable_dp_attention": True, **given})
 
     assert ranked() == ranked(tp_size=32) == ranked(chunked_prefill_size=512, max_running_requests=4) == []
     assert ranked(ep_size=4) == ranked(moe_a2a_backend="deepep", ep_size=4) == ranked(chunked_prefill_size=-1) == []
-    assert refusals(tp_size=8, ep_size=8, moe_a2a_backend="deepep", deepep_mode="low_latency") == []
-    (line,) = refusals(dp_size=2)
+    assert rejections(tp_size=8, ep_size=8, moe_a2a_backend="deepep", deepep_mode="low_latency") == []
+    (line,) = rejections(dp_size=2)
     assert line.startswith("--dp-size 2 is not supported: ") and "--enable-dp-attention" in line
     (line,) = ranked(tp_size=6)
     assert line == "--dp-size 4 is not supported: the 6 processes of --tp-size are divided evenly among the ranks"
@@ -298,7 +298,7 @@ def test_attention_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.startswith("--chunked-prefill-size 256 is not supported: ") and "give a multiple of 512" in line
     (line,) = ranked(max_running_requests=3)
     assert line.startswith("--max-running-requests 3 is not supported: ") and line.endswith("give 4 or more")
-    (line,) = refusals(device="cpu", tp_size=2, moe_a2a_backend="deepep")
+    (line,) = rejections(device="cpu", tp_size=2, moe_a2a_backend="deepep")
     assert line.startswith("--moe-a2a-backend deepep is not supported: ") and line.endswith("give none")
 
 
@@ -331,7 +331,7 @@ V41: dict[str, dict[str, Any]] = {
 def test_what_does_not_go_with_v41(named: str) -> None:
     def lines(model_type: str, facts: dict[str, Any], options: Options, **given: Any) -> list[str]:
         model = config(model_type=model_type, dspark_target_layer_ids=[0, 1, 2], **facts)
-        return refusals(model, options=options, **{"device": "cpu", **given})
+        return rejections(model, options=options, **{"device": "cpu", **given})
 
     asked = {"facts": {}, "options": Options(), **V41[named]}
     said = [line for line in lines("deepseek_v41", **asked) if line.startswith(f"{named} is not supported: ")]
@@ -343,45 +343,45 @@ def test_what_does_not_go_with_v41(named: str) -> None:
 def test_a_release_without_v41(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SERVES_V41", False)
     with pytest.raises(ValueError, match=r"DeepSeek-V4.1 is not supported: SGLang has the model from 0.5.23 on"):
-        refuse_release("deepseek_v41")
-    refuse_release("deepseek_v4")
-    refuse_release(None)
+        reject_release("deepseek_v41")
+    reject_release("deepseek_v4")
+    reject_release(None)
     monkeypatch.setattr(compat, "SERVES_V41", True)
-    refuse_release("deepseek_v41")
+    reject_release("deepseek_v41")
 
 
-def test_checkpoints_for_the_running_requests() -> None:
+def test_snapshots_for_the_running_requests() -> None:
     ranks = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "device": "cpu"}
-    few = Options(max_checkpoints=7)
-    (line,) = refusals(options=few, max_running_requests=4)
-    assert line.startswith("dsv4_sglang option max_checkpoints is 7; 4 running requests") and "at least 8" in line
+    few = Options(max_snapshots=7)
+    (line,) = rejections(options=few, max_running_requests=4)
+    assert line.startswith("dsv4_sglang option max_snapshots is 7; 4 running requests") and "at least 8" in line
     for given in ({}, {"max_running_requests": 3}, {"max_running_requests": 6, **ranks}):
-        assert refusals(options=few, **given) == []
+        assert rejections(options=few, **given) == []
     for without in ({"disable_radix_cache": True}, {"disaggregation_mode": "decode", "device": "cpu"}):
-        assert refusals(options=few, max_running_requests=4, **without) == []
+        assert rejections(options=few, max_running_requests=4, **without) == []
 
 
 def test_all_at_once() -> None:
-    changed = {field: another(DEFAULTS[field]) for field in REFUSED}
+    changed = {field: another(DEFAULTS[field]) for field in REJECTED}
     limited = {field: bad[0] for field, (bad, _) in LIMITED.items()}
-    assert len(refusals(**changed, **limited)) == len(changed) + len(limited)
+    assert len(rejections(**changed, **limited)) == len(changed) + len(limited)
 
 
 def test_a_renamed_flag_is_seen_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contracts, "FLAGS_READ", (*contracts.FLAGS_READ, "something_renamed"))
+    monkeypatch.setattr(sglang_contract, "FLAGS_READ", (*sglang_contract.FLAGS_READ, "something_renamed"))
     with pytest.raises(LaunchError, match=r"ServerArgs\.something_renamed, which this cache reads, does not exist"):
-        contracts.require(contracts.flag_differences())
+        sglang_contract.require(sglang_contract.flag_differences())
 
 
 def test_resolved_flags() -> None:
-    """What SGLang may fill in by itself and nothing here reads is refused as given only."""
-    refuse_resolved(arguments(triton_attention_num_kv_splits=16, quantization="modelopt_fp4", pp_size=1))
+    """What SGLang may fill in by itself and nothing here reads is rejected as given only."""
+    reject_resolved(arguments(triton_attention_num_kv_splits=16, quantization="modelopt_fp4", pp_size=1))
     with pytest.raises(ValueError, match="--pp-size 2 is not supported"):
-        refuse_resolved(arguments(pp_size=2))
+        reject_resolved(arguments(pp_size=2))
     # SGLang has divided chunks by the attention ranks, and turned an environment variable into a flag.
-    refuse_resolved(arguments(tp_size=2, dp_size=2, enable_dp_attention=True, chunked_prefill_size=128))
+    reject_resolved(arguments(tp_size=2, dp_size=2, enable_dp_attention=True, chunked_prefill_size=128))
     with pytest.raises(ValueError, match="--moe-a2a-backend megamoe is not supported"):
-        refuse_resolved(arguments(moe_a2a_backend="megamoe"))
+        reject_resolved(arguments(moe_a2a_backend="megamoe"))
 
 
 @pytest.fixture(scope="module")
@@ -394,15 +394,15 @@ def parser() -> ArgumentParser:
 def test_flags_are_called_what_sglang_calls_them(parser: ArgumentParser) -> None:
     shown, own = parser.format_help(), {action.dest for action in parser._actions}
     # Some fields of newer releases have no flag.
-    fields = [field for field in (*REFUSED, *LIMITED, "context_length", "tp_size") if field in own]
-    assert len(fields) > 0.9 * len({*REFUSED, *LIMITED})
+    fields = [field for field in (*REJECTED, *LIMITED, "context_length", "tp_size") if field in own]
+    assert len(fields) > 0.9 * len({*REJECTED, *LIMITED})
     assert [field for field in fields if flag(field) not in shown] == []
 
 
 def test_no_flag_of_sglang_is_taken_for_an_abbreviation(parser: ArgumentParser) -> None:
     options = [option for action in parser._actions for option in action.option_strings]
-    launch.require_whole_flags(options)
-    assert set(launch.READ_FLAGS) <= set(options)
+    launch_command.require_whole_flags(options)
+    assert set(launch_command.READ_FLAGS) <= set(options)
     for short in ("--j", "--json-model", "--conf", "--por", "--dev"):
         with pytest.raises(LaunchError, match=rf"^{short} is an abbreviation; expected the whole flag: write --"):
-            launch.require_whole_flags(["--tp-size", "2", short])
+            launch_command.require_whole_flags(["--tp-size", "2", short])

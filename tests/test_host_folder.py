@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConf
 from typer.testing import CliRunner
 
 from dsv4_sglang.cli import app
-from dsv4_sglang.srt.host.folder import (
+from dsv4_sglang.srt.host_cache.folder import (
     FORMER_FORMAT,
     FORMER_WEIGHTS,
     PAGE_VERSION,
@@ -27,7 +27,7 @@ from dsv4_sglang.srt.host.folder import (
     prune,
     stored_files,
 )
-from dsv4_sglang.srt.host.storage import DEFAULT_FOLDER, FileStorage
+from dsv4_sglang.srt.host_cache.storage import DEFAULT_FOLDER, FileStorage
 
 VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 PAGE = 1000
@@ -253,11 +253,11 @@ def test_a_named_folder_that_everybody_can_write_is_rejected(
 def test_a_page_that_another_user_has_stored_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its mode is not this server's to set. An error would end SGLang's thread that stores, and all its saves."""
 
-    def refused(self: Path, mode: int) -> None:
+    def rejected(self: Path, mode: int) -> None:
         raise PermissionError(f"{self} belongs to another user")
 
     storage = open_storage(tmp_path / "pages")
-    monkeypatch.setattr(Path, "chmod", refused)
+    monkeypatch.setattr(Path, "chmod", rejected)
     assert storage.set("key", torch.arange(40, dtype=torch.uint8))
     assert storage.set("key", torch.arange(40, dtype=torch.uint8))
 
@@ -288,7 +288,7 @@ def test_a_named_folder_says_who_may_read(
 
 
 @pytest.mark.parametrize("what", ["group", "owner", "link"])
-def test_a_default_folder_of_others_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
+def test_a_default_folder_of_others_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
     """As it stands in /tmp, where everybody can make it first."""
     monkeypatch.delenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", raising=False)
     default = tmp_path / "hicache"

@@ -12,7 +12,7 @@ import torch
 from dsv4_sglang.cache import (
     CacheLayout,
     HostBlockPool,
-    HostCheckpointPool,
+    HostSnapshotPool,
     PagedKVPool,
     StateStorage,
     build_schema,
@@ -55,7 +55,7 @@ def make_pools(device: torch.device, **options: str) -> list[PagedKVPool]:
     return pools
 
 
-@pytest.mark.parametrize("options", [{}, {"row_format": "bf16", "key_format": "fp32"}], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("options", [{}, {"kv_format": "bf16", "key_format": "fp32"}], ids=["fp8", "bf16"])
 def test_round_trip(device: torch.device, options: dict[str, str]) -> None:
     pools = make_pools(device, **options)
     host = HostBlockPool(pools, BLOCKS)
@@ -137,39 +137,39 @@ def test_more_blocks_than_are_staged_at_a_time(device: torch.device) -> None:
         assert torch.equal(host.rows[row, : 32 * (584 + 72) + 584], torch.cat(expected))
 
 
-@pytest.mark.parametrize("row_format", ["fp8", "bf16", "fp32"])
-def test_checkpoints_there_and_back(device: torch.device, row_format: str) -> None:
-    """Every byte of a checkpoint moves, in rows that are not those it had, and no other checkpoint changes."""
+@pytest.mark.parametrize("kv_format", ["fp8", "bf16", "fp32"])
+def test_snapshots_there_and_back(device: torch.device, kv_format: str) -> None:
+    """Every byte of a snapshot moves, in rows that are not those it had, and no other snapshot changes."""
     config = DSV4Config.flash()
-    layout = CacheLayout.build(config, build_schedule(config)[:5], device, row_format=row_format)
-    storage = StateStorage(layout, num_slots=3, checkpoints=4, positions=False)
-    for checkpoint in range(1, 5):
-        for view in storage.checkpoint_views(checkpoint):
+    layout = CacheLayout.build(config, build_schedule(config)[:5], device, kv_format=kv_format)
+    storage = StateStorage(layout, num_slots=3, snapshots=4, positions=False)
+    for snapshot in range(1, 5):
+        for view in storage.snapshot_views(snapshot):
             view.random_(0, 256)
-    before = {i: [view.clone() for view in storage.checkpoint_views(i)] for i in range(1, 5)}
-    host = HostCheckpointPool(storage, 5)
-    assert host.checkpoint_bytes == layout.checkpoint_bytes
+    before = {i: [view.clone() for view in storage.snapshot_views(i)] for i in range(1, 5)}
+    host = HostSnapshotPool(storage, 5)
+    assert host.snapshot_bytes == layout.snapshot_bytes
     host.save(2, 4)
     host.save(4, 1)
-    for view in storage.checkpoint_views(2):
+    for view in storage.snapshot_views(2):
         view.zero_()
     host.load(2, 1)
     host.load(4, 4)
     if device.type == "cuda":
         torch.cuda.synchronize()
     for here, there in ((1, 1), (2, 4), (3, 3), (4, 2)):
-        assert all(torch.equal(a, b) for a, b in zip(storage.checkpoint_views(here), before[there])), here
+        assert all(torch.equal(a, b) for a, b in zip(storage.snapshot_views(here), before[there])), here
     assert not host.rows[[0, 2, 3]].any()
 
 
-def test_a_loaded_checkpoint_is_the_state_that_was_stored(device: torch.device) -> None:
-    """Through a slot, a checkpoint, the host, another checkpoint and another slot."""
+def test_a_loaded_snapshot_is_the_state_that_was_stored(device: torch.device) -> None:
+    """Through a slot, a snapshot, the host, another snapshot and another slot."""
     config = DSV4Config.flash()
     layout = CacheLayout.build(config, build_schedule(config)[:5], device)
-    storage = StateStorage(layout, num_slots=3, checkpoints=2, positions=False)
+    storage = StateStorage(layout, num_slots=3, snapshots=2, positions=False)
     for tensor in storage.tensors:
         tensor.copy_(torch.randint(0, 100, tensor.shape).to(tensor.dtype))
-    host, ints = HostCheckpointPool(storage, 1), torch.tensor([[1], [2]], dtype=torch.int32, device=device)
+    host, ints = HostSnapshotPool(storage, 1), torch.tensor([[1], [2]], dtype=torch.int32, device=device)
     one, two = ints
     storage.store(one, one)
     host.save(1, 0)

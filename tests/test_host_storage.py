@@ -15,16 +15,16 @@ from shutil import rmtree
 from typing import Any
 
 import pytest
+from fake_streams import THREADS_RUN_LATE
+from host_cache_harness import HostCacheServer
 from prefix_tree_server import BLOCK, without_a_server
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
-from streams import THREADS_RUN_LATE
-from tiered_server import TieredServer
 
 from dsv4_sglang.cli.demo import free_port
-from dsv4_sglang.srt.host.folder import USED, stored_files
-from dsv4_sglang.srt.host.mooncake import MooncakeStorage
-from dsv4_sglang.srt.host.storage import FileStorage
-from dsv4_sglang.srt.integrity import COPIES, examine
+from dsv4_sglang.srt.features.integrity import COPIES, examine
+from dsv4_sglang.srt.host_cache.folder import USED, stored_files
+from dsv4_sglang.srt.host_cache.mooncake import MooncakeStorage
+from dsv4_sglang.srt.host_cache.storage import FileStorage
 
 PROMPT = [1 + at // BLOCK for at in range(5 * BLOCK + 60)]
 
@@ -46,11 +46,11 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, storage: str) -> Pat
 
 
 @pytest.fixture
-def restarted(folder: Path, storage: str) -> Callable[..., TieredServer]:
+def restarted(folder: Path, storage: str) -> Callable[..., HostCacheServer]:
     """A server that finds the folder of those before."""
 
-    def start(monkeypatch: pytest.MonkeyPatch, **options: Any) -> TieredServer:
-        return TieredServer(monkeypatch, seed=0, storage=storage, **options)
+    def start(monkeypatch: pytest.MonkeyPatch, **options: Any) -> HostCacheServer:
+        return HostCacheServer(monkeypatch, seed=0, storage=storage, **options)
 
     return start
 
@@ -60,14 +60,14 @@ def pages_in(folder: Path) -> dict[Path, bytes]:
 
 
 def test_a_new_server_finds_what_the_last_one_stored(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
 ) -> None:
     with monkeypatch.context() as patch:
         server = restarted(patch)
         assert server.serve(PROMPT) == 0
         server.check()
     pages = [path.name for path in pages_in(folder)]
-    assert len(pages) == 5 + 2, "five blocks; checkpoints at four blocks, the interval, and at five, the end"
+    assert len(pages) == 5 + 2, "five blocks; snapshots at four blocks, the interval, and at five, the end"
     assert all("-dsv4v4-fp32-fp32-" in page for page in pages)
     with monkeypatch.context() as patch:
         server = restarted(patch)
@@ -81,7 +81,7 @@ def test_a_new_server_finds_what_the_last_one_stored(
 
 
 def test_pages_say_whose_they_are(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
 ) -> None:
     """As `dsv4-sglang storage` lists them."""
     restarted(monkeypatch).serve(PROMPT)
@@ -93,17 +93,17 @@ def test_pages_say_whose_they_are(
 
 
 def test_what_is_new_reaches_the_storage_where_the_host_is_full(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
 ) -> None:
     """Six lines on a device of 40 blocks, of which a host of 12 has room for two."""
     lines = [[100 * line + token for token in PROMPT] for line in range(6)]
     with monkeypatch.context() as patch:
-        server = restarted(patch, host_blocks=12, host_checkpoints=4)
+        server = restarted(patch, host_blocks=12, host_snapshots=4)
         for line in lines:
             assert server.serve(line) == 0
             server.check()
-        assert server.component.host_counters.saves_refused == 0 and not server.wrong
-    assert len(pages_in(folder)) >= 6 * (5 + 1), "all blocks, and each line's last checkpoint"
+        assert server.component.host_counters.saves_rejected == 0 and not server.wrong
+    assert len(pages_in(folder)) >= 6 * (5 + 1), "all blocks, and each line's last snapshot"
     with monkeypatch.context() as patch:
         server = restarted(patch)
         for line in lines:
@@ -113,7 +113,7 @@ def test_what_is_new_reaches_the_storage_where_the_host_is_full(
 
 @pytest.mark.parametrize("host_blocks", [120, 6])
 def test_the_rest_of_a_line_of_which_the_host_has_nothing(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer], host_blocks: int
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer], host_blocks: int
 ) -> None:
     """It comes from the storage behind what only the device has, which is saved before the device gives it up, or all
     is lost together where the host has no room for both."""
@@ -137,18 +137,18 @@ def test_the_rest_of_a_line_of_which_the_host_has_nothing(
 
 
 @pytest.mark.parametrize("damage", ["torn", "changed", "of zeros", "another's", "gone"])
-@pytest.mark.parametrize("which", ["a block", "a checkpoint"])
+@pytest.mark.parametrize("which", ["a block", "a snapshot"])
 def test_a_page_that_cannot_be_used_is_a_miss(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
-    restarted: Callable[..., TieredServer],
+    restarted: Callable[..., HostCacheServer],
     caplog: pytest.LogCaptureFixture,
     damage: str,
     which: str,
 ) -> None:
     with monkeypatch.context() as patch:
         restarted(patch).serve(PROMPT)
-    of_kind = {p: page for p, page in pages_in(folder).items() if ("c4_state" in p.name) == (which == "a checkpoint")}
+    of_kind = {p: page for p, page in pages_in(folder).items() if ("c4_state" in p.name) == (which == "a snapshot")}
     others = [*of_kind.values()][1:] + [*of_kind.values()][:1]
     for (path, page), other in zip(of_kind.items(), others):
         if damage == "gone":
@@ -171,7 +171,7 @@ def test_a_page_that_cannot_be_used_is_a_miss(
 
 
 def test_a_storage_that_is_cleared_has_nothing(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
 ) -> None:
     """As after new weights. Pages of others stay."""
     server = restarted(monkeypatch)
@@ -210,7 +210,7 @@ def no_room(kind: str, folder: Path) -> Iterator[None]:
 def test_a_storage_without_room(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
-    restarted: Callable[..., TieredServer],
+    restarted: Callable[..., HostCacheServer],
     caplog: pytest.LogCaptureFixture,
     kind: str,
 ) -> None:
@@ -240,10 +240,10 @@ def test_a_storage_without_room(
 
 
 def test_requests_beside_a_storage(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
 ) -> None:
     """Steps, evictions on both tiers and stores in one, with a host that is full."""
-    server = restarted(monkeypatch, host_blocks=50, host_checkpoints=10)
+    server = restarted(monkeypatch, host_blocks=50, host_snapshots=10)
     for _ in range(150):
         server.turn()
         assert not server.wrong
@@ -258,17 +258,19 @@ def test_requests_beside_a_storage(
 fetches = pytest.mark.skipif(not THREADS_RUN_LATE, reason="this SGLang has other threads")
 PREFETCH_POLICIES = ("best_effort", "timeout", "wait_complete")
 LONG = [1 + at // BLOCK for at in range(9 * BLOCK + 60)]
-"""With checkpoints at 4, 8 and 9 blocks."""
+"""With snapshots at 4, 8 and 9 blocks."""
 START = LONG[: 4 * BLOCK + 60]
 
 
 @pytest.fixture
-def late(folder: Path, restarted: Callable[..., TieredServer]) -> Callable[[pytest.MonkeyPatch, str], TieredServer]:
+def late(
+    folder: Path, restarted: Callable[..., HostCacheServer]
+) -> Callable[[pytest.MonkeyPatch, str], HostCacheServer]:
     """A server whose storage has LONG, and whose host has the start of it."""
     with pytest.MonkeyPatch.context() as patch:
         restarted(patch).serve(LONG)
 
-    def start(patch: pytest.MonkeyPatch, policy: str, **sizes: int) -> TieredServer:
+    def start(patch: pytest.MonkeyPatch, policy: str, **sizes: int) -> HostCacheServer:
         server = restarted(patch, late_threads=True, prefetch_policy=policy, **sizes)
         server.cache.prefetch_timeout_base = 1e9
         assert fetched(server, START) == 4 * BLOCK
@@ -277,7 +279,7 @@ def late(folder: Path, restarted: Callable[..., TieredServer]) -> Callable[[pyte
     return start
 
 
-def run_parts(server: TieredServer, parts: int) -> bool:
+def run_parts(server: HostCacheServer, parts: int) -> bool:
     """So many parts of what threads and streams have to do; whether there are so many."""
     for _ in range(parts):
         if not server.streams.run_some(1):
@@ -287,7 +289,7 @@ def run_parts(server: TieredServer, parts: int) -> bool:
     return True
 
 
-def fetched(server: TieredServer, tokens: list[int]) -> int:
+def fetched(server: HostCacheServer, tokens: list[int]) -> int:
     """Tokens that come from the storage where nobody ends the fetch."""
     request = server.begin_prefetch(tokens)
     while run_parts(server, 1):
@@ -296,11 +298,11 @@ def fetched(server: TieredServer, tokens: list[int]) -> int:
     return server.cache.pop_prefetch_loaded_tokens(request)
 
 
-def host_held(server: TieredServer) -> tuple[int, int]:
+def host_held(server: HostCacheServer) -> tuple[int, int]:
     return server.cache.full_kv_pool_host.held, server.cache.mamba_pool_host.held
 
 
-def nothing_left(server: TieredServer) -> None:
+def nothing_left(server: HostCacheServer) -> None:
     """Of fetches, in the host's pools, in the tree or for the next ones."""
     server.settle()
     server.check()
@@ -316,12 +318,12 @@ def nothing_left(server: TieredServer) -> None:
 @pytest.mark.parametrize("policy", PREFETCH_POLICIES)
 @pytest.mark.parametrize("then", ["others", "flush"])
 def test_a_fetch_that_is_aborted_at_any_point(
-    monkeypatch: pytest.MonkeyPatch, late: Callable[..., TieredServer], policy: str, then: str
+    monkeypatch: pytest.MonkeyPatch, late: Callable[..., HostCacheServer], policy: str, then: str
 ) -> None:
     """Others take the host's rows before the thread that reads goes on: it writes to none of theirs."""
     for parts in range(100):
         with monkeypatch.context() as patch:
-            server = late(patch, policy, host_blocks=9, host_checkpoints=3)
+            server = late(patch, policy, host_blocks=9, host_snapshots=3)
             request = server.begin_prefetch(LONG)
             if not run_parts(server, parts):
                 break
@@ -342,7 +344,7 @@ def test_a_fetch_that_is_aborted_at_any_point(
 @fetches
 @pytest.mark.parametrize("policy", PREFETCH_POLICIES)
 def test_a_fetch_that_its_request_looks_for_at_any_point(
-    monkeypatch: pytest.MonkeyPatch, late: Callable[..., TieredServer], policy: str
+    monkeypatch: pytest.MonkeyPatch, late: Callable[..., HostCacheServer], policy: str
 ) -> None:
     """best_effort ends it there, timeout when its time has passed, wait_complete when it is complete. What is found is
     whole or nothing, and the request resumes from it."""
@@ -375,9 +377,9 @@ def test_a_fetch_that_its_request_looks_for_at_any_point(
 @pytest.mark.parametrize("policy", PREFETCH_POLICIES)
 @pytest.mark.parametrize("why", ["one is gone", "the host has no room", "one is damaged"])
 def test_a_part_of_what_a_request_looks_for(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, late: Callable[..., TieredServer], policy: str, why: str
+    monkeypatch: pytest.MonkeyPatch, folder: Path, late: Callable[..., HostCacheServer], policy: str, why: str
 ) -> None:
-    """It is served up to the last checkpoint before; of a page that proves to be damaged nobody knew before."""
+    """It is served up to the last snapshot before; of a page that proves to be damaged nobody knew before."""
     server = late(monkeypatch, policy, host_blocks=8 if why == "the host has no room" else 120)
     if why != "the host has no room":
         last = (9).to_bytes(8, "little") * BLOCK
@@ -394,14 +396,14 @@ def ways_of(storage: str) -> list[tuple[type, str, Any]]:
     """Methods that move pages, and what they return when they do not."""
     if storage == "file":
         return [(FileStorage, "set", False), (FileStorage, "get", None)]
-    from dsv4_sglang.srt.host.nixl import NixlStorage
+    from dsv4_sglang.srt.host_cache.nixl import NixlStorage
 
     return [(NixlStorage, "_xfer_and_wait", False)]
 
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_requests_beside_a_storage_that_fails(
-    monkeypatch: pytest.MonkeyPatch, storage: str, restarted: Callable[..., TieredServer], raises: bool
+    monkeypatch: pytest.MonkeyPatch, storage: str, restarted: Callable[..., HostCacheServer], raises: bool
 ) -> None:
     """One way there of five fails, and one back: what is asked for comes whole or not at all, and a
     server that starts again computes the rest."""
@@ -435,7 +437,7 @@ def test_requests_beside_a_storage_that_fails(
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_tenants_share_nothing_in_a_storage(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer], at_once: bool
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer], at_once: bool
 ) -> None:
     """Three of them and a request of nobody ask the same. Behind a restart each finds what it has stored, no matter
     what the others have brought to the host, and the fourth tenant nothing."""
@@ -472,7 +474,7 @@ def test_tenants_share_nothing_in_a_storage(
 
 
 def test_keys_of_tenants_are_those_of_newer_releases(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
 ) -> None:
     """So that an update of SGLang finds what was stored."""
     restarted(monkeypatch).serve([1] * (BLOCK + 1), "a")
@@ -482,7 +484,7 @@ def test_keys_of_tenants_are_those_of_newer_releases(
 
 
 def test_other_weights_find_nothing(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
 ) -> None:
     """Of the same model in the same folder: random ones, and those of another loader."""
     flags = [
@@ -501,7 +503,7 @@ def test_other_weights_find_nothing(
 
 
 def test_a_long_name_of_a_model(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., TieredServer]
+    monkeypatch: pytest.MonkeyPatch, folder: Path, restarted: Callable[..., HostCacheServer]
 ) -> None:
     """As the path of a snapshot of the hub, which a server is called by."""
     called = "/models--deepseek-ai--DeepSeek-V4-Flash/snapshots/" + "f" * 300
@@ -526,7 +528,7 @@ def lines_about(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
 def test_a_folder_that_is_gone(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
-    restarted: Callable[..., TieredServer],
+    restarted: Callable[..., HostCacheServer],
     caplog: pytest.LogCaptureFixture,
     extra: dict[str, Any],
 ) -> None:
@@ -557,7 +559,7 @@ def test_a_folder_that_is_gone(
 @pytest.mark.parametrize("storage", ["file"], indirect=True)
 @pytest.mark.parametrize("error", [PermissionError("no access"), RuntimeError("any other")], ids=["OSError", "other"])
 def test_a_look_up_that_fails_is_a_miss(
-    monkeypatch: pytest.MonkeyPatch, restarted: Callable[..., TieredServer], error: Exception
+    monkeypatch: pytest.MonkeyPatch, restarted: Callable[..., HostCacheServer], error: Exception
 ) -> None:
     """Whatever the error: SGLang's thread goes on, and the next look-up finds what is stored."""
 
@@ -616,7 +618,7 @@ def test_pages_in_mooncakes_store(
 
     def found(serve: bool = True, tenant: str | None = None) -> int:
         with monkeypatch.context() as patch:
-            server = TieredServer(patch, seed=0, storage="mooncake")
+            server = HostCacheServer(patch, seed=0, storage="mooncake")
             there = server.prefetch(PROMPT, tenant)
             assert not serve or server.serve(PROMPT, tenant) == there
             assert not server.wrong

@@ -1,5 +1,5 @@
 """The integrity check: each thing that it looks at is broken once, and named. Sound caches: it is what the machines in
-test_prefix_sglang.py and test_host_tier.py ask after their steps."""
+test_prefix_sglang.py and test_host_cache.py ask after their steps."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from host_cache_harness import HostCacheServer
 from prefix_tree_server import BLOCK, SEPARATE, without_a_server
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_parallel
-from tiered_server import TieredServer
 
-from dsv4_sglang.srt import integrity
-from dsv4_sglang.srt.integrity import Pool, examine
-from dsv4_sglang.srt.prefix.component import PENDING, Pending
+from dsv4_sglang.srt.features import integrity
+from dsv4_sglang.srt.features.integrity import Pool, examine
+from dsv4_sglang.srt.prefix_cache.component import PENDING, Pending
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TieredServer]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostCacheServer]:
     """A line of six blocks and a branch of it, on device and host; a request that resumed from them, and runs."""
     without_a_server(monkeypatch)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    server = TieredServer(monkeypatch, seed=0)
+    server = HostCacheServer(monkeypatch, seed=0)
     line = [at // BLOCK for at in range(6 * BLOCK)]
     server.serve([*line, 1])
     server.serve([*line[: 4 * BLOCK], *[99] * (2 * BLOCK), 1])
@@ -38,62 +38,62 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TieredServer]:
     torch.set_num_threads(threads)
 
 
-def cached(server: TieredServer) -> Any:
-    """A node at the end of a path, with a checkpoint in both places, that nobody locks."""
+def cached(server: HostCacheServer) -> Any:
+    """A node at the end of a path, with a snapshot in both places, that nobody locks."""
     nodes = server.component.slots.nodes.values()
     return next(node for node in nodes if not node.children and not node.component_data[ComponentType.FULL].lock_ref)
 
 
-def full(server: TieredServer) -> Any:
+def full(server: HostCacheServer) -> Any:
     return cached(server).component_data[ComponentType.FULL]
 
 
-def mamba(server: TieredServer) -> Any:
+def mamba(server: HostCacheServer) -> Any:
     return cached(server).component_data[ComponentType.MAMBA]
 
 
-def running(server: TieredServer) -> Any:
+def running(server: HostCacheServer) -> Any:
     return server.running[0]
 
 
-def row(server: TieredServer) -> torch.Tensor:
+def row(server: HostCacheServer) -> torch.Tensor:
     return server.pool.req_to_token[running(server).req_pool_idx]
 
 
-def free_too(server: TieredServer) -> None:
+def free_too(server: HostCacheServer) -> None:
     page = full(server).value[:1] // BLOCK
     server.allocator.free_pages = torch.cat([server.allocator.free_pages, page])
 
 
-def slot_free_too(server: TieredServer) -> None:
+def slot_free_too(server: HostCacheServer) -> None:
     slots = server.component.slots
     slots.take()
     slots.give_back(mamba(server).value.tolist())
 
 
-def pending_twice(server: TieredServer) -> None:
+def pending_twice(server: HostCacheServer) -> None:
     setattr(running(server), PENDING, [Pending(BLOCK, int(mamba(server).value), rolling=False)])
 
 
-def two_nodes_one_row(server: TieredServer) -> None:
+def two_nodes_one_row(server: HostCacheServer) -> None:
     other = next(n for n in server.component.slots.nodes.values() if n is not cached(server))
     mamba(server).host_value = other.component_data[ComponentType.MAMBA].host_value
 
 
-def lost_neighbour(server: TieredServer) -> None:
+def lost_neighbour(server: HostCacheServer) -> None:
     registry, slot = server.component.slots.registry, int(mamba(server).value)
     registry._following[registry.previous[slot]].discard(slot)
 
 
-def forgotten_node(server: TieredServer) -> None:
+def forgotten_node(server: HostCacheServer) -> None:
     del server.component.slots.nodes[int(mamba(server).value)]
 
 
-def shifted_blocks(server: TieredServer) -> None:
+def shifted_blocks(server: HostCacheServer) -> None:
     full(server).value = full(server).value + 1
 
 
-def let_go_too_early(server: TieredServer) -> None:
+def let_go_too_early(server: HostCacheServer) -> None:
     request = running(server)
     if SEPARATE:
         server.cache.unlock(request.lock)
@@ -101,20 +101,20 @@ def let_go_too_early(server: TieredServer) -> None:
         server.cache._dec_req_lock(request)
 
 
-def held_by_nobody(server: TieredServer) -> None:
+def held_by_nobody(server: HostCacheServer) -> None:
     if SEPARATE:
         running(server).lock.node = 10**6
     running(server).last_node = 10**6
 
 
-def other_table(server: TieredServer) -> None:
+def other_table(server: HostCacheServer) -> None:
     row(server)[:BLOCK], row(server)[BLOCK : 2 * BLOCK] = (
         row(server)[BLOCK : 2 * BLOCK].clone(),
         row(server)[:BLOCK].clone(),
     )
 
 
-FAULTS: dict[str, tuple[Callable[[TieredServer], Any], str]] = {
+FAULTS: dict[str, tuple[Callable[[HostCacheServer], Any], str]] = {
     "a leaked block": (lambda s: s.allocator.alloc(BLOCK), r"block \d+: nobody owns it"),
     "a cached block that is free, too": (free_too, r"block \d+: 2 owners: the free list, node \d+"),
     "a request with a block of the tree": (
@@ -123,21 +123,21 @@ FAULTS: dict[str, tuple[Callable[[TieredServer], Any], str]] = {
     ),
     "a node whose indices are no blocks": (shifted_blocks, "is no list of whole blocks of 128 tokens"),
     "a table that is not the path": (other_table, r"request \d+: its table begins with the blocks .* has \["),
-    "a leaked checkpoint slot": (lambda s: s.component.slots.take(), r"checkpoint slot \d+: nobody owns it"),
-    "a checkpoint whose slot is free, too": (slot_free_too, r"checkpoint slot \d+: 2 owners: the free list, node \d+"),
-    "a request with a checkpoint of the tree": (pending_twice, r"checkpoint slot \d+: 2 owners: request \d+, node"),
+    "a leaked snapshot slot": (lambda s: s.component.slots.take(), r"snapshot slot \d+: nobody owns it"),
+    "a snapshot whose slot is free, too": (slot_free_too, r"snapshot slot \d+: 2 owners: the free list, node \d+"),
+    "a request with a snapshot of the tree": (pending_twice, r"snapshot slot \d+: 2 owners: request \d+, node"),
     "a leaked state slot": (lambda s: s.pool.mamba_allocator.alloc(1), r"state slot \d+: nobody owns it"),
     "a leaked request row": (lambda s: s.pool.free_slots.pop(), r"request row \d+: nobody owns it"),
     "a row that is not there": (lambda s: s.pool.free_slots.append(99), r"request row 99: .* has it, outside 1\.\.6"),
     "a leaked host block": (lambda s: s.cache.full_kv_pool_host.alloc(BLOCK), r"host block \d+: nobody owns it"),
-    "a host row owned twice": (two_nodes_one_row, r"host checkpoint \d+: 2 owners: node \d+, node \d+"),
+    "a host row owned twice": (two_nodes_one_row, r"host snapshot \d+: 2 owners: node \d+, node \d+"),
     "a host row that is free, too": (
         lambda s: s.cache.full_kv_pool_host.free(full(s).host_value[:BLOCK]),
         r"host block \d+: 2 owners: the free list, node \d+",
     ),
     "a lock left": (
         lambda s: s.cache.inc_lock_ref(cached(s).id),
-        r"checkpoint of node \d+: locked 1 times, held by nobody",
+        r"snapshot of node \d+: locked 1 times, held by nobody",
     ),
     "a lock let go too early": (
         let_go_too_early,
@@ -151,34 +151,34 @@ FAULTS: dict[str, tuple[Callable[[TieredServer], Any], str]] = {
         held_by_nobody,
         r"request \d+: it holds node 1000000, which is not in the tree",
     ),
-    "a checkpoint of another length": (
+    "a snapshot of another length": (
         lambda s: s.component.slots.registry.length.__setitem__(int(mamba(s).value), 5),
-        r"checkpoint \d+: its length: the registry has 5, the tree 768",
+        r"snapshot \d+: its length: the registry has 5, the tree 768",
     ),
-    "another checkpoint before it": (
+    "another snapshot before it": (
         lambda s: s.component.slots.registry.previous.__setitem__(int(mamba(s).value), 0),
-        r"checkpoint \d+: the checkpoint before it: the registry has 0, the tree \d",
+        r"snapshot \d+: the snapshot before it: the registry has 0, the tree \d",
     ),
     "a branch that the registry has lost": (
         lost_neighbour,
-        r"checkpoints behind \d+: the registry has \[\d+\], the tree \[\d+, \d+\]",
+        r"snapshots behind \d+: the registry has \[\d+\], the tree \[\d+, \d+\]",
     ),
-    "a checkpoint that is locked in the registry only": (
+    "a snapshot that is locked in the registry only": (
         lambda s: s.component.slots.registry.lock(int(mamba(s).value)),
-        r"checkpoint \d+: its locks: the registry has 1, the tree 0",
+        r"snapshot \d+: its locks: the registry has 1, the tree 0",
     ),
     "a copy that the registry does not know": (
         lambda s: s.component.slots.registry.copied.__setitem__(int(mamba(s).value), False),
         r"that the host has it, too: the registry has False, the tree True",
     ),
-    "a checkpoint that the slots have forgotten": (forgotten_node, r"hangs on node \d+, and the slots know another"),
-    "a checkpoint that the registry has forgotten": (
+    "a snapshot that the slots have forgotten": (forgotten_node, r"hangs on node \d+, and the slots know another"),
+    "a snapshot that the registry has forgotten": (
         lambda s: s.component.slots.registry.held.__setitem__(int(mamba(s).value), False),
         r"hangs on node \d+, and the registry has it not",
     ),
-    "a checkpoint without a node": (
+    "a snapshot without a node": (
         lambda s: s.component.slots.registry.held.__setitem__(14, True),
-        "checkpoint 14: slots or registry have it, and no node of the tree",
+        "snapshot 14: slots or registry have it, and no node of the tree",
     ),
     "a size that is not the tree's": (
         lambda s: s.cache.tree_core.component_evictable_size_.__setitem__(ComponentType.FULL, 7),
@@ -188,7 +188,7 @@ FAULTS: dict[str, tuple[Callable[[TieredServer], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_named(server: TieredServer, name: str) -> None:
+def test_a_fault_is_named(server: HostCacheServer, name: str) -> None:
     fault, words = FAULTS[name]
     fault(server)
     found = examine(server.cache, server.running)
@@ -197,17 +197,17 @@ def test_a_fault_is_named(server: TieredServer, name: str) -> None:
         server.check()
 
 
-def test_what_a_request_that_nobody_knows_has_is_leaked(server: TieredServer) -> None:
+def test_what_a_request_that_nobody_knows_has_is_leaked(server: HostCacheServer) -> None:
     found = [f"{what}: {wrong}" for what, wrong in examine(server.cache, []).findings]
     for thing in ("block", "request row", "state slot"):
         assert any(text.startswith(thing) and text.endswith("nobody owns it: it is leaked") for text in found), thing
     assert any("held by nobody" in text for text in found)
 
 
-def test_counts_by_owner(server: TieredServer) -> None:
+def test_counts_by_owner(server: HostCacheServer) -> None:
     pools = {pool.thing: pool for pool in examine(server.cache, server.running).pools}
     assert list(pools) == [
-        "block", "request row", "state slot", "checkpoint slot", "host block", "host checkpoint",
+        "block", "request row", "state slot", "snapshot slot", "host block", "host snapshot",
     ]  # fmt: skip
     assert dict(pools["block"].counts) == {"free": 30, "cached": 9, "requests": 1, "copies": 0}
     assert pools["state slot"].counts["requests"] == pools["request row"].counts["requests"] == 1
@@ -215,7 +215,7 @@ def test_counts_by_owner(server: TieredServer) -> None:
     assert all(sum(pool.counts.values()) == len(pool.ids) for pool in pools.values())
 
 
-def test_a_report_does_not_grow_with_a_leak(server: TieredServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_does_not_grow_with_a_leak(server: HostCacheServer, monkeypatch: pytest.MonkeyPatch) -> None:
     idle = SimpleNamespace(_check_all_pools=lambda stats: (True, ["the sums"]))
     scheduler = SimpleNamespace(
         tree_cache=server.cache,

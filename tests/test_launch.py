@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_sglang.srt import launch
-from dsv4_sglang.srt.launch_error import LaunchError
+from dsv4_sglang.srt.integration import launch_command
+from dsv4_sglang.srt.integration.launch_error import LaunchError
 
-FLAG = launch.OPT_IN_FLAG
+FLAG = launch_command.OPT_IN_FLAG
 
 
-def _override(command: launch.Command) -> dict:
+def _override(command: launch_command.Command) -> dict:
     values = [command.argv[i + 1] for i, word in enumerate(command.argv) if word == FLAG]
     assert len(values) == 1
     return json.loads(values[0])
@@ -23,21 +23,21 @@ def _override(command: launch.Command) -> dict:
 
 @pytest.mark.parametrize("flags", [[FLAG, "{}"], [FLAG + "={}"], []])
 def test_opts_in_once(flags: list[str]) -> None:
-    assert _override(launch.server_command("m", flags, cpu=False)) == {"dsv4_sglang": {}}
+    assert _override(launch_command.server_command("m", flags, cpu=False)) == {"dsv4_sglang": {}}
 
 
 def test_keeps_what_the_user_overrides() -> None:
     given = {"dsv4_sglang": {"hca_state": "raw"}, "rope_theta": 5}
-    command = launch.server_command("m", ["--port", "1", FLAG, json.dumps(given), "--tp", "1"], cpu=False)
+    command = launch_command.server_command("m", ["--port", "1", FLAG, json.dumps(given), "--tp", "1"], cpu=False)
     assert _override(command) == given
     assert command.argv[-4:] == ["--port", "1", "--tp", "1"]
-    assert _override(launch.server_command("m", [FLAG + '={"a": 1}'], cpu=True)) == {"dsv4_sglang": {}, "a": 1}
+    assert _override(launch_command.server_command("m", [FLAG + '={"a": 1}'], cpu=True)) == {"dsv4_sglang": {}, "a": 1}
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "3", '{"dsv4_sgalng": {}}', '{"dsv4_sglang": 3}'])
 def test_overrides_that_are_invalid_are_rejected(text: str) -> None:
     with pytest.raises(LaunchError, match=r"json-model-override-args"):
-        launch.server_command("m", [FLAG, text], cpu=False)
+        launch_command.server_command("m", [FLAG, text], cpu=False)
 
 
 @pytest.mark.parametrize(
@@ -53,21 +53,21 @@ def test_the_file_of_a_broken_config_is_named(tmp_path: Path, written: str | Non
     if written is not None:
         (tmp_path / "config.json").write_text(written)
     with pytest.raises(LaunchError) as error:
-        launch.config_of(str(tmp_path))
+        launch_command.config_of(str(tmp_path))
     assert str(error.value).startswith(f"{tmp_path / said}")
 
 
 def test_models_that_lie_elsewhere(tmp_path: Path) -> None:
     for name in ("deepseek-ai/DeepSeek-V4-Flash", "s3://bucket/a/b"):
-        assert launch.config_of(name) == {}
+        assert launch_command.config_of(name) == {}
     for missing in (str(tmp_path / "gone"), "DeepSeek-V4-Flash", "./models/tiny", "a/b/c"):
         with pytest.raises(LaunchError) as error:
-            launch.config_of(missing)
+            launch_command.config_of(missing)
         assert str(error.value).startswith(f"--model-path {missing}: no such folder; give ")
 
 
 def test_with_a_gpu_only_the_opt_in_is_added() -> None:
-    command = launch.server_command("m", ["--dtype", "bfloat16"], cpu=False, python="py")
+    command = launch_command.server_command("m", ["--dtype", "bfloat16"], cpu=False, python="py")
     assert command.argv == [
         *["py", "-m", "sglang.launch_server", "--model-path", "m", FLAG, '{"dsv4_sglang": {}}'],
         *["--dtype", "bfloat16"],
@@ -77,14 +77,14 @@ def test_with_a_gpu_only_the_opt_in_is_added() -> None:
 
 @pytest.mark.parametrize("given", [["--max-total-tokens", "999"], ["--max-total-tokens=999"]])
 def test_a_flag_of_the_user_replaces_the_default_for_a_cpu(given: list[str]) -> None:
-    argv = launch.server_command("m", given, cpu=True).argv
+    argv = launch_command.server_command("m", given, cpu=True).argv
     assert argv[-len(given) :] == given
     assert sum(word.startswith("--max-total-tokens") for word in argv) == 1
     assert argv[argv.index("--device") + 1] == "cpu"
 
 
 def test_the_printed_line_is_the_command() -> None:
-    command = launch.server_command("a dir/with 'quotes'", ["--host", "x y"], cpu=True)
+    command = launch_command.server_command("a dir/with 'quotes'", ["--host", "x y"], cpu=True)
     words = shlex.split(command.shell())
     count = len(command.environment)
     assert dict(word.split("=", 1) for word in words[:count]) == command.environment
@@ -92,23 +92,24 @@ def test_the_printed_line_is_the_command() -> None:
 
 
 def test_cpu_environment_puts_the_stand_in_first_and_keeps_the_path() -> None:
-    mine = os.pathsep.join(["/mine", str(launch.CPU_SHIM), "/other"])
-    path = launch.cpu_environment({"PYTHONPATH": mine})["PYTHONPATH"].split(os.pathsep)
-    assert path == [str(launch.CPU_SHIM), "/mine", "/other"]
-    assert launch.cpu_environment({})["PYTHONPATH"] == str(launch.CPU_SHIM)
+    mine = os.pathsep.join(["/mine", str(launch_command.CPU_SHIM), "/other"])
+    path = launch_command.cpu_environment({"PYTHONPATH": mine})["PYTHONPATH"].split(os.pathsep)
+    assert path == [str(launch_command.CPU_SHIM), "/mine", "/other"]
+    assert launch_command.cpu_environment({})["PYTHONPATH"] == str(launch_command.CPU_SHIM)
 
 
 def test_engine_arguments() -> None:
-    arguments = launch.engine_arguments("m", cpu=True, max_running_requests=3, dtype="float32")
+    arguments = launch_command.engine_arguments("m", cpu=True, max_running_requests=3, dtype="float32")
     assert arguments["device"] == "cpu"
     assert arguments["max_running_requests"] == 3
-    assert arguments["max_total_tokens"] == int(launch.CPU_FLAGS["--max-total-tokens"])
+    assert arguments["max_total_tokens"] == int(launch_command.CPU_FLAGS["--max-total-tokens"])
     assert json.loads(str(arguments["json_model_override_args"])) == {"dsv4_sglang": {}}
-    assert set(launch.engine_arguments("m", cpu=False)) == {"model_path", "json_model_override_args"}
+    assert set(launch_command.engine_arguments("m", cpu=False)) == {"model_path", "json_model_override_args"}
 
 
 def test_importing_it_imports_neither_torch_nor_sglang() -> None:
-    code = "import sys, dsv4_sglang.srt.launch; print([m for m in ('torch', 'sglang') if m in sys.modules])"
+    code = "import sys, dsv4_sglang.srt.integration.launch_command\n"
+    code += "print([m for m in ('torch', 'sglang') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
@@ -117,14 +118,14 @@ def test_importing_it_imports_neither_torch_nor_sglang() -> None:
     [(["--a", "1"], "1"), (["--a=1"], "1"), (["--a=1", "--a", "2"], "2"), (["--b", "--a"], ""), (["--ab", "1"], None)],
 )
 def test_flag_value(flags: list[str], found: str | None) -> None:
-    assert launch.flag_value(flags, "--a") == found
+    assert launch_command.flag_value(flags, "--a") == found
 
 
 @pytest.mark.parametrize("given", [["--json-model-override", '{"a": 1}'], ['--j={"a": 1}'], ["--conf", "f"], ["--dev"]])
 def test_an_abbreviation_of_a_flag_that_is_read_is_rejected(given: list[str]) -> None:
     """SGLang's parser would take it for the whole flag, behind the back of what is decided here."""
     with pytest.raises(LaunchError, match=r"^--\w.* is an abbreviation; expected the whole flag: write --"):
-        launch.server_command("m", ["--port", "1", *given], cpu=False)
+        launch_command.server_command("m", ["--port", "1", *given], cpu=False)
 
 
 @pytest.fixture
@@ -137,14 +138,16 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("join", [False, True])
 def test_flags_of_a_file(file: Path, join: bool) -> None:
     given = [f"--config={file}"] if join else ["--config", str(file)]
-    command = launch.server_command("m", given, cpu=True)
+    command = launch_command.server_command("m", given, cpu=True)
     assert _override(command) == {"dsv4_sglang": {}, "a": 1}
     assert command.argv[-2:] == ["--config", str(file)], "in two words, which SGLang looks for"
     assert "--max-total-tokens" not in command.argv and "--max-running-requests" in command.argv
-    assert launch.flag_value(given, "--port") == "77"
-    assert launch.flag_value([*given, "--port", "5"], "--port") == launch.flag_value(["--port", "5", *given], "--port")
-    assert launch.flag_value([*given, "--port", "5"], "--port") == "5"
-    more = launch.server_command("m", [*given, FLAG, '{"b": 2}'], cpu=False)
+    assert launch_command.flag_value(given, "--port") == "77"
+    assert launch_command.flag_value([*given, "--port", "5"], "--port") == launch_command.flag_value(
+        ["--port", "5", *given], "--port"
+    )
+    assert launch_command.flag_value([*given, "--port", "5"], "--port") == "5"
+    more = launch_command.server_command("m", [*given, FLAG, '{"b": 2}'], cpu=False)
     assert _override(more) == {"dsv4_sglang": {}, "b": 2}, "the command line wins, as in SGLang"
 
 
@@ -153,4 +156,4 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "flags.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"--config .*flags\.yaml"):
-        launch.server_command("m", ["--config", str(tmp_path / "flags.yaml")], cpu=False)
+        launch_command.server_command("m", ["--config", str(tmp_path / "flags.yaml")], cpu=False)

@@ -10,14 +10,14 @@ import torch
 
 from dsv4_sglang.cache import CacheLayout
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.srt import activate
-from dsv4_sglang.srt.launch_error import LaunchError
-from dsv4_sglang.srt.layout import served_layout
-from dsv4_sglang.srt.options import Options, from_override_args
-from dsv4_sglang.srt.sizing import (
+from dsv4_sglang.srt.integration import activate
+from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.integration.options import Options, from_override_args
+from dsv4_sglang.srt.memory.served_layout import served_layout
+from dsv4_sglang.srt.memory.sizing import (
     GIB,
     StateDemand,
-    default_checkpoints,
+    default_snapshots,
     memory_after_slots,
     require_context,
     state_demand,
@@ -36,28 +36,28 @@ def test_opting_in() -> None:
     assert from_override_args("{}") is None
     assert from_override_args('{"hidden_size": 128}') is None
     assert parse() == Options()
-    assert parse(indexer_format="nvfp4", checkpoint_interval=128, max_checkpoints=64) == Options(
-        indexer_format="nvfp4", checkpoint_interval=128, max_checkpoints=64
+    assert parse(indexer_format="nvfp4", snapshot_interval=128, max_snapshots=64) == Options(
+        indexer_format="nvfp4", snapshot_interval=128, max_snapshots=64
     )
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"indexer": "mxfp4"}, ['"indexer"', "indexer_format", "checkpoint_interval"]),
+        ({"indexer": "mxfp4"}, ['"indexer"', "indexer_format", "snapshot_interval"]),
         ({"hca_stat": "raw"}, ['"hca_stat"; did you mean hca_state?']),
         ({"indexer_format": "fp8"}, ["indexer_format", '"fp8"', '"mxfp4"', '"nvfp4"']),
         ({"indexer_format": 4}, ["indexer_format", "4", '"mxfp4"']),
         ({"hca_state": None}, ["hca_state", "null", '"raw"']),
-        ({"checkpoint_interval": "256"}, ["checkpoint_interval", '"256"', "whole number"]),
-        ({"checkpoint_interval": True}, ["checkpoint_interval", "true"]),
-        ({"checkpoint_interval": 200}, ["checkpoint_interval", "200", "multiple of 128"]),
-        ({"checkpoint_interval": 0}, ["checkpoint_interval", "positive"]),
+        ({"snapshot_interval": "256"}, ["snapshot_interval", '"256"', "whole number"]),
+        ({"snapshot_interval": True}, ["snapshot_interval", "true"]),
+        ({"snapshot_interval": 200}, ["snapshot_interval", "200", "multiple of 128"]),
+        ({"snapshot_interval": 0}, ["snapshot_interval", "positive"]),
         ({"integrity_check": 1}, ["integrity_check", "1", "true | false"]),
-        ({"max_checkpoints": -1}, ["max_checkpoints", "-1"]),
+        ({"max_snapshots": -1}, ["max_snapshots", "-1"]),
         ({"host_load_timeout_seconds": 0}, ["host_load_timeout_seconds is 0", "expected 1 or more"]),
         ({"host_load_timeout_seconds": None}, ["host_load_timeout_seconds", "null", "whole number"]),
-        ({"max_checkpoints": 1.5}, ["max_checkpoints", "1.5"]),
+        ({"max_snapshots": 1.5}, ["max_snapshots", "1.5"]),
     ],
 )
 def test_bad_options_are_named(options: dict[str, object], words: list[str]) -> None:
@@ -97,7 +97,7 @@ def layout(config: DSV4Config, kv_cache_dtype: torch.dtype = torch.float8_e4m3fn
 
 
 def test_bytes_of_flash_and_pro() -> None:
-    """SPEC 5.2 and 5.3: 584 B entries and 72 B keys; rings, tails of 24 x 640 and online HCA states."""
+    """SPEC 5.2 and 5.3: 584 B entries and 72 B keys; rings, compressor states of 24 x 640 and online HCA states."""
     flash, pro = layout(DSV4Config.flash()), layout(DSV4Config.pro())
     assert flash.token_bytes == (21 * 32 * (584 + 72) + 20 * 584) / 128
     assert pro.token_bytes == (30 * 32 * (584 + 72) + 31 * 584) / 128
@@ -109,33 +109,33 @@ def test_bytes_of_flash_and_pro() -> None:
 
 
 def test_state_demand() -> None:
-    assert state_demand(256, step_tokens=8192, default=700, max_checkpoints=None) == StateDemand(256, 64, 700)
-    assert state_demand(4, step_tokens=512, default=700, max_checkpoints=100) == StateDemand(4, 4, 100)
-    assert state_demand(4, step_tokens=100, default=8, max_checkpoints=None).slots == 5
-    with pytest.raises(ValueError, match=r"max_checkpoints is 7; 4 running requests.* at least 8"):
-        state_demand(4, step_tokens=512, default=700, max_checkpoints=7)
+    assert state_demand(256, step_tokens=8192, default=700, max_snapshots=None) == StateDemand(256, 64, 700)
+    assert state_demand(4, step_tokens=512, default=700, max_snapshots=100) == StateDemand(4, 4, 100)
+    assert state_demand(4, step_tokens=100, default=8, max_snapshots=None).slots == 5
+    with pytest.raises(ValueError, match=r"max_snapshots is 7; 4 running requests.* at least 8"):
+        state_demand(4, step_tokens=512, default=700, max_snapshots=7)
 
 
-def test_checkpoints_are_compact() -> None:
+def test_snapshots_are_compact() -> None:
     """Issue: 3.7 MB for V4-Flash, 5.2 MB for V4-Pro; about as much as 1,000 tokens."""
     for config, size, limit in ((DSV4Config.flash(), 3_644_416, 3.7e6), (DSV4Config.pro(), 5_174_272, 5.2e6)):
         made = layout(config)
-        assert made.checkpoint_bytes == size <= limit
-        assert 1000 < made.checkpoint_bytes / made.token_bytes < 1050
+        assert made.snapshot_bytes == size <= limit
+        assert 1000 < made.snapshot_bytes / made.token_bytes < 1050
 
 
-def test_a_share_of_memory_goes_to_checkpoints() -> None:
+def test_a_share_of_memory_goes_to_snapshots() -> None:
     flash = layout(DSV4Config.flash())
-    assert default_checkpoints(flash, 256, 84 * GIB) == 7 * GIB // flash.checkpoint_bytes
-    assert default_checkpoints(flash, 256, GIB) == 512, "two a running request"
+    assert default_snapshots(flash, 256, 84 * GIB) == 7 * GIB // flash.snapshot_bytes
+    assert default_snapshots(flash, 256, GIB) == 512, "two a running request"
 
 
 def test_state_slots_come_first() -> None:
     flash = layout(DSV4Config.flash())
     demand = StateDemand(256, 64, 1000)
-    taken = 321 * flash.slot_bytes + 1000 * flash.checkpoint_bytes
+    taken = 321 * flash.slot_bytes + 1000 * flash.snapshot_bytes
     assert memory_after_slots(flash, demand, 80) == 80 - taken / GIB
-    with pytest.raises(ValueError, match=r"320 slots of 4\.63 MB and 1000 checkpoints .* of 4\.00 GiB.*--max-running"):
+    with pytest.raises(ValueError, match=r"320 slots of 4\.63 MB and 1000 snapshots .* of 4\.00 GiB.*--max-running"):
         memory_after_slots(flash, demand, 4)
 
 
@@ -159,7 +159,7 @@ def test_table_adds_up() -> None:
     flash = layout(DSV4Config.flash())
     text = table(flash, 1 << 20, StateDemand(256, 64, 1000))
     assert "1048576 tokens in 8192 blocks" in text and "320 state slots" in text
-    assert "1000 checkpoints of 3644416 bytes" in text
+    assert "1000 snapshots of 3644416 bytes" in text
     lines = text.splitlines()
     total = float(lines[0].rsplit("; ", 1)[1].split()[0])
     assert sum(float(line.split()[-2]) for line in lines[1:]) == pytest.approx(total, abs=0.01)
@@ -169,7 +169,7 @@ def test_table_adds_up() -> None:
 def test_table_with_speculation() -> None:
     drafting = served_layout(DSV4Config.flash(), torch.float8_e4m3fn, Options(), "cpu", draft_tokens=4, draft_layers=1)
     first = table(drafting, 1 << 20, StateDemand(256, 64, 1000)).splitlines()[0]
-    assert "320 state slots of 6586752 bytes (256 requests" in first and "checkpoints of 3821952 bytes" in first
+    assert "320 state slots of 6586752 bytes (256 requests" in first and "snapshots of 3821952 bytes" in first
     assert "room for 4 draft tokens each; rings of 43 layers and 1 of the draft model)" in first
 
 

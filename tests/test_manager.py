@@ -25,12 +25,12 @@ from standalone_harness import (
 )
 from torch import Tensor
 
-from dsv4_sglang.formats import RowFormat, RowTable
+from dsv4_sglang.formats import KVBuffer, KVFormat
 from dsv4_sglang.model import AttentionType, build_schedule
 from dsv4_sglang.ops.rope import rms_norm, rotate
 from dsv4_sglang.standalone import KVCacheManager
 
-FP32 = functools.partial(RowTable, format=RowFormat.FP32)
+FP32 = functools.partial(KVBuffer, format=KVFormat.FP32)
 
 
 # --- what a request reads ---------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def test_one_chunk_against_definitions(device: torch.device) -> None:
     final = rotate(rms_norm(layer.inputs["kv"][:n], layer.weights.kv_norm, EPS), at, layer.weights.rope)
     view = handle.read_swa_view()
     for t in (0, 1, 126, 127, 128, 299):
-        seen = FP32(view.window).read(view.window_rows[t, : int(view.window_lens[t])])
+        seen = FP32(view.window).read(view.window_indices[t, : int(view.window_lens[t])])
         torch.testing.assert_close(seen, final[max(0, t - 127) : t + 1], atol=1e-6, rtol=1e-6)
     assert view.swa_pos[request.slot].sort().values.tolist() == list(range(172, 300))
     assert int(view.swa_head[request.slot]) == 300 % 128
@@ -164,7 +164,7 @@ def test_a_reused_slot_shows_nothing_of_its_last_owner(device: torch.device, fir
     new = Request.admit(manager, 0)
     assert new.slot == old.slot
     assert bool((manager.state.swa_pos[:, new.slot] == -1).all())
-    for tensor in (manager.state.rings, *manager.state.tails.values()):
+    for tensor in (manager.state.rings, *manager.state.compressor_states.values()):
         tensor[:, new.slot] = float("nan")
     for pool in manager.paged_pools:
         for table in (pool.entries, pool.index_keys) if pool is not None else ():
@@ -176,7 +176,7 @@ def test_a_reused_slot_shows_nothing_of_its_last_owner(device: torch.device, fir
     check(new, **EXACT)
 
 
-@pytest.mark.parametrize("options", [{}, {"row_format": "bf16"}, {"key_format": "nvfp4", "hca_state": "online"}])
+@pytest.mark.parametrize("options", [{}, {"kv_format": "bf16"}, {"key_format": "nvfp4", "hca_state": "online"}])
 def test_quantised_formats_stay_near(device: torch.device, options: dict[str, str]) -> None:
     """The handles hand each format to the ops; the noise is that of SPEC 7.1, far below a wrong row's."""
     manager = make_manager(device, **options)
@@ -209,13 +209,13 @@ def test_write_swa(device: torch.device) -> None:
     assert view.swa_pos[b, :3].tolist() == [0, 1, -1]
     assert view.swa_head[[a, b]].tolist() == [5, 2]
     # A chunk's tokens read a workspace, which only append() fills.
-    assert [view.window, view.window_rows, view.window_lens] == [None] * 3
+    assert [view.window, view.window_indices, view.window_lens] == [None] * 3
     assert bool((manager.state_pools[0].swa_pos == -1).all())
     with pytest.raises(ValueError, match="writes FP8 rows, but the rows are bf16"):
-        make_manager(device, row_format="bf16").acquire(0, slots, positions, slots).write_swa(raw)
+        make_manager(device, kv_format="bf16").acquire(0, slots, positions, slots).write_swa(raw)
 
 
-# --- what a handle and a step refuse ----------------------------------------------------------------------------------
+# --- what a handle and a step reject ----------------------------------------------------------------------------------
 
 
 def ints(*values: int) -> Tensor:
@@ -501,7 +501,7 @@ TestSlotsAndBlocks.settings = hypothesis.settings(max_examples=25, stateful_step
 
 
 FORMATS = [
-    {"row_format": rows, "key_format": keys, "hca_state": hca, "draft_tokens": drafts}
+    {"kv_format": rows, "key_format": keys, "hca_state": hca, "draft_tokens": drafts}
     for rows, keys, hca, drafts in (
         ("fp8", "mxfp4", "online", 0),
         ("fp8", "nvfp4", "online", 4),

@@ -1,6 +1,6 @@
 """csrc/numeric.h and csrc/index/layout.h on the host: roundings and scales give torch's bytes, for every bf16 and at
-every tie; decoded keys are exact, and scores keep their order. csrc/rows.h and csrc/geometry.h: every constant equals
-its Python twin."""
+every tie; decoded keys are exact, and scores keep their order. csrc/entries.h and csrc/geometry.h: every constant
+equals its Python twin."""
 
 import ctypes
 import re
@@ -9,8 +9,8 @@ import subprocess
 import pytest
 import torch
 
-from dsv4_sglang.formats import KeyFormat, RowFormat, index_keys, rows
-from dsv4_sglang.formats.v41_rows import V41RowFormat
+from dsv4_sglang.formats import KeyFormat, KVFormat, index_keys, kv_entries
+from dsv4_sglang.formats.v41_entries import V41KVFormat
 from dsv4_sglang.model import geometry
 from dsv4_sglang.ops import extension
 
@@ -18,7 +18,7 @@ WRAPPER = """
 #include "numeric.h"
 #include "geometry.h"
 #include "index/layout.h"
-#include "rows.h"
+#include "entries.h"
 using namespace dsv4;
 #define EACH(name, expression) \\
   extern "C" void name(const float* x, float* y, long n) { for (long i = 0; i < n; ++i) y[i] = float(expression); }
@@ -44,14 +44,15 @@ EACH(host_pack_high, high_bf16(pack_bf16(-1.0f, x[i])))
   each(kV41EntryScales)
 #define EXPORT(name) extern "C" const int constant_##name = name;
 CONSTANTS(EXPORT)
-extern "C" int host_csa_tails() { return sizeof(kCsaTails) / sizeof(kCsaTails[0]); }
-extern "C" void host_csa_tail(int i, int* y) {
-  const CsaTail& tail = kCsaTails[i];
-  y[0] = tail.current, y[1] = tail.previous, y[2] = rows_of(tail), y[3] = draft_tokens_of(tail);
+extern "C" int host_csa_compressor_states() { return sizeof(kCsaCompressorStates) / sizeof(kCsaCompressorStates[0]); }
+extern "C" void host_csa_compressor_state(int i, int* y) {
+  const CsaCompressorState& compressor_state = kCsaCompressorStates[i];
+  y[0] = compressor_state.current, y[1] = compressor_state.previous;
+  y[2] = rows_of(compressor_state), y[3] = draft_tokens_of(compressor_state);
 }
 extern "C" int host_draft_tokens_of_ring(int rows) { return draft_tokens_of_ring(rows); }
-extern "C" int host_draft_tokens_of_banks(int banks) { return draft_tokens_of_banks(banks); }
-extern "C" int host_row_width(int format) { return row_width(RowFormat(format)); }
+extern "C" int host_draft_tokens_of_state_copies(int copies) { return draft_tokens_of_state_copies(copies); }
+extern "C" int host_row_width(int format) { return row_width(KVFormat(format)); }
 extern "C" int host_key_width(int format) { return key_width(KeyFormat(format)); }
 // Eight codes and two scales a row -> eight products with the first scale, then with the second, as the codes lie.
 extern "C" void host_decode_keys(const uint8_t* rows, float* y, long n) {
@@ -109,19 +110,19 @@ def host(tmp_path_factory):
 
 
 def test_constants_equal_their_python_twins(host):
-    """All of rows.h and geometry.h: a constant that is added there without a twin here fails too."""
+    """All of entries.h and geometry.h: a constant that is added there without a twin here fails too."""
     twins = {
-        "kEntryDim": rows.ENTRY_DIM,
-        "kRopeDim": rows.ROPE_DIM,
-        "kNopeDim": rows.NOPE_DIM,
-        "kRowBytes": rows.ROW_BYTES,
-        "kScaleBytes": rows.SCALE_BYTES,
+        "kEntryDim": kv_entries.ENTRY_DIM,
+        "kRopeDim": kv_entries.ROPE_DIM,
+        "kNopeDim": kv_entries.NOPE_DIM,
+        "kRowBytes": kv_entries.ROW_BYTES,
+        "kScaleBytes": kv_entries.SCALE_BYTES,
         "kIndexDim": index_keys.INDEX_DIM,
         "kKeyBytes": index_keys.KEY_BYTES,
         "kKeyScales": index_keys.KEY_SCALES,
-        "kFp8": RowFormat.FP8.code,
-        "kBf16": RowFormat.BF16.code,
-        "kFp32": RowFormat.FP32.code,
+        "kFp8": KVFormat.FP8.code,
+        "kBf16": KVFormat.BF16.code,
+        "kFp32": KVFormat.FP32.code,
         "kMxfp4": KeyFormat.MXFP4.code,
         "kNvfp4": KeyFormat.NVFP4.code,
         "kKeyFp32": KeyFormat.FP32.code,
@@ -133,34 +134,34 @@ def test_constants_equal_their_python_twins(host):
         "kCsaPreviousRows": geometry.state_rows(0).csa.previous,
         "kHcaOnlineRows": geometry.HCA_ONLINE_ROWS,
         "kHcaRawRows": geometry.HCA_RAW_ROWS,
-        "kV41RowBytes": V41RowFormat.FP8.data_bytes,
-        "kV41RowScales": V41RowFormat.FP8.scale_bytes,
-        "kV41EntryBytes": V41RowFormat.FP4.data_bytes,
-        "kV41EntryScales": V41RowFormat.FP4.scale_bytes,
+        "kV41RowBytes": V41KVFormat.FP8.data_bytes,
+        "kV41RowScales": V41KVFormat.FP8.scale_bytes,
+        "kV41EntryBytes": V41KVFormat.FP4.data_bytes,
+        "kV41EntryScales": V41KVFormat.FP4.scale_bytes,
     }
     compiled = {name: ctypes.c_int.in_dll(host.library, f"constant_{name}").value for name in twins}
     assert compiled == twins
-    headers = "".join((extension.source_dir() / name).read_text() for name in ("rows.h", "geometry.h"))
+    headers = "".join((extension.source_dir() / name).read_text() for name in ("entries.h", "geometry.h"))
     named = set(re.findall(r"constexpr int (k\w+)\b(?!\()", headers))
     named.update(name for names in re.findall(r"enum \w+ : int \{([^}]*)\}", headers) for name in names.split(", "))
     assert {name.strip() for name in named} == set(twins)
-    for row_format in RowFormat:
-        assert host.library.host_row_width(row_format.code) == row_format.width
+    for kv_format in KVFormat:
+        assert host.library.host_row_width(kv_format.code) == kv_format.width
     for key_format in KeyFormat:
         assert host.library.host_key_width(key_format.code) == key_format.width
 
 
 def test_rows_of_a_state_are_for_as_many_draft_tokens_on_both_sides(host):
-    assert host.library.host_csa_tails() == len(geometry.CSA_TAILS)
-    for i, tail in enumerate(geometry.CSA_TAILS):
+    assert host.library.host_csa_compressor_states() == len(geometry.CSA_COMPRESSOR_STATES)
+    for i, compressor_state in enumerate(geometry.CSA_COMPRESSOR_STATES):
         compiled = (ctypes.c_int * 4)()
-        host.library.host_csa_tail(i, compiled)
-        assert list(compiled) == [*tail, tail.rows, tail.draft_tokens]
+        host.library.host_csa_compressor_state(i, compiled)
+        assert list(compiled) == [*compressor_state, compressor_state.rows, compressor_state.draft_tokens]
     for d in range(2, geometry.MAX_DRAFT_TOKENS + 1):
         rows = geometry.state_rows(d)
         assert d <= host.library.host_draft_tokens_of_ring(rows.ring) == rows.ring - 127
-        assert host.library.host_draft_tokens_of_banks(rows.hca_banks) == d
-    assert host.library.host_draft_tokens_of_ring(128) == host.library.host_draft_tokens_of_banks(1) == 1
+        assert host.library.host_draft_tokens_of_state_copies(rows.hca_state_copies) == d
+    assert host.library.host_draft_tokens_of_ring(128) == host.library.host_draft_tokens_of_state_copies(1) == 1
 
 
 def all_bf16() -> torch.Tensor:
@@ -203,7 +204,7 @@ def test_e2m1(host):
 def test_exponent_of_a_row(host):
     x = all_bf16()
     x = x[(x >= 0) & (x < 2.0**120)]
-    expected = rows.ceil_pow2_exponent(x.clamp_min(rows.FP8_AMAX_FLOOR) * (1.0 / rows.FP8_MAX))
+    expected = kv_entries.ceil_pow2_exponent(x.clamp_min(kv_entries.FP8_AMAX_FLOOR) * (1.0 / kv_entries.FP8_MAX))
     assert torch.equal(host("host_row_exponent", x), expected.float())
 
 
@@ -216,7 +217,7 @@ def test_scales_of_keys(host):
         _, scales = index_keys.quantise_keys(keys, scale_format)
         got = host(name, x)
         if scale_format is KeyFormat.MXFP4:
-            got = host("host_e4m3", rows.exp2_of_biased(got.int()))
+            got = host("host_e4m3", kv_entries.exp2_of_biased(got.int()))
         assert torch.equal(got, scales[:, 0].float())
 
 

@@ -5,7 +5,7 @@ import torch
 from layer_harness import HIDDEN, SCALE, Batch, Layer, make_attention
 
 from dsv4_sglang.attention import cuda_ops  # noqa: F401  registers ops
-from dsv4_sglang.formats import KeyFormat, RowFormat
+from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.ops.schemas import SCHEMAS
 
 CHECKS = ("test_schema", "test_faketensor")
@@ -39,7 +39,7 @@ def test_append(ratio, rows, keys, monkeypatch):
     monkeypatch.setattr(torch.ops.dsv4_sglang, "append", lambda *args: calls.append(args))
     layer.append(*captured[0])
     monkeypatch.undo()
-    for table in (layer.ring, layer.entries, layer.index_keys, layer.tail, captured[0][2]):
+    for table in (layer.ring, layer.entries, layer.index_keys, layer.compressor_state, captured[0][2]):
         if table is not None:
             table.zero_()  # opcheck compares bytes: NaN would never equal itself
     torch.library.opcheck(real.default, calls[0], test_utils=CHECKS)
@@ -69,7 +69,7 @@ def test_append_v41():
     check("append_v41_keys", torch.randn(4, 128).bfloat16(), torch.ones(128), rope, 1e-20, 2, *batch, keys)
 
 
-def test_readers():
+def test_attention_kernels():
     batch = Batch.make([(1, 100, 3)], {1: [2]})
     rope = torch.ones(256, 64)
     rows = torch.zeros(3, 16, dtype=torch.int32)
@@ -77,11 +77,11 @@ def test_readers():
         "index_topk", torch.randn(3, 8, 128), torch.randn(3, 8), torch.randn(4, 32, 128), batch.block_table,
         batch.token_request, batch.positions, rope, KeyFormat.FP32.code, torch.empty(0), rows,
     )  # fmt: skip
-    window_rows, window_lens = batch.window_lists(True)
+    window_indices, window_lens = batch.window_lists(True)
     check(
-        "attend", torch.randn(3, 2, 512), torch.zeros(2), torch.randn(3, 128, 512), window_rows, window_lens,
+        "attend", torch.randn(3, 2, 512), torch.zeros(2), torch.randn(3, 128, 512), window_indices, window_lens,
         torch.randn(4, 32, 512), rows, torch.full((3,), 16, dtype=torch.int32), batch.positions, rope, SCALE,
-        RowFormat.FP32.code,
+        KVFormat.FP32.code,
     )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def test_moves():
     host = torch.zeros(3, 30, dtype=torch.uint8)
     check("swap_blocks", [torch.randn(4, 6)], host, torch.tensor([1, 3]), torch.tensor([0, 2]), True, [6])
     tables = torch.tensor([1, 0]), torch.tensor([300, 5]), torch.tensor([2, 1]).int(), torch.zeros(2, 384).int()
-    check("snapshot_tables", *tables, torch.zeros(2).int(), torch.zeros(2, 3).int())
+    check("gather_tables", *tables, torch.zeros(2).int(), torch.zeros(2, 3).int())
     slices = torch.tensor([[4, 0, 9], [0, 3, 9], [2, 1, 9]])
     update = torch.zeros(6, 2), torch.randn(5, 2), slices, torch.tensor([2]).int()
     check("update_rows", *update)

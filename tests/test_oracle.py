@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
-from dsv4_sglang.formats import KeyFormat, RowFormat, RowTable, index_keys
+from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat, index_keys
 from dsv4_sglang.testing.oracle import Oracle, Score
-from dsv4_sglang.testing.quantise import bf16_rows, fp8_rows, hadamard, mxfp4_keys, round_e2m1
+from dsv4_sglang.testing.quantise import bf16_entries, fp8_entries, hadamard, mxfp4_keys, round_e2m1
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
 LENGTH = 260
@@ -178,11 +178,11 @@ def test_quantisers_agree_with_the_ops(scale: float) -> None:
     x = torch.randn(500, 512, generator=generator) * scale
     x[:40, ::3] *= 1000.0
     x[40, :448] = 0.0
-    assert torch.equal(bf16_rows(x), x.bfloat16().float())
-    table = RowTable(torch.zeros(4, 128, RowFormat.FP8.width, dtype=torch.uint8), RowFormat.FP8)
+    assert torch.equal(bf16_entries(x), x.bfloat16().float())
+    table = KVBuffer(torch.zeros(4, 128, KVFormat.FP8.width, dtype=torch.uint8), KVFormat.FP8)
     at = torch.randperm(512, generator=generator)[:500]
     table.write(at, x)
-    assert torch.equal(table.read(at), fp8_rows(x))
+    assert torch.equal(table.read(at), fp8_entries(x))
     keys = x[:, :128]
     packed, scales = index_keys.quantise_keys(index_keys.hadamard(keys.bfloat16().float()), KeyFormat.MXFP4)
     differ = (index_keys.dequantise_keys(packed, scales) != mxfp4_keys(keys)).float().mean()
@@ -191,7 +191,7 @@ def test_quantisers_agree_with_the_ops(scale: float) -> None:
 
 def test_fp8_rows_keep_the_rope_dims_and_lose_little(tmp_path: Path) -> None:
     x = torch.randn(200, 512, generator=torch.Generator().manual_seed(5))
-    y = fp8_rows(x)
+    y = fp8_entries(x)
     assert torch.equal(y[:, 448:], x[:, 448:].bfloat16().float())
     error = (y - x)[:, :448].norm(dim=1) / x[:, :448].norm(dim=1)
     assert 0.02 < error.mean() < 0.03  # SPEC 7.1: 0.0266

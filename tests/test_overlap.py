@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import nursery
 import pytest
+import server_forkserver
 
 
 @pytest.mark.slow
 def test_overlapping_layer(tmp_path: Path) -> None:
-    nursery.run_tests(tmp_path / "log", "overlapping_layer.py")
+    server_forkserver.run_tests(tmp_path / "log", "overlapping_layer.py")

@@ -20,7 +20,7 @@ from benchmarks import capacity
 from dsv4_sglang.cli import app
 from dsv4_sglang.cli.plan import holds
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.planner import ask_sglang, checkpoint
+from dsv4_sglang.planner import ask_sglang, stored_weights
 from dsv4_sglang.planner.choice import Choice
 from dsv4_sglang.planner.gpus import BESIDE_WEIGHTS, GPUS, Gpu
 from dsv4_sglang.planner.models import Format, Model
@@ -29,10 +29,10 @@ from dsv4_sglang.planner.plan import plan
 from dsv4_sglang.planner.recommend import recommend
 from dsv4_sglang.planner.reserves import activation_bytes, graph_bytes
 from dsv4_sglang.planner.weights import DraftWeights, Split, count_weights
-from dsv4_sglang.srt import compat
-from dsv4_sglang.srt.layout import served_layout
-from dsv4_sglang.srt.options import Options, from_override_args
-from dsv4_sglang.srt.sizing import GIB
+from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.integration.options import Options, from_override_args
+from dsv4_sglang.srt.memory.served_layout import served_layout
+from dsv4_sglang.srt.memory.sizing import GIB
 from dsv4_sglang.testing import tiny
 
 
@@ -125,7 +125,7 @@ def test_parts_of_a_split_add_up() -> None:
     assert fp8["routed experts"] == (values + values // 128**2 * 4) // 2
 
 
-# Checkpoints on disk
+# Snapshots on disk
 
 
 def stored(folder: Path, dtype: torch.dtype) -> Model:
@@ -145,7 +145,7 @@ def test_experts_are_in_the_format_of_the_checkpoint(
 ) -> None:
     model = stored(tmp_path / "mine", dtype)
     assert model.experts is experts
-    assert checkpoint.stored_bytes(tmp_path / "mine") == size
+    assert stored_weights.stored_bytes(tmp_path / "mine") == size
 
 
 def test_experts_of_an_unknown_format(tmp_path: Path) -> None:
@@ -153,13 +153,13 @@ def test_experts_of_an_unknown_format(tmp_path: Path) -> None:
         stored(tmp_path / "mine", torch.float32)
 
 
-def test_a_checkpoint_of_which_only_the_index_is_there(tmp_path: Path) -> None:
-    assert checkpoint.stored_bytes(tmp_path) is None
-    (tmp_path / checkpoint.INDEX).write_text(json.dumps({"metadata": {"total_size": 12345}, "weight_map": {}}))
-    assert checkpoint.stored_bytes(tmp_path) == 12345
+def test_a_snapshot_of_which_only_the_index_is_there(tmp_path: Path) -> None:
+    assert stored_weights.stored_bytes(tmp_path) is None
+    (tmp_path / stored_weights.INDEX).write_text(json.dumps({"metadata": {"total_size": 12345}, "weight_map": {}}))
+    assert stored_weights.stored_bytes(tmp_path) == 12345
 
 
-def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_file_that_is_no_snapshot(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(FLASH.text)
     (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     words = ["plan", "--gpu", "h200", "--count", "2", "--model", str(tmp_path)]
@@ -183,10 +183,10 @@ def test_loaded_weights(model: Model, split: Split, experts: Format, gib: float,
     assert loaded / GIB == pytest.approx(gib, rel=within)
 
 
-def measured(model: Model, experts: Format, checkpoints: int, **others: object) -> Choice:
-    """A launch that was measured. A tenth of its memory was in checkpoints, which is more than the default is now, so
+def measured(model: Model, experts: Format, snapshots: int, **others: object) -> Choice:
+    """A launch that was measured. A tenth of its memory was in snapshots, which is more than the default is now, so
     it has as many as were there. In the first that follows from its tokens; the others' logs say it."""
-    return choice(model, experts=experts, options=Options(max_checkpoints=checkpoints), **others)
+    return choice(model, experts=experts, options=Options(max_snapshots=snapshots), **others)
 
 
 ALL_EXPERTS = measured(FLASH, Format.FP4, 1261)
@@ -214,11 +214,11 @@ def test_memory_for_the_cache_on_one_gpu() -> None:
 
 
 def test_what_the_log_of_the_run_with_speculation_said() -> None:
-    """The draft model took 0.08 GiB; slots and checkpoints of these sizes, and with the blocks 79.131 GiB in all."""
+    """The draft model took 0.08 GiB; slots and snapshots of these sizes, and with the blocks 79.131 GiB in all."""
     draft = draft_of(EAGLE.model, Split(1), Format.FP8)
     assert (draft.layer + draft.until_shared) / GIB == pytest.approx(0.08, abs=0.005)
     made = plan(EAGLE)
-    assert (made.layout.slot_bytes, made.layout.checkpoint_bytes) == (6_586_752, 3_821_952)
+    assert (made.layout.slot_bytes, made.layout.snapshot_bytes) == (6_586_752, 3_821_952)
     blocks = sum(part.bytes for part in made.layout.block_parts(21_032_448 // 128 + 1))
     assert (made.demand.bytes(made.layout) + blocks) / GIB == pytest.approx(79.131, abs=0.0005)
 
@@ -229,9 +229,9 @@ def test_dspark(block: int) -> None:
     8,200,064 bytes are those of a server (docs/speculation.md)."""
     made, eagle = (plan(choice(model, draft_tokens=block + 1)) for model in (DSPARK, FLASH))
     rows = (block + 1) + (block + 1) % 2 + 128
-    ring = eagle.layout.schemas[0].row_format.row_bytes * rows
+    ring = eagle.layout.schemas[0].kv_format.row_bytes * rows
     assert made.layout.slot_bytes - eagle.layout.slot_bytes == 2 * ring
-    assert made.layout.checkpoint_bytes - eagle.layout.checkpoint_bytes == 2 * ring
+    assert made.layout.snapshot_bytes - eagle.layout.snapshot_bytes == 2 * ring
     assert made.layout.block_bytes == eagle.layout.block_bytes
     assert block == 5 or made.layout.slot_bytes == 8_200_064
     head = draft_of(DSPARK, Split(2), Format.FP4).layer
@@ -276,7 +276,7 @@ def test_what_sglang_reckons_with_outside_of_the_pools(gpu: str, tp: int, dp: in
 
 RECIPES = (ROOT / "docs" / "recipes.md").read_text()
 HELD = re.compile(
-    r"([\d,]+) tokens; ([\d,]+) requests of 32,768 \(([\d,]+) at once\); ([\d,]+) checkpoints; weights ([\d.]+) of .*"
+    r"([\d,]+) tokens; ([\d,]+) requests of 32,768 \(([\d,]+) at once\); ([\d,]+) snapshots; weights ([\d.]+) of .*"
 )
 
 
@@ -367,7 +367,7 @@ def test_more_holds_more() -> None:
     assert tokens(kv_cache_dtype="bfloat16") < tokens()
     assert tokens(options=Options(hca_state="raw")) < tokens()
     assert tokens(draft_tokens=8) < tokens(draft_tokens=4) < tokens(draft_tokens=2) < tokens()
-    assert tokens(options=Options(max_checkpoints=5000)) < tokens() < tokens(options=Options(max_checkpoints=600))
+    assert tokens(options=Options(max_snapshots=5000)) < tokens() < tokens(options=Options(max_snapshots=600))
     assert tokens(count=4, tp=2) == 2 * tokens(), "two servers"
     assert plan(choice(PRO, count=8)).total_tokens < plan(choice(count=8)).total_tokens
 
@@ -376,7 +376,7 @@ def test_replicas_of_dp_attention_have_a_cache_each() -> None:
     """A replica is sized as a server of its own with its share of the requests and of a step, and more weights."""
     made, plain = plan(choice(count=8, dp=4)), plan(choice(count=8))
     assert (made.demand.running, made.demand.staging) == (64, 16)
-    assert made.total_tokens == 4 * made.tokens and made.checkpoints == 4 * made.demand.checkpoints
+    assert made.total_tokens == 4 * made.tokens and made.snapshots == 4 * made.demand.snapshots
     assert made.at_once == 256
     grown = {name for name in made.weights if made.weights[name] > plain.weights[name]}
     assert grown == {"attention", "embedding, head"}, "experts are split over all"
@@ -388,7 +388,7 @@ def test_blocks_of_another_gpu_are_padded_as_there(monkeypatch: pytest.MonkeyPat
     there = served_layout(FLASH.config, torch.float8_e4m3fn, Options(), torch.device("cuda", 0))
     counted = plan(choice(gpu="b200")).layout
     assert (counted.block_bytes, counted.slot_bytes) == (there.block_bytes, there.slot_bytes)
-    assert counted.checkpoint_bytes == there.checkpoint_bytes
+    assert counted.snapshot_bytes == there.snapshot_bytes
     assert counted.block_bytes > plan(choice(gpu="h200")).layout.block_bytes
 
 
@@ -428,7 +428,7 @@ def test_neighbours_differ_in_one_thing() -> None:
 
 
 def test_neighbours_of_a_model_with_a_dspark_head() -> None:
-    """The other way to draft is not for its checkpoint, and replicas of DP attention are refused with this one."""
+    """The other way to draft is not for its snapshot, and replicas of DP attention are rejected with this one."""
     plain = choice(DSPARK, count=4)
     changes = dict(others(plain))
     assert changes["--speculative-algorithm DSPARK"] == replace(plain, draft_tokens=6)
@@ -453,7 +453,7 @@ def test_what_is_printed() -> None:
     assert lines[-1] == made.choice.command()
     for part in made.parts:
         assert re.search(rf"{re.escape(part.name)} +{part.bytes / GIB:.2f} ", printed), part
-    assert re.search(rf"as given +{made.total_tokens:,} +{made.requests} +256 +{made.checkpoints:,}", printed)
+    assert re.search(rf"as given +{made.total_tokens:,} +{made.requests} +256 +{made.snapshots:,}", printed)
 
 
 def test_sglangs_own_cache_is_compared() -> None:
@@ -576,7 +576,7 @@ def test_the_command_runs_without_noise(tmp_path: Path) -> None:
 def test_the_command_has_every_choice() -> None:
     printed = invoke(
         *("--gpu", "140", "--count", "4", "--model", "flash", "--dp", "2", "--kv-cache-dtype", "bfloat16"),
-        *("--indexer-format", "nvfp4", "--hca-state", "raw", "--max-checkpoints", "400", "--experts", "fp8"),
+        *("--indexer-format", "nvfp4", "--hca-state", "raw", "--max-snapshots", "400", "--experts", "fp8"),
         *("--max-running-requests", "64", "--chunked-prefill-size", "4096", "--mem-fraction-static", "0.9"),
         *("--context-length", "262144"),
     )
@@ -587,7 +587,7 @@ def test_the_command_has_every_choice() -> None:
     assert values["--max-running-requests"] == "64" and values["--chunked-prefill-size"] == "4096"
     assert values["--mem-fraction-static"] == "0.9"
     options = from_override_args(values["--json-model-override-args"])
-    assert options == Options(indexer_format="nvfp4", hca_state="raw", max_checkpoints=400)
+    assert options == Options(indexer_format="nvfp4", hca_state="raw", max_snapshots=400)
     assert not any("speculative" in word for word in words)
     known = compat.flag_defaults().keys()
     assert all(word[2:].replace("-", "_") in known for word in words if word.startswith("--"))
@@ -623,7 +623,7 @@ def test_the_command_with_dspark(given: int | None, tmp_path: Path) -> None:
         (("DSPARK", "--speculative-dspark-block-size", "9"), r"block-size 9: expected 1 to 8"),
         (("DSPARK", "--speculative-dspark-block-size", "-1"), r"block-size -1: expected at least 1"),
         (("DSPARK", "--speculative-num-draft-tokens", "5"), r"num-draft-tokens 5: .* leave it out, or give 6"),
-        (("DSPARK", "--dp", "2", "--count", "2"), r"DSPARK with --dp 2 is refused at start"),
+        (("DSPARK", "--dp", "2", "--count", "2"), r"DSPARK with --dp 2 is rejected at start"),
         (("EAGLE", "--speculative-num-draft-tokens", "4"), r"mine has a DSPARK head and no NextN layer"),
         (("MEDUSA",), r"--speculative-algorithm is 'MEDUSA'; expected EAGLE, NEXTN or DSPARK"),
     ],
@@ -671,7 +671,7 @@ def test_a_config_of_ones_own(tmp_path: Path) -> None:
             ["--max-running-requests", "2", "--count", "4", "--dp", "4"],
             r"--max-running-requests 2 is divided by --dp 4",
         ),
-        (["--max-checkpoints", "511"], r"max_checkpoints is 511; 256 running requests .* need at least 512"),
+        (["--max-snapshots", "511"], r"max_snapshots is 511; 256 running requests .* need at least 512"),
         (["--kv-cache-dtype", "fp4"], r"--kv-cache-dtype is 'fp4'; expected one of auto, fp8_e4m3, bfloat16"),
         (["--hca-state", "none"], r'option hca_state is "none"; expected "online" \| "raw"'),
         (["--experts", "int4"], r"--experts is 'int4'; expected one of bf16, fp8, fp4"),

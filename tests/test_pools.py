@@ -9,21 +9,21 @@ from torch import Tensor
 
 from dsv4_sglang.cache import (
     CacheLayout,
+    KVFormat,
     LayerCacheSchema,
     PagedKVPool,
-    RowFormat,
     StateStorage,
     build_schema,
 )
-from dsv4_sglang.formats import KeyFormat, KeyTable, RowTable, index_keys, rows
+from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, index_keys, kv_entries
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
 from dsv4_sglang.standalone import StateCachePool
 
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
 FLASH = DSV4Config.flash()
 SPECS = {spec.attn: spec for spec in build_schedule(FLASH)}
-TAILS = ["tail_ka", "tail_za", "tail_kb", "tail_zb"]
-INDEX_TAILS = [f"index_{name}" for name in TAILS]
+COMPRESSOR_STATES = ["tail_ka", "tail_za", "tail_kb", "tail_zb"]
+INDEX_COMPRESSOR_STATES = [f"index_{name}" for name in COMPRESSOR_STATES]
 ONLINE = ["tail_max", "tail_sum", "tail_acc"]
 
 
@@ -64,16 +64,16 @@ def test_entry_views(device: torch.device, kind: AttentionType, per_block: int) 
 
     n = 5 * per_block
     data = values(n, 512).to(device) * torch.logspace(-3, 3, n).to(device)[:, None]
-    RowTable(pool.entries, RowFormat.FP8).write(torch.arange(n, device=device), data)
+    KVBuffer(pool.entries, KVFormat.FP8).write(torch.arange(n, device=device), data)
     read = dequantised(pool.entries_fp8, pool.entries_rope, pool.inv_scale).view(n, 512)
-    assert torch.equal(read, RowTable(pool.entries, RowFormat.FP8).read(torch.arange(n, device=device)))
+    assert torch.equal(read, KVBuffer(pool.entries, KVFormat.FP8).read(torch.arange(n, device=device)))
     assert torch.equal(read[:, 448:], data[:, 448:].bfloat16().float())
     assert ((read - data).norm(dim=-1) / data.norm(dim=-1)).max() < 0.036
 
     pool.entries_fp8[3, per_block - 1] = 0x38  # 1.0 in e4m3
     pool.entries_rope[3, per_block - 1] = 3.0
     pool.inv_scale.view(torch.uint8)[3, per_block - 1] = 128  # 2^1
-    changed = RowTable(pool.entries, RowFormat.FP8).read(torch.arange(n, device=device))
+    changed = KVBuffer(pool.entries, KVFormat.FP8).read(torch.arange(n, device=device))
     assert changed[4 * per_block - 1].tolist() == [2.0] * 448 + [3.0] * 64
     changed[4 * per_block - 1] = read[4 * per_block - 1]
     assert torch.equal(changed, read)
@@ -114,13 +114,13 @@ def test_key_views(device: torch.device, key_format: str) -> None:
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp32"])
 def test_unquantised_pool_has_no_split_views(device: torch.device, fmt: str) -> None:
-    pool = PagedKVPool(schema(CSA, row_format=fmt, key_format="fp32"), 2, device)
+    pool = PagedKVPool(schema(CSA, kv_format=fmt, key_format="fp32"), 2, device)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[fmt]
     assert (pool.entries.shape, pool.entries.dtype) == ((2, 32, 512), dtype)
     assert (pool.index_keys.shape, pool.index_keys.dtype) == ((2, 32, 128), torch.float32)
     views = ("entries_fp8", "entries_rope", "inv_scale", "flashmla_view", "indexer_keys_fp4", "indexer_scales")
     assert [getattr(pool, name) for name in views] == [None] * 6
-    state = StateCachePool(schema(SWA, row_format=fmt), 2, device)
+    state = StateCachePool(schema(SWA, kv_format=fmt), 2, device)
     assert (state.ring.shape, state.ring.dtype) == ((2, 128, 512), dtype)
     assert [state.swa_fp8, state.swa_rope, state.swa_inv] == [None] * 3
 
@@ -138,14 +138,14 @@ def test_swa_has_no_paged_pool() -> None:
 
 
 @pytest.mark.parametrize("kind", [CSA, HCA, SWA])
-@pytest.mark.parametrize("options", [{}, {"row_format": "bf16"}, {"row_format": "fp32", "key_format": "fp32"}])
+@pytest.mark.parametrize("options", [{}, {"kv_format": "bf16"}, {"kv_format": "fp32", "key_format": "fp32"}])
 @pytest.mark.parametrize("hca_state", ["raw", "online"])
 def test_memory_bytes(device: torch.device, kind: AttentionType, options: dict[str, str], hca_state: str) -> None:
     layer = schema(kind, hca_state=hca_state, **options)
-    padding = rows.block_stride_bytes(128, layer.row_format, device) - layer.swa_bytes
+    padding = kv_entries.block_stride_bytes(128, layer.kv_format, device) - layer.swa_bytes
     assert StateCachePool(layer, 3, device).memory_bytes() == 3 * (layer.state_bytes + padding)
     if kind is CSA:
-        padding = rows.block_stride_bytes(32, layer.row_format, device) - 32 * layer.entry_bytes
+        padding = kv_entries.block_stride_bytes(32, layer.kv_format, device) - 32 * layer.entry_bytes
         assert PagedKVPool(layer, 7, device).memory_bytes() == 7 * (layer.block_bytes + padding)
 
 
@@ -153,16 +153,16 @@ def test_block_padding_only_on_sm100(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda", 0)
     for capability, expected in (((8, 0), 18688), ((9, 0), 18688), ((10, 0), 19008), ((12, 0), 18688)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, c=capability: c)
-        assert rows.block_stride_bytes(32, RowFormat.FP8, cuda) == expected
+        assert kv_entries.block_stride_bytes(32, KVFormat.FP8, cuda) == expected
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (10, 3))
-    assert rows.block_stride_bytes(128, RowFormat.FP8, cuda) == 74880
-    assert rows.block_stride_bytes(32, RowFormat.BF16, cuda) == 32 * 1024
-    assert rows.block_stride_bytes(32, RowFormat.FP8, torch.device("cpu")) == 18688
+    assert kv_entries.block_stride_bytes(128, KVFormat.FP8, cuda) == 74880
+    assert kv_entries.block_stride_bytes(32, KVFormat.BF16, cuda) == 32 * 1024
+    assert kv_entries.block_stride_bytes(32, KVFormat.FP8, torch.device("cpu")) == 18688
 
 
 def test_padded_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """With padding between blocks the views still meet the right rows, and the padding counts as memory."""
-    monkeypatch.setattr(rows, "block_stride_bytes", lambda n, fmt, _: -(-n * fmt.row_bytes // 576) * 576)
+    monkeypatch.setattr(kv_entries, "block_stride_bytes", lambda n, fmt, _: -(-n * fmt.row_bytes // 576) * 576)
     pool, state = PagedKVPool(schema(CSA), 3, "cpu"), StateCachePool(schema(SWA), 3, "cpu")
     assert pool.memory_bytes() == 3 * (19008 + 32 * 72)
     assert state.memory_bytes() == 3 * (74880 + 129 * 4)
@@ -171,9 +171,9 @@ def test_padded_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         (state.ring, state.swa_fp8, state.swa_rope, state.swa_inv),
     ):
         n = table.shape[0] * table.shape[1]
-        RowTable(table, RowFormat.FP8).write(torch.arange(n), values(n, 512))
+        KVBuffer(table, KVFormat.FP8).write(torch.arange(n), values(n, 512))
         assert torch.equal(
-            dequantised(fp8, rope, inv).view(n, 512), RowTable(table, RowFormat.FP8).read(torch.arange(n))
+            dequantised(fp8, rope, inv).view(n, 512), KVBuffer(table, KVFormat.FP8).read(torch.arange(n))
         )
     state.copy_slot(0, 2)
     assert torch.equal(state.swa_fp8[2], state.swa_fp8[0])
@@ -183,12 +183,12 @@ def test_padded_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SHAPES = {
     (CSA, "raw"): {
-        **dict.fromkeys(TAILS[:2], (4, 512)),
-        **dict.fromkeys(TAILS[2:], (8, 512)),
-        **dict.fromkeys(INDEX_TAILS[:2], (4, 128)),
-        **dict.fromkeys(INDEX_TAILS[2:], (8, 128)),
+        **dict.fromkeys(COMPRESSOR_STATES[:2], (4, 512)),
+        **dict.fromkeys(COMPRESSOR_STATES[2:], (8, 512)),
+        **dict.fromkeys(INDEX_COMPRESSOR_STATES[:2], (4, 128)),
+        **dict.fromkeys(INDEX_COMPRESSOR_STATES[2:], (8, 128)),
     },
-    (HCA, "raw"): dict.fromkeys(TAILS[:2], (128, 512)),
+    (HCA, "raw"): dict.fromkeys(COMPRESSOR_STATES[:2], (128, 512)),
     (HCA, "online"): dict.fromkeys(ONLINE, (512,)),
     (SWA, "raw"): {},
 }
@@ -205,19 +205,19 @@ def test_state_views(device: torch.device, kind: AttentionType, form: str) -> No
     assert bool((pool.swa_pos == -1).all())
     assert (pool.tail_len is None) == (kind is SWA)
     expected = SHAPES[kind, form]
-    for name in TAILS + INDEX_TAILS + ONLINE:
+    for name in COMPRESSOR_STATES + INDEX_COMPRESSOR_STATES + ONLINE:
         view = getattr(pool, name)
         if name not in expected:
             assert view is None, name
             continue
         assert (view.shape, view.dtype) == ((3, *expected[name]), torch.float32), name
-        assert within(view, pool.tail), name
-    # Together the views cover the tail once.
+        assert within(view, pool.compressor_state), name
+    # Together the views cover the compressor state once.
     for number, name in enumerate(expected):
         getattr(pool, name).fill_(number + 1.0)
-    if pool.tail is not None:
-        assert int((pool.tail == 0).sum()) == 0
-        assert sum(getattr(pool, name).numel() for name in expected) == pool.tail.numel()
+    if pool.compressor_state is not None:
+        assert int((pool.compressor_state == 0).sum()) == 0
+        assert sum(getattr(pool, name).numel() for name in expected) == pool.compressor_state.numel()
 
 
 def test_an_hca_layer_has_raw_tails_by_default() -> None:
@@ -229,9 +229,18 @@ def test_an_hca_layer_has_raw_tails_by_default() -> None:
 def test_csa_tail_rows() -> None:
     """The row numbers that the ops use: 4 current k, 4 current z, 8 previous k, 8 previous z."""
     pool = StateCachePool(schema(CSA), 1, "cpu")
-    pool.tail.copy_(torch.arange(24.0)[None, :, None].expand(1, 24, 640))
-    pool.tail[..., 512:] += 100
-    assert [getattr(pool, name)[0, 0, 0].item() for name in TAILS + INDEX_TAILS] == [0, 4, 8, 16, 100, 104, 108, 116]
+    pool.compressor_state.copy_(torch.arange(24.0)[None, :, None].expand(1, 24, 640))
+    pool.compressor_state[..., 512:] += 100
+    assert [getattr(pool, name)[0, 0, 0].item() for name in COMPRESSOR_STATES + INDEX_COMPRESSOR_STATES] == [
+        0,
+        4,
+        8,
+        16,
+        100,
+        104,
+        108,
+        116,
+    ]
 
 
 def test_storage_is_one_tensor_for_all_layers() -> None:
@@ -239,20 +248,20 @@ def test_storage_is_one_tensor_for_all_layers() -> None:
     storage = storage_of(schemas, 3)
     pools = [StateCachePool(s, 3, storage=storage, layer=i) for i, s in enumerate(schemas)]
     assert storage.rings.shape == (4, 3, 128, 584)
-    assert storage.tails[CSA].shape == (2, 3, 24, 640)
-    assert storage.tails[HCA].shape == (1, 3, 256, 512)
+    assert storage.compressor_states[CSA].shape == (2, 3, 24, 640)
+    assert storage.compressor_states[HCA].shape == (1, 3, 256, 512)
     assert (storage.swa_pos.shape, storage.swa_head.shape, storage.tail_len.shape) == ((4, 3, 128), (4, 3), (3, 3))
     for i, pool in enumerate(pools):
         assert within(pool.ring, storage.rings)
         pool.ring.fill_(i + 1)
         pool.swa_head.fill_(i + 1)
-        for tensor in (pool.tail, pool.tail_len):
+        for tensor in (pool.compressor_state, pool.tail_len):
             if tensor is not None:
                 tensor.fill_(i + 1)
     assert storage.rings[:, 0, 0, 0].tolist() == [1, 2, 3, 4]
     assert storage.swa_head[:, 2].tolist() == [1, 2, 3, 4]
-    assert storage.tails[CSA][:, 1, 5, 600].tolist() == [2.0, 4.0]
-    assert storage.tails[HCA][:, 1, 200, 300].tolist() == [3.0]
+    assert storage.compressor_states[CSA][:, 1, 5, 600].tolist() == [2.0, 4.0]
+    assert storage.compressor_states[HCA][:, 1, 200, 300].tolist() == [3.0]
     assert storage.tail_len[:, 0].tolist() == [2, 3, 4]
     assert storage.memory_bytes() == sum(pool.memory_bytes() for pool in pools)
 
@@ -310,8 +319,8 @@ def test_bad_storage() -> None:
     with pytest.raises(ValueError, match="no layers"):
         storage_of([], 1)
     with pytest.raises(ValueError, match="several formats"):
-        storage_of([schema(SWA), schema(CSA, row_format="bf16")], 1)
-    with pytest.raises(ValueError, match="HCA tails of several shapes"):
+        storage_of([schema(SWA), schema(CSA, kv_format="bf16")], 1)
+    with pytest.raises(ValueError, match="HCA compressor states of several shapes"):
         storage_of([schema(HCA, hca_state="raw"), schema(HCA, hca_state="online")], 1)
     with pytest.raises(ValueError, match="has 2 slots; expected 3"):
         StateCachePool(schema(SWA), 3, storage=storage_of([schema(SWA)], 2))

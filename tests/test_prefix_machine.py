@@ -19,7 +19,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.server = MiniServer(blocks=40, checkpoints=7)
+        self.server = MiniServer(blocks=40, snapshots=7)
 
     def _admitted(self, keys: list[int]) -> object:
         request = self.server.admit(keys)
@@ -57,9 +57,9 @@ class PrefixMachine(RuleBasedStateMachine):
     def retract(self, request: Request) -> None:
         self.server.retract(request)
 
-    @rule(blocks=st.integers(0, 40), checkpoints=st.integers(0, 7))
-    def evict(self, blocks: int, checkpoints: int) -> None:
-        self.server.press(blocks, checkpoints)
+    @rule(blocks=st.integers(0, 40), snapshots=st.integers(0, 7))
+    def evict(self, blocks: int, snapshots: int) -> None:
+        self.server.press(blocks, snapshots)
 
     @rule()
     def flush(self) -> None:
@@ -109,7 +109,7 @@ def test_random_steps_keep_every_block_and_slot_accounted_for() -> None:
         rng = random.Random(seed)
         server = MiniServer(
             blocks=rng.randint(14, 60),
-            checkpoints=rng.randint(1, 12),
+            snapshots=rng.randint(1, 12),
             interval=rng.randint(1, 5),
             chunk=rng.randint(1, 6),
         )

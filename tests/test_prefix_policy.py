@@ -17,12 +17,12 @@ from benchmarks.prefix_simulation import (
     expected_blind,
 )
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.prefix.marks import path_marks
-from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
+from dsv4_sglang.srt.prefix_cache.path_hash import path_hashes
+from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
 
 
-def hits(turns: Iterable[Turn], tokens: int, registry: type[CheckpointRegistry] = CheckpointRegistry) -> float:
-    """Share of an infinite cache's hits in a pool of that many tokens with enough checkpoints."""
+def hits(turns: Iterable[Turn], tokens: int, registry: type[SnapshotRegistry] = SnapshotRegistry) -> float:
+    """Share of an infinite cache's hits in a pool of that many tokens with enough snapshots."""
     simulation = Simulation(tokens // BLOCK, tokens // 2048, INTERVAL, registry=registry)
     simulation.run(turns)
     return simulation.hit_tokens / simulation.ideal_tokens
@@ -80,17 +80,17 @@ def test_marks_of_paths() -> None:
     """Equal for equal paths of one name space, whatever comes behind; of paths that differ in a token, or in the order
     of tokens or of blocks, all from there on differ."""
     tokens = array("q", (7 * i % 1009 for i in range(5 * BLOCK + 3)))
-    marks = path_marks(tokens, None)
-    assert len(marks) == 5 and not len(path_marks(tokens[: BLOCK - 1], None))
-    assert path_marks(tokens[: 3 * BLOCK].tolist(), None).tolist() == marks[:3].tolist()
-    assert not np.intersect1d(path_marks(tokens, "tenant"), marks).size
+    marks = path_hashes(tokens, None)
+    assert len(marks) == 5 and not len(path_hashes(tokens[: BLOCK - 1], None))
+    assert path_hashes(tokens[: 3 * BLOCK].tolist(), None).tolist() == marks[:3].tolist()
+    assert not np.intersect1d(path_hashes(tokens, "tenant"), marks).size
     for at, other in ((2 * BLOCK, 2 * BLOCK + 1), (BLOCK + 5, 3 * BLOCK + 5)):
         swapped = tokens[:]
         swapped[at], swapped[other] = swapped[other], swapped[at]
-        same = path_marks(swapped, None) == marks
+        same = path_hashes(swapped, None) == marks
         assert same.tolist() == [block < at // BLOCK for block in range(5)]
     blocks = tokens[BLOCK : 2 * BLOCK] + tokens[:BLOCK] + tokens[2 * BLOCK :]
-    assert not (path_marks(blocks, None) == marks).any()
+    assert not (path_hashes(blocks, None) == marks).any()
 
 
 def test_new_conversations_get_in_where_old_ones_are_over() -> None:
@@ -106,7 +106,7 @@ def test_new_conversations_get_in_where_old_ones_are_over() -> None:
 def test_a_new_usual_interval_counts_as_a_change() -> None:
     """`usual` orders every line that was not used again yet, so whoever keeps an order while `changes` is the same must
     see each new estimate: after a use, a removal, and a line that returns after its eviction."""
-    registry = CheckpointRegistry(4)
+    registry = SnapshotRegistry(4)
 
     def use() -> None:
         registry.use(1)
@@ -115,12 +115,12 @@ def test_a_new_usual_interval_counts_as_a_change() -> None:
         registry.remove(2, mark=7)
 
     def return_after_eviction() -> None:
-        registry.missed([7])
+        registry.ghost_hit([7])
 
     for slot in (1, 2, 3):
         registry.add(slot, 128, 0)
     for step in (use, remove, return_after_eviction):
         registry.tick()
-        changes, usual = registry.changes, registry.usual
+        changes, usual = registry.changes, registry.usual_interval
         step()
-        assert registry.usual != usual and registry.changes > changes, step.__name__
+        assert registry.usual_interval != usual and registry.changes > changes, step.__name__

@@ -1,4 +1,4 @@
-"""Checkpoints on SGLang's own tree, through the calls of its scheduler, without a server."""
+"""Snapshots on SGLang's own tree, through the calls of its scheduler, without a server."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from prefix_model import TIMES, MiniServer
 from prefix_tree_server import BLOCK, TreeServer, without_a_server
 
-from dsv4_sglang.srt.prefix import cache as cache_module
-from dsv4_sglang.srt.prefix.component import LeafOrder
+from dsv4_sglang.srt.prefix_cache import cache as cache_module
+from dsv4_sglang.srt.prefix_cache.component import LeafOrder
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +33,14 @@ def run(server: TreeServer, keys: list[int], tail: int = 1, decode: int = 0) -> 
 
 
 def test_a_repeated_prompt_resumes_from_its_end() -> None:
-    server = TreeServer(blocks=64, checkpoints=20)
+    server = TreeServer(blocks=64, snapshots=20)
     assert run(server, list(range(5)), tail=44) == 0
     assert run(server, list(range(5)), tail=44) == 5 * BLOCK
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5])
 def test_the_end_of_a_prompt_may_lie_in_the_chunk_before_the_last(chunk: int) -> None:
-    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=chunk)
+    server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=chunk)
     run(server, list(range(10)), tail=44)
     assert run(server, list(range(10)), tail=44) == 10 * BLOCK
 
@@ -48,15 +48,15 @@ def test_the_end_of_a_prompt_may_lie_in_the_chunk_before_the_last(chunk: int) ->
 @pytest.mark.parametrize("chunk", [1, 2, 4, 30])
 def test_a_prompt_on_the_grid_computes_its_last_block_again(chunk: int) -> None:
     """One token at least is computed, so its second run ends a block earlier; the next turn at its end."""
-    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=chunk)
+    server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=chunk)
     run(server, list(range(5)), tail=0)
     assert run(server, list(range(5)), tail=0) == 4 * BLOCK
     assert run(server, list(range(5)), tail=0) == 4 * BLOCK
     assert run(server, [*range(5), 7], tail=0) == 5 * BLOCK
 
 
-def test_long_prompts_leave_several_checkpoints_in_one_step() -> None:
-    server = TreeServer(blocks=64, checkpoints=20, interval=4, chunk=60)
+def test_long_prompts_leave_several_snapshots_in_one_step() -> None:
+    server = TreeServer(blocks=64, snapshots=20, interval=4, chunk=60)
     run(server, list(range(18)))
     assert sorted(int(n) for n in server.component.slots.registry.length if n) == [
         n * BLOCK for n in (4, 8, 12, 16, 18)
@@ -64,18 +64,18 @@ def test_long_prompts_leave_several_checkpoints_in_one_step() -> None:
     assert run(server, [*range(9), 40]) == 8 * BLOCK, "the first branch already hits"
 
 
-def test_a_branch_point_gets_a_checkpoint_of_its_own() -> None:
-    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+def test_a_branch_point_gets_a_snapshot_of_its_own() -> None:
+    server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
     run(server, list(range(10)))
     assert run(server, [*range(6), 40, 41]) == 0
     assert run(server, [*range(6), 42]) == 6 * BLOCK
 
 
 @pytest.mark.parametrize("tail", [127, 0, 1, 2, 3])
-def test_a_branch_point_keeps_its_checkpoint_where_steps_overlap(tail: int) -> None:
-    """The first decode step is planned before the result of the prefill, which inserts its checkpoints, is processed:
+def test_a_branch_point_keeps_its_snapshot_where_steps_overlap(tail: int) -> None:
+    """The first decode step is planned before the result of the prefill, which inserts its snapshots, is processed:
     that step must drop nothing but what decode took, wherever in a block the prompt ends."""
-    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+    server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
     run(server, list(range(10)))
     request = server.admit([*range(6), 40, 41], tail)
     assert request is not None
@@ -87,15 +87,15 @@ def test_a_branch_point_keeps_its_checkpoint_where_steps_overlap(tail: int) -> N
     assert run(server, [*range(6), 42]) == 6 * BLOCK
 
 
-def test_a_generation_ends_with_a_checkpoint() -> None:
-    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+def test_a_generation_ends_with_a_snapshot() -> None:
+    server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
     run(server, [1, 2, 3], tail=0, decode=4)
     assert run(server, [1, 2, 3, 50, 50, 50, 50, 9]) == 7 * BLOCK
-    assert run(server, [1, 2, 3, 50, 50, 8]) == 3 * BLOCK, "rolling checkpoints that were replaced are gone"
+    assert run(server, [1, 2, 3, 50, 50, 8]) == 3 * BLOCK, "rolling snapshots that were replaced are gone"
 
 
-def test_a_running_request_holds_one_rolling_checkpoint() -> None:
-    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+def test_a_running_request_holds_one_rolling_snapshot() -> None:
+    server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
     request = server.admit([1, 2, 3])
     assert request is not None
     server.prefill_all(request)
@@ -105,8 +105,8 @@ def test_a_running_request_holds_one_rolling_checkpoint() -> None:
     server.check()
 
 
-def test_a_retracted_request_resumes_from_its_rolling_checkpoint() -> None:
-    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+def test_a_retracted_request_resumes_from_its_rolling_snapshot() -> None:
+    server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
     request = server.admit([1, 2, 3], tail=0)
     assert request is not None
     server.prefill_all(request)
@@ -119,7 +119,7 @@ def test_a_retracted_request_resumes_from_its_rolling_checkpoint() -> None:
 
 def test_a_pause_that_retracts_keeps_the_prompt_only() -> None:
     """New weights may follow."""
-    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+    server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
     request = server.admit([1, 2, 3], tail=0)
     assert request is not None
     server.prefill_all(request)
@@ -130,7 +130,7 @@ def test_a_pause_that_retracts_keeps_the_prompt_only() -> None:
 
 
 def test_what_a_retracted_request_leaves_makes_room() -> None:
-    server = TreeServer(blocks=10, checkpoints=20, interval=30, chunk=30)
+    server = TreeServer(blocks=10, snapshots=20, interval=30, chunk=30)
     first, second = server.admit([1, 2, 3]), server.admit([4, 5, 6])
     assert first is not None and second is not None
     server.prefill_all(first)
@@ -144,19 +144,19 @@ def test_what_a_retracted_request_leaves_makes_room() -> None:
         server.check()
 
 
-@pytest.mark.parametrize(("blocks", "checkpoints"), [(8, 0), (0, 20)], ids=["with their blocks", "alone"])
-def test_evicted_checkpoints_are_counted(blocks: int, checkpoints: int) -> None:
-    server = TreeServer(blocks=8, checkpoints=20, interval=2, chunk=30)
+@pytest.mark.parametrize(("blocks", "snapshots"), [(8, 0), (0, 20)], ids=["with their blocks", "alone"])
+def test_evicted_snapshots_are_counted(blocks: int, snapshots: int) -> None:
+    server = TreeServer(blocks=8, snapshots=20, interval=2, chunk=30)
     run(server, list(range(5)), tail=44)
     counters = server.component.counters
     assert (counters.held, counters.evicted) == (3, 0)
-    server.press(blocks, checkpoints)
+    server.press(blocks, snapshots)
     assert (counters.held, counters.evicted) == (0, 3)
 
 
 def test_only_retraction_for_memory_keeps_what_was_generated() -> None:
     """The two hooks together: a flag that one sets and the other uses up."""
-    from dsv4_sglang.srt.prefix import schedule
+    from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 
     inserted = []
 
@@ -164,20 +164,20 @@ def test_only_retraction_for_memory_keeps_what_was_generated() -> None:
         inserted.extend(["released"] * is_insert)
 
     def release_req(batch: SimpleNamespace, index: int, left: int, args: object) -> None:
-        schedule.keep_on_retraction(release_kv_cache, batch.reqs[index], tree, is_insert=False)
+        snapshot_schedule.keep_on_retraction(release_kv_cache, batch.reqs[index], tree, is_insert=False)
 
     # Newer releases insert what a request leaves in a call of its own.
     tree = SimpleNamespace(checkpoint=lambda req, up_to: inserted.append("checkpoint"))
     req = SimpleNamespace(kv=SimpleNamespace(holds_kv=True), refresh_fill_ids=lambda: None, owned_kv_len=lambda: BLOCK)
-    schedule.retract_for_memory(release_req, SimpleNamespace(reqs=[None, req]), 1, 0, None)
+    snapshot_schedule.retract_for_memory(release_req, SimpleNamespace(reqs=[None, req]), 1, 0, None)
     assert len(inserted) == 1
     release_req(SimpleNamespace(reqs=[req]), 0, 0, None)
     assert len(inserted) == 1
 
 
 def test_the_step_past_the_end_leaves_nothing() -> None:
-    """Overlap scheduling runs one step more than a request has: a checkpoint of that step is given back."""
-    server = TreeServer(blocks=64, checkpoints=20, interval=30)
+    """Overlap scheduling runs one step more than a request has: a snapshot of that step is given back."""
+    server = TreeServer(blocks=64, snapshots=20, interval=30)
     request = server.admit([1, 2, 3], tail=0)
     assert request is not None
     server.prefill_all(request)
@@ -190,7 +190,7 @@ def test_the_step_past_the_end_leaves_nothing() -> None:
 
 
 def test_a_step_with_little_room_takes_the_end_of_the_prompt() -> None:
-    server = TreeServer(blocks=64, checkpoints=20, interval=2, chunk=30)
+    server = TreeServer(blocks=64, snapshots=20, interval=2, chunk=30)
     request = server.admit(list(range(9)))
     assert request is not None
     request.extend_range.end = request.prompt
@@ -198,7 +198,7 @@ def test_a_step_with_little_room_takes_the_end_of_the_prompt() -> None:
 
 
 def test_waiting_requests_hold_no_live_slot() -> None:
-    server = TreeServer(blocks=64, checkpoints=20, requests=1)
+    server = TreeServer(blocks=64, snapshots=20, requests=1)
     run(server, [1, 2, 3])
     request = server.admit([1, 2, 3])
     assert request is not None
@@ -208,8 +208,8 @@ def test_waiting_requests_hold_no_live_slot() -> None:
     server.check()
 
 
-def test_checkpoints_run_out_without_an_error() -> None:
-    server = TreeServer(blocks=64, checkpoints=2, interval=2, chunk=8)
+def test_snapshots_run_out_without_an_error() -> None:
+    server = TreeServer(blocks=64, snapshots=2, interval=2, chunk=8)
     first, second = server.admit([1, 2, 3]), server.admit([4, 5, 6])
     assert first is not None and second is not None
     server.prefill_all(first)
@@ -217,7 +217,7 @@ def test_checkpoints_run_out_without_an_error() -> None:
     # Both prompts hold theirs: the third takes none, and is served.
     assert run(server, [7, 8, 9]) == 0
     assert run(server, [7, 8, 9]) == 0
-    assert server.component.counters.refused > 0
+    assert server.component.counters.rejected > 0
     server.finish(first)
     server.finish(second)
     server.check()
@@ -225,11 +225,11 @@ def test_checkpoints_run_out_without_an_error() -> None:
     assert run(server, [7, 8, 9]) == 3 * BLOCK
 
 
-def test_asking_for_live_slots_costs_no_checkpoint() -> None:
-    """SGLang asks the tree for three live slots a new request; a checkpoint would not give it one."""
+def test_asking_for_live_slots_costs_no_snapshot() -> None:
+    """SGLang asks the tree for three live slots a new request; a snapshot would not give it one."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-    server = TreeServer(blocks=64, checkpoints=20)
+    server = TreeServer(blocks=64, snapshots=20)
     run(server, [1, 2, 3])
     server.cache.evict(EvictParams(num_tokens=0, mamba_num=10))
     assert run(server, [1, 2, 3]) == 3 * BLOCK
@@ -237,7 +237,7 @@ def test_asking_for_live_slots_costs_no_checkpoint() -> None:
 
 def test_what_is_evicted_is_freed_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many blocks a list of slots has, the device would have to say: `unique` waits for it."""
-    server = TreeServer(blocks=12, checkpoints=20, interval=1, chunk=2)
+    server = TreeServer(blocks=12, snapshots=20, interval=1, chunk=2)
     run(server, [1, 2, 3, 4])
     assert len(server.component.slots.nodes) > 1
     with monkeypatch.context() as patch:
@@ -246,8 +246,8 @@ def test_what_is_evicted_is_freed_without_waiting_for_the_device(monkeypatch: py
     server.check()
 
 
-def test_blocks_without_a_checkpoint_go_first() -> None:
-    server = TreeServer(blocks=12, checkpoints=20, interval=30, chunk=30)
+def test_blocks_without_a_snapshot_go_first() -> None:
+    server = TreeServer(blocks=12, snapshots=20, interval=30, chunk=30)
     run(server, [1, 2, 3, 4])
     run(server, [5, 6, 7, 8])
     node = server.component.slots.nodes[int(server.component.slots.registry.length.argmax())]
@@ -261,14 +261,14 @@ def test_blocks_without_a_checkpoint_go_first() -> None:
 
 def test_a_loop_over_more_than_fits_keeps_hitting_a_part() -> None:
     """Least recently used would miss every time."""
-    server = TreeServer(blocks=50, checkpoints=40, interval=30, chunk=30)
+    server = TreeServer(blocks=50, snapshots=40, interval=30, chunk=30)
     hits = [run(server, [10 * c + i for i in range(9)]) for _ in range(6) for c in range(8)]
     assert sum(hit > 0 for hit in hits[8:]) >= 12
 
 
 def test_a_loop_that_grows_beyond_what_fits_keeps_hitting_a_part() -> None:
     """Lines that are given up before their turn are known again when it comes."""
-    server = TreeServer(blocks=50, checkpoints=40, interval=30, chunk=30)
+    server = TreeServer(blocks=50, snapshots=40, interval=30, chunk=30)
     for _ in range(3):
         for c in range(4):
             run(server, [10 * c + i for i in range(9)])
@@ -282,7 +282,7 @@ def test_the_order_of_leaves_is_read_anew_after_a_flush() -> None:
     def priorities(order: LeafOrder) -> list[tuple[float, float]]:
         return [order.get_priority(node) for _, node in sorted(server.component.slots.nodes.items())]
 
-    server = TreeServer(blocks=64, checkpoints=20, interval=30, chunk=30)
+    server = TreeServer(blocks=64, snapshots=20, interval=30, chunk=30)
     order = server.cache.tree_core.eviction_strategy
     assert isinstance(order, LeafOrder)
     for keys in ([1, 2], [3, 4], [1, 2]):
@@ -297,7 +297,7 @@ def test_the_order_of_leaves_is_read_anew_after_a_flush() -> None:
 
 def test_an_idle_server_spends_little_time_on_checks_of_its_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check finds what is wrong; the next comes when a hundred times its time has passed."""
-    server, now = TreeServer(blocks=64, checkpoints=20), 1000.0
+    server, now = TreeServer(blocks=64, snapshots=20), 1000.0
 
     def clock() -> float:
         nonlocal now
@@ -357,19 +357,19 @@ def counted(server: TreeServer) -> dict[str, float]:
 
 
 def test_what_is_counted() -> None:
-    server = TreeServer(blocks=64, checkpoints=3, interval=30, chunk=30)
-    server.component.slots.checkpoint_bytes = 10
+    server = TreeServer(blocks=64, snapshots=3, interval=30, chunk=30)
+    server.component.slots.snapshot_bytes = 10
     run(server, [1, 2, 3])
     run(server, [1, 2, 4])
     counts = counted(server)
-    assert (counts["hit_tokens"], counts["lost_tokens"]) == (0, 2 * BLOCK), "no checkpoint at the branch yet"
+    assert (counts["hit_tokens"], counts["lost_tokens"]) == (0, 2 * BLOCK), "no snapshot at the branch yet"
     # Ends of both prompts, and the branch.
-    assert (counts["checkpoints_taken"], server.component.counters.held, counts["copied_bytes"]) == (3, 3, 30)
+    assert (counts["snapshots_taken"], server.component.counters.held, counts["copied_bytes"]) == (3, 3, 30)
     run(server, [1, 2, 5], decode=1)
     counts = counted(server)
-    assert (counts["hit_tokens"], counts["checkpoints_loaded"]) == (2 * BLOCK, 1)
+    assert (counts["hit_tokens"], counts["snapshots_loaded"]) == (2 * BLOCK, 1)
     # Its prompt's end and a rolling one: both took a slot from another.
-    assert (counts["checkpoints_taken"], counts["checkpoints_evicted"]) == (5, 2)
+    assert (counts["snapshots_taken"], counts["snapshots_evicted"]) == (5, 2)
     # Decode copies inside its graph, where no time is taken.
     assert (counts["copied_bytes"], counts["timed_bytes"]) == (60, 50)
     assert "of which prefill steps" in str(server.component.counters)
@@ -382,7 +382,7 @@ def test_random_steps_keep_every_block_and_slot_accounted_for() -> None:
         rng = random.Random(seed)
         server = TreeServer(
             blocks=rng.randint(20, 60),
-            checkpoints=rng.randint(1, 12),
+            snapshots=rng.randint(1, 12),
             interval=rng.randint(1, 5),
             chunk=rng.randint(1, 6),
         )
@@ -390,10 +390,10 @@ def test_random_steps_keep_every_block_and_slot_accounted_for() -> None:
     assert hits > 100
 
 
-def hits_of_both_trees(blocks: int, checkpoints: int) -> tuple[list[int], list[int]]:
+def hits_of_both_trees(blocks: int, snapshots: int) -> tuple[list[int], list[int]]:
     """Tokens resumed from, request by request, on the simulation's tree and on SGLang's."""
     rng = random.Random(5)
-    small, real = MiniServer(blocks, checkpoints, interval=4, chunk=50), TreeServer(blocks, checkpoints, 4, 50)
+    small, real = MiniServer(blocks, snapshots, interval=4, chunk=50), TreeServer(blocks, snapshots, 4, 50)
     lines: list[list[int]] = []
     hits: tuple[list[int], list[int]] = ([], [])
     for _ in range(300):
@@ -410,8 +410,8 @@ def hits_of_both_trees(blocks: int, checkpoints: int) -> tuple[list[int], list[i
 
 
 def test_the_simulation_and_sglangs_tree_agree() -> None:
-    small, real = hits_of_both_trees(blocks=2000, checkpoints=1000)
+    small, real = hits_of_both_trees(blocks=2000, snapshots=1000)
     assert small == real
     # Under pressure ties are broken by slot numbers, which differ.
-    small, real = hits_of_both_trees(blocks=200, checkpoints=60)
+    small, real = hits_of_both_trees(blocks=200, snapshots=60)
     assert abs(sum(small) - sum(real)) < 0.03 * sum(small)

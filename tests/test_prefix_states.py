@@ -1,4 +1,4 @@
-"""Checkpoints in the state pool: what is copied, and that a layer goes on from one as if it had not been
+"""Snapshots in the state pool: what is copied, and that a layer goes on from one as if it had not been
 interrupted."""
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ import torch
 
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
 from dsv4_sglang.cache import CacheLayout, StateStorage
-from dsv4_sglang.formats import KeyFormat, RowFormat
+from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import AttentionType
-from dsv4_sglang.srt.layout import served_layout
-from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.pools import StateParams, StateSlotPool
-from dsv4_sglang.srt.prefix import timer as timer_module
-from dsv4_sglang.srt.prefix.timer import CopyTimer
+from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.memory.pools import StateParams, StateSlotPool
+from dsv4_sglang.srt.memory.served_layout import served_layout
+from dsv4_sglang.srt.prefix_cache import timer as timer_module
+from dsv4_sglang.srt.prefix_cache.timer import CopyTimer
 
 
 def make_pool(dtype: torch.dtype = torch.float8_e4m3fn, draft_tokens: int = 0) -> StateSlotPool:
     layout = served_layout(DSV4Config.flash(), dtype, Options(), "cpu", draft_tokens=draft_tokens)
     layout = CacheLayout(layout.schemas[:5], layout.device)
-    params = StateParams.of(layout, staging=2, checkpoints=3)
+    params = StateParams.of(layout, staging=2, snapshots=3)
     return StateSlotPool(size=3, cache_params=params, mamba_layer_ids=list(range(5)), device="cpu")
 
 
@@ -32,12 +32,12 @@ def ids(*values: int) -> torch.Tensor:
 def fill(state: StateStorage, slot: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     state.rings[:, slot] = torch.randint(0, 255, state.rings[:, slot].shape, generator=generator).to(state.rings.dtype)
-    for tail in state.tails.values():
-        tail[:, slot] = torch.randn(tail[:, slot].shape, generator=generator)
+    for compressor_state in state.compressor_states.values():
+        compressor_state[:, slot] = torch.randn(compressor_state[:, slot].shape, generator=generator)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "draft_tokens", "ring_rows", "tail_rows", "kept"),
+    ("dtype", "draft_tokens", "ring_rows", "compressor_state_rows", "kept"),
     [
         (torch.float8_e4m3fn, 0, 128, 24, (12, 20)),
         (torch.bfloat16, 0, 128, 24, (12, 20)),
@@ -45,45 +45,54 @@ def fill(state: StateStorage, slot: int, seed: int) -> None:
         (torch.bfloat16, 9, 138, 64, (44, 60)),
     ],
 )
-def test_a_state_goes_to_a_checkpoint_and_back(
-    dtype: torch.dtype, draft_tokens: int, ring_rows: int, tail_rows: int, kept: tuple[int, int]
+def test_a_state_goes_to_a_snapshot_and_back(
+    dtype: torch.dtype, draft_tokens: int, ring_rows: int, compressor_state_rows: int, kept: tuple[int, int]
 ) -> None:
     """`kept`: first of the four rows of the previous stream's k and of its z, those of positions 124 .. 127 mod 128."""
     state = make_pool(dtype, draft_tokens).storage
-    assert state.rings.shape[2] == ring_rows and state.tails[AttentionType.CSA].shape[2] == tail_rows
+    assert (
+        state.rings.shape[2] == ring_rows
+        and state.compressor_states[AttentionType.CSA].shape[2] == compressor_state_rows
+    )
     for slot in range(1, state.num_slots):
         fill(state, slot, slot)
-    before = state.rings.clone(), state.tails[AttentionType.CSA].clone(), state.tails[AttentionType.HCA].clone()
-    # Slot 2 and staging slot 4 are stored; -1 and checkpoint 0 skip.
+    before = (
+        state.rings.clone(),
+        state.compressor_states[AttentionType.CSA].clone(),
+        state.compressor_states[AttentionType.HCA].clone(),
+    )
+    # Slot 2 and staging slot 4 are stored; -1 and snapshot 0 skip.
     state.store(ids(2, 4, -1, 3), ids(3, 1, 2, 0))
-    for tensor, old in zip((state.rings, *state.tails.values()), before):
+    for tensor, old in zip((state.rings, *state.compressor_states.values()), before):
         assert torch.equal(tensor, old), "storing changed a live slot"
     fill(state, 1, 77)
-    untouched = state.tails[AttentionType.CSA][:, 1].clone()
+    untouched = state.compressor_states[AttentionType.CSA][:, 1].clone()
     state.load(ids(3), ids(1))
     assert torch.equal(state.rings[:, 1], before[0][:, 2])
-    tail, source = state.tails[AttentionType.CSA][:, 1], before[1][:, 2]
-    is_kept = torch.zeros(tail_rows, dtype=torch.bool)
+    compressor_state, source = state.compressor_states[AttentionType.CSA][:, 1], before[1][:, 2]
+    is_kept = torch.zeros(compressor_state_rows, dtype=torch.bool)
     for first in kept:
         is_kept[first : first + 4] = True
-    assert torch.equal(tail[:, is_kept], source[:, is_kept]), "the four last rows of the previous window's k and z"
-    assert torch.equal(tail[:, ~is_kept], untouched[:, ~is_kept])
+    assert torch.equal(compressor_state[:, is_kept], source[:, is_kept]), (
+        "the four last rows of the previous window's k and z"
+    )
+    assert torch.equal(compressor_state[:, ~is_kept], untouched[:, ~is_kept])
     state.load(ids(1), ids(3))
     assert torch.equal(state.rings[:, 3], before[0][:, 4])
 
 
-def test_checkpoints_do_not_overlap() -> None:
+def test_snapshots_do_not_overlap() -> None:
     state = make_pool().storage
     for i in range(1, 4):
         fill(state, i, i)
     state.store(ids(1, 2, 3), ids(1, 2, 3))
-    rings, tails = state.rings[:, 1:4].clone(), state.tails[AttentionType.CSA][:, 1:4].clone()
+    rings, compressor_states = state.rings[:, 1:4].clone(), state.compressor_states[AttentionType.CSA][:, 1:4].clone()
     for i in range(1, 4):
         fill(state, i, 50)
     state.load(ids(1, 2, 3), ids(1, 2, 3))
     assert torch.equal(state.rings[:, 1:4], rings)
-    assert torch.equal(state.tails[AttentionType.CSA][:, 1:4, 12:16], tails[:, :, 12:16])
-    assert torch.equal(state.tails[AttentionType.CSA][:, 1:4, 20:24], tails[:, :, 20:24])
+    assert torch.equal(state.compressor_states[AttentionType.CSA][:, 1:4, 12:16], compressor_states[:, :, 12:16])
+    assert torch.equal(state.compressor_states[AttentionType.CSA][:, 1:4, 20:24], compressor_states[:, :, 20:24])
 
 
 def test_copies_are_timed_without_waiting(device: torch.device) -> None:
@@ -144,14 +153,14 @@ def test_bytes_are_those_allocated() -> None:
     pool = make_pool()
     layout, tensors = pool.storage.layout, pool.storage.tensors
     allocated = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    counted = [*layout.state_parts(pool.storage.num_slots), *layout.checkpoint_parts(pool.storage.checkpoints)]
+    counted = [*layout.state_parts(pool.storage.num_slots), *layout.snapshot_parts(pool.storage.snapshots)]
     assert pool.bytes == sum(allocated.values()) == sum(part.bytes for part in counted)
 
 
-# A layer that resumes from a checkpoint, against the same layer uninterrupted.
+# A layer that resumes from a snapshot, against the same layer uninterrupted.
 
 TOKENS, RESUME, WRITTEN = 400, 256, 300
-"""The uninterrupted request; where the other resumes; how far the one ran that left the checkpoint."""
+"""The uninterrupted request; where the other resumes; how far the one ran that left the snapshot."""
 
 
 class ResumedLayer:
@@ -162,7 +171,7 @@ class ResumedLayer:
         options = Options(entry_format="fp32", indexer_format="fp32")
         layout = served_layout(config, torch.bfloat16, options, "cpu")
         layout = CacheLayout(layout.schemas[:4], layout.device)
-        params = StateParams.of(layout, staging=1, checkpoints=1)
+        params = StateParams.of(layout, staging=1, snapshots=1)
         self.pool = StateSlotPool(size=3, cache_params=params, mamba_layer_ids=list(range(4)), device="cpu")
         self.state = self.pool.storage
         self.ratio, self.layer = ratio, {0: 0, 4: 2, 128: 3}[ratio]
@@ -184,7 +193,7 @@ class ResumedLayer:
         return entries, torch.zeros(4, 32, 128)
 
     def step(self, slot: int, begin: int, end: int, tables: tuple[torch.Tensor, torch.Tensor], track: int = -1) -> None:
-        """Tokens [begin, end) of the request in `slot`; `track`: the staging slot of its checkpoint at RESUME."""
+        """Tokens [begin, end) of the request in `slot`; `track`: the staging slot of its snapshot at RESUME."""
         n, csa = end - begin, self.ratio == 4
         at = torch.arange(begin, end)
         tracked = torch.where((at >= RESUME - 128) & (at < RESUME), track, -1).to(torch.int32)
@@ -200,7 +209,7 @@ class ResumedLayer:
             self.rope,
             1e-6,
             self.ratio,
-            RowFormat.FP32.code,
+            KVFormat.FP32.code,
             KeyFormat.FP32.code,
             ids(slot),
             ids(begin),
@@ -209,7 +218,7 @@ class ResumedLayer:
             at,
             tracked if track >= 0 else None,
             self.state.ring(self.layer),
-            self.state.tail(self.layer),
+            self.state.compressor_state(self.layer),
             tables[0] if self.ratio else None,
             tables[1] if csa else None,
             torch.zeros(1, n + 128, 512),
@@ -224,21 +233,21 @@ class ResumedLayer:
         fill(self.state, 3, 5)
         self.step(1, 0, WRITTEN, tables, track=self.pool.size + 1)
         self.state.store(ids(1 if fault == "the state at the end" else self.pool.size + 1), ids(1))
-        units = self.state._tail_units
+        units = self.state._compressor_state_units
         assert units is not None
-        kept = units[:, self.state.num_slots * self.state.layout.tail_units :]
+        kept = units[:, self.state.num_slots * self.state.layout.compressor_state_units :]
         if fault == "previous rows dropped":
             kept[..., :512] = 0
-        elif fault == "indexer tail dropped":
+        elif fault == "indexer compressor state dropped":
             kept[..., 512:] = 0
         if fault != "a slot not loaded":
             self.state.load(ids(1), ids(3))
-        # The blocks that the first request wrote behind the checkpoint are not shared.
+        # The blocks that the first request wrote behind the snapshot are not shared.
         if self.ratio == 4:
             tables[0][2:], tables[1][2:] = 0, 0
         elif self.ratio:
             tables[0][:, 2:] = 0
-        if fault == "a checkpoint shared without a copy":
+        if fault == "a snapshot shared without a copy":
             self.step(3, RESUME, RESUME + 50, self.tables())
         self.step(3, RESUME, TOKENS, tables)
         return (*tables, self.state.ring(self.layer)[3].clone())
@@ -265,13 +274,13 @@ def test_a_resumed_layer_writes_what_an_uninterrupted_one_writes(ratio: int) -> 
     [
         # Entry 256 / 4 pools the four rows before it, and is wrong for good.
         ("previous rows dropped", [64], []),
-        ("indexer tail dropped", [], [64]),
+        ("indexer compressor state dropped", [], [64]),
         ("a slot not loaded", [64], [64]),
         ("the state at the end", [64], [64]),
-        ("a checkpoint shared without a copy", [64], [64]),
+        ("a snapshot shared without a copy", [64], [64]),
     ],
 )
-def test_a_damaged_checkpoint_damages_what_it_must(fault: str, entries: list[int], keys: list[int]) -> None:
+def test_a_damaged_snapshot_damages_what_it_must(fault: str, entries: list[int], keys: list[int]) -> None:
     layer = ResumedLayer(4)
     got, want = layer.resumed(fault), layer.uninterrupted()
     assert differing_rows(got[0], want[0]) == entries
@@ -279,7 +288,7 @@ def test_a_damaged_checkpoint_damages_what_it_must(fault: str, entries: list[int
 
 
 @pytest.mark.parametrize("fault", ["a slot not loaded", "the state at the end"])
-def test_the_window_of_a_resumed_request_comes_from_its_checkpoint(fault: str) -> None:
+def test_the_window_of_a_resumed_request_comes_from_its_snapshot(fault: str) -> None:
     """The ring of a request that ran 20 tokens still holds 108 rows from before."""
     layer = ResumedLayer(0)
     tables = layer.tables()

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from progress import LONG
+from liveness import LONG
 
 from benchmarks import prefix_trace, servers, turns
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, rounds, trace
@@ -285,13 +285,13 @@ def test_nothing_begins_when_the_time_is_over(server: FakeServer, monkeypatch: p
 
 
 @pytest.mark.parametrize("load", ["20000", "20000+x1", "200+20x1", "20000+0x1", "20000+20x0", "20000+20x1.5"])
-def test_loads_that_are_none_are_refused(load: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loads_that_are_none_are_rejected(load: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         turns.main(["--loads", load, "--out", "rows"])
     assert f"load {load}: expected TOKENS+NEWxCOUNT with at least 288+1x1" in capsys.readouterr().err
 
 
-def test_sizes_that_do_not_grow_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_that_do_not_grow_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     for steps in (["4", "2"], ["3", "3"], ["0", "2"]):
         with pytest.raises(SystemExit):
             prefix_trace.main(["sweep", "--url", "http://127.0.0.1:9", "--steps", *steps])
@@ -299,9 +299,9 @@ def test_sizes_that_do_not_grow_are_refused(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_an_error_of_the_server_ends_the_replay(server: FakeServer) -> None:
-    def refuse(body: dict[str, Any]) -> dict[str, Any]:
+    def reject(body: dict[str, Any]) -> dict[str, Any]:
         return {"error": {"message": "too long"}}
 
-    server.generate = refuse  # type: ignore[method-assign]
+    server.generate = reject  # type: ignore[method-assign]
     with pytest.raises((RuntimeError, KeyError)):
         Replay(_client(server), concurrency=2, vocab=100).run(rounds(2, 20, 2))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from progress import run
+from liveness import run
 
 LEVELS = ("default", "avx2", "avx512")
 NATIVE = torch.backends.cpu.get_cpu_capability().lower()

@@ -21,7 +21,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from dsv4_sglang.srt.request_validation import MAX_ANSWERS, check_fields, check_message
+from dsv4_sglang.srt.integration.request_validation import MAX_ANSWERS, check_fields, check_message
 
 VOCABULARY = 384
 MANAGER = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCABULARY), enable_metrics=False)

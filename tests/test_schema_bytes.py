@@ -15,11 +15,11 @@ from dsv4_sglang.cache import (
     build_schema,
     compute_block_budget,
 )
-from dsv4_sglang.formats import KeyFormat, RowFormat, make_row_tables
+from dsv4_sglang.formats import KeyFormat, KVFormat, make_kv_buffers
 from dsv4_sglang.model import AttentionType, DSV4Config, build_schedule
-from dsv4_sglang.model.geometry import CSA_TAILS, CsaTail, StateRows, state_rows
-from dsv4_sglang.srt.layout import served_layout
-from dsv4_sglang.srt.options import Options
+from dsv4_sglang.model.geometry import CSA_COMPRESSOR_STATES, CsaCompressorState, StateRows, state_rows
+from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.standalone import KVCacheManager
 
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
@@ -42,21 +42,21 @@ def test_geometry() -> None:
     assert [of(k).tail_buffer_size for k in (CSA, HCA, SWA)] == [3, 127, 0]
     assert [of(k).previous_window_rows for k in (CSA, HCA, SWA)] == [7, 0, 0]
     assert [of(k).ratio for k in (CSA, HCA, SWA)] == [4, 128, 0]
-    assert [of(k).tail_shape for k in (CSA, HCA, SWA)] == [(24, 640), (256, 512), None]
-    assert of(HCA, hca_state="online").tail_shape == (3, 512)
+    assert [of(k).compressor_state_shape for k in (CSA, HCA, SWA)] == [(24, 640), (256, 512), None]
+    assert of(HCA, hca_state="online").compressor_state_shape == (3, 512)
     for kind in (CSA, HCA, SWA):
         assert (of(kind).swa_window_size, of(kind).entry_head_dim, of(kind).rope_dim) == (128, 512, 64)
 
 
 def test_bytes_per_entry_and_block() -> None:
     """SPEC 5.1, column (i*) with 72 B keys."""
-    assert [of(CSA, row_format=f).entry_bytes for f in ("fp8", "bf16", "fp32")] == [584, 1024, 2048]
+    assert [of(CSA, kv_format=f).entry_bytes for f in ("fp8", "bf16", "fp32")] == [584, 1024, 2048]
     assert [of(CSA, key_format=f).indexer_entry_bytes for f in ("mxfp4", "nvfp4", "fp32")] == [72, 72, 512]
     assert of(HCA).indexer_entry_bytes == of(SWA).indexer_entry_bytes == 0
     assert [of(k).block_bytes for k in (CSA, HCA, SWA)] == [32 * (584 + 72), 584, 0]
-    assert of(HCA, row_format="bf16").block_bytes == 1024
+    assert of(HCA, kv_format="bf16").block_bytes == 1024
     assert of(SWA).swa_bytes == 74752
-    assert of(SWA, row_format="bf16").swa_bytes == 131072
+    assert of(SWA, kv_format="bf16").swa_bytes == 131072
 
 
 @pytest.mark.parametrize(
@@ -80,12 +80,12 @@ def test_bytes_of_model(
     layers = schemas(config)
     assert sum(s.block_bytes for s in layers) / 128 == per_token
     assert sum(s.swa_bytes for s in layers) == swa
-    assert sum(s.swa_bytes for s in schemas(config, row_format="bf16")) == swa_bf16
+    assert sum(s.swa_bytes for s in schemas(config, kv_format="bf16")) == swa_bf16
     # Between SPEC 5.3's minimum of 51,200 B a layer (3 + 7 rows) and the common 81,920 B (8 rows of everything).
-    assert sum(s.tail_bytes for s in layers if s.attn is CSA) == csa_layers * 24 * 640 * 4
-    assert sum(s.tail_bytes for s in schemas(config, hca_state="raw") if s.attn is HCA) == hca_raw
-    assert sum(s.tail_bytes for s in schemas(config, hca_state="online") if s.attn is HCA) == hca_online
-    assert all(s.tail_bytes == 0 for s in layers if s.attn is SWA)
+    assert sum(s.compressor_state_bytes for s in layers if s.attn is CSA) == csa_layers * 24 * 640 * 4
+    assert sum(s.compressor_state_bytes for s in schemas(config, hca_state="raw") if s.attn is HCA) == hca_raw
+    assert sum(s.compressor_state_bytes for s in schemas(config, hca_state="online") if s.attn is HCA) == hca_online
+    assert all(s.compressor_state_bytes == 0 for s in layers if s.attn is SWA)
 
 
 def test_spec_figures_follow_from_the_formula() -> None:
@@ -97,13 +97,13 @@ def test_spec_figures_follow_from_the_formula() -> None:
 
 @MODELS
 @pytest.mark.parametrize(
-    ("row_format", "key_format", "hca_state"),
+    ("kv_format", "key_format", "hca_state"),
     [("fp8", "mxfp4", "raw"), ("fp8", "nvfp4", "online"), ("bf16", "mxfp4", "online"), ("fp32", "fp32", "raw")],
 )
-def test_allocations_equal_the_schema(config: DSV4Config, row_format: str, key_format: str, hca_state: str) -> None:
+def test_allocations_equal_the_schema(config: DSV4Config, kv_format: str, key_format: str, hca_state: str) -> None:
     """What the pools of all layers allocate is what the budget says, to the byte."""
     schedule = build_schedule(config)
-    formats = {"row_format": row_format, "key_format": key_format, "hca_state": hca_state}
+    formats = {"kv_format": kv_format, "key_format": key_format, "hca_state": hca_state}
     budget = compute_block_budget(config, schedule, max_context_len=300, max_requests=2, **formats)
     assert budget["blocks"] == 6
     manager = KVCacheManager(
@@ -146,23 +146,23 @@ def test_budget_of_one_kind() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_context_len", "max_requests"])
-def test_budget_refuses_nothing(name: str) -> None:
+def test_budget_rejects_nothing(name: str) -> None:
     arguments = {"max_context_len": 1, "max_requests": 1, name: 0}
     with pytest.raises(ValueError, match=f"{name} is 0"):
         compute_block_budget(FLASH, build_schedule(FLASH), **arguments)
 
 
 def test_unknown_format_is_named() -> None:
-    with pytest.raises(ValueError, match=r"row_format is 'fp4'.*'fp8', 'bf16', 'fp32'"):
-        of(CSA, row_format="fp4")
+    with pytest.raises(ValueError, match=r"kv_format is 'fp4'.*'fp8', 'bf16', 'fp32'"):
+        of(CSA, kv_format="fp4")
     with pytest.raises(ValueError, match=r"key_format is 'fp8'.*'mxfp4', 'nvfp4', 'fp32'"):
         of(CSA, key_format="fp8")
     with pytest.raises(ValueError, match=r"hca_state is 'folded'.*'raw', 'online'"):
         of(HCA, hca_state="folded")
 
 
-# What speculation adds: d tokens of a request a step. Bytes of a ring of Flash, of its CSA and HCA tails, of a slot and
-# of a checkpoint, with the ring of one draft layer; those of d = 1 are those without speculation.
+# What speculation adds: d tokens of a request a step. Bytes of a ring of Flash, of its CSA and HCA compressor states,
+# of a slot and of a snapshot, with the ring of one draft layer; those of d = 1 are those without speculation.
 SPECULATION = [
     (1, 0, 128, 74_752, 1_290_240, 122_880, 4_627_456, 3_644_416),
     (2, 1, 130, 75_920, 2_580_480, 368_640, 6_289_600, 3_770_560),
@@ -175,23 +175,27 @@ SPECULATION = [
 ]
 
 
-@pytest.mark.parametrize(("d", "draft_layers", "rows", "ring", "csa", "hca", "slot", "checkpoint"), SPECULATION)
+@pytest.mark.parametrize(("d", "draft_layers", "rows", "ring", "csa", "hca", "slot", "snapshot"), SPECULATION)
 def test_bytes_with_speculation(
-    d: int, draft_layers: int, rows: int, ring: int, csa: int, hca: int, slot: int, checkpoint: int
+    d: int, draft_layers: int, rows: int, ring: int, csa: int, hca: int, slot: int, snapshot: int
 ) -> None:
     layout = served_layout(FLASH, torch.float8_e4m3fn, Options(), "cpu", draft_tokens=d, draft_layers=draft_layers)
     assert layout.ring_rows == rows
     assert [schema.attn for schema in layout.schemas[43:]] == [SWA] * draft_layers
     parts = {part.name: part.bytes for part in layout.state_parts(1)}
-    assert parts == {"window rings": (43 + draft_layers) * ring, "CSA tails": csa, "HCA tails": hca}
-    assert (layout.slot_bytes, layout.checkpoint_bytes) == (slot, checkpoint)
+    assert parts == {
+        "window rings": (43 + draft_layers) * ring,
+        "CSA compressor states": csa,
+        "HCA compressor states": hca,
+    }
+    assert (layout.slot_bytes, layout.snapshot_bytes) == (slot, snapshot)
     assert layout.block_bytes == served_layout(FLASH, torch.float8_e4m3fn, Options(), "cpu").block_bytes
     # What is counted is what is allocated; and by kind of layer what the schemas say.
     few = CacheLayout(layout.schemas[:4] + layout.schemas[43:], layout.device)
-    storage = StateStorage(few, 2, checkpoints=3)
-    counted = [*few.state_parts(2), *few.position_parts(2), *few.checkpoint_parts(3)]
+    storage = StateStorage(few, 2, snapshots=3)
+    counted = [*few.state_parts(2), *few.position_parts(2), *few.snapshot_parts(3)]
     assert storage.memory_bytes() == sum(part.bytes for part in counted)
-    assert sum(schema.swa_bytes + schema.tail_bytes for schema in layout.schemas) == slot
+    assert sum(schema.swa_bytes + schema.compressor_state_bytes for schema in layout.schemas) == slot
 
 
 def test_no_draft_tokens_is_one_token_a_step() -> None:
@@ -199,7 +203,11 @@ def test_no_draft_tokens_is_one_token_a_step() -> None:
     plain = schemas(FLASH)
     assert schemas(FLASH, draft_tokens=0) == plain
     for one, schema in zip(schemas(FLASH, draft_tokens=1), plain, strict=True):
-        assert (one.rows, one.tail_shape, one.state_bytes) == (schema.rows, schema.tail_shape, schema.state_bytes)
+        assert (one.rows, one.compressor_state_shape, one.state_bytes) == (
+            schema.rows,
+            schema.compressor_state_shape,
+            schema.state_bytes,
+        )
     budget = {"max_context_len": 128, "max_requests": 1}
     four = compute_block_budget(FLASH, build_schedule(FLASH), draft_tokens=4, hca_state="online", **budget)
     online = schemas(FLASH, draft_tokens=4, hca_state="online")
@@ -213,9 +221,9 @@ def test_draft_tokens_that_cannot_be(draft_tokens: int) -> None:
 
 
 def test_raw_hca_state_is_not_for_drafts() -> None:
-    assert of(HCA, draft_tokens=1).tail_shape == (256, 512)
+    assert of(HCA, draft_tokens=1).compressor_state_shape == (256, 512)
     csa = next(spec for spec in build_schedule(FLASH) if spec.attn is CSA)
-    assert build_schema(FLASH, csa, draft_tokens=2).tail_shape == (48, 640), "a layer without such a state"
+    assert build_schema(FLASH, csa, draft_tokens=2).compressor_state_shape == (48, 640), "a layer without such a state"
     with pytest.raises(ValueError, match=r"hca_state is 'raw' with draft_tokens 2.*expected 'online'"):
         of(HCA, draft_tokens=2)
 
@@ -244,13 +252,13 @@ def state_fits(d: int, rows: StateRows, length: int) -> bool:
             if token % 4 == 3:
                 current |= set(range(token - 3, start))
                 previous |= set(range(max(0, token - 7), token - 3))
-    banks = {(length + j + 1) % rows.hca_banks for j in range(d)}
+    state_copies = {(length + j + 1) % rows.hca_state_copies for j in range(d)}
     return not (
         lost(rows.ring, window, written)
         or lost(rows.csa.current, current, written)
         or lost(rows.csa.previous, previous, written)
-        or length % rows.hca_banks in banks
-        or len(banks) < d
+        or length % rows.hca_state_copies in state_copies
+        or len(state_copies) < d
     )
 
 
@@ -259,21 +267,21 @@ def test_rows_are_enough_and_one_less_is_not(d: int) -> None:
     rows = state_rows(d)
     lengths = range(300)
     assert all(state_fits(d, rows, length) for length in lengths)
-    least = StateRows(127 + d, CsaTail(d + 3, d + 7), d + 1)
+    least = StateRows(127 + d, CsaCompressorState(d + 3, d + 7), d + 1)
     assert rows.ring in (least.ring, least.ring + 1, least.ring + 2) and rows.ring % 2 == 0
-    assert rows.csa in CSA_TAILS and rows.csa.current >= d + 3 and rows.csa.previous >= d + 7
+    assert rows.csa in CSA_COMPRESSOR_STATES and rows.csa.current >= d + 3 and rows.csa.previous >= d + 7
     assert all(state_fits(d, least, length) for length in lengths)
     for less in (
         least._replace(ring=126 + d),
-        least._replace(csa=CsaTail(d + 2, d + 7)),
-        least._replace(csa=CsaTail(d + 3, d + 6)),
-        least._replace(hca_banks=d),
+        least._replace(csa=CsaCompressorState(d + 2, d + 7)),
+        least._replace(csa=CsaCompressorState(d + 3, d + 6)),
+        least._replace(hca_state_copies=d),
     ):
         assert not all(state_fits(d, less, length) for length in lengths), less
 
 
 def test_defaults() -> None:
-    """Without a server an HCA layer has raw tails, as in the design; a server keeps them online."""
+    """Without a server an HCA layer has raw compressor states, as in the design; a server keeps them online."""
     assert of(HCA).hca_state is HcaState.RAW and HcaState(Options().hca_state) is HcaState.ONLINE
     assert of(CSA).key_format is KeyFormat(Options().indexer_format)
 
@@ -286,5 +294,5 @@ def test_schema_is_frozen() -> None:
 @pytest.mark.parametrize("blocks", [1, 2, 7, 8])
 def test_rows_of_every_layer_start_at_multiples_of_16_bytes(blocks: int) -> None:
     """FlashMLA's condition; one flat HCA block of an odd number of 584 B rows would break it for every other layer."""
-    tables = make_row_tables(3, 1, blocks, RowFormat.FP8, torch.device("cpu"))
+    tables = make_kv_buffers(3, 1, blocks, KVFormat.FP8, torch.device("cpu"))
     assert all(tables[layer].data_ptr() % 16 == tables.data_ptr() % 16 for layer in range(3))

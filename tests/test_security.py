@@ -23,9 +23,9 @@ WRITES = {
 WRITING = {
     "ops/extension.py": "the compiled extension",
     "planner/ask_sglang.py": "dsv4-sglang plan",
-    "srt/host/folder.py": "stored pages",
-    "srt/host/nixl.py": "stored pages",
-    "srt/host/storage.py": "stored pages",
+    "srt/host_cache/folder.py": "stored pages",
+    "srt/host_cache/nixl.py": "stored pages",
+    "srt/host_cache/storage.py": "stored pages",
     "testing/tiny.py": "dsv4-sglang make-tiny",
     "testing/tokenizer.py": "dsv4-sglang make-tiny",
 }
@@ -98,12 +98,12 @@ def test_nothing_listens() -> None:
 
 
 def test_no_age_is_of_the_wall_clock() -> None:
-    """It jumps. Ages of checkpoints count uses; pauses and times are of a clock that does not. Only files that
+    """It jumps. Ages of snapshots count uses; pauses and times are of a clock that does not. Only files that
     outlive a server have the times that their file system gives them."""
     wall = {"time.time", "time.time_ns", "time.localtime", "datetime.now", "datetime.datetime.now", "datetime.utcnow"}
     assert {name_of(m) for m in MODULES for called, _ in calls(m) if called in wall} == {
         "cli/storage.py",
-        "srt/host/folder.py",
+        "srt/host_cache/folder.py",
     }
 
 

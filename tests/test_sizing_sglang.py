@@ -1,4 +1,4 @@
-"""How SGLang's memory is divided when its own configurator asks: state slots, checkpoints, and blocks with the rest."""
+"""How SGLang's memory is divided when its own configurator asks: state slots, snapshots, and blocks with the rest."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from dsv4_sglang.planner.gpus import GPUS
 from dsv4_sglang.planner.models import Format, Model
 from dsv4_sglang.planner.plan import plan
 from dsv4_sglang.planner.reserves import token_table_bytes
-from dsv4_sglang.srt import compat
-from dsv4_sglang.srt.decisions import Launch
-from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.sizing import GIB, StateDemand, table
+from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.integration.server_context import Launch
+from dsv4_sglang.srt.memory.sizing import GIB, StateDemand, table
 
 MEMORY = 78.82
 """GiB for the cache with --mem-fraction-static 0.6 on an H200 and the weights of benchmarks/configs/flashshape."""
@@ -103,7 +103,7 @@ def tokens_of(configurator: Configurator, gib: float) -> int:
 
 @pytest.mark.parametrize("make", [DSV4Config.flash, DSV4Config.pro, flashshape])
 def test_the_server_allocates_what_the_benchmark_computes(configurator: Any, make: Any) -> None:
-    launched = configurator(make(), 256, max_checkpoints=512)
+    launched = configurator(make(), 256, max_snapshots=512)
     tokens = tokens_of(launched, MEMORY)
     assert tokens == capacity.ours(make(), 256, 512).tokens(MEMORY * GIB)
     assert launched.launch.demand == StateDemand(256, 64, 512)
@@ -114,7 +114,7 @@ def test_the_server_allocates_what_the_benchmark_computes(configurator: Any, mak
 @pytest.mark.parametrize("model", [Model.flash(), Model.pro()], ids=lambda model: model.name)
 @pytest.mark.parametrize(
     ("options", "drafts"),
-    [({}, 0), ({"hca_state": "raw", "max_checkpoints": 600}, 0), ({}, 4), ({}, 9)],
+    [({}, 0), ({"hca_state": "raw", "max_snapshots": 600}, 0), ({}, 4), ({}, 9)],
     ids=["defaults", "options", "4 draft tokens", "9 draft tokens"],
 )
 def test_the_server_allocates_what_the_plan_says(
@@ -129,13 +129,13 @@ def test_the_server_allocates_what_the_plan_says(
 
 
 def test_the_published_v41(configurator: Any) -> None:
-    """Four layers have entries and keys, three of them one for two tokens; 40 have rings, of which a checkpoint keeps
+    """Four layers have entries and keys, three of them one for two tokens; 40 have rings, of which a snapshot keeps
     all, and a slot three rows that wait for a partner besides (SPEC 11.5)."""
-    launched = configurator(V41Config.flash(), 256, max_checkpoints=512)
+    launched = configurator(V41Config.flash(), 256, max_snapshots=512)
     tokens = tokens_of(launched, MEMORY)
     layout, demand = launched.launch.layout, launched.launch.demand
     ring = 40 * 128 * 528
-    assert (layout.token_bytes, layout.checkpoint_bytes, layout.slot_bytes) == (900, ring, ring + 3 * 4096)
+    assert (layout.token_bytes, layout.snapshot_bytes, layout.slot_bytes) == (900, ring, ring + 3 * 4096)
     state = (256 + 64 + 1) * (ring + 3 * 4096) + 512 * ring
     assert demand == StateDemand(256, 64, 512) and demand.bytes(layout) == state
     # SGLang's dummy block, and one for the padding of tables.
@@ -144,7 +144,7 @@ def test_the_published_v41(configurator: Any) -> None:
 
 
 def test_a_running_request_has_one_live_slot(configurator: Any) -> None:
-    launched = configurator(flashshape(), 256, max_checkpoints=512)
+    launched = configurator(flashshape(), 256, max_snapshots=512)
     tokens_of(launched, MEMORY)
     assert launched.overridden == {"max_mamba_cache_size": 256}, "SGLang would take 3 slots a request"
     assert launched.launch.slots_of_request(lambda _configurator: 5, launched) == 1
@@ -166,9 +166,9 @@ def test_a_decode_server_has_slots_for_what_is_on_its_way(configurator: Any) -> 
     assert demand == StateDemand(16, arriving=32) and launched.overridden == {"max_mamba_cache_size": 48}
     assert (more - tokens) // 128 in (blocks := 32 * layout.slot_bytes // layout.block_bytes, blocks + 1)
     text = table(layout, tokens, demand)
-    assert "48 state slots" in text and "16 requests, 0 for the checkpoints of a step, 32 for requests on" in text
-    with pytest.raises(ValueError, match=r"max_checkpoints is 8, but there is no prefix cache: .*decode server"):
-        tokens_of(configurator(flashshape(), 16, radix=False, mode="decode", max_checkpoints=8), MEMORY)
+    assert "48 state slots" in text and "16 requests, 0 for the snapshots of a step, 32 for requests on" in text
+    with pytest.raises(ValueError, match=r"max_snapshots is 8, but there is no prefix cache: .*decode server"):
+        tokens_of(configurator(flashshape(), 16, radix=False, mode="decode", max_snapshots=8), MEMORY)
 
 
 def test_a_decode_servers_pool_is_what_was_counted(configurator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_a_decode_servers_pool_is_what_was_counted(configurator: Any, monkeypatc
     assert pool.mamba_pool.bytes == launched.launch.demand.bytes(launched.launch.layout)
 
 
-def test_without_a_prefix_cache_there_are_no_checkpoints(configurator: Any) -> None:
+def test_without_a_prefix_cache_there_are_no_snapshots(configurator: Any) -> None:
     launched = configurator(flashshape(), 256, radix=False)
     assert tokens_of(launched, MEMORY) > capacity.ours(flashshape(), 256, 512).tokens(MEMORY * GIB)
     assert launched.launch.demand == StateDemand(256)
@@ -199,7 +199,7 @@ def test_a_request_takes_one_slot_of_the_pool_that_is_built(
     from sglang.srt.mem_cache import mamba_checkpoint_pool
 
     monkeypatch.setattr(mamba_checkpoint_pool, "maybe_init_int8_mamba_checkpoint_pool", lambda **_: None)
-    launched = configurator(flashshape(), 2, max_checkpoints=4, drafts=drafts)
+    launched = configurator(flashshape(), 2, max_snapshots=4, drafts=drafts)
     tokens_of(launched, MEMORY)
     schedule = runtime_context.get_schedule()
     schedule.max_mamba_cache_size, schedule.chunked_prefill_size = 2, 128

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from host_cache_harness import HostCacheServer
 from prefix_tree_server import BLOCK, SEPARATE, without_a_server
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers import io_struct
 from sglang.srt.mem_cache import base_prefix_cache
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
-from tiered_server import TieredServer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,8 +24,8 @@ from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.model import DSV4Config, build_schedule
-from dsv4_sglang.srt import sleep
-from dsv4_sglang.srt.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool
+from dsv4_sglang.srt.features import sleep
+from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool, StateParams, StateReqToTokenPool
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
 
@@ -35,7 +35,7 @@ def layout_of(rows: str, hca_state: str = "online") -> CacheLayout:
     schedule = build_schedule(config)[:4]  # a layer of each kind
     keys = "fp32" if rows == "fp32" else "mxfp4"
     device = torch.device("cpu")
-    return CacheLayout.build(config, schedule, device, row_format=rows, key_format=keys, hca_state=hca_state)
+    return CacheLayout.build(config, schedule, device, kv_format=rows, key_format=keys, hca_state=hca_state)
 
 
 def memory_of(tensor: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def tensors_of(thing: object) -> Iterator[tuple[str, Tensor]]:
 KEPT = {
     ".req_index_to_mamba_index_mapping": "which slot a request has: SGLang's, 4 bytes a request",
     ".mamba_allocator.free_slots": "SGLang's, 8 bytes a slot",
-    ".mamba_ckpt_pool._ids": "numbers of checkpoints as a step reads them, 8 bytes a checkpoint",
+    ".mamba_ckpt_pool._ids": "numbers of snapshots as a step reads them, 8 bytes a snapshot",
     ".mamba_ckpt_pool._host_ids": "host memory",
     ".req_generation": "host memory",
     ".req_index_to_mamba_ping_pong_track_buffer_mapping": "SGLang 0.5.23's, 16 bytes a request",
@@ -117,7 +117,7 @@ def test_all_pools_are_given_back(monkeypatch: pytest.MonkeyPatch, rows: str) ->
         max_context_len=1024,
         device="cpu",
         enable_memory_saver=True,
-        cache_params=StateParams.of(layout, staging=2, checkpoints=6),
+        cache_params=StateParams.of(layout, staging=2, snapshots=6),
         mamba_layer_ids=list(range(len(layout.schemas))),
         enable_mamba_extra_buffer=False,
     )
@@ -146,7 +146,7 @@ def test_all_pools_are_given_back(monkeypatch: pytest.MonkeyPatch, rows: str) ->
 )
 def test_states_come_again_as_they_were_made(rows: str, hca_state: str, positions: bool) -> None:
     layout = layout_of(rows, hca_state)
-    fresh, slept = (StateStorage(layout, 5, checkpoints=3, positions=positions) for _ in range(2))
+    fresh, slept = (StateStorage(layout, 5, snapshots=3, positions=positions) for _ in range(2))
     addresses = [tensor.data_ptr() for tensor in slept.allocations]
     held = [value for _, value in tensors_of(slept)]
     assert {t.untyped_storage().data_ptr() for t in held} == {t.untyped_storage().data_ptr() for t in slept.allocations}
@@ -156,7 +156,7 @@ def test_states_come_again_as_they_were_made(rows: str, hca_state: str, position
     assert addresses == [tensor.data_ptr() for tensor in slept.allocations]
     for ours, other in zip(slept.allocations, fresh.allocations, strict=True):
         assert torch.equal(memory_of(ours), memory_of(other))
-    # Tables of numbers are right: a state goes to a checkpoint and back.
+    # Tables of numbers are right: a state goes to a snapshot and back.
     for storage in (fresh, slept):
         for tensor in storage.tensors:
             memory_of(tensor).copy_(torch.arange(memory_of(tensor).numel()) % 251)
@@ -181,7 +181,7 @@ def test_blocks_come_again_as_they_were_made(rows: str) -> None:
         assert not any(memory_of(tensor).any() for tensor in pool.allocations)
 
 
-# The host tier
+# The host cache
 
 
 @pytest.fixture
@@ -197,16 +197,16 @@ def tree(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> pytest.MonkeyPa
     return monkeypatch
 
 
-def spoil(server: TieredServer) -> None:
+def spoil(server: HostCacheServer) -> None:
     """What the memory of the device holds after waking."""
     for table in server.device.tokens.values():
         table.fill_(-7)
     server.states.states[:] = -7
 
 
-def test_a_host_tier_keeps_what_it_needs(tree: pytest.MonkeyPatch, recorder: Recorder) -> None:
+def test_a_host_cache_keeps_what_it_needs(tree: pytest.MonkeyPatch, recorder: Recorder) -> None:
     """Nothing of it is cleared on waking: what its copies read on the device must not be given back."""
-    server = TieredServer(tree, seed=2)
+    server = HostCacheServer(tree, seed=2)
     pools = server.cache.cache_controller.mem_pool_host
     held = dict(tensors_of(pools))
     assert any("_numbers" in path for path in held)
@@ -214,7 +214,7 @@ def test_a_host_tier_keeps_what_it_needs(tree: pytest.MonkeyPatch, recorder: Rec
     assert not lost
 
 
-def serve_only(server: TieredServer, monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
+def serve_only(server: HostCacheServer, monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
     """A request to its end, with copies to the host wanted or under way; they go on when they are looked after."""
     server.finish(server.start(tokens)["request"])
     look = server.cache.check_hicache_events
@@ -224,7 +224,7 @@ def serve_only(server: TieredServer, monkeypatch: pytest.MonkeyPatch, tokens: li
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_host_keeps_what_the_device_gives_back(tree: pytest.MonkeyPatch, policy: str) -> None:
     """Before memory goes, what has not been saved is; after waking, requests resume from the host."""
-    server = TieredServer(tree, seed=3, policy=policy, blocks=30, host_blocks=200)
+    server = HostCacheServer(tree, seed=3, policy=policy, blocks=30, host_blocks=200)
     prompts = [[line * 50 + at // BLOCK for at in range(5 * BLOCK + 40)] for line in range(1, 5)]
     for ids in prompts:
         server.serve(ids)
@@ -257,7 +257,7 @@ def test_the_host_keeps_what_the_device_gives_back(tree: pytest.MonkeyPatch, pol
 def test_a_small_host_keeps_what_is_worth_most(tree: pytest.MonkeyPatch, policy: str) -> None:
     """Whatever it has copies of when the device gives its memory back: two lines that have been asked for again.
     Nothing is copied that makes room for what comes behind it."""
-    server = TieredServer(tree, seed=4, policy=policy, blocks=40, host_blocks=12, host_checkpoints=3)
+    server = HostCacheServer(tree, seed=4, policy=policy, blocks=40, host_blocks=12, host_snapshots=3)
     prompts = [[line * 50 + at // BLOCK for at in range(5 * BLOCK + 40)] for line in range(1, 7)]
     for ids in [*prompts, prompts[1], prompts[4], prompts[1], prompts[4]]:
         server.serve(ids)
@@ -273,7 +273,7 @@ def test_a_small_host_keeps_what_is_worth_most(tree: pytest.MonkeyPatch, policy:
 
 
 def test_random_turns_with_sleep(tree: pytest.MonkeyPatch) -> None:
-    server = TieredServer(tree, seed=5)
+    server = HostCacheServer(tree, seed=5)
     for i in range(200):
         server.turn()
         assert not server.wrong
@@ -303,7 +303,7 @@ class Scheduler:
     disaggregation_mode = DisaggregationMode.NULL
     _engine_paused = False
 
-    def __init__(self, server: TieredServer) -> None:
+    def __init__(self, server: HostCacheServer) -> None:
         self.server, self.tree_cache = server, server.cache
         self.waiting_queue: list[Any] = [waiting_request()]
         self.grammar_manager = SimpleNamespace(grammar_queue=["compiles"])
@@ -319,7 +319,7 @@ class Scheduler:
         )
 
     def flush(self, empty_cache: bool) -> bool:
-        assert not self.waiting_queue and not self.grammar_manager.grammar_queue, "SGLang refuses"
+        assert not self.waiting_queue and not self.grammar_manager.grammar_queue, "SGLang rejects"
         self.flushed += 1
         return self.server.flush()
 
@@ -353,7 +353,7 @@ def test_nothing_of_the_old_weights_is_found(
     """On device, host and storage, in all ways that weights come, whatever is asked of the flush and however it ends;
     and nothing of the new ones is found by a server that starts with the old ones."""
     tree.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
-    server = TieredServer(tree, seed=6, storage="file")
+    server = HostCacheServer(tree, seed=6, storage="file")
     scheduler = Scheduler(server)
     server.serve(PROMPT)
     assert server.serve(PROMPT) == 5 * BLOCK and list(tmp_path.glob("*.bin"))
@@ -384,7 +384,7 @@ def test_nothing_of_the_old_weights_is_found(
     assert server.serve(PROMPT) == 0
     server.check()
     assert list(tmp_path.glob("*.bin")), "pages of the new weights are stored"
-    restarted = TieredServer(tree, seed=7, storage="file")
+    restarted = HostCacheServer(tree, seed=7, storage="file")
     assert restarted.prefetch(PROMPT) == 0 and restarted.serve(PROMPT) == 0
     # And they are found by the server that stored them, until weights change again.
     assert server.flush() and server.prefetch(PROMPT) == 5 * BLOCK
@@ -393,7 +393,7 @@ def test_nothing_of_the_old_weights_is_found(
 
 
 def test_no_update_while_the_memory_of_weights_is_away(tree: pytest.MonkeyPatch) -> None:
-    scheduler = Scheduler(TieredServer(tree, seed=6))
+    scheduler = Scheduler(HostCacheServer(tree, seed=6))
     scheduler.weight_updater.offload_tags.add("weights")
     for request in REQUESTS:
         answer = sleep.update_weights(print, scheduler.weight_updater, request)
@@ -406,7 +406,7 @@ def test_no_update_while_the_memory_of_weights_is_away(tree: pytest.MonkeyPatch)
 
 def test_requests_wait_while_memory_is_away(tree: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Tags one by one, twice, and unknown ones; a server is paused until all are there again, and as before then."""
-    scheduler = Scheduler(TieredServer(tree, seed=8))
+    scheduler = Scheduler(HostCacheServer(tree, seed=8))
     updater, done = scheduler.weight_updater, []
     runner = updater.tp_worker.model_runner
     pool = SimpleNamespace(reset=lambda: done.append("reset"))

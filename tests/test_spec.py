@@ -6,7 +6,7 @@ import pytest
 import torch
 from layer_harness import HIDDEN, SCALE, Layer, frequencies, hf, hf_forward, make_attention
 
-from dsv4_sglang.formats import KeyFormat, RowFormat, RowTable, index_keys, rows
+from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat, index_keys, kv_entries
 from dsv4_sglang.model.geometry import state_rows
 from dsv4_sglang.ops.reference.append import CSA_RATIO
 from dsv4_sglang.ops.rope import rope_table, rotate
@@ -40,8 +40,8 @@ def entry_table(layer: Layer, slot: int, count: int) -> torch.Tensor:
     i = torch.arange(count)
     blocks = torch.tensor(TABLE[slot])
     if layer.ratio == 128:
-        return RowTable(layer.entries, RowFormat(layer.rows)).read(blocks[i])
-    return RowTable(layer.entries, RowFormat(layer.rows)).read(blocks[i // 32] * 32 + i % 32)
+        return KVBuffer(layer.entries, KVFormat(layer.rows)).read(blocks[i])
+    return KVBuffer(layer.entries, KVFormat(layer.rows)).read(blocks[i // 32] * 32 + i % 32)
 
 
 # 8.2 RoPE
@@ -229,7 +229,7 @@ def test_sink_is_added_once_to_the_denominator(sink):
     e = torch.tensor([[3, -1, 100, 64]], dtype=torch.int32)
     got = torch.ops.dsv4_sglang.attend(
         q, torch.full((2,), sink), table, w, torch.tensor([5], dtype=torch.int32), entries, e,
-        torch.tensor([3], dtype=torch.int32), torch.tensor([7]), rope, SCALE, RowFormat.FP32.code,
+        torch.tensor([3], dtype=torch.int32), torch.tensor([7]), rope, SCALE, KVFormat.FP32.code,
     )  # fmt: skip
     keys = torch.cat([table[0, :5], entries.view(-1, 512)[[3, 100]]]).double()
     p = torch.cat([q[0].double() @ keys.T * SCALE, torch.full((2, 1), sink).double()], 1).softmax(1)[:, :-1]
@@ -246,7 +246,7 @@ def test_a_token_that_sees_nothing_gives_zeros_whatever_its_sink():
     sink = torch.tensor([float("-inf"), 0.0])
     got = torch.ops.dsv4_sglang.attend(
         torch.randn(3, 2, 512), sink, table, w, lens, None, None, None, torch.tensor([7, 7, 7]), rope, SCALE,
-        RowFormat.FP32.code,
+        KVFormat.FP32.code,
     )  # fmt: skip
     assert (got[:2] == 0).all()
     assert torch.allclose(got[2, 0], table[0, 9])
@@ -262,7 +262,7 @@ def test_a_row_that_is_no_number_reaches_who_lists_it_only(bad):
     def attended() -> torch.Tensor:
         return torch.ops.dsv4_sglang.attend(
             torch.zeros(9, 2, 512), torch.zeros(2), table, listed, lens, None, None, None, torch.arange(9), rope, SCALE,
-            RowFormat.FP32.code,
+            KVFormat.FP32.code,
         )  # fmt: skip
 
     expected, bound = attended(), 60 * 2**-24 * float(table.abs().max())  # sums of 60 in another order
@@ -280,22 +280,24 @@ def test_a_row_that_is_no_number_reaches_who_lists_it_only(bad):
 def test_entry_scale_is_the_smallest_power_of_two_that_does_not_clip(amax, exponent):
     x = torch.zeros(2, 448)
     x[:, 17] = amax
-    codes, e = rows.quantise_nope(x)
+    codes, e = kv_entries.quantise_nope(x)
     assert (e.int() - 127).tolist() == [exponent] * 2
-    value = codes.view(torch.float8_e4m3fn).float() * rows.exp2_of_biased(e)[:, None]
+    value = codes.view(torch.float8_e4m3fn).float() * kv_entries.exp2_of_biased(e)[:, None]
     assert value[0, 17].item() == pytest.approx(amax, rel=1 / 16)
 
 
 def test_one_scale_equals_seven_up_to_subnormals():
     x = torch.randn(200, 448).bfloat16().float()
-    codes, e = rows.quantise_nope(x)
-    one = codes.view(torch.float8_e4m3fn).float() * rows.exp2_of_biased(e)[:, None]
+    codes, e = kv_entries.quantise_nope(x)
+    one = codes.view(torch.float8_e4m3fn).float() * kv_entries.exp2_of_biased(e)[:, None]
     tiles = x.unflatten(-1, (7, 64))
-    s = rows.exp2_of_biased(rows.ceil_pow2_exponent(tiles.abs().amax(-1).clamp_min(1e-4) * (1 / 448)))[..., None]
+    s = kv_entries.exp2_of_biased(kv_entries.ceil_pow2_exponent(tiles.abs().amax(-1).clamp_min(1e-4) * (1 / 448)))[
+        ..., None
+    ]
     seven = ((tiles / s).clamp(-448, 448).to(torch.float8_e4m3fn).float() * s).flatten(-2)
     assert relative(one, seven) < 1e-5
     error = (one - x).abs() / x.abs().clamp_min(1e-30)
-    normal = x.abs() > rows.exp2_of_biased(e)[:, None] * 2.0**-6
+    normal = x.abs() > kv_entries.exp2_of_biased(e)[:, None] * 2.0**-6
     assert error[normal].max() <= 2.0**-4 and relative(one, x) < 0.03
 
 
@@ -329,12 +331,12 @@ def test_hadamard_is_orthonormal_and_leaves_scores_alone_when_on_both_sides():
     assert not torch.allclose(index_keys.hadamard(q) @ k.T, q @ k.T, atol=1e-1)
 
 
-# 8.11 prefix resume: a checkpoint taken during a prefill, then resumed in another slot
+# 8.11 prefix resume: a snapshot taken during a prefill, then resumed in another slot
 
 
 def resume(layer: Layer, at: int, source: int, target: int) -> None:
-    """Continue in slot `target` from the checkpoint of length `at` in slot `source`, sharing the blocks below it."""
-    tensors = [layer.ring[None]] + ([layer.tail[None]] if layer.tail is not None else [])
+    """Continue in slot `target` from the snapshot of length `at` in slot `source`, sharing the blocks below it."""
+    tensors = [layer.ring[None]] + ([layer.compressor_state[None]] if layer.compressor_state is not None else [])
     torch.ops.dsv4_sglang.copy_state(
         torch.tensor([source], dtype=torch.int32), torch.tensor([target], dtype=torch.int32), tensors
     )
@@ -343,13 +345,13 @@ def resume(layer: Layer, at: int, source: int, target: int) -> None:
 
 @pytest.mark.parametrize("at", [128, 256])
 @pytest.mark.parametrize("ratio, hca_state", [(0, "raw"), (4, "raw"), (128, "raw"), (128, "online")])
-def test_resuming_at_a_checkpoint_equals_never_stopping(ratio, hca_state, at):
+def test_resuming_at_a_snapshot_equals_never_stopping(ratio, hca_state, at):
     attention, x = make_attention(ratio), inputs(390)
     layer = Layer(attention, ratio, hca_state=hca_state)
     whole = layer.step({1: x[:40]}, TABLE)[1]
     track = torch.full((350,), -1, dtype=torch.int32)
     track[at - 128 - 40 if at > 128 else 0 : at - 40] = 3
-    if at == 128:  # rows before the chunk are not its inputs: take that checkpoint by copying the slot at the boundary
+    if at == 128:  # rows before the chunk are not its inputs: take that snapshot by copying the slot at the boundary
         whole = torch.cat([whole, layer.step({1: x[40:128]}, TABLE)[1]])
         resume(layer, 128, 1, 3)
         whole = torch.cat([whole, layer.step({1: x[128:]}, TABLE)[1]])
@@ -369,7 +371,7 @@ def test_dropped_previous_rows_damage_exactly_the_next_entry():
     track[at - 128 : at] = 3
     layer.step({1: x}, TABLE, track=track)
     expected = entry_table(layer, 1, 97)
-    layer.tail[3, 8:24] = 0.0
+    layer.compressor_state[3, 8:24] = 0.0
     resume(layer, at, 3, 2)
     layer.step({2: x[at:]}, TABLE)  # entries below 64 are the first request's own
     ours = torch.cat([expected[:64], entry_table(layer, 2, 97)[64:]])
@@ -377,7 +379,7 @@ def test_dropped_previous_rows_damage_exactly_the_next_entry():
     assert torch.nonzero(damaged).flatten().tolist() == [at // CSA_RATIO]
 
 
-def test_a_checkpoint_that_is_shared_without_a_copy_is_damaged():
+def test_a_snapshot_that_is_shared_without_a_copy_is_damaged():
     attention, x = make_attention(0), inputs(300)
     layer = Layer(attention, 0)
     layer.step({1: x[:128]}, TABLE)
@@ -399,8 +401,8 @@ def fake_quantised_rotary(original):
             return index_keys.dequantise_keys(*index_keys.quantise_keys(index_keys.hadamard(y), KeyFormat.MXFP4))
         if y.shape[1] != 1:  # queries and outputs
             return y
-        codes, e = rows.quantise_nope(y[..., :448].flatten(0, -2))
-        nope = codes.view(torch.float8_e4m3fn).float() * rows.exp2_of_biased(e)[:, None]
+        codes, e = kv_entries.quantise_nope(y[..., :448].flatten(0, -2))
+        nope = codes.view(torch.float8_e4m3fn).float() * kv_entries.exp2_of_biased(e)[:, None]
         return torch.cat([nope.view(*y.shape[:-1], 448), y[..., 448:].bfloat16().float()], -1)
 
     return rotary

@@ -39,7 +39,7 @@ def test_fork_continues_like_the_original(device: torch.device, length: int, hca
     check(second, **EXACT)
 
 
-@pytest.mark.parametrize("options", [{}, EXACT, {"row_format": "bf16", "key_format": "nvfp4", "hca_state": "online"}])
+@pytest.mark.parametrize("options", [{}, EXACT, {"kv_format": "bf16", "key_format": "nvfp4", "hca_state": "online"}])
 def test_fork_shares_full_blocks_and_copies_the_last(device: torch.device, options: dict[str, str]) -> None:
     manager = make_manager(device, **options)
     first = Request.admit(manager, 0)
@@ -237,7 +237,7 @@ def test_snapshots_that_cannot_be() -> None:
 
 def test_snapshots_count_as_memory() -> None:
     without, with_some = make_manager(), make_manager(max_snapshots=3)
-    assert with_some.memory_bytes() - without.memory_bytes() == 3 * with_some.layout.checkpoint_bytes
+    assert with_some.memory_bytes() - without.memory_bytes() == 3 * with_some.layout.snapshot_bytes
 
 
 # --- host memory ------------------------------------------------------------------------------------------------------

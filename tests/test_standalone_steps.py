@@ -208,7 +208,7 @@ class Recorded:
 
 @pytest.mark.parametrize(
     "options",
-    [EXACT, ONLINE, {}, {"row_format": "bf16", "key_format": "nvfp4", "hca_state": "online"}],
+    [EXACT, ONLINE, {}, {"kv_format": "bf16", "key_format": "nvfp4", "hca_state": "online"}],
     ids=["raw", "online", "fp8", "bf16"],
 )
 def test_a_recorded_step_at_other_positions(device: torch.device, options: dict[str, Any]) -> None:

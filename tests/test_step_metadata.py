@@ -7,13 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_sglang.attention.metadata import (
-    DecodeBuffers,
-    align,
-    build_decode,
-    build_prefill,
-    snapshot_decode,
-)
+from dsv4_sglang.attention.metadata import build_decode, build_prefill, gather_decode
+from dsv4_sglang.attention.step_buffers import DecodeBuffers, align
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.model.geometry import state_rows
@@ -45,13 +40,13 @@ def check_blocks_and_entries(step: StepMetadata, token: int, request: int, t: in
     assert step.block_table[request, :blocks].tolist() == tables.pages[request, :blocks].tolist()
     assert step.csa_lens[token] == min((t + 1) // 4, TOP_K)
     assert step.hca_lens[token] == (t + 1) // BLOCK
-    assert step.hca_rows[token, : (t + 1) // BLOCK].tolist() == tables.pages[request, : (t + 1) // BLOCK].tolist()
+    assert step.hca_indices[token, : (t + 1) // BLOCK].tolist() == tables.pages[request, : (t + 1) // BLOCK].tolist()
     assert step.out_loc[token] % BLOCK == t % BLOCK
     assert step.block_table.shape[1] % 64 == 0
 
 
 def snapshot(buffers: DecodeBuffers, tables: Tables, requests: torch.Tensor, seq_lens: torch.Tensor) -> None:
-    snapshot_decode(
+    gather_decode(
         buffers,
         req_pool_indices=requests,
         seq_lens=seq_lens,
@@ -88,7 +83,7 @@ def check_decode(
         seen = min(length + 1, 128)
         assert step.window_lens[b] == seen
         wanted = [slot * ring_rows + p % ring_rows for p in range(max(0, length - 127), length + 1)]
-        assert step.window_rows[b, :seen].tolist() == wanted
+        assert step.window_indices[b, :seen].tolist() == wanted
         check_blocks_and_entries(step, b, b, length, tables)
         due = (length + 1) % interval == 0
         assert step.copy_src is not None and step.copy_dst is not None
@@ -125,7 +120,7 @@ def test_the_library_makes_the_same_decode_step(lengths: list[int], draft_tokens
     assert torch.equal(step.metadata.out_loc, served.out_loc)
     for name in ("slots", "prefix_lens", "query_start", "token_request", "positions", "window_lens", "hca_lens"):
         assert torch.equal(getattr(step.metadata, name), getattr(served, name)), name
-    assert torch.equal(step.metadata.window_rows, served.window_rows)
+    assert torch.equal(step.metadata.window_indices, served.window_indices)
     assert torch.equal(step.metadata.csa_lens.clamp_max(TOP_K), served.csa_lens)
 
 
@@ -186,7 +181,7 @@ def test_several_tokens_a_request(lengths: list[int], padding: int, each: int, b
                 min(t + 1, 128),
             )
             wanted = [slot * ring_rows + p % ring_rows for p in range(max(0, t - 127), t + 1)]
-            assert step.window_rows[token, : min(t + 1, 128)].tolist() == wanted
+            assert step.window_indices[token, : min(t + 1, 128)].tolist() == wanted
             check_blocks_and_entries(step, token, b, t, tables)
     for b in range(n, n + padding):
         tokens = slice(b * each, (b + 1) * each)
@@ -230,13 +225,13 @@ def test_block_of_drafts(lengths: list[int], padding: int, each: int) -> None:
         swa_window=128,
         page_index_aligned_size=64,
     )
-    assert step.window_rows.shape == pages.shape
+    assert step.window_indices.shape == pages.shape
     for token in range(n * each):
         slot, count = int(tables.state_slot[token // each + 1]), int(page_lens[token])
         assert step.positions[token] == lengths[token // each] + token % each
         assert step.window_lens[token] == count
         wanted = slot * ring_rows + pages[token, :count] % ring_rows
-        assert step.window_rows[token, :count].tolist() == wanted.tolist()
+        assert step.window_indices[token, :count].tolist() == wanted.tolist()
         assert len(set(wanted.tolist())) == count
     assert not step.window_lens[n * each :].any() and (step.slots[n:] == -1).all()
 
@@ -339,7 +334,7 @@ def test_prefill(chunks: list[tuple[int, int]], padding: int) -> None:
         seen = min(t + 1, 128)
         assert step.window_lens[i] == seen
         base = start[b] + 128 * b + 128 - chunks[b][0]
-        assert step.window_rows[i, :seen].tolist() == [base + p for p in range(t - seen + 1, t + 1)]
+        assert step.window_indices[i, :seen].tolist() == [base + p for p in range(t - seen + 1, t + 1)]
         check_blocks_and_entries(step, i, b, t, tables)
         held = [200 + 2 * b + k for k, end in enumerate(due[b]) if end - 128 <= t < end]
         assert step.track_slots[i] == (held[0] if held else -1)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from benchmarks.agent_trace import load, rounds
-from benchmarks.prefix_simulation import BLOCK_BYTES, CHECKPOINT_BYTES
+from benchmarks.prefix_simulation import BLOCK_BYTES, SNAPSHOT_BYTES
 from benchmarks.tier_simulation import CopyingSimulation, SharedTree, TieredSimulation, grow, simulate
 from benchmarks.tier_tree import TieredTree
-from dsv4_sglang.srt.prefix.policy import CheckpointRegistry
-from dsv4_sglang.srt.prefix.tree import Node, PrefixTree
+from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
+from dsv4_sglang.srt.prefix_cache.tree import Node, PrefixTree
 
 
 def test_the_host_adds_what_it_holds() -> None:
@@ -41,12 +41,12 @@ def test_copies_first_finds_more_than_the_least_worth_first(monkeypatch: pytest.
     """Whatever the device has."""
     turns = load(60, 5, tokens=(2_000, 20_000), generate=(8, 16))
     found = simulate(turns, 1, tokens=200_000)["hit"]
-    monkeypatch.setattr(CheckpointRegistry, "worth_to_host", lambda self, score: 1 / score)
+    monkeypatch.setattr(SnapshotRegistry, "host_value", lambda self, score: 1 / score)
     assert simulate(turns, 1, tokens=200_000)["hit"] + 0.01 < found
 
 
 def test_one_memory_for_both_fits_the_load() -> None:
-    """Conversations of 2,000 tokens want more checkpoints than a twelfth of the bytes holds; who knows what comes next
+    """Conversations of 2,000 tokens want more snapshots than a twelfth of the bytes holds; who knows what comes next
     loses nothing where a third more would hold all."""
     turns = list(rounds(400, 2_000, 4))
     split, shared, knows = (
@@ -61,19 +61,19 @@ def check_device(tree: PrefixTree, nodes: list[Node], slots: list[int]) -> None:
     assert not any(node.locks for node in nodes)
     blocks = [*tree.block_pool.free_ids(), *(block for node in nodes for block in node.blocks)]
     assert sorted(blocks) == list(range(1, tree.block_pool.size + 1))
-    assert sorted([*tree.checkpoint_pool.free_ids(), *slots]) == list(range(1, tree.checkpoint_pool.size + 1))
+    assert sorted([*tree.snapshot_pool.free_ids(), *slots]) == list(range(1, tree.snapshot_pool.size + 1))
 
 
 def check(tree: TieredTree) -> None:
     """The same of the host's, and that the registry says what there is. What a place has of a path begins at the
-    root, and ends at a checkpoint on the host."""
+    root, and ends at a snapshot on the host."""
     nodes, registry = list(tree.nodes()), tree.registry
     check_device(tree, nodes, [tree.slot(node) for node in nodes if tree.slot(node)])
     blocks = [*tree.host_blocks.free_ids(), *(block for there in tree.on_host.values() for block in there)]
     assert sorted(blocks) == list(range(1, tree.host_blocks.size + 1))
     assert sorted([*tree.rows.free_ids(), *tree.row.values()]) == list(range(1, tree.rows.size + 1))
     assert {*tree.on_host, *tree.row} <= set(nodes)
-    assert set(np.flatnonzero(registry.held)) == {node.checkpoint for node in nodes if node.checkpoint}
+    assert set(np.flatnonzero(registry.held)) == {node.snapshot for node in nodes if node.snapshot}
     for node in nodes:
         there = node in tree.on_host
         assert there or tree.on_device(node)
@@ -84,9 +84,9 @@ def check(tree: TieredTree) -> None:
         if slot := tree.slot(node):
             assert bool(registry.copied[slot]) == (node in tree.row)
         else:
-            assert (node in tree.row) == (node.checkpoint > 0)
+            assert (node in tree.row) == (node.snapshot > 0)
         if node in tree.row and not tree.slot(node):
-            assert node.checkpoint == registry.host_id(tree.row[node] - 1)
+            assert node.snapshot == registry.host_id(tree.row[node] - 1)
 
 
 @pytest.mark.parametrize("host", [(200, 4), (1200, 36), (1200, 8), (300, 36)])
@@ -108,8 +108,8 @@ def test_copies_have_one_owner(ratio: float, shared: bool) -> None:
     assert simulation.loaded_tokens > 0
     for tree in (simulation.tree, simulation.host):
         nodes = list(tree.nodes())
-        check_device(tree, nodes, [node.checkpoint for node in nodes if node.checkpoint])
+        check_device(tree, nodes, [node.snapshot for node in nodes if node.snapshot])
     if isinstance(host := simulation.host, SharedTree):
         held = BLOCK_BYTES * sum(len(node.blocks) for node in host.nodes())
-        held += CHECKPOINT_BYTES * sum(node.checkpoint > 0 for node in host.nodes())
+        held += SNAPSHOT_BYTES * sum(node.snapshot > 0 for node in host.nodes())
         assert 0.5 * host.size < held <= host.size

@@ -177,7 +177,7 @@ def test_a_trace_on_a_server(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["loop"], row["requests"]) for row in rows] == [("closed", len(load(file))), ("open", len(load(file)))]
     for row in rows:
-        assert 0.7 < row["hit_of_ideal"] <= 1.0  # of 500 tokens up to 127 lie behind a checkpoint
+        assert 0.7 < row["hit_of_ideal"] <= 1.0  # of 500 tokens up to 127 lie behind a snapshot
         missed = row["missed"]
         assert missed["tokens"] == missed["in_flight"] + missed["no_snapshot"] + missed["other"]
         assert row["environment"]["versions"]["sglang"]

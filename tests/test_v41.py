@@ -16,7 +16,7 @@ from v41_formulas import E2M1, EPS, LENGTH, act_quant, fp4_act_quant, freqs_cis,
 import dsv4_sglang.ops  # noqa: F401
 from dsv4_sglang.cache.v41 import V41Layout, v41_schemas
 from dsv4_sglang.formats import KeyFormat, KeyTable
-from dsv4_sglang.formats.v41_rows import V41RowFormat, V41Table, make_v41_table, quantise_fp4, quantise_fp8
+from dsv4_sglang.formats.v41_entries import V41KVFormat, V41Table, make_v41_table, quantise_fp4, quantise_fp8
 from dsv4_sglang.model import DSV4Config
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.model.v41 import (
@@ -98,7 +98,7 @@ def test_config_as_published():
         ({"kv_source_layer_ids": [2, "8"]}, r"'kv_source_layer_ids\[1\]' is '8'; expected an integer"),
     ],
 )
-def test_what_is_refused(change, said):
+def test_what_is_rejected(change, said):
     with pytest.raises((ValueError, TypeError), match=said):
         V41Config.from_hf({**PUBLISHED["text_config"], **change})
 
@@ -110,7 +110,7 @@ def test_it_is_not_taken_for_v4(model_type):
 
 
 def test_layers():
-    """The checkpoint has compressors and index keys in 4 layers, indexers in 8."""
+    """The snapshot has compressors and index keys in 4 layers, indexers in 8."""
     schedule = v41_schedule(V41Config.flash(), draft_layers=3)
     by_role = {role: [spec.layer_idx for spec in schedule if spec.role is role] for role in Csa2Role}
     assert by_role[Csa2Role.WINDOW] == [0, 1, 40, 41, 42]
@@ -135,7 +135,7 @@ def test_bytes():
     ring = 128 * (512 + 512 // 32)
     assert sum(schema.state_bytes for schema in schemas) == 40 * ring + 3 * 1024 * 4
     layout = V41Layout.build(v41_schedule(V41Config.flash()), torch.device("cpu"))
-    assert layout.checkpoint_bytes == 40 * ring == 2_703_360
+    assert layout.snapshot_bytes == 40 * ring == 2_703_360
     assert (layout.token_bytes, layout.block_bytes) == (900, 115_200)
     assert layout.slot_bytes == sum(schema.state_bytes for schema in schemas)
     drafted = V41Layout.build(v41_schedule(V41Config.flash(), 3), torch.device("cpu"), draft_tokens=5, draft_layers=3)
@@ -175,7 +175,7 @@ def rows_of_all_sizes() -> torch.Tensor:
 
 def test_window_rows_are_those_of_training():
     rows = rows_of_all_sizes()
-    table = V41Table(make_v41_table(2, 12, V41RowFormat.FP8, "cpu"), V41RowFormat.FP8)
+    table = V41Table(make_v41_table(2, 12, V41KVFormat.FP8, "cpu"), V41KVFormat.FP8)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
     table.write(order, rows.float())
     assert torch.equal(table.read(order), act_quant(rows.double()).float())
@@ -183,7 +183,7 @@ def test_window_rows_are_those_of_training():
 
 def test_entries_are_those_of_training():
     rows = rows_of_all_sizes()
-    table = V41Table(make_v41_table(3, 8, V41RowFormat.FP4, "cpu"), V41RowFormat.FP4)
+    table = V41Table(make_v41_table(3, 8, V41KVFormat.FP4, "cpu"), V41KVFormat.FP4)
     table.write(torch.arange(24), rows.float())
     assert torch.equal(table.read(torch.arange(24)), fp4_act_quant(rows.double(), 16, True).float())
 
@@ -191,9 +191,9 @@ def test_entries_are_those_of_training():
 def test_layout_of_a_block():
     """Data of all rows first, then their scales: so FlashMLA's V4.1 kernels read them."""
     x = rows_of_all_sizes()[6:8].float()
-    for row_format, quantise in ((V41RowFormat.FP8, quantise_fp8), (V41RowFormat.FP4, quantise_fp4)):
-        table = make_v41_table(2, 2, row_format, "cpu")
-        V41Table(table, row_format).write(torch.tensor([2, 3]), x)
+    for kv_format, quantise in ((V41KVFormat.FP8, quantise_fp8), (V41KVFormat.FP4, quantise_fp4)):
+        table = make_v41_table(2, 2, kv_format, "cpu")
+        V41Table(table, kv_format).write(torch.tensor([2, 3]), x)
         data, scales = quantise(x)
         assert torch.equal(table[1].flatten(), torch.cat([data.flatten(), scales.flatten()]))
         assert not table[0].any()
@@ -213,13 +213,13 @@ def test_formats_equal_those_of_sglang():
     small = (
         x.float().unflatten(-1, (-1, 32)).abs().amax(-1).amin(-1) <= 448e-4
     )  # floors of FP8 scales differ (SPEC 11.4)
-    for row_format, layout, quantise, rows in (
-        (V41RowFormat.FP8, layouts.KVLayout.V41, reference.quantize_k_cache_v41, x[~small]),
-        (V41RowFormat.FP4, layouts.KVLayout.V41_FP4, reference.quantize_k_cache_v41_fp4, x),
+    for kv_format, layout, quantise, rows in (
+        (V41KVFormat.FP8, layouts.KVLayout.V41, reference.quantize_k_cache_v41, x[~small]),
+        (V41KVFormat.FP4, layouts.KVLayout.V41_FP4, reference.quantize_k_cache_v41_fp4, x),
     ):
-        assert (layout.data_bytes, layout.scale_bytes) == (row_format.data_bytes, row_format.scale_bytes)
-        table = make_v41_table(1, len(rows), row_format, "cpu")
-        V41Table(table, row_format).write(torch.arange(len(rows)), rows.float())
+        assert (layout.data_bytes, layout.scale_bytes) == (kv_format.data_bytes, kv_format.scale_bytes)
+        table = make_v41_table(1, len(rows), kv_format, "cpu")
+        V41Table(table, kv_format).write(torch.arange(len(rows)), rows.float())
         assert len(rows) > 10
         assert torch.equal(table.flatten(), quantise(rows[None])[0, : table.numel()])
 
@@ -300,8 +300,8 @@ class Run:
         self.ring_rows = 128 + draft_tokens
         per_block = 128 // ratio if ratio else 0
         self.ring = torch.randint(0, 256, (4, self.ring_rows, 528), dtype=torch.uint8)
-        self.tail = torch.full((4, pair_rows(draft_tokens), 1024), torch.nan) if ratio == 2 else None
-        self.entries = make_v41_table(6, per_block, V41RowFormat.FP4, "cpu") if ratio else None
+        self.compressor_state = torch.full((4, pair_rows(draft_tokens), 1024), torch.nan) if ratio == 2 else None
+        self.entries = make_v41_table(6, per_block, V41KVFormat.FP4, "cpu") if ratio else None
         self.keys = torch.zeros(6, per_block, 72, dtype=torch.uint8) if ratio else None
         self.latents = [torch.full((LENGTH, 512), torch.nan, dtype=torch.bfloat16) for _ in range(2)]
         self.tables = ([5, 0, 3], [1, 4, 2])  # blocks of the requests
@@ -328,7 +328,7 @@ class Run:
         tracked = torch.where(request == 0, 3, -1).to(t) if track else None
         latents = torch.full((sum(counts), 512), torch.nan, dtype=torch.bfloat16)
         ops = torch.ops.dsv4_sglang
-        own = (self.tail, self.entries, latents) if self.ratio else (None, None, None)
+        own = (self.compressor_state, self.entries, latents) if self.ratio else (None, None, None)
         ops.append_v41(
             take[0], take[1] if self.ratio else None, w["kv_norm"], w["latent_norm"] if self.ratio else None,
             w["rope"], EPS, self.ratio, *batch, tracked, self.ring, *own, window,
@@ -343,7 +343,7 @@ class Run:
 
     def check_window(self, window: torch.Tensor, spans: list[tuple[int, int]]) -> None:
         """What the step's queries read: the 128 rows before the chunk, and the chunk's."""
-        table, base = V41Table(window, V41RowFormat.FP8), 0
+        table, base = V41Table(window, V41KVFormat.FP8), 0
         for b, (lo, hi) in enumerate(spans):
             at = torch.arange(max(0, lo - 128), hi)
             same(table.read(base + 128 * b + 128 + at - lo), expected(self.ratio, b)[0][at])
@@ -353,14 +353,14 @@ class Run:
         for b, (slot, length) in enumerate(zip(self.slots, self.lengths)):
             rows, latents, entries, keys = expected(self.ratio, b)
             at = torch.arange(max(0, length - 128), length)
-            same(V41Table(self.ring, V41RowFormat.FP8).read(slot * self.ring_rows + at % self.ring_rows), rows[at])
+            same(V41Table(self.ring, V41KVFormat.FP8).read(slot * self.ring_rows + at % self.ring_rows), rows[at])
             if not self.ratio:
                 continue
             n = length // self.ratio
             i = torch.arange(n)
             blocks = torch.tensor(self.tables[b])[self.ratio * i // 128]
             where = blocks * (128 // self.ratio) + i % (128 // self.ratio)
-            same(V41Table(self.entries, V41RowFormat.FP4).read(where), entries[:n])
+            same(V41Table(self.entries, V41KVFormat.FP4).read(where), entries[:n])
             same(KeyTable(self.keys, KeyFormat.MXFP4).read(where), keys[:n])
             same(self.latents[b][self.ratio - 1 : length : self.ratio].float(), latents[:n].float())
 
@@ -405,7 +405,7 @@ def test_tokens_are_taken_back(ratio, d):
     run.check()
 
 
-def test_a_checkpoint_gets_the_rows_of_its_tokens():
+def test_a_snapshot_gets_the_rows_of_its_tokens():
     run = Run(2)
     run.step((128, 40), decode=False, track=True)
     assert torch.equal(run.ring[3], run.ring[2])
@@ -416,10 +416,12 @@ def test_a_checkpoint_gets_the_rows_of_its_tokens():
 def test_a_padded_request_writes_nothing():
     run = Run(2)
     run.step((4, 7), decode=False)
-    before = [t.clone() for t in (run.ring[1], run.tail[1], run.entries, run.keys)]
+    before = [t.clone() for t in (run.ring[1], run.compressor_state[1], run.entries, run.keys)]
     run.slots = (2, -1)
     run.step((1, 1), decode=True)
-    assert all(torch.equal(t, then) for t, then in zip((run.ring[1], run.tail[1], run.entries, run.keys), before))
+    assert all(
+        torch.equal(t, then) for t, then in zip((run.ring[1], run.compressor_state[1], run.entries, run.keys), before)
+    )
     run.slots, run.lengths[1] = (2, 1), 7
     run.step((1, 1), decode=True)
     run.check()
@@ -431,7 +433,8 @@ def test_errors_name_the_value():
         run.step((2, 2), decode=True)
     run = Run(2, draft_tokens=3)
     with pytest.raises(
-        ValueError, match="4 tokens of each request without `window`, but tail has 2 rows a slot, for at most 3"
+        ValueError,
+        match="4 tokens of each request without `window`, but compressor state has 2 rows a slot, for at most 3",
     ):
         run.ring = torch.zeros(4, 140, 528, dtype=torch.uint8)
         run.step((4, 4), decode=True)

@@ -15,10 +15,10 @@ import pytest
 import torch
 from packaging.version import Version
 from torch import Tensor
+from v41_attention_cases import v41_index_case
 from v41_formulas import EPS, act_quant, angles, fp4_act_quant, normalised, same
-from v41_reader_cases import v41_index_case
 
-from dsv4_sglang.cache import HostBlockPool, HostCheckpointPool, StateStorage, V41LayerWeights, V41Step
+from dsv4_sglang.cache import HostBlockPool, HostSnapshotPool, StateStorage, V41LayerWeights, V41Step
 from dsv4_sglang.cache import step as step_module
 from dsv4_sglang.cache.v41 import V41LayerSchema, V41Layout, V41PagedPool
 from dsv4_sglang.formats.index_keys import mxfp4_values
@@ -35,7 +35,7 @@ SGLANG_HAS_IT = pytest.mark.skipif(
 CPU = torch.device("cpu")
 BOUND = 1e-5
 # On a GPU a last bit of a norm or an angle may decide how a number of a row is rounded, and that which entry is chosen.
-GPU_BOUND, GPU_APART = 1e-2, 0.02
+GPU_BOUND, GPU_DISAGGREGATED = 1e-2, 0.02
 
 LENGTH, HEADS, INDEX_HEADS, TOP = 330, 2, 32, 12
 SCALE = 512**-0.5
@@ -124,8 +124,8 @@ def turned(x: Tensor, ratio: int, every: int = 1, back: bool = False) -> Tensor:
     turns = -turns.double() if back else turns
     cos, sin = turns.cos(), turns.sin()
     real, imaginary = x[..., -64::2], x[..., -63::2]
-    tail = torch.stack([real * cos - imaginary * sin, imaginary * cos + real * sin], -1).flatten(-2)
-    return torch.cat([x[..., :-64], tail.to(x.dtype)], -1)
+    compressor_state = torch.stack([real * cos - imaginary * sin, imaginary * cos + real * sin], -1).flatten(-2)
+    return torch.cat([x[..., :-64], compressor_state.to(x.dtype)], -1)
 
 
 def _entries(layer: Layer, ratio: int, request: int) -> tuple[Tensor, Tensor]:
@@ -202,7 +202,7 @@ class Play:
         self.g = torch.Generator().manual_seed(seed)
         self.device = device
         self.cache = V41Cache(
-            CONFIG, num_slots=6, num_blocks=24, checkpoints=3, draft_tokens=draft_tokens, draft_layers=1, device=device
+            CONFIG, num_slots=6, num_blocks=24, snapshots=3, draft_tokens=draft_tokens, draft_layers=1, device=device
         )
         pools = [table for pool in self.cache.pools if pool for table in pool.allocations]
         for tensor in [*self.cache.state.allocations, *pools]:  # what another request left
@@ -219,10 +219,10 @@ class Play:
     def ids(self, *numbers: int) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=self.device)
 
-    def resume(self, request: int, slot: int, checkpoint: int, length: int, like: int) -> None:
-        """A request of the tokens of `like`, whose slot has its blocks, from a checkpoint at `length`."""
+    def resume(self, request: int, slot: int, snapshot: int, length: int, like: int) -> None:
+        """A request of the tokens of `like`, whose slot has its blocks, from a snapshot at `length`."""
         self.admit(request, slot)
-        self.cache.state.load(self.ids(checkpoint), self.ids(slot))
+        self.cache.state.load(self.ids(snapshot), self.ids(slot))
         self.cache.block_tables[slot, : length // 128] = self.cache.block_tables[like, : length // 128]
         self.lengths[request] = length
 
@@ -273,7 +273,9 @@ class Play:
                 error = (out[:n].double() - expected).norm(dim=-1) / expected.norm(dim=-1)
                 worst = int(error.amax(-1).argmax())
                 if self.device != CPU:
-                    assert (error < GPU_BOUND).float().mean() > 1 - GPU_APART, f"layer {number}: {error.median()}"
+                    assert (error < GPU_BOUND).float().mean() > 1 - GPU_DISAGGREGATED, (
+                        f"layer {number}: {error.median()}"
+                    )
                     continue
                 assert error.max() < BOUND, (
                     f"layer {number} ({SCHEDULE[number].role.value}), request {r}, position {begin + worst}: "
@@ -329,9 +331,9 @@ def test_chunks_and_single_tokens_equal_dense(seed, device):
     random_requests(seed, device)
 
 
-def test_resumed_from_a_checkpoint_equals_cold(device):
+def test_resumed_from_a_snapshot_equals_cold(device):
     """The state at 256 tokens: copied between steps, and written as a step passes it; then in another slot, with the
-    blocks before it shared and anything in its tails."""
+    blocks before it shared and anything in its compressor states."""
     cold = Play(3, device=device)
     cold.admit(0, slot=1)
     cold.check({0: 120})
@@ -345,15 +347,15 @@ def test_resumed_from_a_checkpoint_equals_cold(device):
     again.cache.state.store(again.ids(2), again.ids(3))
     again.check({1: 10}, tokens_of={1: 0})
 
-    for play, checkpoint, like in ((cold, 1, 1), (again, 3, 2)):
-        play.resume(2, slot=5, checkpoint=checkpoint, length=256, like=like)
+    for play, snapshot, like in ((cold, 1, 1), (again, 3, 2)):
+        play.resume(2, slot=5, snapshot=snapshot, length=256, like=like)
         play.check({2: 43}, tokens_of={2: 0})
         play.check({2: 1}, tokens_of={2: 0})
     warm = Play(5, device=device)
     warm.admit(0, slot=0)
     warm.check({0: 256})
     warm.cache.state.store(warm.ids(0), warm.ids(1))
-    warm.resume(7, slot=3, checkpoint=1, length=256, like=0)
+    warm.resume(7, slot=3, snapshot=1, length=256, like=0)
     warm.step({7: 44}, tokens_of={7: 0})
     for expected, n in zip(rest, (1, 1, 20, 1, 7)):
         got = warm.step({7: n}, tokens_of={7: 0})[7]
@@ -365,7 +367,10 @@ def test_padding_writes_and_sees_nothing(device):
     play = Play(8, device=device)
     play.admit(0, slot=1)
     play.check({0: 130})
-    others = [play.cache.state.rings[:, 0], *(tail[:, 0] for tail in play.cache.state.tails.values())]
+    others = [
+        play.cache.state.rings[:, 0],
+        *(compressor_state[:, 0] for compressor_state in play.cache.state.compressor_states.values()),
+    ]
     pools = [table for pool in play.cache.pools if pool for table in pool.allocations]
     before, owned = [tensor.clone() for tensor in (*others, *pools)], play.cache.block_tables[1, :2].tolist()
     step = play.cache.begin_step(*(torch.tensor(x, device=device) for x in ([1, -1], [130, 0], [0, 9])))
@@ -383,14 +388,14 @@ def test_padding_writes_and_sees_nothing(device):
 
 
 def test_resumed_from_host_memory(device):
-    """Blocks and checkpoint go to the host and come back to other places; what they had is overwritten."""
+    """Blocks and snapshot go to the host and come back to other places; what they had is overwritten."""
     play = Play(7, device=device)
     play.admit(0, slot=1)
     play.check({0: 256})
     play.cache.state.store(play.ids(1), play.ids(1))
     pools = [pool for pool in play.cache.pools if pool]
-    blocks, states = HostBlockPool(pools, 3), HostCheckpointPool(play.cache.state, 2)
-    assert states.checkpoint_bytes == play.cache.layout.checkpoint_bytes
+    blocks, states = HostBlockPool(pools, 3), HostSnapshotPool(play.cache.state, 2)
+    assert states.snapshot_bytes == play.cache.layout.snapshot_bytes
     was, now = play.cache.block_tables[1, :2].tolist(), [play.free.pop(), play.free.pop()]
     blocks.swap(was, [2, 0], to_host=True)
     states.save(1, 1)
@@ -399,7 +404,7 @@ def test_resumed_from_host_memory(device):
     blocks.swap(now, [2, 0], to_host=False)
     states.load(3, 1)
     play.cache.block_tables[2, :2] = torch.tensor(now)
-    play.resume(2, slot=0, checkpoint=3, length=256, like=2)
+    play.resume(2, slot=0, snapshot=3, length=256, like=2)
     play.check({2: 74}, tokens_of={2: 0})
 
 
@@ -541,7 +546,7 @@ def test_selection_equals_that_of_sglang(ratio):
         assert torch.allclose(scores[t, :seen].double(), case.scores(t))
     best = scores.unflatten(1, (-1, 8)).amax(-1)
 
-    def worth(of: Tensor, chosen: list[list[int]]) -> list[list[float]]:
+    def value(of: Tensor, chosen: list[list[int]]) -> list[list[float]]:
         """Of equal scores SGLang takes any."""
         return [sorted(of[t, row].tolist()) for t, row in enumerate(chosen)]
 
@@ -549,11 +554,11 @@ def test_selection_equals_that_of_sglang(ratio):
         kept = case.candidates(most)
         first, second = case.entries(8, kept=kept), case.entries(8, within=kept)
         ids = candidate_blocks.select_candidate_block_ids(scores, case.visible[:, None], most, 8)
-        assert worth(best, ids.tolist()) == worth(best, kept.tolist())
+        assert value(best, ids.tolist()) == value(best, kept.tolist())
         assert all(seen - 1 in range(8 * row[-1], 8 * row[-1] + 8) for seen, row in zip(case.visible, kept.tolist()))
         among = candidate_blocks.topk_among_blocks(scores, case.visible, kept, 24, 8).tolist()
-        assert worth(scores, [[i for i in row if i >= 0] for row in among]) == worth(scores, second)
-        assert worth(scores, scores.topk(24).indices.tolist()) == worth(scores, first)
+        assert value(scores, [[i for i in row if i >= 0] for row in among]) == value(scores, second)
+        assert value(scores, scores.topk(24).indices.tolist()) == value(scores, first)
 
 
 def test_queries_have_every_scale():
@@ -564,25 +569,29 @@ def test_queries_have_every_scale():
     assert not mxfp4_values(torch.zeros(2, 128)).any()
 
 
-# ---- pools, and what is refused
+# ---- pools, and what is rejected
 
 
 def test_only_layers_that_write_entries_own_some():
-    cache = V41Cache(CONFIG, num_slots=2, num_blocks=3, checkpoints=1, draft_layers=1, device="cpu")
+    cache = V41Cache(CONFIG, num_slots=2, num_blocks=3, snapshots=1, draft_layers=1, device="cpu")
     assert [number for number, pool in enumerate(cache.pools) if pool] == [1, 3, 5]
     assert [tuple(pool.entries.shape) for pool in cache.pools if pool] == [(3, 64, 288), (3, 64, 288), (3, 128, 288)]
-    assert cache.state.tail(1).shape == (2, 1, 1024) and cache.state.tail(5) is None and cache.state.tail(2) is None
+    assert (
+        cache.state.compressor_state(1).shape == (2, 1, 1024)
+        and cache.state.compressor_state(5) is None
+        and cache.state.compressor_state(2) is None
+    )
     layout = cache.layout
-    assert layout.block_bytes == 128 * 2 * 360 and layout.checkpoint_bytes == 10 * 128 * 528
-    assert cache.memory_bytes() == 3 * layout.block_bytes + 2 * layout.slot_bytes + layout.checkpoint_bytes
-    parts = [*layout.block_parts(3), *layout.state_parts(2), *layout.checkpoint_parts(1)]
+    assert layout.block_bytes == 128 * 2 * 360 and layout.snapshot_bytes == 10 * 128 * 528
+    assert cache.memory_bytes() == 3 * layout.block_bytes + 2 * layout.slot_bytes + layout.snapshot_bytes
+    parts = [*layout.block_parts(3), *layout.state_parts(2), *layout.snapshot_parts(1)]
     assert sum(part.bytes for part in parts) == cache.memory_bytes()
     assert sum(view.shape[1] for pool in cache.pools if pool for view in pool.block_views()) == layout.block_bytes
-    assert sum(table.shape[1] for table in cache.state.checkpoint_tables()) == layout.checkpoint_bytes
+    assert sum(table.shape[1] for table in cache.state.snapshot_tables()) == layout.snapshot_bytes
     assert sum(table.shape[1] for table in cache.state.slot_tables()) == layout.slot_bytes
 
 
-def test_pools_refuse_what_they_are_not_for():
+def test_pools_reject_what_they_are_not_for():
     with pytest.raises(ValueError, match="writes no entries has no paged pool"):
         V41PagedPool(V41LayerSchema(0), 3, "cpu")
     with pytest.raises(ValueError, match="num_blocks is 0; expected at least 1"):
@@ -595,7 +604,7 @@ def test_pools_refuse_what_they_are_not_for():
         StateStorage(V41Layout((V41LayerSchema(2),), torch.device("cpu")), 2)
 
 
-def test_a_step_refuses_what_is_out_of_order():
+def test_a_step_rejects_what_is_out_of_order():
     play = Play(0)
     play.admit(0, 0)
     play.cache.block_tables[0, 0] = 2
@@ -612,29 +621,31 @@ def test_a_step_refuses_what_is_out_of_order():
         layer = layers()[number]
         step.select(number, layer.weights, layer.index_q[0, :4], layer.head_weights[0, :4])
 
-    def refused(said: str, do, *args, **given) -> None:
+    def rejected(said: str, do, *args, **given) -> None:
         with pytest.raises(ValueError, match=said):
             do(*args, **given)
 
     one, two = layers()[1], layers()[2]
-    refused(r"attend, layer 2 \(reuse\): append of that layer comes first; the latest was that of None",
+    rejected(r"attend, layer 2 \(reuse\): append of that layer comes first; the latest was that of None",
             step.attend, 2, two.weights, two.q[0, :4], two.sink, SCALE)  # fmt: skip
-    refused(r"layer 1 \(full\): compressor has shape None; expected \(4, 1024\)", append, 1, compressor=None)
-    refused(r"layer 2 \(reuse\): compressor has shape \(4, 5\); expected None", append, 2, compressor=torch.zeros(4, 5))
-    refused(r"kv has shape \(3, 512\); expected \(4, 512\)", append, 0, kv=two.kv[0, :3])
-    refused("latent_norm is None", append, 1, weights=replace(one.weights, latent_norm=None))
+    rejected(r"layer 1 \(full\): compressor has shape None; expected \(4, 1024\)", append, 1, compressor=None)
+    rejected(
+        r"layer 2 \(reuse\): compressor has shape \(4, 5\); expected None", append, 2, compressor=torch.zeros(4, 5)
+    )
+    rejected(r"kv has shape \(3, 512\); expected \(4, 512\)", append, 0, kv=two.kv[0, :3])
+    rejected("latent_norm is None", append, 1, weights=replace(one.weights, latent_norm=None))
     append(2)
-    refused(r"append_keys, layer 2 \(reuse\): only a layer of role full", step.append_keys, 2, two.weights, None)
-    refused(r"select, layer 2 \(reuse\): it takes the selection of layer 1", select, 2)
-    refused("takes the selection of layer 1; the latest is that of none", step.selected, 2)
+    rejected(r"append_keys, layer 2 \(reuse\): only a layer of role full", step.append_keys, 2, two.weights, None)
+    rejected(r"select, layer 2 \(reuse\): it takes the selection of layer 1", select, 2)
+    rejected("takes the selection of layer 1; the latest is that of none", step.selected, 2)
     latents = append(1)
-    refused("key_norm is None", step.append_keys, 1, replace(one.weights, key_norm=None), latents @ one.matrix)
-    refused(r"keys has shape \(4, 512\); expected \(4, 128\)", step.append_keys, 1, one.weights, latents)
+    rejected("key_norm is None", step.append_keys, 1, replace(one.weights, key_norm=None), latents @ one.matrix)
+    rejected(r"keys has shape \(4, 512\); expected \(4, 128\)", step.append_keys, 1, one.weights, latents)
     step.append_keys(1, one.weights, latents @ one.matrix)
     select(1)
-    refused(r"layer 4 \(reuse\) takes the selection of layer 3; the latest is that of layer 1", step.selected, 4)
+    rejected(r"layer 4 \(reuse\) takes the selection of layer 3; the latest is that of layer 1", step.selected, 4)
     append(7)
-    refused(r"select, layer 7 \(reindex\): layer 5 has not chosen the step's candidates", select, 7)
+    rejected(r"select, layer 7 \(reindex\): layer 5 has not chosen the step's candidates", select, 7)
     assert step.selected(0) is None
     case = v41_index_case(lens=[(0, 3)], ratio=1, top=2)
-    refused("both `kept` and `within`", case.entries, 8, case.candidates(1), case.candidates(1))
+    rejected("both `kept` and `within`", case.entries, 8, case.candidates(1), case.candidates(1))

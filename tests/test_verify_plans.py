@@ -1,4 +1,4 @@
-"""Checkpoints of verify steps on SGLang's own tree: the host plans them a turn before it learns what was accepted."""
+"""Snapshots of verify steps on SGLang's own tree: the host plans them a turn before it learns what was accepted."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from prefix_tree_server import BLOCK, MAX_LENGTH, Request, TreeServer, without_a_server
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from dsv4_sglang.srt.prefix import schedule
+from dsv4_sglang.srt.prefix_cache import snapshot_schedule
 
 NOT_WRITTEN = (-1,)
 ROLLING = 50
 """Content of the blocks that are generated: neither a prompt's, up to 3, nor that of what is behind its last whole
 block, from 100."""
 FAR = 30
-"""Blocks between the checkpoints that are kept for branches: more than any request here has, so that each one seen is
+"""Blocks between the snapshots that are kept for branches: more than any request here has, so that each one seen is
 that of a prompt's end, or rolls."""
 
 
@@ -38,8 +38,8 @@ class Verifying:
         self.results: dict[Request, list[int]] = {}
         self.launched: set[Request] = set()
 
-    def admit(self, keys: list[int], tail: int) -> Request | None:
-        request = self.server.admit(keys, tail)
+    def admit(self, keys: list[int], compressor_state: int) -> Request | None:
+        request = self.server.admit(keys, compressor_state)
         if request is None:
             return None
         while request.computed < request.prompt:
@@ -86,23 +86,23 @@ class Verifying:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("accepted", [1, 9])
-def test_an_answer_ends_with_a_checkpoint(accepted: int, overlap: bool) -> None:
+def test_an_answer_ends_with_a_snapshot(accepted: int, overlap: bool) -> None:
     """Wherever in a step the boundary lies: tokens come one by one, or nine at a time, from three whole steps before
     the boundary to two."""
-    for tail in range(BLOCK - 3 * 9, BLOCK - 2 * 9 + 1):
-        verifying = Verifying(TreeServer(blocks=20, checkpoints=20, interval=FAR), 9, overlap)
-        request = verifying.admit([1, 2], tail)
+    for compressor_state in range(BLOCK - 3 * 9, BLOCK - 2 * 9 + 1):
+        verifying = Verifying(TreeServer(blocks=20, snapshots=20, interval=FAR), 9, overlap)
+        request = verifying.admit([1, 2], compressor_state)
         assert request is not None
         while request.kv_committed_len < 3 * BLOCK:
             verifying.turn(request, accepted)
         verifying.finish(request)
         verifying.server.check()
-        assert 3 * BLOCK in verifying.server.component.slots.registry.length, tail
+        assert 3 * BLOCK in verifying.server.component.slots.registry.length, compressor_state
 
 
-def test_a_running_request_holds_one_rolling_checkpoint_and_the_next() -> None:
-    verifying = Verifying(TreeServer(blocks=64, checkpoints=20, interval=FAR), 4, overlap=True)
-    request = verifying.admit([1], tail=BLOCK - 8)  # passes no boundary in the first turns
+def test_a_running_request_holds_one_rolling_snapshot_and_the_next() -> None:
+    verifying = Verifying(TreeServer(blocks=64, snapshots=20, interval=FAR), 4, overlap=True)
+    request = verifying.admit([1], compressor_state=BLOCK - 8)  # passes no boundary in the first turns
     assert request is not None
     verifying.turn(request, 4)
     for _ in range(200):
@@ -117,8 +117,8 @@ def test_a_running_request_holds_one_rolling_checkpoint_and_the_next() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_slot_that_comes_too_late_is_not_taken(overlap: bool) -> None:
     """The pool is full in the turn that passes a boundary, and is not in the next."""
-    verifying = Verifying(TreeServer(blocks=64, checkpoints=20, interval=FAR), 9, overlap)
-    request = verifying.admit([1], tail=BLOCK - 7)  # nine tokens pass the boundary by two
+    verifying = Verifying(TreeServer(blocks=64, snapshots=20, interval=FAR), 9, overlap)
+    request = verifying.admit([1], compressor_state=BLOCK - 7)  # nine tokens pass the boundary by two
     assert request is not None
     verifying.server.keep_back()
     verifying.turn(request, 9)
@@ -144,11 +144,11 @@ OTHERS = st.tuples(st.sampled_from(["finish", "admit", "press", "keep back", "le
     st.lists(st.one_of(TURNS, TURNS, OTHERS), min_size=5, max_size=40),
 )
 def test_what_counts_as_written_is_written(
-    draft_tokens: int, overlap: bool, checkpoints: int, steps: list[tuple[int | str, int | list[int]]]
+    draft_tokens: int, overlap: bool, snapshots: int, steps: list[tuple[int | str, int | list[int]]]
 ) -> None:
     """Every state in the tree, and every one that a request holds at a length that it has passed, is the state of that
     length: `TreeServer.check`. No slot is lost, however few there are."""
-    verifying = Verifying(TreeServer(blocks=40, checkpoints=checkpoints, interval=2), draft_tokens, overlap)
+    verifying = Verifying(TreeServer(blocks=40, snapshots=snapshots, interval=2), draft_tokens, overlap)
     running = verifying.server.running
     for what, value in [("admit", 100), ("admit", 127), *steps]:
         if isinstance(what, int) and isinstance(value, list):
@@ -157,7 +157,7 @@ def test_what_counts_as_written_is_written(
             verifying.server.check()
         elif isinstance(value, int):
             if what == "admit" and len(running) < 3:
-                verifying.admit([value % 3, value % 2], tail=value)
+                verifying.admit([value % 3, value % 2], compressor_state=value)
             elif what == "finish" and running:
                 verifying.finish(running[value % len(running)])
             elif what == "press":
@@ -175,8 +175,8 @@ def test_what_counts_as_written_is_written(
 @pytest.mark.parametrize(("mode", "gets"), [(ForwardMode.EXTEND, True), (ForwardMode.TARGET_VERIFY, False)])
 def test_a_verify_step_does_not_get_the_plan_of_a_prefill(mode: ForwardMode, gets: bool) -> None:
     """Which its batch, the prefill's once, still has."""
-    backend, table = schedule.PrefillPlanTaker(), torch.ones(1, 1, 2)
-    batch = SimpleNamespace(forward_mode=mode, **{schedule.TABLE: table})
+    backend, table = snapshot_schedule.PrefillPlanTaker(), torch.ones(1, 1, 2)
+    batch = SimpleNamespace(forward_mode=mode, **{snapshot_schedule.TABLE: table})
     backend.prefill_plan = table
-    schedule.hand_over(lambda *arguments: None, None, batch, SimpleNamespace(attn_backend=backend))
+    snapshot_schedule.hand_over(lambda *arguments: None, None, batch, SimpleNamespace(attn_backend=backend))
     assert (backend.prefill_plan is table) == gets

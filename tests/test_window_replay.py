@@ -1,4 +1,4 @@
-"""Why windows are kept in checkpoints: computing them again from 128 tokens is another model (docs/prefix.md)."""
+"""Why windows are kept in snapshots: computing them again from 128 tokens is another model (docs/prefix.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_a_window_is_exact_from_127_tokens_a_layer_on() -> None:
 
 
 def test_tokens_computed_again_are_no_hits() -> None:
-    """What a hit saves is its length less what is computed again; small checkpoints need less of the memory."""
+    """What a hit saves is its length less what is computed again; small snapshots need less of the memory."""
     assert EXACT_TOKENS == 5461
     turns = load(20, 3, tokens=(2_000, 20_000), generate=(8, 16))
     rows = {form: simulate(turns, 1.0, form, 0.05) for form in FORMS}

@@ -68,8 +68,8 @@ def normalised(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-    tail = torch.view_as_complex(x[..., -64:].float().unflatten(-1, (-1, 2)).contiguous()) * freqs
-    return torch.cat([x[..., :-64], torch.view_as_real(tail).flatten(-2).bfloat16()], -1)
+    compressor_state = torch.view_as_complex(x[..., -64:].float().unflatten(-1, (-1, 2)).contiguous()) * freqs
+    return torch.cat([x[..., :-64], torch.view_as_real(compressor_state).flatten(-2).bfloat16()], -1)
 
 
 def same(got: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -23,8 +23,8 @@ try() {
   shift
   "$@" >"$logs/$name.log" 2>&1 || { state=FAILS failed=1; }
   summary=$(grep -E '[0-9]+ (passed|failed|errors?|skipped).* in [0-9.]+s' "$logs/$name.log" | tail -n 1)
-  # What is refused on a release is skipped as a whole.
-  [[ $summary != *skipped* || $summary =~ passed|failed|error ]] || state=refused
+  # What is rejected on a release is skipped as a whole.
+  [[ $summary != *skipped* || $summary =~ passed|failed|error ]] || state=rejected
   table+=("$(printf '%-52s %-7s %5d s  %s' "$what" "$state" $((SECONDS - start)) "$summary")")
   echo "${table[-1]}"
 }
@@ -42,7 +42,7 @@ if [ "$failed" = 0 ]; then
   try "speculation (eagle)" tests tests/server/test_server_speculation.py
   try "speculation (dspark)" tests tests/server/test_server_dspark.py
   try "dp attention" tests tests/server/test_server_dp.py
-  try "host tier" tests tests/server/test_server_host.py
+  try "host cache" tests tests/server/test_server_host.py
   try "v4.1" tests tests/server/test_server_v41.py
 fi
 

@@ -47,17 +47,17 @@ void take_step(const AppendChecker& check, AppendParams& p, const Tensor& kv, co
 }
 
 /// The window ring, the workspace of a prefill step and what is noted of positions.
-void take_window(const AppendChecker& check, AppendParams& p, RowFormat format, int64_t positions, const Tensor& ring,
+void take_window(const AppendChecker& check, AppendParams& p, KVFormat format, int64_t positions, const Tensor& ring,
                  const std::optional<Tensor>& window, const std::optional<Tensor>& swa_pos,
                  const std::optional<Tensor>& swa_head, const std::optional<Tensor>& tail_len) {
-  p.ring = row_table(check, "ring", ring, format, kAny, kAny);
+  p.ring = kv_buffer(check, "ring", ring, format, kAny, kAny);
   const int64_t slots = ring.size(0), rows = ring.size(1);
   if (rows < kWindow || rows * positions > UINT32_MAX) {
     check.fail("ring is ", describe(ring), "; expected at least ", kWindow, " rows a slot and, with ", positions,
                " positions of rope, at most ", UINT32_MAX / positions);
   }
   p.ring_reciprocal = uint32_t((uint64_t(1) << 32) / rows + ((uint64_t(1) << 32) % rows != 0));
-  if (window) p.window = row_table(check, "window", *window, format, 1, p.tokens + int64_t(kWindow) * p.requests);
+  if (window) p.window = kv_buffer(check, "window", *window, format, 1, p.tokens + int64_t(kWindow) * p.requests);
   if (swa_pos) {
     check.tensor("swa_pos", *swa_pos, {kInt}, {slots, rows});
     check.dense("swa_pos", *swa_pos, 1);
@@ -68,25 +68,26 @@ void take_window(const AppendChecker& check, AppendParams& p, RowFormat format, 
   p.swa_head = data<int32_t>(swa_head), p.tail_len = data<int32_t>(tail_len);
 }
 
-/// The rings of a CSA tail of so many rows a slot.
-CsaTail csa_tail(const AppendChecker& check, const Tensor& tail) {
-  for (const CsaTail& rings : kCsaTails) {
-    if (tail.size(1) == rows_of(rings)) return rings;
+/// The rings of a CSA compressor state of so many rows a slot.
+CsaCompressorState csa_compressor_state(const AppendChecker& check, const Tensor& compressor_state) {
+  for (const CsaCompressorState& rings : kCsaCompressorStates) {
+    if (compressor_state.size(1) == rows_of(rings)) return rings;
   }
-  check.fail("tail is ", describe(tail), "; expected 24, 48 or 64 rows a slot for ratio 4");
+  check.fail("compressor state is ", describe(compressor_state), "; expected 24, 48 or 64 rows a slot for ratio 4");
 }
 
-/// The main compressor of a CSA or HCA layer, its tail and its entries; says which form the tail has.
-LayerKind take_compressor(const AppendChecker& check, AppendParams& p, RowFormat format, int64_t ratio, int64_t slots,
+/// The main compressor of a CSA or HCA layer, its compressor state and its entries; says which form the compressor
+/// state has.
+LayerKind take_compressor(const AppendChecker& check, AppendParams& p, KVFormat format, int64_t ratio, int64_t slots,
                           const std::optional<Tensor>& kv_score, const std::optional<Tensor>& entry_norm,
-                          const std::optional<Tensor>& ape, const std::optional<Tensor>& tail,
+                          const std::optional<Tensor>& ape, const std::optional<Tensor>& compressor_state,
                           const std::optional<Tensor>& entries) {
   const bool csa = ratio == kCsaRatio;
   const char* when = csa ? "for ratio 4" : "for ratio 128";
   const Tensor& score = check.given("kv_score", kv_score, when);
   const Tensor& norm = check.given("entry_norm", entry_norm, when);
   const Tensor& bias = check.given("ape", ape, when);
-  const Tensor& state = check.given("tail", tail, when);
+  const Tensor& state = check.given("compressor state", compressor_state, when);
   const Tensor& table = check.given("entries", entries, when);
   const int64_t streams = csa ? 2 : 1;
   check.projection("kv_score", score, {kFloat}, p.tokens, 2 * streams * kEntryDim);
@@ -95,24 +96,25 @@ LayerKind take_compressor(const AppendChecker& check, AppendParams& p, RowFormat
   p.entry_norm = norm.data_ptr(), p.entry_norm_bf16 = is_bf16(norm);
   check.weight("ape", bias, {kFloat}, {ratio, streams * kEntryDim});
   p.ape = data<float>(bias);
-  p.entries = row_table(check, "entries", table, format, csa ? kAny : 1, kAny);
+  p.entries = kv_buffer(check, "entries", table, format, csa ? kAny : 1, kAny);
 
-  check.tensor("tail", state, {kFloat}, {slots, kAny, kAny});
+  check.tensor("compressor state", state, {kFloat}, {slots, kAny, kAny});
   const LayerKind kind = csa                            ? LayerKind::kCsa
                          : state.size(1) == kHcaRawRows ? LayerKind::kHcaRaw
                                                         : LayerKind::kHcaOnline;
   if (csa) {
-    p.csa = csa_tail(check, state);
+    p.csa = csa_compressor_state(check, state);
   } else if (kind == LayerKind::kHcaOnline) {
     if (state.size(1) == 0 || state.size(1) % kHcaOnlineRows) {
-      check.fail("tail is ", describe(state), "; expected 256 rows a slot or a multiple of 3 for ratio 128");
+      check.fail("compressor state is ", describe(state),
+                 "; expected 256 rows a slot or a multiple of 3 for ratio 128");
     }
-    p.hca_banks = int(state.size(1)) / kHcaOnlineRows;
+    p.hca_state_copies = int(state.size(1)) / kHcaOnlineRows;
   }
-  check.tensor("tail", state, {kFloat}, {slots, state.size(1), csa ? kEntryDim + kIndexDim : kEntryDim});
-  check.dense("tail", state, 1);
-  check.aligned("tail", state, 16);
-  p.tail = data<float>(state), p.tail_stride = state.stride(0);
+  check.tensor("compressor state", state, {kFloat}, {slots, state.size(1), csa ? kEntryDim + kIndexDim : kEntryDim});
+  check.dense("compressor state", state, 1);
+  check.aligned("compressor state", state, 16);
+  p.compressor_state = data<float>(state), p.compressor_state_stride = state.stride(0);
   return kind;
 }
 
@@ -133,7 +135,7 @@ void take_indexer(const AppendChecker& check, AppendParams& p, KeyFormat format,
   p.index_keys = key_table(check, "index_keys", keys, format, kAny);
 }
 
-/// A decode step has as many tokens of each request, and no more than the rows of ring and tail are for.
+/// A decode step has as many tokens of each request, and no more than the rows of ring and compressor state are for.
 void check_decode(const AppendChecker& check, const AppendParams& p, LayerKind kind) {
   if (p.requests == 0 ? p.tokens > 0 : p.tokens % p.requests > 0) {
     check.fail(p.tokens, " tokens for ", p.requests,
@@ -146,19 +148,19 @@ void check_decode(const AppendChecker& check, const AppendParams& p, LayerKind k
                  ". A cache for more is made with draft_tokens ", each);
     }
   };
-  at_most("ring", draft_tokens_of_ring(p.ring.rows_per_block));
-  if (kind == LayerKind::kCsa) at_most("tail", draft_tokens_of(p.csa));
-  if (kind == LayerKind::kHcaOnline) at_most("tail", draft_tokens_of_banks(p.hca_banks));
-  if (kind == LayerKind::kHcaRaw) at_most("tail", 1);
+  at_most("ring", draft_tokens_of_ring(p.ring.entries_per_block));
+  if (kind == LayerKind::kCsa) at_most("compressor state", draft_tokens_of(p.csa));
+  if (kind == LayerKind::kHcaOnline) at_most("compressor state", draft_tokens_of_state_copies(p.hca_state_copies));
+  if (kind == LayerKind::kHcaRaw) at_most("compressor state", 1);
 }
 
 }  // namespace
 
 void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> index_kv_score, Tensor kv_norm,
             std::optional<Tensor> entry_norm, std::optional<Tensor> index_norm, std::optional<Tensor> ape,
-            std::optional<Tensor> index_ape, Tensor rope, double eps, int64_t ratio, int64_t row_format,
+            std::optional<Tensor> index_ape, Tensor rope, double eps, int64_t ratio, int64_t kv_format,
             int64_t key_format, Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request,
-            Tensor out_loc, std::optional<Tensor> track_slots, Tensor ring, std::optional<Tensor> tail,
+            Tensor out_loc, std::optional<Tensor> track_slots, Tensor ring, std::optional<Tensor> compressor_state,
             std::optional<Tensor> entries, std::optional<Tensor> index_keys, std::optional<Tensor> window,
             std::optional<Tensor> swa_pos, std::optional<Tensor> swa_head, std::optional<Tensor> tail_len) {
   if (!kv.is_cuda() || kv.dim() != 2) fail("append: kv is ", describe(kv), "; expected [tokens, 512] on a CUDA device");
@@ -166,7 +168,7 @@ void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> ind
   const AppendChecker check("append", device);
   const int64_t tokens = kv.size(0), requests = slots.numel();
   if (ratio != 0 && ratio != kCsaRatio && ratio != kHcaRatio) check.fail("ratio is ", ratio, "; expected 0, 4 or 128");
-  const RowFormat rows = row_format_of(check, row_format);
+  const KVFormat rows = kv_format_of(check, kv_format);
   const KeyFormat keys = key_format_of(check, key_format);
 
   AppendParams p{};
@@ -174,7 +176,8 @@ void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> ind
   take_step(check, p, kv, kv_norm, rope, slots, prefix_lens, query_start, token_request, out_loc, track_slots);
   take_window(check, p, rows, std::max<int64_t>(rope.size(0), 1), ring, window, swa_pos, swa_head, tail_len);
   LayerKind kind = LayerKind::kSwa;
-  if (ratio) kind = take_compressor(check, p, rows, ratio, ring.size(0), kv_score, entry_norm, ape, tail, entries);
+  if (ratio)
+    kind = take_compressor(check, p, rows, ratio, ring.size(0), kv_score, entry_norm, ape, compressor_state, entries);
   if (kind == LayerKind::kCsa) take_indexer(check, p, keys, index_kv_score, index_norm, index_ape, index_keys);
   if (!window) check_decode(check, p, kind);
 

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
+#include "../entries.h"
 #include "../geometry.h"
-#include "../rows.h"
 
 namespace dsv4 {
 
@@ -28,13 +28,14 @@ struct AppendParams {
   const int32_t* track_slots;  // or null
   int tokens, requests;
   // Written.
-  RowTable ring, entries, window;
+  KVBuffer ring, entries, window;
   uint32_t ring_reciprocal;  // of the ring's rows, times 2^32, rounded up
   KeyTable index_keys;
-  float* tail;
-  int64_t tail_stride;                     // floats of a slot
-  CsaTail csa;                             // rings of a CSA tail
-  int hca_banks;                           // states of an online HCA tail, the one after t tokens in bank t % hca_banks
+  float* compressor_state;
+  int64_t compressor_state_stride;  // floats of a slot
+  CsaCompressorState csa;           // rings of a CSA compressor state
+  int hca_state_copies;  // states of an online HCA compressor state, the one after t tokens in state copy t %
+                         // hca_state_copies
   int32_t *swa_pos, *swa_head, *tail_len;  // or null
   int64_t swa_pos_stride;
 };

@@ -1,9 +1,9 @@
 // Host side of `append_swa`: checks its arguments and fills the kernel's parameters.
 #include "append_swa.h"
 
+#include "../entries.h"
 #include "../geometry.h"
 #include "../ops.h"
-#include "../rows.h"
 #include "../tensors.h"
 
 namespace dsv4 {
@@ -64,7 +64,7 @@ void append_swa(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor sw
   p.request_slots = data<int32_t>(request_slots), p.positions = data<int32_t>(positions);
   p.ring_rows = int(rows);
   p.tokens = int(tokens), p.nope = int(nope), p.rope = int(rope_dim);
-  p.fp8 = data<uint8_t>(swa_fp8), p.fp8_slot = swa_fp8.stride(0), p.fp8_row = swa_fp8.stride(1);
+  p.fp8 = data<uint8_t>(swa_fp8), p.fp8_slot = swa_fp8.stride(0), p.fp8_entry = swa_fp8.stride(1);
   p.rotated = data<uint8_t>(swa_rope), p.rotated_slot = 2 * swa_rope.stride(0), p.rotated_row = 2 * swa_rope.stride(1);
   p.inv = data<uint8_t>(swa_inv), p.inv_slot = swa_inv.stride(0), p.inv_row = strip, p.inv_bytes = int(strip);
   p.pos = data<int32_t>(swa_pos), p.pos_slot = swa_pos.stride(0), p.head = data<int32_t>(swa_head);

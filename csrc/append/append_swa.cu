@@ -3,7 +3,7 @@
 // One block of 128 threads a token, four neighbouring channels a thread: 1024 B read and 584 B written a token, plus 8
 // B of slot and position of every token of the launch: a block first looks whether a later token falls on its ring row,
 // so that the outcome does not depend on the order of blocks. Meant for decode batches; `append` needs no such search.
-#include "../rows.cuh"
+#include "../entries.cuh"
 #include "append_swa.h"
 
 namespace dsv4 {
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) append_swa_kernel(const __grid_const
   if (channel < p.nope) {
     const uint32_t codes = e4m3_pair(low_bf16(pair[0]) * inverse, high_bf16(pair[0]) * inverse) |
                            e4m3_pair(low_bf16(pair[1]) * inverse, high_bf16(pair[1]) * inverse) << 16;
-    *reinterpret_cast<uint32_t*>(p.fp8 + slot * p.fp8_slot + row * p.fp8_row + channel) = codes;
+    *reinterpret_cast<uint32_t*>(p.fp8 + slot * p.fp8_slot + row * p.fp8_entry + channel) = codes;
   } else if (channel < p.nope + p.rope) {
     uint8_t* to = p.rotated + slot * p.rotated_slot + row * p.rotated_row + 2 * (channel - p.nope);
     *reinterpret_cast<uint2*>(to) = make_uint2(pair[0], pair[1]);

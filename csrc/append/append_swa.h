@@ -14,7 +14,7 @@ struct AppendSwaParams {
   int tokens, nope, rope;
   // The ring [slots, ring_rows, ...] as split views; strides in bytes.
   uint8_t *fp8, *rotated, *inv;
-  int64_t fp8_slot, fp8_row, rotated_slot, rotated_row, inv_slot, inv_row;
+  int64_t fp8_slot, fp8_entry, rotated_slot, rotated_row, inv_slot, inv_row;
   int ring_rows;
   int inv_bytes;  // equal exponent bytes a row
   int32_t *pos, *head;

@@ -1,16 +1,16 @@
 // The CSA compressors: the main one (512 channels) and the indexer's (128), four channels a thread (SPEC 3.2, 3.7).
 #pragma once
 
-#include "finish.cuh"
+#include "entry_epilogue.cuh"
 
 namespace dsv4 {
 
-constexpr int kCsaTailWidth = kEntryDim + kIndexDim;
-constexpr int kCsaThreads = kCsaTailWidth / 4;  // four warps of the main compressor, one of the indexer's
+constexpr int kCsaCompressorStateWidth = kEntryDim + kIndexDim;
+constexpr int kCsaThreads = kCsaCompressorStateWidth / 4;  // four warps of the main compressor, one of the indexer's
 
-/// Rows of a position in a tail. Inlined with rings of constant sizes it costs what constants cost.
-struct TailRows {
-  CsaTail rings;
+/// Rows of a position in a compressor state. Inlined with rings of constant sizes it costs what constants cost.
+struct CompressorStateRows {
+  CsaCompressorState rings;
 
   __device__ __forceinline__ int current_k(int position) const { return position & (rings.current - 1); }
   __device__ __forceinline__ int current_z(int position) const { return rings.current + current_k(position); }
@@ -29,10 +29,10 @@ struct Stream {
   int64_t stride;
   const float* ape;  // [4, prev | cur]
   int width;
-  int column;  // in a tail row
+  int column;  // in a compressor state row
 
-  __device__ __forceinline__ float* tail(const AppendParams& p, int slot) const {
-    return p.tail + slot * p.tail_stride + column;
+  __device__ __forceinline__ float* compressor_state(const AppendParams& p, int slot) const {
+    return p.compressor_state + slot * p.compressor_state_stride + column;
   }
 };
 
@@ -48,21 +48,21 @@ __device__ __forceinline__ Stream csa_stream_of_thread(const AppendParams& p, in
   return csa_stream(p, index, 4 * thread - (index ? kEntryDim : 0));
 }
 
-__device__ __forceinline__ void write_prev_row(const Stream& s, const TailRows& rows, float* tail, int64_t token,
-                                               int position) {
+__device__ __forceinline__ void write_prev_row(const Stream& s, const CompressorStateRows& rows,
+                                               float* compressor_state, int64_t token, int position) {
   const float* score = s.scores + token * s.stride;
-  store4(tail + rows.previous_k(position) * kCsaTailWidth, load4(score));
+  store4(compressor_state + rows.previous_k(position) * kCsaCompressorStateWidth, load4(score));
   const float4 z = load4(score + 2 * s.width) + load4(s.ape + bias_row(position) * 2 * s.width);
-  store4(tail + rows.previous_z(position) * kCsaTailWidth, z);
+  store4(compressor_state + rows.previous_z(position) * kCsaCompressorStateWidth, z);
 }
 
-/// The previous-window rows of a token among the last four before a checkpoint, into the checkpoint's tails; by
-/// `threads` threads.
-__device__ inline void track_prev_rows(const AppendParams& p, const TailRows& rows, int64_t token, int position,
-                                       int slot, int first, int threads) {
+/// The previous-window rows of a token among the last four before a checkpoint, into the checkpoint's compressor
+/// states; by `threads` threads.
+__device__ inline void track_prev_rows(const AppendParams& p, const CompressorStateRows& rows, int64_t token,
+                                       int position, int slot, int first, int threads) {
   for (int thread = first; thread < kCsaThreads; thread += threads) {
     const Stream s = csa_stream_of_thread(p, thread);
-    write_prev_row(s, rows, s.tail(p, slot), token, position);
+    write_prev_row(s, rows, s.compressor_state(p, slot), token, position);
   }
 }
 
@@ -81,8 +81,8 @@ __device__ __forceinline__ float4 pool_entry(const float4 (&z)[8], const K& k) {
 }
 
 // Row 0 .. 7 of an entry, four of the previous stream and four of the current one, from the projections of its token
-// (the bias row is row % 4 because windows start at multiples of 4) or from the tail, where the token of `position`
-// left it.
+// (the bias row is row % 4 because windows start at multiples of 4) or from the compressor state, where the token of
+// `position` left it.
 
 __device__ __forceinline__ const float* input_row(const Stream& s, int row, int64_t token) {
   return s.scores + token * s.stride + (row < 4 ? 0 : s.width);
@@ -90,11 +90,13 @@ __device__ __forceinline__ const float* input_row(const Stream& s, int row, int6
 __device__ __forceinline__ float4 input_bias(const Stream& s, int row) {
   return load4(s.ape + bias_row(row) * 2 * s.width + (row < 4 ? 0 : s.width));
 }
-__device__ __forceinline__ const float* tail_k(const float* tail, const TailRows& rows, int row, int position) {
-  return tail + (row < 4 ? rows.previous_k(position) : rows.current_k(position)) * kCsaTailWidth;
+__device__ __forceinline__ const float* state_k(const float* compressor_state, const CompressorStateRows& rows, int row,
+                                                int position) {
+  return compressor_state + (row < 4 ? rows.previous_k(position) : rows.current_k(position)) * kCsaCompressorStateWidth;
 }
-__device__ __forceinline__ const float* tail_z(const float* tail, const TailRows& rows, int row, int position) {
-  return tail + (row < 4 ? rows.previous_z(position) : rows.current_z(position)) * kCsaTailWidth;
+__device__ __forceinline__ const float* state_z(const float* compressor_state, const CompressorStateRows& rows, int row,
+                                                int position) {
+  return compressor_state + (row < 4 ? rows.previous_z(position) : rows.current_z(position)) * kCsaCompressorStateWidth;
 }
 
 }  // namespace dsv4

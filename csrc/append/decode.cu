@@ -2,14 +2,14 @@
 // launch (SPEC 2.1, 2.4, 2.5, 3.1 to 3.7).
 //
 // One block a token. CSA: four warps main compressor, one the indexer's, four the row. HCA: four warps compressor (16
-// in the raw form), four the row. Compressors pool the window that closes, finish its entry and move the tails on. A
-// row is spread over four warps because a single warp issues one instruction in five cycles or more. Nothing waits for
-// another block, nothing is atomic, every sum has a fixed order.
+// in the raw form), four the row. Compressors pool the window that closes, finish its entry and move the compressor
+// states on. A row is spread over four warps because a single warp issues one instruction in five cycles or more.
+// Nothing waits for another block, nothing is atomic, every sum has a fixed order.
 //
 // A step is a chain of such launches, each waiting for the one before it, so what counts is the time from that wait to
 // the end. Before it, a block loads all that no kernel of the step's layers writes (batch, weights, cos and sin) and
-// asks L2 for the rows of the tail that it will read; behind it come one round of loads (projections and tail), the
-// arithmetic and the stores.
+// asks L2 for the rows of the compressor state that it will read; behind it come one round of loads (projections and
+// compressor state), the arithmetic and the stores.
 //
 // Bytes a token, bf16 kv and FP8 rows. Read: kv 1024, CSA 10,240 / HCA 4,096 fp32 of scores. Written: row 584, CSA 146
 // + 18, HCA 5 of entries and keys. Tail rows besides: CSA 10 kB written and, every fourth step, 36 kB read; HCA online
@@ -17,11 +17,11 @@
 //
 // With several tokens of a request (`drafts`) every block goes on from the state before the step: what the request's
 // earlier tokens add it takes from their projections, for their blocks may not have run. And blocks of one step do not
-// race, in whatever order they run, because rings and banks are so large that none writes what another reads
+// race, in whatever order they run, because rings and state copies are so large that none writes what another reads
 // (draft_tokens_of and its neighbours in geometry.h, which `append` checks): of a token at `length` or behind it a
-// block reads nothing from the tail, and of older ones nothing that shares a row with length .. length + tokens - 1.
-// What a block writes stands at its own position alone, so a step that begins earlier than this one ended finds its
-// state.
+// block reads nothing from the compressor state, and of older ones nothing that shares a row with length .. length +
+// tokens - 1. What a block writes stands at its own position alone, so a step that begins earlier than this one ended
+// finds its state.
 #include "../launch.cuh"
 #include "hca.cuh"
 #include "window.cuh"
@@ -50,10 +50,10 @@ struct Token {
   bool last;   // of its request in the step
 };
 
-/// The tail's rings; constants in a step of one token a request.
+/// The compressor state's rings; constants in a step of one token a request.
 template <bool drafts>
-__device__ __forceinline__ TailRows tail_rows(const AppendParams& p) {
-  return {drafts ? p.csa : CsaTail{kCsaCurrentRows, kCsaPreviousRows}};
+__device__ __forceinline__ CompressorStateRows compressor_state_rows(const AppendParams& p) {
+  return {drafts ? p.csa : CsaCompressorState{kCsaCurrentRows, kCsaPreviousRows}};
 }
 
 /// Asks L2 for what one thread names: `bytes` (a multiple of 16) from `from` on.
@@ -79,7 +79,7 @@ __device__ __forceinline__ void write_row(const AppendParams& p, RowScratch& scr
   if (track >= 0) {
     packed.store(format, ring_row(p, track, position), thread);
     if (tracks_prev_rows<kind>(position)) {
-      track_prev_rows(p, tail_rows<drafts>(p), token.input, position, track, thread, kRowThreads);
+      track_prev_rows(p, compressor_state_rows<drafts>(p), token.input, position, track, thread, kRowThreads);
     }
   }
   if (thread == 0) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& 
   const bool closes = position % kCsaRatio == kCsaRatio - 1, index = warp == 4;
   const int first = position - 7;  // of the rows that the entry pools
   const Stream s = csa_stream_of_thread(p, threadIdx.x);
-  const TailRows rows = tail_rows<drafts>(p);
+  const CompressorStateRows rows = compressor_state_rows<drafts>(p);
   const float* ape = s.ape + bias_row(position) * 2 * s.width;
   const float4 ape_prev = load4(ape), ape_cur = load4(ape + s.width);
   QuadFinish finish;
@@ -108,8 +108,8 @@ __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& 
                       : warp == 1 ? rows.previous_z(first)
                       : warp == 2 ? rows.current_k(first + 4)
                                   : rows.current_z(first + 4);
-      prefetch(p.tail + token.slot * p.tail_stride + row * kCsaTailWidth,
-               (warp < 2 ? 4 : 3) * kCsaTailWidth * sizeof(float));
+      prefetch(p.compressor_state + token.slot * p.compressor_state_stride + row * kCsaCompressorStateWidth,
+               (warp < 2 ? 4 : 3) * kCsaCompressorStateWidth * sizeof(float));
     }
     loc = p.out_loc[token.input];
     if (index) {
@@ -123,13 +123,14 @@ __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& 
   const float* score = s.scores + token.input * s.stride;
   const float4 k_prev = load4_once(score), k_cur = load4_once(score + s.width);
   float4 z_prev = load4_once(score + 2 * s.width), z_cur = load4_once(score + 3 * s.width);
-  float* tail = s.tail(p, token.slot);
+  float* compressor_state = s.compressor_state(p, token.slot);
   float4 k[8], z[8];
   if (closes) {
 #pragma unroll
     for (int row = 0; row < 7; ++row) {
       const bool there = row >= 4 || first >= 0;
-      const float *from_k = tail_k(tail, rows, row, first + row), *from_z = tail_z(tail, rows, row, first + row);
+      const float *from_k = state_k(compressor_state, rows, row, first + row),
+                  *from_z = state_z(compressor_state, rows, row, first + row);
       if (drafts && first + row >= token.length) {
         from_k = input_row(s, row, token.input - 7 + row), from_z = from_k + 2 * s.width;
       }
@@ -144,10 +145,10 @@ __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& 
   z_prev = z_prev + ape_prev, z_cur = z_cur + ape_cur;
   // Other rows than those just read: the token's previous-stream row is four behind the last of them in a ring of 8 or
   // more, its current-stream row is the 4th.
-  store4(tail + rows.previous_k(position) * kCsaTailWidth, k_prev);
-  store4(tail + rows.previous_z(position) * kCsaTailWidth, z_prev);
-  store4(tail + rows.current_k(position) * kCsaTailWidth, k_cur);
-  store4(tail + rows.current_z(position) * kCsaTailWidth, z_cur);
+  store4(compressor_state + rows.previous_k(position) * kCsaCompressorStateWidth, k_prev);
+  store4(compressor_state + rows.previous_z(position) * kCsaCompressorStateWidth, z_prev);
+  store4(compressor_state + rows.current_k(position) * kCsaCompressorStateWidth, k_cur);
+  store4(compressor_state + rows.current_z(position) * kCsaCompressorStateWidth, z_cur);
   if (!closes) return;
   k[7] = k_cur, z[7] = z_cur;
   const float4 pooled = pool_entry(z, [&](int row) { return k[row]; });
@@ -188,8 +189,9 @@ __device__ __forceinline__ void hca_compress(const AppendParams& p, RowScratch& 
   const bool closes = row == kHcaRatio - 1;
   // Rows of the window that the request's earlier tokens of the step add, and those before them.
   const int drafted = drafts ? min(row, token.position - token.length) : 0, older = row - drafted;
-  float* before = drafts ? hca_bank(p, token.slot, token.length) : p.tail + token.slot * p.tail_stride;
-  float* after = drafts ? hca_bank(p, token.slot, token.position + 1) : before;
+  float* before = drafts ? hca_state_copy(p, token.slot, token.length)
+                         : p.compressor_state + token.slot * p.compressor_state_stride;
+  float* after = drafts ? hca_state_copy(p, token.slot, token.position + 1) : before;
   const float4 ape = load4(p.ape + row * kEntryDim + channel);
   if (older > 0 && threadIdx.x == 0) prefetch(before, kHcaOnlineRows * kEntryDim * sizeof(float));
   QuadFinish finish;
@@ -251,8 +253,8 @@ cudaError_t launch_append_decode(const AppendParams& p, LayerKind kind, bool ove
       {launch_kind<K::kSwa, false>, launch_kind<K::kSwa, true>},
       {launch_kind<K::kCsa, false>, launch_kind<K::kCsa, true>},
       {launch_kind<K::kHcaOnline, false>, launch_kind<K::kHcaOnline, true>},
-      {launch_kind<K::kHcaRaw, false>, launch_kind<K::kHcaRaw, false>}};  // a raw tail is for one token
-  const bool drafts = p.tokens > p.requests || p.csa.current > kCsaCurrentRows || p.hca_banks > 1;
+      {launch_kind<K::kHcaRaw, false>, launch_kind<K::kHcaRaw, false>}};  // a raw compressor state is for one token
+  const bool drafts = p.tokens > p.requests || p.csa.current > kCsaCurrentRows || p.hca_state_copies > 1;
   return launches[int(kind)][drafts](p, overlap, stream);
 }
 

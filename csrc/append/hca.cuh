@@ -1,7 +1,7 @@
 // The HCA compressor, four channels a thread, rows of a window split over groups of 128 threads (SPEC 3.3, 3.7).
 #pragma once
 
-#include "finish.cuh"
+#include "entry_epilogue.cuh"
 
 namespace dsv4 {
 
@@ -13,19 +13,19 @@ struct Shared {
   Pool pool[groups > 1 ? groups - 1 : 1][groups > 1 ? kEntryDim / 4 : 1];
 };
 
-/// Where the rows of one HCA window come from, for a thread: `old` rows of the raw tail, then inputs. Pointers at its
-/// channels.
-struct HcaRows {
-  const float* tail;    // raw tail of the slot, or null
-  int old;              // rows before the step, in `tail`
-  const float* scores;  // projections of window row 0, which may lie before the step's first token
+/// Where the rows of one HCA window come from, for a thread: `old` rows of the raw compressor state, then inputs.
+/// Pointers at its channels.
+struct HcaIndices {
+  const float* compressor_state;  // raw compressor state of the slot, or null
+  int old;                        // rows before the step, in `compressor_state`
+  const float* scores;            // projections of window row 0, which may lie before the step's first token
   int64_t stride;
   const float* ape;
 };
 
 /// Adds rows first, first + 1, ... last - 1 that fall to this group of threads.
 template <int groups, int batch>
-__device__ __forceinline__ void pool_rows(Pool& pool, const HcaRows& from, int first, int last, int group) {
+__device__ __forceinline__ void pool_rows(Pool& pool, const HcaIndices& from, int first, int last, int group) {
   for (int row = first + group; row < last; row += groups * batch) {
     float4 k[batch], z[batch];
 #pragma unroll
@@ -34,7 +34,8 @@ __device__ __forceinline__ void pool_rows(Pool& pool, const HcaRows& from, int f
       if (r >= last) {
         k[i] = splat(0), z[i] = splat(-INFINITY);
       } else if (r < from.old) {
-        k[i] = load4(from.tail + r * kEntryDim), z[i] = load4(from.tail + (kHcaRatio + r) * kEntryDim);
+        k[i] = load4(from.compressor_state + r * kEntryDim),
+        z[i] = load4(from.compressor_state + (kHcaRatio + r) * kEntryDim);
       } else {
         const float* score = from.scores + r * from.stride;
         k[i] = load4_once(score);
@@ -76,12 +77,13 @@ __device__ __forceinline__ void merge_groups(Pool& pool, Shared<groups>& shared,
 }
 
 /// The state of a slot's open window after `length` tokens, in the online form.
-__device__ __forceinline__ float* hca_bank(const AppendParams& p, int slot, int length) {
-  return p.tail + slot * p.tail_stride + length % p.hca_banks * (kHcaOnlineRows * kEntryDim);
+__device__ __forceinline__ float* hca_state_copy(const AppendParams& p, int slot, int length) {
+  return p.compressor_state + slot * p.compressor_state_stride +
+         length % p.hca_state_copies * (kHcaOnlineRows * kEntryDim);
 }
 
-/// All compressor warps: what of request b touches state from before the step, then its tail. Also the whole of a raw
-/// decode step.
+/// All compressor warps: what of request b touches state from before the step, then its compressor state. Also the
+/// whole of a raw decode step.
 template <bool raw, bool prefill, int groups>
 __device__ void hca_request(const AppendParams& p, Shared<groups>& shared, int b) {
   constexpr int batch = 4;
@@ -90,14 +92,14 @@ __device__ void hca_request(const AppendParams& p, Shared<groups>& shared, int b
   const int begin = prefill ? p.query_start[b] : b, count = prefill ? p.query_start[b + 1] - begin : 1;
   if (slot < 0 || count <= 0) return;
   const int stop = length + count, old = length % kHcaRatio, closing = length / kHcaRatio;
-  float* tail = p.tail + slot * p.tail_stride + channel;  // in the raw form
+  float* compressor_state = p.compressor_state + slot * p.compressor_state_stride + channel;  // in the raw form
   // The window that is open at `length`; row r of it is token begin + r - old.
-  HcaRows rows{raw ? tail : nullptr, raw ? old : 0, p.kv_score + (begin - old) * p.kv_score_stride + channel,
-               p.kv_score_stride, p.ape + channel};
+  HcaIndices rows{raw ? compressor_state : nullptr, raw ? old : 0,
+                  p.kv_score + (begin - old) * p.kv_score_stride + channel, p.kv_score_stride, p.ape + channel};
 
   const auto resumed = [&] {
     Pool pool = Pool::empty();
-    if (!raw && old > 0 && group == 0) pool = load_pool(hca_bank(p, slot, length) + channel);
+    if (!raw && old > 0 && group == 0) pool = load_pool(hca_state_copy(p, slot, length) + channel);
     return pool;
   };
   if (old > 0 && stop >= kHcaRatio * (closing + 1)) {
@@ -116,8 +118,9 @@ __device__ void hca_request(const AppendParams& p, Shared<groups>& shared, int b
     for (int position = max(length, stop - kHcaRatio) + group; position < stop; position += groups) {
       const float* score = p.kv_score + (begin + position - length) * p.kv_score_stride + channel;
       const int row = position % kHcaRatio;
-      store4(tail + row * kEntryDim, load4(score));
-      store4(tail + (kHcaRatio + row) * kEntryDim, load4(score + kEntryDim) + load4(p.ape + row * kEntryDim + channel));
+      store4(compressor_state + row * kEntryDim, load4(score));
+      store4(compressor_state + (kHcaRatio + row) * kEntryDim,
+             load4(score + kEntryDim) + load4(p.ape + row * kEntryDim + channel));
     }
     return;
   }
@@ -132,7 +135,7 @@ __device__ void hca_request(const AppendParams& p, Shared<groups>& shared, int b
   }
   pool_rows<groups, batch>(pool, rows, same ? old : 0, open, group);
   merge_groups<groups>(pool, shared, group, thread);
-  if (group == 0) store_pool(hca_bank(p, slot, stop) + channel, pool);
+  if (group == 0) store_pool(hca_state_copy(p, slot, stop) + channel, pool);
 }
 
 }  // namespace dsv4

@@ -3,9 +3,9 @@
 //
 // Blocks by index:
 //   first `requests` blocks (CSA, HCA): the boundary of a request: entries that pool rows from before the step, then
-//   its tails. A
-//     thread reads only tail columns that it later writes itself, so reading old rows first needs no synchronisation
-//     (raw HCA splits rows over warps and has a barrier);
+//   its compressor states. A
+//     thread reads only compressor state columns that it later writes itself, so reading old rows first needs no
+//     synchronisation (raw HCA splits rows over warps and has a barrier);
 //   then in turn, as long as both last, so that both are always in flight: blocks that pool the entry that closes in
 //   `ratio` tokens
 //     from this step's rows alone, and blocks of window rows, a warp a row (HCA: two, because its blocks hold few
@@ -113,14 +113,14 @@ struct CsaFinish {
   }
 };
 
-/// Five warps: what of request b touches rows from before the step, then its tails.
+/// Five warps: what of request b touches rows from before the step, then its compressor states.
 __device__ void csa_boundary(const AppendParams& p, Shared<1>& shared, int b) {
   const int slot = p.slots[b], length = p.prefix_lens[b], begin = p.query_start[b],
             stop = length + p.query_start[b + 1] - begin;
   if (slot < 0 || stop <= length) return;
   const Stream s = csa_stream_of_thread(p, threadIdx.x);
-  const TailRows rows{p.csa};
-  float* tail = s.tail(p, slot);
+  const CompressorStateRows rows{p.csa};
+  float* compressor_state = s.compressor_state(p, slot);
   // Only the window that is open at `length` and the one after it can pool older rows.
   for (int which = 0; which < 2; ++which) {
     const int entry = length / kCsaRatio + which, first = kCsaRatio * entry - 4, last = first + 7;
@@ -128,13 +128,13 @@ __device__ void csa_boundary(const AppendParams& p, Shared<1>& shared, int b) {
     const auto k_of = [&](int row) {
       const int position = first + row;
       if (position < 0) return splat(0);
-      return load4(position < length ? tail_k(tail, rows, row, position)
+      return load4(position < length ? state_k(compressor_state, rows, row, position)
                                      : input_row(s, row, begin + position - length));
     };
     const auto z_of = [&](int row) {
       const int position = first + row;
       if (position < 0) return splat(-INFINITY);
-      if (position < length) return load4(tail_z(tail, rows, row, position));
+      if (position < length) return load4(state_z(compressor_state, rows, row, position));
       return load4(input_row(s, row, begin + position - length) + 2 * s.width) + input_bias(s, row);
     };
     float4 z[8];
@@ -146,11 +146,11 @@ __device__ void csa_boundary(const AppendParams& p, Shared<1>& shared, int b) {
   }
   for (int position = max(length, stop - 8); position < stop; ++position) {
     const int64_t token = begin + position - length;
-    write_prev_row(s, rows, tail, token, position);
+    write_prev_row(s, rows, compressor_state, token, position);
     if (position >= stop - 4) {
       const float* score = s.scores + token * s.stride + s.width;
-      store4(tail + rows.current_k(position) * kCsaTailWidth, load4(score));
-      store4(tail + rows.current_z(position) * kCsaTailWidth,
+      store4(compressor_state + rows.current_k(position) * kCsaCompressorStateWidth, load4(score));
+      store4(compressor_state + rows.current_z(position) * kCsaCompressorStateWidth,
              load4(score + 2 * s.width) + load4(s.ape + bias_row(position) * 2 * s.width + s.width));
     }
   }
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(32 * Shape<kind>::warps, Shape<kind>::blocks_p
   }
   const int warp = block * S::warps + threadIdx.x / 32, lane = threadIdx.x % 32, old = warp - grid.row_warps(p.tokens);
   if (old < 0) {
-    write_window_rows<kind, S::rows_a_warp>(p, warp * S::rows_a_warp, lane);
+    write_window_indices<kind, S::rows_a_warp>(p, warp * S::rows_a_warp, lane);
   } else if (old < kWindow * p.requests) {
     keep_old_row(p, old / kWindow, old % kWindow, lane);
   }

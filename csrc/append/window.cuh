@@ -8,7 +8,7 @@ namespace dsv4 {
 /// Row of a position in its slot's ring, which may have more rows than the window: the remainder of a division by them.
 /// Exact while position x rows is below 2^32, which `append` checks.
 __device__ __forceinline__ int ring_place(const AppendParams& p, int position) {
-  return position - int(__umulhi(uint32_t(position), p.ring_reciprocal)) * p.ring.rows_per_block;
+  return position - int(__umulhi(uint32_t(position), p.ring_reciprocal)) * p.ring.entries_per_block;
 }
 
 __device__ __forceinline__ RowAddress ring_row(const AppendParams& p, int slot, int position) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ void store_position(const AppendParams& p, int slot, 
   if (p.swa_pos) p.swa_pos[slot * p.swa_pos_stride + ring_place(p, position)] = position;
 }
 
-/// Whether a checkpoint that holds the token's row also needs its previous-window rows.
+/// Whether a snapshot that holds the token's row also needs its previous-window rows.
 template <LayerKind kind>
 __device__ __forceinline__ bool tracks_prev_rows(int position) {
   return is_csa<kind> && position % kBlockTokens >= kBlockTokens - kCsaRatio;
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_length(const AppendParams& p, int slot, in
 /// The old row, 0 .. 127 for position length - 128 .. length - 1, whose place in the ring the chunk's token `offset`
 /// takes; negative where it takes one that holds none of them.
 __device__ __forceinline__ int replaced_by(const AppendParams& p, int offset) {
-  return ring_place(p, offset) - (p.ring.rows_per_block - kWindow);
+  return ring_place(p, offset) - (p.ring.entries_per_block - kWindow);
 }
 
 /// First row of request `b` in the window workspace: that of position length - 128.
@@ -50,7 +50,7 @@ __device__ __forceinline__ int workspace_base(int begin, int b) { return begin +
 /// One warp: window rows of the tokens first .. first + n - 1 of a prefill step; nothing is used before all that can be
 /// has been asked for.
 template <LayerKind kind, int n>
-__device__ void write_window_rows(const AppendParams& p, int first, int lane) {
+__device__ void write_window_indices(const AppendParams& p, int first, int lane) {
   float x[n][16];
   int b[n], slot[n], length[n], begin[n], count[n], track[n];
 #pragma unroll
@@ -96,7 +96,7 @@ __device__ void write_window_rows(const AppendParams& p, int first, int lane) {
     if (track[i] >= 0) {
       store_row(p.ring.format, packed, ring_row(p, track[i], position), lane);
       if (tracks_prev_rows<kind>(position))
-        track_prev_rows(p, TailRows{p.csa}, first + i, position, track[i], lane, 32);
+        track_prev_rows(p, CompressorStateRows{p.csa}, first + i, position, track[i], lane, 32);
     }
     if (offset == count[i] - 1 && lane == 0) store_length<kind>(p, slot[i], position + 1);
   }
@@ -109,7 +109,7 @@ __device__ inline void keep_old_row(const AppendParams& p, int b, int old, int l
   const int position = length - kWindow + old;
   if (slot < 0 || count <= 0 || position < 0) return;
   // The last token that takes this row's place, if it is one of those that stay in the ring: it has copied the row.
-  const int rows = p.ring.rows_per_block, place = old + rows - kWindow;
+  const int rows = p.ring.entries_per_block, place = old + rows - kWindow;
   const int behind = ring_place(p, count - 1 + rows - place);
   if (behind < kWindow && behind < count) return;
   copy_row(p.ring.format, ring_row(p, slot, position), row_address(p.window, 0, workspace_base(begin, b) + old), lane);

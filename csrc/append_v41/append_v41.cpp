@@ -9,9 +9,9 @@
 namespace dsv4 {
 namespace {
 
-V41Table v41_table(const Checker& check, const char* name, const Tensor& t, int64_t blocks, int64_t rows_per_block,
+V41Table v41_table(const Checker& check, const char* name, const Tensor& t, int64_t blocks, int64_t entries_per_block,
                    int64_t row_bytes) {
-  check.tensor(name, t, {ScalarType::Byte}, {blocks, rows_per_block, row_bytes});
+  check.tensor(name, t, {ScalarType::Byte}, {blocks, entries_per_block, row_bytes});
   check.dense(name, t, 1);
   check.aligned(name, t, 16);
   return {data<uint8_t>(t), t.stride(0), int(t.size(1))};
@@ -51,7 +51,7 @@ AppendChecker take_inputs(const char* op, V41Inputs& p, const char* name, const 
 /// The compressor of a layer that writes entries.
 void take_compressor(const AppendChecker& check, AppendV41Params& p, int64_t ratio, int64_t slots,
                      const std::optional<Tensor>& compressor, const std::optional<Tensor>& latent_norm,
-                     const std::optional<Tensor>& tail, const std::optional<Tensor>& entries,
+                     const std::optional<Tensor>& compressor_state, const std::optional<Tensor>& entries,
                      const std::optional<Tensor>& latents) {
   const char* when = ratio == 1 ? "for ratio 1" : "for ratio 2";
   const Tensor& inputs = check.given("compressor", compressor, when);
@@ -66,15 +66,17 @@ void take_compressor(const AppendChecker& check, AppendV41Params& p, int64_t rat
   check.projection("latents", out, {kBFloat}, p.batch.tokens, kEntryDim);
   p.latents = data<uint16_t>(out), p.latents_stride = out.stride(0);
   if (ratio == 1) return;
-  const Tensor& state = check.given("tail", tail, when);
-  check.tensor("tail", state, {kFloat}, {slots, kAny, 2 * kEntryDim});
-  check.dense("tail", state, 1);
-  check.aligned("tail", state, 16);
-  if (state.size(1) == 0) check.fail("tail is ", describe(state), "; expected at least one row a slot");
-  p.tail = data<float>(state), p.tail_stride = state.stride(0), p.tail_rows = int(state.size(1));
+  const Tensor& state = check.given("compressor state", compressor_state, when);
+  check.tensor("compressor state", state, {kFloat}, {slots, kAny, 2 * kEntryDim});
+  check.dense("compressor state", state, 1);
+  check.aligned("compressor state", state, 16);
+  if (state.size(1) == 0) check.fail("compressor state is ", describe(state), "; expected at least one row a slot");
+  p.compressor_state = data<float>(state), p.compressor_state_stride = state.stride(0),
+  p.compressor_state_rows = int(state.size(1));
 }
 
-/// A decode step has as many tokens of each request, and no more than ring and tail are for (dsv4_sglang/model/v41.py).
+/// A decode step has as many tokens of each request, and no more than ring and compressor state are for
+/// (dsv4_sglang/model/v41.py).
 void check_decode(const AppendChecker& check, const AppendV41Params& p, int64_t ratio) {
   const int tokens = p.batch.tokens, requests = p.batch.requests;
   if (requests == 0 ? tokens > 0 : tokens % requests > 0) {
@@ -87,8 +89,10 @@ void check_decode(const AppendChecker& check, const AppendV41Params& p, int64_t 
                  " rows a slot, for at most ", most);
     }
   };
-  at_most("ring", p.ring.rows_per_block, draft_tokens_of_ring(p.ring.rows_per_block));
-  if (ratio == 2) at_most("tail", p.tail_rows, p.tail_rows == 1 ? 1 : 2 * p.tail_rows - 1);
+  at_most("ring", p.ring.entries_per_block, draft_tokens_of_ring(p.ring.entries_per_block));
+  if (ratio == 2)
+    at_most("compressor state", p.compressor_state_rows,
+            p.compressor_state_rows == 1 ? 1 : 2 * p.compressor_state_rows - 1);
 }
 
 }  // namespace
@@ -96,7 +100,7 @@ void check_decode(const AppendChecker& check, const AppendV41Params& p, int64_t 
 void append_v41(Tensor kv, std::optional<Tensor> compressor, Tensor kv_norm, std::optional<Tensor> latent_norm,
                 Tensor rope, double eps, int64_t ratio, Tensor slots, Tensor prefix_lens, Tensor query_start,
                 Tensor token_request, Tensor out_loc, std::optional<Tensor> track_slots, Tensor ring,
-                std::optional<Tensor> tail, std::optional<Tensor> entries, std::optional<Tensor> latents,
+                std::optional<Tensor> compressor_state, std::optional<Tensor> entries, std::optional<Tensor> latents,
                 std::optional<Tensor> window) {
   AppendV41Params p{};
   const AppendChecker check = take_inputs("append_v41", p, "kv", kv, kEntryDim, "kv_norm", kv_norm, rope, eps, slots,
@@ -113,7 +117,8 @@ void append_v41(Tensor kv, std::optional<Tensor> compressor, Tensor kv_norm, std
   if (window) {
     p.window = v41_table(check, "window", *window, 1, tokens + int64_t(kWindow) * p.batch.requests, row_bytes);
   }
-  if (ratio) take_compressor(check, p, ratio, ring.size(0), compressor, latent_norm, tail, entries, latents);
+  if (ratio)
+    take_compressor(check, p, ratio, ring.size(0), compressor, latent_norm, compressor_state, entries, latents);
   if (!window) check_decode(check, p, ratio);
 
   if (tokens == 0) return;

@@ -4,17 +4,19 @@
 // One block a token: four warps the window row and, in a layer that writes entries, four warps the entry. In a prefill
 // step blocks behind them, a warp a row, copy what the ring holds to the workspace. No block waits for another:
 // - a ring row is copied by the block that replaces it, thread by thread, or by a block of copies if nobody does;
-// - a pair's first token is read from the inputs where it is in the step. From the tail only the step's first token of
+// - a pair's first token is read from the inputs where it is in the step. From the compressor state only the step's
+// first token of
 // a
-//   request reads, and in a prefill step its block also writes the tail, for the token that waits behind the step;
+//   request reads, and in a prefill step its block also writes the compressor state, for the token that waits behind
+//   the step;
 // - in a decode step every token that waits has a row of its own, which no other token of the step reads (pair_rows in
 //   dsv4_sglang/model/v41.py).
 //
 // Bytes a token. Read: kv 1024, compressor 1024 (ratio 1) or 4096. Written: row 528; at ratio 1 entry 288 and latent
-// 1024, at ratio 2 half of it and, for every other token, 4096 of the tail.
+// 1024, at ratio 2 half of it and, for every other token, 4096 of the compressor state.
 #include <cuda_runtime.h>
 
-#include "../append/finish.cuh"
+#include "../append/entry_epilogue.cuh"
 #include "append_v41.h"
 
 namespace dsv4 {
@@ -30,11 +32,11 @@ template <int data_bytes, int scale_bytes>
 __device__ __forceinline__ V41Address address(const V41Table& table, int64_t block, int row) {
   uint8_t* base = table.base + block * table.block_bytes;
   return {base + int64_t(row) * data_bytes,
-          base + int64_t(table.rows_per_block) * data_bytes + int64_t(row) * scale_bytes};
+          base + int64_t(table.entries_per_block) * data_bytes + int64_t(row) * scale_bytes};
 }
 
 __device__ __forceinline__ V41Address ring_address(const AppendV41Params& p, int slot, int position) {
-  return address<kV41RowBytes, kV41RowScales>(p.ring, slot, position % p.ring.rows_per_block);
+  return address<kV41RowBytes, kV41RowScales>(p.ring, slot, position % p.ring.entries_per_block);
 }
 
 __device__ __forceinline__ V41Address window_address(const AppendV41Params& p, int row) {
@@ -117,7 +119,7 @@ __device__ void write_row(const AppendV41Params& p, const Request& request, int 
     packed.store(window_address(p, request.window_row(position)), thread);
     if (position < request.stop - kWindow) return;
     // The last position before the step that has this row of the ring.
-    const int rows = p.ring.rows_per_block, before = position - (position - request.length) / rows * rows - rows;
+    const int rows = p.ring.entries_per_block, before = position - (position - request.length) / rows * rows - rows;
     if (before >= max(0, request.length - kWindow)) {
       copy_row(row, window_address(p, request.window_row(before)), thread);
     }
@@ -131,7 +133,7 @@ __device__ void copy_old_row(const AppendV41Params& p, int task, int lane) {
   const Request request(p.batch, task / kWindow);
   const int position = request.length - kWindow + task % kWindow;
   if (request.slot < 0 || request.begin == request.end || position < 0) return;
-  const int rows = p.ring.rows_per_block, last = min(request.end - request.begin, kWindow);
+  const int rows = p.ring.entries_per_block, last = min(request.end - request.begin, kWindow);
   // The next positions that have this row of the ring are rows, 2 rows, ... further.
   const int next = position + (request.stop - 1 - position) / rows * rows;
   if (next >= request.stop - last) return;
@@ -152,30 +154,33 @@ struct Waiting {
   }
 };
 
-/// Row of the tail where the token at an even position waits; of an odd one, where its partner does.
-__device__ __forceinline__ float* tail_row(const AppendV41Params& p, int slot, int position) {
-  return p.tail + slot * p.tail_stride + int64_t(position / 2 % p.tail_rows) * 2 * kEntryDim;
+/// Row of the compressor state where the token at an even position waits; of an odd one, where its partner does.
+__device__ __forceinline__ float* compressor_state_row(const AppendV41Params& p, int slot, int position) {
+  return p.compressor_state + slot * p.compressor_state_stride +
+         int64_t(position / 2 % p.compressor_state_rows) * 2 * kEntryDim;
 }
 
-/// Takes a token into the tail and its pair's pooled k out of it; false where the token waits for its partner.
+/// Takes a token into the compressor state and its pair's pooled k out of it; false where the token waits for its
+/// partner.
 __device__ __forceinline__ bool pool_pair(const AppendV41Params& p, const Request& request, int token, int position,
                                           int thread, float4& pooled) {
   const float* inputs = static_cast<const float*>(p.compressor);
   const Waiting own = Waiting::load(inputs + token * p.compressor_stride, thread);
   const bool completes = position % 2, first = position == request.length;
   if (completes) {
-    const Waiting partner =
-        Waiting::load(first ? tail_row(p, request.slot, position) : inputs + (token - 1) * p.compressor_stride, thread);
+    const Waiting partner = Waiting::load(
+        first ? compressor_state_row(p, request.slot, position) : inputs + (token - 1) * p.compressor_stride, thread);
     const float4 peak = max4(own.score, partner.score);
     const float4 weight = exp4(own.score - peak), other = exp4(partner.score - peak);
     pooled = (other * partner.k + weight * own.k) / (weight + other);
   }
   if (!p.window.base) {
-    if (!completes) own.store(tail_row(p, request.slot, position), thread);
+    if (!completes) own.store(compressor_state_row(p, request.slot, position), thread);
   } else if (first && request.stop % 2) {
-    // Of the tail's rows a thread reads and writes its own channels only, so what it has read may be replaced.
+    // Of the compressor state's rows a thread reads and writes its own channels only, so what it has read may be
+    // replaced.
     Waiting::load(inputs + (request.end - 1) * p.compressor_stride, thread)
-        .store(tail_row(p, request.slot, request.stop - 1), thread);
+        .store(compressor_state_row(p, request.slot, request.stop - 1), thread);
   }
   return completes;
 }
@@ -198,9 +203,9 @@ __device__ void write_entry(const AppendV41Params& p, const Request& request, in
   const uint32_t scale_code = nvfp4_scale(group_max<4>(largest(x)));
   const float scale = e4m3_value(scale_code);
   const uint32_t codes = e2m1(x.x / scale) | e2m1(x.y / scale) << 4 | e2m1(x.z / scale) << 8 | e2m1(x.w / scale) << 12;
-  const uint32_t row = uint32_t(p.batch.out_loc[token] / ratio), block = row / uint32_t(p.entries.rows_per_block);
+  const uint32_t row = uint32_t(p.batch.out_loc[token] / ratio), block = row / uint32_t(p.entries.entries_per_block);
   const V41Address to =
-      address<kV41EntryBytes, kV41EntryScales>(p.entries, block, int(row - block * p.entries.rows_per_block));
+      address<kV41EntryBytes, kV41EntryScales>(p.entries, block, int(row - block * p.entries.entries_per_block));
   reinterpret_cast<uint16_t*>(to.data)[thread] = uint16_t(codes);
   if (thread % 4 == 0) to.scale[thread / 4] = uint8_t(scale_code);
 }

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "../rows.h"
+#include "../entries.h"
 
 namespace dsv4 {
 
@@ -13,7 +13,7 @@ namespace dsv4 {
 struct V41Table {
   uint8_t* base;
   int64_t block_bytes;
-  int rows_per_block;
+  int entries_per_block;
 };
 
 struct V41Batch {
@@ -43,9 +43,9 @@ struct AppendV41Params : V41Inputs {
   const int32_t* track_slots;  // or null
   // Written.
   V41Table ring, window, entries;  // window.base: null in a decode step
-  float* tail;
-  int64_t tail_stride;  // floats of a slot
-  int tail_rows;
+  float* compressor_state;
+  int64_t compressor_state_stride;  // floats of a slot
+  int compressor_state_rows;
   uint16_t* latents;  // [tokens, 512] bf16
   int64_t latents_stride;
 };

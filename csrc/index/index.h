@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
+#include "../entries.h"
 #include "../geometry.h"
-#include "../rows.h"
 #include "layout.h"
 
 namespace dsv4 {

@@ -24,7 +24,7 @@ enum class QueryForm {
 
 /// An image is operand B as it lies in shared memory. A row of 128 bytes a head, for fp16 first of channels 0 .. 63 of
 /// all heads, then of the others; 16-byte pieces of each row exchanged, so that eight rows of a piece lie in different
-/// banks.
+/// state copies.
 ///
 /// A step of 32 bytes of a row, 16 numbers of fp16 or 32 of e4m3, has the words of (c, lower) for c = 0 .. 3 and then
 /// those of (c, upper): what a lane with channels 32 c .. 32 c + 31 of a key has of operand A. In fp16, step s has the

@@ -63,7 +63,7 @@ struct SharedHeld : Histogram<threads> {
   uint32_t count;            // of ties
 };
 
-/// A bit an entry, words spread so that threads may take runs of them without bank conflicts.
+/// A bit an entry, words spread so that threads may take runs of them without state copy conflicts.
 __host__ __device__ __forceinline__ int spread(int word) { return word + word / 32; }
 __host__ __device__ __forceinline__ int words_of(int entries) { return (entries + 31) / 32; }
 unsigned shared_bytes(int width) { return unsigned(sizeof(Shared) + sizeof(uint32_t) * (spread(words_of(width)) + 1)); }

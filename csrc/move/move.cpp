@@ -1,4 +1,4 @@
-// Host side of `copy_state`, `update_rows`, `snapshot_tables` and `swap_blocks`: checks, then one launch each
+// Host side of `copy_state`, `update_rows`, `gather_tables` and `swap_blocks`: checks, then one launch each
 // (update_rows: one to check its slices, one to write).
 #include "move.h"
 
@@ -23,14 +23,14 @@ int64_t bytes_of(const Tensor& t, int64_t first_dim) {
 int64_t stride_bytes(const Tensor& t, int64_t dim) { return t.stride(dim) * int64_t(t.element_size()); }
 uint64_t address(const Tensor& t) { return reinterpret_cast<uint64_t>(t.data_ptr()); }
 
-/// Nothing refused yet: -1, whose bytes are all ones.
-void reset_refused(const Checker& check, const Tensor& refused, cudaStream_t stream) {
-  check.succeeded(cudaMemsetAsync(refused.data_ptr(), 0xff, sizeof(int32_t), stream), "clearing what is refused");
+/// Nothing rejected yet: -1, whose bytes are all ones.
+void reset_rejected(const Checker& check, const Tensor& rejected, cudaStream_t stream) {
+  check.succeeded(cudaMemsetAsync(rejected.data_ptr(), 0xff, sizeof(int32_t), stream), "clearing what is rejected");
 }
 
 }  // namespace
 
-void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors, std::optional<Tensor> refused) {
+void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors, std::optional<Tensor> rejected) {
   const int device = src.is_cuda() ? src.get_device_index() : (tensors.empty() ? 0 : tensors[0].get_device_index());
   const Checker check("copy_state", device);
   const int64_t pairs = src.numel();
@@ -39,7 +39,7 @@ void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors, std::option
     check.dense(name, *t, 0);
   }
   if (pairs > kMaxGridY) fail("copy_state: ", pairs, " pairs of slots; expected at most ", kMaxGridY);
-  if (refused) check.tensor("refused", *refused, {ScalarType::Int}, {1});
+  if (rejected) check.tensor("rejected", *rejected, {ScalarType::Int}, {1});
   int64_t slots = INT32_MAX;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& t = tensors[i];
@@ -51,11 +51,11 @@ void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors, std::option
   }
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
-  if (refused) reset_refused(check, *refused, stream);
+  if (rejected) reset_rejected(check, *rejected, stream);
   if (pairs == 0) return;
   CopyStateParams p{};
   p.src = data<int32_t>(src), p.dst = data<int32_t>(dst), p.pairs = int(pairs), p.slots = int(slots);
-  p.refused = data<int32_t>(refused);
+  p.rejected = data<int32_t>(rejected);
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& t = tensors[i];
     StateTensor& s = p.tensors[p.count++];
@@ -70,7 +70,7 @@ void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors, std::option
   }
 }
 
-void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid, std::optional<Tensor> refused) {
+void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid, std::optional<Tensor> rejected) {
   const int device = pool.is_cuda() ? pool.get_device_index() : new_rows.get_device_index();
   const Checker check("update_rows", device);
   bool fits = pool.dim() >= 1 && pool.dim() == new_rows.dim() && pool.scalar_type() == new_rows.scalar_type();
@@ -87,11 +87,11 @@ void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid, st
   check.tensor("n_valid", n_valid, {ScalarType::Int}, {1});
   const int64_t count = slices.size(1);
   if (count > kMaxGridY) fail("update_rows: ", count, " slices; expected at most ", kMaxGridY);
-  if (refused) check.tensor("refused", *refused, {ScalarType::Int}, {1});
+  if (rejected) check.tensor("rejected", *rejected, {ScalarType::Int}, {1});
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
-  const Tensor noted = refused ? *refused : torch::stable::new_empty(n_valid, {1});
-  reset_refused(check, noted, stream);
+  const Tensor noted = rejected ? *rejected : torch::stable::new_empty(n_valid, {1});
+  reset_rejected(check, noted, stream);
   if (count == 0) return;
   UpdateRowsParams p{};
   p.pool = data<uint8_t>(pool), p.source = data<uint8_t>(new_rows);
@@ -100,14 +100,14 @@ void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid, st
   p.slices = data<int64_t>(slices), p.slices_stride = slices.stride(0), p.valid = data<int32_t>(n_valid),
   p.count = int(count);
   p.width = access_width(address(pool) | address(new_rows) | p.pool_stride | p.source_stride | p.row_bytes);
-  p.refused = data<int32_t>(noted), p.print = !refused;
+  p.rejected = data<int32_t>(noted), p.print = !rejected;
   check.succeeded(launch_update_rows(p, stream), "the launch for ", count, " slices of pool ", describe(pool));
 }
 
-void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, Tensor owned,
-                     Tensor block_table) {
+void gather_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, Tensor owned,
+                   Tensor block_table) {
   const int device = owned.is_cuda() ? owned.get_device_index() : requests.get_device_index();
-  const Checker check("snapshot_tables", device);
+  const Checker check("gather_tables", device);
   const int64_t count = requests.numel();
   check.tensor("requests", requests, {ScalarType::Long, ScalarType::Int}, {count});
   check.dense("requests", requests, 0);
@@ -122,9 +122,9 @@ void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_requ
   check.tensor("block_table", block_table, {ScalarType::Int}, {kAny, kAny});
   check.dense("block_table", block_table, 1);
   const int64_t room = std::min({owned.size(0), block_table.size(0), kMaxGridY});
-  if (count > room) fail("snapshot_tables: ", count, " requests; expected at most ", room);
+  if (count > room) fail("gather_tables: ", count, " requests; expected at most ", room);
   if (count == 0) return;
-  SnapshotParams p{};
+  GatherParams p{};
   p.requests = requests.data_ptr(), p.long_requests = requests.scalar_type() == ScalarType::Long;
   p.seq_lens = seq_lens.data_ptr(), p.long_lens = seq_lens.scalar_type() == ScalarType::Long;
   p.state_slot = data<int32_t>(state_slot_of_request), p.req_to_token = data<int32_t>(req_to_token);
@@ -133,7 +133,7 @@ void snapshot_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_requ
   p.count = int(count);
   p.columns = int(std::min(block_table.size(1), (req_to_token.size(1) + kBlockTokens - 1) / kBlockTokens));
   const torch::stable::accelerator::DeviceGuard guard(device);
-  check.succeeded(launch_snapshot_tables(p, current_stream(device)), "the launch for ", count, " requests");
+  check.succeeded(launch_gather_tables(p, current_stream(device)), "the launch for ", count, " requests");
 }
 
 namespace {

@@ -1,16 +1,16 @@
 // Copies of state slots (copy_state), of slices of rows (update_rows), of scattered blocks to and from rows of pinned
 // host memory or of a buffer (swap_blocks), and of what a decode step needs of the tables of all requests
-// (snapshot_tables). Every byte is read and written once.
+// (gather_tables). Every byte is read and written once.
 //
 // copy_state: grid (layers x 16 KiB pieces of all tensors, pairs of slots). update_rows: grid (slices) to check them,
 // then grid (row groups, slices), a warp a row. swap_blocks: a warp a piece of a block, 2 KiB at 16 bytes an access,
 // all loaded before it is stored, past the caches, since each is touched once; over PCIe few blocks of threads: they
-// have 1 MiB in flight, where 55 GB/s of 2 us take 110 KB, and leave room on the SMs for steps. snapshot_tables: grid
+// have 1 MiB in flight, where 55 GB/s of 2 us take 110 KB, and leave room on the SMs for steps. gather_tables: grid
 // (groups of 1024 block ids, requests), a sector of 32 bytes read and 4 bytes written a block; groups behind a length
 // are idle.
 //
 // A launch cannot raise, and an assertion would cost the process its CUDA context: copy_state and update_rows write
-// nothing when a pair or slice is wrong, and leave the index of the first one in `refused`, which is -1 before. Where
+// nothing when a pair or slice is wrong, and leave the index of the first one in `rejected`, which is -1 before. Where
 // copy_state is given a destination twice, only the pairs with that destination are not written: a block compares its
 // own pair with the others.
 #include <algorithm>
@@ -50,8 +50,8 @@ __device__ __forceinline__ void copy(int width, uint8_t* to, const uint8_t* from
 __host__ __device__ int64_t pieces(const StateTensor& t) { return (t.bytes + kPiece - 1) / kPiece; }
 
 /// Of all reports of a call the lowest index stays; -1 is the largest unsigned number.
-__device__ void report(int32_t* refused, int index) {
-  atomicMin(reinterpret_cast<unsigned*>(refused), unsigned(index));
+__device__ void report(int32_t* rejected, int index) {
+  atomicMin(reinterpret_cast<unsigned*>(rejected), unsigned(index));
 }
 
 __global__ void __launch_bounds__(kThreads) copy_state_kernel(const __grid_constant__ CopyStateParams p) {
@@ -65,8 +65,8 @@ __global__ void __launch_bounds__(kThreads) copy_state_kernel(const __grid_const
     const bool leaves = max(from, to) >= p.slots, same = to == dst && pair != own;
     if (!leaves && !same) continue;
     wrong = true;
-    if (p.refused) {
-      report(p.refused, pair);
+    if (p.rejected) {
+      report(p.rejected, pair);
     } else if (leaves && pair == own && blockIdx.x == 0) {
       printf("copy_state: pair %d, slot %d to slot %d, leaves tensors of %d slots; nothing is written\n", pair, src,
              dst, p.slots);
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) check_slices_kernel(const __grid_con
   }
   overlaps = __syncthreads_or(overlaps);
   if (threadIdx.x || (inside && !overlaps)) return;
-  report(p.refused, index);
+  report(p.rejected, index);
   if (p.print) {
     printf("update_rows: slice %d (destination %lld, source %lld, length %lld) %s; nothing is written\n", index,
            static_cast<long long>(mine.start), static_cast<long long>(mine.source), static_cast<long long>(mine.length),
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads) check_slices_kernel(const __grid_con
 
 __global__ void __launch_bounds__(kThreads) update_rows_kernel(const __grid_constant__ UpdateRowsParams p) {
   const int index = blockIdx.y;
-  if (*p.refused >= 0 || index >= min(*p.valid, p.count)) return;
+  if (*p.rejected >= 0 || index >= min(*p.valid, p.count)) return;
   const Slice mine = slice_at(p, index);
   const int warps = kThreads / 32, lane = threadIdx.x % 32;
   for (int64_t row = blockIdx.x * warps + threadIdx.x / 32; row < mine.length; row += gridDim.x * warps) {
@@ -192,21 +192,21 @@ __global__ void __launch_bounds__(kThreads) swap_blocks_kernel(const __grid_cons
 /// Blocks of threads of swap_blocks: enough to fill the link, or the GPU's memory.
 constexpr int kLinkBlocks = 64, kMemoryBlocks = 2048;
 
-constexpr int kSnapshotColumns = 4 * kThreads;
+constexpr int kGatherColumns = 4 * kThreads;
 
 __device__ __forceinline__ int64_t number_at(const void* numbers, bool is_long, int i) {
   return is_long ? static_cast<const int64_t*>(numbers)[i] : static_cast<const int32_t*>(numbers)[i];
 }
 
-__global__ void __launch_bounds__(kThreads) snapshot_tables_kernel(const __grid_constant__ SnapshotParams p) {
+__global__ void __launch_bounds__(kThreads) gather_tables_kernel(const __grid_constant__ GatherParams p) {
   const int b = blockIdx.y;
   const int64_t request = number_at(p.requests, p.long_requests, b);
   const int64_t blocks = (number_at(p.seq_lens, p.long_lens, b) + kBlockTokens - 1) / kBlockTokens;
   if (blockIdx.x == 0 && threadIdx.x == 0) p.owned[b] = p.state_slot[request];
   const int stop = int(min(blocks, int64_t(p.columns)));
 #pragma unroll
-  for (int i = 0; i < kSnapshotColumns / kThreads; ++i) {
-    const int column = blockIdx.x * kSnapshotColumns + i * kThreads + threadIdx.x;
+  for (int i = 0; i < kGatherColumns / kThreads; ++i) {
+    const int column = blockIdx.x * kGatherColumns + i * kThreads + threadIdx.x;
     if (column >= stop) continue;
     p.block_table[b * p.table_stride + column] =
         p.req_to_token[request * p.token_stride + int64_t(column) * kBlockTokens] / kBlockTokens;
@@ -232,9 +232,9 @@ cudaError_t launch_update_rows(const UpdateRowsParams& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-cudaError_t launch_snapshot_tables(const SnapshotParams& p, cudaStream_t stream) {
-  const unsigned groups = unsigned(std::max(1, (p.columns + kSnapshotColumns - 1) / kSnapshotColumns));
-  snapshot_tables_kernel<<<dim3(groups, unsigned(p.count)), kThreads, 0, stream>>>(p);
+cudaError_t launch_gather_tables(const GatherParams& p, cudaStream_t stream) {
+  const unsigned groups = unsigned(std::max(1, (p.columns + kGatherColumns - 1) / kGatherColumns));
+  gather_tables_kernel<<<dim3(groups, unsigned(p.count)), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

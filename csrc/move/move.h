@@ -29,8 +29,8 @@ struct CopyStateParams {
   int count;
   const int32_t *src, *dst;
   int pairs;
-  int slots;         // of the tensor, in any launch of the call, that has fewest
-  int32_t* refused;  // null: the kernel prints what it refuses
+  int slots;          // of the tensor, in any launch of the call, that has fewest
+  int32_t* rejected;  // null: the kernel prints what it rejects
 };
 cudaError_t launch_copy_state(const CopyStateParams& params, cudaStream_t stream);
 
@@ -42,10 +42,10 @@ struct UpdateRowsParams {
   int64_t slices_stride;  // elements
   const int32_t* valid;
   int count, width;
-  int32_t* refused;
-  bool print;  // what is refused: the caller reads no `refused`
+  int32_t* rejected;
+  bool print;  // what is rejected: the caller reads no `rejected`
 };
-/// Two kernels: the second writes nothing if the first has refused a slice.
+/// Two kernels: the second writes nothing if the first has rejected a slice.
 cudaError_t launch_update_rows(const UpdateRowsParams& params, cudaStream_t stream);
 
 struct SwapPool {
@@ -72,7 +72,7 @@ struct SwapParams {
 };
 cudaError_t launch_swap_blocks(const SwapParams& params, cudaStream_t stream);
 
-struct SnapshotParams {
+struct GatherParams {
   const void *requests, *seq_lens;  // int64 or int32
   const int32_t *state_slot, *req_to_token;
   int64_t token_stride, table_stride;  // elements
@@ -80,6 +80,6 @@ struct SnapshotParams {
   int count, columns;
   bool long_requests, long_lens;
 };
-cudaError_t launch_snapshot_tables(const SnapshotParams& params, cudaStream_t stream);
+cudaError_t launch_gather_tables(const GatherParams& params, cudaStream_t stream);
 
 }  // namespace dsv4

@@ -14,12 +14,12 @@ from dsv4_sglang.ops.schemas import NAMESPACE
 def attend(q: Tensor, *args: Any) -> Tensor:
     """Attend through FlashMLA where it takes the tensors, with a schedule for this call alone, else through Triton."""
     from dsv4_sglang.attention import triton_attend
-    from dsv4_sglang.attention.flashmla import FlashMLAReader, pad_heads
-    from dsv4_sglang.attention.readers import AttendInputs
+    from dsv4_sglang.attention.base import AttendInputs
+    from dsv4_sglang.attention.flashmla import FlashMLAAttention, pad_heads
 
     inputs = AttendInputs.from_op(*args)
-    if FlashMLAReader.supports(q.device, q.shape[1], q.dtype, inputs.row_format):
-        return FlashMLAReader().attend(*pad_heads(q, inputs)).values.contiguous()
+    if FlashMLAAttention.supports(q.device, q.shape[1], q.dtype, inputs.kv_format):
+        return FlashMLAAttention().attend(*pad_heads(q, inputs)).values.contiguous()
     return triton_attend.attend(q, inputs)
 
 

@@ -1,8 +1,8 @@
 """`attend` through FlashMLA, for sm_90 and sm_100 (SPEC 2.2, 4.5): what its kernels share, and the one for decode.
 
-FlashMLA wants bf16 queries of 64 or 128 heads and returns the output still rotated; a small kernel here derotates its
-last 64 dims in place. Where a process has fewer heads, the caller writes its queries into a tensor of as many
-(`query_heads`), and the output is a part of what the kernel writes: neither is copied.
+FlashMLA wants bf16 queries of 64 or 128 heads and returns the output still rotated; a small kernel here applies the
+inverse RoPE to its last 64 dims in place. Where a process has fewer heads, the caller writes its queries into a tensor
+of as many (`query_heads`), and the output is a part of what the kernel writes: neither is copied.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsv4_sglang.attention import triton_schedule
-from dsv4_sglang.attention.metadata import align
-from dsv4_sglang.attention.readers import MOST_PADDED_HEADS, AttendInputs, LayerOutput, Reader, RowList
-from dsv4_sglang.attention.triton_output import derotate
-from dsv4_sglang.attention.triton_schedule import BLOCK_ROWS
+from dsv4_sglang.attention import flashmla_scheduler
+from dsv4_sglang.attention.base import MOST_PADDED_HEADS, AttendInputs, AttentionKernel, EntryList, LayerOutput
+from dsv4_sglang.attention.flashmla_scheduler import BLOCK_ROWS
+from dsv4_sglang.attention.step_buffers import align
+from dsv4_sglang.attention.triton_output import inverse_rope
 from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.formats import RowFormat, make_row_tables
-from dsv4_sglang.formats.rows import ENTRY_DIM
+from dsv4_sglang.formats import KVFormat, make_kv_buffers
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 
 logger = logging.getLogger(__name__)
 
@@ -63,42 +63,42 @@ def pad_heads(q: Tensor, inputs: AttendInputs) -> tuple[Tensor, AttendInputs]:
     return (F.pad(q, (0, 0, 0, more)), inputs._replace(sink=F.pad(inputs.sink, (0, more)))) if more else (q, inputs)
 
 
-class FlashMLAKernel(Reader):
-    """A reader through one of FlashMLA's kernels."""
+class FlashMLAKernel(AttentionKernel):
+    """A attention kernel through one of FlashMLA's kernels."""
 
-    row_formats: ClassVar[tuple[RowFormat, ...]]
+    kv_formats: ClassVar[tuple[KVFormat, ...]]
 
     @classmethod
-    def supports(cls, device: torch.device, heads: int, dtype: torch.dtype, row_format: RowFormat) -> bool:
-        takes = dtype == torch.bfloat16 and heads <= HEAD_COUNTS[-1] and row_format in cls.row_formats
+    def supports(cls, device: torch.device, heads: int, dtype: torch.dtype, kv_format: KVFormat) -> bool:
+        takes = dtype == torch.bfloat16 and heads <= HEAD_COUNTS[-1] and kv_format in cls.kv_formats
         return takes and device.type == "cuda" and has_kernel(device) and installed()
 
     def query_heads(self, heads: int) -> int:
         return padded_heads(heads)
 
-    def attend(self, q: Tensor, inputs: AttendInputs, *, leave_rotated: bool = False) -> LayerOutput:
+    def attend(self, q: Tensor, inputs: AttendInputs, *, output_is_rotated: bool = False) -> LayerOutput:
         if q.shape[1] not in HEAD_COUNTS:
             raise ValueError(f"q has {q.shape[1]} heads; expected {padded_heads(q.shape[1])}, as `query_heads` says")
         if q.shape[0] == 0:
-            return LayerOutput(torch.empty_like(q)[:, : inputs.heads], leave_rotated)
+            return LayerOutput(torch.empty_like(q)[:, : inputs.heads], output_is_rotated)
         out = self._rotated(q, inputs)[:, : inputs.heads]
-        if not leave_rotated:
-            derotate(out, inputs.positions, inputs.rope)
-        return LayerOutput(out, leave_rotated)
+        if not output_is_rotated:
+            inverse_rope(out, inputs.positions, inputs.rope)
+        return LayerOutput(out, output_is_rotated)
 
     @abstractmethod
     def _rotated(self, q: Tensor, inputs: AttendInputs) -> Tensor:
         """The rotated output [T, H, 512] of all heads of `q`."""
 
 
-def _aligned(listed: RowList) -> RowList:
+def _aligned(listed: EntryList) -> EntryList:
     """With a width that the kernel takes; to pad costs a copy a layer, so metadata makes such widths."""
-    width = listed.rows.shape[1]
+    width = listed.indices.shape[1]
     more = align(width) - width
-    return listed._replace(rows=F.pad(listed.rows, (0, more), value=-1)) if more else listed
+    return listed._replace(indices=F.pad(listed.indices, (0, more), value=-1)) if more else listed
 
 
-class Shares(NamedTuple):
+class SchedulerConfig(NamedTuple):
     """How FlashMLA's FP8 kernel divides its work: `parts` thread blocks, and a token costs `overhead` blocks of rows
     more than it has."""
 
@@ -106,36 +106,36 @@ class Shares(NamedTuple):
     overhead: int
 
 
-def _known_shares(device: torch.device, heads: int) -> Shares:
+def _known_shares(device: torch.device, heads: int) -> SchedulerConfig:
     """FlashMLA's own numbers, by architecture and heads (64 or 128)."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     if torch.cuda.get_device_capability(device)[0] == 9:
-        return Shares(processors * HEAD_COUNTS[0] // heads, 5)
-    return Shares(processors, 5) if heads == HEAD_COUNTS[0] else Shares(processors // 2, 3)
+        return SchedulerConfig(processors * HEAD_COUNTS[0] // heads, 5)
+    return SchedulerConfig(processors, 5) if heads == HEAD_COUNTS[0] else SchedulerConfig(processors // 2, 3)
 
 
 @functools.cache
-def shares(device: torch.device, heads: int) -> Shares | None:
+def shares(device: torch.device, heads: int) -> SchedulerConfig | None:
     """What `triton_schedule` needs for queries of `heads` heads, 64 or 128, on `device`. None, and a warning, where
     FlashMLA as installed makes other schedules: it then goes on making them itself.
 
     It runs FlashMLA and waits for it: ask before anything is timed or recorded.
     """
     found = _known_shares(device, heads)
-    table = make_row_tables(1, 1, BLOCK_ROWS, RowFormat.FP8, device)[0]
+    table = make_kv_buffers(1, 1, BLOCK_ROWS, KVFormat.FP8, device)[0]
     sink, nowhere = torch.zeros(heads, device=device), torch.zeros(1, device=device)
     # Fewer tokens than parts, about as many, and more; empty lists, and lists that many parts share.
     for tokens in (1, 4, 60, 300):
         at = torch.arange(tokens, dtype=torch.int32, device=device)
-        window = RowList(table, at.new_zeros(tokens, 128), 37 * at % 129)
+        window = EntryList(table, at.new_zeros(tokens, 128), 37 * at % 129)
         lens = torch.where(at % 3 == 0, 2048 - at, at % 70)
-        for entries in (None, RowList(table, at.new_zeros(tokens, 2048), lens)):
-            reader = FlashMLAReader()
+        for entries in (None, EntryList(table, at.new_zeros(tokens, 2048), lens)):
+            kernel = FlashMLAAttention()
             q = torch.zeros(tokens, heads, ENTRY_DIM, dtype=torch.bfloat16, device=device)
-            inputs = AttendInputs(sink, heads, window, entries, nowhere, nowhere, 1.0, RowFormat.FP8)
-            reader.attend(q, inputs, leave_rotated=True)
-            theirs = reader._schedule(heads, window, entries)
-            ours = triton_schedule.build(window.lens, entries and entries.lens, *found)
+            inputs = AttendInputs(sink, heads, window, entries, nowhere, nowhere, 1.0, KVFormat.FP8)
+            kernel.attend(q, inputs, output_is_rotated=True)
+            theirs = kernel._schedule(heads, window, entries)
+            ours = flashmla_scheduler.build(window.topk_length, entries and entries.topk_length, *found)
             if not same_schedules(ours, (theirs.tile_scheduler_metadata, theirs.num_splits)):
                 logger.warning(
                     "FlashMLA as installed does not divide its work as expected for %d heads on %s, %s: it makes its "
@@ -156,11 +156,11 @@ def same_schedules(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> 
     return torch.equal(parts[:, 0], other_parts[:, 0]) and torch.equal(parts[used, 1:7], other_parts[used, 1:7])
 
 
-class FlashMLAReader(FlashMLAKernel):
+class FlashMLAAttention(FlashMLAKernel):
     """The sparse FP8 kernel for decode, which reads this package's FP8 tables as they are: the window table as its
     cache with the window list, the entry table as its extra cache with the entry list.
 
-    It wants block strides of a multiple of 16 B, on sm_100 of 576 B (`formats.rows.block_stride_bytes`).
+    It wants block strides of a multiple of 16 B, on sm_100 of 576 B (`formats.kv_entries.block_stride_bytes`).
 
     The lists of all tokens are cut into equal shares before the first layer of a kind, by `triton_schedule` or, without
     `shares`, by a kernel of FlashMLA's; layers of one kind have one schedule. It depends on the lengths alone, so
@@ -169,10 +169,10 @@ class FlashMLAReader(FlashMLAKernel):
     pass the same ones to all its layers, unchanged within the step.
     """
 
-    row_formats = (RowFormat.FP8,)
+    kv_formats = (KVFormat.FP8,)
 
-    def __init__(self, shares: Shares | None = None) -> None:
-        self._shares = shares
+    def __init__(self, shares: SchedulerConfig | None = None) -> None:
+        self._scheduler_config = shares
         self._schedules: dict[tuple, Any] = {}
         self._alive: list[Tensor] = []
 
@@ -182,17 +182,18 @@ class FlashMLAReader(FlashMLAKernel):
         self._alive.clear()
         return True
 
-    def _schedule(self, heads: int, window: RowList, entries: RowList | None) -> Any:
+    def _schedule(self, heads: int, window: EntryList, entries: EntryList | None) -> Any:
         from sgl_kernel.flash_mla import FlashMLASchedMeta
 
         lists = window, entries
-        key = heads, *(x and (x.lens.data_ptr(), x.table.shape[1], *x.rows.shape) for x in lists)
+        key = heads, *(x and (x.topk_length.data_ptr(), x.table.shape[1], *x.indices.shape) for x in lists)
         if key not in self._schedules:
             made: tuple[Tensor, ...] = ()
-            if self._shares is not None and window.lens.shape[0] <= _SCHEDULED_TOKENS:
-                made = triton_schedule.build(window.lens, entries and entries.lens, *self._shares)
+            if self._scheduler_config is not None and window.topk_length.shape[0] <= _SCHEDULED_TOKENS:
+                found = window.topk_length, entries and entries.topk_length
+                made = flashmla_scheduler.build(*found, *self._scheduler_config)
             self._schedules[key] = FlashMLASchedMeta(False, None, *made)
-            self._alive.extend(x.lens for x in lists if x)  # while they live, no other tensor has their address
+            self._alive.extend(x.topk_length for x in lists if x)  # while they live, no other tensor has their address
         return self._schedules[key]
 
     def _rotated(self, q: Tensor, inputs: AttendInputs) -> Tensor:
@@ -214,12 +215,12 @@ class FlashMLAReader(FlashMLAKernel):
                 tile_scheduler_metadata=self._schedule(heads, window, entries),
                 softmax_scale=inputs.scale,
                 is_fp8_kvcache=True,
-                indices=window.rows.unsqueeze(1),
-                topk_length=window.lens,
+                indices=window.indices.unsqueeze(1),
+                topk_length=window.topk_length,
                 attn_sink=inputs.sink,
                 extra_k_cache=entries.table.unsqueeze(2) if entries else None,
-                extra_indices_in_kvcache=entries.rows.unsqueeze(1) if entries else None,
-                extra_topk_length=entries.lens if entries else None,
+                extra_indices_in_kvcache=entries.indices.unsqueeze(1) if entries else None,
+                extra_topk_length=entries.topk_length if entries else None,
             )
             outs.append(out.squeeze(1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -16,22 +16,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4_sglang.attention.base import AttendInputs
 from dsv4_sglang.attention.flashmla import FlashMLAKernel
-from dsv4_sglang.attention.readers import AttendInputs
-from dsv4_sglang.attention.triton_rows import (
+from dsv4_sglang.attention.triton_entries import (
     DIM,
     E4M3_LACK,
     NOPE,
     ROPE,
     e4m3_bits,
     exponent_to_scale,
-    fp8_row,
+    fp8_entry,
     rope_dims,
     table_stride,
 )
 from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.formats import RowFormat
-from dsv4_sglang.formats.rows import ENTRY_DIM
+from dsv4_sglang.formats import KVFormat
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
 
 # The sparse kernel wants joined lists of such a width (64 suffices for 64 heads).
@@ -46,28 +46,28 @@ _ROWS_A_PROGRAM = 16
 
 @triton.jit
 def _write_out_kernel(
-    window_ptr, entries_ptr, blocks_ptr, out_ptr, window_rows, rows,
-    window_block_stride, entry_block_stride, window_rows_per_block, entry_rows_per_block, listed_rows,
+    window_ptr, entries_ptr, blocks_ptr, out_ptr, window_indices, rows,
+    window_block_stride, entry_block_stride, window_entries_per_block, compressed_entries_per_block, listed_rows,
     FP8: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (groups of BLOCK_N rows): the window table from its first row on, then `listed_rows` rows of each block."""
     at = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = at < rows
-    in_window = at < window_rows
-    item = tl.where(in_window, 0, at - window_rows)
+    in_window = at < window_indices
+    item = tl.where(in_window, 0, at - window_indices)
     place = item // listed_rows
-    listed = tl.load(blocks_ptr + place, mask=mask & (at >= window_rows), other=0)
+    listed = tl.load(blocks_ptr + place, mask=mask & (at >= window_indices), other=0)
     row = tl.where(in_window, at, listed * listed_rows + item - place * listed_rows)
-    rows_per_block = tl.where(in_window, window_rows_per_block, entry_rows_per_block)
+    entries_per_block = tl.where(in_window, window_entries_per_block, compressed_entries_per_block)
     stride = tl.where(in_window, window_block_stride, entry_block_stride)
-    block = row // rows_per_block
-    inside = row - block * rows_per_block
+    block = row // entries_per_block
+    inside = row - block * entries_per_block
     block_at = tl.where(in_window, window_ptr, entries_ptr) + block.to(tl.int64) * stride
     dims = tl.arange(0, DIM)[None, :]
     is_row = mask[:, None]
     out_at = out_ptr + at.to(tl.int64)[:, None] * DIM
     if FP8:
-        row_at, scale_at = fp8_row(block_at, inside, rows_per_block)
+        row_at, scale_at = fp8_entry(block_at, inside, entries_per_block)
         row_at = row_at[:, None]
         multiplier = exponent_to_scale(tl.load(scale_at, mask=mask, other=0) & 0xFF)[:, None]
         code = tl.load(row_at + dims, mask=is_row & (dims < NOPE), other=0)
@@ -82,8 +82,8 @@ def _write_out_kernel(
 
 @triton.jit
 def _join_kernel(
-    entry_rows_ptr, entry_lens_ptr, window_rows_ptr, window_lens_ptr, places_ptr, out_ptr, out_lens_ptr,
-    entry_rows_stride, window_rows_stride, width, window_size, listed_rows,
+    entry_rows_ptr, entry_lens_ptr, window_indices_ptr, window_lens_ptr, places_ptr, out_ptr, out_lens_ptr,
+    entry_rows_stride, window_indices_stride, width, window_size, listed_rows,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens): a token's entries, found in the written table by the place of their block, then its window, then
@@ -102,7 +102,9 @@ def _join_kernel(
         place = tl.load(places_ptr + block, mask=found, other=0)
         entry = window_size + place * listed_rows + row - block * listed_rows
         in_window = (column >= entries) & (column < total)
-        window_row = tl.load(window_rows_ptr + t * window_rows_stride + column - entries, mask=in_window, other=-1)
+        window_row = tl.load(
+            window_indices_ptr + t * window_indices_stride + column - entries, mask=in_window, other=-1
+        )
         tl.store(out_ptr + t * width + column, tl.where(found, entry, window_row), mask=column < width)
 
 
@@ -127,13 +129,13 @@ def _entries_a_block(ratio: int | None) -> int:
     return BLOCK_TOKENS // ratio if ratio else 1
 
 
-class SparsePrefillReader(FlashMLAKernel):
+class SparsePrefillAttention(FlashMLAKernel):
     """Attention of one prefill step. Its memory grows to the largest step and stays.
 
     `blocks`: blocks of the entry tables.
     """
 
-    row_formats = (RowFormat.FP8, RowFormat.BF16)
+    kv_formats = (KVFormat.FP8, KVFormat.BF16)
 
     def __init__(self, blocks: int) -> None:
         self._block_count = blocks
@@ -188,7 +190,7 @@ class SparsePrefillReader(FlashMLAKernel):
         _write_out_kernel[(triton.cdiv(rows, _ROWS_A_PROGRAM),)](
             *(window, entries, self._blocks, table, self._window_size, rows),
             *(table_stride(window), table_stride(entries), window.shape[1], entries.shape[1], listed_rows),
-            FP8=inputs.row_format is RowFormat.FP8,
+            FP8=inputs.kv_format is KVFormat.FP8,
             BLOCK_N=_ROWS_A_PROGRAM,
             num_warps=4,
         )
@@ -198,18 +200,18 @@ class SparsePrefillReader(FlashMLAKernel):
         """Places of a token's rows in the written table and their number; only CSA layers have lists of their own."""
         if inputs.ratio in self._shared_lists:
             return self._shared_lists[inputs.ratio]
-        _, window_rows, window_lens = inputs.window
+        _, window_indices, window_lens = inputs.window
         if inputs.entries:
             _, entry_rows, entry_lens = inputs.entries
         else:
-            entry_rows, entry_lens = window_rows[:, :0], torch.zeros_like(window_lens)
+            entry_rows, entry_lens = window_indices[:, :0], torch.zeros_like(window_lens)
         tokens = entry_lens.shape[0]
-        width = -(-(entry_rows.shape[1] + window_rows.shape[1]) // JOINED_ALIGNMENT) * JOINED_ALIGNMENT
-        lists = window_rows.new_empty(tokens, width)
+        width = -(-(entry_rows.shape[1] + window_indices.shape[1]) // JOINED_ALIGNMENT) * JOINED_ALIGNMENT
+        lists = window_indices.new_empty(tokens, width)
         lens = torch.empty_like(entry_lens)
         _join_kernel[(tokens,)](
-            *(entry_rows, entry_lens, window_rows, window_lens, self._places, lists, lens),
-            *(entry_rows.stride(0), window_rows.stride(0), width, self._window_size, _entries_a_block(inputs.ratio)),
+            *(entry_rows, entry_lens, window_indices, window_lens, self._places, lists, lens),
+            *(entry_rows.stride(0), window_indices.stride(0), width, self._window_size, _entries_a_block(inputs.ratio)),
             COLUMNS=256,
             num_warps=4,
         )

@@ -1,9 +1,9 @@
-"""`attend` in Triton, for any CUDA device from sm_80: all row formats, any number of heads (SPEC 2.2, 4.5).
+"""`attend` in Triton, for any CUDA device from sm_80: all KV formats, any number of heads (SPEC 2.2, 4.5).
 
 A program takes one token, up to 64 of its heads and a share of its keys (a split): the tiles of the window list, then
 those of the entry list. Rows are gathered by number, a row is key and value at once, the softmax is online. Few tokens
-do not fill the GPU, so their lists are cut into splits; a second kernel merges them, adds the sink once and derotates
-the output.
+do not fill the GPU, so their lists are cut into splits; a second kernel merges them, adds the sink once and applies the
+inverse RoPE to the output.
 
 FP8 rows are decoded by integer arithmetic (`triton_rows`) to numbers that lack a factor of 2^120. For bf16 queries
 these numbers are multiplied as they are, and what they lack goes half with the query, half with the row's scale to its
@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_sglang.attention.readers import AttendInputs
-from dsv4_sglang.attention.triton_rows import (
+from dsv4_sglang.attention.base import AttendInputs
+from dsv4_sglang.attention.triton_entries import (
     AT1,
     AT2,
     DIM,
@@ -35,7 +35,7 @@ from dsv4_sglang.attention.triton_rows import (
     ROPE,
     e4m3_bits,
     exponent_to_scale,
-    fp8_row,
+    fp8_entry,
     load_pieces,
     rope_dims,
     table_stride,
@@ -56,8 +56,8 @@ from dsv4_sglang.attention.triton_softmax import (
     tiling,
     weigh,
 )
-from dsv4_sglang.formats import RowFormat
-from dsv4_sglang.formats.rows import ENTRY_DIM
+from dsv4_sglang.formats import KVFormat
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _load_fp8(row_at, is_row, multiplier, FOLD: tl.constexpr, DOT: tl.constexpr,
 
 @triton.jit
 def _load_rows(
-    row, table, block_stride, rows_per_block, shift,
+    row, table, block_stride, entries_per_block, shift,
     SHIFT: tl.constexpr, FP8: tl.constexpr, FOLD: tl.constexpr, DOT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Four pieces of rows [BLOCK_N] by number, which of them exist, and with FOLD half of what they lack."""
@@ -124,12 +124,12 @@ def _load_rows(
         block = row >> shift
         inside = row - (block << shift)
     else:
-        block = row // rows_per_block
-        inside = row - block * rows_per_block
+        block = row // entries_per_block
+        inside = row - block * entries_per_block
     block_at = table + block.to(tl.int64) * tl.multiple_of(block_stride, 16)
     lack = tl.full([BLOCK_N], 1.0, tl.float32)
     if FP8:
-        row_at, scale_at = fp8_row(block_at, inside, rows_per_block)
+        row_at, scale_at = fp8_entry(block_at, inside, entries_per_block)
         # All bytes of the strip are equal, and none is 0: the least amax is 1e-4. The reduction keeps the layout of the
         # products from reaching back to the addresses.
         word = tl.load(scale_at[:, None] + tl.arange(0, 2)[None, :], mask=is_row, other=0)
@@ -146,12 +146,12 @@ def _load_rows(
 @triton.jit
 def _attend_kernel(
     q_ptr, sink_ptr,
-    window_ptr, window_rows_ptr, window_lens_ptr,
+    window_ptr, window_indices_ptr, window_lens_ptr,
     entries_ptr, entry_rows_ptr, entry_lens_ptr,
     positions_ptr, rope_ptr, out_ptr, partial_ptr, stats_ptr,
     scale, heads, splits, q_token_stride, q_head_stride,
-    window_rows_stride, window_block_stride, window_rows_per_block, window_shift,
-    entry_rows_stride, entry_block_stride, entry_rows_per_block, entry_shift,
+    window_indices_stride, window_block_stride, window_entries_per_block, window_shift,
+    entry_rows_stride, entry_block_stride, compressed_entries_per_block, entry_shift,
     SHIFT: tl.constexpr, FP8: tl.constexpr, FOLD: tl.constexpr, HAS_ENTRIES: tl.constexpr, SPLIT: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -177,20 +177,20 @@ def _attend_kernel(
     o0, o1 = tl.zeros([BLOCK_H, PIECE0], tl.float32), tl.zeros([BLOCK_H, PIECE1], tl.float32)
     o2, o3 = tl.zeros([BLOCK_H, PIECE2], tl.float32), tl.zeros([BLOCK_H, ROPE], tl.float32)
     for tile in tl.range(begin, end, num_stages=STAGES):
-        rows_at = window_rows_ptr + token * window_rows_stride
-        chosen = (window_ptr, rows_at, window_len, window_block_stride, window_rows_per_block, window_shift)
+        rows_at = window_indices_ptr + token * window_indices_stride
+        chosen = (window_ptr, rows_at, window_len, window_block_stride, window_entries_per_block, window_shift)
         first = tile * BLOCK_N
         if HAS_ENTRIES:
             rows_at = entry_rows_ptr + token * entry_rows_stride
-            entries = (entries_ptr, rows_at, entry_len, entry_block_stride, entry_rows_per_block, entry_shift)
+            entries = (entries_ptr, rows_at, entry_len, entry_block_stride, compressed_entries_per_block, entry_shift)
             in_window = tile < window_tiles
             chosen = _select(in_window, chosen, entries)
             first = tl.where(in_window, first, first - window_tiles * BLOCK_N)
-        table, rows_at, length, block_stride, rows_per_block, shift = chosen
+        table, rows_at, length, block_stride, entries_per_block, shift = chosen
         listed = first + tl.arange(0, BLOCK_N)
         row = tl.load(rows_at + listed, mask=listed < length, other=-1)
         k0, k1, k2, k3, valid, lack = _load_rows(
-            row, table, block_stride, rows_per_block, shift, SHIFT, FP8, FOLD, DOT, BLOCK_N
+            row, table, block_stride, entries_per_block, shift, SHIFT, FP8, FOLD, DOT, BLOCK_N
         )
         logit = logits(q0, q1, q2, q3, k0, k1, k2, k3, lack, FOLD, PRECISION)
         logit = tl.where(valid[None, :], logit * (scale * LOG2_E), float("-inf"))
@@ -220,7 +220,7 @@ def _check(q: Tensor, inputs: AttendInputs) -> None:
         raise ValueError(
             f"q is {tuple(q.shape)}, stride {q.stride()}; expected [tokens, heads, {ENTRY_DIM}] with inner stride 1"
         )
-    stored = inputs.row_format
+    stored = inputs.kv_format
     for name, listed in (("window", inputs.window), ("entries", inputs.entries)):
         if listed is None:
             continue
@@ -248,21 +248,21 @@ def attend(q: Tensor, inputs: AttendInputs, splits: int | None = None) -> Tensor
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
-    fp8 = inputs.row_format is RowFormat.FP8
-    dot, precision = products(q.dtype, inputs.row_format)
+    fp8 = inputs.kv_format is KVFormat.FP8
+    dot, precision = products(q.dtype, inputs.kv_format)
     shared_memory, processors = device_limits(q.device.index) if q.is_cuda else (0, 1)
     tile = tiling(heads, fp8, dot == tl.float32, shared_memory)
     groups = triton.cdiv(heads, tile.heads)
     window, entries = inputs.window, inputs.entries or inputs.window
     if splits is None:
-        listed = window.rows.shape[1] + (entries.rows.shape[1] if inputs.entries else 0)
+        listed = window.indices.shape[1] + (entries.indices.shape[1] if inputs.entries else 0)
         splits = split_count(tokens, groups, triton.cdiv(listed, tile.rows), processors)
     partial = stats = out
     if splits > 1:
         partial = torch.empty(tokens, splits, heads, ENTRY_DIM, dtype=torch.float32, device=q.device)
         stats = torch.empty(tokens, splits, heads, 2, dtype=torch.float32, device=q.device)
     tables = [
-        (listed.rows.stride(0), table_stride(listed.table), listed.table.shape[1], _block_shift(listed.table))
+        (listed.indices.stride(0), table_stride(listed.table), listed.table.shape[1], _block_shift(listed.table))
         for listed in (window, entries)
     ]
     _attend_kernel[(tokens, splits, groups)](

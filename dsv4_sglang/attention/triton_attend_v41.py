@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_sglang.attention.triton_rows import (
+from dsv4_sglang.attention.triton_entries import (
     AT1,
     AT2,
     DIM,
@@ -42,15 +42,15 @@ from dsv4_sglang.attention.triton_softmax import (
     tiling,
     weigh,
 )
-from dsv4_sglang.formats import RowFormat
-from dsv4_sglang.formats.rows import ENTRY_DIM
-from dsv4_sglang.formats.v41_rows import V41RowFormat
+from dsv4_sglang.formats import KVFormat
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM
+from dsv4_sglang.formats.v41_entries import V41KVFormat
 
-FP8_SCALES = tl.constexpr(V41RowFormat.FP8.scale_bytes)
-FP8_GROUP = tl.constexpr(V41RowFormat.FP8.values_per_scale)
-FP4_DATA = tl.constexpr(V41RowFormat.FP4.data_bytes)
-FP4_SCALES = tl.constexpr(V41RowFormat.FP4.scale_bytes)
-FP4_GROUP = tl.constexpr(V41RowFormat.FP4.values_per_scale)
+FP8_SCALES = tl.constexpr(V41KVFormat.FP8.scale_bytes)
+FP8_GROUP = tl.constexpr(V41KVFormat.FP8.values_per_scale)
+FP4_DATA = tl.constexpr(V41KVFormat.FP4.data_bytes)
+FP4_SCALES = tl.constexpr(V41KVFormat.FP4.scale_bytes)
+FP4_GROUP = tl.constexpr(V41KVFormat.FP4.values_per_scale)
 
 
 @triton.jit
@@ -70,17 +70,19 @@ def e4m3(code):
 
 
 @triton.jit
-def _dims(block_at, inside, rows_per_block, is_row, FIRST, WIDTH: tl.constexpr, FP4: tl.constexpr, DOT: tl.constexpr):
+def _dims(
+    block_at, inside, entries_per_block, is_row, FIRST, WIDTH: tl.constexpr, FP4: tl.constexpr, DOT: tl.constexpr
+):
     """Dims FIRST .. FIRST + WIDTH - 1 of rows `inside` [N, 1] of the blocks at `block_at` [N, 1]."""
     dim = FIRST + tl.arange(0, WIDTH)[None, :]
     if FP4:
         codes = tl.load(block_at + inside * FP4_DATA + dim // 2, mask=is_row, other=0).to(tl.int32)
-        scale_at = block_at + rows_per_block * FP4_DATA + inside * FP4_SCALES + dim // FP4_GROUP
+        scale_at = block_at + entries_per_block * FP4_DATA + inside * FP4_SCALES + dim // FP4_GROUP
         scale = e4m3(tl.load(scale_at, mask=is_row, other=0))
         value = e2m1((codes >> (dim % 2 * 4)) & 15) * scale
     else:
         codes = tl.load(block_at + inside * DIM + dim, mask=is_row, other=0)
-        scale_at = block_at + rows_per_block * DIM + inside * FP8_SCALES + dim // FP8_GROUP
+        scale_at = block_at + entries_per_block * DIM + inside * FP8_SCALES + dim // FP8_GROUP
         exponent = tl.load(scale_at, mask=is_row, other=127).to(tl.int32)
         value = e4m3(codes) * exponent_to_scale(exponent)
     return value.to(DOT)
@@ -88,7 +90,7 @@ def _dims(block_at, inside, rows_per_block, is_row, FIRST, WIDTH: tl.constexpr, 
 
 @triton.jit
 def _read_tile(
-    carry, q0, q1, q2, q3, table, rows_at, length, first, block_stride, rows_per_block, scale,
+    carry, q0, q1, q2, q3, table, rows_at, length, first, block_stride, entries_per_block, scale,
     FP4: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A step of the online softmax over the rows `first` .. `first` + BLOCK_N - 1 of a list."""
@@ -96,13 +98,13 @@ def _read_tile(
     listed = first + tl.arange(0, BLOCK_N)
     row = tl.load(rows_at + listed, mask=listed < length, other=-1)
     is_row = (row >= 0)[:, None]
-    block = row // rows_per_block
-    inside = (row - block * rows_per_block)[:, None]
+    block = row // entries_per_block
+    inside = (row - block * entries_per_block)[:, None]
     block_at = table + (block.to(tl.int64) * tl.multiple_of(block_stride, 16))[:, None]
-    k0 = _dims(block_at, inside, rows_per_block, is_row, 0, PIECE0, FP4, DOT)
-    k1 = _dims(block_at, inside, rows_per_block, is_row, AT1, PIECE1, FP4, DOT)
-    k2 = _dims(block_at, inside, rows_per_block, is_row, AT2, PIECE2, FP4, DOT)
-    k3 = _dims(block_at, inside, rows_per_block, is_row, NOPE, ROPE, FP4, DOT)
+    k0 = _dims(block_at, inside, entries_per_block, is_row, 0, PIECE0, FP4, DOT)
+    k1 = _dims(block_at, inside, entries_per_block, is_row, AT1, PIECE1, FP4, DOT)
+    k2 = _dims(block_at, inside, entries_per_block, is_row, AT2, PIECE2, FP4, DOT)
+    k3 = _dims(block_at, inside, entries_per_block, is_row, NOPE, ROPE, FP4, DOT)
     lack = tl.full([BLOCK_N], 1.0, tl.float32)
     logit = logits(q0, q1, q2, q3, k0, k1, k2, k3, lack, False, PRECISION)
     logit = tl.where((row >= 0)[None, :], logit * (scale * LOG2_E), float("-inf"))
@@ -114,12 +116,12 @@ def _read_tile(
 @triton.jit
 def _attend_v41_kernel(
     q_ptr, sink_ptr,
-    window_ptr, window_rows_ptr, window_lens_ptr,
+    window_ptr, window_indices_ptr, window_lens_ptr,
     entries_ptr, entry_rows_ptr, entry_lens_ptr,
     positions_ptr, rope_ptr, out_ptr, partial_ptr, stats_ptr,
     scale, heads, splits, q_token_stride, q_head_stride,
-    window_rows_stride, window_block_stride, window_rows_per_block,
-    entry_rows_stride, entry_block_stride, entry_rows_per_block,
+    window_indices_stride, window_block_stride, window_entries_per_block,
+    entry_rows_stride, entry_block_stride, compressed_entries_per_block,
     HAS_ENTRIES: tl.constexpr, SPLIT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -147,15 +149,15 @@ def _attend_v41_kernel(
     for tile in tl.range(begin, tl.minimum(end, window_tiles)):
         top, total, o0, o1, o2, o3 = _read_tile(
             (top, total, o0, o1, o2, o3), q0, q1, q2, q3,
-            window_ptr, window_rows_ptr + token * window_rows_stride, window_len, tile * BLOCK_N,
-            window_block_stride, window_rows_per_block, scale, False, DOT, PRECISION, BLOCK_N,
+            window_ptr, window_indices_ptr + token * window_indices_stride, window_len, tile * BLOCK_N,
+            window_block_stride, window_entries_per_block, scale, False, DOT, PRECISION, BLOCK_N,
         )  # fmt: skip
     if HAS_ENTRIES:
         for tile in tl.range(tl.maximum(begin, window_tiles), end):
             top, total, o0, o1, o2, o3 = _read_tile(
                 (top, total, o0, o1, o2, o3), q0, q1, q2, q3,
                 entries_ptr, entry_rows_ptr + token * entry_rows_stride, entry_len, (tile - window_tiles) * BLOCK_N,
-                entry_block_stride, entry_rows_per_block, scale, True, DOT, PRECISION, BLOCK_N,
+                entry_block_stride, compressed_entries_per_block, scale, True, DOT, PRECISION, BLOCK_N,
             )  # fmt: skip
 
     if SPLIT:
@@ -168,7 +170,7 @@ def _attend_v41_kernel(
         store_output(out_ptr, at, is_head, norm, o0, o1, o2, o3, angle_at, False, BLOCK_H)
 
 
-def _check(name: str, table: Tensor, stored: V41RowFormat) -> None:
+def _check(name: str, table: Tensor, stored: V41KVFormat) -> None:
     width = stored.row_bytes
     if table.dtype != torch.uint8 or table.shape[-1] != width:
         raise ValueError(
@@ -186,7 +188,7 @@ def attend_v41(
     q: Tensor,
     sink: Tensor,
     window: Tensor,
-    window_rows: Tensor,
+    window_indices: Tensor,
     window_lens: Tensor,
     entries: Tensor | None,
     entry_rows: Tensor | None,
@@ -203,30 +205,30 @@ def attend_v41(
     if q.dim() != 3 or q.shape[-1] != ENTRY_DIM or q.stride(-1) != 1:
         raise ValueError(f"q is {tuple(q.shape)}; expected [tokens, heads, {ENTRY_DIM}] with inner stride 1")
     has_entries = entries is not None and entry_rows is not None and entry_lens is not None
-    _check("window", window, V41RowFormat.FP8)
+    _check("window", window, V41KVFormat.FP8)
     if entries is None or entry_rows is None or entry_lens is None:
-        entries, entry_rows, entry_lens = window, window_rows, window_lens
+        entries, entry_rows, entry_lens = window, window_indices, window_lens
     else:
-        _check("entries", entries, V41RowFormat.FP4)
+        _check("entries", entries, V41KVFormat.FP4)
     tokens, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
-    dot, precision = products(q.dtype, RowFormat.FP8)
+    dot, precision = products(q.dtype, KVFormat.FP8)
     shared_memory, processors = device_limits(q.device.index) if q.is_cuda else (0, 1)
     tile = tiling(heads, False, dot == tl.float32, shared_memory)
     groups = triton.cdiv(heads, tile.heads)
     if splits is None:
-        listed = window_rows.shape[1] + (entry_rows.shape[1] if has_entries else 0)
+        listed = window_indices.shape[1] + (entry_rows.shape[1] if has_entries else 0)
         splits = split_count(tokens, groups, triton.cdiv(listed, tile.rows), processors)
     partial = stats = out
     if splits > 1:
         partial = torch.empty(tokens, splits, heads, ENTRY_DIM, dtype=torch.float32, device=q.device)
         stats = torch.empty(tokens, splits, heads, 2, dtype=torch.float32, device=q.device)
     _attend_v41_kernel[(tokens, splits, groups)](
-        *(q, sink, window, window_rows, window_lens, entries, entry_rows, entry_lens),
+        *(q, sink, window, window_indices, window_lens, entries, entry_rows, entry_lens),
         *(positions, rope, out, partial, stats, scale, heads, splits, q.stride(0), q.stride(1)),
-        *(window_rows.stride(0), table_stride(window), window.shape[1]),
+        *(window_indices.stride(0), table_stride(window), window.shape[1]),
         *(entry_rows.stride(0), table_stride(entries), entries.shape[1]),
         HAS_ENTRIES=has_entries,
         SPLIT=splits > 1,

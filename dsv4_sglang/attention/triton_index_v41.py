@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4_sglang.attention.triton_attend_v41 import e2m1, e4m3
-from dsv4_sglang.attention.triton_rows import table_stride
+from dsv4_sglang.attention.triton_entries import table_stride
 from dsv4_sglang.attention.triton_softmax import products
-from dsv4_sglang.formats import RowFormat, index_keys
+from dsv4_sglang.formats import KVFormat, index_keys
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
-from dsv4_sglang.ops.reference.read_v41 import index_query_v41, refuse_two_levels_at_once
+from dsv4_sglang.ops.reference.read_v41 import index_query_v41, reject_two_levels_at_once
 
 MAX_SCORES = 1 << 25
 """Scores at a time, 256 MiB of integers."""
@@ -113,7 +113,7 @@ def index_topk_v41(
 
     Sizes follow from shapes only, lengths are read on the device.
     """
-    refuse_two_levels_at_once(kept, within)
+    reject_two_levels_at_once(kept, within)
     per_block = BLOCK_TOKENS // ratio
     columns = block_table.shape[1] * per_block if within is None else within.shape[1] * candidate_block
     tokens, heads, _ = q.shape
@@ -121,7 +121,7 @@ def index_topk_v41(
         rows.fill_(-1)
         return
     # The numbers of FP4 are exact in bf16, and their products in the sums.
-    dot, precision = products(torch.bfloat16, RowFormat.FP8)
+    dot, precision = products(torch.bfloat16, KVFormat.FP8)
     at_once = max(1, MAX_SCORES // columns)
     for begin in range(0, tokens, at_once):
         part = slice(begin, begin + at_once)

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, WINDOW
 
 if TYPE_CHECKING:
-    from dsv4_sglang.attention.metadata import DecodeBuffers, PrefillBuffers
+    from dsv4_sglang.attention.step_buffers import DecodeBuffers, PrefillBuffers
 
 
 @triton.jit
@@ -37,11 +37,11 @@ def _decode_kernel(
     slots_ptr,
     prefix_lens_ptr,
     positions_ptr,
-    window_rows_ptr,
+    window_indices_ptr,
     window_lens_ptr,
     csa_lens_ptr,
     hca_lens_ptr,
-    hca_rows_ptr,
+    hca_indices_ptr,
     copy_src_ptr,
     copy_dst_ptr,
     before,
@@ -74,11 +74,11 @@ def _decode_kernel(
     tl.store(hca_lens_ptr + t, length // HCA_RATIO)
     column = tl.arange(0, COLUMNS)
     row = owned * ring_rows + (tl.maximum(seen - REACH, 0) + column) % ring_rows
-    tl.store(window_rows_ptr + t * LISTED + column, row, mask=column < REACH)
+    tl.store(window_indices_ptr + t * LISTED + column, row, mask=column < REACH)
     if EACH > 1:
         blocks_ptr, rows_ptr = (
             block_table_ptr + b.to(tl.int64) * table_columns,
-            hca_rows_ptr + t.to(tl.int64) * table_columns,
+            hca_indices_ptr + t.to(tl.int64) * table_columns,
         )
         _list_blocks(blocks_ptr, rows_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
     if t % EACH == 0:
@@ -99,7 +99,7 @@ def build(
     top_k: int,
 ) -> None:
     """Fill the buffers for the requests of `seq_lens` [B]. Without a mask the copies are left as they are."""
-    tracks, listed = track_mask is not None and track_slots is not None, buffers.window_rows.shape[1]
+    tracks, listed = track_mask is not None and track_slots is not None, buffers.window_indices.shape[1]
     _decode_kernel[(seq_lens.shape[0] * buffers.each,)](
         buffers.owned,
         seq_lens,
@@ -109,11 +109,11 @@ def build(
         buffers.slots,
         buffers.prefix_lens,
         buffers.positions,
-        buffers.window_rows,
+        buffers.window_indices,
         buffers.window_lens,
         buffers.csa_lens,
         buffers.hca_lens,
-        buffers.hca_rows,
+        buffers.hca_indices,
         buffers.copy_src,
         buffers.copy_dst,
         before,
@@ -146,11 +146,11 @@ def _prefill_kernel(
     token_request_ptr,
     token_track_ptr,
     positions_ptr,
-    window_rows_ptr,
+    window_indices_ptr,
     window_lens_ptr,
     csa_lens_ptr,
     hca_lens_ptr,
-    hca_rows_ptr,
+    hca_indices_ptr,
     tokens,
     requests,
     tracks,
@@ -182,14 +182,14 @@ def _prefill_kernel(
     tl.store(hca_lens_ptr + t, length // HCA_RATIO)
     column = tl.arange(0, WINDOW)
     first = start + WINDOW * (b + 1) - prefix + tl.maximum(length - WINDOW, 0)
-    tl.store(window_rows_ptr + t * WINDOW + column, first + column)
+    tl.store(window_indices_ptr + t * WINDOW + column, first + column)
     track = tl.arange(0, TRACKS)
     at = b * tracks + track
     slot = tl.load(track_slots_ptr + at, mask=track < tracks, other=-1)
     holds = tl.load(track_lens_ptr + at, mask=track < tracks, other=0) // BLOCK == position // BLOCK + 1
     tl.store(token_track_ptr + t, tl.max(tl.where(holds, slot, -1), 0))
     blocks_ptr = block_table_ptr + b.to(tl.int64) * table_columns
-    rows_ptr = hca_rows_ptr + t.to(tl.int64) * table_columns
+    rows_ptr = hca_indices_ptr + t.to(tl.int64) * table_columns
     _list_blocks(blocks_ptr, rows_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
     if t == 0:
         slots = tl.load(owned_ptr + request, mask=request <= requests, other=0)
@@ -212,11 +212,11 @@ def build_prefill(buffers: PrefillBuffers, tokens: int, top_k: int) -> None:
         buffers.token_request,
         buffers.token_track,
         buffers.positions,
-        buffers.window_rows,
+        buffers.window_indices,
         buffers.window_lens,
         buffers.csa_lens,
         buffers.hca_lens,
-        buffers.hca_rows,
+        buffers.hca_indices,
         tokens,
         buffers.requests,
         buffers.tracks,

@@ -1,5 +1,5 @@
-"""The still rotated output of attention: derotated, or derotated and quantised for an FP8 projection, in one launch
-(SPEC 2.2)."""
+"""The still rotated output of attention: with the inverse RoPE applied, or with the inverse RoPE applied and quantised
+for an FP8 projection, in one launch (SPEC 2.2)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_sglang.attention.triton_rows import DIM, FP8_MAX, NOPE, ROPE, angles, derotate_pairs, derotate_tail
-from dsv4_sglang.formats.rows import ENTRY_DIM
+from dsv4_sglang.attention.triton_entries import DIM, FP8_MAX, NOPE, ROPE, angles, inverse_rope_pairs, inverse_rope_tail
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 
 GROUP = 128  # channels that share a scale
 _GROUP = tl.constexpr(GROUP)
@@ -25,7 +25,7 @@ def _token_stride(out: Tensor) -> int:
 
 
 @triton.jit
-def _derotate_kernel(out_ptr, positions_ptr, rope_ptr, heads, token_stride, BLOCK_H: tl.constexpr):
+def _inverse_rope_kernel(out_ptr, positions_ptr, rope_ptr, heads, token_stride, BLOCK_H: tl.constexpr):
     """Grid (tokens, groups of BLOCK_H heads), in place."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -33,22 +33,22 @@ def _derotate_kernel(out_ptr, positions_ptr, rope_ptr, heads, token_stride, BLOC
     mask = (head < heads)[:, None]
     tail = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     angle_at = rope_ptr + tl.load(positions_ptr + token) * ROPE + 2 * tl.arange(0, ROPE // 2)
-    tail = derotate_tail(tail, tl.load(angle_at), tl.load(angle_at + 1), BLOCK_H)
+    tail = inverse_rope_tail(tail, tl.load(angle_at), tl.load(angle_at + 1), BLOCK_H)
     tl.store(at, tail.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def derotate(out: Tensor, positions: Tensor, rope: Tensor) -> None:
+def inverse_rope(out: Tensor, positions: Tensor, rope: Tensor) -> None:
     """Undo the rotation of the last 64 dims of `out` [T, H, 512] at `positions` [T], in place. A token's heads lie in a
     row."""
     tokens, heads, _ = out.shape
     block = min(triton.next_power_of_2(heads), 32)
-    _derotate_kernel[(tokens, triton.cdiv(heads, block))](
+    _inverse_rope_kernel[(tokens, triton.cdiv(heads, block))](
         out, positions, rope, heads, _token_stride(out), BLOCK_H=block, num_warps=4
     )
 
 
 @triton.jit
-def _derotate_and_quantise_kernel(
+def _inverse_rope_and_quantise_kernel(
     out_ptr, positions_ptr, rope_ptr, codes_ptr, scales_ptr, heads, token_stride, BLOCK_H: tl.constexpr
 ):
     """Grid (tokens, groups of BLOCK_H heads)."""
@@ -59,7 +59,7 @@ def _derotate_and_quantise_kernel(
     x = tl.load(out_ptr + token * token_stride + head[:, None] * DIM + dims, mask=mask, other=0.0).to(tl.float32)
     even, odd = tl.split(tl.reshape(x, [BLOCK_H, DIM // 2, 2]))
     cos, sin = angles(rope_ptr, tl.load(positions_ptr + token))
-    x = tl.reshape(derotate_pairs(even, odd, cos[None, :], sin[None, :]), [BLOCK_H, _GROUPS, _GROUP])
+    x = tl.reshape(inverse_rope_pairs(even, odd, cos[None, :], sin[None, :]), [BLOCK_H, _GROUPS, _GROUP])
     x = x.to(out_ptr.dtype.element_ty).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 2), 1e-10) / FP8_MAX
     code = tl.minimum(tl.maximum(x / scale[:, :, None], -FP8_MAX), FP8_MAX)
@@ -69,16 +69,16 @@ def _derotate_and_quantise_kernel(
     tl.store(scale_at, scale, mask=mask)
 
 
-def derotate_and_quantise(out: Tensor, positions: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+def inverse_rope_and_quantise(out: Tensor, positions: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
     """`out` [T, H, 512], rotated at `positions` [T], to e4m3 codes [T, H, 512] and scales [T, H, 4], both contiguous.
 
     A token's heads lie in a row in `out`. Scales are fp32, the largest magnitude of each 128 channels over 448. The
-    values are rounded to the dtype of `out` after that, as `derotate` rounds them.
+    values are rounded to the dtype of `out` after that, as `inverse_rope` rounds them.
     """
     tokens, heads, _ = out.shape
     codes = torch.empty(out.shape, dtype=torch.float8_e4m3fn, device=out.device)
     scales = torch.empty(tokens, heads, ENTRY_DIM // GROUP, dtype=torch.float32, device=out.device)
-    _derotate_and_quantise_kernel[(tokens, triton.cdiv(heads, _HEADS_A_PROGRAM))](
+    _inverse_rope_and_quantise_kernel[(tokens, triton.cdiv(heads, _HEADS_A_PROGRAM))](
         out, positions, rope, codes, scales, heads, _token_stride(out), BLOCK_H=_HEADS_A_PROGRAM, num_warps=4
     )
     return codes, scales

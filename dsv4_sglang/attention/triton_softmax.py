@@ -1,4 +1,5 @@
-"""What the Triton readers share: the online softmax over tiles of rows, splits and their merge, sizes of tiles.
+"""What the Triton attention kernels share: the online softmax over tiles of rows, splits and their merge, sizes of
+tiles.
 
 A row is key and value at once and comes in four pieces (`triton_rows`). With `FOLD` those without RoPE lack a power of
 two, of which half goes with the query and half, `lack`, to the logits and the probabilities (`triton_attend`).
@@ -11,17 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_sglang.attention.triton_rows import (
+from dsv4_sglang.attention.triton_entries import (
     DIM,
     E4M3_LACK,
     ROPE,
     angles,
-    derotate_pairs,
-    derotate_tail,
+    inverse_rope_pairs,
+    inverse_rope_tail,
     load_pieces,
     store_pieces,
 )
-from dsv4_sglang.formats import RowFormat
+from dsv4_sglang.formats import KVFormat
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # The online maximum starts here and not at -inf, whose difference with itself is no number.
@@ -97,7 +98,7 @@ def store_partial(partial_ptr, stats_ptr, at, is_head, has_keys, top, total, o0,
 
 @triton.jit
 def store_output(out_ptr, at, is_head, norm, o0, o1, o2, o3, angle_at, FOLD: tl.constexpr, BLOCK_H: tl.constexpr):
-    """The sums of rows, normalised and derotated."""
+    """The sums of rows, normalised and with the inverse RoPE applied."""
     to = out_ptr + at[:, None] * DIM
     nope_norm = norm
     if FOLD:
@@ -105,7 +106,7 @@ def store_output(out_ptr, at, is_head, norm, o0, o1, o2, o3, angle_at, FOLD: tl.
     norm, nope_norm = norm[:, None], nope_norm[:, None]
     o3 = o3 * norm
     angle_at += tl.arange(0, ROPE // 2) * 2
-    o3 = derotate_tail(o3, tl.load(angle_at), tl.load(angle_at + 1), BLOCK_H)
+    o3 = inverse_rope_tail(o3, tl.load(angle_at), tl.load(angle_at + 1), BLOCK_H)
     store_pieces(to, o0 * nope_norm, o1 * nope_norm, o2 * nope_norm, o3, is_head[:, None])
 
 
@@ -136,7 +137,7 @@ def merge_kernel(
         o += tl.sum(row * tl.exp2(peak - highest)[:, None], 0)
     even, odd = tl.split(tl.reshape(o * inverse, [DIM // 2, 2]))
     cos, sin = angles(rope_ptr, tl.load(positions_ptr + token))
-    o = tl.reshape(derotate_pairs(even, odd, cos, sin), [DIM])
+    o = tl.reshape(inverse_rope_pairs(even, odd, cos, sin), [DIM])
     tl.store(out_ptr + (token * heads + head) * DIM + d, o.to(out_ptr.dtype.element_ty))
 
 
@@ -185,13 +186,13 @@ def device_limits(index: int) -> tuple[int, int]:
     return properties["max_shared_mem"], properties["multiprocessor_count"]
 
 
-def products(q: torch.dtype, stored: RowFormat) -> tuple[tl.dtype, str]:
+def products(q: torch.dtype, stored: KVFormat) -> tuple[tl.dtype, str]:
     """dtype and precision of the products of queries and rows.
 
     bf16 queries on fp8 and bf16 rows are multiplied on bf16 tensor cores, fp16 queries on tf32 ones (which hold both
     exactly), everything fp32 without tensor cores.
     """
-    if stored is RowFormat.FP32 or q == torch.float32:
+    if stored is KVFormat.FP32 or q == torch.float32:
         return tl.float32, "ieee"
     if q == torch.bfloat16:
         return (tl.float32, "ieee") if _INTERPRETED else (tl.bfloat16, "tf32")

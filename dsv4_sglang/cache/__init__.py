@@ -4,7 +4,7 @@ A server and `dsv4_sglang.standalone` are built on it. It does not know who owns
 """
 
 from dsv4_sglang.cache.append import LayerWeights
-from dsv4_sglang.cache.host_pool import HostBlockPool, HostCheckpointPool
+from dsv4_sglang.cache.host_pool import HostBlockPool, HostSnapshotPool
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.schema import (
@@ -17,19 +17,19 @@ from dsv4_sglang.cache.schema import (
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.cache.v41_step import V41LayerWeights, V41Step
-from dsv4_sglang.formats import KeyFormat, RowFormat
+from dsv4_sglang.formats import KeyFormat, KVFormat
 
 __all__ = [
     "BLOCK_SIZE_ORIGINAL_TOKENS",
     "CacheLayout",
     "HcaState",
     "HostBlockPool",
-    "HostCheckpointPool",
+    "HostSnapshotPool",
+    "KVFormat",
     "KeyFormat",
     "LayerCacheSchema",
     "LayerWeights",
     "PagedKVPool",
-    "RowFormat",
     "StateStorage",
     "StepMetadata",
     "V41LayerWeights",

@@ -43,11 +43,11 @@ class Projections(NamedTuple):
 
 
 class LayerTables(NamedTuple):
-    """Where a layer's rows, tails, entries and keys lie; None what its kind does not have. The last three are kept for
-    who reads them: they follow from the lengths of the requests."""
+    """Where a layer's rows, compressor states, entries and keys lie; None what its kind does not have. The last three
+    are kept for who reads them: they follow from the lengths of the requests."""
 
     ring: Tensor
-    tail: Tensor | None
+    compressor_state: Tensor | None
     entries: Tensor | None
     index_keys: Tensor | None
     swa_pos: Tensor | None = None
@@ -75,7 +75,7 @@ def append_layer(
         weights.rope,
         weights.eps,
         schema.ratio,
-        schema.row_format.code,
+        schema.kv_format.code,
         schema.key_format.code,
         step.slots,
         step.prefix_lens,
@@ -84,7 +84,7 @@ def append_layer(
         step.out_loc,
         step.track_slots,
         tables.ring,
-        tables.tail,
+        tables.compressor_state,
         tables.entries,
         tables.index_keys,
         window,

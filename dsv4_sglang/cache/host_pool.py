@@ -1,4 +1,4 @@
-"""Blocks and checkpoints in host memory, and their way there and back."""
+"""Blocks and snapshots in host memory, and their way there and back."""
 
 from __future__ import annotations
 
@@ -385,19 +385,19 @@ class HostStates:
         return self._memory.nbytes
 
 
-class HostCheckpointPool(HostStates):
-    """`num_checkpoints` host copies of checkpoints, which count from 1: `rows` [num_checkpoints, checkpoint_bytes]
-    uint8, the rings of all layers and then their CSA tails (`StateStorage.checkpoint_tables`), whole lines of 128
-    bytes. `spare`: as of `HostBlockPool`.
+class HostSnapshotPool(HostStates):
+    """`num_snapshots` host copies of snapshots, which count from 1: `rows` [num_snapshots, snapshot_bytes]
+    uint8, the rings of all layers and then their CSA compressor states (`StateStorage.snapshot_tables`), whole lines of
+    128 bytes. `spare`: as of `HostBlockPool`.
 
     Raises RuntimeError when the system does not give or pin so much memory; it says how much was asked for.
     """
 
     def __init__(
-        self, storage: StateStorage, num_checkpoints: int, cpus: Collection[int] | None = None, spare: int = 0
+        self, storage: StateStorage, num_snapshots: int, cpus: Collection[int] | None = None, spare: int = 0
     ) -> None:
-        super().__init__("num_checkpoints", storage.checkpoint_tables(), 1, num_checkpoints, cpus, spare)
-        self.num_checkpoints, self.checkpoint_bytes = num_checkpoints, self._row_bytes
+        super().__init__("num_snapshots", storage.snapshot_tables(), 1, num_snapshots, cpus, spare)
+        self.num_snapshots, self.snapshot_bytes = num_snapshots, self._row_bytes
 
 
 def runs(rows: Tensor) -> list[tuple[int, int]]:

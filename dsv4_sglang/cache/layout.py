@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema, build_schema
-from dsv4_sglang.formats import KeyFormat, RowFormat
-from dsv4_sglang.formats.rows import block_stride_bytes, make_row_tables
+from dsv4_sglang.formats import KeyFormat, KVFormat
+from dsv4_sglang.formats.kv_entries import block_stride_bytes, make_kv_buffers
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
@@ -37,7 +37,7 @@ class CacheLayout:
     `draft_layers` are those of a draft model.
 
     Raises ValueError for no layers, and for layers that cannot share tensors: rows of several formats, several numbers
-    of draft tokens, tails of a kind of several shapes.
+    of draft tokens, compressor states of a kind of several shapes.
     """
 
     schemas: tuple[LayerCacheSchema, ...]
@@ -48,16 +48,16 @@ class CacheLayout:
     def __post_init__(self) -> None:
         if not self.schemas:
             raise ValueError("no layers: a cache needs at least one schema")
-        formats = {schema.row_format.value for schema in self.schemas}
+        formats = {schema.kv_format.value for schema in self.schemas}
         if len(formats) > 1:
             raise ValueError(f"window rings of several formats {sorted(formats)}; expected one")
         drafts = {schema.draft_tokens for schema in self.schemas}
         if len(drafts) > 1:
             raise ValueError(f"layers for several numbers of draft tokens {sorted(drafts)}; expected one")
         for kind in COMPRESSED:
-            shapes = {schema.tail_shape for schema in self.schemas if schema.attn is kind}
+            shapes = {schema.compressor_state_shape for schema in self.schemas if schema.attn is kind}
             if len(shapes) > 1:
-                raise ValueError(f"{kind.name} tails of several shapes {shapes}; expected one")
+                raise ValueError(f"{kind.name} compressor states of several shapes {shapes}; expected one")
 
     @classmethod
     def build(
@@ -66,7 +66,7 @@ class CacheLayout:
         schedule: Sequence[LayerSpec],
         device: torch.device,
         *,
-        row_format: RowFormat | str = RowFormat.FP8,
+        kv_format: KVFormat | str = KVFormat.FP8,
         key_format: KeyFormat | str = KeyFormat.MXFP4,
         hca_state: HcaState | str = HcaState.RAW,
         draft_tokens: int = 0,
@@ -79,7 +79,7 @@ class CacheLayout:
             build_schema(
                 config,
                 spec,
-                row_format=row_format,
+                kv_format=kv_format,
                 key_format=key_format,
                 hca_state=hca_state,
                 draft_tokens=draft_tokens,
@@ -90,7 +90,7 @@ class CacheLayout:
 
     @property
     def kinds(self) -> tuple[AttentionType, ...]:
-        """Kinds of layers that have entries, and perhaps tails."""
+        """Kinds of layers that have entries, and perhaps compressor states."""
         return COMPRESSED
 
     def layers(self, kind: enum.Enum) -> list[int]:
@@ -98,8 +98,8 @@ class CacheLayout:
         return [layer for layer, schema in enumerate(self.schemas) if schema.attn is kind]
 
     @property
-    def row_format(self) -> RowFormat:
-        return self.schemas[0].row_format
+    def kv_format(self) -> KVFormat:
+        return self.schemas[0].kv_format
 
     @property
     def ring_rows(self) -> int:
@@ -107,16 +107,16 @@ class CacheLayout:
         return self.schemas[0].ring_rows
 
     @property
-    def tail_units(self) -> int:
-        """Units of four rows in a slot's CSA tail."""
+    def compressor_state_units(self) -> int:
+        """Units of four rows in a slot's CSA compressor state."""
         return self.schemas[0].rows.csa.rows // CSA_RATIO
 
     @property
     def kept_units(self) -> tuple[int, int]:
         """Those alive at a multiple of 128, and with them the four rows before it: the last unit of the previous
         stream's k and that of its z, because their rings divide 128."""
-        tail = self.schemas[0].rows.csa
-        return tail.previous_z // CSA_RATIO - 1, tail.rows // CSA_RATIO - 1
+        compressor_state = self.schemas[0].rows.csa
+        return compressor_state.previous_z // CSA_RATIO - 1, compressor_state.rows // CSA_RATIO - 1
 
     def block_parts(self, blocks: int) -> Iterator[PoolPart]:
         """The paged half: entries and index keys of `blocks` blocks."""
@@ -136,18 +136,22 @@ class CacheLayout:
 
     def make_rings(self, slots: int) -> Tensor:
         """Zeroed `rings`."""
-        return make_row_tables(len(self.schemas), slots, self.ring_rows, self.row_format, self.device)
+        return make_kv_buffers(len(self.schemas), slots, self.ring_rows, self.kv_format, self.device)
 
-    def tails(self, kind: enum.Enum, slots: int) -> PoolPart | None:
+    def compressor_states(self, kind: enum.Enum, slots: int) -> PoolPart | None:
         """[layers of the kind, slots, ...] of its compressors, None without such layers."""
         layers = self.layers(kind)
-        tail = self.schemas[layers[0]].tail_shape if layers else None
-        return None if tail is None else pool_part(f"{kind.name} tails", (len(layers), slots, *tail), torch.float32)
+        compressor_state = self.schemas[layers[0]].compressor_state_shape if layers else None
+        return (
+            None
+            if compressor_state is None
+            else pool_part(f"{kind.name} compressor states", (len(layers), slots, *compressor_state), torch.float32)
+        )
 
     def state_parts(self, slots: int) -> Iterator[PoolPart]:
-        """The half that does not grow: window rings and tails of `slots` slots."""
+        """The half that does not grow: window rings and compressor states of `slots` slots."""
         yield self.rings(slots)
-        yield from filter(None, (self.tails(kind, slots) for kind in COMPRESSED))
+        yield from filter(None, (self.compressor_states(kind, slots) for kind in COMPRESSED))
 
     def position_parts(self, slots: int) -> tuple[PoolPart, PoolPart, PoolPart]:
         """Bookkeeping of `slots` slots: positions of ring rows, heads of rings, tokens in the open windows. It follows
@@ -157,34 +161,34 @@ class CacheLayout:
         return (
             pool_part("ring positions", (layers, slots, self.ring_rows), torch.int32),
             pool_part("ring heads", (layers, slots), torch.int32),
-            pool_part("tail lengths", (compressed, slots), torch.int32),
+            pool_part("compressor state lengths", (compressed, slots), torch.int32),
         )
 
-    def checkpoint_parts(self, checkpoints: int) -> Iterator[PoolPart]:
+    def snapshot_parts(self, snapshots: int) -> Iterator[PoolPart]:
         """What is alive of a state at a multiple of 128 (SPEC 6.6): the rings, and of each CSA compressor the last four
         rows of k and of z of the previous window.
         """
-        yield self.rings(checkpoints, "checkpointed rings")
-        if csa := self.tails(AttentionType.CSA, checkpoints):
+        yield self.rings(snapshots, "snapshot rings")
+        if csa := self.compressor_states(AttentionType.CSA, snapshots):
             layers, _, _, columns = csa.shape
             rows = len(self.kept_units) * CSA_RATIO
-            yield pool_part("checkpointed tails", (layers, checkpoints, rows, columns), csa.dtype)
+            yield pool_part("snapshot compressor states", (layers, snapshots, rows, columns), csa.dtype)
 
-    def _rows(self, name: str, tables: int, blocks: int, rows_per_block: int) -> PoolPart:
+    def _rows(self, name: str, tables: int, blocks: int, entries_per_block: int) -> PoolPart:
         """Row tables, with the padding behind blocks."""
-        size = tables * blocks * block_stride_bytes(rows_per_block, self.row_format, self.device, self.sm100)
-        shape = (tables, blocks, rows_per_block, self.row_format.width)
-        return PoolPart(name, shape, self.row_format.dtype, size)
+        size = tables * blocks * block_stride_bytes(entries_per_block, self.kv_format, self.device, self.sm100)
+        shape = (tables, blocks, entries_per_block, self.kv_format.width)
+        return PoolPart(name, shape, self.kv_format.dtype, size)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one more block. An HCA layer is one flat table, whose padding does not grow with its rows."""
         csa = [self.schemas[layer] for layer in self.layers(AttentionType.CSA)]
         strides = [
-            block_stride_bytes(schema.entries_per_block, self.row_format, self.device, self.sm100) for schema in csa
+            block_stride_bytes(schema.entries_per_block, self.kv_format, self.device, self.sm100) for schema in csa
         ]
         keys = sum(schema.indexer_entries_per_block * schema.indexer_entry_bytes for schema in csa)
-        return sum(strides) + keys + len(self.layers(AttentionType.HCA)) * self.row_format.row_bytes
+        return sum(strides) + keys + len(self.layers(AttentionType.HCA)) * self.kv_format.row_bytes
 
     @property
     def token_bytes(self) -> float:
@@ -195,8 +199,8 @@ class CacheLayout:
         return sum(part.bytes for part in self.state_parts(1))
 
     @property
-    def checkpoint_bytes(self) -> int:
-        return sum(part.bytes for part in self.checkpoint_parts(1))
+    def snapshot_bytes(self) -> int:
+        return sum(part.bytes for part in self.snapshot_parts(1))
 
 
 def pool_part(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> PoolPart:

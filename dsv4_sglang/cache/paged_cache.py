@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4_sglang.cache.device import clear_memory, resolve_device
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.schema import LayerCacheSchema
-from dsv4_sglang.formats import KeyTable, RowTable, make_key_table, make_row_tables
+from dsv4_sglang.formats import KeyTable, KVBuffer, make_key_table, make_kv_buffers
 from dsv4_sglang.model.layer_schedule import AttentionType
 
 
@@ -65,7 +65,8 @@ class PagedKVPool(BlockPool):
       where the layer has no indexer
     - `flashmla_view`: `entries` with the head dimension that FlashMLA wants, [.., .., 1, 584] uint8.
 
-    A full block is never written again; an unwritten row is never read, since readers stop at floor((t + 1) / ratio).
+    A full block is never written again; an unwritten row is never read, since attention kernels stop at floor((t + 1) /
+    ratio).
     """
 
     def __init__(self, schema: LayerCacheSchema, num_blocks: int, device: torch.device | str | None = None) -> None:
@@ -75,7 +76,7 @@ class PagedKVPool(BlockPool):
         self.schema = schema
 
         shape = schema.entry_table_shape(num_blocks)
-        self.entries = make_row_tables(1, *shape, schema.row_format, self.device)[0]
+        self.entries = make_kv_buffers(1, *shape, schema.kv_format, self.device)[0]
         if schema.has_indexer:
             self.index_keys = make_key_table(
                 num_blocks, schema.indexer_entries_per_block, schema.key_format, self.device
@@ -85,7 +86,7 @@ class PagedKVPool(BlockPool):
         self.entries_rope: Tensor | None = None
         self.inv_scale: Tensor | None = None
         self.flashmla_view: Tensor | None = None
-        views = RowTable(self.entries, schema.row_format).views()
+        views = KVBuffer(self.entries, schema.kv_format).views()
         if views is not None:
             flat = schema.attn is AttentionType.HCA
             by_block = [view.transpose(0, 1) if flat else view for view in (views.fp8, views.rope, views.inv_scale)]
@@ -102,7 +103,7 @@ class PagedKVPool(BlockPool):
         HCA's FP8 rows and their exponents lie apart in the one flat block, so they are two views.
         """
         if self.schema.attn is AttentionType.HCA:
-            return [strip[0] for strip in RowTable(self.entries, self.schema.row_format).strips()]
+            return [strip[0] for strip in KVBuffer(self.entries, self.schema.kv_format).strips()]
         return super().block_views()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict, TypeVar
 
-from dsv4_sglang.formats import KeyFormat, RowFormat
+from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_ONLINE_ROWS, HCA_RAW_ROWS, StateRows, state_rows
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
@@ -42,15 +42,15 @@ class LayerCacheSchema:
     swa_window_size: int
     indexer_head_dim: int
     """Dims of an index key; 0 without an indexer."""
-    row_format: RowFormat
+    kv_format: KVFormat
     key_format: KeyFormat
     hca_state: HcaState
     draft_tokens: int = 0
     """Tokens of a request that a decode step may write and the next one take back, but for the first; 0 or 1: none is
-    ever taken back. Rings and tails grow by it (`state_rows`)."""
+    ever taken back. Rings and compressor states grow by it (`state_rows`)."""
 
     def __post_init__(self) -> None:
-        if self.attn is AttentionType.HCA and self.rows.hca_banks > 1 and self.hca_state is HcaState.RAW:
+        if self.attn is AttentionType.HCA and self.rows.hca_state_copies > 1 and self.hca_state is HcaState.RAW:
             raise ValueError(
                 f"hca_state is 'raw' with draft_tokens {self.draft_tokens}: rejected drafts would stay in its open "
                 "window; expected 'online', which keeps a state for each length"
@@ -58,7 +58,7 @@ class LayerCacheSchema:
 
     @property
     def rows(self) -> StateRows:
-        """Rows of a slot's ring and tails."""
+        """Rows of a slot's ring and compressor states."""
         return state_rows(self.draft_tokens)
 
     @property
@@ -84,7 +84,7 @@ class LayerCacheSchema:
         return self.entries_per_block if self.has_indexer else 0
 
     def entry_table_shape(self, blocks: int) -> tuple[int, int]:
-        """Blocks and rows a block of the row table that holds the entries of `blocks` blocks: in an HCA layer one flat
+        """Blocks and rows a block of the KV buffer that holds the entries of `blocks` blocks: in an HCA layer one flat
         block with a row for each, because FlashMLA's rows start at multiples of 16 B."""
         return (1, blocks) if self.attn is AttentionType.HCA else (blocks, self.entries_per_block)
 
@@ -95,27 +95,27 @@ class LayerCacheSchema:
 
     @property
     def previous_window_rows(self) -> int:
-        """Rows of the overlapping stream that must survive besides the tail: up to 4 of the last complete window and 3
-        of the open one (SPEC 3.7, 6.2). CSA only."""
+        """Rows of the overlapping stream that must survive besides the compressor state: up to 4 of the last complete
+        window and 3 of the open one (SPEC 3.7, 6.2). CSA only."""
         return CSA_RATIO + self.tail_buffer_size if self.attn is AttentionType.CSA else 0
 
     @property
-    def tail_shape(self) -> tuple[int, int] | None:
-        """Rows and fp32 columns of a slot's tail, None for SWA.
+    def compressor_state_shape(self) -> tuple[int, int] | None:
+        """Rows and fp32 columns of a slot's compressor state, None for SWA.
 
         CSA: rings of current k, current z, previous k, previous z (4, 4, 8, 8 rows without drafts), main compressor and
-        indexer side by side. HCA: 128 k and 128 z (raw), or max, sum, accumulator of each bank (online).
+        indexer side by side. HCA: 128 k and 128 z (raw), or max, sum, accumulator of each state copy (online).
         """
         if self.attn is AttentionType.CSA:
             return self.rows.csa.rows, self.entry_head_dim + self.indexer_head_dim
         if self.attn is AttentionType.HCA:
-            online = HCA_ONLINE_ROWS * self.rows.hca_banks
+            online = HCA_ONLINE_ROWS * self.rows.hca_state_copies
             return (HCA_RAW_ROWS if self.hca_state is HcaState.RAW else online), self.entry_head_dim
         return None
 
     @property
     def entry_bytes(self) -> int:
-        return self.row_format.row_bytes
+        return self.kv_format.row_bytes
 
     @property
     def indexer_entry_bytes(self) -> int:
@@ -129,12 +129,12 @@ class LayerCacheSchema:
     @property
     def swa_bytes(self) -> int:
         """Bytes of a slot's window ring."""
-        return self.ring_rows * self.row_format.row_bytes
+        return self.ring_rows * self.kv_format.row_bytes
 
     @property
-    def tail_bytes(self) -> int:
-        """Bytes of a slot's compressor tails."""
-        return math.prod(self.tail_shape) * _FP32_BYTES if self.tail_shape else 0
+    def compressor_state_bytes(self) -> int:
+        """Bytes of a slot's compressor compressor states."""
+        return math.prod(self.compressor_state_shape) * _FP32_BYTES if self.compressor_state_shape else 0
 
     @property
     def position_bytes(self) -> int:
@@ -144,21 +144,21 @@ class LayerCacheSchema:
     @property
     def state_bytes(self) -> int:
         """Bytes of a state slot in this layer."""
-        return self.swa_bytes + self.tail_bytes + self.position_bytes
+        return self.swa_bytes + self.compressor_state_bytes + self.position_bytes
 
 
 def build_schema(
     config: DSV4Config,
     layer_spec: LayerSpec,
     *,
-    row_format: RowFormat | str = RowFormat.FP8,
+    kv_format: KVFormat | str = KVFormat.FP8,
     key_format: KeyFormat | str = KeyFormat.MXFP4,
     hca_state: HcaState | str = HcaState.RAW,
     draft_tokens: int = 0,
 ) -> LayerCacheSchema:
     """The schema of one layer. Formats may be given by name ("fp8", "mxfp4", "raw").
 
-    An HCA layer keeps raw tails unless "online" is asked for.
+    An HCA layer keeps raw compressor states unless "online" is asked for.
 
     Raises ValueError for an unknown format, and for a number of draft tokens that the rows of a slot are not made for.
     """
@@ -169,7 +169,7 @@ def build_schema(
         rope_dim=config.rope_dim,
         swa_window_size=config.window,
         indexer_head_dim=config.index_head_dim if has_indexer else 0,
-        row_format=_option(RowFormat, "row_format", row_format),
+        kv_format=_option(KVFormat, "kv_format", kv_format),
         key_format=_option(KeyFormat, "key_format", key_format),
         hca_state=_option(HcaState, "hca_state", hca_state),
         draft_tokens=draft_tokens,
@@ -198,7 +198,7 @@ def compute_block_budget(
     max_context_len: int,
     max_requests: int,
     *,
-    row_format: RowFormat | str = RowFormat.FP8,
+    kv_format: KVFormat | str = KVFormat.FP8,
     key_format: KeyFormat | str = KeyFormat.MXFP4,
     hca_state: HcaState | str = HcaState.RAW,
     draft_tokens: int = 0,
@@ -212,7 +212,7 @@ def compute_block_budget(
             raise ValueError(f"{name} is {value}; expected at least 1")
     schemas = [
         build_schema(
-            config, spec, row_format=row_format, key_format=key_format, hca_state=hca_state, draft_tokens=draft_tokens
+            config, spec, kv_format=kv_format, key_format=key_format, hca_state=hca_state, draft_tokens=draft_tokens
         )
         for spec in schedule
     ]

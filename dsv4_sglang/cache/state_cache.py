@@ -1,4 +1,4 @@
-"""The half of the cache that does not grow: window rings and compressor tails, one state slot a request."""
+"""The half of the cache that does not grow: window rings and compressor compressor states, one state slot a request."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ class StateLayout(Protocol):
     @property
     def kinds(self) -> Sequence[enum.Enum]: ...
     @property
-    def tail_units(self) -> int: ...
+    def compressor_state_units(self) -> int: ...
     @property
     def kept_units(self) -> tuple[int, ...]: ...
     def layers(self, kind: enum.Enum) -> list[int]: ...
     def make_rings(self, slots: int) -> Tensor: ...
-    def tails(self, kind: enum.Enum, slots: int) -> PoolPart | None: ...
+    def compressor_states(self, kind: enum.Enum, slots: int) -> PoolPart | None: ...
     def position_parts(self, slots: int) -> tuple[PoolPart, PoolPart, PoolPart]: ...
 
 
 class StateStorage:
-    """The state of all layers: slots of requests, and compact checkpoints of them, in a few tensors.
+    """The state of all layers: slots of requests, and compact snapshots of them, in a few tensors.
 
     - `rings` [layers, slots, R, width]: window rows, position t in row t % R (R: `CacheLayout.ring_rows`)
-    - `tails`: fp32, by kind, [layers, slots, *`LayerCacheSchema.tail_shape`]: without drafts CSA [.., .., 24, 640];
+    - `compressor_states`: fp32, by kind, [layers, slots, *`LayerCacheSchema.compressor_state_shape`]: without drafts
+    CSA [.., .., 24, 640];
       HCA [.., .., 256, 512] raw, [.., .., 3, 512] online; V4.1's pairs [.., .., 1, 1024]
     - `swa_pos` [layers, slots, R], `swa_head` [layers, slots], `tail_len` [layers, slots] int32; None without
       `positions`: they follow from the lengths of the requests
 
-    Slots count from 0, checkpoints from 1. Of a state at a multiple of 128 a checkpoint keeps what is alive (SPEC 6.6),
-    and one allocation holds the rings of both, another the CSA tails of both, in units of four rows, of which a
-    checkpoint has two. So a copy between them is a copy of slots.
+    Slots count from 0, snapshots from 1. Of a state at a multiple of 128 a snapshot keeps what is alive (SPEC 6.6),
+    and one allocation holds the rings of both, another the CSA compressor states of both, in units of four rows, of
+    which a snapshot has two. So a copy between them is a copy of slots.
 
     What of a slot is alive follows from its request's length alone (SPEC 3.7), so nothing must be cleared for a new
     owner; `reset_slot` clears it all the same, so that a slot reads as empty.
@@ -55,23 +56,25 @@ class StateStorage:
     Raises ValueError for less than one slot.
     """
 
-    def __init__(self, layout: StateLayout, num_slots: int, checkpoints: int = 0, positions: bool = True) -> None:
+    def __init__(self, layout: StateLayout, num_slots: int, snapshots: int = 0, positions: bool = True) -> None:
         if num_slots < 1:
             raise ValueError(f"{num_slots} state slots; expected at least 1")
-        self.layout, self.num_slots, self.checkpoints = layout, num_slots, checkpoints
+        self.layout, self.num_slots, self.snapshots = layout, num_slots, snapshots
         self.device = resolve_device(layout.device)
-        self._all_rings = layout.make_rings(num_slots + checkpoints)
+        self._all_rings = layout.make_rings(num_slots + snapshots)
         self.rings: Tensor = self._all_rings[:, :num_slots]
-        self.tails: dict[enum.Enum, Tensor] = {}
-        self._tail_units: Tensor | None = None
+        self.compressor_states: dict[enum.Enum, Tensor] = {}
+        self._compressor_state_units: Tensor | None = None
         for kind in layout.kinds:
-            if part := layout.tails(kind, num_slots):
+            if part := layout.compressor_states(kind, num_slots):
                 if kind is AttentionType.CSA:
-                    self.tails[kind] = self._csa_tails(part.shape[0], part.shape[-1])
+                    self.compressor_states[kind] = self._csa_compressor_states(part.shape[0], part.shape[-1])
                 else:
-                    self.tails[kind] = torch.zeros(part.shape, device=self.device)
-        self._tail_of_layer = {
-            layer: tail for kind, tails in self.tails.items() for layer, tail in zip(layout.layers(kind), tails)
+                    self.compressor_states[kind] = torch.zeros(part.shape, device=self.device)
+        self._compressor_state_of_layer = {
+            layer: compressor_state
+            for kind, compressor_states in self.compressor_states.items()
+            for layer, compressor_state in zip(layout.layers(kind), compressor_states)
         }
         self.swa_pos: Tensor | None = None
         self.swa_head: Tensor | None = None
@@ -82,57 +85,58 @@ class StateStorage:
             self.swa_head = torch.zeros(heads, dtype=torch.int32, device=self.device)
             self.tail_len = torch.zeros(lengths, dtype=torch.int32, device=self.device)
 
-    def _csa_tails(self, layers: int, columns: int) -> Tensor:
-        """Allocate the tails of slots and checkpoints together; those of slots [layers, slots, rows, columns]."""
-        each, kept = self.layout.tail_units, self.layout.kept_units
+    def _csa_compressor_states(self, layers: int, columns: int) -> Tensor:
+        """Allocate the compressor states of slots and snapshots together; those of slots [layers, slots, rows,
+        columns]."""
+        each, kept = self.layout.compressor_state_units, self.layout.kept_units
         live = self.num_slots * each
-        units = live + self.checkpoints * len(kept)
-        self._tail_units = torch.zeros((layers, units, CSA_RATIO, columns), device=self.device)
+        units = live + self.snapshots * len(kept)
+        self._compressor_state_units = torch.zeros((layers, units, CSA_RATIO, columns), device=self.device)
         self._live_units = torch.empty(len(kept), dtype=torch.int32, device=self.device)
         self._kept_units = torch.empty_like(self._live_units)
         self._number_units()
-        return self._tail_units[:, :live].unflatten(1, (self.num_slots, each)).flatten(2, 3)
+        return self._compressor_state_units[:, :live].unflatten(1, (self.num_slots, each)).flatten(2, 3)
 
     def _number_units(self) -> None:
-        """Units of slot 0 and of checkpoint 0, which does not exist."""
-        kept, live = self.layout.kept_units, self.num_slots * self.layout.tail_units
+        """Units of slot 0 and of snapshot 0, which does not exist."""
+        kept, live = self.layout.kept_units, self.num_slots * self.layout.compressor_state_units
         self._live_units.copy_(torch.tensor(kept, dtype=torch.int32))
         self._kept_units.copy_(torch.arange(live - len(kept), live, dtype=torch.int32))
 
     def reset(self) -> None:
-        """All slots and checkpoints empty, as they were made, whatever the memory holds now: no address changes."""
+        """All slots and snapshots empty, as they were made, whatever the memory holds now: no address changes."""
         for tensor in self.allocations:
             clear_memory(tensor)
         if self.swa_pos is not None:
             self.swa_pos.fill_(EMPTY)
-        if self._tail_units is not None:
+        if self._compressor_state_units is not None:
             self._number_units()
 
     def ring(self, layer: int) -> Tensor:
-        """[slots, R, width] row table of a layer's windows."""
+        """[slots, R, width] KV buffer of a layer's windows."""
         return self.rings[layer]
 
-    def tail(self, layer: int) -> Tensor | None:
+    def compressor_state(self, layer: int) -> Tensor | None:
         """[slots, ...] compressor state of a layer, None without a compressor."""
-        return self._tail_of_layer.get(layer)
+        return self._compressor_state_of_layer.get(layer)
 
-    def tail_lengths(self, layer: int) -> Tensor | None:
+    def compressor_state_lengths(self, layer: int) -> Tensor | None:
         """[slots] int32 tokens in the open windows of a layer; None without a compressor or without `positions`."""
-        if self.tail_len is None or layer not in self._tail_of_layer:
+        if self.tail_len is None or layer not in self._compressor_state_of_layer:
             return None
-        return self.tail_len[sum(other < layer for other in self._tail_of_layer)]
+        return self.tail_len[sum(other < layer for other in self._compressor_state_of_layer)]
 
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor of the slots, slot dimension second: what a slot copy moves. Kinds of layers that do not exist
         have none."""
-        every = (self.rings, *self.tails.values(), self.swa_pos, self.swa_head, self.tail_len)
+        every = (self.rings, *self.compressor_states.values(), self.swa_pos, self.swa_head, self.tail_len)
         return [tensor for tensor in every if tensor is not None and tensor.shape[0]]
 
     @property
     def allocations(self) -> list[Tensor]:
-        """A view of each piece of memory that is held, once: of slots, checkpoints and the tables of their parts."""
-        tables = () if self._tail_units is None else (self._live_units, self._kept_units)
+        """A view of each piece of memory that is held, once: of slots, snapshots and the tables of their parts."""
+        tables = () if self._compressor_state_units is None else (self._live_units, self._kept_units)
         return [*self.tensors, *tables]
 
     def reset_slot(self, slot: int) -> None:
@@ -150,14 +154,14 @@ class StateStorage:
         pair = torch.tensor([[src], [dst]], dtype=torch.int32).to(self.device)
         torch.ops.dsv4_sglang.copy_state(pair[0], pair[1], self.tensors)
 
-    def store(self, slots: Tensor, checkpoints: Tensor) -> None:
-        """Copy slots to checkpoints, both [n] int32 on the device; a negative slot or a checkpoint below 1 skips. The
+    def store(self, slots: Tensor, snapshots: Tensor) -> None:
+        """Copy slots to snapshots, both [n] int32 on the device; a negative slot or a snapshot below 1 skips. The
         lengths of their requests are multiples of 128."""
-        self._copy(slots, checkpoints, to_checkpoints=True)
+        self._copy(slots, snapshots, to_snapshots=True)
 
-    def load(self, checkpoints: Tensor, slots: Tensor) -> None:
-        """Copy checkpoints to the slots of the requests that resume from them."""
-        self._copy(slots, checkpoints, to_checkpoints=False)
+    def load(self, snapshots: Tensor, slots: Tensor) -> None:
+        """Copy snapshots to the slots of the requests that resume from them."""
+        self._copy(slots, snapshots, to_snapshots=False)
 
     def slot_tables(self) -> list[Tensor]:
         """All that slots hold as bytes: of every layer of each of `tensors` [slots, n] uint8."""
@@ -168,39 +172,39 @@ class StateStorage:
         check_slot(slot, self.num_slots)
         return [table[slot] for table in self.slot_tables()]
 
-    def checkpoint_tables(self) -> list[Tensor]:
-        """All that checkpoints hold as bytes, of each layer's ring and then of each CSA layer's tails [checkpoints, n]
-        uint8. Checkpoints count from 1: the first row is checkpoint 1."""
+    def snapshot_tables(self) -> list[Tensor]:
+        """All that snapshots hold as bytes, of each layer's ring and then of each CSA layer's compressor states
+        [snapshots, n] uint8. Snapshots count from 1: the first row is snapshot 1."""
         tables = list(self._all_rings[:, self.num_slots :])
-        if self._tail_units is not None:
-            kept = self._tail_units[:, self.num_slots * self.layout.tail_units :]
-            tables += kept.unflatten(1, (self.checkpoints, len(self.layout.kept_units)))
+        if self._compressor_state_units is not None:
+            kept = self._compressor_state_units[:, self.num_slots * self.layout.compressor_state_units :]
+            tables += kept.unflatten(1, (self.snapshots, len(self.layout.kept_units)))
         return [_as_bytes(table) for table in tables]
 
-    def checkpoint_views(self, checkpoint: int) -> list[Tensor]:
-        """All that a checkpoint holds as bytes: [n] uint8 of each of `checkpoint_tables`."""
-        if not 1 <= checkpoint <= self.checkpoints:
-            raise IndexError(f"checkpoint {checkpoint} is not in 1..{self.checkpoints}")
-        return [table[checkpoint - 1] for table in self.checkpoint_tables()]
+    def snapshot_views(self, snapshot: int) -> list[Tensor]:
+        """All that a snapshot holds as bytes: [n] uint8 of each of `snapshot_tables`."""
+        if not 1 <= snapshot <= self.snapshots:
+            raise IndexError(f"snapshot {snapshot} is not in 1..{self.snapshots}")
+        return [table[snapshot - 1] for table in self.snapshot_tables()]
 
-    def _copy(self, slots: Tensor, checkpoints: Tensor, *, to_checkpoints: bool) -> None:
+    def _copy(self, slots: Tensor, snapshots: Tensor, *, to_snapshots: bool) -> None:
         # Few and small launches: a decode step makes them all even when nothing is due. `copy_state` skips a pair with
         # a negative slot, which -1 gives for the units of a slot too.
-        none = checkpoints < 1
-        self._move(self._all_rings, slots, (checkpoints + (self.num_slots - 1)).masked_fill(none, -1), to_checkpoints)
-        if self._tail_units is not None:
-            live = torch.add(self._live_units, slots[:, None], alpha=self.layout.tail_units)
-            kept = torch.add(self._kept_units, checkpoints[:, None], alpha=self._kept_units.numel())
+        none = snapshots < 1
+        self._move(self._all_rings, slots, (snapshots + (self.num_slots - 1)).masked_fill(none, -1), to_snapshots)
+        if self._compressor_state_units is not None:
+            live = torch.add(self._live_units, slots[:, None], alpha=self.layout.compressor_state_units)
+            kept = torch.add(self._kept_units, snapshots[:, None], alpha=self._kept_units.numel())
             kept = kept.masked_fill(none[:, None], -1)
-            self._move(self._tail_units, live.flatten(), kept.flatten(), to_checkpoints)
+            self._move(self._compressor_state_units, live.flatten(), kept.flatten(), to_snapshots)
 
     @staticmethod
-    def _move(tensor: Tensor, live: Tensor, checkpoint: Tensor, to_checkpoints: bool) -> None:
-        source, target = (live, checkpoint) if to_checkpoints else (checkpoint, live)
+    def _move(tensor: Tensor, live: Tensor, snapshot: Tensor, to_snapshots: bool) -> None:
+        source, target = (live, snapshot) if to_snapshots else (snapshot, live)
         torch.ops.dsv4_sglang.copy_state(source, target, [tensor])
 
     def memory_bytes(self) -> int:
-        """Bytes of the allocations, checkpoints and block padding included."""
+        """Bytes of the allocations, snapshots and block padding included."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
 

@@ -57,13 +57,13 @@ class StepMetadata:
         token_request: [T] int32 request of each token.
         positions: [T] int64 position of each token in its request.
         out_loc: [T] int64 pool slot of each token; congruent to its position modulo 128.
-        track_slots: [T] int32 state slot of the checkpoint that holds this token's row, -1: none; None: none is due.
+        track_slots: [T] int32 state slot of the snapshot that holds this token's row, -1: none; None: none is due.
         block_table: [B, NB] int32 block ids of each request; anything behind its last block.
-        window_rows: [T, W] int32 rows of the window table, oldest position first: in decode rows of the ring, in
+        window_indices: [T, W] int32 rows of the window table, oldest position first: in decode rows of the ring, in
             prefill rows of the step's window workspace. W is 128, more in a step whose tokens all see each other.
         window_lens: [T] int32 how many of them are visible.
         csa_lens: [T] int32 entries that a CSA layer reads, at most its top k; all visible ones where none is given.
-        hca_rows: [T, NB] int32 rows of the HCA table; entry i of a request lies in the row of its block i.
+        hca_indices: [T, NB] int32 rows of the HCA table; entry i of a request lies in the row of its block i.
         hca_lens: [T] int32 how many of them are visible.
         copy_src, copy_dst: [B] int32, decode only: state slots to copy after the last layer has written, -1 to skip.
         window_size: rows of the window workspace of a prefill step, 0 in a decode step.
@@ -77,10 +77,10 @@ class StepMetadata:
     out_loc: Tensor
     track_slots: Tensor | None
     block_table: Tensor
-    window_rows: Tensor
+    window_indices: Tensor
     window_lens: Tensor
     csa_lens: Tensor
-    hca_rows: Tensor
+    hca_indices: Tensor
     hca_lens: Tensor
     copy_src: Tensor | None = None
     copy_dst: Tensor | None = None
@@ -93,7 +93,7 @@ class StepMetadata:
     def first_tokens(self, tokens: Tensor) -> StepMetadata:
         """A prefill step for the first tokens of this one, whose pool slots are `tokens` [n] int64; requests stay."""
         n = tokens.shape[0]
-        own = ("token_request", "positions", "window_rows", "window_lens", "csa_lens", "hca_rows", "hca_lens")
+        own = ("token_request", "positions", "window_indices", "window_lens", "csa_lens", "hca_indices", "hca_lens")
         parts = {name: getattr(self, name)[:n] for name in own}
         track_slots = None if self.track_slots is None else self.track_slots[:n]
         return replace(self, out_loc=tokens, track_slots=track_slots, **parts)
@@ -120,9 +120,10 @@ class StepMetadata:
     ) -> StepMetadata:
         """Derive what layers read from who owns what. Nothing is read back from the device.
 
-        `decode_ring_rows`: R of a decode step, as many tokens of each request, whose readers use the rings. None: a
-        prefill step, whose readers use a workspace with the rows of all tokens and, before each chunk, of 128 older
-        positions: position p of request b is in row query_start[b] + 128 (b + 1) + p - prefix_lens[b].
+        `decode_ring_rows`: R of a decode step, as many tokens of each request, whose attention kernels use the rings.
+        None: a prefill step, whose attention kernels use a workspace with the rows of all tokens and, before each
+        chunk, of 128 older positions: position p of request b is in row query_start[b] + 128 (b + 1) + p -
+        prefix_lens[b].
         """
         owner = token_request.long()
         owned = slots[owner]
@@ -144,10 +145,10 @@ class StepMetadata:
             out_loc=out_loc,
             track_slots=track_slots,
             block_table=block_table,
-            window_rows=rows,
+            window_indices=rows,
             window_lens=window_lens(lengths),
             csa_lens=visible_entries(lengths, CSA_RATIO, top_k),
-            hca_rows=block_table[owner],
+            hca_indices=block_table[owner],
             hca_lens=visible_entries(lengths, HCA_RATIO),
             window_size=window_size,
         )

@@ -12,8 +12,8 @@ from torch import Tensor
 from dsv4_sglang.cache.layout import PoolPart, pool_part
 from dsv4_sglang.cache.paged_cache import BlockPool
 from dsv4_sglang.formats import KeyFormat, make_key_table
-from dsv4_sglang.formats.rows import ENTRY_DIM
-from dsv4_sglang.formats.v41_rows import V41RowFormat, make_v41_table
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM
+from dsv4_sglang.formats.v41_entries import V41KVFormat, make_v41_table
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, WINDOW
 from dsv4_sglang.model.v41 import Csa2Role, V41LayerSpec, pair_rows
 
@@ -28,12 +28,13 @@ class V41Kind(enum.Enum):
     SINGLE = 1
     """An entry and an index key for each token."""
     PAIR = 2
-    """An entry and an index key for every two, the first of which waits in a tail."""
+    """An entry and an index key for every two, the first of which waits in a compressor state."""
 
 
 @dataclass(frozen=True)
 class V41LayerSchema:
-    """The storage of one layer. Only a layer of role FULL has entries, index keys and, at ratio 2, a tail."""
+    """The storage of one layer. Only a layer of role FULL has entries, index keys and, at ratio 2, a compressor
+    state."""
 
     ratio: int
     """Tokens of an entry that this layer writes; 0: it writes none."""
@@ -50,7 +51,7 @@ class V41LayerSchema:
 
     @property
     def swa_bytes(self) -> int:
-        return self.ring_rows * V41RowFormat.FP8.row_bytes
+        return self.ring_rows * V41KVFormat.FP8.row_bytes
 
     @property
     def entries_per_block(self) -> int:
@@ -59,22 +60,22 @@ class V41LayerSchema:
 
     @property
     def block_bytes(self) -> int:
-        return self.entries_per_block * (V41RowFormat.FP4.row_bytes + KeyFormat.MXFP4.key_bytes)
+        return self.entries_per_block * (V41KVFormat.FP4.row_bytes + KeyFormat.MXFP4.key_bytes)
 
     @property
-    def tail_shape(self) -> tuple[int, int] | None:
-        """Rows and fp32 columns (k, then the score) of a slot's tail; None without one."""
+    def compressor_state_shape(self) -> tuple[int, int] | None:
+        """Rows and fp32 columns (k, then the score) of a slot's compressor state; None without one."""
         return (pair_rows(self.draft_tokens), 2 * ENTRY_DIM) if self.ratio == 2 else None
 
     @property
-    def tail_bytes(self) -> int:
-        shape = self.tail_shape
+    def compressor_state_bytes(self) -> int:
+        shape = self.compressor_state_shape
         return shape[0] * shape[1] * _FP32_BYTES if shape else 0
 
     @property
     def state_bytes(self) -> int:
         """Bytes of a state slot, without bookkeeping of positions."""
-        return self.swa_bytes + self.tail_bytes
+        return self.swa_bytes + self.compressor_state_bytes
 
 
 def v41_schemas(schedule: Sequence[V41LayerSpec], draft_tokens: int = 0) -> list[V41LayerSchema]:
@@ -93,10 +94,10 @@ class V41Layout:
     schemas: tuple[V41LayerSchema, ...]
     device: torch.device
     draft_layers: int = 0
-    tail_units = 0
-    """Of V4's CSA tails, which these layers have not."""
+    compressor_state_units = 0
+    """Of V4's CSA compressor states, which these layers have not."""
     kept_units = ()
-    """The same: nothing of a tail is alive at a multiple of 128."""
+    """The same: nothing of a compressor state is alive at a multiple of 128."""
 
     def __post_init__(self) -> None:
         if not self.schemas:
@@ -114,7 +115,7 @@ class V41Layout:
 
     @property
     def kinds(self) -> tuple[V41Kind, ...]:
-        """Kinds of layers that have entries, and perhaps tails."""
+        """Kinds of layers that have entries, and perhaps compressor states."""
         return V41Kind.SINGLE, V41Kind.PAIR
 
     def layers(self, kind: enum.Enum) -> list[int]:
@@ -131,34 +132,38 @@ class V41Layout:
         for kind in self.kinds:
             if layers := self.layers(kind):
                 shape = (len(layers), blocks, self.schemas[layers[0]].entries_per_block)
-                yield pool_part(f"{kind.name} entries", (*shape, V41RowFormat.FP4.row_bytes), torch.uint8)
+                yield pool_part(f"{kind.name} entries", (*shape, V41KVFormat.FP4.row_bytes), torch.uint8)
                 yield pool_part(f"{kind.name} index keys", (*shape, KeyFormat.MXFP4.width), KeyFormat.MXFP4.dtype)
 
     def rings(self, slots: int, name: str = "window rings") -> PoolPart:
         """[layers, slots, R, 528]"""
-        return pool_part(name, (len(self.schemas), slots, self.ring_rows, V41RowFormat.FP8.row_bytes), torch.uint8)
+        return pool_part(name, (len(self.schemas), slots, self.ring_rows, V41KVFormat.FP8.row_bytes), torch.uint8)
 
     def make_rings(self, slots: int) -> Tensor:
         """Zeroed `rings`."""
         return torch.zeros(self.rings(slots).shape, dtype=torch.uint8, device=self.device)
 
-    def tails(self, kind: enum.Enum, slots: int) -> PoolPart | None:
-        """[layers of the kind, slots, rows, 1024] of its compressors, None without such layers or tails."""
+    def compressor_states(self, kind: enum.Enum, slots: int) -> PoolPart | None:
+        """[layers of the kind, slots, rows, 1024] of its compressors, None without such layers or compressor states."""
         layers = self.layers(kind)
-        tail = self.schemas[layers[0]].tail_shape if layers else None
-        return pool_part("pair tails", (len(layers), slots, *tail), torch.float32) if tail else None
+        compressor_state = self.schemas[layers[0]].compressor_state_shape if layers else None
+        return (
+            pool_part("pair compressor states", (len(layers), slots, *compressor_state), torch.float32)
+            if compressor_state
+            else None
+        )
 
     def state_parts(self, slots: int) -> Iterator[PoolPart]:
-        """The half that does not grow: window rings and tails of `slots` slots."""
+        """The half that does not grow: window rings and compressor states of `slots` slots."""
         yield self.rings(slots)
-        yield from filter(None, (self.tails(kind, slots) for kind in self.kinds))
+        yield from filter(None, (self.compressor_states(kind, slots) for kind in self.kinds))
 
     def position_parts(self, slots: int) -> tuple[PoolPart, PoolPart, PoolPart]:
         raise ValueError("V4.1's slots keep no positions, which follow from lengths; expected positions=False")
 
-    def checkpoint_parts(self, checkpoints: int) -> Iterator[PoolPart]:
+    def snapshot_parts(self, snapshots: int) -> Iterator[PoolPart]:
         """What is alive of a state at a multiple of 128: the rings. Every pair is complete there."""
-        yield self.rings(checkpoints, "checkpointed rings")
+        yield self.rings(snapshots, "snapshot rings")
 
     @property
     def block_bytes(self) -> int:
@@ -173,8 +178,8 @@ class V41Layout:
         return sum(part.bytes for part in self.state_parts(1))
 
     @property
-    def checkpoint_bytes(self) -> int:
-        return sum(part.bytes for part in self.checkpoint_parts(1))
+    def snapshot_bytes(self) -> int:
+        return sum(part.bytes for part in self.snapshot_parts(1))
 
 
 class V41PagedPool(BlockPool):
@@ -191,7 +196,7 @@ class V41PagedPool(BlockPool):
             raise ValueError("a layer that writes no entries has no paged pool")
         super().__init__(num_blocks, device)
         self.schema = schema
-        self.entries = make_v41_table(num_blocks, schema.entries_per_block, V41RowFormat.FP4, self.device)
+        self.entries = make_v41_table(num_blocks, schema.entries_per_block, V41KVFormat.FP4, self.device)
         self.index_keys = make_key_table(num_blocks, schema.entries_per_block, KeyFormat.MXFP4, self.device)
 
 

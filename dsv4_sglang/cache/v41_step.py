@@ -18,8 +18,8 @@ from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.cache.v41 import V41PagedPool
 from dsv4_sglang.formats.index_keys import INDEX_DIM
-from dsv4_sglang.formats.rows import ENTRY_DIM
-from dsv4_sglang.formats.v41_rows import V41RowFormat, make_v41_table
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM
+from dsv4_sglang.formats.v41_entries import V41KVFormat, make_v41_table
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, V41LayerSpec
 
 
@@ -42,9 +42,9 @@ class V41Step:
     """The tokens of one forward, for all layers in order. T tokens of B requests, as `metadata` has them, whose `csa_*`
     and `hca_*` are not read.
 
-    `state` and `pools` are those of a `V41Layout`: rings and tails of slots, and one pool a layer, None where it
-    owns no entries. Per layer: `append`, in a FULL layer then `append_keys`, in a layer that selects then `select`, at
-    last `attend`. ValueError where one comes that the layer's role has not, or comes out of order.
+    `state` and `pools` are those of a `V41Layout`: rings and compressor states of slots, and one pool a layer, None
+    where it owns no entries. Per layer: `append`, in a FULL layer then `append_keys`, in a layer that selects then
+    `select`, at last `attend`. ValueError where one comes that the layer's role has not, or comes out of order.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class V41Step:
         self.metadata = metadata
         self._window: Tensor | None = None
         if not metadata.is_decode:
-            self._window = make_v41_table(1, metadata.window_size, V41RowFormat.FP8, metadata.slots.device)
+            self._window = make_v41_table(1, metadata.window_size, V41KVFormat.FP8, metadata.slots.device)
         self._appended: int | None = None
         self._rows: Tensor | None = None
         self._selected_by: int | None = None
@@ -91,7 +91,13 @@ class V41Step:
             *(kv, compressor, weights.kv_norm, weights.latent_norm if ratio else None),
             *(weights.rope, weights.eps, ratio),
             *(step.slots, step.prefix_lens, step.query_start, step.token_request, step.out_loc, step.track_slots),
-            *(self.state.ring(layer), self.state.tail(layer), pool.entries if pool else None, latents, self._window),
+            *(
+                self.state.ring(layer),
+                self.state.compressor_state(layer),
+                pool.entries if pool else None,
+                latents,
+                self._window,
+            ),
         )
         self._appended = layer
         return latents
@@ -165,7 +171,7 @@ class V41Step:
         chosen = self.selected(layer)
         entries = (None, None, None) if chosen is None else (self._owner(spec).entries, *chosen)
         return torch.ops.dsv4_sglang.attend_v41(
-            *(q, sink, window, step.window_rows, step.window_lens, *entries),
+            *(q, sink, window, step.window_indices, step.window_lens, *entries),
             *(step.positions, weights.rope, scale),
         )
 

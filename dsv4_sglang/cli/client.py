@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsv4_sglang.srt import launch
+from dsv4_sglang.srt.integration import launch_command
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", "30000"
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -55,12 +55,12 @@ class Pools:
     used: int
     kept: int
     tokens: int
-    checkpoints: int
+    snapshots: int
 
     def __str__(self) -> str:
         return (
             f"{self.used} of {self.tokens} tokens used by running requests, {self.kept} kept for requests to come, "
-            f"checkpoints: {self.checkpoints}"
+            f"snapshots: {self.snapshots}"
         )
 
 
@@ -98,11 +98,11 @@ class Server:
     """
 
     def __init__(self, flags: Sequence[str]) -> None:
-        host = launch.flag_value(flags, "--host") or DEFAULT_HOST
+        host = launch_command.flag_value(flags, "--host") or DEFAULT_HOST
         host = LOOPBACK.get(host, host)
-        port = launch.flag_value(flags, "--port") or DEFAULT_PORT
-        certificate = launch.flag_value(flags, "--ssl-certfile")
-        key = launch.flag_value(flags, "--api-key")  # --admin-api-key guards none of the routes below
+        port = launch_command.flag_value(flags, "--port") or DEFAULT_PORT
+        certificate = launch_command.flag_value(flags, "--ssl-certfile")
+        key = launch_command.flag_value(flags, "--api-key")  # --admin-api-key guards none of the routes below
         scheme = "http" if certificate is None else "https"
         self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         self._headers = {"Content-Type": "application/json"} | (
@@ -122,7 +122,7 @@ class Server:
     def _open(
         self, path: str, body: Any = None, timeout: float = REQUEST_SECONDS
     ) -> Iterator[http.client.HTTPResponse]:
-        """The response to a GET, or to a POST of `body`. Raises RuntimeError with the server's words when it refuses,
+        """The response to a GET, or to a POST of `body`. Raises RuntimeError with the server's words when it rejects,
         OSError when there is no answer.
         """
         data = None if body is None else json.dumps(body).encode()
@@ -166,8 +166,8 @@ class Server:
         )
 
     def integrity(self) -> list[dict[str, Any]]:
-        """The reports of the integrity check (`srt/integrity.py`), of every process; [] where it is off. Raises what
-        `_open` raises.
+        """The reports of the integrity check (`srt/features/integrity.py`), of every process; [] where it is off.
+        Raises what `_open` raises.
         """
         with self._open("/server_info") as response:
             states = json.load(response).get("internal_states") or []
@@ -202,7 +202,7 @@ class Server:
             rank = re.search(r'dp_rank="(\d+)"', labels)
             found.setdefault(name, {})[rank[1] if rank else ""] = float(value)
         try:
-            states = ("kv_used_tokens", "kv_evictable_tokens", "kv_available_tokens", "checkpoints_held")
+            states = ("kv_used_tokens", "kv_evictable_tokens", "kv_available_tokens", "snapshots_held")
             used, kept, free, held = (int(sum(found[state].values())) for state in states)
             return Pools(used, kept, used + kept + free, held)
         except KeyError as error:
@@ -213,7 +213,7 @@ def wait_ready(server: Server, alive: Callable[[], bool], timeout: float) -> Non
     """Return when `server` has answered a request of one token.
 
     Not /health: SGLang answers it with 503 and a line in the log for as long as it warms up, while a request waits for
-    its turn. Raises RuntimeError when `alive` turns false before or the server refuses, TimeoutError after `timeout`
+    its turn. Raises RuntimeError when `alive` turns false before or the server rejects, TimeoutError after `timeout`
     seconds.
     """
     deadline = time.monotonic() + timeout

@@ -10,13 +10,13 @@ from dsv4_sglang.cli.client import Answer, Pools, Server
 
 QUESTION = "What are the two halves of the cache?"
 SECOND_QUESTION = "Say that again in one sentence."
-# Long enough for blocks and a checkpoint: 128 tokens and more with any tokenizer.
+# Long enough for blocks and a snapshot: 128 tokens and more with any tokenizer.
 TEXT = """Answer questions about this text. DeepSeek-V4 keeps two kinds of things about the tokens that it has read. \
 The first is entries: a CSA layer compresses every 4 tokens into one, an HCA layer every 128. Entries lie in blocks of \
 128 tokens, and requests with the same beginning share their blocks. The second is state: of each running request the \
 rows of the last 128 tokens in every layer, and the tokens that do not fill an entry yet, in one slot that never \
-grows. From blocks alone no request can go on, so a copy of the state, a checkpoint, is kept where a prompt ends. When \
-a conversation continues, the next request finds the blocks of its earlier turns, loads the checkpoint behind them and \
+grows. From blocks alone no request can go on, so a copy of the state, a snapshot, is kept where a prompt ends. When \
+a conversation continues, the next request finds the blocks of its earlier turns, loads the snapshot behind them and \
 computes only the tokens that are new. Whatever is asked for least often is given up first."""
 SETTLE_SECONDS = 35.0
 """An idle SGLang publishes its pools at once after decode steps that it reported, else within 30 seconds."""

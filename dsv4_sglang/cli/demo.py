@@ -17,7 +17,7 @@ import typer
 from dsv4_sglang.cli.client import DEFAULT_HOST, Server, bind, wait_ready
 from dsv4_sglang.cli.conversation import QUESTION, converse
 from dsv4_sglang.cli.serve import POOL_FLAGS, command_for, rejections, require_startable
-from dsv4_sglang.srt import launch
+from dsv4_sglang.srt.integration import launch_command
 
 STOP_SECONDS = 20.0
 PORTS = range(20000, 32000)
@@ -39,7 +39,7 @@ def free_port(host: str = DEFAULT_HOST) -> int:
 
 
 @contextmanager
-def running(command: launch.Command) -> Iterator[subprocess.Popen[bytes]]:
+def running(command: launch_command.Command) -> Iterator[subprocess.Popen[bytes]]:
     """The server as a process group of its own; stopped at the end, whatever happens: SIGTERM, then SIGKILL."""
     process = subprocess.Popen(command.argv, env=command.full_environment(), start_new_session=True)
     try:
@@ -65,8 +65,8 @@ def demo(
     flags = [*POOL_FLAGS, *context.args]
     with rejections():
         try:
-            if launch.flag_value(flags, "--port") is None:
-                flags += ["--port", str(free_port(launch.flag_value(flags, "--host") or DEFAULT_HOST))]
+            if launch_command.flag_value(flags, "--port") is None:
+                flags += ["--port", str(free_port(launch_command.flag_value(flags, "--host") or DEFAULT_HOST))]
             server = Server(flags)
             require_startable(model_path, flags)
             command = command_for(model_path, flags)

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import typer
 
-from dsv4_sglang.srt import launch
+from dsv4_sglang.srt.integration import launch_command
 
 State = Literal["ok", "note", "fail"]
 COLOURS: dict[State, str] = {"ok": "green", "note": "yellow", "fail": "bold red"}
@@ -64,7 +64,7 @@ def sglang_version(gpu: bool) -> Iterator[Finding]:
     if found is None:
         yield Finding("sglang", "not installed", "fail")
         return
-    from dsv4_sglang.srt import compat
+    from dsv4_sglang.srt.integration import compat
 
     if state := compat.validation():
         yield Finding("sglang", f"{found}, {state}")
@@ -125,13 +125,13 @@ def plugin(gpu: bool) -> Iterator[Finding]:
 
 def hooks(gpu: bool) -> Iterator[Finding]:
     """The places where SGLang is changed: each there, with the parameters that the hook has."""
-    from dsv4_sglang.srt import contracts
-    from dsv4_sglang.srt.decisions import Launch
-    from dsv4_sglang.srt.hooks import hooks_of
-    from dsv4_sglang.srt.options import Options
+    from dsv4_sglang.srt.integration import sglang_contract
+    from dsv4_sglang.srt.integration.hooks import hooks_of
+    from dsv4_sglang.srt.integration.options import Options
+    from dsv4_sglang.srt.integration.server_context import Launch
 
     wanted = hooks_of(Launch(Options()), on_cpu=not gpu)
-    different = contracts.hook_differences(wanted)
+    different = sglang_contract.hook_differences(wanted)
     for line in different:
         yield Finding("hook", line, "fail")
     if not different:
@@ -140,9 +140,9 @@ def hooks(gpu: bool) -> Iterator[Finding]:
 
 def flags(gpu: bool) -> Iterator[Finding]:
     """SGLang's flags: each that this package reads is there."""
-    from dsv4_sglang.srt import compat, contracts
+    from dsv4_sglang.srt.integration import compat, sglang_contract
 
-    different = contracts.flag_differences()
+    different = sglang_contract.flag_differences()
     for line in different:
         yield Finding("flag", line, "fail")
     if not different:
@@ -151,12 +151,12 @@ def flags(gpu: bool) -> Iterator[Finding]:
 
 def server_classes(gpu: bool) -> Iterator[Finding]:
     """Our classes over SGLang's, and the private methods of SGLang's that they override."""
-    from dsv4_sglang.srt import compat, contracts
+    from dsv4_sglang.srt.integration import compat, sglang_contract
 
-    for module in ("dsv4_sglang.srt.backend", "dsv4_sglang.srt.models.deepseek_v4"):
+    for module in ("dsv4_sglang.srt.attention.backend", "dsv4_sglang.srt.models.deepseek_v4"):
         importlib.import_module(module)
         yield Finding("import", module)
-    different = contracts.override_differences()
+    different = sglang_contract.override_differences()
     for line in different:
         yield Finding("override", line, "fail")
     if not different:
@@ -209,8 +209,8 @@ def doctor() -> None:
     from rich.console import Console
     from rich.text import Text
 
-    gpu = launch.has_gpu()
-    launch.prepare_this_process(cpu=not gpu)
+    gpu = launch_command.has_gpu()
+    launch_command.prepare_this_process(cpu=not gpu)
     console, findings = Console(), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang's, about hardware that is not there

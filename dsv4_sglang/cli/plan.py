@@ -40,7 +40,7 @@ def _model(given: str) -> Model:
 
 def _gpu(given: str) -> Gpu:
     from dsv4_sglang.planner.gpus import GPUS, Gpu
-    from dsv4_sglang.srt.sizing import GIB
+    from dsv4_sglang.srt.memory.sizing import GIB
 
     if given.lower() in GPUS:
         return GPUS[given.lower()]
@@ -88,7 +88,7 @@ def holds(made: Plan) -> str:
     loaded = sum(part.bytes for part in made.parts if part.group == "weights")
     return (
         f"{made.total_tokens:,} tokens; {made.requests:,} requests of {made.choice.request:,} ({made.at_once:,} at "
-        f"once); {made.checkpoints:,} checkpoints; weights {loaded / 2**30:.1f} of "
+        f"once); {made.snapshots:,} snapshots; weights {loaded / 2**30:.1f} of "
         f"{made.choice.gpu.memory / 2**30:.1f} GiB a GPU"
     )
 
@@ -125,13 +125,13 @@ def _memory_table(made: Plan) -> Any:
 def _others_table(made: Plan, other: dict[str, Plan | str]) -> Any:
     from rich.table import Table
 
-    headings = ("other choices", "tokens", "requests", "at once", "checkpoints", "SGLang's own")
+    headings = ("other choices", "tokens", "requests", "at once", "snapshots", "SGLang's own")
     table = Table(*headings, box=None, pad_edge=False)
     for change, found in {"as given": made, **other}.items():
         if isinstance(found, str):
             table.add_row(change, "does not fit")
         else:
-            counts = (found.total_tokens, found.requests, found.at_once, found.checkpoints)
+            counts = (found.total_tokens, found.requests, found.at_once, found.snapshots)
             in_tree = "rejected" if found.in_tree_tokens is None else f"{found.in_tree_tokens:,}"
             table.add_row(change, *(f"{count:,}" for count in counts), in_tree)
     return _aligned(table, slice(1, 6))
@@ -184,7 +184,7 @@ def _show(made: Plan, other: dict[str, Plan | str], goal: str | None) -> None:
     console.print(_title(choice), style="bold")
     console.print(holds(made), soft_wrap=True)
     console.print(_in_tree(made), soft_wrap=True)
-    if (stored := _checkpoint(choice)) is not None:
+    if (stored := _snapshot(choice)) is not None:
         console.print(stored, soft_wrap=True)
     if goal is not None:
         console.print(f"recommended for {goal}: {GOALS[goal]}", soft_wrap=True)
@@ -212,9 +212,9 @@ def _title(choice: Choice) -> str:
     return f"{name}, --tp {choice.tp}{replicas}{servers}{drafts}"
 
 
-def _checkpoint(choice: Choice) -> str | None:
+def _snapshot(choice: Choice) -> str | None:
     """What the model's folder has of weights, to compare with what was counted; None without weights."""
-    from dsv4_sglang.planner.checkpoint import stored_bytes
+    from dsv4_sglang.planner.stored_weights import stored_bytes
     from dsv4_sglang.planner.weights import Split, count_weights
 
     if (stored := stored_bytes(Path(choice.model.path))) is None:
@@ -225,7 +225,7 @@ def _checkpoint(choice: Choice) -> str | None:
 
 
 def _in_tree(made: Plan) -> str:
-    from dsv4_sglang.srt import compat
+    from dsv4_sglang.srt.integration import compat
 
     name = f"SGLang {compat.sglang_version()}'s own cache with the same flags"
     if made.in_tree_tokens is None:
@@ -246,7 +246,7 @@ def plan(
     kv_cache_dtype: Annotated[str, typer.Option(help="KV entries: auto (FP8), fp8_e4m3 or bfloat16.")] = "auto",
     indexer_format: Annotated[str, typer.Option(help="Index keys: mxfp4, nvfp4 or fp32.")] = "mxfp4",
     hca_state: Annotated[str, typer.Option(help="Open windows of 128: online or raw.")] = "online",
-    max_checkpoints: Annotated[int | None, typer.Option(help="Of one cache; default: a twelfth of its memory.")] = None,
+    max_snapshots: Annotated[int | None, typer.Option(help="Of one cache; default: a twelfth of its memory.")] = None,
     chunked_prefill_size: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 8192,
     speculative_algorithm: Annotated[str | None, typer.Option(help="EAGLE or DSPARK; default: none.")] = None,
     speculative_num_draft_tokens: Annotated[int, typer.Option(help="Of EAGLE, 2 to 9; 0: no speculation.")] = 0,
@@ -261,7 +261,7 @@ def plan(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the memory into this file (.png, .svg, .pdf).")] = None,
 ) -> None:
-    """Show what GPUs would hold: memory of weights, state slots, checkpoints and blocks, other choices, the command.
+    """Show what GPUs would hold: memory of weights, state slots, snapshots and blocks, other choices, the command.
 
     Weights are counted with SGLang's constructors, and the cache is sized by the functions that size a server's pools;
     docs/recipes.md compares both with measurements. SGLang's own cache is computed by the installed release.
@@ -271,7 +271,7 @@ def plan(
     from dsv4_sglang.planner.plan import plan as make
     from dsv4_sglang.planner.plot import check_file, draw
     from dsv4_sglang.planner.recommend import recommend
-    from dsv4_sglang.srt import options
+    from dsv4_sglang.srt.integration import options
 
     try:
         if plot is not None:
@@ -279,7 +279,7 @@ def plan(
         if goal is not None:
             _check_goal(context_of_command, goal)
         described = _model(model)
-        given = {"indexer_format": indexer_format, "hca_state": hca_state, "max_checkpoints": max_checkpoints}
+        given = {"indexer_format": indexer_format, "hca_state": hca_state, "max_snapshots": max_snapshots}
         wanted = Choice(
             model=described,
             gpu=_gpu(gpu),

@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from dsv4_sglang.cli.client import DEFAULT_HOST, DEFAULT_PORT, bind
-from dsv4_sglang.srt import launch
-from dsv4_sglang.srt.launch_error import LaunchError
+from dsv4_sglang.srt.integration import launch_command
+from dsv4_sglang.srt.integration.launch_error import LaunchError
 
 SGLANG_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 POOL_FLAGS = ["--enable-metrics", "--decode-log-interval", "8"]
@@ -33,9 +33,9 @@ def rejections() -> Iterator[None]:
 
 def require_startable(model_path: str, flags: list[str]) -> None:
     """Raise LaunchError if there is no such checkpoint or the port is not free."""
-    launch.config_of(model_path)
-    host = launch.flag_value(flags, "--host") or DEFAULT_HOST
-    port = launch.flag_value(flags, "--port") or DEFAULT_PORT
+    launch_command.config_of(model_path)
+    host = launch_command.flag_value(flags, "--host") or DEFAULT_HOST
+    port = launch_command.flag_value(flags, "--port") or DEFAULT_PORT
     if not (port.isdecimal() and 0 < int(port) < 1 << 16):
         raise LaunchError(f"--port {port}: expected a number from 1 to 65535")
     try:
@@ -45,16 +45,18 @@ def require_startable(model_path: str, flags: list[str]) -> None:
         raise LaunchError(f"{reason}; give another --port or --host, or stop the process that has it") from None
 
 
-def command_for(model_path: str, flags: list[str]) -> launch.Command:
+def command_for(model_path: str, flags: list[str]) -> launch_command.Command:
     """The server command for this machine, or the CPU's if the flags ask for it.
 
     Raises:
         LaunchError: The options or a flag that is read here are invalid.
     """
-    launch.opt_in(launch.flag_value(flags, launch.OPT_IN_FLAG))  # before `has_gpu` imports torch
-    device = launch.flag_value(flags, "--device")
-    cpu = device == "cpu" if device is not None else not launch.has_gpu()
-    return launch.server_command(model_path, flags, cpu)
+    launch_command.opt_in(
+        launch_command.flag_value(flags, launch_command.OPT_IN_FLAG)
+    )  # before `has_gpu` imports torch
+    device = launch_command.flag_value(flags, "--device")
+    cpu = device == "cpu" if device is not None else not launch_command.has_gpu()
+    return launch_command.server_command(model_path, flags, cpu)
 
 
 def serve(

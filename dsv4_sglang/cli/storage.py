@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from dsv4_sglang.srt.host.folder import StoredFile
+    from dsv4_sglang.srt.host_cache.folder import StoredFile
 
 storage = typer.Typer(help="The pages in a folder of the storages `file` and `nixl`.", no_args_is_help=True)
 FOLDER_VARIABLES = ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"]
@@ -50,7 +50,7 @@ def prune(
 
     Pages of a model that a server uses stay.
     """
-    from dsv4_sglang.srt.host.folder import prune as remove_orphans
+    from dsv4_sglang.srt.host_cache.folder import prune as remove_orphans
 
     _files(folder)
     removed = remove_orphans(folder, name or (), unused_days)
@@ -61,7 +61,7 @@ def prune(
 
 
 def _files(folder: Path) -> list[StoredFile]:
-    from dsv4_sglang.srt.host.folder import stored_files
+    from dsv4_sglang.srt.host_cache.folder import stored_files
 
     try:
         return list(stored_files(folder))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class CodedFormat(enum.Enum):
-    """A format whose code is its place among the members, as in the enum of the same name in csrc/rows.h."""
+    """A format whose code is its place among the members, as in the enum of the same name in csrc/entries.h."""
 
     def __init__(self, name: str) -> None:
         self.code = len(type(self).__members__)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.formats.code import CodedFormat
-from dsv4_sglang.formats.rows import FP8_MAX, block_and_row, ceil_pow2_exponent, e4m3_values, exp2_of_biased
+from dsv4_sglang.formats.kv_entries import FP8_MAX, block_and_row, ceil_pow2_exponent, e4m3_values, exp2_of_biased
 
 INDEX_DIM = 128
 KEY_BYTES = INDEX_DIM // 2

@@ -1,4 +1,5 @@
-"""The numbers that DeepSeek-V4's cache is built on: ratios, window, block, rows of a tail (SPEC 1.1, 3.7, 6.1, 6.2).
+"""The numbers that DeepSeek-V4's cache is built on: ratios, window, block, rows of a compressor state (SPEC 1.1, 3.7,
+6.1, 6.2).
 
 `csrc/geometry.h` has the same for the device; `tests/test_numeric.py` holds both equal.
 """
@@ -14,14 +15,14 @@ BLOCK_TOKENS = math.lcm(CSA_RATIO, HCA_RATIO)
 """Tokens a block stands for: the least number that closes a window of both compressors."""
 
 HCA_ONLINE_ROWS = 3
-"""Of a tail in the online form, for each of its banks: maximum, sum, accumulator."""
+"""Of a compressor state in the online form, for each of its state copies: maximum, sum, accumulator."""
 HCA_RAW_ROWS = 2 * HCA_RATIO
-"""Of a tail in the raw form: k of the open window, then z."""
+"""Of a compressor state in the raw form: k of the open window, then z."""
 
 
-class CsaTail(NamedTuple):
-    """Rows of a CSA tail: two rings of the open window, k and then z, and two of the stream that the next window pools
-    too. Token t has row t mod `current` and row t mod `previous` of its rings."""
+class CsaCompressorState(NamedTuple):
+    """Rows of a CSA compressor state: two rings of the open window, k and then z, and two of the stream that the next
+    window pools too. Token t has row t mod `current` and row t mod `previous` of its rings."""
 
     current: int
     previous: int
@@ -49,9 +50,11 @@ class CsaTail(NamedTuple):
         return min(self.current - (CSA_RATIO - 1), self.previous - (2 * CSA_RATIO - 1))
 
 
-CSA_TAILS = tuple(CsaTail(current, previous) for current, previous in ((4, 8), (8, 16), (16, 16)))
+CSA_COMPRESSOR_STATES = tuple(
+    CsaCompressorState(current, previous) for current, previous in ((4, 8), (8, 16), (16, 16))
+)
 """Those that there are, known by their rows. Rings of 2^n rows: the device takes remainders by masks."""
-MAX_DRAFT_TOKENS = CSA_TAILS[-1].draft_tokens
+MAX_DRAFT_TOKENS = CSA_COMPRESSOR_STATES[-1].draft_tokens
 
 
 class StateRows(NamedTuple):
@@ -59,9 +62,9 @@ class StateRows(NamedTuple):
 
     ring: int
     """Of a window ring: position t in row t mod `ring`."""
-    csa: CsaTail
-    hca_banks: int
-    """States of an HCA window in the online form: that of the first t tokens in bank t mod `hca_banks`."""
+    csa: CsaCompressorState
+    hca_state_copies: int
+    """States of an HCA window in the online form: that of the first t tokens in state copy t mod `hca_state_copies`."""
 
 
 def state_rows(draft_tokens: int) -> StateRows:
@@ -77,7 +80,7 @@ def state_rows(draft_tokens: int) -> StateRows:
     - it may close a CSA window, and then pools the current stream's L - 3 .. L - 1: d + 3 rows;
     - and the previous stream's L - 7 .. L - 4: d + 7 rows. The tokens behind it, and steps that begin later, read no
       older ones;
-    - every token goes on from the HCA state of L tokens, and writes that of its own length: d + 1 banks.
+    - every token goes on from the HCA state of L tokens, and writes that of its own length: d + 1 state copies.
 
     ValueError for a number that is not in 0 .. 9.
     """
@@ -87,6 +90,8 @@ def state_rows(draft_tokens: int) -> StateRows:
             "step writes at once (--speculative-num-draft-tokens)"
         )
     if draft_tokens <= 1:
-        return StateRows(WINDOW, CSA_TAILS[0], 1)
-    csa = next(tail for tail in CSA_TAILS if tail.draft_tokens >= draft_tokens)
+        return StateRows(WINDOW, CSA_COMPRESSOR_STATES[0], 1)
+    csa = next(
+        compressor_state for compressor_state in CSA_COMPRESSOR_STATES if compressor_state.draft_tokens >= draft_tokens
+    )
     return StateRows(WINDOW + draft_tokens + draft_tokens % 2, csa, draft_tokens + 1)

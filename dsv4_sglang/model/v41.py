@@ -1,4 +1,5 @@
-"""What a DeepSeek-V4.1 checkpoint says of its cache, which layer does what, and rows of a tail (SPEC 11)."""
+"""What a DeepSeek-V4.1 checkpoint says of its cache, which layer does what, and rows of a compressor state (SPEC
+11)."""
 
 from __future__ import annotations
 
@@ -248,8 +249,8 @@ def v41_schedule(config: V41Config, draft_layers: int = 0) -> list[V41LayerSpec]
 
 
 def pair_rows(draft_tokens: int) -> int:
-    """Rows of a slot's tail of a ratio-2 compressor whose decode steps write d = `draft_tokens` tokens, of which the
-    next step may take back all but the first.
+    """Rows of a slot's compressor state of a ratio-2 compressor whose decode steps write d = `draft_tokens` tokens, of
+    which the next step may take back all but the first.
 
     Only a token at an even position waits for its partner, the one at position t in row t / 2 mod `pair_rows`. A step
     at length L reads that of L - 1 (if L is odd) and writes those of L .. L + d - 1, in any order; the next step may
@@ -261,5 +262,5 @@ def pair_rows(draft_tokens: int) -> int:
 
 
 def pair_draft_tokens(rows: int) -> int:
-    """The most tokens of a request that a decode step may write into a tail of so many rows."""
+    """The most tokens of a request that a decode step may write into a compressor state of so many rows."""
     return 1 if rows == 1 else 2 * rows - 1

@@ -9,7 +9,7 @@ which nothing else needs. Ahead of time, for any machine:
 
 The extension uses LibTorch's stable ABI only, so one file serves torch 2.11 and later, whatever CUDA they were built
 with. The cache is `DSV4_SGLANG_CACHE`, else `~/.cache/dsv4_sglang`, and nobody else's: a folder or library there that
-others own or can write is refused (`dsv4_sglang.ops.trust`). A file's name holds a hash of sources and flags, one of
+others own or can write is rejected (`dsv4_sglang.ops.trust`). A file's name holds a hash of sources and flags, one of
 the compiler, and the architectures.
 """
 
@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from dsv4_sglang.ops.trust import refuse_writable_by_all, require_own
+from dsv4_sglang.ops.trust import reject_writable_by_all, require_own
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def build(archs: Sequence[str], out: Path) -> Path:
     """The library for `archs` ("90a", ...) in folder `out`, compiled unless it is there already."""
     target = out / library_name(compiler_hash(find_nvcc()), archs)
     out.mkdir(parents=True, exist_ok=True)
-    refuse_writable_by_all(out)
+    reject_writable_by_all(out)
     if not target.exists():
         with _locked(out):
             if not target.exists():
@@ -226,7 +226,7 @@ def load() -> Path:
         path = Path(configured)
         if not path.is_file():
             raise RuntimeError(f"DSV4_SGLANG_EXTENSION is {configured}, which is not a file")
-        refuse_writable_by_all(path)
+        reject_writable_by_all(path)
     else:
         arch = device_arch()
         path = find_prebuilt(arch) or find_cached(arch) or build([arch], _make_cache())

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dsv4_sglang.formats.rows import ROPE_DIM
+from dsv4_sglang.formats.kv_entries import ROPE_DIM
 
 
 def rope_table(positions: int, frequencies: Tensor) -> Tensor:
@@ -15,7 +15,8 @@ def rope_table(positions: int, frequencies: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, rope: Tensor, inverse: bool = False) -> Tensor:
-    """Rotate the last 64 dims of x [N, ..., D] fp32 by interleaved pairs at `positions` [N]; `inverse` derotates."""
+    """Rotate the last 64 dims of x [N, ..., D] fp32 by interleaved pairs at `positions` [N]; `inverse` applies the
+    inverse RoPE to."""
     table = rope[positions.long()].unflatten(-1, (-1, 2))
     shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (ROPE_DIM // 2,)
     cos, sin = table[..., 0].view(shape), table[..., 1].view(shape)

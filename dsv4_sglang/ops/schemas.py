@@ -13,10 +13,11 @@ NAMESPACE = "dsv4_sglang"
 SCHEMAS = {
     "append": (
         "(Tensor kv, Tensor? kv_score, Tensor? index_kv_score, Tensor kv_norm, Tensor? entry_norm, Tensor? index_norm, "
-        "Tensor? ape, Tensor? index_ape, Tensor rope, float eps, int ratio, int row_format, int key_format, "
+        "Tensor? ape, Tensor? index_ape, Tensor rope, float eps, int ratio, int kv_format, int key_format, "
         "Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, "
         "Tensor? track_slots, "
-        "Tensor(a!) ring, Tensor(b!)? tail, Tensor(c!)? entries, Tensor(d!)? index_keys, Tensor(e!)? window, "
+        "Tensor(a!) ring, Tensor(b!)? compressor_state, Tensor(c!)? entries, Tensor(d!)? index_keys, "
+        "Tensor(e!)? window, "
         "Tensor(f!)? swa_pos, Tensor(g!)? swa_head, Tensor(h!)? tail_len) -> ()"
     ),
     "append_swa": (
@@ -27,7 +28,8 @@ SCHEMAS = {
         "(Tensor kv, Tensor? compressor, Tensor kv_norm, Tensor? latent_norm, Tensor rope, float eps, int ratio, "
         "Tensor slots, Tensor prefix_lens, Tensor query_start, Tensor token_request, Tensor out_loc, "
         "Tensor? track_slots, "
-        "Tensor(a!) ring, Tensor(b!)? tail, Tensor(c!)? entries, Tensor(d!)? latents, Tensor(e!)? window) -> ()"
+        "Tensor(a!) ring, Tensor(b!)? compressor_state, Tensor(c!)? entries, Tensor(d!)? latents, "
+        "Tensor(e!)? window) -> ()"
     ),
     "append_v41_keys": (
         "(Tensor keys, Tensor key_norm, Tensor rope, float eps, int ratio, Tensor slots, Tensor prefix_lens, "
@@ -38,19 +40,19 @@ SCHEMAS = {
         "Tensor rope, int key_format, Tensor(a!) scores, Tensor(b!) rows) -> ()"
     ),
     "attend": (
-        "(Tensor q, Tensor sink, Tensor window, Tensor window_rows, Tensor window_lens, Tensor? entries, "
-        "Tensor? entry_rows, Tensor? entry_lens, Tensor positions, Tensor rope, float scale, int row_format) -> Tensor"
+        "(Tensor q, Tensor sink, Tensor window, Tensor window_indices, Tensor window_lens, Tensor? entries, "
+        "Tensor? entry_rows, Tensor? entry_lens, Tensor positions, Tensor rope, float scale, int kv_format) -> Tensor"
     ),
     "index_topk_v41": (
         "(Tensor q, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "
         "Tensor rope, int ratio, int candidate_block, Tensor(a!)? kept, Tensor? within, Tensor(b!) rows) -> ()"
     ),
     "attend_v41": (
-        "(Tensor q, Tensor sink, Tensor window, Tensor window_rows, Tensor window_lens, Tensor? entries, "
+        "(Tensor q, Tensor sink, Tensor window, Tensor window_indices, Tensor window_lens, Tensor? entries, "
         "Tensor? entry_rows, Tensor? entry_lens, Tensor positions, Tensor rope, float scale) -> Tensor"
     ),
-    "copy_state": "(Tensor src, Tensor dst, Tensor(a!)[] tensors, Tensor(b!)? refused=None) -> ()",
-    "snapshot_tables": (
+    "copy_state": "(Tensor src, Tensor dst, Tensor(a!)[] tensors, Tensor(b!)? rejected=None) -> ()",
+    "gather_tables": (
         "(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, "
         "Tensor(a!) owned, Tensor(b!) block_table) -> ()"
     ),
@@ -58,7 +60,7 @@ SCHEMAS = {
         "(Tensor(a!)[] pools, Tensor(b!) host, Tensor blocks, Tensor rows, bool to_host, int[] offsets) -> ()"
     ),
     "update_rows": (
-        "(Tensor(a!) pool, Tensor new_rows, Tensor slices, Tensor n_valid, Tensor(b!)? refused=None) -> ()"
+        "(Tensor(a!) pool, Tensor new_rows, Tensor slices, Tensor n_valid, Tensor(b!)? rejected=None) -> ()"
     ),
 }
 

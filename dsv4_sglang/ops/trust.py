@@ -32,7 +32,7 @@ def require_own(path: Path, remedy: str) -> None:
         )
 
 
-def refuse_writable_by_all(path: Path, *, adding: bool = False) -> None:
+def reject_writable_by_all(path: Path, *, adding: bool = False) -> None:
     """RuntimeError if every user of the machine can change `path` or put another file in its place; with `adding`, also
     if every user can add files to a folder.
 

@@ -11,13 +11,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from dsv4_sglang.srt import compat, launch
+from dsv4_sglang.srt.integration import compat, launch_command
 
 
 def prepare_this_process() -> None:
     """Import SGLang in a process that only plans: it sees no GPU and logs nothing."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    launch.prepare_this_process(cpu=True)
+    launch_command.prepare_this_process(cpu=True)
     warnings.filterwarnings("ignore", module="sglang")
     # SGLang and what it imports print what a machine without a GPU lacks.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

@@ -14,7 +14,7 @@ from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
 from dsv4_sglang.planner.gpus import Gpu
 from dsv4_sglang.planner.models import Format, Model
 from dsv4_sglang.planner.weights import Split, check_split
-from dsv4_sglang.srt.options import KEY, Options
+from dsv4_sglang.srt.integration.options import KEY, Options
 
 ENTRY_DTYPES = {"auto": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}
 """By --kv-cache-dtype."""
@@ -97,7 +97,7 @@ class Choice:
             if not 2 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
                 raise ValueError(f"{given}: expected 1 to {MAX_DRAFT_TOKENS - 1}, the tokens of a block")
             if self.dp > 1:
-                raise ValueError(f"{given}: DSPARK with --dp {self.dp} is refused at start; give --dp 1")
+                raise ValueError(f"{given}: DSPARK with --dp {self.dp} is rejected at start; give --dp 1")
         elif not 2 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
             raise ValueError(
                 f"{given}: expected 2 to {MAX_DRAFT_TOKENS}, a token and its drafts, or 0 for no speculation"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dsv4_sglang.srt.sizing import GIB
+from dsv4_sglang.srt.memory.sizing import GIB
 
 MIB = 1 << 20
 BEFORE_WEIGHTS = int(1.65 * GIB)

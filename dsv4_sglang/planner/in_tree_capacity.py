@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from dsv4_sglang.planner.ask_sglang import resolved_flags
-from dsv4_sglang.srt import compat
-from dsv4_sglang.srt.sizing import GIB
+from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.memory.sizing import GIB
 
 REJECTIONS = (ValueError, AssertionError, RuntimeError)
 """How SGLang rejects flags."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsv4_sglang.model.config import DSV4Config, Fields
-from dsv4_sglang.planner.checkpoint import expert_dtype
+from dsv4_sglang.planner.stored_weights import expert_dtype
 
 CONFIGS = Path(__file__).parent / "configs"
 """A config.json of each released model, with its sizes."""

@@ -15,9 +15,9 @@ from dsv4_sglang.planner.gpus import BEFORE_WEIGHTS, BESIDE_WEIGHTS
 from dsv4_sglang.planner.in_tree_capacity import REJECTIONS, in_tree_capacity
 from dsv4_sglang.planner.reserves import activation_bytes, graph_bytes, prefill_graph_bytes, token_table_bytes
 from dsv4_sglang.planner.weights import count_weights
-from dsv4_sglang.srt import compat
-from dsv4_sglang.srt.layout import served_layout
-from dsv4_sglang.srt.sizing import GIB, StateDemand, demand_of, memory_after_slots, tokens_of_pool
+from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.memory.served_layout import served_layout
+from dsv4_sglang.srt.memory.sizing import GIB, StateDemand, demand_of, memory_after_slots, tokens_of_pool
 
 
 class Part(NamedTuple):
@@ -61,8 +61,8 @@ class Plan:
         return min(self.requests, self.demand.running * self.replicas)
 
     @property
-    def checkpoints(self) -> int:
-        return self.demand.checkpoints * self.replicas
+    def snapshots(self) -> int:
+        return self.demand.snapshots * self.replicas
 
     @property
     def parts(self) -> list[Part]:
@@ -79,9 +79,9 @@ class Plan:
                 "computed",
             ),
             Part(
-                "checkpoints",
-                f"{demand.checkpoints} checkpoints",
-                demand.checkpoints * layout.checkpoint_bytes,
+                "snapshots",
+                f"{demand.snapshots} snapshots",
+                demand.snapshots * layout.snapshot_bytes,
                 "computed",
             ),
             Part("blocks", f"{self.tokens // BLOCK} blocks of {BLOCK} tokens", blocks, "computed"),
@@ -151,7 +151,7 @@ def plan(choice: Choice) -> Plan:
         available_gib,
         running=choice.running // choice.dp,
         step_tokens=choice.chunk // choice.dp,
-        max_checkpoints=choice.options.max_checkpoints,
+        max_snapshots=choice.options.max_snapshots,
     )
     left_gib = memory_after_slots(layout, demand, available_gib)
     tokens = tokens_of_pool(layout, int(left_gib * GIB), choice.served_context)

@@ -10,7 +10,7 @@ from dsv4_sglang.planner.plan import Plan
 COLOURS = {
     "weights": "#7f7f7f",
     "state slots": "#ff7f0e",
-    "checkpoints": "#2ca02c",
+    "snapshots": "#2ca02c",
     "blocks": "#1f77b4",
     "graphs": "#9467bd",
     "reserve": "#dddddd",

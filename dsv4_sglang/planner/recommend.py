@@ -9,7 +9,7 @@ from dsv4_sglang.planner.choice import Choice
 from dsv4_sglang.planner.gpus import MOST_GPUS
 from dsv4_sglang.planner.neighbours import DRAFT_TOKENS
 from dsv4_sglang.planner.plan import Plan, plan
-from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.integration import compat
 
 GOALS = {
     "latency": "one server over all GPUs with speculation, for few requests at once",

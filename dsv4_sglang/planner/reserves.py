@@ -5,7 +5,7 @@ from __future__ import annotations
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.planner.choice import Choice
 from dsv4_sglang.planner.gpus import MIB
-from dsv4_sglang.srt.sizing import GIB
+from dsv4_sglang.srt.memory.sizing import GIB
 
 
 def token_table_bytes(choice: Choice) -> int:

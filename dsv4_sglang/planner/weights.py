@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from dsv4_sglang.planner.ask_sglang import resolved_flags
 from dsv4_sglang.planner.models import Format, Model
-from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.integration import compat
 
 FP8_TILE = 128
 """Columns of an expert are split in whole tiles, each with one scale."""

@@ -49,7 +49,7 @@ class BlockAllocator:
 
     def acquire_with_host_ids(self, n: int) -> tuple[Tensor, list[int]]:
         """`acquire`, and the same ids on the host; no wait for the device."""
-        self._refuse_in_capture("acquire")
+        self._reject_in_capture("acquire")
         if n < 0:
             raise ValueError(f"acquire: {n} blocks asked; expected 0 or more")
         top = self.num_free
@@ -77,7 +77,7 @@ class BlockAllocator:
         Raises ValueError and changes nothing when an id is not a block of this allocator, is given twice or is free
         already, or when more ids come back than are out.
         """
-        self._refuse_in_capture("release")
+        self._reject_in_capture("release")
         blocks = self._check("release", ids)
         self._owners[blocks] -= 1
         free = blocks[self._owners[blocks] == 0].int()
@@ -86,7 +86,7 @@ class BlockAllocator:
         self._stack[top : top + n] = free.to(self.device)
         self._top[0] = top + n
 
-    def _refuse_in_capture(self, what: str) -> None:
+    def _reject_in_capture(self, what: str) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{what}: the current stream is captured into a CUDA graph, whose replays would use the block ids of "

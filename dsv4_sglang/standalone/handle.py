@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.schema import LayerCacheSchema
-from dsv4_sglang.formats import make_row_tables
+from dsv4_sglang.formats import make_kv_buffers
 from dsv4_sglang.model.layer_schedule import AttentionType
 from dsv4_sglang.standalone.state_cache import StateCachePool
 from dsv4_sglang.standalone.step import Step
@@ -21,14 +21,14 @@ class SwaView:
     """The rings of the layer, and the rows of the window that the tokens of the step see, as `attend` takes them."""
 
     window: Tensor | None
-    """Entry table that `window_rows` count in: the ring (decode) or the step's workspace (prefill). None in a
+    """Entry table that `window_indices` count in: the ring (decode) or the step's workspace (prefill). None in a
     prefill step before `append` has filled the workspace, because the ring does not keep the rows of all its tokens;
     then the next two are None as well."""
-    window_rows: Tensor | None
+    window_indices: Tensor | None
     """[T, 128] int32"""
     window_lens: Tensor | None
     """[T] int32: how many of them are visible."""
-    row_format: int
+    kv_format: int
     """Code of the rows' format, as `attend` takes it for these rows and the entries."""
     positions: Tensor
     """[T] int64"""
@@ -124,7 +124,7 @@ class LayerCacheHandle:
         pool = self.state_pool
         if pool.swa_fp8 is None or pool.swa_rope is None or pool.swa_inv is None:
             raise ValueError(
-                f"write_swa, {self}: writes FP8 rows, but the rows are {self.schema.row_format.value}: use append()"
+                f"write_swa, {self}: writes FP8 rows, but the rows are {self.schema.kv_format.value}: use append()"
             )
         torch.ops.dsv4_sglang.append_swa(
             raw_kv,
@@ -158,10 +158,10 @@ class LayerCacheHandle:
         self._check_append(kv, weights, kv_score, index_kv_score)
         pool, paged, step = self.state_pool, self.paged_pool, self.step.begin_append(self.layer_idx)
         if not step.is_decode:
-            self._window = make_row_tables(1, 1, step.window_size, self.schema.row_format, kv.device)[0]
+            self._window = make_kv_buffers(1, 1, step.window_size, self.schema.kv_format, kv.device)[0]
         tables = LayerTables(
             pool.ring,
-            pool.tail,
+            pool.compressor_state,
             paged.entries if paged else None,
             paged.index_keys if paged else None,
             pool.swa_pos,
@@ -202,9 +202,9 @@ class LayerCacheHandle:
         window = pool.ring if step.is_decode else self._window
         return SwaView(
             window=window,
-            window_rows=step.metadata.window_rows if window is not None else None,
+            window_indices=step.metadata.window_indices if window is not None else None,
             window_lens=step.metadata.window_lens if window is not None else None,
-            row_format=self.schema.row_format.code,
+            kv_format=self.schema.kv_format.code,
             positions=step.metadata.positions,
             swa_fp8=pool.swa_fp8,
             swa_rope=pool.swa_rope,
@@ -225,7 +225,7 @@ class LayerCacheHandle:
             inv_scale=self.paged_pool.inv_scale,
             block_table=step.block_table,
             n_visible=step.hca_lens if is_hca else step.csa_lens,
-            entry_rows=step.hca_rows if is_hca else None,
+            entry_rows=step.hca_indices if is_hca else None,
         )
 
     def read_indexer_view(self) -> IndexerView | None:

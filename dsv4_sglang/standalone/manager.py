@@ -14,7 +14,7 @@ from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.paged_cache import make_paged_pools
 from dsv4_sglang.cache.schema import HcaState
 from dsv4_sglang.cache.state_cache import StateStorage
-from dsv4_sglang.formats import KeyFormat, RowFormat
+from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
@@ -78,7 +78,7 @@ class KVCacheManager:
         max_concurrent_requests: int,
         num_blocks_per_csa_layer: int,
         num_blocks_per_hca_layer: int,
-        row_format: RowFormat | str = RowFormat.FP8,
+        kv_format: KVFormat | str = KVFormat.FP8,
         key_format: KeyFormat | str = KeyFormat.MXFP4,
         hca_state: HcaState | str = HcaState.RAW,
         draft_tokens: int = 0,
@@ -99,7 +99,7 @@ class KVCacheManager:
             config,
             self.schedule,
             self.device,
-            row_format=row_format,
+            kv_format=kv_format,
             key_format=key_format,
             hca_state=hca_state,
             draft_tokens=draft_tokens,

@@ -9,7 +9,7 @@ from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema
 from dsv4_sglang.cache.state_cache import EMPTY, StateStorage, check_slot
-from dsv4_sglang.formats import RowTable
+from dsv4_sglang.formats import KVBuffer
 from dsv4_sglang.model.geometry import HCA_ONLINE_ROWS, HCA_RATIO, WINDOW
 from dsv4_sglang.model.layer_schedule import AttentionType
 
@@ -17,11 +17,11 @@ from dsv4_sglang.model.layer_schedule import AttentionType
 class StateCachePool:
     """The state of one layer, `max_requests` slots: by itself, or views of layer `layer` of a storage of all layers.
 
-    Tables, as the ops take them: `ring` [slots, R, width] (R: `LayerCacheSchema.ring_rows`) and `tail` (None for SWA;
-    shape in `LayerCacheSchema.tail_shape`). Everything below is a view of them. Names end in `a` for the window that is
-    open and in `b` for the stream that the next window pools too; k and z are projections, z with the position bias
-    added. Cc and Cp are the rows of a CSA tail's rings, n the banks of an HCA tail (`state_rows`): 4, 8, 1 without
-    drafts.
+    Tables, as the ops take them: `ring` [slots, R, width] (R: `LayerCacheSchema.ring_rows`) and `compressor_state`
+    (None for SWA; shape in `LayerCacheSchema.compressor_state_shape`). Everything below is a view of them. Names end in
+    `a` for the window that is open and in `b` for the stream that the next window pools too; k and z are projections, z
+    with the position bias added. Cc and Cp are the rows of a CSA compressor state's rings, n the state copies of an HCA
+    compressor state (`state_rows`): 4, 8, 1 without drafts.
 
     | attribute | shape | who has it |
     | --- | --- | --- |
@@ -32,8 +32,8 @@ class StateCachePool:
     | tail_ka, tail_za | [slots, Cc, 512] (row t % Cc), HCA [slots, 128, 512] (row t & 127) fp32 | CSA, HCA raw |
     | tail_kb, tail_zb | [slots, Cp, 512] fp32 (row t % Cp) | CSA |
     | index_tail_ka, _za, _kb, _zb | the same with 128 columns | CSA |
-    | tail_max, tail_sum, tail_acc | [slots, 512], with drafts [slots, n, 512] (t tokens: bank t % n) fp32, accumulator
-    not divided by the sum | HCA online |
+    | tail_max, tail_sum, tail_acc | [slots, 512], with drafts [slots, n, 512] (t tokens: state copy t % n) fp32,
+    accumulator not divided by the sum | HCA online |
     | tail_len | [slots] int32, tokens in the open window | CSA, HCA |
     """
 
@@ -56,31 +56,33 @@ class StateCachePool:
         self.max_requests = max_requests
         self.device = storage.device
         self.ring: Tensor = storage.ring(layer)
-        self.tail: Tensor | None = storage.tail(layer)
+        self.compressor_state: Tensor | None = storage.compressor_state(layer)
         self.swa_pos: Tensor = storage.swa_pos[layer]
         self.swa_head: Tensor = storage.swa_head[layer]
-        self.tail_len: Tensor | None = storage.tail_lengths(layer)
+        self.tail_len: Tensor | None = storage.compressor_state_lengths(layer)
 
-        views = RowTable(self.ring, schema.row_format).views()
+        views = KVBuffer(self.ring, schema.kv_format).views()
         self.swa_fp8: Tensor | None = views.fp8 if views else None
         self.swa_rope: Tensor | None = views.rope if views else None
         self.swa_inv: Tensor | None = views.inv_scale if views else None
-        self._split_tail()
+        self._split_compressor_state()
 
-    def _split_tail(self) -> None:
+    def _split_compressor_state(self) -> None:
         names = ("tail_ka", "tail_za", "tail_kb", "tail_zb")
         parts: dict[str, Tensor] = {}
-        if self.tail is not None and self.schema.attn is AttentionType.CSA:
+        if self.compressor_state is not None and self.schema.attn is AttentionType.CSA:
             rows = self.schema.rows.csa
             sizes = (rows.current, rows.current, rows.previous, rows.previous)
-            main, index = self.tail.split((self.schema.entry_head_dim, self.schema.indexer_head_dim), dim=-1)
+            main, index = self.compressor_state.split(
+                (self.schema.entry_head_dim, self.schema.indexer_head_dim), dim=-1
+            )
             parts.update(zip(names, main.split(sizes, dim=1)))
             parts.update((f"index_{name}", part) for name, part in zip(names, index.split(sizes, dim=1)))
-        elif self.tail is not None and self.schema.hca_state is HcaState.RAW:
-            parts.update(zip(names, self.tail.split(HCA_RATIO, dim=1)))
-        elif self.tail is not None:
-            banks = self.tail.unflatten(1, (-1, HCA_ONLINE_ROWS)).squeeze(1)
-            parts.update(zip(("tail_max", "tail_sum", "tail_acc"), banks.unbind(-2)))
+        elif self.compressor_state is not None and self.schema.hca_state is HcaState.RAW:
+            parts.update(zip(names, self.compressor_state.split(HCA_RATIO, dim=1)))
+        elif self.compressor_state is not None:
+            state_copies = self.compressor_state.unflatten(1, (-1, HCA_ONLINE_ROWS)).squeeze(1)
+            parts.update(zip(("tail_max", "tail_sum", "tail_acc"), state_copies.unbind(-2)))
         self.tail_ka, self.tail_za, self.tail_kb, self.tail_zb = (parts.get(name) for name in names)
         self.index_tail_ka, self.index_tail_za = parts.get("index_tail_ka"), parts.get("index_tail_za")
         self.index_tail_kb, self.index_tail_zb = parts.get("index_tail_kb"), parts.get("index_tail_zb")
@@ -90,7 +92,7 @@ class StateCachePool:
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor that a slot consists of, slot dimension first."""
-        every = (self.ring, self.tail, self.swa_pos, self.swa_head, self.tail_len)
+        every = (self.ring, self.compressor_state, self.swa_pos, self.swa_head, self.tail_len)
         return [tensor for tensor in every if tensor is not None]
 
     def reset_slot(self, slot: int) -> None:

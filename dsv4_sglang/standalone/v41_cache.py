@@ -16,11 +16,11 @@ from dsv4_sglang.standalone.step import NO_BLOCK, Step
 
 
 class V41Cache:
-    """`num_slots` state slots, `num_blocks` blocks of 128 tokens and `checkpoints` of states at multiples of 128.
+    """`num_slots` state slots, `num_blocks` blocks of 128 tokens and `snapshots` of states at multiples of 128.
 
     A block id stands for 128 tokens in every layer that owns entries at once. Who owns which slot and block is the
     caller's to say: `block_tables` [num_slots, num_blocks] int32 has the block ids of each slot's request in the order
-    of its tokens, -1 behind them. Slots need no clearing for a new owner; a request that resumes from a checkpoint
+    of its tokens, -1 behind them. Slots need no clearing for a new owner; a request that resumes from a snapshot
     (`state.load`) shares the blocks before it.
 
     With `draft_tokens` d above 1 a step may have up to d tokens of each request, as many of each, and the next step may
@@ -28,7 +28,7 @@ class V41Cache:
 
     Attributes:
         schedule, layout: the layers, and what they store.
-        state: rings, tails, and checkpoints (`StateStorage.store`, `load`).
+        state: rings, compressor states, and snapshots (`StateStorage.store`, `load`).
         pools: one a layer, None where it owns no entries.
     """
 
@@ -38,7 +38,7 @@ class V41Cache:
         *,
         num_slots: int,
         num_blocks: int,
-        checkpoints: int = 0,
+        snapshots: int = 0,
         draft_tokens: int = 0,
         draft_layers: int = 0,
         device: torch.device | str | None = None,
@@ -48,15 +48,15 @@ class V41Cache:
         self.schedule = v41_schedule(config, draft_layers)
         self.layout = V41Layout.build(self.schedule, self.device, draft_tokens=draft_tokens, draft_layers=draft_layers)
         self.draft_tokens = draft_tokens
-        self.state = StateStorage(self.layout, num_slots, checkpoints, positions=False)
+        self.state = StateStorage(self.layout, num_slots, snapshots, positions=False)
         self.pools = make_v41_pools(self.layout, num_blocks)
         self.block_tables: Tensor = torch.full((num_slots, num_blocks), NO_BLOCK, dtype=torch.int32, device=self.device)
 
     def begin_step(
         self, request_slots: Tensor, positions: Tensor, request_ids: Tensor, track_slots: Tensor | None = None
     ) -> V41Step:
-        """The tokens of a forward, see `Step`, which says what is refused. `track_slots` [T] int32: the state slot that
-        takes this token's window row too, for a checkpoint, or -1."""
+        """The tokens of a forward, see `Step`, which says what is rejected. `track_slots` [T] int32: the state slot
+        that takes this token's window row too, for a snapshot, or -1."""
         step = Step(
             request_slots,
             positions,

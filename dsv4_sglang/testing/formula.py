@@ -88,7 +88,7 @@ def _entries(score: Tensor, ape: Tensor, norm: Tensor, ratio: int) -> Tensor:
 
 
 def layer_output(x: FormulaInputs, topk: int, row: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
-    """fp32 [T, H, 512]: attention output of every token, derotated, before the output projection.
+    """fp32 [T, H, 512]: attention output of every token, with the inverse RoPE applied, before the output projection.
 
     `row` is what storing does to finished rows [n, 512]; index keys are never rounded.
     """

@@ -16,12 +16,12 @@ from transformers import AttentionInterface, DeepseekV4ForCausalLM, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
-from dsv4_sglang.testing.quantise import bf16_rows, fp8_rows, mxfp4_keys
+from dsv4_sglang.testing.quantise import bf16_entries, fp8_entries, mxfp4_keys
 
-RowFormat = Literal["fp32", "bf16", "fp8"]
+KVFormat = Literal["fp32", "bf16", "fp8"]
 KeyFormat = Literal["fp32", "mxfp4"]
 
-_ROW_ROUNDING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"bf16": bf16_rows, "fp8": fp8_rows}
+_ROW_ROUNDING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"bf16": bf16_entries, "fp8": fp8_entries}
 
 
 def _attention_over(rounding: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
@@ -80,13 +80,13 @@ class Oracle:
         query, keys, hidden = args
         return mxfp4_keys(query), mxfp4_keys(keys), hidden
 
-    def _select(self, rows: RowFormat, keys: KeyFormat) -> None:
+    def _select(self, rows: KVFormat, keys: KeyFormat) -> None:
         self.model.config._attn_implementation = "eager" if rows == "fp32" else f"dsv4_oracle_{rows}"
         self._keys = keys
 
     @torch.no_grad()
     def logits(
-        self, ids: Sequence[int], rows: RowFormat = "fp32", keys: KeyFormat = "fp32", chunk: int | None = None
+        self, ids: Sequence[int], rows: KVFormat = "fp32", keys: KeyFormat = "fp32", chunk: int | None = None
     ) -> torch.Tensor:
         """fp32 [len(ids), vocab] on the CPU: row i predicts token i + 1. In one forward, or in `chunk`s of tokens."""
         self._select(rows, keys)
@@ -109,7 +109,7 @@ class Oracle:
         self,
         prompt: Sequence[int],
         generated: Sequence[int],
-        rows: RowFormat = "fp32",
+        rows: KVFormat = "fp32",
         keys: KeyFormat = "fp32",
         chunk: int | None = None,
     ) -> Score:
@@ -121,7 +121,7 @@ class Oracle:
         return score_of(self.logits([*prompt, *generated][:-1], rows, keys, chunk)[len(prompt) - 1 :], generated)
 
     @torch.no_grad()
-    def selection_gap(self, ids: Sequence[int], rows: RowFormat = "fp32", keys: KeyFormat = "fp32") -> torch.Tensor:
+    def selection_gap(self, ids: Sequence[int], rows: KVFormat = "fp32", keys: KeyFormat = "fp32") -> torch.Tensor:
         """[len(ids)]: how near the indexer is to selecting another entry.
 
         (last selected score - first that is not) / |last selected|, the smallest of all layers; infinite where all
@@ -149,7 +149,7 @@ class Oracle:
 
     @torch.no_grad()
     def greedy(
-        self, prompt: Sequence[int], count: int, rows: RowFormat = "fp32", keys: KeyFormat = "fp32"
+        self, prompt: Sequence[int], count: int, rows: KVFormat = "fp32", keys: KeyFormat = "fp32"
     ) -> tuple[list[int], torch.Tensor]:
         """(tokens, fp32 [count] their log p): the likeliest token `count` times, through the model's own cache."""
         self._select(rows, keys)

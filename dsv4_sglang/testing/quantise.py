@@ -23,7 +23,7 @@ def _power_of_two_at_least(x: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).to(exponent.dtype))
 
 
-def fp8_rows(rows: torch.Tensor) -> torch.Tensor:
+def fp8_entries(rows: torch.Tensor) -> torch.Tensor:
     """fp32 [..., 512] -> the values that a 584-byte row holds, fp32.
 
     The row is rounded to bf16; its first 448 dims become e4m3 with one power-of-two scale >= amax/448 (amax at least
@@ -37,7 +37,7 @@ def fp8_rows(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([(stored * scale).bfloat16().float(), rope], dim=-1)
 
 
-def bf16_rows(rows: torch.Tensor) -> torch.Tensor:
+def bf16_entries(rows: torch.Tensor) -> torch.Tensor:
     """fp32 [..., 512] -> rounded to bf16, as fp32."""
     return rows.bfloat16().float()
 

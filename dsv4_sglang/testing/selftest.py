@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.attention import cuda_ops  # noqa: F401  (registers `attend` for CUDA)
-from dsv4_sglang.attention.metadata import DecodeBuffers, build_decode, build_prefill, snapshot_decode
+from dsv4_sglang.attention.metadata import build_decode, build_prefill, gather_decode
+from dsv4_sglang.attention.step_buffers import DecodeBuffers
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.formats import KeyFormat, RowFormat, make_key_table, make_row_tables
+from dsv4_sglang.formats import KeyFormat, KVFormat, make_key_table, make_kv_buffers
 from dsv4_sglang.model.geometry import WINDOW
 from dsv4_sglang.ops.rope import rope_table, rotate
 from dsv4_sglang.testing.formula import EPS, FormulaInputs, frequencies, layer_output
-from dsv4_sglang.testing.quantise import fp8_rows
+from dsv4_sglang.testing.quantise import fp8_entries
 
 HEADS = INDEX_HEADS = 64
 PREFILL, TOKENS = 133, 140  # a chunk over the edge of a block, then single tokens that close a CSA window
@@ -29,7 +30,7 @@ class Formats:
     """dtype of projections and queries; formats of rows and keys; what storing does to a row; entries selected."""
 
     dtype: torch.dtype
-    rows: RowFormat
+    rows: KVFormat
     keys: KeyFormat
     stored: Callable[[Tensor], Tensor]
     topk: int
@@ -37,12 +38,12 @@ class Formats:
     @property
     def unwritten(self) -> float:
         """Fills tables, so that whatever is read before it is written shows: nan, as e4m3 and exponent bytes too."""
-        return 127 if self.rows is RowFormat.FP8 else float("nan")
+        return 127 if self.rows is KVFormat.FP8 else float("nan")
 
 
 # Exact tables can show a wrong selection; the served ones select everything, since FP4 scores order entries otherwise.
-EXACT = Formats(torch.float32, RowFormat.FP32, KeyFormat.FP32, lambda rows: rows, topk=16)
-SERVED = Formats(torch.bfloat16, RowFormat.FP8, KeyFormat.MXFP4, fp8_rows, topk=512)
+EXACT = Formats(torch.float32, KVFormat.FP32, KeyFormat.FP32, lambda rows: rows, topk=16)
+SERVED = Formats(torch.bfloat16, KVFormat.FP8, KeyFormat.MXFP4, fp8_entries, topk=512)
 
 
 def random_inputs(ratio: int, seed: int = 0) -> FormulaInputs:
@@ -80,15 +81,15 @@ class _Layer:
         self.x, self.formats, self.device = x.to(device), formats, device
         self.rope = rope_table(BLOCKS * 128, frequencies(x.ratio)).to(device)
         self.ring = self._rows(SLOT + 1, WINDOW)
-        self.tail = self.entries = self.keys = None
+        self.compressor_state = self.entries = self.keys = None
         if x.ratio == 4:
-            self.tail, self.entries = self._state(24, 640), self._rows(BLOCKS, 32)
+            self.compressor_state, self.entries = self._state(24, 640), self._rows(BLOCKS, 32)
             self.keys = make_key_table(BLOCKS, 32, formats.keys, device).fill_(formats.unwritten)
         elif x.ratio == 128:
-            self.tail, self.entries = self._state(3, 512), self._rows(1, BLOCKS)
+            self.compressor_state, self.entries = self._state(3, 512), self._rows(1, BLOCKS)
 
     def _rows(self, blocks: int, rows: int) -> Tensor:
-        return make_row_tables(1, blocks, rows, self.formats.rows, self.device)[0].fill_(self.formats.unwritten)
+        return make_kv_buffers(1, blocks, rows, self.formats.rows, self.device)[0].fill_(self.formats.unwritten)
 
     def _state(self, rows: int, width: int) -> Tensor:
         return torch.full((SLOT + 1, rows, width), float("nan"), device=self.device)
@@ -106,11 +107,11 @@ class _Layer:
             *(x.kv_norm, x.entry_norm, x.index_norm, x.ape, x.index_ape, self.rope, EPS),
             *(x.ratio, rows_as, keys_as),
             *(step.slots, step.prefix_lens, step.query_start, step.token_request, step.out_loc, step.track_slots),
-            *(self.ring, self.tail, self.entries, self.keys, window, None, None, None),
+            *(self.ring, self.compressor_state, self.entries, self.keys, window, None, None, None),
         )
         rows = lens = None
         if x.ratio == 128:
-            rows, lens = step.hca_rows, step.hca_lens
+            rows, lens = step.hca_indices, step.hca_lens
         elif x.ratio == 4:
             n = step.positions.shape[0]
             rows = torch.empty(n, self.formats.topk, dtype=torch.int32, device=self.device)
@@ -121,7 +122,7 @@ class _Layer:
             torch.ops.dsv4_sglang.index_topk(*index, *where, keys_as, scores, rows)
         q = rotate(x.q[tokens], step.positions, self.rope).to(dtype)
         table = self.ring if window is None else window
-        read = (table, step.window_rows, step.window_lens, self.entries, rows, lens)
+        read = (table, step.window_indices, step.window_lens, self.entries, rows, lens)
         return torch.ops.dsv4_sglang.attend(q, x.sink, *read, step.positions, self.rope, 512**-0.5, rows_as)
 
 
@@ -152,7 +153,7 @@ def _steps(device: torch.device, topk: int) -> list[tuple[StepMetadata, slice]]:
     steps = [(prefill, slice(0, PREFILL))]
     for t in range(PREFILL, TOKENS):
         buffers, length = DecodeBuffers(1, 2, device), ints([t + 1])
-        snapshot_decode(buffers, req_pool_indices=request, seq_lens=length, **tables)
+        gather_decode(buffers, req_pool_indices=request, seq_lens=length, **tables)
         decode = build_decode(
             buffers,
             seq_lens=length,

@@ -3,7 +3,7 @@
 What a cache is sensitive to is as in DeepSeek-V4-Flash: head_dim 512 with 64 RoPE dims, 64 query heads, 64 index
 heads of 128, window 128, ratios 0/4/128 and the entry of the MTP block, the RoPE tables, the sink, hyper-connections,
 hash and learned routing. Tensor names and dtypes are those of DeepSeek's files; the weights are not quantised, and
-every value is exact in bf16, so that a reader in fp32 and one in bf16 hold the same numbers.
+every value is exact in bf16, so that a attention kernel in fp32 and one in bf16 hold the same numbers.
 
 Expert choice does not depend on rounding. The first `n_routed_experts` channels of the residual stream carry the
 class of the token (one-hot); no layer writes to them, and hyper-connections keep what all streams share, so each
@@ -63,8 +63,8 @@ MARKOV_GAIN = 0.5
 
 @dataclass(frozen=True)
 class TinySizes:
-    """What may be chosen of V4 and V4.1. `heads`: of queries. Raises ValueError for a value that no reader would
-    take."""
+    """What may be chosen of V4 and V4.1. `heads`: of queries. Raises ValueError for a value that no attention kernel
+    would take."""
 
     seed: int = 0
     hidden: int = 256

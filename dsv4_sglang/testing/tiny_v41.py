@@ -1,7 +1,7 @@
 """A seeded random DeepSeek-V4.1 checkpoint: as `tiny`, with the layers of V4.1 that matter to its cache (SPEC 11).
 
-All roles that a layer can have occur, and ratio 2 in two sources, so that a reader of the wrong one shows. The
-published model's Engram layers, images and DSPARK stages are left out.
+All roles that a layer can have occur, and ratio 2 in two sources, so that a attention kernel of the wrong one shows.
+The published model's Engram layers, images and DSPARK stages are left out.
 
 Its cache holds rounded numbers, and what comes of a number that is rounded the other way moves all that is rounded
 behind it. As in a trained model, then, and not as in `tiny`, a layer adds little to its streams: rounding fp32

@@ -32,7 +32,7 @@ CHAT_SPECIALS = (
 NUM_BYTES = 256
 MIN_VOCAB = len(LEADING_SPECIALS) + NUM_BYTES + len(CHAT_SPECIALS)
 
-# Enough for a plain reader of Hugging Face files; SGLang encodes DeepSeek-V4 chats itself.
+# Enough for a plain attention kernel of Hugging Face files; SGLang encodes DeepSeek-V4 chats itself.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m['role'] == 'assistant' %}{{ '<｜Assistant｜></think>' + m['content'] + eos_token }}"

@@ -15,7 +15,7 @@ from test_append_v41_cuda import EPS, Case
 from dsv4_sglang.ops import cuda_index
 
 sys.path.append(str(Path(__file__).parents[1]))
-from reader_cases import index_case
+from attention_cases import index_case
 
 DECODE = [(0, 0, 1), (1, 3, 1)]
 
@@ -53,7 +53,7 @@ def calls() -> dict[str, Callable[[], object]]:
         ),
         "copy_state": lambda: op.copy_state(*pair, [layer.tables["ring"][None]]),
         "update_rows": lambda: op.update_rows(pool, pool, slices, zeros[:1]),
-        "snapshot_tables": lambda: op.snapshot_tables(block, block, zeros, table, zeros, table),
+        "gather_tables": lambda: op.gather_tables(block, block, zeros, table, zeros, table),
         "swap_blocks": lambda: op.swap_blocks([pool], host, block, row, True, [0]),
         "index_query": lambda: cuda_index.index_topk(*arguments),
     }  # fmt: skip

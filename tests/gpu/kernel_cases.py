@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dsv4_sglang.formats import KeyFormat, KeyTable, RowFormat, RowTable
+from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat
 from dsv4_sglang.model.geometry import StateRows, state_rows
 from dsv4_sglang.ops import extension
 
@@ -17,7 +17,7 @@ DEVICE = torch.device("cuda")
 POSITIONS = 4096
 NO_DRAFTS = state_rows(0)
 KINDS = {"swa": 0, "csa": 4, "hca-online": 128, "hca-raw": 128}
-# (kv dtype, row format, key format)
+# (kv dtype, KV format, key format)
 FORMATS = [
     (torch.bfloat16, "fp8", "mxfp4"),
     (torch.bfloat16, "fp8", "nvfp4"),
@@ -66,7 +66,7 @@ class Layer:
         if self.weights:
             return
         g = torch.Generator().manual_seed(self.seed)
-        norm_dtype = self.dtype  # as checkpoints have it
+        norm_dtype = self.dtype  # as snapshots have it
         angles = torch.outer(torch.arange(POSITIONS).float(), torch.rand(32, generator=g))
         self.weights = {
             "kv_norm": (1 + 0.2 * torch.randn(512, generator=g)).to(norm_dtype),
@@ -76,23 +76,23 @@ class Layer:
             "index_ape": torch.randn(4, 256, generator=g) if self.ratio == 4 else None,
             "rope": torch.stack([angles.cos(), angles.sin()], -1).flatten(1),
         }
-        width, row_dtype = RowFormat(self.rows).width, RowFormat(self.rows).dtype
+        width, row_dtype = KVFormat(self.rows).width, KVFormat(self.rows).dtype
         ring = bytes_like((self.slots, self.sizes.ring, width), row_dtype, g)
-        entries = keys = tail = None
+        entries = keys = compressor_state = None
         if self.ratio == 4:
             entries = bytes_like((self.blocks, 32, width), row_dtype, g)
             keys = bytes_like((self.blocks, 32, KeyFormat(self.keys).width), KeyFormat(self.keys).dtype, g)
-            tail = torch.randn(self.slots, self.sizes.csa.rows, 640, generator=g)
+            compressor_state = torch.randn(self.slots, self.sizes.csa.rows, 640, generator=g)
         elif self.ratio == 128:
             entries = bytes_like((1, self.blocks, width), row_dtype, g)
-            rows = 3 * self.sizes.hca_banks if self.kind == "hca-online" else 256
-            tail = torch.randn(self.slots, rows, 512, generator=g)
+            rows = 3 * self.sizes.hca_state_copies if self.kind == "hca-online" else 256
+            compressor_state = torch.randn(self.slots, rows, 512, generator=g)
             if self.kind == "hca-online":
-                tail[:, 1::3] = tail[:, 1::3].abs() * 20 + 1
-                tail[:, 2::3] *= tail[:, 1::3]
+                compressor_state[:, 1::3] = compressor_state[:, 1::3].abs() * 20 + 1
+                compressor_state[:, 2::3] *= compressor_state[:, 1::3]
         self.tables = {
             "ring": ring,
-            "tail": tail,
+            "compressor_state": compressor_state,
             "entries": entries,
             "index_keys": keys,
             "swa_pos": torch.randint(0, 999, (self.slots, self.sizes.ring), dtype=torch.int32, generator=g),
@@ -123,7 +123,7 @@ class Step:
 
     @classmethod
     def make(cls, layer: Layer, requests: list[tuple[int, int, int]], decode: bool, track: bool = True, seed: int = 1):
-        """Random inputs; every request gets blocks of its own. `track`: free slots stand for checkpoints (_track)."""
+        """Random inputs; every request gets blocks of its own. `track`: free slots stand for snapshots (_track)."""
         g = torch.Generator().manual_seed(seed)
         slots, lengths, counts = (torch.tensor(c, dtype=torch.int32) for c in zip(*requests))
         start = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
@@ -154,7 +154,7 @@ class Step:
             "kv_score": None if score is None else score[:, :columns],
             "index_kv_score": score[:, columns:] if layer.ratio == 4 else None,
         }
-        stored = RowFormat(layer.rows)
+        stored = KVFormat(layer.rows)
         shape = (1, tokens + 128 * len(requests), stored.width)
         window = None if decode else bytes_like(shape, stored.dtype, g)
         return cls(requests, decode, batch, inputs, window)
@@ -178,10 +178,11 @@ class Step:
         w, t = layer.weights, layer.tables
         implementation.append(
             inputs["kv"], inputs["kv_score"], inputs["index_kv_score"], w["kv_norm"], w["entry_norm"], w["index_norm"],
-            w["ape"], w["index_ape"], w["rope"], 1e-6, layer.ratio, RowFormat(layer.rows).code,
+            w["ape"], w["index_ape"], w["rope"], 1e-6, layer.ratio, KVFormat(layer.rows).code,
             KeyFormat(layer.keys).code, batch["slots"], batch["prefix_lens"], batch["query_start"],
             batch["token_request"], batch["out_loc"], batch["track_slots"],
-            t["ring"], t["tail"], t["entries"], t["index_keys"], window, t["swa_pos"], t["swa_head"], t["tail_len"],
+            t["ring"], t["compressor_state"], t["entries"], t["index_keys"], window,
+            t["swa_pos"], t["swa_head"], t["tail_len"],
         )  # fmt: skip
 
 
@@ -196,7 +197,7 @@ def _move(t: Tensor, device: torch.device) -> Tensor:
 
 
 def _track(layer: Layer, requests: list[tuple[int, int, int]], request: Tensor, positions: Tensor) -> Tensor:
-    """Some requests write a checkpoint: the rows of their last block of 128 go to a slot that nobody else has."""
+    """Some requests write a snapshot: the rows of their last block of 128 go to a slot that nobody else has."""
     taken = {slot for slot, _, _ in requests}
     free = [s for s in range(layer.slots) if s not in taken]
     track = torch.full((len(request),), -1, dtype=torch.int32)
@@ -270,7 +271,7 @@ def compare_rotated(d: Differences, what: str, got: Tensor, expected: Tensor) ->
 
 
 def compare_rows(d: Differences, what: str, got: Tensor, expected: Tensor, before: Tensor) -> None:
-    """Two row tables. Rows that the reference leaves as they were, and rows that it copies, must agree to the byte."""
+    """Two KV buffers. Rows that the reference leaves as they were, and rows that it copies, must agree to the byte."""
     if got.dtype != torch.uint8:
         left = (expected == before).all(-1)
         d.exact(f"{what}: rows to be left alone", got[left], expected[left])
@@ -282,7 +283,7 @@ def compare_rows(d: Differences, what: str, got: Tensor, expected: Tensor, befor
             compare_rotated(d, what, got[~left][:, 448:], expected[~left][:, 448:])
         return
     (data, scales), (want, want_scales), (old, old_scales) = (
-        RowTable(t, RowFormat.FP8).strips() for t in (got, expected, before)
+        KVBuffer(t, KVFormat.FP8).strips() for t in (got, expected, before)
     )
     # A row that the step quantised has eight equal exponents; what was there before is random bytes.
     left = (want == old).all(-1) & (want_scales == old_scales).all(-1)
@@ -320,21 +321,25 @@ def compare_layers(got: Layer, expected: Layer, before: Layer, step: Step) -> Di
         compare_keys(d, got.tables["index_keys"].cpu(), expected.tables["index_keys"])
     for name in ("swa_pos", "swa_head", "tail_len"):
         d.exact(name, got.tables[name].cpu(), expected.tables[name])
-    tail = expected.tables["tail"]
-    if tail is not None and got.kind == "hca-online":
+    compressor_state = expected.tables["compressor_state"]
+    if compressor_state is not None and got.kind == "hca-online":
         # At a multiple of 128 the state is empty, whatever its bytes are.
-        written = torch.zeros(tail.shape[:2], dtype=torch.bool)
+        written = torch.zeros(compressor_state.shape[:2], dtype=torch.bool)
         empty = torch.zeros_like(written)
         for slot, length, count in step.requests:
             for stop in range(length + 1 if step.decode else length + count, length + count + 1):
                 if slot >= 0:
-                    bank = 3 * (stop % got.sizes.hca_banks)
-                    (written if stop % 128 else empty)[slot, bank : bank + 3] = True
-        d.close("tail (online)", got.tables["tail"].cpu()[written], tail[written])
+                    state_copy = 3 * (stop % got.sizes.hca_state_copies)
+                    (written if stop % 128 else empty)[slot, state_copy : state_copy + 3] = True
+        d.close("compressor state (online)", got.tables["compressor_state"].cpu()[written], compressor_state[written])
         others = ~written & ~empty
-        d.exact("tail of other slots and lengths", got.tables["tail"].cpu()[others], tail[others])
-    elif tail is not None:
-        d.exact("tail", got.tables["tail"].cpu(), tail)
+        d.exact(
+            "compressor state of other slots and lengths",
+            got.tables["compressor_state"].cpu()[others],
+            compressor_state[others],
+        )
+    elif compressor_state is not None:
+        d.exact("compressor_state", got.tables["compressor_state"].cpu(), compressor_state)
     return d
 
 

@@ -12,7 +12,7 @@ from dsv4_sglang.model.geometry import state_rows
 from dsv4_sglang.ops import cuda_index
 
 sys.path.append(str(Path(__file__).parents[1]))
-from reader_cases import index_case
+from attention_cases import index_case
 
 DECODE = [(0, 0, 1), (1, 3, 1), (-1, 0, 1), (2, 127, 1), (3, 131, 1)]
 VERIFY = [(slot, length, 4) for slot, length, _ in DECODE]
@@ -51,13 +51,13 @@ def main() -> None:
     op.copy_state(*(torch.tensor(i, dtype=torch.int32, device=DEVICE) for i in ([0, 1, -1], [3, 4, 2])), state)
     table = torch.arange(2 * 3000, dtype=torch.int32, device=DEVICE).view(2, 3000)
     ints = [torch.tensor(i, device=DEVICE) for i in ([1, 0], [2999, 129])]
-    op.snapshot_tables(*ints, table[0, :2].clone(), table, table.new_zeros(3), table.new_zeros(3, 64))
+    op.gather_tables(*ints, table[0, :2].clone(), table, table.new_zeros(3), table.new_zeros(3, 64))
     pool, rows = torch.zeros(50, 73, device=DEVICE), torch.randn(20, 73, device=DEVICE)
     slices = torch.tensor([[3, 40, 0], [0, 8, 0], [8, 10, 99]], device=DEVICE)
-    refused = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    rejected = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     for count in (2, 3):  # the third slice leaves the pool
-        op.update_rows(pool, rows, slices, torch.tensor([count], dtype=torch.int32, device=DEVICE), refused)
-        assert int(refused) == (-1 if count == 2 else 2)
+        op.update_rows(pool, rows, slices, torch.tensor([count], dtype=torch.int32, device=DEVICE), rejected)
+        assert int(rejected) == (-1 if count == 2 else 2)
     host = torch.zeros(30, 1168 + 24, dtype=torch.uint8).pin_memory()
     device = torch.zeros(30, 1168, dtype=torch.uint8, device=DEVICE)
     for to_host in (True, False):

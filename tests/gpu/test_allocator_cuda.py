@@ -8,7 +8,7 @@ from dsv4_sglang.standalone import BlockAllocator
 pytestmark = pytest.mark.gpu
 
 
-def test_a_capture_is_refused_and_goes_on() -> None:
+def test_a_capture_is_rejected_and_goes_on() -> None:
     allocator = BlockAllocator(8)
     ids = allocator.acquire(3)
     counter = torch.zeros(1, device=allocator.device)
@@ -20,7 +20,7 @@ def test_a_capture_is_refused_and_goes_on() -> None:
         with pytest.raises(RuntimeError, match=r"release: .* captured into a CUDA graph"):
             allocator.release(ids)
     graph.replay()
-    assert int(counter) == 1, "the refusals left the capture whole"
+    assert int(counter) == 1, "the rejections left the capture whole"
     assert allocator.num_free == 5
     allocator.release(ids)
     assert allocator.num_free == 8

@@ -10,7 +10,7 @@ import pytest
 import torch
 from kernel_cases import FORMATS, KINDS, NO_DRAFTS, Layer, Step, check_step, compare_layers, ops
 
-from dsv4_sglang.model.geometry import CSA_TAILS, CsaTail, state_rows
+from dsv4_sglang.model.geometry import CSA_COMPRESSOR_STATES, CsaCompressorState, state_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -110,7 +110,7 @@ def test_verify_formats(kind, formats):
 @pytest.mark.parametrize("d", [2, 4, 8])
 @pytest.mark.parametrize("kind", DRAFTED)
 def test_prefill_of_slots_for_drafts(kind, d):
-    """With checkpoints of the chunks."""
+    """With snapshots of the chunks."""
     print(check_step(*layer_and_step(kind, FORMATS[0], chunk_requests(3), False, sizes=state_rows(d))))
 
 
@@ -172,7 +172,7 @@ def test_chunks_of_any_length_give_the_same_entries(kind):
         done += count
     assert done == total
     if kind == "csa":
-        for name in ("entries", "index_keys", "ring", "tail"):
+        for name in ("entries", "index_keys", "ring", "compressor_state"):
             assert torch.equal(one.tables[name], other.tables[name]), name
     else:
         print(compare_layers(other, one.on(torch.device("cpu")), layer, step).finish())
@@ -210,7 +210,7 @@ def test_graph_replay_with_other_inputs(kind, each):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_one_behind_another_in_a_graph(kind):
-    """Each launch may start before the last one ends, and reads the tail that it wrote."""
+    """Each launch may start before the last one ends, and reads the compressor state that it wrote."""
     layer = Layer(kind, slots=5, blocks=16)
     steps = [Step.make(layer, [(0, i, 1), (3, 120 + i, 1)], True, track=False, seed=i) for i in range(16)]
     got, expected = layer.on(kernel_cases.DEVICE), layer.on(torch.device("cpu"))
@@ -242,7 +242,7 @@ BAD = {
     "kv_score": (lambda t: t[:, :-1], "kv_score is Float"),
     "slots": (lambda t: t.long(), "slots is Long"),
     "ring": (lambda t: t[:, :-1], r"ring is Byte \[\d+, 127, 584\]"),
-    "tail": (lambda t: t.bfloat16(), "tail is BFloat16"),
+    "compressor_state": (lambda t: t.bfloat16(), "compressor state is BFloat16"),
     "entries": (lambda t: t[..., :-8], "entries is Byte"),
     "index_keys": (lambda t: None, "index_keys is missing"),
     "rope": (lambda t: t.cpu(), "rope is Float .* on cpu"),
@@ -269,13 +269,17 @@ def test_errors_name_the_tensor(name):
     ("kind", "sizes", "message"),
     [
         ("swa", {"ring": 128}, "3 tokens of each request without `window`, but the rows of ring are for at most 1"),
-        ("csa", {"csa": CSA_TAILS[0]}, "3 tokens .* rows of tail are for at most 1. A cache .* draft_tokens 3"),
-        ("hca-online", {"hca_banks": 3}, "3 tokens .* rows of tail are for at most 2"),
-        ("hca-raw", {}, "3 tokens .* rows of tail are for at most 1"),
-        ("csa", {"csa": CsaTail(4, 16)}, "expected 24, 48 or 64 rows a slot for ratio 4"),
+        (
+            "csa",
+            {"csa": CSA_COMPRESSOR_STATES[0]},
+            "3 tokens .* rows of compressor state are for at most 1. A cache .* draft_tokens 3",
+        ),
+        ("hca-online", {"hca_state_copies": 3}, "3 tokens .* rows of compressor state are for at most 2"),
+        ("hca-raw", {}, "3 tokens .* rows of compressor state are for at most 1"),
+        ("csa", {"csa": CsaCompressorState(4, 16)}, "expected 24, 48 or 64 rows a slot for ratio 4"),
     ],
 )
-def test_slots_that_are_too_small_are_refused(kind, sizes, message):
+def test_slots_that_are_too_small_are_rejected(kind, sizes, message):
     sizes = state_rows(3)._replace(**sizes)
     layer, step = layer_and_step(kind, FORMATS[0], [(0, 3, 3), (1, 0, 3)], True, sizes=sizes)
     with pytest.raises(RuntimeError, match="append: .*" + message):

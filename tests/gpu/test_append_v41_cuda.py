@@ -36,7 +36,7 @@ class Case:
         first = torch.tensor([0, *itertools.accumulate(needed)])
         blocks, total = int(first[-1]) + 2, max(int(slots.max()) + 3, 2)
         track = torch.full((tokens,), -1, dtype=torch.int32)
-        block = int(lengths[0] + counts[0]) // 128 - 1  # the last whole one of the first request goes to a checkpoint
+        block = int(lengths[0] + counts[0]) // 128 - 1  # the last whole one of the first request goes to a snapshot
         track[(request == 0) & (positions // 128 == block)] = total - 1
         per_block = 128 // ratio if ratio else 0
         angles = torch.outer(torch.arange(POSITIONS).float(), torch.rand(32, generator=g))
@@ -70,7 +70,7 @@ class Case:
         ring = 128 + draft_tokens
         self.written = {
             "ring": random_bytes(total, ring, 528),
-            "tail": torch.randn(total, pair_rows(draft_tokens), 1024, generator=g) if ratio == 2 else None,
+            "compressor_state": torch.randn(total, pair_rows(draft_tokens), 1024, generator=g) if ratio == 2 else None,
             "entries": random_bytes(blocks, per_block, 288) if ratio else None,
             "index_keys": random_bytes(blocks, per_block, 72) if ratio else None,
             "latents": torch.randn(tokens, 512, generator=g).bfloat16() if ratio else None,
@@ -87,7 +87,7 @@ class Case:
         batch = [read[name] for name in ("slots", "prefix_lens", "query_start", "token_request", "out_loc")]
         implementation.append_v41(
             read["kv"], read["compressor"], read["kv_norm"], read["latent_norm"], read["rope"], EPS, self.ratio,
-            *batch, read["track"], written["ring"], written["tail"], written["entries"], written["latents"],
+            *batch, read["track"], written["ring"], written["compressor_state"], written["entries"], written["latents"],
             written["window"],
         )  # fmt: skip
         if self.ratio:
@@ -107,7 +107,7 @@ def compare(got: dict, expected: dict) -> None:
         if table is None:
             continue
         a, b = got[name].cpu(), table
-        if name == "tail":
+        if name == "compressor_state":
             assert torch.equal(a, b), "what waits for its partner is copied"
             continue
         if name == "latents":  # a last bit of a sum may decide a rounding to bf16

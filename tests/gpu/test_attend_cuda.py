@@ -4,17 +4,17 @@ import dataclasses
 
 import pytest
 import torch
-from reader_cases import AttendCase, assert_attends, attend_case, prefill_case, rope
+from attention_cases import AttendCase, assert_attends, attend_case, prefill_case, rope
 
 from dsv4_sglang.attention import flashmla, triton_attend, triton_output
-from dsv4_sglang.attention.flashmla import FlashMLAReader
-from dsv4_sglang.attention.readers import AttendInputs, Reader
-from dsv4_sglang.attention.sparse_prefill import SparsePrefillReader
-from dsv4_sglang.formats import RowFormat
+from dsv4_sglang.attention.base import AttendInputs, AttentionKernel
+from dsv4_sglang.attention.flashmla import FlashMLAAttention
+from dsv4_sglang.attention.sparse_prefill import SparsePrefillAttention
+from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.ops import extension
 
 pytestmark = pytest.mark.gpu
-STEP = prefill_case(ratio=0, row_format=RowFormat.FP8, heads=64)[0]
+STEP = prefill_case(ratio=0, kv_format=KVFormat.FP8, heads=64)[0]
 BOUND = {torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float32: 2e-5}
 
 
@@ -23,72 +23,72 @@ def _registered_ops():
     extension.load()  # builds it, which needs a GPU
 
 
-def needs(reader: type[Reader], case: AttendCase) -> None:
-    if not reader.supports(torch.device("cuda"), case.q.shape[1], case.q.dtype, case.row_format):
+def needs(kernel: type[AttentionKernel], case: AttendCase) -> None:
+    if not kernel.supports(torch.device("cuda"), case.q.shape[1], case.q.dtype, case.kv_format):
         pytest.skip("FlashMLA does not run here")
 
 
-def run(case: AttendCase, reader: str) -> torch.Tensor:
+def run(case: AttendCase, kernel: str) -> torch.Tensor:
     q, inputs = case.inputs("cuda")
-    if reader == "triton":
+    if kernel == "triton":
         return triton_attend.attend(q, inputs)
-    needs(FlashMLAReader, case)
-    return FlashMLAReader().attend(*flashmla.pad_heads(q, inputs)).values
+    needs(FlashMLAAttention, case)
+    return FlashMLAAttention().attend(*flashmla.pad_heads(q, inputs)).values
 
 
-@pytest.mark.parametrize("reader", ["flashmla", "triton"])
+@pytest.mark.parametrize("kernel", ["flashmla", "triton"])
 @pytest.mark.parametrize("heads", [64, 128, 16, 72])
 @pytest.mark.parametrize("width", [None, 64, 512, 1024, 200])
 @pytest.mark.parametrize("tokens", [1, 9, 40])
-def test_shapes_and_corners(reader, heads, width, tokens):
+def test_shapes_and_corners(kernel, heads, width, tokens):
     case = attend_case(tokens=tokens, heads=heads, width=width, seed=tokens)
-    assert_attends(run(case, reader), case, BOUND[torch.bfloat16])
+    assert_attends(run(case, kernel), case, BOUND[torch.bfloat16])
 
 
-@pytest.mark.parametrize("reader", ["flashmla", "triton"])
+@pytest.mark.parametrize("kernel", ["flashmla", "triton"])
 @pytest.mark.parametrize("per_block", [2, 32, 62, 64, 576, None])
-def test_block_sizes(reader, per_block):
+def test_block_sizes(kernel, per_block):
     case = attend_case(tokens=9, heads=64, width=320, per_block=per_block, seed=2)
-    assert_attends(run(case, reader), case, BOUND[torch.bfloat16])
+    assert_attends(run(case, kernel), case, BOUND[torch.bfloat16])
 
 
-@pytest.mark.parametrize("reader", ["flashmla", "triton"])
+@pytest.mark.parametrize("kernel", ["flashmla", "triton"])
 @pytest.mark.parametrize("ring_rows", [130, 132, 134, 136, 138, 300])
-def test_rings_wider_than_the_window(reader, ring_rows):
+def test_rings_wider_than_the_window(kernel, ring_rows):
     """Rings of a request whose steps may take back tokens: 128 rows and as many more."""
     for width in (None, 512):
         case = attend_case(tokens=40, heads=64, width=width, ring_rows=ring_rows, seed=10)
-        assert_attends(run(case, reader), case, BOUND[torch.bfloat16])
+        assert_attends(run(case, kernel), case, BOUND[torch.bfloat16])
 
 
-@pytest.mark.parametrize("reader", ["flashmla", "triton"])
+@pytest.mark.parametrize("kernel", ["flashmla", "triton"])
 @pytest.mark.parametrize(
     "lens", [[(0, 0)], [(1, 0)], [(128, 0)], [(128, 512)], [(127, 511)], [(0, 1)], [(64, 64), (0, 0), (128, 512)]]
 )
-def test_list_lengths(reader, lens):
+def test_list_lengths(kernel, lens):
     case = attend_case(tokens=6, heads=64, width=512, lens=lens, seed=3)
-    assert_attends(run(case, reader), case, BOUND[torch.bfloat16])
+    assert_attends(run(case, kernel), case, BOUND[torch.bfloat16])
 
 
-@pytest.mark.parametrize("reader", ["flashmla", "triton"])
-def test_many_tokens(reader):
+@pytest.mark.parametrize("kernel", ["flashmla", "triton"])
+def test_many_tokens(kernel):
     case = attend_case(tokens=700, heads=64, width=64, seed=4)
-    assert_attends(run(case, reader), case, BOUND[torch.bfloat16])
+    assert_attends(run(case, kernel), case, BOUND[torch.bfloat16])
 
 
-@pytest.mark.parametrize("reader", ["flashmla", "triton"])
-def test_long_list(reader):
+@pytest.mark.parametrize("kernel", ["flashmla", "triton"])
+def test_long_list(kernel):
     """HCA at a million tokens: few tokens, thousands of entries."""
     case = attend_case(tokens=2, heads=64, width=8192, lens=[(128, 8192), (128, 5000)], per_block=None, seed=5)
-    assert_attends(run(case, reader), case, BOUND[torch.bfloat16])
+    assert_attends(run(case, kernel), case, BOUND[torch.bfloat16])
 
 
 @pytest.mark.parametrize("heads", [64, 5])
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("row_format", [RowFormat.FP8, RowFormat.BF16, RowFormat.FP32])
-def test_triton_formats(row_format, q_dtype, heads):
+@pytest.mark.parametrize("kv_format", [KVFormat.FP8, KVFormat.BF16, KVFormat.FP32])
+def test_triton_formats(kv_format, q_dtype, heads):
     for width in (None, 100):
-        case = attend_case(tokens=12, heads=heads, width=width, row_format=row_format, q_dtype=q_dtype, seed=6)
+        case = attend_case(tokens=12, heads=heads, width=width, kv_format=kv_format, q_dtype=q_dtype, seed=6)
         assert_attends(run(case, "triton"), case, BOUND[q_dtype])
 
 
@@ -121,37 +121,37 @@ def test_flashmla_slices_of_a_long_prefill(monkeypatch):
     assert_attends(run(case, "flashmla"), case, BOUND[torch.bfloat16])
 
 
-@pytest.mark.parametrize("row_format", [RowFormat.FP8, RowFormat.BF16])
+@pytest.mark.parametrize("kv_format", [KVFormat.FP8, KVFormat.BF16])
 @pytest.mark.parametrize("heads", [64, 128, 16])
 @pytest.mark.parametrize("ratio", [0, 4, 128])
-def test_sparse_prefill(ratio, heads, row_format):
-    step, lengths, case = prefill_case(ratio=ratio, row_format=row_format, heads=heads)
-    needs(SparsePrefillReader, case)
+def test_sparse_prefill(ratio, heads, kv_format):
+    step, lengths, case = prefill_case(ratio=ratio, kv_format=kv_format, heads=heads)
+    needs(SparsePrefillAttention, case)
     q, inputs = case.inputs("cuda")
     step = dataclasses.replace(step, **{k: v.cuda() for k, v in vars(step).items() if isinstance(v, torch.Tensor)})
-    reader = SparsePrefillReader(8)
-    assert reader.begin_step(step, lengths)
+    kernel = SparsePrefillAttention(8)
+    assert kernel.begin_step(step, lengths)
     for _ in range(2):
-        assert_attends(reader.attend(*flashmla.pad_heads(q, inputs)).values, case, BOUND[torch.bfloat16])
+        assert_attends(kernel.attend(*flashmla.pad_heads(q, inputs)).values, case, BOUND[torch.bfloat16])
 
 
 @pytest.mark.parametrize("of", [0, 128])
 @pytest.mark.parametrize("tokens, heads", [(1, 64), (300, 64), (5, 128), (40, 16)])
-def test_derotate_and_quantise(tokens, heads, of):
-    """The codes of SGLang's own quantisation of the derotated output, up to the direction in which a tie falls; of all
-    heads that a kernel wrote, or of the first of `of`."""
+def test_inverse_rope_and_quantise(tokens, heads, of):
+    """The codes of SGLang's own quantisation of the with the inverse RoPE applied output, up to the direction in which
+    a tie falls; of all heads that a kernel wrote, or of the first of `of`."""
     g = torch.Generator().manual_seed(tokens)
     written = torch.randn(tokens, max(heads, of), 512, generator=g).bfloat16().cuda()
     out = written[:, :heads]
     positions, table = torch.randint(0, 4096, (tokens,), generator=g).cuda(), rope().cuda()
-    codes, scales = triton_output.derotate_and_quantise(out, positions, table)
+    codes, scales = triton_output.inverse_rope_and_quantise(out, positions, table)
     whole = written.clone()
-    derotated = whole[:, :heads]
-    triton_output.derotate(derotated, positions, table)
+    inverse_rotated = whole[:, :heads]
+    triton_output.inverse_rope(inverse_rotated, positions, table)
     alone = out.contiguous()
-    triton_output.derotate(alone, positions, table)
-    assert torch.equal(derotated, alone) and torch.equal(whole[:, heads:], written[:, heads:])
-    grouped = derotated.float().view(tokens, heads, 4, 128)
+    triton_output.inverse_rope(alone, positions, table)
+    assert torch.equal(inverse_rotated, alone) and torch.equal(whole[:, heads:], written[:, heads:])
+    grouped = inverse_rotated.float().view(tokens, heads, 4, 128)
     assert torch.allclose(scales, grouped.abs().amax(-1).clamp_min(1e-10) / 448, rtol=1e-6)
     expected = (grouped / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).float()
     assert codes.is_contiguous() and scales.is_contiguous()
@@ -162,7 +162,7 @@ def test_derotate_and_quantise(tokens, heads, of):
 
 
 def test_op_dispatches():
-    case = attend_case(tokens=3, heads=64, width=64, row_format=RowFormat.BF16)
+    case = attend_case(tokens=3, heads=64, width=64, kv_format=KVFormat.BF16)
     assert_attends(torch.ops.dsv4_sglang.attend(*case.args("cuda")), case, BOUND[torch.bfloat16])
     args = case.args("cuda")
     torch.library.opcheck(
@@ -177,10 +177,10 @@ def test_op_dispatches():
     )
 
 
-def schedules(reader: FlashMLAReader, case: AttendCase) -> tuple[torch.Tensor, torch.Tensor]:
+def schedules(kernel: FlashMLAAttention, case: AttendCase) -> tuple[torch.Tensor, torch.Tensor]:
     q, inputs = case.inputs("cuda")
-    reader.attend(q, inputs)
-    made = reader._schedule(q.shape[1], inputs.window, inputs.entries)
+    kernel.attend(q, inputs)
+    made = kernel._schedule(q.shape[1], inputs.window, inputs.entries)
     return made.tile_scheduler_metadata, made.num_splits
 
 
@@ -197,21 +197,21 @@ def test_schedules_are_those_of_flashmla(heads, tokens):
         (3, 8192, [(128, 8192), (3, 1)]),
     ):
         case = attend_case(tokens=tokens, heads=heads, width=width, lens=lens, seed=seed, per_block=None)
-        needs(FlashMLAReader, case)
-        ours, theirs = schedules(FlashMLAReader(shares), case), schedules(FlashMLAReader(), case)
+        needs(FlashMLAAttention, case)
+        ours, theirs = schedules(FlashMLAAttention(shares), case), schedules(FlashMLAAttention(), case)
         assert flashmla.same_schedules(ours, theirs)
         short = ours[0].clone()
         short[0, 3] -= 1
         assert not flashmla.same_schedules((short, ours[1]), theirs), "a block that nobody reads would be seen"
         if tokens <= 16:
             q, inputs = case.inputs("cuda")
-            assert_attends(FlashMLAReader(shares).attend(q, inputs).values, case, BOUND[torch.bfloat16])
+            assert_attends(FlashMLAAttention(shares).attend(q, inputs).values, case, BOUND[torch.bfloat16])
 
 
 def test_another_flashmla_makes_its_own_schedules(monkeypatch, caplog):
     """Where it divides its work otherwise, which is seen when a server starts."""
     device, heads = torch.device("cuda"), 64
-    needs(FlashMLAReader, attend_case(tokens=1, heads=heads, width=None))
+    needs(FlashMLAAttention, attend_case(tokens=1, heads=heads, width=None))
     known = flashmla._known_shares(device, heads)
     for other in (known._replace(parts=known.parts - 1), known._replace(overhead=known.overhead + 1)):
         monkeypatch.setattr(flashmla, "_known_shares", lambda *_: other)  # noqa: B023
@@ -236,14 +236,14 @@ class Step:
                 if isinstance(to, torch.Tensor):
                     to.copy_(value)
 
-    def outputs(self, reader: Reader | None) -> list[torch.Tensor]:
-        """Through the reader, else Triton."""
+    def outputs(self, kernel: AttentionKernel | None) -> list[torch.Tensor]:
+        """Through the attention kernel, else Triton."""
         layers = [(args[0], AttendInputs.from_op(*args[1:])) for args in self.args]
-        if reader is None:
+        if kernel is None:
             return [triton_attend.attend(q, inputs) for q, inputs in layers]
-        # The schedules of a reader depend on the lengths of the lists alone, so any step will do.
-        reader.begin_step(STEP, None)
-        return [reader.attend(q, inputs).values for q, inputs in layers]
+        # The schedules of a attention kernel depend on the lengths of the lists alone, so any step will do.
+        kernel.begin_step(STEP, None)
+        return [kernel.attend(q, inputs).values for q, inputs in layers]
 
 
 def step_cases(seed: int, tokens: int = 9) -> list[AttendCase]:
@@ -266,19 +266,19 @@ def step_cases(seed: int, tokens: int = 9) -> list[AttendCase]:
 def test_cuda_graph_with_other_lengths(kind):
     """Captured with one step's lengths, replayed with others; FlashMLA's schedule is made anew at each replay."""
     cases = step_cases(100)
-    step, reader = Step(cases), None
+    step, kernel = Step(cases), None
     if kind == "flashmla":
-        needs(FlashMLAReader, cases[0])
-        reader = FlashMLAReader(flashmla.shares(torch.device("cuda"), 64))
+        needs(FlashMLAAttention, cases[0])
+        kernel = FlashMLAAttention(flashmla.shares(torch.device("cuda"), 64))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        step.outputs(reader)
+        step.outputs(kernel)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = step.outputs(reader)
-    if reader is not None:
-        assert len(reader._schedules) == 3, f"{len(reader._schedules)} schedules for CSA, HCA and SWA"
+        outputs = step.outputs(kernel)
+    if kernel is not None:
+        assert len(kernel._schedules) == 3, f"{len(kernel._schedules)} schedules for CSA, HCA and SWA"
     for seed in (200, 300, 100):
         cases = step_cases(seed)
         step.load(cases)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from progress import run
+from liveness import run
 
 pytestmark = pytest.mark.gpu
 
@@ -25,8 +25,8 @@ WHAT = {
     "append_v41": "the launch for 2 tokens of 2 requests, ratio 1, decode",
     "append_v41_keys": "the launch for 2 tokens of 2 requests, ratio 1",
     "copy_state": "the launch for 1 pairs of slots in 1 tensors",
-    "update_rows": "clearing what is refused",
-    "snapshot_tables": "the launch for 1 requests",
+    "update_rows": "clearing what is rejected",
+    "gather_tables": "the launch for 1 requests",
     "index_query": "the launch for 1 tokens of 64 heads",
 }
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from reader_cases import IndexCase, assert_selects, index_case
+from attention_cases import IndexCase, assert_selects, index_case
 
 from dsv4_sglang.formats import KeyFormat
 from dsv4_sglang.ops import cuda_index, extension

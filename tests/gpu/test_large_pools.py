@@ -4,15 +4,15 @@ import dataclasses
 
 import pytest
 import torch
+from attention_cases import GARBAGE, attend_case, index_case, prefill_case
 from kernel_cases import DEVICE, FORMATS, Layer, Step, ops
-from reader_cases import GARBAGE, attend_case, index_case, prefill_case
 from torch import Tensor
 
 from dsv4_sglang.attention import triton_attend
-from dsv4_sglang.attention.flashmla import FlashMLAReader
-from dsv4_sglang.attention.readers import RowList
-from dsv4_sglang.attention.sparse_prefill import SparsePrefillReader
-from dsv4_sglang.formats import RowFormat
+from dsv4_sglang.attention.base import EntryList
+from dsv4_sglang.attention.flashmla import FlashMLAAttention
+from dsv4_sglang.attention.sparse_prefill import SparsePrefillAttention
+from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.ops import cuda_index, extension
 
 pytestmark = pytest.mark.gpu
@@ -35,19 +35,19 @@ def shifted(rows: Tensor, by: int) -> Tensor:
     return torch.where((rows >= 0) & (rows < GARBAGE), rows + by, rows)
 
 
-def far_list(near: RowList) -> RowList:
+def far_list(near: EntryList) -> EntryList:
     """The same rows of a table whose blocks lie `far`, 32 rows each."""
-    return RowList(far(near.table), shifted(near.rows, (BLOCKS - near.table.shape[0]) * 32), near.lens)
+    return EntryList(far(near.table), shifted(near.indices, (BLOCKS - near.table.shape[0]) * 32), near.topk_length)
 
 
-@pytest.mark.parametrize("reader", ["flashmla", "triton"])
-def test_attend(reader):
+@pytest.mark.parametrize("kernel", ["flashmla", "triton"])
+def test_attend(kernel):
     case = attend_case(tokens=9, heads=64, width=320, seed=3)
-    if reader == "flashmla" and not FlashMLAReader.supports(DEVICE, 64, torch.bfloat16, RowFormat.FP8):
+    if kernel == "flashmla" and not FlashMLAAttention.supports(DEVICE, 64, torch.bfloat16, KVFormat.FP8):
         pytest.skip("FlashMLA does not run here")
 
     def attend(q, inputs):
-        return triton_attend.attend(q, inputs) if reader == "triton" else FlashMLAReader().attend(q, inputs).values
+        return triton_attend.attend(q, inputs) if kernel == "triton" else FlashMLAAttention().attend(q, inputs).values
 
     q, near = case.inputs(DEVICE)
     distant = far_list(near.entries)
@@ -57,18 +57,18 @@ def test_attend(reader):
 
 
 def test_sparse_prefill():
-    step, lengths, case = prefill_case(ratio=4, row_format=RowFormat.FP8, heads=64)
+    step, lengths, case = prefill_case(ratio=4, kv_format=KVFormat.FP8, heads=64)
     step = dataclasses.replace(step, **{k: v.cuda() for k, v in vars(step).items() if isinstance(v, Tensor)})
-    if not SparsePrefillReader.supports(DEVICE, 64, torch.bfloat16, RowFormat.FP8):
+    if not SparsePrefillAttention.supports(DEVICE, 64, torch.bfloat16, KVFormat.FP8):
         pytest.skip("FlashMLA does not run here")
     q, near = case.inputs(DEVICE)
     outs = []
     for entries in (near.entries, far_list(near.entries)):
         blocks = entries.table.shape[0]
         shift = blocks - near.entries.table.shape[0]
-        reader = SparsePrefillReader(blocks)
-        assert reader.begin_step(dataclasses.replace(step, block_table=step.block_table + shift), lengths)
-        outs.append(reader.attend(q, near._replace(entries=entries)).values)
+        kernel = SparsePrefillAttention(blocks)
+        assert kernel.begin_step(dataclasses.replace(step, block_table=step.block_table + shift), lengths)
+        outs.append(kernel.attend(q, near._replace(entries=entries)).values)
     assert torch.equal(*outs) and outs[0].any()
 
 

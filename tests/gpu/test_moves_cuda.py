@@ -1,4 +1,4 @@
-"""The moving ops on CUDA: exact copies, nothing else touched, refusals."""
+"""The moving ops on CUDA: exact copies, nothing else touched, rejections."""
 
 import contextlib
 import ctypes
@@ -21,7 +21,7 @@ def device(t: Tensor) -> Tensor:
 
 
 def state(layers: int = 3, slots: int = 9) -> list[Tensor]:
-    """Tables of every alignment: rings with padding behind each slot, tails, heads, odd bytes."""
+    """Tables of every alignment: rings with padding behind each slot, compressor states, heads, odd bytes."""
     return [
         random_bytes(layers, slots, 128 * 584 + 64)[..., : 128 * 584],
         torch.randn(layers, slots, 24, 640),
@@ -65,7 +65,7 @@ def test_copy_state_of_many_tensors():
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("columns, tokens", [(9, 1030), (2048, 262_144), (2048, 1030), (64, 262_144)])
-def test_snapshot_tables(columns, tokens, dtype):
+def test_gather_tables(columns, tokens, dtype):
     """Little and much, padding, fewer columns than blocks, ids behind a length."""
     requests = torch.tensor([3, 1, 4, 0, 2, 0], dtype=dtype)
     seq_lens = torch.tensor([1, 128, 129, 0, tokens, 1000], dtype=dtype)
@@ -75,12 +75,12 @@ def test_snapshot_tables(columns, tokens, dtype):
     tables = requests, seq_lens, torch.tensor([0, 7, 5, 6, 2], dtype=torch.int32), req_to_token
     expected = [torch.full((8,), -9, dtype=torch.int32), torch.full((8, columns), -9, dtype=torch.int32)]
     got = [device(t) for t in expected]
-    torch.ops.dsv4_sglang.snapshot_tables(*tables, *expected)
-    ops().snapshot_tables(*(device(t) for t in tables), *got)
+    torch.ops.dsv4_sglang.gather_tables(*tables, *expected)
+    ops().gather_tables(*(device(t) for t in tables), *got)
     for g, e in zip(got, expected):
         assert torch.equal(g.cpu(), e)
-    with pytest.raises(RuntimeError, match="snapshot_tables: 6 requests; expected at most 5"):
-        ops().snapshot_tables(*(device(t) for t in tables), got[0][:5], got[1])
+    with pytest.raises(RuntimeError, match="gather_tables: 6 requests; expected at most 5"):
+        ops().gather_tables(*(device(t) for t in tables), got[0][:5], got[1])
 
 
 def test_copy_state_in_a_graph():
@@ -119,12 +119,12 @@ def test_update_rows_of_a_padded_pool():
     assert torch.equal(got.cpu(), pool)
 
 
-def refused_by_the_cpu(op, *args) -> int:
-    """The index that the reference refuses, -1 if it does not."""
-    refused = torch.zeros(1, dtype=torch.int32)
+def rejected_by_the_cpu(op, *args) -> int:
+    """The index that the reference rejects, -1 if it does not."""
+    rejected = torch.zeros(1, dtype=torch.int32)
     with contextlib.suppress(ValueError):
-        op(*args, refused)
-    return int(refused)
+        op(*args, rejected)
+    return int(rejected)
 
 
 BAD_SLICES = [
@@ -139,15 +139,15 @@ BAD_SLICES = [
 
 
 @pytest.mark.parametrize("slices", BAD_SLICES)
-def test_update_rows_refuses(slices, capfd):
+def test_update_rows_rejects(slices, capfd):
     """Nothing is written, the first bad slice is told, and the process keeps its CUDA context."""
     new, count = torch.ones(10, 8), torch.tensor([len(slices[0])], dtype=torch.int32)
     slices = torch.tensor(slices)
-    expected = refused_by_the_cpu(torch.ops.dsv4_sglang.update_rows, torch.zeros(10, 8), new, slices, count)
-    got, refused = device(torch.zeros(10, 8)), device(torch.tensor([7], dtype=torch.int32))
+    expected = rejected_by_the_cpu(torch.ops.dsv4_sglang.update_rows, torch.zeros(10, 8), new, slices, count)
+    got, rejected = device(torch.zeros(10, 8)), device(torch.tensor([7], dtype=torch.int32))
     args = got, device(new), device(slices), device(count)
-    ops().update_rows(*args, refused)
-    assert int(refused) == expected >= 0
+    ops().update_rows(*args, rejected)
+    assert int(rejected) == expected >= 0
     ops().update_rows(*args)
     torch.cuda.synchronize()
     ctypes.CDLL(None).fflush(None)  # the kernel printed into the buffer of C's stdout
@@ -155,32 +155,32 @@ def test_update_rows_refuses(slices, capfd):
     assert not got.any()
 
 
-def test_update_rows_refuses_among_many():
+def test_update_rows_rejects_among_many():
     """More slices than a block has threads; the last two overlap, then do not."""
     count, rows = 3001, 4
     slices = torch.stack([torch.arange(count) * rows, torch.arange(count) * rows, torch.full((count,), rows)])
     new = torch.randn(count * rows, 3)
-    pool, refused = device(torch.zeros(count * rows, 3)), device(torch.zeros(1, dtype=torch.int32))
+    pool, rejected = device(torch.zeros(count * rows, 3)), device(torch.zeros(1, dtype=torch.int32))
     n = device(torch.tensor([count], dtype=torch.int32))
     bad = slices.clone()
     bad[0, -1] -= 1
-    ops().update_rows(pool, device(new), device(bad), n, refused)
-    assert int(refused) == count - 2
+    ops().update_rows(pool, device(new), device(bad), n, rejected)
+    assert int(rejected) == count - 2
     assert not pool.any()
-    ops().update_rows(pool, device(new), device(slices), n, refused)
-    assert int(refused) == -1
+    ops().update_rows(pool, device(new), device(slices), n, rejected)
+    assert int(rejected) == -1
     assert torch.equal(pool.cpu(), new)
 
 
-def test_update_rows_in_a_graph_is_refused_and_comes_back():
-    """The memory for what is refused, where the caller gives none, is the graph's too."""
+def test_update_rows_in_a_graph_is_rejected_and_comes_back():
+    """The memory for what is rejected, where the caller gives none, is the graph's too."""
     pool, new = device(torch.zeros(10, 8)), device(torch.ones(10, 8))
     slices, n = device(torch.zeros(3, 2, dtype=torch.int64)), device(torch.tensor([2], dtype=torch.int32))
-    refused, other = device(torch.zeros(1, dtype=torch.int32)), device(torch.zeros(10, 8))
+    rejected, other = device(torch.zeros(1, dtype=torch.int32)), device(torch.zeros(10, 8))
     ops()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        torch.ops.dsv4_sglang.update_rows(pool, new, slices, n, refused)
+        torch.ops.dsv4_sglang.update_rows(pool, new, slices, n, rejected)
         torch.ops.dsv4_sglang.update_rows(other, new, slices, n)
     for given, expected, rows in (
         ([[0, 4], [0, 4], [1, 2]], -1, [0, 4, 5]),
@@ -189,28 +189,28 @@ def test_update_rows_in_a_graph_is_refused_and_comes_back():
     ):
         slices.copy_(torch.tensor(given))
         graph.replay()
-        assert int(refused) == expected
+        assert int(rejected) == expected
         for table in (pool, other):
             assert table.any(1).nonzero().flatten().tolist() == rows
 
 
 @pytest.mark.parametrize("tensors", [2, 40], ids=["one launch", "two launches"])
-def test_copy_state_refuses(tensors, capfd):
+def test_copy_state_rejects(tensors, capfd):
     """The last tensor has fewest slots: no launch of the call writes."""
     state = [torch.randn(2, 6, 5) for _ in range(tensors - 1)] + [torch.randn(2, 5, 3)]
     pairs = torch.tensor([0, 9, 1, 5], dtype=torch.int32), torch.tensor([2, -1, 5, 3], dtype=torch.int32)
     copies = [t.clone() for t in state]
-    assert refused_by_the_cpu(torch.ops.dsv4_sglang.copy_state, *pairs, copies) == 2
-    got, refused = [device(t) for t in state], device(torch.tensor([7], dtype=torch.int32))
-    ops().copy_state(*(device(t) for t in pairs), got, refused)
-    assert int(refused) == 2
+    assert rejected_by_the_cpu(torch.ops.dsv4_sglang.copy_state, *pairs, copies) == 2
+    got, rejected = [device(t) for t in state], device(torch.tensor([7], dtype=torch.int32))
+    ops().copy_state(*(device(t) for t in pairs), got, rejected)
+    assert int(rejected) == 2
     ops().copy_state(*(device(t) for t in pairs), got)
     torch.cuda.synchronize()
     ctypes.CDLL(None).fflush(None)
     assert "copy_state: pair 2, slot 1 to slot 5, leaves tensors of 5 slots" in capfd.readouterr().out
     assert all(torch.equal(g.cpu(), t) for g, t in zip(got, state))
-    ops().copy_state(*(device(t[:2]) for t in pairs), got, refused)
-    assert int(refused) == -1
+    ops().copy_state(*(device(t[:2]) for t in pairs), got, rejected)
+    assert int(rejected) == -1
     assert all(torch.equal(g[:, 2].cpu(), t[:, 0]) for g, t in zip(got, state))
 
 
@@ -312,14 +312,14 @@ def test_copy_state_rejects_a_destination_of_two_pairs(capfd):
     """Neither pair is written, the others are; pairs that skip have no destination."""
     state = torch.randn(2, 6, 5)
     pairs = torch.tensor([0, 1, 1, 2], dtype=torch.int32), torch.tensor([4, 3, -1, 3], dtype=torch.int32)
-    assert refused_by_the_cpu(torch.ops.dsv4_sglang.copy_state, *pairs, [state.clone()]) == 1
+    assert rejected_by_the_cpu(torch.ops.dsv4_sglang.copy_state, *pairs, [state.clone()]) == 1
     expected = state.clone()
     expected[:, 4] = state[:, 0]
-    for refused in (device(torch.tensor([7], dtype=torch.int32)), None):
+    for rejected in (device(torch.tensor([7], dtype=torch.int32)), None):
         got = device(state)
-        ops().copy_state(*(device(t) for t in pairs), [got], refused)
+        ops().copy_state(*(device(t) for t in pairs), [got], rejected)
         assert torch.equal(got.cpu(), expected)
-        assert refused is None or int(refused) == 1
+        assert rejected is None or int(rejected) == 1
     ctypes.CDLL(None).fflush(None)
     said = capfd.readouterr().out
     assert "copy_state: pair 1, slot 1 to slot 3, has the destination of pair 3; neither is written" in said

@@ -1,14 +1,15 @@
-"""The FP8 output projection on CUDA: heads that are still rotated give what heads that were derotated give."""
+"""The FP8 output projection on CUDA: heads that are still rotated give what heads that were with the inverse RoPE
+applied give."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from reader_cases import rope
+from attention_cases import rope
 from torch import nn
 
-from dsv4_sglang.attention.readers import LayerOutput
-from dsv4_sglang.attention.triton_output import derotate
+from dsv4_sglang.attention.base import LayerOutput
+from dsv4_sglang.attention.triton_output import inverse_rope
 
 pytestmark = pytest.mark.gpu
 GROUPS, RANK, HEADS = 8, 1024, 64
@@ -40,17 +41,19 @@ def layer(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 300])
-def test_rotated_and_derotated_heads_project_alike(layer, tokens):
+def test_rotated_and_inverse_rotated_heads_project_alike(layer, tokens):
     g = torch.Generator().manual_seed(tokens)
     rotated = torch.randn(tokens, HEADS, 512, generator=g).bfloat16().cuda()
     positions = torch.randint(0, 4096, (tokens,), generator=g).cuda()
-    derotated = rotated.clone()
-    derotate(derotated, positions, layer.rope)
+    inverse_rotated = rotated.clone()
+    inverse_rope(inverse_rotated, positions, layer.rope)
     got = layer._project_out(LayerOutput(rotated, True), positions).double()
-    other = layer._project_out(LayerOutput(derotated, False), positions).double()
+    other = layer._project_out(LayerOutput(inverse_rotated, False), positions).double()
     tiles = layer.wo_a.weight_scale_inv.data.repeat_interleave(128, 1).repeat_interleave(128, 2)
     weight = layer.wo_a.weight.float().view(GROUPS, RANK, DIM) * tiles
-    exact = torch.einsum("tgd,grd->tgr", derotated.float().view(tokens, GROUPS, DIM), weight).flatten(1).double()
+    exact = torch.einsum("tgd,grd->tgr", inverse_rotated.float().view(tokens, GROUPS, DIM), weight).flatten(1).double()
     apart, error = float((got - other).norm() / other.norm()), float((got - exact).norm() / exact.norm())
-    assert apart < 8e-3, f"relative distance {apart:.2g} of rotated to derotated; ties of codes alone give 0.004"
+    assert apart < 8e-3, (
+        f"relative distance {apart:.2g} of rotated to with the inverse RoPE applied; ties of codes alone give 0.004"
+    )
     assert error < 0.04, f"relative error {error:.2g}; e4m3 heads give about 0.026"

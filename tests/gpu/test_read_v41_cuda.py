@@ -5,8 +5,8 @@ The reference is held to a dense computation in tests/test_v41_cache.py, which r
 
 import pytest
 import torch
-from reader_cases import assert_attends
-from v41_reader_cases import v41_attend_case, v41_index_case
+from attention_cases import assert_attends
+from v41_attention_cases import v41_attend_case, v41_index_case
 
 import dsv4_sglang.attention.cuda_ops  # noqa: F401  registers the ops
 from dsv4_sglang.attention import triton_attend_v41, triton_index_v41

@@ -18,7 +18,7 @@ from dsv4_sglang.testing.tiny_v41 import TinyV41Spec, make_tiny_v41
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Checkpoint folder of a seed and other fields of `TinySpec`, made once. Without a GPU of 16 heads, unless a test
+    """Snapshot folder of a seed and other fields of `TinySpec`, made once. Without a GPU of 16 heads, unless a test
     wants more: the cache is the same for any number, and of 64 the attention of server and oracle takes three times as
     long."""
     made: dict[Any, Path] = {}

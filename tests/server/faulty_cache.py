@@ -2,8 +2,8 @@
 
 `entry_point` makes a folder for PYTHONPATH through which servers find it. It does nothing while the file named by
 FAULT_FILE is empty or missing; a test writes one of FAULTS (of the prefix cache), RANK_FAULTS (of DP attention),
-HOST_FAULTS, STUCK, LATE or LATE_FAULTS (of the host tier), TRANSFER_FAULTS (between servers), V41_FAULTS (of
-DeepSeek-V4.1), DRAFT_FAULT (of a draft model), LOCK_FAULT (of the registry of checkpoints) or LAUNCH_FAULT (of a
+HOST_FAULTS, STUCK, LATE or LATE_FAULTS (of the host cache), TRANSFER_FAULTS (between servers), V41_FAULTS (of
+DeepSeek-V4.1), DRAFT_FAULT (of a draft model), LOCK_FAULT (of the registry of snapshots) or LAUNCH_FAULT (of a
 kernel) there, and the steps from then on are broken that way.
 """
 
@@ -22,9 +22,9 @@ FAULT_FILE = "DSV4_SGLANG_TEST_FAULT"
 FAULTS = (
     "the state at the end of the step",
     "previous rows dropped",
-    "indexer tail dropped",
+    "indexer compressor state dropped",
     "a slot reused without its state",
-    "a checkpoint shared without a copy",
+    "a snapshot shared without a copy",
 )
 RANK_FAULTS = (
     "a rank's processes are added up",
@@ -34,8 +34,8 @@ RANK_FAULTS = (
 HOST_FAULTS = (
     "the row behind each",
     "a layer that does not come back",
-    "a checkpoint of zeros",
-    "a checkpoint of somebody else",
+    "a snapshot of zeros",
+    "a snapshot of somebody else",
 )
 STUCK = "a load does not end"
 """Behind the first layer with entries, in the scheduler, which copies on a CPU."""
@@ -44,7 +44,7 @@ LATE = "loads come when they are waited for"
 LATE_FAULTS = (
     "layer 1 is not waited for",
     "layer 2 is not waited for",
-    "the checkpoint is not waited for",
+    "the snapshot is not waited for",
 )
 """With loads that come when they are waited for; the layers are a CSA and an HCA layer."""
 TRANSFER_FAULTS = (
@@ -52,12 +52,12 @@ TRANSFER_FAULTS = (
     "the slot stays behind",
 )
 V41_FAULTS = (
-    "checkpoints with empty rings",
+    "snapshots with empty rings",
     "the entries of the next source",
     "candidates of nobody",
 )
-DRAFT_FAULT = "checkpoints without the draft model's ring"
-LOCK_FAULT = "a checkpoint stays locked"
+DRAFT_FAULT = "snapshots without the draft model's ring"
+LOCK_FAULT = "a snapshot stays locked"
 LAUNCH_FAULT = "a kernel fails"
 """In the last process of a group."""
 LAUNCH_ERROR = "append: the launch for 1 tokens of 1 requests, ratio 4, decode failed: an illegal memory access"
@@ -95,17 +95,17 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, function in (
-        (PACKAGE + "srt.backend.HybridCacheBackend.forward", _forward),
+        (PACKAGE + "srt.attention.backend.HybridCacheBackend.forward", _forward),
         (PACKAGE + "cache.state_cache.StateStorage.store", _store),
         (PACKAGE + "cache.v41_step.V41Step.select", _select),
         (PACKAGE + "cache.v41_step.V41Step.attend", _attend),
-        (PACKAGE + "srt.prefix.slots.CheckpointSlots.load_to_active", _load_to_active),
-        (PACKAGE + "srt.prefix.policy.CheckpointRegistry.unlock", _unlock),
-        (PACKAGE + "srt.collectives.gather_a_copy", _gather),
+        (PACKAGE + "srt.prefix_cache.slots.SnapshotSlots.load_to_active", _load_to_active),
+        (PACKAGE + "srt.prefix_cache.policy.SnapshotRegistry.unlock", _unlock),
+        (PACKAGE + "srt.features.collectives.gather_a_copy", _gather),
         (PACKAGE + "attention.metadata.build_prefill", _build_prefill),
         (PACKAGE + "cache.host_pool.HostBlockPool.load", _load_blocks),
-        (PACKAGE + "cache.host_pool.HostCheckpointPool.load", _load_checkpoint),
-        (PACKAGE + "srt.pools.CacheKVPool.wait_for_layer", _wait_for_layer),
+        (PACKAGE + "cache.host_pool.HostSnapshotPool.load", _load_snapshot),
+        (PACKAGE + "srt.memory.pools.CacheKVPool.wait_for_layer", _wait_for_layer),
         (SGLANG + "managers.cache_controller.LayerLoadingEvent.complete", _layer_loads),
         (SGLANG + "managers.cache_controller.LayerLoadingEvent.wait", _layer_is_waited_for),
         (SGLANG + "disaggregation.common.conn.CommonKVSender._prepare_send_indices", _send),
@@ -120,7 +120,7 @@ def _fault() -> str:
 
 
 _shared: list[tuple[Any, Any]] = []
-"""(checkpoints, live slots) of the requests that resumed, while they are to share them."""
+"""(snapshots, live slots) of the requests that resumed, while they are to share them."""
 
 
 def _forward(
@@ -133,32 +133,32 @@ def _forward(
         if get_parallel().tp_rank == get_parallel().tp_size - 1:
             raise RuntimeError(LAUNCH_ERROR)
     if last and backend._staged is not None and _fault() == FAULTS[0]:
-        staged, checkpoints = backend._staged
+        staged, snapshots = backend._staged
         # One request a step: its live slot instead of the staging slots.
-        backend._staged = backend.metadata.slots[:1].expand_as(staged).contiguous(), checkpoints
+        backend._staged = backend.metadata.slots[:1].expand_as(staged).contiguous(), snapshots
     out = original(backend, q, k, v, layer, *rest, **kw)
     if last and _fault() == FAULTS[4]:
-        for checkpoints, live in _shared:
-            backend.state.store(live, checkpoints)
+        for snapshots, live in _shared:
+            backend.state.store(live, snapshots)
         _shared.clear()
     if last:
         _come()
     return out
 
 
-def _store(original: Callable[..., None], state: Any, slots: Any, checkpoints: Any) -> None:
-    original(state, slots, checkpoints)
+def _store(original: Callable[..., None], state: Any, slots: Any, snapshots: Any) -> None:
+    original(state, slots, snapshots)
     columns = {FAULTS[1]: KEPT_MAIN, FAULTS[2]: KEPT_INDEX}.get(_fault())
     if columns is not None:
         layout = state.layout
-        kept = state._tail_units[:, state.num_slots * layout.tail_units :]
+        kept = state._compressor_state_units[:, state.num_slots * layout.compressor_state_units :]
         kept = kept.unflatten(1, (-1, len(layout.kept_units)))
-        for checkpoint in checkpoints[checkpoints > 0].tolist():
-            kept[:, checkpoint - 1, :, :, columns] = 0
+        for snapshot in snapshots[snapshots > 0].tolist():
+            kept[:, snapshot - 1, :, :, columns] = 0
 
     if _fault() == V41_FAULTS[0]:
-        for checkpoint in checkpoints[checkpoints > 0].tolist():
-            state._all_rings[:, state.num_slots + checkpoint - 1] = 0
+        for snapshot in snapshots[snapshots > 0].tolist():
+            state._all_rings[:, state.num_slots + snapshot - 1] = 0
 
 
 def _select(original: Callable[..., None], step: Any, layer: int, *arguments: Any) -> None:
@@ -179,20 +179,20 @@ def _attend(original: Callable[..., Any], step: Any, layer: int, *arguments: Any
         step.pools = pools
 
 
-def _load_to_active(original: Callable[..., None], slots: Any, pool: Any, checkpoints: Any, live: Any) -> None:
+def _load_to_active(original: Callable[..., None], slots: Any, pool: Any, snapshots: Any, live: Any) -> None:
     if _fault() == FAULTS[3]:
         return
     counter = slots.layer_transfer_counter
     if _fault() == LATE_FAULTS[2]:
         slots.layer_transfer_counter = None
-    original(slots, pool, checkpoints, live)
+    original(slots, pool, snapshots, live)
     slots.layer_transfer_counter = counter
     if _fault() == DRAFT_FAULT:
         pool.storage.rings[-1].index_fill_(0, live.long(), 0)
     if _fault() == FAULTS[4]:
         import torch
 
-        _shared.append((checkpoints.to(torch.int32), live.to(torch.int32)))
+        _shared.append((snapshots.to(torch.int32), live.to(torch.int32)))
 
 
 def _unlock(original: Callable[..., None], registry: Any, slot: int) -> None:
@@ -271,13 +271,13 @@ def _load_blocks(original: Callable[..., None], pool: Any, blocks: Any, rows: An
     _load(partial(original, pool, blocks, (rows + 1) % pool.num_blocks if others else rows, layer))
 
 
-def _load_checkpoint(original: Callable[..., None], pool: Any, checkpoint: int, row: int) -> None:
-    _note(f"checkpoint {row} to {checkpoint}")
+def _load_snapshot(original: Callable[..., None], pool: Any, snapshot: int, row: int) -> None:
+    _note(f"snapshot {row} to {snapshot}")
     others = _fault() == HOST_FAULTS[3]
-    _load(partial(original, pool, checkpoint, (row + 1) % pool.num_checkpoints if others else row))
+    _load(partial(original, pool, snapshot, (row + 1) % pool.num_snapshots if others else row))
     if _fault() == HOST_FAULTS[2]:
         for table in pool._tables:
-            table[checkpoint - 1] = 0
+            table[snapshot - 1] = 0
 
 
 def _send(original: Callable[..., Any], sender: Any, blocks: Any, states: Any = None) -> Any:

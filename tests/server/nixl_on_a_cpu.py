@@ -1,4 +1,4 @@
-"""A plugin of SGLang that lets servers without a GPU transfer by NIXL, which the package refuses there: SGLang offers
+"""A plugin of SGLang that lets servers without a GPU transfer by NIXL, which the package rejects there: SGLang offers
 all memory of a cache as that of a GPU, and NIXL does not take other memory under that name.
 """
 
@@ -17,7 +17,9 @@ def register() -> None:
 
     for method, place in TOLD.items():
         HookRegistry.register(AGENT + method, _as_it_is(place), HookType.AROUND)
-    HookRegistry.register("dsv4_sglang.srt.flag_validation._refused_with_disaggregation", _lifted, HookType.AROUND)
+    HookRegistry.register(
+        "dsv4_sglang.srt.integration.flag_validation._rejected_with_disaggregation", _lifted, HookType.AROUND
+    )
 
 
 def _as_it_is(place: int) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from faulty_cache import _fault
 STEPS = "DSV4_SGLANG_TEST_RECORDED_STEPS"
 SIZES = "DSV4_SGLANG_TEST_RECORDED_SIZES"
 FAULTS = ("padding tokens write", "the lengths of the step before")
-BACKEND, MODEL = "dsv4_sglang.srt.backend.HybridCacheBackend.", "dsv4_sglang.srt.models.deepseek_v4.Model."
+BACKEND, MODEL = "dsv4_sglang.srt.attention.backend.HybridCacheBackend.", "dsv4_sglang.srt.models.deepseek_v4.Model."
 
 
 def register() -> None:
@@ -30,7 +30,7 @@ def register() -> None:
     for target, function in (
         (BACKEND + "init_forward_metadata_out_graph", _init_metadata),
         (MODEL + "forward", _forward),
-        ("dsv4_sglang.attention.metadata.PrefillBuffers.fill", _fill),
+        ("dsv4_sglang.attention.step_buffers.PrefillBuffers.fill", _fill),
     ):
         HookRegistry.register(target, function, HookType.AROUND)
 
@@ -41,7 +41,7 @@ def _sizes() -> list[int]:
 
 def _size(batch: Any) -> int | None:
     """The size of the graph that a step would be replayed with."""
-    from dsv4_sglang.srt.prefill_graphs import MOST_REQUESTS
+    from dsv4_sglang.srt.attention.prefill_graphs import MOST_REQUESTS
 
     mode = batch.forward_mode
     if mode.is_idle() or not mode.is_extend_without_speculative() or batch.batch_size > MOST_REQUESTS:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from progress import POLL_SECONDS, Progress, run, wait
+from liveness import POLL_SECONDS, Progress, run, wait
 from server_harness import one_core_each
 from typer.testing import CliRunner
 
@@ -24,7 +24,7 @@ from dsv4_sglang.cli.conversation import QUESTION
 pytestmark = pytest.mark.server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# Two schedulers: those of other tests are forked (nursery.py), these find the plugin by themselves.
+# Two schedulers: those of other tests are forked (server_forkserver.py), these find the plugin by themselves.
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--enable-cache-report", "--tp-size", "2", "--sleep-on-idle")
 METRICS = ("--enable-metrics", "--decode-log-interval", "1")
 KEY = "of users"
@@ -82,10 +82,10 @@ def test_conversation(process: tuple) -> None:
     assert first_new == second_new == 16
     assert first_cached == 0
     assert second_cached == first // 128 * 128
-    pools = re.findall(r"pools .*: (\d+) of 65536 tokens used by .*, (\d+) kept for .*, checkpoints: (\d+)", log)
+    pools = re.findall(r"pools .*: (\d+) of 65536 tokens used by .*, (\d+) kept for .*, snapshots: (\d+)", log)
     assert [int(used) for used, _, _ in pools] == [0, 0]
     assert [int(kept) for _, kept, _ in pools] == [first // 128 * 128, second // 128 * 128]
-    assert all(int(checkpoints) > 0 for _, _, checkpoints in pools)
+    assert all(int(snapshots) > 0 for _, _, snapshots in pools)
     assert "dsv4-sglang: the words are noise" in log
     assert " 503 " not in log
 
@@ -109,7 +109,7 @@ def test_pools(process: tuple) -> None:
     assert max(used for used, _ in tokens) >= 300
     assert max(used for used, _ in slots) >= 1
     assert tokens[-1][0] == slots[-1][0] == 0  # everything is given back or kept
-    assert tokens[-1][1] > 0 == slots[-1][1] and int(lines[-1].split()[-1]) >= 2  # a checkpoint for each prompt
+    assert tokens[-1][1] > 0 == slots[-1][1] and int(lines[-1].split()[-1]) >= 2  # a snapshot for each prompt
 
 
 def test_check_says_how_to_turn_it_on(process: tuple) -> None:
@@ -117,8 +117,8 @@ def test_check_says_how_to_turn_it_on(process: tuple) -> None:
     off = CliRunner().invoke(app, ["check", url, "--api-key", KEY])
     assert off.exit_code == 1 and "the integrity check of this server is off" in off.output
     assert '{"dsv4_sglang": {"integrity_check": true}}' in off.output
-    refused = CliRunner().invoke(app, ["check", url])
-    assert refused.exit_code == 1 and "the server answered 401" in refused.output
+    rejected = CliRunner().invoke(app, ["check", url])
+    assert rejected.exit_code == 1 and "the server answered 401" in rejected.output
 
 
 def test_sigterm_stops_it(process: tuple) -> None:

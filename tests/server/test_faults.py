@@ -1,6 +1,6 @@
 """What a server does with requests that make no sense, with new weights, and when a step or a process of it fails.
 
-It has a host tier and files behind it, and the one that is started again has the same.
+It has a host cache and files behind it, and the one that is started again has the same.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import torch
 from faulty_cache import LAUNCH_ERROR, LAUNCH_FAULT, STUCK, broken
-from progress import Progress
+from liveness import Progress
 from safetensors.torch import load_file
 from server_harness import BROKEN_OFF, Generated, Server, assert_same, ends, prompt, running
 from sglang.srt.utils.common import MultiprocessingSerializer, init_custom_process_group
 
 from benchmarks import ports
 from benchmarks.lifecycle import SPARED
-from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.integration import compat
 
 pytestmark = pytest.mark.server
 
@@ -34,12 +34,12 @@ FLAGS = ("--dtype", "float32", "--context-length", str(CONTEXT), "--max-running-
 FLAGS += ("--max-total-tokens", "4096", "--chunked-prefill-size", "256")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-storage-backend", "file")
 FLAGS += ("--hicache-storage-prefetch-policy", "wait_complete")
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_checkpoints": 12}
+OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_snapshots": 12}
 MODEL = {"ratios": (0, 4, 128), "index_topk": 1536}
 TOLERANCE = 2e-3
 STORED = prompt(400)
 BLOCKS = 3
-"""Of that prompt; its pages are these and a checkpoint."""
+"""Of that prompt; its pages are these and a snapshot."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def sampled(**parameters: Any) -> dict[str, Any]:
     return body(sampling_params={"max_new_tokens": 2, "temperature": 0, **parameters})
 
 
-REFUSED: dict[str, Any] = {
+REJECTED: dict[str, Any] = {
     "as long as the context": body(input_ids=[5] * CONTEXT),
     "a token too many": body(input_ids=[5] * (CONTEXT - SPARED + 1)),
     "a million tokens": body(input_ids=[5] * 1_000_000),
@@ -100,7 +100,7 @@ ODD: dict[str, Any] = {
     "a session that is not there": body(session_params={"id": "nowhere"}),
     "a field that is not there": body(no_such_thing=1),
 }
-"""Requests that SGLang refuses, in whatever way, or answers."""
+"""Requests that SGLang rejects, in whatever way, or answers."""
 UNKNOWN_TOKENS = (-1, -VOCABULARY, VOCABULARY, 1 << 20, (1 << 63) - 1)
 
 
@@ -116,15 +116,15 @@ def assert_well(server: Server) -> None:
     assert len(server.generate(prompt(140), 2).tokens) == 2
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_nonsense_is_refused(server: Server, what: str) -> None:
-    status, text = status_of(server, REFUSED[what])
+@pytest.mark.parametrize("what", REJECTED)
+def test_nonsense_is_rejected(server: Server, what: str) -> None:
+    status, text = status_of(server, REJECTED[what])
     assert 400 <= status < 500 and len(text) > 10, (status, text[:500])
     assert_well(server)
 
 
 def test_the_longest_prompt_is_answered(server: Server) -> None:
-    """One more is refused: what the lifecycle fuzzer takes for the limit is the server's."""
+    """One more is rejected: what the lifecycle fuzzer takes for the limit is the server's."""
     assert server.generate([5] * (CONTEXT - SPARED), 2).tokens
 
 
@@ -212,7 +212,7 @@ def test_a_load_that_does_not_end_ends_the_server(
                 other()
         said = failed.value.read().decode()
         assert failed.value.code == 500
-        assert f"not ended in 2 s: {BLOCKS} blocks and 1 checkpoints for the requests waits; layer 2 has not" in said
+        assert f"not ended in 2 s: {BLOCKS} blocks and 1 snapshots for the requests waits; layer 2 has not" in said
         assert "layer 2 has not arrived" in server.log_text() and "option host_load_timeout_seconds" in said
 
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from progress import run, wait
+from liveness import run, wait
 from server_harness import launched
 
-from dsv4_sglang.srt import launch
+from dsv4_sglang.srt.integration import launch_command
 
 pytestmark = pytest.mark.server
 
@@ -43,7 +43,10 @@ def test_the_launcher_rejects_a_launch_with_its_last_lines(
 ) -> None:
     """As a user starts it, in a process of its own."""
     server = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(tiny()), "--device", "cpu", *flags]
-    done = run([*server, launch.OPT_IN_FLAG, json.dumps(overrides)], env={**os.environ, **launch.cpu_environment()})
+    done = run(
+        [*server, launch_command.OPT_IN_FLAG, json.dumps(overrides)],
+        env={**os.environ, **launch_command.cpu_environment()},
+    )
     text = done.stdout + done.stderr
     assert done.returncode == 1 and "Traceback" not in text
     last = done.stderr.splitlines()[-len(said) :]

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from progress import STUCK_SECONDS
+from liveness import STUCK_SECONDS
 from server_harness import CHUNK, Generated, Server, assert_same, prompt, running
 
 from dsv4_sglang.model.config import DSV4Config
-from dsv4_sglang.srt.layout import served_layout
-from dsv4_sglang.srt.options import Options
-from dsv4_sglang.srt.sizing import StateDemand, table
+from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.memory.served_layout import served_layout
+from dsv4_sglang.srt.memory.sizing import StateDemand, table
 from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server
@@ -28,7 +28,7 @@ GENERATED = 40
 FLAGS = ("--dtype", "float32", "--context-length", "2048")
 # Sums in another order make some elements of a row round the other way, the more the deeper the layer. Rounding all of
 # them moves log p by 0.004 on average and 0.02 at most; one wrong entry moves it by eight times that average
-# (tests/test_make_tiny.py holds the checkpoint to both). Two runs share most roundings: half of the average apart.
+# (tests/test_make_tiny.py holds the snapshot to both). Two runs share most roundings: half of the average apart.
 SAME, SAME_ON_AVERAGE = 0.02, 0.002
 
 
@@ -137,24 +137,24 @@ def test_abort_and_lost_client(server: Server, alone: dict[int, Generated]) -> N
 
 
 @pytest.mark.parametrize(("ids", "reason"), [(prompt(2048), "longer"), ([], "empty")])
-def test_refused_requests(server: Server, ids: list[int], reason: str) -> None:
+def test_rejected_requests(server: Server, ids: list[int], reason: str) -> None:
     """Longer than the context, and empty: a clear HTTP error, and the server serves on."""
-    with pytest.raises(urllib.error.HTTPError) as refused:
+    with pytest.raises(urllib.error.HTTPError) as rejected:
         server.generate(ids, 4)
-    assert refused.value.code == 400
-    message = refused.value.read().decode()
+    assert rejected.value.code == 400
+    message = rejected.value.read().decode()
     assert ("2048" in message) if reason == "longer" else message
     assert server.generate([5], 4).tokens
     server.wait_idle()
 
 
 def test_what_the_server_says_of_itself(server: Server, tiny: Callable[..., Path]) -> None:
-    """One live slot a request, 32 staging slots (a step has 32 blocks), two checkpoints a request, blocks."""
+    """One live slot a request, 32 staging slots (a step has 32 blocks), two snapshots a request, blocks."""
     info = server.get("/get_server_info")
     assert info["max_total_num_tokens"] == 16384
     config = DSV4Config.from_hf(json.loads((tiny(seed=1) / "config.json").read_text()))
     layout = served_layout(config, torch.bfloat16, Options(), "cpu")
-    demand = StateDemand(running=16, staging=32, checkpoints=32)
+    demand = StateDemand(running=16, staging=32, snapshots=32)
     assert table(layout, 16384, demand) in server.log_text()
     blocks = sum(part.bytes for part in layout.block_parts(129))
     memory = info["internal_states"][0]["memory_usage"]

@@ -40,7 +40,7 @@ FLAGS += ("--schedule-conservativeness", "0.1")
 OPTIONS = {
     "entry_format": "fp32",
     "indexer_format": "fp32",
-    "max_checkpoints": 12,
+    "max_snapshots": 12,
     "integrity_check": True,
 }
 

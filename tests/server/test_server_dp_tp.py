@@ -30,7 +30,7 @@ TOLERANCE = 1e-4
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024")
 FLAGS += ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention", "--ep-size", "2")
 FLAGS += ("--max-running-requests", "12", "--chunked-prefill-size", "512")
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_checkpoints": 12}
+OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_snapshots": 12}
 # (tokens, tokens to generate, rank); an odd number of tokens is filled up to an even one.
 ASKED = [(131, 6, 0), (5, 10, 1), (3, 4, 1)]
 

@@ -1,7 +1,7 @@
 """The draft model's rings on a GPU: behind a prefix hit, on the device or from the host, the draft model makes what it
 makes without one.
 
-Tokens are right whatever is drafted, and the acceptance length of these checkpoints hardly depends on the rings. So the
+Tokens are right whatever is drafted, and the acceptance length of these snapshots hardly depends on the rings. So the
 test compares what the draft model computed (`recorded_drafts`) in the first step behind each prompt: the streams of
 EAGLE's NextN layer, the logits of DSPARK's head. It compares with a cold step of the same server, since bf16 compute is
 common to both; test_server_speculation.py and test_server_dspark.py compare with PyTorch in fp32 on a CPU.

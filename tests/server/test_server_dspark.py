@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from faulty_cache import entry_point
 from recorded_drafts import DRAFTS, recorded
-from server_harness import HOST_TIER, Server, assert_oracle_chooses, prompt, running
+from server_harness import HOST_CACHE, Server, assert_oracle_chooses, prompt, running
 
 from dsv4_sglang.planner.choice import Choice
 from dsv4_sglang.planner.gpus import GPUS
 from dsv4_sglang.planner.models import Format, Model
 from dsv4_sglang.planner.plan import planned_layout
-from dsv4_sglang.srt import compat
-from dsv4_sglang.srt.options import Options
+from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.integration.options import Options
 from dsv4_sglang.testing.dspark import DSpark
 from dsv4_sglang.testing.oracle import Oracle
 
@@ -60,7 +60,7 @@ def server(
 ) -> Iterator[Server]:
     flags = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048")
     flags += ("--max-running-requests", "4", "--chunked-prefill-size", str(CHUNK), "--speculative-algorithm", "DSPARK")
-    flags += ("--enable-metrics", *HOST_TIER)
+    flags += ("--enable-metrics", *HOST_CACHE)
     with pytest.MonkeyPatch.context() as patch:
         found = entry_point(tmp_path_factory.mktemp("recorder"), "recorded_drafts")
         patch.setenv("PYTHONPATH", os.pathsep.join([*found, os.environ["PYTHONPATH"]]))
@@ -106,7 +106,7 @@ def test_a_batch(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> 
 
 
 def test_warm(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> None:
-    """Behind a checkpoint of a prefill step, and behind one that a verify step took while it passed 384."""
+    """Behind a snapshot of a prefill step, and behind one that a verify step took while it passed 384."""
     ids = prompt(300, seed=1)
     server.flush()
     cold = generate(server, ids, 110, "cold")
@@ -119,7 +119,7 @@ def test_warm(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> Non
 
 def test_from_the_host(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> None:
     """Conversations beyond the device, in turn: behind a load the context that a block reads is that of a cold prompt,
-    since a checkpoint has the rings of the stages, too."""
+    since a snapshot has the rings of the stages, too."""
     asked = {f"host {n}": prompt(600, seed=10 + n) for n in range(5)}
     server.flush()
     for rid, ids in asked.items():
@@ -151,8 +151,8 @@ def test_sizes_are_as_planned(server: Server, model: Path) -> None:
         )
     )
     table = server.log_text()
-    assert f"state slots of {layout.slot_bytes} bytes (4 requests, 1 for the checkpoints of a step" in table
-    assert f"checkpoints of {layout.checkpoint_bytes} bytes" in table
+    assert f"state slots of {layout.slot_bytes} bytes (4 requests, 1 for the snapshots of a step" in table
+    assert f"snapshots of {layout.snapshot_bytes} bytes" in table
     assert f" {layout.token_bytes:.2f} bytes a token" in table
     assert "rings of 4 layers and 3 of the draft model" in table
 
@@ -168,16 +168,16 @@ def test_sizes_are_as_planned(server: Server, model: Path) -> None:
         ({"sampling_params": {"temperature": 0.5}}, "temperature 0"),
     ],
 )
-def test_what_is_refused_a_request_at_a_time(server: Server, fields: dict[str, Any], said: str) -> None:
+def test_what_is_rejected_a_request_at_a_time(server: Server, fields: dict[str, Any], said: str) -> None:
     sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
-    with pytest.raises(urllib.error.HTTPError) as refused:
+    with pytest.raises(urllib.error.HTTPError) as rejected:
         server.post("/generate", {"input_ids": prompt(5), "sampling_params": sampling, **fields})
-    assert refused.value.code == 400 and said in refused.value.read().decode()
+    assert rejected.value.code == 400 and said in rejected.value.read().decode()
     assert len(generate(server, prompt(5), 4, f"after {said}")["output_ids"]) == 4
     server.wait_idle()
 
 
-@pytest.mark.skipif(not HAS_LOG_PROBABILITIES, reason="SGLang refuses them with DSPARK")
+@pytest.mark.skipif(not HAS_LOG_PROBABILITIES, reason="SGLang rejects them with DSPARK")
 def test_log_probabilities(server: Server, oracle: Oracle) -> None:
     ids = prompt(200, seed=2)
     assert_oracle_chooses(oracle, ids, server.generate(ids, 20), TOLERANCE)

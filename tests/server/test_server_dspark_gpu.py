@@ -19,7 +19,7 @@ import pytest
 import torch
 from server_harness import CHUNK, Server, prompt, running
 
-from dsv4_sglang.testing.oracle import Oracle, RowFormat
+from dsv4_sglang.testing.oracle import KVFormat, Oracle
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 
@@ -35,7 +35,7 @@ SERVERS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("--chunked-prefill-size", "128", "--disable-cuda-graph", "--disable-overlap-schedule"),
     ),
     "bf16, blocks of 7": (7, ("--chunked-prefill-size", "256")),
-    "fp8, blocks of 5, host tier": (
+    "fp8, blocks of 5, host cache": (
         5,
         (
             *("--chunked-prefill-size", "4096", "--max-total-tokens", "8192", "--enable-metrics"),
@@ -57,7 +57,7 @@ def greedy(ids: list[int], count: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def oracle(tiny: Callable[..., Path]) -> Oracle:
-    """Its layers are those of the checkpoints for blocks of any size."""
+    """Its layers are those of the snapshots for blocks of any size."""
     return Oracle(tiny(seed=1, dspark=5), device="cuda")
 
 
@@ -83,7 +83,7 @@ def generate(server: Server, ids: list[int], count: int = GENERATED) -> list[int
 
 def assert_near(oracle: Oracle, name: str, asked: list[tuple[list[int], list[int]]]) -> None:
     """Each token is the oracle's likeliest with the server's formats, or about as likely."""
-    rows: RowFormat = "bf16" if name.startswith("bf16") else "fp8"
+    rows: KVFormat = "bf16" if name.startswith("bf16") else "fp8"
     behind = [oracle.score(ids, tokens, rows, "mxfp4", CHUNK).margin.cpu() for ids, tokens in asked]
     print([f"{len(ids)}: {found.max():.3f} at {int(found.argmax())}" for (ids, _), found in zip(asked, behind)])
     assert torch.cat(behind).max() <= NEAR[rows]
@@ -103,7 +103,7 @@ def test_batch_of_16(server: Server, oracle: Oracle, name: str) -> None:
 
 
 def test_warm(server: Server, oracle: Oracle, name: str) -> None:
-    """The next turn of a generation, behind a checkpoint of a verify step, and a branch inside a block, each twice."""
+    """The next turn of a generation, behind a snapshot of a verify step, and a branch inside a block, each twice."""
     server.flush()
     trunk = prompt(700, seed=1)
     first = generate(server, trunk, 230)
@@ -115,7 +115,7 @@ def test_warm(server: Server, oracle: Oracle, name: str) -> None:
 
 
 def test_drafts_are_accepted(server: Server, name: str) -> None:
-    """As often behind a prefix hit as without: the rings of the draft model's stages come with the checkpoint."""
+    """As often behind a prefix hit as without: the rings of the draft model's stages come with the snapshot."""
     ids, lengths = prompt(1000, seed=43), {}
     server.flush()
     for run in ("cold", "warm"):
@@ -126,7 +126,7 @@ def test_drafts_are_accepted(server: Server, name: str) -> None:
     assert abs(lengths["cold"] - lengths["warm"]) < 0.25
 
 
-@pytest.mark.parametrize("name", ["fp8, blocks of 5, host tier"], indirect=True, scope="module")
+@pytest.mark.parametrize("name", ["fp8, blocks of 5, host cache"], indirect=True, scope="module")
 def test_from_the_host(server: Server, oracle: Oracle, name: str) -> None:
     """24 prompts of 1,500 tokens in a device of 8,192, twice: behind a load drafts are accepted as often as cold."""
     server.flush()
@@ -154,7 +154,7 @@ def test_abort_then_right(server: Server, oracle: Oracle, name: str) -> None:
     assert_near(oracle, name, [(prompt(n), generate(server, prompt(n))) for n in (5, 300)])
 
 
-def test_sampled_and_refused(server: Server) -> None:
+def test_sampled_and_rejected(server: Server) -> None:
     """A batch that samples beside one that does not; log p, which SGLang does not have with DSPARK."""
     sampled = {**greedy(prompt(9), 100), "sampling_params": {"max_new_tokens": 100, "top_p": 0.9, "ignore_eos": True}}
     with ThreadPoolExecutor(8) as pool:
@@ -162,7 +162,7 @@ def test_sampled_and_refused(server: Server) -> None:
         got = list(pool.map(lambda body: server.post("/generate", body)["output_ids"], asked))
     assert all(len(tokens) == 100 for tokens in got)
     assert len({tuple(tokens) for tokens in got[1::2]}) > 1
-    with pytest.raises(urllib.error.HTTPError) as refused:
+    with pytest.raises(urllib.error.HTTPError) as rejected:
         server.generate(prompt(5), 4)
-    assert refused.value.code == 400 and "return_logprob" in refused.value.read().decode()
+    assert rejected.value.code == 400 and "return_logprob" in rejected.value.read().decode()
     server.wait_idle()

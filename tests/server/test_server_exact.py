@@ -86,7 +86,7 @@ def test_a_dropped_indexer_tail_shows(server: Server, oracle: Oracle, fault: Pat
     """Key L / 4 is wrong for good, and another entry is read instead of its."""
     ids = prompt(450, seed=3)
     server.flush()
-    with broken(fault, "indexer tail dropped"):
+    with broken(fault, "indexer compressor state dropped"):
         server.generate(ids, 1)
         wrong = server.generate(ids, 12)
     assert wrong.cached == 384

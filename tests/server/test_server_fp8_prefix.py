@@ -28,7 +28,7 @@ NOISE = 0.02
 @pytest.fixture(scope="module")
 def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("fp8_prefix") / "log"
-    with running(tiny(**FIELDS), log, *FLAGS, checkpoint_interval=256) as server:
+    with running(tiny(**FIELDS), log, *FLAGS, snapshot_interval=256) as server:
         yield server
 
 

@@ -29,7 +29,7 @@ CONTEXT = 8192
 COMMON = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", str(CONTEXT))
 COMMON += ("--cuda-graph-max-bs-decode", "16", "--enable-metrics")
 INTERVAL = 512
-OPTIONS = {"checkpoint_interval": INTERVAL, "max_checkpoints": 128}
+OPTIONS = {"snapshot_interval": INTERVAL, "max_snapshots": 128}
 SERVERS: dict[str, tuple[str, ...]] = {
     "fp8": ("--max-total-tokens", "65536", "--max-running-requests", "16", "--chunked-prefill-size", "4096"),
     "fp8, no graphs, no overlap, chunks of 128": (
@@ -76,7 +76,7 @@ def drafts(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def oracle(tiny: Callable[..., Path]) -> Callable[[str], Oracle]:
-    """Of the checkpoint of a server."""
+    """Of the snapshot of a server."""
     return functools.cache(lambda name: Oracle(tiny(seed=1, nextn=drafts(name)), device="cuda"))
 
 
@@ -167,9 +167,9 @@ def test_abort_then_right(server: Server, oracle: Callable[[str], Oracle], name:
 
 
 def test_longer_than_the_context(server: Server) -> None:
-    with pytest.raises(urllib.error.HTTPError) as refused:
+    with pytest.raises(urllib.error.HTTPError) as rejected:
         server.generate(prompt(CONTEXT), 4)
-    assert refused.value.code == 400 and str(CONTEXT) in refused.value.read().decode()
+    assert rejected.value.code == 400 and str(CONTEXT) in rejected.value.read().decode()
     assert server.generate([5], 4).tokens
     server.wait_idle()
 
@@ -307,7 +307,7 @@ def test_branches_anywhere(server: Server) -> None:
         second = trunk[:at] + prompt(40, seed=at + 1)
         asked[f"first at {at}"] = ids, first
         asked[f"second at {at}"] = second, server.generate(second, 16)
-        # The first takes a checkpoint where it leaves the trunk.
+        # The first takes a snapshot where it leaves the trunk.
         assert [first.cached >= at // INTERVAL * INTERVAL, asked[f"second at {at}"][1].cached] == [
             True,
             at // 128 * 128,
@@ -319,7 +319,7 @@ def test_branches_anywhere(server: Server) -> None:
 
 @pytest.mark.parametrize("count", [1, 700])
 def test_next_turns(server: Server, count: int) -> None:
-    """Checkpoints taken in decode, inside CUDA graphs where there are any; eight conversations at once."""
+    """Snapshots taken in decode, inside CUDA graphs where there are any; eight conversations at once."""
     server.flush()
     first = [prompt(150 + 37 * i, seed=15) for i in range(8)]
     turns = server.generate_all(first, count)
@@ -383,7 +383,7 @@ def test_copies_are_timed(server: Server) -> None:
     assert 0 < found["prefix_timed_bytes"] <= found["prefix_copied_bytes"], found
     rate = found["prefix_timed_bytes"] / found["prefix_copy_seconds"] / 1e9
     print(f"{found['prefix_timed_bytes'] / 1e6:.1f} MB in {1e3 * found['prefix_copy_seconds']:.3f} ms: {rate:.0f} GB/s")
-    # Checkpoints of this model are small (0.6 MB): launches take most of the time.
+    # Snapshots of this model are small (0.6 MB): launches take most of the time.
     assert 0.5 < rate < 10_000, found
 
 

@@ -1,4 +1,4 @@
-"""The host tier of a real server: what the device has no room for comes back from the host."""
+"""The host cache of a real server: what the device has no room for comes back from the host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLERANCE = 2e-3
 BLOCK = 128
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-running-requests", "4", "--max-total-tokens", "2048")
 FLAGS += ("--chunked-prefill-size", "256", "--enable-metrics", "--enable-hierarchical-cache", "--hicache-ratio", "4")
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "checkpoint_interval": 512, "max_checkpoints": 12}
+OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "snapshot_interval": 512, "max_snapshots": 12}
 POLICIES = ("write_through", "write_through_selective", "write_back")
 
 
@@ -33,7 +33,7 @@ POLICIES = ("write_through", "write_through_selective", "write_back")
 def server(
     request: pytest.FixtureRequest, fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A device of 2,048 tokens and 12 checkpoints, a host of four times that; a layer of each kind, and the indexer
+    """A device of 2,048 tokens and 12 snapshots, a host of four times that; a layer of each kind, and the indexer
     selects all entries (docs/prefix.md says why)."""
     log = tmp_path_factory.mktemp("host") / "log"
     flags = (*FLAGS, "--hicache-write-policy", request.param)
@@ -78,7 +78,7 @@ def test_conversations_beyond_the_device(server: Server, known: dict[tuple[int, 
     assert tiers[1] > 4 * 640 and tiers[2] == 0, "little came from the host"
     assert change["host_saved_bytes"] > 0 and change["host_loaded_bytes"] > 0 and change["host_load_seconds"] > 0
     assert after["host_blocks_held"] > 16, "the host holds no more than the device could"
-    assert change["host_saves_refused"] == change["host_loads_failed"] == 0
+    assert change["host_saves_rejected"] == change["host_loads_failed"] == 0
     server.wait_idle()
 
 
@@ -179,7 +179,7 @@ def empty_device(server: Server) -> None:
 
 def test_a_retracted_request_resumes_from_the_host(server: Server, known: dict[tuple[int, ...], Generated]) -> None:
     """In a pool of 16 blocks four requests grow to four blocks each, then the first needs a fifth: one of the others is
-    retracted, and goes on from the last checkpoint of its prompt, since log p of the rest is asked for. The device has
+    retracted, and goes on from the last snapshot of its prompt, since log p of the rest is asked for. The device has
     nothing of it any more: SGLang takes a block ahead for each of the others."""
     prompts = [prompt(n, seed=100 + i) for i, n in enumerate((396, 356, 356, 376))]
     counts, ahead = (150, 60, 60, 60), (70, 3, 3, 3)
@@ -227,7 +227,7 @@ def test_a_broken_load_shows(server: Server, fault: Path, kind: str, known: dict
 
 
 def test_a_step_waits_for_what_it_reads(server: Server, fault: Path, known: dict[tuple[int, ...], Generated]) -> None:
-    """Nothing comes before it is waited for: the checkpoint before live slots are filled, a layer before it is read."""
+    """Nothing comes before it is waited for: the snapshot before live slots are filled, a layer before it is read."""
     only_with(server, POLICIES[0])
     ids = prompt(520, seed=120)
     reference = cold(server, known, ids)
@@ -276,7 +276,7 @@ def test_new_weights_leave_nothing_on_the_host(server: Server, tiny: Callable[..
 
 
 def test_the_table_names_the_host(server: Server) -> None:
-    """Of a CSA and an HCA layer in fp32, and checkpoints of three rings and a CSA tail: as many bytes as four times 16
-    blocks and 12 checkpoints, with 11/8 times the checkpoints a block."""
-    table = "host tier of this process: 6912 tokens in 54 blocks of 83968 bytes, 49 checkpoints of 806912 bytes"
+    """Of a CSA and an HCA layer in fp32, and snapshots of three rings and a CSA compressor state: as many bytes as four
+    times 16 blocks and 12 snapshots, with 11/8 times the snapshots a block."""
+    table = "host cache of this process: 6912 tokens in 54 blocks of 83968 bytes, 49 snapshots of 806912 bytes"
     assert table in server.log_text()

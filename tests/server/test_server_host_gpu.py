@@ -1,4 +1,4 @@
-"""The host tier of a server on a GPU: bf16 compute, FP8 rows, pinned memory, CUDA graphs, overlap scheduling.
+"""The host cache of a server on a GPU: bf16 compute, FP8 rows, pinned memory, CUDA graphs, overlap scheduling.
 
 Flags that this machine's SGLang needs besides go into DSV4_SGLANG_TEST_FLAGS.
 """
@@ -31,7 +31,7 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "write_through, two GPUs": ("--max-running-requests", "16", "--tp-size", "2"),
 }
 GPUS = {name: 2 for name in SERVERS if "two" in name}
-OPTIONS = {"checkpoint_interval": 512, "max_checkpoints": 64}
+OPTIONS = {"snapshot_interval": 512, "max_snapshots": 64}
 
 
 @pytest.fixture(scope="module", params=SERVERS)
@@ -58,7 +58,7 @@ def test_conversations_beyond_the_device(server: Server) -> None:
     change = {name: after[name] - before[name] for name in after}
     tiers = [change[f"host_hit_tokens_{tier}"] for tier in ("device", "host", "storage")]
     assert sum(tiers) == change["prefix_hit_tokens"] and tiers[1] > 24 * 1408 and tiers[2] == 0, tiers
-    assert change["host_saves_refused"] == change["host_loads_failed"] == 0
+    assert change["host_saves_rejected"] == change["host_loads_failed"] == 0
     loaded, seconds = change["host_loaded_bytes"], change["host_load_seconds"]
     saved, saving = change["host_saved_bytes"], change["host_save_seconds"]
     print(
@@ -69,7 +69,7 @@ def test_conversations_beyond_the_device(server: Server) -> None:
 
 
 def test_next_turns_while_others_decode(server: Server) -> None:
-    """Loaded beside steps that run, eight at a time; each goes on from its last checkpoint."""
+    """Loaded beside steps that run, eight at a time; each goes on from its last snapshot."""
     first = [prompt(600 + 37 * i, seed=40) for i in range(16)]
     server.flush()
     turns = server.generate_all(first, 60)
@@ -108,7 +108,7 @@ def test_answers_end_where_cold_ones_do(server: Server) -> None:
 
 def test_retracted_requests_resume_from_the_host(server: Server) -> None:
     """12 requests, each begun when the one before decodes, so that all are let in: from 48 blocks of 64 to 108. They go
-    on from the last checkpoint of their prompts, since log p of the rest is asked for; what others have not taken is
+    on from the last snapshot of their prompts, since log p of the rest is asked for; what others have not taken is
     still on the device."""
     prompts = [prompt(500 + i, seed=44) for i in range(12)]
     server.flush()

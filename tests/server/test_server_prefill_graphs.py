@@ -10,7 +10,7 @@ import torch
 from faulty_cache import HOST_FAULTS, LATE, LATE_FAULTS, broken
 from recorded_prefills import FAULTS
 from server_harness import (
-    HOST_TIER,
+    HOST_CACHE,
     Server,
     assert_oracle_chooses,
     assert_right_though_retracted,
@@ -42,7 +42,7 @@ def server(
     fault: Path, recorded_steps: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("graphs") / "log"
-    with running(tiny(**MODEL), log, *FLAGS, *HOST_TIER, **OPTIONS) as server:
+    with running(tiny(**MODEL), log, *FLAGS, *HOST_CACHE, **OPTIONS) as server:
         yield server
 
 

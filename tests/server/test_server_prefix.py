@@ -21,12 +21,12 @@ BLOCK = 128
 INTERVAL = 512
 FLAGS = ("--dtype", "float32", "--context-length", "6144", "--max-running-requests", "4")
 FLAGS += ("--max-total-tokens", "6144", "--chunked-prefill-size", "256", "--enable-metrics")
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "checkpoint_interval": INTERVAL, "max_checkpoints": 12}
+OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "snapshot_interval": INTERVAL, "max_snapshots": 12}
 
 
 @pytest.fixture(scope="module")
 def server(fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Chunks of 256, a checkpoint every 512 tokens, 12 checkpoints, 6,144 tokens of blocks; a layer of each kind.
+    """Chunks of 256, a snapshot every 512 tokens, 12 snapshots, 6,144 tokens of blocks; a layer of each kind.
 
     The indexer selects all entries: where it leaves some out, a step with other requests rounds scores in another
     way, and where two are equal but for that, the other one is selected (docs/prefix.md).
@@ -56,7 +56,7 @@ def test_a_long_prompt_and_what_it_pushes_out(server: Server) -> None:
     earlier, trunk = prompt(1300, seed=8), prompt(5000, seed=2)
     server.flush()
     reference = server.generate(earlier, 4)
-    evicted = server.metrics()["prefix_checkpoints_evicted"]
+    evicted = server.metrics()["prefix_snapshots_evicted"]
     first = server.score(trunk[:4321], trunk[4321:])
     again, middle = server.score(trunk[:4993], trunk[4993:]), server.score(trunk[:4321], trunk[4321:4381])
     assert (first.cached, again.cached, middle.cached) == (0, 4992, 4320 // INTERVAL * INTERVAL)
@@ -66,7 +66,7 @@ def test_a_long_prompt_and_what_it_pushes_out(server: Server) -> None:
     for got in found:
         assert_same(got, reference, TOLERANCE)
     assert found[0].cached < found[1].cached == 1280, "nothing was evicted"
-    assert server.metrics()["prefix_checkpoints_evicted"] > evicted
+    assert server.metrics()["prefix_snapshots_evicted"] > evicted
 
 
 def test_a_branch_anywhere(server: Server) -> None:
@@ -81,13 +81,13 @@ def test_a_branch_anywhere(server: Server) -> None:
         warm = [server.generate(ids, 4) for ids in pair]
         for got, reference in zip(warm, references):
             assert_same(got, reference, TOLERANCE)
-        # The first branch resumes from the interval's checkpoint and takes one where it leaves the trunk.
+        # The first branch resumes from the interval's snapshot and takes one where it leaves the trunk.
         assert [got.cached for got in warm] == [at // INTERVAL * INTERVAL, at // BLOCK * BLOCK], at
 
 
 @pytest.mark.parametrize("count", [1, 150])
 def test_the_next_turn(server: Server, count: int) -> None:
-    """Decode takes a checkpoint every 128 tokens; the turn ends with the last of them."""
+    """Decode takes a snapshot every 128 tokens; the turn ends with the last of them."""
     server.flush()
     ids = prompt(250, seed=3)
     turn = server.generate(ids, count)
@@ -109,7 +109,7 @@ def test_a_branch_off_a_running_request(server: Server) -> None:
 
 
 def test_a_pause_that_retracts(server: Server) -> None:
-    """The request comes back, resumes from its prompt's checkpoint, and goes on as if nothing had been."""
+    """The request comes back, resumes from its prompt's snapshot, and goes on as if nothing had been."""
     ids = prompt(300, seed=7)
     reference = server.cold(ids, 100)
     server.flush()
@@ -175,7 +175,7 @@ def test_after_a_flush(server: Server) -> None:
 
 
 def test_several_at_once_under_eviction(server: Server) -> None:
-    """Prompts that share prefixes, four at a time, more than blocks and checkpoints hold; twice."""
+    """Prompts that share prefixes, four at a time, more than blocks and snapshots hold; twice."""
     rng = random.Random(0)
     prompts = [prompt(1000, seed=10)]
     while len(prompts) < 8:
@@ -196,16 +196,16 @@ def test_several_at_once_under_eviction(server: Server) -> None:
     server.wait_idle()
 
 
-@pytest.mark.parametrize("kind", sorted(set(FAULTS) - {"indexer tail dropped"}))
+@pytest.mark.parametrize("kind", sorted(set(FAULTS) - {"indexer compressor state dropped"}))
 def test_a_broken_cache_shows(server: Server, fault: Path, kind: str) -> None:
-    """What the tests above would see of each way to break a checkpoint. The keys matter where entries are selected:
+    """What the tests above would see of each way to break a snapshot. The keys matter where entries are selected:
     test_server_exact.py."""
     ids = prompt(230, seed=11)
     reference = server.cold(ids)
     server.flush()
     server.generate(prompt(210, seed=12), 60)  # somebody else's state in the slots
     with broken(fault, kind):
-        # The first run leaves the checkpoint, the second resumes from it and, where it is shared, spoils it.
+        # The first run leaves the snapshot, the second resumes from it and, where it is shared, spoils it.
         got = [server.generate(ids, 1), server.generate(ids, 1), server.score(ids, reference.tokens)]
     assert [g.cached for g in got] == [0, 128, 128]
     apart = (torch.tensor(got[-1].logprobs) - torch.tensor(reference.logprobs)).abs().max()
@@ -216,9 +216,9 @@ def test_a_broken_cache_shows(server: Server, fault: Path, kind: str) -> None:
 
 def test_the_counters_are_published(server: Server) -> None:
     found = server.metrics()
-    size = found["prefix_copied_bytes"] / (found["prefix_checkpoints_taken"] + found["prefix_checkpoints_loaded"])
-    assert size == 4 * (3 * 128 * 512 + 8 * 640), "the bytes of a checkpoint: three rings, the tail of a CSA layer"
-    for name in ("hit_tokens", "lost_tokens", "checkpoints_evicted", "copy_seconds", "timed_bytes"):
+    size = found["prefix_copied_bytes"] / (found["prefix_snapshots_taken"] + found["prefix_snapshots_loaded"])
+    assert size == 4 * (3 * 128 * 512 + 8 * 640), "three rings and the state of a CSA layer"
+    for name in ("hit_tokens", "lost_tokens", "snapshots_evicted", "copy_seconds", "timed_bytes"):
         assert found[f"prefix_{name}"] > 0, name
-    assert 0 < found["checkpoints_held"] <= 12
-    assert found["prefix_timed_bytes"] < found["prefix_copied_bytes"], "decode takes checkpoints too"
+    assert 0 < found["snapshots_held"] <= 12
+    assert found["prefix_timed_bytes"] < found["prefix_copied_bytes"], "decode takes snapshots too"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from progress import STUCK_SECONDS
+from liveness import STUCK_SECONDS
 from pydantic import BaseModel
 from server_harness import Server, running
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest

@@ -24,7 +24,7 @@ FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "-
 HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "2", "--max-total-tokens", "262144")
 SERVERS: dict[str, tuple[str, ...]] = {
     "fp8": ("--enable-weights-cpu-backup",),
-    "fp8, host tier": HOST,
+    "fp8, host cache": HOST,
     "fp8, 3 drafts": (*DRAFTS, "--enable-weights-cpu-backup"),
     "bf16, no graphs, no overlap": (
         "--kv-cache-dtype",
@@ -33,7 +33,7 @@ SERVERS: dict[str, tuple[str, ...]] = {
         "--disable-overlap-schedule",
     ),
 }
-OPTIONS = {"checkpoint_interval": 512, "max_checkpoints": 128}
+OPTIONS = {"snapshot_interval": 512, "max_snapshots": 128}
 MIB = 1 << 20
 PAGES = 128 * MIB
 """Physical memory is mapped by pages of 2 MiB: of each tensor up to one more, and of those below 10 MiB up to 20."""

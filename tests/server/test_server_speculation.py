@@ -16,7 +16,7 @@ import recorded_drafts
 from faulty_cache import DRAFT_FAULT, broken, entry_point
 from server_harness import (
     DRAFTS,
-    HOST_TIER,
+    HOST_CACHE,
     Generated,
     Server,
     assert_oracle_chooses,
@@ -26,7 +26,7 @@ from server_harness import (
 )
 from transformers import DynamicCache
 
-from dsv4_sglang.srt.decisions import GREEDY_ON_CPU
+from dsv4_sglang.srt.integration.server_context import GREEDY_ON_CPU
 from dsv4_sglang.testing.nextn import NextN
 from dsv4_sglang.testing.oracle import Oracle
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.server
 
 MODEL = {"ratios": (0, 4, 128), "index_topk": 64, "nextn": True}
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "2048", "--max-running-requests", "4")
-FLAGS += (*DRAFTS, "--chunked-prefill-size", "128", "--enable-metrics", *HOST_TIER)
+FLAGS += (*DRAFTS, "--chunked-prefill-size", "128", "--enable-metrics", *HOST_CACHE)
 RECORDED_TOKENS = 100
 LENGTHS, GENERATED = (1, 127, 300, 600), 40
 # Of log p, and of what the layer makes of a token: its streams and logits, which reach 20.
@@ -74,11 +74,11 @@ def server(
             yield server
 
 
-Apart = Callable[[str, list[int], Generated], list[float]]
+Disaggregated = Callable[[str, list[int], Generated], list[float]]
 
 
 @pytest.fixture
-def apart(oracle: Oracle, layer: NextN, drafts: Path) -> Apart:
+def apart(oracle: Oracle, layer: NextN, drafts: Path) -> Disaggregated:
     """How far each verify step of the request `rid` is from what the layer drafts in plain PyTorch."""
 
     def compare(rid: str, ids: list[int], got: Generated) -> list[float]:
@@ -105,7 +105,7 @@ def apart(oracle: Oracle, layer: NextN, drafts: Path) -> Apart:
     return compare
 
 
-def test_oracle(server: Server, oracle: Oracle, apart: Apart) -> None:
+def test_oracle(server: Server, oracle: Oracle, apart: Disaggregated) -> None:
     """A batch of prompts of several lengths, of which the longest sees 64 of 150 entries: tokens, their log p, and
     drafts."""
     asked = {f"batch {length}": prompt(length) for length in LENGTHS}
@@ -126,8 +126,8 @@ def test_drafts_are_accepted(server: Server) -> None:
     assert meta["spec_verify_ct"] < GENERATED / 1.5
 
 
-def test_the_next_turn(server: Server, oracle: Oracle, apart: Apart) -> None:
-    """It resumes from a checkpoint that a verify step wrote."""
+def test_the_next_turn(server: Server, oracle: Oracle, apart: Disaggregated) -> None:
+    """It resumes from a snapshot that a verify step wrote."""
     ids = prompt(230, seed=3)
     turn = server.generate(ids, GENERATED)
     following = ids + turn.tokens + prompt(20, seed=4)
@@ -137,9 +137,9 @@ def test_the_next_turn(server: Server, oracle: Oracle, apart: Apart) -> None:
     assert max(apart("turn", following, got)) <= DRAFTED
 
 
-def test_drafts_behind_a_load_from_the_host(server: Server, apart: Apart) -> None:
+def test_drafts_behind_a_load_from_the_host(server: Server, apart: Disaggregated) -> None:
     """Eight conversations of three blocks in a device of sixteen: the second visit has the answers of the first, and
-    drafts as if the layer had read all of the prompt, since a checkpoint has its window, too."""
+    drafts as if the layer had read all of the prompt, since a snapshot has its window, too."""
     prompts = {f"host {i}": prompt(390, seed=20 + i) for i in range(8)}
     server.flush()
     before = server.metrics()["host_hit_tokens_host"]
@@ -152,8 +152,8 @@ def test_drafts_behind_a_load_from_the_host(server: Server, apart: Apart) -> Non
     server.wait_idle()
 
 
-def test_a_checkpoint_without_the_draft_models_ring_shows(
-    server: Server, oracle: Oracle, apart: Apart, fault: Path
+def test_a_snapshot_without_the_draft_models_ring_shows(
+    server: Server, oracle: Oracle, apart: Disaggregated, fault: Path
 ) -> None:
     """In what is drafted, and in nothing else: tokens are right whatever is drafted, and this layer's drafts depend so
     little on its window that as many are accepted."""
@@ -182,7 +182,7 @@ def test_abort(server: Server, oracle: Oracle) -> None:
 
 
 def test_lifecycles(server: Server) -> None:
-    """Of EAGLE with a host tier."""
+    """Of EAGLE with a host cache."""
     live(server)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from progress import POLL_SECONDS, Progress
+from liveness import POLL_SECONDS, Progress
 from server_harness import Server, assert_same, prompt, running
 
 pytestmark = pytest.mark.server
@@ -17,12 +17,12 @@ FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-running-reques
 FLAGS += ("--chunked-prefill-size", "256", "--enable-cache-report", "--random-seed", "1")
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-storage-backend", "file")
 FLAGS += ("--hicache-storage-prefetch-policy", "wait_complete")
-OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_checkpoints": 12}
+OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_snapshots": 12}
 TOLERANCE = 2e-3
 PROMPT = prompt(400)
 FOUND = 384
 PAGES = 3 + 1
-"""Blocks of the prompt, and a checkpoint."""
+"""Blocks of the prompt, and a snapshot."""
 SALTS = ("a", "b", "c")
 
 

@@ -11,7 +11,7 @@ import pytest
 from faulty_cache import LAUNCH_ERROR, LAUNCH_FAULT, LOADS, LOCK_FAULT, broken
 from server_harness import (
     BROKEN_OFF,
-    HOST_TIER,
+    HOST_CACHE,
     Server,
     assert_oracle_chooses,
     assert_right_though_retracted,
@@ -46,15 +46,15 @@ def loads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     fault: Path, loads: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """Eight blocks, and little of them kept free for what running requests may still generate; behind them a host tier
+    """Eight blocks, and little of them kept free for what running requests may still generate; behind them a host cache
     of four times as many. Each process notes in a file of `loads` what it loads from it."""
     flags = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--tp-size", "2")
     flags += ("--max-running-requests", "6", "--schedule-conservativeness", "0.1", "--enable-metrics")
-    flags += HOST_TIER
+    flags += HOST_CACHE
     options = {
         "entry_format": "fp32",
         "indexer_format": "fp32",
-        "max_checkpoints": 12,
+        "max_snapshots": 12,
         "integrity_check": True,
     }
     log = tmp_path_factory.mktemp("tp") / "log"
@@ -74,7 +74,7 @@ def test_oracle(server: Server, oracle: Oracle, length: int) -> None:
 
 
 def test_warm_is_cold(server: Server) -> None:
-    """The same prompt again, its next turn from a checkpoint of decode, and a branch in the middle of a block."""
+    """The same prompt again, its next turn from a snapshot of decode, and a branch in the middle of a block."""
     ids = prompt(250, seed=1)
     first = server.cold(ids, 20)
     turn = [*ids, *first.tokens, *prompt(30, seed=2)]
@@ -91,9 +91,9 @@ def test_warm_is_cold(server: Server) -> None:
 
 def test_more_than_fits(server: Server, oracle: Oracle) -> None:
     """Over what earlier requests left; no process leaks a block or a slot."""
-    evicted = server.metrics()["prefix_checkpoints_evicted"]
+    evicted = server.metrics()["prefix_snapshots_evicted"]
     assert_right_though_retracted(server, oracle, TOLERANCE)
-    assert server.metrics()["prefix_checkpoints_evicted"] > evicted
+    assert server.metrics()["prefix_snapshots_evicted"] > evicted
 
 
 def test_both_processes_load_the_same(server: Server, loads: Path) -> None:
@@ -116,7 +116,7 @@ def test_both_processes_load_the_same(server: Server, loads: Path) -> None:
     server.wait_idle()
     assert server.metrics()["host_hit_tokens_host"] - before >= 3 * 256, "little came from the host"
     first, second = (file.read_text() for file in sorted(loads.iterdir()))
-    assert first == second and first.count("checkpoint") >= 3
+    assert first == second and first.count("snapshot") >= 3
 
 
 def test_the_first_process_counts(server: Server) -> None:
@@ -126,7 +126,7 @@ def test_the_first_process_counts(server: Server) -> None:
     before = server.metrics()["prefix_hit_tokens"]
     server.generate(ids, 1)
     assert server.metrics()["prefix_hit_tokens"] - before == 128
-    assert not any(f"TP1] {of}" in server.log_text() for of in ("prefix cache", "host tier"))
+    assert not any(f"TP1] {of}" in server.log_text() for of in ("prefix cache", "host cache"))
 
 
 def check(server: Server, *arguments: str) -> Result:
@@ -162,7 +162,7 @@ def test_the_command_names_what_is_wrong(server: Server, fault: Path) -> None:
     found = check(server)
     assert found.exit_code == 1
     for rank in ("TP0", "TP1"):
-        assert re.search(rank + r"  checkpoint \d+: its locks: the registry has \d, the tree 0", found.output)
+        assert re.search(rank + r"  snapshot \d+: its locks: the registry has \d, the tree 0", found.output)
     with pytest.raises(Wrong, match="its locks: the registry has"):
         Driver(server.url, seed=0, shape=Shape()).check()
     server.flush()

@@ -17,7 +17,7 @@ from faulty_cache import V41_FAULTS
 from server_harness import Server, assert_right_though_retracted, distances, prompt, running
 
 from dsv4_sglang.cli import client
-from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.testing.oracle_v41 import OracleV41
 
 pytestmark = [
@@ -72,7 +72,7 @@ def test_all_at_once(server: Server, oracle: OracleV41) -> None:
 
 
 def test_branches(server: Server, oracle: OracleV41) -> None:
-    """A token before a block boundary and one after: the first that asks leaves a checkpoint behind the branch."""
+    """A token before a block boundary and one after: the first that asks leaves a snapshot behind the branch."""
     trunk = prompt(530, seed=2)
     for at in (383, 385):
         server.flush()
@@ -125,7 +125,7 @@ def test_asleep_and_awake(server: Server, oracle: OracleV41) -> None:
 @pytest.mark.parametrize("planted", V41_FAULTS[:2])
 def test_what_is_planted_shows(server: Server, oracle: OracleV41, fault: Path, planted: str) -> None:
     """In the answer behind a prefix hit, and not in the one after it."""
-    ids = prompt(390, seed=9)  # most of its window lies before the checkpoint
+    ids = prompt(390, seed=9)  # most of its window lies before the snapshot
     server.flush()
     try:
         fault.write_text(planted)

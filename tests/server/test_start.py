@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import nursery
 import pytest
+import server_forkserver
 
-from dsv4_sglang.srt import launch
+from dsv4_sglang.srt.integration import launch_command
 
 pytestmark = pytest.mark.server
 
@@ -25,14 +25,14 @@ load_plugins()
 from sglang.srt.server_args import ServerArgs
 assert [e.value for e in entry_points(group="sglang.srt.plugins", name="dsv4_sglang")]
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu")
-from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.integration import compat
 flags = compat.resolve_flags(arguments)
 looking = {"server_args.prepare_server_args", "configs.model_config.ModelConfig.from_server_args"}
 assert HookRegistry._patched == {"sglang.srt." + name for name in looking}, HookRegistry._patched
 assert flags.page_size == 256 and flags.attention_backend == "dsv4"
 from sglang.srt.configs.model_config import ModelConfig
 assert ModelConfig.from_server_args(arguments).is_hybrid_swa
-assert not [name for name in sys.modules if name.startswith("dsv4_sglang.srt.hooks")]
+assert not [name for name in sys.modules if name.startswith("dsv4_sglang.srt.integration.hooks")]
 """
 
 ACTIVE = """
@@ -44,11 +44,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 load_plugins()
 from sglang.srt.server_args import ServerArgs
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu", json_model_override_args='{"dsv4_sglang": {}}')
-from dsv4_sglang.srt import compat
+from dsv4_sglang.srt.integration import compat
 resolved = compat.resolve_flags(arguments)
-from dsv4_sglang.srt.decisions import Launch
-from dsv4_sglang.srt.hooks import hooks_of
-from dsv4_sglang.srt.options import Options
+from dsv4_sglang.srt.integration.server_context import Launch
+from dsv4_sglang.srt.integration.hooks import hooks_of
+from dsv4_sglang.srt.integration.options import Options
 hooks = hooks_of(Launch(Options()), on_cpu=True)
 assert {hook.target for hook in hooks} < HookRegistry._patched
 assert len({hook.target for hook in hooks}) == len(hooks) and all(hook.reason for hook in hooks)
@@ -60,7 +60,7 @@ assert resolved.mamba_track_interval == 128
 assert os.environ["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] == "0"
 
 # Flags that cannot be served and options that do not exist end the launch while its flags are read.
-def refused(words, options="{}", **flags):
+def rejected(words, options="{}", **flags):
     try:
         overrides = '{"dsv4_sglang": %s}' % options
         given = ServerArgs(model_path=sys.argv[1], device="cpu", json_model_override_args=overrides, **flags)
@@ -69,23 +69,23 @@ def refused(words, options="{}", **flags):
     except LaunchError as error:
         assert all(word in str(error) for word in words), error
     else:
-        raise AssertionError(f"not refused: {flags} {options}")
+        raise AssertionError(f"not rejected: {flags} {options}")
 
-from dsv4_sglang.srt.launch_error import LaunchError
+from dsv4_sglang.srt.integration.launch_error import LaunchError
 lines = ("--enable-mixed-chunk is not supported: ", "--page-size 64 is not supported: ")
-refused(lines, enable_mixed_chunk=True, page_size=64)
+rejected(lines, enable_mixed_chunk=True, page_size=64)
 grid = ("--mamba-track-interval 512 is not supported: ", "--chunked-prefill-size 300 is not supported: ")
-refused((*grid, "checkpoint_interval"), mamba_track_interval=512, chunked_prefill_size=300)
-refused(("--mamba-max-states-per-path 2 is not supported: ",), mamba_max_states_per_path=2)
-refused(("--speculative-algorithm NGRAM is not supported: ",), speculative_algorithm="NGRAM")
-refused(("--attn-cp-size 2 is not supported: ", "no context parallelism"), tp_size=4, attn_cp_size=2)
-refused(("--lora-paths ['a=b'] is not supported: ",), lora_paths=["a=b"])
-refused(("--moe-a2a-backend deepep is not supported: ",), moe_a2a_backend="deepep")
-refused(("--radix-eviction-policy lfu is not supported: ",), radix_eviction_policy="lfu")
-refused(("--enable-return-indexer-topk is not supported: ",), enable_return_indexer_topk=True)
+rejected((*grid, "snapshot_interval"), mamba_track_interval=512, chunked_prefill_size=300)
+rejected(("--mamba-max-states-per-path 2 is not supported: ",), mamba_max_states_per_path=2)
+rejected(("--speculative-algorithm NGRAM is not supported: ",), speculative_algorithm="NGRAM")
+rejected(("--attn-cp-size 2 is not supported: ", "no context parallelism"), tp_size=4, attn_cp_size=2)
+rejected(("--lora-paths ['a=b'] is not supported: ",), lora_paths=["a=b"])
+rejected(("--moe-a2a-backend deepep is not supported: ",), moe_a2a_backend="deepep")
+rejected(("--radix-eviction-policy lfu is not supported: ",), radix_eviction_policy="lfu")
+rejected(("--enable-return-indexer-topk is not supported: ",), enable_return_indexer_topk=True)
 os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-refused(("--context-length 40000 is not supported: ", "positions for 32768 tokens"), context_length=40000)
-refused(('unknown dsv4_sglang option "hca_stat"; ', "valid options: ", "hca_state"), options='{"hca_stat": "raw"}')
+rejected(("--context-length 40000 is not supported: ", "positions for 32768 tokens"), context_length=40000)
+rejected(('unknown dsv4_sglang option "hca_stat"; ', "valid options: ", "hca_state"), options='{"hca_stat": "raw"}')
 
 # So does what only follows from flags, when SGLang resolves them late, and in a scheduler, which gets them resolved.
 if compat.since("0.5.23"):
@@ -95,7 +95,7 @@ else:
     place, name = ServerArgs, "_handle_debug_utils"
 late = getattr(place, name)
 setattr(place, name, lambda arguments: compat.set_flags(arguments, enable_eplb=True))
-refused(("--enable-eplb is not supported: ",))
+rejected(("--enable-eplb is not supported: ",))
 setattr(place, name, late)
 ModelConfig.from_server_args(arguments)
 if compat.since("0.5.23"):
@@ -107,11 +107,11 @@ try:
 except ValueError as error:
     assert "--enable-lora is not supported: " in str(error), error
 else:
-    raise AssertionError("a scheduler took a flag that is refused")
+    raise AssertionError("a scheduler took a flag that is rejected")
 
 # A hook whose target is gone stops the launch and is named.
-from dsv4_sglang.srt import activate
-from dsv4_sglang.srt.hooks import Hook, HookType
+from dsv4_sglang.srt.integration import activate
+from dsv4_sglang.srt.integration.hooks import Hook, HookType
 gone = Hook("sglang.srt.server_args.ServerArgs.gone", HookType.AROUND, print, "to be missed")
 try:
     activate._apply((gone,))
@@ -120,9 +120,9 @@ except LaunchError as error:
 else:
     raise AssertionError("a missing hook target went unnoticed")
 
-# SGLang's own classes in a scheduler are refused, every one of them named.
+# SGLang's own classes in a scheduler are rejected, every one of them named.
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from dsv4_sglang.srt.checks import check_started
+from dsv4_sglang.srt.integration.startup_check import check_started
 model = SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(self_attn=None)]))
 runner = SimpleNamespace(
     req_to_token_pool=ReqToTokenPool(4, 128, "cpu", False), token_to_kv_pool=None, token_to_kv_pool_allocator=None,
@@ -147,12 +147,16 @@ else:
 @pytest.mark.parametrize("script", [INERT, ACTIVE], ids=["inert", "active"])
 def test_plugin(tiny: Callable[..., Path], tmp_path: Path, script: str) -> None:
     (tmp_path / "script.py").write_text(script)
-    environment = launch.cpu_environment()
+    environment = launch_command.cpu_environment()
     environment["PYTHONPATH"] += os.pathsep + str(tmp_path)
-    nursery.run(launch.Command([sys.executable, "-m", "script", str(tiny())], environment), tmp_path / "log")
+    server_forkserver.run(
+        launch_command.Command([sys.executable, "-m", "script", str(tiny())], environment), tmp_path / "log"
+    )
 
 
 def test_json_of_the_opt_in_is_kept() -> None:
-    command = launch.server_command("dir", [launch.OPT_IN_FLAG, '{"dsv4_sglang": {"hca_state": "raw"}, "x": 1}'], True)
-    value = launch.flag_value(command.argv, launch.OPT_IN_FLAG)
+    command = launch_command.server_command(
+        "dir", [launch_command.OPT_IN_FLAG, '{"dsv4_sglang": {"hca_state": "raw"}, "x": 1}'], True
+    )
+    value = launch_command.flag_value(command.argv, launch_command.OPT_IN_FLAG)
     assert json.loads(value or "") == {"dsv4_sglang": {"hca_state": "raw"}, "x": 1}

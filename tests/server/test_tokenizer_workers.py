@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from progress import Progress
+from liveness import Progress
 from server_harness import Server, ends, prompt, running
 
 pytestmark = pytest.mark.server

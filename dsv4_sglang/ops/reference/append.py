@@ -1,13 +1,14 @@
 """`append`: everything a layer writes for the tokens of a step, and `append_swa`: window rows that are already final.
 
 Who reads what when. A decode step has the same number of tokens of each request, one or a few drafts, and no
-`window`: append writes ring and tails, readers of the step read the ring afterwards. A prefill step passes `window`:
-append copies the ring's old rows and the chunk's rows there and only then replaces ring rows; readers of the step read
-`window`, because the chunk's early queries still need rows that its late tokens replace in the ring (SPEC 6.4). Entries
-whose window of tokens closes in the step are written in the step and visible to its readers.
+`window`: append writes ring and compressor states, attention kernels of the step read the ring afterwards. A prefill
+step passes `window`: append copies the ring's old rows and the chunk's rows there and only then replaces ring rows;
+attention kernels of the step read `window`, because the chunk's early queries still need rows that its late tokens
+replace in the ring (SPEC 6.4). Entries whose window of tokens closes in the step are written in the step and visible to
+its attention kernels.
 
-Behind a decode step of several tokens a request may go on from any of them: rings and tails keep what that needs
-(`model.geometry.state_rows`), so that taking tokens back is to begin the next step at a smaller length.
+Behind a decode step of several tokens a request may go on from any of them: rings and compressor states keep what that
+needs (`model.geometry.state_rows`), so that taking tokens back is to begin the next step at a smaller length.
 """
 
 from collections.abc import Callable
@@ -16,18 +17,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsv4_sglang.formats import KeyFormat, KeyTable, RowFormat, RowTable
+from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat
 from dsv4_sglang.formats.index_keys import INDEX_DIM, hadamard
-from dsv4_sglang.formats.rows import ENTRY_DIM, quantise_nope
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM, quantise_nope
 from dsv4_sglang.model.geometry import (
     BLOCK_TOKENS,
+    CSA_COMPRESSOR_STATES,
     CSA_RATIO,
-    CSA_TAILS,
     HCA_ONLINE_ROWS,
     HCA_RATIO,
     HCA_RAW_ROWS,
     WINDOW,
-    CsaTail,
+    CsaCompressorState,
 )
 from dsv4_sglang.ops.rope import rms_norm, rotate, rounding
 from dsv4_sglang.ops.schemas import NAMESPACE
@@ -63,7 +64,7 @@ class _Chunk:
 
 def _chunks(slots: Tensor, prefix_lens: Tensor, query_start: Tensor, decode: bool) -> list[_Chunk]:
     """One a request. In a decode step one a token, as the device has a block for each: all go on from the state before
-    the step, in any order. Here the last token is first, which asks most of rings and tails."""
+    the step, in any order. Here the last token is first, which asks most of rings and compressor states."""
     starts, lengths = query_start.tolist(), prefix_lens.tolist()
     requests = [
         _Chunk(b, slot, starts[b], starts[b + 1], lengths[b], own=starts[b + 1] - starts[b])
@@ -80,26 +81,31 @@ def _check(ok: bool, message: Callable[[], str]) -> None:
         raise ValueError("append: " + message())
 
 
-def _csa_tail(tail: Tensor) -> CsaTail:
-    known = {rings.rows: rings for rings in CSA_TAILS}
-    rings = known.get(tail.shape[1])
+def _csa_compressor_state(compressor_state: Tensor) -> CsaCompressorState:
+    known = {rings.rows: rings for rings in CSA_COMPRESSOR_STATES}
+    rings = known.get(compressor_state.shape[1])
     if rings is None:
-        raise ValueError(f"append: tail has {tail.shape[1]} rows a slot; for ratio 4 expected one of {sorted(known)}")
+        raise ValueError(
+            f"append: compressor state has {compressor_state.shape[1]} rows a slot; "
+            f"for ratio 4 expected one of {sorted(known)}"
+        )
     return rings
 
 
-def _hca_draft_tokens(tail: Tensor) -> int:
-    """Tokens of a request that a decode step may write into an HCA tail."""
-    rows = tail.shape[1]
+def _hca_draft_tokens(compressor_state: Tensor) -> int:
+    """Tokens of a request that a decode step may write into an HCA compressor state."""
+    rows = compressor_state.shape[1]
     _check(
         rows == HCA_RAW_ROWS or (rows > 0 and rows % HCA_ONLINE_ROWS == 0),
-        lambda: f"tail has {rows} rows a slot; for ratio 128 expected {HCA_RAW_ROWS} or a multiple of 3",
+        lambda: f"compressor state has {rows} rows a slot; for ratio 128 expected {HCA_RAW_ROWS} or a multiple of 3",
     )
     return 1 if rows == HCA_RAW_ROWS else max(1, rows // HCA_ONLINE_ROWS - 1)
 
 
-def _check_decode(tokens: int, requests: int, ring: Tensor, tail: Tensor | None, tail_draft_tokens: int) -> None:
-    """`tail_draft_tokens`: tokens of a request that `tail` is made for."""
+def _check_decode(
+    tokens: int, requests: int, ring: Tensor, compressor_state: Tensor | None, tail_draft_tokens: int
+) -> None:
+    """`tail_draft_tokens`: tokens of a request that `compressor_state` is made for."""
     each, rest = divmod(tokens, max(requests, 1))
     _check(
         rest == 0,
@@ -109,8 +115,8 @@ def _check_decode(tokens: int, requests: int, ring: Tensor, tail: Tensor | None,
         ),
     )
     _check_rows("ring", each, ring, ring.shape[1] - WINDOW + 1)
-    if tail is not None:
-        _check_rows("tail", each, tail, tail_draft_tokens)
+    if compressor_state is not None:
+        _check_rows("compressor_state", each, compressor_state, tail_draft_tokens)
 
 
 def _check_rows(name: str, each: int, table: Tensor, most: int) -> None:
@@ -123,7 +129,7 @@ def _check_rows(name: str, each: int, table: Tensor, most: int) -> None:
     )
 
 
-def _write_window(chunk: _Chunk, rows: Tensor, ring: RowTable, window: RowTable | None, track: Tensor | None) -> None:
+def _write_window(chunk: _Chunk, rows: Tensor, ring: KVBuffer, window: KVBuffer | None, track: Tensor | None) -> None:
     slot, length, ring_rows = chunk.slot, chunk.length, ring.data.shape[1]
     if window is not None:
         base = chunk.begin + WINDOW * chunk.request + WINDOW
@@ -144,15 +150,21 @@ def _pool(z: Tensor, k: Tensor) -> Tensor:
 
 
 def _csa_pool(
-    chunk: _Chunk, score: Tensor, ape: Tensor, tail: Tensor, rings: CsaTail, tracked: Tensor | None
+    chunk: _Chunk,
+    score: Tensor,
+    ape: Tensor,
+    compressor_state: Tensor,
+    rings: CsaCompressorState,
+    tracked: Tensor | None,
 ) -> Tensor:
-    """Pool the CSA windows that the chunk closes, then move the tails on. `tail` [slots, rows, D] of one compressor."""
-    dim = tail.shape[-1]
+    """Pool the CSA windows that the chunk closes, then move the compressor states on. `compressor_state` [slots, rows,
+    D] of one compressor."""
+    dim = compressor_state.shape[-1]
     positions = chunk.positions
     k_prev, k_cur, z_prev, z_cur = score[chunk.begin : chunk.end].float().split(dim, -1)
     bias = ape.float()[positions % CSA_RATIO]
     z_prev, z_cur = z_prev + bias[:, :dim], z_cur + bias[:, dim:]
-    state = tail[chunk.slot]
+    state = compressor_state[chunk.slot]
     first = chunk.length // CSA_RATIO  # the window that is open at `length`
     # Lay previous and current streams out from position 4 (first - 1), the first row that pooling can touch.
     start = CSA_RATIO * (first - 1)
@@ -182,22 +194,25 @@ def _csa_pool(
     at, rows = chunk.latest(2 * CSA_RATIO)
     at, rows = at % rings.previous, slice(rows.start - chunk.begin, None)
     state[rings.previous_k + at], state[rings.previous_z + at] = k_prev[rows], z_prev[rows]
-    if tracked is not None:  # a checkpoint ends at a multiple of 128: only its last 4 previous-window rows live on
+    if tracked is not None:  # a snapshot ends at a multiple of 128: only its last 4 previous-window rows live on
         at, rows = chunk.latest(chunk.own)
         last = torch.nonzero((tracked[rows] >= 0) & (at % BLOCK_TOKENS >= BLOCK_TOKENS - CSA_RATIO)).squeeze(-1)
         target, at = tracked[rows][last].long(), at[last] % rings.previous
         last += rows.start - chunk.begin
-        tail[target, rings.previous_k + at], tail[target, rings.previous_z + at] = k_prev[last], z_prev[last]
+        compressor_state[target, rings.previous_k + at], compressor_state[target, rings.previous_z + at] = (
+            k_prev[last],
+            z_prev[last],
+        )
     return pooled
 
 
-def _hca_pool(chunk: _Chunk, score: Tensor, ape: Tensor, tail: Tensor) -> Tensor:
-    """Pool the HCA windows that the chunk closes, then move the tail on. `tail` [slots, 256, D] raw, [slots, 3 n, D]
-    online with n banks, that of the state after t tokens being t mod n."""
-    dim = tail.shape[-1]
+def _hca_pool(chunk: _Chunk, score: Tensor, ape: Tensor, compressor_state: Tensor) -> Tensor:
+    """Pool the HCA windows that the chunk closes, then move the compressor state on. `compressor_state` [slots, 256, D]
+    raw, [slots, 3 n, D] online with n state copies, that of the state after t tokens being t mod n."""
+    dim = compressor_state.shape[-1]
     k, z = score[chunk.begin : chunk.end].float().split(dim, -1)
     z = z + ape.float()[chunk.positions % HCA_RATIO]
-    state = tail[chunk.slot]
+    state = compressor_state[chunk.slot]
     pool = _hca_pool_raw if len(state) == HCA_RAW_ROWS else _hca_pool_online
     pooled = pool(chunk, k, z, state)
     return torch.stack(pooled) if pooled else k.new_empty(0, dim)
@@ -221,8 +236,8 @@ def _hca_pool_online(chunk: _Chunk, k: Tensor, z: Tensor, state: Tensor) -> list
     """Rows are added in runs of the tokens that write, that is in a decode step one by one: a token behind others of
     its step then has the bits that it has behind steps of one token."""
     dim = k.shape[-1]
-    banks = state.unflatten(0, (-1, HCA_ONLINE_ROWS))
-    peak, total, acc = banks[chunk.length % len(banks)]
+    state_copies = state.unflatten(0, (-1, HCA_ONLINE_ROWS))
+    peak, total, acc = state_copies[chunk.length % len(state_copies)]
     pooled, begin = [], 0
     while begin < chunk.count:
         open_rows = (chunk.length + begin) % HCA_RATIO
@@ -239,7 +254,7 @@ def _hca_pool_online(chunk: _Chunk, k: Tensor, z: Tensor, state: Tensor) -> list
         begin = end
     stop = chunk.length + chunk.count
     if stop % HCA_RATIO:  # an empty state has no bytes
-        banks[stop % len(banks)] = torch.stack([peak, total, acc])
+        state_copies[stop % len(state_copies)] = torch.stack([peak, total, acc])
     return pooled
 
 
@@ -255,7 +270,7 @@ def append(
     rope: Tensor,
     eps: float,
     ratio: int,
-    row_format: int,
+    kv_format: int,
     key_format: int,
     slots: Tensor,
     prefix_lens: Tensor,
@@ -264,7 +279,7 @@ def append(
     out_loc: Tensor,
     track_slots: Tensor | None,
     ring: Tensor,
-    tail: Tensor | None,
+    compressor_state: Tensor | None,
     entries: Tensor | None,
     index_keys: Tensor | None,
     window: Tensor | None,
@@ -278,37 +293,37 @@ def append(
     = [k_prev | k_cur | z_prev | z_cur], HCA [T, 1024] = [k | z]; `index_kv_score` [T, 512] fp32 like CSA's with 128 a
     column group. Weights: `kv_norm`, `entry_norm` [512], `index_norm` [128], `ape` fp32 [4, 1024] = [prev | cur] or
     [128, 512], `index_ape` [4, 256]; `rope` [positions, 64] fp32, interleaved cos and sin. `ratio` 0 (SWA), 4 (CSA) or
-    128 (HCA). Formats: `row_format` of `ring`, `entries` and `window`, `key_format` of `index_keys`, the codes of
-    `RowFormat` and `KeyFormat`. Batch: `slots` [B] int32 state slots, -1 skips the request; `prefix_lens` [B] int32
+    128 (HCA). Formats: `kv_format` of `ring`, `entries` and `window`, `key_format` of `index_keys`, the codes of
+    `KVFormat` and `KeyFormat`. Batch: `slots` [B] int32 state slots, -1 skips the request; `prefix_lens` [B] int32
     tokens before the step; `query_start` [B + 1] int32; `token_request` [T] int32; `out_loc` [T] int64 pool slots,
-    congruent to the positions modulo 128; `track_slots` [T] int32, the state slot of the checkpoint that this token's
-    row belongs to, or -1. Written: `ring` [slots, R, w], R at least 128, position t in row t % R; `tail` fp32, CSA
-    [slots, rows, 640], rows as one of `CSA_TAILS` has, HCA [slots, 256, 512] raw or [slots, 3 n, 512] online, n banks;
-    `entries` (CSA [blocks, 32, w] at out_loc // 4, HCA [1, blocks, w] at out_loc // 128); `index_keys` [blocks, 32, w];
-    `window` [1, T + 128 B, w] (prefill); `swa_pos` [slots, R], `swa_head` [slots], `tail_len` [slots] int32 where
-    given.
+    congruent to the positions modulo 128; `track_slots` [T] int32, the state slot of the snapshot that this token's
+    row belongs to, or -1. Written: `ring` [slots, R, w], R at least 128, position t in row t % R; `compressor_state`
+    fp32, CSA [slots, rows, 640], rows as one of `CSA_COMPRESSOR_STATES` has, HCA [slots, 256, 512] raw or [slots, 3 n,
+    512] online, n state copies; `entries` (CSA [blocks, 32, w] at out_loc // 4, HCA [1, blocks, w] at out_loc // 128);
+    `index_keys` [blocks, 32, w]; `window` [1, T + 128 B, w] (prefill); `swa_pos` [slots, R], `swa_head` [slots],
+    `tail_len` [slots] int32 where given.
 
     Without `window`, T is a multiple of B: each request has as many tokens, at most those that the rows of ring and
-    tail are for (`model.geometry.state_rows`). ValueError for more.
+    compressor state are for (`model.geometry.state_rows`). ValueError for more.
 
     On CUDA, a decode step that is recorded into a graph reads batch, weights and `rope` while the kernel before it in
     the stream still runs: that kernel must not write them.
     """
     _check(ratio in (0, CSA_RATIO, HCA_RATIO), lambda: f"ratio is {ratio}; expected 0, 4 or 128")
-    rings, keys = RowTable(ring, RowFormat.from_code(row_format)), KeyFormat.from_code(key_format)
+    rings, keys = KVBuffer(ring, KVFormat.from_code(kv_format)), KeyFormat.from_code(key_format)
     _check(ring.shape[1] >= WINDOW, lambda: f"ring has {ring.shape[1]} rows a slot; expected at least {WINDOW}")
-    csa, most = CSA_TAILS[0], 1
+    csa, most = CSA_COMPRESSOR_STATES[0], 1
     if ratio == CSA_RATIO:
-        assert tail is not None
-        csa = _csa_tail(tail)
+        assert compressor_state is not None
+        csa = _csa_compressor_state(compressor_state)
         most = csa.draft_tokens
     elif ratio == HCA_RATIO:
-        assert tail is not None
-        most = _hca_draft_tokens(tail)
+        assert compressor_state is not None
+        most = _hca_draft_tokens(compressor_state)
     tokens = kv.shape[0]
     _check(out_loc.shape[0] == tokens, lambda: f"out_loc has {out_loc.shape[0]} slots for {tokens} tokens")
     if window is None:
-        _check_decode(tokens, slots.shape[0], ring, tail if ratio else None, most)
+        _check_decode(tokens, slots.shape[0], ring, compressor_state if ratio else None, most)
     round_stage = rounding(kv.dtype)
     positions = (
         prefix_lens.long()[token_request.long()] + torch.arange(tokens) - query_start.long()[token_request.long()]
@@ -335,21 +350,21 @@ def append(
         if tail_len is not None and is_last:
             tail_len[chunk.slot] = stop % ratio
         assert kv_score is not None and ape is not None and entry_norm is not None
-        assert tail is not None and entries is not None
+        assert compressor_state is not None and entries is not None
         first = (stop - chunk.own) // ratio
         closing = ratio * (torch.arange(first, stop // ratio) + 1) - 1  # the token that closes each window
         entry_rows = out_loc[chunk.begin + closing - chunk.length] // ratio
         entry_table = rings._replace(data=entries)
         if ratio == HCA_RATIO:
-            pooled = _hca_pool(chunk, kv_score, ape, tail)
+            pooled = _hca_pool(chunk, kv_score, ape, compressor_state)
             entry_table.write(entry_rows, finish(pooled, entry_norm, first))
             continue
         assert (
             index_kv_score is not None and index_ape is not None and index_norm is not None and index_keys is not None
         )
-        pooled = _csa_pool(chunk, kv_score, ape, tail[..., :ENTRY_DIM], csa, track_slots)
+        pooled = _csa_pool(chunk, kv_score, ape, compressor_state[..., :ENTRY_DIM], csa, track_slots)
         entry_table.write(entry_rows, finish(pooled, entry_norm, first))
-        pooled = _csa_pool(chunk, index_kv_score, index_ape, tail[..., ENTRY_DIM:], csa, track_slots)
+        pooled = _csa_pool(chunk, index_kv_score, index_ape, compressor_state[..., ENTRY_DIM:], csa, track_slots)
         assert pooled.shape[-1] == INDEX_DIM
         KeyTable(index_keys, keys).write(entry_rows, hadamard(finish(pooled, index_norm, first)))
 

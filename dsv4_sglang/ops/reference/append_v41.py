@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.formats import KeyFormat, KeyTable
-from dsv4_sglang.formats.rows import ENTRY_DIM
-from dsv4_sglang.formats.v41_rows import V41RowFormat, V41Table
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM
+from dsv4_sglang.formats.v41_entries import V41KVFormat, V41Table
 from dsv4_sglang.model.geometry import WINDOW
 from dsv4_sglang.model.v41 import V41_RATIOS, pair_draft_tokens
 from dsv4_sglang.ops.rope import rms_norm, rotate, rounding
@@ -30,12 +30,12 @@ def _positions(prefix_lens: Tensor, query_start: Tensor, token_request: Tensor) 
     return prefix_lens.long()[request] + torch.arange(len(request)) - query_start.long()[request]
 
 
-def _check_decode(tokens: int, requests: int, ring: Tensor, tail: Tensor | None) -> None:
+def _check_decode(tokens: int, requests: int, ring: Tensor, compressor_state: Tensor | None) -> None:
     each, rest = divmod(tokens, max(requests, 1))
     _check(rest == 0, lambda: f"{tokens} tokens for {requests} requests without `window`; expected as many of each")
     _check_rows("ring", each, ring, ring.shape[1] - WINDOW + 1)
-    if tail is not None:
-        _check_rows("tail", each, tail, pair_draft_tokens(tail.shape[1]))
+    if compressor_state is not None:
+        _check_rows("compressor_state", each, compressor_state, pair_draft_tokens(compressor_state.shape[1]))
 
 
 def _check_rows(name: str, each: int, table: Tensor, most: int) -> None:
@@ -63,7 +63,7 @@ def append_v41(
     out_loc: Tensor,
     track_slots: Tensor | None,
     ring: Tensor,
-    tail: Tensor | None,
+    compressor_state: Tensor | None,
     entries: Tensor | None,
     latents: Tensor | None,
     window: Tensor | None,
@@ -74,18 +74,18 @@ def append_v41(
     `compressor` at ratio 1 [T, 512] bf16, at ratio 2 [T, 1024] fp32 = [k | score]. Weights: `kv_norm`, `latent_norm`
     [512] bf16 or fp32; `rope` [positions, 64] fp32, interleaved cos and sin. Batch as in `append`: `slots` [B],
     `prefix_lens` [B], `query_start` [B + 1], `token_request` [T] int32, `out_loc` [T] int64, `track_slots` [T] int32 or
-    None. Written: `ring` [slots, R, 528] uint8, R at least 128, position t in row t % R; `tail` (ratio 2)
+    None. Written: `ring` [slots, R, 528] uint8, R at least 128, position t in row t % R; `compressor_state` (ratio 2)
     [slots, rows, 1024] fp32, rows as `model.v41.pair_rows` says; `entries` [blocks, 128 / ratio, 288] uint8 at out_loc
     // ratio; `latents` [T, 512] bf16, normalised and not rotated, in the rows of tokens that complete an entry, others
     stay as they are; `window` [1, T + 128 B, 528] (prefill).
 
-    Without `window` T is a multiple of B: each request has as many tokens, at most those that ring and tail are for.
-    ValueError for more, and for a ratio that no layer of V4.1 has.
+    Without `window` T is a multiple of B: each request has as many tokens, at most those that ring and compressor state
+    are for. ValueError for more, and for a ratio that no layer of V4.1 has.
     """
     _check(ratio in V41_RATIOS, lambda: f"ratio is {ratio}; expected 0, 1 or 2")
     _check(ring.shape[1] >= WINDOW, lambda: f"ring has {ring.shape[1]} rows a slot; expected at least {WINDOW}")
     if window is None:
-        _check_decode(kv.shape[0], slots.shape[0], ring, tail if ratio == 2 else None)
+        _check_decode(kv.shape[0], slots.shape[0], ring, compressor_state if ratio == 2 else None)
     positions = _positions(prefix_lens, query_start, token_request)
     rows = _round(rotate(_round(rms_norm(kv, kv_norm, eps)), positions, rope))
     starts = query_start.tolist()
@@ -101,12 +101,14 @@ def append_v41(
         if ratio == 1:
             pooled = compressor[here].float()
         else:
-            assert tail is not None
-            pooled = _round(_pool_pairs(compressor[here], positions[here], tail[slot], decode=window is None))
+            assert compressor_state is not None
+            pooled = _round(
+                _pool_pairs(compressor[here], positions[here], compressor_state[slot], decode=window is None)
+            )
         finished = _round(rms_norm(pooled, latent_norm, eps))
         latents[closing] = finished.bfloat16()
         rotated = _round(rotate(finished, positions[closing] + 1 - ratio, rope))
-        V41Table(entries, V41RowFormat.FP4).write(out_loc[closing] // ratio, rotated)
+        V41Table(entries, V41KVFormat.FP4).write(out_loc[closing] // ratio, rotated)
 
 
 def _write_window(
@@ -119,7 +121,7 @@ def _write_window(
     window: Tensor | None,
     track_slots: Tensor | None,
 ) -> None:
-    table, ring_rows, length = V41Table(ring, V41RowFormat.FP8), ring.shape[1], int(positions[0])
+    table, ring_rows, length = V41Table(ring, V41KVFormat.FP8), ring.shape[1], int(positions[0])
     if window is not None:
         workspace = table._replace(data=window)
         base = int(here[0]) + WINDOW * request + WINDOW
@@ -133,17 +135,17 @@ def _write_window(
         table.write(track_slots[here][tracked].long() * ring_rows + positions[tracked] % ring_rows, rows[tracked])
 
 
-def _pool_pairs(step: Tensor, at: Tensor, tail: Tensor, decode: bool) -> Tensor:
+def _pool_pairs(step: Tensor, at: Tensor, compressor_state: Tensor, decode: bool) -> Tensor:
     """[closed pairs, 512] fp32: of each channel the mean of the pair's k, weighted by the softmax of its scores. `step`
-    [n, 1024] of the tokens at the positions `at` [n]; `tail` [rows, 1024] of their request, which is moved on: to the
-    token that waits behind the step or, where tokens may be taken back, to each that has waited in it."""
+    [n, 1024] of the tokens at the positions `at` [n]; `compressor_state` [rows, 1024] of their request, which is moved
+    on: to the token that waits behind the step or, where tokens may be taken back, to each that has waited in it."""
     paired = step
     if at[0] % 2:
-        paired = torch.cat([tail[at[0] // 2 % len(tail)].clone()[None], step])
+        paired = torch.cat([compressor_state[at[0] // 2 % len(compressor_state)].clone()[None], step])
     waiting = at % 2 == 0
     if not decode:
         waiting[:-1] = False
-    tail[at[waiting] // 2 % len(tail)] = step[waiting]
+    compressor_state[at[waiting] // 2 % len(compressor_state)] = step[waiting]
     k, score = paired[: len(paired) // 2 * 2].unflatten(0, (-1, 2)).split(ENTRY_DIM, -1)
     return (k * score.softmax(1)).sum(1)
 

@@ -1,9 +1,10 @@
-"""`copy_state`, `snapshot_tables`, `swap_blocks`, `update_rows`: moving state, tables, blocks and rows.
+"""`copy_state`, `gather_tables`, `swap_blocks`, `update_rows`: moving state, tables, blocks and rows.
 
 Two of them take what to move from the device, where nothing can be raised without waiting: a launch that is given
-something wrong writes nothing at all, ends nothing, and leaves in `refused` [1] int32, if given, the index of the first
-pair or slice that is wrong, -1 if none is. Read it where waiting is allowed; every call and every replay of a graph
-writes it anew. Without `refused` the kernel prints what is wrong to stdout. On a CPU both raise ValueError at once.
+something wrong writes nothing at all, ends nothing, and leaves in `rejected` [1] int32, if given, the index of the
+first pair or slice that is wrong, -1 if none is. Read it where waiting is allowed; every call and every replay of a
+graph writes it anew. Without `rejected` the kernel prints what is wrong to stdout. On a CPU both raise ValueError at
+once.
 """
 
 from collections import Counter
@@ -16,21 +17,21 @@ from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.ops.schemas import NAMESPACE
 
 
-def _refuse(refused: Tensor | None, op: str, wrong: dict[int, str]) -> None:
+def _reject(rejected: Tensor | None, op: str, wrong: dict[int, str]) -> None:
     """Note the first of `wrong`, problems by index, and raise it."""
     first = min(wrong, default=-1)
-    if refused is not None:
-        refused.fill_(first)
+    if rejected is not None:
+        rejected.fill_(first)
     if wrong:
         raise ValueError(f"{op}: {wrong[first]}; nothing is written")
 
 
-def copy_state(src: Tensor, dst: Tensor, tensors: Sequence[Tensor], refused: Tensor | None = None) -> None:
+def copy_state(src: Tensor, dst: Tensor, tensors: Sequence[Tensor], rejected: Tensor | None = None) -> None:
     """Copy the state of slot `src[i]` to slot `dst[i]` ([n] int32, a negative one in either skips) in every tensor
     [layers, slots, ...].
 
     Rejected are a pair with a slot that one of the tensors does not have, and pairs with the same destination. Nothing
-    is written then, except that a GPU still writes the other pairs beside pairs with the same destination. `refused`:
+    is written then, except that a GPU still writes the other pairs beside pairs with the same destination. `rejected`:
     see the module. No slot may be both a source and a destination, which is not checked.
     """
     slots = min((tensor.shape[1] for tensor in tensors), default=0)
@@ -41,14 +42,14 @@ def copy_state(src: Tensor, dst: Tensor, tensors: Sequence[Tensor], refused: Ten
             wrong[i] = f"pair {i}, slot {s} to slot {d}, leaves tensors of {slots} slots"
         elif named[d] > 1:
             wrong[i] = f"pair {i}, slot {s} to slot {d}, has the destination of another"
-    _refuse(refused, "copy_state", wrong)
+    _reject(rejected, "copy_state", wrong)
     valid = (src >= 0) & (dst >= 0)
     src, dst = src[valid].long(), dst[valid].long()
     for tensor in tensors:
         tensor[:, dst] = tensor[:, src]
 
 
-def snapshot_tables(
+def gather_tables(
     requests: Tensor,
     seq_lens: Tensor,
     state_slot_of_request: Tensor,
@@ -102,12 +103,14 @@ def swap_blocks(
             view[blocks] = host[rows, begin:end]
 
 
-def update_rows(pool: Tensor, new_rows: Tensor, slices: Tensor, n_valid: Tensor, refused: Tensor | None = None) -> None:
+def update_rows(
+    pool: Tensor, new_rows: Tensor, slices: Tensor, n_valid: Tensor, rejected: Tensor | None = None
+) -> None:
     """Write slices of `new_rows` [N, ...] into `pool` [R, ...].
 
     `slices` [3, n] int64: destination start, source start, length; the first `n_valid` [1] int32 of them count. If one
-    of those leaves either tensor or overlaps another in the destination, all are refused and nothing is written;
-    `refused`: see the module.
+    of those leaves either tensor or overlaps another in the destination, all are rejected and nothing is written;
+    `rejected`: see the module.
     """
     valid = slices[:, : max(0, int(n_valid))].T.tolist()
     wrong = {
@@ -123,12 +126,12 @@ def update_rows(pool: Tensor, new_rows: Tensor, slices: Tensor, n_valid: Tensor,
         if begin < reached or following < end:
             wrong[i] = f"slice {i} of destination rows {begin}..{end - 1} overlaps another"
         reached = max(reached, end)
-    _refuse(refused, "update_rows", wrong)
+    _reject(rejected, "update_rows", wrong)
     for d, s, n in valid:
         pool[d : d + n] = new_rows[s : s + n]
 
 
 torch.library.impl(f"{NAMESPACE}::copy_state", "CPU", copy_state)
-torch.library.impl(f"{NAMESPACE}::snapshot_tables", "CPU", snapshot_tables)
+torch.library.impl(f"{NAMESPACE}::gather_tables", "CPU", gather_tables)
 torch.library.impl(f"{NAMESPACE}::swap_blocks", "CPU", swap_blocks)
 torch.library.impl(f"{NAMESPACE}::update_rows", "CPU", update_rows)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsv4_sglang.formats import KeyFormat, KeyTable, RowFormat, RowTable
+from dsv4_sglang.formats import KeyFormat, KeyTable, KVBuffer, KVFormat
 from dsv4_sglang.formats.index_keys import dequantise_keys, hadamard, quantise_keys
-from dsv4_sglang.formats.v41_rows import V41Table
+from dsv4_sglang.formats.v41_entries import V41Table
 from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.ops.rope import rotate, rounding
 from dsv4_sglang.ops.schemas import NAMESPACE
@@ -129,7 +129,7 @@ def attend(
     q: Tensor,
     sink: Tensor,
     window: Tensor,
-    window_rows: Tensor,
+    window_indices: Tensor,
     window_lens: Tensor,
     entries: Tensor | None,
     entry_rows: Tensor | None,
@@ -137,21 +137,21 @@ def attend(
     positions: Tensor,
     rope: Tensor,
     scale: float,
-    row_format: int,
+    kv_format: int,
 ) -> Tensor:
     """Softmax attention of T tokens over [window rows | entry rows] with the sink; output de-rotated (SPEC 2.2, 4.4,
     4.5).
 
-    `q` [T, H, 512] normalised and rotated; `sink` [H] fp32; `window`, `entries` row tables of format
-    `row_format`; `window_rows` [T, 128],
+    `q` [T, H, 512] normalised and rotated; `sink` [H] fp32; `window`, `entries` KV buffers of format
+    `kv_format`; `window_indices` [T, 128],
     `entry_rows` [T, K] int32 rows of them (-1: none), of which the first `window_lens`, `entry_lens` [T] int32 count;
     `positions` [T] int64; `rope` [positions, 64] fp32. Returns [T, H, 512] in q's dtype; a token that sees nothing
     gives zeros.
     """
-    stored = RowFormat.from_code(row_format)
-    lists = [(RowTable(window, stored), window_rows, window_lens)]
+    stored = KVFormat.from_code(kv_format)
+    lists = [(KVBuffer(window, stored), window_indices, window_lens)]
     if entries is not None and entry_rows is not None and entry_lens is not None:
-        lists.append((RowTable(entries, stored), entry_rows, entry_lens))
+        lists.append((KVBuffer(entries, stored), entry_rows, entry_lens))
     return attend_to(q, sink, lists, positions, rope, scale)
 
 
@@ -160,7 +160,7 @@ class _Listed:
     the tokens of a prompt do, each is read and multiplied once, for all of them: in the order of the lists, so that
     sums are the same wherever in the table the rows lie."""
 
-    def __init__(self, table: RowTable | V41Table, row: Tensor) -> None:
+    def __init__(self, table: KVBuffer | V41Table, row: Tensor) -> None:
         distinct, place = row.unique(return_inverse=True)
         self.place: Tensor | None = None
         if 2 * len(distinct) < row.numel():
@@ -191,7 +191,7 @@ class _Listed:
 def attend_to(
     q: Tensor,
     sink: Tensor,
-    lists: Sequence[tuple[RowTable | V41Table, Tensor, Tensor]],
+    lists: Sequence[tuple[KVBuffer | V41Table, Tensor, Tensor]],
     positions: Tensor,
     rope: Tensor,
     scale: float,

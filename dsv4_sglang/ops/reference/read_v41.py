@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dsv4_sglang.formats import KeyFormat, KeyTable
 from dsv4_sglang.formats.index_keys import mxfp4_values
-from dsv4_sglang.formats.v41_rows import V41RowFormat, V41Table
+from dsv4_sglang.formats.v41_entries import V41KVFormat, V41Table
 from dsv4_sglang.ops.reference.read import Candidates, attend_to, select
 from dsv4_sglang.ops.rope import rotate, rounding
 from dsv4_sglang.ops.schemas import NAMESPACE
@@ -17,7 +17,7 @@ def index_query_v41(q: Tensor, positions: Tensor, rope: Tensor) -> Tensor:
     return mxfp4_values(rounding(q.dtype)(rotate(q.float(), positions, rope)))
 
 
-def refuse_two_levels_at_once(kept: Tensor | None, within: Tensor | None) -> None:
+def reject_two_levels_at_once(kept: Tensor | None, within: Tensor | None) -> None:
     """Raises ValueError where `index_topk_v41` is given both."""
     if kept is not None and within is not None:
         raise ValueError(
@@ -52,7 +52,7 @@ def index_topk_v41(
     order, -1 behind them; ties go to the lower block. With `within` [T, C] int32, written so by an earlier layer, only
     their entries are selected. ValueError for both at once.
     """
-    refuse_two_levels_at_once(kept, within)
+    reject_two_levels_at_once(kept, within)
     blocks = within if kept is None else kept
     select(
         lambda t: index_query_v41(q[t], positions[t], rope),
@@ -70,7 +70,7 @@ def attend_v41(
     q: Tensor,
     sink: Tensor,
     window: Tensor,
-    window_rows: Tensor,
+    window_indices: Tensor,
     window_lens: Tensor,
     entries: Tensor | None,
     entry_rows: Tensor | None,
@@ -82,9 +82,9 @@ def attend_v41(
     """`attend` (`ops.reference.read`) over window rows of 528 B, `window` uint8 [.., .., 528], and entries of 288 B,
     `entries` uint8 [.., .., 288] (SPEC 11.4): all 512 dims of both are rotated ones and quantised. `q` [T, H, 512] is
     rotated and not normalised; the output is rotated back."""
-    lists = [(V41Table(window, V41RowFormat.FP8), window_rows, window_lens)]
+    lists = [(V41Table(window, V41KVFormat.FP8), window_indices, window_lens)]
     if entries is not None and entry_rows is not None and entry_lens is not None:
-        lists.append((V41Table(entries, V41RowFormat.FP4), entry_rows, entry_lens))
+        lists.append((V41Table(entries, V41KVFormat.FP4), entry_rows, entry_lens))
     return attend_to(q, sink, lists, positions, rope, scale)
 
 

@@ -2,7 +2,7 @@
 
 Embedding, hyper-connections (mHC), MoE, hash routing, quantisation and the weight loader are SGLang's. Each layer's
 attention projects, hands everything to the backend through RadixAttention, and projects the de-rotated output. On a CPU
-the layers that SGLang has as GPU kernels only come from `dsv4_sglang.srt.models.torch_layers`.
+the layers that SGLang has as GPU kernels only come from `dsv4_sglang.srt.cpu.torch_layers`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from sglang.srt.utils import add_prefix
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dsv4_sglang.attention.readers import MOST_PADDED_HEADS, LayerOutput
+from dsv4_sglang.attention.base import MOST_PADDED_HEADS, LayerOutput
 from dsv4_sglang.cache.append import LayerWeights
 from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
-from dsv4_sglang.srt import compat
-from dsv4_sglang.srt.backend import IndexQuery, LayerInputs
-from dsv4_sglang.srt.compat import replaced
-from dsv4_sglang.srt.models import torch_layers
+from dsv4_sglang.srt.attention.backend import IndexQuery, LayerInputs
+from dsv4_sglang.srt.cpu import torch_layers
+from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.integration.compat import replaced
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ class CachedAttention(in_tree.MqaAttentionBase):
             weights=self.cache_weights(),
             sink=self._sinks,
             wait_for_query=wait_for_query,
-            takes_rotated=self.quantises_output,
+            accepts_rotated_output=self.quantises_output,
             kv_score=projected[0] if self.compressor else None,
             index_kv_score=projected[1] if self.indexer else None,
             index_query=index_query,
@@ -337,20 +337,20 @@ class CachedAttention(in_tree.MqaAttentionBase):
             y = dp_attention.attn_tp_all_reduce(y)
         return y
 
-    def _fp8_wo_a(self, grouped: Tensor, derotate_from: Tensor | None) -> Tensor:
+    def _fp8_wo_a(self, grouped: Tensor, inverse_rope_from: Tensor | None) -> Tensor:
         """`[T, groups, dim]` to `[T, groups, o_lora_rank]` by DeepGEMM, with the scales each architecture wants.
 
-        `derotate_from` [T]: positions at which the heads are still rotated.
+        `inverse_rope_from` [T]: positions at which the heads are still rotated.
         """
         import deep_gemm
 
         tokens, groups, dim = grouped.shape
         recipe = (1, 128, 128)
-        if derotate_from is not None:
-            from dsv4_sglang.attention.triton_output import derotate_and_quantise
+        if inverse_rope_from is not None:
+            from dsv4_sglang.attention.triton_output import inverse_rope_and_quantise
 
             heads = grouped.view(tokens, -1, self.head_dim)
-            codes, scales = derotate_and_quantise(heads, derotate_from, self.rope)
+            codes, scales = inverse_rope_and_quantise(heads, inverse_rope_from, self.rope)
             codes, scales = codes.view(tokens, groups, dim), scales.view(tokens, groups, -1)
         elif _scales_are_fp32():
             codes, scales = in_tree.sglang_per_token_group_quant_fp8(

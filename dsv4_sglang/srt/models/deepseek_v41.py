@@ -17,8 +17,8 @@ from sglang.srt.utils import add_prefix
 from torch import Tensor, nn
 
 from dsv4_sglang.cache.v41_step import V41LayerWeights
-from dsv4_sglang.srt.backend_v41 import V41LayerInputs
-from dsv4_sglang.srt.models import torch_layers
+from dsv4_sglang.srt.attention.backend_v41 import V41LayerInputs
+from dsv4_sglang.srt.cpu import torch_layers
 from dsv4_sglang.srt.models.deepseek_v4 import CachedAttention, DecoderLayer, Latent, linear_fp32
 
 

@@ -1,0 +1,300 @@
+"""A prefill and a decode server on a GPU each against one server of both GPUs, with the same load: what travels, how
+long it takes, and what prefills do to those who wait for tokens.
+
+    python -m benchmarks.disaggregation [--sides apart,tp,dp] [--rate 4] [--out DIR]
+
+Sides (flashshape, dummy weights, FP8 rows): apart, prefill on GPU 0 and decode on GPU 1, NIXL between them; tp, one
+server with --tp-size 2, whose every step takes both GPUs; dp, the same with two ranks of DP attention, each with a
+cache and requests of its own. All servers start at once and wait, nearly idle, while one side is measured.
+
+Decode: as many streams as --streams, of prompts of 1024 random tokens, first undisturbed, then while prompts of 8192
+tokens that ask for one token come at a fixed rate, the same for all sides. Tokens a second of the streams together, and
+the time between tokens of a stream as a client sees it: median, p99, the longest. What a delivery brings beyond one
+token counts as tokens that came at once. Transfer: single prompts of 8K and 64K tokens, new and then found in the
+prefill server's cache, by SGLang's metrics of the prefill server: bytes, and the time from the first send to the end,
+in which the chunks behind the first are computed if the prompt is new; and the time to the first token, of all sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import re
+import statistics
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ports, report, servers
+from benchmarks.environment import ROOT
+from benchmarks.servers import Server
+
+SIDES: dict[str, tuple[str, ...]] = {
+    "apart": (),
+    "tp": ("--tp-size", "2"),
+    "dp": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+}
+TRANSFERS = re.compile(r"^sglang:kv_transfer_(latency_ms|total_mb)_(sum|count)\{.*\} (\S+)$", re.MULTILINE)
+TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """`stream`: tokens that a stream asks for, more than come before it is aborted; `windows`: seconds undisturbed, and
+    with prefills; `disturbing`: tokens of a prompt that disturbs; `transfer`: prompt tokens, repeats."""
+
+    prompt: int = 1024
+    stream: int = 1 << 14
+    windows: tuple[float, float] = (6, 12)
+    disturbing: int = 8192
+    transfer: dict[int, int] = dataclasses.field(default_factory=lambda: {8192: 3, 65536: 2})
+
+
+DRY = Plan(prompt=20, stream=4000, windows=(2, 4), disturbing=200, transfer={64: 1, 300: 1})
+
+
+@dataclasses.dataclass
+class Side:
+    """Where requests go: one server, or the decode server and the prefill server before it."""
+
+    name: str
+    server: Server
+    prefill: Server | None = None
+    bootstrap: int = 0
+    sent: list[Future[Any]] = dataclasses.field(default_factory=list)
+    pool: ThreadPoolExecutor = dataclasses.field(default_factory=lambda: ThreadPoolExecutor(256))
+    rooms: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
+
+    def body(self, ids: Sequence[int], tokens: int, **more: Any) -> dict[str, Any]:
+        """Of the request to the side's server; the prefill server has it, too, when this returns."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        body = {"input_ids": ids, "sampling_params": sampling, **more}
+        if self.prefill is not None:
+            body |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap}
+            body["bootstrap_room"] = next(self.rooms)
+            # With the first token it is done.
+            self.sent.append(self.pool.submit(self.prefill.request, "/generate", body | {"stream": False}, 300))
+        return body
+
+    def generate(self, ids: Sequence[int], tokens: int) -> float:
+        """Seconds until the answer was complete."""
+        start = time.monotonic()
+        self.server.request("/generate", self.body(ids, tokens), 300)
+        return time.monotonic() - start
+
+    def stream(self, ids: Sequence[int], tokens: int, came: list[tuple[float, int]], end: threading.Event) -> None:
+        """Note when tokens came and how many there were then, until `end`; RuntimeError if the last came before."""
+        data = json.dumps(self.body(ids, tokens, stream=True)).encode()
+        asked = urllib.request.Request(f"{self.server.url}/generate", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=300) as answer:
+            last = b""
+            for line in answer:
+                if end.is_set():
+                    return
+                if found := TOKENS.search(line):
+                    came.append((time.monotonic(), int(found[1])))
+                last = line.strip() or last
+        if not end.is_set():
+            raise RuntimeError(f"a stream ended before it was measured, with {last[:300]!r}")
+
+    def abort(self) -> None:
+        """All requests, and wait until nothing runs."""
+        for server in filter(None, (self.server, self.prefill)):
+            server.request("/abort_request", {"rid": "", "abort_all": True})
+            while any(rank["num_running_reqs"] for rank in server.request("/v1/loads")["loads"]):
+                time.sleep(0.05)
+
+    def transfers(self) -> dict[str, float]:
+        """Sums and counts of SGLang's histograms of transfers since the start."""
+        if self.prefill is None:
+            return {}
+        with urllib.request.urlopen(f"{self.prefill.url}/metrics", timeout=30) as answer:
+            found = TRANSFERS.findall(answer.read().decode())
+        return {f"{name}_{what}": float(value) for name, what, value in found}
+
+
+def gaps(came: Sequence[Sequence[tuple[float, int]]], start: float, end: float) -> list[float]:
+    """Seconds between tokens of each stream that came from `start` to `end`; those of one delivery came at once."""
+    found = []
+    for stream in came:
+        for (before, had), (now, has) in itertools.pairwise(stream):
+            if start <= now < end and has > had:
+                found += [now - before, *[0.0] * (has - had - 1)]
+    return found
+
+
+def of_gaps(found: Sequence[float], seconds: float) -> dict[str, float]:
+    """Tokens a second of all streams, and the time between tokens in ms."""
+    at = sorted(found)
+    return {
+        "tokens/s": len(at) / seconds,
+        "ms between tokens": 1e3 * statistics.median(at),
+        "p99": 1e3 * at[int(0.99 * len(at))],
+        "longest": 1e3 * at[-1],
+    }
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.plan, self.seed = args, DRY if args.dry_run else Plan(), 0
+        self.model = ROOT / "benchmarks" / "configs" / "flashshape"
+        if args.dry_run:
+            from dsv4_sglang.testing.tiny import TinySpec, make_tiny
+
+            self.model = make_tiny(report.scratch_folder("apart"), TinySpec(ratios=(0, 4, 128)))
+        self.vocab = json.loads((self.model / "config.json").read_text())["vocab_size"]
+
+    def prompt(self, tokens: int) -> list[int]:
+        self.seed += 1
+        return servers.random_prompt(tokens, self.vocab, self.seed)
+
+    def flags(self) -> list[str]:
+        """Of every server."""
+        most, more = str(2 * self.args.streams), self.args.flags.split()
+        if self.args.dry_run:
+            return ["--max-running-requests", most, "--context-length", "4096", *more]
+        return [
+            *("--load-format", "dummy", "--mem-fraction-static", "0.4", "--max-total-tokens", str(1 << 19)),
+            *("--context-length", str(1 << 17)),
+            *("--max-running-requests", most, "--cuda-graph-max-bs-decode", most, "--enable-metrics"),
+            *("--sleep-on-idle", *more),
+        ]
+
+    def server(self, name: str, *more: str) -> Server:
+        argv, environment = servers.command(self.model, [*self.flags(), *more], ours=True, cpu=self.args.dry_run)
+        # Servers of all sides share the GPUs.
+        environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+        return Server(name, argv, environment, Path(self.args.out) / "logs" / f"apart-{name}.log")
+
+    def side(self, name: str, bootstrap: int) -> Side:
+        """`bootstrap`: the port where the servers of a pair meet."""
+        if name != "apart":
+            return Side(name, self.server(name, *(() if self.args.dry_run else SIDES[name])))
+        backend = "mooncake_tcp" if self.args.dry_run else "nixl"
+        decode = () if self.args.dry_run else ("--base-gpu-id", "1")
+        shared = "--disaggregation-transfer-backend", backend, "--disaggregation-bootstrap-port", str(bootstrap)
+        return Side(
+            name,
+            self.server("decode", *shared, "--disaggregation-mode", "decode", *decode),
+            self.server("prefill", *shared, "--disaggregation-mode", "prefill", "--enable-metrics"),
+            bootstrap,
+        )
+
+    def started(self, side: Side) -> Iterator[dict[str, Any]]:
+        for server in filter(None, (side.prefill, side.server)):
+            server.wait(self.args.start_timeout)
+            yield {"measure": "start s", "side": side.name, "at": server.name, "value": server.start_seconds}
+        start = time.monotonic()
+        # What is measured goes through once: kernels are compiled when a shape first comes, servers meet.
+        for tokens in (self.plan.prompt, self.plan.disturbing, *self.plan.transfer):
+            for _ in range(2):
+                side.generate(self.prompt(tokens), 4)
+        with ThreadPoolExecutor(self.args.streams) as pool:
+            prompts = [self.prompt(self.plan.prompt) for _ in range(self.args.streams)]
+            list(pool.map(lambda ids: side.generate(ids, 32), prompts))
+        yield {"measure": "warm-up s", "side": side.name, "value": time.monotonic() - start}
+
+    def disturb(self, side: Side, seconds: float) -> list[float]:
+        """Prompts at the rate, answered or not; seconds to the first token of each."""
+        period, start = 1 / self.args.rate, time.monotonic()
+        with ThreadPoolExecutor(256) as pool:
+            waiting = []
+            for i in range(int(seconds * self.args.rate)):
+                time.sleep(max(0.0, start + i * period - time.monotonic()))
+                waiting.append(pool.submit(side.generate, self.prompt(self.plan.disturbing), 1))
+            time.sleep(max(0.0, start + seconds - time.monotonic()))
+            self.ended = time.monotonic()
+            return [one.result() for one in waiting]
+
+    def decode(self, side: Side) -> Iterator[dict[str, Any]]:
+        came: list[list[tuple[float, int]]] = [[] for _ in range(self.args.streams)]
+        end, row = threading.Event(), {"measure": "decode", "side": side.name}
+        quiet, busy = self.plan.windows
+        with ThreadPoolExecutor(self.args.streams) as pool:
+            asked = [self.prompt(self.plan.prompt) for _ in came]
+            streams = [pool.submit(side.stream, ids, self.plan.stream, one, end) for ids, one in zip(asked, came)]
+            try:
+                while not all(len(one) > 1 for one in came):
+                    for stream in streams:
+                        if stream.done():
+                            stream.result()
+                    time.sleep(0.02)
+                start = time.monotonic()
+                time.sleep(quiet)
+                middle = time.monotonic()
+                first = self.disturb(side, busy)
+                for stream in streams:
+                    if stream.done():
+                        stream.result()
+            finally:
+                end.set()
+                side.abort()
+        yield row | {"at": "undisturbed", **of_gaps(gaps(came, start, middle), middle - start)}
+        disturbed = of_gaps(gaps(came, middle, self.ended), self.ended - middle)
+        prefilled = {"prefills": len(first), "TTFT ms": 1e3 * statistics.median(first)}
+        yield row | {"at": f"{self.args.rate} x {self.plan.disturbing} a second", **disturbed, **prefilled}
+
+    def transfer(self, side: Side) -> Iterator[dict[str, Any]]:
+        for tokens, repeats in self.plan.transfer.items():
+            prompts = [self.prompt(tokens) for _ in range(repeats)]
+            for at in ("new", "in the cache"):
+                before = side.transfers()
+                seconds = [side.generate(ids, 1) for ids in prompts]
+                row = {"measure": "transfer", "side": side.name, "at": f"{tokens} {at}"}
+                row["TTFT ms"] = 1e3 * statistics.median(seconds)
+                if side.prefill is not None:
+                    for one in side.sent:
+                        one.result()
+                    after = side.transfers()
+                    change = {name: value - before.get(name, 0) for name, value in after.items()}
+                    count = change["latency_ms_count"]
+                    row["MB"] = change["total_mb_sum"] / count * 2**20 / 1e6
+                    row["transfer ms"] = change["latency_ms_sum"] / count
+                    row["GB/s"] = row["MB"] / row["transfer ms"]
+                yield row
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = report.parser(__doc__)
+    options.add_argument("--sides", default="apart,tp", help="which, in their order (%(default)s)")
+    options.add_argument("--streams", type=int, default=32, help="requests that decode (%(default)s)")
+    options.add_argument("--rate", type=float, default=4, help="prompts a second that disturb them (%(default)s)")
+    options.add_argument("--flags", default="", help="more flags for all servers")
+    options.add_argument("--start-timeout", type=float, default=240, help="seconds to start (%(default)s)")
+    args = options.parse_args(argv)
+    names = args.sides.split(",")
+    if unknown := set(names) - set(SIDES):
+        options.error(f"--sides {min(unknown)}: expected some of {', '.join(SIDES)}")
+    if args.dry_run:
+        args.streams = min(args.streams, 2)
+    bench = Bench(args)
+    settings = {"flags": bench.flags(), "sides": {name: SIDES[name] for name in names}}
+    result = report.Report("apart", args, settings | {"streams": args.streams, "rate": args.rate})
+    with ExitStack() as stack:
+        sides, bootstrap = [], stack.enter_context(ports.reserved())
+        for name in names:
+            sides.append(side := bench.side(name, bootstrap))
+            for server in filter(None, (side.prefill, side.server)):
+                stack.callback(server.stop)
+                server.launch()
+        for side in sides:
+            result.part(f"start/{side.name}", partial(bench.started, side), setup=True)
+            result.part(f"transfer/{side.name}", partial(bench.transfer, side))
+            result.part(f"decode/{side.name}", partial(bench.decode, side))
+    of = {measure: [row for row in result.rows if row["measure"] == measure] for measure in ("decode", "transfer")}
+    columns = ["side", "at", "tokens/s", "ms between tokens", "p99", "longest", "prefills", "TTFT ms"]
+    result.table("decode", columns, of["decode"])
+    result.table("transfer", ["side", "at", "MB", "transfer ms", "GB/s", "TTFT ms"], of["transfer"])
+    return result.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,126 @@
+"""Rows of a table in Triton: their numbers (`formats.kv_entries`), where they lie, how FP8 codes are decoded, their
+rotation.
+
+What every Triton kernel that touches rows shares; `csrc/` has the same for CUDA.
+
+FP8 rows are decoded by integer arithmetic, which sm_80 can do too: the bits of an e4m3 number, moved to the exponent
+and mantissa of a bf16, are that number times 2^-120.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4_sglang.formats import kv_entries
+
+DIM = tl.constexpr(kv_entries.ENTRY_DIM)
+NOPE = tl.constexpr(kv_entries.NOPE_DIM)
+ROPE = tl.constexpr(kv_entries.ROPE_DIM)
+ROW_BYTES = tl.constexpr(kv_entries.ROW_BYTES)
+SCALE_BYTES = tl.constexpr(kv_entries.SCALE_BYTES)
+FP8_MAX = tl.constexpr(kv_entries.FP8_MAX)
+# A row is handled in pieces of powers of two: three of the dims without RoPE, the border of the two formats of an FP8
+# row, the dims with RoPE.
+PIECE0 = tl.constexpr(kv_entries.ENTRY_DIM // 2)
+PIECE1 = tl.constexpr(kv_entries.ENTRY_DIM // 4)
+PIECE2 = tl.constexpr(kv_entries.NOPE_DIM - 3 * kv_entries.ENTRY_DIM // 4)
+AT1, AT2 = PIECE0, tl.constexpr(PIECE0.value + PIECE1.value)  # where they begin
+E4M3_LACK = tl.constexpr(2.0**60)  # the square root of what the moved bits of an e4m3 number lack as a bf16 one
+
+# Four codes in a register to four bf16 in two: each code into the upper byte of a half, then its exponent and mantissa
+# four bits down and its sign kept.
+_DECODE = tl.constexpr(
+    """{
+    .reg .b32 a, b, c, d;
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    shr.u32 c, a, 4;
+    shr.u32 d, b, 4;
+    and.b32 c, c, 0x07F007F0;
+    and.b32 d, d, 0x07F007F0;
+    lop3.b32 $0, a, 0x80008000, c, 0xEA;
+    lop3.b32 $1, b, 0x80008000, d, 0xEA;
+    }"""
+)
+
+
+@triton.jit
+def e4m3_bits(code, DOT: tl.constexpr):
+    """uint8 e4m3 codes -> their values times 2^-120, bf16 or fp32 (whose exponents are the same)."""
+    if DOT == tl.bfloat16:  # noqa: SIM300
+        value = tl.inline_asm_elementwise(_DECODE, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        bits = code.to(tl.uint32)
+        value = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def fp8_entry(block_at, inside, entries_per_block):
+    """Addresses of row `inside` of a block and of its exponent bytes, read as 32-bit words."""
+    scale_at = block_at + (entries_per_block * ROW_BYTES + inside * SCALE_BYTES)
+    return block_at + inside * ROW_BYTES, scale_at.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def rope_dims(row_at):
+    """Address of the bf16 dims with RoPE of an FP8 row."""
+    return (row_at + NOPE).to(tl.pointer_type(tl.bfloat16))
+
+
+@triton.jit
+def exponent_to_scale(exponent):
+    """The power of two of a biased exponent."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_pieces(at, mask, DOT: tl.constexpr):
+    """Plain rows [N, 512] at the addresses `at` [N, 1], in four pieces."""
+    d0, d1 = tl.arange(0, PIECE0)[None, :], tl.arange(0, PIECE1)[None, :]
+    d2, d3 = tl.arange(0, PIECE2)[None, :], tl.arange(0, ROPE)[None, :]
+    p0 = tl.load(at + d0, mask=mask, other=0.0).to(DOT)
+    p1 = tl.load(at + AT1 + d1, mask=mask, other=0.0).to(DOT)
+    p2 = tl.load(at + AT2 + d2, mask=mask, other=0.0).to(DOT)
+    p3 = tl.load(at + NOPE + d3, mask=mask, other=0.0).to(DOT)
+    return p0, p1, p2, p3
+
+
+@triton.jit
+def store_pieces(at, p0, p1, p2, p3, mask):
+    """Write what `load_pieces` loads, in the dtype of the memory."""
+    d0, d1 = tl.arange(0, PIECE0)[None, :], tl.arange(0, PIECE1)[None, :]
+    d2, d3 = tl.arange(0, PIECE2)[None, :], tl.arange(0, ROPE)[None, :]
+    dtype = at.dtype.element_ty
+    tl.store(at + d0, p0.to(dtype), mask=mask)
+    tl.store(at + AT1 + d1, p1.to(dtype), mask=mask)
+    tl.store(at + AT2 + d2, p2.to(dtype), mask=mask)
+    tl.store(at + NOPE + d3, p3.to(dtype), mask=mask)
+
+
+@triton.jit
+def angles(rope_ptr, position):
+    """cos and sin [256] for all interleaved pairs of a row; those without RoPE rotate by nothing."""
+    pair = tl.arange(0, DIM // 2) - NOPE // 2
+    at = rope_ptr + position * ROPE + pair * 2
+    cos = tl.load(at, mask=pair >= 0, other=1.0)
+    sin = tl.load(at + 1, mask=pair >= 0, other=0.0)
+    return cos, sin
+
+
+@triton.jit
+def inverse_rope_pairs(even, odd, cos, sin):
+    """Inverse rotation of interleaved pairs; joined, the last dimension is [2]."""
+    return tl.join(even * cos + odd * sin, odd * cos - even * sin)
+
+
+@triton.jit
+def inverse_rope_tail(tail, cos, sin, BLOCK_H: tl.constexpr):
+    """Inverse rotation of the dims with RoPE [BLOCK_H, 64]; cos and sin are [32]."""
+    even, odd = tl.split(tl.reshape(tail, [BLOCK_H, ROPE // 2, 2]))
+    return tl.reshape(inverse_rope_pairs(even, odd, cos[None, :], sin[None, :]), [BLOCK_H, ROPE])
+
+
+def table_stride(table: Tensor) -> int:
+    # A table of one block may have a size that no block stride may have.
+    return table.stride(0) if table.shape[0] > 1 else 0

@@ -1,0 +1,118 @@
+"""Rows of DeepSeek-V4.1: window rows in FP8, compressed entries in FP4, each in the format of training (SPEC 11.4).
+
+A table is one uint8 tensor `[blocks, entries_per_block, width]`; row r is row `r % entries_per_block` of block
+`r // entries_per_block`. Behind the data of all rows of a block lie the scales of all its rows. The two inner
+dimensions are a shape only, bytes lie as `strips` has them.
+
+| format | bytes a row | content |
+| --- | --- | --- |
+| FP8 | 528 | 512 e4m3, RoPE dims included; 16 ue8m0 scales, one per 32 |
+| FP4 | 288 | 256 B of e2m1 pairs, element 2i in the low nibble; 32 e4m3 scales, one per 16 |
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4_sglang.formats.index_keys import E4M3_MIN, FP4_MAX, e2m1_codes, e2m1_values
+from dsv4_sglang.formats.kv_entries import (
+    ENTRY_DIM,
+    FP8_AMAX_FLOOR,
+    FP8_MAX,
+    block_and_row,
+    bytes_at,
+    ceil_pow2_exponent,
+    e4m3_values,
+    exp2_of_biased,
+)
+
+
+class V41KVFormat(enum.Enum):
+    """Storage of one 512-dim row."""
+
+    FP8 = "fp8"
+    """A window row."""
+    FP4 = "fp4"
+    """A compressed entry."""
+
+    @property
+    def data_bytes(self) -> int:
+        return ENTRY_DIM if self is V41KVFormat.FP8 else ENTRY_DIM // 2
+
+    @property
+    def scale_bytes(self) -> int:
+        return ENTRY_DIM // self.values_per_scale
+
+    @property
+    def values_per_scale(self) -> int:
+        return 32 if self is V41KVFormat.FP8 else 16
+
+    @property
+    def row_bytes(self) -> int:
+        return self.data_bytes + self.scale_bytes
+
+
+def quantise_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """bf16 rows [N, 512] -> e4m3 bytes [N, 512] and ue8m0 bytes [N, 16], uint8 both."""
+    x = x.bfloat16().float().unflatten(-1, (-1, V41KVFormat.FP8.values_per_scale))
+    exponent = ceil_pow2_exponent(x.abs().amax(-1).clamp_min(FP8_AMAX_FLOOR) * (1.0 / FP8_MAX))
+    codes = (x / exp2_of_biased(exponent).unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8).flatten(-2), exponent.to(torch.uint8)
+
+
+def quantise_fp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """bf16 rows [N, 512] -> e2m1 pairs [N, 256] and e4m3 scale bytes [N, 32], uint8 both."""
+    x = x.bfloat16().float().unflatten(-1, (-1, V41KVFormat.FP4.values_per_scale))
+    scale = (x.abs().amax(-1) / FP4_MAX).clamp(E4M3_MIN, FP8_MAX).to(torch.float8_e4m3fn)
+    codes = e2m1_codes((x / scale.float().unsqueeze(-1)).flatten(-2))
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scale.view(torch.uint8)
+
+
+class V41Table(NamedTuple):
+    """Rows in blocks, `data` uint8 [blocks, entries_per_block, row_bytes] without gaps in a block, and what their bytes
+    mean. Row numbers count through all blocks."""
+
+    data: Tensor
+    format: V41KVFormat
+
+    def strips(self) -> tuple[Tensor, Tensor]:
+        """Zero-copy views: data [blocks, rows, data_bytes] and scales [blocks, rows, scale_bytes]."""
+        blocks, rows, _ = self.data.shape
+        stride, offset = self.data.stride(0), self.data.storage_offset()
+        data, scales = self.format.data_bytes, self.format.scale_bytes
+        return (
+            self.data.as_strided((blocks, rows, data), (stride, data, 1)),
+            self.data.as_strided((blocks, rows, scales), (stride, scales, 1), offset + rows * data),
+        )
+
+    def write(self, rows: Tensor, values: Tensor) -> None:
+        """Quantise `values` [N, 512] into the rows `rows` [N], which must not repeat."""
+        at = block_and_row(self.data, rows)
+        quantise = quantise_fp8 if self.format is V41KVFormat.FP8 else quantise_fp4
+        for strip, part in zip(self.strips(), quantise(values)):
+            strip[at] = part
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Dequantised rows, fp32 [*rows.shape, 512]."""
+        at = block_and_row(self.data, rows)
+        data, scales = (bytes_at(strip, at) for strip in self.strips())
+        if self.format is V41KVFormat.FP8:
+            values, factors = e4m3_values(data), exp2_of_biased(scales)
+        else:
+            values, factors = e2m1_values(data), e4m3_values(scales)
+        return (values.unflatten(-1, (factors.shape[-1], -1)) * factors.unsqueeze(-1)).flatten(-2)
+
+    def copy_from(self, other: V41Table, other_rows: Tensor, rows: Tensor) -> None:
+        """Copy rows of a table of the same format without requantising; `rows` must not repeat."""
+        source, target = block_and_row(other.data, other_rows), block_and_row(self.data, rows)
+        for mine, theirs in zip(self.strips(), other.strips()):
+            mine[target] = theirs[source]
+
+
+def make_v41_table(blocks: int, entries_per_block: int, kv_format: V41KVFormat, device: torch.device | str) -> Tensor:
+    """Zeroed table `[blocks, entries_per_block, row_bytes]`."""
+    return torch.zeros(blocks, entries_per_block, kv_format.row_bytes, dtype=torch.uint8, device=device)

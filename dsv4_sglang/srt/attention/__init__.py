@@ -1,0 +1,1 @@
+"""The attention backend, speculation and prefill graphs."""

@@ -1,0 +1,120 @@
+"""Speculation inside SGLang's workers: the draft model's backends and CUDA graphs, and when snapshots are taken.
+
+What a turn of a request writes, and why nothing of it must be undone, is in docs/speculation.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dsv4_sglang.srt.integration import compat
+
+if TYPE_CHECKING:
+    from dsv4_sglang.srt.attention.backend import HybridCacheBackend
+
+
+class DraftBackends:
+    """The backends of the decode steps of a draft model's turn, as SGLang addresses them: `attn_backends[i]` of step i.
+
+    Of `steps` drafts the first comes from the turn before: one step less.
+    """
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: Any, steps: int) -> None:
+        from dsv4_sglang.srt.attention.backend import HybridCacheBackend
+
+        self.attn_backends = [HybridCacheBackend(runner, step) for step in range(steps - 1)]
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        for backend in self.attn_backends:
+            backend.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """One snapshot for all steps. Also of an idle rank of DP attention, whose graph runs with requests that are
+        nobody's."""
+        first, *others = self.attn_backends
+        first.gather_tables(forward_batch)
+        for backend in others:
+            backend.gather_tables(forward_batch, like=first)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        for backend in self.attn_backends:
+            backend.init_forward_metadata_in_graph(forward_batch)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self.init_forward_metadata_out_graph(forward_batch)
+        self.init_forward_metadata_in_graph(forward_batch)
+
+
+def decode_backends(original: Callable[..., Any], factory: Any) -> DraftBackends | None:
+    """AROUND `DraftBackendFactory.create_decode_backend`."""
+    steps = factory.speculative_num_steps
+    return DraftBackends(factory.draft_model_runner, steps) if steps > 1 else None
+
+
+def extend_backend(original: Callable[..., Any], factory: Any) -> HybridCacheBackend:
+    """AROUND `DraftBackendFactory.create_draft_extend_backend`: the one that the draft model has for its prefill."""
+    return factory.draft_model_runner.attn_backend
+
+
+def capture_graphs(original: Callable[..., None], worker: Any) -> None:
+    """AROUND `EagleDraftWorker._capture_cuda_graphs`, which records the step behind a verify step for a fixed list of
+    backends only."""
+    original(worker)
+    from sglang.srt.environ import envs
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+    from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner
+
+    on_gpu = worker.device == "cuda" and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
+    if on_gpu and not envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.get():
+        worker.cuda_graph_runner_for_draft_extend = EAGLEDraftExtendCudaGraphRunner(worker)
+
+
+def resolve_dspark_on_cpu(original: Callable[..., None], server_args: Any) -> None:
+    """AROUND `compat.RESOLVE_DSPARK`. The worker would choose drafts inside CUDA graphs, where those are allowed."""
+    compat.set_flags(server_args, disable_cuda_graph=True, device="cuda")
+    try:
+        original(server_args)
+    finally:
+        compat.set_flags(server_args, device="cpu")
+
+
+def validate_on_cpu(original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
+    """AROUND `dflash_utils.validate_dflash_request`: why a request is rejected."""
+    if req.sampling_params.top_k != 1:
+        return "DSPARK on a CPU chooses the likeliest tokens only: give temperature 0, or start without DSPARK."
+    return original(req, enable_overlap)
+
+
+def write_context(
+    injector: Any,
+    *,
+    target_hidden: torch.Tensor,
+    cache_loc: torch.Tensor,
+    positions: torch.Tensor,
+    cache_loc_2d: torch.Tensor | None = None,
+    commit_lens: torch.Tensor | None = None,
+    **_of_their_pool: Any,
+) -> None:
+    """REPLACE `compat.WRITE_CONTEXT`: the last of a prefill step, and of a verify step, which comes with the number of
+    tokens accepted of each request."""
+    requests = None if commit_lens is None else commit_lens.shape[0]
+    with torch.inference_mode():
+        rows = injector.draft_model.context_rows(target_hidden)
+        injector.model_runner.attn_backend.write_context(rows, cache_loc, requests)
+
+
+def no_draft_pool(**_arguments: Any) -> None:
+    """REPLACE `kv_cache_builder.get_draft_kv_pool`: the draft model has no blocks, and its rings are in the slots and
+    snapshots of the model. The pool that it works on is the model's: the host cache would hold it, and a transfer
+    between servers send it, twice."""
+
+
+def take_snapshots(original: Callable[..., None], worker: Any, batch: Any, batch_result: Any, **arguments: Any) -> None:
+    """AROUND `EagleDraftWorker._draft_extend_for_decode`, the last of a turn: a copy has the rows of both models."""
+    original(worker, batch, batch_result, **arguments)
+    worker.target_worker.model_runner.attn_backend.take_crossings()

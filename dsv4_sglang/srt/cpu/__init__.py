@@ -1,0 +1,1 @@
+"""What serves a model without a GPU."""

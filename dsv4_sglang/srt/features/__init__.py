@@ -1,0 +1,1 @@
+"""Sleep, disaggregation, the integrity audit and collectives."""

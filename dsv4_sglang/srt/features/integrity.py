@@ -1,0 +1,412 @@
+"""The integrity check: everything in the pools of a cache has one owner, and tree, registry and locks agree with them.
+
+`examine` is the check; tests call it on pools and trees without a server, and a scheduler that was started with the
+option `integrity_check` answers with it (`answer`, a hook of the table in `hooks`). docs/integrity.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import Queue
+from typing import Any, NamedTuple
+
+import torch
+
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.integration import compat
+
+KEY = "dsv4_sglang_integrity"
+"""Of the reports in the internal state of a rank of DP attention, as GET /server_info has it."""
+MOST_FINDINGS = 200
+"""In one report: a leak that grows must not make the answer grow."""
+FREE, CACHED, REQUESTS, COPIES = OWNERS = ("free", "cached", "requests", "copies")
+"""Kinds of owners: the free list, the tree, requests, and copies between host and storage that are under way."""
+
+
+class Finding(NamedTuple):
+    """`what` is wrong, such as "block 17", and in which way."""
+
+    what: str
+    wrong: str
+
+
+class Pool:
+    """The `ids` of a pool of one thing each, such as "block", and who claims them: each is to have one owner."""
+
+    def __init__(self, thing: str, ids: range) -> None:
+        self.thing, self.ids = thing, ids
+        self.counts = Counter(dict.fromkeys(OWNERS, 0))
+        """Claims by kind of owner."""
+        self._claims: list[tuple[str, Sequence[int]]] = []
+
+    def claim(self, kind: str, owner: str, ids: Sequence[int]) -> None:
+        if len(ids):
+            self.counts[kind] += len(ids)
+            self._claims.append((owner, ids))
+
+    def findings(self) -> Iterator[Finding]:
+        """Ids without an owner, with several, and claimed ones that there are not."""
+        claimed = [i for _, ids in self._claims for i in ids]
+        if len(claimed) == len(self.ids) and set(claimed) == set(self.ids):
+            return
+        owners: dict[int, list[str]] = defaultdict(list)
+        for owner, ids in self._claims:
+            for i in ids:
+                owners[i].append(owner)
+        for i in self.ids:
+            if not owners.get(i):
+                yield Finding(f"{self.thing} {i}", "nobody owns it: it is leaked")
+        for i, names in sorted(owners.items()):
+            if i not in self.ids:
+                where = f"outside {self.ids.start}..{self.ids.stop - 1}"
+                yield Finding(f"{self.thing} {i}", f"{_listed(names)} has it, {where}")
+            elif len(names) > 1:
+                yield Finding(f"{self.thing} {i}", f"{len(names)} owners: {_listed(names)}")
+
+
+@dataclass
+class Examination:
+    """What there is, and what is wrong with it."""
+
+    pools: list[Pool]
+    findings: list[Finding] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{what}: {wrong}" for what, wrong in self.findings) or "sound"
+
+
+def examine(cache: Any, requests: Iterable[Any]) -> Examination:
+    """Check the pools behind a scheduler's tree cache, between two of its turns.
+
+    `requests`: all that may hold anything: running, in a step, between chunks, waiting. Reads tables and indices from
+    the device, and waits for it.
+    """
+    from dsv4_sglang.srt.prefix_cache.component import PENDING
+
+    held_by, tables, allocator = list(requests), cache.req_to_token_pool, cache.token_to_kv_pool_allocator
+    tree = _Tree(cache) if hasattr(cache, "tree_core") else None  # none with --disable-radix-cache
+    blocks = Pool("block", range(1, allocator.size // BLOCK + 1))
+    rows = Pool("request row", range(1, tables.req_to_token.shape[0]))
+    live = Pool("state slot", range(1, tables.mamba_allocator.size + 1))
+    found = Examination([blocks, rows, live])
+
+    blocks.claim(FREE, "the free list", compat.free_blocks(allocator))
+    rows.claim(FREE, "the free list", tables.free_slots)
+    live.claim(FREE, "the free list", tables.mamba_allocator.free_slots.tolist())
+    slots = getattr(tables, "mamba_ckpt_pool", None)
+    snapshots = Pool("snapshot slot", range(1, (slots.num_slots if slots else 0) + 1))
+    if slots is not None:
+        snapshots.claim(FREE, "the free list", slots.free_slots().tolist())
+        found.pools.append(snapshots)
+
+    for req in held_by:
+        name, held = f"request {req.rid}", compat.held(req)
+        snapshots.claim(REQUESTS, name, [pending.slot for pending in getattr(req, PENDING, None) or ()])
+        if held.mamba_pool_idx is not None:
+            live.claim(REQUESTS, name, [int(held.mamba_pool_idx)])
+        if held.req_pool_idx is None:
+            continue
+        rows.claim(REQUESTS, name, [int(held.req_pool_idx)])
+        table = (tables.req_to_token[held.req_pool_idx, : req.kv.kv_allocated_len : BLOCK] // BLOCK).tolist()
+        inserted = 0 if tree is None else held.cache_protected_len // BLOCK
+        blocks.claim(REQUESTS, name, table[inserted:])
+        if tree is not None:
+            tree.hold(req, name, table[:inserted])
+
+    if tree is not None:
+        tree.claim(blocks, snapshots)
+        found.pools += tree.host_pools()
+    found.findings += [finding for pool in found.pools for finding in pool.findings()]
+    if tree is not None:
+        found.findings += tree.findings()
+    return found
+
+
+class _Tree:
+    """SGLang's unified tree with our component, over one place or two."""
+
+    def __init__(self, cache: Any) -> None:
+        from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+        self.cache, self.root = cache, cache.tree_core.root_node
+        self.full, self.mamba = ComponentType.FULL, ComponentType.MAMBA
+        self.tiered = cache.cache_controller is not None
+        self.slots = cache.req_to_token_pool.mamba_ckpt_pool
+        # Parents first.
+        self.nodes: list[Any] = []
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            self.nodes.append(node)
+            stack.extend(node.children.values())
+        self.by_id = {node.id: node for node in (self.root, *self.nodes)}
+        self.wrong: list[Finding] = []
+        """What was found on the way."""
+        self.pages = self._pages("value")
+        self.locks: dict[tuple[Any, int], list[str]] = defaultdict(list)
+        """Who locks what a component has on a node, on the device."""
+        for copy, node_id, params in self._copies():
+            self._lock(node_id, params, copy)
+
+    def _pages(self, place: str) -> dict[int, list[int]]:
+        """Blocks of each node by its id, of the device (`value`) or the host (`host_value`)."""
+        values = [(node.id, value) for node in self.nodes if (value := getattr(self._data(node)[0], place)) is not None]
+        if not values:
+            return {}
+        tokens = torch.cat([value for _, value in values]).cpu()
+        blocks, sizes = tokens[::BLOCK] // BLOCK, [len(value) for _, value in values]
+        if not any(size % BLOCK for size in sizes) and torch.equal(tokens, _tokens_of(blocks)):
+            counts = [size // BLOCK for size in sizes]
+            return {node_id: part.tolist() for (node_id, _), part in zip(values, blocks.split(counts))}
+        pages = {}
+        for (node_id, _), indices in zip(values, tokens.split(sizes)):
+            blocks = indices[::BLOCK] // BLOCK
+            if not torch.equal(indices, _tokens_of(blocks)):
+                text = f"its {place} is no list of whole blocks of {BLOCK} tokens"
+                self.wrong.append(Finding(f"node {node_id}", text))
+            pages[node_id] = blocks.tolist()
+        return pages
+
+    def _data(self, node: Any) -> tuple[Any, Any]:
+        return node.component_data[self.full], node.component_data[self.mamba]
+
+    # Who holds which node
+
+    def hold(self, req: Any, name: str, table: list[int]) -> None:
+        """A request locks the path to its node, whose blocks its table begins with."""
+        node_id, lock = compat.lock_of(req)
+        if lock is not None:
+            self._lock(node_id, lock, name)
+        node, path = self.by_id.get(node_id, self.root), list[int]()
+        while node is not self.root:
+            path[:0] = self.pages.get(node.id, [])
+            node = node.parent
+        if path != table:
+            text = f"its table begins with the blocks {table}, its path in the tree has {path}"
+            self.wrong.append(Finding(name, text))
+
+    def _lock(self, node_id: int, lock: Any, name: str) -> None:
+        """As the tree's own release of a lock goes."""
+        node = self.by_id.get(node_id)
+        if node is None:
+            self.wrong.append(Finding(name, f"it holds node {node_id}, which is not in the tree"))
+            return
+        if node is not self.root and not compat.leaves_out(lock, self.mamba, node.id):
+            self.locks[self.mamba, node.id].append(name)
+        while node is not self.root:
+            if not compat.leaves_out(lock, self.full, node.id):
+                self.locks[self.full, node.id].append(name)
+            node = node.parent
+
+    def _copies(self) -> Iterator[tuple[str, int, Any]]:
+        """(name, node, how it is locked on the device) of copies between device and host that are under way."""
+        if not self.tiered:
+            return
+        for saving in self.cache.ongoing_write_through.values():
+            if saving.lock_params is not None:
+                yield "a copy to the host", saving.node_id, saving.lock_params
+        for loading in self.cache.ongoing_load_back.values():
+            yield "a load from the host", loading.node_id, loading.lock_params
+
+    def _most_host_locks(self) -> Counter[int]:
+        """Of each node, on the host; a lock of what has no copy there yet counts nothing, so there may be less."""
+        if not self.tiered:
+            return Counter()
+        cache = self.cache
+        return Counter(
+            [
+                *(loading.node_id for loading in cache.ongoing_load_back.values()),
+                *(prefetch.anchor_node_id for prefetch in cache.ongoing_prefetch.values()),
+                *(node_id for node_id, _ in cache.ongoing_backup.values()),
+            ]
+        )
+
+    def findings(self) -> Iterator[Finding]:
+        """What is wrong, once everybody holds what they hold."""
+        yield from self.wrong
+        yield from self._lock_findings()
+        yield from self._registry_findings()
+        yield from self._own_findings()
+
+    def _lock_findings(self) -> Iterator[Finding]:
+        most_on_host = self._most_host_locks()
+        for node in self.nodes:
+            for kind, data in zip((self.full, self.mamba), self._data(node)):
+                what = f"{'blocks' if kind is self.full else 'snapshot'} of node {node.id}"
+                holders = self.locks.get((kind, node.id), [])
+                if data.lock_ref != len(holders):
+                    yield Finding(what, f"locked {data.lock_ref} times, held by {_listed(holders) or 'nobody'}")
+                if data.host_lock_ref > most_on_host[node.id]:
+                    times = f"locked {data.host_lock_ref} times on the host"
+                    yield Finding(what, f"{times}, held by {most_on_host[node.id]} transfers")
+
+    # Who owns what
+
+    def claim(self, blocks: Pool, snapshots: Pool) -> None:
+        for node_id, pages in self.pages.items():
+            blocks.claim(CACHED, f"node {node_id}", pages)
+        for node in self.nodes:
+            if (value := self._data(node)[1].value) is not None:
+                snapshots.claim(CACHED, f"node {node.id}", value.tolist())
+
+    def host_pools(self) -> list[Pool]:
+        if not self.tiered:
+            return []
+        of_blocks, of_snapshots = self.cache.full_kv_pool_host, self.cache.mamba_pool_host
+        blocks = Pool("host block", range(of_blocks.page_num))
+        snapshots = Pool("host snapshot", range(of_snapshots.page_num))
+        for pool, rows in ((blocks, of_blocks), (snapshots, of_snapshots)):
+            pool.claim(FREE, "the free list", rows.free_rows())
+        for node_id, of_node in self._pages("host_value").items():
+            blocks.claim(CACHED, f"node {node_id}", of_node)
+        for node in self.nodes:
+            if (value := self._data(node)[1].host_value) is not None:
+                snapshots.claim(CACHED, f"node {node.id}", value.tolist())
+        for pool, rows, indices in zip((blocks, snapshots), (of_blocks, of_snapshots), self._fetched()):
+            under_way = [i for part in indices if part is not None for i in rows.rows_of(part).tolist()]
+            # What a fetch does not need any more it may have given up already.
+            pool.claim(COPIES, "a transfer from the storage", sorted(set(under_way)))
+        return [blocks, snapshots]
+
+    def _fetched(self) -> tuple[list[Any], list[Any]]:
+        """Host indices of blocks and snapshots that come from a storage, or wait to be given back."""
+        from dsv4_sglang.srt.host_cache.transfers import SNAPSHOTS
+
+        if not self.cache.enable_storage:
+            return [], []
+        controller, under_way = self.cache.cache_controller, self.cache.ongoing_prefetch.values()
+        blocks = [*map(_of_fetch, under_way), *_waiting(controller.host_mem_release_queue)]
+        snapshots = [
+            transfer.host_indices
+            for prefetch in under_way
+            for transfer in prefetch.comp_xfers.get(self.mamba, ())
+            if transfer.name is SNAPSHOTS
+        ]
+        for operation, rows in controller.given_up:
+            snapshots += [transfer.host_indices for transfer in rows]
+            if not operation.pool_transfers_done:
+                blocks.append(operation.host_indices[operation.completed_tokens :])
+        if (waiting := controller.extra_host_mem_release_queues.get(SNAPSHOTS)) is not None:
+            snapshots += _waiting(waiting)
+        return blocks, snapshots
+
+    # Registry and tree
+
+    def _registry_findings(self) -> Iterator[Finding]:
+        """The registry of snapshots says of each what the tree has."""
+        slots, registry = self.slots, self.slots.registry
+        above: dict[int, tuple[int, int]] = {self.root.id: (0, 0)}
+        places, following = {}, defaultdict(set)
+        for node in self.nodes:
+            previous, length = above[node.parent.id]
+            length += len(node.key)
+            place = slots.id_of(node)
+            above[node.id] = place or previous, length
+            if not place:
+                continue
+            places[place] = node
+            following[previous].add(place)
+            mamba = self._data(node)[1]
+            both = mamba.value is not None and mamba.host_value is not None
+            for name, listed, there in (
+                ("its length", registry.length[place], length),
+                ("the snapshot before it", registry.previous[place], previous),
+                ("its locks", registry.locks[place], mamba.lock_ref),
+                ("that the host has it, too", bool(registry.copied[place]), both),
+            ):
+                if listed != there:
+                    yield Finding(f"snapshot {place}", f"{name}: the registry has {listed}, the tree {there}")
+        for place, node in places.items():
+            if slots.nodes.get(place) is not node:
+                yield Finding(f"snapshot {place}", f"hangs on node {node.id}, and the slots know another or none")
+        for place in (0, *places):
+            if (known := registry.following(place)) != following[place]:
+                what = f"snapshots behind {place}" if place else "first snapshots of all paths"
+                yield Finding(what, f"the registry has {sorted(known)}, the tree {sorted(following[place])}")
+        for place in sorted({*slots.nodes, *registry.held.nonzero()[0].tolist()} - places.keys()):
+            yield Finding(f"snapshot {place}", "slots or registry have it, and no node of the tree")
+        for place in sorted(place for place in places if not registry.held[place]):
+            yield Finding(f"snapshot {place}", f"hangs on node {places[place].id}, and the registry has it not")
+
+    def _own_findings(self) -> Iterator[Finding]:
+        """What SGLang finds wrong with its tree: structure, leaves, lists, sizes."""
+        try:
+            compat.check_tree(self.cache)
+        except AssertionError as error:
+            yield Finding("SGLang's check of the tree", str(error))
+
+
+def _of_fetch(prefetch: Any) -> Any:
+    """Host indices of blocks that a fetch still has: the thread that reads gives up at its end what it has not got."""
+    operation = prefetch.operation
+    if compat.FREES_ROWS_IN_USE and prefetch.host_indices is not None and operation.pool_transfers_done:
+        return prefetch.host_indices[: operation.completed_tokens]
+    return prefetch.host_indices
+
+
+def _tokens_of(blocks: torch.Tensor) -> torch.Tensor:
+    """Indices of all tokens of blocks."""
+    return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).ravel()
+
+
+def _waiting(queue: Queue[Any]) -> list[Any]:
+    """What is in a queue that other threads fill."""
+    with queue.mutex:
+        return list(queue.queue)
+
+
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+# Of a scheduler
+
+
+def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """AROUND `Scheduler.get_internal_state`, which every process runs and the first of each rank of DP attention
+    answers: the reports of all of the rank go with it."""
+    output = original(scheduler, recv_req)
+    group, own = scheduler.attn_tp_cpu_group, report(scheduler)
+    reports: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(reports, own, group=group)
+    output.internal_state[KEY] = reports
+    return output
+
+
+def report(scheduler: Any) -> dict[str, Any]:
+    """The examination of a scheduler's cache, as JSON has it; when it is idle SGLang's equations, too."""
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.runtime_context import get_parallel
+
+    begin = time.perf_counter()
+    current_platform.synchronize()  # tables of requests are written on several streams
+    requests = requests_of(scheduler)
+    found = examine(scheduler.tree_cache, requests)
+    findings, idle = found.findings, scheduler.is_fully_idle()
+    if idle:
+        findings += [Finding("SGLang's check of an idle server", text) for text in compat.idle_differences(scheduler)]
+    return {
+        "dp_rank": get_parallel().attn_dp_rank,
+        "tp_rank": get_parallel().tp_rank,
+        "idle": idle,
+        "requests": sum(compat.held(req).req_pool_idx is not None for req in requests),
+        "pools": [{"of": pool.thing, "size": len(pool.ids), **pool.counts} for pool in found.pools],
+        "wrong": len(findings),
+        "findings": [{"what": what, "wrong": wrong} for what, wrong in findings[:MOST_FINDINGS]],
+        "seconds": time.perf_counter() - begin,
+    }
+
+
+def requests_of(scheduler: Any) -> list[Any]:
+    """Every request that a scheduler knows."""
+    batches = [scheduler.running_batch, scheduler.last_batch]
+    if scheduler.enable_overlap:
+        batches += [batch for batch, _ in scheduler.result_queue]
+    known = [req for batch in batches if batch is not None for req in batch.reqs]
+    known += [req for req in (scheduler.chunked_req, *scheduler.waiting_queue) if req is not None]
+    known += compat.disaggregated_requests(scheduler)
+    return list({id(req): req for req in known}.values())

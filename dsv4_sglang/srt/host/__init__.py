@@ -1,4 +1,0 @@
-"""The host tier of a server: SGLang's HiCache with this cache's pools, its order of copies and its eviction.
-
-See docs/host_tier.md.
-"""

@@ -1,0 +1,231 @@
+"""Snapshots in two places: in slots of the device, in rows of the host, or both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentHostSlot
+from sglang.srt.mem_cache.unified_cache.components import (
+    CacheTransferPhase,
+    EvictLayer,
+    PrepareLoadBackResult,
+)
+from torch import Tensor
+
+from dsv4_sglang.srt.host_cache.counters import HostCounters
+from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS
+from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.prefix_cache.component import SnapshotComponent
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+WRITE_THROUGH, SELECTIVE, WRITE_BACK = "write_through", "write_through_selective", "write_back"
+
+
+@dataclass(frozen=True)
+class Loading(PrepareLoadBackResult):
+    """A load has been asked for the snapshot of this node."""
+
+    node: int = -1
+
+
+class HostSnapshotComponent(SnapshotComponent):
+    """A node's `value` is a slot, its `host_value` a row of the host; the registry keeps one history of both.
+
+    What hangs on a node is loaded into a slot of the snapshot pool, like one that was taken; a request then resumes
+    from it as on any hit.
+    """
+
+    policy = WRITE_THROUGH
+    """`--hicache-write-policy`."""
+
+    def __init__(self, cache: Any, params: Any, interval: int) -> None:
+        super().__init__(cache, params, interval)
+        self.host_counters = HostCounters(self.slots, params.enable_metrics, self.rank, self.silent)
+
+    # Which snapshots the host is to have
+
+    def begin(self, req: Req) -> None:
+        super().begin(req)
+        resumed = compat.prefix_len(req)
+        from_host = min(req.host_hit_length, resumed)
+        from_storage = min(from_host, req.storage_hit_length)
+        self.host_counters.resumed(resumed, from_host, from_storage)
+        self.host_counters.publish()
+        self.want(self.tree_core.node_by_id(req.last_node))
+
+    def want(self, node: UnifiedTreeNode) -> None:
+        """The host is to have a copy of the node's snapshot, with write_back not before the device gives it up."""
+        if node is not self.tree_core.root_node and (slot := self._slot(node)) is not None:
+            registry = self.slots.registry
+            registry.pending_write[slot] = True
+            registry.attempted[slot] |= self.policy == WRITE_BACK
+
+    def commit_insert_component_data(
+        self, node: UnifiedTreeNode, is_new_leaf: bool, params: Any, result: Any, cache_actions: Any
+    ) -> None:
+        super().commit_insert_component_data(node, is_new_leaf, params, result, cache_actions)
+        if self.policy != SELECTIVE:
+            self.want(node)
+
+    # Places
+
+    def _note(self, node: UnifiedTreeNode, slot: int, length: int) -> None:
+        """A request has computed again what only the host had, or it is new."""
+        row = node.component_data[self.component_type].host_value
+        if row is None:
+            super()._note(node, slot, length)
+        else:
+            self._moved(node, self.slots.registry.host_id(int(row)), slot)
+
+    def _moved(self, node: UnifiedTreeNode, place: int, to: int) -> None:
+        """Of a snapshot that the host has, the device has a copy now, or none any more."""
+        registry, nodes = self.slots.registry, self.slots.nodes
+        registry.move(place, to)
+        del nodes[place]
+        nodes[to] = node
+        registry.copied[to] = registry.pending_write[to] = registry.attempted[to] = to <= registry.capacity
+
+    def _leaves_device(self, node: UnifiedTreeNode, slot: int, target: EvictLayer) -> None:
+        row = node.component_data[self.component_type].host_value
+        if row is None or EvictLayer.HOST in target:
+            super()._leaves_device(node, slot, target)
+        else:
+            self._moved(node, slot, self.slots.registry.host_id(int(row)))
+
+    def evict_component(
+        self, node: UnifiedTreeNode, device_frees: Any, host_frees: Any, *arguments: Any, **named: Any
+    ) -> tuple[int, int]:
+        registry, slot = self.slots.registry, self._slot(node)
+        if (
+            EvictLayer.HOST in compat.evicted_layers(*arguments, **named)
+            and node.component_data[self.component_type].host_value is not None
+        ):
+            if slot is None:
+                self.host_counters.snapshots_evicted += 1
+                place = self.slots.id_of(node)
+                registry.remove(place, self._mark(node, place))
+                del self.slots.nodes[place]
+            else:
+                registry.copied[slot] = False
+        return super().evict_component(node, device_frees, host_frees, *arguments, **named)
+
+    def _give_up(self, node: UnifiedTreeNode) -> None:
+        self.cache.save_now(node)
+        super()._give_up(node)
+
+    # Copies
+
+    def slots_for_load(self, count: int) -> Tensor | None:
+        """[count] int64 slots of the snapshot pool, None if they cannot be had."""
+        slots = [slot for _ in range(count) if (slot := self.free_slot(needed=True))]
+        if len(slots) == count:
+            return torch.tensor(slots, dtype=torch.int64)
+        self.slots.give_back(slots)
+        return None
+
+    def prepare_load_back(self, node_id: int, *, req: Req | None = None) -> PrepareLoadBackResult:
+        return Loading(node=node_id)
+
+    def finalize_load_back(self, req: Req | None, prep: PrepareLoadBackResult, success: bool) -> None:
+        """The request resumes from what is loaded, or else from the deepest snapshot that the device has."""
+        if req is None or not isinstance(prep, Loading):
+            return
+        if not success:
+            req.host_hit_length = 0
+            self.host_counters.loads_failed += 1
+            return
+        slot = self._slot(self.tree_core.node_by_id(prep.node))
+        assert slot is not None, "a load ends at a snapshot"
+        compat.held(req).mamba_cow_src_index = self.slots.device_index(slot)
+        self.cache.cache_controller.watch.expect(req)
+
+    def build_hicache_transfers(
+        self, node: UnifiedTreeNode, phase: CacheTransferPhase, **arguments: Any
+    ) -> list[PoolTransfer] | None:
+        data = node.component_data[self.component_type]
+        if phase == CacheTransferPhase.BACKUP_HOST:
+            slot = self._slot(node)
+            if slot is None or data.host_value is not None:
+                return None
+            wanted = self.slots.registry.pending_write[slot]
+            return [PoolTransfer(name=SNAPSHOTS, device_indices=data.value)] if wanted else None
+        if phase == CacheTransferPhase.LOAD_BACK:
+            if data.value is not None or data.host_value is None:
+                return None
+            return [PoolTransfer(name=SNAPSHOTS, host_indices=data.host_value, nodes_to_load=[node.id])]
+        transfers = super().build_hicache_transfers(node, phase, **arguments)
+        for transfer in transfers or ():
+            transfer.name = SNAPSHOTS
+        return transfers
+
+    def commit_hicache_transfer(
+        self,
+        node: UnifiedTreeNode,
+        phase: CacheTransferPhase,
+        transfers: Any = (),
+        *,
+        cache_actions: list[Any],
+        insert_result: Any = None,
+        pool_storage_result: Any = None,
+    ) -> None:
+        if phase == CacheTransferPhase.LOAD_BACK:
+            if transfers:
+                self._loaded(node, int(transfers[0].device_indices))
+            return
+        target = node
+        if phase == CacheTransferPhase.PREFETCH:
+            if pool_storage_result is not None:
+                hits = pool_storage_result.extra_pool_hit_pages
+                hits[PoolName.MAMBA] = hits.get(SNAPSHOTS, 0)
+            found = None if insert_result is None else insert_result.inserted_host_node
+            target = node if found is None else self.tree_core.node_by_id(found)
+        had = target.component_data[self.component_type].host_value
+        super().commit_hicache_transfer(
+            node,
+            phase,
+            transfers,
+            cache_actions=cache_actions,
+            insert_result=insert_result,
+            pool_storage_result=pool_storage_result,
+        )
+        row = target.component_data[self.component_type].host_value
+        if had is None and row is not None:
+            self._arrived(target, int(row))
+
+    def _loaded(self, node: UnifiedTreeNode, slot: int) -> None:
+        row = node.component_data[self.component_type].host_value
+        assert row is not None, "a load comes from a row"
+        self.tree_core.set_component_device_value(node.id, self.component_type, self.slots.node_value(slot))
+        self._moved(node, self.slots.registry.host_id(int(row)), slot)
+        self._lock_as_node(node, slot)
+
+    def _arrived(self, node: UnifiedTreeNode, row: int) -> None:
+        """The host has a snapshot that it had not."""
+        registry, slot = self.slots.registry, self._slot(node)
+        if slot is not None:
+            registry.copied[slot] = True
+            return
+        place, length, at = registry.host_id(row), 0, node
+        while at is not self.tree_core.root_node:
+            length, at = length + len(at.key), at.parent
+        self.slots.nodes[place] = node
+        registry.add(place, length, self._above(node), self._below(node))
+
+    def free_host_values(self, host_values: list[Tensor]) -> None:
+        for rows in host_values:
+            self.cache.mamba_pool_host.free(rows)
+
+    def apply_component_action(self, action: Any) -> None:
+        if not isinstance(action, FreeComponentHostSlot):
+            super().apply_component_action(action)
+            return
+        for indices in action.host_indices:
+            if indices is not None and indices.numel():
+                unused = PoolTransfer(name=SNAPSHOTS, host_indices=indices)
+                self.cache.cache_controller.append_host_mem_release(extra_pools=[unused])

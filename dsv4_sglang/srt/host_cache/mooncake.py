@@ -1,0 +1,44 @@
+"""Mooncake's store behind the host."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+
+from dsv4_sglang.srt.host_cache.checksummed import ChecksummedEntries
+from dsv4_sglang.srt.host_cache.storage import WRONG_CHECKSUM
+from dsv4_sglang.srt.integration import compat
+
+log = logging.getLogger(__name__)
+
+FORCE = True
+"""Remove an object though somebody has just read it: for some seconds Mooncake would not."""
+
+
+class MooncakeStorage(ChecksummedEntries, MooncakeStore):
+    """An object a row, in the memory of all that take part."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._first_prefix: str = self.config_prefix
+
+    def use_name(self, name: str) -> None:
+        """Pages from now on are those of the model under another name."""
+        self.config_prefix: str = f"{self._first_prefix}-{name}"
+
+    def names(self, pool: Any, keys: Sequence[str]) -> list[str]:
+        return compat.mooncake_names(self, pool, keys)
+
+    def discard(self, names: Sequence[str], pool: Any, found: list[bool], usable: list[bool]) -> None:
+        for name, there, good in zip(names, found, usable):
+            if there and not good:
+                log.warning("host cache: the stored page %s cannot be used and is removed: %s", name, WRONG_CHECKSUM)
+                self.store.remove(name, FORCE)
+
+    def clear(self) -> None:
+        """Remove the pages of this model; those of others in the same store stay."""
+        self.store.remove_by_regex(f"^{re.escape(self.config_prefix)}_", FORCE)

@@ -1,0 +1,249 @@
+"""What SGLang's hierarchical cache is made of for this cache: host pools, and a controller that orders their copies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy, build_pool_entry
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from torch import Tensor
+
+from dsv4_sglang.cache.host_pool import HostBlockPool, HostSnapshotPool, host_block_bytes, host_row_bytes
+from dsv4_sglang.srt.host_cache.page_names import page_name, weight_facts
+from dsv4_sglang.srt.host_cache.pools import CHECKSUM_BYTES, SNAPSHOTS, HostBlocks, HostSnapshots
+from dsv4_sglang.srt.host_cache.sizing import HostDemand, host_demand, host_table
+from dsv4_sglang.srt.host_cache.watch import LoadEvents, LoadWatch
+from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.integration.options import model_overrides
+from dsv4_sglang.srt.memory.pools import CacheKVPool
+
+log = logging.getLogger(__name__)
+
+
+class TransferController(HybridCacheController):
+    """SGLang's controller, with copies behind the steps that run.
+
+    Copies of SGLang begin behind what its scheduler has done. With overlap scheduling a decode step may still run then,
+    which writes what a backup reads (the last entry of a block and the snapshot at its end) and reads or writes what
+    a load writes over (blocks and slots that were given up while it ran). See docs/host_cache.md.
+    """
+
+    forward_stream: Any = None
+    """The stream of the steps."""
+    _together = False
+    watch: LoadWatch
+    given_up: Sequence[tuple[Any, list[Any]]] = ()
+    """Fetches from the storage that ended, by an abort or their policy, while a thread may still read into their rows,
+    each with its snapshots' rows, which are to be freed."""
+
+    @contextmanager
+    def one_launch(self) -> Iterator[None]:
+        """Backups that begin within are copied together, at the end."""
+        self._together = True
+        try:
+            yield
+        finally:
+            self._together = False
+            self.start_writing()
+
+    def start_writing(self) -> None:
+        if self._together or not self.write_queue:
+            return
+        to_host, _ = compat.copy_streams(self)
+        to_host.wait_stream(self.forward_stream)
+        super().start_writing()
+
+    def start_loading(self) -> int:
+        if not self.load_queue:
+            return -1
+        _, from_host = compat.copy_streams(self)
+        from_host.wait_stream(self.forward_stream)
+        counter = self.layer_done_counter
+        load = self.watch.begin(self.load_queue, counter.events[(counter.producer_index + 1) % len(counter.events)])
+        consumer = super().start_loading()
+        load.ack = self.ack_load_queue[-1]
+        return consumer
+
+    def load_what_is_left(self) -> None:
+        """Load for requests that were not admitted after all: nobody's step waits for it, so all of them do."""
+        if self.load_queue:
+            self.start_loading()
+            _, from_host = compat.copy_streams(self)
+            self.forward_stream.wait_stream(from_host)
+
+    # Fetches from a storage that are given up: SGLang before 0.5.23 frees a snapshot's row at once, and the thread
+    # that reads would write over what is there then.
+
+    def terminate_prefetch(self, operation: Any) -> Any:
+        found = super().terminate_prefetch(operation)
+        if compat.FREES_ROWS_IN_USE and operation.host_indices is not None and not operation.pool_transfers_done:
+            self.given_up = [*self.given_up, (operation, [])]
+        return found
+
+    def append_host_mem_release(self, host_indices: Any = None, extra_pools: Any = None) -> None:
+        """Free rows, those that a thread still reads into with `free_given_up`. Blocks it frees itself."""
+        now: list[Any] = []
+        later = {
+            id(transfer): rows
+            for operation, rows in self.given_up
+            for transfer in operation.pool_transfers
+            if not operation.pool_transfers_done
+        }
+        for transfer in extra_pools or ():
+            later.get(id(transfer), now).append(transfer)
+        super().append_host_mem_release(host_indices, now)
+
+    def free_given_up(self) -> None:
+        """What nobody reads into any more."""
+        under_way = []
+        for operation, rows in self.given_up:
+            if operation.pool_transfers_done:
+                super().append_host_mem_release(extra_pools=rows)
+            else:
+                under_way.append((operation, rows))
+        self.given_up = under_way
+
+    def reset(self) -> None:
+        """Rows belong to others then: who reads ends first, which SGLang before 0.5.23 does not wait for."""
+        if compat.FREES_ROWS_IN_USE and self.enable_storage:
+            self.storage_stop_event.set()
+            self.prefetch_thread.join()  # which has started the other
+            self.prefetch_io_aux_thread.join()
+        self.given_up = ()
+        super().reset()
+
+    def _generate_storage_config(
+        self, model_name: str | None = None, storage_backend_extra_config: dict[str, Any] | None = None
+    ) -> Any:
+        config = super()._generate_storage_config(model_name, storage_backend_extra_config)
+        config.is_mla_model = True
+        return config
+
+    def _page_backup(self, operation: Any) -> None:
+        if self.storage_backend.available():
+            super()._page_backup(operation)
+
+    def move_indices(self, host_indices: Tensor, device_indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Host indices stay on the CPU, where copies are launched from."""
+        return host_indices, device_indices
+
+
+class HostStack(StackStrategy):
+    """Host pools and controller for this cache's pools; SGLang asks it first, since it is registered last."""
+
+    def __init__(self, max_snapshots: int | None, host_snapshots: int | None) -> None:
+        """The options of these names."""
+        self.max_snapshots, self.host_snapshots = max_snapshots, host_snapshots
+
+    def matches(self, kvcache: Any, components: set[ComponentType]) -> bool:
+        return isinstance(kvcache, CacheKVPool) and components == {ComponentType.FULL, ComponentType.MAMBA}
+
+    def build(
+        self,
+        *,
+        cache: Any,
+        kvcache: CacheKVPool,
+        params: Any,
+        server_args: Any,
+        load_cache_event: Any,
+        storage_backend: str | None = None,
+        storage_backend_extra_config: dict[str, Any] | None = None,
+        prefetch_threshold: int = 256,
+        model_name: str | None = None,
+        enable_storage_metrics: bool = False,
+    ) -> Any:
+        device_blocks, storage = kvcache.full_kv_pool, kvcache.mamba_pool.storage
+        spare = 0 if storage_backend is None else CHECKSUM_BYTES
+        demand = host_demand(
+            device_blocks=device_blocks.size // params.page_size,
+            device_snapshots=storage.snapshots,
+            block_bytes=host_block_bytes([pool for pool in device_blocks.pools if pool], spare),
+            snapshot_bytes=host_row_bytes(storage.layout.snapshot_bytes, spare),
+            ratio=server_args.hicache_ratio,
+            size_gb=server_args.hicache_size,
+            max_snapshots=self.max_snapshots,
+            host_snapshots=self.host_snapshots,
+        )
+        # What a tier has on the device stays while a server sleeps: not all is scratch, and it is 33 MB on Flash.
+        blocks, snapshots = _host_pools(kvcache, demand, spare)
+        component = cache.components[ComponentType.MAMBA]
+        component.slots.add_host_cache(demand.snapshots)
+        layers = len(device_blocks.layout.schemas)
+        entries = [
+            build_pool_entry(
+                name=PoolName.KV,
+                host_pool=blocks,
+                device_pool=device_blocks,
+                layer_mapping={layer: i for i, layer in enumerate(device_blocks.compressed_layers)},
+                **compat.transfer_layers(layers),
+                is_anchor=True,
+            ),
+            build_pool_entry(
+                name=SNAPSHOTS,
+                host_pool=snapshots,
+                device_pool=kvcache.mamba_pool,
+                layer_mapping={0: 0},
+                **compat.transfer_layers(layers),
+                host_evict_fn=lambda count: cache.evict_host(count, ComponentType.MAMBA),
+                device_alloc_fn=component.slots_for_load,
+                device_free_fn=component.slots.free,
+            ),
+        ]
+        if storage_backend is not None:
+            model_name = page_name(
+                model_name,
+                device_blocks.layout,
+                (demand.block_bytes, demand.snapshot_bytes),
+                overrides=model_overrides(server_args.json_model_override_args),
+                **weight_facts(compat.flags(server_args)),
+            )
+            log.info("dsv4_sglang host cache: pages of the storage %s are called %s", storage_backend, model_name)
+        controller = TransferController(
+            params.token_to_kv_pool_allocator,
+            compat.host_pool_group(entries),
+            params.page_size,
+            params.tp_cache_group,
+            load_cache_event=load_cache_event,
+            attn_cp_group=params.attn_cp_cache_group,
+            attn_tp_group=params.attn_tp_cache_group,
+            pp_group=params.pp_cache_group,
+            write_policy=server_args.hicache_write_policy,
+            io_backend=server_args.hicache_io_backend,
+            storage_backend=storage_backend,
+            prefetch_threshold=prefetch_threshold,
+            model_name=model_name,
+            storage_backend_extra_config=storage_backend_extra_config,
+            **compat.transfer_layers(layers),
+            enable_storage_metrics=enable_storage_metrics,
+        )
+        controller.forward_stream = cache.forward_stream
+        controller.watch = LoadWatch()
+        counter = controller.layer_done_counter
+        counter.events = [LoadEvents(counter.num_layers) for _ in counter.events]
+        log.info(host_table(demand, blocks.kv_buffer, snapshots.kv_buffer, server_args.hicache_write_policy))
+        return compat.stack_of_pools(
+            layers,
+            host_pool_group=controller.mem_pool_host,
+            cache_controller=controller,
+            component_host_pools={ComponentType.FULL: blocks, ComponentType.MAMBA: snapshots},
+            register_req_to_token_counter=True,
+            pools_desc="blocks and snapshots",
+        )
+
+
+def _host_pools(kvcache: CacheKVPool, demand: HostDemand, spare: int) -> tuple[HostBlocks, HostSnapshots]:
+    storage = kvcache.mamba_pool.storage
+    try:
+        blocks = HostBlockPool([pool for pool in kvcache.full_kv_pool.pools if pool], demand.blocks, spare=spare)
+        snapshots = HostSnapshotPool(storage, demand.snapshots, spare=spare)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the host cache does not fit: {demand.blocks} blocks and {demand.snapshots} snapshots a process take "
+            f"{demand.bytes / 2**30:.2f} GiB. Lower --hicache-ratio or --hicache-size. {error}"
+        ) from error
+    return HostBlocks(blocks), HostSnapshots(snapshots, storage.device)

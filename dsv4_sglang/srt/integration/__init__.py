@@ -1,0 +1,1 @@
+"""What ties the package to SGLang: plugin, hooks, release differences, options and validation."""

@@ -1,0 +1,731 @@
+"""What this package knows about SGLang's insides: releases, and every name that SGLang keeps to itself.
+
+A leading underscore says that a name may change without notice, so such names stand here only, behind functions that
+say what they are for. What differs between the releases that this package serves stands here, too, one function or
+constant a difference, with the first release that has it the new way (`since`); docs/versions.md lists them.
+`contracts` compares what hooks and overrides rely on with the SGLang that is installed before a server starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from packaging.version import Version
+
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
+from dsv4_sglang.model.v41 import V41Config
+
+VALIDATED = {
+    "0.5.17": "validated on GPU and CPU: the whole suite",
+    "0.5.23": "validated on CPU by `make test-newest`; on an H200 only prefill graphs were run",
+}
+"""Releases that are supported, and what was tested on each. Another release starts with a warning if `contracts` finds
+no difference, and is rejected if it does."""
+
+
+def sglang_version() -> str:
+    return version("sglang")
+
+
+@cache
+def since(release: str) -> bool:
+    """Whether the SGLang that is installed is this release or a later one."""
+    return Version(sglang_version()) >= Version(release)
+
+
+def validation() -> str | None:
+    """What of the installed release has been validated, None for nothing."""
+    return VALIDATED.get(sglang_version())
+
+
+def version_note() -> str:
+    """One sentence for error messages."""
+    return f"this is SGLang {sglang_version()}; validated: {', '.join(VALIDATED)}"
+
+
+# Functions that hooks replace or wrap; `hooks` says why. Empty where a release has no such function or needs no hook.
+_ARGS = "sglang.srt.arg_groups."
+FLAGS_RESOLVED = _ARGS + (
+    "validation_hook.check_server_args" if since("0.5.23") else "overrides.materialize_declarations"
+)
+# Since 0.5.23 the spec that `activate` registers says it.
+ALLOW_EXTRA_BUFFER = "" if since("0.5.23") else _ARGS + "overrides.supports_mamba_cache_extra_buffer"
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
+CHOOSE_STATE_SLOTS = _CONFIGURATOR + "_handle_max_mamba_cache"
+SLOTS_OF_A_REQUEST = _CONFIGURATOR + "_calculate_mamba_ratio"
+# Since 0.5.23 it rejects FP8 rows on a CPU without AMX.
+CONFIGURE_POOLS = _CONFIGURATOR + "configure" if since("0.5.23") else ""
+BUILD_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_req_pool"
+BUILD_KV_POOL = _CONFIGURATOR + "_build_token_to_kv_pool"
+TRACK_REQUEST = "sglang.srt.managers.schedule_batch.ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend"
+_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
+MAY_CACHE_FINISHED = _RESULTS + "_mamba_can_cache_finished_req" if since("0.5.23") else ""
+_DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker."
+CAPTURE_DRAFT_GRAPHS = _DRAFT_WORKER + "_capture_cuda_graphs"
+DRAFT_EXTEND = _DRAFT_WORKER + "_draft_extend_for_decode"
+LOGITS_OF_RANKS = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
+# On a GPU; SGLang's layer leaves sums of attention to its exchange of tokens since then.
+SERVES_DP_ATTENTION = not since("0.5.23")
+# Since 0.5.23 a prefill server copies the blocks' numbers to pinned memory, behind a CUDA event.
+KV_SENDER = "sglang.srt.disaggregation.common.conn.CommonKVSender.__init__" if since("0.5.23") else ""
+BUILD_DECODE_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_mamba_decode_req_pool"
+# Since 0.5.23 weights may come between two calls without one of SGLang's updates, and take their form with the second.
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+END_WEIGHT_UPDATE = _WEIGHTS + "end_weight_update" if since("0.5.23") else ""
+# Since 0.5.23 a fetch from a storage that is given up keeps its rows of the host until nobody reads into them.
+FREES_ROWS_IN_USE = not since("0.5.23")
+# Since 0.5.23 SGLang hashes what separates tenants along with the tokens, and looks pages up by that.
+_HASHES_TOKENS_ONLY = not since("0.5.23")
+_CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore."
+HASH_PAGES = "sglang.srt.mem_cache.utils.get_hash_str" if _HASHES_TOKENS_ONLY else ""
+LOOK_UP_PAGES = "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache" if _HASHES_TOKENS_ONLY else ""
+PREFETCH_NAMESPACE = _CORE + "prefetch_anchor_info" if _HASHES_TOKENS_ONLY else ""
+# A field of ServerArgs: whether the user gave --swa-full-tokens-ratio. SGLang sets it, and its window pool follows.
+RATIO_IS_GIVEN = "_swa_full_tokens_ratio_explicitly_set" if since("0.5.23") else ""
+# The model is SGLang's since then.
+SERVES_V41 = since("0.5.23")
+MODEL_TYPES = ("deepseek_v4", "deepseek_v41") if SERVES_V41 else ("deepseek_v4",)
+COLLAPSE_STREAMS = "sglang.kernels.ops.layernorm.mhc.mhc_combine" if SERVES_V41 else ""
+# Asked by the host cache and by transfers between servers. Later releases pack a draft model's pool into the host pools
+# that SGLang builds, which ours are not.
+DRAFT_KV_POOL = "" if since("0.5.23") else "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool"
+# Since 0.5.23 it asks first whether memory can be pinned.
+ALLOCATE_GRAMMAR_MASK = "" if since("0.5.23") else "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask"
+RESOLVE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
+_DSPARK = "sglang.srt.speculative.dspark_components."
+DSPARK_BACKEND = (
+    _DSPARK + "dspark_worker_v2.build_draft_tp_worker"
+    if since("0.5.23")
+    else "sglang.srt.speculative.draft_worker_common.draft_server_args_overrides"
+)
+_INJECTOR = _DSPARK + "dspark_kv_inject.TargetHiddenKvInjector."
+WRITE_CONTEXT = _INJECTOR + ("_inject" if since("0.5.23") else "inject_target_hidden")
+VALIDATE_EXTRA_BUFFER = (
+    _ARGS + "mamba_hook.validate_mamba_extra_buffer"
+    if since("0.5.23")
+    else "sglang.srt.server_args.ServerArgs._validate_mamba_extra_buffer"
+)
+# Since 0.5.23 it returns a tensor for each request.
+LOGPROBS_OF_TOKENS = "" if since("0.5.23") else "sglang.srt.layers.logprob_processor.get_token_ids_logprobs_raw"
+SEND_TO_SCHEDULER = "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler"
+
+
+class Override(NamedTuple):
+    """A private method of SGLang's class `base` that our class `ours` overrides."""
+
+    base: str
+    ours: str
+    method: str
+    reason: str
+
+
+_IN_TREE, _MODEL = "sglang.srt.models.deepseek_v4.", "dsv4_sglang.srt.models.deepseek_v4."
+_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+_TREE, _HOST_CACHE = (
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",
+    "dsv4_sglang.srt.host_cache.cache.HostPrefixCache",
+)
+OVERRIDES = (
+    Override(
+        _IN_TREE + "DeepseekV4DecoderLayer",
+        _MODEL + "DecoderLayer",
+        "_build_self_attn",
+        "where SGLang's layer makes its attention, which is ours here",
+    ),
+    Override(
+        # On a GPU no layer has it since then.
+        _IN_TREE + ("DeepseekV4PlatformDecoderLayer" if since("0.5.23") else "DeepseekV4DecoderLayer"),
+        _MODEL + "DecoderLayer",
+        "_run_moe_ffn_dp_sync",
+        "the experts of a layer; SGLang has them as GPU kernels only",
+    ),
+    Override(
+        "sglang.srt.models.deepseek_v4_dspark.DSparkV4Stage",
+        "dsv4_sglang.srt.models.deepseek_v4_dspark.Stage",
+        "_build_self_attn",
+        "the same of a stage of DSPARK's draft model",
+    ),
+    Override(
+        _IN_TREE + "DeepseekV4ForCausalLM",
+        _MODEL + "DeepseekV4ForCausalLM",
+        "_prewarm_mhc_kernels",
+        "compiles GPU kernels, of which there are none on a CPU",
+    ),
+    Override(
+        "sglang.srt.mem_cache.unified_cache.components.MambaComponent",
+        "dsv4_sglang.srt.prefix_cache.component.SnapshotComponent",
+        "_evict_device_next_node",
+        "evicts snapshots for want of live slots, which no snapshot would give",
+    ),
+    Override(
+        _TREE,
+        _HOST_CACHE,
+        "_execute_and_commit_kv_backup",
+        "where SGLang copies a node to the host at each insertion; here snapshots are saved, by what they are worth",
+    ),
+    Override(
+        _TREE,
+        _HOST_CACHE,
+        "_evict_device_leaf",
+        "with write_back it saves blocks that no snapshot follows, which nobody could resume from",
+    ),
+    Override(
+        _CONTROLLER,
+        "dsv4_sglang.srt.host_cache.transfers.TransferController",
+        "_generate_storage_config",
+        "all processes of a group hold the same bytes, of which one writes; SGLang knows that of its own pools only",
+    ),
+    Override(
+        _CONTROLLER,
+        "dsv4_sglang.srt.host_cache.transfers.TransferController",
+        "_page_backup",
+        "while a storage's folder is gone each save would be a warning",
+    ),
+    Override(
+        "sglang.srt.mem_cache.storage.file.lru_file_evictor.LRUFileEvictor",
+        "dsv4_sglang.srt.host_cache.storage.FolderEvictor",
+        "_scan_existing_files",
+        "counts the pages of one name; bounds are those of the folder, whatever lies in it",
+    ),
+)
+
+
+def model_config(hf_config: Any) -> DSV4Config | V41Config:
+    """The model's config from SGLang's config object, which holds the RoPE fields in the form of its transformers."""
+    from sglang.srt.utils.hf_transformers_utils import get_rope_config
+
+    theta, scaling = get_rope_config(hf_config)
+    fields = {name: value for name, value in hf_config.to_dict().items() if name != "rope_parameters"}
+    model = V41Config if fields["model_type"] in V41_MODEL_TYPES else DSV4Config
+    return model.from_hf({**fields, "rope_theta": theta, "rope_scaling": scaling})
+
+
+def config_class(model_type: str = "deepseek_v4") -> Any:
+    """The class that SGLang parses the config.json of a model with; V4 and V4.1 have one architecture."""
+    from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
+
+    return _CONFIG_REGISTRY[model_type]
+
+
+def applied_hooks() -> set[str]:
+    """Targets that SGLang has hooked. It only logs a hook that fails."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return HookRegistry._patched
+
+
+def _flag_fields() -> tuple[Iterable[Any], object]:
+    """The fields of SGLang's ServerArgs, and what their `default` and `default_factory` are where there is none. A
+    dataclass in 0.5.17, a msgspec structure in 0.5.23."""
+    from sglang.srt.server_args import ServerArgs
+
+    if since("0.5.23"):
+        import msgspec
+
+        return msgspec.structs.fields(ServerArgs), msgspec.NODEFAULT
+    return dataclasses.fields(ServerArgs), dataclasses.MISSING
+
+
+def flag_defaults() -> dict[str, Any]:
+    """Every field of SGLang's ServerArgs and its default; None for the one that has none, the model's path."""
+    defaults: dict[str, Any] = {}
+    fields, missing = _flag_fields()
+    for field in fields:
+        if field.name.startswith("_"):  # SGLang's own notes
+            continue
+        if field.default_factory is not missing:
+            defaults[field.name] = field.default_factory()
+        else:
+            defaults[field.name] = None if field.default is missing else field.default
+    return defaults
+
+
+def flags(server_args: Any) -> Any:
+    """The flags as far as SGLang has resolved them. Since 0.5.23 ServerArgs keep what was given, and what follows from
+    it stands beside."""
+    if not since("0.5.23"):
+        return server_args
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return resolving_view(server_args)
+
+
+def set_flags(server_args: Any, **values: Any) -> None:
+    """Decide flags while SGLang resolves them. Since 0.5.23 they are declared."""
+    if since("0.5.23"):
+        from sglang.srt.arg_groups.overrides import declare_resolution
+
+        declare_resolution(server_args, "dsv4_sglang", **values)
+        return
+    for name, value in values.items():
+        setattr(server_args, name, value)
+
+
+def given_graph_settings(server_args: Any) -> set[tuple[str, str]]:
+    """The (phase, setting) pairs of CUDA graphs that come from flags, not from defaults."""
+    return set(server_args._cuda_graph_config_locked)
+
+
+def note_given_graph_setting(server_args: Any, phase: str, setting: str) -> None:
+    """Have SGLang treat a setting of CUDA graphs as if a flag had given it. SGLang 0.5.17 drops graphs that it chose
+    itself where less than 4 GB of GPU memory are free, which is much more than ours take."""
+    server_args._cuda_graph_config_locked.add((phase, setting))
+
+
+def flags_are_resolved(server_args: Any) -> bool:
+    """Whether SGLang has filled in everything that follows from the flags as given."""
+    name = "_resolution_finished" if since("0.5.23") else "_declarations_materialized"
+    return bool(getattr(server_args, name, False))
+
+
+def is_paused(scheduler: Any) -> bool:
+    """Whether the scheduler takes control requests only."""
+    return bool(scheduler._engine_paused)
+
+
+def set_paused(scheduler: Any, paused: bool) -> None:
+    scheduler._engine_paused = paused
+
+
+def with_dspark_backend(backend: str) -> Callable[..., Any]:
+    """AROUND `DSPARK_BACKEND`: what gives DSPARK's draft model its attention backend gives it `backend`."""
+
+    def build(original: Callable[..., Any], **arguments: Any) -> Any:
+        return original(**{**arguments, "attention_backend_override": backend})
+
+    def flags(original: Callable[..., Any], target_model_config: Any, draft_backend: str) -> Any:
+        return original(target_model_config, backend)
+
+    return build if since("0.5.23") else flags
+
+
+def linear_bf16_fp32() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """SGLang's GEMM of bf16 with an fp32 result."""
+    if since("0.5.23"):
+        from sglang.kernels.ops.gemm.bf16_fp32 import linear_bf16_fp32 as gemm
+    else:
+        from sglang.kernels.ops.attention.dsv4 import linear_bf16_fp32 as gemm
+    return gemm
+
+
+def takes_quantised_input(linear: Any) -> bool:
+    """Whether a linear layer takes a pair of FP8 codes and fp32 scales, one a row and 128 channels, for its input.
+
+    SGLang has that for FP8 weights in blocks that DeepGEMM multiplies, where scales are not packed.
+    """
+    method = linear.quant_method
+    if not getattr(method, "block_quant", False) or method.use_marlin or method.use_mxfp8:
+        return False
+    from sglang.srt.layers import deep_gemm_wrapper
+    from sglang.srt.layers.quantization.fp8_utils import deepgemm_w8a8_block_fp8_linear_with_fallback
+
+    rows, columns = linear.weight.shape
+    return (
+        method.w8a8_block_fp8_linear is deepgemm_w8a8_block_fp8_linear_with_fallback
+        and not deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0
+        and list(method.weight_block_size) == [128, 128]
+        and rows % 64 == 0
+        and columns % 128 == 0
+    )
+
+
+def track_entry(taken: bool) -> Any:
+    """What `TRACK_REQUEST` returns for a request; its one place and length say nothing here."""
+    from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry
+
+    return _MambaRadixCacheV2TrackEntry(taken, 0, 0)
+
+
+def held(req: Any) -> Any:
+    """Where a request keeps what it has of the pools: itself in 0.5.17, a record of its own in 0.5.23."""
+    return req.kv if since("0.5.23") else req
+
+
+def name_of(req: Any) -> Any:
+    """What the tree calls a request that it fetches pages for: its id, since 0.5.23 with the number of the attempt."""
+    return req.cache_request_handle if since("0.5.23") else req.rid
+
+
+def lock_of(req: Any) -> tuple[Any, Any]:
+    """The node of the tree that a request holds, and how; (None, None) if it holds none. Since 0.5.23 one record."""
+    if since("0.5.23"):
+        return (None, None) if req.lock is None else (req.lock.node, req.lock.receipt)
+    return req.last_node, req
+
+
+def leaves_out(lock: Any, component: Any, node_id: int) -> bool:
+    """Whether a lock of a node and what is above it does not count for what a component has on that node."""
+    if since("0.5.23"):
+        return component in lock.skipped_lock_components
+    return node_id in lock.skip_lock_node_ids.get(component, ())
+
+
+def free_blocks(allocator: Any) -> list[int]:
+    """The blocks that nobody has, those that are still to be sorted in included."""
+    if since("0.5.23"):
+        return allocator.get_all_free_pages().tolist()
+    return [*allocator.free_pages.tolist(), *allocator.release_pages.tolist()]
+
+
+def prefix_len(req: Any) -> int:
+    """Tokens of a request that the tree had."""
+    return req.prefix_len if since("0.5.23") else len(req.prefix_indices)
+
+
+def extend_end(req: Any) -> int:
+    """Tokens of a request behind its next prefill step."""
+    return req.extend_end if since("0.5.23") else req.extend_range.end
+
+
+def committed_len(req: Any) -> int:
+    """Tokens of a request that are in the cache for good."""
+    return held(req).kv_committed_len
+
+
+def disaggregated_requests(scheduler: Any) -> list[Any]:
+    """Requests that are not in a batch and do not wait: those whose abort is due, and those between two servers."""
+    found = [] if scheduler._pending_chunked_abort_req is None else [scheduler._pending_chunked_abort_req]
+    mode = scheduler.disaggregation_mode.value
+    if mode == "prefill":
+        found += [*scheduler.disagg_prefill_bootstrap_queue.queue, *scheduler.disagg_prefill_inflight_queue]
+    if mode == "decode":
+        arriving = [*scheduler.disagg_decode_prealloc_queue.queue, *scheduler.disagg_decode_transfer_queue.queue]
+        found += [entry.req for entry in arriving] + scheduler.disagg_decode_prealloc_queue.retracted_queue
+    return found
+
+
+def idle_differences(scheduler: Any) -> list[str]:
+    """What SGLang's check of an idle server finds: sums of its pools that are not their sizes."""
+    leaks, lines = scheduler.invariant_checker._check_all_pools(scheduler.pool_stats_observer.get_pool_stats())
+    return lines if leaks else []
+
+
+def check_tree(cache: Any) -> None:
+    """SGLang's check of its tree, which it makes when it is idle; raises AssertionError.
+
+    Since 0.5.23 it looks for nodes that lie in both places in a list that has them once their load is over;
+    before, for snapshots of the host in a list that has them while no copy locks them.
+    """
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    on_host = cache.tree_core.host_lru_lists[ComponentType.MAMBA]
+    locked = []
+    for node in () if since("0.5.23") else cache.tree_core._collect_all_nodes():
+        data = node.component_data[ComponentType.MAMBA]
+        if data.host_lock_ref and data.value is None and data.host_value is not None and not on_host.in_list(node):
+            locked.append(node)
+    known = cache.tree_core.full_host_duplicates if since("0.5.23") else {}
+    before = dict(known)
+    for loading in cache.ongoing_load_back.values() if since("0.5.23") else ():
+        node = cache.tree_core.node_by_id(loading.node_id)
+        while node is not cache.tree_core.root_node:
+            known.setdefault(node.id, node)
+            node = node.parent
+    for node in locked:
+        on_host.insert_mru(node)
+    try:
+        UnifiedRadixCache.sanity_check(cache)  # ours leaves out most of them
+    finally:
+        for node in locked:
+            on_host.remove_node(node)
+        known.clear()
+        known.update(before)
+
+
+def tensors_of_logprobs(
+    original: Callable[..., Any],
+    logprobs: torch.Tensor,
+    token_ids_logprobs_list: Any,
+    stage: Any,
+    extend_logprob_pruned_lens_cpu: Any = None,
+    no_copy_to_cpu: bool = False,
+) -> tuple[list[Any], list[Any]]:
+    """AROUND `LOGPROBS_OF_TOKENS`: an empty tensor, not a list, for a request that asked for no token."""
+    values, indices = original(logprobs, token_ids_logprobs_list, stage, extend_logprob_pruned_lens_cpu, no_copy_to_cpu)
+    if no_copy_to_cpu:
+        values = [value if torch.is_tensor(value) else logprobs.new_empty(0) for value in values]
+    return values, indices
+
+
+def fill_state_pool(pool: Any) -> None:
+    """Attributes that SGLang's request pool reads of a state pool made by another constructor than its own."""
+    pool.debug_memory_pool = False
+    pool.enable_linear_replayssm = pool.enable_linear_replayssm_spec = pool.replayssm_spec_fold = False
+    pool.replayssm_is_kda = False
+    pool.replayssm_write_pos = pool.replayssm_cache_base = pool.replayssm_is_flush = None
+    pool.enable_custom_mem_pool, pool.custom_mem_pool = False, None
+    pool.conv_shard_groups, pool.conv_slice_axis = None, 0
+    if since("0.5.23"):
+        pool.replayssm_spec_write_pos = None
+        pool._slot_state_siblings = []
+
+
+def fill_request_pool(pool: Any, device: Any) -> None:
+    """What a prefill step reads of the request pool since 0.5.23: which slots a request's track positions are.
+    `prefix.schedule` throws away what comes of it."""
+    if since("0.5.23"):
+        pool.req_index_to_mamba_ping_pong_track_buffer_mapping = torch.zeros(
+            (pool.req_to_token.shape[0], 2), dtype=torch.int64, device=device
+        )
+
+
+def note_track_positions(batch: Any) -> None:
+    """A decode step's result reads the place of each request's snapshot, of which there is one here."""
+    batch.mamba_track_buffer_indices = [0] * len(batch.reqs)
+
+
+def inserted_before(length: int) -> dict[str, Any]:
+    """Arguments of `InsertParams`: the request has inserted so many tokens already, which is no hit of theirs."""
+    return {"inserted_len": length} if since("0.5.23") else {"chunked": True}
+
+
+def release_retracted(
+    original: Callable[..., None], req: Any, tree_cache: Any, keep: bool, *arguments: Any, **named: Any
+) -> None:
+    """Call `release_kv_cache`, which gives back what a retracted request has; with `keep` the tree takes over what
+    reaches to its last snapshot first. Since 0.5.23 the function rejects to do that for a request that goes on."""
+    if not since("0.5.23"):
+        is_insert = arguments[0] if arguments else named.get("is_insert", True)
+        original(req, tree_cache, is_insert=is_insert or keep)
+        return
+    if keep and req.kv.holds_kv:
+        req.refresh_fill_ids()
+        tree_cache.checkpoint(req, up_to=req.owned_kv_len())
+    original(req, tree_cache, *arguments, **named)
+
+
+def tree_without_prefix_cache() -> type:
+    """The class of the tree of a launch with --disable-radix-cache."""
+    if since("0.5.23"):
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        return UnifiedRadixCache
+    from sglang.srt.mem_cache.chunk_cache import ChunkCache
+
+    return ChunkCache
+
+
+def evicted_layers(*arguments: Any, **named: Any) -> Any:
+    """The argument `target` of `evict_component`, before which another one stands since 0.5.23."""
+    from sglang.srt.mem_cache.unified_cache.components import EvictLayer
+
+    return named.get("target", next((a for a in arguments if isinstance(a, EvictLayer)), EvictLayer.DEVICE))
+
+
+def _collector() -> list[list[Any]]:
+    """The list of what remains to be done behind an eviction, which functions of the tree take since 0.5.23."""
+    return [[]] if since("0.5.23") else []
+
+
+def _settle(cache: Any, device: Any, host: Any, collected: list[list[Any]]) -> None:
+    cache._free_values(device, host)
+    for actions in collected:
+        cache._apply_cache_actions(actions)
+
+
+def evict_from_device(component: Any, node: Any) -> None:
+    """Take what `component` has on a node of the tree off the device; the node's other components stay."""
+    from sglang.srt.mem_cache.unified_cache.components import EvictLayer
+
+    device: dict[Any, list[Any]] = defaultdict(list)
+    host: dict[Any, list[Any]] = defaultdict(list)
+    collected = _collector()
+    component.tree_core._evict_component_and_detach_lru(
+        node, component, device, host, *collected, target=EvictLayer.DEVICE
+    )
+    _settle(component.cache, device, host, collected)
+
+
+def evict_from_host(cache: Any, node: Any, components: Iterable[Any]) -> None:
+    """Take what these components have on a node of the tree off the host; where only the host has the node, and it is
+    the end of a path, it goes altogether."""
+    from sglang.srt.mem_cache.unified_cache.components import EvictLayer
+
+    core = cache.tree_core
+    device: dict[Any, list[Any]] = defaultdict(list)
+    host: dict[Any, list[Any]] = defaultdict(list)
+    collected = _collector()
+    if node in core.evictable_host_leaves:
+        core._evict_host_leaf(node, defaultdict(int), device, host, *collected)
+    else:
+        for component in components:
+            core._evict_component_and_detach_lru(node, component, device, host, *collected, target=EvictLayer.HOST)
+        core._update_evictable_leaf_sets(node)
+    _settle(cache, device, host, collected)
+
+
+def host_pool_group(entries: list[Any]) -> Any:
+    """SGLang's group of host pools."""
+    if since("0.5.23"):
+        from sglang.srt.mem_cache.pool_host.group import HostPoolGroup
+    else:
+        from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup
+    return HostPoolGroup(entries)
+
+
+def start_backup(cache: Any, node_id: int, device_blocks: Any, transfers: Any) -> Any:
+    """Begin to copy a node to the host: the host indices of its blocks, or None without room for all of it."""
+    return cache._execute_kv_backup(node_id, device_blocks, transfers, [])
+
+
+def note_backup(cache: Any, node_id: int, lock: Any) -> None:
+    """The node's copy is under way; `lock` is let go when it is done."""
+    covered = {"publish_node_ids": [node_id]} if since("0.5.23") else {}
+    cache._track_write_through_node(node_id, lock, **covered)
+
+
+def transfer_layers(layers: int) -> dict[str, int]:
+    """Argument of host pools and of the controller of copies: layers whose loads steps wait for one by one."""
+    return {"transfer_layer_id_max" if since("0.5.23") else "transfer_layer_num": layers}
+
+
+def stack_of_pools(layers: int, **parts: Any) -> Any:
+    """What the host cache of a server is made of."""
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackBuildResult
+
+    # Since 0.5.23 SGLang compares with the pools that the device's pool says it has.
+    return StackBuildResult(**parts, **({"pool_declarations": ()} if since("0.5.23") else transfer_layers(layers)))
+
+
+def copy_streams(controller: Any) -> tuple[Any, Any]:
+    """The streams of copies to the host and from it."""
+    if since("0.5.23"):
+        engine = controller.l2_transfer_engine
+        return engine.device_to_host_stream, engine.host_to_device_stream
+    return controller.write_stream, controller.load_stream
+
+
+def blocks_of(storage: Any) -> Any:
+    """The host pool of blocks of a storage; before 0.5.23 it has the group of all pools."""
+    if since("0.5.23"):
+        return storage.mem_pool_host
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    return storage.mem_pool_host.get_pool(PoolName.KV)
+
+
+def nixl_names(storage: Any, pool: Any, keys: Sequence[str]) -> list[str]:
+    """What a storage of NIXL calls the pages of a host pool, which are one buffer each."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    if pool == PoolName.KV:
+        return list(storage._get_key_list_from_meta(keys))
+    return list(storage._get_hybrid_component_keys(keys, pool, 1))
+
+
+def mooncake_names(storage: Any, pool: Any, keys: Sequence[str]) -> list[str]:
+    """What a storage of Mooncake calls the pages of a host pool, which are one buffer each."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    part = "k" if pool == PoolName.KV else pool
+    return storage._tag_keys([f"{key}_{storage.mla_suffix}_{part}" for key in keys])
+
+
+def folder_in_config(config: Any) -> str | None:
+    """The folder of a storage of files that `--hicache-storage-backend-extra-config` names; read since 0.5.23."""
+    return (config.extra_config or {}).get("file_storage_path") if since("0.5.23") else None
+
+
+def bound_folder(storage: Any, evictor: Callable[..., Any], config: Any) -> None:
+    """Give a storage of files an evictor for its whole folder, where there are bounds and this process writes."""
+    writes = config.is_storage_writer if since("0.5.23") else config.tp_rank == 0
+    if not (storage._evictor.enabled and writes):
+        return
+    # Every name ends with "".
+    owned = {"owned_suffixes": ("",)} if since("0.5.23") else {"config_suffix": "", "is_mla_model": True}
+    cache = storage.metadata_cache
+    storage._evictor = evictor(
+        storage.file_path,
+        tp_rank=config.tp_rank,
+        extra_config=config.extra_config,
+        on_evict=None if cache is None else cache.remove,
+        **owned,
+    )
+
+
+def lock_of_files(evictor: Any) -> Any:
+    """Held while an evictor's account of files changes."""
+    return evictor._lock
+
+
+def set_files(evictor: Any, sizes: dict[str, int]) -> None:
+    """Replace an evictor's account of files: bytes by name, first to be evicted first. Files that are being written
+    stay in it."""
+    for name in evictor._pending_writes:
+        sizes[name] = sizes.pop(name, evictor._lru[name])
+    evictor._lru.clear()
+    evictor._lru.update(sizes)
+    evictor._total_bytes = sum(sizes.values())
+
+
+def forget_files(storage: Any) -> None:
+    """SGLang's account of the files of a storage, after they are gone."""
+    storage._evictor.clear()
+
+
+def resolve_flags(server_args: Any) -> Any:
+    """Fill in what follows from the flags as given, and return all as resolved. Before 0.5.23 the constructor does."""
+    if since("0.5.23"):
+        server_args.resolve_once()
+    return flags(server_args)
+
+
+@contextmanager
+def published(server_args: Any, tp: int = 1, dp: int = 1) -> Iterator[None]:
+    """Let SGLang's constructors and configurators run as in the first process of a launch with these flags.
+
+    No process group is made: constructors ask for sizes and ranks alone. The flags that were published before are
+    there again behind it. `dp`: ranks of DP attention.
+    """
+    from sglang.srt import runtime_context
+
+    group = SimpleNamespace(world_size=tp, rank_in_group=0, cpu_group=None)
+    alone = SimpleNamespace(world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True)
+    with ExitStack() as stack:
+        if since("0.5.23"):
+            ranks = runtime_context.SpawnRanks(world_rank=0)
+            context = runtime_context.create_context(server_args, role="scheduler", ranks=ranks)
+            stack.enter_context(runtime_context.use_context(context))
+            stack.enter_context(runtime_context.get_parallel().override(tp_group=group, pp_group=alone))
+        else:
+            from sglang.srt.distributed import parallel_state
+
+            stack.enter_context(runtime_context.get_context().preserve_config())
+            runtime_context.get_context().set_server_args(server_args)
+            stack.enter_context(replaced(parallel_state, _TP=group, _PP=alone))
+            sizes = {"world": tp, "tp": tp, "attn_tp": tp // dp, "moe_tp": tp, "attn_dp": dp}
+            sizes |= dict.fromkeys(("pp", "moe_ep", "moe_dp", "attn_cp", "dcp"), 1)
+            seen = {f"{name}_{what}": n for name, size in sizes.items() for what, n in (("size", size), ("rank", 0))}
+            stack.enter_context(runtime_context.get_parallel().override(**seen))
+        stack.enter_context(runtime_context.get_flags().dp.override(enabled=dp > 1))
+        yield
+
+
+@contextmanager
+def fp8_output_projection(enabled: bool) -> Iterator[None]:
+    """Let SGLang's model build the first output projection in FP8 or not. It reads the environment at import."""
+    from sglang.srt.models import deepseek_v4
+
+    with replaced(deepseek_v4, _FP8_WO_A_GEMM=enabled):
+        yield
+
+
+@contextmanager
+def replaced(module: Any, **values: Any) -> Iterator[None]:
+    """Give names of a module other values for the duration, such as classes that a constructor looks up."""
+    saved = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(saved)

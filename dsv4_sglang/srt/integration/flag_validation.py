@@ -1,0 +1,263 @@
+"""Flags that this cache cannot serve: one clear line each, before anything is loaded.
+
+`flag_table` has the flags that can be judged by themselves. Here are those that depend on other flags or on the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+from sglang.srt.environ import envs
+
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
+from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.integration.flag_table import DENIED, LIMITS, STORAGES, on_grid
+from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.memory.sizing import state_demand
+
+STORAGE_FOLDERS = {
+    "file": envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR,
+    "nixl": envs.SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR,
+}
+"""The variable that names the folder of a storage. Without it, it is one that all servers of a machine share."""
+
+
+def flag(field: str) -> str:
+    """The flag of a field of ServerArgs."""
+    return "--" + field.replace("_", "-").replace("ep-join", "elastic-ep-join")
+
+
+def _named(field: str, value: object) -> str:
+    return flag(field) if value is True else f"{flag(field)} {value}"
+
+
+def _given(value: object, default: object) -> bool:
+    """Return True if a value differs from its default; None, False, 0 and "" are all "not given"."""
+    return value != default and bool(value or default)
+
+
+def _rejected(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
+    """(flag, reason) of what of `args` is not served; `resolved`: SGLang has filled in what follows from flags."""
+    defaults = compat.flag_defaults()
+    for denied in DENIED:
+        for field in denied.fields.split():
+            if field not in defaults:  # another release has it
+                continue
+            if not (resolved and denied.ignored) and _given(value := getattr(args, field), defaults[field]):
+                yield _named(field, value), denied.reason
+    for limit in LIMITS:
+        value = getattr(args, limit.field)
+        if not (resolved and limit.as_given) and value not in (None, defaults[limit.field]) and not limit.serves(value):
+            yield _named(limit.field, value), limit.reason
+    graphs = args.cuda_graph_config
+    if graphs is not None and graphs.prefill.backend not in ("breakable", "disabled"):
+        backend = f"--cuda-graph-backend-prefill {graphs.prefill.backend}"
+        yield backend, "a short prefill step is one breakable graph without breaks; give breakable or disabled"
+    if graphs is not None and graphs.prefill.backend == "breakable" and args.device == "cpu":
+        yield "--cuda-graph-backend-prefill breakable", "CUDA graphs need a GPU; leave it out"
+    if graphs is not None and graphs.decode.backend not in ("full", "disabled"):
+        backend = f"--cuda-graph-backend-decode {graphs.decode.backend}"
+        yield backend, "a decode step, metadata included, is one graph; give full or disabled"
+    if os.environ.get("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "").lower() in ("1", "true"):
+        yield "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "snapshots hang on SGLang's unified radix tree"
+    if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"):
+        yield "SGLANG_RUST_SERVER", "its requests pass by the validation of their fields; leave it out"
+
+
+def _attention_ranks(args: Any) -> int:
+    """Ranks of DP attention, each with a cache and requests of its own."""
+    return args.dp_size if args.enable_dp_attention else 1
+
+
+def _rejected_in_parallel(args: Any) -> Iterable[tuple[str, str]]:
+    """What does not fit the number of processes; `args` as given, since SGLang divides chunks by the ranks later."""
+    ranks = _attention_ranks(args)
+    if args.dp_size > ranks:
+        yield (
+            f"--dp-size {args.dp_size}",
+            "copies of the model share nothing: start as many servers, or give --enable-dp-attention",
+        )
+    if ranks < 2:
+        return
+    if args.device != "cpu" and not compat.SERVES_DP_ATTENTION:
+        reason = "its exchange of tokens adds up attention since SGLang 0.5.23, which has run on CPUs only; use 0.5.17"
+        yield "--enable-dp-attention", reason
+    if args.tp_size % ranks:
+        yield f"--dp-size {ranks}", f"the {args.tp_size} processes of --tp-size are divided evenly among the ranks"
+    chunk, running = args.chunked_prefill_size, args.max_running_requests
+    if chunk is not None and on_grid(chunk) and chunk > 0 and chunk % (ranks * BLOCK):
+        yield (
+            f"--chunked-prefill-size {chunk}",
+            f"each of the {ranks} attention ranks takes a part, and parts end at multiples of {BLOCK} tokens; "
+            f"give a multiple of {ranks * BLOCK}, or -1",
+        )
+    if running is not None and running < ranks:
+        yield (
+            f"--max-running-requests {running}",
+            f"each of the {ranks} attention ranks serves a part; give {ranks} or more",
+        )
+
+
+def _rejected_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
+    """What SGLang's DSPARK can, or asks for, and this cache does not serve."""
+    if args.speculative_algorithm != "DSPARK":
+        return
+    mode = os.environ.get("SGLANG_RAGGED_VERIFY_MODE", "static")
+    if mode != "static":
+        reason = "a verify step has as many tokens of each request; give static, or leave it out"
+        yield f"SGLANG_RAGGED_VERIFY_MODE={mode}", reason
+    if args.enable_dp_attention:
+        reason = (
+            "SGLang wants --enable-dp-lm-head with it, which has not been tested here; give EAGLE, or --tp-size alone"
+        )
+        yield "--speculative-algorithm DSPARK with --enable-dp-attention", reason
+
+
+def _rejected_with_host_cache(args: Any) -> Iterable[tuple[str, str]]:
+    """A storage without the host cache, and random weights in a storage that all servers share."""
+    storage = args.hicache_storage_backend
+    if not args.enable_hierarchical_cache:
+        if storage in STORAGES:
+            name = f"--hicache-storage-backend {storage}"
+            yield name, "it stands behind the host cache; give --enable-hierarchical-cache"
+        return
+    variable = STORAGE_FOLDERS.get(storage)
+    if variable is not None and args.load_format == "dummy" and not variable.get():
+        yield (
+            f"--hicache-storage-backend {storage} with --load-format dummy",
+            "what random weights compute is stored only in a folder that is named; "
+            f"set {variable.name}, or leave the storage out",
+        )
+
+
+def _rejected_with_disaggregation(args: Any) -> Iterable[tuple[str, str]]:
+    """What a server that only prefills, or only decodes, has not been seen to do."""
+    mode = args.disaggregation_mode
+    if mode == "null":
+        return
+    if args.device == "cpu" and args.disaggregation_transfer_backend == "nixl":
+        yield "--disaggregation-transfer-backend nixl", "SGLang has it take memory of GPUs only; give mooncake_tcp"
+    if args.enable_dp_attention:
+        reason = "with --enable-dp-attention it has not been tested; give --tp-size alone"
+        yield f"--disaggregation-mode {mode}", reason
+    if args.speculative_algorithm == "DSPARK":
+        reason = "with --speculative-algorithm DSPARK it has not been tested; give EAGLE if there is a NextN layer"
+        yield f"--disaggregation-mode {mode}", reason
+    if args.enable_hierarchical_cache and mode == "decode":
+        yield "--enable-hierarchical-cache", "a decode server has no prefix cache; give it to the prefill server"
+
+
+def _rejected_with_memory_saver(args: Any) -> Iterable[tuple[str, str]]:
+    """Where memory is not given back, or has not been seen to come again."""
+    if not args.enable_memory_saver:
+        return
+    if args.device == "cpu":
+        reason = "it gives back memory of a GPU; leave it out: a server without it sleeps and wakes, too"
+        yield "--enable-memory-saver", reason
+    if args.disaggregation_mode != "null":
+        reason = f"with --disaggregation-mode {args.disaggregation_mode} it has not been tested"
+        yield "--enable-memory-saver", reason
+
+
+def _has_no_head(algorithm: str, hf_config: Any) -> str | None:
+    """Why a checkpoint has no drafts for an algorithm. Both heads are stored under one name: it has one of them."""
+    has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
+    if algorithm == "DSPARK":
+        return None if has_dspark else "the checkpoint has no DSPARK head (dspark_target_layer_ids in its config.json)"
+    if has_dspark:
+        return "the checkpoint has a DSPARK head and no NextN layer; give DSPARK"
+    return None if getattr(hf_config, "num_nextn_predict_layers", 0) else "the checkpoint has no NextN layer"
+
+
+def _rejected_for_model(args: Any, hf_config: Any) -> Iterable[tuple[str, str]]:
+    """What the model's config has no place for."""
+    own_drafts = args.speculative_draft_model_path in (None, args.model_path)
+    if args.speculative_algorithm and own_drafts and (reason := _has_no_head(args.speculative_algorithm, hf_config)):
+        yield f"--speculative-algorithm {args.speculative_algorithm}", reason
+    if args.device == "cpu" and getattr(hf_config, "quantization_config", None) is not None:
+        yield "--device cpu", "the checkpoint is quantised, and SGLang has no such layers without a GPU"
+    if args.device == "cpu" and args.moe_a2a_backend != "none":
+        yield f"--moe-a2a-backend {args.moe_a2a_backend}", "it sends tokens between GPUs; give none"
+    groups, ranks = hf_config.o_groups, _attention_ranks(args)
+    if args.tp_size % ranks == 0 and groups % (args.tp_size // ranks):
+        fitting = " or ".join(str(n * ranks) for n in range(1, groups + 1) if groups % n == 0)
+        among = f" among the processes of each of {ranks} attention ranks" if ranks > 1 else ""
+        reason = f"the {groups} groups of output heads are divided evenly{among}; give {fitting}"
+        yield f"--tp-size {args.tp_size}", reason
+    needed = -(-hf_config.context_len // BLOCK) * BLOCK
+    if args.max_total_tokens is not None and args.max_total_tokens < needed:
+        reason = f"one request of the context length {hf_config.context_len} needs {needed}; give that, or more, or a "
+        yield f"--max-total-tokens {args.max_total_tokens}", reason + "smaller --context-length"
+    if hf_config.context_len > hf_config.max_position_embeddings:
+        yield (
+            f"--context-length {hf_config.context_len}",
+            f"the model has positions for {hf_config.max_position_embeddings} tokens, and rotations behind them are "
+            'not in its tables; "max_position_embeddings" in --json-model-override-args makes these longer',
+        )
+
+
+def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[tuple[str, str]]:
+    """What has not been seen to go with DeepSeek-V4.1, or does not exist for it."""
+    if hf_config.model_type not in V41_MODEL_TYPES:
+        return
+    untested = "with DeepSeek-V4.1 it has not been tested"
+    if args.device != "cpu":
+        yield f"--device {args.device}", "DeepSeek-V4.1 has been served on a CPU only; give cpu"
+    for field in ("speculative_algorithm", "enable_hierarchical_cache", "enable_dp_attention"):
+        if value := getattr(args, field):
+            yield _named(field, value), untested
+    if args.disaggregation_mode != "null":
+        yield _named("disaggregation_mode", args.disaggregation_mode), untested
+    if args.tp_size > 1:
+        yield _named("tp_size", args.tp_size), f"{untested}; give 1"
+    if args.kv_cache_dtype not in ("auto", "fp8_e4m3"):
+        reason = "rows of DeepSeek-V4.1 have the formats that it was trained with; leave it out"
+        yield _named("kv_cache_dtype", args.kv_cache_dtype), reason
+    for option in ("entry_format", "indexer_format", "hca_state"):
+        if (value := getattr(options, option)) != getattr(Options(), option):
+            yield f"the option {option} {value}", "DeepSeek-V4.1 has one format of each kind of rows; leave it out"
+    if getattr(hf_config, "engram_layer_ids", None):
+        yield "a checkpoint with Engram layers (engram_layer_ids)", f"without a GPU {untested}"
+    if getattr(hf_config, "vision_n_layers", 0):
+        yield "a checkpoint that takes images (vision_config)", untested
+
+
+def reject_release(model_type: str | None) -> None:
+    """Raise LaunchError if the SGLang that is installed has no such model."""
+    if model_type in V41_MODEL_TYPES and not compat.SERVES_V41:
+        _raise([("DeepSeek-V4.1", "SGLang has the model from 0.5.23 on; " + compat.version_note())])
+
+
+def _raise(found: Iterable[tuple[str, str]]) -> None:
+    if lines := [f"{what} is not supported: {reason}" for what, reason in found]:
+        raise LaunchError(*lines)
+
+
+def reject_given(args: Any, hf_config: Any, options: Options) -> None:
+    """Raise LaunchError with every rejected flag of `args`, SGLang's ServerArgs while the model's part of them is
+    resolved. Combinations are looked at once each flag has a value that is served."""
+    _raise(_rejected(args, resolved=False))
+    combined = (
+        _rejected_in_parallel(args),
+        _rejected_with_dspark(args),
+        _rejected_with_host_cache(args),
+        _rejected_with_disaggregation(args),
+        _rejected_with_memory_saver(args),
+        _rejected_for_model(args, hf_config),
+        _rejected_for_v41(args, hf_config, options),
+    )
+    _raise(chain.from_iterable(combined))
+    prefix_cache = not args.disable_radix_cache and args.disaggregation_mode != "decode"
+    if prefix_cache and args.max_running_requests is not None and options.max_snapshots is not None:
+        running = args.max_running_requests // _attention_ranks(args)
+        state_demand(running, step_tokens=BLOCK, default=0, max_snapshots=options.max_snapshots)
+
+
+def reject_resolved(args: Any) -> None:
+    """Raise LaunchError with every rejected flag of `args` after SGLang has resolved them all."""
+    _raise(_rejected(args, resolved=True))

@@ -1,0 +1,251 @@
+"""What one launch decides, and the functions that SGLang calls to ask for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.model.v41 import V41Config
+from dsv4_sglang.srt.attention import prefill_graphs
+from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.integration.flag_validation import reject_given, reject_resolved
+from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.integration.options import Options
+from dsv4_sglang.srt.integration.startup_check import check_started
+from dsv4_sglang.srt.memory.configurator import BlockConfigurator
+from dsv4_sglang.srt.memory.served_layout import ServedLayout, layout_of
+from dsv4_sglang.srt.memory.sizing import StateDemand, demand_of, memory_after_slots, table
+
+if TYPE_CHECKING:
+    from dsv4_sglang.srt.memory.pools import CacheKVPool
+
+log = logging.getLogger(__name__)
+
+ARCHITECTURE = "DeepseekV4ForCausalLM"
+DRAFT_ARCHITECTURES = ("DeepseekV4ForCausalLMNextN", "DeepseekV4ForCausalLMDSpark")
+BACKEND = "dsv4_sglang"
+PREFIX_CACHE = "dsv4_sglang"
+GREEDY_ON_CPU = (
+    "dsv4_sglang: with --speculative-algorithm %s a CPU answers greedily behind the first token of an answer, whatever "
+    "temperature and other sampling parameters a request has: SGLang verifies drafts in no other way there"
+)
+
+
+class Launch:
+    """One launch in this process: its options, and what follows from them as SGLang asks.
+
+    The methods are hooks of the table in `hooks`, which says what each is for: their parameters have SGLang's names,
+    which is checked. The layout and the demand for slots are known once the pools are sized.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.model: DSV4Config | V41Config | None = None
+        self.layout: ServedLayout | None = None
+        self.demand: StateDemand | None = None
+        self.pool: CacheKVPool | None = None
+
+    def begin(self, server_args: Any) -> None:
+        """A model config is being built. In a scheduler process this is where the flags come in, resolved."""
+        if compat.flags_are_resolved(server_args):
+            reject_resolved(compat.flags(server_args))
+
+    def declarations(self, original: Callable[..., Any], architecture: str, server_args: Any, hf_config: Any) -> Any:
+        if architecture != ARCHITECTURE:
+            raise LaunchError(f"the model is a {architecture}; expected {ARCHITECTURE}")
+        reject_given(server_args, hf_config, self.options)
+        try:
+            compat.model_config(hf_config)
+        except (KeyError, TypeError, ValueError) as error:
+            raise LaunchError(f"config.json of {server_args.model_path}: {error.args[0]}") from None
+        prefill_graphs.switch_on(server_args)
+        # Decoding requests take a rolling snapshot at the end of every block.
+        compat.set_flags(server_args, mamba_track_interval=BLOCK, radix_cache_backend=PREFIX_CACHE)
+        if not server_args.disable_radix_cache:
+            # SGLang may have chosen before it knows that there are pages.
+            compat.set_flags(server_args, mamba_radix_cache_strategy="extra_buffer")
+        ours = {"page_size": BLOCK, "attention_backend": BACKEND}
+        # SGLang splits its memory between window pages and the rest; this cache has no window pages.
+        declared = [
+            (source, {k: v for k, v in values.items() if k != "swa_full_tokens_ratio"})
+            for source, values in original(architecture, server_args, hf_config)
+        ]
+        return [*declared, ("dsv4_sglang", ours)]
+
+    def resolved(self, original: Callable[..., None], server_args: Any) -> None:
+        original(server_args)
+        args = compat.flags(server_args)
+        reject_resolved(args)
+        if args.device == "cpu" and args.speculative_algorithm is not None:
+            log.warning(GREEDY_ON_CPU, args.speculative_algorithm)
+
+    def extra_buffer(self, original: Callable[..., bool], view: Any, model_arch: str) -> bool:
+        return model_arch == ARCHITECTURE or original(view, model_arch)
+
+    def is_hybrid_swa(
+        self, original: Callable[..., bool], model_architectures: list[str], *args: Any, **kwargs: Any
+    ) -> bool:
+        ours = {ARCHITECTURE, *DRAFT_ARCHITECTURES}.intersection(model_architectures)
+        return not ours and original(model_architectures, *args, **kwargs)
+
+    def layout_for(self, configurator: Any) -> ServedLayout:
+        """The layout of this launch; the dtype of the rows is known once the model is loaded."""
+        if self.layout is None:
+            args = compat.flags(configurator.server_args)
+            draft_layers = 0 if args.speculative_algorithm is None else 1
+            if args.speculative_algorithm == "DSPARK":
+                # A stage for each layer of the model that it reads.
+                draft_layers = len(configurator.spec_aux_config.dflash_target_layer_ids)
+            self.model = compat.model_config(configurator.model_config.hf_config)
+            self.layout = layout_of(
+                self.model,
+                configurator.kv_cache_dtype,
+                self.options,
+                configurator.device,
+                draft_tokens=args.speculative_num_draft_tokens or 0,
+                draft_layers=draft_layers,
+            )
+        return self.layout
+
+    def state_slots(self, original: Callable[..., float], configurator: Any, total_rest_memory: float) -> float:
+        """Choose the number of state slots; return the memory that is left for blocks, in GiB."""
+        from sglang.srt.runtime_context import get_context, get_disagg, get_memory, get_parallel, get_schedule
+
+        layout, settings, apart = self.layout_for(configurator), get_schedule(), get_disagg()
+        # Each rank of DP attention runs its share.
+        running = settings.max_running_requests // get_parallel().attn_dp_size
+        arriving = apart.disaggregation_decode_extra_slots if apart.disaggregation_mode == "decode" else 0
+        step_tokens = settings.chunked_prefill_size or 0
+        self.demand = demand_of(
+            layout,
+            total_rest_memory,
+            running=running,
+            arriving=arriving,
+            step_tokens=step_tokens if step_tokens > 0 else settings.max_prefill_tokens,
+            max_snapshots=self.options.max_snapshots,
+            max_total_tokens=compat.flags(configurator.server_args).max_total_tokens,
+            prefix_cache=not get_memory().disable_radix_cache,
+        )
+        get_context().override("dsv4_sglang.state_slots", max_mamba_cache_size=running + arriving)
+        return memory_after_slots(layout, self.demand, total_rest_memory)
+
+    def slots_of_request(self, original: Callable[..., int], configurator: Any) -> int:
+        """SGLang divides the slots by this to cap the running requests, which were given to begin with."""
+        return original(configurator) if self.demand is None else 1
+
+    def pool_configurator(self, original: Callable[..., Any], kvc: Any) -> BlockConfigurator:
+        return BlockConfigurator(self.layout_for(kvc), kvc.model_config.context_len)
+
+    def pools_on_cpu(self, original: Callable[..., Any], configurator: Any, *, pre_model_load_memory: int) -> Any:
+        """The layout knows the dtype of the rows; nothing else here asks for it."""
+        self.layout_for(configurator)
+        dtype, configurator.kv_cache_dtype = configurator.kv_cache_dtype, torch.bfloat16
+        try:
+            return original(configurator, pre_model_load_memory=pre_model_load_memory)
+        finally:
+            configurator.kv_cache_dtype = dtype
+
+    def request_pool(
+        self, original: Callable[..., Any], configurator: Any, *, max_num_reqs: int, extra_max_context_len: int
+    ) -> Any:
+        from dsv4_sglang.srt.memory.pools import StateReqToTokenPool
+
+        return self._make_request_pool(
+            StateReqToTokenPool,
+            configurator,
+            size=max_num_reqs,
+            extra_max_context_len=extra_max_context_len,
+            mamba_spec_state_size=max_num_reqs,
+        )
+
+    def decode_request_pool(
+        self,
+        original: Callable[..., Any],
+        configurator: Any,
+        *,
+        max_num_reqs: int,
+        extra_max_context_len: int,
+        pre_alloc_size: int,
+    ) -> Any:
+        from dsv4_sglang.srt.features.disaggregation import DecodeStateReqToTokenPool
+
+        return self._make_request_pool(
+            DecodeStateReqToTokenPool,
+            configurator,
+            size=max_num_reqs,
+            extra_max_context_len=extra_max_context_len,
+            pre_alloc_size=pre_alloc_size,
+            speculative_num_draft_tokens=None,
+        )
+
+    def _make_request_pool(
+        self, kind: Callable[..., Any], configurator: Any, *, size: int, extra_max_context_len: int, **more: Any
+    ) -> Any:
+        from sglang.srt.runtime_context import get_exec, get_schedule
+
+        from dsv4_sglang.srt.memory.pools import StateParams
+
+        layout, demand = self.layout_for(configurator), self.demand
+        assert demand is not None, "state slots are chosen before pools are built"
+        return kind(
+            size=size,
+            mamba_size=get_schedule().max_mamba_cache_size,
+            max_context_len=configurator.model_config.context_len + extra_max_context_len,
+            device=configurator.device,
+            enable_memory_saver=get_exec().features.enable_memory_saver,
+            cache_params=StateParams.of(layout, demand.staging, demand.snapshots),
+            mamba_layer_ids=list(range(len(layout.schemas))),
+            # SGLang would give every request two more slots to take snapshots into.
+            enable_mamba_extra_buffer=False,
+            enable_overlap_schedule=not get_schedule().disable_overlap_schedule,
+            **more,
+        )
+
+    def kv_pool(
+        self, original: Callable[..., Any], configurator: Any, *, sizes: Any, req_to_token_pool: Any, **kwargs: Any
+    ) -> Any:
+        from sglang.srt.runtime_context import get_exec
+
+        from dsv4_sglang.srt.memory.pools import CacheKVPool, CompressedKVPool
+
+        if configurator.is_draft_worker:
+            assert self.pool is not None, "the pools of the served model are built before those of the draft model"
+            return self.pool
+        layout = self.layout_for(configurator)
+        compressed = CompressedKVPool(
+            size=sizes.max_total_num_tokens,
+            page_size=configurator.pool_page_size,
+            dtype=configurator.kv_cache_dtype,
+            layout=layout,
+            device=configurator.device,
+            enable_memory_saver=get_exec().features.enable_memory_saver,
+        )
+        assert self.demand is not None, "state slots are chosen before blocks"
+        log.info(table(layout, sizes.max_total_num_tokens, self.demand))
+        self.pool = CacheKVPool(compressed, req_to_token_pool.mamba_pool)
+        return self.pool
+
+    def started(self, scheduler: Any) -> None:
+        from dsv4_sglang.srt.host_cache.cache import HostPrefixCache
+
+        check_started(scheduler)
+        if isinstance(scheduler.tree_cache, HostPrefixCache):
+            scheduler.tree_cache.cache_controller.watch.start(scheduler, self.options.host_load_timeout_seconds)
+
+    def name_cache(
+        self, manager: Any, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
+    ) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
+        from dsv4_sglang.srt.features.disaggregation import cache_name
+
+        assert isinstance(self.layout, CacheLayout), "pools are built before they are offered, and V4.1's are not"
+        assert isinstance(self.model, DSV4Config)
+        name = cache_name(self.layout, self.model, get_parallel().attn_tp_size)
+        args.kv_cache_dtype_str = f"{args.kv_cache_dtype_str} ({name})"

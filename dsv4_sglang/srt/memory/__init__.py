@@ -1,0 +1,1 @@
+"""Pools of the server and their sizes."""

@@ -1,0 +1,298 @@
+"""The two pools that SGLang's scheduler owns: state slots of requests, and paged blocks of compressed entries.
+
+SGLang sees the first as its recurrent-state pool (slots allocated, copied and freed by its hybrid-model machinery) and
+the second as a KV cache addressed by slot index with pages of 128 tokens. Slot 0 and page 0 are SGLang's dummies: no
+request ever owns them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from sglang.srt.configs.mamba_utils import BaseLinearStateParams, Mamba2StateDType
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.mem_cache.memory_pool import GB, HybridLinearKVPool, HybridReqToTokenPool, KVCache, MambaPool
+from sglang.srt.platforms import current_platform
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+from torch import Tensor
+
+from dsv4_sglang.cache.layout import COMPRESSED
+from dsv4_sglang.cache.paged_cache import BlockPool, make_paged_pools
+from dsv4_sglang.cache.state_cache import StateStorage
+from dsv4_sglang.cache.v41 import V41Layout, make_v41_pools
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.memory.served_layout import ServedLayout
+from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
+
+BufferInfos = tuple[list[int], list[int], list[int]]
+"""Of each buffer of a transfer: address, length in bytes, bytes from an item to the next."""
+
+
+def given_back_asleep(enable_memory_saver: bool) -> AbstractContextManager[None]:
+    """What is allocated within is given back while a server with --enable-memory-saver sleeps, and comes again at the
+    same addresses with anything in it (`srt/features/sleep.py`)."""
+    adapter = TorchMemorySaverAdapter.create(enable=enable_memory_saver)
+    return adapter.region(GPU_MEMORY_TYPE_KV_CACHE)
+
+
+def buffer_infos(tables: Iterable[Tensor]) -> BufferInfos:
+    """`tables` have a block or a slot in each row; a row's padding counts, so that rows that follow each other can be
+    copied at once.
+    """
+    found = [(table.data_ptr(), table.stride(0) * table.itemsize, table.shape[0]) for table in tables]
+    return [at for at, _, _ in found], [size * rows for _, size, rows in found], [size for _, size, _ in found]
+
+
+@dataclass(kw_only=True, frozen=True)
+class StateShape:
+    """SGLang's description of a state; only `conv` says something here."""
+
+    conv: list[tuple[int, ...]]
+    temporal: tuple[int, ...] = (0,)
+
+
+@dataclass(kw_only=True, frozen=True)
+class StateParams(BaseLinearStateParams):
+    """How SGLang hands the layout to the pool. `mamba_cache_per_req` of the base assumes equal layers, which these are
+    not.
+    """
+
+    shape: StateShape
+    cache_layout: ServedLayout
+    staging: int
+    snapshots: int
+
+    @classmethod
+    def of(cls, layout: ServedLayout, staging: int = 0, snapshots: int = 0) -> StateParams:
+        return cls(
+            staging=staging,
+            snapshots=snapshots,
+            layers=list(range(len(layout.schemas))),
+            dtype=Mamba2StateDType(conv=torch.float32, temporal=torch.float32),
+            shape=StateShape(conv=[part.shape[2:] for part in layout.state_parts(1)]),
+            cache_layout=layout,
+        )
+
+    @property
+    def mamba_cache_per_req(self) -> int:
+        return self.cache_layout.slot_bytes
+
+
+class StateSlotPool(MambaPool):
+    """A `StateStorage` by the names that SGLang knows: live slots of requests, staging slots, snapshots.
+
+    Slots 1..size are those of requests; the `staging` slots behind them take the snapshots of a prefill step until
+    its end, when `storage.store` moves them to snapshots.
+
+    All slots also lie in `mamba_cache.conv`, slot dimension second, where SGLang expects a state.
+    """
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        cache_params: StateParams,
+        mamba_layer_ids: list[int],
+        device: str,
+        enable_memory_saver: bool = False,
+        **ignored: Any,
+    ) -> None:
+        self.size, self.device = size, device
+        self.mamba_layer_ids = list(mamba_layer_ids)
+        self.num_mamba_layers = len(self.mamba_layer_ids)
+        compat.fill_state_pool(self)
+
+        self.staging = cache_params.staging
+        slots = size + 1 + self.staging
+        with given_back_asleep(enable_memory_saver):
+            self.storage = StateStorage(cache_params.cache_layout, slots, cache_params.snapshots, positions=False)
+        self.mamba_cache = self.State(
+            conv=self.storage.tensors,
+            temporal=torch.zeros((self.num_mamba_layers, slots, 0), device=device),
+        )
+        self.bytes = self.storage.memory_bytes()
+        self.mem_usage = self.bytes / GB
+
+    def reset(self) -> None:
+        """As it was made, whatever the memory holds."""
+        self.storage.reset()
+
+    def clear_slots(self, indices: Tensor) -> None:
+        """Nothing: with no tokens in the request every old row of a slot is invisible (SPEC 3.8, 6.2)."""
+
+    def get_kv_size_bytes(self) -> int:
+        return self.bytes
+
+    def _tables(self) -> Iterator[tuple[int, Tensor]]:
+        """(layer, [slots, ...]) of everything that a slot consists of."""
+        yield from enumerate(self.storage.rings)
+        for kind, compressor_states in self.storage.compressor_states.items():
+            yield from zip(self.storage.layout.layers(kind), compressor_states)
+
+    def get_contiguous_buf_infos(self) -> BufferInfos:
+        """What a slot consists of, for a transfer to another server."""
+        return buffer_infos(table for _, table in self._tables())
+
+    def get_state_layer_ids(self) -> list[int]:
+        """The layer of each of these buffers."""
+        return [layer for layer, _ in self._tables()]
+
+    def _whole(self) -> list[Any]:
+        """How processes divide a buffer: not at all, each has the whole state."""
+        return []
+
+    get_state_dim_per_tensor = get_state_slice_outer_counts = get_state_conv_shard_groups = _whole
+
+    def get_cpu_copy(self, indices: Tensor) -> list[Tensor]:
+        """Host copies of the slot with the number `indices` [], of each tensor of the storage [layers, ...]. They are
+        copies on a CPU, too, where those of SGLang's pool are views."""
+        current_platform.synchronize()
+        return [tensor[:, indices].to("cpu", copy=True) for tensor in self.storage.tensors]
+
+    def load_cpu_copy(self, mamba_cache_cpu: list[Tensor], indices: Tensor) -> None:
+        """The way back, to the slot that the request has now."""
+        for tensor, copy in zip(self.storage.tensors, mamba_cache_cpu, strict=True):
+            tensor[:, indices] = copy.to(tensor.device)
+        current_platform.synchronize()
+
+
+class StateReqToTokenPool(HybridReqToTokenPool):
+    """Requests' token tables, the state slots that requests hold, and the snapshots of the prefix cache."""
+
+    mamba_pool_cls = StateSlotPool
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        compat.fill_request_pool(self, arguments["device"])
+        params: StateParams = arguments["cache_params"]
+        if params.snapshots:
+            self.mamba_ckpt_pool = SnapshotSlots(
+                params.snapshots, arguments["device"], params.cache_layout.snapshot_bytes
+            )
+
+    def register_layer_transfer_counter(self, layer_transfer_counter: Any) -> None:
+        """Of the host cache: it says when the layers of what is loaded have arrived."""
+        super().register_layer_transfer_counter(layer_transfer_counter)
+        self.mamba_ckpt_pool.layer_transfer_counter = layer_transfer_counter
+
+
+class CompressedKVPool(KVCache):
+    """Compressed entries and index keys of the layers that own some, written by the append ops only. V4: 32 + 1 entries
+    a block of 128 slots; V4.1: 64 or 128 in each of few layers.
+
+    Slot index s of a token: its entry of ratio r is row s // r of the layer's table.
+    """
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        layout: ServedLayout,
+        device: str,
+        enable_memory_saver: bool = False,
+    ) -> None:
+        if page_size != BLOCK:
+            raise ValueError(f"page size is {page_size}; the blocks of this cache have {BLOCK} tokens")
+        self.compressed_layers = sorted(layer for kind in layout.kinds for layer in layout.layers(kind))
+        super().__init__(size, page_size, dtype, len(self.compressed_layers), device, enable_memory_saver)
+        self.layout = layout
+        self.blocks = size // BLOCK + 1
+        with given_back_asleep(enable_memory_saver):
+            self.pools = self._make_pools()
+        self.bytes = sum(pool.memory_bytes() for pool in self.pools if pool is not None)
+
+    def _make_pools(self) -> Sequence[BlockPool | None]:
+        if isinstance(self.layout, V41Layout):
+            return make_v41_pools(self.layout, self.blocks)
+        return make_paged_pools(self.layout, dict.fromkeys(COMPRESSED, self.blocks))
+
+    def reset(self) -> None:
+        """As it was made, whatever the memory holds."""
+        for pool in self.pools:
+            if pool is not None:
+                pool.reset()
+
+    def entries(self, layer: int) -> Tensor | None:
+        """Row table of a layer's entries, None without a compressor."""
+        pool = self.pools[layer]
+        return None if pool is None else pool.entries
+
+    def keys(self, layer: int) -> Tensor | None:
+        """Index keys of a layer that has some: CSA, or with entries of its own in V4.1."""
+        pool = self.pools[layer]
+        return None if pool is None else pool.index_keys
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """One vector is key and value: all bytes count as keys."""
+        return self.bytes, 0
+
+    def layer_views(self) -> Iterator[tuple[int, Tensor]]:
+        """(layer, [blocks, n]) of everything that a block consists of (`PagedKVPool.block_views`)."""
+        for layer, pool in enumerate(self.pools):
+            for view in pool.block_views() if pool is not None else []:
+                yield layer, view
+
+    def get_contiguous_buf_infos(self) -> BufferInfos:
+        """What a block consists of, for a transfer to another server."""
+        return buffer_infos(view for _, view in self.layer_views())
+
+    def get_cpu_copy(self, indices: Tensor, mamba_indices: Tensor | None = None, **_request: Any) -> list[Tensor]:
+        """Host copies of the blocks of a request whose tokens have the slot indices `indices` [tokens], from its first
+        on; each [blocks, n]."""
+        blocks = indices[::BLOCK] // BLOCK
+        current_platform.synchronize()
+        return [view[blocks].cpu() for _, view in self.layer_views()]
+
+    def load_cpu_copy(
+        self, kv_cache_cpu: list[Tensor], indices: Tensor, mamba_indices: Tensor | None = None, **_request: Any
+    ) -> None:
+        """The way back, to the blocks that the request has now."""
+        blocks = indices[::BLOCK] // BLOCK
+        for (_, view), copy in zip(self.layer_views(), kv_cache_cpu, strict=True):
+            view[blocks] = copy.to(view.device)
+        current_platform.synchronize()
+
+    def _by_layer(self, layer_id: int) -> NoReturn:
+        raise NotImplementedError(
+            "compressed entries have no key and value buffer of a layer; read them with entries() and keys()"
+        )
+
+    get_key_buffer = get_value_buffer = get_kv_buffer = _by_layer
+
+    def set_kv_buffer(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("compressed entries are written by torch.ops.dsv4_sglang.append only")
+
+
+class CacheKVPool(HybridLinearKVPool):
+    """Both pools under the class by which SGLang recognises a hybrid model; its size in memory counts both."""
+
+    def __init__(self, compressed: CompressedKVPool, state: StateSlotPool) -> None:
+        super().__init__(
+            size=compressed.size,
+            dtype=compressed.dtype,
+            page_size=compressed.page_size,
+            head_num=1,
+            head_dim=ENTRY_DIM,
+            full_attention_layer_ids=compressed.compressed_layers,
+            device=compressed.device,
+            mamba_pool=state,
+            full_kv_pool=compressed,
+        )
+        self.mem_usage = compressed.bytes / GB + state.mem_usage
+
+    def get_kv_layer_ids(self) -> list[int]:
+        """The layer of each of the blocks' buffers."""
+        return [layer for layer, _ in self.full_kv_pool.layer_views()]
+
+    def wait_for_layer(self, layer: int) -> None:
+        """The current stream waits for what the step loads of a layer from the host cache, if there is one."""
+        if self.layer_transfer_counter is not None:
+            self.layer_transfer_counter.wait_until(layer)

@@ -1,0 +1,74 @@
+"""The layout of a launch: the cache's, of V4 with the formats that SGLang's flags and this package's options choose."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cache.v41 import V41Layout
+from dsv4_sglang.formats import KVFormat
+from dsv4_sglang.model.config import DSV4Config
+from dsv4_sglang.model.layer_schedule import build_schedule
+from dsv4_sglang.model.v41 import V41Config, v41_schedule
+from dsv4_sglang.srt.integration.launch_error import LaunchError
+from dsv4_sglang.srt.integration.options import Options
+
+ServedLayout = CacheLayout | V41Layout
+
+
+def layout_of(
+    config: DSV4Config | V41Config,
+    kv_cache_dtype: torch.dtype,
+    options: Options,
+    device: str | torch.device,
+    *,
+    draft_tokens: int,
+    draft_layers: int,
+) -> ServedLayout:
+    """`served_layout` of V4; of V4.1 what it has been trained with, in one way."""
+    if isinstance(config, V41Config):
+        return V41Layout.build(
+            v41_schedule(config, draft_layers),
+            torch.device(device),
+            draft_tokens=draft_tokens,
+            draft_layers=draft_layers,
+        )
+    return served_layout(config, kv_cache_dtype, options, device, draft_tokens=draft_tokens, draft_layers=draft_layers)
+
+
+def served_layout(
+    config: DSV4Config,
+    kv_cache_dtype: torch.dtype,
+    options: Options,
+    device: str | torch.device,
+    sm100: bool | None = None,
+    *,
+    draft_tokens: int = 0,
+    draft_layers: int = 0,
+) -> CacheLayout:
+    """Rows as `--kv-cache-dtype` says, or fp32 by the option `entry_format`. ValueError for any other dtype, and for
+    raw HCA state with speculation.
+
+    `draft_tokens`: tokens of a request that a verify step writes, 0 without speculation. `draft_layers`: layers of the
+    draft model, which have only rings, behind those of the model: a NextN model 1, DSPARK its stages.
+    `sm100` is that of `CacheLayout`: a layout of a GPU that is not there.
+    """
+    if options.entry_format == "fp32":
+        rows = KVFormat.FP32
+    elif kv_cache_dtype == torch.float8_e4m3fn:
+        rows = KVFormat.FP8
+    elif kv_cache_dtype == torch.bfloat16:
+        rows = KVFormat.BF16
+    else:
+        raise LaunchError(f"KV cache dtype is {kv_cache_dtype}; --kv-cache-dtype takes auto, fp8_e4m3 or bfloat16")
+    return CacheLayout.build(
+        config,
+        build_schedule(config, draft_layers),
+        torch.device(device),
+        kv_format=rows,
+        key_format=options.indexer_format,
+        hca_state=options.hca_state,
+        draft_tokens=draft_tokens,
+        sm100=sm100,
+        draft_layers=draft_layers,
+    )

@@ -1,4 +1,0 @@
-"""Prefix hits: where checkpoints are taken, where they lie, which are kept, and how they hang on SGLang's tree.
-
-`placement`, `policy` and `tree` know nothing of a server; `benchmarks/prefix_simulation.py` runs on them alone.
-"""

@@ -1,0 +1,286 @@
+"""A radix tree of blocks with snapshots: the same rules as on SGLang's tree, small enough to simulate with.
+
+A block is an integer id from the block pool, its content an integer key (equal keys: equal tokens with an equal past
+is what the tree itself establishes). Lengths here count blocks; the registry counts tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
+from dsv4_sglang.srt.prefix_cache.placement import Due
+from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
+
+
+class FreeList:
+    """Ids 1..size, with the interface of SGLang's allocators: `alloc` gives None when it cannot."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.clear()
+
+    def clear(self) -> None:
+        self._free = np.arange(self.size, 0, -1, dtype=np.int64)
+        self._top = self.size
+
+    def available_size(self) -> int:
+        return self._top
+
+    def alloc(self, need_size: int) -> np.ndarray | None:
+        if need_size > self._top:
+            return None
+        self._top -= need_size
+        return self._free[self._top : self._top + need_size].copy()
+
+    def free(self, ids: np.ndarray) -> None:
+        if self._top + len(ids) > self.size:
+            raise ValueError(f"{len(ids)} ids given back, {self.size - self._top} of {self.size} are out")
+        self._free[self._top : self._top + len(ids)] = ids
+        self._top += len(ids)
+
+    def free_ids(self) -> np.ndarray:
+        return self._free[: self._top]
+
+
+class Node:
+    """Blocks `start`..`end` of a path; `snapshot` is the slot of the state at `end`, or 0."""
+
+    __slots__ = ("blocks", "children", "end", "keys", "locks", "parent", "snapshot", "start")
+
+    def __init__(self, parent: Node | None, start: int, keys: np.ndarray, blocks: np.ndarray) -> None:
+        self.parent = parent
+        self.start, self.end = start, start + len(keys)
+        self.keys, self.blocks = keys, blocks
+        self.children: dict[int, Node] = {}
+        self.snapshot = 0
+        self.locks = 0
+
+
+@dataclass(frozen=True)
+class Match:
+    """`node` ends at `resume` blocks and holds the snapshot to resume from (the root: none); `cached` blocks of the
+    path are in the tree."""
+
+    node: Node
+    resume: int
+    cached: int
+
+
+class PrefixTree:
+    """Blocks and snapshots are allocated here, so that eviction happens where memory runs out."""
+
+    def __init__(self, blocks: FreeList, snapshots: FreeList) -> None:
+        self.block_pool, self.snapshot_pool = blocks, snapshots
+        self.registry = SnapshotRegistry(snapshots.size)
+        self.evicted_snapshots = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        empty = np.empty(0, dtype=np.int64)
+        self.root = Node(None, 0, empty, empty)
+        self._valueless: dict[Node, None] = {}
+        self._holder: dict[int, Node] = {}
+
+    def flush(self) -> None:
+        """Give up everything; nothing may be locked."""
+        for node in list(self.nodes()):
+            if node.locks:
+                raise RuntimeError(f"flush: blocks {node.start}..{node.end} of a path are locked")
+            self.block_pool.free(node.blocks)
+        if self._holder:
+            self.snapshot_pool.free(np.array(list(self._holder)))
+        self.registry = type(self.registry)(self.snapshot_pool.size)
+        self._reset()
+
+    def nodes(self) -> Iterator[Node]:
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    # Requests
+
+    def match(self, keys: np.ndarray) -> Match:
+        """The deepest snapshot on the path of `keys`, and how far blocks are cached. Changes nothing."""
+        node, best, depth = self.root, self.root, 0
+        while depth < len(keys) and (child := node.children.get(int(keys[depth]))) is not None:
+            common = common_blocks(child.keys, keys[depth:])
+            depth += common
+            if common < len(child.keys):
+                break
+            node = child
+            if node.snapshot:
+                best = node
+        return Match(best, best.end, depth)
+
+    def resume(self, match: Match, keys: np.ndarray) -> None:
+        """Hold what a request with these keys needs while it runs: the path to its snapshot, and the snapshot."""
+        self.registry.tick()
+        self.lock(match.node)
+        if match.node.snapshot:
+            self.registry.use(match.node.snapshot)
+        self.registry.ghost_hit(keys[match.resume :][::-1].tolist())
+
+    def lock(self, node: Node) -> None:
+        if node.snapshot:
+            self.registry.lock(node.snapshot)
+        self._add_locks(node, 1)
+
+    def unlock(self, node: Node) -> None:
+        if node.snapshot:
+            self.registry.unlock(node.snapshot)
+        self._add_locks(node, -1)
+
+    def _add_locks(self, node: Node | None, count: int) -> None:
+        while node is not None and node is not self.root:
+            node.locks += count
+            assert node.locks >= 0, f"blocks {node.start}..{node.end} unlocked once too often"
+            self._refresh(node)
+            node = node.parent
+
+    def insert(self, node: Node, keys: np.ndarray, blocks: np.ndarray, snapshots: list[tuple[int, int]]) -> Node:
+        """Insert below `node`, which is locked, a request's blocks up to its last snapshot.
+
+        `keys`, `blocks`: from the start of the path on. `snapshots`: (length, slot), ascending, lengths behind
+        `node.end`. Takes over the blocks behind `node` up to the last snapshot, and the slots; `blocks` is
+        rewritten to what the tree holds, the duplicates and slots that were not needed are given back. Returns the
+        node of the last snapshot.
+        """
+        for length, slot in snapshots:
+            node = self._extend(node, keys[:length], blocks)
+            if node.snapshot:
+                self.snapshot_pool.free(np.array([slot]))
+            else:
+                node.snapshot = slot
+                self._holder[slot] = node
+                self.registry.add(slot, length * BLOCK, self._snapshot_above(node), self._snapshots_below(node))
+                self._refresh(node)
+        return node
+
+    def _extend(self, node: Node, keys: np.ndarray, blocks: np.ndarray) -> Node:
+        """The node that ends where `keys` end, made of `blocks` where the tree has none."""
+        while node.end < len(keys):
+            depth = node.end
+            child = node.children.get(int(keys[depth]))
+            if child is None:
+                child = Node(node, depth, keys[depth:].copy(), blocks[depth : len(keys)].copy())
+                node.children[int(keys[depth])] = child
+                self._refresh(node)
+                self._refresh(child)
+                return child
+            common = common_blocks(child.keys, keys[depth:])
+            if common < len(child.keys):
+                child = self._split(child, common)
+            mine = blocks[depth : child.end]
+            self.block_pool.free(mine[mine != child.blocks])
+            blocks[depth : child.end] = child.blocks
+            node = child
+        return node
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut `node` after `at` blocks; the new node above it is returned. The snapshot stays at the end."""
+        assert node.parent is not None
+        above = Node(node.parent, node.start, node.keys[:at], node.blocks[:at])
+        above.locks = node.locks
+        node.parent.children[int(above.keys[0])] = above
+        node.keys, node.blocks, node.start, node.parent = node.keys[at:], node.blocks[at:], above.end, above
+        above.children[int(node.keys[0])] = node
+        return above
+
+    def _snapshot_above(self, node: Node) -> int:
+        above = node.parent
+        while above is not None and not above.snapshot:
+            above = above.parent
+        return above.snapshot if above is not None else 0
+
+    def _snapshots_below(self, node: Node) -> list[int]:
+        found, stack = [], list(node.children.values())
+        while stack:
+            below = stack.pop()
+            if below.snapshot:
+                found.append(below.snapshot)
+            else:
+                stack.extend(below.children.values())
+        return found
+
+    # Memory
+
+    def take_due(self, due: list[Due], interval: int) -> list[tuple[int, int]]:
+        """(length in blocks, slot) of those for which a slot could be had, ascending; needed ones are served first."""
+        taken = []
+        for length, needed in sorted(due, key=lambda d: not d.needed):
+            if slot := self.take_snapshot(needed=needed, saves=interval):
+                taken.append((length // BLOCK, slot))
+        return sorted(taken)
+
+    def take_blocks(self, count: int) -> np.ndarray | None:
+        """Blocks for a request, evicting what is worth least; None if what is locked leaves too few."""
+        while self.block_pool.available_size() < count and self._evict_leaf():
+            pass
+        return self.block_pool.alloc(count)
+
+    def take_snapshot(self, *, needed: bool = True, saves: int = 0) -> int:
+        """A slot for a snapshot, evicting the one worth least; 0 if there is none to evict (see the registry)."""
+        if not self.snapshot_pool.available_size():
+            slot = self.registry.lowest_value(needed=needed, saves=saves)
+            if not slot:
+                return 0
+            self._drop(self._holder[slot])
+            self.evicted_snapshots += 1
+        taken = self.snapshot_pool.alloc(1)
+        assert taken is not None
+        return int(taken[0])
+
+    def _drop(self, node: Node) -> None:
+        """Give up a node's snapshot; its blocks stay as long as nobody needs them."""
+        slot, node.snapshot = node.snapshot, 0
+        del self._holder[slot]
+        self.registry.remove(slot, int(node.keys[-1]))
+        self.snapshot_pool.free(np.array([slot]))
+        self._refresh(node)
+
+    def _evict_leaf(self) -> bool:
+        node = next(iter(self._valueless), None)
+        if node is None:
+            slot = self.registry.least_used_leaf()
+            if not slot:
+                return False
+            node = self._holder[slot]
+            self._drop(node)
+        self._valueless.pop(node, None)
+        self.block_pool.free(node.blocks)
+        self._forget_blocks(node)
+        assert node.parent is not None
+        self._refresh(node.parent)
+        return True
+
+    def _forget_blocks(self, node: Node) -> None:
+        """A leaf whose blocks are free goes."""
+        assert node.parent is not None and not node.children
+        del node.parent.children[int(node.keys[0])]
+
+    def _is_leaf(self, node: Node) -> bool:
+        return not node.children
+
+    def _refresh(self, node: Node) -> None:
+        """Note whether the node is a leaf that may be evicted, and whether a snapshot gives it worth."""
+        leaf = node is not self.root and self._is_leaf(node) and not node.locks
+        if node.snapshot:
+            self.registry.at_leaf[node.snapshot] = leaf
+        if leaf and not node.snapshot:
+            self._valueless[node] = None
+        else:
+            self._valueless.pop(node, None)
+
+
+def common_blocks(a: np.ndarray, b: np.ndarray) -> int:
+    """How many keys two paths have in common."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n

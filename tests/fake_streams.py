@@ -1,0 +1,213 @@
+"""Streams, events and threads that run late and in random order, in place of those of a device and of SGLang."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
+
+import sglang.srt.managers.cache_controller as base_controller
+
+from dsv4_sglang.srt.integration import compat
+
+if compat.since("0.5.23"):
+    import sglang.srt.mem_cache.l2_transfer as copies
+else:
+    import sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller as copies
+
+THREADS_RUN_LATE = not compat.since("0.5.23")
+"""SGLang's threads there are others, which `Streams.use_threads` has not been tried with."""
+
+
+class Streams:
+    """What is queued on a stream runs in its order, and only when somebody waits or `run_some` picks the stream."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.all: list[Stream | Thread] = []
+        self.current = Stream(self)
+        self.stalled: Stream | Thread | None = None
+        """Does nothing until somebody waits for something."""
+        self.thread: Thread | None = None
+        """Which of the threads runs, if it is not the scheduler."""
+
+    def run_some(self, count: int) -> bool:
+        """Up to `count` things that may run now, of streams picked at random; False when nothing may."""
+        for _ in range(count):
+            ready = [stream for stream in self.all if stream is not self.stalled and stream.ready()]
+            if not ready:
+                return False
+            self.rng.choice(ready).step()
+        return True
+
+    def run_all(self) -> None:
+        self.stalled = None
+        while self.run_some(100):
+            pass
+
+    def queue(self, work: Callable[[], None]) -> None:
+        """On the current stream."""
+        self.current.queue.append(work)
+
+    def use(self, monkeypatch: Any) -> None:
+        """SGLang's controllers take these for the streams and events of their device."""
+        module = SimpleNamespace(
+            Stream=lambda: Stream(self),
+            Event=lambda: Event(self),
+            stream=lambda stream: On(self, stream),
+            current_stream=lambda: self.current,
+            __name__="late streams",
+        )
+        for place in (base_controller, copies):
+            monkeypatch.setattr(place, "device_module", module)
+            monkeypatch.setattr(place, "_timing_events_supported", lambda: False, raising=False)
+
+    def use_threads(self, monkeypatch: Any) -> None:
+        """Threads of SGLang's controllers run when they are picked, like streams, up to where they wait for work or
+        `pause`: what they do, and when, follows from the seed alone."""
+        streams = self
+
+        class Late(Queue[Any]):
+            def get(self, block: bool = True, timeout: float | None = None) -> Any:
+                if block:
+                    streams.pause(self)
+                return super().get(block=False)
+
+        module = SimpleNamespace(**vars(threading))
+        module.Thread = lambda target, daemon: Thread(self, target)
+        monkeypatch.setattr(base_controller, "threading", module)
+        monkeypatch.setattr(base_controller, "Queue", Late)
+
+    def pause(self, work: Queue[Any] | None = None) -> None:
+        """Called by a thread: others run until it is picked again, and with `work` that is not before there is some.
+        The scheduler does not pause."""
+        if self.thread is not None:
+            self.thread.pause(work)
+
+
+class Stream:
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self.queue: deque[Any] = deque()
+        streams.all.append(self)
+
+    def ready(self) -> bool:
+        if not self.queue:
+            return False
+        first = self.queue[0]
+        return not isinstance(first, Wait) or first.event.done >= first.count
+
+    def step(self) -> None:
+        first = self.queue.popleft()
+        if callable(first):
+            first()
+
+    def wait_event(self, event: Event) -> None:
+        self.queue.append(Wait(event, event.recorded))
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event(self.streams)
+        event.record(other)
+        self.wait_event(event)
+
+    def synchronize(self) -> None:
+        event = Event(self.streams)
+        event.record(self)
+        event.synchronize()
+
+
+class Thread:
+    """Runs in `step` only."""
+
+    def __init__(self, streams: Streams, target: Callable[[], None]) -> None:
+        self.streams, self.target = streams, target
+        self.picked, self.paused = threading.Semaphore(0), threading.Semaphore(0)
+        self.work: Queue[Any] | None = None
+        self.over = False
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, daemon=True).start()
+        self.streams.all.append(self)
+        self.step()
+
+    def _run(self) -> None:
+        self.picked.acquire()
+        try:
+            self.target()
+        except BaseException as error:
+            self.error = error
+        self.over = True
+        self.paused.release()
+
+    def pause(self, work: Queue[Any] | None) -> None:
+        self.work = work
+        self.paused.release()
+        self.picked.acquire()
+
+    def ready(self) -> bool:
+        return not self.over and (self.work is None or not self.work.empty())
+
+    def step(self) -> None:
+        before, self.streams.thread = self.streams.thread, self
+        self.picked.release()
+        self.paused.acquire()
+        self.streams.thread = before
+        if self.over:
+            self.streams.all.remove(self)
+        if self.error is not None:
+            raise self.error
+
+    def join(self, timeout: float | None = None) -> None:
+        while not self.over:
+            self.step()
+
+    def is_alive(self) -> bool:
+        return not self.over
+
+
+class Wait:
+    def __init__(self, event: Event, count: int) -> None:
+        self.event, self.count = event, count
+
+
+class Event:
+    def __init__(self, streams: Streams) -> None:
+        self.streams, self.recorded, self.done = streams, 0, 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.recorded += 1
+        (stream or self.streams.current).queue.append(self._reached)
+
+    def _reached(self) -> None:
+        self.done += 1
+
+    def query(self) -> bool:
+        return self.done >= self.recorded
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self.streams.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        while not self.query():
+            if self.streams.run_some(1):
+                continue
+            self.streams.stalled = None
+            assert self.streams.run_some(1), "streams wait for each other"
+
+
+class On:
+    """Within: the stream is the current one."""
+
+    def __init__(self, streams: Streams, stream: Stream) -> None:
+        self.streams, self.stream = streams, stream
+
+    def __enter__(self) -> None:
+        self.before, self.streams.current = self.streams.current, self.stream
+
+    def __exit__(self, *error: object) -> None:
+        self.streams.current = self.before

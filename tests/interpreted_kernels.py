@@ -1,0 +1,274 @@
+"""The Triton attention kernels under Triton's interpreter, on the CPU; `test_attention_kernels_interpreted.py` runs
+this file."""
+
+import pytest
+import torch
+from attention_cases import assert_attends, attend_case, prefill_case, rope
+
+from dsv4_sglang.attention import (
+    flashmla_scheduler,
+    metadata,
+    sparse_prefill,
+    triton_attend,
+    triton_metadata,
+    triton_output,
+)
+from dsv4_sglang.formats import KVBuffer, KVFormat
+from dsv4_sglang.ops.reference import read
+from dsv4_sglang.srt.models import triton_latent
+
+# The interpreter cuts the bits of a bf16 off where hardware rounds.
+BOUND = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kv_format", [KVFormat.FP8, KVFormat.BF16, KVFormat.FP32])
+def test_attend(kv_format, q_dtype, splits):
+    case = attend_case(tokens=9, heads=5, width=72, kv_format=kv_format, q_dtype=q_dtype)
+    assert_attends(triton_attend.attend(*case.inputs(), splits=splits), case, BOUND[q_dtype])
+
+
+@pytest.mark.parametrize("heads, width, per_block", [(20, None, 32), (33, 40, None), (8, 40, 6)])
+def test_attend_shapes(heads, width, per_block):
+    case = attend_case(tokens=3, heads=heads, width=width, per_block=per_block, seed=1)
+    for splits in (1, 2):
+        assert_attends(triton_attend.attend(*case.inputs(), splits=splits), case, BOUND[torch.bfloat16])
+
+
+def test_more_splits_than_tiles():
+    case = attend_case(tokens=4, heads=4, width=16, lens=[(3, 1), (0, 2), (0, 0), (128, 16)])
+    assert_attends(triton_attend.attend(*case.inputs(), splits=15), case, BOUND[torch.bfloat16])
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+def test_inverse_rope(behind):
+    """Of all heads that a kernel wrote, or of the first 5 of them."""
+    written, positions = torch.randn(3, 5 + behind, 512), torch.tensor([0, 7, 300])
+    table = attend_case(tokens=1, heads=1, width=None).rope
+    out, rest = written[:, :5], written[:, 5:].clone()
+    expected = read.rotate(out, positions, table, inverse=True)
+    triton_output.inverse_rope(out, positions, table)
+    assert torch.allclose(out, expected, atol=1e-6) and torch.equal(written[:, 5:], rest)
+
+
+@pytest.mark.parametrize("tokens, dim", [(1, 1024), (5, 1536), (4, 128)])
+def test_norm_and_quantise(tokens, dim):
+    """The latent's codes and scales, of rows that are a part of wider ones; 1536 channels are no power of two."""
+    wide, weight = torch.randn(tokens, dim + 64), torch.rand(dim)
+    codes, scales = triton_latent.norm_and_quantise(wide[:, :dim], weight, 1e-6)
+    normed = torch.nn.functional.rms_norm(wide[:, :dim], (dim,), weight, 1e-6)
+    expected = normed.view(tokens, -1, 128).abs().amax(-1) / 448
+    assert torch.allclose(scales, expected, rtol=1e-5) and scales.stride(1) % 4 == 0
+    exact = normed / scales.repeat_interleave(128, 1)
+    rounded = exact.to(torch.float8_e4m3fn).float()
+    # The interpreter halves what is rounded up to a power of two.
+    carries = torch.frexp(rounded).exponent != torch.frexp(exact).exponent
+    differs = (codes.float() != rounded) & ~carries
+    assert differs.float().mean() < 0.01, f"{int(differs.sum())} of {differs.numel()} codes differ"
+
+
+def test_norm_and_quantise_rejects_odd_sizes():
+    with pytest.raises(ValueError, match="a multiple of 128"):
+        triton_latent.norm_and_quantise(torch.zeros(2, 100), torch.zeros(100), 1e-6)
+
+
+def test_heads_that_do_not_lie_in_a_row_are_rejected():
+    with pytest.raises(ValueError, match=r"expected \(any, 512, 1\)"):
+        triton_output.inverse_rope(torch.zeros(5, 3, 512).transpose(0, 1), torch.arange(3), torch.zeros(4, 64))
+
+
+def test_inverse_rope_and_quantise():
+    """Codes and scales of what `inverse_rope` gives; 10 heads do not fill the programs; one group is all zero."""
+    g = torch.Generator().manual_seed(0)
+    out, positions = torch.randn(3, 10, 512, generator=g) * 3, torch.tensor([0, 7, 300])
+    out[1, 2, 128:256], out[2, 3, 448] = 0, 1e4
+    expected = out.clone()
+    triton_output.inverse_rope(expected, positions, rope())
+    codes, scales = triton_output.inverse_rope_and_quantise(out, positions, rope())
+    grouped = expected.view(3, 10, 4, 128)
+    amax = grouped.abs().amax(-1).clamp_min(1e-10)
+    assert torch.allclose(scales, amax / 448, rtol=1e-6)
+    exact = (grouped / scales[..., None]).clamp(-448, 448)
+    expected = exact.to(torch.float8_e4m3fn).float()
+    # The interpreter loses the carry of a number that rounds up to a power of two.
+    carries = (expected.abs() > exact.abs()) & (torch.frexp(expected).mantissa.abs() == 0.5)
+    differs = (codes.float().view(exact.shape) != expected) & ~carries
+    assert carries.float().mean() < 0.05 and differs.float().mean() < 1e-3, "ties apart"
+
+
+@pytest.mark.parametrize(
+    ("tracks", "ring_rows", "each", "before", "sees_block"),
+    [
+        (False, 128, 1, -1, False),
+        (True, 136, 1, 2, False),
+        (False, 132, 4, 0, False),
+        (False, 134, 5, 0, True),
+        (False, 136, 7, 0, True),
+    ],
+)
+def test_decode_metadata(tracks, ring_rows, each, before, sees_block):
+    """The launch against PyTorch, every output: requests that see little and much, padding."""
+    owned = torch.tensor([6, 7, 2, 0, 5, 0])
+    seq_lens = torch.tensor([1, 128, 129, 1, 1000, 1])
+    mask, to = (torch.tensor([True, True, False, True, True, True]), torch.arange(20, 26)) if tracks else (None, None)
+
+    def tensors(buffers: metadata.DecodeBuffers) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in vars(buffers).items() if isinstance(value, torch.Tensor)}
+
+    def make() -> metadata.DecodeBuffers:
+        buffers = metadata.DecodeBuffers(8, 9, "cpu", ring_rows, each, sees_block)
+        for name, tensor in tensors(buffers).items():
+            if name not in ("query_start", "token_request"):
+                tensor.fill_(-9)
+        buffers.owned[:6] = owned
+        return buffers
+
+    expected, got = make(), make()
+    metadata._fill_decode(expected, seq_lens, before, mask, to, top_k=64)
+    triton_metadata.build(got, seq_lens, before, mask, to, 64)
+    for name, tensor in tensors(expected).items():
+        assert torch.equal(tensor, getattr(got, name)), name
+
+
+@pytest.mark.parametrize("tokens", [400, 257])
+@pytest.mark.parametrize("chunks", [[257], [1, 130, 60, 66], []])
+def test_prefill_metadata(chunks, tokens):
+    """The launch against PyTorch, every output: prefixes of any length, snapshots, requests without a slot, padding."""
+
+    def make() -> metadata.PrefillBuffers:
+        buffers = metadata.PrefillBuffers(512, 6, 9, range(20, 30), "cpu")
+        for name in (
+            "slots",
+            "query_start",
+            "token_request",
+            "token_track",
+            "positions",
+            "window_indices",
+            "hca_indices",
+        ):
+            getattr(buffers, name).fill_(-9)
+        n = len(chunks)
+        buffers.chunk_lens[:n] = torch.tensor(chunks, dtype=torch.int32)
+        buffers.prefix_lens[:n] = torch.tensor([600, 127, 0, 3][:n], dtype=torch.int32)
+        buffers.owned[:n] = torch.tensor([4, 2, 0, 7][:n], dtype=torch.int32)
+        buffers.block_table.copy_(torch.arange(buffers.block_table.numel()).view_as(buffers.block_table))
+        buffers.track_slots.fill_(-1)
+        buffers.track_slots[0, :2], buffers.track_lens[0, :2] = torch.tensor([20, 21]), torch.tensor([640, 768])
+        return buffers
+
+    expected, got = make(), make()
+    metadata._derive(expected, tokens, torch.zeros(tokens, dtype=torch.int64), top_k=64)
+    triton_metadata.build_prefill(got, tokens, 64)
+    for name, tensor in vars(expected).items():
+        if isinstance(tensor, torch.Tensor) and name != "hca_indices":
+            assert torch.equal(tensor, getattr(got, name)), name
+    for token in range(tokens):
+        seen = int(expected.hca_lens[token])
+        assert torch.equal(got.hca_indices[token, :seen], expected.hca_indices[token, :seen])
+
+
+@pytest.mark.parametrize("kv_format", [KVFormat.FP8, KVFormat.BF16])
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_sparse_prefill(ratio, kv_format, monkeypatch):
+    """The whole attention kernel against the reference, with a sparse kernel in PyTorch."""
+    step, lengths, case = prefill_case(ratio=ratio, kv_format=kv_format, heads=64)
+
+    def sparse(q, table, lists, lens, sink, scale):
+        assert lists.shape[1] % 128 == 0 and table.dtype == torch.bfloat16
+        column = torch.arange(lists.shape[1])
+        assert ((lists >= 0) == (column < lens[:, None])).all(), "-1 behind the length and nowhere else"
+        assert (lists < table.shape[0]).all()
+        still = torch.zeros(len(q), dtype=torch.int64)
+        return read.attend(
+            q, sink, table[None], lists, lens, None, None, None, still, rope(), scale, KVFormat.BF16.code
+        )
+
+    monkeypatch.setattr(sparse_prefill, "_sparse_attention", sparse)
+    kernel = sparse_prefill.SparsePrefillAttention(8)
+    # The interpreter takes as long for a program of any size: many of the real one in one layer, large ones in two.
+    for rows_a_program, layers in ((sparse_prefill._ROWS_A_PROGRAM, 1), (128, 2)):
+        monkeypatch.setattr(sparse_prefill, "_ROWS_A_PROGRAM", rows_a_program)
+        assert kernel.begin_step(step, lengths)
+        for _ in range(layers):
+            assert_attends(kernel.attend(*case.inputs()).values, case, BOUND[torch.bfloat16])
+        written = kernel._table[: step.window_size].float()
+        assert torch.equal(written, KVBuffer(case.window, kv_format).read(torch.arange(step.window_size)))
+
+
+def test_sparse_prefill_leaves_little_work_on_much_context(monkeypatch):
+    monkeypatch.setattr(sparse_prefill, "MAX_ROWS_A_TOKEN", 10)
+    step = metadata.build_prefill(
+        req_pool_indices=torch.arange(1),
+        prefix_lens=torch.tensor([10000]),
+        chunk_lens=torch.tensor([100]),
+        positions=torch.arange(10000, 10100),
+        out_loc=torch.zeros(100, dtype=torch.int64),
+        req_to_token=torch.zeros(1, 12000, dtype=torch.int32),
+        state_slot_of_request=torch.arange(1),
+        track_slots=None,
+        track_lens=None,
+        top_k=8,
+        max_length=10100,
+    )
+    kernel = sparse_prefill.SparsePrefillAttention(8)
+    assert not kernel.begin_step(step, [10100])
+
+
+def schedule_in_turn(blocks: list[int], parts: int, overhead: int) -> tuple[list[list[int]], list[int]]:
+    """FlashMLA's rule, block by block: what each part reads, as (token, block), and the splits before each token."""
+    budget = -(-(sum(blocks) + len(blocks) * overhead) // parts) + overhead
+    read: list[list[int]] = []
+    splits, token, block = [0], 0, 0
+    pieces = [0] * len(blocks)
+    for _ in range(parts):
+        left, mine = budget, []
+        while token < len(blocks):
+            take = min(left - overhead, blocks[token] - block)
+            if take <= 0:
+                break
+            mine += [(token, block + i) for i in range(take)]
+            left, block = left - overhead - take, block + take
+            pieces[token] += 1
+            if block < blocks[token]:
+                break
+            token, block = token + 1, 0
+        read.append(mine)
+    assert token == len(blocks)
+    for n in pieces:
+        splits.append(splits[-1] + n)
+    return read, splits
+
+
+@pytest.mark.parametrize("parts, overhead", [(132, 5), (7, 3)])
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+def test_schedule(tokens, parts, overhead):
+    """Every block of every token is read once, in FlashMLA's order, by as many parts as are said."""
+    g = torch.Generator().manual_seed(tokens * parts)
+
+    def some(high: int, low: int = 0) -> torch.Tensor:
+        return torch.randint(low, high, (tokens,), generator=g, dtype=torch.int32)
+
+    for window, entries in (
+        (some(129), None),
+        (some(129, 128), some(513, 512)),
+        (some(129), some(513)),
+        (some(129), some(2) * some(8192)),
+        (some(1), some(1)),
+    ):
+        metadata, counts = flashmla_scheduler.build(window, entries, parts, overhead)
+        blocks = (window.clamp(min=1) + 63) // 64 + (0 if entries is None else (entries + 63) // 64)
+        expected, splits = schedule_in_turn(blocks.tolist(), parts, overhead)
+        assert counts.tolist() == splits
+        number = [0] * tokens
+        for (begin, end, first, stop, split, first_shared, last_shared, _), mine in zip(metadata.tolist(), expected):
+            if not mine:
+                assert begin == tokens, "no part behind the last reads anything"
+                continue
+            bounds = [(first if t == begin else 0, stop if t == end else int(blocks[t])) for t in range(begin, end + 1)]
+            assert [(begin + i, b) for i, (low, high) in enumerate(bounds) for b in range(low, high)] == mine
+            assert split == number[begin]
+            for t in range(begin, end + 1):
+                number[t] += 1
+            shared = [splits[t + 1] - splits[t] > 1 for t in (begin, end)]
+            assert [bool(first_shared), bool(last_shared)] == shared

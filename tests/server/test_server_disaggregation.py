@@ -1,0 +1,349 @@
+"""A prefill and a decode server, Mooncake over TCP or NIXL between them, against transformers in fp32.
+
+Neither is a dependency: without its wheel, or the libraries that it is linked with, tests are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import urllib.error
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disaggregation_harness import Disaggregated, a_pair, by, needs, reuse_interval
+from faulty_cache import HELD, HOLDING, TRANSFER_FAULTS, broken, entry_point
+from liveness import Progress
+from server_harness import DRAFTS, Server, assert_oracle_chooses, distances, one_core_each, prompt, running
+
+from benchmarks import ports
+from dsv4_sglang.testing.oracle import Oracle
+
+pytestmark = pytest.mark.server
+
+MODEL = {"ratios": (0, 4, 128), "index_topk": 64}
+OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
+FLAGS = ("--dtype", "float32", "--context-length", "768", "--max-running-requests", "4")
+FLAGS += ("--chunked-prefill-size", "256")
+# Of the decode server: nine blocks, and one kept free for what a request may still generate.
+FULL = ("--max-total-tokens", "1152", "--num-reserved-decode-tokens", "128")
+HOST = ("--max-total-tokens", "1536", "--enable-hierarchical-cache", "--hicache-ratio", "4", "--enable-metrics")
+LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 500)
+GENERATED = 12
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def waiting() -> Iterator[None]:
+    with reuse_interval():
+        yield
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny: Callable[..., Path]) -> Oracle:
+    return Oracle(tiny(**MODEL))
+
+
+@pytest.fixture(scope="module", params=["mooncake_tcp", "nixl"])
+def backend(request: pytest.FixtureRequest, fault: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of the transfers between all servers that a test starts."""
+    needs(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "nixl":
+            plugin = entry_point(tmp_path_factory.mktemp("nixl"), "nixl_on_a_cpu")
+            patch.setenv("PYTHONPATH", os.pathsep.join([*plugin, os.environ["PYTHONPATH"]]))
+        yield request.param
+
+
+@pytest.fixture(scope="module")
+def servers(
+    backend: str, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Disaggregated]:
+    folder, flags = tmp_path_factory.mktemp("apart"), (*FLAGS, *by(backend))
+    with a_pair(tiny(**MODEL), folder, flags, ("--max-total-tokens", "4096"), FULL, **OPTIONS) as servers:
+        yield servers
+
+
+def test_a_batch(servers: Disaggregated, oracle: Oracle) -> None:
+    """Lengths on and off the grids of 4 and 128, one and several chunks, more of them than the decode server holds."""
+    prompts = [prompt(length) for length in LENGTHS]
+    for ids, got in zip(prompts, servers.generate_all(prompts, GENERATED)):
+        assert len(got.tokens) == GENERATED
+        assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+    servers.wait_idle()
+
+
+def test_slots_are_counted(servers: Disaggregated) -> None:
+    """Four requests run, eight may be on their way; the prefill server has none of these."""
+    counted = "4 requests, 0 for the snapshots of a step, 8 for requests on their way"
+    assert counted in servers.log_text() and "on their way" not in servers.prefill.log_text()
+
+
+def test_a_prefix_hit(servers: Disaggregated, oracle: Oracle) -> None:
+    """The prefill server resumes from a snapshot; everything travels, what it found in its cache as well."""
+    ids = prompt(450, seed=3)
+    servers.generate(ids, 1)
+    got = servers.generate(ids, GENERATED)
+    assert len(got.tokens) == GENERATED and got.cached == 384
+    assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", TRANSFER_FAULTS)
+def test_what_stays_behind_shows(servers: Disaggregated, oracle: Oracle, fault: Path, name: str) -> None:
+    ids = prompt(330, seed=4)
+    with broken(fault, name):
+        wrong = servers.generate(ids, GENERATED)
+    assert distances(oracle, ids, wrong).max() > 100 * TOLERANCE
+    assert distances(oracle, ids, servers.generate(ids, GENERATED)).max() <= TOLERANCE
+
+
+def assert_right_though_full(servers: Disaggregated, oracle: Oracle) -> None:
+    """Two requests together want twelve blocks of nine: the second is retracted, its state waits on the host, and it
+    goes on from there when the first has ended, over ends of blocks. Again if the second came so late that it did not
+    happen."""
+    before, attempts, number = servers.retractions(), count(10, 2), 600
+    while servers.retractions() == before:
+        seed = next(attempts)
+        assert seed < 20, "nothing was retracted: the test does not test"
+        prompts = [prompt(100, seed=seed + i) for i in range(2)]
+        answers = [servers.begin(ids, number, 1) for ids in prompts]
+        for ids, answer in zip(prompts, answers):
+            got = answer()
+            assert len(got.tokens) == number
+            assert distances(oracle, ids, got).max() <= TOLERANCE
+    servers.wait_idle()
+
+
+def test_a_decode_server_that_is_full(servers: Disaggregated, oracle: Oracle) -> None:
+    assert_right_though_full(servers, oracle)
+
+
+def test_abort_while_decoding(servers: Disaggregated, oracle: Oracle) -> None:
+    answer = servers.begin(prompt(200, seed=6), 500, 3, rid="decoding")
+    servers.post("/abort_request", {"rid": "decoding"})
+    assert len(answer().tokens) < 500
+    servers.wait_idle()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_abort_before_the_other_side_comes(servers: Disaggregated, oracle: Oracle, side: str) -> None:
+    """A request that one server has and the other never gets: aborted, it leaves nothing behind."""
+    server: Server = getattr(servers, side)
+    body = {"input_ids": prompt(300, seed=7), "rid": side, "sampling_params": {"max_new_tokens": 8}, **servers.room()}
+    with ThreadPoolExecutor(1) as pool:
+        waiting: Future[Any] = pool.submit(server.post, "/generate", body)
+        progress = Progress(server.process)
+        while not waiting.done():  # nothing says that it has come
+            server.post("/abort_request", {"rid": side})
+            progress.check()
+            time.sleep(0.1)
+        with pytest.raises(urllib.error.HTTPError) as rejected:
+            waiting.result()
+    assert rejected.value.code == 500
+    servers.wait_idle()
+    ids = prompt(130, seed=8)
+    assert distances(oracle, ids, servers.generate(ids, 4)).max() <= TOLERANCE
+
+
+def test_another_cache_is_rejected(
+    servers: Disaggregated,
+    backend: str,
+    oracle: Oracle,
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Keys of another format, and heads divided among other processes: the request fails on both servers, the decode
+    server says why, and both serve on."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
+    flags = (*FLAGS, *by(backend), *FULL, "--disaggregation-mode", "decode", "--tp-size", "2")
+    options = {**OPTIONS, "indexer_format": "mxfp4"}
+    with running(tiny(**MODEL), tmp_path / "log", *flags, **options) as other, ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            body = {"input_ids": prompt(20), "sampling_params": {"max_new_tokens": 4}, **servers.room()}
+            # The prefill server would keep it for its timeout, which is two hours here.
+            answers = [pool.submit(server.post, "/generate", body) for server in (other, servers.prefill)]
+            failed = [answer.exception() for answer in answers]
+            assert all(isinstance(error, urllib.error.HTTPError) and error.code == 500 for error in failed)
+            assert isinstance(failed[0], urllib.error.HTTPError)
+            message = failed[0].read().decode()
+            assert "has another cache than this decode server" in message
+            assert "fp32 keys" in message and "mxfp4 keys" in message
+            assert "attention TP 1" in message and "attention TP 2" in message
+        other.wait_idle()
+    servers.wait_idle()
+    ids = prompt(131, seed=9)
+    assert distances(oracle, ids, servers.generate(ids, 4)).max() <= TOLERANCE
+
+
+REQUESTS = int(os.environ.get("DSV4_SGLANG_TEST_REQUESTS", "60"))
+
+
+def test_many_requests(servers: Disaggregated, oracle: Oracle) -> None:
+    """As many as DSV4_SGLANG_TEST_REQUESTS, short ones, twelve at a time, every tenth aborted on both sides while it is
+    somewhere: then all blocks and slots are free, or SGLang ends, and answers are right."""
+
+    def one(i: int) -> None:
+        ids, count = prompt(1 + i % 20, seed=1000 + i), 1 + i % 3
+        if i % 10:
+            assert len(servers.generate(ids, count).tokens) == count
+            return
+        sampling = {"max_new_tokens": 400, "ignore_eos": True}
+        body = {"input_ids": ids, "rid": f"aborted {i}", "sampling_params": sampling, **servers.room()}
+        both = servers.decode, servers.prefill
+        with ThreadPoolExecutor(2) as pool:
+            answers = [pool.submit(server.post, "/generate", body) for server in both]
+            progress = Progress(servers.process)
+            while not all(answer.done() for answer in answers):  # it may not have come to one of them
+                for server in both:
+                    server.post("/abort_request", {"rid": body["rid"]})
+                progress.check()
+                time.sleep(0.05)
+        assert answers[0].exception() or answers[0].result()["meta_info"]["completion_tokens"] < 400
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(one, range(REQUESTS)))
+    servers.wait_idle()
+    (load,) = servers.get("/v1/loads")["loads"]
+    assert load["num_used_tokens"] == 0, load
+    ids = prompt(140, seed=40)
+    assert distances(oracle, ids, servers.generate(ids, 4)).max() <= TOLERANCE
+
+
+@pytest.fixture
+def kill_in_transfer(fault: Path) -> Iterator[Callable[[Server, Server], None]]:
+    """The next prompt is held at its end; call to kill a server, the second, once the prefill server holds it."""
+    with broken(fault, HELD):
+
+        def kill(prefill: Server, killed: Server) -> None:
+            progress = Progress(prefill.process)
+            while fault.read_text() != HOLDING:
+                progress.check()
+                time.sleep(0.05)
+            killed.kill()
+            fault.unlink()
+
+        yield kill
+
+
+@pytest.fixture
+def another(backend: str, tiny: Callable[..., Path], tmp_path: Path) -> Callable[..., AbstractContextManager[Server]]:
+    """Starts one more server of a mode."""
+    numbers = count()
+
+    def start(mode: str, *flags: str) -> AbstractContextManager[Server]:
+        given = (*FLAGS, *by(backend), "--disaggregation-mode", mode, *flags)
+        return running(tiny(**MODEL), tmp_path / f"log {next(numbers)}", *given, **OPTIONS)
+
+    return start
+
+
+@pytest.fixture
+def bootstrap() -> Iterator[int]:
+    """A port where servers meet."""
+    with ports.reserved() as port:
+        yield port
+
+
+def test_the_prefill_server_is_killed(
+    servers: Disaggregated,
+    bootstrap: int,
+    oracle: Oracle,
+    another: Callable[..., AbstractContextManager[Server]],
+    kill_in_transfer: Callable[[Server, Server], None],
+) -> None:
+    """In the middle of a transfer: the decode server answers with an error, frees what it had, and serves with the
+    prefill server that comes in its place."""
+    ids = prompt(500, seed=41)
+    flags = ("--max-total-tokens", "4096", "--disaggregation-bootstrap-port", str(bootstrap))
+    for number in range(2):
+        with another("prefill", *flags) as prefill:
+            pair = Disaggregated(prefill, servers.decode, bootstrap)
+            pair.rooms = servers.rooms
+            if number == 0:
+                with ThreadPoolExecutor(1) as pool:
+                    answer = pool.submit(pair.generate, ids, 8)
+                    kill_in_transfer(prefill, prefill)
+                    with pytest.raises(urllib.error.HTTPError) as rejected:
+                        answer.result()
+                assert rejected.value.code == 500 and "Lost connection with prefill" in rejected.value.read().decode()
+                servers.decode.wait_idle()
+            else:
+                assert distances(oracle, ids, pair.generate(ids, GENERATED)).max() <= TOLERANCE
+                pair.wait_idle()
+    assert distances(oracle, ids, servers.generate(ids, GENERATED)).max() <= TOLERANCE
+
+
+def test_the_decode_server_is_killed(
+    servers: Disaggregated,
+    oracle: Oracle,
+    another: Callable[..., AbstractContextManager[Server]],
+    kill_in_transfer: Callable[[Server, Server], None],
+) -> None:
+    """In the middle of a transfer: the prefill server answers with an error, and goes on with other decode servers."""
+    ids = prompt(500, seed=42)
+    with another("decode", *FULL) as decode, ThreadPoolExecutor(2) as pool:
+        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 8}, **servers.room()}
+        answers = [pool.submit(server.post, "/generate", body) for server in (decode, servers.prefill)]
+        kill_in_transfer(servers.prefill, decode)
+        with pytest.raises(urllib.error.HTTPError) as failed:
+            answers[1].result()
+        assert failed.value.code == 500
+        assert answers[0].exception() is not None
+    servers.wait_idle()
+    assert distances(oracle, ids, servers.generate(ids, GENERATED)).max() <= TOLERANCE
+
+
+def test_two_processes_each(
+    tiny: Callable[..., Path], oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Process i of one server sends to process i of the other."""
+    needs("mooncake_tcp")
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
+    flags = (*FLAGS, *by("mooncake_tcp"), "--tp-size", "2", "--max-total-tokens", "4096")
+    with a_pair(tiny(**MODEL), tmp_path, flags, **OPTIONS) as pair:
+        prompts = [prompt(length, seed=43) for length in (5, 128, 450)]
+        for found in (pair.generate_all(prompts, GENERATED), [pair.generate(ids, GENERATED) for ids in prompts]):
+            for ids, got in zip(prompts, found):
+                assert len(got.tokens) == GENERATED
+                assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+        assert found[-1].cached == 384
+        pair.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def speculating(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disaggregated]:
+    needs("mooncake_tcp")
+    model, flags = tiny(**MODEL, nextn=True), (*FLAGS, *by("mooncake_tcp"), *DRAFTS)
+    with a_pair(model, tmp_path_factory.mktemp("speculating"), flags, HOST, FULL, **OPTIONS) as servers:
+        yield servers
+
+
+def test_drafts_and_the_host_cache(speculating: Disaggregated, tiny: Callable[..., Path]) -> None:
+    """The draft's ring is part of the slot; prompts for which the prefill server's device has no room come back from
+    its host, and travel from there."""
+    oracle = Oracle(tiny(**MODEL, nextn=True))
+    prompts = [prompt(450, seed=20 + i) for i in range(5)]
+    for visit in range(2):
+        for ids in prompts:
+            got = speculating.generate(ids, GENERATED)
+            assert len(got.tokens) == GENERATED and got.cached == (384 if visit else 0), visit
+            assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+    assert speculating.prefill.metrics()["host_hit_tokens_host"] > 0, "nothing came from the host"
+
+
+def test_drafts_are_accepted(speculating: Disaggregated) -> None:
+    """Behind a prompt that another server has read. The ring of the draft model hardly shows in this."""
+    ids = prompt(200, seed=30)
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}}
+    meta = speculating.post("/generate", body)["meta_info"]
+    assert meta["spec_accept_length"] > 1.5
+
+
+def test_drafts_on_a_full_decode_server(speculating: Disaggregated, tiny: Callable[..., Path]) -> None:
+    assert_right_though_full(speculating, Oracle(tiny(**MODEL, nextn=True)))

@@ -1,0 +1,124 @@
+"""Servers, and tests inside SGLang, on a CPU that import nothing: forked of a process that has imported SGLang once.
+
+A server is a launcher, schedulers and a detokenizer, and each would import SGLang and torch for 13 s of CPU time.
+Disaggregated from that a server starts as by its command: with a process group, an environment, arguments and a file
+for its output of its own, and SGLang's `launch_server` as the main program. But what is read of the environment when
+SGLang is imported is the same for all, and a scheduler has the plugin from its launcher (test_commands.py: it loads its
+own).
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from unittest.mock import patch
+
+from liveness import wait
+
+from dsv4_sglang.srt.integration.launch_command import Command, cpu_environment
+
+IMPORTS = "imports_of_servers"
+SETTINGS = {
+    # activate.py sets it before SGLang's model is imported, which is too late here.
+    "SGLANG_OPT_FP8_WO_A_GEMM": "0",
+    # Compiling takes longer than what it would make faster here.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+INSIDE = "DSV4_SGLANG_TESTS_INSIDE"
+# As it is before the fixtures of any module change it.
+ENVIRONMENT = dict(os.environ)
+
+
+class Forked:
+    """A forked process, with what tests use of `subprocess.Popen`."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process, self.pid = process, process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0)
+        return self.returncode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def start(command: Command, log: Path) -> Forked:
+    """Run a command for a CPU, `python -m MODULE ...`, in a process group of its own."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([IMPORTS])
+    environment = {**ENVIRONMENT, **cpu_environment(ENVIRONMENT), **SETTINGS}
+    environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
+    with patch.dict(os.environ, environment, clear=True):
+        forkserver.ensure_running()
+    log.write_bytes(b"")
+    _, _, module, *arguments = command.argv
+    process = context.Process(target=_run_module, args=(module, arguments, command.full_environment(), log))
+    process.start()
+    return Forked(process)
+
+
+def run(command: Command, log: Path) -> None:
+    """The same to its end, which raises AssertionError with the end of its output unless the exit code is 0."""
+    process = start(command, log)
+    try:
+        code = wait(process, log)
+    finally:
+        # The group may outlive its leader.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert code == 0, _said(log.read_text(errors="replace"))
+
+
+def _said(text: str) -> str:
+    """The end of an output, behind what pytest says of each test that failed, which may not be at the end."""
+    failed = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return "\n".join([*failed, text[-8000:]])
+
+
+def run_tests(log: Path, *files: str, plugin: str = "no:cacheprovider") -> None:
+    """The tests of files of this folder that run inside SGLang. DSV4_SGLANG_TESTS_INSIDE in the environment has
+    more arguments for their pytest, such as `-k NAME`, which the one outside would take for itself."""
+    paths = [str(Path(__file__).parent / name) for name in files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", plugin, *paths]
+    command += shlex.split(ENVIRONMENT.get(INSIDE, ""))
+    run(Command(command, cpu_environment()), log)
+
+
+def _run_module(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    # In the session of the tests: Linux shares cores between sessions first, and `nice` counts within one.
+    os.setpgid(0, 0)
+    with log.open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    # uvicorn gives its workers the number of this file, and of a forked process's they have only 0, 1 and 2.
+    os.dup2(sys.stdin.fileno(), 0)
+    sys.stdin = os.fdopen(0, closefd=False)
+    importlib.import_module(IMPORTS)  # it was before the fork; if that failed, nobody has said why
+    os.environ.update(environment)
+    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    sys.argv = [module, *arguments]
+    # SGLang wants its processes spawned, which would import everything.
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda method, force=False: None  # type: ignore[method-assign]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

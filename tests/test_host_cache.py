@@ -1,0 +1,720 @@
+"""The host cache on SGLang's own tree and controller, with streams that run late and in random order."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_streams import THREADS_RUN_LATE, Stream
+from host_cache_harness import OPERATIONS, WITH_BLOCKS, HostCacheServer
+from prefix_model import TIMES
+from prefix_tree_server import BLOCK, without_a_server
+from sglang.srt.managers import schedule_policy
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from dsv4_sglang.cache.host_pool import FreeRows
+from dsv4_sglang.srt.attention.backend_v41 import V41Backend
+from dsv4_sglang.srt.host_cache import cache as host_cache
+from dsv4_sglang.srt.host_cache.pools import HostBlocks, HostRows, HostSnapshots
+from dsv4_sglang.srt.host_cache.sizing import host_demand
+from dsv4_sglang.srt.host_cache.storage import FileStorage
+from dsv4_sglang.srt.host_cache.transfers import TransferController
+from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.memory.pools import CacheKVPool
+from dsv4_sglang.srt.prefix_cache import snapshot_schedule
+from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
+
+POLICIES = ("write_through", "write_through_selective", "write_back")
+
+
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On one thread: copies are small, and threads that wait for each other take most of the time."""
+    without_a_server(monkeypatch)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def in_sglangs_order(monkeypatch: pytest.MonkeyPatch, server: HostCacheServer, method: str) -> None:
+    """Its copies to the host ("start_writing") or from it ("start_loading") do not wait for the steps."""
+    original, nothing = getattr(TransferController, method), Stream(server.streams)
+
+    def without_the_wait(self: TransferController) -> object:
+        self.forward_stream = nothing
+        try:
+            return original(self)
+        finally:
+            self.forward_stream = server.forward
+
+    monkeypatch.setattr(TransferController, method, without_the_wait)
+
+
+def with_bad_transfers(monkeypatch: pytest.MonkeyPatch, server: HostCacheServer) -> Callable[[], None]:
+    """One copy of six does not begin, each way, and streams of copies stall, or the thread that reads from a storage;
+    call what is returned before a turn."""
+    rng, server.copies_fail = random.Random(0), True
+    for method in ("write", "load"):
+        original = getattr(TransferController, method)
+
+        def sometimes(self: TransferController, *args: Any, original: Any = original, **named: Any) -> Any:
+            return None if rng.random() < 1 / 6 else original(self, *args, **named)
+
+        monkeypatch.setattr(TransferController, method, sometimes)
+
+    def stall() -> None:
+        if rng.random() < 1 / 20:
+            late = [*compat.copy_streams(server.controller)]
+            late += [server.controller.prefetch_io_aux_thread] if server.cache.enable_storage else []
+            server.streams.stalled = rng.choice(late)
+
+    return stall
+
+
+def with_storage(monkeypatch: pytest.MonkeyPatch, folder: Path, seed: int) -> dict[str, Any]:
+    """Options of a server with a storage of its own, from which one page of eight cannot be read with every other
+    seed."""
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder))
+    rng, get = random.Random(seed), FileStorage.get
+
+    def sometimes(*args: Any, **named: Any) -> Any:
+        return None if rng.random() < 1 / 8 else get(*args, **named)
+
+    if seed % 2:
+        monkeypatch.setattr(FileStorage, "get", sometimes)
+    policies = ("best_effort", "timeout", "wait_complete")
+    policy = policies[seed // 5 % 3]
+    return {"storage": "file", "late_threads": True, "prefetch_policy": policy, "flushes": 0.03}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("bad_transfers", [False, True])
+def test_steps_read_what_they_should(monkeypatch: pytest.MonkeyPatch, policy: str, bad_transfers: bool) -> None:
+    """Also where transfers fail and take long: requests compute instead, or wait, and nobody holds what they held."""
+    server = HostCacheServer(monkeypatch, seed=1, policy=policy)
+    stall = with_bad_transfers(monkeypatch, server) if bad_transfers else lambda: None
+    for turn in range(200):
+        stall()
+        server.turn()
+        assert not server.wrong, (turn, server.wrong)
+        if turn % 4 == 0:
+            server.check()
+    server.settle()
+    server.check()
+    server.check_contents()
+    assert server.from_host > 0, "nothing came from the host"
+    counters = server.component.host_counters
+    assert counters.loads_failed > 0 or not bad_transfers
+    assert server.flush(), "something is locked or on its way"
+    server.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_hundred_thousand_operations_with_late_copies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: str
+) -> None:
+    """Of OPERATIONS, in 42,000 turns of a scheduler, a third of them with each policy, TIMES as many. Small hosts and
+    large ones; in a third of the seeds transfers fail and stall, a fifth have a storage. Nothing is read before it is
+    there, leaked, or owned twice, and no lock is left."""
+    done: Counter[str] = Counter()
+    from_storage = 0
+    for seed in range(40 * TIMES):
+        with monkeypatch.context() as patch:
+            sizes = {"host_blocks": 20 + 15 * (seed % 8), "host_snapshots": 4 + 7 * (seed % 8)}
+            more: dict[str, Any] = {"flushes": 0.01}
+            if THREADS_RUN_LATE and seed % 5 == 0:
+                more = with_storage(patch, tmp_path / str(seed), seed)
+            server = HostCacheServer(patch, seed, policy=policy, chunks=0.3, aborts=0.04, **sizes, **more)
+            stall = with_bad_transfers(patch, server) if seed % 3 == 0 else lambda: None
+            for turn in range(350):
+                stall()
+                server.turn()
+                assert not server.wrong, (seed, turn, server.wrong)
+                if turn % 10 == 0:
+                    server.check()
+            server.settle()
+            server.check()
+            server.check_contents()
+            if seed % 2:
+                assert server.flush()
+                server.check()
+            done += server.done
+            from_storage += server.component.host_counters.storage_tokens
+    if THREADS_RUN_LATE:
+        assert from_storage > 0 and set(done) == set(OPERATIONS)
+        assert done.total() >= 33_334 * TIMES, done
+
+
+@pytest.mark.parametrize("pool", [HostBlocks, HostSnapshots])
+def test_a_copy_that_cannot_be_launched_is_an_error(monkeypatch: pytest.MonkeyPatch, pool: type[HostRows]) -> None:
+    """Of the scheduler, like a step that cannot be: it is not taken for one that was made."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20)
+    server.serve(prompt(0))
+    server._make_room(20)
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(pool, "load", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        server.start(prompt(0))
+    monkeypatch.setattr(pool, "save", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        server.serve(prompt(1))
+
+
+@pytest.mark.parametrize("method", ["start_writing", "start_loading"])
+def test_copies_in_sglangs_order_bring_wrong_bytes(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Without either wait a step reads something else within few seeds: what docs/host_cache.md says of the order."""
+    for seed in range(20):
+        with monkeypatch.context() as patch:
+            server = HostCacheServer(patch, seed)
+            in_sglangs_order(patch, server, method)
+            for _ in range(400):
+                server.turn()
+                if server.wrong:
+                    return
+    pytest.fail("the order of copies makes no difference here: the test does not test")
+
+
+@pytest.mark.parametrize("what", ["the snapshot", "a layer"])
+def test_a_step_that_does_not_wait_reads_wrong_bytes(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Within few seeds, too. The layer is one that comes neither with the snapshot nor with the layer before."""
+    waits = CacheKVPool.wait_for_layer
+
+    def waits_for_others(pool: CacheKVPool, layer: int) -> None:
+        if layer != WITH_BLOCKS[1]:
+            waits(pool, layer)
+
+    for seed in range(20):
+        with monkeypatch.context() as patch:
+            server = HostCacheServer(patch, seed)
+            if what == "a layer":
+                patch.setattr(CacheKVPool, "wait_for_layer", waits_for_others)
+            else:
+                server.component.slots.layer_transfer_counter = None
+            for _ in range(400):
+                server.turn()
+                if server.wrong:
+                    return
+    pytest.fail("the wait makes no difference here: the test does not test")
+
+
+def test_a_load_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch sees each layer arrive once the load begins on its stream, and what it says of a load that stops."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20)
+    watch, sent = server.controller.watch, []
+    scheduler: Any = SimpleNamespace(
+        ipc_channels=SimpleNamespace(
+            send_to_tokenizer=SimpleNamespace(send_output=lambda answer, req: sent.append((answer, req)))
+        )
+    )
+    server.serve(prompt(0))
+    server._make_room(20)
+    request = server._request(prompt(0))
+    request.http_worker_ipc = "worker 1"
+    assert server._admit(request) is not None
+    (_, from_host), arrived = compat.copy_streams(server.controller), []
+    while not from_host.ready():
+        assert watch.oldest() is None, "the load waits for the steps before it"
+        server.streams.run_some(1)
+    while from_host.ready():
+        if (load := watch.oldest()) is not None:
+            arrived.append(load.events.missing())
+        if arrived and arrived[-1] == 2 and not sent:
+            message = watch.fail(scheduler, 60)
+        from_host.step()
+    assert watch.oldest() is None and watch.fail(scheduler, 60) == ""
+    assert sorted(arrived) == arrived and {*arrived} >= {0, 1, 2, 3}
+    assert message.startswith("a load from host memory has not ended in 60 s: 6 blocks and 1 snapshots for the request")
+    assert f"for the requests {request.rid}; layer 2 has not arrived" in message
+    ((answer, of),) = sent
+    assert of is request and (answer.rid, answer.http_worker_ipc) == (request.rid, "worker 1")
+    assert answer.finished_reason["status_code"] == 500 and answer.finished_reason["message"] == message
+
+
+def test_a_load_is_watched_from_before_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the launch is the copy. The events come from an earlier load, all of whose layers have arrived."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20)
+    watch, launch, missing = server.controller.watch, HostBlocks.load, []
+
+    def look(self: HostBlocks, *arguments: Any) -> None:
+        load = watch.oldest()
+        assert load is not None and len(load.requests) == 1
+        missing.append(load.events.missing())
+        launch(self, *arguments)
+
+    monkeypatch.setattr(HostBlocks, "load", look)
+    for visit in range(5):
+        server.serve(prompt(0))
+        server._make_room(20)
+        assert missing == [0, 0] * visit, "two launches a load, behind neither of which a stream has run"
+        assert watch.oldest() is None
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_layer_of_v41_waits_for_its_load(decodes: bool) -> None:
+    """Before it writes, in a prefill step; a decode step runs behind the prefill step that waited."""
+    done: list[tuple[str, int]] = []
+
+    class Step:
+        def append(self, layer: int, *inputs: Any) -> None:
+            done.append(("append", layer))
+
+        def attend(self, layer: int, *inputs: Any) -> torch.Tensor:
+            done.append(("attend", layer))
+            return torch.zeros(1, 1, 512)
+
+    backend: Any = V41Backend.__new__(V41Backend)
+    backend.metadata = SimpleNamespace(is_decode=decodes, positions=torch.zeros(1))
+    backend.step, backend.last_layer, backend._recorded = Step(), 9, False
+    backend.token_to_kv_pool = SimpleNamespace(wait_for_layer=lambda layer: done.append(("wait", layer)))
+    inputs: Any = SimpleNamespace(weights=None, compressor=None, index_query=None, sink=torch.zeros(1))
+    layer = SimpleNamespace(layer_id=3, scaling=1.0)
+    backend.forward(torch.zeros(1, 1, 512), torch.zeros(1, 512), None, layer, None, inputs=inputs)
+    assert done == [*([] if decodes else [("wait", 3)]), ("append", 3), ("attend", 3)]
+
+
+def prompt(line: int, blocks: int = 6) -> list[int]:
+    """Blocks of one line, and a few tokens behind them."""
+    return [100 * line + at // BLOCK + 1 for at in range(blocks * BLOCK + 20)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lines_beyond_the_device_come_back(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """Ten lines of six blocks in a device of 20: every later visit finds all of it."""
+    server = HostCacheServer(monkeypatch, seed=0, policy=policy, blocks=20)
+    for visit in range(3):
+        for line in range(10):
+            assert server.serve(prompt(line)) == (6 * BLOCK if visit else 0), (visit, line)
+            server.check()
+    server.check_contents()
+    assert not server.wrong
+    assert server.component.host_counters.saves_rejected == 0
+
+
+def test_all_snapshots_of_a_prompt_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are attached behind the insertion, too: a branch resumes from the host in the middle."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20)
+    server.serve(prompt(0, blocks=10))  # the interval is four blocks
+    server._make_room(20)
+    assert server.serve(prompt(0, blocks=10)[: 8 * BLOCK] + [7] * 200) == 8 * BLOCK
+    assert server.from_host > 0 and not server.wrong
+
+
+def test_the_end_of_a_line_gets_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three snapshots the host has room for one, and keeps the one that the next turn comes for."""
+    server, tokens = HostCacheServer(monkeypatch, seed=0, blocks=20, host_snapshots=1), prompt(0, blocks=10)
+    server.serve(tokens)
+    server._make_room(20)
+    assert server.serve(tokens) == 10 * BLOCK
+    server.check()
+    assert server.component.host_counters.saves_rejected == 2
+    assert not server.wrong
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_host_smaller_than_the_device_has_what_the_device_has_not(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """It is full of copies of what came first when the device gives up what came last: of nine lines the device holds
+    six, and the host two others."""
+    server = HostCacheServer(monkeypatch, seed=0, policy=policy, blocks=40, host_blocks=14, host_snapshots=5)
+    for line in range(9):
+        assert server.serve(prompt(line)) == 0
+        server.check()
+    server.check_contents()
+    held = places(server)
+    assert len(held["device"]) == 6 and len(held["host"] - held["device"]) == 2, held
+    assert sum(server.serve(prompt(line)) > 0 for line in held["device"] | held["host"]) == 8
+    assert not server.wrong
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_leaves_the_device_next_is_on_the_host_before(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """With a quarter of the device at hand nobody waits for a copy, though the host has been full of copies of what the
+    device keeps; and nothing is copied twice because its first copy made room for another."""
+    monkeypatch.setattr(host_cache, "MARGIN", 4)
+    server = HostCacheServer(monkeypatch, seed=0, policy=policy, blocks=40, host_blocks=24, host_snapshots=9)
+    saves, saves_now = server.cache._save, server.cache.save_now
+    saved: Counter[int] = Counter()
+    waited: list[Any] = []
+
+    def save(node: Any) -> int | None:
+        saved[node.id] += (size := saves(node)) is not None
+        return size
+
+    def save_now(node: Any) -> None:
+        before = saved.copy()
+        saves_now(node)
+        waited.extend(saved - before)
+
+    monkeypatch.setattr(server.cache, "_save", save)
+    monkeypatch.setattr(server.cache, "save_now", save_now)
+    for line in range(14):
+        assert server.serve(prompt(line)) == 0
+        for _ in range(3):
+            server.component.slots.registry.tick()
+            server.cache.check_hicache_events()
+            server.settle()
+        server.check()
+    assert not waited
+    assert max(saved.values()) == 1 or policy == "write_through", saved
+    assert max(saved.values()) <= 2, "saved when new, and again before it leaves"
+    held = places(server)
+    assert len(held["device"] | held["host"]) >= 9, held
+    assert not server.wrong
+    server.check_contents()
+
+
+def test_what_is_superseded_makes_no_room_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device keeps them for the end of the line; with it the others need rows only."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20, host_blocks=12)
+    for line in range(4):
+        server.serve(prompt(line))
+    assert server.cache.full_kv_pool_host.available_size() == 0
+    server.serve(prompt(9, blocks=10))  # the interval is four blocks
+    slots = server.component.slots
+    of_line = {len(path): s for s, node in slots.nodes.items() if (path := server.path(node))[0] == 901}
+    in_middle, end = of_line[4 * BLOCK], of_line[10 * BLOCK]
+    slots.registry.tick()
+    for slot in (in_middle, end):
+        slots.registry.use(slot)  # likelier to be used again than the others
+    server.cache.save_now(slots.nodes[in_middle])
+    assert not slots.registry.copied[in_middle]
+    for slot in (end, in_middle):
+        server.cache.save_now(slots.nodes[slot])
+        assert slots.registry.copied[slot]
+    server.check()
+    server.check_contents()
+
+
+def test_a_row_in_the_middle_of_a_path_goes_without_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three rows that one line has, those of the next line get the ones that save least."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20, host_snapshots=3)
+    for line, blocks in ((0, 10), (1, 6)):
+        server.serve(prompt(line, blocks))
+        server._make_room(20)
+        server.check()
+    assert server.cache.full_kv_pool_host.held == 16 and server.cache.mamba_pool_host.held == 3
+    assert [server.serve(prompt(0, 10)), server.serve(prompt(1))] == [10 * BLOCK, 6 * BLOCK]
+    assert not server.wrong
+
+
+def test_blocks_behind_no_snapshot_go_when_they_are_not_read_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20)
+    cache = server.cache
+    server.serve(prompt(0, blocks=3))
+    server.serve(prompt(0, blocks=2)[: 2 * BLOCK] + prompt(7, blocks=1))  # a branch behind two blocks
+    server._make_room(20)
+    (parted,) = cache.root_node.children.values()
+    assert len(parted.children) == 2
+    compat.evict_from_host(cache, parted, [server.component])
+    server.check()
+    lock = cache.inc_host_lock_ref(parted.id).to_dec_params()
+    assert cache.evict_host(20 * BLOCK) == 2 * BLOCK and cache.full_kv_pool_host.held == 2
+    cache.dec_host_lock_ref(parted.id, lock)
+    assert cache.evict_host(1) == 2 * BLOCK and cache.full_kv_pool_host.held == 0
+    server.check()
+
+
+def places(server: HostCacheServer) -> dict[str, set[int]]:
+    """The lines of `prompt` whose ends are on the device and on the host."""
+    held: dict[str, set[int]] = {"device": set(), "host": set()}
+    for place, node in server.component.slots.nodes.items():
+        registry = server.component.slots.registry
+        if not registry.following(place):
+            line = server.path(node)[0] // 100
+            held["device" if place <= registry.capacity else "host"].add(line)
+            if registry.copied[place]:
+                held["host"].add(line)
+    return held
+
+
+@pytest.mark.parametrize("fewer", [0, 9])
+def test_a_loop_over_more_than_both_hold_keeps_hitting_a_part(monkeypatch: pytest.MonkeyPatch, fewer: int) -> None:
+    """24 lines of six blocks, 3 of which fit the device and 10 the host, behind a loop over fewer that fit; by age
+    alone none would be found."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20, host_blocks=60)
+    for line in [*range(fewer)] * 3:
+        server.serve(prompt(line))
+    hits = [sum(server.serve(prompt(line)) > 0 for line in range(24)) for _ in range(5)]
+    server.check()
+    assert hits[-1] >= 6, hits
+
+
+def test_a_retracted_request_is_on_the_host_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is evicted then: it resumes from its last snapshot."""
+    server = HostCacheServer(monkeypatch, seed=0)
+    step = server.start(prompt(0, blocks=7))
+    server.retract(step["request"])
+    saved = {place for place in server.component.slots.nodes if server.component.slots.registry.copied[place]}
+    assert saved, "nothing was saved"
+    assert server.cache.full_kv_pool_host.held == 7
+    server._make_room(40)
+    assert server.allocator.available_size() == 40 * BLOCK
+    assert server.serve(prompt(0, blocks=7)) == 7 * BLOCK
+    assert not server.wrong
+    server.check_contents()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_retracted_request_with_log_probabilities(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """SGLang matches it up to the end of its prompt only, where its snapshot may have been wanted by nobody yet."""
+    server = HostCacheServer(monkeypatch, seed=0, policy=policy)
+    request = server.start(prompt(0, blocks=7))["request"]
+    while request.computed <= 9 * BLOCK:
+        step = server._decode(request)
+        assert step is not None
+        server.launch([step], -1).synchronize()
+    request.return_logprob, request.logprob_start_len = True, request.prompt - 1
+    tokens = list(request.full_untruncated_fill_ids)
+    server.retract(request)
+    server.check()
+    server._make_room(40)
+    assert server.serve(tokens[: request.prompt]) == 7 * BLOCK
+    server._make_room(40)
+    assert server.serve(tokens) == 9 * BLOCK
+    assert not server.wrong
+    server.check_contents()
+
+
+@pytest.mark.parametrize("full", ["blocks", "slots"])
+@pytest.mark.parametrize("room, kept", [(20, 0), (12, 8)])
+def test_a_load_without_room_computes_again(monkeypatch: pytest.MonkeyPatch, full: str, room: int, kept: int) -> None:
+    """The request resumes from the deepest state that the device has, or from none. Snapshots at 4, 8, 10 blocks."""
+    server, tokens = HostCacheServer(monkeypatch, seed=0, blocks=20), prompt(0, blocks=10)
+    server.serve(tokens)
+    server._make_room(room)
+    with monkeypatch.context() as patch:
+        if full == "blocks":
+            patch.setattr(server.allocator, "alloc", lambda count: None)
+        else:
+            patch.setattr(server.component, "free_slot", lambda needed: 0)
+        request = server.arrive(tokens)
+    assert request.host_hit_length == 0 and len(request.prefix_indices) == kept * BLOCK
+    if kept:
+        slot = server.component.slots.id_of(server.cache.tree_core.node_by_id(request.last_node))
+        assert int(request.mamba_cow_src_index) == slot <= 14
+    else:
+        assert request.mamba_cow_src_index is None
+    assert server.component.host_counters.loads_failed == 1
+    server.check()
+    assert server.serve(tokens) == 10 * BLOCK
+    assert not server.wrong
+
+
+def being_saved(monkeypatch: pytest.MonkeyPatch) -> HostCacheServer:
+    """A device of 20 blocks, of which 16 are being saved."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20)
+    server.finish(server.start(prompt(0, blocks=16))["request"])
+    server.cache.check_hicache_events()
+    assert server.cache.ongoing_write_through
+    assert server.cache.full_evictable_size() == 0
+    return server
+
+
+def test_who_needs_room_waits_for_what_is_being_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would retract a request instead."""
+    server = being_saved(monkeypatch)
+    assert server._make_room(10)
+    server.check()
+    server.settle()
+    assert server.serve(prompt(0, blocks=16)) == 16 * BLOCK and not server.wrong
+    server.check_contents()
+
+
+@pytest.mark.parametrize("waited_for", [False, True])
+def test_a_request_is_looked_at_again_when_a_save_is_over(monkeypatch: pytest.MonkeyPatch, waited_for: bool) -> None:
+    """SGLang's own PrefillAdder rejects it, since what is being saved is locked; the batch is full until a running
+    request ends, or that is saved."""
+    server = being_saved(monkeypatch)
+    of_settings = ("is_dsa_prefill_cp_in_seq_split", "is_prefill_context_parallel_enabled", "_use_exact_chunk_fill")
+    for name in (*of_settings, "mamba_prefill_chunk_grid"):
+        monkeypatch.setattr(schedule_policy, name, lambda: False, raising=False)
+    features = SimpleNamespace(features=SimpleNamespace(enable_encoder_swa_bounded_replay=False))
+    monkeypatch.setattr(schedule_policy, "get_exec", lambda: features, raising=False)
+    request = Req("waiting", "", array("q", prompt(1, blocks=10)), SamplingParams(max_new_tokens=10))
+    scheduler = SimpleNamespace(tree_cache=server.cache, chunked_req=None)
+    rejected = schedule_policy.AddReqResult.NO_TOKEN
+
+    def look(scheduler: Any, batch: ScheduleBatch) -> object:
+        """As Scheduler.get_new_batch_prefill."""
+        scheduler.tree_cache.check_hicache_events()
+        if batch.batch_is_full:
+            return None
+        request.init_next_round_input(server.cache)
+        adder = schedule_policy.PrefillAdder(BLOCK, server.cache, server.allocator, None, 1.0, 1 << 20, None)
+        result = adder.add_one_req(request, has_chunked_req=False, truncation_align_size=None)
+        batch.batch_is_full = result is rejected
+        return result
+
+    batch = ScheduleBatch(reqs=[])
+    assert [snapshot_schedule.look_again(look, scheduler, batch) for _ in range(2)] == [rejected, None]
+    results = []
+    for _ in range(3):  # snapshots whose blocks were under way are saved behind them
+        (server.cache.finish_saves if waited_for else server.streams.run_all)()
+        results.append(snapshot_schedule.look_again(look, scheduler, batch))
+    assert schedule_policy.AddReqResult.CONTINUE in results
+    server.check()
+
+
+def test_a_load_of_a_request_that_was_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is loaded all the same, and whoever comes next may read it."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20)
+    server.serve(prompt(0))
+    server._make_room(20)
+    server.arrive(prompt(0))  # and goes
+    assert server.controller.load_queue
+    server.cache.check_hicache_events()
+    assert not server.controller.load_queue
+    assert server.serve(prompt(0)) == 6 * BLOCK
+    assert not server.wrong
+    server.check_contents()
+    assert server.flush()
+
+
+def test_a_snapshot_that_comes_to_a_node_in_use_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer releases of SGLang count who uses a node also while there is no checkpoint on it, on the device."""
+    server = HostCacheServer(monkeypatch, seed=0, blocks=20)
+    component, registry = server.component, server.component.slots.registry
+    server.serve(prompt(0))
+    (parted,) = server.cache.root_node.children.values()
+    (node,) = parted.children.values()
+    component.slots.give_back([component.free_slot(needed=True) for _ in range(server.states.snapshots)])
+    server.settle()
+    assert component._slot(node) is None and component.slots.id_of(node) > 0
+    lock = server.cache.inc_lock_ref(node.id)
+    server.arrive(prompt(0))
+    server.settle()
+    slot, data = component._slot(node), node.component_data[component.component_type]
+    assert slot is not None and registry.locks[slot] == data.lock_ref
+    server.cache.dec_lock_ref(node.id, lock.to_dec_params())
+    assert registry.locks[slot] == data.lock_ref == 0
+    server.check()
+    assert server.flush()
+
+
+def test_rows_are_handed_out_side_by_side() -> None:
+    rows = FreeRows(10)
+    assert rows.take(3).tolist() == [0, 1, 2] and rows.take(4).tolist() == [3, 4, 5, 6]
+    rows.give_back(np.array([1, 2]))
+    assert rows.take(4).tolist() == [7, 8, 9, 1], "behind those before, and round"
+    assert rows.take(2) is None and rows.available == 1
+    assert rows.take(1).tolist() == [2] and rows.take(0).tolist() == []
+    rows.give_back(np.array([4]))
+    for wrong in ([4], [5, 5]):
+        with pytest.raises(ValueError, match="not all of them are out"):
+            rows.give_back(np.array(wrong))
+
+
+def test_sizes() -> None:
+    device = {"device_blocks": 100, "device_snapshots": 10, "block_bytes": 400_000, "snapshot_bytes": 4_000_000}
+    device |= {"max_snapshots": 10, "host_snapshots": None}
+    by_ratio = host_demand(**device, ratio=2.5, size_gb=0)
+    assert (by_ratio.blocks, by_ratio.snapshots, by_ratio.bytes) == (220, 28, 200_000_000)
+    with_given = host_demand(**device | {"host_snapshots": 25}, ratio=2.5, size_gb=0)
+    assert (with_given.blocks, with_given.snapshots) == (250, 25)
+    by_size = host_demand(**device, ratio=2.0, size_gb=1)
+    assert (by_size.blocks, by_size.snapshots) == (1060, 144)
+    # Of a device that has so many for its running requests alone, a ninth is snapshots.
+    by_share = host_demand(**device | {"max_snapshots": None}, ratio=2.5, size_gb=0)
+    assert (by_share.blocks, by_share.snapshots) == (450, 5)
+    flash = {"device_blocks": 7800, "device_snapshots": 90, "block_bytes": 452_512, "snapshot_bytes": 3_644_416}
+    flash |= {"max_snapshots": None, "host_snapshots": None}
+    assert host_demand(**flash, ratio=0, size_gb=64 * 2**30 / 1e9).blocks * BLOCK > 17.2e6
+    none = device | {"device_snapshots": 0, "max_snapshots": 0}
+    with pytest.raises(ValueError, match="2500 blocks and 0 snapshots"):
+        host_demand(**none, ratio=2.0, size_gb=1)
+    given = host_demand(**device | {"host_snapshots": 50}, ratio=2.0, size_gb=1)
+    assert (given.blocks, given.snapshots) == (2000, 50)
+    with pytest.raises(ValueError, match=r"0 blocks and 0 snapshots \(--hicache-ratio 0.001"):
+        host_demand(**device, ratio=0.001, size_gb=0)
+
+
+def test_a_snapshot_keeps_its_history_when_it_moves() -> None:
+    """A line of three and a branch, of which the one in the middle goes to the host and comes back to another slot."""
+    registry = SnapshotRegistry(4, host_rows=3)
+    registry.add(1, 100, 0)
+    registry.add(2, 300, 1)
+    registry.add(3, 600, 2)
+    for _ in range(5):
+        registry.tick()
+    registry.use(2)
+    row = registry.host_id(1)
+    before = registry.length[2], registry.recompute_cost[2], registry.last[2], registry.interval[2]
+    for place, to in ((2, row), (row, 4)):
+        registry.move(place, to)
+        assert (registry.length[to], registry.recompute_cost[to], registry.last[to], registry.interval[to]) == before
+        assert registry.previous[to] == 1 and registry.previous[3] == to
+        assert registry.held[to] and not registry.held[place]
+    registry.remove(4)
+    assert registry.previous[3] == 1 and len(registry) == 2
+    with pytest.raises(ValueError, match="cannot move"):
+        registry.move(1, 3)
+
+
+def registry_of(lengths: dict[int, int]) -> SnapshotRegistry:
+    """Lines of one snapshot each in slots, a request apart, all wanted."""
+    registry = SnapshotRegistry(8, host_rows=8)
+    for slot, length in lengths.items():
+        registry.tick()
+        registry.add(slot, length, 0)
+        registry.pending_write[slot] = True
+    registry.tick()
+    return registry
+
+
+def test_copies_of_what_the_device_keeps_go_first() -> None:
+    """Those that it keeps longest before others, then what only the host has and what the device gives up next, worth
+    least first: by the row a long line is worth more than a short one."""
+    registry = registry_of({1: 4000, 2: 2000, 3: 1000, 4: 500, 5: 3000, 6: 1500})
+    assert registry.to_copy() == [1, 5, 2, 6, 3, 4], "those worth most first"
+    row = registry.host_id
+    for at, slot in enumerate((5, 6)):
+        registry.move(slot, row(at))
+    registry.copied[[1, 2, 3, 4]] = True
+    assert registry.to_copy() == []
+    assert registry.note_eviction_candidates(0, 2) == [4, 3] and registry.lowest_value(needed=True, saves=0) == 4
+    assert registry.on_host(registry.host_value(registry.eviction_score())) == [1, 2, 4, 3, row(1), row(0)]
+    # Where blocks are wanted, by the likelihood of use alone: what came first stays.
+    assert registry.on_host(registry.host_value(registry.reuse_interval())) == [1, 2, row(1), row(0), 4, 3]
+
+
+def test_what_leaves_the_device_next() -> None:
+    """Ends of paths in the order of their leaves, then what lies before them; not what is locked."""
+    registry = registry_of({1: 1000, 2: 1000, 3: 1000})
+    registry.add(4, 1500, 3)
+    for _ in range(3):
+        registry.tick()
+    registry.use(4)  # after three requests; the others have waited longer
+    assert registry.superseded(3) and not registry.superseded(4)
+    assert registry.note_eviction_candidates(0, 0) == [] and not registry.evicted_next.any()
+    assert registry.note_eviction_candidates(1, 0) == registry.note_eviction_candidates(1000, 0) == [1]
+    assert registry.note_eviction_candidates(1001, 0) == [1, 2]
+    assert registry.note_eviction_candidates(2001, 0) == [1, 2, 4]
+    assert registry.note_eviction_candidates(2501, 0) == registry.note_eviction_candidates(10**9, 0) == [1, 2, 4, 3]
+    assert registry.note_eviction_candidates(0, 1) == [3] and registry.evicted_next.nonzero()[0].tolist() == [3]
+    registry.lock(1)
+    assert registry.note_eviction_candidates(1, 0) == [2]
+    assert registry.evicted_next.nonzero()[0].tolist() == [1, 2], "its copy is not spare while a request holds it"
+    assert (
+        registry.note_eviction_candidates(0, 2) == [3, 4]
+        and not registry.evicted_next[1]
+        and not registry.evicted_next[2]
+    )
+    assert registry.note_eviction_candidates(1, 0) == [2]
+    registry.copied[2] = True
+    registry.lock(2)  # by its copy
+    assert registry.note_eviction_candidates(1, 0) == [2] and registry.evicted_next[2]

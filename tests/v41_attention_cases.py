@@ -1,0 +1,150 @@
+"""Inputs of `attend_v41` and `index_topk_v41` with every corner in them, made on the CPU from a seed: `attention_cases`
+for V4.1's tables."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from attention_cases import GARBAGE, AttendCase, attend_case, rope
+from torch import Tensor
+
+from dsv4_sglang.formats import KeyFormat, KeyTable, KVFormat
+from dsv4_sglang.formats.v41_entries import V41KVFormat, V41Table
+from dsv4_sglang.ops.reference import read_v41
+
+
+class V41AttendCase(AttendCase):
+    """Arguments of `attend_v41` in order."""
+
+    def v41_args(self, device: torch.device | str = "cpu") -> tuple:
+        return self.args(device)[:-1]
+
+    def expected(self) -> Tensor:
+        return read_v41.attend_v41(*self.v41_args())
+
+
+def v41_table(blocks: int, per_block: int, stored: V41KVFormat, used: Tensor, g: torch.Generator) -> Tensor:
+    """Random rows where `used`, else bytes of NaN or of the largest numbers, which no attention kernel may let through.
+    Channels and rows differ by powers of ten."""
+    table = torch.full((blocks, per_block, stored.row_bytes), 0xFF, dtype=torch.uint8)
+    if len(used):
+        values = torch.randn(len(used), 512, generator=g)
+        values[:, 300:310] *= 1e-2
+        values[:, 480:] *= 8
+        values *= 10.0 ** (torch.arange(len(used)) % 4 - 2)[:, None]
+        values[0, :32] = 0
+        V41Table(table, stored).write(used, values)
+    return table
+
+
+def v41_attend_case(*, per_block: int = 64, seed: int = 0, **given) -> V41AttendCase:
+    """The lists of `attend_case`, of tables in V4.1's formats."""
+    plain = attend_case(per_block=per_block, seed=seed, kv_format=KVFormat.BF16, **given)
+    g = torch.Generator().manual_seed(seed)
+
+    def used(rows: Tensor) -> Tensor:
+        return rows[(rows >= 0) & (rows < GARBAGE)].unique()
+
+    window = v41_table(*plain.window.shape[:2], V41KVFormat.FP8, used(plain.window_indices), g)
+    entries = None
+    if plain.entries is not None:
+        entries = v41_table(*plain.entries.shape[:2], V41KVFormat.FP4, used(plain.entry_rows), g)
+    return V41AttendCase(**vars(replace(plain, window=window, entries=entries)))
+
+
+@dataclass
+class V41IndexCase:
+    """Arguments of `index_topk_v41` less those of candidates and the output."""
+
+    q: Tensor
+    weights: Tensor
+    index_keys: Tensor
+    block_table: Tensor
+    token_request: Tensor
+    positions: Tensor
+    rope: Tensor
+    ratio: int
+    top: int
+
+    @property
+    def visible(self) -> Tensor:
+        return (self.positions + 1) // self.ratio
+
+    @property
+    def query(self) -> Tensor:
+        return read_v41.index_query_v41(self.q, self.positions, self.rope)
+
+    def rows_of(self, request: int) -> Tensor:
+        """Table row of every entry that the request can have."""
+        per_block = self.index_keys.shape[1]
+        return (self.block_table[request].long()[:, None] * per_block + torch.arange(per_block)).flatten()
+
+    def keys(self, request: int) -> Tensor:
+        return KeyTable(self.index_keys, KeyFormat.MXFP4).read(self.rows_of(request))[
+            : int(self.visible[self.token_request == request].max())
+        ]
+
+    def scores(self, t: int) -> Tensor:
+        """Of the visible entries of a token, float64; they are exact in fp32 in any order."""
+        keys = self.keys(int(self.token_request[t])).double()[: int(self.visible[t])]
+        return ((self.query[t].double() @ keys.T).relu() * self.weights[t].double()[:, None]).sum(0)
+
+    def candidates(self, most: int) -> Tensor:
+        return torch.full((len(self.positions), most), -7, dtype=torch.int32)
+
+    def select(
+        self,
+        size: int,
+        kept: Tensor | None = None,
+        within: Tensor | None = None,
+        op: Callable = torch.ops.dsv4_sglang.index_topk_v41,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """What the op selects, [tokens, top] rows; `kept` is written."""
+        inputs = [x.to(device) if isinstance(x, Tensor) else x for x in list(vars(self).values())[:-1]]
+        rows = torch.full((len(self.positions), self.top), -7, dtype=torch.int32, device=device)
+        moved = [None if x is None else x.to(device) for x in (kept, within)]
+        op(*inputs, size, *moved, rows)
+        if kept is not None:
+            kept.copy_(moved[0])
+        return rows.cpu()
+
+    def entries(self, size: int, kept: Tensor | None = None, within: Tensor | None = None) -> list[list[int]]:
+        """Entries that the op selects for each token."""
+        chosen = []
+        for request, row in zip(self.token_request.tolist(), self.select(size, kept, within).tolist()):
+            number = {row: entry for entry, row in enumerate(self.rows_of(request).tolist())}
+            listed = [number[r] for r in row if r >= 0]
+            assert row[len(listed) :] == [-1] * (len(row) - len(listed)) and listed == sorted(set(listed))
+            chosen.append(listed)
+        return chosen
+
+
+def v41_index_case(
+    *, lens: list[tuple[int, int]], ratio: int, top: int, heads: int = 32, equal: bool = False, seed: int = 0
+) -> V41IndexCase:
+    """`lens`: first and last position + 1 of each request's tokens in the step. Unseen keys have scales of NaN. Weights
+    are multiples of 1/2, so that scores are exact. `equal`: seven different keys, so that scores tie."""
+    g = torch.Generator().manual_seed(seed)
+    per_block, counts = 128 // ratio, [-(-end // 128) + 1 for _, end in lens]
+    shuffled = torch.randperm(sum(counts), generator=g).int().split(counts)
+    table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
+    keys = torch.full((sum(counts), per_block, 72), 0x7F, dtype=torch.uint8)
+    for i, (blocks, (_, end)) in enumerate(zip(shuffled, lens)):
+        table[i, : len(blocks)] = blocks
+        entry = torch.arange(end // ratio)
+        y = torch.randn(max(len(entry), 7), 128, generator=g)
+        row = blocks.long()[entry // per_block] * per_block + entry % per_block
+        KeyTable(keys, KeyFormat.MXFP4).write(row, y[entry % 7] if equal else y[: len(entry)])
+    tokens = sum(end - begin for begin, end in lens)
+    return V41IndexCase(
+        q=torch.randn(tokens, heads, 128, generator=g).bfloat16(),
+        weights=torch.randint(-2, 5, (tokens, heads), generator=g) / 2,
+        index_keys=keys,
+        block_table=table,
+        token_request=torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(lens)]).int(),
+        positions=torch.cat([torch.arange(a, b) for a, b in lens]),
+        rope=rope(max(end for _, end in lens)),
+        ratio=ratio,
+        top=top,
+    )
