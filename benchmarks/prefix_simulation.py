@@ -168,7 +168,7 @@ def simulate(
     interval: int = INTERVAL,
     registry: type[SnapshotRegistry] = SnapshotRegistry,
 ) -> dict[str, float]:
-    """`share` of the memory in snapshots, the rest in blocks. SchedulerConfig of tokens are of what an infinite cache
+    """`share` of the memory in snapshots, the rest in blocks. Shares of tokens are of what an infinite cache
     serves."""
     memory = gigabytes * 1e9
     simulation = Simulation(
