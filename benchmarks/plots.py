@@ -27,6 +27,7 @@ COLOURS = {
     "sglang": "#d62728",
 }
 SHOWN = {
+    "in-tree, tuned": "SGLang, window ratio 0.5",
     "ours triton": "this package, portable kernel",
     "ours-eager": "this package, eager prefill",
     "flashmla": "FlashMLA alone",
