@@ -22,7 +22,7 @@ FILE = re.compile(r"`((?:dsv4_sglang|csrc|tests|benchmarks|examples|docs|tools)/
 MODULE = re.compile(r"`((?:model|formats|ops|cache|attention|standalone|testing|srt|planner|cli)/[\w./]*)`")
 IMPORT = re.compile(r"^\s*(?:from|import) dsv4_sglang\.(\w+)", re.MULTILINE)
 # 7 to 40 hexadecimal digits, a decimal one and a letter among them.
-COMMIT = re.compile(r"(?<!\w)(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b")
+COMMIT = re.compile(r"(?<![\w.])(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b")
 CODE = re.compile(r"^```.*?^```|^    .*?$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<(?:img|source)\b[^>]*?\bsrc(?:set)?=\"([^\"]+)\"")
 
@@ -106,7 +106,7 @@ def test_pages_are_short() -> None:
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("measured at 077fec8.", True), ("defaced, 1234567 or 0x85ebca6b", False), ("    git show 077fec8\n", False)],
+    [("measured at 077fec8.", True), ("defaced, 1234567, 0x85ebca6b or 3.635539e-3", False), ("    git show 077fec8\n", False)],
 )
 def test_commit_hashes_are_found(text: str, found: bool) -> None:
     assert bool(COMMIT.search(CODE.sub("", text))) == found
