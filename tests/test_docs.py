@@ -106,7 +106,11 @@ def test_pages_are_short() -> None:
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("measured at 077fec8.", True), ("defaced, 1234567, 0x85ebca6b or 3.635539e-3", False), ("    git show 077fec8\n", False)],
+    [
+        ("measured at 077fec8.", True),
+        ("defaced, 1234567, 0x85ebca6b or 3.635539e-3", False),
+        ("    git show 077fec8\n", False),
+    ],
 )
 def test_commit_hashes_are_found(text: str, found: bool) -> None:
     assert bool(COMMIT.search(CODE.sub("", text))) == found
