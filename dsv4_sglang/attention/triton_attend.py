@@ -9,8 +9,8 @@ FP8 rows are decoded by integer arithmetic (`triton_rows`) to numbers that lack 
 these numbers are multiplied as they are, and what they lack goes half with the query, half with the row's scale to its
 logit and its probability (`FOLD`): all powers of two, so the result is that of dequantised rows.
 
-On the H200, where a multiprocessor holds one such program, instructions and latency bound it, not bytes (measured:
-docs/performance.md). So a thread computes the address of one row alone, for which pieces of 64 dims share a layout;
+On the H200, where a multiprocessor holds one such program, instructions and latency bound it, not bytes (see
+docs/benchmarks/limits.md). So a thread computes the address of one row alone, and pieces of 64 dims share a layout;
 nothing of a row's address is computed in the layout of the products; rows are on their way two tiles ahead (five
 stages: three loads depend on each other); and every product is waited for before an accumulator is touched, or ptxas
 runs all wgmma instructions of the loop one by one.
