@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 
 from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.cache.v41 import V41Layout
+from dsv4_sglang.cache.v41 import v41_layout
 from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import build_schedule
 from dsv4_sglang.model.v41 import V41Config, v41_schedule
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
-
-ServedLayout = CacheLayout | V41Layout
 
 
 def layout_of(
@@ -24,10 +22,10 @@ def layout_of(
     *,
     draft_tokens: int,
     draft_layers: int,
-) -> ServedLayout:
+) -> CacheLayout:
     """`served_layout` of V4; of V4.1 what it has been trained with, in one way."""
     if isinstance(config, V41Config):
-        return V41Layout.build(
+        return v41_layout(
             v41_schedule(config, draft_layers),
             torch.device(device),
             draft_tokens=draft_tokens,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.integration.launch_error import LaunchError
-from dsv4_sglang.srt.memory.served_layout import ServedLayout
 
 GIB = 1 << 30
 SNAPSHOT_SHARE = 1 / 12
@@ -31,12 +31,12 @@ class StateDemand:
     def slots(self) -> int:
         return self.running + self.arriving + self.staging
 
-    def bytes(self, layout: ServedLayout) -> int:
+    def bytes(self, layout: CacheLayout) -> int:
         """With SGLang's dummy slot."""
         return (self.slots + 1) * layout.slot_bytes + self.snapshots * layout.snapshot_bytes
 
 
-def default_snapshots(layout: ServedLayout, running: int, available: int) -> int:
+def default_snapshots(layout: CacheLayout, running: int, available: int) -> int:
     """SNAPSHOT_SHARE of `available` bytes; a running request holds two, the one it resumed from and its latest."""
     return max(2 * running, int(SNAPSHOT_SHARE * available) // layout.snapshot_bytes)
 
@@ -55,7 +55,7 @@ def state_demand(running: int, *, step_tokens: int, default: int, max_snapshots:
 
 
 def demand_of(
-    layout: ServedLayout,
+    layout: CacheLayout,
     available_gib: float,
     *,
     running: int,
@@ -83,7 +83,7 @@ def demand_of(
     return state_demand(running, step_tokens=step_tokens, default=default, max_snapshots=max_snapshots)
 
 
-def memory_after_slots(layout: ServedLayout, demand: StateDemand, available_gib: float) -> float:
+def memory_after_slots(layout: CacheLayout, demand: StateDemand, available_gib: float) -> float:
     """GiB that state slots and snapshots leave for blocks. Raises if they do not fit."""
     needed = demand.bytes(layout) / GIB
     if needed >= available_gib:
@@ -95,12 +95,12 @@ def memory_after_slots(layout: ServedLayout, demand: StateDemand, available_gib:
     return available_gib - needed
 
 
-def tokens_in_bytes(layout: ServedLayout, available: int) -> int:
+def tokens_in_bytes(layout: CacheLayout, available: int) -> int:
     """Tokens that fit into `available` bytes: whole blocks, less SGLang's dummy and one for the padding of tables."""
     return max(0, available // layout.block_bytes - 2) * BLOCK
 
 
-def require_context(layout: ServedLayout, tokens: int, context_len: int, reason: str) -> None:
+def require_context(layout: CacheLayout, tokens: int, context_len: int, reason: str) -> None:
     """Raise if `tokens` cannot hold one request of the context length; `reason` says where the number is from."""
     needed = -(-context_len // BLOCK) * BLOCK
     if tokens < needed:
@@ -112,7 +112,7 @@ def require_context(layout: ServedLayout, tokens: int, context_len: int, reason:
         )
 
 
-def tokens_of_pool(layout: ServedLayout, available: int, context_len: int) -> int:
+def tokens_of_pool(layout: CacheLayout, available: int, context_len: int) -> int:
     """Tokens of the blocks in the `available` bytes behind state slots and snapshots. LaunchError if one request of
     the context length does not fit.
     """
@@ -122,7 +122,7 @@ def tokens_of_pool(layout: ServedLayout, available: int, context_len: int) -> in
     return tokens
 
 
-def table(layout: ServedLayout, tokens: int, demand: StateDemand) -> str:
+def table(layout: CacheLayout, tokens: int, demand: StateDemand) -> str:
     """The pools of a launch for the log, one line a tensor."""
     of_a_slot = f"{demand.running} requests, {demand.staging} for the snapshots of a step"
     if demand.arriving:
