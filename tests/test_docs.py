@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = ("dsv4_sglang", "csrc", "tests", "benchmarks", "docs", "examples")
 SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp", ".md"}
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 NUMBER = r"\d+(?:\.\d+)?"
 # "SPEC 2.1, 2.4 and 3.1 to 3.7", "SPEC 9, conflict 12".

@@ -61,5 +61,7 @@ def test_options_page_has_no_other_options() -> None:
 
 
 def test_flags_page_equals_the_flag_table() -> None:
-    result = subprocess.run([sys.executable, ROOT / "tools" / "flags_page.py", "--check"], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, ROOT / "tools" / "flags_page.py", "--check"], capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr

@@ -1,7 +1,7 @@
 """Write docs/reference/flags.md from the table of SGLang's flags.
 
-    python tools/flags_page.py            # write the page
-    python tools/flags_page.py --check    # exit code 1 if the page differs from the table
+python tools/flags_page.py            # write the page
+python tools/flags_page.py --check    # exit code 1 if the page differs from the table
 """
 
 from __future__ import annotations
