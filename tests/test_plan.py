@@ -326,7 +326,7 @@ def test_distances_on_the_page() -> None:
         row = f" | {measured:,} | {made.tokens:,} | {100 * (made.tokens / measured - 1):+.1f} % |"
         assert row in PLANNING
     loaded = count_weights(PRO, Split(4), Format.FP4).bytes + BESIDE_WEIGHTS
-    assert f"{loaded / GIB:.0f} GiB of a GPU on four" in RECIPES
+    assert f"{loaded / GIB:.0f} GiB of each" in RECIPES
 
 
 # The plan

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from textwrap import fill
+from textwrap import TextWrapper
 
 from dsv4_sglang.srt.integration.flag_table import DENIED, LIMITS
 from dsv4_sglang.srt.integration.flag_validation import flag
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "flags.md"
-WIDTH = 120
+WRAPPER = TextWrapper(120, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 HEAD = """# SGLang's flags
 
-Flags keep their meaning, except for those below. A rejected flag ends the start with the reason. Combinations that are
-rejected are listed under "Limits" in the guides.
+Flags keep their meaning, except for those below. A rejected flag ends the start with the reason. Rejected
+combinations are listed under "Limits" in the guides.
 
 `tools/flags_page.py` writes this page.
 
@@ -40,8 +40,7 @@ These flags may only have their default.
 def bullets(flags_by_reason: dict[str, list[str]]) -> str:
     """Return one bullet for each reason, with its flags."""
     items = (f"{', '.join(f'`{name}`' for name in names)}: {reason}." for reason, names in flags_by_reason.items())
-    wrap = {"width": WIDTH, "initial_indent": "- ", "subsequent_indent": "  "}
-    return "".join(fill(item, break_on_hyphens=False, break_long_words=False, **wrap) + "\n" for item in items)
+    return "".join(WRAPPER.fill(item) + "\n" for item in items)
 
 
 def page() -> str:
