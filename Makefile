@@ -1,8 +1,8 @@
 # make serve    set up, make a tiny checkpoint, serve it, print two turns of a conversation and what came from the
 #               cache, stay up
 # make test     set up, format and lint checks, types, tests (two processes, a file each: servers start slowly)
-# make test-newest   the short set of tests, with servers, on the newest SGLang that is served (docs/versions.md), in an
-#               environment of its own
+# make test-newest   the short set of tests, with servers, on the newest SGLang that is served, in an environment of its
+#               own (docs/design/adding_a_release.md)
 # make test-newest-short   a shorter set, for CI, in an environment that has torch and what else can be the same from .venv
 # make demo     make serve on a free port, then stop
 # make bench    the benchmarks

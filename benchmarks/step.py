@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import report, timing
-from dsv4_sglang.attention.metadata import DecodeBuffers, build_decode, gather_decode
+from dsv4_sglang.attention.metadata import build_decode, gather_decode
+from dsv4_sglang.attention.step_buffers import DecodeBuffers
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 

@@ -72,16 +72,16 @@ def alive(storage: StateStorage, slot: int, length: int) -> dict[str, Tensor]:
     window = torch.arange(max(0, length - WINDOW + 1), length) % layout.ring_rows
     found = {f"ring {layer}": storage.ring(layer)[slot, window].clone() for layer in range(len(layout.schemas))}
     for layer in layout.layers(AttentionType.CSA):
-        tail, sizes = storage.tail(layer)[slot], layout.schemas[layer].rows.csa
+        compressor_state, sizes = storage.compressor_state(layer)[slot], layout.schemas[layer].rows.csa
         begin = length // CSA_RATIO * CSA_RATIO
         current = torch.arange(begin, length) % sizes.current
         previous = torch.arange(max(0, begin - CSA_RATIO), length) % sizes.previous
         rows = [current, sizes.current_z + current, sizes.previous_k + previous, sizes.previous_z + previous]
-        found[f"CSA tail {layer}"] = tail[torch.cat(rows)].clone()
+        found[f"CSA compressor state {layer}"] = compressor_state[torch.cat(rows)].clone()
     for layer in layout.layers(AttentionType.HCA):
         if length % HCA_RATIO:
-            state_copies = storage.tail(layer)[slot].unflatten(0, (-1, 3))
-            found[f"HCA tail {layer}"] = state_copies[length % len(state_copies)].clone()
+            state_copies = storage.compressor_state(layer)[slot].unflatten(0, (-1, 3))
+            found[f"HCA compressor state {layer}"] = state_copies[length % len(state_copies)].clone()
     return found
 
 

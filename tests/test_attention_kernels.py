@@ -7,7 +7,8 @@ import pytest
 import torch
 from attention_cases import attend_case, prefill_case
 
-from dsv4_sglang.attention.base import AttendInputs, begin_step, make_kernels
+from dsv4_sglang.attention.base import AttendInputs
+from dsv4_sglang.attention.registry import begin_step, make_kernels
 from dsv4_sglang.formats import KVFormat
 
 pytest.importorskip("triton")

@@ -1,4 +1,4 @@
-"""What pages and comments point to exists (sections of docs/spec.md, links, files), and imports point one way."""
+"""References in pages and comments exist (sections of the cache mathematics, links, files); imports point one way."""
 
 import re
 from itertools import chain
@@ -10,32 +10,28 @@ ROOT = Path(__file__).parent.parent
 SOURCES = ("dsv4_sglang", "csrc", "tests", "benchmarks", "docs", "examples")
 SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp", ".md"}
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+SPEC = ROOT / "docs" / "design" / "cache_mathematics.md"
 
 NUMBER = r"\d+(?:\.\d+)?"
-# "SPEC 2.1, 2.4 and 3.1 to 3.7", "SPEC 9, conflict 12".
-CITATION = re.compile(rf"\bSPEC ({NUMBER}(?:(?:, | and | to |, and ){NUMBER}\b)*)(?:, (conflict \d+))?")
+# "SPEC 2.1, 2.4 and 3.1 to 3.7".
+CITATION = re.compile(rf"\bSPEC ({NUMBER}(?:(?:, | and | to |, and ){NUMBER}\b)*)")
 HEADING = re.compile(rf"^##+ ({NUMBER})\b", re.MULTILINE)
-CONFLICT = re.compile(r"^\| (\d+) \|", re.MULTILINE)
 FILE = re.compile(r"`((?:dsv4_sglang|csrc|tests|benchmarks|examples|docs|tools)/[\w./]*)`")
+# Pages of docs/design name modules relative to the package.
+MODULE = re.compile(r"`((?:model|formats|ops|cache|attention|standalone|testing|srt|planner|cli)/[\w./]*)`")
 IMPORT = re.compile(r"^\s*(?:from|import) dsv4_sglang\.(\w+)", re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<(?:img|source)\b[^>]*?\bsrc(?:set)?=\"([^\"]+)\"")
 
 
 def citations(text: str) -> list[str]:
-    """Numbers of cited sections, "conflict n" for rows of section 9; a comment may break its line inside a citation."""
+    """Return the numbers of cited sections; a comment may break its line inside a citation."""
     joined = re.sub(r"\n[ \t]*(?:///?|#|\*)?[ \t]*", " ", text)
-    found = []
-    for match in CITATION.finditer(joined):
-        found += re.findall(NUMBER, match[1])
-        if match[2]:
-            found.append(match[2])
-    return found
+    return [number for match in CITATION.finditer(joined) for number in re.findall(NUMBER, match[1])]
 
 
-def targets() -> set[str]:
-    spec = (ROOT / "docs" / "spec.md").read_text()
-    conflicts = spec[spec.index("\n## 9.") : spec.index("\n## 10.")]
-    return {*HEADING.findall(spec), *(f"conflict {n}" for n in CONFLICT.findall(conflicts))}
+def page_name(page: Path) -> str:
+    """The id of a page's tests; pages of different folders may share a file name."""
+    return str(page.relative_to(ROOT))
 
 
 def anchors(page: Path) -> set[str]:
@@ -52,7 +48,6 @@ def anchors(page: Path) -> set[str]:
         ('"""SPEC 5.2 and 5.3: 584 B"""', ["5.2", "5.3"]),
         ("    /// fake-quantised (SPEC\n    /// 2.5, 4.1).", ["2.5", "4.1"]),
         ("from the tests that SPEC 8 requires, SPEC 1.3, at which", ["8", "1.3"]),
-        ("its bf16 rounding (SPEC 9, conflict 12).", ["9", "conflict 12"]),
         ("SPECIALS 3.1, a SPEC of 2 parts", []),
     ],
 )
@@ -61,7 +56,7 @@ def test_citations_are_found(text: str, expected: list[str]) -> None:
 
 
 def test_every_cited_section_of_the_specification_exists() -> None:
-    known = targets()
+    known = set(HEADING.findall(SPEC.read_text()))
     files = [f for f in chain.from_iterable((ROOT / s).rglob("*") for s in SOURCES) if f.suffix in SUFFIXES]
     cited = {
         (number, str(file.relative_to(ROOT)))
@@ -73,7 +68,7 @@ def test_every_cited_section_of_the_specification_exists() -> None:
     assert not sorted(c for c in cited if c[0] not in known)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_relative_links_resolve(page: Path) -> None:
     broken = []
     for match in LINK.finditer(page.read_text()):
@@ -86,10 +81,13 @@ def test_relative_links_resolve(page: Path) -> None:
     assert not broken
 
 
-# The notebook's paths are those of the time of each note.
-@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "notebook.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_named_files_exist(page: Path) -> None:
-    assert not [path for path in FILE.findall(page.read_text()) if not (ROOT / path).exists()]
+    text = page.read_text()
+    named = [ROOT / path for path in FILE.findall(text)]
+    if page.parent == SPEC.parent:
+        named += [ROOT / "dsv4_sglang" / path for path in MODULE.findall(text)]
+    assert not [str(path.relative_to(ROOT)) for path in named if not path.exists()]
 
 
 def test_nothing_reaches_the_cache_without_a_server() -> None:
@@ -101,8 +99,8 @@ def test_nothing_reaches_the_cache_without_a_server() -> None:
 
 
 def test_packages_import_in_the_order_of_the_architecture_page() -> None:
-    """A package knows those listed above it; docs/architecture.md lists them all."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    """A package imports from those listed above it; docs/design/architecture.md lists them all."""
+    page = (ROOT / "docs" / "design" / "architecture.md").read_text()
     order = re.findall(r"^\| `dsv4_sglang/(\w+)`", page, re.MULTILINE)
     folders = {folder.name for folder in (ROOT / "dsv4_sglang").iterdir() if list(folder.glob("*.py"))}
     assert set(order) == folders

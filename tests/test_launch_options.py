@@ -97,7 +97,7 @@ def layout(config: DSV4Config, kv_cache_dtype: torch.dtype = torch.float8_e4m3fn
 
 
 def test_bytes_of_flash_and_pro() -> None:
-    """SPEC 5.2 and 5.3: 584 B entries and 72 B keys; rings, tails of 24 x 640 and online HCA states."""
+    """SPEC 5.2 and 5.3: 584 B entries and 72 B keys; rings, compressor states of 24 x 640 and online HCA states."""
     flash, pro = layout(DSV4Config.flash()), layout(DSV4Config.pro())
     assert flash.token_bytes == (21 * 32 * (584 + 72) + 20 * 584) / 128
     assert pro.token_bytes == (30 * 32 * (584 + 72) + 31 * 584) / 128

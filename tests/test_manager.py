@@ -164,7 +164,7 @@ def test_a_reused_slot_shows_nothing_of_its_last_owner(device: torch.device, fir
     new = Request.admit(manager, 0)
     assert new.slot == old.slot
     assert bool((manager.state.swa_pos[:, new.slot] == -1).all())
-    for tensor in (manager.state.rings, *manager.state.tails.values()):
+    for tensor in (manager.state.rings, *manager.state.compressor_states.values()):
         tensor[:, new.slot] = float("nan")
     for pool in manager.paged_pools:
         for table in (pool.entries, pool.index_keys) if pool is not None else ():

@@ -18,7 +18,7 @@ WRAPPER = """
 #include "numeric.h"
 #include "geometry.h"
 #include "index/layout.h"
-#include "rows.h"
+#include "entries.h"
 using namespace dsv4;
 #define EACH(name, expression) \\
   extern "C" void name(const float* x, float* y, long n) { for (long i = 0; i < n; ++i) y[i] = float(expression); }
@@ -110,7 +110,7 @@ def host(tmp_path_factory):
 
 
 def test_constants_equal_their_python_twins(host):
-    """All of rows.h and geometry.h: a constant that is added there without a twin here fails too."""
+    """All of entries.h and geometry.h: a constant that is added there without a twin here fails too."""
     twins = {
         "kEntryDim": kv_entries.ENTRY_DIM,
         "kRopeDim": kv_entries.ROPE_DIM,
@@ -141,7 +141,7 @@ def test_constants_equal_their_python_twins(host):
     }
     compiled = {name: ctypes.c_int.in_dll(host.library, f"constant_{name}").value for name in twins}
     assert compiled == twins
-    headers = "".join((extension.source_dir() / name).read_text() for name in ("rows.h", "geometry.h"))
+    headers = "".join((extension.source_dir() / name).read_text() for name in ("entries.h", "geometry.h"))
     named = set(re.findall(r"constexpr int (k\w+)\b(?!\()", headers))
     named.update(name for names in re.findall(r"enum \w+ : int \{([^}]*)\}", headers) for name in names.split(", "))
     assert {name.strip() for name in named} == set(twins)

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_sglang.attention.metadata import PrefillBuffers, build_prefill, build_recorded
+from dsv4_sglang.attention.metadata import build_prefill, build_recorded, recorded_step
+from dsv4_sglang.attention.step_buffers import PrefillBuffers
 from dsv4_sglang.cache.step import StepMetadata
 
 BLOCK, MAX_BLOCKS, TOKENS, REQUESTS, TOP_K = 128, 9, 640, 5, 64
@@ -69,7 +70,8 @@ class Batch:
             snapshots=self.snapshots.flatten() if self.due else None,
         )
         out_loc = torch.nn.functional.pad(self.out_loc, (0, tokens - len(self.out_loc)))
-        return build_recorded(buffers, tokens, out_loc, TOP_K)
+        build_recorded(buffers, tokens, out_loc, TOP_K)
+        return recorded_step(buffers, tokens, out_loc)
 
 
 def make_buffers() -> PrefillBuffers:
@@ -134,6 +136,8 @@ def test_empty_batch_is_padding_alone(tokens):
     """Graphs are recorded with such a batch."""
     buffers = make_buffers()
     buffers.track_slots.fill_(-1)
-    step = build_recorded(buffers, tokens, torch.zeros(tokens, dtype=torch.int64), TOP_K)
+    out_loc = torch.zeros(tokens, dtype=torch.int64)
+    build_recorded(buffers, tokens, out_loc, TOP_K)
+    step = recorded_step(buffers, tokens, out_loc)
     assert step.token_request.eq(REQUESTS).all() and step.slots.eq(-1).all() and step.track_slots.eq(-1).all()
     assert step.window_lens.eq(0).all() and step.csa_lens.eq(0).all() and step.hca_lens.eq(0).all()

@@ -7,13 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_sglang.attention.metadata import (
-    DecodeBuffers,
-    align,
-    build_decode,
-    build_prefill,
-    gather_decode,
-)
+from dsv4_sglang.attention.metadata import build_decode, build_prefill, gather_decode
+from dsv4_sglang.attention.step_buffers import DecodeBuffers, align
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.model.geometry import state_rows

@@ -90,12 +90,12 @@ __device__ __forceinline__ const float* input_row(const Stream& s, int row, int6
 __device__ __forceinline__ float4 input_bias(const Stream& s, int row) {
   return load4(s.ape + bias_row(row) * 2 * s.width + (row < 4 ? 0 : s.width));
 }
-__device__ __forceinline__ const float* tail_k(const float* compressor_state, const CompressorStateRows& rows, int row,
-                                               int position) {
+__device__ __forceinline__ const float* state_k(const float* compressor_state, const CompressorStateRows& rows, int row,
+                                                int position) {
   return compressor_state + (row < 4 ? rows.previous_k(position) : rows.current_k(position)) * kCsaCompressorStateWidth;
 }
-__device__ __forceinline__ const float* tail_z(const float* compressor_state, const CompressorStateRows& rows, int row,
-                                               int position) {
+__device__ __forceinline__ const float* state_z(const float* compressor_state, const CompressorStateRows& rows, int row,
+                                                int position) {
   return compressor_state + (row < 4 ? rows.previous_z(position) : rows.current_z(position)) * kCsaCompressorStateWidth;
 }
 

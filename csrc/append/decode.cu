@@ -129,8 +129,8 @@ __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& 
 #pragma unroll
     for (int row = 0; row < 7; ++row) {
       const bool there = row >= 4 || first >= 0;
-      const float *from_k = tail_k(compressor_state, rows, row, first + row),
-                  *from_z = tail_z(compressor_state, rows, row, first + row);
+      const float *from_k = state_k(compressor_state, rows, row, first + row),
+                  *from_z = state_z(compressor_state, rows, row, first + row);
       if (drafts && first + row >= token.length) {
         from_k = input_row(s, row, token.input - 7 + row), from_z = from_k + 2 * s.width;
       }

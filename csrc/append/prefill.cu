@@ -128,13 +128,13 @@ __device__ void csa_boundary(const AppendParams& p, Shared<1>& shared, int b) {
     const auto k_of = [&](int row) {
       const int position = first + row;
       if (position < 0) return splat(0);
-      return load4(position < length ? tail_k(compressor_state, rows, row, position)
+      return load4(position < length ? state_k(compressor_state, rows, row, position)
                                      : input_row(s, row, begin + position - length));
     };
     const auto z_of = [&](int row) {
       const int position = first + row;
       if (position < 0) return splat(-INFINITY);
-      if (position < length) return load4(tail_z(compressor_state, rows, row, position));
+      if (position < length) return load4(state_z(compressor_state, rows, row, position));
       return load4(input_row(s, row, begin + position - length) + 2 * s.width) + input_bias(s, row);
     };
     float4 z[8];

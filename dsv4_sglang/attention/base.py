@@ -1,39 +1,33 @@
-"""Readers: what a layer's attention reads, the interface of the kernels that read it, and which of them a step takes.
-
-| attention kernel | kernel | steps | rows |
-| --- | --- | --- | --- |
-| `sparse_prefill.SparsePrefillAttention` | FlashMLA's sparse bf16 kernel, on rows written out | prefill | fp8, bf16 |
-| `flashmla.FlashMLAAttention` | FlashMLA's FP8 kernel for decode, on the tables as they are | any | fp8 |
-| `PortableAttention` | the op `attend`: Triton (`triton_attend`) on CUDA, `ops.reference.read` on a CPU | any | all |
-"""
+"""The interface of the attention kernels and what they read. `registry` chooses between them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4_sglang.attention import cuda_ops  # noqa: F401  registers `attend` for CUDA
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import KVFormat
 
 MOST_PADDED_HEADS = 128
-"""Heads up to which a attention kernel pads (`AttentionKernel.query_heads`)."""
+"""Heads up to which an attention kernel pads (`AttentionKernel.query_heads`)."""
 
 
 class EntryList(NamedTuple):
-    """Rows of a KV buffer `table` [blocks, rows a block, width] that T tokens read: of token t those of
-    `rows` [T, K] int32 (-1: none) before `lens[t]`, [T] int32; anything may lie behind."""
+    """The entries of a KV buffer that T tokens read.
+
+    `table` [blocks, entries per block, width]: the buffer. `indices` [T, K] int32: entries of each token, -1: none.
+    `topk_length` [T] int32: token t reads the first `topk_length[t]` of its indices. The rest is undefined.
+    """
 
     table: Tensor
-    rows: Tensor
-    lens: Tensor
+    indices: Tensor
+    topk_length: Tensor
 
     def of_tokens(self, part: slice) -> EntryList:
-        return self._replace(rows=self.rows[part], lens=self.lens[part])
+        return self._replace(indices=self.indices[part], topk_length=self.topk_length[part])
 
 
 class AttendInputs(NamedTuple):
@@ -108,44 +102,3 @@ class AttentionKernel(ABC):
     def attend(self, q: Tensor, inputs: AttendInputs, *, output_is_rotated: bool = False) -> LayerOutput:
         """`attend` for one layer of the step and queries `q` [T, H, 512], H as `query_heads` says; heads that do not
         count hold anything. `output_is_rotated`: the caller can apply the inverse RoPE to the output itself."""
-
-
-class PortableAttention(AttentionKernel):
-    """The op `attend`: any device, format, dtype and number of heads, any step. It applies the inverse RoPE to on the
-    way."""
-
-    @classmethod
-    def supports(cls, device: torch.device, heads: int, dtype: torch.dtype, kv_format: KVFormat) -> bool:
-        return True
-
-    def begin_step(self, step: StepMetadata, lengths: list[int] | None) -> bool:
-        return True
-
-    def attend(self, q: Tensor, inputs: AttendInputs, *, output_is_rotated: bool = False) -> LayerOutput:
-        return LayerOutput(torch.ops.dsv4_sglang.attend(q, *inputs.op_args()), rotated=False)
-
-
-def make_kernels(
-    device: torch.device, blocks: int, heads: int, dtype: torch.dtype, kv_format: KVFormat
-) -> list[AttentionKernel]:
-    """The attention kernels that support a model's queries and rows on `device`, the fastest first; the last takes any
-    step.
-
-    `blocks`: blocks of the entry tables.
-    """
-    kernels: list[AttentionKernel] = []
-    model = device, heads, dtype, kv_format
-    if device.type == "cuda":
-        from dsv4_sglang.attention.flashmla import FlashMLAAttention, padded_heads, shares
-        from dsv4_sglang.attention.sparse_prefill import SparsePrefillAttention
-
-        if SparsePrefillAttention.supports(*model):
-            kernels.append(SparsePrefillAttention(blocks))
-        if FlashMLAAttention.supports(*model):
-            kernels.append(FlashMLAAttention(shares(device, padded_heads(heads))))
-    return [*kernels, PortableAttention()]
-
-
-def begin_step(kernels: Sequence[AttentionKernel], step: StepMetadata, lengths: list[int] | None) -> AttentionKernel:
-    """The first attention kernel that takes the step, ready for its layers."""
-    return next(kernel for kernel in kernels if kernel.begin_step(step, lengths))

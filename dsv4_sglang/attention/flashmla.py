@@ -19,7 +19,7 @@ from torch import Tensor
 from dsv4_sglang.attention import flashmla_scheduler
 from dsv4_sglang.attention.base import MOST_PADDED_HEADS, AttendInputs, AttentionKernel, EntryList, LayerOutput
 from dsv4_sglang.attention.flashmla_scheduler import BLOCK_ROWS
-from dsv4_sglang.attention.metadata import align
+from dsv4_sglang.attention.step_buffers import align
 from dsv4_sglang.attention.triton_output import inverse_rope
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import KVFormat, make_kv_buffers
@@ -93,9 +93,9 @@ class FlashMLAKernel(AttentionKernel):
 
 def _aligned(listed: EntryList) -> EntryList:
     """With a width that the kernel takes; to pad costs a copy a layer, so metadata makes such widths."""
-    width = listed.rows.shape[1]
+    width = listed.indices.shape[1]
     more = align(width) - width
-    return listed._replace(rows=F.pad(listed.rows, (0, more), value=-1)) if more else listed
+    return listed._replace(indices=F.pad(listed.indices, (0, more), value=-1)) if more else listed
 
 
 class SchedulerConfig(NamedTuple):
@@ -135,7 +135,7 @@ def shares(device: torch.device, heads: int) -> SchedulerConfig | None:
             inputs = AttendInputs(sink, heads, window, entries, nowhere, nowhere, 1.0, KVFormat.FP8)
             kernel.attend(q, inputs, output_is_rotated=True)
             theirs = kernel._schedule(heads, window, entries)
-            ours = flashmla_scheduler.build(window.lens, entries and entries.lens, *found)
+            ours = flashmla_scheduler.build(window.topk_length, entries and entries.topk_length, *found)
             if not same_schedules(ours, (theirs.tile_scheduler_metadata, theirs.num_splits)):
                 logger.warning(
                     "FlashMLA as installed does not divide its work as expected for %d heads on %s, %s: it makes its "
@@ -160,7 +160,7 @@ class FlashMLAAttention(FlashMLAKernel):
     """The sparse FP8 kernel for decode, which reads this package's FP8 tables as they are: the window table as its
     cache with the window list, the entry table as its extra cache with the entry list.
 
-    It wants block strides of a multiple of 16 B, on sm_100 of 576 B (`formats.rows.block_stride_bytes`).
+    It wants block strides of a multiple of 16 B, on sm_100 of 576 B (`formats.kv_entries.block_stride_bytes`).
 
     The lists of all tokens are cut into equal shares before the first layer of a kind, by `triton_schedule` or, without
     `shares`, by a kernel of FlashMLA's; layers of one kind have one schedule. It depends on the lengths alone, so
@@ -186,13 +186,14 @@ class FlashMLAAttention(FlashMLAKernel):
         from sgl_kernel.flash_mla import FlashMLASchedMeta
 
         lists = window, entries
-        key = heads, *(x and (x.lens.data_ptr(), x.table.shape[1], *x.rows.shape) for x in lists)
+        key = heads, *(x and (x.topk_length.data_ptr(), x.table.shape[1], *x.indices.shape) for x in lists)
         if key not in self._schedules:
             made: tuple[Tensor, ...] = ()
-            if self._scheduler_config is not None and window.lens.shape[0] <= _SCHEDULED_TOKENS:
-                made = flashmla_scheduler.build(window.lens, entries and entries.lens, *self._scheduler_config)
+            if self._scheduler_config is not None and window.topk_length.shape[0] <= _SCHEDULED_TOKENS:
+                found = window.topk_length, entries and entries.topk_length
+                made = flashmla_scheduler.build(*found, *self._scheduler_config)
             self._schedules[key] = FlashMLASchedMeta(False, None, *made)
-            self._alive.extend(x.lens for x in lists if x)  # while they live, no other tensor has their address
+            self._alive.extend(x.topk_length for x in lists if x)  # while they live, no other tensor has their address
         return self._schedules[key]
 
     def _rotated(self, q: Tensor, inputs: AttendInputs) -> Tensor:
@@ -214,12 +215,12 @@ class FlashMLAAttention(FlashMLAKernel):
                 tile_scheduler_metadata=self._schedule(heads, window, entries),
                 softmax_scale=inputs.scale,
                 is_fp8_kvcache=True,
-                indices=window.rows.unsqueeze(1),
-                topk_length=window.lens,
+                indices=window.indices.unsqueeze(1),
+                topk_length=window.topk_length,
                 attn_sink=inputs.sink,
                 extra_k_cache=entries.table.unsqueeze(2) if entries else None,
-                extra_indices_in_kvcache=entries.rows.unsqueeze(1) if entries else None,
-                extra_topk_length=entries.lens if entries else None,
+                extra_indices_in_kvcache=entries.indices.unsqueeze(1) if entries else None,
+                extra_topk_length=entries.topk_length if entries else None,
             )
             outs.append(out.squeeze(1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -255,14 +255,14 @@ def attend(q: Tensor, inputs: AttendInputs, splits: int | None = None) -> Tensor
     groups = triton.cdiv(heads, tile.heads)
     window, entries = inputs.window, inputs.entries or inputs.window
     if splits is None:
-        listed = window.rows.shape[1] + (entries.rows.shape[1] if inputs.entries else 0)
+        listed = window.indices.shape[1] + (entries.indices.shape[1] if inputs.entries else 0)
         splits = split_count(tokens, groups, triton.cdiv(listed, tile.rows), processors)
     partial = stats = out
     if splits > 1:
         partial = torch.empty(tokens, splits, heads, ENTRY_DIM, dtype=torch.float32, device=q.device)
         stats = torch.empty(tokens, splits, heads, 2, dtype=torch.float32, device=q.device)
     tables = [
-        (listed.rows.stride(0), table_stride(listed.table), listed.table.shape[1], _block_shift(listed.table))
+        (listed.indices.stride(0), table_stride(listed.table), listed.table.shape[1], _block_shift(listed.table))
         for listed in (window, entries)
     ]
     _attend_kernel[(tokens, splits, groups)](

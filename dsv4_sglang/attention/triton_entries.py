@@ -1,4 +1,5 @@
-"""Rows of a table in Triton: their numbers (`formats.rows`), where they lie, how FP8 codes are decoded, their rotation.
+"""Rows of a table in Triton: their numbers (`formats.kv_entries`), where they lie, how FP8 codes are decoded, their
+rotation.
 
 What every Triton kernel that touches rows shares; `csrc/` has the same for CUDA.
 

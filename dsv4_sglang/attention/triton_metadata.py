@@ -15,7 +15,7 @@ from torch import Tensor
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_RATIO, WINDOW
 
 if TYPE_CHECKING:
-    from dsv4_sglang.attention.metadata import DecodeBuffers, PrefillBuffers
+    from dsv4_sglang.attention.step_buffers import DecodeBuffers, PrefillBuffers
 
 
 @triton.jit

@@ -387,8 +387,8 @@ class HostStates:
 
 class HostSnapshotPool(HostStates):
     """`num_snapshots` host copies of snapshots, which count from 1: `rows` [num_snapshots, snapshot_bytes]
-    uint8, the rings of all layers and then their CSA tails (`StateStorage.snapshot_tables`), whole lines of 128
-    bytes. `spare`: as of `HostBlockPool`.
+    uint8, the rings of all layers and then their CSA compressor states (`StateStorage.snapshot_tables`), whole lines of
+    128 bytes. `spare`: as of `HostBlockPool`.
 
     Raises RuntimeError when the system does not give or pin so much memory; it says how much was asked for.
     """

@@ -202,7 +202,7 @@ def quantise_nope(x: Tensor) -> tuple[Tensor, Tensor]:
     """[N, 448] -> e4m3 bytes [N, 448] uint8 and the biased exponent of the multiplier [N] uint8 (SPEC 2.4, one scale
     an entry).
 
-    The source of an FP8 row is always its bf16 rounding (SPEC 9, conflict 12).
+    The source of an FP8 row is always its bf16 rounding (SPEC 2.4).
     """
     x = x.bfloat16().float()
     amax = x.abs().amax(-1).clamp_min(FP8_AMAX_FLOOR)

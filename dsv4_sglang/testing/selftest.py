@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.attention import cuda_ops  # noqa: F401  (registers `attend` for CUDA)
-from dsv4_sglang.attention.metadata import DecodeBuffers, build_decode, build_prefill, gather_decode
+from dsv4_sglang.attention.metadata import build_decode, build_prefill, gather_decode
+from dsv4_sglang.attention.step_buffers import DecodeBuffers
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import KeyFormat, KVFormat, make_key_table, make_kv_buffers

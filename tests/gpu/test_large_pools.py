@@ -37,7 +37,7 @@ def shifted(rows: Tensor, by: int) -> Tensor:
 
 def far_list(near: EntryList) -> EntryList:
     """The same rows of a table whose blocks lie `far`, 32 rows each."""
-    return EntryList(far(near.table), shifted(near.rows, (BLOCKS - near.table.shape[0]) * 32), near.lens)
+    return EntryList(far(near.table), shifted(near.indices, (BLOCKS - near.table.shape[0]) * 32), near.topk_length)
 
 
 @pytest.mark.parametrize("kernel", ["flashmla", "triton"])

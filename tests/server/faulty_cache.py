@@ -22,7 +22,7 @@ FAULT_FILE = "DSV4_SGLANG_TEST_FAULT"
 FAULTS = (
     "the state at the end of the step",
     "previous rows dropped",
-    "indexer tail dropped",
+    "indexer compressor state dropped",
     "a slot reused without its state",
     "a snapshot shared without a copy",
 )

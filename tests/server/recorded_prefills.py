@@ -30,7 +30,7 @@ def register() -> None:
     for target, function in (
         (BACKEND + "init_forward_metadata_out_graph", _init_metadata),
         (MODEL + "forward", _forward),
-        ("dsv4_sglang.attention.metadata.PrefillBuffers.fill", _fill),
+        ("dsv4_sglang.attention.step_buffers.PrefillBuffers.fill", _fill),
     ):
         HookRegistry.register(target, function, HookType.AROUND)
 

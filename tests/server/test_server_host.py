@@ -34,7 +34,7 @@ def server(
     request: pytest.FixtureRequest, fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """A device of 2,048 tokens and 12 snapshots, a host of four times that; a layer of each kind, and the indexer
-    selects all entries (docs/prefix.md says why)."""
+    selects all entries (docs/design/prefix_policy.md says why)."""
     log = tmp_path_factory.mktemp("host") / "log"
     flags = (*FLAGS, "--hicache-write-policy", request.param)
     with running(tiny(seed=0, ratios=(0, 4, 128), index_topk=1536), log, *flags, **OPTIONS) as server:
@@ -276,7 +276,7 @@ def test_new_weights_leave_nothing_on_the_host(server: Server, tiny: Callable[..
 
 
 def test_the_table_names_the_host(server: Server) -> None:
-    """Of a CSA and an HCA layer in fp32, and snapshots of three rings and a CSA tail: as many bytes as four times 16
-    blocks and 12 snapshots, with 11/8 times the snapshots a block."""
+    """Of a CSA and an HCA layer in fp32, and snapshots of three rings and a CSA compressor state: as many bytes as four
+    times 16 blocks and 12 snapshots, with 11/8 times the snapshots a block."""
     table = "host cache of this process: 6912 tokens in 54 blocks of 83968 bytes, 49 snapshots of 806912 bytes"
     assert table in server.log_text()

@@ -29,7 +29,7 @@ def server(fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.Temp
     """Chunks of 256, a snapshot every 512 tokens, 12 snapshots, 6,144 tokens of blocks; a layer of each kind.
 
     The indexer selects all entries: where it leaves some out, a step with other requests rounds scores in another
-    way, and where two are equal but for that, the other one is selected (docs/prefix.md).
+    way, and where two are equal but for that, the other one is selected (docs/design/prefix_policy.md).
     """
     log = tmp_path_factory.mktemp("prefix") / "log"
     with running(tiny(seed=0, ratios=(0, 4, 128), index_topk=1536), log, *FLAGS, **OPTIONS) as server:
@@ -196,7 +196,7 @@ def test_several_at_once_under_eviction(server: Server) -> None:
     server.wait_idle()
 
 
-@pytest.mark.parametrize("kind", sorted(set(FAULTS) - {"indexer tail dropped"}))
+@pytest.mark.parametrize("kind", sorted(set(FAULTS) - {"indexer compressor state dropped"}))
 def test_a_broken_cache_shows(server: Server, fault: Path, kind: str) -> None:
     """What the tests above would see of each way to break a snapshot. The keys matter where entries are selected:
     test_server_exact.py."""
@@ -217,7 +217,7 @@ def test_a_broken_cache_shows(server: Server, fault: Path, kind: str) -> None:
 def test_the_counters_are_published(server: Server) -> None:
     found = server.metrics()
     size = found["prefix_copied_bytes"] / (found["prefix_snapshots_taken"] + found["prefix_snapshots_loaded"])
-    assert size == 4 * (3 * 128 * 512 + 8 * 640), "the bytes of a snapshot: three rings, the tail of a CSA layer"
+    assert size == 4 * (3 * 128 * 512 + 8 * 640), "three rings and the state of a CSA layer"
     for name in ("hit_tokens", "lost_tokens", "snapshots_evicted", "copy_seconds", "timed_bytes"):
         assert found[f"prefix_{name}"] > 0, name
     assert 0 < found["snapshots_held"] <= 12

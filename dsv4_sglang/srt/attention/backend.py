@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import dsv4_sglang.ops  # noqa: F401  registers torch.ops.dsv4_sglang
-from dsv4_sglang.attention.base import AttendInputs, AttentionKernel, EntryList, LayerOutput, begin_step, make_kernels
+from dsv4_sglang.attention.base import AttendInputs, AttentionKernel, EntryList, LayerOutput
 from dsv4_sglang.attention.metadata import (
-    DecodeBuffers,
-    PrefillBuffers,
     build_decode,
     build_prefill,
     build_recorded,
@@ -25,6 +23,8 @@ from dsv4_sglang.attention.metadata import (
     recorded_step,
     step_of,
 )
+from dsv4_sglang.attention.registry import begin_step, make_kernels
+from dsv4_sglang.attention.step_buffers import DecodeBuffers, PrefillBuffers
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
 from dsv4_sglang.cache.device import resolve_device
 from dsv4_sglang.cache.layout import CacheLayout
@@ -218,22 +218,28 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         ]
         # With attention split over some of the processes SGLang rounds the tokens of a step up to their number.
         padding = forward_batch.positions.shape[0] - sum(forward_batch.extend_seq_lens_cpu)
-        track_slots, track_lens = self._snapshots_due(forward_batch.req_pool_indices.shape[0])
         self.metadata = build_prefill(
-            req_pool_indices=forward_batch.req_pool_indices,
-            prefix_lens=forward_batch.extend_prefix_lens,
-            chunk_lens=forward_batch.extend_seq_lens,
+            **self._prefill_inputs(forward_batch),
             positions=forward_batch.positions,
             out_loc=forward_batch.out_cache_loc,
-            req_to_token=self.req_to_token_pool.req_to_token,
-            state_slot_of_request=self.req_to_token_pool.req_index_to_mamba_index_mapping,
-            track_slots=track_slots,
-            track_lens=track_lens,
             top_k=self.top_k,
             max_length=max(lengths),
             padding=padding,
         )
         self.begin_layers(self.metadata, [*lengths, padding] if padding else lengths)
+
+    def _prefill_inputs(self, forward_batch: Any) -> dict[str, Any]:
+        """Return what an eager and a recorded prefill step take of a batch, and stage the snapshots that are due."""
+        track_slots, track_lens = self._snapshots_due(forward_batch.req_pool_indices.shape[0])
+        return {
+            "req_pool_indices": forward_batch.req_pool_indices,
+            "prefix_lens": forward_batch.extend_prefix_lens,
+            "chunk_lens": forward_batch.extend_seq_lens,
+            "req_to_token": self.req_to_token_pool.req_to_token,
+            "state_slot_of_request": self.req_to_token_pool.req_index_to_mamba_index_mapping,
+            "track_slots": track_slots,
+            "track_lens": track_lens,
+        }
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """The last thing before the layers of any step, and the first that a CUDA graph records."""
@@ -292,11 +298,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             self._reserve_scratch(tokens, at_once, buffers.block_table)
             self._window(prefill_window_size(tokens, MOST_REQUESTS + 1))
             self._recorded_workspace = self._workspace
-        buffers = self._prefill_buffers
-        buffers.inputs.zero_()
-        buffers.snapshots.zero_()
-        buffers.track_slots.fill_(-1)
-        self.metadata = recorded_step(buffers, tokens, forward_batch.out_cache_loc)
+        self._prefill_buffers.clear()
+        self.metadata = recorded_step(self._prefill_buffers, tokens, forward_batch.out_cache_loc)
         self.begin_recorded()
         return self.metadata
 
@@ -316,17 +319,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         """SGLang's call before it replays a recorded prefill step. The graph waits for no layer of the host cache: the
         step waits here for all of them."""
         assert self._prefill_buffers is not None
-        track_slots, track_lens = self._snapshots_due(forward_batch.req_pool_indices.shape[0])
-        self._prefill_buffers.fill(
-            req_pool_indices=forward_batch.req_pool_indices,
-            prefix_lens=forward_batch.extend_prefix_lens,
-            chunk_lens=forward_batch.extend_seq_lens,
-            req_to_token=self.req_to_token_pool.req_to_token,
-            state_slot_of_request=self.req_to_token_pool.req_index_to_mamba_index_mapping,
-            track_slots=track_slots,
-            track_lens=track_lens,
-            snapshots=None if self._staged is None else self._staged[1],
-        )
+        inputs = self._prefill_inputs(forward_batch)
+        self._prefill_buffers.fill(**inputs, snapshots=None if self._staged is None else self._staged[1])
         self._recorded = True
         self.metadata = capture_metadata
         self.token_to_kv_pool.wait_for_layer(self.last_layer)

@@ -2,8 +2,8 @@
 
 A short prefill step is one graph from the embedding to the last norm, recorded by SGLang's runner for breakable graphs.
 Nothing in it breaks: metadata, append, selection, attention and snapshots are device work of fixed shapes
-(`attention.metadata.PrefillBuffers`). SGLang switches these graphs off for DeepSeek-V4 because its indexer allocates
-scratch for the whole context while it records; here scratch is allocated once and shared with decode steps.
+(`attention.step_buffers.PrefillBuffers`). SGLang switches these graphs off for DeepSeek-V4 because its indexer
+allocates scratch for the whole context while it records; here scratch is allocated once and shared with decode steps.
 """
 
 from __future__ import annotations

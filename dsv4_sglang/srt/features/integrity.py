@@ -1,7 +1,7 @@
 """The integrity check: everything in the pools of a cache has one owner, and tree, registry and locks agree with them.
 
 `examine` is the check; tests call it on pools and trees without a server, and a scheduler that was started with the
-option `integrity_check` answers with it (`answer`, a hook of the table in `hooks`). docs/integrity.md.
+option `integrity_check` answers with it (`answer`, a hook of the table in `hooks`). docs/design/integrity.md.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from dsv4_sglang.srt.memory.served_layout import ServedLayout
 
 GIB = 1 << 30
 SNAPSHOT_SHARE = 1 / 12
-"""Of the memory that weights leave; benchmarks/prefix_simulation.py, docs/prefix.md."""
+"""Of the memory that weights leave; benchmarks/prefix_simulation.py, docs/benchmarks/results.md."""
 MAX_STAGING = 64
 
 

@@ -56,7 +56,7 @@ class SnapshotComponent(MambaComponent):
     """What hangs on a node is a slot of the snapshot pool; live slots never get into the tree.
 
     A request's snapshots wait in its list until their blocks are inserted: at the end of a prefill chunk and at the
-    end of the request. See docs/prefix.md.
+    end of the request. See docs/design/prefix_policy.md.
     """
 
     def __init__(self, cache: Any, params: Any, interval: int) -> None:
