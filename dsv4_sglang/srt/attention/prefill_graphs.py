@@ -1,4 +1,4 @@
-"""Which prefill steps run as a CUDA graph (docs/performance.md, "Prefill steps in CUDA graphs").
+"""Which prefill steps run as a CUDA graph (docs/guides/serving.md, "Prefill graphs").
 
 A short prefill step is one graph from the embedding to the last norm, recorded by SGLang's runner for breakable graphs.
 Nothing in it breaks: metadata, append, selection, attention and snapshots are device work of fixed shapes
