@@ -8,7 +8,7 @@
 # make bench    the benchmarks
 # make check-recipes   what `make setup` would install on a fresh machine, of both recipes, without installing it
 # make docs     docs/ as a site in build/site; broken links are errors. In an environment of its own, .venv-docs
-# make wheels   dist/: sdist, a pure wheel, one with compiled kernels for ARCHS (docs/release.md), SBOM; checked and tried
+# make wheels   dist/: sdist, a pure wheel, one with compiled kernels for ARCHS (docs/reference/release.md), SBOM; tried
 # Variables: PYTHON (interpreter to make the environment with), RECIPE (cpu or cuda; default: what the machine has),
 # SGLANG (release of SGLang, in an environment of its own; default: 0.5.17),
 # MODEL (checkpoint folder of serve and demo), ARGS (more arguments for serve, or for pytest in test).

@@ -76,7 +76,8 @@ class LayerInputs(NamedTuple):
 
 class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     """Serves prefill, decode and verify steps of all layers of a model: the served one, or the draft model behind it
-    (docs/speculation.md). CUDA graphs record decode steps, verify steps and short prefill steps, metadata included.
+    (docs/guides/speculation.md). CUDA graphs record decode steps, verify steps and short prefill steps, with their
+    metadata.
 
     `draft_step`: which of the decode steps of a turn of the draft model; the served model has no such steps.
     """

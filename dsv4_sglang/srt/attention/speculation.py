@@ -1,6 +1,6 @@
 """Speculation inside SGLang's workers: the draft model's backends and CUDA graphs, and when snapshots are taken.
 
-What a turn of a request writes, and why nothing of it must be undone, is in docs/speculation.md.
+docs/guides/speculation.md says how rejected drafts are rolled back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sleep and wake, and new weights: what becomes of the cache. Functions here are hooks of the table in `hooks`.
 
 SGLang gives memory back by tag (`/release_memory_occupation`) and has it again at the same addresses with anything in
-it (`/resume_memory_occupation`); docs/sleep.md.
+it (`/resume_memory_occupation`); docs/guides/sleep.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """The host cache of a server: SGLang's HiCache with this cache's pools, its order of copies and its eviction.
 
-See docs/host_cache.md.
+See docs/guides/host_cache.md.
 """

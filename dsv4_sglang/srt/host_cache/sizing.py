@@ -13,7 +13,7 @@ from dsv4_sglang.srt.memory.sizing import SNAPSHOT_SHARE
 GB = 10**9
 MORE_SNAPSHOTS = 11 / 8
 """Times as many snapshots a block as the device has by its share: what is on the host has been given up once, and
-ends of short conversations are most of it; figures in docs/host_cache.md."""
+ends of short conversations are most of it; figures in docs/benchmarks/results.md."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class TransferController(HybridCacheController):
 
     Copies of SGLang begin behind what its scheduler has done. With overlap scheduling a decode step may still run then,
     which writes what a backup reads (the last entry of a block and the snapshot at its end) and reads or writes what
-    a load writes over (blocks and slots that were given up while it ran). See docs/host_cache.md.
+    a load writes over (blocks and slots that were given up while it ran).
     """
 
     forward_stream: Any = None
