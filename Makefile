@@ -1,13 +1,14 @@
 # make serve    set up, make a tiny checkpoint, serve it, print two turns of a conversation and what came from the
 #               cache, stay up
 # make test     set up, format and lint checks, types, tests (two processes, a file each: servers start slowly)
-# make test-newest   the short set of tests, with servers, on the newest SGLang that is served (docs/versions.md), in an
-#               environment of its own
+# make test-newest   the short set of tests, with servers, on the newest SGLang that is served, in an environment of its
+#               own (docs/design/adding_a_release.md)
 # make test-newest-short   a shorter set, for CI, in an environment that has torch and what else can be the same from .venv
 # make demo     make serve on a free port, then stop
 # make bench    the benchmarks
 # make check-recipes   what `make setup` would install on a fresh machine, of both recipes, without installing it
-# make wheels   dist/: sdist, a pure wheel, one with compiled kernels for ARCHS (docs/release.md), SBOM; checked and tried
+# make docs     docs/ as a site in build/site; broken links are errors. In an environment of its own, .venv-docs
+# make wheels   dist/: sdist, a pure wheel, one with compiled kernels for ARCHS (docs/reference/release.md), SBOM; tried
 # Variables: PYTHON (interpreter to make the environment with), RECIPE (cpu or cuda; default: what the machine has),
 # SGLANG (release of SGLang, in an environment of its own; default: 0.5.17),
 # MODEL (checkpoint folder of serve and demo), ARGS (more arguments for serve, or for pytest in test).
@@ -34,7 +35,7 @@ export PYTHON
 # of which would compile torch, transformers and sglang again, 14 s of CPU time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test test-newest test-newest-short lint format serve demo bench check-recipes wheels
+.PHONY: setup test test-newest test-newest-short lint format serve demo bench check-recipes docs wheels
 
 setup: $(STAMP)
 
@@ -82,6 +83,14 @@ bench: $(STAMP)
 
 check-recipes: $(STAMP)
 	$(BIN)/python tools/check_recipes.py $(RECIPE)
+
+.venv-docs/.setup-done: tools/requirements-docs.txt
+	$(or $(PYTHON),python3) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -q -r $<
+	touch $@
+
+docs: .venv-docs/.setup-done
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
 
 wheels: $(STAMP)
 	tools/wheels.sh $(BIN)/python $(ARCHS)

@@ -52,8 +52,8 @@ CONFIGURATIONS = {
     "ranks and host": Configuration((*RANKS, *HOST), ranks=2, gpus=2),
 }
 # Pools in which requests are retracted, and of which most is evicted all the time. Of prompts that long the indexer
-# selects all entries (docs/prefix.md says why), and short ones begin and end more often. Prefill steps, which are no
-# graphs, take longest: several requests share one, and its end cuts one of them in two.
+# selects all entries (docs/design/prefix_policy.md says why), and short ones begin and end more often. Prefill steps,
+# which are no graphs, take longest: several requests share one, and its end cuts one of them in two.
 ON_GPU = Shape(context=512, burst=1000, together=96)
 GPU_FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--max-total-tokens", "12288")
 GPU_FLAGS += ("--context-length", "512", "--max-running-requests", "64", "--chunked-prefill-size", "1024")

@@ -1,4 +1,4 @@
-"""Draw the main tables of benchmarks/results/ into docs/, PNG and SVG: `python -m benchmarks.plots`."""
+"""Draw the main tables of benchmarks/results/ into docs/benchmarks/ as SVG: `python -m benchmarks.plots`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,21 @@ COLOURS = {
     "sglang-best": "#ff9896",
     "sglang": "#d62728",
 }
+SHOWN = {
+    "in-tree, tuned": "SGLang, window ratio 0.5",
+    "ours triton": "this package, portable kernel",
+    "ours-eager": "this package, eager prefill",
+    "flashmla": "FlashMLA alone",
+    "sglang-best": "SGLang, best flags",
+    "sglang": "SGLang, default flags",
+}
 SERVERS = ("ours", "in-tree")
 Row = dict[str, Any]
+
+
+def shown(name: str) -> str:
+    """Return the text of a series or setting in a legend."""
+    return SHOWN.get(name, name.replace("in-tree", "SGLang").replace("ours", "this package").replace("rows", "entries"))
 
 
 def grouped_bars(axis: Any, labels: list[str], values: dict[str, list[float | None]], unit: str) -> None:
@@ -35,7 +48,7 @@ def grouped_bars(axis: Any, labels: list[str], values: dict[str, list[float | No
     width = 0.8 / max(1, len(values))
     for i, (name, series) in enumerate(values.items()):
         at = [j + (i - (len(values) - 1) / 2) * width for j in range(len(labels))]
-        bars = axis.bar(at, [v or 0 for v in series], width, label=name, color=COLOURS.get(name))
+        bars = axis.bar(at, [v or 0 for v in series], width, label=shown(name), color=COLOURS.get(name))
         axis.bar_label(bars, ["" if v is None else f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in series], fontsize=6)
     axis.set_xticks(range(len(labels)), labels, fontsize=8)
     axis.set_ylabel(unit)
@@ -95,8 +108,8 @@ def draw_serve(axis: Any, rows: list[Row]) -> None:
 
 
 def draw_capacity(axis: Any, rows: list[Row]) -> None:
-    lines = [row for row in rows if row.get("kind") == "computed" and row["model"] == "flash" and not row["drafts"]]
-    axis.barh([line["setting"] for line in lines], [line["tokens"] / 1e6 for line in lines])
+    lines = [row for row in rows if row.get("kind") == "computed" and row["model"] == "flash" and not row.get("drafts")]
+    axis.barh([shown(line["setting"]) for line in lines], [line["tokens"] / 1e6 for line in lines])
     axis.invert_yaxis()
     axis.set_xlabel("million tokens")
     axis.set_title("Tokens in the memory of the cache (Flash)")
@@ -104,7 +117,7 @@ def draw_capacity(axis: Any, rows: list[Row]) -> None:
 
 def draw_oracle_distance(axis: Any, rows: list[Row]) -> None:
     lines = [line for line in oracle_distance.summary(rows) if line["path"] == "decode" and line["prompts"] != "long"]
-    grouped_bars(axis, [line["server"] for line in lines], pick(lines, ("mean", "max")), "|d logprob|")
+    grouped_bars(axis, [shown(line["server"]) for line in lines], pick(lines, ("mean", "max")), "|d logprob|")
     axis.set_title("Distance to transformers in fp32")
 
 
@@ -131,13 +144,13 @@ def draw_tier_sweep(axes: Any, rows: list[Row]) -> None:
         of_size = {row["part"]: row for row in rows if row["server"]["subject"] == name}
         lines = sorted(of_size.values(), key=lambda row: row["live_tokens"])
         times = [row["live_tokens"] / row["server"]["max_total_num_tokens"] for row in lines]
-        style = {"marker": "o", "markersize": 3, "label": name, "color": COLOURS[name]}
+        style = {"marker": "o", "markersize": 3, "label": shown(name), "color": COLOURS[name]}
         axes[0].plot(times, [100 * row["hit_of_ideal"] for row in lines], **style)
         axes[1].plot(times, [row["turn_s_p50"] for row in lines], **style)
     axes[0].set_ylabel("% of the ideal")
     axes[0].set_title("Prefix hits")
-    axes[1].set_ylabel("seconds a turn, p50")
-    axes[1].set_title(f"Turns, {rows[-1]['arguments']['concurrency']} at a time")
+    axes[1].set_ylabel("seconds a conversation turn, p50")
+    axes[1].set_title(f"Conversation turns, {rows[-1]['arguments']['concurrency']} at a time")
     for axis in axes:
         axis.set_xscale("log")
         axis.set_xticks(ticks := (0.1, 0.5, 1, 2, 4, 8, 20), [f"{tick:g}" for tick in ticks])
@@ -162,7 +175,7 @@ def draw_turns(axes: Any, rows: list[Row]) -> None:
             times = {loads.index((row["at_once"], row["new"])): row["first_token_ms"] for row in mine}
             place = [j + 0.2 * (i - (len(names) - 1) / 2) for j in times]
             above = [[0] * len(times), [time["p95"] - time["p50"] for time in times.values()]]
-            style = {"fmt": "o", "markersize": 4, "label": name, "color": COLOURS[name]}
+            style = {"fmt": "o", "markersize": 4, "label": shown(name), "color": COLOURS[name]}
             axis.errorbar(place, [time["p50"] for time in times.values()], above, **style)
         axis.set_xticks(range(len(loads)), [f"+{new}\nx {at_once}" for at_once, new in loads], fontsize=6)
         axis.set_yscale("log")
@@ -187,7 +200,7 @@ def draw_trace(axes: Any, rows: list[Row]) -> None:
         of_load = {row["load"]: row for row in rows if row["server"]["subject"] == name and row["loop"] == loop}
         if not of_load:
             continue
-        style = {"label": name, "color": COLOURS[name]}
+        style = {"label": shown(name), "color": COLOURS[name]}
         last = of_load[[*of_load][-1]]
         seconds = [part["s"] for part in last["over_time"]]
         axes[0].plot(seconds, [100 * part["hit"] for part in last["over_time"]], **style)
@@ -250,7 +263,7 @@ def load(results: Path, name: str) -> tuple[list[Row], Row] | None:
 
 
 def draw(results: Path, docs: Path) -> list[Path]:
-    """Files written: two for each result that is there."""
+    """Draw every result that is there; return the files written."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -268,12 +281,12 @@ def draw(results: Path, docs: Path) -> list[Path]:
             continue
         figure, axes = pyplot.subplots(1, plot.panels, figsize=(max(8, 4 * plot.panels), 4), layout="constrained")
         plot.draw(axes, rows)
-        gpu = environment["gpu"].get("name", "no GPU")
-        figure.supxlabel(f"{gpu}, {environment['date'][:10]}", fontsize=7, color="#666666")
-        for suffix in ("png", "svg"):
-            written.append(docs / f"{name}.{suffix}")
-            # Without a date and random names inside, equal results give equal files.
-            figure.savefig(written[-1], dpi=160, metadata={"Date": None} if suffix == "svg" else None)
+        gpu = environment["gpu"].get("name", "computed")
+        release = environment.get("versions", {}).get("sglang")
+        figure.supxlabel(f"{gpu}, SGLang {release}" if release else gpu, fontsize=7, color="#666666")
+        written.append(docs / f"{name}.svg")
+        # Without a date and random names inside, equal results give equal files.
+        figure.savefig(written[-1], metadata={"Date": None})
         pyplot.close(figure)
     return written
 
@@ -281,7 +294,7 @@ def draw(results: Path, docs: Path) -> list[Path]:
 def main(argv: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--results", type=Path, default=RESULTS)
-    options.add_argument("--docs", type=Path, default=ROOT / "docs")
+    options.add_argument("--docs", type=Path, default=ROOT / "docs" / "benchmarks")
     args = options.parse_args(argv)
     try:
         written = draw(args.results, args.docs)

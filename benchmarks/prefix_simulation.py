@@ -1,6 +1,6 @@
 """Hit rate against memory, without a server: the tree, the slots and the policy under traces of agent conversations.
 
-python -m benchmarks.prefix_simulation               # every study, figures to docs/
+python -m benchmarks.prefix_simulation               # every study, figures to docs/benchmarks/
 python -m benchmarks.prefix_simulation --what loop   # one study
 """
 
@@ -168,7 +168,7 @@ def simulate(
     interval: int = INTERVAL,
     registry: type[SnapshotRegistry] = SnapshotRegistry,
 ) -> dict[str, float]:
-    """`share` of the memory in snapshots, the rest in blocks. SchedulerConfig of tokens are of what an infinite cache
+    """`share` of the memory in snapshots, the rest in blocks. Shares of tokens are of what an infinite cache
     serves."""
     memory = gigabytes * 1e9
     simulation = Simulation(
@@ -289,6 +289,7 @@ def plot(results: dict[str, Rows], to: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "dsv4_sglang"
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(2, 2, figsize=(11, 8))
@@ -309,7 +310,7 @@ def plot(results: dict[str, Rows], to: Path) -> None:
                 "interval": f"{row.get('active')} active, share {row['share']}",
                 "share": f"{row.get('tokens')} tokens",
             }[name]
-            lines.setdefault(f"{parts} {'LRU' if row['policy'] == 'lru' else ''}".strip() or "ours", []).append(
+            lines.setdefault(f"{parts} {'LRU' if row['policy'] == 'lru' else ''}".strip() or "this package", []).append(
                 (row[x], row["hit"])
             )
         for key, points in lines.items():
@@ -321,8 +322,7 @@ def plot(results: dict[str, Rows], to: Path) -> None:
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     figure.tight_layout()
-    for suffix in ("png", "svg"):
-        figure.savefig(to / f"prefix_simulation.{suffix}", dpi=110)
+    figure.savefig(to / "prefix_simulation.svg", metadata={"Date": None})
 
 
 def main() -> None:
@@ -337,7 +337,7 @@ def main() -> None:
         if name != "plot":
             results[name] = STUDIES[name](args.largest)
             file.write_text("{\n" + ",\n".join(study_text(n, rows) for n, rows in results.items()) + "\n}\n")
-    plot(results, root.parent / "docs")
+    plot(results, root.parent / "docs" / "benchmarks")
 
 
 def study_text(name: str, rows: Rows) -> str:

@@ -1,7 +1,7 @@
 """Run benchmarks one after the other, each in a process of its own: `python benchmarks/run.py [NAME ...] [--full] ...`.
 
 Without names all that need no server; by default their short sets. Results go to benchmarks/results/, from which the
-plots of docs/ are drawn, or to --out alone.
+plots of docs/benchmarks/ are drawn, or to --out alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hit rate against working set with a host cache, without a server: the policy on two trees under two loads.
 
-    python -m benchmarks.tier_simulation               # figures to docs/
+    python -m benchmarks.tier_simulation               # figures to docs/benchmarks/
     python -m benchmarks.tier_simulation --what loop   # one study
 
 A device of 1.0 M tokens and hosts of 0, 2, 4 and 8 times that, blocks and snapshots alike. "loop": conversations of
@@ -384,6 +384,7 @@ def plot(results: dict[str, Rows], to: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "dsv4_sglang"
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4))
@@ -391,13 +392,12 @@ def plot(results: dict[str, Rows], to: Path) -> None:
         for ratio in RATIOS:
             points = [(row["working_set"], row["hit"]) for row in results.get(name, []) if row["ratio"] == ratio]
             axis.plot(*zip(*points), marker="o", markersize=3, label=f"host ratio {ratio}" if ratio else "no host")
-        axis.set(title=f"{title} (simulated)", xlabel="working set, times the device's 1.0 M tokens")
+        axis.set(title=f"{title} (simulated)", xlabel="working set / tokens on the GPU (1.0 M)")
         axis.set(ylabel="hit tokens / infinite cache's", xscale="log", ylim=(0, 1.01))
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     figure.tight_layout()
-    for suffix in ("png", "svg"):
-        figure.savefig(to / f"tier_simulation.{suffix}", dpi=110)
+    figure.savefig(to / "tier_simulation.svg", metadata={"Date": None})
 
 
 def main() -> None:
@@ -410,7 +410,7 @@ def main() -> None:
         if name != "plot":
             results[name] = STUDIES[name]()
             file.write_text("{\n" + ",\n".join(study_text(n, rows) for n, rows in results.items()) + "\n}\n")
-    plot(results, ROOT / "docs")
+    plot(results, ROOT / "docs" / "benchmarks")
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def state_of(tokens: Any) -> int:
     return hash(np.asarray(tokens, dtype=np.int64).tobytes()) & 0x7FFFFFFFFFFFFFFF
 
 
-class ShortInterval(Queue[Any]):
+class ImpatientQueue(Queue[Any]):
     """SGLang's threads look once a second whether they are to end, and a flush waits for them."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
@@ -209,7 +209,7 @@ class HostCacheServer(BlockOwner):
                 self.streams.use_threads(monkeypatch)
                 late_storage(monkeypatch, self.streams, storage)
             else:
-                monkeypatch.setattr(base_controller, "Queue", ShortInterval)
+                monkeypatch.setattr(base_controller, "Queue", ImpatientQueue)
         self.forward = Stream(self.streams)
         self.device, self.states = Blocks(blocks), States(snapshots)
         self.pool = Pool(MOST_RUNNING + 1, snapshots)

@@ -83,8 +83,8 @@ def make_attention(ratio: int, seed: int = 0, topk: int = 16) -> hf.DeepseekV4At
 
 
 def hf_forward(attention, x: Tensor, cache: DynamicCache | None = None, start: int = 0) -> Tensor:
-    """One chunk x [n, HIDDEN] at position `start` through HF, with a band mask over [past 127 | new] keys (SPEC
-    8.1)."""
+    """One chunk x [n, HIDDEN] at position `start` through HF, with a band mask over [past 127 | new] keys
+    (SPEC 8)."""
     rotary = hf.DeepseekV4RotaryEmbedding(attention.config)
     n = x.shape[0]
     positions = torch.arange(start, start + n)[None]

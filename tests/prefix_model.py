@@ -20,7 +20,7 @@ from dsv4_sglang.srt.prefix_cache.tree import FreeList, Node, PrefixTree
 Path = tuple[int, ...]
 
 TIMES = int(os.environ.get("DSV4_SGLANG_TEST_TIMES", "1"))
-"""How many times as much the tests of random steps do: with 3 a million operations, in minutes (docs/integrity.md)."""
+"""How many times as many steps the random tests take: 3 gives a million, in minutes (docs/design/integrity.md)."""
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Our ops against HF transformers' DeepseekV4 attention in fp32, layer kind by layer kind (SPEC 8.1, 8.4)."""
+"""Our ops against HF transformers' DeepseekV4 attention in fp32, layer kind by layer kind (SPEC 8)."""
 
 import pytest
 import torch

@@ -384,7 +384,7 @@ def test_plots_of_all_results(tmp_path: Path) -> None:
     append.main(arguments(tmp_path))
     capacity.main(arguments(tmp_path))
     written = plots.draw(tmp_path, tmp_path / "docs")
-    assert sorted(path.name for path in written) == ["append.png", "append.svg", "capacity.png", "capacity.svg"]
+    assert sorted(path.name for path in written) == ["append.svg", "capacity.svg"]
     assert all(path.stat().st_size > 1000 for path in written)
 
 
@@ -399,8 +399,8 @@ def test_plot_of_moves_with_and_without_a_far_node(tmp_path: Path) -> None:
     made.data["rows"] = [*moves_measured(("any",), ("ours",)), {"move": "swap", "place": "far", "not available": "one"}]
     made.save()
     one = plots.draw(tmp_path, tmp_path / "docs")
-    assert [path.name for path in one] == ["move.png", "move.svg"]
-    assert b"ours, far" in both[1] and b"ours, far" not in one[1].read_bytes()
+    assert [path.name for path in one] == ["move.svg"]
+    assert b"this package, far" in both[0] and b"this package, far" not in one[0].read_bytes()
 
 
 def test_plot_of_a_sweep_wants_both_servers(tmp_path: Path) -> None:
@@ -419,9 +419,9 @@ def test_plot_of_a_sweep_wants_both_servers(tmp_path: Path) -> None:
     with file.open("a") as end:
         end.write(measured("in-tree", 0.1) + measured("in-tree", 4))
     written = plots.draw(tmp_path, tmp_path / "docs")
-    assert [path.name for path in written] == ["tier_sweep.png", "tier_sweep.svg"]
-    drawn = written[1].read_text()
-    assert all(f"<!-- {text} -->" in drawn for text in ("ours", "in-tree", "Prefix hits", "seconds a turn, p50"))
+    assert [path.name for path in written] == ["tier_sweep.svg"]
+    drawn = written[0].read_text()
+    assert all(f"<!-- {text} -->" in drawn for text in ("this package", "SGLang", "Prefix hits"))
 
 
 def test_plot_of_turns_wants_all_servers(tmp_path: Path) -> None:
@@ -439,14 +439,14 @@ def test_plot_of_turns_wants_all_servers(tmp_path: Path) -> None:
     assert not plots.draw(tmp_path, tmp_path / "docs")
     with file.open("a") as end:
         end.write(measured("sglang-best", 20_000, 1) + measured("ours", 50_000, 1, "host"))
-    drawn = plots.draw(tmp_path, tmp_path / "docs")[1].read_text()
-    assert all(f"<!-- {text} -->" in drawn for text in ("ours", "sglang", "sglang-best", "x 1", "x 8"))
+    drawn = plots.draw(tmp_path, tmp_path / "docs")[0].read_text()
+    assert all(f"<!-- {text} -->" in drawn for text in ("this package", "SGLang, default flags", "x 1", "x 8"))
     assert "20,000" in drawn and "50,000" not in drawn
     with file.open("a") as end:
         end.write(measured("ours", 100_000, 8))
     written = plots.draw(tmp_path, tmp_path / "docs")
-    assert [path.name for path in written] == ["turns.png", "turns.svg"]
-    assert "100,000" in written[1].read_text()
+    assert [path.name for path in written] == ["turns.svg"]
+    assert "100,000" in written[0].read_text()
 
 
 def test_plot_of_a_trace(tmp_path: Path) -> None:
@@ -464,9 +464,10 @@ def test_plot_of_a_trace(tmp_path: Path) -> None:
     assert not plots.draw(tmp_path, tmp_path / "docs")
     with file.open("a") as end:
         end.write(measured("sglang-best", 8) + measured("sglang-best", 64))
-    drawn = plots.draw(tmp_path, tmp_path / "docs")[1].read_text()
+    drawn = plots.draw(tmp_path, tmp_path / "docs")[0].read_text()
     assert all(
-        f"<!-- {text} -->" in drawn for text in ("ours", "sglang-best", "ideal", "Hits, closed loop, 64", "clients")
+        f"<!-- {text} -->" in drawn
+        for text in ("this package", "SGLang, best flags", "ideal", "Hits, closed loop, 64", "clients")
     )
 
 

@@ -60,7 +60,7 @@ def make_pool(layout: CacheLayout, blocks: int, slots: int, snapshots: int = 2) 
     layers = list(range(len(layout.schemas)))
     state = StateSlotPool(size=slots, cache_params=params, mamba_layer_ids=layers, device="cpu")
     tokens = (blocks - 1) * BLOCK
-    dtype = torch.bfloat16 if layout.kv_format is not kv_entries.KVFormat.FP8 else FP8
+    dtype = torch.bfloat16 if layout.ring_format is not kv_entries.KVFormat.FP8 else FP8
     compressed = CompressedKVPool(size=tokens, page_size=BLOCK, dtype=dtype, layout=layout, device="cpu")
     return CacheKVPool(compressed, state)
 

@@ -1,5 +1,6 @@
-"""What pages and comments point to exists (sections of docs/spec.md, links, files), and imports point one way."""
+"""References in pages and comments exist (sections of the cache mathematics, links, files); imports point one way."""
 
+import json
 import re
 from itertools import chain
 from pathlib import Path
@@ -9,33 +10,32 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = ("dsv4_sglang", "csrc", "tests", "benchmarks", "docs", "examples")
 SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp", ".md"}
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+SPEC = ROOT / "docs" / "design" / "cache_mathematics.md"
 
 NUMBER = r"\d+(?:\.\d+)?"
-# "SPEC 2.1, 2.4 and 3.1 to 3.7", "SPEC 9, conflict 12".
-CITATION = re.compile(rf"\bSPEC ({NUMBER}(?:(?:, | and | to |, and ){NUMBER}\b)*)(?:, (conflict \d+))?")
+# "SPEC 2.1, 2.4 and 3.1 to 3.7".
+CITATION = re.compile(rf"\bSPEC ({NUMBER}(?:(?:, | and | to |, and ){NUMBER}\b)*)")
 HEADING = re.compile(rf"^##+ ({NUMBER})\b", re.MULTILINE)
-CONFLICT = re.compile(r"^\| (\d+) \|", re.MULTILINE)
 FILE = re.compile(r"`((?:dsv4_sglang|csrc|tests|benchmarks|examples|docs|tools)/[\w./]*)`")
+# Pages of docs/design name modules relative to the package.
+MODULE = re.compile(r"`((?:model|formats|ops|cache|attention|standalone|testing|srt|planner|cli)/[\w./]*)`")
 IMPORT = re.compile(r"^\s*(?:from|import) dsv4_sglang\.(\w+)", re.MULTILINE)
+# 7 to 40 hexadecimal digits, a decimal one and a letter among them.
+COMMIT = re.compile(r"(?<![\w.])(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b")
+CODE = re.compile(r"^```.*?^```|^    .*?$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<(?:img|source)\b[^>]*?\bsrc(?:set)?=\"([^\"]+)\"")
 
 
 def citations(text: str) -> list[str]:
-    """Numbers of cited sections, "conflict n" for rows of section 9; a comment may break its line inside a citation."""
+    """Return the numbers of cited sections; a comment may break its line inside a citation."""
     joined = re.sub(r"\n[ \t]*(?:///?|#|\*)?[ \t]*", " ", text)
-    found = []
-    for match in CITATION.finditer(joined):
-        found += re.findall(NUMBER, match[1])
-        if match[2]:
-            found.append(match[2])
-    return found
+    return [number for match in CITATION.finditer(joined) for number in re.findall(NUMBER, match[1])]
 
 
-def targets() -> set[str]:
-    spec = (ROOT / "docs" / "spec.md").read_text()
-    conflicts = spec[spec.index("\n## 9.") : spec.index("\n## 10.")]
-    return {*HEADING.findall(spec), *(f"conflict {n}" for n in CONFLICT.findall(conflicts))}
+def page_name(page: Path) -> str:
+    """The id of a page's tests; pages of different folders may share a file name."""
+    return str(page.relative_to(ROOT))
 
 
 def anchors(page: Path) -> set[str]:
@@ -52,7 +52,6 @@ def anchors(page: Path) -> set[str]:
         ('"""SPEC 5.2 and 5.3: 584 B"""', ["5.2", "5.3"]),
         ("    /// fake-quantised (SPEC\n    /// 2.5, 4.1).", ["2.5", "4.1"]),
         ("from the tests that SPEC 8 requires, SPEC 1.3, at which", ["8", "1.3"]),
-        ("its bf16 rounding (SPEC 9, conflict 12).", ["9", "conflict 12"]),
         ("SPECIALS 3.1, a SPEC of 2 parts", []),
     ],
 )
@@ -61,7 +60,7 @@ def test_citations_are_found(text: str, expected: list[str]) -> None:
 
 
 def test_every_cited_section_of_the_specification_exists() -> None:
-    known = targets()
+    known = set(HEADING.findall(SPEC.read_text()))
     files = [f for f in chain.from_iterable((ROOT / s).rglob("*") for s in SOURCES) if f.suffix in SUFFIXES]
     cited = {
         (number, str(file.relative_to(ROOT)))
@@ -73,7 +72,7 @@ def test_every_cited_section_of_the_specification_exists() -> None:
     assert not sorted(c for c in cited if c[0] not in known)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_relative_links_resolve(page: Path) -> None:
     broken = []
     for match in LINK.finditer(page.read_text()):
@@ -86,10 +85,106 @@ def test_relative_links_resolve(page: Path) -> None:
     assert not broken
 
 
-# The notebook's paths are those of the time of each note.
-@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "notebook.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_named_files_exist(page: Path) -> None:
-    assert not [path for path in FILE.findall(page.read_text()) if not (ROOT / path).exists()]
+    text = page.read_text()
+    named = [ROOT / path for path in FILE.findall(text)]
+    if page.parent == SPEC.parent:
+        named += [ROOT / "dsv4_sglang" / path for path in MODULE.findall(text)]
+    assert not [str(path.relative_to(ROOT)) for path in named if not path.exists()]
+
+
+def words(page: Path) -> int:
+    """Return the number of words of a page. The marks of a table are none."""
+    return sum(bool(re.search(r"\w", part)) for part in page.read_text().split())
+
+
+def test_pages_are_short() -> None:
+    assert words(ROOT / "README.md") <= 900
+    assert sum(map(words, (ROOT / "docs").rglob("*.md"))) <= 18_000
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("measured at 077fec8.", True),
+        ("defaced, 1234567, 0x85ebca6b or 3.635539e-3", False),
+        ("    git show 077fec8\n", False),
+    ],
+)
+def test_commit_hashes_are_found(text: str, found: bool) -> None:
+    assert bool(COMMIT.search(CODE.sub("", text))) == found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_pages_name_no_commits(page: Path) -> None:
+    assert not COMMIT.findall(CODE.sub("", page.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_cells_of_tables_are_short(page: Path) -> None:
+    """A cell is at most one line, without the target of a link."""
+    rows = re.findall(r"^\|(.*)\|$", page.read_text(), re.MULTILINE)
+    cells = [re.sub(r"\]\([^)]*\)", "]", cell).strip() for row in rows for cell in row.split(" | ")]
+    assert not [cell for cell in cells if len(cell) > 120]
+
+
+def test_the_site_has_every_page() -> None:
+    navigation = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(navigation) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+# The figures that decide, as the files of the benchmarks have them: page, row, file, what is picked of its rows, field,
+# format.
+README, RESULTS = ROOT / "README.md", ROOT / "docs" / "benchmarks" / "results.md"
+DECODE, TOKENS, FIRST = "decode tokens/s", "tokens in the cache", "TTFT ms"
+TP2, DP2, ROUNDS = "serve_v4flash_tp2", "serve_v4flash_dp2", "serve_eagle3_v4flash_tp2"
+AGENTS = {"scenario": "trace", "part": "155 conversations"}
+FIGURES = [
+    (README, "tokens in the cache", TP2 + "_twelfth", {"measure": TOKENS}, "value", "{:.1f} M"),
+    (README, "tokens in the cache, DP attention", DP2, {"measure": TOKENS}, "value", "{:.1f} M"),
+    (README, "decode tokens/s, 1 request", TP2, {"measure": DECODE, "at": 1}, "value", "{:,.1f}"),
+    (README, "decode tokens/s, 256 requests", TP2, {"measure": DECODE, "at": 256}, "value", "{:,.0f}"),
+    (README, "time to first token, 64K prompt", TP2, {"measure": FIRST, "at": 65536}, "value", "{:,.0f} ms"),
+    (README, "speculative round, 3 drafts, 64 requests", ROUNDS, {"at": 64}, "step_ms", "{:.1f} ms"),
+    (README, "prefix hits of agents, GPU memory only*", "prefix_trace", AGENTS, "hit_of_ideal", "{:.1%}"),
+    (README, "prefix hits of agents, host cache*", "tier_trace", {}, "hit_of_ideal", "{:.1%}"),
+    (RESULTS, "tokens in the cache", TP2 + "_twelfth", {"measure": TOKENS}, "value", "{:,}"),
+    *(
+        (RESULTS, f"decode tokens/s, {n} requests", TP2, {"measure": DECODE, "at": n}, "value", "{:,.0f}")
+        for n in (16, 64, 256)
+    ),
+    (RESULTS, "DP attention: tokens in both caches", DP2, {"measure": TOKENS}, "value", "{:,}"),
+    *((RESULTS, f"speculative round, {n} requests", ROUNDS, {"at": n}, "step_ms", "{:.1f} ms") for n in (16, 64, 256)),
+    *(
+        (RESULTS, f"{new:,} x 1", "turns", {"load": f"20000+{new}x1"}, "first_token_ms", "{:.1f} ms")
+        for new in (20, 200)
+    ),
+]
+
+
+def rows_of(name: str) -> list[dict]:
+    """Return the rows of a result, each with the server's subject."""
+    file = ROOT / "benchmarks" / "results" / f"{name}.json"
+    if file.exists():
+        return json.loads(file.read_text())["rows"]
+    lines = [json.loads(line) for line in file.with_suffix(".jsonl").read_text().splitlines()]
+    untuned = [line for line in lines if "--swa-full-tokens-ratio" not in line["server"].get("flags", "")]
+    return [line | {"subject": line["server"]["subject"]} for line in untuned]
+
+
+@pytest.mark.parametrize(("page", "label", "name", "wanted", "field", "form"), FIGURES)
+def test_figures_are_those_of_the_results(
+    page: Path, label: str, name: str, wanted: dict, field: str, form: str
+) -> None:
+    cells = []
+    for subjects in (("ours",), ("in-tree", "sglang-best")):
+        rows = [row for row in rows_of(name) if row["subject"] in subjects and wanted.items() <= row.items()]
+        value = rows[-1][field]
+        value = value["p50"] if isinstance(value, dict) else value
+        millions = form.endswith(" M")
+        cells.append(form.format(value / 1e6 if millions else value).replace("%", " %"))
+    assert f"| {label} | {cells[0]} | {cells[1]} |" in page.read_text()
 
 
 def test_nothing_reaches_the_cache_without_a_server() -> None:
@@ -101,8 +196,8 @@ def test_nothing_reaches_the_cache_without_a_server() -> None:
 
 
 def test_packages_import_in_the_order_of_the_architecture_page() -> None:
-    """A package knows those listed above it; docs/architecture.md lists them all."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    """A package imports from those listed above it; docs/design/architecture.md lists them all."""
+    page = (ROOT / "docs" / "design" / "architecture.md").read_text()
     order = re.findall(r"^\| `dsv4_sglang/(\w+)`", page, re.MULTILINE)
     folders = {folder.name for folder in (ROOT / "dsv4_sglang").iterdir() if list(folder.glob("*.py"))}
     assert set(order) == folders

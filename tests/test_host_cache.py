@@ -176,7 +176,7 @@ def test_a_copy_that_cannot_be_launched_is_an_error(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("method", ["start_writing", "start_loading"])
 def test_copies_in_sglangs_order_bring_wrong_bytes(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Without either wait a step reads something else within few seeds: what docs/host_cache.md says of the order."""
+    """Without either wait a step reads wrong bytes within a few seeds (see `TransferController`)."""
     for seed in range(20):
         with monkeypatch.context() as patch:
             server = HostCacheServer(patch, seed)

@@ -235,7 +235,7 @@ class ResumedLayer:
         self.state.store(ids(1 if fault == "the state at the end" else self.pool.size + 1), ids(1))
         units = self.state._compressor_state_units
         assert units is not None
-        kept = units[:, self.state.num_slots * self.state.layout.compressor_state_units :]
+        kept = units[:, self.state.num_slots * self.state._units_per_slot :]
         if fault == "previous rows dropped":
             kept[..., :512] = 0
         elif fault == "indexer compressor state dropped":

@@ -49,7 +49,7 @@ def test_geometry() -> None:
 
 
 def test_bytes_per_entry_and_block() -> None:
-    """SPEC 5.1, column (i*) with 72 B keys."""
+    """SPEC 5.1, column "this package"."""
     assert [of(CSA, kv_format=f).entry_bytes for f in ("fp8", "bf16", "fp32")] == [584, 1024, 2048]
     assert [of(CSA, key_format=f).indexer_entry_bytes for f in ("mxfp4", "nvfp4", "fp32")] == [72, 72, 512]
     assert of(HCA).indexer_entry_bytes == of(SWA).indexer_entry_bytes == 0

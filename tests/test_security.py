@@ -1,4 +1,4 @@
-"""What docs/security.md says of the package as a whole: what its modules import, read, start and write."""
+"""What docs/reference/security.md says of the package as a whole: what its modules import, read, start and write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dsv4_sglang"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-PAGE = (ROOT / "docs" / "security.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "security.md").read_text()
 
 ENVIRONMENT = re.compile(r"^(?:os\.)?environ(?:\.get|\.setdefault)?$|^os\.getenv$")
 WRITES = {
@@ -71,7 +71,7 @@ def test_the_environment_is_what_the_page_lists() -> None:
                 found.add(node.attr)
             if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
                 found.add(ast.literal_eval(node.slice))
-    listed = PAGE[PAGE.index("Environment variables that are read") :]
+    listed = PAGE[PAGE.index("## Environment variables") :]
     assert found == set(re.findall(r"`([A-Z][A-Z0-9_]+)`", listed))
 
 

@@ -1,4 +1,4 @@
-"""The tests that SPEC 8 requires, with their negative controls, on the reference ops."""
+"""Tests of SPEC 2 to 6 on the reference ops, with negative controls."""
 
 import math
 

@@ -14,9 +14,9 @@ from packaging.version import Version
 from v41_formulas import E2M1, EPS, LENGTH, act_quant, fp4_act_quant, freqs_cis, normalised, rotated, same
 
 import dsv4_sglang.ops  # noqa: F401
-from dsv4_sglang.cache.v41 import V41Layout, v41_schemas
-from dsv4_sglang.formats import KeyFormat, KeyTable
-from dsv4_sglang.formats.v41_entries import V41KVFormat, V41Table, make_v41_table, quantise_fp4, quantise_fp8
+from dsv4_sglang.cache.v41 import v41_layout
+from dsv4_sglang.formats import KeyFormat, KeyTable, make_kv_buffers
+from dsv4_sglang.formats.v41_entries import V41KVFormat, V41Table, quantise_fp4, quantise_fp8
 from dsv4_sglang.model import DSV4Config
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.model.v41 import (
@@ -126,7 +126,7 @@ def test_layers():
 
 def test_bytes():
     """The report's 890 B a token are 288 and 68 B for each entry of four layers; ours has keys of 72 B."""
-    schemas = v41_schemas(v41_schedule(V41Config.flash()))
+    schemas = v41_layout(v41_schedule(V41Config.flash()), torch.device("cpu")).schemas
     entries_of_a_token = 3 / 2 + 1
     latent, key = 512 // 2 + 512 // 16, 128 // 2 + 128 // 32
     assert (latent + key) * entries_of_a_token == 890
@@ -134,11 +134,11 @@ def test_bytes():
     assert [schemas[i].block_bytes for i in (0, 2, 3, 20, 24)] == [0, 64 * 360, 0, 128 * 360, 0]
     ring = 128 * (512 + 512 // 32)
     assert sum(schema.state_bytes for schema in schemas) == 40 * ring + 3 * 1024 * 4
-    layout = V41Layout.build(v41_schedule(V41Config.flash()), torch.device("cpu"))
+    layout = v41_layout(v41_schedule(V41Config.flash()), torch.device("cpu"))
     assert layout.snapshot_bytes == 40 * ring == 2_703_360
     assert (layout.token_bytes, layout.block_bytes) == (900, 115_200)
     assert layout.slot_bytes == sum(schema.state_bytes for schema in schemas)
-    drafted = V41Layout.build(v41_schedule(V41Config.flash(), 3), torch.device("cpu"), draft_tokens=5, draft_layers=3)
+    drafted = v41_layout(v41_schedule(V41Config.flash(), 3), torch.device("cpu"), draft_tokens=5, draft_layers=3)
     assert drafted.slot_bytes == sum(schema.state_bytes for schema in drafted.schemas)
     assert drafted.slot_bytes == 43 * 133 * 528 + 3 * 3 * 1024 * 4
 
@@ -175,7 +175,7 @@ def rows_of_all_sizes() -> torch.Tensor:
 
 def test_window_rows_are_those_of_training():
     rows = rows_of_all_sizes()
-    table = V41Table(make_v41_table(2, 12, V41KVFormat.FP8, "cpu"), V41KVFormat.FP8)
+    table = V41Table(make_kv_buffers(1, 2, 12, V41KVFormat.FP8, torch.device("cpu"))[0], V41KVFormat.FP8)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
     table.write(order, rows.float())
     assert torch.equal(table.read(order), act_quant(rows.double()).float())
@@ -183,7 +183,7 @@ def test_window_rows_are_those_of_training():
 
 def test_entries_are_those_of_training():
     rows = rows_of_all_sizes()
-    table = V41Table(make_v41_table(3, 8, V41KVFormat.FP4, "cpu"), V41KVFormat.FP4)
+    table = V41Table(make_kv_buffers(1, 3, 8, V41KVFormat.FP4, torch.device("cpu"))[0], V41KVFormat.FP4)
     table.write(torch.arange(24), rows.float())
     assert torch.equal(table.read(torch.arange(24)), fp4_act_quant(rows.double(), 16, True).float())
 
@@ -192,7 +192,7 @@ def test_layout_of_a_block():
     """Data of all rows first, then their scales: so FlashMLA's V4.1 kernels read them."""
     x = rows_of_all_sizes()[6:8].float()
     for kv_format, quantise in ((V41KVFormat.FP8, quantise_fp8), (V41KVFormat.FP4, quantise_fp4)):
-        table = make_v41_table(2, 2, kv_format, "cpu")
+        table = make_kv_buffers(1, 2, 2, kv_format, torch.device("cpu"))[0]
         V41Table(table, kv_format).write(torch.tensor([2, 3]), x)
         data, scales = quantise(x)
         assert torch.equal(table[1].flatten(), torch.cat([data.flatten(), scales.flatten()]))
@@ -218,7 +218,7 @@ def test_formats_equal_those_of_sglang():
         (V41KVFormat.FP4, layouts.KVLayout.V41_FP4, reference.quantize_k_cache_v41_fp4, x),
     ):
         assert (layout.data_bytes, layout.scale_bytes) == (kv_format.data_bytes, kv_format.scale_bytes)
-        table = make_v41_table(1, len(rows), kv_format, "cpu")
+        table = make_kv_buffers(1, 1, len(rows), kv_format, torch.device("cpu"))[0]
         V41Table(table, kv_format).write(torch.arange(len(rows)), rows.float())
         assert len(rows) > 10
         assert torch.equal(table.flatten(), quantise(rows[None])[0, : table.numel()])
@@ -301,7 +301,7 @@ class Run:
         per_block = 128 // ratio if ratio else 0
         self.ring = torch.randint(0, 256, (4, self.ring_rows, 528), dtype=torch.uint8)
         self.compressor_state = torch.full((4, pair_rows(draft_tokens), 1024), torch.nan) if ratio == 2 else None
-        self.entries = make_v41_table(6, per_block, V41KVFormat.FP4, "cpu") if ratio else None
+        self.entries = make_kv_buffers(1, 6, per_block, V41KVFormat.FP4, torch.device("cpu"))[0] if ratio else None
         self.keys = torch.zeros(6, per_block, 72, dtype=torch.uint8) if ratio else None
         self.latents = [torch.full((LENGTH, 512), torch.nan, dtype=torch.bfloat16) for _ in range(2)]
         self.tables = ([5, 0, 3], [1, 4, 2])  # blocks of the requests
@@ -434,7 +434,7 @@ def test_errors_name_the_value():
     run = Run(2, draft_tokens=3)
     with pytest.raises(
         ValueError,
-        match="4 tokens of each request without `window`, but compressor state has 2 rows a slot, for at most 3",
+        match="4 tokens of each request without `window`, but compressor_state has 2 rows a slot, for at most 3",
     ):
         run.ring = torch.zeros(4, 140, 528, dtype=torch.uint8)
         run.step((4, 4), decode=True)

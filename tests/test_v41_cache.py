@@ -20,7 +20,9 @@ from v41_formulas import EPS, act_quant, angles, fp4_act_quant, normalised, same
 
 from dsv4_sglang.cache import HostBlockPool, HostSnapshotPool, StateStorage, V41LayerWeights, V41Step
 from dsv4_sglang.cache import step as step_module
-from dsv4_sglang.cache.v41 import V41LayerSchema, V41Layout, V41PagedPool
+from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cache.paged_cache import PagedKVPool
+from dsv4_sglang.cache.v41 import V41Kind, V41LayerSchema
 from dsv4_sglang.formats.index_keys import mxfp4_values
 from dsv4_sglang.model.rope import rope_frequencies
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
@@ -592,16 +594,16 @@ def test_only_layers_that_write_entries_own_some():
 
 
 def test_pools_reject_what_they_are_not_for():
-    with pytest.raises(ValueError, match="writes no entries has no paged pool"):
-        V41PagedPool(V41LayerSchema(0), 3, "cpu")
+    with pytest.raises(ValueError, match="a WINDOW layer has no compressed entries, so no paged pool"):
+        PagedKVPool(V41LayerSchema(V41Kind.WINDOW), 3, "cpu")
     with pytest.raises(ValueError, match="num_blocks is 0; expected at least 1"):
-        V41PagedPool(V41LayerSchema(2), 0, "cpu")
+        PagedKVPool(V41LayerSchema(V41Kind.PAIR), 0, "cpu")
     with pytest.raises(ValueError, match="no layers"):
-        V41Layout((), torch.device("cpu"))
+        CacheLayout((), torch.device("cpu"))
     with pytest.raises(ValueError, match=r"several numbers of draft tokens \[0, 3\]"):
-        V41Layout((V41LayerSchema(0), V41LayerSchema(1, 3)), torch.device("cpu"))
-    with pytest.raises(ValueError, match="expected positions=False"):
-        StateStorage(V41Layout((V41LayerSchema(2),), torch.device("cpu")), 2)
+        CacheLayout((V41LayerSchema(V41Kind.WINDOW), V41LayerSchema(V41Kind.SINGLE, 3)), torch.device("cpu"))
+    with pytest.raises(ValueError, match="give positions=False"):
+        StateStorage(CacheLayout((V41LayerSchema(V41Kind.PAIR),), torch.device("cpu")), 2)
 
 
 def test_a_step_rejects_what_is_out_of_order():

@@ -1,4 +1,4 @@
-"""Why windows are kept in snapshots: computing them again from 128 tokens is another model (docs/prefix.md)."""
+"""Windows recomputed from 128 tokens are not exact, so snapshots hold them (docs/design/prefix_policy.md)."""
 
 from __future__ import annotations
 

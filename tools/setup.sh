@@ -4,8 +4,9 @@
 #   tools/setup.sh VENV [cpu|cuda] [SGLANG [BASE]]
 #
 # Without a second argument the recipe follows the machine: cuda where nvidia-smi lists a GPU, else cpu. SGLANG is the
-# release of SGLang, 0.5.17 by default; docs/versions.md says which ones are served. BASE is an environment of the CPU
-# recipe from which VENV takes what SGLANG can have, too, and torch in any case: only the rest is installed.
+# release of SGLang, 0.5.17 by default; docs/design/adding_a_release.md says which ones are served. BASE is an
+# environment of the CPU recipe from which VENV takes what SGLANG can have, too, and torch in any case: only the rest is
+# installed.
 # Running it again is safe: an existing VENV is kept and only what is missing is installed.
 set -euo pipefail
 

@@ -57,8 +57,8 @@ def _fill_decode(
     buffers.window_lens[:t].copy_(window_lens(seen, buffers.reach))
     buffers.csa_lens[:t].copy_(visible_entries(length, CSA_RATIO, top_k))
     buffers.hca_lens[:t].copy_(visible_entries(length, HCA_RATIO))
-    rows = ring_window(owned[owner], seen, buffers.ring_rows, buffers.reach)
-    buffers.window_indices[:t, : buffers.reach].copy_(rows)
+    window = ring_window(owned[owner], seen, buffers.ring_rows, buffers.reach)
+    buffers.window_indices[:t, : buffers.reach].copy_(window)
     if each > 1:
         visible = torch.arange(buffers.block_table.shape[1], device=length.device) < buffers.hca_lens[:t, None]
         buffers.hca_indices[:t].copy_(torch.where(visible, buffers.block_table[owner], buffers.hca_indices[:t]))

@@ -23,7 +23,7 @@ def align(width: int) -> int:
 
 class DecodeBuffers:
     """Tensors of a decode step at fixed addresses: `each` tokens of up to `max_requests` requests, with rings of
-    `ring_rows` rows. Speculation verifies several tokens a request in a step (docs/speculation.md).
+    `ring_rows` rows. Speculation verifies several tokens a request in a step (docs/guides/speculation.md).
 
     `max_blocks` 0: for layers without entries, which read no block table. `sees_block`: the tokens of a request see the
     128 before the step and all of the step, as those of a block that is drafted at once (DSPARK); else each sees the

@@ -9,8 +9,8 @@ FP8 rows are decoded by integer arithmetic (`triton_rows`) to numbers that lack 
 these numbers are multiplied as they are, and what they lack goes half with the query, half with the row's scale to its
 logit and its probability (`FOLD`): all powers of two, so the result is that of dequantised rows.
 
-On the H200, where a multiprocessor holds one such program, instructions and latency bound it, not bytes (measured:
-docs/performance.md). So a thread computes the address of one row alone, for which pieces of 64 dims share a layout;
+On the H200, where a multiprocessor holds one such program, instructions and latency bound it, not bytes (see
+docs/benchmarks/limits.md). So a thread computes the address of one row alone, and pieces of 64 dims share a layout;
 nothing of a row's address is computed in the layout of the products; rows are on their way two tiles ahead (five
 stages: three loads depend on each other); and every product is waited for before an accumulator is touched, or ptxas
 runs all wgmma instructions of the loop one by one.
@@ -87,7 +87,7 @@ def _select(condition, a, b):
 
 @triton.jit
 def _load_fp8(row_at, is_row, multiplier, FOLD: tl.constexpr, DOT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The pieces of FP8 rows; with FOLD those without RoPE still lack 2^120 and their scale."""
+    """Load the pieces of FP8 entries. With FOLD those without RoPE are not multiplied by 2^120 and their scale."""
     d2 = tl.arange(0, PIECE2)[None, :]
     if FOLD:
         # Pieces of one width share one layout, so that a thread computes the address of one row.
@@ -208,7 +208,7 @@ def _attend_kernel(
 
 
 def _block_shift(table: Tensor) -> int:
-    """log2 of the rows of a block; a table of one block may have any number. -1 where it is no power of two."""
+    """Return log2 of the entries per block, -1 if it is no power of two. A buffer of one block may have any size."""
     if table.shape[0] == 1:
         return 30
     rows = table.shape[1]

@@ -1,8 +1,8 @@
-"""What the Triton attention kernels share: the online softmax over tiles of rows, splits and their merge, sizes of
-tiles.
+"""Common parts of the Triton attention kernels: online softmax over tiles of entries, merge of splits, tile sizes.
 
-A row is key and value at once and comes in four pieces (`triton_rows`). With `FOLD` those without RoPE lack a power of
-two, of which half goes with the query and half, `lack`, to the logits and the probabilities (`triton_attend`).
+An entry is both key and value and comes in four pieces (`triton_entries`). With `FOLD` the pieces without RoPE are too
+small by a power of two. Half of this factor is applied to the query, half (`missing`) to the logits and the
+probabilities (`triton_attend`).
 """
 
 import functools
@@ -33,6 +33,7 @@ _INTERPRETED = triton.knobs.runtime.interpret
 
 @triton.jit
 def load_query(at, is_head, FOLD: tl.constexpr, DOT: tl.constexpr):
+    """Load the query in four pieces, with FOLD multiplied by half of the factor that the keys are missing."""
     q0, q1, q2, q3 = load_pieces(at, is_head, DOT)
     if FOLD:
         # Exact, and a query that is computed goes to the tensor cores by registers, which is faster.
@@ -114,7 +115,9 @@ def store_output(out_ptr, at, is_head, norm, o0, o1, o2, o3, angle_at, FOLD: tl.
 def merge_kernel(
     partial_ptr, stats_ptr, sink_ptr, positions_ptr, rope_ptr, out_ptr, heads, splits, BLOCK_S: tl.constexpr
 ):
-    """Grid (tokens, heads): the splits of one head, weighted by their share of the softmax; the sink counts once."""
+    """Grid (tokens, heads). Merge the splits of a head, weighted by their share of the softmax. The sink counts
+    once.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, BLOCK_S)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
-from dsv4_sglang.cache.paged_cache import BlockPool
+from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.state_cache import StateStorage
 
 STAGED_BLOCKS = 64
@@ -180,7 +180,7 @@ def _size(nbytes: int) -> str:
 class HostBlockPool:
     """`num_blocks` host blocks for the paged pools of some layers (one of several, or all of a model).
 
-    `rows` [num_blocks, block_bytes] uint8: a row is a block of all layers (`BlockPool.block_views`), the same on
+    `rows` [num_blocks, block_bytes] uint8: a row is a block of all layers (`PagedKVPool.block_views`), the same on
     every kind of GPU, whole lines of 128 bytes; the parts that are none, of HCA layers, lie at its end. The way to the
     host is a gather on the GPU and a copy of each run of rows that follow each other, so that SMs are busy for a moment
     only; the way back is a launch for the first layer, so that a step can begin when it is there, and launches of some
@@ -196,7 +196,7 @@ class HostBlockPool:
     """
 
     def __init__(
-        self, pools: Sequence[BlockPool], num_blocks: int, cpus: Collection[int] | None = None, spare: int = 0
+        self, pools: Sequence[PagedKVPool], num_blocks: int, cpus: Collection[int] | None = None, spare: int = 0
     ) -> None:
         devices = {pool.device for pool in pools}
         if len(devices) != 1:
@@ -289,7 +289,7 @@ def host_row_bytes(nbytes: int, spare: int) -> int:
     return -(-(nbytes + spare) // unit) * unit
 
 
-def host_block_bytes(pools: Sequence[BlockPool], spare: int = 0) -> int:
+def host_block_bytes(pools: Sequence[PagedKVPool], spare: int = 0) -> int:
     """Bytes of host memory that a block of all `pools` takes."""
     return host_row_bytes(_row_of_a_block([pool.block_views() for pool in pools])[1], spare)
 

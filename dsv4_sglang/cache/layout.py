@@ -6,19 +6,20 @@ import enum
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from dsv4_sglang.cache.layer_spec import LayerKVSpec
 from dsv4_sglang.cache.schema import HcaState, LayerCacheSchema, build_schema
-from dsv4_sglang.formats import KeyFormat, KVFormat
+from dsv4_sglang.formats import EntryFormat, KeyFormat, KVFormat
 from dsv4_sglang.formats.kv_entries import block_stride_bytes, make_kv_buffers
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO
-from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
+from dsv4_sglang.model.layer_schedule import LayerSpec
 
-COMPRESSED = (AttentionType.CSA, AttentionType.HCA)
+Spec = TypeVar("Spec", bound=LayerKVSpec)
 
 
 class PoolPart(NamedTuple):
@@ -31,16 +32,21 @@ class PoolPart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CacheLayout:
-    """What a block of 128 tokens and a state slot consist of, layer by layer. `device` decides the padding of FP8
-    blocks; in a layout that is only counted, `sm100` does, so that it may be that of another machine's GPU. The last
-    `draft_layers` are those of a draft model.
+class CacheLayout(Generic[Spec]):
+    """What a block of 128 tokens and a state slot consist of, layer by layer.
 
-    Raises ValueError for no layers, and for layers that cannot share tensors: rows of several formats, several numbers
-    of draft tokens, compressor states of a kind of several shapes.
+    Args:
+        schemas: one spec per layer, in order.
+        device: where the pools are. It decides the padding of FP8 blocks.
+        sm100: in a layout that is only counted, whether that device is an SM100 GPU. None: ask the device.
+        draft_layers: layers of a draft model, the last ones.
+
+    Raises:
+        ValueError: There are no layers, or layers that cannot share tensors: windows of several formats, several
+            numbers of draft tokens, compressor states of several shapes in one kind.
     """
 
-    schemas: tuple[LayerCacheSchema, ...]
+    schemas: tuple[Spec, ...]
     device: torch.device
     sm100: bool | None = None
     draft_layers: int = 0
@@ -48,20 +54,19 @@ class CacheLayout:
     def __post_init__(self) -> None:
         if not self.schemas:
             raise ValueError("no layers: a cache needs at least one schema")
-        formats = {schema.kv_format.value for schema in self.schemas}
+        formats = {schema.ring_format.value for schema in self.schemas}
         if len(formats) > 1:
             raise ValueError(f"window rings of several formats {sorted(formats)}; expected one")
         drafts = {schema.draft_tokens for schema in self.schemas}
         if len(drafts) > 1:
             raise ValueError(f"layers for several numbers of draft tokens {sorted(drafts)}; expected one")
-        for kind in COMPRESSED:
-            shapes = {schema.compressor_state_shape for schema in self.schemas if schema.attn is kind}
+        for kind in self.kinds:
+            shapes = {schema.compressor_state_shape for schema in self.schemas if schema.kind is kind}
             if len(shapes) > 1:
                 raise ValueError(f"{kind.name} compressor states of several shapes {shapes}; expected one")
 
-    @classmethod
+    @staticmethod
     def build(
-        cls,
         config: DSV4Config,
         schedule: Sequence[LayerSpec],
         device: torch.device,
@@ -72,9 +77,11 @@ class CacheLayout:
         draft_tokens: int = 0,
         sm100: bool | None = None,
         draft_layers: int = 0,
-    ) -> CacheLayout:
-        """The layout of a model; options as `build_schema` takes them. `draft_layers` of the schedule's are those of a
-        draft model, the last ones."""
+    ) -> CacheLayout[LayerCacheSchema]:
+        """Return the layout of a V4 model.
+
+        Options are those of `build_schema`. The last `draft_layers` of the schedule are those of a draft model.
+        """
         schemas = [
             build_schema(
                 config,
@@ -86,78 +93,71 @@ class CacheLayout:
             )
             for spec in schedule
         ]
-        return cls(tuple(schemas), device, sm100, draft_layers)
+        return CacheLayout(tuple(schemas), device, sm100, draft_layers)
 
     @property
-    def kinds(self) -> tuple[AttentionType, ...]:
-        """Kinds of layers that have entries, and perhaps compressor states."""
-        return COMPRESSED
+    def kinds(self) -> tuple[enum.Enum, ...]:
+        """Kinds of layers that write entries, in the order of their enum."""
+        return tuple(
+            kind for kind in type(self.schemas[0].kind) if any(s.kind is kind and s.ratio for s in self.schemas)
+        )
 
     def layers(self, kind: enum.Enum) -> list[int]:
-        """Ids of the layers of a kind, in order."""
-        return [layer for layer, schema in enumerate(self.schemas) if schema.attn is kind]
+        """Return the ids of the layers of a kind, in order."""
+        return [layer for layer, schema in enumerate(self.schemas) if schema.kind is kind]
 
     @property
-    def kv_format(self) -> KVFormat:
-        return self.schemas[0].kv_format
+    def ring_format(self) -> EntryFormat:
+        """The format of window entries, in every layer."""
+        return self.schemas[0].ring_format
 
     @property
     def ring_rows(self) -> int:
-        """Rows of a slot's window ring, in every layer."""
+        """Entries of a slot's window ring, in every layer."""
         return self.schemas[0].ring_rows
 
     @property
-    def compressor_state_units(self) -> int:
-        """Units of four rows in a slot's CSA compressor state."""
-        return self.schemas[0].rows.csa.rows // CSA_RATIO
-
-    @property
-    def kept_units(self) -> tuple[int, int]:
-        """Those alive at a multiple of 128, and with them the four rows before it: the last unit of the previous
-        stream's k and that of its z, because their rings divide 128."""
-        compressor_state = self.schemas[0].rows.csa
-        return compressor_state.previous_z // CSA_RATIO - 1, compressor_state.rows // CSA_RATIO - 1
+    def kept(self) -> Spec | None:
+        """The spec whose compressor states snapshots keep in part. None: snapshots are rings alone."""
+        return next((schema for schema in self.schemas if schema.kept_units), None)
 
     def block_parts(self, blocks: int) -> Iterator[PoolPart]:
-        """The paged half: entries and index keys of `blocks` blocks."""
-        for kind in COMPRESSED:
+        """Yield the paged half: entries and index keys of `blocks` blocks."""
+        for kind in self.kinds:
             layers = self.layers(kind)
-            if not layers:
-                continue
             schema, count = self.schemas[layers[0]], len(layers)
-            yield self._rows(f"{kind.name} entries", count, *schema.entry_table_shape(blocks))
+            yield self._entries(f"{kind.name} entries", count, *schema.entry_table_shape(blocks), schema.entry_format)
             if schema.has_indexer:
                 shape = (count, blocks, schema.indexer_entries_per_block, schema.key_format.width)
-                yield pool_part("index keys", shape, schema.key_format.dtype)
+                yield pool_part(f"{kind.name} index keys", shape, schema.key_format.dtype)
 
     def rings(self, slots: int, name: str = "window rings") -> PoolPart:
         """[layers, slots, R, width]"""
-        return self._rows(name, len(self.schemas), slots, self.ring_rows)
+        return self._entries(name, len(self.schemas), slots, self.ring_rows, self.ring_format)
 
     def make_rings(self, slots: int) -> Tensor:
-        """Zeroed `rings`."""
-        return make_kv_buffers(len(self.schemas), slots, self.ring_rows, self.kv_format, self.device)
+        """Allocate `rings`, zeroed."""
+        return make_kv_buffers(len(self.schemas), slots, self.ring_rows, self.ring_format, self.device)
 
     def compressor_states(self, kind: enum.Enum, slots: int) -> PoolPart | None:
-        """[layers of the kind, slots, ...] of its compressors, None without such layers."""
+        """[layers of the kind, slots, rows, columns]. None if layers of the kind have no compressor state."""
         layers = self.layers(kind)
-        compressor_state = self.schemas[layers[0]].compressor_state_shape if layers else None
-        return (
-            None
-            if compressor_state is None
-            else pool_part(f"{kind.name} compressor states", (len(layers), slots, *compressor_state), torch.float32)
-        )
+        shape = self.schemas[layers[0]].compressor_state_shape
+        return shape and pool_part(f"{kind.name} compressor states", (len(layers), slots, *shape), torch.float32)
 
     def state_parts(self, slots: int) -> Iterator[PoolPart]:
-        """The half that does not grow: window rings and compressor states of `slots` slots."""
+        """Yield the half that does not grow: window rings and compressor states of `slots` slots."""
         yield self.rings(slots)
-        yield from filter(None, (self.compressor_states(kind, slots) for kind in COMPRESSED))
+        yield from filter(None, (self.compressor_states(kind, slots) for kind in self.kinds))
 
     def position_parts(self, slots: int) -> tuple[PoolPart, PoolPart, PoolPart]:
-        """Bookkeeping of `slots` slots: positions of ring rows, heads of rings, tokens in the open windows. It follows
-        from the lengths of the requests, so a server does without.
+        """Return the bookkeeping of `slots` slots: positions of ring entries, heads of rings, tokens in open windows.
+
+        It follows from the lengths of the requests, so a server does without.
         """
-        layers, compressed = len(self.schemas), sum(len(self.layers(kind)) for kind in COMPRESSED)
+        if not all(schema.keeps_positions for schema in self.schemas):
+            raise ValueError("slots of this model keep no positions, which follow from lengths; give positions=False")
+        layers, compressed = len(self.schemas), sum(len(self.layers(kind)) for kind in self.kinds)
         return (
             pool_part("ring positions", (layers, slots, self.ring_rows), torch.int32),
             pool_part("ring heads", (layers, slots), torch.int32),
@@ -165,30 +165,29 @@ class CacheLayout:
         )
 
     def snapshot_parts(self, snapshots: int) -> Iterator[PoolPart]:
-        """What is alive of a state at a multiple of 128 (SPEC 6.6): the rings, and of each CSA compressor the last four
-        rows of k and of z of the previous window.
-        """
+        """Yield what is alive of a state at a multiple of 128 (SPEC 6.6): the rings and the kept units of states."""
         yield self.rings(snapshots, "snapshot rings")
-        if csa := self.compressor_states(AttentionType.CSA, snapshots):
-            layers, _, _, columns = csa.shape
-            rows = len(self.kept_units) * CSA_RATIO
-            yield pool_part("snapshot compressor states", (layers, snapshots, rows, columns), csa.dtype)
+        if self.kept and (states := self.compressor_states(self.kept.kind, snapshots)):
+            layers, _, _, columns = states.shape
+            rows = len(self.kept.kept_units) * CSA_RATIO
+            yield pool_part("snapshot compressor states", (layers, snapshots, rows, columns), states.dtype)
 
-    def _rows(self, name: str, tables: int, blocks: int, entries_per_block: int) -> PoolPart:
-        """Row tables, with the padding behind blocks."""
-        size = tables * blocks * block_stride_bytes(entries_per_block, self.kv_format, self.device, self.sm100)
-        shape = (tables, blocks, entries_per_block, self.kv_format.width)
-        return PoolPart(name, shape, self.kv_format.dtype, size)
+    def _entries(self, name: str, tables: int, blocks: int, entries: int, entry_format: EntryFormat) -> PoolPart:
+        """KV buffers, with the padding behind blocks."""
+        size = tables * blocks * block_stride_bytes(entries, entry_format, self.device, self.sm100)
+        return PoolPart(name, (tables, blocks, entries, entry_format.width), entry_format.dtype, size)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one more block. An HCA layer is one flat table, whose padding does not grow with its rows."""
-        csa = [self.schemas[layer] for layer in self.layers(AttentionType.CSA)]
-        strides = [
-            block_stride_bytes(schema.entries_per_block, self.kv_format, self.device, self.sm100) for schema in csa
-        ]
-        keys = sum(schema.indexer_entries_per_block * schema.indexer_entry_bytes for schema in csa)
-        return sum(strides) + keys + len(self.layers(AttentionType.HCA)) * self.kv_format.row_bytes
+        """Bytes of one more block. The padding of a flat layer does not grow with its blocks."""
+        return sum(
+            schema.block_bytes
+            if schema.is_flat
+            else block_stride_bytes(schema.entries_per_block, schema.entry_format, self.device, self.sm100)
+            + schema.indexer_entries_per_block * schema.indexer_entry_bytes
+            for schema in self.schemas
+            if schema.ratio
+        )
 
     @property
     def token_bytes(self) -> float:

@@ -3,32 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv4_sglang.cache.device import clear_memory, resolve_device
+from dsv4_sglang.cache.layer_spec import LayerKVSpec
 from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.cache.schema import LayerCacheSchema
-from dsv4_sglang.formats import KeyTable, KVBuffer, make_key_table, make_kv_buffers
-from dsv4_sglang.model.layer_schedule import AttentionType
+from dsv4_sglang.formats import KeyTable, KVBuffer, KVFormat, make_key_table, make_kv_buffers
 
 
-class BlockPool:
-    """`num_blocks` blocks of 128 tokens of a layer, in tables with a block in a row: `entries`, and `index_keys` where
-    the layer has some."""
+class PagedKVPool:
+    """`num_blocks` blocks of 128 tokens of a layer that writes entries.
 
-    entries: Tensor
-    index_keys: Tensor | None = None
+    Tables, as the ops take them:
+    - `entries` [num_blocks, n, width], n = 128 / ratio: entry i of a request is entry i % n of block i // n of its
+      table. A flat layer (HCA) has [1, num_blocks, width], one entry per block (`LayerKVSpec.entry_table_shape`).
+    - `index_keys` [num_blocks, n, width]: None in a layer without an indexer.
 
-    def __init__(self, num_blocks: int, device: torch.device | str | None) -> None:
+    Views of the same memory, None in the unquantised formats:
+    - `entries_fp8` [num_blocks, n, 448] uint8, `entries_rope` [num_blocks, n, 64] bf16, `inv_scale` [num_blocks, n]
+      float8_e8m0fnu (the multiplier that dequantises), n = 32 (CSA) or 1 (HCA)
+    - `indexer_keys_fp4` [num_blocks, 32, 64] uint8, `indexer_scales` [num_blocks, 32, 8] float8_e4m3fn; also None
+      where the layer has no indexer
+    - `flashmla_view`: `entries` with the head dimension that FlashMLA wants, [.., .., 1, 584] uint8.
+
+    A full block is never written again; an unwritten row is never read, since attention kernels stop at floor((t + 1) /
+    ratio).
+    """
+
+    def __init__(self, schema: LayerKVSpec, num_blocks: int, device: torch.device | str | None = None) -> None:
+        if schema.entries_per_block == 0:
+            raise ValueError(f"a {schema.kind.name} layer has no compressed entries, so no paged pool")
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}; expected at least 1")
-        self.num_blocks = num_blocks
-        self.device = resolve_device(device)
+        self.schema, self.num_blocks, self.device = schema, num_blocks, resolve_device(device)
+
+        shape = schema.entry_table_shape(num_blocks)
+        self.entries = make_kv_buffers(1, *shape, schema.entry_format, self.device)[0]
+        self.index_keys: Tensor | None = None
+        if schema.has_indexer:
+            self.index_keys = make_key_table(
+                num_blocks, schema.indexer_entries_per_block, schema.key_format, self.device
+            )
+
+        self.entries_fp8: Tensor | None = None
+        self.entries_rope: Tensor | None = None
+        self.inv_scale: Tensor | None = None
+        self.flashmla_view: Tensor | None = None
+        if schema.entry_format is KVFormat.FP8:
+            views = KVBuffer(self.entries, KVFormat.FP8).views()
+            assert views is not None
+            by_block = [
+                view.transpose(0, 1) if schema.is_flat else view for view in (views.fp8, views.rope, views.inv_scale)
+            ]
+            self.entries_fp8, self.entries_rope, self.inv_scale = by_block
+            self.flashmla_view = self.entries.unsqueeze(2)
+
+        keys = KeyTable(self.index_keys, schema.key_format).views() if self.index_keys is not None else None
+        self.indexer_keys_fp4: Tensor | None = keys.fp4 if keys else None
+        self.indexer_scales: Tensor | None = keys.scales if keys else None
 
     def block_views(self) -> list[Tensor]:
-        """Views with a block in every row, [num_blocks, n] without gaps inside a row; together all bytes of a block."""
+        """Return views with a block in every row, [num_blocks, n] without gaps in a row: all bytes of a block.
+
+        In a flat FP8 layer the entries and their exponents are apart, so they are two views.
+        """
+        if self.schema.is_flat and isinstance(self.schema.entry_format, KVFormat):
+            return [strip[0] for strip in KVBuffer(self.entries, self.schema.entry_format).strips()]
         views = []
         for table in self.allocations:
             block = table.shape[1] * table.shape[2]
@@ -50,66 +93,9 @@ class BlockPool:
         return sum(table.untyped_storage().nbytes() for table in self.allocations)
 
 
-class PagedKVPool(BlockPool):
-    """`num_blocks` blocks of 128 tokens of a CSA or HCA layer.
-
-    Tables, as the ops take them:
-    - `entries`: CSA [num_blocks, 32, width], entry i of a request in block i // 32 of its table, row i % 32;
-      HCA [1, num_blocks, width], a row a block (`LayerCacheSchema.entry_table_shape`).
-    - `index_keys`: CSA [num_blocks, 32, width], else None.
-
-    Views of the same memory, None in the unquantised formats:
-    - `entries_fp8` [num_blocks, n, 448] uint8, `entries_rope` [num_blocks, n, 64] bf16, `inv_scale` [num_blocks, n]
-      float8_e8m0fnu (the multiplier that dequantises), n = 32 (CSA) or 1 (HCA)
-    - `indexer_keys_fp4` [num_blocks, 32, 64] uint8, `indexer_scales` [num_blocks, 32, 8] float8_e4m3fn; also None
-      where the layer has no indexer
-    - `flashmla_view`: `entries` with the head dimension that FlashMLA wants, [.., .., 1, 584] uint8.
-
-    A full block is never written again; an unwritten row is never read, since attention kernels stop at floor((t + 1) /
-    ratio).
-    """
-
-    def __init__(self, schema: LayerCacheSchema, num_blocks: int, device: torch.device | str | None = None) -> None:
-        if schema.entries_per_block == 0:
-            raise ValueError(f"a {schema.attn.name} layer has no compressed entries, so no paged pool")
-        super().__init__(num_blocks, device)
-        self.schema = schema
-
-        shape = schema.entry_table_shape(num_blocks)
-        self.entries = make_kv_buffers(1, *shape, schema.kv_format, self.device)[0]
-        if schema.has_indexer:
-            self.index_keys = make_key_table(
-                num_blocks, schema.indexer_entries_per_block, schema.key_format, self.device
-            )
-
-        self.entries_fp8: Tensor | None = None
-        self.entries_rope: Tensor | None = None
-        self.inv_scale: Tensor | None = None
-        self.flashmla_view: Tensor | None = None
-        views = KVBuffer(self.entries, schema.kv_format).views()
-        if views is not None:
-            flat = schema.attn is AttentionType.HCA
-            by_block = [view.transpose(0, 1) if flat else view for view in (views.fp8, views.rope, views.inv_scale)]
-            self.entries_fp8, self.entries_rope, self.inv_scale = by_block
-            self.flashmla_view = self.entries.unsqueeze(2)
-
-        keys = KeyTable(self.index_keys, schema.key_format).views() if self.index_keys is not None else None
-        self.indexer_keys_fp4: Tensor | None = keys.fp4 if keys else None
-        self.indexer_scales: Tensor | None = keys.scales if keys else None
-
-    def block_views(self) -> list[Tensor]:
-        """Views with a block in every row, [num_blocks, n] without gaps inside a row; together all bytes of a block.
-
-        HCA's FP8 rows and their exponents lie apart in the one flat block, so they are two views.
-        """
-        if self.schema.attn is AttentionType.HCA:
-            return [strip[0] for strip in KVBuffer(self.entries, self.schema.kv_format).strips()]
-        return super().block_views()
-
-
-def make_paged_pools(layout: CacheLayout, blocks: Mapping[AttentionType, int]) -> list[PagedKVPool | None]:
-    """The pools of all layers, None for SWA layers; `blocks` of a layer by its kind."""
+def make_paged_pools(layout: CacheLayout, blocks: Mapping[Any, int]) -> list[PagedKVPool | None]:
+    """Return the pools of all layers, None for a layer without entries. `blocks`: of each layer, by its kind."""
     return [
-        PagedKVPool(schema, blocks[schema.attn], layout.device) if schema.entries_per_block else None
+        PagedKVPool(schema, blocks[schema.kind], layout.device) if schema.entries_per_block else None
         for schema in layout.schemas
     ]

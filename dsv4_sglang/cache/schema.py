@@ -1,4 +1,4 @@
-"""What one layer stores: rows a block, rows a state slot, formats and bytes (SPEC 5, 6.1, 6.2)."""
+"""What a layer of DeepSeek-V4 stores: `LayerKVSpec` of window, CSA and HCA layers (SPEC 5, 6.1, 6.2)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict, TypeVar
 
+from dsv4_sglang.cache.layer_spec import LayerKVSpec
 from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_ONLINE_ROWS, HCA_RAW_ROWS, StateRows, state_rows
@@ -16,7 +17,6 @@ from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 BLOCK_SIZE_ORIGINAL_TOKENS = BLOCK_TOKENS
 """Tokens a block stands for, by the name of the design's first version."""
 
-_FP32_BYTES = 4
 _INT32_BYTES = 4
 
 _Option = TypeVar("_Option", bound=enum.Enum)
@@ -33,8 +33,8 @@ class HcaState(enum.Enum):
 
 
 @dataclass(frozen=True)
-class LayerCacheSchema:
-    """The storage of one layer. Bytes are those of the format; SM100's block padding comes on top in the pools."""
+class LayerCacheSchema(LayerKVSpec):
+    """The storage of one layer of V4."""
 
     attn: AttentionType
     entry_head_dim: int
@@ -57,36 +57,38 @@ class LayerCacheSchema:
             )
 
     @property
+    def kind(self) -> AttentionType:
+        return self.attn
+
+    @property
     def rows(self) -> StateRows:
         """Rows of a slot's ring and compressor states."""
         return state_rows(self.draft_tokens)
 
     @property
     def ring_rows(self) -> int:
-        """Rows of a slot's window ring, position t in row t % ring_rows."""
         return self.rows.ring
+
+    @property
+    def ring_format(self) -> KVFormat:
+        return self.kv_format
+
+    @property
+    def entry_format(self) -> KVFormat:
+        return self.kv_format
 
     @property
     def ratio(self) -> int:
         return self.attn.ratio
 
     @property
-    def entries_per_block(self) -> int:
-        """Compressed entries of a block of 128 tokens: CSA 32, HCA 1, SWA 0."""
-        return BLOCK_TOKENS // self.ratio if self.ratio else 0
-
-    @property
     def has_indexer(self) -> bool:
         return self.attn is AttentionType.CSA
 
     @property
-    def indexer_entries_per_block(self) -> int:
-        return self.entries_per_block if self.has_indexer else 0
-
-    def entry_table_shape(self, blocks: int) -> tuple[int, int]:
-        """Blocks and rows a block of the KV buffer that holds the entries of `blocks` blocks: in an HCA layer one flat
-        block with a row for each, because FlashMLA's rows start at multiples of 16 B."""
-        return (1, blocks) if self.attn is AttentionType.HCA else (blocks, self.entries_per_block)
+    def is_flat(self) -> bool:
+        """Return True for HCA, which has one entry per block, because FlashMLA's entries start at multiples of 16 B."""
+        return self.attn is AttentionType.HCA
 
     @property
     def tail_buffer_size(self) -> int:
@@ -114,27 +116,13 @@ class LayerCacheSchema:
         return None
 
     @property
-    def entry_bytes(self) -> int:
-        return self.kv_format.row_bytes
-
-    @property
-    def indexer_entry_bytes(self) -> int:
-        return self.key_format.key_bytes if self.has_indexer else 0
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block of 128 tokens in this layer, entries and index keys."""
-        return self.entries_per_block * self.entry_bytes + self.indexer_entries_per_block * self.indexer_entry_bytes
-
-    @property
-    def swa_bytes(self) -> int:
-        """Bytes of a slot's window ring."""
-        return self.ring_rows * self.kv_format.row_bytes
-
-    @property
-    def compressor_state_bytes(self) -> int:
-        """Bytes of a slot's compressor compressor states."""
-        return math.prod(self.compressor_state_shape) * _FP32_BYTES if self.compressor_state_shape else 0
+    def kept_units(self) -> tuple[int, ...]:
+        """Return the units of a CSA compressor state that are alive at a multiple of 128: the last unit of the previous
+        stream's k and the last of its z, because their rings divide 128."""
+        if self.attn is not AttentionType.CSA:
+            return ()
+        rings = self.rows.csa
+        return rings.previous_z // CSA_RATIO - 1, rings.rows // CSA_RATIO - 1
 
     @property
     def position_bytes(self) -> int:
@@ -143,8 +131,8 @@ class LayerCacheSchema:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a state slot in this layer."""
-        return self.swa_bytes + self.compressor_state_bytes + self.position_bytes
+        """Bytes of a state slot in this layer, with bookkeeping of positions."""
+        return super().state_bytes + self.position_bytes
 
 
 def build_schema(

@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
 from dsv4_sglang.cache.device import clear_memory, resolve_device
-from dsv4_sglang.cache.layout import PoolPart
+from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import CSA_RATIO
-from dsv4_sglang.model.layer_schedule import AttentionType
 
 EMPTY = -1
 """`swa_pos` of a ring row that holds no token."""
-
-
-class StateLayout(Protocol):
-    """What a `StateStorage` asks of a layout, V4's (`cache.layout`) or V4.1's (`cache.v41`)."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def kinds(self) -> Sequence[enum.Enum]: ...
-    @property
-    def compressor_state_units(self) -> int: ...
-    @property
-    def kept_units(self) -> tuple[int, ...]: ...
-    def layers(self, kind: enum.Enum) -> list[int]: ...
-    def make_rings(self, slots: int) -> Tensor: ...
-    def compressor_states(self, kind: enum.Enum, slots: int) -> PoolPart | None: ...
-    def position_parts(self, slots: int) -> tuple[PoolPart, PoolPart, PoolPart]: ...
 
 
 class StateStorage:
@@ -56,7 +36,7 @@ class StateStorage:
     Raises ValueError for less than one slot.
     """
 
-    def __init__(self, layout: StateLayout, num_slots: int, snapshots: int = 0, positions: bool = True) -> None:
+    def __init__(self, layout: CacheLayout, num_slots: int, snapshots: int = 0, positions: bool = True) -> None:
         if num_slots < 1:
             raise ValueError(f"{num_slots} state slots; expected at least 1")
         self.layout, self.num_slots, self.snapshots = layout, num_slots, snapshots
@@ -65,9 +45,14 @@ class StateStorage:
         self.rings: Tensor = self._all_rings[:, :num_slots]
         self.compressor_states: dict[enum.Enum, Tensor] = {}
         self._compressor_state_units: Tensor | None = None
+        spec = layout.kept
+        self._kept = spec.kept_units if spec else ()
+        self._units_per_slot = (
+            spec.compressor_state_shape[0] // CSA_RATIO if spec and spec.compressor_state_shape else 0
+        )
         for kind in layout.kinds:
             if part := layout.compressor_states(kind, num_slots):
-                if kind is AttentionType.CSA:
+                if layout.kept and layout.kept.kind is kind:
                     self.compressor_states[kind] = self._csa_compressor_states(part.shape[0], part.shape[-1])
                 else:
                     self.compressor_states[kind] = torch.zeros(part.shape, device=self.device)
@@ -88,18 +73,17 @@ class StateStorage:
     def _csa_compressor_states(self, layers: int, columns: int) -> Tensor:
         """Allocate the compressor states of slots and snapshots together; those of slots [layers, slots, rows,
         columns]."""
-        each, kept = self.layout.compressor_state_units, self.layout.kept_units
-        live = self.num_slots * each
+        live, kept = self.num_slots * self._units_per_slot, self._kept
         units = live + self.snapshots * len(kept)
         self._compressor_state_units = torch.zeros((layers, units, CSA_RATIO, columns), device=self.device)
         self._live_units = torch.empty(len(kept), dtype=torch.int32, device=self.device)
         self._kept_units = torch.empty_like(self._live_units)
         self._number_units()
-        return self._compressor_state_units[:, :live].unflatten(1, (self.num_slots, each)).flatten(2, 3)
+        return self._compressor_state_units[:, :live].unflatten(1, (self.num_slots, self._units_per_slot)).flatten(2, 3)
 
     def _number_units(self) -> None:
         """Units of slot 0 and of snapshot 0, which does not exist."""
-        kept, live = self.layout.kept_units, self.num_slots * self.layout.compressor_state_units
+        kept, live = self._kept, self.num_slots * self._units_per_slot
         self._live_units.copy_(torch.tensor(kept, dtype=torch.int32))
         self._kept_units.copy_(torch.arange(live - len(kept), live, dtype=torch.int32))
 
@@ -177,8 +161,8 @@ class StateStorage:
         [snapshots, n] uint8. Snapshots count from 1: the first row is snapshot 1."""
         tables = list(self._all_rings[:, self.num_slots :])
         if self._compressor_state_units is not None:
-            kept = self._compressor_state_units[:, self.num_slots * self.layout.compressor_state_units :]
-            tables += kept.unflatten(1, (self.snapshots, len(self.layout.kept_units)))
+            kept = self._compressor_state_units[:, self.num_slots * self._units_per_slot :]
+            tables += kept.unflatten(1, (self.snapshots, len(self._kept)))
         return [_as_bytes(table) for table in tables]
 
     def snapshot_views(self, snapshot: int) -> list[Tensor]:
@@ -193,7 +177,7 @@ class StateStorage:
         none = snapshots < 1
         self._move(self._all_rings, slots, (snapshots + (self.num_slots - 1)).masked_fill(none, -1), to_snapshots)
         if self._compressor_state_units is not None:
-            live = torch.add(self._live_units, slots[:, None], alpha=self.layout.compressor_state_units)
+            live = torch.add(self._live_units, slots[:, None], alpha=self._units_per_slot)
             kept = torch.add(self._kept_units, snapshots[:, None], alpha=self._kept_units.numel())
             kept = kept.masked_fill(none[:, None], -1)
             self._move(self._compressor_state_units, live.flatten(), kept.flatten(), to_snapshots)

@@ -1,208 +1,79 @@
-"""What DeepSeek-V4.1's layers store: rows a block, rows a state slot, bytes, pools (SPEC 11.5)."""
+"""What a layer of DeepSeek-V4.1 stores: `LayerKVSpec` of its kinds, and the layout of a model (SPEC 11.5)."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from dsv4_sglang.cache.layout import PoolPart, pool_part
-from dsv4_sglang.cache.paged_cache import BlockPool
-from dsv4_sglang.formats import KeyFormat, make_key_table
+from dsv4_sglang.cache.layer_spec import LayerKVSpec
+from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.formats import KeyFormat
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
-from dsv4_sglang.formats.v41_entries import V41KVFormat, make_v41_table
-from dsv4_sglang.model.geometry import BLOCK_TOKENS, WINDOW
+from dsv4_sglang.formats.v41_entries import V41KVFormat
+from dsv4_sglang.model.geometry import WINDOW
 from dsv4_sglang.model.v41 import Csa2Role, V41LayerSpec, pair_rows
-
-_FP32_BYTES = 4
 
 
 class V41Kind(enum.Enum):
-    """What a layer writes besides its window row; the value is the ratio of its entries."""
+    """What a layer writes besides its window entries. The value is the ratio of its entries."""
 
-    WINDOW = 0
-    """Nothing."""
-    SINGLE = 1
-    """An entry and an index key for each token."""
-    PAIR = 2
-    """An entry and an index key for every two, the first of which waits in a compressor state."""
+    WINDOW = 0  # nothing
+    SINGLE = 1  # an entry and an index key for each token
+    PAIR = 2  # an entry and an index key for two tokens, the first of which waits in a compressor state
 
 
 @dataclass(frozen=True)
-class V41LayerSchema:
-    """The storage of one layer. Only a layer of role FULL has entries, index keys and, at ratio 2, a compressor
-    state."""
+class V41LayerSchema(LayerKVSpec):
+    """The storage of one layer. Only a layer of role FULL has entries, index keys and, at ratio 2, a compressor state.
 
-    ratio: int
-    """Tokens of an entry that this layer writes; 0: it writes none."""
+    Snapshots keep nothing of a compressor state: at a multiple of 128 every pair is complete.
+    """
+
+    writes: V41Kind
     draft_tokens: int = 0
+    key_format = KeyFormat.MXFP4
 
     @property
     def kind(self) -> V41Kind:
-        return V41Kind(self.ratio)
+        return self.writes
+
+    @property
+    def ratio(self) -> int:
+        return self.writes.value
+
+    @property
+    def ring_format(self) -> V41KVFormat:
+        return V41KVFormat.FP8
+
+    @property
+    def entry_format(self) -> V41KVFormat:
+        return V41KVFormat.FP4
+
+    @property
+    def keeps_positions(self) -> bool:
+        return False
 
     @property
     def ring_rows(self) -> int:
-        """Rows of a slot's window ring: position t in row t mod `ring_rows`."""
         return WINDOW + (self.draft_tokens if self.draft_tokens > 1 else 0)
 
     @property
-    def swa_bytes(self) -> int:
-        return self.ring_rows * V41KVFormat.FP8.row_bytes
-
-    @property
-    def entries_per_block(self) -> int:
-        """Entries of a block of 128 tokens, and as many index keys."""
-        return BLOCK_TOKENS // self.ratio if self.ratio else 0
-
-    @property
-    def block_bytes(self) -> int:
-        return self.entries_per_block * (V41KVFormat.FP4.row_bytes + KeyFormat.MXFP4.key_bytes)
+    def has_indexer(self) -> bool:
+        return self.ratio > 0
 
     @property
     def compressor_state_shape(self) -> tuple[int, int] | None:
-        """Rows and fp32 columns (k, then the score) of a slot's compressor state; None without one."""
-        return (pair_rows(self.draft_tokens), 2 * ENTRY_DIM) if self.ratio == 2 else None
-
-    @property
-    def compressor_state_bytes(self) -> int:
-        shape = self.compressor_state_shape
-        return shape[0] * shape[1] * _FP32_BYTES if shape else 0
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a state slot, without bookkeeping of positions."""
-        return self.swa_bytes + self.compressor_state_bytes
+        """Rows and fp32 columns (k, then the score) of a slot's compressor state. None without one."""
+        return (pair_rows(self.draft_tokens), 2 * ENTRY_DIM) if self.writes is V41Kind.PAIR else None
 
 
-def v41_schemas(schedule: Sequence[V41LayerSpec], draft_tokens: int = 0) -> list[V41LayerSchema]:
-    """One of every layer, in order."""
-    return [V41LayerSchema(spec.ratio if spec.role is Csa2Role.FULL else 0, draft_tokens) for spec in schedule]
-
-
-@dataclass(frozen=True)
-class V41Layout:
-    """What a block of 128 tokens and a state slot consist of, layer by layer, as `cache.layout.CacheLayout` says it of
-    V4. The last `draft_layers` are DSPARK's stages.
-
-    ValueError for no layers and for several numbers of draft tokens.
-    """
-
-    schemas: tuple[V41LayerSchema, ...]
-    device: torch.device
-    draft_layers: int = 0
-    compressor_state_units = 0
-    """Of V4's CSA compressor states, which these layers have not."""
-    kept_units = ()
-    """The same: nothing of a compressor state is alive at a multiple of 128."""
-
-    def __post_init__(self) -> None:
-        if not self.schemas:
-            raise ValueError("no layers: a cache needs at least one schema")
-        drafts = {schema.draft_tokens for schema in self.schemas}
-        if len(drafts) > 1:
-            raise ValueError(f"layers for several numbers of draft tokens {sorted(drafts)}; expected one")
-
-    @classmethod
-    def build(
-        cls, schedule: Sequence[V41LayerSpec], device: torch.device, *, draft_tokens: int = 0, draft_layers: int = 0
-    ) -> V41Layout:
-        """Of a model's layers; `draft_layers` of them, the last ones, are DSPARK's stages."""
-        return cls(tuple(v41_schemas(schedule, draft_tokens)), device, draft_layers)
-
-    @property
-    def kinds(self) -> tuple[V41Kind, ...]:
-        """Kinds of layers that have entries, and perhaps compressor states."""
-        return V41Kind.SINGLE, V41Kind.PAIR
-
-    def layers(self, kind: enum.Enum) -> list[int]:
-        """Ids of the layers of a kind, in order."""
-        return [layer for layer, schema in enumerate(self.schemas) if schema.kind is kind]
-
-    @property
-    def ring_rows(self) -> int:
-        """Rows of a slot's window ring, in every layer."""
-        return self.schemas[0].ring_rows
-
-    def block_parts(self, blocks: int) -> Iterator[PoolPart]:
-        """The paged half: entries and index keys of `blocks` blocks."""
-        for kind in self.kinds:
-            if layers := self.layers(kind):
-                shape = (len(layers), blocks, self.schemas[layers[0]].entries_per_block)
-                yield pool_part(f"{kind.name} entries", (*shape, V41KVFormat.FP4.row_bytes), torch.uint8)
-                yield pool_part(f"{kind.name} index keys", (*shape, KeyFormat.MXFP4.width), KeyFormat.MXFP4.dtype)
-
-    def rings(self, slots: int, name: str = "window rings") -> PoolPart:
-        """[layers, slots, R, 528]"""
-        return pool_part(name, (len(self.schemas), slots, self.ring_rows, V41KVFormat.FP8.row_bytes), torch.uint8)
-
-    def make_rings(self, slots: int) -> Tensor:
-        """Zeroed `rings`."""
-        return torch.zeros(self.rings(slots).shape, dtype=torch.uint8, device=self.device)
-
-    def compressor_states(self, kind: enum.Enum, slots: int) -> PoolPart | None:
-        """[layers of the kind, slots, rows, 1024] of its compressors, None without such layers or compressor states."""
-        layers = self.layers(kind)
-        compressor_state = self.schemas[layers[0]].compressor_state_shape if layers else None
-        return (
-            pool_part("pair compressor states", (len(layers), slots, *compressor_state), torch.float32)
-            if compressor_state
-            else None
-        )
-
-    def state_parts(self, slots: int) -> Iterator[PoolPart]:
-        """The half that does not grow: window rings and compressor states of `slots` slots."""
-        yield self.rings(slots)
-        yield from filter(None, (self.compressor_states(kind, slots) for kind in self.kinds))
-
-    def position_parts(self, slots: int) -> tuple[PoolPart, PoolPart, PoolPart]:
-        raise ValueError("V4.1's slots keep no positions, which follow from lengths; expected positions=False")
-
-    def snapshot_parts(self, snapshots: int) -> Iterator[PoolPart]:
-        """What is alive of a state at a multiple of 128: the rings. Every pair is complete there."""
-        yield self.rings(snapshots, "snapshot rings")
-
-    @property
-    def block_bytes(self) -> int:
-        return sum(part.bytes for part in self.block_parts(1))
-
-    @property
-    def token_bytes(self) -> float:
-        return self.block_bytes / BLOCK_TOKENS
-
-    @property
-    def slot_bytes(self) -> int:
-        return sum(part.bytes for part in self.state_parts(1))
-
-    @property
-    def snapshot_bytes(self) -> int:
-        return sum(part.bytes for part in self.snapshot_parts(1))
-
-
-class V41PagedPool(BlockPool):
-    """`num_blocks` blocks of 128 tokens of a layer that owns entries, which later layers read too.
-
-    `entries` uint8 [num_blocks, 128 / ratio, 288] and `index_keys` uint8 [num_blocks, 128 / ratio, 72], as the ops take
-    them: entry i of a request in block i // (128 / ratio) of its table. A full block is never written again.
-    """
-
-    index_keys: Tensor
-
-    def __init__(self, schema: V41LayerSchema, num_blocks: int, device: torch.device | str | None = None) -> None:
-        if schema.entries_per_block == 0:
-            raise ValueError("a layer that writes no entries has no paged pool")
-        super().__init__(num_blocks, device)
-        self.schema = schema
-        self.entries = make_v41_table(num_blocks, schema.entries_per_block, V41KVFormat.FP4, self.device)
-        self.index_keys = make_key_table(num_blocks, schema.entries_per_block, KeyFormat.MXFP4, self.device)
-
-
-def make_v41_pools(layout: V41Layout, num_blocks: int) -> list[V41PagedPool | None]:
-    """One a layer, None where it owns no entries."""
-    return [
-        V41PagedPool(schema, num_blocks, layout.device) if schema.entries_per_block else None
-        for schema in layout.schemas
-    ]
+def v41_layout(
+    schedule: Sequence[V41LayerSpec], device: torch.device, *, draft_tokens: int = 0, draft_layers: int = 0
+) -> CacheLayout:
+    """Return the layout of a model's layers. The last `draft_layers` are DSPARK's stages."""
+    kinds = [V41Kind(spec.ratio) if spec.role is Csa2Role.FULL else V41Kind.WINDOW for spec in schedule]
+    schemas = tuple(V41LayerSchema(kind, draft_tokens) for kind in kinds)
+    return CacheLayout(schemas, device, draft_layers=draft_layers)

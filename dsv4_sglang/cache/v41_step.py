@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
+from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.state_cache import StateStorage
 from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.cache.v41 import V41PagedPool
 from dsv4_sglang.formats.index_keys import INDEX_DIM
-from dsv4_sglang.formats.kv_entries import ENTRY_DIM
-from dsv4_sglang.formats.v41_entries import V41KVFormat, make_v41_table
+from dsv4_sglang.formats.kv_entries import ENTRY_DIM, make_kv_buffers
+from dsv4_sglang.formats.v41_entries import V41KVFormat
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, V41LayerSpec
 
 
@@ -42,7 +42,7 @@ class V41Step:
     """The tokens of one forward, for all layers in order. T tokens of B requests, as `metadata` has them, whose `csa_*`
     and `hca_*` are not read.
 
-    `state` and `pools` are those of a `V41Layout`: rings and compressor states of slots, and one pool a layer, None
+    `state` and `pools` are those of a `v41_layout`: rings and compressor states of slots, and one pool a layer, None
     where it owns no entries. Per layer: `append`, in a FULL layer then `append_keys`, in a layer that selects then
     `select`, at last `attend`. ValueError where one comes that the layer's role has not, or comes out of order.
     """
@@ -52,7 +52,7 @@ class V41Step:
         config: V41Config,
         schedule: Sequence[V41LayerSpec],
         state: StateStorage,
-        pools: Sequence[V41PagedPool | None],
+        pools: Sequence[PagedKVPool | None],
         metadata: StepMetadata,
     ) -> None:
         self.config = config
@@ -62,7 +62,8 @@ class V41Step:
         self.metadata = metadata
         self._window: Tensor | None = None
         if not metadata.is_decode:
-            self._window = make_v41_table(1, metadata.window_size, V41KVFormat.FP8, metadata.slots.device)
+            device = metadata.slots.device
+            self._window = make_kv_buffers(1, 1, metadata.window_size, V41KVFormat.FP8, device)[0]
         self._appended: int | None = None
         self._rows: Tensor | None = None
         self._selected_by: int | None = None
@@ -175,7 +176,7 @@ class V41Step:
             *(step.positions, weights.rope, scale),
         )
 
-    def _owner(self, spec: V41LayerSpec) -> V41PagedPool:
+    def _owner(self, spec: V41LayerSpec) -> PagedKVPool:
         """The pool whose entries the layer reads."""
         pool = None if spec.kv_source is None else self.pools[spec.kv_source]
         assert pool is not None, f"{_name(spec)} reads entries of layer {spec.kv_source}, which has none"

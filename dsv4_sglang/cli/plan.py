@@ -84,7 +84,7 @@ def _draft_tokens(model: Model, algorithm: str | None, tokens: int, block: int |
 
 
 def holds(made: Plan) -> str:
-    """One line, which docs/recipes.md quotes."""
+    """Return one line, whose figures docs/guides/serving.md quotes."""
     loaded = sum(part.bytes for part in made.parts if part.group == "weights")
     return (
         f"{made.total_tokens:,} tokens; {made.requests:,} requests of {made.choice.request:,} ({made.at_once:,} at "
@@ -264,7 +264,7 @@ def plan(
     """Show what GPUs would hold: memory of weights, state slots, snapshots and blocks, other choices, the command.
 
     Weights are counted with SGLang's constructors, and the cache is sized by the functions that size a server's pools;
-    docs/recipes.md compares both with measurements. SGLang's own cache is computed by the installed release.
+    docs/guides/planning.md compares them with measurements. SGLang's own cache is computed by the installed release.
     """
     from dsv4_sglang.planner import ask_sglang
     from dsv4_sglang.planner.choice import Choice

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,22 @@ FP8_AMAX_FLOOR = 1e-4
 # the stride of its blocks must be a multiple of the 576 B of a row without its scales.
 _BLOCK_ALIGNMENT = 16
 _SM100_BLOCK_ALIGNMENT = ROW_BYTES
+
+
+class EntryFormat(Protocol):
+    """What pools ask of the format of a 512-dim entry."""
+
+    @property
+    def value(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def width(self) -> int:
+        """Size of a KV buffer's last dimension."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of an entry."""
 
 
 class KVFormat(CodedFormat):
@@ -66,7 +82,7 @@ class KVFormat(CodedFormat):
 
 
 def block_stride_bytes(
-    entries_per_block: int, kv_format: KVFormat, device: torch.device, sm100: bool | None = None
+    entries_per_block: int, kv_format: EntryFormat, device: torch.device, sm100: bool | None = None
 ) -> int:
     """Bytes from one block of a KV buffer to the next on `device`, or on a GPU that is not there and is an `sm100`."""
     size = entries_per_block * kv_format.row_bytes
@@ -79,7 +95,7 @@ def block_stride_bytes(
 
 
 def make_kv_buffers(
-    tables: int, blocks: int, entries_per_block: int, kv_format: KVFormat, device: torch.device
+    tables: int, blocks: int, entries_per_block: int, kv_format: EntryFormat, device: torch.device
 ) -> Tensor:
     """Zeroed KV buffers `[tables, blocks, entries_per_block, width]` in one allocation."""
     stride = block_stride_bytes(entries_per_block, kv_format, device) // kv_format.dtype.itemsize
@@ -202,7 +218,7 @@ def quantise_nope(x: Tensor) -> tuple[Tensor, Tensor]:
     """[N, 448] -> e4m3 bytes [N, 448] uint8 and the biased exponent of the multiplier [N] uint8 (SPEC 2.4, one scale
     an entry).
 
-    The source of an FP8 row is always its bf16 rounding (SPEC 9, conflict 12).
+    The source of an FP8 row is always its bf16 rounding (SPEC 2.4).
     """
     x = x.bfloat16().float()
     amax = x.abs().amax(-1).clamp_min(FP8_AMAX_FLOOR)

@@ -55,6 +55,15 @@ class V41KVFormat(enum.Enum):
     def row_bytes(self) -> int:
         return self.data_bytes + self.scale_bytes
 
+    @property
+    def width(self) -> int:
+        """Size of a KV buffer's last dimension."""
+        return self.row_bytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
 
 def quantise_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """bf16 rows [N, 512] -> e4m3 bytes [N, 512] and ue8m0 bytes [N, 16], uint8 both."""
@@ -111,8 +120,3 @@ class V41Table(NamedTuple):
         source, target = block_and_row(other.data, other_rows), block_and_row(self.data, rows)
         for mine, theirs in zip(self.strips(), other.strips()):
             mine[target] = theirs[source]
-
-
-def make_v41_table(blocks: int, entries_per_block: int, kv_format: V41KVFormat, device: torch.device | str) -> Tensor:
-    """Zeroed table `[blocks, entries_per_block, row_bytes]`."""
-    return torch.zeros(blocks, entries_per_block, kv_format.row_bytes, dtype=torch.uint8, device=device)

@@ -266,7 +266,7 @@ class Fields:
         if model_type in ("deepseek_v41", "deepseek_v41_text"):
             raise ValueError(
                 f"config field 'model_type' is {model_type!r}: this is DeepSeek-V4.1, whose cache is another "
-                "(V41Config; docs/spec.md, 11)"
+                "(V41Config; docs/design/cache_mathematics.md, 11)"
             )
         if model_type not in (None, "deepseek_v4"):
             raise ValueError(f"config field 'model_type' is {model_type!r}; expected 'deepseek_v4'")

@@ -8,15 +8,17 @@ from dsv4_sglang.srt.memory.sizing import GIB
 
 MIB = 1 << 20
 BEFORE_WEIGHTS = int(1.65 * GIB)
-"""CUDA context and NCCL: what of an H200 was not free when SGLang began to load, two GPUs; docs/recipes.md."""
+"""CUDA context and NCCL: the memory of an H200 that was not free when SGLang began to load, on two GPUs. Public logs of
+8 H200 say 1.7 GiB (github.com/SemiAnalysisAI/InferenceX/issues/2128)."""
 BESIDE_WEIGHTS = int(0.90 * GIB)
-"""What loading takes beyond the parameters (compiled kernels, workspaces): mean of four runs; docs/recipes.md."""
+"""Memory that loading takes beyond the parameters (compiled kernels, workspaces): the mean of four runs."""
 MOST_GPUS = 8
 """Of one host."""
 
 
 class Gpu(NamedTuple):
-    """`memory` is what torch reports as `total_memory`, in bytes; `source` where that was seen (docs/recipes.md)."""
+    """`memory` is what torch reports as `total_memory`, in bytes; `source` says where that was seen (of a B200, in
+    github.com/pytorch/ao/pull/4002)."""
 
     name: str
     memory: int

@@ -17,7 +17,7 @@ GOALS = {
     "long-context": "the split of the GPUs that holds the most requests of the whole context length",
 }
 LATENCY_REQUESTS = 32
-"""Behind about 64 requests at once speculation gains little (docs/results.md)."""
+"""With more than about 64 requests at once speculation gains little (docs/benchmarks/results.md)."""
 THROUGHPUT_REQUESTS = 256
 """Of a server without DP attention; SGLang's default for this model."""
 REQUESTS_OF_A_RANK = 128

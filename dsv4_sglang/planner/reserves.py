@@ -29,8 +29,8 @@ def graph_bytes(choice: Choice) -> int:
 
 def prefill_graph_bytes(choice: Choice) -> int:
     """Return an estimate for CUDA graphs of prefill steps of the default sizes: what they took on an H200 with
-    benchmarks/configs/flashshape (docs/performance.md), rounded up. Most of it are the queries and outputs of attention
-    of the largest step, whose widths V4-Flash shares."""
+    benchmarks/configs/flashshape (docs/benchmarks/results.md), rounded up. Most of it are the queries and outputs of
+    attention of the largest step, whose widths V4-Flash shares."""
     return GIB
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.cache.device import resolve_device
+from dsv4_sglang.cache.paged_cache import make_paged_pools
 from dsv4_sglang.cache.state_cache import StateStorage
-from dsv4_sglang.cache.v41 import V41Layout, make_v41_pools
+from dsv4_sglang.cache.v41 import v41_layout
 from dsv4_sglang.cache.v41_step import V41Step
 from dsv4_sglang.model.v41 import V41Config, v41_schedule
 from dsv4_sglang.standalone.step import NO_BLOCK, Step
@@ -46,10 +47,10 @@ class V41Cache:
         self.config = config
         self.device = resolve_device(device)
         self.schedule = v41_schedule(config, draft_layers)
-        self.layout = V41Layout.build(self.schedule, self.device, draft_tokens=draft_tokens, draft_layers=draft_layers)
+        self.layout = v41_layout(self.schedule, self.device, draft_tokens=draft_tokens, draft_layers=draft_layers)
         self.draft_tokens = draft_tokens
         self.state = StateStorage(self.layout, num_slots, snapshots, positions=False)
-        self.pools = make_v41_pools(self.layout, num_blocks)
+        self.pools = make_paged_pools(self.layout, dict.fromkeys(self.layout.kinds, num_blocks))
         self.block_tables: Tensor = torch.full((num_slots, num_blocks), NO_BLOCK, dtype=torch.int32, device=self.device)
 
     def begin_step(

@@ -242,7 +242,7 @@ BAD = {
     "kv_score": (lambda t: t[:, :-1], "kv_score is Float"),
     "slots": (lambda t: t.long(), "slots is Long"),
     "ring": (lambda t: t[:, :-1], r"ring is Byte \[\d+, 127, 584\]"),
-    "compressor_state": (lambda t: t.bfloat16(), "compressor state is BFloat16"),
+    "compressor_state": (lambda t: t.bfloat16(), "compressor_state is BFloat16"),
     "entries": (lambda t: t[..., :-8], "entries is Byte"),
     "index_keys": (lambda t: None, "index_keys is missing"),
     "rope": (lambda t: t.cpu(), "rope is Float .* on cpu"),

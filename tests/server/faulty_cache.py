@@ -150,9 +150,8 @@ def _store(original: Callable[..., None], state: Any, slots: Any, snapshots: Any
     original(state, slots, snapshots)
     columns = {FAULTS[1]: KEPT_MAIN, FAULTS[2]: KEPT_INDEX}.get(_fault())
     if columns is not None:
-        layout = state.layout
-        kept = state._compressor_state_units[:, state.num_slots * layout.compressor_state_units :]
-        kept = kept.unflatten(1, (-1, len(layout.kept_units)))
+        kept = state._compressor_state_units[:, state.num_slots * state._units_per_slot :]
+        kept = kept.unflatten(1, (-1, len(state._kept)))
         for snapshot in snapshots[snapshots > 0].tolist():
             kept[:, snapshot - 1, :, :, columns] = 0
 

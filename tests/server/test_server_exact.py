@@ -1,7 +1,8 @@
 """fp32 rows and keys, a selection that leaves entries out, chunks of 128, a pool so small that requests retract.
 
 Where the selection leaves entries out, two whose scores are equal but for rounding may swap between two runs, cold or
-warm, whose steps hold other requests besides (docs/prefix.md). `same_but_for_ties` asks the oracle whether they were.
+warm, whose steps hold other requests besides (docs/design/prefix_policy.md). `same_but_for_ties` asks the oracle
+whether they were.
 """
 
 from __future__ import annotations

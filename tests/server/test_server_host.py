@@ -34,7 +34,7 @@ def server(
     request: pytest.FixtureRequest, fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """A device of 2,048 tokens and 12 snapshots, a host of four times that; a layer of each kind, and the indexer
-    selects all entries (docs/prefix.md says why)."""
+    selects all entries (docs/design/prefix_policy.md says why)."""
     log = tmp_path_factory.mktemp("host") / "log"
     flags = (*FLAGS, "--hicache-write-policy", request.param)
     with running(tiny(seed=0, ratios=(0, 4, 128), index_topk=1536), log, *flags, **OPTIONS) as server:

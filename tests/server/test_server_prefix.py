@@ -29,7 +29,7 @@ def server(fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.Temp
     """Chunks of 256, a snapshot every 512 tokens, 12 snapshots, 6,144 tokens of blocks; a layer of each kind.
 
     The indexer selects all entries: where it leaves some out, a step with other requests rounds scores in another
-    way, and where two are equal but for that, the other one is selected (docs/prefix.md).
+    way, and where two are equal but for that, the other one is selected (docs/design/prefix_policy.md).
     """
     log = tmp_path_factory.mktemp("prefix") / "log"
     with running(tiny(seed=0, ratios=(0, 4, 128), index_topk=1536), log, *FLAGS, **OPTIONS) as server:

@@ -86,7 +86,7 @@ def _csa_compressor_state(compressor_state: Tensor) -> CsaCompressorState:
     rings = known.get(compressor_state.shape[1])
     if rings is None:
         raise ValueError(
-            f"append: compressor state has {compressor_state.shape[1]} rows a slot; "
+            f"append: compressor_state has {compressor_state.shape[1]} rows a slot; "
             f"for ratio 4 expected one of {sorted(known)}"
         )
     return rings

@@ -28,7 +28,6 @@ from dsv4_sglang.attention.registry import begin_step, make_kernels
 from dsv4_sglang.attention.step_buffers import DecodeBuffers, PrefillBuffers
 from dsv4_sglang.cache.append import LayerTables, LayerWeights, Projections, append_layer
 from dsv4_sglang.cache.device import resolve_device
-from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.step import StepMetadata, prefill_window_size
 from dsv4_sglang.formats import make_kv_buffers
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
@@ -83,8 +82,8 @@ class LayerInputs(NamedTuple):
 class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
     """Attention backend for prefill, decode and verify steps of all layers of a model.
 
-    The model is the served one or the draft model (docs/speculation.md). CUDA graphs record decode steps, verify steps
-    and short prefill steps, including their metadata.
+    The model is the served one or the draft model (docs/guides/speculation.md). CUDA graphs record decode steps,
+    verify steps and short prefill steps, including their metadata.
 
     Args:
         runner: SGLang's model runner.
@@ -140,9 +139,8 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             LayerTables(self.state.ring(i), self.state.compressor_state(i), blocks.entries(i), blocks.keys(i))
             for i in range(len(self.schemas))
         ]
-        assert isinstance(blocks.layout, CacheLayout)
         device = resolve_device(self.device)  # registers its ops
-        self.kernels = make_kernels(device, blocks.blocks, self.heads, self.dtype, blocks.layout.kv_format)
+        self.kernels = make_kernels(device, blocks.blocks, self.heads, self.dtype, blocks.layout.schemas[0].kv_format)
 
     # Metadata of a step
 
@@ -550,7 +548,9 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         if self._recorded_workspace is not None and self._recorded_workspace.shape[1] >= entries:
             return self._recorded_workspace[:, :entries]
         if self._workspace is None or self._workspace.shape[1] < entries:
-            self._workspace = make_kv_buffers(1, 1, entries, self.state.layout.kv_format, torch.device(self.device))[0]
+            self._workspace = make_kv_buffers(1, 1, entries, self.state.layout.ring_format, torch.device(self.device))[
+                0
+            ]
         return self._workspace[:, :entries]
 
     def forget_scratch(self) -> None:

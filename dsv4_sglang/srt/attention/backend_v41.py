@@ -9,7 +9,6 @@ from torch import Tensor
 
 from dsv4_sglang.attention.base import LayerOutput
 from dsv4_sglang.cache.step import StepMetadata
-from dsv4_sglang.cache.v41 import V41PagedPool
 from dsv4_sglang.cache.v41_step import V41LayerWeights, V41Step
 from dsv4_sglang.model.v41 import MODEL_TYPES, V41Config, v41_schedule
 from dsv4_sglang.srt.attention.backend import HybridCacheBackend
@@ -49,7 +48,7 @@ class V41Backend(HybridCacheBackend):
         super().__init__(runner)
 
     def prepare_layers(self, blocks: CompressedKVPool) -> None:
-        self.pools = [pool if isinstance(pool, V41PagedPool) else None for pool in blocks.pools]
+        self.pools = blocks.pools
         self.step: V41Step | None = None
 
     def begin_layers(self, step: StepMetadata, lengths: list[int] | None) -> None:

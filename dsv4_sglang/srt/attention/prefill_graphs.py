@@ -1,4 +1,4 @@
-"""Prefill steps that run as CUDA graphs (docs/performance.md, "Prefill steps in CUDA graphs").
+"""Prefill steps that run as CUDA graphs (docs/guides/serving.md, "Prefill graphs").
 
 A short prefill step is one graph from the embedding to the last norm, recorded by SGLang's runner for breakable graphs.
 The graph has no breaks: metadata, append, selection, attention and snapshots are device work of fixed shapes

@@ -1,6 +1,6 @@
 """Integration with SGLang's speculative workers: backends and CUDA graphs of the draft model, and snapshots.
 
-docs/speculation.md explains what a speculative round writes, and why no write must be undone.
+docs/guides/speculation.md explains how rejected drafts are rolled back.
 """
 
 from __future__ import annotations

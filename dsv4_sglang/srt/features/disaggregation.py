@@ -57,7 +57,7 @@ def cache_name(layout: CacheLayout, model: DSV4Config, attention_ranks: int) -> 
     keys = {schema.key_format.value for schema in layout.schemas}
     digest = hashlib.sha256(repr((model, parts)).encode()).hexdigest()[:12]
     return (
-        f"dsv4_sglang {__version__}: {layout.kv_format.value} entries, {'/'.join(sorted(keys))} keys, "
+        f"dsv4_sglang {__version__}: {layout.ring_format.value} entries, {'/'.join(sorted(keys))} keys, "
         f"{first.hca_state.value} HCA state, {first.draft_tokens} draft tokens, attention TP {attention_ranks}, "
         f"model and bytes {digest}"
     )

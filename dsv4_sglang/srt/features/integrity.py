@@ -1,7 +1,7 @@
 """Integrity check: every slot and block of the pools has exactly one owner, and tree, registry and locks agree.
 
 `audit` does the check. Tests call it on pools and trees without a server. With the option `integrity_check` a
-scheduler adds its result to /server_info (`add_reports`, a hook of the table in `hooks`). See docs/integrity.md.
+scheduler adds its result to /server_info (`add_reports`, a hook of the table in `hooks`). See docs/design/integrity.md.
 """
 
 from __future__ import annotations

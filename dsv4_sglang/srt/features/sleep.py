@@ -1,7 +1,7 @@
 """Sleep, wake-up and weight updates. The functions here are hooks of the table in `hooks`.
 
 SGLang releases memory by tag (`/release_memory_occupation`) and maps it again at the same addresses with undefined
-contents (`/resume_memory_occupation`). See docs/sleep.md.
+contents (`/resume_memory_occupation`). See docs/guides/sleep.md.
 """
 
 from __future__ import annotations

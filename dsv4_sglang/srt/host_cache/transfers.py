@@ -31,7 +31,7 @@ class TransferController(HybridCacheController):
     SGLang's copies start after the work that its scheduler has processed. With overlap scheduling a decode step may
     still run then. It writes memory that a save reads (the last entry of a block and the snapshot at its end), and it
     uses memory that a load overwrites (blocks and slots that were freed while it ran). Copies therefore wait for the
-    stream of the steps. See docs/host_cache.md.
+    stream of the steps.
     """
 
     # CUDA stream of the steps.

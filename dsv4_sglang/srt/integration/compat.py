@@ -2,7 +2,8 @@
 
 A leading underscore says that a name may change without notice, so such names stand here only, behind functions that
 say what they are for. What differs between the releases that this package serves stands here, too, one function or
-constant a difference, with the first release that has it the new way (`since`); docs/versions.md lists them.
+constant a difference, with the first release that has it the new way (`since`). To add a release, see
+docs/design/adding_a_release.md.
 `contracts` compares what hooks and overrides rely on with the SGLang that is installed before a server starts.
 """
 

@@ -19,7 +19,7 @@ from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
 from dsv4_sglang.srt.integration.startup_check import check_started
 from dsv4_sglang.srt.memory.configurator import BlockConfigurator
-from dsv4_sglang.srt.memory.served_layout import ServedLayout, layout_of
+from dsv4_sglang.srt.memory.served_layout import layout_of
 from dsv4_sglang.srt.memory.sizing import StateDemand, demand_of, memory_after_slots, table
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ServerContext:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.model: DSV4Config | V41Config | None = None
-        self.layout: ServedLayout | None = None
+        self.layout: CacheLayout | None = None
         self.demand: StateDemand | None = None
         self.pool: CacheKVPool | None = None
 
@@ -99,7 +99,7 @@ class ServerContext:
         ours = {ARCHITECTURE, *DRAFT_ARCHITECTURES}.intersection(model_architectures)
         return not ours and original(model_architectures, *args, **kwargs)
 
-    def layout_for(self, configurator: Any) -> ServedLayout:
+    def layout_for(self, configurator: Any) -> CacheLayout:
         """Return the cache layout. The dtype of the entries is known only after the model is loaded."""
         if self.layout is None:
             args = compat.flags(configurator.server_args)
@@ -260,7 +260,7 @@ class ServerContext:
 
         from dsv4_sglang.srt.features.disaggregation import cache_name
 
-        assert isinstance(self.layout, CacheLayout), "pools are built before they are offered, and V4.1's are not"
+        assert self.layout is not None, "pools are built before they are offered"
         assert isinstance(self.model, DSV4Config)
         name = cache_name(self.layout, self.model, get_parallel().attn_tp_size)
         args.kv_cache_dtype_str = f"{args.kv_cache_dtype_str} ({name})"

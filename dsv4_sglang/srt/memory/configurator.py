@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
 
+from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.memory.served_layout import ServedLayout
 from dsv4_sglang.srt.memory.sizing import require_context, tokens_of_pool
 
 
@@ -13,7 +13,7 @@ class BlockConfigurator(MemoryPoolConfigurator):
     """Configurator of the pool size. SGLang first asks for what fits into memory, and then, if the user gave a limit of
     tokens, for the size under that limit."""
 
-    def __init__(self, layout: ServedLayout, context_len: int) -> None:
+    def __init__(self, layout: CacheLayout, context_len: int) -> None:
         self.layout, self.context_len = layout, context_len
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:

@@ -7,7 +7,7 @@ SGLang's dummies and never belong to a request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -20,14 +20,12 @@ from sglang.srt.platforms import current_platform
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from torch import Tensor
 
-from dsv4_sglang.cache.layout import COMPRESSED
-from dsv4_sglang.cache.paged_cache import BlockPool, make_paged_pools
+from dsv4_sglang.cache.layout import CacheLayout
+from dsv4_sglang.cache.paged_cache import make_paged_pools
 from dsv4_sglang.cache.state_cache import StateStorage
-from dsv4_sglang.cache.v41 import V41Layout, make_v41_pools
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.memory.served_layout import ServedLayout
 from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
 
 # Of each buffer of a transfer: addresses, lengths in bytes, and bytes per item.
@@ -66,12 +64,12 @@ class StateParams(BaseLinearStateParams):
     equal layers, so it is overridden."""
 
     shape: StateShape
-    cache_layout: ServedLayout
+    cache_layout: CacheLayout
     staging: int
     snapshots: int
 
     @classmethod
-    def of(cls, layout: ServedLayout, staging: int = 0, snapshots: int = 0) -> StateParams:
+    def of(cls, layout: CacheLayout, staging: int = 0, snapshots: int = 0) -> StateParams:
         """Build the parameters.
 
         Args:
@@ -205,7 +203,7 @@ class CompressedKVPool(KVCache):
         size: int,
         page_size: int,
         dtype: torch.dtype,
-        layout: ServedLayout,
+        layout: CacheLayout,
         device: str,
         enable_memory_saver: bool = False,
     ) -> None:
@@ -226,13 +224,8 @@ class CompressedKVPool(KVCache):
         self.layout = layout
         self.blocks = size // BLOCK + 1
         with released_while_asleep(enable_memory_saver):
-            self.pools = self._make_pools()
+            self.pools = make_paged_pools(layout, dict.fromkeys(layout.kinds, self.blocks))
         self.bytes = sum(pool.memory_bytes() for pool in self.pools if pool is not None)
-
-    def _make_pools(self) -> Sequence[BlockPool | None]:
-        if isinstance(self.layout, V41Layout):
-            return make_v41_pools(self.layout, self.blocks)
-        return make_paged_pools(self.layout, dict.fromkeys(COMPRESSED, self.blocks))
 
     def reset(self) -> None:
         """Restore the initial content, whatever the memory holds."""

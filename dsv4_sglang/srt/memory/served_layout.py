@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 
 from dsv4_sglang.cache.layout import CacheLayout
-from dsv4_sglang.cache.v41 import V41Layout
+from dsv4_sglang.cache.v41 import v41_layout
 from dsv4_sglang.formats import KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import build_schedule
 from dsv4_sglang.model.v41 import V41Config, v41_schedule
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
-
-ServedLayout = CacheLayout | V41Layout
 
 
 def layout_of(
@@ -24,7 +22,7 @@ def layout_of(
     *,
     draft_tokens: int,
     draft_layers: int,
-) -> ServedLayout:
+) -> CacheLayout:
     """Return the layout of a model. V4 has options (see `served_layout`); V4.1 has the formats of its training only.
 
     Args:
@@ -36,7 +34,7 @@ def layout_of(
         draft_layers: layers of the draft model.
     """
     if isinstance(config, V41Config):
-        return V41Layout.build(
+        return v41_layout(
             v41_schedule(config, draft_layers),
             torch.device(device),
             draft_tokens=draft_tokens,

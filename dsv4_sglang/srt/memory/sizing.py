@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.integration.launch_error import LaunchError
-from dsv4_sglang.srt.memory.served_layout import ServedLayout
 
 GIB = 1 << 30
-# Share of the memory that weights leave; see benchmarks/prefix_simulation.py and docs/prefix.md.
+# Share of the memory that weights leave; see benchmarks/prefix_simulation.py and docs/benchmarks/results.md.
 SNAPSHOT_SHARE = 1 / 12
 MAX_STAGING = 64
 
@@ -32,12 +32,12 @@ class StateDemand:
     def slots(self) -> int:
         return self.running + self.arriving + self.staging
 
-    def bytes(self, layout: ServedLayout) -> int:
+    def bytes(self, layout: CacheLayout) -> int:
         """Return the bytes of all slots and snapshots, including SGLang's dummy slot."""
         return (self.slots + 1) * layout.slot_bytes + self.snapshots * layout.snapshot_bytes
 
 
-def default_snapshots(layout: ServedLayout, running: int, available: int) -> int:
+def default_snapshots(layout: CacheLayout, running: int, available: int) -> int:
     """Return the default number of snapshots.
 
     It is what fits into SNAPSHOT_SHARE of the memory, but at least two per running request: the one that it resumed
@@ -75,7 +75,7 @@ def state_demand(running: int, *, step_tokens: int, default: int, max_snapshots:
 
 
 def demand_of(
-    layout: ServedLayout,
+    layout: CacheLayout,
     available_gib: float,
     *,
     running: int,
@@ -114,7 +114,7 @@ def demand_of(
     return state_demand(running, step_tokens=step_tokens, default=default, max_snapshots=max_snapshots)
 
 
-def memory_after_slots(layout: ServedLayout, demand: StateDemand, available_gib: float) -> float:
+def memory_after_slots(layout: CacheLayout, demand: StateDemand, available_gib: float) -> float:
     """Return the GiB that state slots and snapshots leave for blocks.
 
     Args:
@@ -135,13 +135,13 @@ def memory_after_slots(layout: ServedLayout, demand: StateDemand, available_gib:
     return available_gib - needed
 
 
-def tokens_in_bytes(layout: ServedLayout, available: int) -> int:
+def tokens_in_bytes(layout: CacheLayout, available: int) -> int:
     """Return the tokens that fit into `available` bytes: whole blocks, less SGLang's dummy block and one for the
     padding of tables."""
     return max(0, available // layout.block_bytes - 2) * BLOCK
 
 
-def require_context(layout: ServedLayout, tokens: int, context_len: int, reason: str) -> None:
+def require_context(layout: CacheLayout, tokens: int, context_len: int, reason: str) -> None:
     """Raise LaunchError if a pool cannot hold one request of the context length.
 
     Args:
@@ -160,7 +160,7 @@ def require_context(layout: ServedLayout, tokens: int, context_len: int, reason:
         )
 
 
-def tokens_of_pool(layout: ServedLayout, available: int, context_len: int) -> int:
+def tokens_of_pool(layout: CacheLayout, available: int, context_len: int) -> int:
     """Return the number of tokens of the block pool.
 
     Args:
@@ -177,7 +177,7 @@ def tokens_of_pool(layout: ServedLayout, available: int, context_len: int) -> in
     return tokens
 
 
-def table(layout: ServedLayout, tokens: int, demand: StateDemand) -> str:
+def table(layout: CacheLayout, tokens: int, demand: StateDemand) -> str:
     """Return the log text that describes a server's pools, one line per tensor.
 
     Args:

@@ -62,7 +62,7 @@ class SnapshotComponent(MambaComponent):
     """Component that attaches slots of the snapshot pool to tree nodes. Live state slots never enter the tree.
 
     The snapshots of a request are pending until their blocks are inserted into the tree: at the end of each prefill
-    chunk and at the end of the request. See docs/prefix.md.
+    chunk and at the end of the request. See docs/design/prefix_policy.md.
     """
 
     def __init__(self, cache: Any, params: Any, interval: int) -> None:

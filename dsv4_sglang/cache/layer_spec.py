@@ -1,0 +1,117 @@
+"""`LayerKVSpec`: what one layer stores. Pools, bytes and steps follow from it, whatever the model."""
+
+from __future__ import annotations
+
+import enum
+import math
+from abc import ABC, abstractmethod
+
+from dsv4_sglang.formats import EntryFormat, KeyFormat
+from dsv4_sglang.model.geometry import BLOCK_TOKENS
+
+_FP32_BYTES = 4
+
+
+class LayerKVSpec(ABC):
+    """What one layer stores: a window ring, compressed entries, index keys and a compressor state.
+
+    A model has a subclass of it. Bytes are those of the formats. Pools add the padding of blocks.
+
+    Attributes:
+        draft_tokens: most tokens of a request in a verify step. 0 or 1: no speculation.
+        key_format: format of index keys.
+    """
+
+    draft_tokens: int
+    key_format: KeyFormat
+
+    @property
+    @abstractmethod
+    def kind(self) -> enum.Enum:
+        """Layers of one kind share tensors. Kinds are ordered as the enum lists them."""
+
+    @property
+    @abstractmethod
+    def ratio(self) -> int:
+        """Tokens of an entry that this layer writes. 0: it writes none."""
+
+    @property
+    @abstractmethod
+    def ring_rows(self) -> int:
+        """Entries of a slot's window ring. Position t is in entry t % ring_rows."""
+
+    @property
+    @abstractmethod
+    def ring_format(self) -> EntryFormat:
+        """The format of window entries."""
+
+    @property
+    @abstractmethod
+    def entry_format(self) -> EntryFormat:
+        """The format of compressed entries."""
+
+    @property
+    def entries_per_block(self) -> int:
+        """Compressed entries of a block of 128 tokens."""
+        return BLOCK_TOKENS // self.ratio if self.ratio else 0
+
+    @property
+    @abstractmethod
+    def has_indexer(self) -> bool:
+        """Return True if each entry has an index key."""
+
+    @property
+    def indexer_entries_per_block(self) -> int:
+        return self.entries_per_block if self.has_indexer else 0
+
+    @property
+    def is_flat(self) -> bool:
+        """Return True if all blocks of this layer are entries of one block, which is then not padded per entry."""
+        return False
+
+    def entry_table_shape(self, blocks: int) -> tuple[int, int]:
+        """Blocks and entries per block of the KV buffer that holds the entries of `blocks` blocks."""
+        return (1, blocks * self.entries_per_block) if self.is_flat else (blocks, self.entries_per_block)
+
+    @property
+    @abstractmethod
+    def compressor_state_shape(self) -> tuple[int, int] | None:
+        """Rows and fp32 columns of a slot's compressor state. None without one."""
+
+    @property
+    def kept_units(self) -> tuple[int, ...]:
+        """Units of four rows of the compressor state that a snapshot keeps (SPEC 6.6)."""
+        return ()
+
+    @property
+    def keeps_positions(self) -> bool:
+        """Return True if a library may ask for the positions of ring entries."""
+        return True
+
+    @property
+    def entry_bytes(self) -> int:
+        return self.entry_format.row_bytes
+
+    @property
+    def indexer_entry_bytes(self) -> int:
+        return self.key_format.key_bytes if self.has_indexer else 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of 128 tokens in this layer: entries and index keys."""
+        return self.entries_per_block * self.entry_bytes + self.indexer_entries_per_block * self.indexer_entry_bytes
+
+    @property
+    def swa_bytes(self) -> int:
+        """Bytes of a slot's window ring."""
+        return self.ring_rows * self.ring_format.row_bytes
+
+    @property
+    def compressor_state_bytes(self) -> int:
+        """Bytes of a slot's compressor state."""
+        return math.prod(self.compressor_state_shape) * _FP32_BYTES if self.compressor_state_shape else 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state slot in this layer, without bookkeeping of positions."""
+        return self.swa_bytes + self.compressor_state_bytes
