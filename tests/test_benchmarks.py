@@ -185,7 +185,7 @@ def test_ids_form_runs_of_exactly_their_length(run: int) -> None:
         assert run_lengths(ids) == [run] * (512 // run)
         assert all(sorted(side) == list(range(512)) for side in ids.tolist())
     assert run_lengths(move.run_ids(2, 1)) == [1, 1]
-    with pytest.raises(ValueError, match="512 blocks are not whole runs of 7"):
+    with pytest.raises(ValueError, match="512 blocks are not a multiple of the run length 7"):
         move.run_ids(512, 7)
 
 
