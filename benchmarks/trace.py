@@ -57,7 +57,7 @@ WARM_SEED = 1_000_000
 
 @dataclass
 class Done:
-    """An answered request. Times in seconds: `begin` since the start of the load, `late` after the time in the trace."""
+    """An answered request; times in seconds. `begin`: since the start of the load. `late`: after the trace's time."""
 
     begin: float
     late: float

@@ -1,4 +1,4 @@
-"""The GPUs that can be planned for, and what of their memory is gone before the cache is allocated."""
+"""GPUs that can be planned for, and the memory that is taken before the cache is allocated."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ from typing import NamedTuple
 from dsv4_sglang.srt.memory.sizing import GIB
 
 MIB = 1 << 20
+# CUDA context and NCCL: memory of an H200 that was not free when SGLang began to load on two GPUs; docs/recipes.md.
 BEFORE_WEIGHTS = int(1.65 * GIB)
-"""CUDA context and NCCL: what of an H200 was not free when SGLang began to load, two GPUs; docs/recipes.md."""
+# Memory that loading takes beyond the parameters (compiled kernels, workspaces): mean of four runs; docs/recipes.md.
 BESIDE_WEIGHTS = int(0.90 * GIB)
-"""What loading takes beyond the parameters (compiled kernels, workspaces): mean of four runs; docs/recipes.md."""
+# GPUs of one host.
 MOST_GPUS = 8
-"""Of one host."""
 
 
 class Gpu(NamedTuple):
-    """`memory` is what torch reports as `total_memory`, in bytes; `source` where that was seen (docs/recipes.md)."""
+    """A kind of GPU.
+
+    Attributes:
+        memory: bytes that torch reports as `total_memory`.
+        source: where that number was seen (docs/recipes.md).
+        expert_runner: SGLang's `--moe-runner-backend` for FP4 experts.
+    """
 
     name: str
     memory: int
     source: str
     sm100: bool = False
     expert_runner: str | None = None
-    """SGLang's `--moe-runner-backend` for FP4 experts."""
 
 
 GPUS = {
