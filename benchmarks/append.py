@@ -216,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
         result.part(name, partial(function, bench))
     subjects = [name for name in SUBJECTS if any(row.get("subject") == name for row in result.rows)]
     columns = ["work", "model", "load", *subjects, "in-tree / ours", "floor us", "ours x floor", "ours % of copy"]
-    result.table("append, us a step over all layers", columns, compare(result.rows))
+    result.table("append, us per step over all layers", columns, compare(result.rows))
     copy, launch = bench.copy_gbs, bench.launch_us
     result.console.print(f"copy rate {copy:,.0f} GB/s, empty launch {launch:.2f} us", highlight=False)
     return result.close()

@@ -44,7 +44,7 @@ def random_inputs(ratio: int, tokens: int, device: torch.device, generator: torc
     Args:
         ratio: compression ratio of the layer, 0 without compression.
         tokens: tokens of the step.
-        device: of the tensors.
+        device: device of the tensors.
         generator: source of the random numbers.
 
     Returns:

@@ -133,7 +133,7 @@ def random_lists(case: Case, rows: int, device: torch.device, layers: int) -> li
     Args:
         case: the step.
         rows: entries of the KV buffer.
-        device: of the lists.
+        device: device of the lists.
         layers: number of lists.
 
     Returns:
@@ -533,7 +533,7 @@ def main(argv: list[str] | None = None) -> int:
             result.part(f"{case.name}/{subject}", partial(measure, case, subject, device, facts, samples))
     ratios = [f"{subject} / flashmla" for subject in SUBJECTS[1:]]
     columns = ["case", *subjects, *(ratios if len(subjects) > 1 else []), "floor us"]
-    result.table("attend, us a layer", columns, compare(result.rows))
+    result.table("attend, us per layer", columns, compare(result.rows))
     return result.close()
 
 

@@ -76,7 +76,7 @@ def ours(
     """Return the cost of our cache. Fixed: the state slots, the snapshots, and the two blocks that serve no request.
 
     Args:
-        config: of the model.
+        config: config of the model.
         requests: running requests.
         snapshots: state snapshots.
         kv_format: "fp8" or "bf16".

@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ["url"] if args.url else fuzz.names:
         result.part(name, fuzz.url if args.url else partial(fuzz.configuration, name))
     columns = ["part", "requests", "bursts", "hits", "retractions", "host loads", "compared warm", "found"]
-    result.table("what happened", columns)
+    result.table("events of the configurations", columns)
     found = any(row["found"] for row in result.rows) or bool(result.data["failures"])
     return result.close() or int(found)
 

@@ -290,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
     stages = [f"{subject} {stage}" for subject in ("ours", "in-tree") for stage in ("query", "score", "select")]
     columns = ["case", "ours", "in-tree", "ours / in-tree", "ours cold", "in-tree cold", *stages, "floor us"]
     lines = compare(result.rows)
-    result.table("index, us a layer", [c for c in columns if any(c in line for line in lines)], lines)
+    result.table("index, us per layer", [c for c in columns if any(c in line for line in lines)], lines)
     return result.close()
 
 

@@ -384,7 +384,7 @@ def play(driver: Driver, requests: int, limit: float) -> None:
     """Play bursts until `requests` requests were sent, or until another burst would exceed the time limit.
 
     Args:
-        driver: of the server.
+        driver: driver of the server.
         requests: number of requests after which to stop.
         limit: seconds in total. The next burst is assumed to take as long as the longest so far.
 

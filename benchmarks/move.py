@@ -430,7 +430,7 @@ def main(argv: list[str] | None = None) -> int:
     lines = compare(result.rows)
     subjects = [s for s in ("ours", *LAYOUTS, "copy, our pages", "copy") if any(s in line for line in lines)]
     of_ours = ["MB", "us", "host us", "floor us", "x floor", "bound"]
-    result.table("swap, GB/s; and of ours", ["place", "direction", "run", *subjects, *of_ours], lines)
+    result.table("swap: GB/s, and details of ours", ["place", "direction", "run", *subjects, *of_ours], lines)
     for move, columns in {
         "update_rows": ["us", "cold us", "MB", "GB/s", "floor us", "x floor", "bound"],
         "append_swa": ["us", "cold us", "MB", "GB/s", "floor us", "x floor", "bound"],

@@ -50,7 +50,7 @@ def ask(server: Server, prompt: list[int], tokens: int) -> dict[str, Any]:
     """Return greedily decoded tokens and their logprobs, and the logprobs of the same tokens sent as a prompt.
 
     Args:
-        server: to ask.
+        server: running server.
         prompt: token ids.
         tokens: number of tokens to generate.
     """

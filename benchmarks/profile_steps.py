@@ -31,12 +31,12 @@ CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH = re.compile(r"graph_?launch", re.IGNORECASE)
 TOTALS = ("period_us", "wall_us", "kernel_us", "busy_us", "idle_us", "overlap_us")
 TOTAL_NAMES = {
-    "period_us": "from its begin to the next step's",
+    "period_us": "from the step's begin to the next step's",
     "wall_us": "first kernel's begin to last kernel's end",
     "kernel_us": "sum of the kernels' times",
     "busy_us": "time in which any kernel runs",
     "idle_us": "time between kernels",
-    "overlap_us": "time of kernels beside a kernel of another stream",
+    "overlap_us": "time of kernels that overlap a kernel of another stream",
 }
 
 GENERIC = re.compile(r"^(device_kernel|[Kk]ernel\d?|\w*elementwise_kernel\w*|reduce_kernel|vectorized_\w+)$")
@@ -275,7 +275,7 @@ def table(summary: Mapping[str, Any]) -> tuple[Columns, Rows]:
         [name, int(count), us, round(100 * us / total, 1), overlapping.get(name)]
         for name, (count, us) in summary["kernels"].items()
     ]
-    return ("kernel", "launches", "us", "%", "us beside another stream"), rows
+    return ("kernel", "launches", "us", "%", "us overlapping another stream"), rows
 
 
 def side_by_side(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[Columns, Rows]:

@@ -235,10 +235,10 @@ def compare_with_cold(client: Client, samples: list[Sample], most: int, seed: in
     """Run up to `most` of the sampled prompts again, each alone on an empty cache.
 
     Args:
-        client: of the server.
+        client: client of the server.
         samples: warm answers.
         most: largest number of answers to compare.
-        seed: of the selection.
+        seed: seed of the selection.
 
     Raises:
         RuntimeError: a cold run hit the cache.

@@ -79,7 +79,7 @@ class Report:
         """Run a part and store its rows, unless it is not selected or already stored.
 
         Args:
-            name: of the part.
+            name: name of the part.
             function: returns or yields the rows.
             setup: later parts of the process need this part, so it always runs.
         """

@@ -213,7 +213,9 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if row.get("value") is not None:
             found.setdefault((row["measure"], row["at"]), {}).setdefault(row["subject"], []).append(row["value"])
         if "step_ms" in row:
-            found.setdefault(("ms a step or turn", row["at"]), {}).setdefault(row["subject"], []).append(row["step_ms"])
+            found.setdefault(("ms per step or speculative round", row["at"]), {}).setdefault(row["subject"], []).append(
+                row["step_ms"]
+            )
     lines = []
     for (measure, at), values in found.items():
         line: dict[str, Any] = {"measure": measure, "at": at}

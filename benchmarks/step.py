@@ -39,7 +39,7 @@ def requests_of(batch: int, context: int, page: int, device: torch.device) -> Si
         batch: number of requests.
         context: longest request that the server allows.
         page: tokens per page.
-        device: of the tensors.
+        device: device of the tensors.
     """
     generator = torch.Generator().manual_seed(batch)
     lens = torch.randint(1000, min(8 * K, context), (batch,), generator=generator)

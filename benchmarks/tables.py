@@ -19,7 +19,7 @@ def random_pages(pages: int, rows: int, page_bytes: int, device: torch.device) -
         pages: number of pages.
         rows: entries per page.
         page_bytes: bytes per page.
-        device: of the pages.
+        device: device of the pages.
 
     Returns:
         uint8 [pages, page_bytes]: rows x (448 e4m3 | 64 bf16), then rows x 8 exponents, then padding.

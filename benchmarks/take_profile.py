@@ -27,9 +27,9 @@ def decode(server: Server, prompts: Sequence[list[int]], tokens: int, keep: Path
     """Profile a decode step in which all of `prompts` run.
 
     Args:
-        server: to profile.
+        server: server that is profiled.
         prompts: one per request.
-        tokens: per request; enough for the wait until all run, and STEPS steps.
+        tokens: tokens per request; enough for the wait until all run, and STEPS steps.
         keep: file to which the first rank's trace is copied, or None.
 
     Raises:

@@ -182,11 +182,11 @@ class CopyingSimulation(Simulation):
         """Create both trees.
 
         Args:
-            blocks: of the device.
-            snapshots: of the device.
-            host_blocks: of the host.
-            rows: snapshots of the host.
-            shared: blocks and snapshots share the host's bytes.
+            blocks: number of blocks of the device.
+            snapshots: number of snapshots of the device.
+            host_blocks: number of blocks of the host.
+            rows: number of snapshots of the host.
+            shared: True if blocks and snapshots share the host's bytes.
             ahead: future turns, for a host that knows them.
         """
         super().__init__(blocks, snapshots, INTERVAL)
@@ -209,9 +209,9 @@ class CopyingSimulation(Simulation):
         """Load the host's prefix. Return what the request then resumes from, or None if running requests leave no room.
 
         Args:
-            keys: of the request.
-            match: on the device.
-            there: match on the host.
+            keys: block keys of the request.
+            match: longest match on the device.
+            there: longest match on the host.
         """
         fresh = self.tree.take_blocks(there.resume - match.resume)
         if fresh is None:
@@ -282,8 +282,8 @@ def host_of(blocks: int, snapshots: int, ratio: float, share: float | None) -> t
     """Return the blocks and snapshots of a host of `ratio` times the device's bytes.
 
     Args:
-        blocks: of the device.
-        snapshots: of the device.
+        blocks: number of blocks of the device.
+        snapshots: number of snapshots of the device.
         ratio: bytes of the host / bytes of the device.
         share: share of the host's bytes for snapshots (default: the server's).
     """
@@ -386,7 +386,7 @@ def grow(simulation: Simulation, stages: Iterable[tuple[int, int]], tokens: int)
     """Return the hits of each visit as shares of the hits of an infinite cache.
 
     Args:
-        simulation: to run.
+        simulation: simulation that serves the requests.
         stages: pairs of the number of conversations and the number of visits.
         tokens: length of a conversation.
     """

@@ -76,11 +76,11 @@ class Replayer:
     """Sends a trace's sessions. The first error of any request ends the replay.
 
     Args:
-        client: of the server.
+        client: client of the server.
         vocab: token ids are below this.
-        seed: of the tokens.
+        seed: seed of the tokens.
         cap: longest answer in tokens; 0: as in the trace.
-        deadline: on the clock of `time.monotonic`; nothing is sent after it.
+        deadline: time of `time.monotonic` after which nothing is sent.
         progress: called after each answer.
     """
 
@@ -189,7 +189,7 @@ def warm_up(client: Client, requests: Sequence[Request], clients: int, vocab: in
     prompts, which hit.
 
     Args:
-        client: of the server.
+        client: client of the server.
         requests: the trace.
         clients: concurrent requests.
         vocab: token ids are below this.
@@ -223,7 +223,7 @@ def summary(pairs: Sequence[tuple[Request, Done]], capacities: Sequence[int], lo
     """Return the figures of a load, and set `ideal` and `in_flight` of each request.
 
     Args:
-        pairs: in the order in which they were sent.
+        pairs: requests and answers in the order of sending.
         capacities: tokens of bounded optimal caches.
         lost: tokens that the server computed again for lack of a snapshot; None if its metrics do not report them.
     """
@@ -302,7 +302,7 @@ def measure(
         args: the command line.
         subject: name of the server.
         requests: the trace.
-        console: for the progress bar.
+        console: console of the progress bar.
     """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with serving(args, subject) as (url, vocab, about):
@@ -363,7 +363,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument("--requests", type=int, help="only the first N requests")
     options.add_argument("--longest", type=int, default=2**31, help="leave out longer prompts")
     options.add_argument("--cap", type=int, default=0, help="longest answer; 0: as in the trace")
-    options.add_argument("--capacity", default="", help="tokens of more perfect caches, beside the device's size")
+    options.add_argument("--capacity", default="", help="capacities of further perfect caches in tokens")
     options.add_argument("--seconds", type=float, default=math.inf, help="send nothing after this time")
     options.add_argument("--seed", type=int, default=0, help="seed of the tokens")
     options.add_argument("--flags", default="", help="more flags for all servers")

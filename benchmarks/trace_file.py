@@ -106,7 +106,7 @@ def perfect_hits(requests: Sequence[Request], capacity: float = math.inf) -> lis
     room, and a request hits the prompts of all requests sent before it.
 
     Args:
-        requests: in the order in which they were sent.
+        requests: requests in the order of sending.
         capacity: tokens that the cache holds.
     """
     room = capacity // HASH_BLOCK
@@ -136,7 +136,7 @@ def computed_hits(requests: Sequence[Request], begins: Sequence[float], computed
     """Return the hit tokens of each request if it hits only prompts that were computed before it was sent.
 
     Args:
-        requests: in the order in which they were sent.
+        requests: requests in the order of sending.
         begins: when each was sent, in seconds.
         computed: when each had its first token.
     """

@@ -128,11 +128,11 @@ class Conversations:
     """Conversations in the cache of a server, and their turns.
 
     Args:
-        client: of the server.
+        client: client of the server.
         prompt: returns the given number of random tokens, different ones at each call.
         device_tokens: tokens that the device holds if turns are to hit the host, 0 to hit the device.
         rounds: timed rounds; a load of one conversation gets three times as many.
-        deadline: on the clock of `time.monotonic`; nothing starts after it.
+        deadline: time of `time.monotonic` after which nothing starts.
     """
 
     client: Client
@@ -222,7 +222,7 @@ def measure(args: argparse.Namespace, subject: str, deadline: float) -> Generato
     Args:
         args: the command line.
         subject: name of the server.
-        deadline: on the clock of `time.monotonic`.
+        deadline: time of `time.monotonic` after which nothing starts.
 
     Raises:
         OutOfTime: the deadline has passed.

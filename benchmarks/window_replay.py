@@ -183,7 +183,7 @@ def distances(spec: TinySpec, hit: int, replays: Iterable[int], follow: int = 64
     """Return |d log p| of the tokens after a hit, relative to the whole sequence computed at once.
 
     Args:
-        spec: of the model.
+        spec: sizes of the model.
         hit: tokens of the hit.
         replays: numbers of tokens from which to rebuild the windows.
         follow: tokens after the hit.

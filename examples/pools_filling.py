@@ -43,11 +43,11 @@ def generate(url: str, api_key: str, prompt_tokens: int, new_tokens: int, seed: 
     """Send one request with its own random prompt, and wait for the answer.
 
     Args:
-        url: of the server.
-        api_key: of the server.
+        url: URL of the server.
+        api_key: API key of the server.
         prompt_tokens: length of the prompt.
         new_tokens: length of the answer.
-        seed: of the prompt.
+        seed: seed of the prompt.
     """
     prompt = [3 + (seed * 7919 + i * i) % 250 for i in range(prompt_tokens)]
     sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}

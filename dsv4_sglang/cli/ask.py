@@ -20,9 +20,9 @@ def ask(process: int, model_path: str, question: str, flags: list[str]) -> int:
 
     Args:
         process: id of the server, which is the parent. The wait ends with it.
-        model_path: of the server.
-        question: of the first conversation turn.
-        flags: of the server.
+        model_path: model path of the server.
+        question: question of the first conversation turn.
+        flags: flags of the server.
 
     Returns:
         The exit code: 0 after the conversation, 1 if there was none.

@@ -47,7 +47,7 @@ def too_far(distance: Distance, noise: float, tolerance: float | None = None) ->
     """Return True if a warm answer differs from cold by more than rounding explains.
 
     Args:
-        distance: of the answer.
+        distance: distance of the answer from cold.
         noise: mean of `cold` over several answers.
         tolerance: limit of `worst`, for servers whose compute is exact.
     """
@@ -61,9 +61,9 @@ def distance_to_cold(server: Server, ids: Sequence[int], **fields: Any) -> Dista
     The warm request may hit the cache. All other requests use fresh name spaces, where nothing is cached.
 
     Args:
-        server: to ask; errors of its requests propagate.
-        ids: of the prompt.
-        **fields: of the requests, such as a DP rank.
+        server: running server. Errors of its requests propagate.
+        ids: token ids of the prompt.
+        **fields: fields of the requests, such as a DP rank.
     """
     warm = server.answer(ids, ANSWER_TOKENS, **fields)
     cold = server.answer(ids, ANSWER_TOKENS, extra_key=uuid.uuid4().hex, **fields)

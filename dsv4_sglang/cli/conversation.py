@@ -71,10 +71,10 @@ def converse(server: Server, model_path: str, question: str, max_tokens: int) ->
     Errors of `Server.generate` and `Server.pools` propagate.
 
     Args:
-        server: to ask.
-        model_path: of the server.
-        question: of the first conversation turn.
-        max_tokens: of each answer.
+        server: running server.
+        model_path: model path of the server.
+        question: question of the first conversation turn.
+        max_tokens: largest number of tokens of an answer.
     """
     _say("two conversation turns; the times of the first include one-time work of the server, such as compiling")
     prompt = TEXT

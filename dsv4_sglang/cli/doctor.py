@@ -178,7 +178,7 @@ def self_test(gpu: bool) -> Iterator[Finding]:
             error = selftest.layer_error(ratio, "cuda" if gpu else "cpu", formats)
             right = error < tolerance  # false for nan too
             text = f"error {error:.1e}" + ("" if right else f", more than {tolerance:.0e}")
-            yield Finding(f"{kind} layer, {name} rows", text, "ok" if right else "fail")
+            yield Finding(f"{kind} layer, {name} entries", text, "ok" if right else "fail")
 
 
 CHECKS: tuple[Callable[[bool], Iterator[Finding]], ...] = (

@@ -57,7 +57,7 @@ def _draft_tokens(model: Model, algorithm: str | None, tokens: int, block: int |
     """Return the tokens of a verify step, 0 without speculation. A model has either a NextN layer or a DSPARK head.
 
     Args:
-        model: to plan for.
+        model: model that is planned.
         algorithm: --speculative-algorithm.
         tokens: --speculative-num-draft-tokens, 0 if not given.
         block: --speculative-dspark-block-size.

@@ -126,11 +126,11 @@ class Step:
         """Return a step with random inputs. Every request has its own blocks.
 
         Args:
-            layer: to which the step appends.
+            layer: layer to which the step appends.
             requests: (state slot or -1, tokens before, tokens now) of each.
             decode: a decode step, else a prefill step.
             track: write snapshots to free slots (`_track`).
-            seed: of the random numbers.
+            seed: seed of the random numbers.
         """
         g = torch.Generator().manual_seed(seed)
         slots, lengths, counts = (torch.tensor(c, dtype=torch.int32) for c in zip(*requests))
