@@ -81,6 +81,13 @@ class Bench:
         }
 
     def decode(self, model: str, subject: str, batch: int) -> Iterator[dict[str, Any]]:
+        """Yield the times of a decode step, one row per load.
+
+        Args:
+            model: key of MODELS.
+            subject: key of SUBJECTS.
+            batch: number of requests.
+        """
         kind, online, formats = SUBJECTS[subject]
         config = self.config(model)
         step = kind(config, batch, self.context, self.device, hca_online=online)
@@ -99,6 +106,14 @@ class Bench:
             yield row | self._rates(us, moved, step.launches)
 
     def prefill(self, model: str, subject: str, batch: int, chunk: int) -> Iterator[dict[str, Any]]:
+        """Yield the time of a prefill step.
+
+        Args:
+            model: key of MODELS.
+            subject: key of SUBJECTS.
+            batch: number of requests.
+            chunk: tokens of each request.
+        """
         kind, online, formats = SUBJECTS[subject]
         config = self.config(model)
         step = kind(config, batch, chunk, self.device, chunk=chunk, hca_online=online)

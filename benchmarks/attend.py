@@ -149,8 +149,17 @@ def random_lists(case: Case, rows: int, device: torch.device, layers: int) -> li
 
 
 def our_lists(case: Case, rows: int, device: torch.device, layers: int) -> Lists:
-    """Return lists like those of the step metadata. Window indices refer to the window ring (decode) or to the
-    workspace (prefill)."""
+    """Return lists like those of the step metadata.
+
+    Args:
+        case: the step.
+        rows: entries of the KV buffer.
+        device: device of the lists.
+        layers: number of layers.
+
+    Returns:
+        The lists. Window indices refer to the window ring (decode) or to the workspace (prefill).
+    """
     positions = torch.arange(128, device=device, dtype=torch.int32)
     if case.chunk:
         start = case.context - case.chunk
@@ -182,7 +191,14 @@ class Tensors:
 
 
 def our_subject(case: Case, subject: str, device: torch.device, layers: int) -> Callable[[], None]:
-    """Return a function that runs the step of one subject (any but "in-tree")."""
+    """Return a function that runs the step of one subject.
+
+    Args:
+        case: the step.
+        subject: one of SUBJECTS except "in-tree".
+        device: device of the tensors; the CPU runs the portable kernel.
+        layers: number of layers.
+    """
     shared = Tensors(case, device, layers)
     if case.chunk:
         window = [tables.our_rows(1, case.chunk + 128, device)] * layers  # all layers share one workspace
@@ -233,7 +249,13 @@ def our_subject(case: Case, subject: str, device: torch.device, layers: int) -> 
 
 
 def prefill_kernel(case: Case, rows: int, device: torch.device) -> AttentionKernel:
-    """Return our prefill attention kernel for a step of one request whose blocks fill a buffer of `rows` entries."""
+    """Return our prefill attention kernel for a step of one request.
+
+    Args:
+        case: the step.
+        rows: entries of the KV buffer, all of which belong to the request's blocks.
+        device: device of the tensors.
+    """
     from dsv4_sglang.attention.metadata import build_prefill
     from dsv4_sglang.attention.sparse_prefill import SparsePrefillAttention
 
@@ -265,6 +287,11 @@ def joined_lists(case: Case, lists: Lists, entries: Tensor) -> tuple[Tensor, Ten
 
     In the joined KV buffer the compressed entries follow the window entries.
 
+    Args:
+        case: the step.
+        lists: lists of the step.
+        entries: one layer's list of compressed entries, [tokens, width] int32.
+
     Returns:
         The lists [tokens, a multiple of 128] int32 and their lengths [tokens] int32.
     """
@@ -278,7 +305,14 @@ def joined_lists(case: Case, lists: Lists, entries: Tensor) -> tuple[Tensor, Ten
 
 
 def direct_prefill(case: Case, q: list[Tensor], sink: Tensor, lists: Lists) -> Callable[[], None]:
-    """Return a function that runs FlashMLA's sparse prefill kernel alone, on one buffer of bf16 entries."""
+    """Return a function that runs FlashMLA's sparse prefill kernel alone, on one buffer of bf16 entries.
+
+    Args:
+        case: the step.
+        q: queries [tokens, heads, 512] of each layer.
+        sink: fp32 [heads].
+        lists: lists of the step.
+    """
     from sgl_kernel.flash_mla import flash_mla_sparse_fwd
 
     table = torch.randn(case.chunk + 128 + max(case.context // case.ratio, 64), 1, DIM, device=sink.device).bfloat16()
@@ -302,7 +336,15 @@ def direct_prefill(case: Case, q: list[Tensor], sink: Tensor, lists: Lists) -> C
 def direct(
     q: list[Tensor], sink: Tensor, window: list[Tensor], lists: Lists, entries: list[Tensor]
 ) -> Callable[[], None]:
-    """Return a function that runs FlashMLA's decode kernel alone, with a schedule made once."""
+    """Return a function that runs FlashMLA's decode kernel alone, with a schedule made once.
+
+    Args:
+        q: queries [tokens, heads, 512] of each layer.
+        sink: fp32 [heads].
+        window: window ring of each layer.
+        lists: lists of the step.
+        entries: KV buffer of each layer.
+    """
     from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
     schedule = get_mla_metadata()[0]
@@ -330,12 +372,25 @@ def direct(
 
 
 def in_tree_pages(case: Case, rows: int, device: torch.device) -> tuple[Tensor, int]:
-    """Return one layer's compressed cache, uint8 [pages, bytes], and the entries per page."""
+    """Return one layer's compressed cache, uint8 [pages, bytes], and the entries per page.
+
+    Args:
+        case: the step.
+        rows: entries of the cache.
+        device: device of the cache.
+    """
     per_page = PAGE // case.ratio
     return tables.random_pages(max(rows // per_page, 1), per_page, page_bytes(per_page), device), per_page
 
 
 def in_tree_subject(case: Case, device: torch.device, layers: int) -> Callable[[], None]:
+    """Return a function that runs the step of the subject "in-tree", including the inverse RoPE.
+
+    Args:
+        case: the step.
+        device: device of the tensors.
+        layers: number of layers.
+    """
     from sglang.kernels.ops.attention.dsv4.elementwise import fused_rope_inplace
 
     shared = Tensors(case, device, layers)
@@ -355,6 +410,16 @@ def in_tree_subject(case: Case, device: torch.device, layers: int) -> Callable[[
 def in_tree_decode(
     case: Case, shared: Tensors, paged: list[tuple[Tensor, int]], rows: int, device: torch.device, layers: int
 ) -> Callable[[], Iterator[Tensor]]:
+    """Return a function that yields the outputs of a decode step of SGLang, layer by layer.
+
+    Args:
+        case: the step.
+        shared: inputs of all subjects.
+        paged: pages and entries per page of each layer (`in_tree_pages`).
+        rows: entries of each layer.
+        device: device of the tensors.
+        layers: number of layers.
+    """
     from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
     pages = 2 * (case.batch + 1)
@@ -395,7 +460,11 @@ def in_tree_decode(
 def in_tree_prefill(
     case: Case, shared: Tensors, paged: list[tuple[Tensor, int]], rows: int, device: torch.device, layers: int
 ) -> Callable[[], Iterator[Tensor]]:
-    """Return the work of `DeepseekV4AttnBackend._forward_prefill_sparse` for one request."""
+    """Return a function that yields the outputs of a prefill step of SGLang, layer by layer.
+
+    It does the work of `DeepseekV4AttnBackend._forward_prefill_sparse` for one request. The arguments are those of
+    `in_tree_decode`.
+    """
     from sgl_kernel.flash_mla import flash_mla_sparse_fwd
     from sglang.kernels.ops.attention.dsv4.dequant_k_cache import dequantize_k_cache_paged
     from sglang.srt.layers.attention.dsv4.sparse_prefill_utils import combine_topk_swa_indices
@@ -478,6 +547,15 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def measure(case: Case, subject: str, device: torch.device, facts: dict[str, float], samples: int) -> Iterator[Any]:
+    """Yield a row with the times of one case.
+
+    Args:
+        case: the step.
+        subject: one of SUBJECTS.
+        device: device of the tensors.
+        facts: ceilings of the device.
+        samples: number of samples.
+    """
     layers = 2 if device.type == "cpu" else case.layers
     step = in_tree_subject(case, device, layers) if subject == "in-tree" else our_subject(case, subject, device, layers)
     recorded = timing.Recorded(step, device)

@@ -129,7 +129,15 @@ def in_tree_settings() -> dict[str, dict[str, Any]]:
 
 
 def computed(model: str, gib: float, requests: int, snapshots: int, drafts: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each setting of ours and of SGLang. The parameters are those of `ours` and `in_tree`."""
+    """Yield a row for each setting of ours and of SGLang.
+
+    Args:
+        model: key of CONFIGS.
+        gib: memory for the cache in GiB.
+        requests: running requests.
+        snapshots: state snapshots of ours.
+        drafts: tokens of a verify step, 0 without speculation.
+    """
     config_json = CONFIGS[model].read_text()
     sizes = partial(in_tree, config_json, gib, requests, drafts)
     rows = {name: sizes(**flags) for name, flags in in_tree_settings().items()}

@@ -85,7 +85,13 @@ class Side:
     rooms: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
 
     def body(self, ids: Sequence[int], tokens: int, **more: Any) -> dict[str, Any]:
-        """Return the body of a request to the side's server. A prefill server has been sent its request by then."""
+        """Return the body of a request to the side's server. A prefill server has been sent its request by then.
+
+        Args:
+            ids: token ids of the prompt.
+            tokens: length of the answer.
+            **more: further fields of the body.
+        """
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         body = {"input_ids": ids, "sampling_params": sampling, **more}
         if self.prefill is not None:

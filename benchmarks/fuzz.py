@@ -134,7 +134,16 @@ class Fuzz:
         yield summary(driver, self.play(driver, "url", self.args.limit))
 
     def play(self, driver: Driver, name: str, limit: float) -> str | None:
-        """Play the operations. Return the violation found, if any, and print it with the command that repeats it."""
+        """Play the operations. Print a violation with the command that repeats it.
+
+        Args:
+            driver: driver of the server.
+            name: name of the configuration.
+            limit: time limit in seconds.
+
+        Returns:
+            The violation, or None.
+        """
         try:
             play(driver, self.args.requests, limit)
         except Wrong as error:

@@ -97,7 +97,16 @@ class Tensors:
 
 
 def page_table(load: Load, rows: int, device: torch.device) -> torch.Tensor:
-    """Return a page table [requests, pages] int32: each request has its own pages of `rows` keys, in random order."""
+    """Return random pages for each request.
+
+    Args:
+        load: requests of the step.
+        rows: keys per page.
+        device: device of the table.
+
+    Returns:
+        int32 [requests, pages].
+    """
     pages = load.requests * load.keys // rows
     order = torch.randperm(pages, device=device, generator=torch.Generator(device=device).manual_seed(2))
     return order.int().view(load.requests, -1)
@@ -121,6 +130,14 @@ class Ours(Tensors):
 
 
 def ours(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
+    """Return our op as a single stage, "all".
+
+    Args:
+        load: requests of the step.
+        top_k: entries that each token selects.
+        device: device of the tensors.
+        layers: number of layers.
+    """
     t = Ours(load, top_k, device, layers)
 
     def step() -> None:
@@ -142,7 +159,7 @@ def ours(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
 
 
 def our_stages(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
-    """Return the three stages of our CUDA op, each by the function that implements it."""
+    """Return the three stages of our CUDA op, each by the function that implements it. Arguments as for `ours`."""
     from dsv4_sglang.ops import cuda_index as kernels
 
     t = Ours(load, top_k, device, layers)
@@ -170,6 +187,7 @@ def our_stages(load: Load, top_k: int, device: torch.device, layers: int) -> Sta
 
 
 def in_tree(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
+    """Return SGLang's work as a whole ("all") and by stages. Arguments as for `ours`."""
     import deep_gemm
     from sglang.kernels.ops.attention.dsa.index_buf_accessor import GetKAndS
     from sglang.kernels.ops.attention.dsv4 import plan_topk_v2, topk_transform_512_v2
@@ -240,6 +258,17 @@ def measure(
     facts: dict[str, float],
     samples: int,
 ) -> Iterator[dict[str, Any]]:
+    """Yield a row with the times of each stage.
+
+    Args:
+        subject: "ours" or "in-tree".
+        build: makes the stages.
+        load: requests of the step.
+        top_k: entries that each token selects.
+        device: device of the tensors.
+        facts: ceilings of the device.
+        samples: number of samples.
+    """
     layers = 2 if device.type == "cpu" else LAYERS
     moved = load.requests * load.keys * KEY_BYTES[subject]
     floor = load.floor_us(KEY_BYTES[subject], facts)

@@ -34,7 +34,14 @@ def _blocks(batch: int, context: int, generator: torch.Generator) -> Tensor:
 
 
 def lockstep(batch: int, context: int, phase: int, seed: int = 0) -> Load:
-    """Return a load whose requests are all at position `phase` of their window of 128."""
+    """Return a load whose requests are all at the same position of their window of 128 tokens.
+
+    Args:
+        batch: number of requests.
+        context: largest length of a request.
+        phase: position within the window.
+        seed: seed of the lengths.
+    """
     return Load(_blocks(batch, context, torch.Generator().manual_seed(seed)) + phase)
 
 

@@ -61,7 +61,19 @@ NODES = Path("/sys/devices/system/node")
 
 
 def run_ids(blocks: int, run: int, seed: int = 0) -> Tensor:
-    """Return every block once on both sides, in runs of exactly `run` that both sides share, int64 [2, blocks]."""
+    """Return every block once on both sides, in shuffled runs that both sides share.
+
+    Args:
+        blocks: number of blocks.
+        run: exact length of a run.
+        seed: seed of the order.
+
+    Returns:
+        int64 [2, blocks].
+
+    Raises:
+        ValueError: the number of blocks is not a multiple of the run length.
+    """
     if blocks % run:
         raise ValueError(f"{blocks} blocks are not a multiple of the run length {run}")
     generator = torch.Generator().manual_seed(seed)
@@ -116,7 +128,16 @@ def places(
 
 
 def from_idle(function: Callable[[], object], device: torch.device, samples: int) -> tuple[timing.Timing, float]:
-    """Return the time until the work is done and the microseconds until the call returns, from an empty queue."""
+    """Time a function whose work starts on an idle device.
+
+    Args:
+        function: enqueues the work.
+        device: device of the work.
+        samples: number of samples.
+
+    Returns:
+        The time until the work is done, and the microseconds until the call returns.
+    """
     function()
     whole, host = [], []
     for _ in range(samples):
@@ -208,8 +229,13 @@ class Bench:
     def swap(self, place: str, subject: str, mover: Mover) -> Iterator[dict[str, Any]]:
         """Yield a row per run length and direction, and check that the blocks survive the round trip.
 
+        Args:
+            place: NUMA place of the host memory.
+            subject: name of the subject.
+            mover: moves the blocks.
+
         Raises:
-            ValueError: the blocks that came back differ.
+            ValueError: the blocks changed on the way.
         """
         saved = [table.clone() for table in mover.tables]
         size = sum(table.nbytes for table in mover.tables)
@@ -238,6 +264,15 @@ class Bench:
             mover.close()
 
     def rates(self, time: timing.Timing, size: float, floor: float, host_us: float, floor_of: str) -> dict[str, Any]:
+        """Return the fields of a row that show its time, rate and limit.
+
+        Args:
+            time: time of the move.
+            size: bytes moved.
+            floor: floor of the time in us.
+            host_us: microseconds until the call returns.
+            floor_of: name of what the floor is made of.
+        """
         row = {"us": time.us, "low": time.low, "high": time.high, "MB": size / 1e6, "GB/s": size / time.us / 1e3}
         row |= {"floor us": floor, "x floor": time.us / floor if floor else None}
         return row | {"bound": bound(time.us, host_us, floor, floor_of)}
@@ -257,6 +292,13 @@ class Bench:
         yield from self.swap(place, "ours", OurPools(self.pools(self.blocks, self.device), self.blocks, cpus))
 
     def in_tree(self, place: str, cpus: set[int], subject: str) -> Iterator[dict[str, Any]]:
+        """Yield the rows of SGLang's host pools, or a row that says why they are not available.
+
+        Args:
+            place: NUMA place of the host memory.
+            cpus: CPUs of that place.
+            subject: key of LAYOUTS.
+        """
         try:
             with running_on(cpus):
                 mover = InTree(pieces_of(self.block_bytes), self.blocks, self.device, LAYOUTS[subject])
@@ -325,7 +367,15 @@ class Bench:
     def recorded(
         self, move: str, case: str, subject: str, step: Callable[[], object], size: float
     ) -> Iterator[dict[str, Any]]:
-        """Time a step of LAYERS calls, each of which moves `size` bytes."""
+        """Yield the times of a recorded step.
+
+        Args:
+            move: name of the op.
+            case: description of its inputs.
+            subject: name of the implementation.
+            step: makes LAYERS calls.
+            size: bytes moved by each call.
+        """
         recorded = timing.Recorded(step, self.device)
         time = recorded.time(self.samples, divide=LAYERS)
         cold = recorded.time_cold(max(5, self.samples // 2), divide=LAYERS)

@@ -70,11 +70,20 @@ class Client:
         self.host, self.port, self.timeout_s = parts.hostname, parts.port or 80, timeout_s
 
     def generate(self, prompt: array[int], count: int, *, logprobs: bool = False) -> Answer:
-        """Generate exactly `count` tokens greedily, streamed to measure the time to first token."""
+        """Generate greedily, streamed to measure the time to first token.
+
+        Args:
+            prompt: token ids.
+            count: exact number of tokens to generate.
+            logprobs: also return logprobs.
+
+        Raises:
+            RuntimeError: the server answers with an error.
+        """
         return self.prepared(prompt, count, logprobs=logprobs)()
 
     def prepared(self, prompt: array[int], count: int, *, logprobs: bool = False) -> Callable[[], Answer]:
-        """Return `generate` as a function whose request body is already encoded.
+        """Return `generate` with these arguments as a function whose request body is already encoded.
 
         Encoding holds the GIL for milliseconds, which would keep requests from starting together.
         """

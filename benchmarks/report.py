@@ -124,7 +124,13 @@ class Report:
         partial.replace(self.path)
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[dict[str, Any]] | None = None) -> None:
-        """Print `columns` of the rows. A dash marks a missing value."""
+        """Print a table. A dash marks a missing value.
+
+        Args:
+            title: title of the table.
+            columns: keys of the rows.
+            rows: rows to print (default: all rows of the report).
+        """
         table = Table(title=title, title_justify="left")
         for column in columns:
             table.add_column(column, justify="left" if column == columns[0] else "right")

@@ -151,8 +151,16 @@ def resumed(
 
 
 def longest_pause(times: Sequence[float], begin: float, end: float) -> float | None:
-    """Return the milliseconds of the longest gap between tokens from `begin` to `end`, or None if there were no tokens
-    before or after."""
+    """Return the longest gap between tokens in an interval.
+
+    Args:
+        times: arrival times of the tokens.
+        begin: begin of the interval.
+        end: end of the interval.
+
+    Returns:
+        Milliseconds, or None if there were no tokens before or after the interval.
+    """
     pauses = [min(after, end) - max(before, begin) for before, after in itertools.pairwise(times)]
     longest = max(pauses, default=0.0)
     return 1e3 * longest if longest > 0 else None

@@ -158,6 +158,13 @@ class Bench:
                 server.generate(self.prompt(tokens), 1, **rank)
 
     def main_start(self, subject: str, number: int, measures: list[str]) -> Generator[dict[str, Any], None, None]:
+        """Start a server, measure everything except `fit`, and stop it.
+
+        Args:
+            subject: "ours" or "in-tree".
+            number: number of the round.
+            measures: names of the measures.
+        """
         server = self.server(subject, str(number), self.args.memory)
         base = {"subject": subject, "round": number}
         with servers.running(server, self.args.start_timeout):

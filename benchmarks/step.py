@@ -201,6 +201,15 @@ def attempted(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def measure(kind: Any, subject: str, batch: int, context: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield a row with times and counts of one kind of metadata.
+
+    Args:
+        kind: `Ours` or `InTree`.
+        subject: name of the kind.
+        batch: number of requests.
+        context: longest request that the server allows.
+        device: device of the metadata.
+    """
     step = kind(batch, context, device)
     cuda = device.type == "cuda"
     recorded = timing.Recorded(step.in_graph, device)

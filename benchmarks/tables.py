@@ -34,7 +34,16 @@ def random_pages(pages: int, rows: int, page_bytes: int, device: torch.device) -
 
 
 def our_rows(blocks: int, rows: int, device: torch.device) -> Tensor:
-    """Return a KV buffer of this package with random entries, uint8 [blocks, rows, 584]."""
+    """Return a KV buffer of this package with random entries.
+
+    Args:
+        blocks: number of blocks.
+        rows: entries per block.
+        device: device of the buffer.
+
+    Returns:
+        uint8 [blocks, rows, 584].
+    """
     size = rows * (ROW + SCALES)
     return random_pages(blocks, rows, size, device).as_strided((blocks, rows, ROW + SCALES), (size, ROW + SCALES, 1))
 

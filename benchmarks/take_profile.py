@@ -51,7 +51,13 @@ def decode(server: Server, prompts: Sequence[list[int]], tokens: int, keep: Path
 
 
 def prefill(server: Server, prompt: list[int], keep: Path | None) -> Summary:
-    """Profile everything that runs for one prompt and its first token. See `decode` for `keep`."""
+    """Profile everything that runs for one prompt and its first token.
+
+    Args:
+        server: server that is profiled.
+        prompt: token ids.
+        keep: file to which the first rank's trace is copied, or None.
+    """
     with tempfile.TemporaryDirectory(prefix="profile_") as folder:
         _start(server, folder)
         server.generate(prompt, 1, **on_first_rank(server, 1))

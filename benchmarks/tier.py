@@ -43,7 +43,13 @@ ORDERS = ("scattered", "in a row")
 
 
 def behind_a_queue(function: Callable[[], object], device: torch.device, samples: int) -> timing.Timing:
-    """Return the device time in us. The device is kept busy until all of `function` is enqueued."""
+    """Return the device time in us. The device is kept busy until all work is enqueued.
+
+    Args:
+        function: enqueues the work.
+        device: device of the work.
+        samples: number of samples.
+    """
     if device.type != "cuda":
         return from_idle(function, device, samples)[0]
     times = []
@@ -149,6 +155,14 @@ class Bench:
             tensor.copy_(before)
 
     def row(self, direction: str, blocks: int, subject: str, function: Callable[[], object]) -> dict[str, Any]:
+        """Time one direction of a copy and return its row.
+
+        Args:
+            direction: one of DIRECTIONS.
+            blocks: number of blocks.
+            subject: name of the implementation.
+            function: makes the copy.
+        """
         whole, host_us = from_idle(function, self.device, self.samples)
         alone = behind_a_queue(function, self.device, self.samples)
         size = self.tier.bytes_of(blocks)

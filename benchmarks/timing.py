@@ -104,7 +104,15 @@ class Recorded:
 
 
 def host_time(function: Callable[[], object], samples: int = 50, inner: int = 10) -> Timing:
-    """Return the host time of a call in us. A sample starts with an empty device queue and does not wait for it."""
+    """Return the host time of a call in us.
+
+    A sample starts with an empty device queue and does not wait for the device.
+
+    Args:
+        function: the call.
+        samples: number of samples.
+        inner: calls per sample.
+    """
     cuda = torch.cuda.is_available()
     times = []
     for _ in range(samples):

@@ -35,7 +35,13 @@ IN_TREE, IN_TREE_ONLINE = Formats(132, False), Formats(132, True)
 
 
 def decode_bytes(config: DSV4Config, load: Load, formats: Formats) -> int:
-    """Return the bytes of one decode step over all layers, one token per request."""
+    """Return the bytes of one decode step over all layers, one token per request.
+
+    Args:
+        config: config of the model.
+        load: requests of the step.
+        formats: formats of the implementation.
+    """
     batch = load.prefix_lens.shape[0]
     total = 0
     for layer in range(config.num_hidden_layers):
@@ -56,7 +62,13 @@ def decode_bytes(config: DSV4Config, load: Load, formats: Formats) -> int:
 
 
 def prefill_bytes(config: DSV4Config, chunks: list[int], formats: Formats) -> int:
-    """Return the bytes of prefill chunks of new requests over all layers: projections read and entries written once."""
+    """Return the bytes of a prefill step over all layers: projections are read and entries written once.
+
+    Args:
+        config: config of the model.
+        chunks: tokens of each request, which start at position 0.
+        formats: formats of the implementation.
+    """
     tokens = sum(chunks)
     total = 0
     for layer in range(config.num_hidden_layers):

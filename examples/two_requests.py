@@ -28,6 +28,13 @@ STREAMS = {0: 0, 4: 4, 128: 2}
 
 
 def layer_weights(config: DSV4Config, ratio: int, device: torch.device) -> LayerWeights:
+    """Return random weights of one layer.
+
+    Args:
+        config: config of the model.
+        ratio: compression ratio of the layer, 0 without compression.
+        device: device of the weights.
+    """
     half = STREAMS[ratio] // 2
     return LayerWeights(
         kv_norm=torch.ones(512, device=device),
@@ -56,7 +63,13 @@ def make_step(manager: KVCacheManager, counts: dict[int, int]) -> Step:
 
 
 def run(manager: KVCacheManager, weights: list[LayerWeights], counts: dict[int, int]) -> Step:
-    """Append a step to all layers. A model would attend after each append, see `read_swa_view` and its neighbours."""
+    """Append a step to all layers. A model would attend after each append, see `read_swa_view` and its neighbours.
+
+    Args:
+        manager: cache of the requests.
+        weights: weights of each layer.
+        counts: slot -> new tokens of its request.
+    """
     step = make_step(manager, counts)
     tokens = len(step.positions)
 
