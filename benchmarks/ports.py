@@ -46,7 +46,7 @@ def reserved() -> Iterator[int]:
             yield first
             return
     raise OSError(
-        f"no ports are left for a server: all {len(FIRSTS)} spans from {FIRSTS[0]} to {FIRSTS[-1] + SPAN - 1} are "
+        f"no ports are left for a server: the {len(FIRSTS)} spans from {FIRSTS[0]} to {FIRSTS[-1] + SPAN - 1} are all "
         "reserved or in use; stop servers that are not needed"
     )
 
