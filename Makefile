@@ -1,10 +1,10 @@
-# make serve    set up, make a tiny checkpoint, serve it, print two turns of a conversation and what came from the
-#               cache, stay up
-# make test     set up, format and lint checks, types, tests (two processes, a file each: servers start slowly)
-# make test-newest   the short set of tests, with servers, on the newest SGLang that is served, in an environment of its
-#               own (docs/design/adding_a_release.md)
-# make test-newest-short   a shorter set, for CI, in an environment that has torch and what else can be the same from .venv
-# make demo     make serve on a free port, then stop
+# make serve    set up, make a tiny model, serve it, print a conversation of two turns with its cache statistics, and
+#               keep serving
+# make demo     the same on a free port, then stop the server
+# make test     set up, format and lint checks, types, tests (two processes; a file is not split, servers start slowly)
+# make test-newest   the short set of tests, with servers, on the newest supported SGLang in its own environment
+#               (docs/design/adding_a_release.md)
+# make test-newest-short   a shorter set, for CI, in an environment that shares torch and other packages with .venv
 # make bench    the benchmarks
 # make check-recipes   what `make setup` would install on a fresh machine, of both recipes, without installing it
 # make docs     docs/ as a site in build/site; broken links are errors. In an environment of its own, .venv-docs
@@ -31,8 +31,8 @@ STAMP := $(VENV)/.setup-done
 ARGS ?=
 
 export PYTHON
-# Setup installs without bytecode, which Python is to keep when it has compiled it: a server is several processes, each
-# of which would compile torch, transformers and sglang again, 14 s of CPU time.
+# Setup installs without bytecode, so Python must keep the bytecode that it compiles. Otherwise each process of a server
+# would compile torch, transformers and sglang again, 14 s of CPU time.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup test test-newest test-newest-short lint format serve demo bench check-recipes docs wheels
@@ -54,7 +54,7 @@ format: $(STAMP)
 	git ls-files -z '*.cu' '*.cuh' '*.h' '*.cpp' | xargs -0 $(BIN)/clang-format -i
 	$(BIN)/ruff check --fix .
 
-# Memory that a tensor gives back is kept for the next: the system would clear every page again, a tenth of the time.
+# Keep freed memory in the process: returning it would make the system clear every page again, a tenth of the time.
 test: export MALLOC_TRIM_THRESHOLD_ = 1073741824
 test: export MALLOC_MMAP_THRESHOLD_ = 1073741824
 test: lint
@@ -64,7 +64,7 @@ test-newest:
 	$(MAKE) SGLANG=$(NEWEST) setup
 	.venv-$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(NEWEST_TESTS) $(ARGS)
 
-# In one process: a second would import SGLang twice more, for its tests and for its servers.
+# In one process: a second one would import SGLang two more times, for its tests and for its servers.
 test-newest-short: $(STAMP)
 	tools/setup.sh .venv-$(NEWEST)-short cpu $(NEWEST) .venv
 	.venv-$(NEWEST)-short/bin/python -m pytest -n 0 $(SHORT_TESTS) $(ARGS)

@@ -1,1 +1,1 @@
-"""Benchmarks: `python benchmarks/run.py` runs them, `python -m benchmarks.NAME --help` says what one does."""
+"""Benchmarks: `python benchmarks/run.py` runs them, `python -m benchmarks.NAME --help` describes one."""

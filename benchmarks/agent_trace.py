@@ -1,14 +1,15 @@
-"""Seeded traces of agent conversations: which prompt comes when, and how much of it an infinite cache would hold.
+"""Seeded traces of agent conversations: the order of the prompts, and the hits of an infinite cache.
 
-A conversation starts from one of a few system prompts and grows by turns: a message or tool output is appended, the
-model answers. Some are abandoned, some branch: a message is written again, a sub-agent starts from a turn and the
-main line goes on later from the same turn. A trace is the order of the turns of many conversations, each with its
-pauses.
+A conversation starts from one of a few system prompts and grows by conversation turns: a message or tool output is
+appended and the model answers. Some conversations are abandoned and some branch: a message is rewritten, or a sub-agent
+starts from a turn and the main branch continues later from the same turn. A trace interleaves the turns of many
+conversations; each conversation pauses between its turns.
 
     python -m benchmarks.agent_trace --agents 32 --seed 0 --out agents.jsonl
 
-This command writes a trace file for `benchmarks.trace`: coding agents with long system prompts and tools that they
-share, sub-agents that branch and return, and pauses for tools. It prints the hits of an unbounded cache.
+This command writes a trace file for `benchmarks.trace`. The load is coding agents that share long system prompts and
+tool definitions, with sub-agents that branch and return and with pauses for tool calls. The command prints the hit
+rate of an unbounded cache.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+# Tokens per hash id in Mooncake's trace format.
 HASH_BLOCK = 512
-"""Tokens of a hash id in Mooncake's trace format."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Prompt = the first `cut` tokens of what turn `base` of the conversation left (its prompt and answer; base -1:
-    the system prompt), then `append` new tokens. The answer has `generate` tokens. Turn numbers count within the
-    conversation."""
+    """One conversation turn: a prompt and its answer.
+
+    The prompt is the first `cut` tokens of turn `base` of the same conversation (prompt and answer), followed by
+    `append` new tokens. With `base` -1 the first `cut` tokens are the system prompt. The answer has `generate` tokens.
+    `number` counts the turns of the conversation.
+    """
 
     conversation: int
     number: int
@@ -49,7 +53,7 @@ class Turn:
 
     @property
     def end(self) -> int:
-        """Tokens of prompt and answer."""
+        """Length of prompt and answer in tokens."""
         return self.prompt + self.generate
 
     @property
@@ -59,10 +63,22 @@ class Turn:
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """`active`: conversations that are alive at a time; one that ends is replaced until `conversations` have been.
-    `midway`: the first of them are somewhere on their way when the trace begins, as on a server that has run for long,
-    so the load is there at once. `branches`: cumulative shares of rewritten messages and of sub-agents among branches;
-    the rest goes back to an earlier turn."""
+    """Parameters of a trace.
+
+    Attributes:
+        conversations: number of conversations in the trace.
+        active: conversations alive at a time. One that ends is replaced until all `conversations` have started.
+        systems: lengths of the system prompts in tokens.
+        turns: smallest and largest number of turns per conversation.
+        tokens: smallest and largest length of a conversation.
+        generate: smallest and largest length of an answer in tokens.
+        abandoned: share of conversations that stop before their last turn.
+        branching: probability that a turn branches.
+        branches: cumulative shares of rewritten messages and of sub-agents among the branches. The remaining branches
+            return to an earlier turn.
+        midway: start the first conversations at random turns, like a server that has been running for a long time.
+            The full load is then present from the start.
+    """
 
     conversations: int
     active: int
@@ -105,11 +121,11 @@ def _script(config: TraceConfig, conversation: int) -> _Script:
         if base >= 0 and rng.random() < config.branching:
             kind = rng.random()
             last = script.turns[base]
-            if kind < config.branches[0]:  # the last message is written again from some point on
+            if kind < config.branches[0]:  # rewrite the last message from a random token on
                 cut = last.cut + rng.randint(0, last.append)
-            elif kind < config.branches[1]:  # a sub-agent; the main line goes on from here later
+            elif kind < config.branches[1]:  # a sub-agent: the main branch continues from this turn later
                 resume.append((number + rng.randint(2, 4), base))
-            else:  # back to an earlier turn
+            else:  # return to an earlier turn
                 base = rng.randrange(number)
                 cut = script.turns[base].end
         script.turns.append(Turn(conversation, number, system, base, cut, append, generate))
@@ -120,7 +136,10 @@ def _script(config: TraceConfig, conversation: int) -> _Script:
 
 
 def _from(turns: list[Turn], first: int, config: TraceConfig) -> list[Turn]:
-    """The turns from number `first` on. That one brings all that came before it, and later ones build on no earlier."""
+    """Return the turns from number `first` on, none of which depends on an earlier turn.
+
+    Turn `first` brings the whole prompt as new tokens; later turns that branch before it branch from it instead.
+    """
     begin = turns[first]
     system = config.systems[begin.system]
     rest = [replace(begin, base=-1, cut=system, append=begin.prompt - system)]
@@ -132,12 +151,12 @@ def _from(turns: list[Turn], first: int, config: TraceConfig) -> list[Turn]:
 
 
 def trace(config: TraceConfig) -> Iterator[Turn]:
-    """All turns in the order of their arrival; a turn never comes before its base."""
+    """Yield all turns in the order of arrival. A turn never precedes its base."""
     return (turn for _, turn in timed(config))
 
 
 def timed(config: TraceConfig) -> Iterator[tuple[float, Turn]]:
-    """The turns of `trace`, each with the time of its arrival. The unit is the median pause."""
+    """Yield the turns of `trace` with their arrival times. The unit is the median pause."""
     rng = random.Random(config.seed)
     started = min(config.active, config.conversations)
     queue = [(rng.random(), c, 0) for c in range(started)]
@@ -161,12 +180,26 @@ def timed(config: TraceConfig) -> Iterator[tuple[float, Turn]]:
 
 
 def load(active: int, visits: int, **fields: Any) -> list[Turn]:
-    """`visits` turns, on average, of each of `active` conversations on their way; `fields` of TraceConfig."""
+    """Return an average of `visits` turns for each of `active` conversations that start midway.
+
+    Args:
+        active: conversations alive at a time.
+        visits: average number of turns per conversation.
+        **fields: further fields of `TraceConfig`.
+    """
     return list(islice(trace(TraceConfig(2 * active, active, midway=True, **fields)), visits * active))
 
 
 def rounds(conversations: int, tokens: int, count: int, append: int = 200, generate: int = 16) -> Iterator[Turn]:
-    """`conversations` of `tokens` tokens that share nothing, visited in turn `count` times: the worst order for LRU."""
+    """Yield the turns of conversations that share nothing, in round-robin order: the worst case for LRU.
+
+    Args:
+        conversations: number of conversations.
+        tokens: length of the first prompt of each.
+        count: turns of each conversation.
+        append: new prompt tokens of each later turn.
+        generate: answer tokens of each turn.
+    """
     ends = [0] * conversations
     for number in range(count):
         for c in range(conversations):
@@ -179,8 +212,18 @@ def rounds(conversations: int, tokens: int, count: int, append: int = 200, gener
 def growing(
     stages: Iterable[tuple[int, int]], tokens: int, append: int = 200, generate: int = 16, first: int = 16
 ) -> Iterator[tuple[int, list[Turn]]]:
-    """Conversations as those of `rounds` that become more. Of each stage, which has so many and so many visits: 0 and
-    the first turns of those that are new, with answers of `first` tokens, then 1, 2, ... and a turn of each."""
+    """Yield round-robin turns of a growing number of conversations that share nothing.
+
+    A stage is (conversations, rounds). Each stage yields (0, first turns of its new conversations), then (1, turns),
+    (2, turns), ... with one turn of every conversation each.
+
+    Args:
+        stages: pairs of the number of conversations and the number of rounds.
+        tokens: length of the first prompt of a conversation.
+        append: new prompt tokens of each later turn.
+        generate: answer tokens of each later turn.
+        first: answer tokens of a first turn.
+    """
     last: list[Turn] = []
     for count, times in stages:
         new = [Turn(c, 0, 0, -1, 0, tokens, first) for c in range(len(last), count)]
@@ -194,8 +237,10 @@ def growing(
 
 
 class Ideal:
-    """What an infinite cache would serve, in tokens. The last token of an answer is not in it until a next turn starts
-    with it."""
+    """Hits of an infinite cache, in tokens.
+
+    The last token of an answer has no KV entry until the next turn continues from it, so it does not count.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], int] = {}
@@ -214,7 +259,7 @@ class Ideal:
 
 
 def agents(count: int, sessions: int, seed: int = 0) -> TraceConfig:
-    """Return the load of `count` coding agents at a time, until `sessions` sessions have been."""
+    """Return the load of `count` concurrent coding agents, `sessions` sessions in total."""
     return TraceConfig(
         conversations=sessions,
         active=count,
@@ -231,13 +276,13 @@ def agents(count: int, sessions: int, seed: int = 0) -> TraceConfig:
 def requests(config: TraceConfig, pause_s: float) -> Iterator[dict[str, Any]]:
     """Yield the turns as lines of Mooncake's trace format, with AIPerf's fields for sessions.
 
-    Each line has `session_id`, and all but the first of a session have `delay`: milliseconds from the end of the
-    session's previous answer to this request. The first turn that goes on from the end of another
-    fills up its last block; other branches share whole blocks.
+    Each line has `session_id`. All lines of a session but the first have `delay`: milliseconds from the end of the
+    session's previous answer to this request. The first turn that continues from the end of another turn fills the
+    last block of that turn; other branches share whole blocks only.
 
     Args:
-        config: of the trace.
-        pause_s: median pause for a tool, in seconds.
+        config: parameters of the trace.
+        pause_s: median pause for a tool call, in seconds.
     """
     fresh = counter()
     systems = [[next(fresh) for _ in range(tokens // HASH_BLOCK)] for tokens in config.systems]
@@ -248,7 +293,7 @@ def requests(config: TraceConfig, pause_s: float) -> Iterator[dict[str, Any]]:
         past = paths[turn.conversation, turn.base] if turn.base >= 0 else systems[turn.system]
         base = turn.conversation, turn.base
         kept = past[: turn.cut // HASH_BLOCK]
-        if turn.cut == ends.get(base):  # the first turn that goes on here fills up the last block
+        if turn.cut == ends.get(base):  # the first continuation of `base` fills its last block
             kept = past
             del ends[base]
         path = kept + [next(fresh) for _ in range(-(-turn.end // HASH_BLOCK) - len(kept))]
@@ -270,8 +315,8 @@ def main(argv: list[str] | None = None) -> None:
     from benchmarks.trace_file import perfect_hits
 
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--agents", type=int, default=32, help="sessions that are alive at a time (%(default)s)")
-    options.add_argument("--sessions", type=int, help="sessions in all; default: two an agent")
+    options.add_argument("--agents", type=int, default=32, help="concurrent sessions (%(default)s)")
+    options.add_argument("--sessions", type=int, help="sessions in total (default: two per agent)")
     options.add_argument("--pause", type=float, default=3.0, help="median pause for a tool, in seconds (%(default)s)")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--out", type=Path, required=True, help="JSON lines")

@@ -1,11 +1,17 @@
-"""The write path of all layers of a step: ours in one launch a layer against SGLang's kernels for the same work.
+"""Benchmark the write path of a step: one `append` kernel per layer against SGLang's kernels for the same work.
 
     python -m benchmarks.append [--quick] [--out DIR]
 
-Decode is one recorded CUDA graph of all layers; every layer has its own inputs, rings, compressor states, entries and
-keys, all random. "steady": requests at random phases; "csa", "csa+hca": all requests close a window of 4, of 4 and 128,
-in the step; "none": none does. Times are medians; "cold" is with the L2 cache replaced before each step. The floor is
-the larger of bytes / copy rate and launches x empty launch, from `benchmarks.traffic` and the ceilings of the same run.
+Decode is one recorded CUDA graph of all layers. Every layer has its own random inputs, window rings, compressor states,
+compressed entries and index keys. Loads of decode:
+
+- "steady": requests at random phases of their compression windows,
+- "csa": all requests complete a window of 4 tokens in the step,
+- "csa+hca": all requests complete a window of 4 and one of 128 tokens,
+- "none": no request completes a window.
+
+Times are medians. "cold" flushes the L2 cache before each step. The floor is the larger of bytes / copy rate and
+launches x time of an empty launch. Bytes come from `benchmarks.traffic`, the rates from the ceilings of the same run.
 """
 
 from __future__ import annotations
@@ -30,17 +36,17 @@ CONTEXT = 4096
 BATCHES = (1, 16, 64, 256)
 PREFILLS = ((1, 8192), (8, 2048))
 MODELS = {"flash": DSV4Config.flash, "pro": DSV4Config.pro}
+# Name: (class, HCA state kept online, formats for the byte count). "ours" and "in-tree" are the defaults of both sides.
 SUBJECTS: dict[str, tuple[type[Ours] | type[InTree], bool, Formats]] = {
     "ours": (Ours, True, traffic.OURS_ONLINE),
     "ours raw": (Ours, False, traffic.OURS_RAW),
     "in-tree": (InTree, False, traffic.IN_TREE),
     "in-tree online": (InTree, True, traffic.IN_TREE_ONLINE),
 }
-"""Name: class, HCA state kept online, formats for the count of bytes. Defaults of both: "ours" and "in-tree"."""
 
 
 def first_layers(config: DSV4Config, layers: int) -> DSV4Config:
-    """The model cut to its first layers, for the dry run."""
+    """Return the model cut to its first layers, for the dry run."""
     return dataclasses.replace(
         config, num_hidden_layers=layers, compress_ratios=config.compress_ratios[:layers], num_nextn_predict_layers=0
     )
@@ -75,6 +81,13 @@ class Bench:
         }
 
     def decode(self, model: str, subject: str, batch: int) -> Iterator[dict[str, Any]]:
+        """Yield the times of a decode step, one row per load.
+
+        Args:
+            model: key of MODELS.
+            subject: key of SUBJECTS.
+            batch: number of requests.
+        """
         kind, online, formats = SUBJECTS[subject]
         config = self.config(model)
         step = kind(config, batch, self.context, self.device, hca_online=online)
@@ -93,6 +106,14 @@ class Bench:
             yield row | self._rates(us, moved, step.launches)
 
     def prefill(self, model: str, subject: str, batch: int, chunk: int) -> Iterator[dict[str, Any]]:
+        """Yield the time of a prefill step.
+
+        Args:
+            model: key of MODELS.
+            subject: key of SUBJECTS.
+            batch: number of requests.
+            chunk: tokens of each request.
+        """
         kind, online, formats = SUBJECTS[subject]
         config = self.config(model)
         step = kind(config, batch, chunk, self.device, chunk=chunk, hca_online=online)
@@ -109,7 +130,11 @@ class Bench:
         return floor | {"GB/s": rate, "% of copy": share, "x floor": times_floor}
 
     def agreement(self) -> Iterator[dict[str, Any]]:
-        """Both sides write one prompt: what they hold must be equal up to rounding, or one does not do the work."""
+        """Check that both sides store the same values, up to rounding, for the same prompts.
+
+        Raises:
+            ValueError: the stored values differ, so one side does not do the work.
+        """
         from sglang.kernels.ops.attention.dsv4.dequant_k_cache import dequantize_k_cache_paged
 
         config = first_layers(DSV4Config.flash(), 4)
@@ -156,7 +181,7 @@ class Bench:
 
 
 def wanted_parts(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Bench], Iterator[dict[str, Any]]]]]:
-    """(name, function of the bench) in the order they run: ours and in-tree of one size follow each other."""
+    """Yield (name, function of the bench) in execution order: ours and in-tree of one size follow each other."""
     models = ["flash"] if args.quick or args.dry_run else list(MODELS)
     subjects = ["ours", "in-tree"] if args.quick else list(SUBJECTS)
     batches = (1, 256) if args.quick else BATCHES
@@ -174,7 +199,7 @@ def wanted_parts(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Benc
 
 
 def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each work and load: times by subject and their ratio in the defaults of both."""
+    """Return one table row per work and load: times by subject, and the ratio of the two defaults."""
     table: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in rows:
         if "us" not in row:
@@ -206,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
         result.part(name, partial(function, bench))
     subjects = [name for name in SUBJECTS if any(row.get("subject") == name for row in result.rows)]
     columns = ["work", "model", "load", *subjects, "in-tree / ours", "floor us", "ours x floor", "ours % of copy"]
-    result.table("append, us a step over all layers", columns, compare(result.rows))
+    result.table("append, us per step over all layers", columns, compare(result.rows))
     copy, launch = bench.copy_gbs, bench.launch_us
     result.console.print(f"copy rate {copy:,.0f} GB/s, empty launch {launch:.2f} us", highlight=False)
     return result.close()

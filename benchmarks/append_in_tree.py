@@ -1,10 +1,14 @@
 """The write path of SGLang's own DeepSeek-V4, called as its model, compressor and pools call it.
 
-A layer launches: the window row (norm, RoPE, quantise, store), and for each compressor one kernel that pools (in
-prefill a second that keeps the open window's rows) and one that normalises, rotates, quantises and stores: 5 kernels on
-a CSA layer, 3 on HCA, 1 on SWA. Pages, rings of compressor states and plans are its pools': pages of 256 tokens,
-window pages of 128, a ring of 8 rows a window page for CSA, one of 128 rows a request for HCA, or one online row with
-SGLANG_OPT_USE_ONLINE_COMPRESS.
+Kernels of a layer:
+
+- one for the window entry (norm, RoPE, quantise, store),
+- for each compressor one that pools the window and one that normalises, rotates, quantises and stores the entry,
+- in prefill one more for each compressor, which keeps the inputs of the window that is still open.
+
+Decode thus launches 5 kernels on a CSA layer, 3 on an HCA layer and 1 on an SWA layer. Pages, rings of compressor
+states and plans are those of SGLang's pools: pages of 256 tokens, window pages of 128 tokens, a ring of 8 rows per
+window page for CSA, and a ring of 128 rows per request for HCA (one row with SGLANG_OPT_USE_ONLINE_COMPRESS).
 """
 
 from __future__ import annotations
@@ -28,17 +32,17 @@ ENTRY_BYTES, KEY_BYTES, ALIGNMENT = 584, 132, 576
 
 
 def page_bytes(rows: int) -> int:
-    """Bytes of a page of `rows` entries: FlashMLA's layout, padded to a multiple of 576."""
+    """Return the bytes of a page of `rows` entries: FlashMLA's layout, padded to a multiple of 576."""
     return math.ceil(rows * ENTRY_BYTES / ALIGNMENT) * ALIGNMENT
 
 
 def window_page_slots(positions: Tensor, pages: int) -> Tensor:
-    """Slot within a request's `pages` window pages of each position, int64."""
+    """Return the slot of each position within the `pages` window pages of its request, int64."""
     return positions // WINDOW_PAGE % pages * WINDOW_PAGE + positions % WINDOW_PAGE
 
 
 def compile_kernels(online: bool) -> None:
-    """Build all its kernels at once; called one after the other each waits for its own compiler."""
+    """Build all kernels in parallel. Built on first use, each would wait for its own compiler."""
     from sglang.kernels.ops.attention.dsv4 import compress, elementwise
 
     fp32, bf16 = torch.float32, torch.bfloat16
@@ -72,7 +76,7 @@ class _Layer:
 
 
 class InTree:
-    """All layers of a model for `batch` requests of at most `context` tokens; `chunk` as in `append_ours.Ours`."""
+    """All layers of a model for `batch` requests of at most `context` tokens. See `append_ours.Ours` for `chunk`."""
 
     def __init__(
         self,
@@ -102,7 +106,7 @@ class InTree:
         tokens = batch * max(chunk, 1)
         pages = math.ceil(context / PAGE)
         self.context = pages * PAGE
-        # Decode needs the page that is written and the one before it, prefill all pages of the chunk.
+        # Decode needs the page of the new token and the page before it, prefill all pages of the chunk.
         self.window_pages = math.ceil(context / WINDOW_PAGE) if chunk else 2
         order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(8)).view(batch, pages) + 1
         self.req_to_token = torch.zeros(batch + 1, self.context, dtype=torch.int32, device=device)
@@ -157,7 +161,8 @@ class InTree:
         return sum(kernels[layer.inputs.ratio] for layer in self.layers)
 
     def set_lengths(self, prefix_lens: Tensor) -> None:
-        """Tokens of each request before the step, [batch] on the CPU; tensors keep their addresses (decode)."""
+        """Set the tokens of each request before the step, [batch] on the CPU. In decode, tensors keep their addresses
+        because the recorded graph reads them."""
         steps = torch.arange(max(self.chunk, 1))
         positions = (prefix_lens[:, None] + steps).to(self.device)
         self.positions.copy_(positions.flatten())
@@ -254,5 +259,6 @@ class InTree:
 
 
 def bias_rows(ape: Tensor, dim: int) -> Tensor:
-    """Position bias [ratio, roles * dim] as its kernels take it: [roles * ratio, dim], the previous role first."""
+    """Reorder a position bias for SGLang's kernels: [ratio, roles * dim] -> [roles * ratio, dim], previous role
+    first."""
     return torch.cat(ape.split(dim, dim=1)).contiguous()

@@ -1,4 +1,4 @@
-"""The write path of this package: one `append` a layer, with buffers of its own for every layer."""
+"""The write path of this package: one `append` per layer, each layer with its own buffers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dsv4_sglang.ops.rope import rope_table
 
 
 def ops_for(device: torch.device) -> None:
-    """Register the ops of the device; for CUDA this builds the extension on first use."""
+    """Load the ops of the device. On CUDA the first call builds the extension."""
     if device.type == "cuda":
         extension.load()
 
 
 @dataclass
 class Inputs:
-    """Projections of a step and parameters of one layer; both subjects can be given the same."""
+    """Projections of a step and parameters of one layer. Both subjects can be given the same instance."""
 
     ratio: int
     kv: Tensor
@@ -39,7 +39,17 @@ class Inputs:
 
 
 def random_inputs(ratio: int, tokens: int, device: torch.device, generator: torch.Generator) -> Inputs:
-    """Unit-variance projections: kv [tokens, 512] bf16, scores fp32 in checkpoint order (SPEC 3.1)."""
+    """Return random unit-variance projections and parameters of one layer.
+
+    Args:
+        ratio: compression ratio of the layer, 0 without compression.
+        tokens: tokens of the step.
+        device: device of the tensors.
+        generator: source of the random numbers.
+
+    Returns:
+        The inputs: kv [tokens, 512] bf16, scores fp32 in the order of the model's weights (SPEC 3.1).
+    """
 
     def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(*shape, device=device, generator=generator).to(dtype)
@@ -67,7 +77,8 @@ class _Layer:
 class Ours:
     """All layers of a model for `batch` requests of at most `context` tokens.
 
-    `chunk` 0: decode, one token a request. Otherwise every request brings `chunk` tokens from position 0.
+    With `chunk` 0 a step is a decode step of one token per request. Otherwise it is a prefill step that writes `chunk`
+    tokens of every request from position 0.
     """
 
     def __init__(
@@ -126,7 +137,8 @@ class Ours:
         return len(self.layers)
 
     def set_lengths(self, prefix_lens: Tensor) -> None:
-        """Tokens of each request before the step, [batch] on the CPU; tensors keep their addresses."""
+        """Set the tokens of each request before the step, [batch] on the CPU. Tensors keep their addresses because the
+        recorded graph reads them."""
         lens = prefix_lens.to(self.device)
         self.prefix_lens.copy_(lens)
         steps = torch.arange(max(self.chunk, 1), device=self.device)

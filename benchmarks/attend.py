@@ -1,16 +1,23 @@
-"""Attention over window rows and compressed entries: our attention kernels, FlashMLA called directly, SGLang's path.
+"""Benchmark attention over window entries and compressed entries: our kernels, FlashMLA alone, SGLang's path.
 
     python -m benchmarks.attend [--quick] [--out DIR]
 
-A decode step's layers of one kind in a CUDA graph, as many as the model has (of a prefill step four), each with its own
-tables and queries, random rows; times are a layer's, so each bears its share of what happens once a step.
-Subjects: "flashmla": the kernel alone on our tables, its schedule computed before, in prefill its sparse kernel on
-rows that are bf16 already; "ours": our attention kernel through FlashMLA with its schedule once a step and the rotation
-of the output, in prefill with the writing out of rows and lists; "ours rotated": the same without that rotation, as
-served layers with an FP8 output projection read, whose quantisation of the output turns it; "ours triton": the portable
-kernel; "in-tree": FlashMLA on SGLang's pages with its schedule and its inverse RoPE kernel, in prefill its
-dequantisation to a bf16 workspace and FlashMLA's sparse prefill kernel. Lists that all layers of a prefill step share
-are made before, on both sides. The floor is the larger of bytes / copy rate and products / the measured bf16 rate.
+A CUDA graph holds all layers of one kind (CSA or HCA) of a decode step, or four layers of a prefill step. Each layer
+has its own KV buffers and queries with random values. Times are per layer, so a layer bears its share of the work that
+is done once a step. Subjects:
+
+- "flashmla": FlashMLA alone on our buffers. Decode uses a schedule computed in advance; prefill uses the sparse kernel
+  on entries that are bf16 already.
+- "ours": our attention kernel through FlashMLA, with its schedule once a step and the inverse RoPE of the output. In
+  prefill it also expands the entries to bf16 and builds the index lists.
+- "ours rotated": the same without the inverse RoPE. Served layers with an FP8 output projection use this, because the
+  quantisation of the output applies the inverse RoPE.
+- "ours triton": the portable kernel.
+- "in-tree": FlashMLA on SGLang's pages with its schedule and its inverse RoPE kernel. Prefill is its dequantisation to
+  a bf16 workspace and FlashMLA's sparse prefill kernel.
+
+Index lists that all layers of a prefill step share are built before the timing, on both sides. The floor is the larger
+of bytes / copy rate and products / measured bf16 rate.
 """
 
 from __future__ import annotations
@@ -39,14 +46,14 @@ from dsv4_sglang.ops.rope import rope_table
 PREFILL_LAYERS = 4
 DIM, BLOCK = 512, 128
 SCALE = DIM**-0.5
+# Entries of a KV buffer. Longer contexts in large batches share entries, which random accesses do not notice.
 MOST_ROWS = 1 << 21
-"""Rows of an entry table; longer contexts in large batches share rows, which random reads do not notice."""
 SUBJECTS = ("flashmla", "ours", "ours rotated", "ours triton", "in-tree")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`batch` requests of `context` tokens with one token each, or one request whose last `chunk` tokens are new."""
+    """`batch` requests of `context` tokens that decode one token each, or one request with `chunk` new tokens."""
 
     model: str
     heads: int
@@ -62,7 +69,7 @@ class Case:
 
     @property
     def layers(self) -> int:
-        """Layers that are measured together."""
+        """Number of layers that are measured together."""
         if self.chunk:
             return PREFILL_LAYERS
         config = DSV4Config.flash() if self.model == "flash" else DSV4Config.pro()
@@ -78,7 +85,7 @@ class Case:
         return f"{self.model}/{self.kind}/{self.context // 1024}K/{work}"
 
     def lengths(self) -> Tensor:
-        """[tokens] entries that each token reads."""
+        """Return the compressed entries that each token attends to, [tokens]."""
         last = (
             torch.arange(self.context - self.chunk, self.context)
             if self.chunk
@@ -89,7 +96,7 @@ class Case:
 
     @property
     def width(self) -> int:
-        """Columns of the entry list, a multiple of 64."""
+        """Columns of the list of compressed entries, a multiple of 64."""
         most = self.top_k if self.kind == "csa" else self.context // self.ratio
         return math.ceil(max(most, 1) / 64) * 64
 
@@ -98,20 +105,21 @@ class Case:
         return int(self.lengths().sum()) + (int(window.sum()) if window is not None else 128 * self.batch)
 
     def bytes_moved(self) -> int:
-        """Rows a decode step reads, once for each token; a chunk's tokens share theirs, so each distinct row once."""
+        """Return the bytes of one layer. Decode reads the entries of each token separately; the tokens of a prefill
+        chunk share theirs, so each distinct entry counts once."""
         io = 2 * self.tokens * self.heads * DIM * 2
         if not self.chunk:
             return self.rows_read() * (tables.ROW + tables.SCALES) + io
         return (self.chunk + 127 + self.context // self.ratio) * (tables.ROW + tables.SCALES) + io
 
     def products(self) -> int:
-        """Floating-point operations of q k and p v."""
+        """Return the floating-point operations of q k and p v."""
         return 4 * DIM * self.heads * self.rows_read()
 
 
 @dataclasses.dataclass
 class Lists:
-    """Row lists [tokens, width] int32 and lengths [tokens] int32 of windows and entries."""
+    """Entry indices [tokens, width] int32 and their lengths [tokens] int32, of windows and of compressed entries."""
 
     window: Tensor
     window_lens: Tensor
@@ -120,7 +128,17 @@ class Lists:
 
 
 def random_lists(case: Case, rows: int, device: torch.device, layers: int) -> list[Tensor]:
-    """Ascending random rows below `rows`, another selection for each layer (CSA); the same for all layers (HCA)."""
+    """Return ascending random entry indices: a different selection for each CSA layer, one for all HCA layers.
+
+    Args:
+        case: the step.
+        rows: entries of the KV buffer.
+        device: device of the lists.
+        layers: number of lists.
+
+    Returns:
+        For each layer [tokens, width] int32.
+    """
     generator = torch.Generator(device=device).manual_seed(5)
     shape = (case.tokens, case.width)
 
@@ -131,7 +149,17 @@ def random_lists(case: Case, rows: int, device: torch.device, layers: int) -> li
 
 
 def our_lists(case: Case, rows: int, device: torch.device, layers: int) -> Lists:
-    """As the step metadata makes them: window rows of the ring (decode) or of the workspace (prefill)."""
+    """Return lists like those of the step metadata.
+
+    Args:
+        case: the step.
+        rows: entries of the KV buffer.
+        device: device of the lists.
+        layers: number of layers.
+
+    Returns:
+        The lists. Window indices refer to the window ring (decode) or to the workspace (prefill).
+    """
     positions = torch.arange(128, device=device, dtype=torch.int32)
     if case.chunk:
         start = case.context - case.chunk
@@ -146,7 +174,7 @@ def our_lists(case: Case, rows: int, device: torch.device, layers: int) -> Lists
 
 
 class Tensors:
-    """Queries, sink, positions and RoPE that all subjects share."""
+    """Queries, sink, positions and RoPE table that all subjects share."""
 
     def __init__(self, case: Case, device: torch.device, layers: int) -> None:
         generator = torch.Generator(device=device).manual_seed(6)
@@ -163,10 +191,17 @@ class Tensors:
 
 
 def our_subject(case: Case, subject: str, device: torch.device, layers: int) -> Callable[[], None]:
-    """The step of any subject but "in-tree"."""
+    """Return a function that runs the step of one subject.
+
+    Args:
+        case: the step.
+        subject: one of SUBJECTS except "in-tree".
+        device: device of the tensors; the CPU runs the portable kernel.
+        layers: number of layers.
+    """
     shared = Tensors(case, device, layers)
     if case.chunk:
-        window = [tables.our_rows(1, case.chunk + 128, device)] * layers  # one workspace serves all layers
+        window = [tables.our_rows(1, case.chunk + 128, device)] * layers  # all layers share one workspace
     else:
         window = [tables.our_rows(case.batch + 1, BLOCK, device) for _ in range(layers)]
     rows = min(MOST_ROWS, max(case.batch * case.context // case.ratio, 64) // 32 * 32)
@@ -209,12 +244,18 @@ def our_subject(case: Case, subject: str, device: torch.device, layers: int) -> 
 
     from dsv4_sglang.attention.flashmla import FlashMLAAttention
 
-    # A new attention kernel knows no schedules, as one that begins a step.
+    # A new instance has no schedules, like the kernel at the beginning of a step.
     return lambda: each(partial(FlashMLAAttention().attend, output_is_rotated=rotated))
 
 
 def prefill_kernel(case: Case, rows: int, device: torch.device) -> AttentionKernel:
-    """Our attention kernel of a prefill step of one request whose blocks are those of an entry table of `rows` rows."""
+    """Return our prefill attention kernel for a step of one request.
+
+    Args:
+        case: the step.
+        rows: entries of the KV buffer, all of which belong to the request's blocks.
+        device: device of the tensors.
+    """
     from dsv4_sglang.attention.metadata import build_prefill
     from dsv4_sglang.attention.sparse_prefill import SparsePrefillAttention
 
@@ -242,8 +283,18 @@ def prefill_kernel(case: Case, rows: int, device: torch.device) -> AttentionKern
 
 
 def joined_lists(case: Case, lists: Lists, entries: Tensor) -> tuple[Tensor, Tensor]:
-    """Entries, then window rows, then -1 of each token as one list [tokens, a multiple of 128], and its lengths; the
-    entries lie behind the window rows."""
+    """Join each token's compressed entries and window entries into one list, padded with -1.
+
+    In the joined KV buffer the compressed entries follow the window entries.
+
+    Args:
+        case: the step.
+        lists: lists of the step.
+        entries: one layer's list of compressed entries, [tokens, width] int32.
+
+    Returns:
+        The lists [tokens, a multiple of 128] int32 and their lengths [tokens] int32.
+    """
     width = math.ceil((case.width + 128) / 128) * 128
     column = torch.arange(width, device=entries.device)[None, :]
     seen, total = lists.entry_lens[:, None], (lists.entry_lens + lists.window_lens)[:, None]
@@ -254,7 +305,14 @@ def joined_lists(case: Case, lists: Lists, entries: Tensor) -> tuple[Tensor, Ten
 
 
 def direct_prefill(case: Case, q: list[Tensor], sink: Tensor, lists: Lists) -> Callable[[], None]:
-    """FlashMLA's sparse prefill kernel alone, on one table of bf16 rows."""
+    """Return a function that runs FlashMLA's sparse prefill kernel alone, on one buffer of bf16 entries.
+
+    Args:
+        case: the step.
+        q: queries [tokens, heads, 512] of each layer.
+        sink: fp32 [heads].
+        lists: lists of the step.
+    """
     from sgl_kernel.flash_mla import flash_mla_sparse_fwd
 
     table = torch.randn(case.chunk + 128 + max(case.context // case.ratio, 64), 1, DIM, device=sink.device).bfloat16()
@@ -278,7 +336,15 @@ def direct_prefill(case: Case, q: list[Tensor], sink: Tensor, lists: Lists) -> C
 def direct(
     q: list[Tensor], sink: Tensor, window: list[Tensor], lists: Lists, entries: list[Tensor]
 ) -> Callable[[], None]:
-    """FlashMLA's decode kernel alone; its schedule is made once."""
+    """Return a function that runs FlashMLA's decode kernel alone, with a schedule made once.
+
+    Args:
+        q: queries [tokens, heads, 512] of each layer.
+        sink: fp32 [heads].
+        window: window ring of each layer.
+        lists: lists of the step.
+        entries: KV buffer of each layer.
+    """
     from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
     schedule = get_mla_metadata()[0]
@@ -306,12 +372,25 @@ def direct(
 
 
 def in_tree_pages(case: Case, rows: int, device: torch.device) -> tuple[Tensor, int]:
-    """(uint8 [pages, bytes], rows of a page) of one layer's compressed cache."""
+    """Return one layer's compressed cache, uint8 [pages, bytes], and the entries per page.
+
+    Args:
+        case: the step.
+        rows: entries of the cache.
+        device: device of the cache.
+    """
     per_page = PAGE // case.ratio
     return tables.random_pages(max(rows // per_page, 1), per_page, page_bytes(per_page), device), per_page
 
 
 def in_tree_subject(case: Case, device: torch.device, layers: int) -> Callable[[], None]:
+    """Return a function that runs the step of the subject "in-tree", including the inverse RoPE.
+
+    Args:
+        case: the step.
+        device: device of the tensors.
+        layers: number of layers.
+    """
     from sglang.kernels.ops.attention.dsv4.elementwise import fused_rope_inplace
 
     shared = Tensors(case, device, layers)
@@ -331,6 +410,16 @@ def in_tree_subject(case: Case, device: torch.device, layers: int) -> Callable[[
 def in_tree_decode(
     case: Case, shared: Tensors, paged: list[tuple[Tensor, int]], rows: int, device: torch.device, layers: int
 ) -> Callable[[], Iterator[Tensor]]:
+    """Return a function that yields the outputs of a decode step of SGLang, layer by layer.
+
+    Args:
+        case: the step.
+        shared: inputs of all subjects.
+        paged: pages and entries per page of each layer (`in_tree_pages`).
+        rows: entries of each layer.
+        device: device of the tensors.
+        layers: number of layers.
+    """
     from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
     pages = 2 * (case.batch + 1)
@@ -340,13 +429,13 @@ def in_tree_decode(
     entry_views = [table[:, : n * width].view(table.shape[0], n, 1, width) for table, n in paged]
     positions = torch.arange(128, device=device, dtype=torch.int32)
     starts = torch.randint(0, pages // 2, (case.batch,), device=device, dtype=torch.int32) * 2 * WINDOW_PAGE
-    window_indices = (starts[:, None] + positions + 60).unsqueeze(1)  # a window lies across two pages
+    window_indices = (starts[:, None] + positions + 60).unsqueeze(1)  # a window spans two pages
     window_lens = torch.full((case.batch,), 128, dtype=torch.int32, device=device)
     entry_rows = [rows_of.unsqueeze(1) for rows_of in random_lists(case, rows, device, layers)]
     entry_lens = case.lengths().int().to(device)
 
     def run() -> Iterator[Tensor]:
-        schedule = get_mla_metadata()[0]  # its backend makes one a step and kind of layer
+        schedule = get_mla_metadata()[0]  # SGLang's backend makes one per step and kind of layer
         for layer in range(layers):
             yield flash_mla_with_kvcache(
                 q=shared.q[layer].unsqueeze(1),
@@ -371,7 +460,11 @@ def in_tree_decode(
 def in_tree_prefill(
     case: Case, shared: Tensors, paged: list[tuple[Tensor, int]], rows: int, device: torch.device, layers: int
 ) -> Callable[[], Iterator[Tensor]]:
-    """`DeepseekV4AttnBackend._forward_prefill_sparse` for one request."""
+    """Return a function that yields the outputs of a prefill step of SGLang, layer by layer.
+
+    It does the work of `DeepseekV4AttnBackend._forward_prefill_sparse` for one request. The arguments are those of
+    `in_tree_decode`.
+    """
     from sgl_kernel.flash_mla import flash_mla_sparse_fwd
     from sglang.kernels.ops.attention.dsv4.dequant_k_cache import dequantize_k_cache_paged
     from sglang.srt.layers.attention.dsv4.sparse_prefill_utils import combine_topk_swa_indices
@@ -416,7 +509,7 @@ def in_tree_prefill(
 
     def run() -> Iterator[Tensor]:
         for layer, (table, per_page) in enumerate(paged):
-            if case.kind == "csa":  # of HCA layers the lists are made once a chunk
+            if case.kind == "csa":  # the lists of HCA layers are built once per chunk
                 combine(chosen[layer])
             dequantize_k_cache_paged(table, entry_ids, page_size=per_page, out=workspace[:compressed])
             dequantize_k_cache_paged(window[layer], window_ids, page_size=WINDOW_PAGE, out=workspace[compressed:])
@@ -454,6 +547,15 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def measure(case: Case, subject: str, device: torch.device, facts: dict[str, float], samples: int) -> Iterator[Any]:
+    """Yield a row with the times of one case.
+
+    Args:
+        case: the step.
+        subject: one of SUBJECTS.
+        device: device of the tensors.
+        facts: ceilings of the device.
+        samples: number of samples.
+    """
     layers = 2 if device.type == "cpu" else case.layers
     step = in_tree_subject(case, device, layers) if subject == "in-tree" else our_subject(case, subject, device, layers)
     recorded = timing.Recorded(step, device)
@@ -509,7 +611,7 @@ def main(argv: list[str] | None = None) -> int:
             result.part(f"{case.name}/{subject}", partial(measure, case, subject, device, facts, samples))
     ratios = [f"{subject} / flashmla" for subject in SUBJECTS[1:]]
     columns = ["case", *subjects, *(ratios if len(subjects) > 1 else []), "floor us"]
-    result.table("attend, us a layer", columns, compare(result.rows))
+    result.table("attend, us per layer", columns, compare(result.rows))
     return result.close()
 
 

@@ -1,16 +1,22 @@
-"""Tokens that fit in a memory: ours and SGLang's, computed, and as running servers allocated them.
+"""Compare the tokens that fit in a given memory: ours and SGLang's, computed and as allocated by running servers.
 
     python -m benchmarks.capacity [--gib 78.82] [--requests 256] [--snapshots 512] [--serve serve.json] [--out DIR]
 
-Ours: what the server itself computes at start-up (`dsv4_sglang.srt.memory.sizing`): one live slot a running request,
-the staging slots of a prefill step, the snapshots, and blocks with what is left. SGLang's: the installed release's own
-pool configurator, asked with flags as a user gives them (`dsv4_sglang.planner.in_tree_capacity`). No GPU is needed.
+Ours is what the server computes at start-up (`dsv4_sglang.srt.memory.sizing`): one state slot per running request, the
+staging slots of a prefill step, the snapshots, and blocks in the remaining memory. SGLang's is the result of the
+installed release's own pool configurator, called with flags that a user can set
+(`dsv4_sglang.planner.in_tree_capacity`). No GPU is needed.
 
-`--swa-full-tokens-ratio` says how many window entries SGLang keeps for every token: 0.1 by default for this model; 0.5
-is what users set for prefix hits; 0.01 with its online HCA state is about the most tokens it can be tuned to, with room
-for the windows of the running requests alone. SGLang 0.5.23 can also size the window pool by the running requests and
-by cached prefixes (`--swa-prefix-tails`), but sets the ratio to 0.1 for V4 where the user gives none, so that these
-flags change nothing. What its configurator would give without that ratio is the last row; no flag leads there.
+`--swa-full-tokens-ratio` is the number of window entries that SGLang keeps per token:
+
+- 0.1 is its default for this model.
+- 0.5 is what users set for prefix hits.
+- 0.01 with its online HCA state is close to the largest token capacity that it can be tuned to. It leaves room for the
+  windows of the running requests only.
+
+SGLang 0.5.23 can also size the window pool by running requests and cached prefixes (`--swa-prefix-tails`). For V4 it
+sets the ratio to 0.1 when the user gives none, so these flags have no effect. The last row shows what its configurator
+would compute without that ratio; no flag leads to it.
 """
 
 from __future__ import annotations
@@ -41,21 +47,21 @@ CONFIGS = {
     "flash": planner.CONFIGS / "DeepSeek-V4-Flash.json",
     "pro": planner.CONFIGS / "DeepSeek-V4-Pro.json",
 }
+# Tokens of a verify step with EAGLE 3/1/4.
 DRAFTS = 4
-"""Tokens of a verify step: EAGLE 3/1/4."""
 EAGLE = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}
 ROWS = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes that grow with the tokens, and bytes that the requests and snapshots cost."""
+    """Bytes per token of context, and the fixed bytes of requests and snapshots."""
 
     token: float
     fixed: int
 
     def tokens(self, memory: float) -> int:
-        """Those of whole blocks."""
+        """Return the tokens that fit in `memory` bytes, in whole blocks."""
         return max(0, int((memory - self.fixed) / self.token)) // BLOCK * BLOCK
 
 
@@ -67,7 +73,16 @@ def ours(
     hca_state: str = "online",
     drafts: int = 0,
 ) -> Cost:
-    """Fixed are the state slots, the snapshots, and the two blocks that serve no request."""
+    """Return the cost of our cache. Fixed: the state slots, the snapshots, and the two blocks that serve no request.
+
+    Args:
+        config: config of the model.
+        requests: running requests.
+        snapshots: state snapshots.
+        kv_format: "fp8" or "bf16".
+        hca_state: the server's option of that name.
+        drafts: tokens of a verify step, 0 without speculation.
+    """
     layout = served_layout(
         config,
         ROWS[kv_format],
@@ -81,7 +96,15 @@ def ours(
 
 
 def in_tree(config_json: str, gib: float, requests: int, drafts: int, **flags: Any) -> dict[str, Any]:
-    """SGLang's tokens with these fields of ServerArgs."""
+    """Return the token capacity of SGLang's cache.
+
+    Args:
+        config_json: config of the model.
+        gib: memory for the cache.
+        requests: running requests.
+        drafts: tokens of a verify step, 0 without speculation.
+        **flags: further fields of ServerArgs.
+    """
     speculation = EAGLE | {"speculative_num_draft_tokens": drafts, "speculative_num_steps": drafts - 1}
     held = in_tree_capacity(
         config_json,
@@ -93,7 +116,7 @@ def in_tree(config_json: str, gib: float, requests: int, drafts: int, **flags: A
 
 
 def in_tree_settings() -> dict[str, dict[str, Any]]:
-    """Fields of ServerArgs by setting."""
+    """Return the fields of ServerArgs of each setting."""
     settings: dict[str, dict[str, Any]] = {
         "in-tree, default": {},
         "in-tree, windows for hits (0.5)": {"swa_full_tokens_ratio": 0.5},
@@ -106,12 +129,20 @@ def in_tree_settings() -> dict[str, dict[str, Any]]:
 
 
 def computed(model: str, gib: float, requests: int, snapshots: int, drafts: int) -> Iterator[dict[str, Any]]:
-    """A row for each setting of ours and of SGLang."""
+    """Yield a row for each setting of ours and of SGLang.
+
+    Args:
+        model: key of CONFIGS.
+        gib: memory for the cache in GiB.
+        requests: running requests.
+        snapshots: state snapshots of ours.
+        drafts: tokens of a verify step, 0 without speculation.
+    """
     config_json = CONFIGS[model].read_text()
     sizes = partial(in_tree, config_json, gib, requests, drafts)
     rows = {name: sizes(**flags) for name, flags in in_tree_settings().items()}
     with patch.dict(os.environ, {"SGLANG_OPT_USE_ONLINE_COMPRESS": "1"}):
-        if not drafts:  # which SGLang's online state does not serve
+        if not drafts:  # SGLang's online state does not support speculation
             rows["in-tree, most tokens (0.01, online)"] = sizes(swa_full_tokens_ratio=0.01)
     ours_of = partial(ours, DSV4Config.from_hf(json.loads(config_json)), requests, snapshots, drafts=drafts)
     costs = {"ours": ours_of(), "ours, bf16 rows": ours_of(kv_format="bf16")}
@@ -130,7 +161,7 @@ def computed(model: str, gib: float, requests: int, snapshots: int, drafts: int)
 
 
 def allocated(file: Path) -> Iterator[dict[str, Any]]:
-    """What the servers of a `serve` run reported (43 layers with the ratios of Flash)."""
+    """Yield what the servers of a `serve` run reported (43 layers with the ratios of Flash)."""
     if not file.is_file():
         return
     first: dict[str, dict[str, Any]] = {}
@@ -154,10 +185,10 @@ def allocated(file: Path) -> Iterator[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     options = report.parser(__doc__)
-    options.add_argument("--gib", type=float, default=78.82, help="memory for the cache (%(default)s GiB)")
+    options.add_argument("--gib", type=float, default=78.82, help="memory for the cache in GiB (%(default)s)")
     options.add_argument("--requests", type=int, default=256, help="running requests (%(default)s)")
-    options.add_argument("--snapshots", type=int, default=512, help="snapshots of ours (%(default)s)")
-    options.add_argument("--serve", type=Path, help="result of `serve` (serve.json in the folder of --out)")
+    options.add_argument("--snapshots", type=int, default=512, help="state snapshots of ours (%(default)s)")
+    options.add_argument("--serve", type=Path, help="result of `serve` (default: serve.json in the folder of --out)")
     args = options.parse_args(argv)
     given = {"gib": args.gib, "requests": args.requests, "snapshots": args.snapshots}
     result = report.Report("capacity", args, given)

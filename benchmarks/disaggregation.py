@@ -1,18 +1,22 @@
-"""A prefill and a decode server on a GPU each against one server of both GPUs, with the same load: what travels, how
-long it takes, and what prefills do to those who wait for tokens.
+"""Compare prefill-decode disaggregation on two GPUs with one server on both, under the same load.
 
     python -m benchmarks.disaggregation [--sides apart,tp,dp] [--rate 4] [--out DIR]
 
-Sides (flashshape, dummy weights, FP8 rows): apart, prefill on GPU 0 and decode on GPU 1, NIXL between them; tp, one
-server with --tp-size 2, whose every step takes both GPUs; dp, the same with two ranks of DP attention, each with a
-cache and requests of its own. All servers start at once and wait, nearly idle, while one side is measured.
+Sides (flashshape, dummy weights, FP8 entries):
 
-Decode: as many streams as --streams, of prompts of 1024 random tokens, first undisturbed, then while prompts of 8192
-tokens that ask for one token come at a fixed rate, the same for all sides. Tokens a second of the streams together, and
-the time between tokens of a stream as a client sees it: median, p99, the longest. What a delivery brings beyond one
-token counts as tokens that came at once. Transfer: single prompts of 8K and 64K tokens, new and then found in the
-prefill server's cache, by SGLang's metrics of the prefill server: bytes, and the time from the first send to the end,
-in which the chunks behind the first are computed if the prompt is new; and the time to the first token, of all sides.
+- apart: prefill on GPU 0 and decode on GPU 1, connected by NIXL,
+- tp: one server with --tp-size 2, which uses both GPUs in every step,
+- dp: the same with two ranks of DP attention, each with its own cache and requests.
+
+All servers start together; the others stay idle while one side is measured.
+
+Decode: --streams requests with prompts of 1024 random tokens run first undisturbed, then while prompts of 8192 tokens
+that ask for one token arrive at a fixed rate, the same for all sides. The results are tokens/s of all streams and the
+time between tokens as a client sees it (median, p99, longest). Tokens of one chunk of a stream count as simultaneous.
+
+Transfer: single prompts of 8K and 64K tokens, sent as new and then as hits of the prefill server's cache. Bytes and
+times come from SGLang's metrics of the prefill server. The time runs from the first send to the end. For a new prompt
+it includes the computation of the later prefill chunks. The time to first token is measured for all sides.
 """
 
 from __future__ import annotations
@@ -48,8 +52,15 @@ TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """`stream`: tokens that a stream asks for, more than come before it is aborted; `windows`: seconds undisturbed, and
-    with prefills; `disturbing`: tokens of a prompt that disturbs; `transfer`: prompt tokens, repeats."""
+    """Sizes of the load.
+
+    Attributes:
+        prompt: tokens of a stream's prompt.
+        stream: tokens that a stream requests, more than arrive before it is aborted.
+        windows: seconds without prefills, and with them.
+        disturbing: tokens of a disturbing prompt.
+        transfer: prompt tokens -> repeats.
+    """
 
     prompt: int = 1024
     stream: int = 1 << 14
@@ -63,7 +74,7 @@ DRY = Plan(prompt=20, stream=4000, windows=(2, 4), disturbing=200, transfer={64:
 
 @dataclasses.dataclass
 class Side:
-    """Where requests go: one server, or the decode server and the prefill server before it."""
+    """The servers of a side: one server, or a decode server (`server`) and its prefill server (`prefill`)."""
 
     name: str
     server: Server
@@ -74,24 +85,40 @@ class Side:
     rooms: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
 
     def body(self, ids: Sequence[int], tokens: int, **more: Any) -> dict[str, Any]:
-        """Of the request to the side's server; the prefill server has it, too, when this returns."""
+        """Return the body of a request to the side's server. A prefill server has been sent its request by then.
+
+        Args:
+            ids: token ids of the prompt.
+            tokens: length of the answer.
+            **more: further fields of the body.
+        """
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         body = {"input_ids": ids, "sampling_params": sampling, **more}
         if self.prefill is not None:
             body |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap}
             body["bootstrap_room"] = next(self.rooms)
-            # With the first token it is done.
+            # The prefill request ends with its first token.
             self.sent.append(self.pool.submit(self.prefill.request, "/generate", body | {"stream": False}, 300))
         return body
 
     def generate(self, ids: Sequence[int], tokens: int) -> float:
-        """Seconds until the answer was complete."""
+        """Return the seconds until the answer was complete."""
         start = time.monotonic()
         self.server.request("/generate", self.body(ids, tokens), 300)
         return time.monotonic() - start
 
     def stream(self, ids: Sequence[int], tokens: int, came: list[tuple[float, int]], end: threading.Event) -> None:
-        """Note when tokens came and how many there were then, until `end`; RuntimeError if the last came before."""
+        """Record arrival times and token counts in `came` until `end` is set.
+
+        Args:
+            ids: prompt.
+            tokens: number of tokens to request.
+            came: gets (time, tokens so far) of each chunk.
+            end: set when the measurement is over.
+
+        Raises:
+            RuntimeError: the stream ended before the measurement.
+        """
         data = json.dumps(self.body(ids, tokens, stream=True)).encode()
         asked = urllib.request.Request(f"{self.server.url}/generate", data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(asked, timeout=300) as answer:
@@ -103,17 +130,17 @@ class Side:
                     came.append((time.monotonic(), int(found[1])))
                 last = line.strip() or last
         if not end.is_set():
-            raise RuntimeError(f"a stream ended before it was measured, with {last[:300]!r}")
+            raise RuntimeError(f"a stream ended before its measurement was over; its last line: {last[:300]!r}")
 
     def abort(self) -> None:
-        """All requests, and wait until nothing runs."""
+        """Abort all requests and wait until none is running."""
         for server in filter(None, (self.server, self.prefill)):
             server.request("/abort_request", {"rid": "", "abort_all": True})
             while any(rank["num_running_reqs"] for rank in server.request("/v1/loads")["loads"]):
                 time.sleep(0.05)
 
     def transfers(self) -> dict[str, float]:
-        """Sums and counts of SGLang's histograms of transfers since the start."""
+        """Return sums and counts of SGLang's transfer histograms since the start of the prefill server."""
         if self.prefill is None:
             return {}
         with urllib.request.urlopen(f"{self.prefill.url}/metrics", timeout=30) as answer:
@@ -122,7 +149,16 @@ class Side:
 
 
 def gaps(came: Sequence[Sequence[tuple[float, int]]], start: float, end: float) -> list[float]:
-    """Seconds between tokens of each stream that came from `start` to `end`; those of one delivery came at once."""
+    """Return the seconds between tokens of each stream in an interval.
+
+    Args:
+        came: (time, tokens so far) of each chunk, per stream.
+        start: begin of the interval.
+        end: end of the interval.
+
+    Returns:
+        The gap before each token. Tokens after the first of a chunk have gap 0.
+    """
     found = []
     for stream in came:
         for (before, had), (now, has) in itertools.pairwise(stream):
@@ -132,7 +168,7 @@ def gaps(came: Sequence[Sequence[tuple[float, int]]], start: float, end: float) 
 
 
 def of_gaps(found: Sequence[float], seconds: float) -> dict[str, float]:
-    """Tokens a second of all streams, and the time between tokens in ms."""
+    """Return tokens/s of all streams, and statistics of the time between tokens in ms."""
     at = sorted(found)
     return {
         "tokens/s": len(at) / seconds,
@@ -157,7 +193,7 @@ class Bench:
         return servers.random_prompt(tokens, self.vocab, self.seed)
 
     def flags(self) -> list[str]:
-        """Of every server."""
+        """Return the flags of every server."""
         most, more = str(2 * self.args.streams), self.args.flags.split()
         if self.args.dry_run:
             return ["--max-running-requests", most, "--context-length", "4096", *more]
@@ -170,12 +206,12 @@ class Bench:
 
     def server(self, name: str, *more: str) -> Server:
         argv, environment = servers.command(self.model, [*self.flags(), *more], ours=True, cpu=self.args.dry_run)
-        # Servers of all sides share the GPUs.
+        # The servers of all sides share the GPUs, so free memory differs between ranks.
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
         return Server(name, argv, environment, Path(self.args.out) / "logs" / f"apart-{name}.log")
 
     def side(self, name: str, bootstrap: int) -> Side:
-        """`bootstrap`: the port where the servers of a pair meet."""
+        """Return the servers of one side. A prefill and decode pair connects through the port `bootstrap`."""
         if name != "apart":
             return Side(name, self.server(name, *(() if self.args.dry_run else SIDES[name])))
         backend = "mooncake_tcp" if self.args.dry_run else "nixl"
@@ -193,7 +229,7 @@ class Bench:
             server.wait(self.args.start_timeout)
             yield {"measure": "start s", "side": side.name, "at": server.name, "value": server.start_seconds}
         start = time.monotonic()
-        # What is measured goes through once: kernels are compiled when a shape first comes, servers meet.
+        # Run every measured shape once: kernels compile on first use, and the servers of a pair connect.
         for tokens in (self.plan.prompt, self.plan.disturbing, *self.plan.transfer):
             for _ in range(2):
                 side.generate(self.prompt(tokens), 4)
@@ -203,7 +239,7 @@ class Bench:
         yield {"measure": "warm-up s", "side": side.name, "value": time.monotonic() - start}
 
     def disturb(self, side: Side, seconds: float) -> list[float]:
-        """Prompts at the rate, answered or not; seconds to the first token of each."""
+        """Send prompts at the given rate without waiting for answers. Return the seconds to the first token of each."""
         period, start = 1 / self.args.rate, time.monotonic()
         with ThreadPoolExecutor(256) as pool:
             waiting = []
@@ -264,9 +300,9 @@ class Bench:
 
 def main(argv: list[str] | None = None) -> int:
     options = report.parser(__doc__)
-    options.add_argument("--sides", default="apart,tp", help="which, in their order (%(default)s)")
+    options.add_argument("--sides", default="apart,tp", help="sides to measure, in this order (%(default)s)")
     options.add_argument("--streams", type=int, default=32, help="requests that decode (%(default)s)")
-    options.add_argument("--rate", type=float, default=4, help="prompts a second that disturb them (%(default)s)")
+    options.add_argument("--rate", type=float, default=4, help="disturbing prompts per second (%(default)s)")
     options.add_argument("--flags", default="", help="more flags for all servers")
     options.add_argument("--start-timeout", type=float, default=240, help="seconds to start (%(default)s)")
     args = options.parse_args(argv)

@@ -1,4 +1,4 @@
-"""What a result was measured on: GPU, driver, versions, commit, date."""
+"""The environment of a measurement: GPU, driver, package versions, commit, date."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GPU_FIELDS = ("name", "driver_version", "clocks.max.sm", "clocks.max.memory", "p
 
 
 def commit() -> str:
-    """The git commit of the tree; where there is no .git, the variable DSV4_COMMIT; else "unknown"."""
+    """Return the commit: the variable DSV4_COMMIT if it is set, else that of the git tree, else "unknown"."""
     given = os.environ.get(COMMIT_VARIABLE)
     if given:
         return given
@@ -39,7 +39,7 @@ def versions() -> dict[str, str]:
 
 
 def gpu() -> dict[str, Any]:
-    """Of the current CUDA device; empty without one."""
+    """Return facts about the current CUDA device, or an empty dictionary without one."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,11 +1,11 @@
-"""The lifecycle fuzzer (`benchmarks/lifecycle.py`) against servers of every configuration, or one that runs.
+"""Run the lifecycle fuzzer (`benchmarks/lifecycle.py`) against servers of every configuration, or a running server.
 
-    python -m benchmarks.fuzz --requests 25000 --limit 540        # of each configuration; seconds in all
-    python -m benchmarks.fuzz --configurations eagle --seed 7     # one of them, another list of operations
+    python -m benchmarks.fuzz --requests 25000 --limit 540        # requests per configuration, seconds in total
+    python -m benchmarks.fuzz --configurations eagle --seed 7     # one configuration, a different list of operations
     python -m benchmarks.fuzz --url http://127.0.0.1:30000        # a server with the option integrity_check
 
-Without a GPU, or with --dry-run, small ones on the CPU. fuzz.json gets what happened how often, per configuration. A
-run that finds something ends with exit code 1, and prints what it found and the command that repeats it.
+Without a GPU, or with --dry-run, the servers are small and run on the CPU. fuzz.json counts the events of each
+configuration. A run that finds a violation exits with code 1 and prints the finding and the command that repeats it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RANKS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 
 @dataclass(frozen=True)
 class Configuration:
-    """Flags beside those of all; `gpus`: how many a server takes where there are any."""
+    """Flags of a configuration in addition to the common ones. `gpus` is what a server needs on a machine with GPUs."""
 
     flags: tuple[str, ...] = ()
     ranks: int = 1
@@ -51,9 +51,10 @@ CONFIGURATIONS = {
     "ranks": Configuration(RANKS, ranks=2, gpus=2),
     "ranks and host": Configuration((*RANKS, *HOST), ranks=2, gpus=2),
 }
-# Pools in which requests are retracted, and of which most is evicted all the time. Of prompts that long the indexer
-# selects all entries (docs/design/prefix_policy.md says why), and short ones begin and end more often. Prefill steps,
-# which are no graphs, take longest: several requests share one, and its end cuts one of them in two.
+# The pools are so small that requests are retracted and cached state is evicted all the time. With prompts up to 512
+# tokens the indexer selects all entries (docs/design/prefix_policy.md says why that matters), and short requests begin
+# and end more often. Prefill steps are not graphs and take longest: several requests share one, and the end of a chunk
+# splits one of them.
 ON_GPU = Shape(context=512, burst=1000, together=96)
 GPU_FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--max-total-tokens", "12288")
 GPU_FLAGS += ("--context-length", "512", "--max-running-requests", "64", "--chunked-prefill-size", "1024")
@@ -64,16 +65,16 @@ ON_CPU = Shape(context=1024, burst=24, together=6)
 CPU_FLAGS = ("--dtype", "float32", "--max-total-tokens", "1280", "--context-length", "1024")
 CPU_FLAGS += ("--max-running-requests", "6", "--chunked-prefill-size", "256", "--schedule-conservativeness", "0.1")
 CPU_FLAGS += ("--sleep-on-idle",)
-# Threads wait for each other in tensors so small; compiling takes longer than what it would make faster.
+# With tensors this small, threads mostly wait for each other and compiling takes longer than it saves.
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 CPU_OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
 OPTIONS = {"integrity_check": True, "snapshot_interval": 512}
+# Of log p, with fp32 entries.
 TOLERANCE = 2e-3
-"""Of log p with fp32 rows."""
 
 
 def command(name: str, cpu: bool) -> list[str]:
-    """This program, for one configuration."""
+    """Return the command that runs this program for one configuration."""
     return ["python", "-m", "benchmarks.fuzz", *(["--dry-run"] if cpu else []), "--configurations", name]
 
 
@@ -109,7 +110,7 @@ class Fuzz:
 
     def configuration(self, name: str) -> Iterator[dict[str, Any]]:
         of, shape = CONFIGURATIONS[name], ON_CPU if self.cpu else ON_GPU
-        limit = (self.end - time.monotonic()) / self.left  # of what is left, an equal share
+        limit = (self.end - time.monotonic()) / self.left  # an equal share of the remaining time
         self.left -= 1
         begin = time.monotonic()
         with servers.running(self.server(name, of), timeout=900) as server:
@@ -133,7 +134,16 @@ class Fuzz:
         yield summary(driver, self.play(driver, "url", self.args.limit))
 
     def play(self, driver: Driver, name: str, limit: float) -> str | None:
-        """What was found, if anything, which is printed with the command that repeats it."""
+        """Play the operations. Print a violation with the command that repeats it.
+
+        Args:
+            driver: driver of the server.
+            name: name of the configuration.
+            limit: time limit in seconds.
+
+        Returns:
+            The violation, or None.
+        """
         try:
             play(driver, self.args.requests, limit)
         except Wrong as error:
@@ -155,20 +165,20 @@ def summary(driver: Driver, found: str | None) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     options = report.parser(__doc__)
-    options.add_argument("--configurations", default="", help=f"of {', '.join(CONFIGURATIONS)} (all that fit)")
-    options.add_argument("--requests", type=int, default=25_000, help="of each configuration (%(default)s)")
-    options.add_argument("--limit", type=float, default=3600, help="seconds of all, without their ends (%(default)s)")
-    options.add_argument("--seed", type=int, default=1, help="of the operations (%(default)s)")
-    options.add_argument("--url", default="", help="a server that runs, instead")
+    options.add_argument("--configurations", default="", help=f"some of {', '.join(CONFIGURATIONS)} (all that fit)")
+    options.add_argument("--requests", type=int, default=25_000, help="requests per configuration (%(default)s)")
+    options.add_argument("--limit", type=float, default=3600, help="total seconds, without shutdowns (%(default)s)")
+    options.add_argument("--seed", type=int, default=1, help="seed of the operations (%(default)s)")
+    options.add_argument("--url", default="", help="use the running server at this URL instead")
     args = options.parse_args(argv)
     fuzz = Fuzz(args)
     if unknown := [name for name in fuzz.names if name not in CONFIGURATIONS]:
-        options.error(f"--configurations: {unknown[0]!r} is none; expected some of {', '.join(CONFIGURATIONS)}")
+        options.error(f"--configurations {unknown[0]!r}: expected some of {', '.join(CONFIGURATIONS)}")
     result = report.Report("fuzz", args, {"seed": args.seed, "requests": args.requests, "limit": args.limit})
     for name in ["url"] if args.url else fuzz.names:
         result.part(name, fuzz.url if args.url else partial(fuzz.configuration, name))
     columns = ["part", "requests", "bursts", "hits", "retractions", "host loads", "compared warm", "found"]
-    result.table("what happened", columns)
+    result.table("events of the configurations", columns)
     found = any(row["found"] for row in result.rows) or bool(result.data["failures"])
     return result.close() or int(found)
 

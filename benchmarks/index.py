@@ -1,12 +1,17 @@
-"""Choosing a step's CSA entries: FP4 keys scored and selected, against DeepGEMM's FP8 scores and SGLang's top-k.
+"""Benchmark the selection of CSA entries: our FP4 scores and top-k against DeepGEMM's FP8 scores and SGLang's top-k.
 
     python -m benchmarks.index [--quick] [--out DIR]
 
-From the raw index query of 64 heads to the rows that attention reads. Four layers with keys of their own in a CUDA
-graph; times are a layer's. In-tree: query RoPE + Hadamard + FP8, deep_gemm.fp8_paged_mqa_logits over 132 B keys, each
-token by itself (of a prefill chunk: keys gathered, then deep_gemm.fp8_mqa_logits), top-k v2; its schedules are metadata
-and computed before. Stages are timed alone as well. The floor is the keys' bytes at the copy rate, or the products at
-FP8's, which is taken for twice what bf16 products reach.
+Both sides start from the raw index query of 64 heads and end with the entry indices that attention reads. A CUDA graph
+holds four layers, each with its own keys; times are per layer. In-tree runs these kernels:
+
+- query RoPE + Hadamard + FP8 quantisation,
+- decode: deep_gemm.fp8_paged_mqa_logits over 132-byte keys, each token separately,
+- prefill: a gather of the keys, then deep_gemm.fp8_mqa_logits,
+- top-k v2.
+
+Its schedules are step metadata and are computed before the timing. The stages are also timed alone. The floor is the
+larger of the bytes of the keys / copy rate and the products / FP8 rate, taken as twice the bf16 rate.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ Stages = dict[str, Callable[[], object]]
 
 
 class Load(NamedTuple):
-    """Requests with so many tokens before and in the step, of which the last `chunk` are the step's."""
+    """Requests of `context` tokens each, including the last `chunk` tokens, which belong to the step."""
 
     requests: int
     context: int
@@ -68,8 +73,8 @@ class Load(NamedTuple):
 
 
 DECODE = ((1, 16), (1, 128), (1, K), (16, 32), (64, 16), (16, 128), (64, 128), (256, 16))
+# Four tokens per request, three of them drafts.
 VERIFY = ((1, 128), (16, 32), (64, 32), (16, 128))
-"""With four tokens of each request, three of them drafts."""
 CASES = (
     *(Load(n, thousands * K) for n, thousands in DECODE),
     *(Load(n, thousands * K, 4) for n, thousands in VERIFY),
@@ -80,7 +85,7 @@ DRY = (Load(2, 4 * K), Load(1, 4 * K, 64))
 
 
 class Tensors:
-    """What both subjects share: queries [T, 64, 128] bf16 and head weights of each layer, positions, RoPE table."""
+    """Inputs that both subjects share: queries [T, 64, 128] bf16 and head weights per layer, positions, RoPE table."""
 
     def __init__(self, load: Load, device: torch.device, layers: int) -> None:
         generator = torch.Generator(device=device).manual_seed(4)
@@ -92,14 +97,23 @@ class Tensors:
 
 
 def page_table(load: Load, rows: int, device: torch.device) -> torch.Tensor:
-    """[requests, pages] int32: every request its own pages of `rows` keys, in random order."""
+    """Return random pages for each request.
+
+    Args:
+        load: requests of the step.
+        rows: keys per page.
+        device: device of the table.
+
+    Returns:
+        int32 [requests, pages].
+    """
     pages = load.requests * load.keys // rows
     order = torch.randperm(pages, device=device, generator=torch.Generator(device=device).manual_seed(2))
     return order.int().view(load.requests, -1)
 
 
 class Ours(Tensors):
-    """Those of `index_topk`, and its scratch: scores for as many tokens as are handled at a time."""
+    """Inputs of `index_topk` and its scratch: scores of the tokens that are handled at a time."""
 
     def __init__(self, load: Load, top_k: int, device: torch.device, layers: int) -> None:
         from dsv4_sglang.srt.attention.backend import SCRATCH_BYTES
@@ -116,6 +130,14 @@ class Ours(Tensors):
 
 
 def ours(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
+    """Return our op as a single stage, "all".
+
+    Args:
+        load: requests of the step.
+        top_k: entries that each token selects.
+        device: device of the tensors.
+        layers: number of layers.
+    """
     t = Ours(load, top_k, device, layers)
 
     def step() -> None:
@@ -137,7 +159,7 @@ def ours(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
 
 
 def our_stages(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
-    """The three stages of our op for CUDA, by the functions that it consists of."""
+    """Return the three stages of our CUDA op, each by the function that implements it. Arguments as for `ours`."""
     from dsv4_sglang.ops import cuda_index as kernels
 
     t = Ours(load, top_k, device, layers)
@@ -165,6 +187,7 @@ def our_stages(load: Load, top_k: int, device: torch.device, layers: int) -> Sta
 
 
 def in_tree(load: Load, top_k: int, device: torch.device, layers: int) -> Stages:
+    """Return SGLang's work as a whole ("all") and by stages. Arguments as for `ours`."""
     import deep_gemm
     from sglang.kernels.ops.attention.dsa.index_buf_accessor import GetKAndS
     from sglang.kernels.ops.attention.dsv4 import plan_topk_v2, topk_transform_512_v2
@@ -235,6 +258,17 @@ def measure(
     facts: dict[str, float],
     samples: int,
 ) -> Iterator[dict[str, Any]]:
+    """Yield a row with the times of each stage.
+
+    Args:
+        subject: "ours" or "in-tree".
+        build: makes the stages.
+        load: requests of the step.
+        top_k: entries that each token selects.
+        device: device of the tensors.
+        facts: ceilings of the device.
+        samples: number of samples.
+    """
     layers = 2 if device.type == "cpu" else LAYERS
     moved = load.requests * load.keys * KEY_BYTES[subject]
     floor = load.floor_us(KEY_BYTES[subject], facts)
@@ -285,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
     stages = [f"{subject} {stage}" for subject in ("ours", "in-tree") for stage in ("query", "score", "select")]
     columns = ["case", "ours", "in-tree", "ours / in-tree", "ours cold", "in-tree cold", *stages, "floor us"]
     lines = compare(result.rows)
-    result.table("index, us a layer", [c for c in columns if any(c in line for line in lines)], lines)
+    result.table("index, us per layer", [c for c in columns if any(c in line for line in lines)], lines)
     return result.close()
 
 

@@ -1,8 +1,9 @@
-"""What may happen to requests, at random but from a seed, against a real server; and what must hold behind each burst.
+"""Seeded random lifecycles of requests on a real server, and the invariants that must hold after each burst.
 
-One seed gives one list of bursts (`bursts`). What goes on from an answer has its tokens, and what two requests do to
-each other depends on when they come: a list can be repeated, a schedule cannot. `Driver.run` plays a burst, waits until
-the server is idle, asks for its integrity check, and compares warm answers of a sample with cold ones.
+One seed gives one list of bursts (`bursts`). A prompt that continues an answer contains the tokens of that answer, and
+the interaction of concurrent requests depends on their timing. So a list of operations is reproducible, but a schedule
+is not. `Driver.run` plays a burst, waits until the server is idle, runs its integrity check, and compares a sample of
+answers from cached state with answers computed without it.
 """
 
 from __future__ import annotations
@@ -25,21 +26,28 @@ from dsv4_sglang.cli.check import ANSWER_TOKENS, TOKENS, Distance, distance_to_c
 from dsv4_sglang.cli.client import Server
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 
+# Longest time without an answer, or until the server becomes idle.
 STUCK_SECONDS = 600.0
-"""Without an answer, or without turning idle."""
+# Answers of a burst that are compared.
 COMPARED = 2
-"""Answers of a burst."""
+# Tokens of the context that a prompt leaves free. SGLang rejects prompts of `max_req_input_len` (context - 6) or more.
 SPARED = 7
-"""Tokens of a context that a prompt leaves free: SGLang rejects one of `max_req_input_len` or more, six below it."""
+# Modes of /pause_generation.
 MODES = ("abort", "retract", "in_place")
-"""Of /pause_generation."""
 STOPS = [" ", "e", "a", "0", "Q"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How large: tokens of a prompt and its answer at most, requests of a burst, those at a time, ranks of DP
-    attention. `text`: the server has a tokenizer, which stop strings want."""
+    """Size of the load.
+
+    Attributes:
+        context: largest number of tokens of a prompt with its answer.
+        burst: requests of a burst.
+        together: concurrent requests.
+        ranks: ranks of DP attention.
+        text: the server has a tokenizer, which stop strings need.
+    """
 
     context: int = 1024
     burst: int = 24
@@ -50,9 +58,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request. Its prompt is the share `kept` of the text of request `base` (prompt and answer of one of the burst
-    before, of one of the same burst the prompt alone) and `fresh` tokens of its own. `end`: what becomes of it, after
-    `after` tokens."""
+    """A request.
+
+    The prompt is the leading share `kept` of the text of request `base`, then `fresh` new tokens. The text of a request
+    of the previous burst is its prompt and answer; that of a request of the same burst is its prompt alone. `end` is
+    how the request ends, after `after` tokens of the answer.
+    """
 
     number: int
     base: int | None
@@ -70,7 +81,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Control:
-    """Something that the operator does once `after` requests of the burst have begun; a pause takes `seconds`."""
+    """An operator's action, done once `after` requests of the burst have begun. A pause lasts `seconds`."""
 
     what: str
     after: int
@@ -82,12 +93,11 @@ class Burst:
     number: int
     asks: list[Ask]
     controls: list[Control]
-    flush: bool
-    """Behind it."""
+    flush: bool  # flush the cache after the burst
 
 
 def bursts(seed: int, shape: Shape) -> Iterator[Burst]:
-    """Without end; the first ones are the same for any number of them."""
+    """Yield bursts without end. They depend on the seed and the shape only."""
     rng, first = random.Random(seed), 0
     number = 0
     while True:
@@ -98,7 +108,7 @@ def bursts(seed: int, shape: Shape) -> Iterator[Burst]:
 
 
 def _ask(rng: random.Random, shape: Shape, first: int, number: int) -> Ask:
-    """`first`: the number of the burst's first request."""
+    """Draw request `number`. `first` is the number of the first request of the burst."""
     ends = ["answer"] * 10 + ["abort", "abort", "gone", "stop token", "stop token"] + ["stop string"] * shape.text
     end = rng.choice(ends)
     kind = rng.random()
@@ -130,29 +140,36 @@ def _controls(rng: random.Random, shape: Shape) -> Iterator[Control]:
 
 
 class Wrong(Exception):
-    """Something does not hold."""
+    """An invariant is violated."""
 
 
 @dataclass
 class Driver:
-    """Plays bursts of a seed. `tolerance` of log p, warm against cold, where compute is exact (`cli.check.too_far`)."""
+    """Plays the bursts of a seed.
+
+    `tolerance` bounds the difference of log p between warm and cold answers on servers whose compute is exact; see
+    `cli.check.too_far`.
+    """
 
     url: str
     seed: int
     shape: Shape
     tolerance: float | None = None
-    seen: Counter[str] = field(default_factory=Counter)
-    """How often what happened."""
+    seen: Counter[str] = field(default_factory=Counter)  # event -> number of occurrences
     distances: list[Distance] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.server = Server.at(self.url)
-        self.texts: dict[int, list[int]] = {}
-        """Prompts and answers of the burst before."""
+        self.texts: dict[int, list[int]] = {}  # prompt and answer of each request of the previous burst
         self._begun, self._changed = 0, threading.Condition()
 
     def run(self, burst: Burst) -> None:
-        """Raises `Wrong` with what does not hold, OSError if the server is gone."""
+        """Play a burst and check the server.
+
+        Raises:
+            Wrong: an invariant is violated.
+            OSError: the server is gone.
+        """
         prompts = self.prompts(burst)
         self._begun = 0
         pool, operator = ThreadPoolExecutor(self.shape.together), ThreadPoolExecutor(1)
@@ -161,7 +178,7 @@ class Driver:
             answers = list(pool.map(lambda ask: self._ask(ask, prompts[ask.number]), burst.asks))
             controls.result()
         finally:
-            # Behind an error nobody waits for the other answers: whoever started the server stops it.
+            # After an error the remaining answers are not awaited; the owner of the server stops it.
             for threads in (pool, operator):
                 threads.shutdown(wait=False, cancel_futures=True)
         self.texts = {ask.number: prompts[ask.number] + answer for ask, answer in zip(burst.asks, answers)}
@@ -175,7 +192,7 @@ class Driver:
     # Requests
 
     def prompts(self, burst: Burst) -> dict[int, list[int]]:
-        """Tokens by number."""
+        """Return the prompt tokens of each request, by number."""
         found: dict[int, list[int]] = {}
         for ask in burst.asks:
             rng = random.Random(self.seed * 1_000_003 + ask.number)
@@ -183,14 +200,14 @@ class Driver:
             base: list[int] = []
             if ask.base is not None:
                 base = found[ask.base] if ask.base in found else self.texts.get(ask.base, [])
-            # To compare, the answer is scored behind the prompt, as one prompt.
+            # The comparison sends prompt and answer together as one prompt, which has to fit too.
             room = self.shape.context - ANSWER_TOKENS - max(ask.count + 2, SPARED)
             kept = base[: min(round(ask.kept * len(base)), max(0, room - len(fresh)))]
             found[ask.number] = [*kept, *fresh][:room]
         return found
 
     def _ask(self, ask: Ask, prompt: list[int]) -> list[int]:
-        """Ends as the plan has it; the answer's tokens, as far as they are known."""
+        """Send the request and end it as planned. Return the tokens of its answer, as far as they are known."""
         with self._changed:
             self._begun += 1
             self._changed.notify_all()
@@ -262,7 +279,7 @@ class Driver:
         return self._error(f"{response.status}: {response.read().decode(errors='replace')}")
 
     def _error(self, text: str) -> list[int]:
-        """What was aborted before it began is answered with an error."""
+        """Accept the error answer of a request that was aborted before it began; raise `Wrong` for any other."""
         if "abort" not in text.lower():
             raise Wrong(f"a request was answered {text[:500]}")
         self.seen["aborted before it began"] += 1
@@ -273,7 +290,7 @@ class Driver:
         return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=STUCK_SECONDS)
 
     def _post(self, path: str, body: Any = None) -> int:
-        """Its status."""
+        """Return the HTTP status."""
         with closing(self._connection()) as connection:
             connection.request("POST", path, json.dumps(body or {}), {"Content-Type": "application/json"})
             response = connection.getresponse()
@@ -311,7 +328,7 @@ class Driver:
     # What must hold
 
     def _settle(self) -> None:
-        """Until the server is idle, and sound: clients that are gone are noticed within seconds."""
+        """Wait until the server is idle and sound. It takes seconds to notice clients that disconnected."""
         deadline = time.monotonic() + STUCK_SECONDS
         while True:
             reports = self.check()
@@ -322,7 +339,7 @@ class Driver:
             time.sleep(0.05)
 
     def check(self) -> list[dict[str, Any]]:
-        """The reports of the integrity check, all of them sound."""
+        """Return the reports of the integrity check; raise `Wrong` if there are findings."""
         reports = self.server.integrity()
         if not reports:
             raise Wrong("the server was started without the option integrity_check")
@@ -338,7 +355,10 @@ class Driver:
         return reports
 
     def _compare(self, burst: Burst, prompts: dict[int, list[int]]) -> None:
-        """Of prompts that came last, which are still cached if any are; what hits nothing is there the second time."""
+        """Compare warm and cold answers to some of the last prompts, which are most likely still cached.
+
+        A prompt without a hit is in the cache afterwards, so it is compared a second time.
+        """
         rng = random.Random(self.seed * 7 + burst.number)
         last = [ask for ask in burst.asks if len(prompts[ask.number]) > BLOCK][-2 * self.shape.together :]
         for ask in rng.sample(last, min(COMPARED, len(last))):
@@ -348,19 +368,29 @@ class Driver:
                 self._compare_one(ask, ids, fields)
 
     def _compare_one(self, ask: Ask, ids: list[int], fields: dict[str, Any]) -> bool:
-        """Whether it hit anything."""
+        """Compare one prompt. Return True if the warm request hit the cache."""
         distance = distance_to_cold(self.server, ids, **fields)
         self.distances.append(distance)
         self.seen["compared warm"] += distance.cached > 0
         noise = sum(other.cold for other in self.distances) / len(self.distances)
         if too_far(distance, noise, self.tolerance):
-            raise Wrong(f"the answer to request {ask.number} ({len(ids)} tokens) is not the cold one: {distance}")
+            raise Wrong(
+                f"request {ask.number} ({len(ids)} tokens): the warm answer differs from the cold answer: {distance}"
+            )
         return distance.cached > 0
 
 
 def play(driver: Driver, requests: int, limit: float) -> None:
-    """Bursts until so many requests are made, or until another as long as the longest would take more than `limit`
-    seconds in all. Raises `Wrong` with seed and burst."""
+    """Play bursts until `requests` requests were sent, or until another burst would exceed the time limit.
+
+    Args:
+        driver: driver of the server.
+        requests: number of requests after which to stop.
+        limit: seconds in total. The next burst is assumed to take as long as the longest so far.
+
+    Raises:
+        Wrong: an invariant is violated. The message has the seed and the number of the burst.
+    """
     end, longest = time.monotonic() + limit, 0.0
     for burst in bursts(driver.seed, driver.shape):
         begin = time.monotonic()

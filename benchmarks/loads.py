@@ -1,4 +1,4 @@
-"""Which requests a decode step serves: their lengths decide how many of them close a window of 4 or 128 tokens."""
+"""Prefix lengths of a decode step's requests, which decide how many requests complete a window of 4 or 128 tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
 
 @dataclass(frozen=True)
 class Load:
-    """`prefix_lens` [B] int64 on the CPU: tokens of each request before the step. `weight`: its share in a mean."""
+    """`prefix_lens`: int64 [B] on the CPU, tokens of each request before the step. `weight`: share in a mean."""
 
     prefix_lens: Tensor
     weight: float = 1.0
 
     @property
     def csa_due(self) -> int:
-        """Requests that write a CSA entry in the step."""
+        """Number of requests that write a CSA entry in the step."""
         return int(((self.prefix_lens + 1) % CSA_RATIO == 0).sum())
 
     @property
@@ -28,13 +28,20 @@ class Load:
 
 
 def _blocks(batch: int, context: int, generator: torch.Generator) -> Tensor:
-    """Whole windows of 128 tokens before the step: half to all of `context`."""
+    """Return the tokens in whole windows of 128 before the step, drawn from half to all of `context`, [batch]."""
     most = context // HCA_RATIO - 1
     return torch.randint(most // 2, most, (batch,), generator=generator) * HCA_RATIO
 
 
 def lockstep(batch: int, context: int, phase: int, seed: int = 0) -> Load:
-    """All requests at position `phase` of their window of 128."""
+    """Return a load whose requests are all at the same position of their window of 128 tokens.
+
+    Args:
+        batch: number of requests.
+        context: largest length of a request.
+        phase: position within the window.
+        seed: seed of the lengths.
+    """
     return Load(_blocks(batch, context, torch.Generator().manual_seed(seed)) + phase)
 
 
@@ -51,9 +58,9 @@ def both_entries(batch: int, context: int) -> Load:
 
 
 def steady(batch: int, context: int) -> list[Load]:
-    """Requests at random phases: a quarter of them write a CSA entry, 1 in 128 an HCA entry.
+    """Return loads of requests at random phases: a quarter of them write a CSA entry, 1 in 128 an HCA entry.
 
-    A single request goes through the three kinds of step in those shares; more requests are drawn several times.
+    Fewer than four requests get the three kinds of step in these shares. Larger batches are drawn several times.
     """
     if batch < CSA_RATIO:
         shares = (1 - 1 / CSA_RATIO, 1 / CSA_RATIO - 1 / HCA_RATIO, 1 / HCA_RATIO)

@@ -1,22 +1,26 @@
-"""Moves: blocks between GPU and host memory, rows inside the GPU, window rows of a decode step, ids of the allocator.
+"""Benchmark moves of cache contents: blocks between GPU and host, KV entries inside the GPU, ids of the allocator.
 
     python -m benchmarks.move [--quick] [--out DIR]
 
-"swap": every block of all layers of Flash to the host and back, in runs of ids of one length that follow each other on
-both sides, otherwise shuffled. The ceiling, "copy", is one cudaMemcpyAsync of the same bytes, to memory that CUDA
-allocated; "copy, our pages" is the same with memory as `HostBlockPool` pins it. Host memory lies on the NUMA node near
-the GPU ("near") and on another ("far"), or where the process runs ("any") if the system does not say which node is
-near. In-tree: SGLang's host pools. "host us": until the call returns; the rest is the device's.
+"swap" moves every block of all layers of Flash to the host and back. The ids are shuffled, but come in runs of a given
+length that are contiguous on both sides. Subjects:
 
-"update_rows" beside index_copy_ of the same rows, as 8-byte words. "append_swa", which takes finished rows, beside
-`append`, which also normalises and rotates: a window-only layer. Both in a CUDA graph of 8 with memory of their own;
-"cold us": with the L2 cache replaced. The floor: bytes at the copy rate of `benchmarks.timing`, which what lies in the
-L2 cache can pass, or an empty launch.
+- "copy" is the ceiling: one cudaMemcpyAsync of the same bytes, to memory that CUDA allocated.
+- "copy, our pages" is the same copy to memory as `HostBlockPool` pins it.
+- "ours" is `HostBlockPool`, "in-tree" are SGLang's host pools.
 
-"allocator": host time; the floor is the host time of one launch.
+Host memory is on the NUMA node near the GPU ("near"), on another node ("far"), or on the node of the process ("any") if
+the system does not report the near node. "host us" is the time until the call returns.
 
-What bounds a move: the link or memory (within 1.25 x of its floor), an empty launch, the host that issues the work, or
-the kernel, which then has too few bytes in flight.
+"update_rows" is compared with index_copy_ of the same entries, as 8-byte words. "append_swa", which stores finished
+entries, is compared with `append` on a window-only layer, which also normalises and applies RoPE. Both run in a CUDA
+graph of 8 calls with separate memory. "cold us" flushes the L2 cache before each run. The floor is the larger of bytes
+/ copy rate (`benchmarks.timing`) and an empty launch; data in the L2 cache can be faster than that floor.
+
+"allocator" is host time. Its floor is the host time of one launch.
+
+"bound by" names what limits a move: the link or memory (within 1.25 x of its floor), an empty launch, the host that
+issues the work, or else the kernel, which has too few bytes in flight.
 """
 
 from __future__ import annotations
@@ -45,10 +49,10 @@ from dsv4_sglang.standalone import BlockAllocator
 
 RUNS = (1, 2, 8, 64)
 DIRECTIONS = {"to host": True, "to device": False}
+# SGLang's default layout first.
 LAYOUTS = {"in-tree": "page_first", "in-tree, layer first": "layer_first"}
-"""SGLang's default first."""
+# (slices, entries per slice)
 ROW_SLICES = ((16, 1), (256, 1), (16, 128), (256, 32), (256, 128))
-"""Slices and their rows."""
 BATCHES = (1, 16, 64, 256)
 ACQUIRED = (1, 16, 256, 4096)
 LAYERS = 8
@@ -57,25 +61,44 @@ NODES = Path("/sys/devices/system/node")
 
 
 def run_ids(blocks: int, run: int, seed: int = 0) -> Tensor:
-    """Every block once on both sides, in runs of exactly `run` that both sides share: int64 [2, blocks]."""
+    """Return every block once on both sides, in shuffled runs that both sides share.
+
+    Args:
+        blocks: number of blocks.
+        run: exact length of a run.
+        seed: seed of the order.
+
+    Returns:
+        int64 [2, blocks].
+
+    Raises:
+        ValueError: the number of blocks is not a multiple of the run length.
+    """
     if blocks % run:
-        raise ValueError(f"{blocks} blocks are not whole runs of {run}")
+        raise ValueError(f"{blocks} blocks are not a multiple of the run length {run}")
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.stack([torch.randperm(blocks // run, generator=generator) for _ in range(2)])
-        if not (order.diff(dim=1) == 1).all(0).any():  # two runs that follow each other on both sides would be one
+        if not (order.diff(dim=1) == 1).all(0).any():  # two runs contiguous on both sides would be one longer run
             return (order[:, :, None] * run + torch.arange(run)).flatten(1)
 
 
 def bound(us: float, host_us: float, floor_us: float, floor_of: str) -> str:
-    """What keeps a move from being faster; `floor_of`: what its floor is made of."""
+    """Return what limits a move.
+
+    Args:
+        us: time of the move.
+        host_us: time until the call returns.
+        floor_us: floor of the time.
+        floor_of: name of what the floor is made of.
+    """
     if us <= AT_THE_FLOOR * floor_us:
         return floor_of
     return "host" if host_us >= 0.8 * us else "kernel"
 
 
 def numa_nodes(folder: Path = NODES) -> dict[int, set[int]]:
-    """CPUs of each NUMA node; empty where the system does not say."""
+    """Return the CPUs of each NUMA node, empty if the system does not report them."""
     lists = sorted(folder.glob("node[0-9]*/cpulist"))
     return {int(path.parent.name.removeprefix("node")): cpus_in(path.read_text()) for path in lists}
 
@@ -83,7 +106,15 @@ def numa_nodes(folder: Path = NODES) -> dict[int, set[int]]:
 def places(
     near: set[int], nodes: Mapping[int, set[int]], allowed: set[int]
 ) -> tuple[dict[str, set[int]], dict[str, str]]:
-    """(CPUs by place, why a place is missing by place); "any" stands for both where the near node is not known."""
+    """Return the CPUs of each place to measure, and the reason for each place that is missing.
+
+    Without a known near node, the place "any" replaces "near" and "far".
+
+    Args:
+        near: CPUs near the GPU.
+        nodes: CPUs of each NUMA node.
+        allowed: CPUs that this process may use.
+    """
     if not near:
         why = "the system does not say which CPUs are near the GPU, or this process may not use them"
         return {"any": set()}, {"near": why, "far": why}
@@ -97,7 +128,16 @@ def places(
 
 
 def from_idle(function: Callable[[], object], device: torch.device, samples: int) -> tuple[timing.Timing, float]:
-    """(until the work is done, microseconds until the call returns): the queue is empty before each sample."""
+    """Time a function whose work starts on an idle device.
+
+    Args:
+        function: enqueues the work.
+        device: device of the work.
+        samples: number of samples.
+
+    Returns:
+        The time until the work is done, and the microseconds until the call returns.
+    """
     function()
     whole, host = [], []
     for _ in range(samples):
@@ -120,7 +160,7 @@ def from_idle(function: Callable[[], object], device: torch.device, samples: int
 
 
 class Mover(Protocol):
-    """Something that takes the blocks of `tables` [blocks, ...] to the host and back."""
+    """Moves the blocks of `tables` [blocks, ...] to the host and back."""
 
     tables: list[Tensor]
 
@@ -130,7 +170,7 @@ class Mover(Protocol):
 
 
 class Copy:
-    """One contiguous copy of `host`, whatever the ids are."""
+    """One contiguous copy of `host`, independent of the ids."""
 
     def __init__(self, host: Tensor, device: torch.device) -> None:
         self.host = host
@@ -148,7 +188,7 @@ class Copy:
 
 
 class OurPools:
-    """`HostBlockPool` over all layers."""
+    """`HostBlockPool` of all layers."""
 
     def __init__(self, pools: list[PagedKVPool], blocks: int, cpus: set[int]) -> None:
         self.tables = [view for pool in pools for view in pool.block_views()]
@@ -178,8 +218,8 @@ class Bench:
         self.facts: dict[str, Any] = {}
         self.held: list[Tensor] = []
 
+        # Bytes of each view, for each layer that has blocks.
         self.block_bytes = [[view.nbytes for view in p.block_views()] for p in self.pools(1, torch.device("cpu"))]
-        """Of the views of each layer that has blocks."""
         self.bytes_moved = self.blocks * sum(map(sum, self.block_bytes))
 
     def pools(self, blocks: int, device: torch.device) -> list[PagedKVPool]:
@@ -187,7 +227,16 @@ class Bench:
         return [PagedKVPool(schema, blocks, device) for schema in schemas if schema.entries_per_block]
 
     def swap(self, place: str, subject: str, mover: Mover) -> Iterator[dict[str, Any]]:
-        """A row for each run and direction; what comes back must be what went."""
+        """Yield a row per run length and direction, and check that the blocks survive the round trip.
+
+        Args:
+            place: NUMA place of the host memory.
+            subject: name of the subject.
+            mover: moves the blocks.
+
+        Raises:
+            ValueError: the blocks changed on the way.
+        """
         saved = [table.clone() for table in mover.tables]
         size = sum(table.nbytes for table in mover.tables)
         one = subject.startswith("copy")
@@ -210,11 +259,20 @@ class Bench:
                         for table in mover.tables:
                             table.zero_()
                 if not all(torch.equal(table, kept) for table, kept in zip(mover.tables, saved)):
-                    raise ValueError(f"{subject}, runs of {run}: the blocks that came back are not those that went")
+                    raise ValueError(f"{subject}, runs of {run}: the blocks changed on the way to the host and back")
         finally:
             mover.close()
 
     def rates(self, time: timing.Timing, size: float, floor: float, host_us: float, floor_of: str) -> dict[str, Any]:
+        """Return the fields of a row that show its time, rate and limit.
+
+        Args:
+            time: time of the move.
+            size: bytes moved.
+            floor: floor of the time in us.
+            host_us: microseconds until the call returns.
+            floor_of: name of what the floor is made of.
+        """
         row = {"us": time.us, "low": time.low, "high": time.high, "MB": size / 1e6, "GB/s": size / time.us / 1e3}
         row |= {"floor us": floor, "x floor": time.us / floor if floor else None}
         return row | {"bound": bound(time.us, host_us, floor, floor_of)}
@@ -224,7 +282,7 @@ class Bench:
         with running_on(cpus):
             host = torch.zeros(self.bytes_moved, dtype=torch.uint8, pin_memory=pinned)
             pages = HostMemory(self.bytes_moved, self.device) if pinned else None
-        # Held: what is freed torch gives out again, wherever it lies.
+        # Keep a reference: torch would reuse freed pinned memory whatever its NUMA node.
         self.held.append(host)
         yield from self.swap(place, "copy", Copy(host, self.device))
         if pages is not None:
@@ -234,6 +292,13 @@ class Bench:
         yield from self.swap(place, "ours", OurPools(self.pools(self.blocks, self.device), self.blocks, cpus))
 
     def in_tree(self, place: str, cpus: set[int], subject: str) -> Iterator[dict[str, Any]]:
+        """Yield the rows of SGLang's host pools, or a row that says why they are not available.
+
+        Args:
+            place: NUMA place of the host memory.
+            cpus: CPUs of that place.
+            subject: key of LAYOUTS.
+        """
         try:
             with running_on(cpus):
                 mover = InTree(pieces_of(self.block_bytes), self.blocks, self.device, LAYOUTS[subject])
@@ -243,7 +308,7 @@ class Bench:
         yield from self.swap(place, subject, mover)
 
     def update_rows(self, slices: int, length: int) -> Iterator[dict[str, Any]]:
-        """Words of 8 bytes on both sides, which is what `update_rows` takes by itself."""
+        """Measure `update_rows` and index_copy_, both on words of 8 bytes, which `update_rows` uses internally."""
         count = slices * length
         pool_rows = 2 * count
         generator = torch.Generator().manual_seed(1)
@@ -269,7 +334,7 @@ class Bench:
                 pool.zero_()
             yield from self.recorded("update_rows", case, subject, step, 2 * new.nbytes + ids.nbytes)
             if not all(torch.equal(pool, expected) for pool in pools):
-                raise ValueError(f"update_rows, {case}: {subject} wrote other rows than index_copy_")
+                raise ValueError(f"update_rows, {case}: {subject} did not write the same entries as index_copy_")
 
     def append_swa(self, batch: int) -> Iterator[dict[str, Any]]:
         window_only = dataclasses.replace(
@@ -295,14 +360,22 @@ class Bench:
         case = f"decode x {batch}"
         rows = traffic.decode_bytes(window_only, load, traffic.OURS_ONLINE) / LAYERS
         yield from self.recorded("append_swa", case, "append", step.step, rows)
-        # Without the norm's weights; with slots and positions read, positions and heads written.
+        # Without the weights of the norm; slots and positions are read, positions and heads are written.
         rows += batch * 4 * 4 - traffic.ROW_PARAMETERS
         yield from self.recorded("append_swa", case, "ours", finished_rows, rows)
 
     def recorded(
         self, move: str, case: str, subject: str, step: Callable[[], object], size: float
     ) -> Iterator[dict[str, Any]]:
-        """`step` makes LAYERS calls, each of which moves `size` bytes."""
+        """Yield the times of a recorded step.
+
+        Args:
+            move: name of the op.
+            case: description of its inputs.
+            subject: name of the implementation.
+            step: makes LAYERS calls.
+            size: bytes moved by each call.
+        """
         recorded = timing.Recorded(step, self.device)
         time = recorded.time(self.samples, divide=LAYERS)
         cold = recorded.time_cold(max(5, self.samples // 2), divide=LAYERS)
@@ -328,7 +401,7 @@ class Bench:
                 before = time.perf_counter()
                 allocator.release(listed if i % 2 else ids)
                 after = time.perf_counter()
-                if i > 1:  # the first of each kind is slower
+                if i > 1:  # the first iterations are slower
                     taken["acquire"].append((acquired - begin) * 1e6)
                     taken["release, ids on the host" if i % 2 else "release"].append((after - before) * 1e6)
             for what, samples in taken.items():
@@ -343,7 +416,7 @@ class Bench:
 
 
 def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Swaps, a line for each place, direction and run: GB/s of the subjects, and what bounds ours."""
+    """Return one line per place, direction and run length: GB/s of the subjects, and what limits ours."""
     ceilings = {(row["place"], row["direction"]): row["GB/s"] for row in rows if row.get("subject") == "copy"}
     lines: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in rows:
@@ -359,7 +432,7 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parts(bench: Bench, where: dict[str, set[int]]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """(name, function) in the order they run: subjects of one place follow each other."""
+    """Yield (name, function) in execution order: subjects of one place follow each other."""
     for place, cpus in where.items():
         yield f"swap/{place}/ours", partial(bench.ours, place, cpus)
         for subject in () if bench.args.dry_run else LAYOUTS:
@@ -372,7 +445,7 @@ def parts(bench: Bench, where: dict[str, set[int]]) -> Iterator[tuple[str, Calla
 
 
 def compile_in_tree(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Import and build SGLang's kernels before anything is timed; where they are missing, each part says so itself."""
+    """Import and build SGLang's kernels before anything is timed. A missing kernel is reported by its own part."""
     try:
         usable = compile_kernels(list(pieces_of(bench.block_bytes)))
     except ImportError as error:
@@ -407,7 +480,7 @@ def main(argv: list[str] | None = None) -> int:
     lines = compare(result.rows)
     subjects = [s for s in ("ours", *LAYOUTS, "copy, our pages", "copy") if any(s in line for line in lines)]
     of_ours = ["MB", "us", "host us", "floor us", "x floor", "bound"]
-    result.table("swap, GB/s; and of ours", ["place", "direction", "run", *subjects, *of_ours], lines)
+    result.table("swap: GB/s, and details of ours", ["place", "direction", "run", *subjects, *of_ours], lines)
     for move, columns in {
         "update_rows": ["us", "cold us", "MB", "GB/s", "floor us", "x floor", "bound"],
         "append_swa": ["us", "cold us", "MB", "GB/s", "floor us", "x floor", "bound"],

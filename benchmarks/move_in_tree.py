@@ -1,9 +1,12 @@
-"""SGLang's own way of blocks to the host and back: `DeepSeekV4PagedHostPool`, as its cache controller calls it.
+"""SGLang's own swap of blocks with the host: `DeepSeekV4PagedHostPool`, as its cache controller calls it.
 
-One pool for each kind of table, around buffers of as many bytes a block as ours. Its default layout, page first, keeps
-all layers of a block together in host memory: to the host a kernel gathers 64 blocks in device memory, from which each
-is one copy; to the device a kernel a layer reads host memory. Layer first: one kernel for all layers to the host, one
-a layer to the device. Its kernels that touch host memory take two thread blocks, to leave the GPU to the model.
+There is one pool for each kind of buffer, with as many bytes per block as ours. Host layouts:
+
+- Page first (the default) keeps all layers of a block together in host memory. To the host, a kernel gathers 64 blocks
+  in device memory, and one copy moves each block. To the device, one kernel per layer reads host memory.
+- Layer first uses one kernel for all layers to the host and one kernel per layer to the device.
+
+Kernels that access host memory use two thread blocks, to leave the GPU to the model.
 """
 
 from __future__ import annotations
@@ -17,14 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# SGLang's gathering kernel needs pieces that are a multiple of this many bytes.
 PIECE = 16
-"""Its gathering kernel wants pieces that are a multiple of this many bytes."""
 
 
 def pieces_of(block_bytes: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Bytes of a piece: its number in a block. `block_bytes`: of each layer's views.
+    """Count the pieces of a block by their size in bytes.
 
-    A CSA layer has entries and keys; an HCA layer's row and its exponents are one piece in its pages, rounded up.
+    A CSA layer has entries and keys. An HCA layer's entry and its exponents are one piece in SGLang's pages,
+    rounded up.
+
+    Args:
+        block_bytes: bytes of each view, for each layer.
     """
     counted: Counter[int] = Counter()
     for views in block_bytes:
@@ -34,8 +41,8 @@ def pieces_of(block_bytes: Sequence[Sequence[int]]) -> dict[int, int]:
 
 
 def compile_kernels(pieces: Sequence[int]) -> dict[int, bool]:
-    """Build the gathering kernels of all sizes at once. False: not to be had, and its plain kernel is taken."""
-    import sglang.srt.mem_cache.memory_pool_host  # noqa: F401  slow, and nothing that is timed should do it
+    """Build the gathering kernels of all sizes in parallel. False: not available, SGLang uses its plain kernel."""
+    import sglang.srt.mem_cache.memory_pool_host  # noqa: F401  a slow import, which must not happen while timing
     from sglang.kernels.ops.kvcache.hicache import can_use_write_back_jit_kernel
 
     with concurrent.futures.ThreadPoolExecutor(len(pieces)) as pool:
@@ -44,7 +51,7 @@ def compile_kernels(pieces: Sequence[int]) -> dict[int, bool]:
 
 
 class InTree:
-    """`blocks` blocks on both sides; the host memory lies where the thread that makes this runs."""
+    """`blocks` blocks on both sides. The host memory is on the NUMA node of the thread that constructs this."""
 
     def __init__(self, pieces: dict[int, int], blocks: int, device: torch.device, layout: str) -> None:
         from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
@@ -57,7 +64,7 @@ class InTree:
                 torch.empty(blocks, size, dtype=torch.uint8, device=device).random_(0, 256) for _ in range(layers)
             ]
             self.tables += tables
-            # A page is a block here: with a page size of 1 its indices are ids.
+            # A page is a block here: with a page size of 1 its indices are block ids.
             self.pools.append(
                 DeepSeekV4PagedHostPool(
                     pool_name=f"{layers} x {size} B",
@@ -70,7 +77,7 @@ class InTree:
             )
 
     def prepare(self, ids: Tensor) -> None:
-        """Ids [2, n] int64 on the CPU: of the device, of the host."""
+        """Set the block ids, int64 [2, n] on the CPU: device ids, then host ids."""
         self.host_ids = ids[1].contiguous()
         self.there, self.here = ids.to(self.device)
 
@@ -84,7 +91,8 @@ class InTree:
                 pool.load_to_device_per_layer(None, self.here, self.there, layer, "kernel")
 
     def close(self) -> None:
-        """It never unpins what it pinned; memory that is mapped there next could not be pinned."""
+        """Unpin the host memory, which SGLang never does. Memory mapped at these addresses later could not be
+        pinned."""
         torch.cuda.synchronize(self.device)
         for pool in self.pools:
             for buffer in pool.get_hybrid_pool_buffer():

@@ -1,12 +1,12 @@
-"""How far servers are from the oracle: transformers in fp32 on the same checkpoint, teacher-forced.
+"""Measure the distance of servers to the oracle: transformers in fp32 on the same model weights, teacher-forced.
 
     python -m benchmarks.oracle_distance [--seeds 0,1] [--servers in-tree,fp8,bf16] [--out DIR]
 
-For every seed a `make-tiny` checkpoint; on it SGLang's own server, ours with FP8 rows and ours with bfloat16 rows, CUDA
-graphs on, bf16 compute. Prompts of random tokens, one at a time, greedy. Per token |d logprob| between the server's and
-the oracle's log p of the token that the server chose, and whether the oracle would have chosen it. "prefill" rows
-compare the same tokens sent as part of the prompt. The first server starts alone and compiles kernels, the others start
-together.
+Every seed makes a `make-tiny` model, which three servers load: SGLang's own, ours with FP8 entries and ours with
+bfloat16 entries, all with CUDA graphs and bf16 compute. Prompts of random tokens are sent one at a time and decoded
+greedily. For each token the benchmark compares the server's log p of the token that it chose with the oracle's, and
+notes if the oracle would have chosen the same token. Rows of path "prefill" compare the same tokens sent as part of the
+prompt. The first server starts alone and compiles kernels; the others start together.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from benchmarks import report
 from benchmarks.servers import Server, command, random_prompt
 
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
+# More than 512 CSA entries, so that the indexer has to select.
 LONG = 2600
-"""More than 512 CSA entries, so that the indexer has to choose."""
 GENERATED = 40
+# Name: (ours, flags). The in-tree server keeps its prefix cache, as by default; it is flushed before each prompt.
 SERVERS: dict[str, tuple[bool, tuple[str, ...]]] = {
     "in-tree": (False, ()),
     "fp8": (True, ("--disable-radix-cache",)),
     "bf16": (True, ("--disable-radix-cache", "--kv-cache-dtype", "bfloat16")),
 }
-"""Name: ours or not, flags. The in-tree server keeps its prefix cache, as by default; it is flushed before a prompt."""
 FLAGS = (
     *("--mem-fraction-static", "0.3", "--max-total-tokens", "262144", "--max-running-requests", "16"),
     *("--cuda-graph-max-bs-decode", "8", "--dtype", "bfloat16", "--context-length", "8192"),
 )
 CPU_FLAGS = ("--max-running-requests", "4", "--context-length", "8192", "--dtype", "bfloat16")
+# Largest difference of log p, by the oracle, between its choice and the server's that counts as a near tie.
 NEAR_TIE = 0.05
-"""A choice that the oracle finds less likely than its own by no more than this is a near tie."""
 
 
 def prompts(vocab: int, seed: int, lengths: tuple[int, ...]) -> dict[int, list[int]]:
@@ -47,7 +47,13 @@ def prompts(vocab: int, seed: int, lengths: tuple[int, ...]) -> dict[int, list[i
 
 
 def ask(server: Server, prompt: list[int], tokens: int) -> dict[str, Any]:
-    """Greedy tokens and their logprobs, and the logprobs of the same tokens when they are sent as a prompt."""
+    """Return greedily decoded tokens and their logprobs, and the logprobs of the same tokens sent as a prompt.
+
+    Args:
+        server: running server.
+        prompt: token ids.
+        tokens: number of tokens to generate.
+    """
     server.flush()
     answer = server.generate(prompt, tokens, return_logprob=True)
     pairs = answer["meta_info"]["output_token_logprobs"]
@@ -56,7 +62,7 @@ def ask(server: Server, prompt: list[int], tokens: int) -> dict[str, Any]:
     forced = server.generate([*prompt, *generated], 1, return_logprob=True, logprob_start_len=0)
     inputs = forced["meta_info"]["input_token_logprobs"][-len(generated) :]
     if [int(pair[1]) for pair in inputs] != generated:
-        raise ValueError(f"input_token_logprobs end with other tokens than were sent: {inputs[:3]}")
+        raise ValueError(f"input_token_logprobs do not end with the tokens that were sent: {inputs[:3]}")
     return {
         "prompt": prompt,
         "tokens": generated,
@@ -66,7 +72,13 @@ def ask(server: Server, prompt: list[int], tokens: int) -> dict[str, Any]:
 
 
 def distances(answer: dict[str, Any], score: Any, path: str) -> dict[str, Any]:
-    """`score`: the oracle's `Score` of the answer's tokens."""
+    """Return statistics of the differences between the server's and the oracle's log p.
+
+    Args:
+        answer: result of `ask`.
+        score: the oracle's `Score` of the answer's tokens.
+        path: "decode" or "prefill", which of the answer's logprobs to compare.
+    """
     apart = [abs(a - b) for a, b in zip(answer[path], score.logprobs.tolist())]
     margins = score.margin.tolist()
     return {
@@ -110,7 +122,7 @@ class Bench:
         return Server(f"{name}, seed {seed}", argv, environment, log)
 
     def serve(self, group: list[tuple[str, int]], result: report.Report) -> Iterator[dict[str, Any]]:
-        """Start the servers of the group together, ask each all prompts, stop them; answers stay for the oracle."""
+        """Start the servers of the group together, send all prompts to each, stop them; keep answers for `score`."""
         from dsv4_sglang.testing.tiny import TinySpec
 
         servers = {key: self.server(*key) for key in group}
@@ -141,7 +153,7 @@ class Bench:
             raise RuntimeError("; ".join(problems))
 
     def score(self, seed: int) -> Iterator[dict[str, Any]]:
-        """The oracle on what every server of this seed generated."""
+        """Score the tokens of every server of this seed with the oracle."""
         import torch
 
         from dsv4_sglang.testing.oracle import Oracle
@@ -159,7 +171,7 @@ class Bench:
                     yield row | distances(answer, score, path)
             if name != self.names[0]:
                 continue
-            # What the rows' rounding alone does to the oracle, on the first server's tokens: the noise to expect.
+            # Effect of rounding the KV entries alone on the oracle, for the first server's tokens: the expected noise.
             for rows in ("bf16", "fp8"):
                 for length, answer in answers.items():
                     exact = oracle.score(answer["prompt"], answer["tokens"])
@@ -170,7 +182,7 @@ class Bench:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each server, path and set of prompts, over all seeds and tokens."""
+    """Return one table row per server, path and set of prompts, over all seeds and tokens."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if row.get("kind") in ("prompt", "rounding"):
@@ -196,7 +208,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def verdict(lines: list[dict[str, Any]]) -> list[str]:
-    """Whether our mean distance is no larger than the in-tree server's, for every path and set of prompts measured."""
+    """Return sentences that say if our mean distance is at most the in-tree server's, per path and set of prompts."""
     mean = {(line["server"], line["path"], line["prompts"]): line["mean"] for line in lines}
     sentences = []
     for (server, path, which), value in mean.items():
@@ -208,7 +220,7 @@ def verdict(lines: list[dict[str, Any]]) -> list[str]:
 
 
 def saved_answers(file: Path) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
-    """What the servers of an earlier run answered, by server and seed, then by prompt length."""
+    """Return the answers of an earlier run's servers, by server and seed, then by prompt length."""
     answers = {}
     for key, by_length in json.loads(file.read_text())["facts"]["answers"].items():
         name, seed = key.rsplit("/", 1)
@@ -218,10 +230,10 @@ def saved_answers(file: Path) -> dict[tuple[str, int], dict[int, dict[str, Any]]
 
 def main(argv: list[str] | None = None) -> int:
     options = report.parser(__doc__)
-    options.add_argument("--seeds", default="0,1", help="snapshots, separated by commas (%(default)s)")
-    options.add_argument("--servers", default=",".join(SERVERS), help="of %(default)s")
+    options.add_argument("--seeds", default="0,1", help="seeds of the models, separated by commas (%(default)s)")
+    options.add_argument("--servers", default=",".join(SERVERS), help="some of %(default)s")
     options.add_argument("--start-timeout", type=float, default=300, help="seconds a server may take to start")
-    options.add_argument("--rescore", type=Path, help="JSON file of a run: ask no server, compare its answers again")
+    options.add_argument("--rescore", type=Path, help="JSON file of a run: start no server, score its answers again")
     args = options.parse_args(argv)
     bench = Bench(args)
     settings = {"flags": list(FLAGS), "lengths": bench.lengths, "generated": bench.tokens, "seeds": bench.seeds}

@@ -1,4 +1,4 @@
-"""Hit rate against memory, without a server: the tree, the slots and the policy under traces of agent conversations.
+"""Simulate the hit rate against memory without a server: prefix tree, slots and policy under agent traces.
 
 python -m benchmarks.prefix_simulation               # every study, figures to docs/benchmarks/
 python -m benchmarks.prefix_simulation --what loop   # one study
@@ -23,18 +23,23 @@ from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
 from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
 from dsv4_sglang.srt.prefix_cache.tree import FreeList, Match, Node, PrefixTree
 
+# V4-Flash with FP8 entries and 72-byte keys: 21 x 32 x (584 + 72) + 20 x 584.
 BLOCK_BYTES = 452_512
-"""V4-Flash, FP8 rows and 72 B keys: 21 x 32 x (584 + 72) + 20 x 584."""
 SNAPSHOT_BYTES = 3_644_416
 SHARE, INTERVAL, CONCURRENCY = 0.1, 4096, 16
+# Memory of blocks and snapshots of the servers of `benchmarks/results/prefix_trace.jsonl` under agent traces.
 LOAD_GIGABYTES = 3.22
-"""Blocks and snapshots of the servers of `benchmarks/results/prefix_trace.jsonl` under traces of agents."""
 
 
 @dataclass
 class Running:
-    """A request between admission and end. `blocks`: of its whole length; `pending`: snapshots not in the tree yet;
-    `taken`: all that it takes."""
+    """A request between admission and end.
+
+    Attributes:
+        blocks: block ids of its whole length.
+        pending: snapshots that are not in the tree yet.
+        taken: all snapshots that it takes.
+    """
 
     turn: Turn
     keys: np.ndarray
@@ -45,7 +50,7 @@ class Running:
 
 
 class Simulation:
-    """Requests against a `PrefixTree`; up to `concurrency` of them hold their memory at a time."""
+    """Serves requests with a `PrefixTree`. Up to `concurrency` requests hold memory at a time."""
 
     def __init__(
         self,
@@ -66,7 +71,7 @@ class Simulation:
         self._ideal = Ideal()
 
     def keys(self, turn: Turn) -> np.ndarray:
-        """The keys of the whole blocks of the turn's end: a block belongs to the turn that wrote its last token."""
+        """Return the keys of the whole blocks of prompt and answer. The turn that fills a block determines its key."""
         count = turn.end // BLOCK
         kept = turn.cut // BLOCK
         if turn.base >= 0:
@@ -122,7 +127,7 @@ class Simulation:
         self.running.append(Running(turn, keys, blocks, node, later, taken))
 
     def _resume(self, keys: np.ndarray) -> Match:
-        """Hold what a request with these keys resumes from."""
+        """Match the keys and lock what the request resumes from."""
         match = self.tree.match(keys)
         self.tree.resume(match, keys)
         return match
@@ -149,7 +154,7 @@ def path_blocks(node: Node) -> np.ndarray:
 
 
 class LeastRecentlyUsed(SnapshotRegistry):
-    """For comparison: every snapshot is worth the same, only its age counts."""
+    """Baseline: all snapshots have the same value, only their age counts."""
 
     def reuse_interval(self) -> np.ndarray:
         return np.maximum(self.now - self.last, 1.0)
@@ -168,8 +173,15 @@ def simulate(
     interval: int = INTERVAL,
     registry: type[SnapshotRegistry] = SnapshotRegistry,
 ) -> dict[str, float]:
-    """`share` of the memory in snapshots, the rest in blocks. Shares of tokens are of what an infinite cache
-    serves."""
+    """Run a trace and return its figures. Tokens are given as shares of what an infinite cache would serve.
+
+    Args:
+        turns: the trace.
+        gigabytes: memory of the cache in GB.
+        share: share of the memory for snapshots; the rest holds blocks.
+        interval: tokens between the snapshots of long prefills.
+        registry: eviction policy.
+    """
     memory = gigabytes * 1e9
     simulation = Simulation(
         int(memory * (1 - share) / BLOCK_BYTES), int(memory * share / SNAPSHOT_BYTES), interval, registry=registry
@@ -194,7 +206,7 @@ Rows = list[dict[str, Any]]
 
 
 def study_memory(largest: int) -> Rows:
-    """Hit rate against memory, as multiples of 0.1 GB an active conversation (about what its tokens take)."""
+    """Vary the memory in multiples of 0.1 GB per active conversation, about the size of its tokens."""
     rows = []
     for active in (10, 100, 1000, 10_000):
         if active > largest:
@@ -219,7 +231,7 @@ def study_interval(largest: int) -> Rows:
 
 
 def study_share(largest: int) -> Rows:
-    """Long conversations want blocks, short ones snapshots."""
+    """Vary the share of snapshots. Long conversations need blocks, short ones snapshots."""
     rows = []
     for tokens, active in (((2_000, 8_000), 800), ((2_000, 200_000), 250), ((50_000, 200_000), 80)):
         turns = list(trace(TraceConfig(conversations=2 * active, active=active, tokens=tokens)))
@@ -230,7 +242,7 @@ def study_share(largest: int) -> Rows:
 
 
 def study_loop(largest: int) -> Rows:
-    """Conversations of 20,000 tokens visited in turn, six times; about 250 of them fit."""
+    """Visit conversations of 20,000 tokens in round-robin order, six times. About 250 of them fit."""
     rows = []
     for count in (150, 200, 225, 250, 275, 300, 350, 400, 600, 1000):
         for registry in (SnapshotRegistry, LeastRecentlyUsed):
@@ -240,7 +252,7 @@ def study_loop(largest: int) -> Rows:
 
 
 def study_loads(largest: int) -> Rows:
-    """Loads of `prefix_trace trace` in the memory that `--mem-fraction-static 0.055` leaves on an H200."""
+    """Run the loads of `prefix_trace trace` in the memory that `--mem-fraction-static 0.055` leaves on an H200."""
     rows = []
     for active, visits in ((28, 10), (155, 5), (365, 5), (790, 2), (790, 5)):
         turns = load(active, visits, tokens=(2_000, 80_000), generate=(8, 16))
@@ -253,12 +265,19 @@ def study_loads(largest: int) -> Rows:
 
 
 def expected_blind(turns: Sequence[Turn], gigabytes: float, sizes: Sequence[int]) -> dict[str, float]:
-    """`systems`: the share of the ideal's hits that are system prompts, which have these sizes. `blind`: the share that
-    a cache without snapshots may expect if it cannot know which conversation goes on next. It always hits system
-    prompts, and of the rest the share of what waits for its next turn, in tokens times turns, that its memory holds
-    beside the running requests. (To give up one for another gains nothing: a pause of the trace is no likelier to last
-    the longer it has lasted.) In a short trace the first conversations to come stay, and more of their pauses end, so a
-    little more can be hit."""
+    """Return expected hit rates of a policy that cannot know which conversation continues next.
+
+    `systems` is the share of the ideal hits that are system prompts. `blind` is the expected hit rate: such a policy
+    always hits the system prompts. Of the rest it hits the fraction of waiting state that fits in memory beside the
+    running requests, measured in tokens x turns of waiting. Replacing one conversation by another gains nothing,
+    because in the trace the remaining pause does not depend on its length so far. In a short trace the hit rate can be
+    a little higher: the first conversations stay, and more of their pauses end.
+
+    Args:
+        turns: the trace.
+        gigabytes: memory of the cache in GB.
+        sizes: lengths of the system prompts in tokens.
+    """
     ideal = Ideal()
     total = systems = waited = 0
     left: dict[int, tuple[int, int]] = {}  # conversation -> (turn, tokens)
@@ -327,7 +346,7 @@ def plot(results: dict[str, Rows], to: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", choices=[*STUDIES, "plot"], nargs="*", help="studies to run again; default: all")
+    parser.add_argument("--what", choices=[*STUDIES, "plot"], nargs="*", help="studies to repeat (default: all)")
     parser.add_argument("--largest", type=int, default=10_000, help="active conversations of the largest trace")
     args = parser.parse_args()
     root = Path(__file__).parent

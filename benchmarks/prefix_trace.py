@@ -1,26 +1,27 @@
-"""Hit rate and time to first token of a server under traces of agent conversations.
+"""Measure hit rate and time to first token of a server under traces of agent conversations.
 
     python -m benchmarks.prefix_trace trace --active 30 120 --visits 12 5 --url http://127.0.0.1:30000
-    python -m benchmarks.prefix_trace alternate            # two conversations of 400,000 tokens in turn
+    python -m benchmarks.prefix_trace alternate            # two conversations of 400,000 tokens that alternate
     python -m benchmarks.prefix_trace revisit              # 100 conversations of 20,000 tokens, visited three times
     python -m benchmarks.prefix_trace working-set          # the most 20,000-token conversations that still hit 98 %
-    python -m benchmarks.prefix_trace sweep                # hits and seconds a turn of 1 to 132 conversations of 10,000
+    python -m benchmarks.prefix_trace sweep                # hits and seconds per turn, 1 to 132 conversations of 10,000
 
-`--serve ours` or `--serve in-tree` starts a server of benchmarks/configs/flashshape for it (dummy weights), with
-`--flags "..."`, such as "--enable-hierarchical-cache --hicache-ratio 4 --max-total-tokens 1000000"; `--url` takes one
-that runs. The cache is flushed first. Hit rates are token-weighted, against what an infinite cache would hold;
-`device_tokens`, `host_tokens` and `storage_tokens` say where hits were. With `--enable-metrics` among the flags each
-row also has what a host cache had copied by then.
+`--serve ours` or `--serve in-tree` starts a server of benchmarks/configs/flashshape (dummy weights) with `--flags
+"..."`, such as "--enable-hierarchical-cache --hicache-ratio 4 --max-total-tokens 1000000". `--url` uses a running
+server. The cache is flushed first. Hit rates are weighted by tokens and relative to an infinite cache. `device_tokens`,
+`host_tokens` and `storage_tokens` split the hits by tier. With `--enable-metrics` among the flags each row also has the
+bytes that the host cache had copied by then.
 
-`sweep` takes two and a half to three minutes of an H200, behind a start, with the device that its sizes are for:
+`sweep` takes about three minutes on an H200 after the start of the server. Its sizes are chosen for this device cache:
 
     python -m benchmarks.prefix_trace sweep --serve ours --output benchmarks/results/tier_sweep.jsonl \\
         --flags "--context-length 65536 --max-total-tokens 65536 --max-running-requests 4 --enable-metrics \\
             --enable-hierarchical-cache --hicache-ratio 8"
 
-With `--serve in-tree` a `--hicache-ratio` of 4 is as many bytes, since SGLang's tokens take more than twice as many.
-When the file has rows of both servers, `benchmarks.plots` draws them. `--max-running-requests`: a running request holds
-snapshots, of which 256 requests would make a device of 65,536 tokens, and the host with it, nine times as large.
+With `--serve in-tree`, `--hicache-ratio 4` gives the same number of host bytes, because SGLang's tokens are more than
+twice as large. `benchmarks.plots` draws the file once it has rows of both servers. `--max-running-requests` is small
+because running requests hold snapshots: 256 requests would make a device cache of 65,536 tokens, and with it the host
+cache, nine times as large.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ from benchmarks.agent_trace import Turn, growing, load, rounds
 from benchmarks.environment import ROOT, environment
 from benchmarks.replay import TIERS, Client, Replay, Served, compare_with_cold
 
+# Tokens of a later visit.
 NEW_TOKENS = {"append": 200, "generate": 16}
-"""Tokens of a revisit."""
 MODEL = ROOT / "benchmarks" / "configs" / "flashshape"
 START_SECONDS = 240
+# A working set fits if it hits at least this share of an infinite cache's hits.
 ENOUGH = 0.98
-"""Share of the ideal's hits below which a working set does not fit."""
 NOT_OF_THE_LOAD = ("output", "url", "scenario", "serve", "flags", "log")
+# (name, tokens in live conversations, figures)
 Parts = Iterator[tuple[str, int, dict[str, Any]]]
-"""Name, tokens in live conversations, figures."""
 
 
 def summary(served: Sequence[Served]) -> dict[str, Any]:
-    """Token-weighted hit rate and the spread of times to the first token."""
+    """Return the token-weighted hit rate and the distribution of the times to first token."""
     ideal = sum(s.ideal for s in served)
     cached = sum(s.cached for s in served)
     times = sorted(s.first_token_s for s in served)
@@ -77,8 +78,10 @@ def summary(served: Sequence[Served]) -> dict[str, Any]:
 
 
 def run_trace(replay: Replay, args: argparse.Namespace) -> Parts:
-    """One load after the other, on an empty cache and from the middle of its conversations, whose first visits find
-    nothing, in an infinite cache either."""
+    """Run one load after the other, each on an empty cache.
+
+    Conversations start midway, so their first visits miss, in an infinite cache as well.
+    """
     for active, visits in zip(args.active, args.visits, strict=True):
         lengths = args.shortest, args.longest
         turns = load(active, visits, seed=args.seed, tokens=lengths, generate=(8, args.generate))
@@ -90,7 +93,7 @@ def run_trace(replay: Replay, args: argparse.Namespace) -> Parts:
 
 
 def live_tokens(turns: Sequence[Turn], active: int) -> int:
-    """Tokens of the last `active` conversations that came, at the end."""
+    """Return the tokens of the `active` conversations that came last."""
     ends: dict[int, int] = {}
     for turn in reversed(turns):
         if len(ends) == active:
@@ -100,7 +103,7 @@ def live_tokens(turns: Sequence[Turn], active: int) -> int:
 
 
 def run_rounds(replay: Replay, args: argparse.Namespace) -> Parts:
-    """Every conversation in turn, `--rounds` times; the first round fills the cache."""
+    """Visit every conversation in round-robin order, `--rounds` times. The first round fills the cache."""
     turns = list(rounds(args.conversations, args.tokens, args.rounds, **NEW_TOKENS))
     for number in range(args.rounds):
         chosen = [turn for turn in turns if turn.number == number]
@@ -108,8 +111,14 @@ def run_rounds(replay: Replay, args: argparse.Namespace) -> Parts:
 
 
 def run_growing(replay: Replay, tokens: int, steps: Sequence[int]) -> Parts:
-    """Add conversations up to each of `steps` without emptying the cache, then visit all of them in turn."""
-    # What fills the cache needs no answer, and decode steps would take a quarter of the time.
+    """Grow the number of conversations to each of `steps` without emptying the cache, and visit all after each.
+
+    Args:
+        replay: sends the turns.
+        tokens: length of a conversation.
+        steps: ascending numbers of conversations.
+    """
+    # First visits only fill the cache: one answer token saves the decode steps, a quarter of the time.
     for visit, turns in growing([(count, 1) for count in steps], tokens, **NEW_TOKENS, first=1):
         served = replay.run(turns)
         if visit:
@@ -117,7 +126,7 @@ def run_growing(replay: Replay, tokens: int, steps: Sequence[int]) -> Parts:
 
 
 def run_working_set(replay: Replay, args: argparse.Namespace) -> Parts:
-    """The sizes of `--steps` until less than 98 % hits."""
+    """Try the sizes of `--steps` until less than 98 % hits."""
     for part, tokens, row in run_growing(replay, args.tokens, args.steps):
         yield part, tokens, row
         if row["hit_of_ideal"] < ENOUGH:
@@ -125,16 +134,16 @@ def run_working_set(replay: Replay, args: argparse.Namespace) -> Parts:
 
 
 def run_sweep(replay: Replay, args: argparse.Namespace) -> Parts:
-    """All sizes of `--steps`, whatever hits: 0.16, 0.3, 0.5, 1, 2, 4, 8, 12 and 21 times a device of 65,536 tokens.
+    """Try all sizes of `--steps`: 0.16, 0.3, 0.5, 1, 2, 4, 8, 12 and 21 times a device cache of 65,536 tokens.
 
-    One request at a time, so the seconds of a turn are those that a user waits who is alone. With `--concurrency` they
-    contain the wait for others' chunks, too, and requests that run take room of the cache.
+    One request runs at a time, so the seconds of a turn are those of a single user. With `--concurrency` they include
+    waiting for the chunks of others, and running requests take up cache.
 
-    Every size costs a visit of each conversation, since a part of them would tell something else: where a part fits,
-    which conversations that is depends on their order.
+    Every size visits each conversation. A sample would measure something else: if only a part of the conversations
+    fits, their order decides which ones hit.
     """
-    # What SGLang compiles depends on how many new tokens come behind which prefix. Visit for visit these are the same
-    # for all conversations, so some are taken through all their visits first and forgotten.
+    # What SGLang compiles depends on the number of new tokens and the length of their prefix. Both are the same for
+    # all conversations at a given visit, so a few conversations warm up all visits and are flushed.
     for _ in run_growing(replay, args.tokens, [args.concurrency] * len(args.steps)):
         pass
     replay.restart()
@@ -170,34 +179,34 @@ DEFAULTS = {
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("scenario", choices=SCENARIOS)
-    p.add_argument("--url", default="http://127.0.0.1:30000", help="a server that runs")
+    p.add_argument("--url", default="http://127.0.0.1:30000", help="a running server")
     p.add_argument("--serve", choices=("ours", "in-tree"), help="start a server instead")
     p.add_argument("--flags", default="", help="more flags of the server that --serve starts")
     p.add_argument("--log", type=Path, default=Path("prefix_server.log"), help="log of the server that --serve starts")
-    p.add_argument("--vocab", type=int, default=4_000, help="token ids are drawn below this")
-    p.add_argument("--concurrency", type=int, help="requests at a time")
+    p.add_argument("--vocab", type=int, default=4_000, help="token ids are below this")
+    p.add_argument("--concurrency", type=int, help="concurrent requests")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--conversations", type=int)
     p.add_argument("--tokens", type=int, help="length of a conversation in the fixed scenarios")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument(
-        "--active", type=int, nargs="+", default=[100], help="conversations alive at a time, a load each (trace)"
+        "--active", type=int, nargs="+", default=[100], help="concurrent conversations, one load each (trace)"
     )
     p.add_argument(
-        "--visits", type=int, nargs="+", default=[5], help="turns of an active conversation, a load each (trace)"
+        "--visits", type=int, nargs="+", default=[5], help="turns per active conversation, one load each (trace)"
     )
     p.add_argument("--shortest", type=int, default=2_000, help="final length of the shortest conversation (trace)")
     p.add_argument("--longest", type=int, default=200_000)
     p.add_argument("--generate", type=int, default=64, help="longest answer (trace)")
-    p.add_argument("--check", type=int, default=8, help="answers compared with cold runs (trace); 0: none")
-    p.add_argument("--steps", type=int, nargs="+", help="conversations, growing (working-set, sweep)")
+    p.add_argument("--check", type=int, default=8, help="answers to compare with cold runs (trace); 0: none")
+    p.add_argument("--steps", type=int, nargs="+", help="ascending numbers of conversations (working-set, sweep)")
     p.add_argument("--output", type=Path, help="append the results to this JSON-lines file")
     return p
 
 
 @contextlib.contextmanager
 def serving(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
-    """(URL, what its log says about the cache) of the server that is asked."""
+    """Yield the URL of the server, and its cache sizes from the log if this starts it."""
     if args.serve is None:
         yield args.url, {}
         return
@@ -208,7 +217,7 @@ def serving(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def warm_up(client: Client, vocab: int) -> None:
-    """One prompt of each size of batch: SGLang's matrix kernels are compiled when a size first comes."""
+    """Send one prompt of each batch size. SGLang's matrix kernels compile when a size first occurs."""
     for tokens in (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192):
         client.generate(array("i", servers.random_prompt(tokens, vocab, seed=tokens)), 2)
 
@@ -219,8 +228,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.steps and (args.steps[0] < 1 or any(a >= b for a, b in pairwise(args.steps))):
-        parser().error(f"--steps is {args.steps}; expected numbers of conversations, each larger than the one before")
-    # Enough samples for --check even of a short trace.
+        parser().error(f"--steps is {args.steps}; expected numbers of conversations in strictly ascending order")
+    # A large share, so that a short trace also has enough samples for --check.
     sample = 0.1 if args.scenario == "trace" and args.check else 0.0
     with serving(args) as (url, sizes):
         client = Client(url)
@@ -245,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if copies := servers.host_copies(url):
                 row["host_copies"] = copies
             report(part, row)
-            # Each part at once: a run that is cut short keeps what it measured.
+            # Write each part at once, so that an interrupted run keeps its results.
             line = json.dumps({**row, **common})
             print(line)
             if args.output:

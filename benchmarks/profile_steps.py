@@ -1,17 +1,17 @@
-"""What the GPU does in a step, kernel by kernel, of traces of torch's profiler; two of them side by side.
+"""Summarise the GPU kernels of a step from traces of torch's profiler, for one step or two side by side.
 
     python -m benchmarks.profile_steps TRACE [TRACE] [--whole] [--out DIR]
     python -m benchmarks.profile_steps OUT/serve.json [OTHER/serve.json] [--out DIR]
 
-TRACE is a chrome trace (.json or .json.gz) of a server's decode steps, the first ours and the second theirs; --whole
-takes it as one step, for a prefill. A serve.json has the summaries that `benchmarks.serve --measure profile` made of
-its traces: of one with both servers these are compared, of two files ours of the first with the other's of the second.
+TRACE is a chrome trace (.json or .json.gz) of a server's decode steps, ours first, theirs second. --whole treats the
+trace as one step, for a prefill. A serve.json has the summaries that `benchmarks.serve --measure profile` made of its
+traces. One file with both servers compares these; two files compare ours of the first with theirs of the second.
 Writes profile_steps.json and profile_steps.md.
 
-A step begins with a replay of the decode step's CUDA graph and ends where the next begins, so the kernels between two
-replays belong to the step before them. Kernels of a replay share the correlation id of its cudaGraphLaunch; where a
-trace has no such ids, a replay begins where a graph node comes again. The table is of the step of median length. The
-profiler makes steps longer: compare profiled steps with each other only.
+A step begins with a replay of the decode step's CUDA graph and ends where the next step begins, so kernels between two
+replays belong to the earlier step. The kernels of a replay share the correlation id of its cudaGraphLaunch. In a trace
+without these ids, a replay begins where a graph node repeats. The table shows the step of median length. The profiler
+makes steps longer, so compare profiled steps with each other only.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH = re.compile(r"graph_?launch", re.IGNORECASE)
 TOTALS = ("period_us", "wall_us", "kernel_us", "busy_us", "idle_us", "overlap_us")
 TOTAL_NAMES = {
-    "period_us": "from its begin to the next step's",
+    "period_us": "from the step's begin to the next step's",
     "wall_us": "first kernel's begin to last kernel's end",
     "kernel_us": "sum of the kernels' times",
     "busy_us": "time in which any kernel runs",
     "idle_us": "time between kernels",
-    "overlap_us": "time of kernels beside a kernel of another stream",
+    "overlap_us": "time of kernels that overlap a kernel of another stream",
 }
 
 GENERIC = re.compile(r"^(device_kernel|[Kk]ernel\d?|\w*elementwise_kernel\w*|reduce_kernel|vectorized_\w+)$")
 HINT = re.compile(r"\b(?!ReduceOp\b)(?:\w*Functor\w*|\w+_kernel_cuda\w*|\w+Ops?)\b")
+# Numbers in template arguments from here on count as sizes of a problem or tile, which distinguish two products.
 SIZE = 128
-"""Template numbers from this on are taken for sizes of a problem or a tile, which tell two products apart."""
 
 
 class Kernel(NamedTuple):
-    """`begin` and `end` in us. `correlation` of its launch, its `graph` and `node` there; 0 where there is none."""
+    """A kernel on the GPU, `begin` and `end` in us. `correlation`, `graph` and `node` are 0 if the trace has none."""
 
     name: str
     begin: float
@@ -59,9 +59,14 @@ class Kernel(NamedTuple):
 
 @dataclass
 class Summary:
-    """The median step: `kernels` and what of them runs beside another stream's (`overlapping`, us), by short name.
+    """The median step of a trace.
 
-    `steps`: how many there were, 0 for a trace without kernels. `split`: how they were told apart. `walls_us`: of each.
+    Attributes:
+        steps: number of steps in the trace, 0 for a trace without kernels.
+        split: how the steps were separated.
+        kernels: [launches, us] by short name.
+        overlapping: us during which a kernel of another stream runs too, by short name.
+        walls_us: wall time of each step of the trace.
     """
 
     steps: int
@@ -78,7 +83,8 @@ class Summary:
 
 
 def short(name: str) -> str:
-    """A kernel's name without return type, namespaces and arguments; of templates only what tells kernels apart."""
+    """Return a kernel's name without return type, namespaces and arguments. Of template arguments, keep only those
+    that distinguish kernels."""
     if name.startswith(("Memcpy", "Memset")):
         return name
     text = re.sub(r"\(anonymous namespace\)::|<unnamed>::|^void ", "", name.strip())
@@ -97,8 +103,14 @@ def short(name: str) -> str:
 
 @dataclass
 class Trace:
-    """Kernels in their order on the GPU, correlation ids of graph launches, when the host launched what, and when it
-    began a decode step (SGLang's annotations; us)."""
+    """A parsed trace; times in us.
+
+    Attributes:
+        kernels: kernels in their order on the GPU.
+        graph_launches: correlation ids of graph launches.
+        launched: correlation id -> time of the launch on the host.
+        decodes: begins of decode steps on the host, from SGLang's annotations.
+    """
 
     kernels: list[Kernel]
     graph_launches: set[int]
@@ -106,7 +118,7 @@ class Trace:
     decodes: list[float]
 
     def before_decode(self) -> list[Kernel]:
-        """Kernels of a prefill: SGLang launches one decode step more before it knows that a request has ended."""
+        """Return the kernels of a prefill: SGLang launches one more decode step before it sees the request's end."""
         end = min(self.decodes, default=float("inf"))
         return [kernel for kernel in self.kernels if self.launched.get(kernel.correlation, kernel.begin) < end]
 
@@ -137,9 +149,9 @@ def read(path: Path) -> Trace:
 
 
 def replays(kernels: Sequence[Kernel], launches: set[int]) -> tuple[list[float], str]:
-    """When the replays of the largest graph begin, and how they were found.
+    """Return the begins of the replays of the largest graph, and how they were found.
 
-    Graphs of less than half its kernels are no steps of their own.
+    Graphs with less than half as many kernels are not steps.
     """
     found: list[list[Kernel]] = []
     by_launch: dict[int, list[Kernel]] = {}
@@ -164,7 +176,7 @@ def replays(kernels: Sequence[Kernel], launches: set[int]) -> tuple[list[float],
 
 
 def steps_of(kernels: Sequence[Kernel], begins: Sequence[float]) -> list[list[Kernel]]:
-    """Kernels of each whole step: those that begin between two replays' begins."""
+    """Return the kernels of each whole step: those that begin between the begins of two consecutive replays."""
     found: list[list[Kernel]] = [[] for _ in begins[1:]]
     step = -1
     for kernel in kernels:
@@ -176,7 +188,7 @@ def steps_of(kernels: Sequence[Kernel], begins: Sequence[float]) -> list[list[Ke
 
 
 def overlapped(kernels: Sequence[Kernel]) -> dict[str, float]:
-    """By name, the us in which a kernel of another stream runs too."""
+    """Return the us during which a kernel of another stream runs too, by kernel name."""
     found: dict[str, float] = {}
     for i, kernel in enumerate(kernels):
         shared = [
@@ -190,7 +202,10 @@ def overlapped(kernels: Sequence[Kernel]) -> dict[str, float]:
 
 
 def beside(kernels: Sequence[Kernel], i: int) -> Iterable[Kernel]:
-    """Kernels, in order of their begins, that run at a time with the i-th; looks back over the 64 before it."""
+    """Yield the kernels that run at the same time as the i-th, looking back over 64 kernels.
+
+    `kernels` are in order of their begins.
+    """
     for other in kernels[max(0, i - 64) : i]:
         if other.end > kernels[i].begin:
             yield other
@@ -209,7 +224,7 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def summarise(path: Path, whole: bool = False) -> Summary:
-    """Of the median step of a trace; `whole`: of all its kernels up to the first decode step, as of a prefill."""
+    """Summarise the median step of a trace, or with `whole` all kernels before the first decode step (a prefill)."""
     trace = read(path)
     kernels = trace.before_decode() if whole else trace.kernels
     if not kernels:
@@ -253,18 +268,18 @@ Rows = list[list[Any]]
 
 
 def table(summary: Mapping[str, Any]) -> tuple[Columns, Rows]:
-    """One step by kernel, longest first."""
+    """Return a table of one step by kernel, longest first."""
     total = summary["kernel_us"] or 1.0
     overlapping = summary["overlapping"]
     rows = [
         [name, int(count), us, round(100 * us / total, 1), overlapping.get(name)]
         for name, (count, us) in summary["kernels"].items()
     ]
-    return ("kernel", "launches", "us", "%", "us beside another stream"), rows
+    return ("kernel", "launches", "us", "%", "us overlapping another stream"), rows
 
 
 def side_by_side(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[Columns, Rows]:
-    """Two steps by kernel, those first of which ours takes longer."""
+    """Return a table of two steps by kernel, the largest difference (ours - theirs) first."""
     rows = []
     for name in {**ours["kernels"], **theirs["kernels"]}:
         (our_count, our_us), (their_count, their_us) = (s["kernels"].get(name, (0, 0.0)) for s in (ours, theirs))
@@ -296,12 +311,16 @@ def markdown(columns: Columns, rows: Rows) -> str:
     return "\n".join(lines) + "\n"
 
 
+# Label of the measurement -> server -> summary.
 Named = dict[str, dict[str, Mapping[str, Any]]]
-"""Summaries by what was measured, then by server."""
 
 
 def of_results(path: Path, data: Mapping[str, Any]) -> Named:
-    """Of a serve.json; of several rounds the last counts."""
+    """Return the summaries of a serve.json, those of the last round.
+
+    Raises:
+        ValueError: the file has no profiles.
+    """
     found: Named = {}
     for row in data["rows"]:
         if row.get("measure") == MEASURE and "kernels" in row:
@@ -312,7 +331,7 @@ def of_results(path: Path, data: Mapping[str, Any]) -> Named:
 
 
 def load(path: Path, whole: bool) -> Named:
-    """Summaries of a trace, under its own name, or those of a serve.json."""
+    """Return the summary of a trace under its file name, or the summaries of a serve.json."""
     if path.suffix == ".json":
         data = json.loads(path.read_text())
         if isinstance(data, dict) and "rows" in data:
@@ -321,7 +340,11 @@ def load(path: Path, whole: bool) -> Named:
 
 
 def pairs(loaded: Sequence[Named]) -> dict[str, list[Mapping[str, Any]]]:
-    """What was measured, and one summary or ours and theirs of it."""
+    """Return one summary, or ours and theirs, for each measurement.
+
+    Raises:
+        ValueError: two files have no measurement in common.
+    """
     if len(loaded) == 1:
         order = ("ours", "in-tree")
         return {
@@ -330,7 +353,7 @@ def pairs(loaded: Sequence[Named]) -> dict[str, list[Mapping[str, Any]]]:
         }
     ours, theirs = loaded
     if not ours.keys() & theirs.keys():
-        raise ValueError(f"nothing was measured in both: {', '.join(ours)} and {', '.join(theirs)}")
+        raise ValueError(f"the files have no measurement in common: {', '.join(ours)} and {', '.join(theirs)}")
     return {
         at: [
             ours[at].get("ours") or next(iter(ours[at].values())),
@@ -342,7 +365,7 @@ def pairs(loaded: Sequence[Named]) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def report(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Markdown of all tables."""
+    """Return all tables as markdown."""
     parts = []
     for at, summaries in measured.items():
         parts += [f"## {at}\n", markdown(*totals(summaries))]
@@ -354,8 +377,8 @@ def report(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="one or two traces or serve.json files")
-    options.add_argument("--whole", action="store_true", help="a trace is one step")
-    options.add_argument("--out", type=Path, default=Path("."), help="folder of the two files (%(default)s)")
+    options.add_argument("--whole", action="store_true", help="treat a trace as one step")
+    options.add_argument("--out", type=Path, default=Path("."), help="folder of the two output files (%(default)s)")
     args = options.parse_args(argv)
     if len(args.traces) > 2:
         options.error(f"{len(args.traces)} traces; expected one, or ours and theirs")

@@ -1,4 +1,4 @@
-"""Send the turns of a trace to a running server (/generate with input_ids) and note what hit and how long it took."""
+"""Replay the turns of a trace on a running server (/generate with input_ids); record hits and times."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from functools import partial
 
 from benchmarks.agent_trace import Ideal, Turn
 
+# Smaller ids are special tokens.
 FIRST_TOKEN_ID = 10
-"""Below lie special tokens."""
 
 
 TIERS = ("device", "host", "storage")
@@ -34,8 +34,14 @@ class Answer:
 
 @dataclass
 class Served:
-    """One turn: tokens of the prompt, those the server had cached, in all and in each of TIERS, and those an infinite
-    cache would have had."""
+    """A served turn.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        cached: prompt tokens that the server had cached.
+        of_tiers: `cached` by tier (TIERS).
+        ideal: prompt tokens that an infinite cache would have had.
+    """
 
     turn: Turn
     prompt: int
@@ -48,14 +54,14 @@ class Served:
 
 @dataclass
 class Sample:
-    """An answer to be compared with a cold run."""
+    """An answer to compare with a cold run."""
 
     prompt: array[int]
     answer: Answer
 
 
 class Client:
-    """`generate` and `flush` of one server, usable from many threads."""
+    """HTTP client of one server, usable from many threads."""
 
     def __init__(self, url: str, timeout_s: float = 600.0) -> None:
         parts = urllib.parse.urlsplit(url)
@@ -64,13 +70,22 @@ class Client:
         self.host, self.port, self.timeout_s = parts.hostname, parts.port or 80, timeout_s
 
     def generate(self, prompt: array[int], count: int, *, logprobs: bool = False) -> Answer:
-        """Greedy, exactly `count` tokens, streamed so that the first token's time is seen."""
+        """Generate greedily, streamed to measure the time to first token.
+
+        Args:
+            prompt: token ids.
+            count: exact number of tokens to generate.
+            logprobs: also return logprobs.
+
+        Raises:
+            RuntimeError: the server answers with an error.
+        """
         return self.prepared(prompt, count, logprobs=logprobs)()
 
     def prepared(self, prompt: array[int], count: int, *, logprobs: bool = False) -> Callable[[], Answer]:
-        """Return `generate` as a call whose body is encoded already.
+        """Return `generate` with these arguments as a function whose request body is already encoded.
 
-        Encoding holds Python's lock for milliseconds, which would keep requests from starting together.
+        Encoding holds the GIL for milliseconds, which would keep requests from starting together.
         """
         body = {
             "input_ids": prompt.tolist(),
@@ -111,7 +126,7 @@ class Client:
         )
 
     def flush(self) -> None:
-        """Empty the cache; the server rejects while its last step is being retired."""
+        """Empty the cache. Retry, because the server rejects this while it retires its last step."""
         for _ in range(100):
             connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
             connection.request("POST", "/flush_cache")
@@ -124,7 +139,7 @@ class Client:
 
 
 class Replay:
-    """Turns in order, at most `concurrency` at a time; a turn waits for the turn it builds on."""
+    """Sends turns in order, at most `concurrency` at a time. A turn waits for the turn it is based on."""
 
     def __init__(self, client: Client, *, concurrency: int, vocab: int, seed: int = 0, sample: float = 0.0) -> None:
         self.client, self.concurrency, self.vocab, self.seed, self.sample = client, concurrency, vocab, seed, sample
@@ -139,7 +154,7 @@ class Replay:
         self._left: dict[tuple[int, int], array[int]] = {}
 
     def run(self, turns: Iterable[Turn]) -> list[Served]:
-        """What was served, in order of completion. The first error of any request ends the replay."""
+        """Replay turns and return them in order of completion. The first error of any request ends the replay."""
         waiting = list(turns)
         waiting.reverse()
         begun = len(self.served)
@@ -167,7 +182,7 @@ class Replay:
                 self._ready.notify_all()
 
     def _next(self, waiting: list[Turn]) -> tuple[Turn, int] | None:
-        """The first turn in order whose base is done, and its ideal hit."""
+        """Return the first turn in order whose base is done, and its ideal hit."""
         with self._ready:
             while waiting and self._error is None:
                 for at in range(len(waiting) - 1, max(-1, len(waiting) - 1 - 4 * self.concurrency), -1):
@@ -214,8 +229,10 @@ class Replay:
 
 @dataclass
 class Comparison:
-    """Warm answers against cold ones. `diverged`: answers with a different token somewhere; the difference of
-    logprobs is taken up to there."""
+    """Difference of warm and cold answers.
+
+    `diverged` counts the answers with a different token. Logprobs are compared up to and including that token.
+    """
 
     answers: int
     diverged: int
@@ -224,7 +241,17 @@ class Comparison:
 
 
 def compare_with_cold(client: Client, samples: list[Sample], most: int, seed: int = 0) -> Comparison:
-    """Run up to `most` of the sampled prompts again, each alone on an empty cache."""
+    """Run up to `most` of the sampled prompts again, each alone on an empty cache.
+
+    Args:
+        client: client of the server.
+        samples: warm answers.
+        most: largest number of answers to compare.
+        seed: seed of the selection.
+
+    Raises:
+        RuntimeError: a cold run hit the cache.
+    """
     chosen = random.Random(seed).sample(samples, min(most, len(samples)))
     differences: list[float] = []
     diverged = 0
@@ -235,7 +262,7 @@ def compare_with_cold(client: Client, samples: list[Sample], most: int, seed: in
             raise RuntimeError(f"{cold.cached} tokens of a cold run came from the cache")
         same = [a == b for a, b in zip(sample.answer.tokens, cold.tokens)]
         diverged += not all(same)
-        # The first token that differs was chosen from the same prefix: its logprob still compares.
+        # The first different token was chosen from the same prefix, so its logprob is still comparable.
         upto = same.index(False) + 1 if not all(same) else len(same)
         differences += [abs(a - b) for a, b in zip(sample.answer.logprobs[:upto], cold.logprobs[:upto])]
     return Comparison(len(chosen), diverged, max(differences, default=0.0), sum(differences) / max(1, len(differences)))

@@ -1,4 +1,4 @@
-"""Results of one benchmark: parts that may fail alone, a table, one JSON file that is complete after every row."""
+"""Results of a benchmark: parts that can fail independently, a table, and a JSON file that is valid after every row."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ atexit.register(_folders.close)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that all benchmarks share."""
+    """Return a parser with the options that all benchmarks share."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file (%(default)s)")
     options.add_argument("--quick", action="store_true", help="the short set")
     options.add_argument(
-        "--dry-run", action="store_true", help="smallest sizes on the CPU: everything but the kernels of the peers"
+        "--dry-run", action="store_true", help="smallest sizes on the CPU, without the kernels of the peers"
     )
     options.add_argument("--parts", default="", help="only parts whose name contains one of these, separated by commas")
-    options.add_argument("--resume", action="store_true", help="keep what the JSON file has, run what is missing")
+    options.add_argument("--resume", action="store_true", help="keep the parts in the JSON file, run the missing ones")
     return options
 
 
 def scratch_folder(name: str) -> Path:
-    """Return a new folder, removed when the program ends or starts itself again."""
+    """Return a new folder, which is removed when the program ends or restarts itself."""
     return Path(_folders.enter_context(tempfile.TemporaryDirectory(prefix=f"{name}_")))
 
 
 class Report:
     """Rows and failures of one run.
 
-    A part is a function that returns rows (dicts); its exception is a failure in the table, not the end. When a failure
-    leaves the CUDA device unusable, the program starts itself again behind that part.
+    A part is a function that returns rows (dicts). An exception in a part is recorded as a failure; the run continues.
+    If a failure leaves the CUDA device unusable, the program restarts itself and continues with the next part.
     """
 
     def __init__(self, name: str, args: argparse.Namespace, settings: dict[str, Any] | None = None) -> None:
@@ -66,7 +66,7 @@ class Report:
             "rows": [],
             "failures": [],
         }
-        # A time limit ends the program with SIGTERM: let what is open be closed, servers above all.
+        # A time limit sends SIGTERM. Exit through the context managers, so that servers are stopped.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         if args.resume and self.path.is_file():
             self.data = json.loads(self.path.read_text())
@@ -76,14 +76,17 @@ class Report:
         return self.data["rows"]
 
     def part(self, name: str, function: Callable[[], Iterable[dict[str, Any]] | None], setup: bool = False) -> None:
-        """Run `function` and keep its rows under `name`, unless the part is not wanted or already there.
+        """Run a part and store its rows, unless it is not selected or already stored.
 
-        `setup`: what the process needs for the parts behind it, so it runs in any case.
+        Args:
+            name: name of the part.
+            function: returns or yields the rows.
+            setup: later parts of the process need this part, so it always runs.
         """
         wanted = not self.wanted or any(word in name for word in self.wanted)
         if not setup and (name in self.data["parts"] or not wanted):
             return
-        self.rows[:] = [row for row in self.rows if row.get("part") != name]  # of a run that ended in this part
+        self.rows[:] = [row for row in self.rows if row.get("part") != name]  # left by a run that ended in this part
         start = time.perf_counter()
         rows: Any = ()
         try:
@@ -99,19 +102,19 @@ class Report:
             raise
         finally:
             if hasattr(rows, "close"):
-                rows.close()  # a signal may come while the part waits here with its server running
+                rows.close()  # a signal can arrive while the generator is suspended with its server running
         _free_memory()
         self.data["parts"][name] = round(time.perf_counter() - start, 2)
         self.console.print(f"{name}: {self.data['parts'][name]} s", highlight=False)
         self.save()
         if _device_lost():
-            self.console.print(f"[red]the device is unusable after {name}; starting again behind it[/red]")
+            self.console.print(f"[red]the device is unusable after {name}; restarting with the next part[/red]")
             module = f"benchmarks.{self.name}"
             _folders.close()
             os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:], "--resume"])
 
     def fact(self, name: str, value: Any) -> None:
-        """A number that belongs to the whole run, such as a measured ceiling."""
+        """Store a value that belongs to the whole run, such as a measured ceiling."""
         self.data["facts"][name] = value
 
     def save(self) -> None:
@@ -121,7 +124,13 @@ class Report:
         partial.replace(self.path)
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[dict[str, Any]] | None = None) -> None:
-        """Print `columns` of the rows; a missing value is a dash."""
+        """Print a table. A dash marks a missing value.
+
+        Args:
+            title: title of the table.
+            columns: keys of the rows.
+            rows: rows to print (default: all rows of the report).
+        """
         table = Table(title=title, title_justify="left")
         for column in columns:
             table.add_column(column, justify="left" if column == columns[0] else "right")
@@ -130,7 +139,7 @@ class Report:
         self.console.print(table)
 
     def close(self) -> int:
-        """Print the failures and where the file is; the exit status: 0 if there is a result."""
+        """Print the failures and the path of the file. Return the exit status: 0 if there are rows."""
         for failure in self.data["failures"]:
             self.console.print(f"[red]failed[/red] {failure['part']}: {failure['error']}", highlight=False)
         self.save()
@@ -154,7 +163,7 @@ def _free_memory() -> None:
 
 
 def _device_lost() -> bool:
-    """After an illegal access every later call fails, in this process only."""
+    """Return True if the CUDA context is unusable. After an illegal access all later calls of the process fail."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return False

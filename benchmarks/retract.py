@@ -1,23 +1,28 @@
-"""What it costs a request of 32,768 tokens to be retracted and to resume, from the device and from the host.
+"""Measure the cost of retracting and resuming a request of 32,768 tokens, from the device and from the host.
 
     python -m benchmarks.retract [--servers ours,in-tree] [--flags "--enable-hierarchical-cache --hicache-ratio 4"]
 
-A server of benchmarks/configs/flashshape (dummy weights) whose pool holds one such request and a short one, made to
-retract a request every so many steps (SGLANG_TEST_RETRACT). A short request decodes all the time; the long one has
-fewer tokens, so it is the one that is retracted. Another long one waits from the beginning: it takes the room of the
-first that is retracted, which goes on when it has ended, from the host if there is one.
+A server of benchmarks/configs/flashshape (dummy weights) has a pool for one such request and a short one. It is made to
+retract a request every N steps (SGLANG_TEST_RETRACT). A short request decodes all the time. The long request has fewer
+output tokens, so it is the one that is retracted. A second long request waits from the beginning and takes the room
+that the first retraction frees. The retracted request resumes when the second has ended, from the host if there is a
+host cache.
 
-"resume ms": from the end of the request that took the room until the next token, and where none did from the last token
-before. "computed again": tokens behind the snapshot from which it resumed, a mean of all retractions of a round; of
-this package's server only.
+Columns:
 
-What a retracted request goes on with is a prefill step, launched kernel by kernel, which takes far longer than "step
-ms", a step of decode, however few tokens it computes. Two things tell it from what else a retraction costs. "pause ms":
-the longest time meanwhile between two tokens of the short request, which is that step and one of decode. "hit ms": the
-time to the first token of a request that is never retracted and has the same tokens, prompt and answer, when these are
-on the device; with its own pause, and the tokens that it computes. Its prompt comes by HTTP, which takes some of "hit
-ms". So a retracted request waits "resume ms" less "hit pause ms" longer than one that was never retracted and hits the
-same on the device, and "resume ms" less "step ms" longer than one that goes on decoding.
+- "resume ms": from the end of the request that took the room to the next token. If none took it: from the last token
+  before the retraction.
+- "computed again": tokens after the snapshot from which the request resumed, as a mean over the retractions of a round.
+  Only servers of this package report it.
+- "step ms": time of a decode step.
+- "pause ms": the longest time meanwhile between two tokens of the short request, which is one prefill step and one
+  decode step.
+- "hit ms": time to first token of a request that was never retracted, with the same tokens (prompt and answer) cached
+  on the device. It has its own "hit pause ms" and "hit computed". It includes the HTTP transfer of the prompt.
+
+A retracted request resumes with a prefill step, launched kernel by kernel, which takes far longer than a decode step
+even for a few tokens. So the cost of a retraction is "resume ms" - "hit pause ms" compared with a request that hits the
+same tokens on the device, and "resume ms" - "step ms" compared with a request that keeps decoding.
 """
 
 from __future__ import annotations
@@ -43,8 +48,8 @@ from benchmarks.servers import Server
 
 @dataclass(frozen=True)
 class Plan:
-    """Tokens of the long prompts, of the answers of the long and the short request, of the pool; steps between two
-    retractions; rounds."""
+    """Tokens of the long prompts, of the answers of the long and the short request, and of the pool; steps between two
+    retractions; number of rounds."""
 
     prompt: int
     answer: int
@@ -60,8 +65,14 @@ DRY = Plan(512, 60, 150, 1_280, 25, 1)
 
 @dataclass
 class Stream:
-    """A request in a thread: its tokens, when each came, and how often the request had been retracted by then.
-    `cached`: tokens of its prompt that were found."""
+    """A request that streams in a thread.
+
+    Attributes:
+        answer: token ids so far.
+        times: arrival time of each token.
+        retractions: number of retractions of the request when each token arrived.
+        cached: prompt tokens found in the cache.
+    """
 
     server: Server
     prompt: list[int]
@@ -118,8 +129,16 @@ class Stream:
 def resumed(
     times: Sequence[float], retractions: Sequence[int], took_room_until: float
 ) -> tuple[float, list[dict[str, Any]]]:
-    """(milliseconds of a step, a row for each retraction): whether the room was taken meanwhile, since when the request
-    could go on and when it did, and the tokens that there were."""
+    """Return the milliseconds of a step and a row for each retraction.
+
+    A row says if another request took the room, since when the request could resume, when it did, and the tokens of
+    the answer by then.
+
+    Args:
+        times: arrival time of each token.
+        retractions: number of retractions when each token arrived.
+        took_room_until: end of the request that takes the room.
+    """
     step = statistics.median(after - before for before, after in itertools.pairwise(times))
     rows = []
     for i in range(1, len(times)):
@@ -132,8 +151,16 @@ def resumed(
 
 
 def longest_pause(times: Sequence[float], begin: float, end: float) -> float | None:
-    """Milliseconds of the longest time without a token between `begin` and `end`; None if there were no tokens before
-    or behind it."""
+    """Return the longest gap between tokens in an interval.
+
+    Args:
+        times: arrival times of the tokens.
+        begin: begin of the interval.
+        end: end of the interval.
+
+    Returns:
+        Milliseconds, or None if there were no tokens before or after the interval.
+    """
     pauses = [min(after, end) - max(before, begin) for before, after in itertools.pairwise(times)]
     longest = max(pauses, default=0.0)
     return 1e3 * longest if longest > 0 else None
@@ -167,7 +194,7 @@ class Bench:
 
     def rounds(self, subject: str) -> Iterator[dict[str, Any]]:
         with servers.running(self.server(subject), 240) as server:
-            for tokens in (16, 128, self.plan.prompt):  # kernels are compiled when a shape first comes
+            for tokens in (16, 128, self.plan.prompt):  # kernels compile when a shape first occurs
                 self.stream(server, tokens, 8).result()
             for number in range(self.plan.rounds):
                 for row in self.round(server):
@@ -188,7 +215,7 @@ class Bench:
         for stream in (hit, short):
             stream.result()
         step, rows = resumed(long.times, long.retractions, other.times[-1])
-        self.stream(server, 16, 1).result()  # counters are published when requests come and go
+        self.stream(server, 16, 1).result()  # counters are published when requests start and end
         hits = servers.metrics(server.url).get("prefix_hit_tokens", 0) - before.get("prefix_hit_tokens", 0) - hit.cached
         again = None
         if before:
@@ -210,7 +237,7 @@ class Bench:
 
 def main(argv: list[str] | None = None) -> int:
     options = report.parser(__doc__)
-    options.add_argument("--servers", default="ours,in-tree", help="which (%(default)s)")
+    options.add_argument("--servers", default="ours,in-tree", help="servers to measure (%(default)s)")
     options.add_argument("--flags", default="", help="more flags of the servers, such as those of the host cache")
     args = options.parse_args(argv)
     bench = Bench(args)

@@ -1,7 +1,7 @@
-"""Run benchmarks one after the other, each in a process of its own: `python benchmarks/run.py [NAME ...] [--full] ...`.
+"""Run benchmarks one after the other, each in its own process: `python benchmarks/run.py [NAME ...] [--full] ...`.
 
-Without names all that need no server; by default their short sets. Results go to benchmarks/results/, from which the
-plots of docs/benchmarks/ are drawn, or to --out alone.
+Without names, run all benchmarks that need no server. The default is their short sets. Results go to
+benchmarks/results/, from which the plots of docs/benchmarks/ are drawn, or to the folder of --out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WITHOUT_SERVER = ("append", "attend", "index", "step", "move", "tier", "capacity
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("names", nargs="*", help=f"of {', '.join(NAMES)}; default: {', '.join(WITHOUT_SERVER)}")
+    options.add_argument("names", nargs="*", help=f"some of {', '.join(NAMES)} (default: {', '.join(WITHOUT_SERVER)})")
     options.add_argument("--full", action="store_true", help="all sizes instead of the short sets")
     options.add_argument("--out", help="folder of the JSON files instead of benchmarks/results/")
     options.add_argument("--dry-run", action="store_true", help="smallest sizes on the CPU, without the peers' kernels")

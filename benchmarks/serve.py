@@ -1,23 +1,32 @@
-"""Serving with `launch_server`: decode tokens/s, time to the first token, 32K requests at once, and where a step's time
-goes; ours and SGLang's own.
+"""Benchmark serving with `launch_server`, ours and SGLang's own.
 
     python -m benchmarks.serve [--servers ours,in-tree] [--rounds 1] [--measure decode,ttft,fit] [--out DIR]
     python -m benchmarks.serve --model v4flash --tp 2 --measure decode,ttft,profile
     python -m benchmarks.serve --model v4flash --tp 4 --dp 4
     python -m benchmarks.serve --speculate 3 --measure decode,ttft
-    python -m benchmarks.serve --model v4flash --tp 2 --servers in-tree --gpus 2,3 --out DIR2   # beside one on 0,1
+    python -m benchmarks.serve --model v4flash --tp 2 --servers in-tree --gpus 2,3 --out DIR2   # parallel to GPUs 0,1
 
-Models (benchmarks/configs, dummy weights): flashshape, 43 layers with the ratios of V4-Flash and small widths; v4flash,
-V4-Flash at its real widths with 128 of its 256 experts in FP8, for two GPUs or more. One server at a time on the same
-GPUs, both with the same flags; a round starts each once, rounds alternate the order. Every size goes through once
-before it is timed, with other tokens: kernels are compiled when a shape first comes. Decode: that many prompts (of 1024
-random tokens, or --prompt) at once, the median of the server's own decode lines, added over the ranks of DP attention,
-and the time of a step: with speculation rates depend on what is drawn as accepted, the time of a turn does not.
-TTFT: one prompt alone, one token. Fit: a second start with little memory, the same for both, and more 32K prompts than
-it holds: the most that ran at once. Turnover: so many clients, each with one request after the other, of answers that
-end at different times; tokens a second with all their prefills, and with `--flags "--enable-hierarchical-cache ..."`
-with all that is saved. Profile: a decode step at each number of requests and one prefill, kernel by kernel, to be read
-with `python -m benchmarks.profile_steps`. Logs are kept beside the JSON file, which has every row as it comes.
+Models (benchmarks/configs, dummy weights):
+
+- flashshape: 43 layers with the ratios of V4-Flash and small widths,
+- v4flash: V4-Flash at its real widths with 128 of its 256 experts in FP8, for two or more GPUs.
+
+One server runs at a time on the same GPUs, both with the same flags. A round starts each server once; rounds alternate
+the order. Every size runs once with other tokens before it is timed, because kernels compile when a shape first occurs.
+Measures:
+
+- decode: N prompts (of 1024 random tokens, or --prompt) at once. The rate is the median of the server's own decode log
+  lines, added over the ranks of DP attention. The time of a step is reported too: with speculation, tokens/s depends on
+  the random acceptance length, and the time of a speculative round does not.
+- ttft: one prompt alone, one token.
+- fit: a second start with the same small memory for both, and more 32K prompts than it holds. The result is the largest
+  number of requests that ran at once.
+- turnover: N clients, each sending one request after the other, with answers of different lengths. Tokens/s includes
+  all prefills, and with `--flags "--enable-hierarchical-cache ..."` all writes to the host.
+- profile: a decode step at each number of requests and one prefill, kernel by kernel. Read the result with
+  `python -m benchmarks.profile_steps`.
+
+Logs are stored beside the JSON file, which is updated after every row.
 """
 
 from __future__ import annotations
@@ -78,7 +87,7 @@ class Bench:
             mark, start = server.mark(), time.monotonic()
             server.generate(prompts, tokens)
             seconds = time.monotonic() - start
-            time.sleep(0.3)  # the log's last lines
+            time.sleep(0.3)  # wait for the last lines of the log
             rate = servers.decode_rate(server.lines(mark), requests)
             yield {
                 "measure": "decode tokens/s",
@@ -89,7 +98,7 @@ class Bench:
 
     def turnover(self, server: Server) -> Iterator[dict[str, Any]]:
         for clients, tokens in self.plan.turnover.items():
-            # Answers of half to one and a half times the length, so that requests end, and are saved, all the time.
+            # Answers of 0.5 to 1.5 times the length, so that requests end and are saved all the time.
             lengths = [tokens // 2 + tokens * (7 * i % 16) // 16 for i in range(self.plan.requests_a_client * clients)]
             asked = [(self.prompt(self.plan.prompt), length) for length in lengths]
             before, start = servers.host_copies(server.url), time.monotonic()
@@ -97,7 +106,7 @@ class Bench:
                 list(pool.map(lambda one: server.generate(*one), asked))
             seconds = time.monotonic() - start
             row = {"measure": "turnover tokens/s", "at": clients, "value": sum(lengths) / seconds, "seconds": seconds}
-            server.generate(self.prompt(self.plan.prompt), 1)  # counters are published when requests come and go
+            server.generate(self.prompt(self.plan.prompt), 1)  # counters are published when requests start and end
             copies = {name: value - before[name] for name, value in servers.host_copies(server.url).items()}
             yield row | ({"host copies": copies} if copies else {})
 
@@ -124,15 +133,16 @@ class Bench:
             row = {"measure": profile_steps.MEASURE, "at": at}
             try:
                 summary = take(trace if self.args.keep_traces else None)
-            except (RuntimeError, HTTPError) as error:  # the next may succeed
+            except (RuntimeError, HTTPError) as error:  # the next profile may succeed
                 yield row | {"value": None, "error": f"{type(error).__name__}: {error}"}
             else:
                 yield row | {"value": summary.period_us or None, **dataclasses.asdict(summary)}
 
     def warm_up(self, server: Server, measures: list[str]) -> None:
-        """Every size that is measured goes through once.
+        """Run every measured size once.
 
-        How many prompts a burst's prefill steps have is not known, but decode lines count only when all decode.
+        The number of prompts per prefill step of a burst is not controlled. That does not matter: decode log lines
+        count only while all requests decode.
         """
         bursts = {*(self.plan.decode if "decode" in measures else ())}
         bursts |= {*(self.plan.turnover if "turnover" in measures else ())}
@@ -141,13 +151,20 @@ class Bench:
             server.generate(self.prompts(requests), WARM_UP_TOKENS)
         prompts = {*(self.plan.ttft if "ttft" in measures else ())}
         prompts |= {self.plan.profile_prompt} if "profile" in measures else set()
-        # A rank of DP attention has kernels of its own to load, and single prompts go to the ranks in turn.
+        # Each rank of DP attention loads its own kernels, and single prompts go to one rank only.
         ranks = [{"routed_dp_rank": rank} for rank in range(self.args.dp)] if self.args.dp > 1 else [{}]
         for tokens in sorted(prompts):
             for rank in ranks:
                 server.generate(self.prompt(tokens), 1, **rank)
 
     def main_start(self, subject: str, number: int, measures: list[str]) -> Generator[dict[str, Any], None, None]:
+        """Start a server, measure everything except `fit`, and stop it.
+
+        Args:
+            subject: "ours" or "in-tree".
+            number: number of the round.
+            measures: names of the measures.
+        """
         server = self.server(subject, str(number), self.args.memory)
         base = {"subject": subject, "round": number}
         with servers.running(server, self.args.start_timeout):
@@ -175,7 +192,7 @@ class Bench:
                 yield from (base | row for row in self.profile(server, f"{subject}-{number}"))
 
     def fit_start(self, subject: str, number: int) -> Generator[dict[str, Any], None, None]:
-        """Fewer requests slots, since each costs state in both servers, and memory for a few 32K requests only."""
+        """Start with memory for a few 32K requests, and with fewer request slots, because each slot costs state."""
         server = self.server(subject, f"fit-{number}", self.plan.fit_memory)
         if not self.args.dry_run:
             server.argv[server.argv.index("--max-running-requests") + 1] = "64"
@@ -197,13 +214,15 @@ class Bench:
 
 
 def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means over the rounds, ours beside in-tree."""
+    """Return means over the rounds, ours beside in-tree."""
     found: dict[tuple[str, Any], dict[str, list[float]]] = {}
     for row in rows:
         if row.get("value") is not None:
             found.setdefault((row["measure"], row["at"]), {}).setdefault(row["subject"], []).append(row["value"])
         if "step_ms" in row:
-            found.setdefault(("ms a step or turn", row["at"]), {}).setdefault(row["subject"], []).append(row["step_ms"])
+            found.setdefault(("ms per step or speculative round", row["at"]), {}).setdefault(row["subject"], []).append(
+                row["step_ms"]
+            )
     lines = []
     for (measure, at), values in found.items():
         line: dict[str, Any] = {"measure": measure, "at": at}
@@ -217,19 +236,19 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     options = report.parser(__doc__)
-    options.add_argument("--servers", default="ours,in-tree", help="which, in the order of the first round")
+    options.add_argument("--servers", default="ours,in-tree", help="servers, in the order of the first round")
     options.add_argument(
-        "--measure", help="some of decode,ttft,fit,turnover,profile; default: the model's, of the first three"
+        "--measure", help="some of decode,ttft,fit,turnover,profile (default: those of the first three for the model)"
     )
     options.add_argument("--rounds", type=int, default=1, help="starts of each server (%(default)s)")
-    options.add_argument("--first-round", type=int, default=1, help="number of the first round, for a run in pieces")
+    options.add_argument("--first-round", type=int, default=1, help="number of the first round, to split a run")
     options.add_argument("--flags", default="", help="more flags for both servers")
     options.add_argument("--keep-traces", action="store_true", help="keep the profiles' traces in OUT/traces")
     serve_plan.add_options(options)
     args = options.parse_args(argv)
     serve_plan.resolve(options, args)
     if args.gpus:
-        # This process looks at a GPU, too: at the first of its own servers, not at one of a benchmark beside it.
+        # This process uses a GPU too: it must be the first GPU of its own servers, not of a parallel benchmark.
         os.environ["CUDA_VISIBLE_DEVICES"] = args.gpus
     bench = Bench(args)
     measures = args.measure.split(",")
@@ -238,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     result = report.Report("serve", args, settings)
 
     def shown(rows: Generator[dict[str, Any], None, None]) -> Iterator[dict[str, Any]]:
-        """Rows on the screen as they come."""
+        """Print rows as they come."""
         with contextlib.closing(rows):
             for row in rows:
                 figures = [

@@ -1,4 +1,4 @@
-"""What `benchmarks.serve` starts and asks: models, sizes, flags of both servers."""
+"""Plan of `benchmarks.serve`: models, sizes, flags of both servers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from benchmarks.environment import ROOT
 
 CONFIGS = ROOT / "benchmarks" / "configs"
+# Requests of the whole server, over all its ranks.
 MAX_REQUESTS = 256
-"""Of the whole server, whatever its ranks."""
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 PROMPT = 1024
 FIT_PROMPT, FIT_TOKENS = 32768, 64
@@ -18,7 +18,7 @@ FIT_PROMPT, FIT_TOKENS = 32768, 64
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """`memory`: share of a GPU for weights and cache. `measures`: the default ones."""
+    """A model with its defaults. `memory` is the share of a GPU for weights and cache."""
 
     folder: Path
     memory: float
@@ -34,10 +34,14 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sizes of a run. `decode`: requests at once, tokens each; `turnover`: clients, tokens of a mean answer. `ttft`:
-    prompt tokens, repeats.
+    """Sizes of a run.
 
-    `profile`: requests at once; `profile_tokens`: each of them, enough to be seen in the log and then profiled.
+    Attributes:
+        decode: concurrent requests -> tokens of each.
+        ttft: prompt tokens -> repeats.
+        profile: numbers of concurrent requests.
+        profile_tokens: tokens of each, enough to find the requests running in the log and then to profile them.
+        turnover: clients -> mean tokens of an answer.
     """
 
     decode: dict[int, int]
@@ -55,8 +59,8 @@ class Plan:
 
 
 FULL = Plan({1: 256, 16: 512, 64: 512, 256: 384}, {8192: 5, 65536: 3})
+# Seven decode log lines at each number of requests. At the real widths a step of 256 requests takes 18 ms.
 SHORT = Plan({1: 160, 16: 160, 64: 160, 256: 160}, {8192: 5, 65536: 3})
-"""Seven decode lines at each number of requests: the real widths take 18 ms a step at 256."""
 QUICK = Plan({1: 128, 16: 256, 64: 256}, {8192: 3, 65536: 2}, profile=(1, 64))
 DRY = Plan(
     {1: 24, 2: 24},
@@ -85,13 +89,13 @@ def plan(args: argparse.Namespace) -> Plan:
 
 
 def tokens_of_burst(args: argparse.Namespace, tokens: int) -> int:
-    """Log lines count steps, and with speculation a step makes several tokens."""
+    """Return the tokens to request. Log lines count steps, and with speculation a step generates several tokens."""
     return int(tokens * args.accept_length) if args.speculate else tokens
 
 
 def flags(args: argparse.Namespace, memory: float) -> list[str]:
-    """Of either server. SGLang divides the requests by the ranks of data parallelism itself; a graph's batch is one
-    rank's."""
+    """Return the flags of either server. SGLang divides the requests by the data-parallel ranks itself; the batch size
+    of a graph is that of one rank."""
     interval = ["--decode-log-interval", str(plan(args).log_interval)]
     if args.dry_run:
         return ["--max-running-requests", "2", "--context-length", "4096", *interval, *args.flags.split()]
@@ -108,7 +112,7 @@ def flags(args: argparse.Namespace, memory: float) -> list[str]:
 
 
 def speculation(steps: int) -> tuple[str, ...]:
-    """Flags for a chain of `steps` drafts of the model's own NextN layer."""
+    """Return the flags for a chain of `steps` drafts by the model's own NextN layer."""
     return (
         *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps)),
         *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1)),
@@ -116,29 +120,29 @@ def speculation(steps: int) -> tuple[str, ...]:
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
-    """Of either server: dummy weights accept no draft, so SGLang makes up which are right."""
+    """Return the environment of either server. With dummy weights no draft is right, so SGLang simulates acceptance."""
     return {"SGLANG_SIMULATE_ACC_LEN": str(args.accept_length)} if args.speculate else {}
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--model", choices=MODELS, default="flashshape", help="of benchmarks/configs (%(default)s)")
-    options.add_argument("--decode", default="", help="requests at once, as in 64,256; default: 1,16,64,256")
+    options.add_argument("--model", choices=MODELS, default="flashshape", help="in benchmarks/configs (%(default)s)")
+    options.add_argument("--decode", default="", help="concurrent requests, as in 64,256 (default: 1,16,64,256)")
     options.add_argument("--prompt", type=int, default=PROMPT, help="tokens of their prompts (%(default)s)")
     options.add_argument("--tp", type=int, default=1, help="GPUs of a server (%(default)s)")
     options.add_argument("--dp", type=int, default=1, help="ranks of DP attention among them (%(default)s)")
-    options.add_argument("--gpus", default="", help="the servers' GPUs, as in 2,3; default: the first ones")
-    options.add_argument("--speculate", type=int, default=0, help="drafts a turn (EAGLE), as 3; default: none")
+    options.add_argument("--gpus", default="", help="the servers' GPUs, as in 2,3 (default: the first ones)")
+    options.add_argument("--speculate", type=int, default=0, help="EAGLE drafts per round, as in 3 (default: none)")
     options.add_argument(
-        "--accept-length", type=float, default=2.49, help="tokens a turn that speculation keeps (%(default)s)"
+        "--accept-length", type=float, default=2.49, help="accepted tokens per speculative round (%(default)s)"
     )
     options.add_argument(
         "--mem-fraction-static", type=float, dest="memory", help="default: 0.6 flashshape, 0.85 v4flash"
     )
-    options.add_argument("--start-timeout", type=float, help="seconds to start; default: 240 flashshape, 420 v4flash")
+    options.add_argument("--start-timeout", type=float, help="seconds to start (default: 240 flashshape, 420 v4flash)")
 
 
 def resolve(options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Fill in what follows from the model; reject what does not fit together."""
+    """Fill in defaults that depend on the model, and reject options that do not fit together."""
     model = MODELS[args.model]
     args.memory = model.memory if args.memory is None else args.memory
     args.start_timeout = model.start_seconds if args.start_timeout is None else args.start_timeout
@@ -151,12 +155,12 @@ def resolve(options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if unknown := set(args.servers.split(",")) - {"ours", "in-tree"}:
         options.error(f"--servers {min(unknown)}: expected ours, in-tree or both")
     if args.dp < 1 or args.tp < 1 or args.tp % args.dp:
-        options.error(f"--tp {args.tp} --dp {args.dp}: DP attention divides the {args.tp} GPUs evenly")
+        options.error(f"--tp {args.tp} --dp {args.dp}: expected --dp to divide the {args.tp} GPUs evenly")
     if args.dry_run and (args.tp > 1 or args.gpus):
-        options.error("a dry run has one process on the CPU: leave --tp, --dp and --gpus out")
+        options.error("--dry-run has one process on the CPU: leave out --tp, --dp and --gpus")
     if args.gpus and (not args.gpus.replace(",", "").isdigit() or len(args.gpus.split(",")) != args.tp):
         options.error(
             f"--gpus {args.gpus}: expected the numbers of {args.tp} GPUs, separated by commas, for --tp {args.tp}"
         )
     if "fit" in measures and args.model != "flashshape":
-        options.error(f"--measure fit is made for flashshape, whose weights leave room, not for {args.model}")
+        options.error(f"--measure fit needs the small weights of flashshape; --model is {args.model}")

@@ -1,12 +1,13 @@
-"""What a decode step costs before its first layer: metadata on the host and on the device, ours against SGLang's.
+"""Benchmark the metadata of a decode step, on the host and on the device, ours against SGLang's.
 
     python -m benchmarks.step [--quick] [--out DIR]
 
-"in graph": the kernels that the step's CUDA graph records to make the metadata of all layers; their number and time.
-"host": microseconds of the calls that prepare a replay, not waiting for the device, and the kernels they launch.
-Ours: `build_decode` is recorded, `gather_decode` comes before. SGLang's copies its raw metadata outside the graph and
-makes page tables, index lists, plans and schedules inside. FlashMLA's schedules (one kernel for each kind of layer) are
-not in these numbers on either side. Context: the longest request that the server allows.
+- "in graph": number and time of the kernels in the step's CUDA graph that build the metadata of all layers.
+- "host": microseconds of the calls that prepare a replay, without waiting for the device, and the kernels they launch.
+
+Ours records `build_decode` and calls `gather_decode` before the replay. SGLang copies its raw metadata outside the
+graph and builds page tables, index lists, plans and schedules inside. FlashMLA's schedules (one kernel per kind of
+layer) are not included on either side. "context" is the longest request that the server allows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ CSA_RING = 8
 
 
 def requests_of(batch: int, context: int, page: int, device: torch.device) -> SimpleNamespace:
-    """Requests of random lengths up to 8K in a server that allows `context`: what SGLang hands to a decode step."""
+    """Return the inputs of a decode step as SGLang passes them, with requests of random lengths up to 8K.
+
+    Args:
+        batch: number of requests.
+        context: longest request that the server allows.
+        page: tokens per page.
+        device: device of the tensors.
+    """
     generator = torch.Generator().manual_seed(batch)
     lens = torch.randint(1000, min(8 * K, context), (batch,), generator=generator)
     table = torch.zeros(batch + 1, context, dtype=torch.int32, device=device)
@@ -84,7 +92,7 @@ class Ours:
 
 
 class InTree:
-    """SGLang's backend around the pools it asks about, without its model runner."""
+    """SGLang's backend with stubs of the pools that it queries, without its model runner."""
 
     def __init__(self, batch: int, context: int, device: torch.device) -> None:
         from sglang.kernels.ops.attention.dsv4.online_c128_mtp import OnlineC128MTPController
@@ -139,7 +147,7 @@ class InTree:
 
 
 def graph_nodes(function: Callable[[], object]) -> int | None:
-    """Kernels and copies that recording `function` makes; None where the binding to count them is missing."""
+    """Return the number of kernels and copies in a graph of `function`, or None without the CUDA bindings."""
     try:
         from cuda.bindings import runtime
     except ImportError:
@@ -156,7 +164,7 @@ def graph_nodes(function: Callable[[], object]) -> int | None:
 
 
 def kernels_launched(function: Callable[[], object]) -> int | None:
-    """Device activities of one call, by the profiler; None where it sees none."""
+    """Return the number of device activities of one call by the profiler, or None if it sees none."""
     from torch.profiler import ProfilerActivity, profile
 
     function()
@@ -169,7 +177,7 @@ def kernels_launched(function: Callable[[], object]) -> int | None:
 
 
 def synchronisations(function: Callable[[], object]) -> int:
-    """Times that one call waits for the device."""
+    """Return how often one call waits for the device."""
     function()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -178,13 +186,13 @@ def synchronisations(function: Callable[[], object]) -> int:
             function()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    # The mode itself warns once a process that it is a prototype.
+    # The mode itself warns once per process that it is a prototype.
     texts = [str(warning.message) for warning in seen]
     return sum("synchroniz" in text and "prototype" not in text for text in texts)
 
 
 def attempted(function: Callable[..., Any], *args: Any) -> Any:
-    """A count beside the times: its failure costs the count only."""
+    """Return the result of `function`, or None if it fails, so that the times are kept."""
     try:
         return function(*args)
     except Exception as error:
@@ -193,6 +201,15 @@ def attempted(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def measure(kind: Any, subject: str, batch: int, context: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield a row with times and counts of one kind of metadata.
+
+    Args:
+        kind: `Ours` or `InTree`.
+        subject: name of the kind.
+        batch: number of requests.
+        context: longest request that the server allows.
+        device: device of the metadata.
+    """
     step = kind(batch, context, device)
     cuda = device.type == "cuda"
     recorded = timing.Recorded(step.in_graph, device)
@@ -221,7 +238,7 @@ def measure(kind: Any, subject: str, batch: int, context: int, device: torch.dev
 
 
 def list_bytes(metadata: Any) -> int:
-    """Bytes of the distinct tensors that a step's metadata consists of."""
+    """Return the bytes of the distinct tensors in a step's metadata."""
     seen: dict[int, int] = {}
 
     def walk(value: Any, depth: int) -> None:

@@ -1,6 +1,7 @@
-"""Profiles of a running server through SGLang's own profiler: some decode steps at a number of requests, one prefill.
+"""Profile a running server with SGLang's own profiler: some decode steps at a number of requests, or one prefill.
 
-Not by stage: there a rank that has no request never reaches the end of its stage, at which all ranks meet.
+The profiler's mode by stage is not used: ranks synchronise at the end of a stage, which a rank without requests never
+reaches.
 """
 
 from __future__ import annotations
@@ -17,15 +18,22 @@ from benchmarks import servers
 from benchmarks.profile_steps import Summary, summarise
 from benchmarks.servers import Server
 
+# Decode steps of a profile. The first and the last are incomplete.
 STEPS = 10
-"""Decode steps of a profile. The first and the last are cut by its begin and end."""
 RUNNING_SECONDS = 120.0
 
 
 def decode(server: Server, prompts: Sequence[list[int]], tokens: int, keep: Path | None) -> Summary:
-    """Of a decode step in which all of `prompts` run. `tokens` each must outlast the wait for that and STEPS steps.
+    """Profile a decode step in which all of `prompts` run.
 
-    `keep`: where the first rank's trace is left; None deletes it. RuntimeError if the requests end too early.
+    Args:
+        server: server that is profiled.
+        prompts: one per request.
+        tokens: tokens per request; enough for the wait until all run, and STEPS steps.
+        keep: file to which the first rank's trace is copied, or None.
+
+    Raises:
+        RuntimeError: the requests ended too early.
     """
     with tempfile.TemporaryDirectory(prefix="profile_") as folder:
         mark, burst = server.mark(), _Burst(server, prompts, tokens)
@@ -33,17 +41,23 @@ def decode(server: Server, prompts: Sequence[list[int]], tokens: int, keep: Path
         while servers.running_now(server.lines(mark)) != len(prompts):
             if burst.ended or time.monotonic() > deadline:
                 burst.result()
-                raise RuntimeError(f"{len(prompts)} requests were never seen decoding together")
+                raise RuntimeError(f"{len(prompts)} requests never decoded together")
             time.sleep(0.01)
         _start(server, folder, num_steps=STEPS)
         burst.result()
-        if not _traces(Path(folder)):  # fewer steps came than were asked for
+        if not _traces(Path(folder)):  # fewer steps ran than were requested
             server.request("/stop_profile", {})
         return _read(Path(folder), keep, whole=False)
 
 
 def prefill(server: Server, prompt: list[int], keep: Path | None) -> Summary:
-    """Of all that runs for one prompt and its first token."""
+    """Profile everything that runs for one prompt and its first token.
+
+    Args:
+        server: server that is profiled.
+        prompt: token ids.
+        keep: file to which the first rank's trace is copied, or None.
+    """
     with tempfile.TemporaryDirectory(prefix="profile_") as folder:
         _start(server, folder)
         server.generate(prompt, 1, **on_first_rank(server, 1))
@@ -52,12 +66,12 @@ def prefill(server: Server, prompt: list[int], keep: Path | None) -> Summary:
 
 
 def on_first_rank(server: Server, requests: int) -> dict[str, Any]:
-    """A single request goes to the rank of which the trace is read."""
+    """Return the field that routes a single request to the rank whose trace is read."""
     return {"routed_dp_rank": 0} if requests == 1 and "--dp-size" in server.argv else {}
 
 
 class _Burst:
-    """Requests in a thread that does not keep the program from ending."""
+    """Requests in a daemon thread."""
 
     def __init__(self, server: Server, prompts: Sequence[list[int]], tokens: int) -> None:
         self._error: Exception | None = None
@@ -89,7 +103,7 @@ def _start(server: Server, folder: str, **more: Any) -> None:
 
 
 def _traces(folder: Path) -> list[Path]:
-    """The first rank's: "ID-TP-0.trace.json.gz", with its other ranks behind TP-0."""
+    """Return the traces of the first rank: "ID-TP-0.trace.json.gz", with DP, PP or EP ranks after TP-0."""
     return sorted(folder.glob("*-TP-0*.trace.json.gz"))
 
 

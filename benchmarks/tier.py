@@ -1,15 +1,19 @@
-"""The host cache's copies alone: blocks and a snapshot to pinned host memory and back, as a server makes them.
+"""Benchmark the copies of the host cache alone: blocks and a snapshot to pinned host memory and back.
 
     python -m benchmarks.tier [--quick] [--out DIR]
 
-Blocks of all layers of Flash and one snapshot with them: 157 blocks are a conversation of 20,000 tokens. "scattered":
-ids in random order on both sides; "in a row": ids that follow each other, as the host hands them out. "save" is a
-gather on the GPU and copies of runs of rows; "load" the snapshot and then the layers; "snapshot us" until the
-snapshot alone is there. The floor, "copy", is one cudaMemcpyAsync of as many bytes to or from memory that CUDA
-allocated.
+The copies are those of a server: blocks of all layers of Flash and one snapshot. 157 blocks are a conversation of
+20,000 tokens. Orders:
 
-"us": from an idle device until the work is done; "host us": until the calls return; "device us": of the device alone,
-whose queue was full before. GB/s are those of "device us".
+- "scattered": ids in random order on both sides,
+- "in a row": contiguous ids, as the host pool allocates them.
+
+"save" is a gather on the GPU and copies of contiguous host rows. "load" copies the snapshot and then the layers;
+"snapshot us" is the time until the snapshot alone is loaded. The floor, "copy", is one cudaMemcpyAsync of the same
+bytes to or from memory that CUDA allocated.
+
+"us" is the time from an idle device until the work is done. "host us" is the time until the calls return. "device us"
+is the time of the device alone, behind a full queue; GB/s are computed from it.
 """
 
 from __future__ import annotations
@@ -32,14 +36,20 @@ from dsv4_sglang.model import DSV4Config, build_schedule
 from dsv4_sglang.model.layer_schedule import AttentionType
 
 BLOCKS = (1, 16, 157, 3125)
+# About 10 ms on a GPU, long enough to enqueue all launches of a load.
 BUSY_CYCLES = 20_000_000
-"""About 10 ms of a GPU, in which all launches of a load are enqueued."""
 DIRECTIONS = ("save", "load")
 ORDERS = ("scattered", "in a row")
 
 
 def behind_a_queue(function: Callable[[], object], device: torch.device, samples: int) -> timing.Timing:
-    """Microseconds of the device, which has work until all of `function` is enqueued."""
+    """Return the device time in us. The device is kept busy until all work is enqueued.
+
+    Args:
+        function: enqueues the work.
+        device: device of the work.
+        samples: number of samples.
+    """
     if device.type != "cuda":
         return from_idle(function, device, samples)[0]
     times = []
@@ -55,7 +65,7 @@ def behind_a_queue(function: Callable[[], object], device: torch.device, samples
 
 
 class Tier:
-    """Pools of both sides; snapshot 1 goes to row 0 and back."""
+    """Pools of both sides. Snapshot 1 is saved to host row 0 and loaded back."""
 
     def __init__(self, config: DSV4Config, blocks: int, device: torch.device) -> None:
         layout = CacheLayout.build(config, build_schedule(config), device, hca_state="online")
@@ -69,7 +79,7 @@ class Tier:
             tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8, device=device))
 
     def tensors(self) -> list[Tensor]:
-        """All that is copied, on the device."""
+        """Return all device tensors that are copied."""
         return [*(view for pool in self.pools for view in pool.block_views()), *self.storage.snapshot_views(1)]
 
     def bytes_of(self, blocks: int) -> int:
@@ -97,7 +107,7 @@ class Bench:
         self.tier = Tier(append.first_layers(config, 4) if args.dry_run else config, 2 * max(self.blocks), self.device)
 
     def ids(self, blocks: int, order: str) -> tuple[Tensor, Tensor]:
-        """(ids on the device, host rows) of the first half of both pools, or drawn from all of them."""
+        """Return device ids and host rows, contiguous from 0 or drawn at random from both pools."""
         if order == "in a row":
             both = torch.arange(blocks), torch.arange(blocks)
         else:
@@ -106,7 +116,7 @@ class Bench:
         return both[0].to(self.device), both[1]
 
     def copy(self, blocks: int) -> Iterator[dict[str, Any]]:
-        """Of as many bytes in one piece."""
+        """Time copies of the same number of bytes in one piece."""
         size = self.tier.bytes_of(blocks)
         here = torch.zeros(size, dtype=torch.uint8, device=self.device)
         there = torch.zeros(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
@@ -115,7 +125,16 @@ class Bench:
             yield self.row(direction, blocks, "copy", partial(target.copy_, source, non_blocking=True))
 
     def ours(self, blocks: int, order: str, floors: dict[str, float]) -> Iterator[dict[str, Any]]:
-        """Raises ValueError if what comes back is not what went."""
+        """Time a save and a load, and check the contents.
+
+        Args:
+            blocks: number of blocks.
+            order: one of ORDERS.
+            floors: time of a single copy in us, by direction.
+
+        Raises:
+            ValueError: the loaded data differ from the saved data.
+        """
         ids, rows = self.ids(blocks, order)
         kept = [tensor.clone() for tensor in self.tier.tensors()]
         for direction in DIRECTIONS:
@@ -132,10 +151,18 @@ class Bench:
         for i, (tensor, before) in enumerate(zip(self.tier.tensors(), kept)):
             which = ids if i < block_views else slice(None)
             if not torch.equal(tensor[which], before[which]):
-                raise ValueError(f"{blocks} blocks {order}: what came back is not what went")
+                raise ValueError(f"{blocks} blocks {order}: the loaded data differ from the saved data")
             tensor.copy_(before)
 
     def row(self, direction: str, blocks: int, subject: str, function: Callable[[], object]) -> dict[str, Any]:
+        """Time one direction of a copy and return its row.
+
+        Args:
+            direction: one of DIRECTIONS.
+            blocks: number of blocks.
+            subject: name of the implementation.
+            function: makes the copy.
+        """
         whole, host_us = from_idle(function, self.device, self.samples)
         alone = behind_a_queue(function, self.device, self.samples)
         size = self.tier.bytes_of(blocks)

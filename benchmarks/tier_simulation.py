@@ -1,14 +1,17 @@
-"""Hit rate against working set with a host cache, without a server: the policy on two trees under two loads.
+"""Simulate the hit rate of a host cache against the working set, without a server.
 
     python -m benchmarks.tier_simulation               # figures to docs/benchmarks/
     python -m benchmarks.tier_simulation --what loop   # one study
 
-A device of 1.0 M tokens and hosts of 0, 2, 4 and 8 times that, blocks and snapshots alike. "loop": conversations of
-20,000 tokens visited in turn, four times. "agents": agent conversations (`benchmarks.agent_trace`) of 2,000 to 80,000
-tokens, somewhere on their way when the load begins, five turns each. "share": what other shares of snapshots in as
-many bytes of the host would hit, in both loads. "bound": what a host would hit that has copies of all that the device
-has, one that has none, and such whose bytes are for blocks and snapshots alike, or that know who comes next. "grow":
-conversations of 10,000 tokens in turn, one at a time: first so few that they fit, then so many that a part does.
+The device holds 1.0 M tokens, the host 0, 2, 4 and 8 times as many bytes, in blocks and snapshots. Studies:
+
+- "loop": conversations of 20,000 tokens, visited in round-robin order four times.
+- "agents": agent conversations (`benchmarks.agent_trace`) of 2,000 to 80,000 tokens that start midway, five turns each.
+- "share": other shares of snapshots in the same host bytes, in both loads.
+- "bound": other hosts. They copy all device contents or none of them, share their bytes between blocks and snapshots,
+  or know which conversation continues next.
+- "grow": conversations of 10,000 tokens in round-robin order, one request at a time; first few enough to fit, then too
+  many.
 """
 
 from __future__ import annotations
@@ -46,17 +49,20 @@ from dsv4_sglang.srt.prefix_cache.tree import FreeList, Match, Node, PrefixTree
 
 DEVICE_TOKENS = 1_000_000
 RATIOS = (0, 2, 4, 8)
+# Multiples of the device's tokens.
 WORKING_SETS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0, 14.0, 20.0)
-"""As multiples of the device's tokens."""
 CONVERSATION = 20_000
 
 
 class SharedTree(PrefixTree):
-    """Blocks and snapshots of one memory of `size` bytes: whoever needs room takes what is worth least by the byte,
-    counting with a snapshot at the end of a path the blocks behind the one before it."""
+    """Prefix tree whose blocks and snapshots share one memory of `size` bytes.
+
+    Eviction takes what has the lowest value per byte. The bytes of a snapshot at a leaf include the blocks since the
+    previous snapshot.
+    """
 
     def __init__(self, size: int, ahead: Sequence[Turn] = ()) -> None:
-        """`ahead`: the turns to come, if it knows them."""
+        """`ahead` are the future turns, for a policy that knows them."""
         super().__init__(FreeList(size // BLOCK_BYTES), FreeList(size // SNAPSHOT_BYTES))
         self.size = size
         if ahead:
@@ -84,7 +90,7 @@ class SharedTree(PrefixTree):
         return self.size - used - (snapshots.size - snapshots.available_size()) * SNAPSHOT_BYTES
 
     def _evict(self, least: float = 0.0) -> bool:
-        """Free something that is worth less than `least` says; blocks behind no snapshot always are."""
+        """Free the item of lowest value if its score exceeds `least`. Blocks without a later snapshot always go."""
         if not self._valueless:
             registry = self.registry
             saved = registry.length - registry.length[registry.previous]
@@ -102,10 +108,10 @@ class SharedTree(PrefixTree):
 
 
 class Foresight(SnapshotRegistry):
-    """Knows when each conversation goes on: what is needed last is given up first."""
+    """Registry that knows when each conversation continues: what is needed last is evicted first."""
 
     def __init__(self, capacity: int, turns: Sequence[Turn], nodes: Mapping[int, Node]) -> None:
-        """`nodes`: of the snapshots, whose keys say whose they are."""
+        """`nodes` maps a snapshot to its tree node, whose keys identify the conversation."""
         super().__init__(capacity)
         self._nodes = nodes
         self._next: dict[int, list[int]] = {}
@@ -113,7 +119,7 @@ class Foresight(SnapshotRegistry):
             self._next.setdefault(turn.conversation, []).append(now)
 
     def reuse_interval(self) -> np.ndarray:
-        """Requests until the next of the conversation; system prompts are always next."""
+        """Return the requests until the conversation's next one. System prompts are always next."""
         wait = np.ones(len(self.held))
         for slot in np.flatnonzero(self.held):
             if (key := int(self._nodes[int(slot)].keys[-1])) > 0:
@@ -124,16 +130,16 @@ class Foresight(SnapshotRegistry):
 
 
 class TieredSimulation(Simulation):
-    """The host cache as it is: one tree over both places (`benchmarks.tier_tree`); passes of the scheduler are ends of
-    requests."""
+    """The host cache as implemented: one tree over both tiers (`benchmarks.tier_tree`). The scheduler's passes are
+    simulated at the ends of requests."""
 
     tree: TieredTree
 
     def __init__(self, blocks: int, snapshots: int, host_blocks: int, rows: int) -> None:
         super().__init__(blocks, snapshots, INTERVAL)
         self.tree = TieredTree(*map(FreeList, (blocks, snapshots, host_blocks, rows)))
+        # Tokens loaded from the host; tokens whose blocks were in a tier without a snapshot after them.
         self.loaded_tokens = self.stateless_tokens = 0
-        """Tokens that were loaded; of whose blocks either tier had, but no snapshot behind them."""
 
     def _resume(self, keys: np.ndarray) -> Match:
         tree = self.tree
@@ -157,9 +163,11 @@ class TieredSimulation(Simulation):
 
 
 class CopyingSimulation(Simulation):
-    """A second tree on the host, which has a copy of all that a request leaves when it ends, whatever the device has;
-    what the host has further than the device is loaded. Each tree has a registry of its own, of which the host's sees
-    every use and gives the device a line's rhythm with the line."""
+    """A host with its own tree and copies of everything that a request leaves at its end, even if the device has it.
+
+    If the host has a longer prefix than the device, it is loaded. Each tree has its own registry. The host's registry
+    sees every use, and a load also copies the conversation's reuse interval to the device's registry.
+    """
 
     def __init__(
         self,
@@ -171,8 +179,16 @@ class CopyingSimulation(Simulation):
         shared: bool = False,
         ahead: Sequence[Turn] = (),
     ) -> None:
-        """`shared`: the host's bytes are for blocks and snapshots alike. `ahead`: the turns to come, if it knows
-        them."""
+        """Create both trees.
+
+        Args:
+            blocks: number of blocks of the device.
+            snapshots: number of snapshots of the device.
+            host_blocks: number of blocks of the host.
+            rows: number of snapshots of the host.
+            shared: True if blocks and snapshots share the host's bytes.
+            ahead: future turns, for a host that knows them.
+        """
         super().__init__(blocks, snapshots, INTERVAL)
         self.host = PrefixTree(FreeList(host_blocks), FreeList(rows))
         if shared:
@@ -190,7 +206,13 @@ class CopyingSimulation(Simulation):
         return loaded or match
 
     def _load(self, keys: np.ndarray, match: Match, there: Match) -> Match | None:
-        """What the request resumes from then; None without room, which others may have that run."""
+        """Load the host's prefix. Return what the request then resumes from, or None if running requests leave no room.
+
+        Args:
+            keys: block keys of the request.
+            match: longest match on the device.
+            there: longest match on the host.
+        """
         fresh = self.tree.take_blocks(there.resume - match.resume)
         if fresh is None:
             return None
@@ -230,8 +252,16 @@ def simulate(
     copies: bool = False,
     **options: Any,
 ) -> dict[str, float]:
-    """SchedulerConfig are of the tokens that an infinite cache serves. `host_share`: of the host's bytes that are
-    snapshots; by default as a server has it. `copies`, and `options` with it: see `CopyingSimulation`."""
+    """Run a load and return its figures. Hits are shares of the tokens that an infinite cache would serve.
+
+    Args:
+        turns: the load.
+        ratio: bytes of the host / bytes of the device.
+        host_share: share of the host's bytes for snapshots (default: the server's).
+        tokens: tokens of the device.
+        copies: use `CopyingSimulation`.
+        **options: further arguments of `CopyingSimulation`.
+    """
     blocks = tokens // BLOCK
     snapshots = int(blocks * BLOCK_BYTES * SNAPSHOT_SHARE / (1 - SNAPSHOT_SHARE) / SNAPSHOT_BYTES)
     there = host_of(blocks, snapshots, ratio, host_share)
@@ -249,7 +279,14 @@ def simulate(
 
 
 def host_of(blocks: int, snapshots: int, ratio: float, share: float | None) -> tuple[int, int]:
-    """Blocks and snapshots of a host of `ratio` times a device's bytes."""
+    """Return the blocks and snapshots of a host of `ratio` times the device's bytes.
+
+    Args:
+        blocks: number of blocks of the device.
+        snapshots: number of snapshots of the device.
+        ratio: bytes of the host / bytes of the device.
+        share: share of the host's bytes for snapshots (default: the server's).
+    """
     size = ratio * (blocks * BLOCK_BYTES + snapshots * SNAPSHOT_BYTES)
     if share is not None or not ratio:
         share = share or 0.0
@@ -279,8 +316,8 @@ def study_loop() -> Rows:
 
 
 def study_agents() -> Rows:
-    """`blind`: what a cache as large as the host (or the device alone) may expect that cannot know which conversation
-    goes on next."""
+    """Vary the working set. `blind` is the expected hit rate of a cache of the host's size (or of the device, without a
+    host) that cannot know which conversation continues next."""
     rows = []
     for times in WORKING_SETS:
         turns, active = agents(times)
@@ -292,12 +329,12 @@ def study_agents() -> Rows:
     return rows
 
 
+# (working set, ratio)
 LOADS = ((2.0, 2), (3.0, 2), (4.0, 4), (8.0, 8), (10.0, 4), (10.0, 8))
-"""Working set and ratio."""
 
 
 def study_share() -> Rows:
-    """Five seeds each."""
+    """Vary the share of snapshots on the host, five seeds each."""
     rows = []
     for times, ratio in LOADS:
         loads = [agents(times, seed)[0] for seed in range(5)]
@@ -310,8 +347,11 @@ def study_share() -> Rows:
 
 
 def study_bound() -> Rows:
-    """Five seeds each. `copies`: in the device's proportion of blocks and snapshots. `none`: the host is as large as
-    both, as if it had no copy of what the device has."""
+    """Compare hosts, five seeds each.
+
+    `copies` has blocks and snapshots in the device's proportion. `none` is as large as device and host together, as if
+    the host had no copy of the device's contents.
+    """
     rows = []
     for times, ratio in LOADS:
         loads = [agents(times, seed)[0] for seed in range(5)]
@@ -328,13 +368,13 @@ def study_bound() -> Rows:
     return rows
 
 
+# (conversations, visits of each)
 GROWING = ((50, 3), (120, 6))
-"""Conversations, and how often all are visited."""
 
 
 def study_grow() -> Rows:
-    """One row a visit. Both places have 9,284 blocks; 120 conversations take 9,850 in their first visit and 10,930
-    in their last."""
+    """Return one row per visit. Both tiers have 9,284 blocks together. 120 conversations take 9,850 blocks in their
+    first visit and 10,930 in their last."""
     simulation = TieredSimulation(1024, 12, 8260, 990)
     rows = grow(simulation, GROWING, 10_000)
     for row in rows:
@@ -343,7 +383,13 @@ def study_grow() -> Rows:
 
 
 def grow(simulation: Simulation, stages: Iterable[tuple[int, int]], tokens: int) -> Rows:
-    """Hits of each visit as shares of what an infinite cache hits in it."""
+    """Return the hits of each visit as shares of the hits of an infinite cache.
+
+    Args:
+        simulation: simulation that serves the requests.
+        stages: pairs of the number of conversations and the number of visits.
+        tokens: length of a conversation.
+    """
     simulation.concurrency = 1
     rows: Rows = []
     for number, turns in growing(stages, tokens):
@@ -356,12 +402,12 @@ def grow(simulation: Simulation, stages: Iterable[tuple[int, int]], tokens: int)
 
 
 def loop(times: float) -> list[Turn]:
-    """Conversations of so many times the device's tokens, visited in turn."""
+    """Return round-robin visits to conversations with `times` the device's tokens."""
     return list(rounds(max(1, round(times * DEVICE_TOKENS / CONVERSATION)), CONVERSATION, 4))
 
 
 def agents(times: float, seed: int = 0) -> tuple[list[Turn], int]:
-    """A load whose live conversations have about so many times the device's tokens, and how many conversations."""
+    """Return a load whose live conversations have about `times` the device's tokens, and their number."""
     active = max(2, round(times * 45))
     turns: list[Turn] = []
     for _ in range(4):
@@ -402,7 +448,7 @@ def plot(results: dict[str, Rows], to: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", choices=[*STUDIES, "plot"], nargs="*", help="studies to run again; default: all")
+    parser.add_argument("--what", choices=[*STUDIES, "plot"], nargs="*", help="studies to repeat (default: all)")
     args = parser.parse_args()
     file = RESULTS / "tier_simulation.json"
     results: dict[str, Rows] = json.loads(file.read_text()) if file.is_file() else {}

@@ -1,4 +1,4 @@
-"""Time of device work: CUDA graph replays between events, medians of many repeats; and the ceilings of the device."""
+"""Time device work: medians of CUDA graph replays between events; and measure the ceilings of the device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
+# A sample lasts about this long, so that the resolution of the events does not matter.
 SAMPLE_US = 2000.0
-"""A sample is as many replays as last about this long, so that the clock of the events does not matter."""
+# Larger than the L2 cache of any GPU.
 FLUSH_BYTES = 256 << 20
-"""More than the L2 cache of any GPU."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call: median and the 10th and 90th percentile of `samples` samples."""
+    """Microseconds per call: median, and 10th and 90th percentile of `samples` samples."""
 
     us: float
     low: float
@@ -32,14 +32,14 @@ def summarise(samples: Sequence[float]) -> Timing:
 
 
 def weighted(timings: Sequence[Timing], weights: Sequence[float]) -> float:
-    """Mean of medians in microseconds."""
+    """Return the weighted mean of the medians in microseconds."""
     if len(timings) != len(weights) or not weights:
-        raise ValueError(f"{len(timings)} timings and {len(weights)} weights; expected as many, and at least one")
+        raise ValueError(f"{len(timings)} timings and {len(weights)} weights; expected equal numbers, at least one")
     return sum(t.us * w for t, w in zip(timings, weights)) / sum(weights)
 
 
 class Recorded:
-    """A function of device work, recorded into a CUDA graph once; on the CPU it just runs."""
+    """A function of device work, recorded once into a CUDA graph. On the CPU it is called directly."""
 
     def __init__(self, function: Callable[[], object], device: torch.device, warmup: int = 2) -> None:
         self.device, self.function = device, function
@@ -66,7 +66,7 @@ class Recorded:
             self.graph.replay()
 
     def time(self, samples: int = 30, divide: int = 1) -> Timing:
-        """Replays back to back. `divide`: calls that one recording stands for."""
+        """Time replays back to back. `divide` is the number of calls in one recording."""
         if self.graph is None:
             return self._on_cpu(divide)
         once = self._between_events(1)
@@ -74,9 +74,9 @@ class Recorded:
         return summarise([self._between_events(replays) / replays / divide for _ in range(samples)])
 
     def time_cold(self, samples: int = 20, divide: int = 1) -> Timing:
-        """Single replays, each behind a write of 256 MiB that replaces what the L2 cache holds.
+        """Time single replays, each after a write of 256 MiB that replaces the contents of the L2 cache.
 
-        The host enqueues the replay while that write runs, so the time is the device's alone.
+        The host enqueues the replay while that write runs, so the result is device time only.
         """
         if self.graph is None:
             return self._on_cpu(divide)
@@ -104,7 +104,15 @@ class Recorded:
 
 
 def host_time(function: Callable[[], object], samples: int = 50, inner: int = 10) -> Timing:
-    """Microseconds of host work a call: the device's queue is empty at the start of a sample and is not waited for."""
+    """Return the host time of a call in us.
+
+    A sample starts with an empty device queue and does not wait for the device.
+
+    Args:
+        function: the call.
+        samples: number of samples.
+        inner: calls per sample.
+    """
     cuda = torch.cuda.is_available()
     times = []
     for _ in range(samples):
@@ -118,7 +126,7 @@ def host_time(function: Callable[[], object], samples: int = 50, inner: int = 10
 
 
 def copy_rate(device: torch.device, megabytes: int = 2048) -> float:
-    """GB/s of a kernel that copies, bytes read plus bytes written. A copy node of a CUDA graph is a third slower."""
+    """Return the GB/s of a copy kernel, bytes read plus written. (A copy node of a CUDA graph is a third slower.)"""
     size = (megabytes << 20) if device.type == "cuda" else (1 << 20)
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
@@ -127,7 +135,7 @@ def copy_rate(device: torch.device, megabytes: int = 2048) -> float:
 
 
 def empty_launch(device: torch.device, launches: int = 200) -> float:
-    """Microseconds of a kernel that does nothing, one of many in a CUDA graph."""
+    """Return the microseconds of an empty kernel, one of many in a CUDA graph."""
     if device.type != "cuda":
         return 0.0
 
@@ -139,12 +147,19 @@ def empty_launch(device: torch.device, launches: int = 200) -> float:
 
 
 def floor_us(bytes_moved: float, launches: float, copy_gbs: float, launch_us: float) -> float:
-    """No version is faster: the larger of the bytes at the copy rate and the launches at an empty kernel each."""
+    """Return a lower bound of the time in us: the larger of the bytes at the copy rate and the empty launches.
+
+    Args:
+        bytes_moved: bytes read plus written.
+        launches: number of kernels.
+        copy_gbs: copy rate in GB/s.
+        launch_us: time of an empty kernel in us.
+    """
     return max(bytes_moved / copy_gbs / 1e3, launches * launch_us)
 
 
 def bf16_rate(device: torch.device, size: int = 8192) -> float:
-    """TFLOP/s of a square bf16 matrix product of random numbers."""
+    """Return the TFLOP/s of a square bf16 matrix product of random numbers."""
     n = size if device.type == "cuda" else 128
     a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
@@ -153,7 +168,7 @@ def bf16_rate(device: torch.device, size: int = 8192) -> float:
 
 
 def ceilings(device: torch.device, keep: Callable[[str, float], None]) -> Iterator[dict[str, object]]:
-    """Measure the device's ceilings and hand each to `keep`; a part without rows."""
+    """Measure the device's ceilings and pass each to `keep`. Yields no rows."""
     keep("copy_gbs", copy_rate(device))
     keep("empty_launch_us", empty_launch(device))
     keep("bf16_tflops", bf16_rate(device))

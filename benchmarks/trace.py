@@ -1,21 +1,24 @@
-"""Replay a trace file in Mooncake's format, against a perfect cache; ours and SGLang's own.
+"""Replay a trace file in Mooncake's format and compare hits with a perfect cache; ours and SGLang's own.
 
     python -m benchmarks.trace TRACE.jsonl.xz --server ours,sglang-best --closed 8,64 --out OUT/trace.jsonl
     python -m benchmarks.trace TRACE.jsonl.xz --url http://127.0.0.1:30000 --vocab 129280 --open 1,0.5 --out F
-    python -m benchmarks.agent_trace --agents 32 --out agents.jsonl   # a seeded agent load, in the same format
+    python -m benchmarks.agent_trace --agents 32 --out agents.jsonl   # a seeded agent load in the same format
 
---closed: N clients, each of which takes the next session when its last one is over. --open: sessions begin at the
-trace's time stamps times a factor; 0.5 is twice the load. In both, a session's next request follows the answer by its
-`delay`, in open loop times the factor. A line without `session_id` is a session of its own.
+--closed: N clients, each of which starts the next session when its last one has ended. --open: sessions begin at the
+trace's time stamps times a factor; 0.5 is twice the load. In both, the next request of a session follows the answer
+after its `delay`, which open loop multiplies by the factor. A line without `session_id` is a session of its own.
 
-Before each load, prompts of the trace's lengths with other tokens run until their times settle, then the cache is
+Before each load, prompts of the trace's lengths with other tokens run until their times settle; then the cache is
 flushed. Each load appends a row to --out. FILE.requests.jsonl beside it gets one line per request. Ideal hits are those
-of an unbounded cache and of optimal caches of --capacity tokens and of the device's tokens.
+of an unbounded cache, and of optimal caches of --capacity tokens and of the device's tokens.
 
-Misses of the unbounded ideal: `in_flight`, another request was computing the tokens when this one was sent;
-`no_snapshot`, blocks were cached without a snapshot to resume from (this package's metrics); `other`, the
-rest: evicted, or between the last snapshot of the prefix and its end.
-With --seconds nothing is sent after that time; `requests` says how many of the trace's `of` were.
+Misses relative to the unbounded cache:
+
+- `in_flight`: another request was computing the tokens when this one was sent.
+- `no_snapshot`: blocks were cached without a snapshot to resume from (from this package's metrics).
+- `other`: the rest, which was evicted or is between the prefix's last snapshot and its end.
+
+With --seconds nothing is sent after that time. `requests` is the number of requests sent, `of` the number in the trace.
 """
 
 from __future__ import annotations
@@ -46,15 +49,15 @@ from benchmarks.replay import Client
 from benchmarks.trace_file import Request, computed_hits, load, perfect_hits
 from benchmarks.turns import FLAGS, spread
 
+# Time bins of a load, for the plot.
 BINS = 40
-"""Of a load's time, for the plot."""
 WARM_REQUESTS, WARM_OUTPUT, WARM_ROUNDS = 48, 8, 5
 WARM_SEED = 1_000_000
 
 
 @dataclass
 class Done:
-    """One answered request. Times in seconds; `begin` since the load began, `late` behind its time in the trace."""
+    """An answered request; times in seconds. `begin`: since the start of the load. `late`: after the trace's time."""
 
     begin: float
     late: float
@@ -73,11 +76,11 @@ class Replayer:
     """Sends a trace's sessions. The first error of any request ends the replay.
 
     Args:
-        client: of the server.
-        vocab: token ids are drawn below this.
-        seed: of the tokens.
+        client: client of the server.
+        vocab: token ids are below this.
+        seed: seed of the tokens.
         cap: longest answer in tokens; 0: as in the trace.
-        deadline: of `time.monotonic`; nothing is sent after it.
+        deadline: time of `time.monotonic` after which nothing is sent.
         progress: called after each answer.
     """
 
@@ -116,7 +119,7 @@ class Replayer:
         first = min(one.at for one in requests)
         for session in sessions(requests):
             due = factor * (session[0].at - first)
-            # A body takes milliseconds to encode: threads start early enough to have it in time.
+            # Encoding a body takes milliseconds, so threads start early.
             self._sleep_until(due - 1.0)
             if self._over():
                 break
@@ -182,11 +185,19 @@ def sessions(requests: Sequence[Request]) -> list[list[Request]]:
 
 
 def warm_up(client: Client, requests: Sequence[Request], clients: int, vocab: int, count: int, most: int) -> int:
-    """Run `count` prompts of the trace's lengths until their times settle, at most `most` rounds: first parts of
-    prompts, then the whole, which hit.
+    """Run prompts of the trace's lengths until their times settle: first the beginnings of prompts, then the whole
+    prompts, which hit.
+
+    Args:
+        client: client of the server.
+        requests: the trace.
+        clients: concurrent requests.
+        vocab: token ids are below this.
+        count: prompts per round.
+        most: largest number of rounds.
 
     Returns:
-        The rounds that ran.
+        The number of rounds.
     """
     by_length = sorted(requests, key=lambda one: one.tokens)
     chosen = by_length[:: max(1, len(by_length) // count)]
@@ -212,9 +223,9 @@ def summary(pairs: Sequence[tuple[Request, Done]], capacities: Sequence[int], lo
     """Return the figures of a load, and set `ideal` and `in_flight` of each request.
 
     Args:
-        pairs: in the order in which they were sent.
+        pairs: requests and answers in the order of sending.
         capacities: tokens of bounded optimal caches.
-        lost: tokens that the server computed again for want of a snapshot; None: its metrics do not tell.
+        lost: tokens that the server computed again for lack of a snapshot; None if its metrics do not report them.
     """
     requests, done = [one for one, _ in pairs], [one for _, one in pairs]
     computed = computed_hits(requests, [one.begin for one in done], [one.begin + one.first_token for one in done])
@@ -253,7 +264,7 @@ def summary(pairs: Sequence[tuple[Request, Done]], capacities: Sequence[int], lo
 
 
 def over_time(done: Sequence[Done], seconds: float) -> list[dict[str, float]]:
-    """Return hits and first tokens by the time of sending, in up to BINS equal parts of the load."""
+    """Return hits and times to first token by the time of sending, in up to BINS equal intervals."""
     bins: dict[int, list[Done]] = {}
     for one in done:
         bins.setdefault(min(BINS - 1, int(BINS * one.begin / seconds)), []).append(one)
@@ -270,7 +281,7 @@ def over_time(done: Sequence[Done], seconds: float) -> list[dict[str, float]]:
 
 @contextlib.contextmanager
 def serving(args: argparse.Namespace, subject: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """(URL, vocabulary, what is known about it) of a server that runs, or of one that is started for this."""
+    """Yield (URL, vocabulary, facts about the server) of a running server, or of one started for this."""
     if args.url:
         yield args.url, args.vocab, {"subject": subject, "flags": None}
         return
@@ -285,7 +296,14 @@ def serving(args: argparse.Namespace, subject: str) -> Iterator[tuple[str, int, 
 def measure(
     args: argparse.Namespace, subject: str, requests: Sequence[Request], console: Console
 ) -> Iterator[tuple[dict[str, Any], list[Done]]]:
-    """Yield the row and the answers of each load of one server."""
+    """Yield a row and the answers for each load of one server.
+
+    Args:
+        args: the command line.
+        subject: name of the server.
+        requests: the trace.
+        console: console of the progress bar.
+    """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with serving(args, subject) as (url, vocab, about):
         client = Client(url)
@@ -293,7 +311,7 @@ def measure(
         capacities = sorted({about["max_total_num_tokens"], *args.capacity})
         for loop, size in [("closed", n) for n in args.closed] + [("open", factor) for factor in args.open]:
             if time.monotonic() > args.deadline:
-                print(f"{subject}: {args.seconds:.0f} s are over, left out: {loop} {size:g}", flush=True)
+                print(f"{subject}: --seconds {args.seconds:.0f} is over, skipped: {loop} {size:g}", flush=True)
                 continue
             clients = int(size) if loop == "closed" else 2 if args.dry_run else 16
             most = (1, 1) if args.dry_run else (max(clients, WARM_REQUESTS), WARM_ROUNDS)
@@ -338,16 +356,16 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("trace", type=Path, help="JSON lines, also .xz or .gz")
     options.add_argument("--server", default="ours,sglang-best", help=f"some of {', '.join(FLAGS)}")
-    options.add_argument("--url", help="a server that runs, instead")
-    options.add_argument("--vocab", type=int, default=4_000, help="with --url: token ids are drawn below this")
-    options.add_argument("--closed", default="", help="clients, a load each, as in 8,64")
-    options.add_argument("--open", default="", help="factors of the time stamps, a load each, as in 1,0.5")
+    options.add_argument("--url", help="use a running server instead")
+    options.add_argument("--vocab", type=int, default=4_000, help="with --url: token ids are below this")
+    options.add_argument("--closed", default="", help="numbers of clients, one load each, as in 8,64")
+    options.add_argument("--open", default="", help="factors of the time stamps, one load each, as in 1,0.5")
     options.add_argument("--requests", type=int, help="only the first N requests")
     options.add_argument("--longest", type=int, default=2**31, help="leave out longer prompts")
     options.add_argument("--cap", type=int, default=0, help="longest answer; 0: as in the trace")
-    options.add_argument("--capacity", default="", help="tokens of perfect caches, beside those of the device")
+    options.add_argument("--capacity", default="", help="capacities of further perfect caches in tokens")
     options.add_argument("--seconds", type=float, default=math.inf, help="send nothing after this time")
-    options.add_argument("--seed", type=int, default=0, help="of the tokens")
+    options.add_argument("--seed", type=int, default=0, help="seed of the tokens")
     options.add_argument("--flags", default="", help="more flags for all servers")
     options.add_argument("--sglang-flags", default="", help="more flags for SGLang's own cache")
     options.add_argument("--out", type=Path, required=True, dest="file", help="JSON lines, appended; logs beside it")
@@ -365,7 +383,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     except ValueError as error:
         options.error(f"--{name} {getattr(args, name)}: {error}; expected numbers, separated by commas")
     if not args.closed + args.open or min(args.closed + args.open) <= 0:
-        options.error(f"--closed {args.closed} --open {args.open}: expected at least one load, and all above 0")
+        options.error(f"--closed {args.closed} --open {args.open}: expected at least one load, all above 0")
     args.out = args.file.parent
     serve_plan.resolve(options, args)
     return args
@@ -373,7 +391,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parsed(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # let the server be stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit through the context managers to stop the server
     requests = [one for one in load(args.trace)[: args.requests] if one.tokens <= args.longest]
     if not requests:
         print(f"--longest {args.longest} --requests {args.requests}: no request of {args.trace} is left")

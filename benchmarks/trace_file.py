@@ -25,8 +25,13 @@ OPEN: dict[str, Callable[..., IO[Any]]] = {".xz": lzma.open, ".gz": gzip.open}
 class Request:
     """One request of a trace. Times are in seconds.
 
-    `tokens` and `output` count the prompt and the answer. `ids` names the prompt's blocks of 512 tokens: equal ids are
-    equal tokens. Requests of one `session` follow each other; `delay` is the pause after the previous answer.
+    Attributes:
+        at: time stamp of the trace.
+        tokens: length of the prompt.
+        output: length of the answer.
+        ids: hash ids of the prompt's blocks of 512 tokens; equal ids mean equal tokens.
+        session: requests of one session run one after the other.
+        delay: pause after the session's previous answer.
     """
 
     at: float
@@ -37,12 +42,12 @@ class Request:
     delay: float = 0.0
 
     def prompt(self, vocab: int, seed: int) -> array[int]:
-        """Return the prompt's token ids: those of each hash id are random, fixed by `seed` and the id."""
+        """Return the prompt's token ids. The tokens of a hash id are random, determined by `seed` and the id."""
         blocks = [np.random.default_rng((seed, one)).integers(FIRST_TOKEN_ID, vocab, HASH_BLOCK) for one in self.ids]
         return array("i", np.concatenate(blocks)[: self.tokens].tolist())
 
     def blocks(self) -> list[tuple[int, int]]:
-        """Return (id, tokens) of each block; the last may be partial."""
+        """Return (id, tokens) of each block. The last block may be partial."""
         return [(one, min(HASH_BLOCK, self.tokens - HASH_BLOCK * i)) for i, one in enumerate(self.ids)]
 
 
@@ -50,7 +55,7 @@ def load(path: Path) -> list[Request]:
     """Read a trace: JSON lines, optionally compressed (.xz, .gz). A line without `session_id` is its own session.
 
     Raises:
-        ValueError: a line is no request; the message names the file, the line and what was expected.
+        ValueError: a line is not a request. The message names the file, the line and what was expected.
     """
     found = []
     with OPEN.get(path.suffix, open)(path, mode="rt") as lines:
@@ -80,7 +85,7 @@ def load(path: Path) -> list[Request]:
 
 
 def known_tokens(request: Request, known: Callable[[int], int]) -> int:
-    """Return the tokens of the prompt that a cache has, given the tokens that it has of an id.
+    """Return the prompt tokens that a cache has. `known` maps a hash id to the number of cached tokens.
 
     The last token of a prompt is always computed.
     """
@@ -97,11 +102,11 @@ def perfect_hits(requests: Sequence[Request], capacity: float = math.inf) -> lis
     """Return the hit tokens of each request in an optimal cache: an upper bound of every eviction policy.
 
     The cache knows the future (Belady): when it is full, it drops the block whose next use is farthest. A block's
-    children are never used before it is, so the blocks of a prefix are dropped from its end. Running requests take no
-    room, and a request finds what all requests sent before it have.
+    children are never used before the block itself, so a prefix is dropped from its end. Running requests take no
+    room, and a request hits the prompts of all requests sent before it.
 
     Args:
-        requests: in the order in which they were sent.
+        requests: requests in the order of sending.
         capacity: tokens that the cache holds.
     """
     room = capacity // HASH_BLOCK
@@ -110,7 +115,7 @@ def perfect_hits(requests: Sequence[Request], capacity: float = math.inf) -> lis
     for number in range(len(requests) - 1, -1, -1):
         uses.append([following.get(one, math.inf) for one in requests[number].ids])
         following.update(dict.fromkeys(requests[number].ids, number))
-    held: dict[int, tuple[float, int]] = {}  # id: next use, tokens
+    held: dict[int, tuple[float, int]] = {}  # id -> (next use, tokens)
     farthest: list[tuple[float, int, int]] = []  # heap of (-next use, -depth, id); stale items are skipped
     hits = []
     for request, nexts in zip(requests, reversed(uses), strict=True):
@@ -128,10 +133,10 @@ def perfect_hits(requests: Sequence[Request], capacity: float = math.inf) -> lis
 
 
 def computed_hits(requests: Sequence[Request], begins: Sequence[float], computed: Sequence[float]) -> list[int]:
-    """Return the hit tokens of each request if it finds only prompts that were computed before it was sent.
+    """Return the hit tokens of each request if it hits only prompts that were computed before it was sent.
 
     Args:
-        requests: in the order in which they were sent.
+        requests: requests in the order of sending.
         begins: when each was sent, in seconds.
         computed: when each had its first token.
     """

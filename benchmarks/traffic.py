@@ -1,7 +1,7 @@
-"""Bytes that the write path must move, from the formats alone (SPEC 2.1 to 3.7); parameters count once a layer.
+"""Bytes that the write path must move, derived from the formats (SPEC 2.1 to 3.7). Parameters count once per layer.
 
-A read or write that a kernel does beyond these is its loss, not counted here. Rows of one entry are 584 B (448 e4m3,
-64 bf16, 8 exponents), the inputs of the compressors fp32.
+Reads and writes of a kernel beyond these do not count, so they lower its rate. An entry has 584 B (448 e4m3, 64 bf16,
+8 exponents); the inputs of the compressors are fp32.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
 
 ROW, KV = 584, 512 * 2
 CSA_SCORE, CSA_INDEX_SCORE, HCA_SCORE = 4 * 512 * 4, 4 * 128 * 4, 2 * 512 * 4
+# k and z of one role (current or previous window) of a token, for the main compressor and the indexer.
 CSA_STATE_ROW = 2 * (512 + 128) * 4
-"""k and z of one role (current or previous window) of a token, main compressor and indexer."""
 HCA_ONLINE = 3 * 512 * 4
 ROW_PARAMETERS = 512 * 2
 CSA_PARAMETERS = (4 * 1024 + 512 + 4 * 256 + 128) * 4
@@ -24,7 +24,7 @@ HCA_PARAMETERS = (128 * 512 + 512) * 4
 
 @dataclass(frozen=True)
 class Formats:
-    """What differs between two implementations: bytes of an index key, and how HCA keeps its open window."""
+    """Differences between implementations: bytes of an index key, and the form of HCA's open window."""
 
     key: int
     hca_online: bool
@@ -35,15 +35,21 @@ IN_TREE, IN_TREE_ONLINE = Formats(132, False), Formats(132, True)
 
 
 def decode_bytes(config: DSV4Config, load: Load, formats: Formats) -> int:
-    """One step over all layers, one token a request."""
+    """Return the bytes of one decode step over all layers, one token per request.
+
+    Args:
+        config: config of the model.
+        load: requests of the step.
+        formats: formats of the implementation.
+    """
     batch = load.prefix_lens.shape[0]
     total = 0
     for layer in range(config.num_hidden_layers):
         ratio = config.ratio(layer)
         total += batch * (KV + ROW) + ROW_PARAMETERS
         if ratio == CSA_RATIO:
-            # Every token is kept twice, as a row of its own window and of the next one; an entry pools 4 previous rows
-            # and the 3 current ones that are not the step's.
+            # Every token is stored twice, for its own window and for the next one. An entry pools 4 previous rows and
+            # 3 current rows; the fourth current row is the step's own token.
             total += batch * (CSA_SCORE + CSA_INDEX_SCORE + 2 * CSA_STATE_ROW) + CSA_PARAMETERS
             total += load.csa_due * (7 * CSA_STATE_ROW + ROW + formats.key)
         elif ratio == HCA_RATIO:
@@ -56,7 +62,13 @@ def decode_bytes(config: DSV4Config, load: Load, formats: Formats) -> int:
 
 
 def prefill_bytes(config: DSV4Config, chunks: list[int], formats: Formats) -> int:
-    """Chunks of new requests over all layers, all projections read once and all rows and entries written once."""
+    """Return the bytes of a prefill step over all layers: projections are read and entries written once.
+
+    Args:
+        config: config of the model.
+        chunks: tokens of each request, which start at position 0.
+        formats: formats of the implementation.
+    """
     tokens = sum(chunks)
     total = 0
     for layer in range(config.num_hidden_layers):

@@ -1,4 +1,4 @@
-"""Time to the first token, and of whole turns, of conversations whose prefix is found; ours and SGLang's own.
+"""Measure time to first token and total time of conversation turns with a cached prefix; ours and SGLang's own.
 
     python -m benchmarks.turns --server ours,sglang-best,sglang --out OUT/turns.jsonl --seconds 540
     python -m benchmarks.turns --server ours --loads 20000+200x1,20000+200x8 --cold 8192,65536 --decode 1,16,64 --out F
@@ -6,19 +6,19 @@
 
 Load 20000+200x8: eight conversations of 20,000 tokens send 200 new tokens each at the same moment and get 16 tokens.
 A conversation is prefilled once. Each turn appends other random tokens to the same prefix, so no conversation grows.
-Lengths are rounded down to whole pages of SGLang (256 tokens) and 32 tokens, so that both servers find the same tokens
-and compute 32 and the new ones. `cached` says how many turns found exactly that, `tier_share` how much of it was on the
-tier asked for.
+Lengths are rounded down to whole pages of SGLang (256 tokens) plus 32 tokens, so that both servers hit the same tokens
+and compute 32 and the new ones. `cached` counts the turns that hit exactly these tokens; `tier_share` is the share of
+hit tokens from the requested tier.
 
-Times are the client's, over HTTP. A load first runs in at least two untimed rounds, and in more until a round is less
-than 3x faster than the one before. `slow_rounds` counts timed rounds that took more than 3x the median one.
+Times are measured by the client over HTTP. A load first runs at least two untimed rounds, and more until a round is
+less than 3x faster than the previous one. `slow_rounds` counts timed rounds that took more than 3x the median.
 
---tier host: the device holds the largest load and no more, and before each round other conversations fill it, which are
-loaded from the host themselves. SGLang's host cache finds more with `--flags "--swa-full-tokens-ratio 0.5"`.
+With --tier host the device holds just the largest load. Before each round other conversations fill it, which are loaded
+from the host themselves. SGLang's host cache hits more with `--flags "--swa-full-tokens-ratio 0.5"`.
 
 Servers run one after the other (benchmarks/configs, dummy weights) with the flags of `benchmarks.serve`, which also
-measures cold prompts (--cold) and decode rates (--decode), behind the turns. Rows are appended to --out as they come.
-Nothing begins after --seconds; what is left out is named.
+measures cold prompts (--cold) and decode rates (--decode) after the turns. Rows are appended to --out as they come.
+Nothing starts after --seconds; skipped loads are printed.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from benchmarks.environment import environment
 from benchmarks.replay import Answer, Client
 
 ANSWER_TOKENS = 16
+# SGLang's page, and the tokens of a conversation after its last whole page.
 PAGE, REMAINDER = 256, 32
-"""SGLang's page, and the tokens behind the last whole page of a conversation."""
+# Longest prompt that fills the device before a round from the host.
 FILLER_TOKENS = 131_072
-"""The longest prompt that fills the device in front of a round from the host."""
 HOST_RATIO, ROUNDS = 4, 9
 BEST_FLAGS = "--cuda-graph-backend-prefill breakable --cuda-graph-bs-prefill 64 128 256 384 512 1088 1664 1920"
 FLAGS = {
@@ -88,21 +88,21 @@ class Load(NamedTuple):
 
     @property
     def hit(self) -> int:
-        """Tokens that a turn finds: the whole pages of SGLang."""
+        """Tokens that a turn hits: whole pages of SGLang."""
         return (self.tokens - REMAINDER) // PAGE * PAGE
 
     @property
     def room(self) -> int:
-        """Tokens of the device that its turns need, with pages that are not full."""
+        """Device tokens that the turns need, including partial pages."""
         return self.at_once * (self.hit + REMAINDER + self.new + ANSWER_TOKENS + 2 * PAGE)
 
 
 class OutOfTime(Exception):
-    """The time of --seconds is over."""
+    """The time limit of --seconds is reached."""
 
 
 def together(asks: Sequence[Callable[[], Answer]]) -> list[Answer]:
-    """Send requests at the same moment, each from a thread of its own."""
+    """Send requests at the same moment, each from its own thread. Return the answers."""
     start = threading.Barrier(len(asks), timeout=60)
 
     def ask(one: Callable[[], Answer]) -> Answer:
@@ -114,7 +114,7 @@ def together(asks: Sequence[Callable[[], Answer]]) -> list[Answer]:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Milliseconds of seconds."""
+    """Return median, p95, minimum and maximum in milliseconds."""
     times = sorted(1e3 * value for value in seconds)
 
     def at(share: float) -> float:
@@ -125,14 +125,14 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 @dataclass
 class Conversations:
-    """Conversations that a server has in its cache, and their turns.
+    """Conversations in the cache of a server, and their turns.
 
     Args:
-        client: of the server.
-        prompt: makes that many random tokens, other ones at each call.
-        device_tokens: tokens that the device has room for if turns are to come from the host, 0 from the device.
-        rounds: that are timed; three times as many of one conversation alone.
-        deadline: of `time.monotonic`; nothing begins behind it.
+        client: client of the server.
+        prompt: returns the given number of random tokens, different ones at each call.
+        device_tokens: tokens that the device holds if turns are to hit the host, 0 to hit the device.
+        rounds: timed rounds; a load of one conversation gets three times as many.
+        deadline: time of `time.monotonic` after which nothing starts.
     """
 
     client: Client
@@ -148,7 +148,11 @@ class Conversations:
         self._fillers = [self._prefilled(self.device_tokens // count - 2 * PAGE) for _ in range(count)]
 
     def measure(self, load: Load) -> dict[str, Any]:
-        """Return the row of a load. Raises OutOfTime without a timed round; after one, the row has fewer turns."""
+        """Return the row of a load. At the deadline it has fewer turns.
+
+        Raises:
+            OutOfTime: no timed round was possible.
+        """
         seconds = [self._timed_round(load)[0] for _ in range(2)]
         while 3 * seconds[-1] < seconds[-2]:
             seconds.append(self._timed_round(load)[0])
@@ -177,7 +181,7 @@ class Conversations:
         }
 
     def _timed_round(self, load: Load) -> tuple[float, list[Answer]]:
-        """Seconds, and the answers, of one turn of each conversation of a load."""
+        """Run one turn of each conversation of a load. Return the seconds and the answers."""
         prefixes = self._prefixes.setdefault(load.tokens, [])
         while len(prefixes) < load.at_once:
             prefixes.append(self._prefilled(load.hit + REMAINDER))
@@ -202,7 +206,7 @@ class Conversations:
 
 
 def flags_of(subject: str, args: argparse.Namespace) -> str:
-    """Flags of a server beside those of `serve_plan`; of a flag given twice the last counts, so --flags come last."""
+    """Return a server's flags in addition to those of `serve_plan`. --flags come last, so that they win."""
     found = args.best_flags if subject == "sglang-best" else FLAGS[subject]
     if args.tier == "host":
         room = math.ceil(max(load.room for load in args.loads) / PAGE) * PAGE
@@ -213,7 +217,16 @@ def flags_of(subject: str, args: argparse.Namespace) -> str:
 
 
 def measure(args: argparse.Namespace, subject: str, deadline: float) -> Generator[dict[str, Any], None, None]:
-    """Rows of one server: its start, the loads, cold prompts, decode rates. Raises OutOfTime."""
+    """Yield the rows of one server: its start, the loads, cold prompts, decode rates.
+
+    Args:
+        args: the command line.
+        subject: name of the server.
+        deadline: time of `time.monotonic` after which nothing starts.
+
+    Raises:
+        OutOfTime: the deadline has passed.
+    """
     if time.monotonic() > deadline:
         raise OutOfTime
     asked = argparse.Namespace(**{**vars(args), "flags": flags_of(subject, args)})
@@ -239,7 +252,7 @@ def measure(args: argparse.Namespace, subject: str, deadline: float) -> Generato
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row on the screen."""
+    """Return a row as text for the screen."""
     begin = f"{row['server']['subject']:12}"
     if row["measure"] != "turn":
         figures = [f"{name} {row[name]:.6g}" for name in ("value", "low", "high", "step_ms") if row.get(name)]
@@ -255,12 +268,12 @@ def line(row: dict[str, Any]) -> str:
 def parsed(argv: list[str] | None) -> argparse.Namespace:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--server", default="ours,sglang-best,sglang", help=f"some of {', '.join(FLAGS)}")
-    options.add_argument("--loads", help=f"TOKENS+NEWxCOUNT, separated by commas; default: {LOADS}")
-    options.add_argument("--tier", choices=("device", "host"), default="device", help="where prefixes are found")
+    options.add_argument("--loads", help=f"TOKENS+NEWxCOUNT, separated by commas (default: {LOADS})")
+    options.add_argument("--tier", choices=("device", "host"), default="device", help="where prefixes hit")
     options.add_argument("--rounds", type=int, default=ROUNDS, help="timed rounds of a load (%(default)s)")
-    options.add_argument("--cold", default="", help="also tokens of cold prompts, as in 8192,65536")
-    options.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after this time")
-    options.add_argument("--best-flags", default=BEST_FLAGS, help="of sglang-best (%(default)s)")
+    options.add_argument("--cold", default="", help="tokens of cold prompts to measure too, as in 8192,65536")
+    options.add_argument("--seconds", type=float, default=math.inf, help="start nothing after this time")
+    options.add_argument("--best-flags", default=BEST_FLAGS, help="flags of sglang-best (%(default)s)")
     options.add_argument("--flags", default="", help="more flags for all servers")
     options.add_argument("--out", type=Path, required=True, dest="file", help="JSON lines, appended; logs beside it")
     options.add_argument("--dry-run", action="store_true", help="a small model and small loads on the CPU, ours only")
@@ -277,7 +290,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     except (argparse.ArgumentTypeError, ValueError) as error:
         options.error(str(error))
     if args.tier == "host" and not args.loads:
-        options.error("--tier host without --loads: expected the loads that are to come from the host")
+        options.error("--tier host without --loads: expected at least one load")
     args.out = args.file.parent
     serve_plan.resolve(options, args)
     return args
@@ -286,7 +299,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     args = parsed(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # let the server be stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit through the context managers to stop the server
     settings = {"model": args.model, "tier": args.tier, "dry_run": args.dry_run}
     args.out.mkdir(parents=True, exist_ok=True)
     failed = 0
@@ -302,7 +315,7 @@ def main(argv: list[str] | None = None) -> int:
                         file.write(json.dumps({**row, **common}) + "\n")
         except OutOfTime:
             left = ", ".join(map(str, args.loads[measured:])) or "cold prompts or decode rates"
-            print(f"{subject}: {args.seconds:.0f} s are over, left out: {left}", flush=True)
+            print(f"{subject}: --seconds {args.seconds:.0f} is over, skipped: {left}", flush=True)
         except (RuntimeError, OSError) as error:
             failed += 1
             print(f"{subject} failed: {error}", flush=True)

@@ -1,16 +1,20 @@
-"""Would snapshots without window rows pay, with the window computed again at each hit? And how far off is a hit then?
+"""Study snapshots without window entries, whose window is computed again at each hit: hit rates and accuracy.
 
     python -m benchmarks.window_replay                   # both parts
-    python -m benchmarks.window_replay --what distance   # one
+    python -m benchmarks.window_replay --what distance   # one part
 
-"hits": the simulation of `prefix_simulation` in equal memory, for each form of snapshot at the share of memory that
-is best for it: `stored` (3.64 MB, what this package does), `replay` (0.43 MB, and the last 128 tokens before the hit
-are computed again, which is not exact) and `exact` (no snapshot; the 5,461 tokens before the hit are computed again,
-SPEC 6.6). `saved`: tokens that need not be computed, as a share of what an infinite cache saves.
+"hits" runs the simulation of `prefix_simulation` in equal memory. Each form of snapshot gets the share of memory that
+is best for it:
 
-"distance": transformers' model in fp32 on a random checkpoint. A prompt is computed, its windows are thrown away and
-made again from the last R tokens, which see compressed entries and no row before them; then other tokens follow, and
-their log p are compared with those of the whole sequence in one piece.
+- `stored` (3.64 MB): with window entries, as in this package.
+- `replay` (0.43 MB): the last 128 tokens before the hit are computed again, which is not exact.
+- `exact` (no snapshot): the last 5,461 tokens before the hit are computed again (SPEC 6.6).
+
+`saved` is the share of tokens that need not be computed, relative to an infinite cache.
+
+"distance" uses transformers' model in fp32 with random weights. A prompt is computed, its windows are discarded and
+rebuilt from the last R tokens, which attend to compressed entries but to no window entry before them. Then other tokens
+follow, and their log p are compared with those of the whole sequence computed at once.
 """
 
 from __future__ import annotations
@@ -37,20 +41,20 @@ from dsv4_sglang.srt.prefix_cache.tree import Match
 from dsv4_sglang.testing.oracle import Oracle
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
+# A snapshot of V4-Flash without its window entries: 21 layers, 4 rows of k and z, 640 channels in fp32.
 COMPRESSOR_STATE_BYTES = 430_080
-"""Of a snapshot of V4-Flash without its window rows: 21 layers, 4 rows of k and z, 640 channels in fp32."""
 EXACT_TOKENS = (WINDOW - 1) * DSV4Config.flash().num_hidden_layers
+# Bytes of a snapshot, tokens computed again at a hit.
 FORMS: dict[str, tuple[int, int]] = {
     "stored": (SNAPSHOT_BYTES, 0),
     "replay": (COMPRESSOR_STATE_BYTES, WINDOW),
     "exact": (0, EXACT_TOKENS),
 }
-"""Bytes of a snapshot, tokens computed again at a hit."""
 SHARES = (0.005, 0.01, 0.02, 0.04, 0.083, 0.12, 0.16, 0.24, 0.32)
 
 
 class ReplaySimulation(Simulation):
-    """`saved_tokens`: of every hit, what remains when `replay` tokens of it are computed again."""
+    """`saved_tokens` counts the hit tokens less the `replay` tokens of each hit that are computed again."""
 
     def __init__(self, blocks: int, snapshots: int, interval: int, replay: int) -> None:
         super().__init__(blocks, snapshots, interval)
@@ -63,7 +67,14 @@ class ReplaySimulation(Simulation):
 
 
 def simulate(turns: Iterable[Turn], gigabytes: float, form: str, share: float) -> dict[str, Any]:
-    """`share` of the memory in snapshots; those that take none end on every block."""
+    """Return the figures of a trace. A form without snapshots can resume after every block.
+
+    Args:
+        turns: the trace.
+        gigabytes: memory of the cache in GB.
+        form: key of FORMS.
+        share: share of the memory for snapshots.
+    """
     snapshot_bytes, replay = FORMS[form]
     memory = gigabytes * 1e9
     if snapshot_bytes:
@@ -84,7 +95,7 @@ def simulate(turns: Iterable[Turn], gigabytes: float, form: str, share: float) -
 
 
 def loads() -> dict[str, tuple[list[Turn], float]]:
-    """Turns and gigabytes: the measured loads of `prefix_trace`, and those that decided the share of snapshots."""
+    """Return turns and GB by name: the measured loads of `prefix_trace`, and the loads that decided SNAPSHOT_SHARE."""
     agents = {
         f"agents, {active} at a time": (load(active, visits, tokens=(2_000, 80_000), generate=(8, 16)), 3.22)
         for active, visits in ((28, 10), (155, 5), (365, 5))
@@ -112,8 +123,7 @@ def hits() -> Rows:
 
 @contextmanager
 def entries_kept(layers: Iterable[Any]) -> Iterator[None]:
-    """Tokens computed again are read only in compressors: all entries are there, and compressor states stay as they
-    were left."""
+    """Keep entries and compressor states unchanged while tokens are computed again: the entries are all there."""
     layers = [layer for layer in layers if hasattr(layer, "compressed_kv")]
     for layer in layers:
         layer.store_compression_weights = lambda _name, kv, gate: (kv[:, :0], gate[:, :0], 0)
@@ -126,8 +136,17 @@ def entries_kept(layers: Iterable[Any]) -> Iterator[None]:
 
 @torch.no_grad()
 def resumed_logits(oracle: Oracle, ids: list[int], hit: int, replay: int) -> torch.Tensor:
-    """fp32 [len(ids) - hit, vocab]: the tokens from `hit` on, after a hit of `hit` tokens (a multiple of 128) whose
-    windows are made from its last `replay` tokens (at most `hit`); 0: they are kept."""
+    """Return the logits after a hit whose windows are rebuilt.
+
+    Args:
+        oracle: the model.
+        ids: all tokens.
+        hit: tokens of the hit, a multiple of 128.
+        replay: tokens, at most `hit`, from which the windows are rebuilt; 0 keeps the windows.
+
+    Returns:
+        Logits of the tokens from `hit` on, fp32 [len(ids) - hit, vocab].
+    """
     from transformers import DynamicCache
 
     model = oracle.model
@@ -161,7 +180,15 @@ def resumed_logits(oracle: Oracle, ids: list[int], hit: int, replay: int) -> tor
 
 
 def distances(spec: TinySpec, hit: int, replays: Iterable[int], follow: int = 64, seeds: int = 2) -> Rows:
-    """|d log p| of all `follow` tokens behind a hit against the whole sequence in one piece."""
+    """Return |d log p| of the tokens after a hit, relative to the whole sequence computed at once.
+
+    Args:
+        spec: sizes of the model.
+        hit: tokens of the hit.
+        replays: numbers of tokens from which to rebuild the windows.
+        follow: tokens after the hit.
+        seeds: number of prompts.
+    """
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         make_tiny(Path(folder), spec)
@@ -193,7 +220,7 @@ def distances(spec: TinySpec, hit: int, replays: Iterable[int], follow: int = 64
 
 
 def distance() -> Rows:
-    """Six layers, where 127 x 6 = 762 tokens must be exact, and V4-Flash's 43 kinds of layers at small widths."""
+    """Measure six layers, where 127 x 6 = 762 tokens must be exact, and V4-Flash's 43 layers at small widths."""
     flash = DSV4Config.flash()
     few = TinySpec(heads=8)
     many = TinySpec(heads=8, ratios=flash.compress_ratios[: flash.num_hidden_layers], hidden=128)
@@ -209,7 +236,7 @@ PARTS: dict[str, Callable[[], Rows]] = {"hits": hits, "distance": distance}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", choices=PARTS, nargs="*", help="parts to run again; default: all")
+    parser.add_argument("--what", choices=PARTS, nargs="*", help="parts to repeat (default: all)")
     file = RESULTS / "window_replay.json"
     results: dict[str, Rows] = json.loads(file.read_text()) if file.is_file() else {}
     for name in parser.parse_args().what or PARTS:

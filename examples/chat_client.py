@@ -3,9 +3,9 @@
     dsv4-sglang serve --model-path DIR --enable-cache-report
     python examples/chat_client.py "Why is the sky blue?" "And at sunset?" --url http://127.0.0.1:30000
 
-Each turn sends the whole conversation. The line after an answer says how many tokens of the prompt came from the cache.
-Hits are multiples of 128 tokens, so the system prompt has more: the second turn finds it, and the first turn of a later
-run does, too. (A checkpoint from `make-tiny` has random weights and answers with random text.)
+Each turn sends the whole conversation. The line after an answer shows how many prompt tokens came from the cache. Hits
+are multiples of 128 tokens, so the system prompt is longer than that: the second turn hits it, and so does the first
+turn of a later run. (A model from `make-tiny` has random weights and answers with random text.)
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 
 from openai import OpenAI, OpenAIError
 
+# More than 128 tokens with any tokenizer.
 SYSTEM_PROMPT = """You are the assistant of a small museum of natural history. Visitors of all ages ask you about \
 nature, and most of them stand in front of a show-case while they do. Answer in one sentence of at most thirty words. \
 Use plain words, and explain a technical term when you cannot avoid it. Give numbers in metric units and round them. \
@@ -23,11 +24,10 @@ nature, answer it all the same, and as briefly. When a question is rude, stay fr
 do not greet, and do not end with an offer of further help. When somebody asks in another language, answer in that \
 language. When somebody asks for more, give two more sentences and the name of the room where the matter is shown. \
 The rooms are: minerals, fossils, insects, birds, mammals, the sea, the weather, and the night sky."""
-"""More than 128 tokens of any tokenizer."""
 
 
 def chat(options: argparse.Namespace) -> None:
-    """Ask the questions turn by turn; raise OpenAIError if the server cannot be asked."""
+    """Ask the questions turn by turn. Raise OpenAIError if the server cannot be reached or rejects a request."""
     client = OpenAI(base_url=f"{options.url}/v1", api_key=options.api_key, max_retries=0)
     model = client.models.list().data[0].id
     messages: list = [{"role": "system", "content": SYSTEM_PROMPT}]
@@ -60,7 +60,7 @@ def chat(options: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("questions", nargs="+", help="what the user says, turn by turn")
+    parser.add_argument("questions", nargs="+", help="one question per conversation turn")
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--api-key", default="none", help="the server's --api-key, if it has one")
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -69,7 +69,7 @@ def main() -> int:
         chat(options)
     except OpenAIError as error:
         reason = " ".join(str(error).split())
-        print(f"the server at {options.url} cannot be asked: {reason} (see --url and --api-key)", file=sys.stderr)
+        print(f"no answer from the server at {options.url}: {reason} (see --url and --api-key)", file=sys.stderr)
         return 1
     return 0
 

@@ -13,11 +13,11 @@ from dsv4_sglang.srt.integration import launch_command
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model_path", help="checkpoint folder")
+    parser.add_argument("model_path", help="model folder")
     parser.add_argument("--max-tokens", type=int, default=32)
     options = parser.parse_args()
 
-    # SGLang reads its environment when it is imported, so this comes first. With a GPU it changes nothing.
+    # SGLang reads its environment at import, so this comes first. With a GPU it changes nothing.
     cpu = not launch_command.has_gpu()
     launch_command.prepare_this_process(cpu)
     import sglang
@@ -29,6 +29,6 @@ def main() -> None:
             print(f"{prompt!r} -> {answer['text']!r}")
 
 
-# SGLang starts its processes by spawning: each imports this file again.
+# SGLang spawns its processes, and each imports this file again.
 if __name__ == "__main__":
     main()

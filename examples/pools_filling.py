@@ -5,10 +5,10 @@ Start a server that publishes its pools at every step, then this script:
     dsv4-sglang serve --model-path DIR --enable-metrics --decode-log-interval 1
     python examples/pools_filling.py --url http://127.0.0.1:30000
 
-A line is printed when something has changed. "used" belongs to running requests. "kept" are blocks that finished
-requests left in the prefix cache for a request with the same beginning. State slots are free again when a request
-finishes. The snapshots of its state, from which such a request resumes, have a pool of their own: the last column
-counts them, those of running requests included.
+A line is printed when something has changed. "used" belongs to running requests. "kept" are blocks of finished requests
+in the prefix cache, for requests with the same beginning. A state slot is free again when its request finishes. The
+snapshots from which later requests resume have their own pool; the last column counts them, including those of running
+requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BAR = 30
 
 
 def read_pools(url: str) -> tuple[dict[str, dict[str, int]], int]:
-    """{pool: {used, kept, free}} and the number of snapshots, from the server's Prometheus page."""
+    """Return {pool: {used, kept, free}} and the number of snapshots, from the server's Prometheus page."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
         page = response.read().decode()
     values = dict(re.findall(r"^sglang:(\w+)\{[^}]*\} (\S+)$", page, re.MULTILINE))
@@ -40,7 +40,15 @@ def read_pools(url: str) -> tuple[dict[str, dict[str, int]], int]:
 
 
 def generate(url: str, api_key: str, prompt_tokens: int, new_tokens: int, seed: int) -> None:
-    """One request with a prompt of its own; returns when it is answered."""
+    """Send one request with its own random prompt, and wait for the answer.
+
+    Args:
+        url: URL of the server.
+        api_key: API key of the server.
+        prompt_tokens: length of the prompt.
+        new_tokens: length of the answer.
+        seed: seed of the prompt.
+    """
     prompt = [3 + (seed * 7919 + i * i) % 250 for i in range(prompt_tokens)]
     sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
     body = json.dumps({"input_ids": prompt, "sampling_params": sampling}).encode()
@@ -62,8 +70,8 @@ def main() -> int:
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--api-key", default="none", help="the server's --api-key, if it has one")
     parser.add_argument("--prompt", type=int, nargs=2, default=(900, 300), help="prompt tokens of the two requests")
-    parser.add_argument("--new", type=int, default=48, help="tokens that each generates")
-    parser.add_argument("--interval", type=float, default=0.25, help="seconds between looks")
+    parser.add_argument("--new", type=int, default=48, help="tokens that each request generates")
+    parser.add_argument("--interval", type=float, default=0.25, help="seconds between samples")
     options = parser.parse_args()
     try:
         read_pools(options.url)

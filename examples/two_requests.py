@@ -1,11 +1,11 @@
-"""Two requests in one cache: a shared prefix, steps of both, one of them in host memory for a while, and a fork.
+"""Two requests in one cache: shared prefix, common steps, offload of one request to host memory, and fork.
 
-Runs on a GPU where there is one and on the CPU otherwise:
+Runs on a GPU if there is one, else on the CPU:
 
     python examples/two_requests.py
 
-The projections are random; in a model they come from a layer's weights. The layers are those of V4-Flash, cut down to
-one of each kind.
+The projections are random; in a model a layer's weights compute them. The layers are those of V4-Flash, reduced to one
+of each kind.
 """
 
 from __future__ import annotations
@@ -23,10 +23,18 @@ from dsv4_sglang.ops.rope import rope_table
 from dsv4_sglang.standalone import KVCacheManager, Step
 
 CONTEXT = 1024
-STREAMS = {0: 0, 4: 4, 128: 2}  # columns of `kv_score` in units of 512: CSA pools two streams of (k, z), HCA one
+# Columns of `kv_score` in units of 512, by ratio: CSA pools two streams of (k, z), HCA one.
+STREAMS = {0: 0, 4: 4, 128: 2}
 
 
 def layer_weights(config: DSV4Config, ratio: int, device: torch.device) -> LayerWeights:
+    """Return random weights of one layer.
+
+    Args:
+        config: config of the model.
+        ratio: compression ratio of the layer, 0 without compression.
+        device: device of the weights.
+    """
     half = STREAMS[ratio] // 2
     return LayerWeights(
         kv_norm=torch.ones(512, device=device),
@@ -40,7 +48,7 @@ def layer_weights(config: DSV4Config, ratio: int, device: torch.device) -> Layer
 
 
 def make_step(manager: KVCacheManager, counts: dict[int, int]) -> Step:
-    """The next `counts[slot]` tokens of each request, with blocks for them."""
+    """Begin a step of the next `counts[slot]` tokens of each request, and allocate blocks for them."""
     slots: list[int] = []
     positions: list[int] = []
     for slot, count in counts.items():
@@ -49,13 +57,19 @@ def make_step(manager: KVCacheManager, counts: dict[int, int]) -> Step:
             manager.allocate_block(slot)
         slots += [slot] * count
         positions += range(length, length + count)
-    # A slot also tells the requests of the step apart.
+    # The slot also serves as the request's id within the step.
     ids = torch.tensor(slots, device=manager.device)
     return manager.begin_step(ids, torch.tensor(positions, device=manager.device), ids)
 
 
 def run(manager: KVCacheManager, weights: list[LayerWeights], counts: dict[int, int]) -> Step:
-    """Append a step to all layers. A model would attend after each append, see `read_swa_view` and its neighbours."""
+    """Append a step to all layers. A model would attend after each append, see `read_swa_view` and its neighbours.
+
+    Args:
+        manager: cache of the requests.
+        weights: weights of each layer.
+        counts: slot -> new tokens of its request.
+    """
     step = make_step(manager, counts)
     tokens = len(step.positions)
 
@@ -74,14 +88,14 @@ def run(manager: KVCacheManager, weights: list[LayerWeights], counts: dict[int, 
 
 
 def report(manager: KVCacheManager, step: Step) -> None:
-    """Print what the last token of each request sees, layer by layer."""
+    """Print what the last token of each request attends to, layer by layer."""
     last = (step.metadata.query_start[1:] - 1).tolist()
     for i, schema in enumerate(manager.schemas):
         handle = manager.layer(i, step)
         swa, entries, keys = handle.read_swa_view(), handle.read_classical_view(), handle.read_indexer_view()
         for request, token in enumerate(last):
             slot = int(step.metadata.slots[request])
-            seen = f"window of {int((swa.swa_pos[slot] >= 0).sum())} rows"
+            seen = f"window of {int((swa.swa_pos[slot] >= 0).sum())} entries"
             if entries is not None:
                 n = int(entries.n_visible[token])
                 seen += f", {n} entries of {schema.ratio} tokens in blocks {manager.blocks_of(slot)}"
@@ -120,8 +134,8 @@ def main() -> None:
     second = manager.admit_request(prefix)
     print(f"a prefix of {prefix.length} tokens: blocks {manager.blocks_of(first)} and {manager.blocks_of(second)}")
 
-    run(manager, weights, {first: 44, second: 5})  # both prompts go on, in one step
-    step = run(manager, weights, {second: 1, first: 1})  # a decode step, in any order
+    run(manager, weights, {first: 44, second: 5})  # both prompts continue in one step
+    step = run(manager, weights, {second: 1, first: 1})  # a decode step; the order of requests is free
     report(manager, step)
 
     offloaded = manager.offload(second)

@@ -185,7 +185,7 @@ def test_ids_form_runs_of_exactly_their_length(run: int) -> None:
         assert run_lengths(ids) == [run] * (512 // run)
         assert all(sorted(side) == list(range(512)) for side in ids.tolist())
     assert run_lengths(move.run_ids(2, 1)) == [1, 1]
-    with pytest.raises(ValueError, match="512 blocks are not whole runs of 7"):
+    with pytest.raises(ValueError, match="512 blocks are not a multiple of the run length 7"):
         move.run_ids(512, 7)
 
 
@@ -578,15 +578,15 @@ def test_flags_of_the_served_configurations() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("--tp 4 --dp 3", "DP attention divides the 4 GPUs evenly"),
-        ("--dp 2", "DP attention divides the 1 GPUs evenly"),
+        ("--tp 4 --dp 3", "expected --dp to divide the 4 GPUs evenly"),
+        ("--dp 2", "expected --dp to divide the 1 GPUs evenly"),
         ("--tp 2 --gpus 3", "expected the numbers of 2 GPUs"),
         ("--tp 2 --gpus 2,x", "expected the numbers of 2 GPUs"),
         ("--decode 64,0", "--decode 64,0: expected numbers of 1 to 256 requests"),
         ("--measure ttfd", "--measure ttfd: expected some of decode"),
         ("--servers theirs", "--servers theirs: expected ours, in-tree or both"),
-        ("--model v4flash --measure fit", "is made for flashshape"),
-        ("--dry-run --tp 2", "a dry run has one process"),
+        ("--model v4flash --measure fit", "needs the small weights of flashshape"),
+        ("--dry-run --tp 2", "--dry-run has one process"),
     ],
 )
 def test_what_does_not_fit_together_is_rejected(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -938,7 +938,7 @@ def test_a_profile_waits_for_all_requests_and_reads_the_first_ranks_trace(tmp_pa
         kept = tmp_path / "kept" / "a.trace.json.gz"
         assert take_profile.decode(server, [[3], [4]], 100, kept).steps == 3
         assert kept.read_bytes() == trace.read_bytes()
-        with pytest.raises(RuntimeError, match="3 requests were never seen decoding together"):
+        with pytest.raises(RuntimeError, match="3 requests never decoded together"):
             take_profile.decode(server, [[3]] * 3, 100, None)
         assert take_profile.prefill(server, [3, 4, 5], None).split == "whole trace"
     assert take_profile.on_first_rank(server, 1) == {}

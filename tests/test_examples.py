@@ -16,7 +16,7 @@ def test_two_requests(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert "a prefix of 256 tokens: blocks [0, 1] and [0, 1]" in lines
     assert "restored: 262 tokens in blocks [4, 5, 6]" in lines
-    assert "layer 1 CSA, request in slot 2, 402 tokens: window of 128 rows, 100 entries" in lines[-5]
+    assert "layer 1 CSA, request in slot 2, 402 tokens: window of 128 entries, 100 entries" in lines[-5]
     # The first entry is that of the shared prefix, wherever it lies.
     firsts = {line.split("|entry 0| = ")[1] for line in lines if "|entry 0|" in line}
     assert len(firsts) == 1
@@ -29,7 +29,7 @@ def test_two_requests(capsys: pytest.CaptureFixture[str]) -> None:
         (
             "chat_client.py",
             ["Why?"],
-            "the server at {url} cannot be asked: Connection error.",
+            "no answer from the server at {url}: Connection error.",
         ),
         ("pools_filling.py", [], "no pools at {url}/metrics ("),
     ],

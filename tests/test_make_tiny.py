@@ -279,7 +279,7 @@ def test_v41_shows_what_its_cache_lost_and_not_how_it_was_summed(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("/proc/x",), "cannot write /proc/x (No such file or directory); give a folder that can be made"),
+        (("/proc/x",), "cannot write /proc/x (No such file or directory); give a folder that can be created"),
         (
             ("{folder}", "--layers", "a,b"),
             "--layers 'a,b': give compress ratios separated by commas, such as 0,4,128,4",

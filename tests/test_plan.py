@@ -523,7 +523,7 @@ def test_the_command_of_a_recommendation() -> None:
     lines = invoke(*goal).splitlines()
     made = recommend(choice(count=8, host_gb=100), "latency")
     assert lines[1] == holds(made)
-    assert lines[3] == "recommended for latency: one server over all GPUs with speculation, for few requests at once"
+    assert lines[3] == "recommended for latency: one server over all GPUs with speculation, for few concurrent requests"
     assert (
         lines[-1]
         == made.choice.command()
@@ -546,7 +546,7 @@ def test_more_gpus_than_a_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_several_servers_are_named() -> None:
     printed = invoke("--gpu", "h200", "--count", "8", "--model", "flash", "--tp", "2")
-    assert printed.splitlines()[-2] == "4 servers, each on 2 of the GPUs with a --port of its own:"
+    assert printed.splitlines()[-2] == "4 servers, each on 2 of the GPUs with its own --port:"
 
 
 # The command

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Try the package with a release of SGLang in a fresh environment, and print a table of what holds.
+# Test the package with a release of SGLang in a fresh environment, and print a table of the results.
 #
 #   tools/canary.sh VERSION [VENV]
 #
-# VENV is made, and removed at the end unless it is given. The last lines are the table; logs are in the folder that is
-# printed first. Exits with 1 if anything does not hold. CPU recipe, some 20 minutes on 2 idle cores: servers start slowly.
+# VENV is created, and removed at the end unless it is given. The last lines are the table. The first line names the
+# folder of the logs. Exits with 1 if anything fails. CPU recipe, about 20 minutes on 2 idle cores (slow server starts).
 set -uo pipefail
 
 release=${1:?usage: tools/canary.sh VERSION [VENV]}
@@ -17,13 +17,13 @@ echo "logs: $logs"
 
 table=()
 failed=0
-# One row: what is tried, and the command; a later row is tried whatever became of an earlier one.
+# Run one row of the table: its title and its command. Later rows run even if an earlier one has failed.
 try() {
   local what=$1 name=${1//[^a-z0-9]/-} start=$SECONDS state=holds summary
   shift
   "$@" >"$logs/$name.log" 2>&1 || { state=FAILS failed=1; }
   summary=$(grep -E '[0-9]+ (passed|failed|errors?|skipped).* in [0-9.]+s' "$logs/$name.log" | tail -n 1)
-  # What is rejected on a release is skipped as a whole.
+  # If the release rejects a feature, its tests are all skipped.
   [[ $summary != *skipped* || $summary =~ passed|failed|error ]] || state=rejected
   table+=("$(printf '%-52s %-7s %5d s  %s' "$what" "$state" $((SECONDS - start)) "$summary")")
   echo "${table[-1]}"

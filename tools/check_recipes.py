@@ -1,9 +1,9 @@
-"""Resolve what `make setup` would install on a fresh machine, of both recipes, without installing it.
+"""Resolve both recipes of `make setup` for a fresh machine, without installing anything.
 
     python tools/check_recipes.py [cpu|cuda ...]
 
-Prints versions, what would be downloaded and how long resolving took; fails if a recipe cannot be resolved, or if its
-torch or SGLang are not the expected ones. Needs the network, Python 3.11 and pip 23.1 or newer; some minutes, since
+Prints the versions, the download size and the time of resolving. Fails if a recipe cannot be resolved, or if its torch
+or SGLang is not the expected version. Needs the network, Python 3.11 and pip 23.1 or newer. Takes some minutes, because
 pip reads the metadata of every candidate.
 """
 
@@ -22,13 +22,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SGLANG = "0.5.17"
-# The CUDA recipe leaves torch to SGLang's own pin.
+# The CUDA recipe gets torch from SGLang's own pin.
 EXPECTED_TORCH = {"cpu": "2.13.0", "cuda": "2.11.0"}
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def resolve(*arguments: str) -> list[dict[str, Any]]:
-    """What `pip install` with these arguments would install in an empty environment; raises CalledProcessError."""
+    """Return what `pip install` with these arguments would install in an empty environment.
+
+    Raises:
+        CalledProcessError: pip failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
@@ -39,7 +43,7 @@ def resolve(*arguments: str) -> list[dict[str, Any]]:
 
 
 def cpu_recipe() -> list[dict[str, Any]]:
-    """The steps of tools/setup.sh, with its versions."""
+    """Resolve the steps of tools/setup.sh, with its versions."""
     setup = (ROOT / "tools/setup.sh").read_text()
     versions = dict(re.findall(r"^(torch|sglang)=(\S+)$", setup, re.M))
     beside = re.search(rf"^ *{re.escape(versions['torch'])}\) (.*) ;;$", setup, re.M)
@@ -59,7 +63,7 @@ def cuda_recipe() -> list[dict[str, Any]]:
 
 
 def size(url: str) -> int:
-    """Bytes of a file to download, 0 for one that is here."""
+    """Return the bytes to download, or the size of a local file."""
     if not url.startswith("http"):
         file = Path(url.removeprefix("file://"))
         return file.stat().st_size if file.is_file() else 0

@@ -30,12 +30,12 @@ class ExtensionBuildHook(BuildHookInterface):
                 f"{SWITCH} compiles against torch's headers, and this build environment has no torch: install torch "
                 "and give pip --no-build-isolation"
             )
-        # Not into the package: a checkout would load the library instead of its own sources' build.
+        # Outside of the package: a checkout would load this library instead of one built from its own sources.
         out = Path(self.root) / "build" / "extension"
         command = [sys.executable, "-m", "dsv4_sglang.ops.extension", "--arch", archs, "--out", str(out)]
         library = subprocess.run(command, cwd=self.root, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
         build_data["force_include"][library] = f"dsv4_sglang/prebuilt/{Path(library).name}"
         build_data["pure_python"] = False
-        # The library uses torch's stable ABI and nothing of Python's: one wheel for all supported interpreters. The
-        # platform is this machine's; `make wheels` replaces it by the manylinux tag that the library's symbols allow.
+        # The library uses torch's stable ABI and no Python API, so one wheel serves all supported interpreters. The
+        # platform is this machine's. `make wheels` replaces it by the manylinux tag that the library's symbols allow.
         build_data["tag"] = f"cp310-abi3-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

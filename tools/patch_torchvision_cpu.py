@@ -1,9 +1,9 @@
-"""Make PyPI's torchvision importable beside a CPU build of torch.
+"""Make PyPI's torchvision importable with a CPU build of torch.
 
 PyPI has only the CUDA build. Its compiled library does not load without CUDA, so the operators `torchvision::nms` and
 `torchvision::qnms` do not exist, and the fake implementation that torchvision registers for nms at import time raises
-"operator torchvision::nms does not exist". SGLang imports torchvision through transformers but uses no operator of it,
-so it is enough to declare the two schemas where the library is missing. Running this twice changes nothing.
+"operator torchvision::nms does not exist". SGLang imports torchvision through transformers but calls no operator of it,
+so it is enough to declare the two schemas if the library is missing. A second run changes nothing.
 """
 
 import importlib.util

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# Create a virtual environment and install this package with everything it needs to run and to be tested.
+# Create a virtual environment and install this package with everything that it needs to run and to be tested.
 #
 #   tools/setup.sh VENV [cpu|cuda] [SGLANG [BASE]]
 #
-# Without a second argument the recipe follows the machine: cuda where nvidia-smi lists a GPU, else cpu. SGLANG is the
-# release of SGLang, 0.5.17 by default; docs/design/adding_a_release.md says which ones are served. BASE is an
-# environment of the CPU recipe from which VENV takes what SGLANG can have, too, and torch in any case: only the rest is
-# installed.
-# Running it again is safe: an existing VENV is kept and only what is missing is installed.
+# The default recipe depends on the machine: cuda if nvidia-smi lists a GPU, else cpu. SGLANG is the release of SGLang
+# (default 0.5.17); docs/design/adding_a_release.md lists the supported ones. BASE is an environment of the CPU recipe
+# that VENV shares: it takes from BASE torch and every package whose version fits SGLANG. Only the rest is installed.
+# It is safe to run this again: an existing VENV is kept and only what is missing is installed.
 set -euo pipefail
 
 venv=${1:?usage: tools/setup.sh VENV [cpu|cuda] [SGLANG]}
@@ -22,7 +21,7 @@ if [ -z "$recipe" ]; then
   if nvidia-smi -L 2>/dev/null | grep -q GPU; then recipe=cuda; else recipe=cpu; fi
 fi
 
-# The first interpreter among the candidates that runs and whose version satisfies the Python expression $1.
+# Print the first candidate interpreter that runs and whose version satisfies the Python expression $1.
 find_python() {
   local wanted=$1 candidate
   shift
@@ -58,14 +57,14 @@ esac
 [ -z "$base" ] || python=$base/bin/python
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
-# Python compiles what it imports; compiling all of torch, transformers and sglang up front takes longer than unpacking.
+# Python compiles modules at import. Compiling all of torch, transformers and sglang here takes longer than unpacking.
 install() { pip install -q --no-compile "$@"; }
 
 if [ "$recipe" = cuda ]; then
   install -e "$root[dev]" "sglang==${3:-$sglang}"
 else
   if [ "${3:-$sglang}" != "$sglang" ]; then
-    # Torch and what the CPU recipe installs besides as this release of SGLang pins them.
+    # This release of SGLang pins torch and other packages of the CPU recipe.
     sglang=$3
     pip download -q --no-deps -d "$venv/wheels" "sglang==$sglang"
     requirements=$venv/requirements-cpu.txt
@@ -87,13 +86,13 @@ else
         exit 1
         ;;
     esac
-    # A local or mirrored CPU wheel first, else PyTorch's own index. PyPI has the CUDA build alone, which runs without a
-    # GPU, too, but brings 2.5 GB of libraries.
+    # Try a local or mirrored CPU wheel, then PyTorch's own index. PyPI has only the CUDA build, which also runs without
+    # a GPU but brings 2.5 GB of libraries.
     install "torch==$torch+cpu" 2>/dev/null ||
       install "torch==$torch" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
       install "torch==$torch"
     install "triton==$triton" -r "$requirements"
-    # Without dependencies: theirs pin the CUDA build of torch.
+    # Without dependencies, which pin the CUDA build of torch.
     install --no-deps "sglang==$sglang" "torchvision==$torchvision"
     "$venv/bin/python" "$root/tools/patch_torchvision_cpu.py"
     install --no-deps --no-build-isolation -e "$root"

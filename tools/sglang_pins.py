@@ -1,9 +1,9 @@
-"""What a wheel of SGLang pins of the packages of the CPU recipe.
+"""Print what a wheel of SGLang pins among the packages of the CPU recipe.
 
-    python tools/sglang_pins.py WHEEL torch               its version
-    python tools/sglang_pins.py WHEEL requirements.txt    the file, with SGLang's versions where it names some
+    python tools/sglang_pins.py WHEEL torch               the version of torch
+    python tools/sglang_pins.py WHEEL requirements.txt    the file, with SGLang's version for each package that it pins
 
-Packages that only newer releases need are added where SGLang wants them. It runs in an environment that has pip alone.
+Packages that only newer releases need are added if SGLang requires them. Runs in an environment that has pip only.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from zipfile import ZipFile
 from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.utils import canonicalize_name
 
+# Packages without CUDA parts that newer releases import.
 NEWER = ("deepseek-recipe",)
-"""Packages without CUDA parts that newer releases import."""
 
 
 def pins(wheel: str) -> dict[str, str]:
-    """Version specifiers by package, of the requirements that hold here."""
+    """Return the version specifiers by package, of the requirements whose markers apply to this environment."""
     with ZipFile(wheel) as files:
         (name,) = [name for name in files.namelist() if name.endswith(".dist-info/METADATA")]
         lines = HeaderParser().parsestr(files.read(name).decode()).get_all("Requires-Dist", [])

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Install WHEEL into a fresh environment and run it with an empty PATH, so without a compiler.
+# Install WHEEL into a fresh environment and run it with an empty PATH, that is, without a compiler.
 #
 #   tools/try_wheel.sh PYTHON WHEEL
 #
 # PYTHON's environment has torch and may have SGLang. The fresh environment sees its packages, except an editable
-# install of this one; what else the command needs is installed. With SGLang, `dsv4-sglang doctor` runs as well.
+# install of this package; other dependencies of the command are installed. With SGLang, `dsv4-sglang doctor` runs too.
 set -euo pipefail
 python=${1:?usage: tools/try_wheel.sh PYTHON WHEEL}
 wheel=${2:?usage: tools/try_wheel.sh PYTHON WHEEL}
@@ -24,7 +24,7 @@ installed=$(try python -c "import dsv4_sglang; print(dsv4_sglang.__file__)")
 [[ $installed == "$fresh"/* ]] || { echo "try_wheel: $installed was imported, not the wheel" >&2; exit 1; }
 try dsv4-sglang --help >help.txt
 grep -q serve help.txt
-# A compiled library is found by the hash of the sources that the wheel carries.
+# A compiled library is found by the hash of the wheel's sources.
 try python - <<'PYTHON'
 from dsv4_sglang.ops import extension
 

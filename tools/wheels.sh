@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Build dist/: an sdist, a pure wheel that compiles the CUDA extension at first use, a wheel with the compiled extension,
-# and an SBOM; then check them.
+# Build dist/: an sdist, a pure wheel that compiles the CUDA extension on first use, a wheel with the compiled
+# extension, and an SBOM. Then check them.
 #
 #   tools/wheels.sh PYTHON [ARCHS]
 #
-# PYTHON is the interpreter of an environment that `make setup` made: the extension is compiled against its torch, with
+# PYTHON is the interpreter of an environment made by `make setup`. The extension is compiled against its torch, with
 # the nvcc that dsv4_sglang.ops.extension finds. ARCHS is a comma-separated list of GPU architectures.
-# The same sources, compilers and SOURCE_DATE_EPOCH (default: the time of the last commit) give the same bytes.
+# The same sources, compilers and SOURCE_DATE_EPOCH (default: the time of the last commit) give identical files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,12 +26,12 @@ unbundled=$(mktemp -d)
 trap 'rm -rf "$unbundled"' EXIT
 "$python" -m hatchling build -t sdist -t wheel -d dist
 DSV4_SGLANG_PREBUILD=$archs "$python" -m hatchling build -t wheel -d "$unbundled"
-# The libraries that the wheel does not bundle come with torch. Symbols are stripped: they hold names of nvcc's temporary
-# files, which differ in every build.
+# The libraries that the wheel does not bundle come with torch. Symbols are stripped because they contain names of
+# nvcc's temporary files, which differ in every build.
 auditwheel repair --strip --exclude 'libtorch*' --wheel-dir dist "$unbundled"/*.whl
 
 twine check --strict dist/*.whl dist/*.tar.gz
-# W004: the extension's file is loaded by its path, so its name is no module's.
+# W004: the extension is loaded by its path, so its file name is not a module name.
 check-wheel-contents --ignore W004 dist/*.whl
 for file in dist/*; do
   size=$(stat -c %s "$file")
@@ -41,7 +41,7 @@ done
 # What the wheels were built and tested with.
 cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o dist/sbom.cdx.json "$python"
 
-# Both wheels start where there is no compiler.
+# Both wheels must work without a compiler.
 for wheel in dist/*.whl; do
   tools/try_wheel.sh "$python" "$wheel"
 done

@@ -1,4 +1,4 @@
-"""`python -m dsv4_sglang.cli` is `dsv4-sglang`."""
+"""Entry point of `python -m dsv4_sglang.cli`, the same as `dsv4-sglang`."""
 
 from dsv4_sglang.cli import app
 

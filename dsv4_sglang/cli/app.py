@@ -1,4 +1,4 @@
-"""The commands of `dsv4-sglang`. Each lives in its own module; heavy imports happen when it runs."""
+"""The commands of `dsv4-sglang`, one module each. Commands import heavy packages only when they run."""
 
 from __future__ import annotations
 

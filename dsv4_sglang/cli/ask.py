@@ -1,6 +1,6 @@
-"""`python -m dsv4_sglang.cli.ask PID MODEL QUESTION FLAGS...`: a conversation, printed, once the server is up.
+"""Print a conversation once a server is up: `python -m dsv4_sglang.cli.ask PID MODEL QUESTION FLAGS...`.
 
-`serve --ask` starts this beside itself before it becomes the server of these flags, process PID.
+`serve --ask` starts this process and then becomes the server with these flags, process PID.
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ MAX_TOKENS = 16
 
 
 def ask(process: int, model_path: str, question: str, flags: list[str]) -> int:
-    """0 after the conversation, 1 if there was none. Waits for `process`, the parent, and ends with it."""
+    """Wait for the server and print a conversation.
+
+    Args:
+        process: id of the server, which is the parent. The wait ends with it.
+        model_path: model path of the server.
+        question: question of the first conversation turn.
+        flags: flags of the server.
+
+    Returns:
+        The exit code: 0 after the conversation, 1 if there was none.
+    """
     try:
         server = Server(flags)
         wait_ready(server, alive=lambda: os.getppid() == process, timeout=READY_SECONDS)

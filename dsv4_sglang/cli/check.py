@@ -1,4 +1,4 @@
-"""`dsv4-sglang check`: has everything in a running server's cache one owner, and do warm answers equal cold ones?"""
+"""`dsv4-sglang check`: audit a running server's cache, and compare answers from the cache with cold answers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,23 @@ OFF = (
     f"{OPT_IN_FLAG} '" + json.dumps({OPT_IN_KEY: {"integrity_check": True}}) + "'"
 )
 PROMPT_TOKENS, ANSWER_TOKENS = 300, 16
-# Ids that are ordinary tokens of every vocabulary, the tiny checkpoint's included.
+# Ids of ordinary tokens in every vocabulary, including that of the tiny model.
 TOKENS = range(3, 384)
-# What warm answers of compute in 16 bits may be off: so many times what cold ones are, and a bit. A spoilt entry moves
-# log p by 0.07 and more.
+# Allowed distance of warm answers of 16-bit compute: NOISE times the distance of cold answers, plus FLOOR. A corrupted
+# entry changes log p by at least 0.07.
 NOISE, FLOOR = 3.0, 0.02
 
 
 @dataclass(frozen=True)
 class Distance:
-    """|log p - log p of the same tokens computed cold, as a prompt|, of an answer that resumed from `cached` tokens, on
-    the mean and in the worst place, and on the mean of one from an empty cache: the noise to compare with."""
+    """Differences of log p between an answer and its tokens scored cold as part of a prompt.
+
+    Attributes:
+        cached: tokens from which the warm answer resumed.
+        warm: mean difference of the warm answer.
+        worst: largest difference of the warm answer.
+        cold: mean difference of an answer from an empty cache: the noise.
+    """
 
     cached: int
     warm: float
@@ -38,15 +44,26 @@ class Distance:
 
 
 def too_far(distance: Distance, noise: float, tolerance: float | None = None) -> bool:
-    """Whether an answer is further from cold than rounding makes it; `noise`: the mean of `cold` of several answers.
-    `tolerance`: of the worst token, where compute is exact."""
-    near = distance.warm <= NOISE * noise + FLOOR  # false for nan, too
+    """Return True if a warm answer differs from cold by more than rounding explains.
+
+    Args:
+        distance: distance of the answer from cold.
+        noise: mean of `cold` over several answers.
+        tolerance: limit of `worst`, for servers whose compute is exact.
+    """
+    near = distance.warm <= NOISE * noise + FLOOR  # False for nan, too
     return not near or (tolerance is not None and not distance.worst <= tolerance)
 
 
 def distance_to_cold(server: Server, ids: Sequence[int], **fields: Any) -> Distance:
-    """Ask a prompt as it comes, which hits what is cached, and twice in name spaces where nothing is. `fields` of the
-    requests, such as a rank. Raises what the server's requests raise.
+    """Compare a warm and a cold answer to a prompt with their tokens scored cold.
+
+    The warm request may hit the cache. All other requests use fresh name spaces, where nothing is cached.
+
+    Args:
+        server: running server. Errors of its requests propagate.
+        ids: token ids of the prompt.
+        **fields: fields of the requests, such as a DP rank.
     """
     warm = server.answer(ids, ANSWER_TOKENS, **fields)
     cold = server.answer(ids, ANSWER_TOKENS, extra_key=uuid.uuid4().hex, **fields)
@@ -87,7 +104,7 @@ def _show_reports(reports: list[dict[str, Any]]) -> None:
 
 
 def _compare(server: Server, prompts: int, ranks: int) -> int:
-    """Warm and cold answers to random prompts, a rank of DP attention after the other; how many are wrong."""
+    """Compare warm and cold answers to random prompts, alternating between DP ranks. Return the number of failures."""
     distances = []
     for i in range(prompts):
         ids = random.choices(TOKENS, k=PROMPT_TOKENS)
@@ -99,21 +116,22 @@ def _compare(server: Server, prompts: int, ranks: int) -> int:
         far = too_far(distance, sum(other.cold for other in distances) / prompts)
         wrong += far or not distance.cached
         typer.echo(
-            f"prompt {i + 1}: {distance.cached} of {PROMPT_TOKENS} tokens cached, log p off by {distance.warm:.4f} on "
-            f"the mean, {distance.worst:.4f} at most; from an empty cache {distance.cold:.4f}: "
+            f"prompt {i + 1}: {distance.cached} of {PROMPT_TOKENS} tokens cached, log p differs by {distance.warm:.4f} "
+            f"on average, {distance.worst:.4f} at most; from an empty cache {distance.cold:.4f}: "
             + ("WRONG" if far else "right" if distance.cached else "no prefix hit")
         )
     return wrong
 
 
 def check(
-    url: Annotated[str, typer.Argument(help="Of the server, such as http://127.0.0.1:30000.")],
-    prompts: Annotated[int, typer.Option(min=0, help="Compare warm and cold answers to so many random prompts.")] = 0,
+    url: Annotated[str, typer.Argument(help="URL of the server, such as http://127.0.0.1:30000.")],
+    prompts: Annotated[int, typer.Option(min=0, help="Compare warm and cold answers to N random prompts.")] = 0,
     api_key: Annotated[str | None, typer.Option(help="The server's --api-key.")] = None,
 ) -> None:
-    """Check the cache of a running server: every block, slot and row has one owner, and tree, locks and lists agree.
+    """Audit the cache of a running server: every block, slot and host row has one owner, and all its tables agree.
 
-    The server needs the option integrity_check. It may be busy. Exit code 1 if something is wrong, or cannot be asked.
+    The server needs the option integrity_check. It may be busy. The exit code is 1 if the audit finds an error or the
+    server cannot be reached.
     """
     server = Server.at(url, api_key)
     try:
@@ -130,6 +148,6 @@ def check(
     _show_reports(reports)
     found = sum(report["wrong"] for report in reports)
     if found or wrong:
-        typer.echo(f"{found} things are wrong with the cache" + (f", {wrong} answers" if prompts else ""))
+        typer.echo(f"{found} errors in the cache" + (f", {wrong} wrong answers" if prompts else ""))
         raise typer.Exit(1)
-    typer.echo("the cache is sound" + (f", and {prompts} warm answers are those of an empty cache" if prompts else ""))
+    typer.echo("the cache is sound" + (f", and {prompts} warm answers match cold answers" if prompts else ""))

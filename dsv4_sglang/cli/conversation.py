@@ -1,4 +1,4 @@
-"""What the commands show of a running server: two turns of a conversation, and what the cache has to do with them."""
+"""A conversation of two turns with a running server, and its effect on the cache."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from dsv4_sglang.cli.client import Answer, Pools, Server
 
 QUESTION = "What are the two halves of the cache?"
 SECOND_QUESTION = "Say that again in one sentence."
-# Long enough for blocks and a snapshot: 128 tokens and more with any tokenizer.
-TEXT = """Answer questions about this text. DeepSeek-V4 keeps two kinds of things about the tokens that it has read. \
-The first is entries: a CSA layer compresses every 4 tokens into one, an HCA layer every 128. Entries lie in blocks of \
-128 tokens, and requests with the same beginning share their blocks. The second is state: of each running request the \
-rows of the last 128 tokens in every layer, and the tokens that do not fill an entry yet, in one slot that never \
-grows. From blocks alone no request can go on, so a copy of the state, a snapshot, is kept where a prompt ends. When \
-a conversation continues, the next request finds the blocks of its earlier turns, loads the snapshot behind them and \
-computes only the tokens that are new. Whatever is asked for least often is given up first."""
+# Long enough for blocks and a snapshot: more than 128 tokens with any tokenizer.
+TEXT = """Answer questions about this text. DeepSeek-V4 caches two kinds of data about the tokens that it has read. \
+The first is entries: a CSA layer compresses every 4 tokens into one entry, an HCA layer every 128. Entries are \
+stored in blocks of 128 tokens, and requests with the same beginning share their blocks. The second is state: for \
+each running request the entries of the last 128 tokens in every layer, and the tokens that do not fill a compressed \
+entry yet, in one slot of constant size. A request cannot resume from blocks alone, so a copy of the state, a \
+snapshot, is kept where a prompt ends. When a conversation continues, the next request finds the blocks of its \
+earlier turns, loads the snapshot at their end and computes only the tokens that are new. The cache evicts first what \
+is least likely to be reused."""
+# An idle SGLang publishes its pools at once after decode steps that it reported, else within 30 seconds.
 SETTLE_SECONDS = 35.0
-"""An idle SGLang publishes its pools at once after decode steps that it reported, else within 30 seconds."""
 
 
 def is_tiny(model_path: str) -> bool:
-    """Whether the folder holds a checkpoint of `make-tiny`: its config.json is what that command writes."""
+    """Return True if the folder holds a model of `make-tiny`, recognised by its config.json."""
     try:
         config = json.loads((Path(model_path) / "config.json").read_text())
         from dsv4_sglang.testing.tiny import TinySpec, config_json  # imports torch
@@ -38,13 +39,13 @@ def is_tiny(model_path: str) -> bool:
             context=config["max_position_embeddings"],
             dspark=config.get("dspark_block_size"),
         )
-    except (OSError, ValueError, KeyError, TypeError):  # no folder, or another model's
+    except (OSError, ValueError, KeyError, TypeError):  # no folder, or a different model
         return False
     return config == config_json(spec)
 
 
 def settled(server: Server) -> Pools:
-    """The pools once no request runs, or as they are after SETTLE_SECONDS: others may use the server."""
+    """Return the pools once no request runs, or after SETTLE_SECONDS in case others use the server."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while (pools := server.pools()).used and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -65,10 +66,17 @@ def _show(turn: int, question: str, answer: Answer, pools: Pools) -> None:
 
 
 def converse(server: Server, model_path: str, question: str, max_tokens: int) -> None:
-    """Ask `question` about a text, then a second question in the same conversation, and print what came from the cache
-    and what is in the pools. Raises what `Server.generate` and `Server.pools` raise.
+    """Ask two questions about a text in one conversation, and print the prefix hits and the pools.
+
+    Errors of `Server.generate` and `Server.pools` propagate.
+
+    Args:
+        server: running server.
+        model_path: model path of the server.
+        question: question of the first conversation turn.
+        max_tokens: largest number of tokens of an answer.
     """
-    _say("two turns of a conversation; the seconds of the first include what a server does once, such as compiling")
+    _say("two conversation turns; the times of the first include one-time work of the server, such as compiling")
     prompt = TEXT
     for turn, asked in enumerate((question, SECOND_QUESTION), 1):
         prompt += f"\n\nUser: {asked}\n\nAssistant:"
@@ -76,4 +84,4 @@ def converse(server: Server, model_path: str, question: str, max_tokens: int) ->
         _show(turn, asked, answer, settled(server))
         prompt += answer.text
     if is_tiny(model_path):
-        _say("the words are noise: this model is tiny and random")
+        _say("the answers are noise: this model is tiny and has random weights")

@@ -20,13 +20,17 @@ from dsv4_sglang.cli.serve import POOL_FLAGS, command_for, rejections, require_s
 from dsv4_sglang.srt.integration import launch_command
 
 STOP_SECONDS = 20.0
+# Below the ephemeral ports. A server binds its port only after loading, and until then an ephemeral port may be given
+# to its own processes or to others.
 PORTS = range(20000, 32000)
-"""Below those that a system gives to whoever asks for any: a server binds its port when it has loaded, and by then its
-own processes or others may have been given one of those."""
 
 
 def free_port(host: str = DEFAULT_HOST) -> int:
-    """A port of PORTS that is free on the address `host`. Raises OSError if this machine does not have that address."""
+    """Return a port of PORTS that is free on the address `host`.
+
+    Raises:
+        OSError: this machine does not have that address, or all ports are in use.
+    """
     for port in random.sample(PORTS, len(PORTS)):
         try:
             bind(host, port)
@@ -40,7 +44,7 @@ def free_port(host: str = DEFAULT_HOST) -> int:
 
 @contextmanager
 def running(command: launch_command.Command) -> Iterator[subprocess.Popen[bytes]]:
-    """The server as a process group of its own; stopped at the end, whatever happens: SIGTERM, then SIGKILL."""
+    """Run the server as its own process group. Stop it at the end in any case: SIGTERM, then SIGKILL."""
     process = subprocess.Popen(command.argv, env=command.full_environment(), start_new_session=True)
     try:
         yield process
@@ -50,18 +54,18 @@ def running(command: launch_command.Command) -> Iterator[subprocess.Popen[bytes]
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also what a server that has ended may have left
+            os.killpg(process.pid, signal.SIGKILL)  # a server that has ended may have left processes
         process.wait()
 
 
 def demo(
     context: typer.Context,
-    model_path: Annotated[str, typer.Option("--model-path", "--model", help="Checkpoint folder or hub name.")],
-    prompt: Annotated[str, typer.Option(help="What to ask in the first turn.")] = QUESTION,
+    model_path: Annotated[str, typer.Option("--model-path", "--model", help="Model folder or hub name.")],
+    prompt: Annotated[str, typer.Option(help="Question of the first conversation turn.")] = QUESTION,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 16,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the server.", min=1)] = 600.0,
 ) -> None:
-    """Start a server on a free port, print two turns of a conversation and what the cache did, stop the server."""
+    """Start a server on a free port, print a conversation of two turns with its cache statistics, stop the server."""
     flags = [*POOL_FLAGS, *context.args]
     with rejections():
         try:

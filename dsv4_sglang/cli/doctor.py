@@ -1,4 +1,4 @@
-"""`dsv4-sglang doctor`: is everything here that a server with this cache needs, and are the ops right?"""
+"""`dsv4-sglang doctor`: check the requirements of a server with this cache, and the correctness of the ops."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ COLOURS: dict[State, str] = {"ok": "green", "note": "yellow", "fail": "bold red"
 ENTRY_POINT_GROUP, ENTRY_POINT = "sglang.srt.plugins", "dsv4_sglang"
 PYTHONS = ((3, 10), (3, 13))
 LEAST_CAPABILITY = (8, 0)
-# Relative error of the worst token of a layer. A GPU may multiply fp32 as tf32; FP8 rows differ by their last step.
+# Relative error of the worst token of a layer. A GPU may multiply fp32 as tf32; FP8 entries differ by a rounding step.
 EXACT_CPU, EXACT_GPU, SERVED = 1e-4, 1e-2, 5e-2
 
 
 class Finding(NamedTuple):
-    """One line of the report. "note" is worth knowing, "fail" makes the exit code 1."""
+    """One line of the report. "note" is informative, "fail" makes the exit code 1."""
 
     what: str
     found: str
@@ -76,7 +76,7 @@ def device(gpu: bool) -> Iterator[Finding]:
     import torch
 
     if not gpu:
-        yield Finding("GPU", "none: the PyTorch ops run on the CPU, for trying out and testing", "note")
+        yield Finding("GPU", "none: the PyTorch ops run on the CPU, for trials and tests", "note")
         return
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
@@ -104,7 +104,7 @@ def compiler(gpu: bool) -> Iterator[Finding]:
 
 
 def extension(gpu: bool) -> Iterator[Finding]:
-    """Builds it if that has not happened yet, as the first start of a server would."""
+    """Load the CUDA extension. The first call builds it, as the first start of a server would."""
     if not gpu:
         yield Finding("extension", "not used without a GPU")
         return
@@ -124,7 +124,7 @@ def plugin(gpu: bool) -> Iterator[Finding]:
 
 
 def hooks(gpu: bool) -> Iterator[Finding]:
-    """The places where SGLang is changed: each there, with the parameters that the hook has."""
+    """Check that the functions of SGLang that this package replaces exist with the expected parameters."""
     from dsv4_sglang.srt.integration import sglang_contract
     from dsv4_sglang.srt.integration.hooks import hooks_of
     from dsv4_sglang.srt.integration.options import Options
@@ -135,22 +135,22 @@ def hooks(gpu: bool) -> Iterator[Finding]:
     for line in different:
         yield Finding("hook", line, "fail")
     if not different:
-        yield Finding("hooks", f"all {len(wanted)} targets exist and take what is expected")
+        yield Finding("hooks", f"all {len(wanted)} targets exist with the expected parameters")
 
 
 def flags(gpu: bool) -> Iterator[Finding]:
-    """SGLang's flags: each that this package reads is there."""
+    """Check that the flags of SGLang that this package reads exist."""
     from dsv4_sglang.srt.integration import compat, sglang_contract
 
     different = sglang_contract.flag_differences()
     for line in different:
         yield Finding("flag", line, "fail")
     if not different:
-        yield Finding("flags", f"all that are read exist, of {len(compat.flag_defaults())} in SGLang")
+        yield Finding("flags", f"all flags that are read exist, among {len(compat.flag_defaults())} of SGLang")
 
 
 def server_classes(gpu: bool) -> Iterator[Finding]:
-    """Our classes over SGLang's, and the private methods of SGLang's that they override."""
+    """Check the subclasses of SGLang's classes, and the private methods that they override."""
     from dsv4_sglang.srt.integration import compat, sglang_contract
 
     for module in ("dsv4_sglang.srt.attention.backend", "dsv4_sglang.srt.models.deepseek_v4"):
@@ -168,7 +168,7 @@ def self_test(gpu: bool) -> Iterator[Finding]:
 
     from dsv4_sglang.testing import selftest
 
-    # The formulas run on the CPU in tensors so small that many threads only wait for each other.
+    # The formulas run on the CPU with tensors so small that many threads mostly wait for each other.
     torch.set_num_threads(min(torch.get_num_threads(), 4))
     for formats, name, tolerance in (
         (selftest.EXACT, "fp32", EXACT_GPU if gpu else EXACT_CPU),
@@ -178,7 +178,7 @@ def self_test(gpu: bool) -> Iterator[Finding]:
             error = selftest.layer_error(ratio, "cuda" if gpu else "cpu", formats)
             right = error < tolerance  # false for nan too
             text = f"error {error:.1e}" + ("" if right else f", more than {tolerance:.0e}")
-            yield Finding(f"{kind} layer, {name} rows", text, "ok" if right else "fail")
+            yield Finding(f"{kind} layer, {name} entries", text, "ok" if right else "fail")
 
 
 CHECKS: tuple[Callable[[bool], Iterator[Finding]], ...] = (
@@ -196,7 +196,7 @@ CHECKS: tuple[Callable[[bool], Iterator[Finding]], ...] = (
 
 
 def examine(gpu: bool) -> Iterator[Finding]:
-    """Every finding of every check; a check that breaks is a finding too."""
+    """Yield the findings of all checks. A check that raises is a finding too."""
     for check in CHECKS:
         try:
             yield from check(gpu)
@@ -213,8 +213,8 @@ def doctor() -> None:
     launch_command.prepare_this_process(cpu=not gpu)
     console, findings = Console(), []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # SGLang's, about hardware that is not there
-        # Line by line: on a GPU the first self test compiles kernels, which takes a minute.
+        warnings.simplefilter("ignore")  # SGLang warns about missing hardware
+        # Print line by line: on a GPU the first self test compiles kernels for a minute.
         for finding in examine(gpu):
             findings.append(finding)
             state = Text(f"{finding.state:5}", COLOURS[finding.state])

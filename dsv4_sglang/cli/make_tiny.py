@@ -16,7 +16,7 @@ def _parse_ratios(text: str) -> tuple[int, ...]:
 
 
 def make_tiny(
-    folder: Annotated[Path, typer.Argument(help="Folder to write; made when missing.", metavar="DIR")],
+    folder: Annotated[Path, typer.Argument(help="Output folder, created if missing.", metavar="DIR")],
     seed: Annotated[int, typer.Option(help="Equal seeds give equal bytes.")] = 0,
     layers: Annotated[
         str | None,
@@ -25,22 +25,22 @@ def make_tiny(
         ),
     ] = None,
     hidden: Annotated[int, typer.Option(help="Hidden size, a multiple of 128.")] = 256,
-    index_topk: Annotated[int, typer.Option(help="CSA entries that the indexer selects.")] = 512,
+    index_topk: Annotated[int, typer.Option(help="CSA entries that the indexer selects per token.")] = 512,
     hash_layers: Annotated[
-        int | None, typer.Option(help="First layers whose experts are chosen by token id.", show_default="2")
+        int | None, typer.Option(help="First layers that choose experts by token id.", show_default="2")
     ] = None,
     context: Annotated[int, typer.Option(help="max_position_embeddings.")] = 32768,
     nextn: Annotated[
-        bool, typer.Option("--nextn", help="With a NextN (MTP) block, for --speculative-algorithm EAGLE.")
+        bool, typer.Option("--nextn", help="Add a NextN (MTP) block, for --speculative-algorithm EAGLE.")
     ] = False,
     dspark: Annotated[
-        int | None, typer.Option(help="With a DSPARK head that drafts this many tokens at once (released: 5).")
+        int | None, typer.Option(help="Add a DSPARK head that drafts N tokens at once (released: 5).")
     ] = None,
     v41: Annotated[
-        bool, typer.Option("--v41", help="DeepSeek-V4.1, eight layers of all kinds that it has; for SGLang 0.5.23.")
+        bool, typer.Option("--v41", help="DeepSeek-V4.1 with eight layers of all its kinds, for SGLang 0.5.23.")
     ] = False,
 ) -> None:
-    """Write a small random DeepSeek-V4 checkpoint that SGLang and transformers can read, or one of V4.1."""
+    """Write small random DeepSeek-V4 or V4.1 weights that SGLang and transformers can load."""
     from dsv4_sglang.testing import tiny, tiny_v41
 
     sizes: dict[str, Any] = {"seed": seed, "hidden": hidden, "index_topk": index_topk, "context": context}
@@ -53,14 +53,16 @@ def make_tiny(
             count = len(spec.ratios)
         elif given:
             flags = ", ".join("--" + {"ratios": "layers"}.get(name, name).replace("_", "-") for name in given)
-            raise ValueError(f"{flags} with --v41: a tiny V4.1 has the same layers always, and no drafts; leave it out")
+            raise ValueError(
+                f"{flags} with --v41: the layers of a tiny V4.1 are fixed and it has no drafts; leave it out"
+            )
         else:
             tiny_v41.make_tiny_v41(folder, tiny_v41.TinyV41Spec(**sizes))
             count = len(tiny_v41.RATIOS)
     except (ValueError, OSError) as error:
-        # An error of the system says neither what it is about nor what to do.
+        # The error of the system names neither the path nor what to do.
         system = error.strerror if isinstance(error, OSError) else None
-        reason = f"cannot write {folder} ({system}); give a folder that can be made" if system else error
+        reason = f"cannot write {folder} ({system}); give a folder that can be created" if system else error
         typer.echo(f"dsv4-sglang make-tiny: {reason}", err=True)
         raise typer.Exit(2) from None
     size = sum(p.stat().st_size for p in folder.iterdir())

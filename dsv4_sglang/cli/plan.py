@@ -1,4 +1,4 @@
-"""`dsv4-sglang plan`: what a launch would hold, what the choices next to it would, and which one to take."""
+"""`dsv4-sglang plan`: compute the capacity of a server configuration and its alternatives, and recommend one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from dsv4_sglang.planner.models import Format, Model
     from dsv4_sglang.planner.plan import Plan
 
+# Options that --goal decides.
 CHOSEN_BY_GOAL = (
     *("tp", "dp", "max_running_requests", "mem_fraction_static", "speculative_algorithm"),
     *("speculative_num_draft_tokens", "speculative_dspark_block_size"),
 )
-"""Options that --goal decides."""
 
 
 def _model(given: str) -> Model:
@@ -54,7 +54,17 @@ def _gpu(given: str) -> Gpu:
 
 
 def _draft_tokens(model: Model, algorithm: str | None, tokens: int, block: int | None) -> int:
-    """Tokens of a verify step, 0 without speculation; a checkpoint has a NextN layer or a DSPARK head."""
+    """Return the tokens of a verify step, 0 without speculation. A model has either a NextN layer or a DSPARK head.
+
+    Args:
+        model: model that is planned.
+        algorithm: --speculative-algorithm.
+        tokens: --speculative-num-draft-tokens, 0 if not given.
+        block: --speculative-dspark-block-size.
+
+    Raises:
+        ValueError: the options do not fit together or do not fit the model.
+    """
     if algorithm is None and block is not None:
         raise ValueError(f"--speculative-dspark-block-size {block}: give --speculative-algorithm DSPARK with it")
     if algorithm not in (None, "EAGLE", "NEXTN", "DSPARK"):
@@ -84,7 +94,7 @@ def _draft_tokens(model: Model, algorithm: str | None, tokens: int, block: int |
 
 
 def holds(made: Plan) -> str:
-    """Return one line, whose figures docs/guides/serving.md quotes."""
+    """Return a summary in one line, which docs/guides/serving.md quotes."""
     loaded = sum(part.bytes for part in made.parts if part.group == "weights")
     return (
         f"{made.total_tokens:,} tokens; {made.requests:,} requests of {made.choice.request:,} ({made.at_once:,} at "
@@ -94,7 +104,7 @@ def holds(made: Plan) -> str:
 
 
 def compared(choice: Choice) -> Iterator[tuple[str, Plan | str]]:
-    """Each neighbouring choice, and what it gives or why it does not fit."""
+    """Yield each neighbouring choice with its plan, or with the reason why it does not fit."""
     from dsv4_sglang.planner.neighbours import others
     from dsv4_sglang.planner.plan import plan as make
 
@@ -146,7 +156,7 @@ def _aligned(table: Any, numbers: slice) -> Any:
 
 
 def _notes(made: Plan, other: dict[str, Plan | str]) -> Iterator[str]:
-    """What speaks against each choice."""
+    """Yield the disadvantages of each choice."""
     for change, found in {"as given": made, **other}.items():
         for note in [found] if isinstance(found, str) else found.notes():
             yield f"{change}: {note}"
@@ -163,7 +173,11 @@ def _experts(model: Model, given: str | None) -> Format:
 
 
 def _check_goal(command: typer.Context, goal: str) -> None:
-    """ValueError for an unknown goal, or an option that a goal decides."""
+    """Check --goal.
+
+    Raises:
+        ValueError: the goal is unknown, or an option is given that the goal decides.
+    """
     from dsv4_sglang.planner.recommend import GOALS
 
     if goal not in GOALS:
@@ -196,7 +210,7 @@ def _show(made: Plan, other: dict[str, Plan | str], goal: str | None) -> None:
         console.print(note, style="yellow", soft_wrap=True)
     console.print()
     if choice.count > choice.tp:
-        console.print(f"{choice.count // choice.tp} servers, each on {choice.tp} of the GPUs with a --port of its own:")
+        console.print(f"{choice.count // choice.tp} servers, each on {choice.tp} of the GPUs with its own --port:")
     typer.echo(choice.command())
 
 
@@ -213,7 +227,7 @@ def _title(choice: Choice) -> str:
 
 
 def _snapshot(choice: Choice) -> str | None:
-    """What the model's folder has of weights, to compare with what was counted; None without weights."""
+    """Return the bytes of weights in the model's folder beside the computed bytes, or None without weights."""
     from dsv4_sglang.planner.stored_weights import stored_bytes
     from dsv4_sglang.planner.weights import Split, count_weights
 
@@ -237,34 +251,36 @@ def plan(
     context_of_command: typer.Context,
     model: Annotated[str, typer.Option(help="flash, pro, or a config.json or its folder.")],
     gpu: Annotated[str, typer.Option(help="h100, h200, b200, or GiB of memory as torch reports them.")],
-    count: Annotated[int, typer.Option(help="GPUs.")],
-    tp: Annotated[int | None, typer.Option("--tp", "--tp-size", help="GPUs of one server; default: all.")] = None,
+    count: Annotated[int, typer.Option(help="Number of GPUs.")],
+    tp: Annotated[int | None, typer.Option("--tp", "--tp-size", help="GPUs per server; default: all.")] = None,
     dp: Annotated[int, typer.Option("--dp", "--dp-size", help="Replicas of the cache under DP attention.")] = 1,
     experts: Annotated[str | None, typer.Option(help="fp4, fp8 or bf16; default: fp4, bf16 if not quantised.")] = None,
-    max_running_requests: Annotated[int, typer.Option(help="Of one server; SGLang's default for this model.")] = 256,
-    mem_fraction_static: Annotated[float, typer.Option(help="Share for weights and cache.")] = 0.85,
+    max_running_requests: Annotated[
+        int, typer.Option(help="Per server; the default is SGLang's for this model.")
+    ] = 256,
+    mem_fraction_static: Annotated[float, typer.Option(help="Memory share for weights and cache.")] = 0.85,
     kv_cache_dtype: Annotated[str, typer.Option(help="KV entries: auto (FP8), fp8_e4m3 or bfloat16.")] = "auto",
     indexer_format: Annotated[str, typer.Option(help="Index keys: mxfp4, nvfp4 or fp32.")] = "mxfp4",
-    hca_state: Annotated[str, typer.Option(help="Open windows of 128: online or raw.")] = "online",
-    max_snapshots: Annotated[int | None, typer.Option(help="Of one cache; default: a twelfth of its memory.")] = None,
+    hca_state: Annotated[str, typer.Option(help="HCA compressor state: online or raw.")] = "online",
+    max_snapshots: Annotated[int | None, typer.Option(help="Per cache; default: a twelfth of its memory.")] = None,
     chunked_prefill_size: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 8192,
     speculative_algorithm: Annotated[str | None, typer.Option(help="EAGLE or DSPARK; default: none.")] = None,
-    speculative_num_draft_tokens: Annotated[int, typer.Option(help="Of EAGLE, 2 to 9; 0: no speculation.")] = 0,
+    speculative_num_draft_tokens: Annotated[int, typer.Option(help="For EAGLE, 2 to 9; 0: no speculation.")] = 0,
     speculative_dspark_block_size: Annotated[
-        int | None, typer.Option(help="Of DSPARK, 1 to 8; default: the checkpoint's.")
+        int | None, typer.Option(help="For DSPARK, 1 to 8; default: the model's.")
     ] = None,
     context_length: Annotated[int | None, typer.Option(help="Longest request; default: the model's.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens of a request when requests are counted.")] = 32768,
-    hicache_size: Annotated[int, typer.Option(help="Host cache: GB (10^9 bytes) a process; 0: none.")] = 0,
+    context: Annotated[int, typer.Option(help="Tokens per request for the number of requests that fit.")] = 32768,
+    hicache_size: Annotated[int, typer.Option(help="Host cache: GB (10^9 bytes) per process; 0: none.")] = 0,
     goal: Annotated[
-        str | None, typer.Option(help="Recommend a launch for: latency, throughput or long-context.")
+        str | None, typer.Option(help="Recommend a configuration for: latency, throughput or long-context.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the memory into this file (.png, .svg, .pdf).")] = None,
 ) -> None:
-    """Show what GPUs would hold: memory of weights, state slots, snapshots and blocks, other choices, the command.
+    """Show the memory of weights, state slots, snapshots and blocks on given GPUs, alternatives, and the command.
 
-    Weights are counted with SGLang's constructors, and the cache is sized by the functions that size a server's pools;
-    docs/guides/planning.md compares them with measurements. SGLang's own cache is computed by the installed release.
+    Weights are counted with SGLang's constructors. The cache is sized by the functions that size a server's pools.
+    docs/guides/planning.md compares both with measurements. SGLang's own cache is computed by the installed release.
     """
     from dsv4_sglang.planner import ask_sglang
     from dsv4_sglang.planner.choice import Choice

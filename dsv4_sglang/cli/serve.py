@@ -16,14 +16,14 @@ from dsv4_sglang.srt.integration import launch_command
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 
 SGLANG_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+# A conversation shows the pools, so the server has to publish them. SGLang does so every 40 decode steps by default.
+# These flags precede the user's, so that the user's win.
 POOL_FLAGS = ["--enable-metrics", "--decode-log-interval", "8"]
-"""What a conversation shows of the pools, the server has to publish: SGLang does so after 40 decode steps, unless told
-otherwise. Put before a user's flags, so that those win."""
 
 
 @contextmanager
 def rejections() -> Iterator[None]:
-    """Show a LaunchError as its reasons alone, and exit."""
+    """Print the reasons of a LaunchError without a traceback, and exit."""
     try:
         yield
     except LaunchError as error:
@@ -32,7 +32,11 @@ def rejections() -> Iterator[None]:
 
 
 def require_startable(model_path: str, flags: list[str]) -> None:
-    """Raise LaunchError if there is no such checkpoint or the port is not free."""
+    """Check that the model exists and the port is free.
+
+    Raises:
+        LaunchError: one of them does not hold.
+    """
     launch_command.config_of(model_path)
     host = launch_command.flag_value(flags, "--host") or DEFAULT_HOST
     port = launch_command.flag_value(flags, "--port") or DEFAULT_PORT
@@ -42,11 +46,11 @@ def require_startable(model_path: str, flags: list[str]) -> None:
         bind(host, int(port))
     except OSError as error:
         reason = f"cannot listen on --host {host} --port {port}: {error.strerror}"
-        raise LaunchError(f"{reason}; give another --port or --host, or stop the process that has it") from None
+        raise LaunchError(f"{reason}; give another --port or --host, or stop the process that uses it") from None
 
 
 def command_for(model_path: str, flags: list[str]) -> launch_command.Command:
-    """The server command for this machine, or the CPU's if the flags ask for it.
+    """Return the server command for this machine, or for the CPU if the flags ask for it.
 
     Raises:
         LaunchError: The options or a flag that is read here are invalid.
@@ -61,16 +65,18 @@ def command_for(model_path: str, flags: list[str]) -> launch_command.Command:
 
 def serve(
     context: typer.Context,
-    model_path: Annotated[str, typer.Option("--model-path", "--model", help="Checkpoint folder or hub name.")],
+    model_path: Annotated[str, typer.Option("--model-path", "--model", help="Model folder or hub name.")],
     only_print: Annotated[bool, typer.Option("--print", help="Print the command and do nothing else.")] = False,
     ask: Annotated[
         str | None,
-        typer.Option(help="Once the server is up, ask this, print two turns of a conversation and what the cache did."),
+        typer.Option(
+            help="Once the server is up, ask this and print a conversation of two turns with cache statistics."
+        ),
     ] = None,
 ) -> None:
     """Serve with this package's cache: `python -m sglang.launch_server` with the opt-in and any of SGLang's flags.
 
-    The server replaces this process, so signals reach it as they are and its exit code is this command's.
+    The server replaces this process, so it receives signals directly and its exit code is that of this command.
     """
     with rejections():
         if not only_print:

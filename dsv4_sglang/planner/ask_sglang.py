@@ -1,4 +1,4 @@
-"""SGLang's own answers for a launch that does not run: its flags as resolved, and its model config."""
+"""Ask SGLang, without starting a server, for its resolved flags and its model config."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dsv4_sglang.srt.integration import compat, launch_command
 
 
 def prepare_this_process() -> None:
-    """Import SGLang in a process that only plans: it sees no GPU and logs nothing."""
+    """Import SGLang in a process that only plans: no visible GPU, no logging."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     launch_command.prepare_this_process(cpu=True)
     warnings.filterwarnings("ignore", module="sglang")
-    # SGLang and what it imports print what a machine without a GPU lacks.
+    # SGLang and its dependencies print warnings about what a machine without a GPU lacks.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         import sglang.srt.models.deepseek_v4  # noqa: F401
     for name in ("sglang", "transformers"):
@@ -27,7 +27,7 @@ def prepare_this_process() -> None:
 
 
 def resolved_flags(config_json: str, **given: Any) -> tuple[Any, Any, Any]:
-    """Resolve the flags of a launch on GPUs.
+    """Resolve the flags of a server on GPUs.
 
     Args:
         config_json: Text of the model's config.json.

@@ -1,4 +1,4 @@
-"""The GPUs that can be planned for, and what of their memory is gone before the cache is allocated."""
+"""GPUs that can be planned for, and the memory that is taken before the cache is allocated."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from typing import NamedTuple
 from dsv4_sglang.srt.memory.sizing import GIB
 
 MIB = 1 << 20
+# CUDA context and NCCL: memory of an H200 that was not free when SGLang began to load on two GPUs; docs/guides/planning.md.
 BEFORE_WEIGHTS = int(1.65 * GIB)
-"""CUDA context and NCCL: the memory of an H200 that was not free when SGLang began to load, on two GPUs. Public logs of
-8 H200 say 1.7 GiB (github.com/SemiAnalysisAI/InferenceX/issues/2128)."""
+# Memory that loading takes beyond the parameters (compiled kernels, workspaces): mean of four runs; docs/guides/planning.md.
 BESIDE_WEIGHTS = int(0.90 * GIB)
-"""Memory that loading takes beyond the parameters (compiled kernels, workspaces): the mean of four runs."""
+# GPUs of one host.
 MOST_GPUS = 8
-"""Of one host."""
 
 
 class Gpu(NamedTuple):
-    """`memory` is what torch reports as `total_memory`, in bytes; `source` says where that was seen (of a B200, in
-    github.com/pytorch/ao/pull/4002)."""
+    """A kind of GPU.
+
+    Attributes:
+        memory: bytes that torch reports as `total_memory`.
+        source: where that number was seen (docs/guides/planning.md).
+        expert_runner: SGLang's `--moe-runner-backend` for FP4 experts.
+    """
 
     name: str
     memory: int
     source: str
     sm100: bool = False
     expert_runner: str | None = None
-    """SGLang's `--moe-runner-backend` for FP4 experts."""
 
 
 GPUS = {

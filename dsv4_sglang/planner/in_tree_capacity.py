@@ -1,7 +1,7 @@
-"""Tokens that SGLang's own cache would hold in the same memory, by the configurator of the installed release.
+"""Tokens that SGLang's own cache would hold in the same memory, computed by the installed release's configurator.
 
-SGLang sizes its pools in `DSV4PoolConfigurator`. It is asked with the flags as SGLang resolves them for this model:
-a default that depends on the model, such as the ratio of the window pool, is what a server gets.
+SGLang sizes its pools in `DSV4PoolConfigurator`. It is called with the flags as SGLang resolves them for this model, so
+that defaults that depend on the model, such as the ratio of the window pool, are those of a server.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from dsv4_sglang.planner.ask_sglang import resolved_flags
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.memory.sizing import GIB
 
+# Exceptions by which SGLang rejects flags.
 REJECTIONS = (ValueError, AssertionError, RuntimeError)
-"""How SGLang rejects flags."""
 
 
 class InTreeCapacity(NamedTuple):
-    """What one process of SGLang's own cache holds."""
+    """Capacity of one process of SGLang's own cache."""
 
     tokens: int
-    token_bytes: float
-    """Bytes that grow with each token."""
+    token_bytes: float  # bytes per token of context
 
 
 def in_tree_capacity(config_json: str, available_gib: float, **given: Any) -> InTreeCapacity:
@@ -40,7 +39,7 @@ def in_tree_capacity(config_json: str, available_gib: float, **given: Any) -> In
     from sglang.srt.model_executor.pool_configurator import DSV4PoolConfigurator
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    # As given: SGLang 0.5.23 resolves --dp-size with --enable-dp-attention to another flag.
+    # The flag as given: SGLang 0.5.23 resolves --dp-size with --enable-dp-attention to a different flag.
     ranks = given.get("dp_size", 1) if given.get("enable_dp_attention") else 1
     parallel = {"pp_size": 1, "attn_dp_size": ranks}
     configurator_input = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""The models that can be planned: a config.json, and how its matrices are stored."""
+"""Models that can be planned for: a config.json, and the storage format of the matrices."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from dsv4_sglang.model.config import DSV4Config, Fields
 from dsv4_sglang.planner.stored_weights import expert_dtype
 
+# One config.json per released model, with its sizes.
 CONFIGS = Path(__file__).parent / "configs"
-"""A config.json of each released model, with its sizes."""
+# Fields that SGLang's constructors need, in addition to those of `DSV4Config`.
 SIZES = (
     "n_routed_experts",
     "n_shared_experts",
@@ -22,29 +23,26 @@ SIZES = (
     "vocab_size",
     "hc_mult",
 )
-"""Fields that SGLang's constructors need, beside those of `DSV4Config`."""
 
 
 class Format(enum.Enum):
-    """How a matrix is stored."""
+    """Storage format of a matrix."""
 
     BF16 = "bf16"
-    FP8 = "fp8"
-    """e4m3 with an fp32 scale for each 128 x 128 tile."""
-    FP4 = "fp4"
-    """e2m1 with a one-byte scale for each 32 values; experts only."""
+    FP8 = "fp8"  # e4m3 with an fp32 scale per 128 x 128 tile
+    FP4 = "fp4"  # e2m1 with a one-byte scale per 32 values; experts only
 
 
+# By the dtype of the routed experts in a safetensors header. SGLang loads packed FP4 as bytes.
 EXPERT_FORMATS = {
     **dict.fromkeys(("I8", "U8", "F4"), Format.FP4),
     "F8_E4M3": Format.FP8,
     "BF16": Format.BF16,
 }
-"""By the dtype of the routed experts in a safetensors header; SGLang loads packed FP4 as bytes."""
 
 
 class DSparkHead(NamedTuple):
-    """`stages` layers that draft `block` tokens at once."""
+    """A draft head of `stages` layers that drafts `block` tokens at once."""
 
     stages: int
     block: int
@@ -54,7 +52,7 @@ class DSparkHead(NamedTuple):
 class Model:
     """A model: its name, the value of `--model-path`, and the text of its config.json.
 
-    `stored_experts` is the format of the routed experts in the checkpoint, None where there is no checkpoint.
+    `stored_experts` is the format of the routed experts in the checkpoint, or None without a checkpoint.
     """
 
     name: str
@@ -112,7 +110,7 @@ class Model:
 
     @property
     def experts(self) -> Format:
-        """The format of the routed experts: the checkpoint's, or without one the released models'."""
+        """The format of the routed experts: that of the checkpoint, or without one that of the released models."""
         if self.stored_experts is not None:
             return self.stored_experts
         return Format.FP4 if self.quantised else Format.BF16

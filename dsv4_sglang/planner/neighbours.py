@@ -1,4 +1,4 @@
-"""The choices next to a choice."""
+"""Alternatives of a choice that differ in one option."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dsv4_sglang.model.geometry import MAX_DRAFT_TOKENS
 from dsv4_sglang.planner.choice import Choice
 from dsv4_sglang.planner.gpus import MOST_GPUS
 
+# Tokens of a verify step with EAGLE 3/1/4, for the alternative with speculation.
 DRAFT_TOKENS = 4
-"""Of the launch with speculation that is compared with one without: EAGLE 3/1/4."""
 
 
 def others(choice: Choice) -> Iterator[tuple[str, Choice]]:
-    """The next smaller and larger choices of each kind, by what changes; some may not fit."""
+    """Yield the next smaller and larger choices of each option, with the change as a label. Some may not fit."""
     config, head = choice.model.config, choice.model.dspark
     for running in (choice.running // 2, choice.running * 2):
         if running >= choice.dp:

@@ -1,4 +1,4 @@
-"""The plan of a launch: weights as SGLang builds them, the cache by the functions that size a server's pools."""
+"""The memory plan of a server: weights as SGLang builds them, the cache by the functions that size its pools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dsv4_sglang.srt.memory.sizing import GIB, StateDemand, demand_of, memory_af
 
 
 class Part(NamedTuple):
-    """A piece of one GPU's memory; `known` says how."""
+    """A part of one GPU's memory. `known` says how its size is known."""
 
     group: str
     name: str
@@ -31,19 +31,18 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What `choice` holds; `demand` and `tokens` are those of one process."""
+    """Capacity of a choice. `available_gib` (memory for the cache), `demand` and `tokens` are those of one process."""
 
     choice: Choice
     layout: CacheLayout
     weights: dict[str, int]
     available_gib: float
-    """For the cache, in one process."""
     demand: StateDemand
     tokens: int
 
     @property
     def replicas(self) -> int:
-        """Caches that hold different requests: every server's, and under DP attention each of its replicas'."""
+        """Number of independent caches: one per server, and under DP attention one per replica of a server."""
         return self.choice.count // self.choice.tp * self.choice.dp
 
     @property
@@ -52,12 +51,12 @@ class Plan:
 
     @property
     def requests(self) -> int:
-        """Those of `choice.request` tokens each whose blocks fit."""
+        """Number of requests of `choice.request` tokens whose blocks fit."""
         return self.tokens // (-(-self.choice.request // BLOCK) * BLOCK) * self.replicas
 
     @property
     def at_once(self) -> int:
-        """Those of them that have a state slot."""
+        """Number of these requests that also have a state slot."""
         return min(self.requests, self.demand.running * self.replicas)
 
     @property
@@ -66,7 +65,7 @@ class Plan:
 
     @property
     def parts(self) -> list[Part]:
-        """The whole memory of a GPU. Graphs and reserve lie outside of `--mem-fraction-static`."""
+        """The whole memory of a GPU. Graphs and reserve are outside of `--mem-fraction-static`."""
         layout, demand = self.layout, self.demand
         blocks = sum(part.bytes for part in layout.block_parts(self.tokens // BLOCK + 1))  # with SGLang's dummy
         parts = [
@@ -104,22 +103,22 @@ class Plan:
         return held * self.replicas
 
     def notes(self) -> Iterator[str]:
-        """What speaks against the choice."""
+        """Yield the disadvantages of the choice."""
         choice = self.choice
         if choice.dp > 1 and not compat.SERVES_DP_ATTENTION:
             yield f"with SGLang {compat.sglang_version()} a server with --enable-dp-attention is rejected at start"
         if not self.has_room_for_activations:
             wanted = activation_bytes(choice)
-            yield f"{self.parts[-1].bytes / GIB:.1f} GiB left for activations, SGLang reckons with {wanted / GIB:.1f}"
+            yield f"{self.parts[-1].bytes / GIB:.1f} GiB left for activations, SGLang expects {wanted / GIB:.1f}"
 
     @property
     def has_room_for_activations(self) -> bool:
-        """Return True if as much memory is left as SGLang reckons with."""
+        """True if the remaining memory is at least SGLang's estimate for activations."""
         return self.parts[-1].bytes >= activation_bytes(self.choice)
 
 
 def planned_layout(choice: Choice) -> CacheLayout:
-    """Return the layout of the cache that a server of this choice builds."""
+    """Return the layout of the cache that a server with this choice builds."""
     return served_layout(
         choice.model.config,
         ENTRY_DTYPES[choice.kv_cache_dtype],
@@ -132,7 +131,11 @@ def planned_layout(choice: Choice) -> CacheLayout:
 
 
 def plan(choice: Choice) -> Plan:
-    """ValueError, with what to do, if the weights, the slots or one request of the context length do not fit."""
+    """Plan the memory of a choice.
+
+    Raises:
+        ValueError: the weights, the slots or one request of the context length do not fit. The message says what to do.
+    """
     counted = count_weights(choice.model, choice.split, choice.experts)
     weights, until_shared = dict(counted.parts), 0
     if choice.draft_tokens and counted.draft is not None:
@@ -158,8 +161,8 @@ def plan(choice: Choice) -> Plan:
     made = Plan(choice, layout, weights, available_gib, demand, tokens)
     if (left := made.parts[-1].bytes) < 0:
         raise ValueError(
-            f"--mem-fraction-static {choice.mem_fraction:g} leaves {-left / GIB:.1f} GiB too little for what lies "
-            f"outside: token tables of {choice.running // choice.dp} requests of {choice.served_context} tokens take "
+            f"--mem-fraction-static {choice.mem_fraction:g} leaves {-left / GIB:.1f} GiB too little outside of it: "
+            f"token tables of {choice.running // choice.dp} requests of {choice.served_context} tokens take "
             f"{token_table_bytes(choice) / GIB:.1f} GiB, CUDA graphs about "
             f"{(graph_bytes(choice) + prefill_graph_bytes(choice)) / GIB:.1f}. Lower it, --max-running-requests or "
             "--context-length"

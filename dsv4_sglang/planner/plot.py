@@ -1,4 +1,4 @@
-"""A picture of the memory of one GPU, one bar a choice."""
+"""Plot the memory of one GPU, one bar per choice."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ COLOURS = {
 
 
 def check_file(file: Path) -> None:
-    """Check before anything is computed that a picture can be written to `file`.
+    """Check, before anything is computed, that a plot can be written to `file`.
 
     Raises:
         ValueError: The folder does not exist, or matplotlib is missing or does not write such files.
     """
     if not file.parent.is_dir():
-        raise ValueError(f"--plot {file}: there is no folder {file.parent}; make it first")
+        raise ValueError(f"--plot {file}: there is no folder {file.parent}; create it first")
     if file.is_dir():
         raise ValueError(f"--plot {file}: this is a folder; expected a file such as {file / 'memory.png'}")
     try:

@@ -1,4 +1,4 @@
-"""The launch to recommend for a model on given GPUs and a goal."""
+"""Recommend a server configuration for a model, given GPUs and a goal."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from dsv4_sglang.planner.plan import Plan, plan
 from dsv4_sglang.srt.integration import compat
 
 GOALS = {
-    "latency": "one server over all GPUs with speculation, for few requests at once",
-    "throughput": "the split of the GPUs that holds the most tokens, for many requests at once",
+    "latency": "one server over all GPUs with speculation, for few concurrent requests",
+    "throughput": "the split of the GPUs that holds the most tokens, for many concurrent requests",
     "long-context": "the split of the GPUs that holds the most requests of the whole context length",
 }
+# Above about 64 concurrent requests speculation gains little (docs/benchmarks/results.md).
 LATENCY_REQUESTS = 32
-"""With more than about 64 requests at once speculation gains little (docs/benchmarks/results.md)."""
+# Per server without DP attention; SGLang's default for this model.
 THROUGHPUT_REQUESTS = 256
-"""Of a server without DP attention; SGLang's default for this model."""
+# Per rank of DP attention, and per server for long contexts.
 REQUESTS_OF_A_RANK = 128
-"""Of each rank of DP attention, and of each server for long contexts."""
+# Values of `--mem-fraction-static`, in the order in which they are tried.
 MEMORY_FRACTIONS = (0.85, 0.8, 0.88, 0.9)
-"""Of `--mem-fraction-static`, in the order in which they are tried."""
 
 
 def recommend(choice: Choice, goal: str) -> Plan:
-    """Return the plan to take for a goal.
+    """Return the recommended plan for a goal.
 
     Args:
-        choice: Everything but the split, requests at once, speculation and memory fraction, which are chosen here.
+        choice: Given options. Split, concurrent requests, speculation and memory fraction are chosen here.
         goal: One of GOALS.
 
     Raises:
-        ValueError: Nothing fits; the message is that of one server over as many GPUs as possible.
+        ValueError: Nothing fits. The message is that of one server over as many GPUs as possible.
     """
     found: list[Plan] = []
     reasons: list[str] = []
@@ -73,7 +73,7 @@ def _with_room(choice: Choice, goal: str, tp: int, dp: int) -> Plan:
 
 
 def _splits(count: int, goal: str) -> Iterator[tuple[int, int]]:
-    """Yield the GPUs of a server, the most first, with its ranks of DP attention."""
+    """Yield (GPUs of a server, ranks of DP attention), the most GPUs first."""
     for tp in (tp for tp in range(min(count, MOST_GPUS), 0, -1) if count % tp == 0):
         yield tp, 1
         if goal != "latency" and compat.SERVES_DP_ATTENTION:

@@ -13,13 +13,16 @@ INDEX = "model.safetensors.index.json"
 
 class StoredTensor(NamedTuple):
     name: str
-    dtype: str
-    """As safetensors names it, such as BF16, F8_E4M3 or I8."""
+    dtype: str  # safetensors' name, such as BF16, F8_E4M3 or I8
     bytes: int
 
 
 def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
-    """Yield every tensor of the safetensors files in `folder`. ValueError for a file that is not one."""
+    """Yield every tensor of the safetensors files in `folder`.
+
+    Raises:
+        ValueError: a file is not a safetensors file.
+    """
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with file.open("rb") as stream:
@@ -34,7 +37,7 @@ def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
 
 
 def expert_dtype(folder: Path) -> str | None:
-    """Return the dtype of the routed experts' weights, None if `folder` has no weights."""
+    """Return the dtype of the routed experts' weights, or None if `folder` has no weights."""
     for tensor in stored_tensors(folder):
         if ".experts." in tensor.name and tensor.name.endswith(".weight"):
             return tensor.dtype
@@ -42,7 +45,7 @@ def expert_dtype(folder: Path) -> str | None:
 
 
 def stored_bytes(folder: Path) -> int | None:
-    """Return the bytes of all tensors: of the headers, else as the index says, else None."""
+    """Return the bytes of all tensors, from the headers or else from the index; None without either."""
     if sizes := [tensor.bytes for tensor in stored_tensors(folder)]:
         return sum(sizes)
     if not (index := folder / INDEX).is_file():

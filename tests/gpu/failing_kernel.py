@@ -1,5 +1,7 @@
-"""Every op behind a kernel that has failed: prints what each raises, a line each. For a process of its own, which has
-no GPU any more behind that."""
+"""Call every op after a kernel has failed, and print what each raises, one line per op.
+
+Run this in its own process, because the failure makes the GPU unusable for the process.
+"""
 
 import sys
 from collections.abc import Callable
@@ -26,7 +28,7 @@ def write_nowhere(address):
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """By the op that is launched; what each reads and writes is on the device before it is called."""
+    """Return a call of each op, by name. All tensors that the calls use are already on the device."""
     op = ops()
     layer = Layer("csa", slots=4, blocks=4)
     step, layer = Step.make(layer, DECODE, True), layer.on(DEVICE)

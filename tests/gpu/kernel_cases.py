@@ -1,6 +1,6 @@
-"""Random layers and steps for the CUDA ops, and the comparison of what they wrote with the reference's bytes.
+"""Random layers and steps for the CUDA ops, and a comparison of their output with the reference's bytes.
 
-State is random bytes rather than the outcome of earlier steps: an op may only move it, or combine it with the step's
+State is random bytes rather than the result of earlier steps. An op may only move it or combine it with the step's
 inputs, and every byte that it must not touch is compared too.
 """
 
@@ -25,19 +25,19 @@ FORMATS = [
     (torch.bfloat16, "bf16", "mxfp4"),
     (torch.float32, "fp8", "nvfp4"),
 ]
-# How many of the quantised numbers may differ by one code: they sit where a last-bit difference of a sum, an
+# Largest share of quantised numbers that may differ by one code. In these a last-bit difference of a sum, an
 # exponential or a norm decides the rounding. Plain copies and integers are compared exactly.
 MAX_SHARE = 1e-4
 
 
 def ops():
-    """The ops with their CUDA implementations loaded."""
+    """Return the ops with their CUDA implementations loaded."""
     extension.load()
     return torch.ops.dsv4_sglang
 
 
 def bytes_like(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Arbitrary content of a table: any bytes, but no NaN in floats."""
+    """Return arbitrary contents of a table: any bytes, or floats without NaN."""
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=dtype, generator=generator)
     return torch.randn(shape, generator=generator).to(dtype)
@@ -45,7 +45,7 @@ def bytes_like(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Gene
 
 @dataclass
 class Layer:
-    """Weights and tables of one layer, on the CPU; `on` makes a copy on a device."""
+    """Weights and tables of one layer, on the CPU. `on` copies them to a device."""
 
     kind: str
     dtype: torch.dtype = torch.bfloat16
@@ -66,7 +66,7 @@ class Layer:
         if self.weights:
             return
         g = torch.Generator().manual_seed(self.seed)
-        norm_dtype = self.dtype  # as snapshots have it
+        norm_dtype = self.dtype  # as in model weights
         angles = torch.outer(torch.arange(POSITIONS).float(), torch.rand(32, generator=g))
         self.weights = {
             "kv_norm": (1 + 0.2 * torch.randn(512, generator=g)).to(norm_dtype),
@@ -112,8 +112,8 @@ class Layer:
 
 @dataclass
 class Step:
-    """The inputs of one append: requests (state slot or -1, tokens before, tokens now), in a decode step with as many
-    tokens each."""
+    """Inputs of one append. A request is (state slot or -1, tokens before, tokens now); in a decode step all requests
+    have the same number of tokens."""
 
     requests: list[tuple[int, int, int]]
     decode: bool
@@ -123,14 +123,22 @@ class Step:
 
     @classmethod
     def make(cls, layer: Layer, requests: list[tuple[int, int, int]], decode: bool, track: bool = True, seed: int = 1):
-        """Random inputs; every request gets blocks of its own. `track`: free slots stand for snapshots (_track)."""
+        """Return a step with random inputs. Every request has its own blocks.
+
+        Args:
+            layer: layer to which the step appends.
+            requests: (state slot or -1, tokens before, tokens now) of each.
+            decode: a decode step, else a prefill step.
+            track: write snapshots to free slots (`_track`).
+            seed: seed of the random numbers.
+        """
         g = torch.Generator().manual_seed(seed)
         slots, lengths, counts = (torch.tensor(c, dtype=torch.int32) for c in zip(*requests))
         start = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
         request = torch.repeat_interleave(torch.arange(len(requests)), counts.long())
         tokens = len(request)
         positions = lengths[request].long() + torch.arange(tokens) - start[request].long()
-        # A request owns a run of blocks, the runs in random order.
+        # Each request owns contiguous blocks; the requests are in random order.
         needed = ((lengths + counts + 127) // 128).tolist()
         assert sum(needed) <= layer.blocks, f"the step needs {sum(needed)} blocks, the layer has {layer.blocks}"
         first, used = [0] * len(requests), 0
@@ -146,7 +154,7 @@ class Step:
             "track_slots": _track(layer, requests, request, positions) if track else None,
         }
         columns = {0: 0, 4: 2048, 128: 1024}[layer.ratio]
-        # Columns of a wider, fused projection: the row stride is not the row.
+        # Columns of a wider, fused projection: the row stride is larger than the row.
         fused = torch.randn(tokens, 512 + 64, generator=g).to(layer.dtype)
         score = torch.randn(tokens, columns + 512, generator=g) * 2 if columns else None
         inputs = {
@@ -160,7 +168,7 @@ class Step:
         return cls(requests, decode, batch, inputs, window)
 
     def on(self, device: torch.device) -> tuple[dict, dict, Tensor | None]:
-        """Batch, inputs and a copy of the window workspace."""
+        """Return batch, inputs and a copy of the window workspace on the device."""
         batch, inputs = (
             {name: None if t is None else _move(t, device) for name, t in group.items()}
             for group in (self.batch, self.inputs)
@@ -168,7 +176,7 @@ class Step:
         return batch, inputs, None if self.window is None else self.window.clone().to(device)
 
     def run(self, implementation, layer: Layer) -> Tensor | None:
-        """Call `implementation`.append on a layer of any device; returns the window workspace."""
+        """Call `implementation.append` on a layer on any device. Return the window workspace."""
         batch, inputs, window = self.on(layer.tables["ring"].device)
         self.call(implementation, layer, batch, inputs, window)
         return window
@@ -187,7 +195,7 @@ class Step:
 
 
 def _move(t: Tensor, device: torch.device) -> Tensor:
-    """To the device with the row stride that it has here."""
+    """Move a tensor to the device, keeping its row stride."""
     if t.dim() == 2 and t.stride(0) != t.shape[1]:
         whole = torch.empty(t.shape[0], t.stride(0), dtype=t.dtype, device=device)
         offset = t.storage_offset() % t.stride(0)
@@ -197,7 +205,7 @@ def _move(t: Tensor, device: torch.device) -> Tensor:
 
 
 def _track(layer: Layer, requests: list[tuple[int, int, int]], request: Tensor, positions: Tensor) -> Tensor:
-    """Some requests write a snapshot: the rows of their last block of 128 go to a slot that nobody else has."""
+    """Choose snapshot slots per token: some requests save the entries of their last block of 128 to an unused slot."""
     taken = {slot for slot, _, _ in requests}
     free = [s for s in range(layer.slots) if s not in taken]
     track = torch.full((len(request),), -1, dtype=torch.int32)
@@ -209,13 +217,20 @@ def _track(layer: Layer, requests: list[tuple[int, int, int]], request: Tensor, 
 
 
 class Differences:
-    """Counts quantised numbers that are one code apart; anything further apart is an error at once."""
+    """Counts quantised numbers that differ by one code. A larger difference is an error at once."""
 
     def __init__(self) -> None:
         self.numbers = self.apart = 0
 
     def codes(self, what: str, got: Tensor, expected: Tensor, largest: int = 1) -> None:
-        """`got`, `expected`: integers in the order of the values they stand for."""
+        """Compare integers that are in the order of the values they encode.
+
+        Args:
+            what: name for messages.
+            got: result.
+            expected: reference.
+            largest: largest allowed difference.
+        """
         distance = (got.int() - expected.int()).abs()
         wrong = (distance > largest).nonzero()
         assert not len(wrong), (
@@ -245,13 +260,13 @@ class Differences:
 
     def finish(self) -> str:
         share = self.apart / max(self.numbers, 1)
-        # A handful of flips is within the law of small numbers whatever the share.
+        # A few differences can occur by chance in any small sample.
         assert self.apart <= max(8, MAX_SHARE * self.numbers), f"{self.apart} of {self.numbers} codes differ by one"
         return f"{self.apart} of {self.numbers} codes differ by one ({share:.1e})"
 
 
 def ordered(codes: Tensor, sign_bit: int) -> Tensor:
-    """Sign-magnitude codes as integers in the order of their values; both zeros are 0."""
+    """Return sign-magnitude codes as integers in the order of their values. Both zeros are 0."""
     magnitude = codes.int() & (sign_bit - 1)
     return torch.where(codes.int() & sign_bit != 0, -magnitude, magnitude)
 
@@ -261,8 +276,11 @@ def bf16_codes(t: Tensor) -> Tensor:
 
 
 def compare_rotated(d: Differences, what: str, got: Tensor, expected: Tensor) -> None:
-    """Rotated channels [rows, 64] bf16. A flip of an input's last bit moves a pair by that much of its length, which is
-    many codes of a component that cancels."""
+    """Compare rotated channels [rows, 64] bf16 by pairs.
+
+    A last-bit difference of an input changes a pair in proportion to its length. In a component that cancels, that can
+    be many codes.
+    """
     error = (got.float() - expected.float()).unflatten(-1, (-1, 2)).norm(dim=-1)
     length = expected.float().unflatten(-1, (-1, 2)).norm(dim=-1)
     d.exact(f"{what}: rotated pairs apart by more than their last bits", error > 2.0**-6 * length, error < 0)
@@ -271,27 +289,27 @@ def compare_rotated(d: Differences, what: str, got: Tensor, expected: Tensor) ->
 
 
 def compare_rows(d: Differences, what: str, got: Tensor, expected: Tensor, before: Tensor) -> None:
-    """Two KV buffers. Rows that the reference leaves as they were, and rows that it copies, must agree to the byte."""
+    """Compare two KV buffers. Entries that the reference does not change, or copies, must be equal to the byte."""
     if got.dtype != torch.uint8:
         left = (expected == before).all(-1)
-        d.exact(f"{what}: rows to be left alone", got[left], expected[left])
+        d.exact(f"{what}: entries that must not change", got[left], expected[left])
         if got.dtype == torch.float32:
             d.close(what, got[~left], expected[~left])
         else:
-            # A flip before the norm can become two behind it.
+            # One code before the norm can become two after it.
             d.codes(what, bf16_codes(got[~left][:, :448]), bf16_codes(expected[~left][:, :448]), 2)
             compare_rotated(d, what, got[~left][:, 448:], expected[~left][:, 448:])
         return
     (data, scales), (want, want_scales), (old, old_scales) = (
         KVBuffer(t, KVFormat.FP8).strips() for t in (got, expected, before)
     )
-    # A row that the step quantised has eight equal exponents; what was there before is random bytes.
+    # An entry quantised by the step has eight equal exponents. All others are random bytes from before.
     left = (want == old).all(-1) & (want_scales == old_scales).all(-1)
     new = ~left & (want_scales == want_scales[..., :1]).all(-1)
-    d.exact(f"{what}: rows to be left alone or copied", data[~new], want[~new])
-    d.exact(f"{what}: exponents to be left alone or copied", scales[~new], want_scales[~new])
+    d.exact(f"{what}: entries that must not change, or copies", data[~new], want[~new])
+    d.exact(f"{what}: exponents that must not change, or copies", scales[~new], want_scales[~new])
     data, want, scales, want_scales = data[new], want[new], scales[new], want_scales[new]
-    d.exact(f"{what}: the exponents of a row", scales, scales[:, :1].expand_as(scales))
+    d.exact(f"{what}: the exponents of an entry", scales, scales[:, :1].expand_as(scales))
     d.codes(f"{what}: exponents", scales[:, 0], want_scales[:, 0])
     same = scales[:, 0] == want_scales[:, 0]
     d.codes(f"{what}: e4m3", ordered(data[same, :448], 0x80), ordered(want[same, :448], 0x80))
@@ -312,7 +330,7 @@ def compare_keys(d: Differences, got: Tensor, expected: Tensor) -> None:
 
 
 def compare_layers(got: Layer, expected: Layer, before: Layer, step: Step) -> Differences:
-    """Every table of a layer after a step; `before` as it was."""
+    """Compare every table of a layer after a step. `before` is the layer before the step."""
     d = Differences()
     for name in ("ring", "entries"):
         if expected.tables[name] is not None:
@@ -323,7 +341,7 @@ def compare_layers(got: Layer, expected: Layer, before: Layer, step: Step) -> Di
         d.exact(name, got.tables[name].cpu(), expected.tables[name])
     compressor_state = expected.tables["compressor_state"]
     if compressor_state is not None and got.kind == "hca-online":
-        # At a multiple of 128 the state is empty, whatever its bytes are.
+        # At a multiple of 128 the state is empty and its bytes are undefined.
         written = torch.zeros(compressor_state.shape[:2], dtype=torch.bool)
         empty = torch.zeros_like(written)
         for slot, length, count in step.requests:
@@ -349,7 +367,7 @@ def compare_windows(d: Differences, got: Tensor | None, expected: Tensor | None,
 
 
 def check_step(layer: Layer, step: Step) -> str:
-    """Run a step on the GPU and by the reference, compare, and report how many codes differ."""
+    """Run a step on the GPU and by the reference, compare, and report the number of codes that differ."""
     expected, got = layer.on(torch.device("cpu")), layer.on(DEVICE)
     window = step.run(torch.ops.dsv4_sglang, expected)
     got_window = step.run(ops(), got)

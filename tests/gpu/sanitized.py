@@ -1,4 +1,4 @@
-"""A small run of every op of the extension, for compute-sanitizer: each kind and phase of append, and the others."""
+"""Run every op of the extension on small inputs for compute-sanitizer: all kinds and phases of append, and others."""
 
 import sys
 from pathlib import Path
@@ -55,7 +55,7 @@ def main() -> None:
     pool, rows = torch.zeros(50, 73, device=DEVICE), torch.randn(20, 73, device=DEVICE)
     slices = torch.tensor([[3, 40, 0], [0, 8, 0], [8, 10, 99]], device=DEVICE)
     rejected = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    for count in (2, 3):  # the third slice leaves the pool
+    for count in (2, 3):  # the third slice is out of the pool's bounds
         op.update_rows(pool, rows, slices, torch.tensor([count], dtype=torch.int32, device=DEVICE), rejected)
         assert int(rejected) == (-1 if count == 2 else 2)
     host = torch.zeros(30, 1168 + 24, dtype=torch.uint8).pin_memory()

@@ -20,7 +20,7 @@ def test_a_capture_is_rejected_and_goes_on() -> None:
         with pytest.raises(RuntimeError, match=r"release: .* captured into a CUDA graph"):
             allocator.release(ids)
     graph.replay()
-    assert int(counter) == 1, "the rejections left the capture whole"
+    assert int(counter) == 1, "the rejections left the capture intact"
     assert allocator.num_free == 5
     allocator.release(ids)
     assert allocator.num_free == 8

@@ -29,7 +29,7 @@ def layer_and_step(kind, formats, requests, decode, free=6, seed=0, sizes=NO_DRA
 
 
 def decode_requests(phases, seed=0, each=1):
-    """`each` tokens a request at each phase; slots in random order, and a padding request in every fifth place."""
+    """Return requests with `each` tokens at each phase, in random slots; every fifth is a padding request."""
     g = torch.Generator().manual_seed(seed)
     slots = torch.randperm(len(phases), generator=g).tolist()
     requests = [(slot, length, each) for slot, length in zip(slots, phases)]
@@ -39,7 +39,7 @@ def decode_requests(phases, seed=0, each=1):
 
 
 def chunk_requests(batch, batches=6):
-    """A share of all pairs of phase and chunk length; the shares together hold every pair."""
+    """Return every `batches`-th pair of phase and chunk length. All batches together contain every pair."""
     pairs = [(length, count) for count in CHUNKS for length in PHASES]
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(5)).tolist()
     mine = [pairs[i] for i in order[batch::batches]]
@@ -55,7 +55,7 @@ def test_decode(kind, formats):
 @pytest.mark.parametrize("formats", FORMATS, ids=lambda f: f"{f[0]}-{f[1]}-{f[2]}")
 @pytest.mark.parametrize("kind", KINDS)
 def test_decode_alone(kind, formats):
-    """Batch 1, where no other request hides a wrong index, on the steps that close windows."""
+    """Batch size 1, where no other request hides a wrong index, for the steps that complete windows."""
     for length in (0, 3, 7, 127, 131):
         check_step(*layer_and_step(kind, formats, [(1, length, 1)], True, seed=length))
 
@@ -81,7 +81,7 @@ def test_prefill_alone(kind):
 @pytest.mark.parametrize("ring_rows", [130, 136, 300])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rings_wider_than_the_window(kind, ring_rows):
-    """Decode, and chunks shorter and longer than window and ring: old rows reach the workspace from where they lie."""
+    """Decode, and chunks shorter and longer than window and ring: older entries are copied to the workspace."""
     sizes = NO_DRAFTS._replace(ring=ring_rows)
     check_step(*layer_and_step(kind, FORMATS[0], decode_requests(PHASES), True, sizes=sizes))
     print(check_step(*layer_and_step(kind, FORMATS[0], chunk_requests(2, 12), False, sizes=sizes)))
@@ -89,13 +89,13 @@ def test_rings_wider_than_the_window(kind, ring_rows):
         check_step(*layer_and_step(kind, FORMATS[0], [(2, length, count)], False, sizes=sizes))
 
 
-# Steps of several tokens a request, and slots that are made for them.
+# Steps with several tokens per request, and slots with room for them.
 
 
 @pytest.mark.parametrize("each", range(1, 10))
 @pytest.mark.parametrize("kind", DRAFTED)
 def test_verify(kind, each):
-    """At every phase, in slots for as many tokens and in larger ones; with one token too."""
+    """At every phase, in slots of matching and larger size; with one token too."""
     for d in {max(each, 2), 9}:
         requests = decode_requests(PHASES, each=each)
         print(check_step(*layer_and_step(kind, FORMATS[0], requests, True, sizes=state_rows(d), seed=each)))
@@ -110,7 +110,7 @@ def test_verify_formats(kind, formats):
 @pytest.mark.parametrize("d", [2, 4, 8])
 @pytest.mark.parametrize("kind", DRAFTED)
 def test_prefill_of_slots_for_drafts(kind, d):
-    """With snapshots of the chunks."""
+    """With snapshots at the ends of the chunks."""
     print(check_step(*layer_and_step(kind, FORMATS[0], chunk_requests(3), False, sizes=state_rows(d))))
 
 
@@ -145,7 +145,7 @@ def test_twice_gives_the_same_bytes(kind, decode):
 
 @pytest.mark.parametrize("kind", ["swa", "csa"])
 def test_decode_equals_prefill_of_one_token(kind):
-    """Bit for bit: rows are pooled in one order however they arrive."""
+    """Bit for bit: the order of pooling does not depend on how the tokens arrive."""
     requests = [r for r in decode_requests(PHASES) if r[0] >= 0]
     layer, step = layer_and_step(kind, FORMATS[0], requests, True)
     window = kernel_cases.bytes_like((1, 129 * len(requests), 584), torch.uint8, torch.Generator().manual_seed(0))
@@ -158,7 +158,7 @@ def test_decode_equals_prefill_of_one_token(kind):
 
 @pytest.mark.parametrize("kind", ["csa", "hca-raw"])
 def test_chunks_of_any_length_give_the_same_entries(kind):
-    """One request in one chunk, and in many: the same entries to a code, and for CSA the same bytes throughout."""
+    """One request in one chunk and in many chunks: equal entries up to one code, for CSA equal bytes throughout."""
     total, plan = 700, [1, 2, 3, 5, 127, 128, 129, 130, 1, 1, 173]
     layer, step = layer_and_step(kind, FORMATS[0], [(0, 0, total)], False, track=False)
     one, other = layer.on(kernel_cases.DEVICE), layer.on(kernel_cases.DEVICE)
@@ -210,7 +210,7 @@ def test_graph_replay_with_other_inputs(kind, each):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_one_behind_another_in_a_graph(kind):
-    """Each launch may start before the last one ends, and reads the compressor state that it wrote."""
+    """Each launch may start before the previous one ends, and reads the compressor state that it wrote."""
     layer = Layer(kind, slots=5, blocks=16)
     steps = [Step.make(layer, [(0, i, 1), (3, 120 + i, 1)], True, track=False, seed=i) for i in range(16)]
     got, expected = layer.on(kernel_cases.DEVICE), layer.on(torch.device("cpu"))
@@ -231,7 +231,7 @@ def test_steps_one_behind_another_in_a_graph(kind):
 
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_more_blocks_than_the_gpu_holds(tokens):
-    """Lengths beyond every table size used elsewhere: a batch of 300 requests."""
+    """A batch of 300 requests, with lengths beyond every table size used in other tests."""
     requests = [(slot, (37 * slot) % 300, tokens) for slot in range(300)]
     for kind in KINDS:
         check_step(*layer_and_step(kind, FORMATS[0], requests, tokens == 1, track=False))
@@ -295,7 +295,7 @@ def test_requests_with_different_numbers_of_tokens_are_chunks():
 @pytest.mark.sanitize
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
 def test_sanitizer(tool):
-    """The reduced set of sanitized.py under compute-sanitizer (found through COMPUTE_SANITIZER or PATH)."""
+    """Run the reduced set of sanitized.py under compute-sanitizer (from COMPUTE_SANITIZER or PATH)."""
     import shutil
 
     sanitizer = os.environ.get("COMPUTE_SANITIZER") or shutil.which("compute-sanitizer")

@@ -1,4 +1,4 @@
-"""`append_swa` on CUDA against the reference: byte for byte, whatever the order and number of tokens."""
+"""`append_swa` on CUDA against the reference: byte for byte, for any order and number of tokens."""
 
 from dataclasses import dataclass
 
@@ -71,7 +71,7 @@ def test_decode(tokens):
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("count", [3, 127, 128, 129, 300, 700])
 def test_many_tokens_of_a_request(count, shuffle):
-    """More than the window too: only the last 128 positions stay, in whatever order the tokens come."""
+    """Also more than the window: only the last 128 positions stay, in any order of the tokens."""
     starts = {0: 0, 2: 5, 3: 127, 5: 1000}
     slots = torch.tensor([s for s in starts for _ in range(count)] + [-1] * 3)
     positions = torch.cat([torch.arange(p, p + count) for p in starts.values()] + [torch.arange(3)])
@@ -85,7 +85,7 @@ def test_equal_positions_take_the_last_token():
 
 
 def test_corner_values():
-    """Zeros, one largest value, values at the scale's boundary, subnormal codes, negative zero."""
+    """Zeros, a single largest value, values at the scale's boundary, subnormal codes, negative zero."""
     kv = rows(8)
     kv[0] = 0
     kv[1, :] = -0.0

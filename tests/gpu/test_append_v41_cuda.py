@@ -1,6 +1,6 @@
-"""`append_v41` and `append_v41_keys` on CUDA against the reference: every byte, those that must stay included.
+"""`append_v41` and `append_v41_keys` on CUDA against the reference: every byte, including those that must not change.
 
-The reference is held to DeepSeek's formulas in tests/test_v41.py. Tables start as random bytes.
+tests/test_v41.py compares the reference with DeepSeek's formulas. Tables start as random bytes.
 """
 
 import itertools
@@ -19,7 +19,7 @@ EPS = 1e-20
 
 
 class Case:
-    """A layer that writes entries of `ratio` tokens (0: none) and a step of it; requests are (state slot or -1, tokens
+    """A layer that writes entries of `ratio` tokens (0: none), and a step of it. Requests are (state slot or -1, tokens
     before, tokens now)."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Case:
         first = torch.tensor([0, *itertools.accumulate(needed)])
         blocks, total = int(first[-1]) + 2, max(int(slots.max()) + 3, 2)
         track = torch.full((tokens,), -1, dtype=torch.int32)
-        block = int(lengths[0] + counts[0]) // 128 - 1  # the last whole one of the first request goes to a snapshot
+        block = int(lengths[0] + counts[0]) // 128 - 1  # the first request's last whole block goes to a snapshot
         track[(request == 0) & (positions // 128 == block)] = total - 1
         per_block = 128 // ratio if ratio else 0
         angles = torch.outer(torch.arange(POSITIONS).float(), torch.rand(32, generator=g))
@@ -108,9 +108,9 @@ def compare(got: dict, expected: dict) -> None:
             continue
         a, b = got[name].cpu(), table
         if name == "compressor_state":
-            assert torch.equal(a, b), "what waits for its partner is copied"
+            assert torch.equal(a, b), "a token that waits for its partner is copied"
             continue
-        if name == "latents":  # a last bit of a sum may decide a rounding to bf16
+        if name == "latents":  # the last bit of a sum may decide the rounding to bf16
             apart = (a.float() - b.float()).abs()
             assert (apart > 0).float().mean() <= 1e-3 and (apart <= 2.0**-7 * b.float().abs()).all()
             continue

@@ -20,7 +20,7 @@ BOUND = {torch.bfloat16: 6e-3, torch.float16: 2e-3, torch.float32: 2e-5}
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered_ops():
-    extension.load()  # builds it, which needs a GPU
+    extension.load()  # the build needs a GPU
 
 
 def needs(kernel: type[AttentionKernel], case: AttendCase) -> None:
@@ -55,7 +55,7 @@ def test_block_sizes(kernel, per_block):
 @pytest.mark.parametrize("kernel", ["flashmla", "triton"])
 @pytest.mark.parametrize("ring_rows", [130, 132, 134, 136, 138, 300])
 def test_rings_wider_than_the_window(kernel, ring_rows):
-    """Rings of a request whose steps may take back tokens: 128 rows and as many more."""
+    """Rings of requests with speculation: 128 entries plus those that may be rolled back."""
     for width in (None, 512):
         case = attend_case(tokens=40, heads=64, width=width, ring_rows=ring_rows, seed=10)
         assert_attends(run(case, kernel), case, BOUND[torch.bfloat16])
@@ -102,7 +102,7 @@ def test_triton_splits(splits):
 
 @pytest.mark.parametrize("width", [None, 512])
 def test_strided_queries_and_tables(width):
-    """Queries that are a slice of a larger projection, tables that are one layer of all layers."""
+    """Queries that are a slice of a larger projection, and tables that are one layer of a tensor of all layers."""
     case = attend_case(tokens=9, heads=64, width=width, seed=8)
     args = list(case.args("cuda"))
     wide = torch.full((9, 80, 512), float("nan"), dtype=torch.bfloat16, device="cuda")
@@ -138,8 +138,10 @@ def test_sparse_prefill(ratio, heads, kv_format):
 @pytest.mark.parametrize("of", [0, 128])
 @pytest.mark.parametrize("tokens, heads", [(1, 64), (300, 64), (5, 128), (40, 16)])
 def test_inverse_rope_and_quantise(tokens, heads, of):
-    """The codes of SGLang's own quantisation of the with the inverse RoPE applied output, up to the direction in which
-    a tie falls; of all heads that a kernel wrote, or of the first of `of`."""
+    """The codes must be those of SGLang's quantisation after a separate inverse RoPE, except for the rounding of ties.
+
+    The kernel takes all heads of the attention output, or the first of `of` heads.
+    """
     g = torch.Generator().manual_seed(tokens)
     written = torch.randn(tokens, max(heads, of), 512, generator=g).bfloat16().cuda()
     out = written[:, :heads]
@@ -187,9 +189,9 @@ def schedules(kernel: FlashMLAAttention, case: AttendCase) -> tuple[torch.Tensor
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("tokens", [1, 2, 4, 16, 64, 131, 256, 1024])
 def test_schedules_are_those_of_flashmla(heads, tokens):
-    """Number for number, whatever the lengths; attention through them is held to the CPU op."""
+    """Equal number for number, for any lengths. Other tests compare attention through them with the CPU op."""
     shares = flashmla.shares(torch.device("cuda"), heads)
-    assert shares is not None, "FlashMLA as installed divides its work otherwise than triton_schedule says"
+    assert shares is not None, "the installed FlashMLA divides its work differently from flashmla_scheduler"
     for seed, width, lens in (
         (0, None, None),
         (1, 512, None),
@@ -202,14 +204,14 @@ def test_schedules_are_those_of_flashmla(heads, tokens):
         assert flashmla.same_schedules(ours, theirs)
         short = ours[0].clone()
         short[0, 3] -= 1
-        assert not flashmla.same_schedules((short, ours[1]), theirs), "a block that nobody reads would be seen"
+        assert not flashmla.same_schedules((short, ours[1]), theirs), "a block that is not scheduled would be seen"
         if tokens <= 16:
             q, inputs = case.inputs("cuda")
             assert_attends(FlashMLAAttention(shares).attend(q, inputs).values, case, BOUND[torch.bfloat16])
 
 
 def test_another_flashmla_makes_its_own_schedules(monkeypatch, caplog):
-    """Where it divides its work otherwise, which is seen when a server starts."""
+    """If it divides its work differently, which is detected at server start."""
     device, heads = torch.device("cuda"), 64
     needs(FlashMLAAttention, attend_case(tokens=1, heads=heads, width=None))
     known = flashmla._known_shares(device, heads)
@@ -237,11 +239,11 @@ class Step:
                     to.copy_(value)
 
     def outputs(self, kernel: AttentionKernel | None) -> list[torch.Tensor]:
-        """Through the attention kernel, else Triton."""
+        """Run the step with the attention kernel, or with Triton if it is None."""
         layers = [(args[0], AttendInputs.from_op(*args[1:])) for args in self.args]
         if kernel is None:
             return [triton_attend.attend(q, inputs) for q, inputs in layers]
-        # The schedules of a attention kernel depend on the lengths of the lists alone, so any step will do.
+        # The kernel's schedules depend only on the lengths of the lists, so any step will do.
         kernel.begin_step(STEP, None)
         return [kernel.attend(q, inputs).values for q, inputs in layers]
 
@@ -264,7 +266,7 @@ def step_cases(seed: int, tokens: int = 9) -> list[AttendCase]:
 
 @pytest.mark.parametrize("kind", ["flashmla", "triton"])
 def test_cuda_graph_with_other_lengths(kind):
-    """Captured with one step's lengths, replayed with others; FlashMLA's schedule is made anew at each replay."""
+    """Captured with one step's lengths, replayed with others. FlashMLA's schedule is rebuilt at each replay."""
     cases = step_cases(100)
     step, kernel = Step(cases), None
     if kind == "flashmla":

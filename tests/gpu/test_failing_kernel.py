@@ -1,4 +1,4 @@
-"""A kernel that fails takes the GPU of its process along: every op says so, and does not go on with nothing written."""
+"""A failing kernel makes the GPU unusable for its process. Every op must then raise instead of silently not writing."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def raised() -> dict[str, str]:
-    """What each call raises in a process whose GPU is lost."""
+    """Return what each op raises in a process whose GPU is lost."""
     done = run([sys.executable, str(Path(__file__).with_name("failing_kernel.py"))])
     found = dict(re.findall(r"^(\w+) raises (.*)$", done.stdout, re.MULTILINE))
     assert "illegal memory access" in found.get("synchronize", ""), "no kernel failed:\n" + done.stdout + done.stderr
@@ -38,5 +38,5 @@ def test_the_next_launch_names_op_arguments_and_error(raised: dict[str, str], op
 
 
 def test_swap_blocks_names_itself_and_the_error(raised: dict[str, str]) -> None:
-    """Whether it is the look-up of host memory that fails or the launch behind it is CUDA's affair."""
+    """CUDA decides if the look-up of host memory fails or the launch after it."""
     assert raised["swap_blocks"].startswith("swap_blocks: ") and "illegal memory access" in raised["swap_blocks"]

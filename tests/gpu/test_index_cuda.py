@@ -15,22 +15,22 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered_ops():
-    extension.load()  # builds it, which needs a GPU
+    extension.load()  # the build needs a GPU
 
 
 def decode(*visible: int) -> list[tuple[int, int]]:
-    """One token a request that sees so many entries."""
+    """Return requests of one token each that see the given numbers of entries."""
     return [(4 * n + 1, 4 * n + 2) for n in visible]
 
 
 def of_image(image: torch.Tensor) -> torch.Tensor:
-    """An image (layout.h) [T, part, head, piece ^ head % 8, c, word] -> [T, head, (c, part, piece, word)]."""
+    """Reorder an image (layout.h) [T, part, head, piece ^ head % 8, c, word] to [T, head, (c, part, piece, word)]."""
     head, piece = torch.arange(64)[:, None], torch.arange(8)
     return image[:, :, head, piece ^ head % 8].permute(0, 2, 4, 1, 3, 5).flatten(2)
 
 
 def prepared_query(q: torch.Tensor, case: IndexCase, key_format: KeyFormat) -> torch.Tensor:
-    """The queries as the GPU prepares them, in the order of their channels, fp32 on the CPU."""
+    """Return the queries as the GPU prepares them, in the order of their channels, fp32 on the CPU."""
     ones = torch.ones(q.shape[:2], device="cuda")
     prepared, gains = cuda_index.prepare_query(q.cuda(), ones, case.positions.cuda(), case.rope.cuda(), key_format)
     prepared, gains = prepared.cpu(), gains.cpu()
@@ -67,19 +67,19 @@ def test_decode(heads, top):
 
 @pytest.mark.parametrize("heads", [64, 8])
 def test_prefill(heads):
-    """Chunks of several requests, so that groups of tokens hold the end of one and the start of another."""
+    """Chunks of several requests, so that groups of tokens contain the end of one and the start of another."""
     lens = [(0, 37), (2000, 2121), (60, 61), (4095, 4099), (70, 75)]
     check(index_case(lens=lens, heads=heads, top=16), True)
     check(index_case(lens=lens, heads=heads, top=512), True, slices=50)
 
 
 def test_long_prefill():
-    """More keys than a block takes at once, tokens that see few of them, requests that end in the middle of a group."""
+    """More keys than a block processes at once, tokens that see few of them, requests that end within a group."""
     check(index_case(lens=[(3000, 3150), (0, 70), (12000, 12040), (6, 7)], heads=64, top=100), True)
 
 
 def test_long_decode():
-    """More scores than one program selects from; a scratch wider than what is visible, as a captured graph has it."""
+    """More scores than one program selects from, and a scratch wider than the visible part, as in a captured graph."""
     case = index_case(lens=decode(40000, 17000, 100, 16385, 16384), heads=64, top=512)
     check(case, True)
     check(case, True, width=262144)
@@ -92,15 +92,17 @@ def test_many_requests():
 @pytest.mark.parametrize("key_format", [KeyFormat.MXFP4, KeyFormat.NVFP4])
 @pytest.mark.parametrize("each", [2, 3, 4, 5, 8, 15, 16])
 def test_verify_steps(each, key_format):
-    """Tokens of a request that share its keys, some of which see nothing or one entry more than the others; of enough
-    requests that they do, and of two."""
+    """Tokens that share the keys of their request, some of which see no entry or one entry more than the others.
+
+    The kernel shares keys only with enough requests, so two requests are tested too.
+    """
     lens = [(n, n + each) for n in (3000, 8190, 130, 60, 2047, 60 * 4, 12001) for n in (n, n + 1, n + 2)]
     check(index_case(lens=lens[-2:], heads=64, top=60, key_format=key_format), key_format is KeyFormat.MXFP4)
     check(index_case(lens=lens, heads=64, top=60, key_format=key_format), key_format is KeyFormat.MXFP4)
 
 
 def test_a_few_tokens_of_each():
-    """Not as many of all, so that those that share keys are not all of a request."""
+    """Different numbers of tokens per request, so that a group that shares keys is not always a whole request."""
     lens = [(3000, 3003), (900, 901), (2043, 2054), (7, 9), (1500, 1504)]
     check(index_case(lens=lens * 4, heads=64, top=16), True)
     check(index_case(lens=[(5000 + 40 * i, 5004 + 40 * i) for i in range(256)], heads=64, top=512), True)
@@ -108,7 +110,7 @@ def test_a_few_tokens_of_each():
 
 @pytest.mark.parametrize("key_format", [KeyFormat.MXFP4, KeyFormat.NVFP4])
 def test_scores_do_not_depend_on_the_step(key_format):
-    """Bit by bit: of a verify step and of one token a step."""
+    """Bit for bit: a verify step and steps of one token."""
     lens = [(3000, 3004), (8189, 8193), (5000, 5004), *((900 + i, 904 + i) for i in range(13))]
     case = index_case(lens=lens, heads=64, top=8, key_format=key_format, weights="random")
     args = case.args("cuda")
@@ -160,7 +162,8 @@ def test_nothing_to_score():
 
 @pytest.mark.parametrize("key_format", [KeyFormat.MXFP4, KeyFormat.NVFP4])
 def test_query(key_format):
-    """Hadamard sums differ in order from the reference: what lies at a rounding border may fall to another side."""
+    """Hadamard sums have a different order than the reference, so values at a rounding border may fall to either
+    side."""
     g = torch.Generator().manual_seed(1)
     q = (torch.randn(50, 64, 128, generator=g) * 10 ** torch.empty(50, 64, 1).uniform_(-5, 3, generator=g)).bfloat16()
     q[3] = 0
@@ -189,7 +192,7 @@ def test_scores(lens, key_format):
             f"got {got[t, :4].tolist()}, expected {expected[:4].tolist()}; "
             f"entries that differ {(error >= 1e-5).nonzero().flatten().tolist()[:16]}"
         )
-        assert got[t, n:].isnan().all(), f"token {t}: wrote behind the {n} visible entries"
+        assert got[t, n:].isnan().all(), f"token {t}: wrote after the {n} visible entries"
 
 
 @pytest.mark.parametrize(
@@ -211,7 +214,7 @@ def test_scores(lens, key_format):
 )
 @pytest.mark.parametrize("copies", [1, 40], ids=["few", "many"])
 def test_select(width, top, copies):
-    """Few tokens and many are taken by different kernels, and long lists otherwise than short ones."""
+    """Few and many tokens use different kernels; long and short lists use different algorithms."""
     g = torch.Generator().manual_seed(width)
     scores = torch.randn(10, width, generator=g)
     scores[1] = torch.randint(-3, 3, (width,), generator=g)
@@ -219,11 +222,11 @@ def test_select(width, top, copies):
     scores[3] = torch.where(torch.rand(width, generator=g) < 0.5, 0.0, -0.0)
     scores[4] = -scores[4].abs() * 1e-30
     scores[5] = torch.linspace(-1e30, 1e30, width)
-    # More scores than a bin's share that are close but not equal, and more of one score than are compared in pairs.
+    # More close but unequal scores than a bin should hold, and more equal scores than are compared in pairs.
     scores[6] = 1 + 2e-7 * torch.randint(0, 1000, (width,), generator=g)
     scores[6, : width // 8] = 1e20
-    scores[8] *= 2e38  # infinite ones, and a range that overflows
-    scores[9] = (scores[9] - 3).relu()  # fewer than are selected differ from the least
+    scores[8] *= 2e38  # infinite scores, and a range that overflows
+    scores[9] = (scores[9] - 3).relu()  # fewer scores than are selected differ from the smallest
     visible = torch.tensor([width, width, width, width, width, width - 1, width // 2, top, width, width])
     cases = len(visible)
     table = torch.arange(-(-width // 32)).int().expand(cases, -1).contiguous()
@@ -243,7 +246,7 @@ def test_select(width, top, copies):
 
 
 def test_cuda_graph_with_other_lengths():
-    """Captured for a context of 8192 tokens, replayed on others, padding rows at position 0 included."""
+    """Captured for a context of 8192 tokens, replayed on others, with padding requests at position 0."""
     heads, top, requests = 64, 64, 5
     visible = [(2000, 64, 65, 0, 1), (3, 900, 64, 1999, 700), (1024, 1025, 2047, 128, 0)]
     cases = [index_case(lens=decode(*v), heads=heads, top=top, seed=i) for i, v in enumerate(visible)]

@@ -1,4 +1,4 @@
-"""Blocks that lie beyond 2^31 bytes of a table, as in a pool of 20 M tokens: the same bytes as near ones."""
+"""Blocks beyond the first 2^31 bytes of a table, as in a pool of 20 M tokens, must give the same bytes as near ones."""
 
 import dataclasses
 
@@ -21,11 +21,11 @@ BLOCKS = 170_000
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered_ops():
-    extension.load()  # builds it, which needs a GPU
+    extension.load()  # the build needs a GPU
 
 
 def far(table: Tensor) -> Tensor:
-    """The blocks of `table` [n, ...] as the last ones of a large table on the device."""
+    """Return the blocks of `table` [n, ...] as the last blocks of a large table on the device."""
     large = torch.zeros(BLOCKS, *table.shape[1:], dtype=table.dtype, device=DEVICE)
     large[-table.shape[0] :] = table
     return large
@@ -36,7 +36,7 @@ def shifted(rows: Tensor, by: int) -> Tensor:
 
 
 def far_list(near: EntryList) -> EntryList:
-    """The same rows of a table whose blocks lie `far`, 32 rows each."""
+    """Return the same entries in a table whose blocks are `far`, with 32 entries each."""
     return EntryList(far(near.table), shifted(near.indices, (BLOCKS - near.table.shape[0]) * 32), near.topk_length)
 
 

@@ -1,4 +1,4 @@
-"""The query latent on CUDA: normalised and quantised at once as SGLang does it in two steps."""
+"""The query latent on CUDA: one kernel normalises and quantises it like SGLang's two."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_as_sglang_normalises_and_quantises(tokens, dim):
     assert codes.shape == other.shape and codes.dtype == other.dtype and codes.is_contiguous()
     assert scales.shape == other_scales.shape and (tokens == 1 or scales.stride() == other_scales.stride())
     assert scales.data_ptr() % 16 == 0 and scales.stride(1) % 4 == 0
-    # A sum of squares in another order moves a bf16 by one place at most, and with it a code.
+    # A sum of squares in a different order changes a bf16 by at most one last bit, and with it possibly a code.
     assert torch.allclose(scales, other_scales, rtol=2**-7)
     got, expected = (c.float() * s.repeat_interleave(128, 1) for c, s in ((codes, scales), (other, other_scales)))
     largest = normed.float().view(tokens, -1, 128).abs().amax(-1).repeat_interleave(128, 1)

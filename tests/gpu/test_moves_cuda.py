@@ -1,4 +1,4 @@
-"""The moving ops on CUDA: exact copies, nothing else touched, rejections."""
+"""The ops that move data on CUDA: exact copies, no other writes, rejections."""
 
 import contextlib
 import ctypes
@@ -21,7 +21,7 @@ def device(t: Tensor) -> Tensor:
 
 
 def state(layers: int = 3, slots: int = 9) -> list[Tensor]:
-    """Tables of every alignment: rings with padding behind each slot, compressor states, heads, odd bytes."""
+    """Return tables of every alignment: rings with padding after each slot, compressor states, heads, odd bytes."""
     return [
         random_bytes(layers, slots, 128 * 584 + 64)[..., : 128 * 584],
         torch.randn(layers, slots, 24, 640),
@@ -34,7 +34,7 @@ def state(layers: int = 3, slots: int = 9) -> list[Tensor]:
 
 
 def strided_copy(t: Tensor) -> Tensor:
-    """On the device, with the gaps that it has here."""
+    """Copy a tensor to the device, keeping its gaps."""
     copy = torch.zeros(t.untyped_storage().nbytes() // t.element_size(), dtype=t.dtype, device=kernel_cases.DEVICE)
     copy = copy.as_strided(t.shape, t.stride(), t.storage_offset())
     copy.copy_(t)
@@ -53,7 +53,7 @@ def test_copy_state(src, dst):
 
 
 def test_copy_state_of_many_tensors():
-    """More than one launch holds."""
+    """More tensors than one launch takes."""
     expected = [torch.randn(1, 4, i + 1) for i in range(70)]
     got = [device(t) for t in expected]
     pairs = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([3, 0], dtype=torch.int32)
@@ -66,7 +66,7 @@ def test_copy_state_of_many_tensors():
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("columns, tokens", [(9, 1030), (2048, 262_144), (2048, 1030), (64, 262_144)])
 def test_gather_tables(columns, tokens, dtype):
-    """Little and much, padding, fewer columns than blocks, ids behind a length."""
+    """Few and many columns, padding, fewer columns than blocks, ids beyond a length."""
     requests = torch.tensor([3, 1, 4, 0, 2, 0], dtype=dtype)
     seq_lens = torch.tensor([1, 128, 129, 0, tokens, 1000], dtype=dtype)
     req_to_token = (
@@ -120,7 +120,7 @@ def test_update_rows_of_a_padded_pool():
 
 
 def rejected_by_the_cpu(op, *args) -> int:
-    """The index that the reference rejects, -1 if it does not."""
+    """Return the index of the slice that the reference rejects, or -1."""
     rejected = torch.zeros(1, dtype=torch.int32)
     with contextlib.suppress(ValueError):
         op(*args, rejected)
@@ -140,7 +140,7 @@ BAD_SLICES = [
 
 @pytest.mark.parametrize("slices", BAD_SLICES)
 def test_update_rows_rejects(slices, capfd):
-    """Nothing is written, the first bad slice is told, and the process keeps its CUDA context."""
+    """Nothing is written, the first bad slice is reported, and the process keeps its CUDA context."""
     new, count = torch.ones(10, 8), torch.tensor([len(slices[0])], dtype=torch.int32)
     slices = torch.tensor(slices)
     expected = rejected_by_the_cpu(torch.ops.dsv4_sglang.update_rows, torch.zeros(10, 8), new, slices, count)
@@ -156,7 +156,7 @@ def test_update_rows_rejects(slices, capfd):
 
 
 def test_update_rows_rejects_among_many():
-    """More slices than a block has threads; the last two overlap, then do not."""
+    """More slices than a block has threads. The last two overlap, then do not."""
     count, rows = 3001, 4
     slices = torch.stack([torch.arange(count) * rows, torch.arange(count) * rows, torch.full((count,), rows)])
     new = torch.randn(count * rows, 3)
@@ -173,7 +173,7 @@ def test_update_rows_rejects_among_many():
 
 
 def test_update_rows_in_a_graph_is_rejected_and_comes_back():
-    """The memory for what is rejected, where the caller gives none, is the graph's too."""
+    """Without a tensor for the rejected index from the caller, its memory belongs to the graph too."""
     pool, new = device(torch.zeros(10, 8)), device(torch.ones(10, 8))
     slices, n = device(torch.zeros(3, 2, dtype=torch.int64)), device(torch.tensor([2], dtype=torch.int32))
     rejected, other = device(torch.zeros(1, dtype=torch.int32)), device(torch.zeros(10, 8))
@@ -196,7 +196,7 @@ def test_update_rows_in_a_graph_is_rejected_and_comes_back():
 
 @pytest.mark.parametrize("tensors", [2, 40], ids=["one launch", "two launches"])
 def test_copy_state_rejects(tensors, capfd):
-    """The last tensor has fewest slots: no launch of the call writes."""
+    """The last tensor has the fewest slots: no launch of the call writes."""
     state = [torch.randn(2, 6, 5) for _ in range(tensors - 1)] + [torch.randn(2, 5, 3)]
     pairs = torch.tensor([0, 9, 1, 5], dtype=torch.int32), torch.tensor([2, -1, 5, 3], dtype=torch.int32)
     copies = [t.clone() for t in state]
@@ -215,7 +215,7 @@ def test_copy_state_rejects(tensors, capfd):
 
 
 def pools(blocks: int) -> list[Tensor]:
-    """CSA entries, index keys, the two strips of an HCA table, and blocks that are padded."""
+    """Return CSA entries, index keys, the two strips of an HCA table, and padded blocks."""
     made = [
         random_bytes(blocks, 32, 584, seed=1),
         random_bytes(blocks, 2304, seed=2),
@@ -227,8 +227,8 @@ def pools(blocks: int) -> list[Tensor]:
 
 
 BYTES = 32 * 584 + 2304 + 576 + 8 + 100
+# Byte offsets of the tensors of `pools` in a host row: contiguous, in a different order.
 OFFSETS = [576 + 2304, 576, 0, 576 + 2304 + 32 * 584, 584 + 2304 + 32 * 584]
-"""Of the pools below in a row, in another order and side by side."""
 SCATTERED = torch.Generator().manual_seed(0)
 IDS = {
     "one run": (torch.arange(3, 603), torch.arange(20, 620)),
@@ -309,7 +309,7 @@ def test_swap_blocks_wants_pinned_memory():
 
 
 def test_copy_state_rejects_a_destination_of_two_pairs(capfd):
-    """Neither pair is written, the others are; pairs that skip have no destination."""
+    """Neither pair is written, the others are. Skipped pairs have no destination."""
     state = torch.randn(2, 6, 5)
     pairs = torch.tensor([0, 1, 1, 2], dtype=torch.int32), torch.tensor([4, 3, -1, 3], dtype=torch.int32)
     assert rejected_by_the_cpu(torch.ops.dsv4_sglang.copy_state, *pairs, [state.clone()]) == 1

@@ -1,5 +1,4 @@
-"""The FP8 output projection on CUDA: heads that are still rotated give what heads that were with the inverse RoPE
-applied give."""
+"""The FP8 output projection on CUDA: rotated heads must project like heads with the inverse RoPE applied."""
 
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ DIM = HEADS // GROUPS * 512
 
 @pytest.fixture
 def layer(monkeypatch: pytest.MonkeyPatch):
-    """An attention layer that consists of its output projection with FP8 weights, scaled by a power of two a tile."""
+    """Return an attention layer reduced to its output projection, with FP8 weights and power-of-two tile scales."""
     pytest.importorskip("deep_gemm")
     from dsv4_sglang.srt.models import deepseek_v4
 
@@ -54,6 +53,6 @@ def test_rotated_and_inverse_rotated_heads_project_alike(layer, tokens):
     exact = torch.einsum("tgd,grd->tgr", inverse_rotated.float().view(tokens, GROUPS, DIM), weight).flatten(1).double()
     apart, error = float((got - other).norm() / other.norm()), float((got - exact).norm() / exact.norm())
     assert apart < 8e-3, (
-        f"relative distance {apart:.2g} of rotated to with the inverse RoPE applied; ties of codes alone give 0.004"
+        f"relative distance {apart:.2g} between rotated heads and heads with inverse RoPE; ties of codes give 0.004"
     )
     assert error < 0.04, f"relative error {error:.2g}; e4m3 heads give about 0.026"

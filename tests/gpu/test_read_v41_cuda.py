@@ -1,6 +1,6 @@
 """`attend_v41` and `index_topk_v41` on CUDA against the reference, and in CUDA graphs.
 
-The reference is held to a dense computation in tests/test_v41_cache.py, which runs on the GPU too.
+tests/test_v41_cache.py compares the reference with a dense computation, on the GPU too.
 """
 
 import pytest
@@ -14,7 +14,7 @@ from dsv4_sglang.cache.device import resolve_device
 
 pytestmark = pytest.mark.gpu
 
-# fp32: logits reach 90 here, sums of 512 products, which both sides round to about 5e-6, and weights by as much.
+# fp32: logits are up to 90, sums of 512 products. Both sides round them to about 5e-6, and the weights likewise.
 BOUND = {torch.bfloat16: 6e-3, torch.float32: 2e-5}
 
 
@@ -49,7 +49,7 @@ def test_selection(ratio, heads, top, size, most, equal, monkeypatch):
 
 
 def test_in_a_graph():
-    """Both ops replayed with what the tensors hold then."""
+    """Both ops, captured once and replayed with different contents of their tensors."""
     one, two = (v41_attend_case(tokens=6, heads=64, width=72, seed=seed) for seed in (0, 1))
     case, other = (v41_index_case(lens=[(300, 306)], ratio=1, top=24, seed=seed) for seed in (0, 1))
     args = one.v41_args("cuda")

@@ -86,7 +86,7 @@ def test_conversation(process: tuple) -> None:
     assert [int(used) for used, _, _ in pools] == [0, 0]
     assert [int(kept) for _, kept, _ in pools] == [first // 128 * 128, second // 128 * 128]
     assert all(int(snapshots) > 0 for _, _, snapshots in pools)
-    assert "dsv4-sglang: the words are noise" in log
+    assert "dsv4-sglang: the answers are noise" in log
     assert " 503 " not in log
 
 
