@@ -320,7 +320,7 @@ def test_bad_storage() -> None:
         storage_of([], 1)
     with pytest.raises(ValueError, match="several formats"):
         storage_of([schema(SWA), schema(CSA, kv_format="bf16")], 1)
-    with pytest.raises(ValueError, match="HCA compressor states of several shapes"):
+    with pytest.raises(ValueError, match="HCA compressor states have several shapes"):
         storage_of([schema(HCA, hca_state="raw"), schema(HCA, hca_state="online")], 1)
     with pytest.raises(ValueError, match="has 2 slots; expected 3"):
         StateCachePool(schema(SWA), 3, storage=storage_of([schema(SWA)], 2))

@@ -1,4 +1,4 @@
-"""`CacheLayout`: shapes and bytes of the pools of all layers. Pools allocate from it, a server divides memory by it."""
+"""`CacheLayout`: shapes and bytes of the pools of all layers, for allocation and for dividing memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPRESSED = (AttentionType.CSA, AttentionType.HCA)
 
 
 class PoolPart(NamedTuple):
-    """One kind of content of a pool, all layers together."""
+    """One kind of content of a pool, for all layers together."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,12 +32,14 @@ class PoolPart(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What a block of 128 tokens and a state slot consist of, layer by layer. `device` decides the padding of FP8
-    blocks; in a layout that is only counted, `sm100` does, so that it may be that of another machine's GPU. The last
-    `draft_layers` are those of a draft model.
+    """Contents of a block of 128 tokens and of a state slot, layer by layer.
 
-    Raises ValueError for no layers, and for layers that cannot share tensors: rows of several formats, several numbers
-    of draft tokens, compressor states of a kind of several shapes.
+    Attributes:
+        schemas: one schema per layer. The layers must share tensors, so they have one KV format, one number of draft
+            tokens, and one shape of compressor state per kind; otherwise ValueError.
+        device: device of the pools. It determines the padding of FP8 blocks.
+        sm100: overrides the device's padding, to compute sizes for the GPU of another machine.
+        draft_layers: number of layers, at the end, that belong to a draft model.
     """
 
     schemas: tuple[LayerCacheSchema, ...]
@@ -50,14 +52,14 @@ class CacheLayout:
             raise ValueError("no layers: a cache needs at least one schema")
         formats = {schema.kv_format.value for schema in self.schemas}
         if len(formats) > 1:
-            raise ValueError(f"window rings of several formats {sorted(formats)}; expected one")
+            raise ValueError(f"layers have several KV formats {sorted(formats)}; expected one")
         drafts = {schema.draft_tokens for schema in self.schemas}
         if len(drafts) > 1:
-            raise ValueError(f"layers for several numbers of draft tokens {sorted(drafts)}; expected one")
+            raise ValueError(f"layers have several numbers of draft tokens {sorted(drafts)}; expected one")
         for kind in COMPRESSED:
             shapes = {schema.compressor_state_shape for schema in self.schemas if schema.attn is kind}
             if len(shapes) > 1:
-                raise ValueError(f"{kind.name} compressor states of several shapes {shapes}; expected one")
+                raise ValueError(f"{kind.name} compressor states have several shapes {shapes}; expected one")
 
     @classmethod
     def build(
@@ -73,8 +75,10 @@ class CacheLayout:
         sm100: bool | None = None,
         draft_layers: int = 0,
     ) -> CacheLayout:
-        """The layout of a model; options as `build_schema` takes them. `draft_layers` of the schedule's are those of a
-        draft model, the last ones."""
+        """Return the layout of a model. Options are those of `build_schema`.
+
+        The last `draft_layers` of the schedule belong to a draft model.
+        """
         schemas = [
             build_schema(
                 config,
@@ -90,11 +94,11 @@ class CacheLayout:
 
     @property
     def kinds(self) -> tuple[AttentionType, ...]:
-        """Kinds of layers that have entries, and perhaps compressor states."""
+        """Kinds of layers that have compressed entries."""
         return COMPRESSED
 
     def layers(self, kind: enum.Enum) -> list[int]:
-        """Ids of the layers of a kind, in order."""
+        """Return the ids of the layers of a kind, in ascending order."""
         return [layer for layer, schema in enumerate(self.schemas) if schema.attn is kind]
 
     @property
@@ -103,43 +107,46 @@ class CacheLayout:
 
     @property
     def ring_rows(self) -> int:
-        """Rows of a slot's window ring, in every layer."""
+        """Number of entries in a slot's window ring, the same in every layer."""
         return self.schemas[0].ring_rows
 
     @property
     def compressor_state_units(self) -> int:
-        """Units of four rows in a slot's CSA compressor state."""
+        """Number of units (groups of four rows) in a slot's CSA compressor state."""
         return self.schemas[0].rows.csa.rows // CSA_RATIO
 
     @property
     def kept_units(self) -> tuple[int, int]:
-        """Those alive at a multiple of 128, and with them the four rows before it: the last unit of the previous
-        stream's k and that of its z, because their rings divide 128."""
+        """Indices of the two units that a snapshot must save: the last unit of the previous stream's k and of its z.
+
+        Snapshots are taken at multiples of 128 and ring sizes divide 128, so the last four rows are always in these
+        units.
+        """
         compressor_state = self.schemas[0].rows.csa
         return compressor_state.previous_z // CSA_RATIO - 1, compressor_state.rows // CSA_RATIO - 1
 
     def block_parts(self, blocks: int) -> Iterator[PoolPart]:
-        """The paged half: entries and index keys of `blocks` blocks."""
+        """Yield the paged part of the cache: compressed entries and index keys of `blocks` blocks."""
         for kind in COMPRESSED:
             layers = self.layers(kind)
             if not layers:
                 continue
             schema, count = self.schemas[layers[0]], len(layers)
-            yield self._rows(f"{kind.name} entries", count, *schema.entry_table_shape(blocks))
+            yield self._kv_buffers(f"{kind.name} entries", count, *schema.entry_table_shape(blocks))
             if schema.has_indexer:
                 shape = (count, blocks, schema.indexer_entries_per_block, schema.key_format.width)
                 yield pool_part("index keys", shape, schema.key_format.dtype)
 
     def rings(self, slots: int, name: str = "window rings") -> PoolPart:
-        """[layers, slots, R, width]"""
-        return self._rows(name, len(self.schemas), slots, self.ring_rows)
+        """Return the window rings of all layers, [layers, slots, R, width]."""
+        return self._kv_buffers(name, len(self.schemas), slots, self.ring_rows)
 
     def make_rings(self, slots: int) -> Tensor:
-        """Zeroed `rings`."""
+        """Allocate zeroed `rings`."""
         return make_kv_buffers(len(self.schemas), slots, self.ring_rows, self.kv_format, self.device)
 
     def compressor_states(self, kind: enum.Enum, slots: int) -> PoolPart | None:
-        """[layers of the kind, slots, ...] of its compressors, None without such layers."""
+        """Return the compressor states [layers of the kind, slots, ...], None if there are no such layers."""
         layers = self.layers(kind)
         compressor_state = self.schemas[layers[0]].compressor_state_shape if layers else None
         return (
@@ -149,13 +156,15 @@ class CacheLayout:
         )
 
     def state_parts(self, slots: int) -> Iterator[PoolPart]:
-        """The half that does not grow: window rings and compressor states of `slots` slots."""
+        """Yield the part of constant size: window rings and compressor states of `slots` slots."""
         yield self.rings(slots)
         yield from filter(None, (self.compressor_states(kind, slots) for kind in COMPRESSED))
 
     def position_parts(self, slots: int) -> tuple[PoolPart, PoolPart, PoolPart]:
-        """Bookkeeping of `slots` slots: positions of ring rows, heads of rings, tokens in the open windows. It follows
-        from the lengths of the requests, so a server does without.
+        """Return the bookkeeping of `slots` slots: positions of ring entries, heads of rings, tokens in the open
+        windows.
+
+        It follows from the lengths of the requests, so a server does not allocate it.
         """
         layers, compressed = len(self.schemas), sum(len(self.layers(kind)) for kind in COMPRESSED)
         return (
@@ -165,8 +174,8 @@ class CacheLayout:
         )
 
     def snapshot_parts(self, snapshots: int) -> Iterator[PoolPart]:
-        """What is alive of a state at a multiple of 128 (SPEC 6.6): the rings, and of each CSA compressor the last four
-        rows of k and of z of the previous window.
+        """Yield the part of a state that is live at a multiple of 128 (SPEC 6.6): the rings, and for each CSA
+        compressor the last four rows of k and z of the previous window.
         """
         yield self.rings(snapshots, "snapshot rings")
         if csa := self.compressor_states(AttentionType.CSA, snapshots):
@@ -174,15 +183,17 @@ class CacheLayout:
             rows = len(self.kept_units) * CSA_RATIO
             yield pool_part("snapshot compressor states", (layers, snapshots, rows, columns), csa.dtype)
 
-    def _rows(self, name: str, tables: int, blocks: int, entries_per_block: int) -> PoolPart:
-        """Row tables, with the padding behind blocks."""
+    def _kv_buffers(self, name: str, tables: int, blocks: int, entries_per_block: int) -> PoolPart:
+        """Return the size of KV buffers, including the padding after blocks."""
         size = tables * blocks * block_stride_bytes(entries_per_block, self.kv_format, self.device, self.sm100)
         shape = (tables, blocks, entries_per_block, self.kv_format.width)
         return PoolPart(name, shape, self.kv_format.dtype, size)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one more block. An HCA layer is one flat table, whose padding does not grow with its rows."""
+        """Bytes of one additional block. An HCA layer is one flat buffer, whose padding does not grow with its
+        entries.
+        """
         csa = [self.schemas[layer] for layer in self.layers(AttentionType.CSA)]
         strides = [
             block_stride_bytes(schema.entries_per_block, self.kv_format, self.device, self.sm100) for schema in csa
@@ -204,5 +215,5 @@ class CacheLayout:
 
 
 def pool_part(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> PoolPart:
-    """Of tensors without padding."""
+    """Return a `PoolPart` of tensors without padding."""
     return PoolPart(name, shape, dtype, math.prod(shape) * dtype.itemsize)

@@ -1,4 +1,4 @@
-"""`PagedKVPool`: the compressed entries and index keys of one layer, the half that grows with the tokens."""
+"""`PagedKVPool`: compressed entries and index keys of one layer, the part of the cache that grows with the tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from dsv4_sglang.model.layer_schedule import AttentionType
 
 
 class BlockPool:
-    """`num_blocks` blocks of 128 tokens of a layer, in tables with a block in a row: `entries`, and `index_keys` where
-    the layer has some."""
+    """Pool of `num_blocks` blocks of 128 tokens of one layer.
+
+    Attributes:
+        entries: buffer of compressed entries, one row of the buffer per block.
+        index_keys: buffer of index keys, None if the layer has no indexer.
+    """
 
     entries: Tensor
     index_keys: Tensor | None = None
@@ -28,7 +32,9 @@ class BlockPool:
         self.device = resolve_device(device)
 
     def block_views(self) -> list[Tensor]:
-        """Views with a block in every row, [num_blocks, n] without gaps inside a row; together all bytes of a block."""
+        """Return views [num_blocks, n] with one block per row and no gaps inside a row. Together they hold all bytes of
+        a block.
+        """
         views = []
         for table in self.allocations:
             block = table.shape[1] * table.shape[2]
@@ -37,36 +43,36 @@ class BlockPool:
 
     @property
     def allocations(self) -> list[Tensor]:
-        """A view of each piece of memory that is held, once."""
+        """One view of each allocated piece of memory."""
         return [self.entries] + ([self.index_keys] if self.index_keys is not None else [])
 
     def reset(self) -> None:
-        """Blocks as they were made, whatever the memory holds now: no address changes."""
+        """Zero all blocks in place, whatever the memory contains."""
         for table in self.allocations:
             clear_memory(table)
 
     def memory_bytes(self) -> int:
-        """Bytes of the allocations, block padding included."""
+        """Return the bytes of the allocations, block padding included."""
         return sum(table.untyped_storage().nbytes() for table in self.allocations)
 
 
 class PagedKVPool(BlockPool):
-    """`num_blocks` blocks of 128 tokens of a CSA or HCA layer.
+    """Pool of `num_blocks` blocks of 128 tokens of a CSA or HCA layer.
 
-    Tables, as the ops take them:
-    - `entries`: CSA [num_blocks, 32, width], entry i of a request in block i // 32 of its table, row i % 32;
-      HCA [1, num_blocks, width], a row a block (`LayerCacheSchema.entry_table_shape`).
-    - `index_keys`: CSA [num_blocks, 32, width], else None.
+    Buffers, as the ops take them:
+    - `entries`: CSA [num_blocks, 32, width], where entry i of a request is in block i // 32 of its block table, at
+      index i % 32; HCA [1, num_blocks, width], one entry per block (`LayerCacheSchema.entry_table_shape`).
+    - `index_keys`: CSA [num_blocks, 32, width], otherwise None.
 
     Views of the same memory, None in the unquantised formats:
     - `entries_fp8` [num_blocks, n, 448] uint8, `entries_rope` [num_blocks, n, 64] bf16, `inv_scale` [num_blocks, n]
-      float8_e8m0fnu (the multiplier that dequantises), n = 32 (CSA) or 1 (HCA)
-    - `indexer_keys_fp4` [num_blocks, 32, 64] uint8, `indexer_scales` [num_blocks, 32, 8] float8_e4m3fn; also None
-      where the layer has no indexer
-    - `flashmla_view`: `entries` with the head dimension that FlashMLA wants, [.., .., 1, 584] uint8.
+      float8_e8m0fnu (the multiplier that dequantises), n = 32 (CSA) or 1 (HCA).
+    - `indexer_keys_fp4` [num_blocks, 32, 64] uint8, `indexer_scales` [num_blocks, 32, 8] float8_e4m3fn; also None if
+      the layer has no indexer.
+    - `flashmla_view`: `entries` with FlashMLA's head dimension, [.., .., 1, 584] uint8.
 
-    A full block is never written again; an unwritten row is never read, since attention kernels stop at floor((t + 1) /
-    ratio).
+    A full block is never written again. Unwritten entries are never read, because attention kernels read only the first
+    floor((t + 1) / ratio) entries.
     """
 
     def __init__(self, schema: LayerCacheSchema, num_blocks: int, device: torch.device | str | None = None) -> None:
@@ -98,9 +104,10 @@ class PagedKVPool(BlockPool):
         self.indexer_scales: Tensor | None = keys.scales if keys else None
 
     def block_views(self) -> list[Tensor]:
-        """Views with a block in every row, [num_blocks, n] without gaps inside a row; together all bytes of a block.
+        """Return views [num_blocks, n] with one block per row and no gaps inside a row. Together they hold all bytes of
+        a block.
 
-        HCA's FP8 rows and their exponents lie apart in the one flat block, so they are two views.
+        An HCA layer has two views, because its flat block stores all FP8 values before all exponents.
         """
         if self.schema.attn is AttentionType.HCA:
             return [strip[0] for strip in KVBuffer(self.entries, self.schema.kv_format).strips()]
@@ -108,7 +115,7 @@ class PagedKVPool(BlockPool):
 
 
 def make_paged_pools(layout: CacheLayout, blocks: Mapping[AttentionType, int]) -> list[PagedKVPool | None]:
-    """The pools of all layers, None for SWA layers; `blocks` of a layer by its kind."""
+    """Return the pools of all layers, None for SWA layers. `blocks` is the number of blocks by kind of layer."""
     return [
         PagedKVPool(schema, blocks[schema.attn], layout.device) if schema.entries_per_block else None
         for schema in layout.schemas

@@ -1,4 +1,4 @@
-"""What DeepSeek-V4.1's layers store: rows a block, rows a state slot, bytes, pools (SPEC 11.5)."""
+"""Storage of DeepSeek-V4.1's layers: entries per block and per state slot, bytes, pools (SPEC 11.5)."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ _FP32_BYTES = 4
 
 
 class V41Kind(enum.Enum):
-    """What a layer writes besides its window row; the value is the ratio of its entries."""
+    """What a layer writes besides its window entry. The value is the ratio of its compressed entries."""
 
+    # No compressed entries.
     WINDOW = 0
-    """Nothing."""
+    # One entry and one index key per token.
     SINGLE = 1
-    """An entry and an index key for each token."""
+    # One entry and one index key per two tokens. The first of the two waits in a compressor state.
     PAIR = 2
-    """An entry and an index key for every two, the first of which waits in a compressor state."""
 
 
 @dataclass(frozen=True)
 class V41LayerSchema:
     """The storage of one layer. Only a layer of role FULL has entries, index keys and, at ratio 2, a compressor
-    state."""
+    state.
+    """
 
+    # Tokens per compressed entry that this layer writes; 0 if it writes none.
     ratio: int
-    """Tokens of an entry that this layer writes; 0: it writes none."""
     draft_tokens: int = 0
 
     @property
@@ -46,7 +47,7 @@ class V41LayerSchema:
 
     @property
     def ring_rows(self) -> int:
-        """Rows of a slot's window ring: position t in row t mod `ring_rows`."""
+        """Number of entries in a slot's window ring. Position t is at index t mod `ring_rows`."""
         return WINDOW + (self.draft_tokens if self.draft_tokens > 1 else 0)
 
     @property
@@ -55,7 +56,7 @@ class V41LayerSchema:
 
     @property
     def entries_per_block(self) -> int:
-        """Entries of a block of 128 tokens, and as many index keys."""
+        """Compressed entries, and index keys, in a block of 128 tokens."""
         return BLOCK_TOKENS // self.ratio if self.ratio else 0
 
     @property
@@ -74,61 +75,59 @@ class V41LayerSchema:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a state slot, without bookkeeping of positions."""
+        """Bytes of a state slot, without the bookkeeping of positions."""
         return self.swa_bytes + self.compressor_state_bytes
 
 
 def v41_schemas(schedule: Sequence[V41LayerSpec], draft_tokens: int = 0) -> list[V41LayerSchema]:
-    """One of every layer, in order."""
+    """Return one schema per layer, in order."""
     return [V41LayerSchema(spec.ratio if spec.role is Csa2Role.FULL else 0, draft_tokens) for spec in schedule]
 
 
 @dataclass(frozen=True)
 class V41Layout:
-    """What a block of 128 tokens and a state slot consist of, layer by layer, as `cache.layout.CacheLayout` says it of
-    V4. The last `draft_layers` are DSPARK's stages.
+    """Contents of a block of 128 tokens and of a state slot, layer by layer, like `cache.layout.CacheLayout` for V4.
 
-    ValueError for no layers and for several numbers of draft tokens.
+    The last `draft_layers` are DSPARK's stages. Raise ValueError for no layers or several numbers of draft tokens.
     """
 
     schemas: tuple[V41LayerSchema, ...]
     device: torch.device
     draft_layers: int = 0
+    # V4.1 has no CSA compressor states in units, and no part of a compressor state is live at a multiple of 128.
     compressor_state_units = 0
-    """Of V4's CSA compressor states, which these layers have not."""
     kept_units = ()
-    """The same: nothing of a compressor state is alive at a multiple of 128."""
 
     def __post_init__(self) -> None:
         if not self.schemas:
             raise ValueError("no layers: a cache needs at least one schema")
         drafts = {schema.draft_tokens for schema in self.schemas}
         if len(drafts) > 1:
-            raise ValueError(f"layers for several numbers of draft tokens {sorted(drafts)}; expected one")
+            raise ValueError(f"layers have several numbers of draft tokens {sorted(drafts)}; expected one")
 
     @classmethod
     def build(
         cls, schedule: Sequence[V41LayerSpec], device: torch.device, *, draft_tokens: int = 0, draft_layers: int = 0
     ) -> V41Layout:
-        """Of a model's layers; `draft_layers` of them, the last ones, are DSPARK's stages."""
+        """Return the layout of a model. The last `draft_layers` are DSPARK's stages."""
         return cls(tuple(v41_schemas(schedule, draft_tokens)), device, draft_layers)
 
     @property
     def kinds(self) -> tuple[V41Kind, ...]:
-        """Kinds of layers that have entries, and perhaps compressor states."""
+        """Kinds of layers that have compressed entries."""
         return V41Kind.SINGLE, V41Kind.PAIR
 
     def layers(self, kind: enum.Enum) -> list[int]:
-        """Ids of the layers of a kind, in order."""
+        """Return the ids of the layers of a kind, in ascending order."""
         return [layer for layer, schema in enumerate(self.schemas) if schema.kind is kind]
 
     @property
     def ring_rows(self) -> int:
-        """Rows of a slot's window ring, in every layer."""
+        """Number of entries in a slot's window ring, the same in every layer."""
         return self.schemas[0].ring_rows
 
     def block_parts(self, blocks: int) -> Iterator[PoolPart]:
-        """The paged half: entries and index keys of `blocks` blocks."""
+        """Yield the paged part of the cache: compressed entries and index keys of `blocks` blocks."""
         for kind in self.kinds:
             if layers := self.layers(kind):
                 shape = (len(layers), blocks, self.schemas[layers[0]].entries_per_block)
@@ -136,15 +135,15 @@ class V41Layout:
                 yield pool_part(f"{kind.name} index keys", (*shape, KeyFormat.MXFP4.width), KeyFormat.MXFP4.dtype)
 
     def rings(self, slots: int, name: str = "window rings") -> PoolPart:
-        """[layers, slots, R, 528]"""
+        """Return the window rings of all layers, [layers, slots, R, 528]."""
         return pool_part(name, (len(self.schemas), slots, self.ring_rows, V41KVFormat.FP8.row_bytes), torch.uint8)
 
     def make_rings(self, slots: int) -> Tensor:
-        """Zeroed `rings`."""
+        """Allocate zeroed `rings`."""
         return torch.zeros(self.rings(slots).shape, dtype=torch.uint8, device=self.device)
 
     def compressor_states(self, kind: enum.Enum, slots: int) -> PoolPart | None:
-        """[layers of the kind, slots, rows, 1024] of its compressors, None without such layers or compressor states."""
+        """Return the compressor states [layers of the kind, slots, rows, 1024], None if the kind has none."""
         layers = self.layers(kind)
         compressor_state = self.schemas[layers[0]].compressor_state_shape if layers else None
         return (
@@ -154,15 +153,17 @@ class V41Layout:
         )
 
     def state_parts(self, slots: int) -> Iterator[PoolPart]:
-        """The half that does not grow: window rings and compressor states of `slots` slots."""
+        """Yield the part of constant size: window rings and compressor states of `slots` slots."""
         yield self.rings(slots)
         yield from filter(None, (self.compressor_states(kind, slots) for kind in self.kinds))
 
     def position_parts(self, slots: int) -> tuple[PoolPart, PoolPart, PoolPart]:
-        raise ValueError("V4.1's slots keep no positions, which follow from lengths; expected positions=False")
+        raise ValueError(
+            "V4.1's slots have no position tables (positions follow from lengths); expected positions=False"
+        )
 
     def snapshot_parts(self, snapshots: int) -> Iterator[PoolPart]:
-        """What is alive of a state at a multiple of 128: the rings. Every pair is complete there."""
+        """Yield the part of a state that is live at a multiple of 128: the rings. Every pair is complete there."""
         yield self.rings(snapshots, "snapshot rings")
 
     @property
@@ -183,10 +184,10 @@ class V41Layout:
 
 
 class V41PagedPool(BlockPool):
-    """`num_blocks` blocks of 128 tokens of a layer that owns entries, which later layers read too.
+    """Pool of `num_blocks` blocks of 128 tokens of a layer that owns entries. Later layers may read them too.
 
-    `entries` uint8 [num_blocks, 128 / ratio, 288] and `index_keys` uint8 [num_blocks, 128 / ratio, 72], as the ops take
-    them: entry i of a request in block i // (128 / ratio) of its table. A full block is never written again.
+    `entries` is uint8 [num_blocks, 128 / ratio, 288], `index_keys` uint8 [num_blocks, 128 / ratio, 72], as the ops take
+    them. Entry i of a request is in block i // (128 / ratio) of its block table. A full block is never written again.
     """
 
     index_keys: Tensor
@@ -201,7 +202,7 @@ class V41PagedPool(BlockPool):
 
 
 def make_v41_pools(layout: V41Layout, num_blocks: int) -> list[V41PagedPool | None]:
-    """One a layer, None where it owns no entries."""
+    """Return one pool per layer, None for layers without entries of their own."""
     return [
         V41PagedPool(schema, num_blocks, layout.device) if schema.entries_per_block else None
         for schema in layout.schemas
