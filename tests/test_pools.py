@@ -325,7 +325,7 @@ def test_bad_storage() -> None:
     with pytest.raises(ValueError, match="has 2 slots; expected 3"):
         StateCachePool(schema(SWA), 3, storage=storage_of([schema(SWA)], 2))
     layout = CacheLayout((schema(SWA),), torch.device("cpu"))
-    with pytest.raises(ValueError, match="keeps no positions"):
+    with pytest.raises(ValueError, match="has no position tables"):
         StateCachePool(schema(SWA), 2, storage=StateStorage(layout, 2, positions=False))
 
 
