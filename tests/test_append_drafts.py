@@ -374,5 +374,5 @@ def test_a_raw_tail_takes_one_token_of_a_request() -> None:
 
 
 def test_requests_with_different_numbers_of_tokens_are_chunks() -> None:
-    with pytest.raises(ValueError, match="3 tokens for 2 requests without `window`; expected as many of each"):
+    with pytest.raises(ValueError, match="3 tokens for 2 requests without `window`; expected the same number for each"):
         Requests(make_layer(0, FORMATS[2], state_rows(3))).step([2, 1], [1, 1], decode=True)

@@ -139,7 +139,7 @@ void take_indexer(const AppendChecker& check, AppendParams& p, KeyFormat format,
 void check_decode(const AppendChecker& check, const AppendParams& p, LayerKind kind) {
   if (p.requests == 0 ? p.tokens > 0 : p.tokens % p.requests > 0) {
     check.fail(p.tokens, " tokens for ", p.requests,
-               " requests without `window`; expected as many of each. A step with chunks needs `window`");
+               " requests without `window`; expected the same number for each. A step with chunks needs `window`");
   }
   const int each = p.requests ? p.tokens / p.requests : 0;
   const auto at_most = [&](const char* name, int most) {

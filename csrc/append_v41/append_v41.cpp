@@ -80,7 +80,7 @@ void take_compressor(const AppendChecker& check, AppendV41Params& p, int64_t rat
 void check_decode(const AppendChecker& check, const AppendV41Params& p, int64_t ratio) {
   const int tokens = p.batch.tokens, requests = p.batch.requests;
   if (requests == 0 ? tokens > 0 : tokens % requests > 0) {
-    check.fail(tokens, " tokens for ", requests, " requests without `window`; expected as many of each");
+    check.fail(tokens, " tokens for ", requests, " requests without `window`; expected the same number for each");
   }
   const int each = requests ? tokens / requests : 0;
   const auto at_most = [&](const char* name, int rows, int most) {

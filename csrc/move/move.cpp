@@ -145,7 +145,7 @@ std::vector<int64_t> checked_rows(const Tensor& rows, int64_t size) {
   std::vector<int64_t> sorted = ids;
   std::sort(sorted.begin(), sorted.end());
   const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
-  if (twice != sorted.end()) fail("swap_blocks: host row ", *twice, " is named twice");
+  if (twice != sorted.end()) fail("swap_blocks: host row ", *twice, " is listed twice");
   for (int64_t id : {sorted.front(), sorted.back()}) {
     if (id < 0 || id >= size) fail("swap_blocks: host row ", id, " is not in 0..", size - 1);
   }
@@ -196,7 +196,8 @@ void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor r
     check.dense("a pool", t, 1);
     SwapPool s{data<uint8_t>(t), stride_bytes(t, 0), bytes_of(t, 1), t.size(0), offsets[i], 0, 0, 0};
     if (s.offset < 0 || s.offset > host.size(1) - s.bytes) {
-      fail("swap_blocks: bytes ", s.offset, "..", s.offset + s.bytes, " of host rows of ", host.size(1));
+      fail("swap_blocks: bytes ", s.offset, "..", s.offset + s.bytes, " are not within host rows of ", host.size(1),
+           " bytes");
     }
     s.width = access_width(address(t) | (base + s.offset) | s.stride | p.host_stride | s.bytes);
     const int64_t piece = int64_t(32) * kSwapLoads * s.width;

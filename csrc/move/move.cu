@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kThreads) copy_state_kernel(const __grid_const
     if (p.rejected) {
       report(p.rejected, pair);
     } else if (leaves && pair == own && blockIdx.x == 0) {
-      printf("copy_state: pair %d, slot %d to slot %d, leaves tensors of %d slots; nothing is written\n", pair, src,
-             dst, p.slots);
+      printf("copy_state: pair %d, slot %d to slot %d, is out of range for tensors of %d slots; nothing is written\n",
+             pair, src, dst, p.slots);
     } else if (same && blockIdx.x == 0) {
       printf("copy_state: pair %d, slot %d to slot %d, has the destination of pair %d; neither is written\n", own, src,
              dst, pair);

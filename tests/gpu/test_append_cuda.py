@@ -288,7 +288,7 @@ def test_slots_that_are_too_small_are_rejected(kind, sizes, message):
 
 def test_requests_with_different_numbers_of_tokens_are_chunks():
     layer, step = layer_and_step("swa", FORMATS[0], [(0, 3, 2), (1, 0, 1)], True, sizes=state_rows(3))
-    with pytest.raises(RuntimeError, match="3 tokens for 2 requests without `window`; expected as many of each"):
+    with pytest.raises(RuntimeError, match="3 tokens for 2 requests without `window`; expected the same number"):
         step.run(ops(), layer.on(kernel_cases.DEVICE))
 
 
