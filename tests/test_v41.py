@@ -440,7 +440,7 @@ def test_errors_name_the_value():
     run = Run(2, draft_tokens=3)
     with pytest.raises(
         ValueError,
-        match="4 tokens of each request without `window`, but compressor state has 2 rows a slot, for at most 3",
+        match="4 tokens of each request without `window`, but compressor_state has 2 rows a slot, for at most 3",
     ):
         run.ring = torch.zeros(4, 140, 528, dtype=torch.uint8)
         run.step((4, 4), decode=True)

@@ -65,7 +65,7 @@ class _Chunk:
 
 
 def _chunks(slots: Tensor, prefix_lens: Tensor, query_start: Tensor, decode: bool) -> list[_Chunk]:
-    """Return one chunk per request; in a decode step one per token, as on the device, where each token has its thread block.
+    """Return one chunk per request; in a decode step one per token, like the thread blocks on the device.
 
     All tokens of a decode step continue from the state before the step, in any order. Here the last token comes first,
     which is the hardest case for rings and compressor states.
@@ -128,8 +128,8 @@ def _check_rows(name: str, per_request: int, table: Tensor, most: int) -> None:
     _check(
         per_request <= most,
         lambda: (
-            f"{per_request} tokens of each request without `window`, but {name} has {table.shape[1]} rows a slot, for at "
-            f"most {most}. Construct the cache with draft_tokens {per_request}"
+            f"{per_request} tokens of each request without `window`, but {name} has {table.shape[1]} rows a slot, for "
+            f"at most {most}. Construct the cache with draft_tokens {per_request}"
         ),
     )
 

@@ -45,8 +45,8 @@ def _check_rows(name: str, per_request: int, table: Tensor, most: int) -> None:
     _check(
         per_request <= most,
         lambda: (
-            f"{per_request} tokens of each request without `window`, but {name} has {table.shape[1]} rows a slot, for at "
-            f"most {most}"
+            f"{per_request} tokens of each request without `window`, but {name} has {table.shape[1]} rows a slot, for "
+            f"at most {most}"
         ),
     )
 
