@@ -1,4 +1,4 @@
-// Host side of `append_v41` and `append_v41_keys`: checks their arguments and fills the kernels' parameters.
+// Host side of `append_v41` and `append_v41_keys`: checks the arguments and fills the kernels' parameters.
 #include "append_v41.h"
 
 #include "../append/check.h"
@@ -17,7 +17,7 @@ V41Table v41_table(const Checker& check, const char* name, const Tensor& t, int6
   return {data<uint8_t>(t), t.stride(0), int(t.size(1))};
 }
 
-/// What both ops begin with: their inputs of so many columns, `name`, their norm, and the batch.
+/// Checks and stores the common arguments of both ops: their inputs `name` of `width` columns, the norm, and the batch.
 AppendChecker take_inputs(const char* op, V41Inputs& p, const char* name, const Tensor& inputs, int64_t width,
                           const char* norm_name, const Tensor& norm, const Tensor& rope, double eps,
                           const Tensor& slots, const Tensor& prefix_lens, const Tensor& query_start,
@@ -48,7 +48,7 @@ AppendChecker take_inputs(const char* op, V41Inputs& p, const char* name, const 
   return check;
 }
 
-/// The compressor of a layer that writes entries.
+/// Checks and stores the compressor of a layer that writes entries.
 void take_compressor(const AppendChecker& check, AppendV41Params& p, int64_t ratio, int64_t slots,
                      const std::optional<Tensor>& compressor, const std::optional<Tensor>& latent_norm,
                      const std::optional<Tensor>& compressor_state, const std::optional<Tensor>& entries,
@@ -75,8 +75,8 @@ void take_compressor(const AppendChecker& check, AppendV41Params& p, int64_t rat
   p.compressor_state_rows = int(state.size(1));
 }
 
-/// A decode step has as many tokens of each request, and no more than ring and compressor state are for
-/// (dsv4_sglang/model/v41.py).
+/// A decode step has the same number of tokens of each request, at most the number that ring and compressor state
+/// support (dsv4_sglang/model/v41.py).
 void check_decode(const AppendChecker& check, const AppendV41Params& p, int64_t ratio) {
   const int tokens = p.batch.tokens, requests = p.batch.requests;
   if (requests == 0 ? tokens > 0 : tokens % requests > 0) {

@@ -268,14 +268,14 @@ def test_errors_name_the_tensor(name):
 @pytest.mark.parametrize(
     ("kind", "sizes", "message"),
     [
-        ("swa", {"ring": 128}, "3 tokens of each request without `window`, but the rows of ring are for at most 1"),
+        ("swa", {"ring": 128}, "3 tokens of each request without `window`, but ring supports at most 1"),
         (
             "csa",
             {"csa": CSA_COMPRESSOR_STATES[0]},
-            "3 tokens .* rows of compressor state are for at most 1. A cache .* draft_tokens 3",
+            "3 tokens .* but compressor state supports at most 1. Construct .* draft_tokens 3",
         ),
-        ("hca-online", {"hca_state_copies": 3}, "3 tokens .* rows of compressor state are for at most 2"),
-        ("hca-raw", {}, "3 tokens .* rows of compressor state are for at most 1"),
+        ("hca-online", {"hca_state_copies": 3}, "3 tokens .* but compressor state supports at most 2"),
+        ("hca-raw", {}, "3 tokens .* but compressor state supports at most 1"),
         ("csa", {"csa": CsaCompressorState(4, 16)}, "expected 24, 48 or 64 rows a slot for ratio 4"),
     ],
 )

@@ -322,4 +322,4 @@ def test_copy_state_rejects_a_destination_of_two_pairs(capfd):
         assert rejected is None or int(rejected) == 1
     ctypes.CDLL(None).fflush(None)
     said = capfd.readouterr().out
-    assert "copy_state: pair 1, slot 1 to slot 3, has the destination of pair 3; neither is written" in said
+    assert "copy_state: pair 1, slot 1 to slot 3, has the same destination as pair 3; neither is written" in said
