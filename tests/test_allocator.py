@@ -41,7 +41,7 @@ def test_acquired_ids_outlive_later_releases(device: torch.device) -> None:
 def test_out_of_memory_takes_nothing(device: torch.device) -> None:
     allocator = BlockAllocator(5, device)
     allocator.acquire(2)
-    with pytest.raises(RuntimeError, match=r"OOM: 4 blocks asked, 3 free of 5"):
+    with pytest.raises(RuntimeError, match=r"OOM: 4 blocks requested, 3 free of 5"):
         allocator.acquire(4)
     assert allocator.num_free == 3
     assert allocator.acquire(3).tolist() == [2, 3, 4]

@@ -367,7 +367,7 @@ def test_no_block_left() -> None:
     slot = manager.admit_request()
     own = manager.allocate_block()
     assert [manager.allocate_block(slot) for _ in range(2)] == [1, 2]
-    with pytest.raises(RuntimeError, match="OOM: 1 blocks asked, 0 free of 3"):
+    with pytest.raises(RuntimeError, match="OOM: 1 blocks requested, 0 free of 3"):
         manager.allocate_block(slot)
     with pytest.raises(RuntimeError, match="OOM"):
         manager.allocate_block()
@@ -433,7 +433,7 @@ class SlotsAndBlocks(RuleBasedStateMachine):
     @rule()
     def admit(self) -> None:
         if len(self.owned) == 3:
-            with pytest.raises(RuntimeError, match="3 concurrent requests"):
+            with pytest.raises(RuntimeError, match="3 requests, the maximum"):
                 self.manager.admit_request()
             return
         slot = self.manager.admit_request()
@@ -569,7 +569,7 @@ def test_a_request_goes_on_after_the_host(device: torch.device) -> None:
 
 def test_no_room_on_either_side() -> None:
     """An error, and everything stays where it was."""
-    with pytest.raises(RuntimeError, match="make it with host_requests and host_blocks"):
+    with pytest.raises(RuntimeError, match="construct it with host_requests and host_blocks"):
         (manager := make_manager()).offload(manager.admit_request())
     with pytest.raises(ValueError, match="host_requests is 1, host_blocks -1"):
         make_manager(host_requests=1, host_blocks=-1)
@@ -597,7 +597,7 @@ def test_no_room_on_either_side() -> None:
     offloaded = manager.offload(large)
     for _ in range(2):
         manager.allocate_block()
-    with pytest.raises(RuntimeError, match="OOM: 2 blocks asked to restore a request, 1 free of 3"):
+    with pytest.raises(RuntimeError, match="OOM: 2 blocks requested to restore a request, 1 free of 3"):
         manager.restore(offloaded)
     assert manager.num_free_slots == 2
     manager.discard(offloaded)

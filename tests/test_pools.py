@@ -318,7 +318,7 @@ def test_bad_storage() -> None:
         StateCachePool(schema(SWA), 0, "cpu")
     with pytest.raises(ValueError, match="no layers"):
         storage_of([], 1)
-    with pytest.raises(ValueError, match="several formats"):
+    with pytest.raises(ValueError, match="several KV formats"):
         storage_of([schema(SWA), schema(CSA, kv_format="bf16")], 1)
     with pytest.raises(ValueError, match="HCA compressor states have several shapes"):
         storage_of([schema(HCA, hca_state="raw"), schema(HCA, hca_state="online")], 1)

@@ -2,9 +2,10 @@
 
 `load()` registers the CUDA implementations of the ops. It uses the first of these libraries:
 
-1. the file that `DSV4_SGLANG_EXTENSION` names; 2. a library in `PREBUILT` that was built from the current sources and
-contains the device's architecture; 3. such a library in the cache, from an earlier first use; 4. a new one for the
-current GPU, built with nvcc (which nothing else needs).
+1. the file that `DSV4_SGLANG_EXTENSION` names;
+2. a library in `PREBUILT` that was built from the current sources and contains the device's architecture;
+3. such a library in the cache, from an earlier first use;
+4. a new one for the current GPU, built with nvcc (which nothing else needs).
 
 To build ahead of time, on any machine:
 
