@@ -51,7 +51,7 @@ inline std::string describe(const Tensor& t) {
 /// Any size.
 constexpr int64_t kAny = -1;
 
-/// The checks of one op's tensors; all CUDA tensors must lie on the device of the first.
+/// The checks of one op's tensors; all CUDA tensors must be on the device of the first one.
 class Checker {
  public:
   Checker(const char* op, int device) : op_(op), device_(device) {}

@@ -63,7 +63,9 @@ def test_one_chunk_against_definitions(device: torch.device) -> None:
     entry = rotate(rms_norm(pooled, layer.weights.entry_norm, EPS), at[:1], layer.weights.rope)
     classical = handle.read_classical_view()
     assert classical.n_visible[[0, 126, 127, 254, 255, 299]].tolist() == [0, 0, 1, 1, 2, 2]
-    torch.testing.assert_close(FP32(classical.entries).read(classical.entry_rows[127, :1]), entry, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        FP32(classical.entries).read(classical.entry_indices[127, :1]), entry, atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("hca_state", ["raw", "online"])
@@ -290,9 +292,9 @@ def test_views_of_a_layer_kind() -> None:
     assert [h.read_classical_view() is None for h in handles] == [True, False, False]
     assert [h.read_indexer_view() is None for h in handles] == [True, False, True]
     csa, hca = handles[1].read_classical_view(), handles[2].read_classical_view()
-    assert csa.entry_rows is None
+    assert csa.entry_indices is None
     assert all(h.paged is h.paged_pool is manager.paged_pools[i] for i, h in enumerate(handles))
-    assert hca.entry_rows.tolist() == [[0] + [-1] * (manager.block_tables.shape[1] - 1)]
+    assert hca.entry_indices.tolist() == [[0] + [-1] * (manager.block_tables.shape[1] - 1)]
     assert csa.entries_fp8.shape == (12, 32, 448)
     assert hca.entries_fp8.shape == (12, 1, 448)
     assert handles[1].read_indexer_view().indexer_keys_fp4.shape == (12, 32, 64)

@@ -435,12 +435,12 @@ def test_a_padded_request_writes_nothing():
 
 def test_errors_name_the_value():
     run = Run(2)
-    with pytest.raises(ValueError, match="2 tokens of each request without `window`, but ring has 128 rows a slot"):
+    with pytest.raises(ValueError, match="2 tokens of each request without `window`, but ring has 128 rows per slot"):
         run.step((2, 2), decode=True)
     run = Run(2, draft_tokens=3)
     with pytest.raises(
         ValueError,
-        match="4 tokens of each request without `window`, but compressor_state has 2 rows a slot, for at most 3",
+        match="4 tokens of each request without `window`, but compressor_state has 2 rows per slot, for at most 3",
     ):
         run.ring = torch.zeros(4, 140, 528, dtype=torch.uint8)
         run.step((4, 4), decode=True)

@@ -53,7 +53,7 @@ void take_window(const AppendChecker& check, AppendParams& p, KVFormat format, i
   p.ring = kv_buffer(check, "ring", ring, format, kAny, kAny);
   const int64_t slots = ring.size(0), rows = ring.size(1);
   if (rows < kWindow || rows * positions > UINT32_MAX) {
-    check.fail("ring is ", describe(ring), "; expected at least ", kWindow, " rows a slot and, with ", positions,
+    check.fail("ring is ", describe(ring), "; expected at least ", kWindow, " rows per slot and, with ", positions,
                " positions of rope, at most ", UINT32_MAX / positions);
   }
   p.ring_reciprocal = uint32_t((uint64_t(1) << 32) / rows + ((uint64_t(1) << 32) % rows != 0));
@@ -73,7 +73,7 @@ CsaCompressorState csa_compressor_state(const AppendChecker& check, const Tensor
   for (const CsaCompressorState& rings : kCsaCompressorStates) {
     if (compressor_state.size(1) == rows_of(rings)) return rings;
   }
-  check.fail("compressor state is ", describe(compressor_state), "; expected 24, 48 or 64 rows a slot for ratio 4");
+  check.fail("compressor state is ", describe(compressor_state), "; expected 24, 48 or 64 rows per slot for ratio 4");
 }
 
 /// Checks and stores the main compressor of a CSA or HCA layer, its state and its entries. Returns the kind of the
@@ -107,7 +107,7 @@ LayerKind take_compressor(const AppendChecker& check, AppendParams& p, KVFormat 
   } else if (kind == LayerKind::kHcaOnline) {
     if (state.size(1) == 0 || state.size(1) % kHcaOnlineRows) {
       check.fail("compressor state is ", describe(state),
-                 "; expected 256 rows a slot or a multiple of 3 for ratio 128");
+                 "; expected 256 rows per slot or a multiple of 3 for ratio 128");
     }
     p.hca_state_copies = int(state.size(1)) / kHcaOnlineRows;
   }

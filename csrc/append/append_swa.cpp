@@ -35,7 +35,7 @@ void append_swa(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor sw
   if (swa_fp8.dim() != 3) fail("append_swa: swa_fp8 is ", describe(swa_fp8), "; expected [slots, rows, ", nope, "]");
   const int64_t slots = swa_fp8.size(0), rows = swa_fp8.size(1);
   if (rows < kWindow)
-    fail("append_swa: swa_fp8 is ", describe(swa_fp8), "; expected at least ", kWindow, " rows a slot");
+    fail("append_swa: swa_fp8 is ", describe(swa_fp8), "; expected at least ", kWindow, " rows per slot");
   check.tensor("swa_fp8", swa_fp8, {ScalarType::Byte}, {slots, rows, nope});
   check.tensor("swa_rope", swa_rope, {ScalarType::BFloat16}, {slots, rows, rope_dim});
   check.tensor("swa_inv", swa_inv, {ScalarType::Float8_e8m0fnu}, {slots, rows});

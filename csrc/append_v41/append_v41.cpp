@@ -86,7 +86,7 @@ void check_decode(const AppendChecker& check, const AppendV41Params& p, int64_t 
   const auto at_most = [&](const char* name, int rows, int most) {
     if (each > most) {
       check.fail(each, " tokens of each request without `window`, but ", name, " has ", rows,
-                 " rows a slot, for at most ", most);
+                 " rows per slot, for at most ", most);
     }
   };
   at_most("ring", p.ring.entries_per_block, draft_tokens_of_ring(p.ring.entries_per_block));
@@ -112,7 +112,7 @@ void append_v41(Tensor kv, std::optional<Tensor> compressor, Tensor kv_norm, std
   constexpr int64_t row_bytes = kV41RowBytes + kV41RowScales;
   p.ring = v41_table(check, "ring", ring, kAny, kAny, row_bytes);
   if (ring.size(1) < kWindow) {
-    check.fail("ring is ", describe(ring), "; expected at least ", kWindow, " rows a slot");
+    check.fail("ring is ", describe(ring), "; expected at least ", kWindow, " rows per slot");
   }
   if (window) {
     p.window = v41_table(check, "window", *window, 1, tokens + int64_t(kWindow) * p.batch.requests, row_bytes);

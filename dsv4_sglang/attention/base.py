@@ -93,8 +93,13 @@ class AttentionKernel(ABC):
     @classmethod
     @abstractmethod
     def supports(cls, device: torch.device, heads: int, dtype: torch.dtype, kv_format: KVFormat) -> bool:
-        """Return True if the kernel runs on `device` and takes queries [T, heads, 512] of `dtype` and entries of
-        `kv_format`.
+        """Return True if the kernel supports a model.
+
+        Args:
+            device: device of the KV buffers.
+            heads: query heads of a layer.
+            dtype: dtype of the queries [T, heads, 512].
+            kv_format: format of the KV entries.
         """
 
     @abstractmethod

@@ -113,7 +113,14 @@ def build_decode(
 
 
 def step_of(buffers: DecodeBuffers, n: int, out_loc: Tensor, tracks: bool = False) -> StepMetadata:
-    """Return the metadata of the first `n` requests in `buffers`, as written by `build_decode` or by a graph replay."""
+    """Return the metadata of a decode step in `buffers`, as written by `build_decode` or by a graph replay.
+
+    Args:
+        buffers: written by `build_decode`.
+        n: number of requests.
+        out_loc: int64 [T], pool slot of each token.
+        tracks: the step takes snapshots.
+    """
     t = n * buffers.tokens_per_request
     return StepMetadata(
         slots=buffers.slots[:n],
@@ -178,7 +185,13 @@ def build_recorded(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k:
 
 
 def recorded_step(buffers: PrefillBuffers, tokens: int, out_loc: Tensor) -> StepMetadata:
-    """Return the metadata of `tokens` tokens in `buffers`, as written by `build_recorded` or by a graph replay."""
+    """Return the metadata of a prefill step in `buffers`, as written by `build_recorded` or by a graph replay.
+
+    Args:
+        buffers: written by `build_recorded`.
+        tokens: number of tokens, T.
+        out_loc: int64 [T], pool slot of each token.
+    """
     rows = buffers.requests + 1
     return StepMetadata(
         slots=buffers.slots,

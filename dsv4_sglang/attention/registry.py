@@ -45,5 +45,10 @@ def make_kernels(
 
 
 def begin_step(kernels: Sequence[AttentionKernel], step: StepMetadata, lengths: list[int] | None) -> AttentionKernel:
-    """Return the first attention kernel that takes the step, prepared for its layers."""
+    """Return the first of `kernels` that takes the step, prepared for its layers.
+
+    Args:
+        kernels: attention kernels in order of preference.
+        step, lengths: as in `AttentionKernel.begin_step`.
+    """
     return next(kernel for kernel in kernels if kernel.begin_step(step, lengths))

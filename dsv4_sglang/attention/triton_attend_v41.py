@@ -193,7 +193,7 @@ def attend_v41(
     window_indices: Tensor,
     window_lens: Tensor,
     entries: Tensor | None,
-    entry_rows: Tensor | None,
+    entry_indices: Tensor | None,
     entry_lens: Tensor | None,
     positions: Tensor,
     rope: Tensor,
@@ -207,10 +207,10 @@ def attend_v41(
     """
     if q.dim() != 3 or q.shape[-1] != ENTRY_DIM or q.stride(-1) != 1:
         raise ValueError(f"q is {tuple(q.shape)}; expected [tokens, heads, {ENTRY_DIM}] with inner stride 1")
-    has_entries = entries is not None and entry_rows is not None and entry_lens is not None
+    has_entries = entries is not None and entry_indices is not None and entry_lens is not None
     _check("window", window, V41KVFormat.FP8)
-    if entries is None or entry_rows is None or entry_lens is None:
-        entries, entry_rows, entry_lens = window, window_indices, window_lens
+    if entries is None or entry_indices is None or entry_lens is None:
+        entries, entry_indices, entry_lens = window, window_indices, window_lens
     else:
         _check("entries", entries, V41KVFormat.FP4)
     tokens, heads, _ = q.shape
@@ -222,17 +222,17 @@ def attend_v41(
     tile = tiling(heads, False, dot == tl.float32, shared_memory)
     groups = triton.cdiv(heads, tile.heads)
     if splits is None:
-        listed = window_indices.shape[1] + (entry_rows.shape[1] if has_entries else 0)
+        listed = window_indices.shape[1] + (entry_indices.shape[1] if has_entries else 0)
         splits = split_count(tokens, groups, triton.cdiv(listed, tile.rows), processors)
     partial = stats = out
     if splits > 1:
         partial = torch.empty(tokens, splits, heads, ENTRY_DIM, dtype=torch.float32, device=q.device)
         stats = torch.empty(tokens, splits, heads, 2, dtype=torch.float32, device=q.device)
     _attend_v41_kernel[(tokens, splits, groups)](
-        *(q, sink, window, window_indices, window_lens, entries, entry_rows, entry_lens),
+        *(q, sink, window, window_indices, window_lens, entries, entry_indices, entry_lens),
         *(positions, rope, out, partial, stats, scale, heads, splits, q.stride(0), q.stride(1)),
         *(window_indices.stride(0), table_stride(window), window.shape[1]),
-        *(entry_rows.stride(0), table_stride(entries), entries.shape[1]),
+        *(entry_indices.stride(0), table_stride(entries), entries.shape[1]),
         HAS_ENTRIES=has_entries,
         SPLIT=splits > 1,
         DOT=dot,

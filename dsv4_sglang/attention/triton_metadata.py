@@ -1,7 +1,7 @@
 """Metadata of a recorded step on a GPU, in Triton: one kernel launch inside the CUDA graph.
 
-The kernels compute what `metadata.build_decode` and `metadata.build_recorded` describe, one program a token. They read
-lengths on the device, so nothing depends on the host.
+The kernels compute what `metadata.build_decode` and `metadata.build_recorded` describe, one program per token. They
+read lengths on the device, so nothing depends on the host.
 """
 
 from __future__ import annotations
@@ -98,9 +98,12 @@ def build(
     track_slots: Tensor | None,
     top_k: int,
 ) -> None:
-    """Fill `buffers` for the requests of `seq_lens` [B]. Arguments as in `metadata.build_decode`.
+    """Fill the buffers of a decode step.
 
-    Without `track_mask` and `track_slots`, `copy_src` and `copy_dst` are not written.
+    Args:
+        buffers: receives the metadata. Without `track_mask` and `track_slots`, `copy_src` and `copy_dst` are not
+            written.
+        seq_lens, length_offset, track_mask, track_slots, top_k: as in `metadata.build_decode`.
     """
     tracks, listed = track_mask is not None and track_slots is not None, buffers.window_indices.shape[1]
     _decode_kernel[(seq_lens.shape[0] * buffers.tokens_per_request,)](
@@ -202,7 +205,13 @@ def _prefill_kernel(
 
 
 def build_prefill(buffers: PrefillBuffers, tokens: int, top_k: int) -> None:
-    """Derive the metadata of a step of `tokens` tokens from the inputs in `buffers`."""
+    """Derive the metadata of a prefill step from the inputs in `buffers`.
+
+    Args:
+        buffers: inputs and derived tensors.
+        tokens: number of tokens of the step.
+        top_k: entries that a token selects in a CSA layer.
+    """
     _prefill_kernel[(tokens,)](
         buffers.state_slots,
         buffers.prefix_lens,

@@ -75,9 +75,15 @@ class CacheLayout:
         sm100: bool | None = None,
         draft_layers: int = 0,
     ) -> CacheLayout:
-        """Return the layout of a model. Options are those of `build_schema`.
+        """Return the layout of a model.
 
-        The last `draft_layers` of the schedule belong to a draft model.
+        Args:
+            config: configuration of the model.
+            schedule: kinds of the layers, including those of a draft model.
+            device: device of the pools.
+            kv_format, key_format, hca_state, draft_tokens: as in `build_schema`.
+            sm100: overrides the device's padding, see `CacheLayout`.
+            draft_layers: number of layers, at the end of the schedule, that belong to a draft model.
         """
         schemas = [
             build_schema(

@@ -25,10 +25,10 @@ _Option = TypeVar("_Option", bound=enum.Enum)
 class HcaState(enum.Enum):
     """Form in which an HCA layer keeps its unfinished window."""
 
-    # Every (k, z) row of the window, 512 KiB a layer. Not for speculation: rejected tokens of the next window would
+    # Every (k, z) row of the window, 512 KiB per layer. Not for speculation: rejected tokens of the next window would
     # overwrite rows of the current one.
     RAW = "raw"
-    # Running (max, sum, accumulator), 6 KiB a layer, one copy for each length that the next step can start from (SPEC
+    # Running (max, sum, accumulator), 6 KiB per layer, one copy for each length that the next step can start from (SPEC
     # 3.7).
     ONLINE = "online"
 
@@ -217,10 +217,16 @@ def compute_block_budget(
     hca_state: HcaState | str = HcaState.RAW,
     draft_tokens: int = 0,
 ) -> BlockBudget:
-    """Return the storage for `max_requests` requests of `max_context_len` tokens each, without shared blocks.
+    """Return the storage for a number of requests of equal length, without shared blocks.
 
-    A block is allocated with its first token, so a request takes ceil(max_context_len / 128) blocks. Options are those
-    of `build_schema`.
+    A block is allocated with its first token, so a request takes ceil(max_context_len / 128) blocks.
+
+    Args:
+        config: configuration of the model.
+        schedule: kinds of the layers.
+        max_context_len: tokens of each request.
+        max_requests: number of requests.
+        kv_format, key_format, hca_state, draft_tokens: as in `build_schema`.
     """
     for name, value in (("max_context_len", max_context_len), ("max_requests", max_requests)):
         if value < 1:

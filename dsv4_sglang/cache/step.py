@@ -34,9 +34,16 @@ def window_positions(lengths: Tensor, window_len: int = WINDOW) -> Tensor:
 
 
 def ring_window(slots: Tensor, lengths: Tensor, ring_rows: int, window_len: int = WINDOW) -> Tensor:
-    """Return int32 [T, window_len], indices of the window entries of each token in the rings.
+    """Return the indices of the window entries of each token in the rings.
 
-    Position p of slot s has index s R + p mod R.
+    Args:
+        slots: int32 [T], state slot of each token.
+        lengths: int32 [T], t + 1 for position t, 0 for padding tokens.
+        ring_rows: entries of a ring, R.
+        window_len: tokens of the window.
+
+    Returns:
+        int32 [T, window_len]. Position p of slot s has index s R + p mod R.
     """
     return slots[:, None] * ring_rows + window_positions(lengths, window_len) % ring_rows
 
@@ -49,7 +56,13 @@ def prefill_window_size(tokens: int, requests: int) -> int:
 
 
 def visible_entries(lengths: Tensor, ratio: int, top_k: int | None = None) -> Tensor:
-    """Return int32 [T], the compressed entries visible to each token, floor((t + 1) / ratio), at most `top_k`."""
+    """Return the number of compressed entries visible to each token, floor((t + 1) / ratio), at most `top_k`.
+
+    Args:
+        lengths: int32 [T], t + 1 for position t, 0 for padding tokens.
+        ratio: tokens per entry.
+        top_k: upper bound, None for none.
+    """
     seen = lengths // ratio
     return seen if top_k is None else seen.clamp_max(top_k)
 

@@ -109,7 +109,14 @@ class V41Layout:
     def build(
         cls, schedule: Sequence[V41LayerSpec], device: torch.device, *, draft_tokens: int = 0, draft_layers: int = 0
     ) -> V41Layout:
-        """Return the layout of a model. The last `draft_layers` are DSPARK's stages."""
+        """Return the layout of a model.
+
+        Args:
+            schedule: roles of the layers, including DSPARK's stages.
+            device: device of the pools.
+            draft_tokens: maximum tokens per request in a verify step.
+            draft_layers: number of layers, at the end of the schedule, that are DSPARK's stages.
+        """
         return cls(tuple(v41_schemas(schedule, draft_tokens)), device, draft_layers)
 
     @property

@@ -120,9 +120,12 @@ class V41Step:
         return latents
 
     def append_keys(self, layer: int, weights: V41LayerWeights, keys: Tensor) -> None:
-        """Write the index keys of the entries that the step completed.
+        """Write the index keys of the entries that the step completed in a FULL layer.
 
-        `keys` [T, 128] bf16 are the latents of a FULL layer, multiplied by the indexer's matrix.
+        Args:
+            layer: id of the layer.
+            weights: weights of the layer.
+            keys: [T, 128] bf16, the latents from `append`, multiplied by the indexer's matrix.
         """
         spec, pool, step = self.schedule[layer], self.pools[layer], self.metadata
         self._check_order("append_keys", spec)

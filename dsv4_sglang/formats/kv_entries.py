@@ -88,7 +88,18 @@ def block_stride_bytes(
 def make_kv_buffers(
     tables: int, blocks: int, entries_per_block: int, kv_format: KVFormat, device: torch.device
 ) -> Tensor:
-    """Allocate zeroed KV buffers `[tables, blocks, entries_per_block, width]` in one allocation."""
+    """Allocate zeroed KV buffers in one allocation.
+
+    Args:
+        tables: number of buffers.
+        blocks: blocks per buffer.
+        entries_per_block: entries per block.
+        kv_format: KV format.
+        device: device of the buffers; on sm_100 FP8 blocks have more padding.
+
+    Returns:
+        [tables, blocks, entries_per_block, width].
+    """
     stride = block_stride_bytes(entries_per_block, kv_format, device) // kv_format.dtype.itemsize
     storage = torch.zeros(tables * blocks * stride, dtype=kv_format.dtype, device=device)
     width = kv_format.width
@@ -184,7 +195,13 @@ class KVBuffer(NamedTuple):
         return torch.cat([e4m3_values(row[..., :NOPE_DIM]) * exp2_of_biased(exponents[..., :1]), rope], -1)
 
     def copy_from(self, other: KVBuffer, other_rows: Tensor, rows: Tensor) -> None:
-        """Copy entries of a buffer of the same format without requantising. The indices `rows` must be distinct."""
+        """Copy entries of a buffer of the same format without requantising.
+
+        Args:
+            other: source buffer.
+            other_rows: [N], indices of the source entries.
+            rows: [N], indices of the destination entries, which must be distinct.
+        """
         source, target = block_and_index(other.data, other_rows), block_and_index(self.data, rows)
         for mine, theirs in zip(self.strips(), other.strips()):
             mine[target] = theirs[source]

@@ -10,12 +10,17 @@ from dsv4_sglang.model.v41 import V41Config
 
 
 def rope_frequencies(config: DSV4Config | V41Config, ratio: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the RoPE frequencies fp32 [rope_dim / 2] of a layer of compression ratio `ratio`.
+    """Return the RoPE frequencies of a layer, fp32 [rope_dim / 2].
 
     Ratio 0: base `rope_theta`, no scaling. Otherwise base `compress_rope_theta` with YaRN. Dims that make more than
     `beta_fast` turns within the original context keep their frequency, those below `beta_slow` turns are divided by
     `factor`, those in between are interpolated. The order of operations is that of the released model, so results are
     equal bit by bit.
+
+    Args:
+        config: configuration of the model.
+        ratio: compression ratio of the layer.
+        device: device of the result.
     """
     dim = config.rope_dim
     base = config.compress_rope_theta if ratio else config.rope_theta

@@ -16,11 +16,19 @@ _OPS = getattr(torch.ops, NAMESPACE)
 def prepare_query(
     q: Tensor, weights: Tensor, positions: Tensor, rope: Tensor, key_format: KeyFormat
 ) -> tuple[Tensor, Tensor]:
-    """Convert raw index queries [T, Hi, 128] and head weights [T, Hi] to the inputs of `score`, of the same shapes.
+    """Prepare index queries and head weights for `score`.
 
-    Queries are fake-quantised and stored in the form that `score` needs on this GPU for this format and number of heads
-    (csrc/index/layout.h): fp16, two e4m3 in place of each (the rest is unused), or fp32 in order for FP32 keys. bf16
-    queries are rounded between the stages.
+    Args:
+        q: [T, Hi, 128] bf16 or fp32, raw index queries. bf16 queries are rounded between the stages.
+        weights: [T, Hi] fp32.
+        positions: [T] int64.
+        rope: [positions, 64] fp32.
+        key_format: format of the keys.
+
+    Returns:
+        Fake-quantised queries and weights of the same shapes, in the form that `score` needs on this GPU for this
+        format and number of heads (csrc/index/layout.h): fp16, two e4m3 in place of each (the rest is unused), or fp32
+        in order for FP32 keys.
     """
     out = torch.empty(q.shape, dtype=torch.float16 if key_format.is_fp4 else torch.float32, device=q.device)
     out_weights = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
@@ -39,15 +47,26 @@ def score(
     top: int,
     scores: Tensor,
 ) -> None:
-    """Write `scores[t, i]` of every visible entry i for each token that sees more than `top` entries.
+    """Write the scores of all visible entries for each token that sees more than `top` entries.
 
-    `query` and `weights` come from `prepare_query`.
+    Args:
+        query, weights: from `prepare_query`.
+        index_keys, block_table, token_request, positions: as in `index_topk`.
+        key_format: format of the keys.
+        top: number of entries that a token selects.
+        scores: fp32 [>= T, entries], receives `scores[t, i]` of entry i.
     """
     _OPS.index_score(query, weights, index_keys, block_table, token_request, positions, key_format.code, top, scores)
 
 
 def select(scores: Tensor, block_table: Tensor, token_request: Tensor, positions: Tensor, rows: Tensor) -> None:
-    """Write the indices of the `rows.shape[1]` best visible entries of each token."""
+    """Write the indices of the best visible entries of each token.
+
+    Args:
+        scores: from `score`; without columns if no token sees more entries than it selects.
+        block_table, token_request, positions: as in `index_topk`.
+        rows: int32 [T, K], receives the buffer indices of the K best entries.
+    """
     _OPS.index_select(scores, block_table, token_request, positions, rows)
 
 

@@ -41,7 +41,8 @@ SCHEMAS = {
     ),
     "attend": (
         "(Tensor q, Tensor sink, Tensor window, Tensor window_indices, Tensor window_lens, Tensor? entries, "
-        "Tensor? entry_rows, Tensor? entry_lens, Tensor positions, Tensor rope, float scale, int kv_format) -> Tensor"
+        "Tensor? entry_indices, Tensor? entry_lens, Tensor positions, Tensor rope, float scale, "
+        "int kv_format) -> Tensor"
     ),
     "index_topk_v41": (
         "(Tensor q, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "
@@ -49,7 +50,7 @@ SCHEMAS = {
     ),
     "attend_v41": (
         "(Tensor q, Tensor sink, Tensor window, Tensor window_indices, Tensor window_lens, Tensor? entries, "
-        "Tensor? entry_rows, Tensor? entry_lens, Tensor positions, Tensor rope, float scale) -> Tensor"
+        "Tensor? entry_indices, Tensor? entry_lens, Tensor positions, Tensor rope, float scale) -> Tensor"
     ),
     "copy_state": "(Tensor src, Tensor dst, Tensor(a!)[] tensors, Tensor(b!)? rejected=None) -> ()",
     "gather_tables": (

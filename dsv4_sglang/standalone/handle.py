@@ -57,7 +57,7 @@ class ClassicalView:
         inv_scale: [blocks, 32 or 1] float8_e8m0fnu; None in unquantised formats.
         block_table: [B, blocks] int32, block ids of each request of the step, then -1.
         n_visible: [T] int32, entries that each token may see.
-        entry_rows: [T, blocks] int32, indices of an HCA layer's entries, which reads all visible ones. None in a CSA
+        entry_indices: [T, blocks] int32, indices of an HCA layer's entries, which reads all visible ones. None in a CSA
             layer, whose indices come from `index_topk`.
     """
 
@@ -67,7 +67,7 @@ class ClassicalView:
     inv_scale: Tensor | None
     block_table: Tensor
     n_visible: Tensor
-    entry_rows: Tensor | None
+    entry_indices: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class LayerCacheHandle:
             inv_scale=self.paged_pool.inv_scale,
             block_table=step.block_table,
             n_visible=step.hca_lens if is_hca else step.csa_lens,
-            entry_rows=step.hca_indices if is_hca else None,
+            entry_indices=step.hca_indices if is_hca else None,
         )
 
     def read_indexer_view(self) -> IndexerView | None:

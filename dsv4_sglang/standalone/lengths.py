@@ -43,7 +43,7 @@ FREE = (torch.iinfo(torch.int32).max, -1)
 
 
 class Claim(NamedTuple):
-    """What the appends of one step write, [layers, B] each.
+    """Writes of the appends of one step, [layers, B] each.
 
     Attributes:
         slots: int32, state slot of each request, -1 for a request that the layer must not write.
@@ -83,7 +83,13 @@ class RequestLengths:
             self.table[:, :slots, column] = bound
 
     def set(self, slot: int, first: int, last: int) -> None:
-        """Allow the next step of the request in `slot` to begin at `first` .. `last`, in every layer."""
+        """Set the positions at which the next step of a request may begin, in every layer.
+
+        Args:
+            slot: state slot of the request.
+            first: first allowed position.
+            last: last allowed position.
+        """
         self.table[:, slot, 0] = first
         self.table[:, slot, 1] = last
         self.claimed_by = None
@@ -139,7 +145,13 @@ class RequestLengths:
         self.table[layer].index_copy_(0, claim.rows[layer], claim.values[layer])
 
     def expected(self, layer: int, slot: int, position: int) -> str:
-        """Return an error message with the expected and the actual `position` of a request's step."""
+        """Return an error message for a step that begins at a wrong position.
+
+        Args:
+            layer: id of the layer.
+            slot: state slot of the request.
+            position: position at which the step begins.
+        """
         first, last = self.table[layer, slot].tolist()
         if (first, last) == FREE:
             return f"state slot {slot} holds no request: admit_request() first"

@@ -391,7 +391,8 @@ class KVCacheManager:
         """Return a step for the tokens of a forward pass; pass it to `layer` for every layer. Allocates nothing on the
         device.
 
-        Arguments are those of `Step`.
+        Args:
+            request_slots, positions, request_ids, tokens_per_request: as in `Step`.
         """
         return Step(
             request_slots,
@@ -415,6 +416,10 @@ class KVCacheManager:
     ) -> LayerCacheHandle:
         """Return `layer` of a new step. For several layers call `begin_step` once and `layer` for each, which does less
         work.
+
+        Args:
+            layer_idx: id of the layer.
+            request_slots, positions, request_ids: as in `Step`.
         """
         return self.layer(layer_idx, self.begin_step(request_slots, positions, request_ids))
 

@@ -45,8 +45,16 @@ class HostSide:
         self._pending: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
 
     def save(self, slot: int, blocks: Sequence[int], lengths: Tensor, stream: torch.cuda.Stream | None) -> Offloaded:
-        """Start to copy a request to the host. Raise RuntimeError, and allocate nothing, if there are not enough
-        rows.
+        """Start to copy a request to the host.
+
+        Args:
+            slot: its state slot.
+            blocks: its block ids.
+            lengths: from `RequestLengths.save`.
+            stream: stream of the copy, None for the current one.
+
+        Raises:
+            RuntimeError: not enough free rows. Nothing is allocated.
         """
         self.settle(lambda: self.free_slots.available > 0 and self.free_blocks.available >= len(blocks))
         if not self.free_slots.available or self.free_blocks.available < len(blocks):
@@ -69,7 +77,14 @@ class HostSide:
         return Offloaded(len(blocks), self._saved, (there, rows), lengths)
 
     def load(self, offloaded: Offloaded, slot: int, blocks: Sequence[int], stream: torch.cuda.Stream | None) -> None:
-        """Start to copy a request back. Its rows become free when the copy is complete."""
+        """Start to copy a request back. Its rows become free when the copy is complete.
+
+        Args:
+            offloaded: the request.
+            slot: its new state slot.
+            blocks: its new block ids.
+            stream: stream of the copy, None for the current one.
+        """
         there, rows = self.rows_of(offloaded)
         before = offloaded.event
 

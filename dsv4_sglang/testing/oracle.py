@@ -124,8 +124,13 @@ class Oracle:
     ) -> Score:
         """Return the teacher-forced score of every token of `generated`.
 
-        Other arguments as in `logits`. With chunks of 128, 740 tokens take a third of the time, because each attends to
-        the window only instead of all entries.
+        With chunks of 128, 740 tokens take a third of the time, because each attends to the window only instead of all
+        entries.
+
+        Args:
+            prompt: token ids.
+            generated: token ids after the prompt.
+            rows, keys, chunk: as in `logits`.
         """
         return score_of(self.logits([*prompt, *generated][:-1], rows, keys, chunk)[len(prompt) - 1 :], generated)
 
@@ -160,7 +165,16 @@ class Oracle:
     def greedy(
         self, prompt: Sequence[int], count: int, rows: KVFormat = "fp32", keys: KeyFormat = "fp32"
     ) -> tuple[list[int], torch.Tensor]:
-        """Return `count` greedy tokens and their log p, fp32 [count], through the model's own cache."""
+        """Generate greedily through the model's own cache.
+
+        Args:
+            prompt: token ids.
+            count: number of tokens to generate.
+            rows, keys: as in `logits`.
+
+        Returns:
+            The tokens and their log p, fp32 [count].
+        """
         self._select(rows, keys)
         cache = DynamicCache(config=self.model.config)
         step = torch.tensor([list(prompt)], device=self.device)

@@ -79,7 +79,13 @@ def _stored_mxfp4(keys: torch.Tensor) -> torch.Tensor:
 
 
 def mxfp4(x: torch.Tensor, least: float = 2.0**-126, most: float = 2.0**127) -> torch.Tensor:
-    """Round fp32 [..., n] to e2m1 with a power-of-two scale, `least` to `most`, per 32 elements."""
+    """Round to e2m1 with a power-of-two scale per 32 elements.
+
+    Args:
+        x: fp32 [..., n].
+        least: smallest scale.
+        most: largest scale.
+    """
     blocks = x.unflatten(-1, (-1, 32))
     amax = blocks.abs().amax(dim=-1, keepdim=True).clamp(min=E2M1_MAX * 2.0**-126)
     scale = _power_of_two_at_least(amax / E2M1_MAX).clamp(least, most)

@@ -180,11 +180,15 @@ def _steps(device: torch.device, topk: int) -> list[tuple[StepMetadata, slice]]:
 
 
 def layer_error(ratio: int, device: torch.device | str, formats: Formats = EXACT) -> float:
-    """Return the relative L2 distance of the ops from the formulas for one layer of ratio 0, 4 or 128, of the worst
-    token.
+    """Return the relative L2 distance of the ops from the formulas for one layer, of the worst token.
 
     Expected values. EXACT: 1e-6 on a CPU, 1e-3 on a GPU that multiplies in tf32. SERVED: 1 to 2 percent, because values
     that differ after the rounding to bf16 can be rounded to different FP8 values.
+
+    Args:
+        ratio: compression ratio of the layer, 0, 4 or 128.
+        device: device of the ops.
+        formats: formats of the comparison.
     """
     device = resolve_device(device)
     inputs = random_inputs(ratio)

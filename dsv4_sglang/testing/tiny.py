@@ -458,7 +458,17 @@ def make_tiny(folder: str | Path, spec: TinySpec | None = None) -> Path:
 def write_checkpoint(
     folder: Path, spec: TinySizes, config: dict[str, Any], tensors: Iterator[tuple[str, torch.Tensor]]
 ) -> Path:
-    """Write the files of `make_tiny`. config.json is the last one, so a folder that has it is complete."""
+    """Write the files of `make_tiny`. config.json is the last one, so a folder that has it is complete.
+
+    Args:
+        folder: created if missing.
+        spec: options of the checkpoint.
+        config: contents of config.json.
+        tensors: names and tensors in file order.
+
+    Raises:
+        FileExistsError: `folder` has files that do not belong to such a checkpoint.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     ours = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     foreign = sorted(p.name for p in folder.iterdir() if p.name not in ours)

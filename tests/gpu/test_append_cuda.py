@@ -276,7 +276,7 @@ def test_errors_name_the_tensor(name):
         ),
         ("hca-online", {"hca_state_copies": 3}, "3 tokens .* but compressor state supports at most 2"),
         ("hca-raw", {}, "3 tokens .* but compressor state supports at most 1"),
-        ("csa", {"csa": CsaCompressorState(4, 16)}, "expected 24, 48 or 64 rows a slot for ratio 4"),
+        ("csa", {"csa": CsaCompressorState(4, 16)}, "expected 24, 48 or 64 rows per slot for ratio 4"),
     ],
 )
 def test_slots_that_are_too_small_are_rejected(kind, sizes, message):

@@ -91,7 +91,7 @@ def _csa_compressor_state(compressor_state: Tensor) -> CsaCompressorState:
     rings = known.get(compressor_state.shape[1])
     if rings is None:
         raise ValueError(
-            f"append: compressor state has {compressor_state.shape[1]} rows a slot; "
+            f"append: compressor state has {compressor_state.shape[1]} rows per slot; "
             f"for ratio 4 expected one of {sorted(known)}"
         )
     return rings
@@ -102,7 +102,7 @@ def _hca_draft_tokens(compressor_state: Tensor) -> int:
     rows = compressor_state.shape[1]
     _check(
         rows == HCA_RAW_ROWS or (rows > 0 and rows % HCA_ONLINE_ROWS == 0),
-        lambda: f"compressor state has {rows} rows a slot; for ratio 128 expected {HCA_RAW_ROWS} or a multiple of 3",
+        lambda: f"compressor state has {rows} rows per slot; for ratio 128 expected {HCA_RAW_ROWS} or a multiple of 3",
     )
     return 1 if rows == HCA_RAW_ROWS else max(1, rows // HCA_ONLINE_ROWS - 1)
 
@@ -128,8 +128,8 @@ def _check_rows(name: str, per_request: int, table: Tensor, most: int) -> None:
     _check(
         per_request <= most,
         lambda: (
-            f"{per_request} tokens of each request without `window`, but {name} has {table.shape[1]} rows a slot, for "
-            f"at most {most}. Construct the cache with draft_tokens {per_request}"
+            f"{per_request} tokens of each request without `window`, but {name} has {table.shape[1]} rows per slot, "
+            f"for at most {most}. Construct the cache with draft_tokens {per_request}"
         ),
     )
 
@@ -343,7 +343,7 @@ def append(
     """
     _check(ratio in (0, CSA_RATIO, HCA_RATIO), lambda: f"ratio is {ratio}; expected 0, 4 or 128")
     rings, keys = KVBuffer(ring, KVFormat.from_code(kv_format)), KeyFormat.from_code(key_format)
-    _check(ring.shape[1] >= WINDOW, lambda: f"ring has {ring.shape[1]} rows a slot; expected at least {WINDOW}")
+    _check(ring.shape[1] >= WINDOW, lambda: f"ring has {ring.shape[1]} rows per slot; expected at least {WINDOW}")
     csa, most = CSA_COMPRESSOR_STATES[0], 1
     if ratio == CSA_RATIO:
         assert compressor_state is not None
@@ -386,20 +386,20 @@ def append(
         assert compressor_state is not None and entries is not None
         first = (stop - chunk.own) // ratio
         closing = ratio * (torch.arange(first, stop // ratio) + 1) - 1  # last token of each window
-        entry_rows = out_loc[chunk.begin + closing - chunk.length] // ratio
+        entry_indices = out_loc[chunk.begin + closing - chunk.length] // ratio
         entry_table = rings._replace(data=entries)
         if ratio == HCA_RATIO:
             pooled = _hca_pool(chunk, kv_score, ape, compressor_state)
-            entry_table.write(entry_rows, finish(pooled, entry_norm, first))
+            entry_table.write(entry_indices, finish(pooled, entry_norm, first))
             continue
         assert (
             index_kv_score is not None and index_ape is not None and index_norm is not None and index_keys is not None
         )
         pooled = _csa_pool(chunk, kv_score, ape, compressor_state[..., :ENTRY_DIM], csa, track_slots)
-        entry_table.write(entry_rows, finish(pooled, entry_norm, first))
+        entry_table.write(entry_indices, finish(pooled, entry_norm, first))
         pooled = _csa_pool(chunk, index_kv_score, index_ape, compressor_state[..., ENTRY_DIM:], csa, track_slots)
         assert pooled.shape[-1] == INDEX_DIM
-        KeyTable(index_keys, keys).write(entry_rows, hadamard(finish(pooled, index_norm, first)))
+        KeyTable(index_keys, keys).write(entry_indices, hadamard(finish(pooled, index_norm, first)))
 
 
 def append_swa(

@@ -45,8 +45,8 @@ def _check_rows(name: str, per_request: int, table: Tensor, most: int) -> None:
     _check(
         per_request <= most,
         lambda: (
-            f"{per_request} tokens of each request without `window`, but {name} has {table.shape[1]} rows a slot, for "
-            f"at most {most}"
+            f"{per_request} tokens of each request without `window`, but {name} has {table.shape[1]} rows per slot, "
+            f"for at most {most}"
         ),
     )
 
@@ -95,7 +95,7 @@ def append_v41(
         ValueError: more tokens per request in a decode step than supported, or an unknown ratio.
     """
     _check(ratio in V41_RATIOS, lambda: f"ratio is {ratio}; expected 0, 1 or 2")
-    _check(ring.shape[1] >= WINDOW, lambda: f"ring has {ring.shape[1]} rows a slot; expected at least {WINDOW}")
+    _check(ring.shape[1] >= WINDOW, lambda: f"ring has {ring.shape[1]} rows per slot; expected at least {WINDOW}")
     if window is None:
         _check_decode(kv.shape[0], slots.shape[0], ring, compressor_state if ratio == 2 else None)
     positions = _positions(prefix_lens, query_start, token_request)

@@ -18,10 +18,16 @@ _TOKENS_AT_ONCE = 32  # bounds the memory of the gathered entries
 
 
 def index_query(q: Tensor, positions: Tensor, rope: Tensor, key_format: KeyFormat) -> Tensor:
-    """Rotate raw index queries [T, Hi, 128], apply the Hadamard transform and, for FP4 keys, fake-quantise (SPEC 2.5,
-    4.1).
+    """Prepare raw index queries for scoring: RoPE, Hadamard transform, fake quantisation for FP4 keys (SPEC 2.5, 4.1).
 
-    Returns fp32.
+    Args:
+        q: [T, Hi, 128] bf16 or fp32.
+        positions: [T].
+        rope: [positions, 64] fp32.
+        key_format: format of the keys.
+
+    Returns:
+        fp32 [T, Hi, 128].
     """
     round_stage = rounding(q.dtype)
     y = hadamard(round_stage(rotate(q.float(), positions, rope)))
@@ -90,10 +96,15 @@ def select(
     rows: Tensor,
     candidates: Candidates | None = None,
 ) -> None:
-    """Select the `rows.shape[1]` entries with the highest scores among the first `visible` [T] entries of each token.
+    """Select the entries with the highest scores. Scores are computed only if there is a choice.
 
-    `query` returns the queries fp32 [n, Hi, 128] of tokens [n]. Scores are computed only if there is a choice. Other
-    arguments as in `index_topk`.
+    Args:
+        query: returns the queries fp32 [n, Hi, 128] of tokens [n].
+        weights, block_table, token_request: as in `index_topk`.
+        table: buffer of the index keys.
+        visible: [T]. A token selects among its first `visible` entries.
+        rows: int32 [T, K], receives the buffer indices of the K selected entries.
+        candidates: candidate blocks to choose or to select within; None without.
     """
     top, per_block = rows.shape[1], table.data.shape[1]
     for request in torch.unique(token_request).tolist():
@@ -153,7 +164,7 @@ def attend(
     window_indices: Tensor,
     window_lens: Tensor,
     entries: Tensor | None,
-    entry_rows: Tensor | None,
+    entry_indices: Tensor | None,
     entry_lens: Tensor | None,
     positions: Tensor,
     rope: Tensor,
@@ -170,7 +181,7 @@ def attend(
         window_indices: int32 [T, 128], indices of window entries, -1 for none.
         window_lens: int32 [T], number of valid window indices.
         entries: KV buffer of the compressed entries, None without.
-        entry_rows: int32 [T, K], indices of compressed entries, -1 for none.
+        entry_indices: int32 [T, K], indices of compressed entries, -1 for none.
         entry_lens: int32 [T], number of valid entry indices.
         positions: int64 [T].
         rope: fp32 [positions, 64].
@@ -182,8 +193,8 @@ def attend(
     """
     stored = KVFormat.from_code(kv_format)
     lists = [(KVBuffer(window, stored), window_indices, window_lens)]
-    if entries is not None and entry_rows is not None and entry_lens is not None:
-        lists.append((KVBuffer(entries, stored), entry_rows, entry_lens))
+    if entries is not None and entry_indices is not None and entry_lens is not None:
+        lists.append((KVBuffer(entries, stored), entry_indices, entry_lens))
     return attend_to(q, sink, lists, positions, rope, scale)
 
 
@@ -230,7 +241,15 @@ def attend_to(
     rope: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute `attend` over any lists (KV buffer, indices [T, K], number of valid indices [T])."""
+    """Compute `attend` over any lists of entries.
+
+    Args:
+        q, sink, positions, rope, scale: as in `attend`.
+        lists: (KV buffer, indices [T, K], number of valid indices [T]) each.
+
+    Returns:
+        [T, H, 512] in q's dtype.
+    """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for begin in range(0, q.shape[0], _TOKENS_AT_ONCE):
         part = slice(begin, begin + _TOKENS_AT_ONCE)

@@ -88,7 +88,7 @@ def attend_v41(
     window_indices: Tensor,
     window_lens: Tensor,
     entries: Tensor | None,
-    entry_rows: Tensor | None,
+    entry_indices: Tensor | None,
     entry_lens: Tensor | None,
     positions: Tensor,
     rope: Tensor,
@@ -100,8 +100,8 @@ def attend_v41(
     rotation. `q` [T, H, 512] is rotated and not normalised. The inverse RoPE is applied to the output.
     """
     lists = [(V41Table(window, V41KVFormat.FP8), window_indices, window_lens)]
-    if entries is not None and entry_rows is not None and entry_lens is not None:
-        lists.append((V41Table(entries, V41KVFormat.FP4), entry_rows, entry_lens))
+    if entries is not None and entry_indices is not None and entry_lens is not None:
+        lists.append((V41Table(entries, V41KVFormat.FP4), entry_indices, entry_lens))
     return attend_to(q, sink, lists, positions, rope, scale)
 
 
