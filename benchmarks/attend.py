@@ -431,7 +431,7 @@ def in_tree_decode(
     starts = torch.randint(0, pages // 2, (case.batch,), device=device, dtype=torch.int32) * 2 * WINDOW_PAGE
     window_indices = (starts[:, None] + positions + 60).unsqueeze(1)  # a window spans two pages
     window_lens = torch.full((case.batch,), 128, dtype=torch.int32, device=device)
-    entry_rows = [rows_of.unsqueeze(1) for rows_of in random_lists(case, rows, device, layers)]
+    entry_indices = [rows_of.unsqueeze(1) for rows_of in random_lists(case, rows, device, layers)]
     entry_lens = case.lengths().int().to(device)
 
     def run() -> Iterator[Tensor]:
@@ -450,7 +450,7 @@ def in_tree_decode(
                 topk_length=window_lens,
                 attn_sink=shared.sink,
                 extra_k_cache=entry_views[layer],
-                extra_indices_in_kvcache=entry_rows[layer],
+                extra_indices_in_kvcache=entry_indices[layer],
                 extra_topk_length=entry_lens,
             )[0].squeeze(1)
 

@@ -1,8 +1,8 @@
-// How one warp loads, packs, stores and copies a row of a KV buffer (entries.h).
+// Functions with which one warp loads, packs, stores and copies an entry of a KV buffer (entries.h).
 //
-// A warp holds a row as 16 floats a lane: channels 8 lane .. 8 lane + 7 and 256 + 8 lane .. 256 + 8 lane + 7, so that
-// every format is written in 8- or 16-byte pieces and the rotated channels 448..511 are the second piece of
-// lanes 24..31.
+// A warp holds an entry as 16 floats per lane: channels 8 lane .. 8 lane + 7 and 256 + 8 lane .. 256 + 8 lane + 7. So
+// every format is written in pieces of 8 or 16 bytes, and the rotated channels 448..511 are the second piece of lanes
+// 24..31.
 #pragma once
 
 #include "entries.h"
@@ -13,7 +13,7 @@ namespace dsv4 {
 constexpr int kFirstRopeLane = 24;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-/// A row's bytes. `scale` (8-byte aligned) is used by kFp8 only.
+/// Address of an entry. `scale` (8-byte aligned) is used by kFp8 only.
 struct RowAddress {
   uint8_t* data;
   uint8_t* scale;
@@ -29,13 +29,13 @@ __device__ __forceinline__ RowAddress row_address(const KVBuffer& table, int64_t
           base + int64_t(table.entries_per_block) * kRowBytes + int64_t(row) * kScaleBytes};
 }
 
-/// Row `row` counted through all blocks.
+/// `row` is counted through all blocks.
 __device__ __forceinline__ RowAddress row_address(const KVBuffer& table, int64_t row) {
   const uint32_t block = uint32_t(row) / uint32_t(table.entries_per_block);
   return row_address(table, block, int(uint32_t(row) - block * table.entries_per_block));
 }
 
-/// Loads this lane's 16 channels of a row of 512 bf16 or fp32 numbers that starts at `row` (16-byte aligned).
+/// Loads this lane's 16 channels of 512 bf16 or fp32 numbers at `row` (16-byte aligned).
 __device__ __forceinline__ void load_row(const void* row, bool is_bf16, int lane, float (&x)[16]) {
   if (is_bf16) {
 #pragma unroll
@@ -63,10 +63,10 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-/// Largest x of a warp, x not negative.
+/// Largest x of a warp. x must not be negative.
 __device__ __forceinline__ float warp_max(float x) { return float_of(__reduce_max_sync(kAllLanes, bits_of(x))); }
 
-/// Largest x over groups of `width` neighbouring lanes (a power of two).
+/// Largest x in groups of `width` adjacent lanes (a power of two).
 template <int width>
 __device__ __forceinline__ float group_max(float x) {
 #pragma unroll
@@ -74,13 +74,13 @@ __device__ __forceinline__ float group_max(float x) {
   return x;
 }
 
-/// A row in its final bytes, as one lane of the warp holds it.
+/// An entry in its final bytes, the part of one lane.
 struct PackedRow {
   uint32_t word[16];
   uint32_t exponent;  // kFp8: the biased exponent of the multiplier
 };
 
-/// Rounds and quantises the warp's row (SPEC 2.4).
+/// Rounds and quantises the warp's entry (SPEC 2.4).
 __device__ __forceinline__ PackedRow pack_row(int format, const float (&x)[16], int lane) {
   PackedRow packed;
   if (format == kFp32) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ PackedRow pack_row(int format, const float (&x)[16], 
     for (int i = 0; i < 16; ++i) packed.word[i] = bits_of(x[i]);
     return packed;
   }
-  // bf16 pairs: the whole row in kBf16, the rotated channels and the source of the e4m3 codes in kFp8.
+  // bf16 pairs: the whole entry in kBf16, in kFp8 the rotated channels and the source of the e4m3 codes.
   uint32_t pair[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) pair[i] = pack_bf16(x[2 * i], x[2 * i + 1]);
@@ -114,7 +114,7 @@ __device__ __forceinline__ PackedRow pack_row(int format, const float (&x)[16], 
   return packed;
 }
 
-/// Writes a packed row; all lanes of the warp take part.
+/// Stores a packed entry. All lanes of the warp take part.
 __device__ __forceinline__ void store_row(int format, const PackedRow& packed, const RowAddress& to, int lane) {
   const uint32_t (&w)[16] = packed.word;
   if (format == kFp8) {
@@ -142,7 +142,7 @@ __device__ __forceinline__ void store_row(int format, const PackedRow& packed, c
   }
 }
 
-/// Copies a row between two tables of one format; all lanes of the warp take part.
+/// Copies an entry between two buffers of the same format. All lanes of the warp take part.
 __device__ __forceinline__ void copy_row(int format, const RowAddress& from, const RowAddress& to, int lane) {
   const int pieces = row_bytes(format) / 16;
   for (int i = lane; i < pieces; i += 32) {

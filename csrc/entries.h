@@ -1,14 +1,13 @@
-// Tables of 512-d rows and of index keys: where their bytes lie.
+// Byte layout of KV buffers and index key buffers.
 //
-// Row tables (window ring, window workspace, CSA and HCA entries) are [blocks, entries_per_block, width]:
-//   kFp8   584 B a row: a block holds entries_per_block x (448 e4m3 | 64 bf16) of 576 B, then entries_per_block x 8
-//   equal
-//          ue8m0 bytes;
-//   kBf16, kFp32   1024 and 2048 B a row: plain.
-// Key tables are [blocks, keys_per_block, width]: 64 B of e2m1 pairs a key, then 8 e4m3 scales a key; or 128 plain
-// floats.
+// KV buffers (window ring, window workspace, CSA and HCA entries) are [blocks, entries_per_block, width]:
+// - kFp8: 584 B per entry. A block holds 576 B (448 e4m3 | 64 bf16) for each entry, then 8 equal ue8m0 bytes for each.
+// - kBf16, kFp32: 1024 and 2048 B per entry, unquantised.
 //
-// dsv4_sglang/formats has the same; tests/test_numeric.py holds both equal.
+// Key buffers are [blocks, keys_per_block, width]: a block holds 64 B of e2m1 pairs for each key, then 8 e4m3 scales
+// for each; or 128 floats per key.
+//
+// dsv4_sglang/formats has the same constants; tests/test_numeric.py checks that both are equal.
 #pragma once
 
 #include <cstdint>
@@ -24,18 +23,18 @@ constexpr int kIndexDim = 128;
 constexpr int kKeyBytes = kIndexDim / 2;
 constexpr int kKeyScales = kIndexDim / 16;
 
-// Rows of DeepSeek-V4.1 (formats/v41_entries.py): window rows of e4m3 with a ue8m0 scale per 32, entries of e2m1 pairs
-// with an e4m3 scale per 16. Behind the rows of a block lie the scales of all its rows.
+// Entries of DeepSeek-V4.1 (formats/v41_entries.py): window entries of e4m3 with a ue8m0 scale per 32, compressed
+// entries of e2m1 pairs with an e4m3 scale per 16. A block holds the data of all its entries, then their scales.
 constexpr int kV41RowBytes = kEntryDim;
 constexpr int kV41RowScales = kEntryDim / 32;
 constexpr int kV41EntryBytes = kEntryDim / 2;
 constexpr int kV41EntryScales = kEntryDim / 16;
 
-// The codes that the ops take as kv_format and key_format.
+// Codes of kv_format and key_format in the ops.
 enum KVFormat : int { kFp8, kBf16, kFp32 };
 enum KeyFormat : int { kMxfp4, kNvfp4, kKeyFp32 };
 
-/// Size of a table's last dimension, in elements.
+/// Size of the last dimension of a buffer, in elements.
 constexpr int row_width(KVFormat format) { return format == kFp8 ? kRowBytes + kScaleBytes : kEntryDim; }
 constexpr int key_width(KeyFormat format) { return format == kKeyFp32 ? kIndexDim : kKeyBytes + kKeyScales; }
 

@@ -1,5 +1,5 @@
-// What index keys and index queries go through alike: RoPE, Hadamard transform, FP4 (SPEC 2.1, 2.5). A warp holds a
-// vector of 128 channels, lane i channels 4 i .. 4 i + 3.
+// Operations that index keys and index queries share: RoPE, Hadamard transform, FP4 (SPEC 2.1, 2.5). A warp holds a
+// vector of 128 channels, lane i has channels 4 i .. 4 i + 3.
 #pragma once
 
 #include "entries.cuh"
@@ -8,7 +8,7 @@ namespace dsv4 {
 
 constexpr int kFirstRotatedIndexLane = 16;  // channels 64 .. 127
 
-/// (even, odd) rotated by (cos, sin), each product rounded as the reference rounds it.
+/// Rotates (even, odd) by (cos, sin). Each product is rounded as in the reference.
 __device__ __forceinline__ void rotate_pair(float& even, float& odd, float cos, float sin) {
   const float e = __fsub_rn(__fmul_rn(even, cos), __fmul_rn(odd, sin));
   odd = __fadd_rn(__fmul_rn(odd, cos), __fmul_rn(even, sin));
@@ -36,7 +36,7 @@ struct Scaled {
   uint32_t scale_code;  // e4m3
 };
 
-/// Rounds the warp's vector to bf16 and divides it by its scales; `format` is kMxfp4 or kNvfp4.
+/// Rounds the warp's vector to bf16 and divides it by its scales. `format` is kMxfp4 or kNvfp4.
 __device__ __forceinline__ Scaled scale_blocks(const float (&x)[4], int format) {
   Scaled result;
   float rounded[4], amax = 0;
@@ -62,7 +62,7 @@ __device__ __forceinline__ Scaled scale_blocks(const float (&x)[4], int format) 
   return result;
 }
 
-/// Four channels in FP4, and the e4m3 code of what their codes are multiples of.
+/// Four channels in FP4 and the e4m3 code of their scale.
 struct Fp4 {
   uint32_t code[4];
   uint32_t scale_code;

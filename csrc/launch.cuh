@@ -1,15 +1,15 @@
 // Launches that overlap with their predecessor (programmatic dependent launch, sm_90 and later).
 //
-// Such a kernel may start while the stream's previous one still runs. It must call `wait_for_previous_kernel` in every
-// block, before it writes global memory or reads what that kernel may write, and before it returns: only then does its
-// own completion mean that all earlier kernels have completed.
+// Such a kernel may start while the stream's previous kernel still runs. Every block must call
+// `wait_for_previous_kernel` before it writes global memory or reads what the previous kernel may write, and before it
+// returns. Only then does the kernel's completion imply that all earlier kernels have completed.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace dsv4 {
 
-/// The sooner, the more of the next kernel's start is hidden.
+/// Allows the next kernel to start. The earlier the call, the more of that start is hidden.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -27,8 +27,8 @@ struct LaunchShape {
   dim3 grid;
   unsigned threads;
   unsigned shared_bytes;
-  unsigned cluster;  // blocks in x that form a cluster; 1: none
-  bool overlap;      // with the previous kernel
+  unsigned cluster;  // blocks in x per cluster; 1: no cluster
+  bool overlap;      // overlap with the previous kernel
 };
 
 template <typename Params>

@@ -1,8 +1,6 @@
-// Rounding and quantisation of single numbers, for the device and the host (the host side is what tests compare with
-// torch).
+// Rounding and quantisation of single numbers, for the device and the host (tests compare the host version with torch).
 //
-// e4m3, e2m1: round to nearest even, saturating. e8m0: biased exponent of the smallest power of two that is not below
-// x.
+// e4m3, e2m1: round to nearest even, saturating. e8m0: biased exponent of the smallest power of two that is at least x.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -50,7 +48,7 @@ DSV4_HD uint32_t pack_bf16(float low, float high) {
 DSV4_HD float low_bf16(uint32_t pair) { return float_of(pair << 16); }
 DSV4_HD float high_bf16(uint32_t pair) { return float_of(pair & 0xffff0000u); }
 
-/// Two floats rounded to bf16 at once, which is faster than one after the other.
+/// Rounds two floats to bf16 at once, which is faster than one by one.
 DSV4_HD void round_pair(float& a, float& b) {
   const uint32_t pair = pack_bf16(a, b);
   a = low_bf16(pair), b = high_bf16(pair);
@@ -90,7 +88,7 @@ DSV4_HD uint32_t e4m3_pair(float low, float high) {
 #endif
 }
 
-/// The value of a non-negative e4m3 code.
+/// Value of a non-negative e4m3 code.
 DSV4_HD float e4m3_value(uint32_t code) { return code < 8 ? code * 0x1p-9f : float_of((code << 20) + (120u << 23)); }
 
 /// One float to a 4-bit e2m1 code (sign in bit 3), round to nearest even, saturating at 6.
@@ -101,20 +99,22 @@ DSV4_HD uint32_t e2m1(float x) {
   return ((bits_of(x) >> 28) & 8) | magnitude;
 }
 
-/// The e2m1 number that `e2m1` chooses. The adder rounds to multiples of 1/2 below 2, of 1 below 4, of 2 from there on.
+/// Rounds to the e2m1 number that `e2m1` encodes. The addition rounds to multiples of 1/2 below 2, of 1 below 4, of 2
+/// above.
 DSV4_HD float round_e2m1(float x) {
   const float a = fminf(float_of(bits_of(x) & 0x7fffffff), 6.0f);
   const float adder = float_of((bits_of(fmaxf(a, 1.0f)) & 0x7f800000) + (22 << 23));
   return float_of(bits_of((a + adder) - adder) | (bits_of(x) & 0x80000000));
 }
 
-/// The value of an e2m1 code.
+/// Value of an e2m1 code.
 DSV4_HD float e2m1_value(uint32_t code) { return float_of((code & 8) << 28 | (code & 7) << 22) * 0x1p126f; }
 
-/// Biased exponent of an FP8 row's multiplier, from the largest magnitude of its 448 no-RoPE dims (SPEC 2.4).
+/// Biased exponent of an FP8 entry's multiplier, from the largest magnitude of its 448 dims without RoPE (SPEC 2.4).
 DSV4_HD uint32_t row_exponent(float amax) { return ceil_pow2_exponent(fmaxf(amax, 1e-4f) * (1.0f / 448.0f)); }
 
-/// Biased exponent of an MXFP4 block's scale, kept to the powers of two that e4m3 holds: 2^-9 .. 2^8 (SPEC 2.5, 6.3).
+/// Biased exponent of an MXFP4 block's scale, clamped to the powers of two that e4m3 represents: 2^-9 .. 2^8 (SPEC 2.5,
+/// 6.3).
 DSV4_HD uint32_t mxfp4_exponent(float amax) {
   const uint32_t e = ceil_pow2_exponent(fmaxf(amax, 6 * 0x1p-126f) * (1.0f / 6.0f));
   return e < 127 - 9 ? 127 - 9 : e > 127 + 8 ? 127 + 8 : e;

@@ -1,5 +1,4 @@
-// The ops that the extension implements for CUDA tensors. Their schemas and contracts are in dsv4_sglang/ops
-// (schemas.py, reference/).
+// CUDA ops of the extension. Their schemas and contracts are in dsv4_sglang/ops (schemas.py, reference/).
 #pragma once
 
 #include <torch/csrc/stable/tensor_struct.h>
@@ -41,7 +40,7 @@ void gather_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_reques
 void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor rows, bool to_host,
                  std::vector<int64_t> offsets);
 
-/// The steps of index_topk, for ops/cuda_index.py; registered with their schemas in register.cpp.
+/// Steps of index_topk, called by ops/cuda_index.py. register.cpp defines their schemas.
 void index_query(Tensor q, Tensor weights, Tensor positions, Tensor rope, int64_t key_format, Tensor out,
                  Tensor out_weights);
 

@@ -1,5 +1,5 @@
-// Registers the CUDA implementations under the schemas of dsv4_sglang/ops/schemas.py, which must have been imported,
-// and the steps of index_topk, which exist for CUDA only.
+// Registers the CUDA implementations for the schemas of dsv4_sglang/ops/schemas.py, which must have been imported, and
+// the steps of index_topk, which exist for CUDA only.
 #include <torch/csrc/stable/library.h>
 
 #include "ops.h"

@@ -1,4 +1,4 @@
-// Row and key tables (entries.h) from tensors: the checks that every op makes of them.
+// KV and key buffers (entries.h) from tensors, with the checks that all ops share.
 #pragma once
 
 #include "entries.h"
@@ -21,7 +21,7 @@ inline KeyFormat key_format_of(const Checker& check, int64_t code) {
   return KeyFormat(code);
 }
 
-/// `blocks`, `entries_per_block`: kAny where any number will do.
+/// `blocks`, `entries_per_block`: kAny for any number.
 inline KVBuffer kv_buffer(const Checker& check, const char* name, const Tensor& t, KVFormat format, int64_t blocks,
                           int64_t entries_per_block) {
   check.tensor(name, t, {dtype_of(format)}, {blocks, entries_per_block, row_width(format)});

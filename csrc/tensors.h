@@ -1,5 +1,5 @@
-// Argument checks over LibTorch's stable tensors. Every error names the op, the tensor, what it is and what was
-// expected.
+// Argument checks for LibTorch's stable tensors. Every error message names the op, the tensor, its actual and its
+// expected properties.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -48,10 +48,10 @@ inline std::string describe(const Tensor& t) {
   return text.str();
 }
 
-/// A size that may be anything.
+/// Any size.
 constexpr int64_t kAny = -1;
 
-/// The checks of one op's tensors; all CUDA tensors must lie on the device of the first.
+/// The checks of one op's tensors; all CUDA tensors must be on the device of the first one.
 class Checker {
  public:
   Checker(const char* op, int device) : op_(op), device_(device) {}
@@ -82,7 +82,7 @@ class Checker {
     fail(name, " is ", describe(t), "; expected ", expected.str(), "] on cuda:", device_);
   }
 
-  /// Dimensions from `first_dense` on lie without gaps.
+  /// Checks that dimensions from `first_dense` on are contiguous.
   void dense(const char* name, const Tensor& t, int64_t first_dense) const {
     int64_t expected = 1;
     for (int64_t dim = t.dim() - 1; dim >= first_dense; --dim) {
@@ -94,7 +94,7 @@ class Checker {
     }
   }
 
-  /// The start, and of several dimensions the outermost one's stride, at multiples of `bytes`.
+  /// Checks that the start and, with several dimensions, the stride of the first one are multiples of `bytes`.
   void aligned(const char* name, const Tensor& t, int64_t bytes) const {
     const bool start = reinterpret_cast<uintptr_t>(t.data_ptr()) % bytes == 0;
     if (start && (t.dim() == 1 || t.size(0) <= 1 || t.stride(0) * int64_t(t.element_size()) % bytes == 0)) return;
@@ -111,16 +111,16 @@ class Checker {
     if (t) fail(name, " is ", describe(*t), "; expected None ", when);
   }
 
-  /// Of what CUDA answers to `parts`, such as "the launch for ", 3, " tokens".
+  /// Throws if `error` is not success. `parts` name the operation, such as "the launch for ", 3, " tokens".
   template <typename... Parts>
   void succeeded(cudaError_t error, const Parts&... parts) const {
     if (error == cudaSuccess) return;
-    cudaGetLastError();  // or whoever launches next reports it as theirs
+    cudaGetLastError();  // clears the error, or the next launch would report it
     fail(parts..., " failed: ", cudaGetErrorString(error), " (", cudaGetErrorName(error),
-         "). What goes wrong inside a kernel shows at a later call: CUDA_LAUNCH_BLOCKING=1 says which it was");
+         "). Errors inside a kernel are reported by a later call; set CUDA_LAUNCH_BLOCKING=1 to find the kernel");
   }
 
-  /// An error that begins with the op's name.
+  /// Throws an error whose message begins with the op's name.
   template <typename... Parts>
   [[noreturn]] void fail(const Parts&... parts) const {
     dsv4::fail(op_, ": ", parts...);

@@ -99,8 +99,8 @@ def report(manager: KVCacheManager, step: Step) -> None:
             if entries is not None:
                 n = int(entries.n_visible[token])
                 seen += f", {n} entries of {schema.ratio} tokens in blocks {manager.blocks_of(slot)}"
-                if entries.entry_rows is not None and n:
-                    first = KVBuffer(entries.entries, handle.schema.kv_format).read(entries.entry_rows[token, :1])
+                if entries.entry_indices is not None and n:
+                    first = KVBuffer(entries.entries, handle.schema.kv_format).read(entries.entry_indices[token, :1])
                     seen += f", |entry 0| = {float(first.norm()):.1f}"
             if keys is not None:
                 seen += f", {int(keys.n_visible[token])} index keys"

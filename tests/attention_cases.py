@@ -48,7 +48,7 @@ class AttendCase:
     window_indices: Tensor
     window_lens: Tensor
     entries: Tensor | None
-    entry_rows: Tensor | None
+    entry_indices: Tensor | None
     entry_lens: Tensor | None
     positions: Tensor
     rope: Tensor
@@ -110,12 +110,12 @@ def attend_case(
         window_indices[4, : int(window_lens[4])] = -1  # a list with a length and nothing in it
     window_used = window_indices[(window_indices >= 0) & (window_indices < GARBAGE)].unique()
     window = kv_buffer(3, ring_rows, kv_format, window_used, 1.0, g)
-    entries = entry_rows = None
+    entries = entry_indices = None
     if width is not None:
         table_rows = 2 * width + 1
         blocks, per_block = (1, table_rows) if per_block is None else (-(-table_rows // per_block), per_block)
-        entry_rows = _list(tokens, width, entry_lens, blocks * per_block, g)
-        used = entry_rows[(entry_rows >= 0) & (entry_rows < GARBAGE)].unique()
+        entry_indices = _list(tokens, width, entry_lens, blocks * per_block, g)
+        used = entry_indices[(entry_indices >= 0) & (entry_indices < GARBAGE)].unique()
         entries = kv_buffer(blocks, per_block, kv_format, used, 3.0, g)
     sink = torch.randn(heads, generator=g)
     for i, extreme in enumerate((1e4, -1e4, float("-inf"), 30.0)):
@@ -128,7 +128,7 @@ def attend_case(
         window_indices=window_indices,
         window_lens=window_lens,
         entries=entries,
-        entry_rows=entry_rows,
+        entry_indices=entry_indices,
         entry_lens=None if width is None else entry_lens,
         positions=torch.randint(0, 4096, (tokens,), generator=g),
         rope=rope(),
@@ -159,16 +159,16 @@ def prefill_case(*, ratio: int, kv_format: KVFormat, heads: int) -> tuple[StepMe
         max_length=max(lengths),
         padding=padding,
     )
-    entries = entry_rows = entry_lens = None
+    entries = entry_indices = entry_lens = None
     if ratio == 4:
         entries = kv_buffer(8, 32, kv_format, torch.arange(256), 3.0, g)
-        entry_rows, entry_lens = torch.full((tokens, top), GARBAGE, dtype=torch.int32), step.csa_lens
+        entry_indices, entry_lens = torch.full((tokens, top), GARBAGE, dtype=torch.int32), step.csa_lens
         for t, n in enumerate(entry_lens.tolist()):
             entry = torch.randperm((int(positions[t]) + 1) // 4, generator=g)[:n].sort().values
-            entry_rows[t, :n] = step.block_table[step.token_request[t]][entry // 32] * 32 + entry % 32
+            entry_indices[t, :n] = step.block_table[step.token_request[t]][entry // 32] * 32 + entry % 32
     elif ratio == 128:
         entries = kv_buffer(1, 8, kv_format, torch.arange(8), 3.0, g)
-        entry_rows, entry_lens = step.hca_indices, step.hca_lens
+        entry_indices, entry_lens = step.hca_indices, step.hca_lens
     case = AttendCase(
         q=torch.randn(tokens, heads, kv_entries.ENTRY_DIM, generator=g).bfloat16(),
         sink=torch.randn(heads, generator=g),
@@ -176,7 +176,7 @@ def prefill_case(*, ratio: int, kv_format: KVFormat, heads: int) -> tuple[StepMe
         window_indices=step.window_indices,
         window_lens=step.window_lens,
         entries=entries,
-        entry_rows=entry_rows,
+        entry_indices=entry_indices,
         entry_lens=entry_lens,
         positions=positions,
         rope=rope(),

@@ -121,7 +121,7 @@ def test_decode_metadata(tracks, ring_rows, each, before, sees_block):
         for name, tensor in tensors(buffers).items():
             if name not in ("query_start", "token_request"):
                 tensor.fill_(-9)
-        buffers.owned[:6] = owned
+        buffers.state_slots[:6] = owned
         return buffers
 
     expected, got = make(), make()
@@ -151,7 +151,7 @@ def test_prefill_metadata(chunks, tokens):
         n = len(chunks)
         buffers.chunk_lens[:n] = torch.tensor(chunks, dtype=torch.int32)
         buffers.prefix_lens[:n] = torch.tensor([600, 127, 0, 3][:n], dtype=torch.int32)
-        buffers.owned[:n] = torch.tensor([4, 2, 0, 7][:n], dtype=torch.int32)
+        buffers.state_slots[:n] = torch.tensor([4, 2, 0, 7][:n], dtype=torch.int32)
         buffers.block_table.copy_(torch.arange(buffers.block_table.numel()).view_as(buffers.block_table))
         buffers.track_slots.fill_(-1)
         buffers.track_slots[0, :2], buffers.track_lens[0, :2] = torch.tensor([20, 21]), torch.tensor([640, 768])
@@ -187,8 +187,8 @@ def test_sparse_prefill(ratio, kv_format, monkeypatch):
     monkeypatch.setattr(sparse_prefill, "_sparse_attention", sparse)
     kernel = sparse_prefill.SparsePrefillAttention(8)
     # The interpreter takes as long for a program of any size: many of the real one in one layer, large ones in two.
-    for rows_a_program, layers in ((sparse_prefill._ROWS_A_PROGRAM, 1), (128, 2)):
-        monkeypatch.setattr(sparse_prefill, "_ROWS_A_PROGRAM", rows_a_program)
+    for rows_a_program, layers in ((sparse_prefill._ENTRIES_PER_PROGRAM, 1), (128, 2)):
+        monkeypatch.setattr(sparse_prefill, "_ENTRIES_PER_PROGRAM", rows_a_program)
         assert kernel.begin_step(step, lengths)
         for _ in range(layers):
             assert_attends(kernel.attend(*case.inputs()).values, case, BOUND[torch.bfloat16])
@@ -197,7 +197,7 @@ def test_sparse_prefill(ratio, kv_format, monkeypatch):
 
 
 def test_sparse_prefill_leaves_little_work_on_much_context(monkeypatch):
-    monkeypatch.setattr(sparse_prefill, "MAX_ROWS_A_TOKEN", 10)
+    monkeypatch.setattr(sparse_prefill, "MAX_GATHERED_PER_TOKEN", 10)
     step = metadata.build_prefill(
         req_pool_indices=torch.arange(1),
         prefix_lens=torch.tensor([10000]),

@@ -212,13 +212,13 @@ class Layer:
         latent = rms_norm(x @ a.q_a_proj.weight.T, a.q_a_norm.weight, EPS)
         q = (latent @ a.q_b_proj.weight.T).view(-1, HEADS, 512)
         q = rotate(q * torch.rsqrt(q.square().mean(-1, keepdim=True) + EPS), positions, self.rope).to(self.dtype)
-        entry_rows = entry_lens = None
+        entry_indices = entry_lens = None
         if ratio:
             visible = self.visible(positions)
             if ratio == 4:
                 i = a.compressor.indexer
                 weights = (x @ i.scorer.weights_proj.weight.T) * (128**-0.5 * INDEX_HEADS**-0.5)
-                entry_rows = torch.empty(len(x), self.topk, dtype=torch.int32)
+                entry_indices = torch.empty(len(x), self.topk, dtype=torch.int32)
                 torch.ops.dsv4_sglang.index_topk(
                     (latent @ i.q_b_proj.weight.T).view(-1, INDEX_HEADS, 128).to(self.dtype),
                     weights,
@@ -229,11 +229,11 @@ class Layer:
                     self.rope,
                     KEY_CODE[self.keys],
                     torch.empty(0),
-                    entry_rows,
+                    entry_indices,
                 )
                 entry_lens = visible.clamp_max(self.topk).int()
             else:
-                entry_rows, entry_lens = batch.block_table[batch.token_request.long()], visible.int()
+                entry_indices, entry_lens = batch.block_table[batch.token_request.long()], visible.int()
         window_indices, window_lens = batch.window_lists(self.sizes.ring if window is None else None)
         o = torch.ops.dsv4_sglang.attend(
             q,
@@ -242,7 +242,7 @@ class Layer:
             window_indices,
             window_lens,
             self.entries,
-            entry_rows,
+            entry_indices,
             entry_lens,
             positions,
             self.rope,

@@ -123,7 +123,9 @@ def seeing_no_drafts(server: InProcess, asked: Asked, right: bool) -> Answer:
     snapshot = backend.gather_decode
 
     def short(buffers: Any, *, seq_lens: Tensor, **tables: Any) -> None:
-        snapshot(buffers, seq_lens=seq_lens - (buffers.each if buffers.each > 1 else 0), **tables)
+        snapshot(
+            buffers, seq_lens=seq_lens - (buffers.tokens_per_request if buffers.tokens_per_request > 1 else 0), **tables
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         if not right:

@@ -118,7 +118,7 @@ def attend(handle: LayerCacheHandle, layer: Layer, inputs: dict[str, Tensor], mo
         )
         lens = indexer.n_visible.clamp_max(TOP_K)
     elif classical is not None:
-        rows, lens = classical.entry_rows, classical.n_visible
+        rows, lens = classical.entry_indices, classical.n_visible
     return torch.ops.dsv4_sglang.attend(
         inputs["q"],
         layer.sink,

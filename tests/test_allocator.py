@@ -41,7 +41,7 @@ def test_acquired_ids_outlive_later_releases(device: torch.device) -> None:
 def test_out_of_memory_takes_nothing(device: torch.device) -> None:
     allocator = BlockAllocator(5, device)
     allocator.acquire(2)
-    with pytest.raises(RuntimeError, match=r"OOM: 4 blocks asked, 3 free of 5"):
+    with pytest.raises(RuntimeError, match=r"OOM: 4 blocks requested, 3 free of 5"):
         allocator.acquire(4)
     assert allocator.num_free == 3
     assert allocator.acquire(3).tolist() == [2, 3, 4]
@@ -66,11 +66,11 @@ def test_acquire_negative() -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([0, 1, 2, 3, 4], "5 blocks given, only 4 of 8 are out"),
+        ([0, 1, 2, 3, 4], "5 blocks given, only 4 of 8 are allocated"),
         ([8], r"block 8 is not in 0\.\.7"),
         ([0, -1], r"block -1 is not in 0\.\.7"),
-        ([0, 5], "block 5 is free already"),
-        ([1, 2, 1], "block 1 is given twice"),
+        ([0, 5], "block 5 is already free"),
+        ([1, 2, 1], "block 1 is listed twice"),
     ],
 )
 def test_bad_release_changes_nothing(device: torch.device, ids: list[int], message: str) -> None:
@@ -88,7 +88,7 @@ def test_double_release(device: torch.device) -> None:
     allocator = BlockAllocator(4, device)
     ids = allocator.acquire(3)
     allocator.release(ids[:1])
-    with pytest.raises(ValueError, match="block 0 is free already"):
+    with pytest.raises(ValueError, match="block 0 is already free"):
         allocator.release(ids[:1])
     allocator.release(ids[1:])
     assert sorted(allocator.acquire(4).tolist()) == [0, 1, 2, 3]
@@ -105,17 +105,17 @@ def test_a_shared_block_is_free_with_its_last_owner(device: torch.device) -> Non
     allocator.release([1, 2])
     assert allocator.num_free == 1
     allocator.release(torch.tensor([2], device=device))
-    with pytest.raises(ValueError, match="block 2 is free already"):
+    with pytest.raises(ValueError, match="block 2 is already free"):
         allocator.release([2])
 
 
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([0, 1, 2], "share: 3 blocks given, only 2 of 4 are out"),
+        ([0, 1, 2], "share: 3 blocks given, only 2 of 4 are allocated"),
         ([4], r"share: block 4 is not in 0\.\.3"),
-        ([0, 2], "share: block 2 is free already"),
-        ([1, 1], "share: block 1 is given twice"),
+        ([0, 2], "share: block 2 is already free"),
+        ([1, 1], "share: block 1 is listed twice"),
     ],
 )
 def test_bad_share_changes_nothing(ids: list[int], message: str) -> None:

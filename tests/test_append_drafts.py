@@ -345,17 +345,17 @@ def test_one_row_less_is_not_enough(
 @pytest.mark.parametrize(
     ("ratio", "sizes", "message"),
     [
-        (0, {"ring": 128}, r"3 tokens of each request without `window`, but ring has 128 rows a slot, for at most 1"),
+        (0, {"ring": 128}, r"3 tokens of each request without `window`, but ring has 128 rows per slot, for at most 1"),
         (
             4,
             {"csa": CsaCompressorState(4, 8)},
-            r"compressor_state has 24 rows a slot, for at most 1. A cache for more .* draft_tokens 3",
+            r"compressor_state has 24 rows per slot, for at most 1. Construct the cache with draft_tokens 3",
         ),
-        (128, {"hca_state_copies": 3}, r"compressor_state has 9 rows a slot, for at most 2"),
+        (128, {"hca_state_copies": 3}, r"compressor_state has 9 rows per slot, for at most 2"),
         (
             4,
             {"csa": CsaCompressorState(4, 16)},
-            r"compressor_state has 40 rows a slot; for ratio 4 expected one of \[24, 48, 64\]",
+            r"compressor_state has 40 rows per slot; for ratio 4 expected one of \[24, 48, 64\]",
         ),
     ],
 )
@@ -369,10 +369,10 @@ def test_slots_that_are_too_small_are_rejected(ratio: int, sizes: dict[str, obje
 
 def test_a_raw_tail_takes_one_token_of_a_request() -> None:
     layer = dataclasses.replace(make_layer(128, FORMATS[2], state_rows(3)), hca_state="raw")
-    with pytest.raises(ValueError, match="compressor_state has 256 rows a slot, for at most 1"):
+    with pytest.raises(ValueError, match="compressor_state has 256 rows per slot, for at most 1"):
         Requests(layer).step([2, 2], [1, 1], decode=True)
 
 
 def test_requests_with_different_numbers_of_tokens_are_chunks() -> None:
-    with pytest.raises(ValueError, match="3 tokens for 2 requests without `window`; expected as many of each"):
+    with pytest.raises(ValueError, match="3 tokens for 2 requests without `window`; expected the same number for each"):
         Requests(make_layer(0, FORMATS[2], state_rows(3))).step([2, 1], [1, 1], decode=True)

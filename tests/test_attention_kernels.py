@@ -28,7 +28,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
         flashmla.has_kernel.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(flashmla, "installed", lambda: installed)
-        monkeypatch.setattr(flashmla, "shares", lambda device, heads: None)  # runs FlashMLA
+        monkeypatch.setattr(flashmla, "scheduler_config", lambda device, heads: None)  # runs FlashMLA
         return torch.device("cuda", 0)
 
     yield make
@@ -76,7 +76,7 @@ def test_a_cpu_has_the_portable_kernel(dtype, kv_format) -> None:
 def test_a_prefill_with_much_context_reads_the_tables_where_they_are(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kv_format, expected
 ) -> None:
-    monkeypatch.setattr(sparse_prefill, "MAX_ROWS", 1)
+    monkeypatch.setattr(sparse_prefill, "MAX_GATHERED", 1)
     assert chosen(gpu((9, 0)), 64, torch.bfloat16, kv_format)[0] == expected
 
 

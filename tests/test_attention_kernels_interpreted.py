@@ -124,7 +124,7 @@ def test_scores_of_v41_compile(architecture, within):
 
     constants = {
         "RATIO": 1, "WITHIN": within, "DOT": tl.bfloat16, "PRECISION": "tf32", "BLOCK_H": 32,
-        "BLOCK_N": triton_index_v41._ENTRIES_A_PROGRAM,
+        "BLOCK_N": triton_index_v41._ENTRIES_PER_PROGRAM,
     }  # fmt: skip
     types = {"query_ptr": "*fp32", "orders_ptr": "*i64"}
     compile_for(triton_index_v41._score_kernel, architecture, constants, 4, **types)
@@ -146,7 +146,7 @@ def test_inverse_rope_compiles(architecture):
 def test_sparse_prefill_compiles(architecture, rows):
     from dsv4_sglang.attention import sparse_prefill
 
-    constants = {"FP8": rows == "*u8", "BLOCK_N": sparse_prefill._ROWS_A_PROGRAM}
+    constants = {"FP8": rows == "*u8", "BLOCK_N": sparse_prefill._ENTRIES_PER_PROGRAM}
     types = {"window_ptr": rows, "entries_ptr": rows, "out_ptr": "*bf16"}
     compile_for(sparse_prefill._write_out_kernel, architecture, constants, 4, **types)
     compile_for(sparse_prefill._join_kernel, architecture, {"COLUMNS": 256}, 4, out_ptr="*i32")
@@ -181,7 +181,7 @@ def test_prefill_metadata_compiles(architecture):
 def test_schedule_compiles(architecture, entries):
     from dsv4_sglang.attention import flashmla_scheduler
 
-    constants = {"HAS_ENTRIES": entries, "BLOCK_ROWS": 64, "FIELDS": 8, "PARTS": 256, "TOKENS_AT_ONCE": 128}
+    constants = {"HAS_ENTRIES": entries, "BLOCK_ENTRIES": 64, "FIELDS": 8, "PARTS": 256, "TOKENS_AT_ONCE": 128}
     compile_for(flashmla_scheduler._schedule_kernel, architecture, constants, 1)
 
 

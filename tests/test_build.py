@@ -206,7 +206,7 @@ def test_a_build_takes_nothing_that_others_left(
 def test_a_cache_that_cannot_be_made_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("DSV4_SGLANG_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(RuntimeError, match=r"cannot be made: .*file/cache.* set DSV4_SGLANG_CACHE"):
+    with pytest.raises(RuntimeError, match=r"cannot create the cache .*: .*file/cache.* set DSV4_SGLANG_CACHE"):
         extension._make_cache()
 
 

@@ -615,7 +615,7 @@ def test_rows_are_handed_out_side_by_side() -> None:
     assert rows.take(1).tolist() == [2] and rows.take(0).tolist() == []
     rows.give_back(np.array([4]))
     for wrong in ([4], [5, 5]):
-        with pytest.raises(ValueError, match="not all of them are out"):
+        with pytest.raises(ValueError, match="not all of them are allocated"):
             rows.give_back(np.array(wrong))
 
 

@@ -23,7 +23,7 @@ from dsv4_sglang.cache.host_pool import (
     _available,
     _pages,
     _register,
-    _row_of_a_block,
+    _row_layout,
     cpus_in,
     cpus_near,
     host_block_bytes,
@@ -105,7 +105,7 @@ def test_a_row_begins_with_whole_lines() -> None:
     schemas = [build_schema(config, spec) for spec in build_schedule(config)]
     pools = [PagedKVPool(schema, 1, torch.device("cpu")) for schema in schemas if schema.entries_per_block]
     views = [pool.block_views() for pool in pools]
-    offsets, row_end = _row_of_a_block(views)
+    offsets, row_end = _row_layout(views)
     spans = sorted((at, at + view.shape[1]) for o, v in zip(offsets, views) for at, view in zip(o, v))
     assert spans[0][0] == 0 and all(end == begin for (_, end), (begin, _) in pairwise(spans))
     assert row_end == spans[-1][1] == 452_512
@@ -287,7 +287,7 @@ def test_unpinned_with_the_pool_behind_its_copies() -> None:
     host = HostBlockPool(pools, BLOCKS)
     view = host.rows
     views = [pool.block_views() for pool in pools]
-    offsets, _ = _row_of_a_block(views)
+    offsets, _ = _row_layout(views)
     torch.cuda.synchronize()
     host.swap(list(range(BLOCKS)), list(range(BLOCKS)), to_host=True, stream=torch.cuda.Stream())
     assert view.is_pinned()

@@ -15,7 +15,7 @@ def python(program: str, **options: object) -> "subprocess.Popen[str]":
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "STUCK_SECONDS", 2.0)
     monkeypatch.setattr(liveness, "LITTLE_WORK", 0.02)
     monkeypatch.setattr(liveness, "POLL_SECONDS", 0.1)
@@ -26,12 +26,12 @@ WORK = "import time\nwhile time.process_time() < 3: pass"
 PARENT = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {WORK!r}]) + 7)"
 
 
-def test_a_working_process_is_waited_for(impatient: None) -> None:
+def test_a_working_process_is_waited_for(short_interval: None) -> None:
     assert wait(python(PARENT)) == 7
     assert run([sys.executable, "-c", "print('done')"]).stdout == "done\n"
 
 
-def test_a_log_that_grows_is_progress_and_its_access_lines_are_not(impatient: None, tmp_path: Path) -> None:
+def test_a_log_that_grows_is_progress_and_its_access_lines_are_not(short_interval: None, tmp_path: Path) -> None:
     log = tmp_path / "log"
     program = "import time\nfor _ in range({}): time.sleep(0.25); print({!r}, flush=True)"
     with log.open("w") as output:
@@ -42,7 +42,7 @@ def test_a_log_that_grows_is_progress_and_its_access_lines_are_not(impatient: No
             process.kill()
 
 
-def test_a_stuck_process_is_not(impatient: None) -> None:
+def test_a_stuck_process_is_not(short_interval: None) -> None:
     with python("import time; time.sleep(3600)", stdout=subprocess.PIPE) as process:
         with pytest.raises(AssertionError, match=r"the process lives, but in \d+ s it wrote nothing and used no more"):
             communicate(process)

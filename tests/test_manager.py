@@ -63,7 +63,9 @@ def test_one_chunk_against_definitions(device: torch.device) -> None:
     entry = rotate(rms_norm(pooled, layer.weights.entry_norm, EPS), at[:1], layer.weights.rope)
     classical = handle.read_classical_view()
     assert classical.n_visible[[0, 126, 127, 254, 255, 299]].tolist() == [0, 0, 1, 1, 2, 2]
-    torch.testing.assert_close(FP32(classical.entries).read(classical.entry_rows[127, :1]), entry, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        FP32(classical.entries).read(classical.entry_indices[127, :1]), entry, atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("hca_state", ["raw", "online"])
@@ -211,7 +213,7 @@ def test_write_swa(device: torch.device) -> None:
     # A chunk's tokens read a workspace, which only append() fills.
     assert [view.window, view.window_indices, view.window_lens] == [None] * 3
     assert bool((manager.state_pools[0].swa_pos == -1).all())
-    with pytest.raises(ValueError, match="writes FP8 rows, but the rows are bf16"):
+    with pytest.raises(ValueError, match="supports FP8 entries only, the KV format is bf16"):
         make_manager(device, kv_format="bf16").acquire(0, slots, positions, slots).write_swa(raw)
 
 
@@ -290,9 +292,9 @@ def test_views_of_a_layer_kind() -> None:
     assert [h.read_classical_view() is None for h in handles] == [True, False, False]
     assert [h.read_indexer_view() is None for h in handles] == [True, False, True]
     csa, hca = handles[1].read_classical_view(), handles[2].read_classical_view()
-    assert csa.entry_rows is None
+    assert csa.entry_indices is None
     assert all(h.paged is h.paged_pool is manager.paged_pools[i] for i, h in enumerate(handles))
-    assert hca.entry_rows.tolist() == [[0] + [-1] * (manager.block_tables.shape[1] - 1)]
+    assert hca.entry_indices.tolist() == [[0] + [-1] * (manager.block_tables.shape[1] - 1)]
     assert csa.entries_fp8.shape == (12, 32, 448)
     assert hca.entries_fp8.shape == (12, 1, 448)
     assert handles[1].read_indexer_view().indexer_keys_fp4.shape == (12, 32, 64)
@@ -332,7 +334,7 @@ def test_no_slot_left() -> None:
     manager = make_manager(slots=2)
     manager.admit_request()
     manager.admit_request()
-    with pytest.raises(RuntimeError, match="all 2 concurrent requests that fit are running"):
+    with pytest.raises(RuntimeError, match="2 requests, the maximum, are running"):
         manager.admit_request()
     manager.release_request(1)
     assert manager.admit_request() == 1
@@ -367,7 +369,7 @@ def test_no_block_left() -> None:
     slot = manager.admit_request()
     own = manager.allocate_block()
     assert [manager.allocate_block(slot) for _ in range(2)] == [1, 2]
-    with pytest.raises(RuntimeError, match="OOM: 1 blocks asked, 0 free of 3"):
+    with pytest.raises(RuntimeError, match="OOM: 1 blocks requested, 0 free of 3"):
         manager.allocate_block(slot)
     with pytest.raises(RuntimeError, match="OOM"):
         manager.allocate_block()
@@ -381,7 +383,7 @@ def test_longest_context_is_all_a_request_gets() -> None:
     slot = manager.admit_request()
     for _ in range(LONGEST // 128):
         manager.allocate_block(slot)
-    with pytest.raises(RuntimeError, match="has all 4 blocks that a request can have"):
+    with pytest.raises(RuntimeError, match="has 4 blocks, the maximum of a request"):
         manager.allocate_block(slot)
     assert manager.num_free_blocks == 12 - 4
 
@@ -433,7 +435,7 @@ class SlotsAndBlocks(RuleBasedStateMachine):
     @rule()
     def admit(self) -> None:
         if len(self.owned) == 3:
-            with pytest.raises(RuntimeError, match="3 concurrent requests"):
+            with pytest.raises(RuntimeError, match="3 requests, the maximum"):
                 self.manager.admit_request()
             return
         slot = self.manager.admit_request()
@@ -544,7 +546,7 @@ def test_a_request_waits_on_the_host(device: torch.device, options: dict[str, An
     assert manager._host is not None
     manager._host.settle(lambda: False)
     assert (manager._host.free_slots.available, manager._host.free_blocks.available) == (2, 5)
-    with pytest.raises(ValueError, match="not on the host any more"):
+    with pytest.raises(ValueError, match="no longer on the host"):
         manager.restore(offloaded)
 
 
@@ -569,7 +571,7 @@ def test_a_request_goes_on_after_the_host(device: torch.device) -> None:
 
 def test_no_room_on_either_side() -> None:
     """An error, and everything stays where it was."""
-    with pytest.raises(RuntimeError, match="make it with host_requests and host_blocks"):
+    with pytest.raises(RuntimeError, match="construct it with host_requests and host_blocks"):
         (manager := make_manager()).offload(manager.admit_request())
     with pytest.raises(ValueError, match="host_requests is 1, host_blocks -1"):
         make_manager(host_requests=1, host_blocks=-1)
@@ -597,11 +599,11 @@ def test_no_room_on_either_side() -> None:
     offloaded = manager.offload(large)
     for _ in range(2):
         manager.allocate_block()
-    with pytest.raises(RuntimeError, match="OOM: 2 blocks asked to restore a request, 1 free of 3"):
+    with pytest.raises(RuntimeError, match="OOM: 2 blocks requested to restore a request, 1 free of 3"):
         manager.restore(offloaded)
     assert manager.num_free_slots == 2
     manager.discard(offloaded)
-    with pytest.raises(ValueError, match="not on the host any more"):
+    with pytest.raises(ValueError, match="no longer on the host"):
         manager.discard(offloaded)
 
 

@@ -318,14 +318,14 @@ def test_bad_storage() -> None:
         StateCachePool(schema(SWA), 0, "cpu")
     with pytest.raises(ValueError, match="no layers"):
         storage_of([], 1)
-    with pytest.raises(ValueError, match="several formats"):
+    with pytest.raises(ValueError, match="several KV formats"):
         storage_of([schema(SWA), schema(CSA, kv_format="bf16")], 1)
-    with pytest.raises(ValueError, match="HCA compressor states of several shapes"):
+    with pytest.raises(ValueError, match="HCA compressor states have several shapes"):
         storage_of([schema(HCA, hca_state="raw"), schema(HCA, hca_state="online")], 1)
     with pytest.raises(ValueError, match="has 2 slots; expected 3"):
         StateCachePool(schema(SWA), 3, storage=storage_of([schema(SWA)], 2))
     layout = CacheLayout((schema(SWA),), torch.device("cpu"))
-    with pytest.raises(ValueError, match="keeps no positions"):
+    with pytest.raises(ValueError, match="has no position tables"):
         StateCachePool(schema(SWA), 2, storage=StateStorage(layout, 2, positions=False))
 
 

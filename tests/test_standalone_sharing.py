@@ -87,7 +87,7 @@ def test_fork_without_room_changes_nothing() -> None:
     manager = make_manager(slots=2, blocks=3, **EXACT)
     first = Request.admit(manager, 0)
     run_step(manager, [(first, 300)])
-    with pytest.raises(RuntimeError, match="OOM: 1 blocks asked to fork a request, 0 free of 3"):
+    with pytest.raises(RuntimeError, match="OOM: 1 blocks requested to fork a request, 0 free of 3"):
         manager.fork(first.slot)
     assert (manager.num_free_slots, manager.num_free_blocks) == (1, 0)
     manager.admit_request()
@@ -217,7 +217,7 @@ def test_snapshots_that_cannot_be() -> None:
             manager.take_snapshot(request.slot, length)
     run_step(manager, [(request, 126)])
     snapshot = manager.take_snapshot(request.slot)
-    with pytest.raises(RuntimeError, match="all 1 snapshots are kept: release_snapshot"):
+    with pytest.raises(RuntimeError, match="all 1 snapshots are in use: call release_snapshot"):
         manager.take_snapshot(request.slot)
     Request.admit(manager, 1)
     with pytest.raises(RuntimeError, match="no free state slot"):

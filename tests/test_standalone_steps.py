@@ -79,7 +79,7 @@ def test_layers_go_on_by_themselves() -> None:
     for one, other in zip(first, second):
         append(one, 0)
         append(other, 1)
-        with pytest.raises(ValueError, match=f"layer {one.layer_idx} has appended this step already"):
+        with pytest.raises(ValueError, match=f"layer {one.layer_idx} has already appended this step"):
             append(one, 0)
     assert manager.length_of(request.slot) == 2
     again = handles(1)

@@ -135,11 +135,11 @@ def test_a_snapshot_leaves_what_lies_behind_a_length() -> None:
     """Padding, a length that fills the table, one that ends with a block; ids behind them and rows of nobody."""
     tables = Tables(3, torch.device("cpu"))
     buffers = DecodeBuffers(6, MAX_LENGTH // BLOCK, "cpu")
-    buffers.owned.fill_(-9)
+    buffers.state_slots.fill_(-9)
     buffers.block_table.fill_(-9)
     requests, lens = torch.tensor([3, 1, 0, 2]), torch.tensor([1, BLOCK, 1, MAX_LENGTH])
     snapshot(buffers, tables, requests, lens)
-    assert buffers.owned.tolist() == [*tables.state_slot[requests].tolist(), -9, -9]
+    assert buffers.state_slots.tolist() == [*tables.state_slot[requests].tolist(), -9, -9]
     for row, (request, length) in enumerate(zip(requests.tolist(), lens.tolist())):
         blocks = -(-length // BLOCK)
         expected = tables.pages[request - 1, :blocks].tolist() if request else [0]
@@ -167,7 +167,7 @@ def test_several_tokens_a_request(lengths: list[int], padding: int, each: int, b
         track_mask=None,
         track_slots=None,
         top_k=TOP_K,
-        before=before,
+        length_offset=before,
     )
     assert step.is_decode and step.copy_src is None
     assert step.query_start.tolist() == [each * b for b in range(n + padding + 1)]
@@ -204,7 +204,7 @@ def test_block_of_drafts(lengths: list[int], padding: int, each: int) -> None:
     out_loc = tables.req_to_token[requests[:, None], lens[:, None] + torch.arange(each)].flatten().long()
     snapshot(buffers, tables, requests, lens + each)
     step = build_decode(
-        buffers, seq_lens=lens, out_loc=out_loc, track_mask=None, track_slots=None, top_k=TOP_K, before=0
+        buffers, seq_lens=lens, out_loc=out_loc, track_mask=None, track_slots=None, top_k=TOP_K, length_offset=0
     )
     gather = sglang.compute_dspark_window_gather(
         seq_lens_casual=(lens[:, None] + 1 + torch.arange(each)).flatten(),
@@ -242,7 +242,9 @@ def test_layers_without_entries_read_no_block_table() -> None:
     requests, lens = torch.tensor([2, 1]), torch.tensor([300, 5])
     snapshot(buffers, tables, requests, lens + 4)
     out_loc = torch.zeros(8, dtype=torch.int64)
-    step = build_decode(buffers, seq_lens=lens, out_loc=out_loc, track_mask=None, track_slots=None, top_k=8, before=0)
+    step = build_decode(
+        buffers, seq_lens=lens, out_loc=out_loc, track_mask=None, track_slots=None, top_k=8, length_offset=0
+    )
     assert step.slots.tolist() == tables.state_slot[[2, 1]].tolist()
     assert step.block_table.shape == (2, 0) and step.positions.tolist() == [300, 301, 302, 303, 5, 6, 7, 8]
 

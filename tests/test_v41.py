@@ -81,16 +81,22 @@ def test_config_as_published():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"compress_ratios": [4] * 40}, r"'compress_ratios\[0\]' is 4; expected 0, 1 or 2. No published V4.1"),
+        (
+            {"compress_ratios": [4] * 40},
+            r"'compress_ratios\[0\]' is 4; expected 0, 1 or 2, the ratios of published",
+        ),
         ({"compress_ratios": [0, 0, *[2] * 18]}, "has 20 entries; expected at least num_hidden_layers = 40"),
         ({"compress_ratios": [0, 0, *[2] * 18, *[1] * 21]}, r"'compress_ratios\[40\]' is 1; layers from"),
-        ({"compress_ratios": [0, 2, *[2] * 18, *[1] * 20]}, "layer 1 has ratio 2, and no layer up to it writes"),
+        (
+            {"compress_ratios": [0, 2, *[2] * 18, *[1] * 20]},
+            "ratio 2, but neither it nor an earlier layer writes",
+        ),
         ({"compress_ratios": [0, 0, *[2] * 17, *[1] * 21]}, r"'compress_ratios\[19\]' is 1, but .* of ratio 2"),
         ({"kv_source_layer_ids": [2, 8, 14, 20, 40]}, "has layer 40; expected 0..39"),
         ({"kv_source_layer_ids": [1, 2, 20]}, "has layer 1, whose compress ratio is 0"),
         ({"kv_source_layer_ids": [8, 2, 20]}, r"is \[8, 2, 20\]; expected layers in ascending order"),
         ({"kv_source_layer_ids": [2, 9, 20]}, "has layer 9, which is not in 'index_source_layer_ids'"),
-        ({"kv_source_layer_ids": [2, 20, 24]}, "is 20, but layer 24 behind it writes entries"),
+        ({"kv_source_layer_ids": [2, 20, 24]}, "is 20, but the later layer 24 writes entries"),
         ({"candidate_source_layer_id": 21}, "'candidate_source_layer_id' is 21; expected a layer of"),
         ({"candidate_block_size": 0}, "'candidate_block_size' is 0; expected at least 1"),
         ({"head_dim": 256}, "'head_dim' is 256; this cache stores only 512"),
@@ -105,7 +111,7 @@ def test_what_is_rejected(change, said):
 
 @pytest.mark.parametrize("model_type", ["deepseek_v41", "deepseek_v41_text"])
 def test_it_is_not_taken_for_v4(model_type):
-    with pytest.raises(ValueError, match=rf"'model_type' is '{model_type}': this is DeepSeek-V4.1, whose cache"):
+    with pytest.raises(ValueError, match=rf"'model_type' is '{model_type}': this is DeepSeek-V4.1, which has a different cache"):
         DSV4Config.from_hf({**PUBLISHED["text_config"], "model_type": model_type})
 
 
@@ -429,12 +435,12 @@ def test_a_padded_request_writes_nothing():
 
 def test_errors_name_the_value():
     run = Run(2)
-    with pytest.raises(ValueError, match="2 tokens of each request without `window`, but ring has 128 rows a slot"):
+    with pytest.raises(ValueError, match="2 tokens of each request without `window`, but ring has 128 rows per slot"):
         run.step((2, 2), decode=True)
     run = Run(2, draft_tokens=3)
     with pytest.raises(
         ValueError,
-        match="4 tokens of each request without `window`, but compressor_state has 2 rows a slot, for at most 3",
+        match="4 tokens of each request without `window`, but compressor_state has 2 rows per slot, for at most 3",
     ):
         run.ring = torch.zeros(4, 140, 528, dtype=torch.uint8)
         run.step((4, 4), decode=True)

@@ -431,7 +431,7 @@ def breaks(said: str, play=lambda: random_requests(0)) -> None:
 
 def test_a_ring_that_is_one_row_short_is_seen(monkeypatch):
     monkeypatch.setattr(V41LayerSchema, "ring_rows", 127)
-    with pytest.raises(ValueError, match="ring has 127 rows a slot; expected at least 128"):
+    with pytest.raises(ValueError, match="ring has 127 rows per slot; expected at least 128"):
         random_requests(0)
     monkeypatch.setattr(append_v41, "_check", lambda ok, message: None)
     breaks(r"layer 0 \(window\)")

@@ -48,7 +48,7 @@ def v41_attend_case(*, per_block: int = 64, seed: int = 0, **given) -> V41Attend
     window = v41_table(*plain.window.shape[:2], V41KVFormat.FP8, used(plain.window_indices), g)
     entries = None
     if plain.entries is not None:
-        entries = v41_table(*plain.entries.shape[:2], V41KVFormat.FP4, used(plain.entry_rows), g)
+        entries = v41_table(*plain.entries.shape[:2], V41KVFormat.FP4, used(plain.entry_indices), g)
     return V41AttendCase(**vars(replace(plain, window=window, entries=entries)))
 
 

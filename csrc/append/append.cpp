@@ -1,5 +1,5 @@
-// Host side of `append`: checks its arguments and fills the kernel's parameters. No synchronisation, no allocation on
-// the device.
+// Host side of `append`: checks the arguments and fills the kernel's parameters. It neither synchronises nor allocates
+// memory on the device.
 #include "append.h"
 
 #include <algorithm>
@@ -11,19 +11,19 @@
 namespace dsv4 {
 namespace {
 
-/// Programmatic dependent launch exists from sm_90 on.
+/// Programmatic dependent launch needs sm_90 or later.
 bool can_overlap(int device) {
   int major = 0;
   return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
 }
 
-/// Whether a CUDA graph is being recorded on the stream.
+/// Returns true while a CUDA graph is recorded on the stream.
 bool is_recorded(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusActive;
 }
 
-/// Projections, weights and batch of any layer.
+/// Checks and stores the projections, weights and batch of any layer.
 void take_step(const AppendChecker& check, AppendParams& p, const Tensor& kv, const Tensor& kv_norm, const Tensor& rope,
                const Tensor& slots, const Tensor& prefix_lens, const Tensor& query_start, const Tensor& token_request,
                const Tensor& out_loc, const std::optional<Tensor>& track_slots) {
@@ -46,14 +46,14 @@ void take_step(const AppendChecker& check, AppendParams& p, const Tensor& kv, co
   p.track_slots = data<int32_t>(track_slots);
 }
 
-/// The window ring, the workspace of a prefill step and what is noted of positions.
+/// Checks and stores the window ring, the workspace of a prefill step and the position tables.
 void take_window(const AppendChecker& check, AppendParams& p, KVFormat format, int64_t positions, const Tensor& ring,
                  const std::optional<Tensor>& window, const std::optional<Tensor>& swa_pos,
                  const std::optional<Tensor>& swa_head, const std::optional<Tensor>& tail_len) {
   p.ring = kv_buffer(check, "ring", ring, format, kAny, kAny);
   const int64_t slots = ring.size(0), rows = ring.size(1);
   if (rows < kWindow || rows * positions > UINT32_MAX) {
-    check.fail("ring is ", describe(ring), "; expected at least ", kWindow, " rows a slot and, with ", positions,
+    check.fail("ring is ", describe(ring), "; expected at least ", kWindow, " rows per slot and, with ", positions,
                " positions of rope, at most ", UINT32_MAX / positions);
   }
   p.ring_reciprocal = uint32_t((uint64_t(1) << 32) / rows + ((uint64_t(1) << 32) % rows != 0));
@@ -68,16 +68,16 @@ void take_window(const AppendChecker& check, AppendParams& p, KVFormat format, i
   p.swa_head = data<int32_t>(swa_head), p.tail_len = data<int32_t>(tail_len);
 }
 
-/// The rings of a CSA compressor state of so many rows a slot.
+/// Returns the rings of a CSA compressor state, identified by its rows per slot.
 CsaCompressorState csa_compressor_state(const AppendChecker& check, const Tensor& compressor_state) {
   for (const CsaCompressorState& rings : kCsaCompressorStates) {
     if (compressor_state.size(1) == rows_of(rings)) return rings;
   }
-  check.fail("compressor_state is ", describe(compressor_state), "; expected 24, 48 or 64 rows a slot for ratio 4");
+  check.fail("compressor_state is ", describe(compressor_state), "; expected 24, 48 or 64 rows per slot for ratio 4");
 }
 
-/// The main compressor of a CSA or HCA layer, its compressor state and its entries; says which form the compressor
-/// state has.
+/// Checks and stores the main compressor of a CSA or HCA layer, its state and its entries. Returns the kind of the
+/// layer, which depends on the form of the compressor state.
 LayerKind take_compressor(const AppendChecker& check, AppendParams& p, KVFormat format, int64_t ratio, int64_t slots,
                           const std::optional<Tensor>& kv_score, const std::optional<Tensor>& entry_norm,
                           const std::optional<Tensor>& ape, const std::optional<Tensor>& compressor_state,
@@ -107,7 +107,7 @@ LayerKind take_compressor(const AppendChecker& check, AppendParams& p, KVFormat 
   } else if (kind == LayerKind::kHcaOnline) {
     if (state.size(1) == 0 || state.size(1) % kHcaOnlineRows) {
       check.fail("compressor_state is ", describe(state),
-                 "; expected 256 rows a slot or a multiple of 3 for ratio 128");
+                 "; expected 256 rows per slot or a multiple of 3 for ratio 128");
     }
     p.hca_state_copies = int(state.size(1)) / kHcaOnlineRows;
   }
@@ -118,7 +118,7 @@ LayerKind take_compressor(const AppendChecker& check, AppendParams& p, KVFormat 
   return kind;
 }
 
-/// The indexer's compressor of a CSA layer and its keys.
+/// Checks and stores the indexer's compressor of a CSA layer and its keys.
 void take_indexer(const AppendChecker& check, AppendParams& p, KeyFormat format,
                   const std::optional<Tensor>& index_kv_score, const std::optional<Tensor>& index_norm,
                   const std::optional<Tensor>& index_ape, const std::optional<Tensor>& index_keys) {
@@ -135,17 +135,18 @@ void take_indexer(const AppendChecker& check, AppendParams& p, KeyFormat format,
   p.index_keys = key_table(check, "index_keys", keys, format, kAny);
 }
 
-/// A decode step has as many tokens of each request, and no more than the rows of ring and compressor state are for.
+/// A decode step has the same number of tokens of each request, at most the number that ring and compressor state
+/// support.
 void check_decode(const AppendChecker& check, const AppendParams& p, LayerKind kind) {
   if (p.requests == 0 ? p.tokens > 0 : p.tokens % p.requests > 0) {
     check.fail(p.tokens, " tokens for ", p.requests,
-               " requests without `window`; expected as many of each. A step with chunks needs `window`");
+               " requests without `window`; expected the same number for each. A step with chunks needs `window`");
   }
   const int each = p.requests ? p.tokens / p.requests : 0;
   const auto at_most = [&](const char* name, int most) {
     if (each > most) {
-      check.fail(each, " tokens of each request without `window`, but the rows of ", name, " are for at most ", most,
-                 ". A cache for more is made with draft_tokens ", each);
+      check.fail(each, " tokens of each request without `window`, but ", name, " supports at most ", most,
+                 ". Construct the cache with draft_tokens ", each);
     }
   };
   at_most("ring", draft_tokens_of_ring(p.ring.entries_per_block));
@@ -184,7 +185,7 @@ void append(Tensor kv, std::optional<Tensor> kv_score, std::optional<Tensor> ind
   if (tokens == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
-  // Outside a graph, what computed the batch may be the kernel just before this one: no overlap then (append.h).
+  // Outside a graph the preceding kernel may have written the batch, so launches must not overlap (append.h).
   const cudaError_t launched = window
                                    ? launch_append_prefill(p, kind, can_overlap(device), stream)
                                    : launch_append_decode(p, kind, can_overlap(device) && is_recorded(stream), stream);

@@ -1,4 +1,4 @@
-// The arguments of the append kernels, and their launches.
+// Parameters and launches of the append kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,12 +11,12 @@
 namespace dsv4 {
 
 struct AppendParams {
-  // Projections of the step's tokens; strides in elements, inner stride 1, every row 16-byte aligned.
+  // Projections of the step's tokens. Strides in elements, inner stride 1, every row 16-byte aligned.
   const void* kv;               // [tokens, 512] bf16 or fp32
   const float* kv_score;        // [tokens, 2048] CSA, [tokens, 1024] HCA
   const float* index_kv_score;  // [tokens, 512] CSA
   int64_t kv_stride, kv_score_stride, index_kv_score_stride;
-  // Weights: norms bf16 or fp32, the rest fp32.
+  // Weights: norms bf16 or fp32, others fp32.
   const void *kv_norm, *entry_norm, *index_norm;
   const float *ape, *index_ape;
   const float* rope;  // [positions, 64]
@@ -29,13 +29,12 @@ struct AppendParams {
   int tokens, requests;
   // Written.
   KVBuffer ring, entries, window;
-  uint32_t ring_reciprocal;  // of the ring's rows, times 2^32, rounded up
+  uint32_t ring_reciprocal;  // 2^32 / rows of the ring, rounded up
   KeyTable index_keys;
   float* compressor_state;
-  int64_t compressor_state_stride;  // floats of a slot
+  int64_t compressor_state_stride;  // floats per slot
   CsaCompressorState csa;           // rings of a CSA compressor state
-  int hca_state_copies;  // states of an online HCA compressor state, the one after t tokens in state copy t %
-                         // hca_state_copies
+  int hca_state_copies;             // of an online HCA state; the state after t tokens is copy t % hca_state_copies
   int32_t *swa_pos, *swa_head, *tail_len;  // or null
   int64_t swa_pos_stride;
 };
@@ -46,17 +45,17 @@ template <LayerKind kind>
 inline constexpr bool is_csa = kind == LayerKind::kCsa;
 template <LayerKind kind>
 inline constexpr bool is_hca = kind == LayerKind::kHcaOnline || kind == LayerKind::kHcaRaw;
-/// Tokens of a compressed entry; 0: a layer of the window alone, which has none.
+/// Tokens per compressed entry; 0 for a layer with a window only.
 template <LayerKind kind>
 inline constexpr int ratio_of = is_csa<kind>   ? kCsaRatio
                                 : is_hca<kind> ? kHcaRatio
                                                : 0;
 
-/// One launch each. Decode: tokens / requests tokens of each request, request by request. `overlap` lets it start while
-/// the stream's previous kernel drains (sm_90 and later).
+/// One launch each. A decode step has tokens / requests tokens of each request, request by request. With `overlap` the
+/// kernel starts while the stream's previous kernel drains (sm_90 and later).
 ///
-/// Decode reads batch, weights and rope before it waits for that kernel, so with `overlap` that kernel must not write
-/// them.
+/// Decode reads batch, weights and rope before it waits for the previous kernel. With `overlap` that kernel must not
+/// write them.
 cudaError_t launch_append_decode(const AppendParams& params, LayerKind kind, bool overlap, cudaStream_t stream);
 cudaError_t launch_append_prefill(const AppendParams& params, LayerKind kind, bool overlap, cudaStream_t stream);
 

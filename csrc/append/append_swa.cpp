@@ -1,4 +1,4 @@
-// Host side of `append_swa`: checks its arguments and fills the kernel's parameters.
+// Host side of `append_swa`: checks the arguments and fills the kernel's parameters.
 #include "append_swa.h"
 
 #include "../entries.h"
@@ -9,7 +9,7 @@
 namespace dsv4 {
 namespace {
 
-constexpr int64_t kMaxHeadDim = kEntryDim;  // four channels a thread
+constexpr int64_t kMaxHeadDim = kEntryDim;  // four channels per thread
 
 }  // namespace
 
@@ -35,7 +35,7 @@ void append_swa(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor sw
   if (swa_fp8.dim() != 3) fail("append_swa: swa_fp8 is ", describe(swa_fp8), "; expected [slots, rows, ", nope, "]");
   const int64_t slots = swa_fp8.size(0), rows = swa_fp8.size(1);
   if (rows < kWindow)
-    fail("append_swa: swa_fp8 is ", describe(swa_fp8), "; expected at least ", kWindow, " rows a slot");
+    fail("append_swa: swa_fp8 is ", describe(swa_fp8), "; expected at least ", kWindow, " rows per slot");
   check.tensor("swa_fp8", swa_fp8, {ScalarType::Byte}, {slots, rows, nope});
   check.tensor("swa_rope", swa_rope, {ScalarType::BFloat16}, {slots, rows, rope_dim});
   check.tensor("swa_inv", swa_inv, {ScalarType::Float8_e8m0fnu}, {slots, rows});
@@ -48,11 +48,10 @@ void append_swa(Tensor raw_kv, Tensor request_slots, Tensor positions, Tensor sw
   check.aligned("swa_fp8", swa_fp8, 4);
   check.aligned("swa_rope", swa_rope, 8);
   if (swa_fp8.stride(1) % 4 || swa_rope.stride(1) % 4) {
-    fail("append_swa: rows of swa_fp8 and swa_rope lie ", swa_fp8.stride(1), " and ", swa_rope.stride(1),
-         " elements apart; expected multiples of 4");
+    fail("append_swa: swa_fp8 and swa_rope have row strides ", swa_fp8.stride(1), " and ", swa_rope.stride(1),
+         "; expected multiples of 4");
   }
-  // A strip of 8 exponent bytes a row, one of which the view shows: FlashMLA reads one a tile, so all get the same
-  // value.
+  // An entry has 8 exponent bytes, one of which is in the view. FlashMLA reads one per tile, so all get the same value.
   const int64_t strip = swa_inv.stride(1);
   if (strip != 1 && strip != kScaleBytes) {
     fail("append_swa: swa_inv is ", describe(swa_inv), "; expected its rows 1 or ", kScaleBytes, " bytes apart");

@@ -1,8 +1,10 @@
-// append_swa: window rows that are already normalised and rotated, quantised into the ring (SPEC 2.4, one scale a row).
+// append_swa: quantises window entries that are already normalised and rotated into the ring (SPEC 2.4, one scale per
+// entry).
 //
-// One block of 128 threads a token, four neighbouring channels a thread: 1024 B read and 584 B written a token, plus 8
-// B of slot and position of every token of the launch: a block first looks whether a later token falls on its ring row,
-// so that the outcome does not depend on the order of blocks. Meant for decode batches; `append` needs no such search.
+// One block of 128 threads per token, four adjacent channels per thread. A token costs 1024 B read and 584 B written,
+// plus 8 B (slot and position) of every token of the launch: a block first checks whether a later token has the same
+// ring index, so that the result does not depend on the order of blocks. Intended for decode batches; `append` needs no
+// such search.
 #include "../entries.cuh"
 #include "append_swa.h"
 
@@ -16,7 +18,7 @@ __global__ void __launch_bounds__(kThreads) append_swa_kernel(const __grid_const
   const int token = blockIdx.x, thread = threadIdx.x;
   const int slot = p.request_slots[token], position = p.positions[token];
   if (slot < 0) return;
-  bool later = false, replaced = false;  // by a token of this request; equal positions: the last one counts
+  bool later = false, replaced = false;  // by a token of this request; of equal positions the last token wins
   for (int other = thread; other < p.tokens; other += kThreads) {
     if (p.request_slots[other] != slot) continue;
     const int at = p.positions[other];

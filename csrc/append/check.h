@@ -1,4 +1,4 @@
-// Checks that all appends make of their arguments.
+// Argument checks that all append ops share.
 #pragma once
 
 #include "../tensors.h"
@@ -14,7 +14,7 @@ class AppendChecker : public Checker {
  public:
   using Checker::Checker;
 
-  /// A matrix of projections: fp32 rows of `columns`, in rows of any stride.
+  /// A matrix of projections [tokens, columns] with any row stride.
   void projection(const char* name, const Tensor& t, std::initializer_list<ScalarType> types, int64_t tokens,
                   int64_t columns) const {
     tensor(name, t, types, {tokens, columns});

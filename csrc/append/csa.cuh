@@ -1,4 +1,4 @@
-// The CSA compressors: the main one (512 channels) and the indexer's (128), four channels a thread (SPEC 3.2, 3.7).
+// The CSA compressors: the main one (512 channels) and the indexer's (128), four channels per thread (SPEC 3.2, 3.7).
 #pragma once
 
 #include "entry_epilogue.cuh"
@@ -6,9 +6,10 @@
 namespace dsv4 {
 
 constexpr int kCsaCompressorStateWidth = kEntryDim + kIndexDim;
-constexpr int kCsaThreads = kCsaCompressorStateWidth / 4;  // four warps of the main compressor, one of the indexer's
+constexpr int kCsaThreads = kCsaCompressorStateWidth / 4;  // four warps for the main compressor, one for the indexer's
 
-/// Rows of a position in a compressor state. Inlined with rings of constant sizes it costs what constants cost.
+/// Rows of a position in a compressor state. The compiler folds it to constants if the sizes of the rings are
+/// constants.
 struct CompressorStateRows {
   CsaCompressorState rings;
 
@@ -20,10 +21,10 @@ struct CompressorStateRows {
   __device__ __forceinline__ int previous_z(int position) const { return rings.previous + previous_k(position); }
 };
 
-/// Row of a position in the position bias.
+/// Returns the row of a position in the position bias.
 __device__ __forceinline__ int bias_row(int position) { return position & (kCsaRatio - 1); }
 
-/// One compressor as a thread sees it, pointers at the thread's channels.
+/// One compressor, with pointers at the channels of a thread.
 struct Stream {
   const float* scores;  // [tokens, k_prev | k_cur | z_prev | z_cur]
   int64_t stride;
@@ -42,7 +43,7 @@ __device__ __forceinline__ Stream csa_stream(const AppendParams& p, bool index, 
   return {p.kv_score + channel, p.kv_score_stride, p.ape + channel, kEntryDim, channel};
 }
 
-/// Thread 0 .. 159 of the compressors.
+/// Returns the compressor and channels of thread 0 .. 159.
 __device__ __forceinline__ Stream csa_stream_of_thread(const AppendParams& p, int thread) {
   const bool index = 4 * thread >= kEntryDim;
   return csa_stream(p, index, 4 * thread - (index ? kEntryDim : 0));
@@ -56,8 +57,8 @@ __device__ __forceinline__ void write_prev_row(const Stream& s, const Compressor
   store4(compressor_state + rows.previous_z(position) * kCsaCompressorStateWidth, z);
 }
 
-/// The previous-window rows of a token among the last four before a checkpoint, into the checkpoint's compressor
-/// states; by `threads` threads.
+/// Writes the previous-stream rows of a token, one of the last four before a snapshot, to the snapshot's compressor
+/// state. Executed by `threads` threads, of which this is number `first`.
 __device__ inline void track_prev_rows(const AppendParams& p, const CompressorStateRows& rows, int64_t token,
                                        int position, int slot, int first, int threads) {
   for (int thread = first; thread < kCsaThreads; thread += threads) {
@@ -66,7 +67,7 @@ __device__ inline void track_prev_rows(const AppendParams& p, const CompressorSt
   }
 }
 
-/// Pools the eight rows of an entry, oldest first; row i has `k(i)`, and z = -inf if it is not there.
+/// Pools the eight rows of an entry, oldest first. Row i has k `k(i)`; z is -inf if the row does not exist.
 template <typename K>
 __device__ __forceinline__ float4 pool_entry(const float4 (&z)[8], const K& k) {
   float4 peak = z[0], sum = splat(0), acc = splat(0);
@@ -80,9 +81,9 @@ __device__ __forceinline__ float4 pool_entry(const float4 (&z)[8], const K& k) {
   return acc / sum;
 }
 
-// Row 0 .. 7 of an entry, four of the previous stream and four of the current one, from the projections of its token
-// (the bias row is row % 4 because windows start at multiples of 4) or from the compressor state, where the token of
-// `position` left it.
+// Row 0 .. 7 of an entry: four of the previous stream, then four of the current one. They come from the projections of
+// its token (the bias row is row % 4, because windows start at multiples of 4) or from the compressor state, at the
+// rows of `position`.
 
 __device__ __forceinline__ const float* input_row(const Stream& s, int row, int64_t token) {
   return s.scores + token * s.stride + (row < 4 ? 0 : s.width);

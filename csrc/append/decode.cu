@@ -1,27 +1,28 @@
-// append, decode: everything that one layer writes for one token of each request, or for a few drafts of each, in one
+// append, decode: all cache writes of one layer for one token of each request, or for a few drafts of each, in one
 // launch (SPEC 2.1, 2.4, 2.5, 3.1 to 3.7).
 //
-// One block a token. CSA: four warps main compressor, one the indexer's, four the row. HCA: four warps compressor (16
-// in the raw form), four the row. Compressors pool the window that closes, finish its entry and move the compressor
-// states on. A row is spread over four warps because a single warp issues one instruction in five cycles or more.
-// Nothing waits for another block, nothing is atomic, every sum has a fixed order.
+// One thread block per token. CSA: four warps for the main compressor, one for the indexer's, four for the window
+// entry. HCA: four warps for the compressor (16 in the raw form), four for the window entry. Compressor warps pool the
+// window that the token completes, finish its entry and update the compressor state. An entry is spread over four warps
+// because a single warp issues at most one instruction every five cycles. No block waits for another one, there are no
+// atomics, and every sum has a fixed order.
 //
-// A step is a chain of such launches, each waiting for the one before it, so what counts is the time from that wait to
-// the end. Before it, a block loads all that no kernel of the step's layers writes (batch, weights, cos and sin) and
-// asks L2 for the rows of the compressor state that it will read; behind it come one round of loads (projections and
-// compressor state), the arithmetic and the stores.
+// The launches of a step form a chain in which each waits for the previous one, so the time from that wait to the end
+// counts. Before the wait, a block loads everything that no kernel of the step's layers writes (batch, weights, cos and
+// sin) and prefetches the rows of the compressor state that it will read to L2. After the wait there is one round of
+// loads (projections and compressor state), then the arithmetic and the stores.
 //
-// Bytes a token, bf16 kv and FP8 rows. Read: kv 1024, CSA 10,240 / HCA 4,096 fp32 of scores. Written: row 584, CSA 146
-// + 18, HCA 5 of entries and keys. Tail rows besides: CSA 10 kB written and, every fourth step, 36 kB read; HCA online
-// 6 kB read and written.
+// Bytes per token with bf16 kv and FP8 entries. Read: kv 1024, scores CSA 10,240 / HCA 4,096 in fp32. Written: window
+// entry 584, compressed entries and keys CSA 146 + 18, HCA 5. Compressor state in addition: CSA 10 kB written and 36 kB
+// read in every fourth step, HCA online 6 kB read and written.
 //
-// With several tokens of a request (`drafts`) every block goes on from the state before the step: what the request's
-// earlier tokens add it takes from their projections, for their blocks may not have run. And blocks of one step do not
-// race, in whatever order they run, because rings and state copies are so large that none writes what another reads
-// (draft_tokens_of and its neighbours in geometry.h, which `append` checks): of a token at `length` or behind it a
-// block reads nothing from the compressor state, and of older ones nothing that shares a row with length .. length +
-// tokens - 1. What a block writes stands at its own position alone, so a step that begins earlier than this one ended
-// finds its state.
+// With several tokens per request (`drafts`) every block continues from the state before the step. The contributions of
+// the request's earlier tokens come from their projections, because their blocks may not have run yet. Blocks of one
+// step do not race, whatever their order: rings and state copies are so large that no block writes what another one
+// reads (draft_tokens_of and its neighbours in geometry.h, which `append` checks). A block reads no row of a token at
+// `length` or later from the compressor state, and no row of an older token that shares its index with length .. length
+// + tokens - 1. Each block writes only rows indexed by its own token position. If the next step starts at an earlier
+// position because drafts were rejected, the state at that position is still intact.
 #include "../launch.cuh"
 #include "hca.cuh"
 #include "window.cuh"
@@ -34,36 +35,35 @@ struct Shape {
   static constexpr int groups = kind == LayerKind::kHcaRaw ? 4 : 1;
   static constexpr int compressor_warps = is_csa<kind> ? 5 : is_hca<kind> ? 4 * groups : 0;
   static constexpr int threads = 32 * (compressor_warps + 4);
-  // Two CSA blocks and no more: with room for a third, some SMs would start three blocks of the next layer and others
-  // one.
+  // At most two CSA blocks: with room for a third, some SMs would start three blocks of the next layer and others one.
   static constexpr int blocks_per_sm = is_csa<kind>                 ? 2
                                        : kind == LayerKind::kHcaRaw ? 1
                                        : is_hca<kind> && drafts     ? 2
                                                                     : 4;
 };
 
-/// The token of a decode step that a block has.
+/// The token that a block processes.
 struct Token {
-  int input;  // row of the step's inputs
+  int input;  // row of the inputs
   int slot, position;
   int length;  // of the request before the step
-  bool last;   // of its request in the step
+  bool last;   // last token of its request in the step
 };
 
-/// The compressor state's rings; constants in a step of one token a request.
+/// Returns the compressor state's rings. They are constants in a step of one token per request.
 template <bool drafts>
 __device__ __forceinline__ CompressorStateRows compressor_state_rows(const AppendParams& p) {
   return {drafts ? p.csa : CsaCompressorState{kCsaCurrentRows, kCsaPreviousRows}};
 }
 
-/// Asks L2 for what one thread names: `bytes` (a multiple of 16) from `from` on.
+/// Prefetches `bytes` (a multiple of 16) at `from` to L2. Called by one thread.
 __device__ __forceinline__ void prefetch(const float* from, unsigned bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
 }
 
-/// Four warps: the window row.
+/// Four warps: write the window entry.
 template <LayerKind kind, bool drafts>
 __device__ __forceinline__ void write_row(const AppendParams& p, RowScratch& scratch, const Token& token, int thread) {
   const int position = token.position, format = p.ring.format;
@@ -93,7 +93,7 @@ template <bool drafts>
 __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& scratch, const Token& token) {
   const int position = token.position, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool closes = position % kCsaRatio == kCsaRatio - 1, index = warp == 4;
-  const int first = position - 7;  // of the rows that the entry pools
+  const int first = position - 7;  // first row that the entry pools
   const Stream s = csa_stream_of_thread(p, threadIdx.x);
   const CompressorStateRows rows = compressor_state_rows<drafts>(p);
   const float* ape = s.ape + bias_row(position) * 2 * s.width;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& 
   int64_t loc = 0;
   if (closes) {
     if (lane == 0 && !index && (warp >= 2 || first >= 0)) {
-      // The four older rows of the previous stream, and the three of the current one, lie together.
+      // The four older rows of the previous stream are contiguous, and so are the three of the current one.
       const int row = warp == 0   ? rows.previous_k(first)
                       : warp == 1 ? rows.previous_z(first)
                       : warp == 2 ? rows.current_k(first + 4)
@@ -143,8 +143,8 @@ __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& 
     }
   }
   z_prev = z_prev + ape_prev, z_cur = z_cur + ape_cur;
-  // Other rows than those just read: the token's previous-stream row is four behind the last of them in a ring of 8 or
-  // more, its current-stream row is the 4th.
+  // These are not the rows read above: the token's previous-stream row is four after the last of them in a ring of at
+  // least 8, its current-stream row is the fourth.
   store4(compressor_state + rows.previous_k(position) * kCsaCompressorStateWidth, k_prev);
   store4(compressor_state + rows.previous_z(position) * kCsaCompressorStateWidth, z_prev);
   store4(compressor_state + rows.current_k(position) * kCsaCompressorStateWidth, k_cur);
@@ -159,11 +159,11 @@ __device__ __forceinline__ void csa_compress(const AppendParams& p, RowScratch& 
   }
 }
 
-/// Adds the `rows` rows before the one whose projections are at `score`, oldest first and one by one, as steps of one
-/// token would: to the same bits. `ape`: bias of the oldest.
+/// Adds the `rows` rows before the one with projections at `score`, oldest first and one at a time, so that the bits
+/// equal those of steps of one token. `ape` is the bias of the oldest row.
 __device__ __forceinline__ void add_drafted(Pool& pool, const float* score, int64_t stride, const float* ape,
                                             int rows) {
-  constexpr int batch = 4;  // loads under way at once
+  constexpr int batch = 4;  // loads in flight
   score -= rows * stride;
   for (int row = 0; row < rows; row += batch) {
     float4 k[batch], z[batch], bias[batch];
@@ -187,7 +187,7 @@ template <bool drafts>
 __device__ __forceinline__ void hca_compress(const AppendParams& p, RowScratch& scratch, const Token& token) {
   const int channel = 4 * threadIdx.x, row = token.position % kHcaRatio;
   const bool closes = row == kHcaRatio - 1;
-  // Rows of the window that the request's earlier tokens of the step add, and those before them.
+  // `drafted`: rows of the window from the request's earlier tokens of this step. `older`: rows from before the step.
   const int drafted = drafts ? min(row, token.position - token.length) : 0, older = row - drafted;
   float* before = drafts ? hca_state_copy(p, token.slot, token.length)
                          : p.compressor_state + token.slot * p.compressor_state_stride;
@@ -210,7 +210,7 @@ __device__ __forceinline__ void hca_compress(const AppendParams& p, RowScratch& 
   const float4 z[1] = {z_raw + ape};
   add_rows(pool, k, z);
   if (closes) {
-    store_entry(p, pool.result(), finish, scratch, loc / kHcaRatio, threadIdx.x);  // and an empty state has no bytes
+    store_entry(p, pool.result(), finish, scratch, loc / kHcaRatio, threadIdx.x);  // an empty state is not stored
   } else {
     store_pool(after + channel, pool);
   }
@@ -253,7 +253,7 @@ cudaError_t launch_append_decode(const AppendParams& p, LayerKind kind, bool ove
       {launch_kind<K::kSwa, false>, launch_kind<K::kSwa, true>},
       {launch_kind<K::kCsa, false>, launch_kind<K::kCsa, true>},
       {launch_kind<K::kHcaOnline, false>, launch_kind<K::kHcaOnline, true>},
-      {launch_kind<K::kHcaRaw, false>, launch_kind<K::kHcaRaw, false>}};  // a raw compressor state is for one token
+      {launch_kind<K::kHcaRaw, false>, launch_kind<K::kHcaRaw, false>}};  // the raw form supports one token per step
   const bool drafts = p.tokens > p.requests || p.csa.current > kCsaCurrentRows || p.hca_state_copies > 1;
   return launches[int(kind)][drafts](p, overlap, stream);
 }

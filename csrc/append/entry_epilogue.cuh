@@ -1,7 +1,7 @@
-// How a warp finishes a row: normalise, rotate, round, quantise, store (SPEC 2.1, 2.4, 2.5, 3.4).
+// Epilogue of an entry: normalise, rotate, round, quantise, store (SPEC 2.1, 2.4, 2.5, 3.4).
 //
-// What does not depend on the row itself (norm weights, cos and sin) is loaded apart from its use, so that those loads
-// travel while the row is awaited or pooled.
+// Operands that do not depend on the entry (norm weights, cos and sin) are loaded in a separate step, so that their
+// latency overlaps with the load or the pooling of the entry.
 #pragma once
 
 #include "../index_vector.cuh"
@@ -10,8 +10,9 @@
 
 namespace dsv4 {
 
-/// The sum of squares behind an RMSNorm: its leaves are four neighbouring channels each, which are then added in pairs
-/// of neighbours, of pairs, and so on, so that it is the same to a bit however a row is spread over threads.
+/// Sum of squares for an RMSNorm. Its leaves are four adjacent channels each, which are then added pairwise
+/// (neighbours, then pairs of neighbours, and so on). So the result is equal to the bit however an entry is spread over
+/// threads.
 __device__ __forceinline__ float squares4(float a, float b, float c, float d) {
   return __fmaf_rn(d, d, __fmaf_rn(c, c, __fmaf_rn(b, b, a * a)));
 }
@@ -20,8 +21,7 @@ __device__ __forceinline__ float inverse_rms(float squares, float eps) {
   return 1.0f / sqrtf(squares * (1.0f / kEntryDim) + eps);
 }
 
-// ---- a row in a warp (entries.cuh): least work, for many rows
-// ---------------------------------------------------------------
+// ---- One warp per entry (entries.cuh): least work, for many entries ----
 
 /// cos and sin of the rotated channels 448..511, in the lanes that hold them.
 struct RowAngle {
@@ -61,8 +61,7 @@ __device__ __forceinline__ void normalise_and_rotate(float (&x)[16], const float
   }
 }
 
-// ---- a row in four warps, four channels a thread: the shortest time
-// --------------------------------------------------------
+// ---- Four warps per entry, four channels per thread: shortest latency ----
 
 constexpr int kRowThreads = kEntryDim / 4;
 constexpr int kFirstRopeThread = kNopeDim / 4;
@@ -71,12 +70,12 @@ __device__ __forceinline__ void barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/// What the four warps tell each other. Rows that follow each other take two in turn.
+/// Shared memory of the four warps of an entry. Consecutive entries alternate between two of them.
 struct RowScratch {
   float squares[4], peak[4];
 };
 
-/// Four numbers of a row of bf16 or fp32 ones.
+/// Loads four numbers of a row of bf16 or fp32.
 __device__ __forceinline__ float4 load_quad(const void* row, bool is_bf16, int thread) {
   if (!is_bf16) return static_cast<const float4*>(row)[thread];
   const uint2 u = static_cast<const uint2*>(row)[thread];
@@ -88,10 +87,10 @@ __device__ __forceinline__ float4 round_quad(float4 x) {
   return x;
 }
 
-/// A thread's part of a row in its final bytes.
+/// A thread's part of an entry in its final bytes.
 struct PackedQuad {
   uint32_t word[4];
-  uint32_t exponent;  // kFp8: the biased exponent of the multiplier
+  uint32_t exponent;  // kFp8: biased exponent of the multiplier
 
   __device__ __forceinline__ void store(int format, const RowAddress& to, int thread) const {
     if (format == kFp8) {
@@ -110,7 +109,7 @@ struct PackedQuad {
   }
 };
 
-/// What finishes a row: norm weights, cos and sin of a thread's channels.
+/// Operands of the epilogue of an entry: norm weights, cos and sin of a thread's channels.
 struct QuadFinish {
   float4 weight, angle;
 
@@ -120,7 +119,7 @@ struct QuadFinish {
     if (thread >= kFirstRopeThread) angle = load4(p.rope + position * kRopeDim + 4 * (thread - kFirstRopeThread));
   }
 
-  /// RMSNorm, RoPE, rounding and quantisation of the row of 128 threads, which meet at barrier `id`.
+  /// Applies RMSNorm, RoPE, rounding and quantisation to an entry held by 128 threads, which use barrier `id`.
   __device__ __forceinline__ PackedQuad apply(float4 x, int format, float eps, bool round, RowScratch& scratch, int id,
                                               int thread) const {
     const int warp = thread / 32, lane = thread % 32;
@@ -162,7 +161,7 @@ struct QuadFinish {
   }
 };
 
-/// The 128 threads of a main compressor: a pooled entry becomes row `row` of the entry table.
+/// The 128 threads of a main compressor: finish a pooled entry and store it at index `row` of the entry buffer.
 __device__ __forceinline__ void store_entry(const AppendParams& p, float4 pooled, const QuadFinish& finish,
                                             RowScratch& scratch, int64_t row, int thread) {
   if (p.kv_bf16) pooled = round_quad(pooled);
@@ -170,10 +169,9 @@ __device__ __forceinline__ void store_entry(const AppendParams& p, float4 pooled
   finish.apply(pooled, format, p.eps, p.kv_bf16, scratch, 2, thread).store(format, row_address(p.entries, row), thread);
 }
 
-// ---- an index key in a warp
-// ------------------------------------------------------------------------------------------------
+// ---- One warp per index key ----
 
-/// One warp: a key's final numbers, channels 4 lane .. 4 lane + 3 in `x`, become row `row` of the key table.
+/// One warp: store a finished key, channels 4 lane .. 4 lane + 3 in `x`, at index `row` of the key buffer.
 __device__ __forceinline__ void store_key(const KeyTable& keys, const float (&x)[4], int64_t row, int lane) {
   const uint32_t block = uint32_t(row) / uint32_t(keys.keys_per_block),
                  key = uint32_t(row) - block * keys.keys_per_block;
@@ -188,7 +186,7 @@ __device__ __forceinline__ void store_key(const KeyTable& keys, const float (&x)
   if (lane % 4 == 0) base[keys.keys_per_block * kKeyBytes + key * kScaleBytes + lane / 4] = uint8_t(fp4.scale_code);
 }
 
-/// What finishes a key, four channels a lane.
+/// Operands of the epilogue of a key, four channels per lane.
 struct KeyFinish {
   float4 weight, angle;
 
@@ -198,7 +196,7 @@ struct KeyFinish {
       angle = load4(p.rope + position * kRopeDim + 4 * (lane - kFirstRotatedIndexLane));
   }
 
-  /// One warp: the pooled index key, channels 4 lane .. 4 lane + 3 in `pooled`, becomes row `row` of the key table.
+  /// One warp: finish a pooled index key, channels 4 lane .. 4 lane + 3 in `pooled`, and store it at index `row`.
   __device__ __forceinline__ void store(const AppendParams& p, float4 pooled, int64_t row, int lane) const {
     if (p.kv_bf16) pooled = round_quad(pooled);
     float squares = pooled.x * pooled.x;

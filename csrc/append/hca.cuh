@@ -1,29 +1,30 @@
-// The HCA compressor, four channels a thread, rows of a window split over groups of 128 threads (SPEC 3.3, 3.7).
+// The HCA compressor, four channels per thread. Rows of a window are divided among groups of 128 threads (SPEC 3.3,
+// 3.7).
 #pragma once
 
 #include "entry_epilogue.cuh"
 
 namespace dsv4 {
 
-/// What the compressor warps of a block share: what its four first warps need to finish entries, and the pools of the
-/// groups.
+/// Shared memory of a block's compressor warps: scratch of the epilogue, used by the first four warps, and the pools of
+/// the groups.
 template <int groups>
 struct Shared {
   RowScratch scratch[2];
   Pool pool[groups > 1 ? groups - 1 : 1][groups > 1 ? kEntryDim / 4 : 1];
 };
 
-/// Where the rows of one HCA window come from, for a thread: `old` rows of the raw compressor state, then inputs.
-/// Pointers at its channels.
+/// Sources of the rows of one HCA window: `old` rows of the raw compressor state, then projections. Pointers are at the
+/// channels of the thread.
 struct HcaIndices {
   const float* compressor_state;  // raw compressor state of the slot, or null
-  int old;                        // rows before the step, in `compressor_state`
-  const float* scores;            // projections of window row 0, which may lie before the step's first token
+  int old;                        // rows from before the step, in `compressor_state`
+  const float* scores;            // projections of window row 0, possibly before the step's first token
   int64_t stride;
   const float* ape;
 };
 
-/// Adds rows first, first + 1, ... last - 1 that fall to this group of threads.
+/// Adds the rows of this group among first .. last - 1.
 template <int groups, int batch>
 __device__ __forceinline__ void pool_rows(Pool& pool, const HcaIndices& from, int first, int last, int group) {
   for (int row = first + group; row < last; row += groups * batch) {
@@ -46,7 +47,7 @@ __device__ __forceinline__ void pool_rows(Pool& pool, const HcaIndices& from, in
   }
 }
 
-/// The same of all rows of a window whose projections start at `scores`.
+/// Adds the rows of this group of a whole window, whose projections start at `scores`.
 template <int groups, int batch>
 __device__ __forceinline__ void pool_whole(Pool& pool, const float* scores, int64_t stride, const float* ape,
                                            int group) {
@@ -64,7 +65,7 @@ __device__ __forceinline__ void pool_whole(Pool& pool, const float* scores, int6
   }
 }
 
-/// Brings the pools of all groups together in group 0's threads.
+/// Merges the pools of all groups in the threads of group 0.
 template <int groups>
 __device__ __forceinline__ void merge_groups(Pool& pool, Shared<groups>& shared, int group, int thread) {
   if (groups == 1) return;
@@ -76,14 +77,14 @@ __device__ __forceinline__ void merge_groups(Pool& pool, Shared<groups>& shared,
   for (int other = 1; other < groups; ++other) add_pool(pool, shared.pool[other - 1][thread]);
 }
 
-/// The state of a slot's open window after `length` tokens, in the online form.
+/// Returns the copy of the online state of a slot's open window after `length` tokens.
 __device__ __forceinline__ float* hca_state_copy(const AppendParams& p, int slot, int length) {
   return p.compressor_state + slot * p.compressor_state_stride +
          length % p.hca_state_copies * (kHcaOnlineRows * kEntryDim);
 }
 
-/// All compressor warps: what of request b touches state from before the step, then its compressor state. Also the
-/// whole of a raw decode step.
+/// All compressor warps: the part of request b that needs state from before the step, then the update of its compressor
+/// state. Also a complete raw decode step.
 template <bool raw, bool prefill, int groups>
 __device__ void hca_request(const AppendParams& p, Shared<groups>& shared, int b) {
   constexpr int batch = 4;
@@ -92,8 +93,8 @@ __device__ void hca_request(const AppendParams& p, Shared<groups>& shared, int b
   const int begin = prefill ? p.query_start[b] : b, count = prefill ? p.query_start[b + 1] - begin : 1;
   if (slot < 0 || count <= 0) return;
   const int stop = length + count, old = length % kHcaRatio, closing = length / kHcaRatio;
-  float* compressor_state = p.compressor_state + slot * p.compressor_state_stride + channel;  // in the raw form
-  // The window that is open at `length`; row r of it is token begin + r - old.
+  float* compressor_state = p.compressor_state + slot * p.compressor_state_stride + channel;  // used in the raw form
+  // The open window at `length`; its row r is token begin + r - old.
   HcaIndices rows{raw ? compressor_state : nullptr, raw ? old : 0,
                   p.kv_score + (begin - old) * p.kv_score_stride + channel, p.kv_score_stride, p.ape + channel};
 
@@ -114,7 +115,7 @@ __device__ void hca_request(const AppendParams& p, Shared<groups>& shared, int b
     }
   }
   if (raw) {
-    // Every group has read its old rows: merge_groups has a barrier behind them.
+    // All groups have read their old rows: merge_groups ends with a barrier.
     for (int position = max(length, stop - kHcaRatio) + group; position < stop; position += groups) {
       const float* score = p.kv_score + (begin + position - length) * p.kv_score_stride + channel;
       const int row = position % kHcaRatio;
@@ -125,7 +126,7 @@ __device__ void hca_request(const AppendParams& p, Shared<groups>& shared, int b
     return;
   }
   const int open = stop % kHcaRatio;
-  if (open == 0) return;  // an empty state has no bytes
+  if (open == 0) return;  // an empty state is not stored
   const bool same = stop / kHcaRatio == closing;
   Pool pool = Pool::empty();
   if (same) {

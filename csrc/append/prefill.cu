@@ -1,22 +1,21 @@
-// append, prefill: everything that one layer writes for the tokens of a step with chunks, in one launch
-// (SPEC 2.1, 2.4, 2.5, 3.1 to 3.7).
+// append, prefill: all cache writes of one layer for the tokens of a step with chunks, in one launch (SPEC 2.1, 2.4,
+// 2.5, 3.1 to 3.7).
 //
-// Blocks by index:
-//   first `requests` blocks (CSA, HCA): the boundary of a request: entries that pool rows from before the step, then
-//   its compressor states. A
-//     thread reads only compressor state columns that it later writes itself, so reading old rows first needs no
-//     synchronisation (raw HCA splits rows over warps and has a barrier);
-//   then in turn, as long as both last, so that both are always in flight: blocks that pool the entry that closes in
-//   `ratio` tokens
-//     from this step's rows alone, and blocks of window rows, a warp a row (HCA: two, because its blocks hold few
-//     warps);
-//   last, ring rows from before the step that no row of the step replaces, into the workspace; replaced ones are copied
-//   by the warp
-//     that replaces them.
-// Nothing waits for another block, nothing is atomic, every sum has a fixed order.
+// Thread blocks by index:
+// - The first `requests` blocks (CSA, HCA) process the boundary of one request each: the entries that pool rows from
+//   before the step, then the compressor state. A thread reads only columns of the compressor state that it later
+//   writes itself, so reading old rows first needs no synchronisation (raw HCA divides rows among warps and has a
+//   barrier).
+// - Then two kinds of blocks alternate as long as both last, so that both are always in flight: blocks that pool the
+//   entry that is completed in `ratio` tokens from rows of this step only, and blocks of window entries, one warp per
+//   entry (HCA: two entries per warp, because its blocks hold few warps).
+// - The last blocks copy ring entries from before the step that the step does not overwrite to the workspace. An
+//   overwritten entry is copied by the warp that overwrites it.
 //
-// Bytes a token, bf16 kv and FP8 rows. Read: kv 1024, CSA 10,240 / HCA 4,096 fp32 of scores, each once. Written: row
-// 584 (twice for the last 128), CSA 146 + 18, HCA 5 of entries and keys.
+// No block waits for another one, there are no atomics, and every sum has a fixed order.
+//
+// Bytes per token with bf16 kv and FP8 entries. Read: kv 1024, scores CSA 10,240 / HCA 4,096 in fp32, each once.
+// Written: window entry 584 (twice for the last 128), compressed entries and keys CSA 146 + 18, HCA 5.
 #include "../launch.cuh"
 #include "hca.cuh"
 #include "window.cuh"
@@ -26,13 +25,13 @@ namespace {
 
 template <LayerKind kind>
 struct Shape {
-  static constexpr int groups = is_hca<kind> ? 4 : 1;  // of 128 threads that share the rows of an HCA window
+  static constexpr int groups = is_hca<kind> ? 4 : 1;  // groups of 128 threads that share the rows of an HCA window
   static constexpr int warps = is_csa<kind> ? kCsaThreads / 32 : 4 * groups;
   static constexpr int rows_a_warp = is_hca<kind> ? 2 : 1;
   static constexpr int blocks_per_sm = is_csa<kind> ? 3 : is_hca<kind> ? 1 : 8;
 };
 
-/// Numbers of blocks.
+/// Numbers of thread blocks by kind.
 template <LayerKind kind>
 struct Grid {
   using S = Shape<kind>;
@@ -43,9 +42,9 @@ struct Grid {
         entries(entry_blocks(tokens)),
         rows(divide_up(row_warps(tokens) + kWindow * requests, S::warps)) {}
 
-  /// Warps that write window rows of the step's tokens.
+  /// Number of warps that write window entries of the step's tokens.
   __host__ __device__ static constexpr int row_warps(int tokens) { return divide_up(tokens, S::rows_a_warp); }
-  /// Blocks that pool an entry from the step's rows alone.
+  /// Number of blocks that pool an entry from rows of this step only.
   __host__ __device__ static constexpr int entry_blocks(int tokens) {
     if constexpr (ratio_of<kind> > 0) return divide_up(tokens, ratio_of<kind>);
     return 0;
@@ -53,13 +52,13 @@ struct Grid {
   __host__ __device__ static constexpr int divide_up(int a, int b) { return (a + b - 1) / b; }
 };
 
-/// The entry that closes at one of `ratio` tokens and pools only rows of this step. There is at most one: such windows
-/// do not overlap.
+/// The entry that one of `ratio` tokens completes from rows of this step only. There is at most one, because such
+/// windows do not overlap.
 struct Closing {
   int token;     // -1: none
-  int position;  // of its window's first token
+  int position;  // position of its window's first token
 
-  /// Of the tokens first .. first + ratio - 1; all lanes of a warp take part.
+  /// Finds the entry among the tokens first .. first + ratio - 1. All lanes of a warp take part.
   template <int ratio>
   __device__ __forceinline__ static Closing find(const AppendParams& p, int first, int lane) {
     constexpr int rounds = ratio > 32 ? ratio / 32 : 1;
@@ -88,10 +87,9 @@ struct Closing {
   }
 };
 
-// ---- CSA
-// --------------------------------------------------------------------------------------------------------------
+// ---- CSA ----
 
-/// What the five compressor warps need to finish an entry and its key.
+/// Operands of the epilogue for the five compressor warps.
 struct CsaFinish {
   QuadFinish entry;
   KeyFinish key;
@@ -113,7 +111,7 @@ struct CsaFinish {
   }
 };
 
-/// Five warps: what of request b touches rows from before the step, then its compressor states.
+/// Five warps: the part of request b that needs rows from before the step, then the update of its compressor state.
 __device__ void csa_boundary(const AppendParams& p, Shared<1>& shared, int b) {
   const int slot = p.slots[b], length = p.prefix_lens[b], begin = p.query_start[b],
             stop = length + p.query_start[b + 1] - begin;
@@ -121,7 +119,7 @@ __device__ void csa_boundary(const AppendParams& p, Shared<1>& shared, int b) {
   const Stream s = csa_stream_of_thread(p, threadIdx.x);
   const CompressorStateRows rows{p.csa};
   float* compressor_state = s.compressor_state(p, slot);
-  // Only the window that is open at `length` and the one after it can pool older rows.
+  // Only the open window at `length` and the next one can pool older rows.
   for (int which = 0; which < 2; ++which) {
     const int entry = length / kCsaRatio + which, first = kCsaRatio * entry - 4, last = first + 7;
     if (max(first, 0) >= length || last >= stop) continue;
@@ -156,9 +154,9 @@ __device__ void csa_boundary(const AppendParams& p, Shared<1>& shared, int b) {
   }
 }
 
-/// Five warps: the entry that closes at one of the tokens first .. first + 3.
+/// Five warps: the entry that one of the tokens first .. first + 3 completes.
 __device__ void csa_entry(const AppendParams& p, Shared<1>& shared, int first) {
-  // Every warp sees the same tokens, so all agree on the entry and meet at the same barriers.
+  // All warps see the same tokens, so they agree on the entry and reach the same barriers.
   const Closing closing = Closing::find<kCsaRatio>(p, first, threadIdx.x % 32);
   if (closing.token < 0) return;
   const Stream s = csa_stream_of_thread(p, threadIdx.x);
@@ -178,10 +176,9 @@ __device__ void csa_entry(const AppendParams& p, Shared<1>& shared, int first) {
   finish.store(p, pool_entry(z, [&](int row) { return k[row]; }), shared.scratch[0], loc / kCsaRatio);
 }
 
-// ---- HCA
-// --------------------------------------------------------------------------------------------------------------
+// ---- HCA ----
 
-/// All warps: the entry that closes at one of the tokens first .. first + 127.
+/// All warps: the entry that one of the tokens first .. first + 127 completes.
 template <int groups>
 __device__ void hca_entry(const AppendParams& p, Shared<groups>& shared, int first) {
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
@@ -197,8 +194,7 @@ __device__ void hca_entry(const AppendParams& p, Shared<groups>& shared, int fir
   store_entry(p, pool.result(), finish, shared.scratch[0], p.out_loc[closing.token] / kHcaRatio, thread);
 }
 
-// ---- the kernel
-// ------------------------------------------------------------------------------------------------------------
+// ---- The kernel ----
 
 template <LayerKind kind>
 __global__ void __launch_bounds__(32 * Shape<kind>::warps, Shape<kind>::blocks_per_sm)
@@ -218,7 +214,7 @@ __global__ void __launch_bounds__(32 * Shape<kind>::warps, Shape<kind>::blocks_p
       return;
     }
     block -= grid.boundary;
-    // Entries wait for bandwidth, rows for latency: one of each in turn, then what is left.
+    // Compressed entries are bound by bandwidth, window entries by latency: alternate them, then process the rest.
     const int paired = min(grid.entries, grid.rows);
     const bool is_entry = block < 2 * paired ? block % 2 == 0 : grid.entries > paired;
     block = block < 2 * paired ? block / 2 : block - paired;

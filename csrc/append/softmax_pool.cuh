@@ -1,4 +1,4 @@
-// Per-channel softmax pooling of compressor rows (SPEC 3.2, 3.3); a thread owns four neighbouring channels throughout.
+// Per-channel softmax pooling of compressor rows (SPEC 3.2, 3.3). A thread owns four adjacent channels throughout.
 #pragma once
 
 #include <cfloat>
@@ -10,7 +10,7 @@ namespace dsv4 {
 __device__ __forceinline__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
 __device__ __forceinline__ void store4(float* p, float4 v) { *reinterpret_cast<float4*>(p) = v; }
 
-/// Loads projections, which are read once: they need no place in L1.
+/// Loads projections. They are read once, so they bypass L1.
 __device__ __forceinline__ float4 load4_once(const float* p) {
   float4 v;
   asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -36,7 +36,7 @@ __device__ __forceinline__ float4 max4(float4 a, float4 b) {
   return make_float4(fmaxf(a.x, b.x), fmaxf(a.y, b.y), fmaxf(a.z, b.z), fmaxf(a.w, b.w));
 }
 
-/// e^x for x <= 0; a result below the normal numbers is 0, which spares the instructions for those.
+/// e^x for x <= 0. Flushes subnormal results to 0, which saves the instructions for them.
 __device__ __forceinline__ float exp_flushed(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
@@ -46,7 +46,8 @@ __device__ __forceinline__ float4 exp4(float4 a) {
   return make_float4(exp_flushed(a.x), exp_flushed(a.y), exp_flushed(a.z), exp_flushed(a.w));
 }
 
-/// Softmax state over the rows seen so far: running maximum, sum of weights, weighted sum. All finite, also when empty.
+/// Softmax state over the rows seen so far: running maximum, sum of weights, weighted sum. All are finite, also when
+/// empty.
 struct Pool {
   float4 peak, sum, acc;
 
@@ -54,7 +55,7 @@ struct Pool {
   __device__ __forceinline__ float4 result() const { return acc / sum; }
 };
 
-/// The state of an open window as an online compressor state holds it, at a thread's channels.
+/// Loads the state of an open window from an online compressor state, at the channels of a thread.
 __device__ __forceinline__ Pool load_pool(const float* compressor_state) {
   return {load4(compressor_state), load4(compressor_state + kEntryDim), load4(compressor_state + 2 * kEntryDim)};
 }
@@ -64,7 +65,7 @@ __device__ __forceinline__ void store_pool(float* compressor_state, const Pool& 
       store4(compressor_state + 2 * kEntryDim, pool.acc);
 }
 
-/// Adds `rows` rows at once; a row with z = -inf and k = 0 counts for nothing.
+/// Adds `rows` rows at once. A row with z = -inf and k = 0 contributes nothing.
 template <int rows>
 __device__ __forceinline__ void add_rows(Pool& pool, const float4 (&k)[rows], const float4 (&z)[rows]) {
   float4 peak = pool.peak;
@@ -80,7 +81,7 @@ __device__ __forceinline__ void add_rows(Pool& pool, const float4 (&k)[rows], co
   pool.peak = peak;
 }
 
-/// Adds what another pool has seen.
+/// Adds the rows of another pool.
 __device__ __forceinline__ void add_pool(Pool& pool, const Pool& other) {
   const float4 peak = max4(pool.peak, other.peak);
   const float4 keep = exp4(pool.peak - peak), weight = exp4(other.peak - peak);

@@ -1,12 +1,13 @@
-// The window row of a token: RMSNorm, RoPE, quantisation, ring and window workspace; a warp a row (SPEC 2.1, 2.4).
+// The window entry of a token: RMSNorm, RoPE, quantisation, stores to ring and window workspace; one warp per entry
+// (SPEC 2.1, 2.4).
 #pragma once
 
 #include "csa.cuh"
 
 namespace dsv4 {
 
-/// Row of a position in its slot's ring, which may have more rows than the window: the remainder of a division by them.
-/// Exact while position x rows is below 2^32, which `append` checks.
+/// Returns the index of a position in its slot's ring, that is position modulo the entries of the ring, which may be
+/// more than the window. Exact while position x entries is below 2^32, which `append` checks.
 __device__ __forceinline__ int ring_place(const AppendParams& p, int position) {
   return position - int(__umulhi(uint32_t(position), p.ring_reciprocal)) * p.ring.entries_per_block;
 }
@@ -23,13 +24,13 @@ __device__ __forceinline__ void store_position(const AppendParams& p, int slot, 
   if (p.swa_pos) p.swa_pos[slot * p.swa_pos_stride + ring_place(p, position)] = position;
 }
 
-/// Whether a snapshot that holds the token's row also needs its previous-window rows.
+/// Returns true if a snapshot that holds the token's window entry also needs its previous-stream rows.
 template <LayerKind kind>
 __device__ __forceinline__ bool tracks_prev_rows(int position) {
   return is_csa<kind> && position % kBlockTokens >= kBlockTokens - kCsaRatio;
 }
 
-/// What follows from the length of a request after the step.
+/// Stores the values that follow from the length of a request after the step.
 template <LayerKind kind>
 __device__ __forceinline__ void store_length(const AppendParams& p, int slot, int length) {
   if (p.swa_head) p.swa_head[slot] = ring_place(p, length);
@@ -38,17 +39,17 @@ __device__ __forceinline__ void store_length(const AppendParams& p, int slot, in
   }
 }
 
-/// The old row, 0 .. 127 for position length - 128 .. length - 1, whose place in the ring the chunk's token `offset`
-/// takes; negative where it takes one that holds none of them.
+/// Returns the old entry, 0 .. 127 for position length - 128 .. length - 1, whose index in the ring the chunk's token
+/// `offset` overwrites; negative if there is none.
 __device__ __forceinline__ int replaced_by(const AppendParams& p, int offset) {
   return ring_place(p, offset) - (p.ring.entries_per_block - kWindow);
 }
 
-/// First row of request `b` in the window workspace: that of position length - 128.
+/// Returns the first index of request `b` in the window workspace, that of position length - 128.
 __device__ __forceinline__ int workspace_base(int begin, int b) { return begin + kWindow * b; }
 
-/// One warp: window rows of the tokens first .. first + n - 1 of a prefill step; nothing is used before all that can be
-/// has been asked for.
+/// One warp: window entries of the tokens first .. first + n - 1 of a prefill step. All loads are issued before any of
+/// them is used.
 template <LayerKind kind, int n>
 __device__ void write_window_indices(const AppendParams& p, int first, int lane) {
   float x[n][16];
@@ -102,13 +103,13 @@ __device__ void write_window_indices(const AppendParams& p, int first, int lane)
   }
 }
 
-/// One warp: an old ring row that no token of the chunk replaces, into the workspace.
+/// One warp: copy an old ring entry that no token of the chunk overwrites to the workspace.
 __device__ inline void keep_old_row(const AppendParams& p, int b, int old, int lane) {
   const int slot = p.slots[b], begin = p.query_start[b], count = p.query_start[b + 1] - begin,
             length = p.prefix_lens[b];
   const int position = length - kWindow + old;
   if (slot < 0 || count <= 0 || position < 0) return;
-  // The last token that takes this row's place, if it is one of those that stay in the ring: it has copied the row.
+  // The last token with this ring index, if it is one of those that stay in the ring, has copied the entry.
   const int rows = p.ring.entries_per_block, place = old + rows - kWindow;
   const int behind = ring_place(p, count - 1 + rows - place);
   if (behind < kWindow && behind < count) return;

@@ -1,4 +1,4 @@
-// Host side of `append_v41` and `append_v41_keys`: checks their arguments and fills the kernels' parameters.
+// Host side of `append_v41` and `append_v41_keys`: checks the arguments and fills the kernels' parameters.
 #include "append_v41.h"
 
 #include "../append/check.h"
@@ -17,7 +17,7 @@ V41Table v41_table(const Checker& check, const char* name, const Tensor& t, int6
   return {data<uint8_t>(t), t.stride(0), int(t.size(1))};
 }
 
-/// What both ops begin with: their inputs of so many columns, `name`, their norm, and the batch.
+/// Checks and stores the common arguments of both ops: their inputs `name` of `width` columns, the norm, and the batch.
 AppendChecker take_inputs(const char* op, V41Inputs& p, const char* name, const Tensor& inputs, int64_t width,
                           const char* norm_name, const Tensor& norm, const Tensor& rope, double eps,
                           const Tensor& slots, const Tensor& prefix_lens, const Tensor& query_start,
@@ -48,7 +48,7 @@ AppendChecker take_inputs(const char* op, V41Inputs& p, const char* name, const 
   return check;
 }
 
-/// The compressor of a layer that writes entries.
+/// Checks and stores the compressor of a layer that writes entries.
 void take_compressor(const AppendChecker& check, AppendV41Params& p, int64_t ratio, int64_t slots,
                      const std::optional<Tensor>& compressor, const std::optional<Tensor>& latent_norm,
                      const std::optional<Tensor>& compressor_state, const std::optional<Tensor>& entries,
@@ -75,18 +75,18 @@ void take_compressor(const AppendChecker& check, AppendV41Params& p, int64_t rat
   p.compressor_state_rows = int(state.size(1));
 }
 
-/// A decode step has as many tokens of each request, and no more than ring and compressor state are for
-/// (dsv4_sglang/model/v41.py).
+/// A decode step has the same number of tokens of each request, at most the number that ring and compressor state
+/// support (dsv4_sglang/model/v41.py).
 void check_decode(const AppendChecker& check, const AppendV41Params& p, int64_t ratio) {
   const int tokens = p.batch.tokens, requests = p.batch.requests;
   if (requests == 0 ? tokens > 0 : tokens % requests > 0) {
-    check.fail(tokens, " tokens for ", requests, " requests without `window`; expected as many of each");
+    check.fail(tokens, " tokens for ", requests, " requests without `window`; expected the same number for each");
   }
   const int each = requests ? tokens / requests : 0;
   const auto at_most = [&](const char* name, int rows, int most) {
     if (each > most) {
       check.fail(each, " tokens of each request without `window`, but ", name, " has ", rows,
-                 " rows a slot, for at most ", most);
+                 " rows per slot, for at most ", most);
     }
   };
   at_most("ring", p.ring.entries_per_block, draft_tokens_of_ring(p.ring.entries_per_block));
@@ -112,7 +112,7 @@ void append_v41(Tensor kv, std::optional<Tensor> compressor, Tensor kv_norm, std
   constexpr int64_t row_bytes = kV41RowBytes + kV41RowScales;
   p.ring = v41_table(check, "ring", ring, kAny, kAny, row_bytes);
   if (ring.size(1) < kWindow) {
-    check.fail("ring is ", describe(ring), "; expected at least ", kWindow, " rows a slot");
+    check.fail("ring is ", describe(ring), "; expected at least ", kWindow, " rows per slot");
   }
   if (window) {
     p.window = v41_table(check, "window", *window, 1, tokens + int64_t(kWindow) * p.batch.requests, row_bytes);

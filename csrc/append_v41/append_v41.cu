@@ -1,19 +1,19 @@
-// append_v41: everything that one layer of DeepSeek-V4.1 writes for the tokens of a step in one launch, but for index
-// keys, which append_v41_keys makes of the latents after their product (SPEC 11.3, 11.4).
+// append_v41: all cache writes of one layer of DeepSeek-V4.1 for the tokens of a step in one launch, except for index
+// keys. append_v41_keys computes those from the latents after their matrix product (SPEC 11.3, 11.4).
 //
-// One block a token: four warps the window row and, in a layer that writes entries, four warps the entry. In a prefill
-// step blocks behind them, a warp a row, copy what the ring holds to the workspace. No block waits for another:
-// - a ring row is copied by the block that replaces it, thread by thread, or by a block of copies if nobody does;
-// - a pair's first token is read from the inputs where it is in the step. From the compressor state only the step's
-// first token of
-// a
-//   request reads, and in a prefill step its block also writes the compressor state, for the token that waits behind
-//   the step;
-// - in a decode step every token that waits has a row of its own, which no other token of the step reads (pair_rows in
+// One thread block per token: four warps for the window entry and, in a layer that writes entries, four warps for the
+// compressed entry. In a prefill step further blocks copy ring entries to the workspace, one warp per entry. No block
+// waits for another one:
+// - A ring entry is copied by the block that overwrites it, thread by thread, or by a copying block if it is not
+//   overwritten.
+// - The first token of a pair is read from the inputs if it is in the step. Only the step's first token of a request
+//   reads the compressor state. In a prefill step its block also writes the compressor state, for the token that waits
+//   after the step.
+// - In a decode step every waiting token has a row of its own, which no other token of the step reads (pair_rows in
 //   dsv4_sglang/model/v41.py).
 //
-// Bytes a token. Read: kv 1024, compressor 1024 (ratio 1) or 4096. Written: row 528; at ratio 1 entry 288 and latent
-// 1024, at ratio 2 half of it and, for every other token, 4096 of the compressor state.
+// Bytes per token. Read: kv 1024, compressor 1024 (ratio 1) or 4096. Written: window entry 528; at ratio 1 compressed
+// entry 288 and latent 1024, at ratio 2 half of it and, for every other token, 4096 of compressor state.
 #include <cuda_runtime.h>
 
 #include "../append/entry_epilogue.cuh"
@@ -43,7 +43,7 @@ __device__ __forceinline__ V41Address window_address(const AppendV41Params& p, i
   return address<kV41RowBytes, kV41RowScales>(p.window, 0, row);
 }
 
-/// A request in the step, of which the tokens are input rows `begin` .. `end`, at positions `length` .. `stop`.
+/// A request of the step. Its tokens are the input rows `begin` .. `end`, at positions `length` .. `stop`.
 struct Request {
   int index, slot, begin, end, length, stop;
 
@@ -55,13 +55,13 @@ struct Request {
         length(batch.prefix_lens[request]),
         stop(length + end - begin) {}
 
-  /// Row of the workspace for a position from length - 128 on.
+  /// Returns the workspace index of a position from length - 128.
   __device__ __forceinline__ int window_row(int position) const {
     return begin + kWindow * (index + 1) + position - length;
   }
 };
 
-/// RMSNorm of a row of 128 threads, rounded to bf16.
+/// RMSNorm of an entry held by 128 threads, rounded to bf16.
 __device__ __forceinline__ float4 normalise(float4 x, float4 weight, float eps, float (&scratch)[4], int id,
                                             int thread) {
   const float squares = QuadFinish::warp_sum_of_neighbours(squares4(x.x, x.y, x.z, x.w));
@@ -83,7 +83,7 @@ __device__ __forceinline__ float largest(float4 x) {
   return fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
 }
 
-/// Four neighbouring channels of a window row; eight threads share a scale.
+/// Four adjacent channels of a window entry; eight threads share a scale.
 struct PackedRowQuad {
   uint32_t codes, exponent;
 
@@ -98,13 +98,14 @@ struct PackedRowQuad {
   }
 };
 
-/// 128 threads: a row from the ring to the workspace, each thread the bytes that PackedRowQuad::store would write.
+/// 128 threads: copy an entry from the ring to the workspace. Each thread copies the bytes that PackedRowQuad::store
+/// writes.
 __device__ __forceinline__ void copy_row(const V41Address& from, const V41Address& to, int thread) {
   reinterpret_cast<uint32_t*>(to.data)[thread] = reinterpret_cast<const uint32_t*>(from.data)[thread];
   if (thread % 8 == 0) to.scale[thread / 8] = from.scale[thread / 8];
 }
 
-/// Four warps: the window row of an input.
+/// Four warps: write the window entry of an input.
 __device__ void write_row(const AppendV41Params& p, const Request& request, int token, float (&scratch)[4]) {
   const int thread = threadIdx.x, position = request.length + token - request.begin;
   const uint16_t* kv = static_cast<const uint16_t*>(p.inputs) + token * p.inputs_stride;
@@ -118,7 +119,7 @@ __device__ void write_row(const AppendV41Params& p, const Request& request, int 
   if (p.window.base) {
     packed.store(window_address(p, request.window_row(position)), thread);
     if (position < request.stop - kWindow) return;
-    // The last position before the step that has this row of the ring.
+    // The last position before the step with this ring index.
     const int rows = p.ring.entries_per_block, before = position - (position - request.length) / rows * rows - rows;
     if (before >= max(0, request.length - kWindow)) {
       copy_row(row, window_address(p, request.window_row(before)), thread);
@@ -127,14 +128,15 @@ __device__ void write_row(const AppendV41Params& p, const Request& request, int 
   packed.store(row, thread);
 }
 
-/// A warp: one of the 128 rows before a request's chunk, to the workspace, if no token of the chunk replaces it.
+/// One warp: copy one of the 128 entries before a request's chunk to the workspace, if no token of the chunk overwrites
+/// it.
 __device__ void copy_old_row(const AppendV41Params& p, int task, int lane) {
   if (task >= kWindow * p.batch.requests) return;
   const Request request(p.batch, task / kWindow);
   const int position = request.length - kWindow + task % kWindow;
   if (request.slot < 0 || request.begin == request.end || position < 0) return;
   const int rows = p.ring.entries_per_block, last = min(request.end - request.begin, kWindow);
-  // The next positions that have this row of the ring are rows, 2 rows, ... further.
+  // The next positions with this ring index are rows, 2 rows, ... further.
   const int next = position + (request.stop - 1 - position) / rows * rows;
   if (next >= request.stop - last) return;
   const V41Address from = ring_address(p, request.slot, position), to = window_address(p, request.window_row(position));
@@ -142,7 +144,7 @@ __device__ void copy_old_row(const AppendV41Params& p, int task, int lane) {
   if (lane == 0) *reinterpret_cast<uint4*>(to.scale) = *reinterpret_cast<const uint4*>(from.scale);
 }
 
-/// k and score of a token, at a thread's four channels.
+/// k and score of a token, at four channels of a thread.
 struct Waiting {
   float4 k, score;
 
@@ -154,13 +156,14 @@ struct Waiting {
   }
 };
 
-/// Row of the compressor state where the token at an even position waits; of an odd one, where its partner does.
+/// Returns the row of the compressor state in which the token at an even position waits, for an odd position that of
+/// its partner.
 __device__ __forceinline__ float* compressor_state_row(const AppendV41Params& p, int slot, int position) {
   return p.compressor_state + slot * p.compressor_state_stride +
          int64_t(position / 2 % p.compressor_state_rows) * 2 * kEntryDim;
 }
 
-/// Takes a token into the compressor state and its pair's pooled k out of it; false where the token waits for its
+/// Adds a token to the compressor state and computes its pair's pooled k. Returns false if the token waits for its
 /// partner.
 __device__ __forceinline__ bool pool_pair(const AppendV41Params& p, const Request& request, int token, int position,
                                           int thread, float4& pooled) {
@@ -177,15 +180,14 @@ __device__ __forceinline__ bool pool_pair(const AppendV41Params& p, const Reques
   if (!p.window.base) {
     if (!completes) own.store(compressor_state_row(p, request.slot, position), thread);
   } else if (first && request.stop % 2) {
-    // Of the compressor state's rows a thread reads and writes its own channels only, so what it has read may be
-    // replaced.
+    // A thread reads and writes only its own channels of the compressor state, so it may overwrite what it has read.
     Waiting::load(inputs + (request.end - 1) * p.compressor_stride, thread)
         .store(compressor_state_row(p, request.slot, request.stop - 1), thread);
   }
   return completes;
 }
 
-/// Four warps: the entry that an input completes, if it does.
+/// Four warps: write the entry if the input completes one.
 template <int ratio>
 __device__ void write_entry(const AppendV41Params& p, const Request& request, int token, float (&scratch)[4]) {
   const int thread = threadIdx.x - kRowThreads, position = request.length + token - request.begin;
@@ -232,7 +234,7 @@ __global__ void __launch_bounds__(kThreads<ratio>) append_v41_kernel(const __gri
 
 constexpr int kKeyWarps = 4;
 
-/// One warp a token.
+/// One warp per token.
 __global__ void __launch_bounds__(32 * kKeyWarps)
     append_v41_keys_kernel(const __grid_constant__ AppendV41KeysParams p) {
   const int token = blockIdx.x * kKeyWarps + threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -1,4 +1,4 @@
-// The arguments of the append kernels of DeepSeek-V4.1, and their launches.
+// Parameters and launches of the append kernels of DeepSeek-V4.1.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,7 +9,7 @@
 
 namespace dsv4 {
 
-/// Rows of V4.1 in blocks; what they are follows from the table's name.
+/// KV buffer of V4.1. Its format follows from its role.
 struct V41Table {
   uint8_t* base;
   int64_t block_bytes;
@@ -22,8 +22,8 @@ struct V41Batch {
   int tokens, requests;
 };
 
-/// A batch and its rows that are normed, rotated and written. Strides in elements, inner stride 1, every row 16-byte
-/// aligned; norms bf16 or fp32.
+/// A batch and its inputs, which are normalised, rotated and written. Strides in elements, inner stride 1, every row
+/// 16-byte aligned. Norms are bf16 or fp32.
 struct V41Inputs {
   const void* inputs;  // [tokens, width] bf16
   int64_t inputs_stride;
@@ -34,7 +34,7 @@ struct V41Inputs {
   V41Batch batch;
 };
 
-/// The inputs are kv, of width 512.
+/// Inputs are kv, of width 512.
 struct AppendV41Params : V41Inputs {
   const void* compressor;  // [tokens, 512] bf16 at ratio 1, [tokens, 1024] fp32 = [k | score] at ratio 2
   int64_t compressor_stride;
@@ -44,20 +44,20 @@ struct AppendV41Params : V41Inputs {
   // Written.
   V41Table ring, window, entries;  // window.base: null in a decode step
   float* compressor_state;
-  int64_t compressor_state_stride;  // floats of a slot
+  int64_t compressor_state_stride;  // floats per slot
   int compressor_state_rows;
   uint16_t* latents;  // [tokens, 512] bf16
   int64_t latents_stride;
 };
 
-/// The inputs are index keys, of width 128.
+/// Inputs are index keys, of width 128.
 struct AppendV41KeysParams : V41Inputs {
   int ratio;
   KeyTable index_keys;
 };
 
-/// One launch each. `ratio`: tokens of an entry that the layer writes, 0, 1 or 2. A decode step (no window) has tokens
-/// / requests tokens of each request.
+/// One launch each. `ratio`: tokens per entry that the layer writes, 0, 1 or 2. A decode step (no window) has tokens /
+/// requests tokens of each request.
 cudaError_t launch_append_v41(const AppendV41Params& params, int ratio, cudaStream_t stream);
 cudaError_t launch_append_v41_keys(const AppendV41KeysParams& params, cudaStream_t stream);
 

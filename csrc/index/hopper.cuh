@@ -1,4 +1,4 @@
-// Instructions of sm_90a: products of warpgroups, bulk copies, barriers in shared memory.
+// Instructions of sm_90a: warpgroup products (wgmma), bulk copies, barriers in shared memory.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint3
 __device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
-/// Makes initialised barriers known to bulk copies.
+/// Makes initialised barriers visible to bulk copies.
 __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -24,7 +24,7 @@ __device__ __forceinline__ void arrive_and_expect(uint64_t* barrier, int bytes) 
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
-/// Until the phase of that parity is complete.
+/// Waits until the phase of this parity is complete.
 __device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
   asm volatile(
       "{\n"
@@ -37,7 +37,7 @@ __device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
       : "memory");
 }
 
-/// Copies into shared memory; `barrier` counts the bytes. Addresses and size are multiples of 16.
+/// Copies to shared memory; `barrier` counts the bytes. Addresses and size are multiples of 16.
 __device__ __forceinline__ void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(to)),
@@ -45,19 +45,19 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, int bytes,
                : "memory");
 }
 
-/// Brings a line of global memory to the first cache.
+/// Prefetches a line of global memory to L1.
 __device__ __forceinline__ void prefetch(const void* p) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(p)));
 }
 
-/// Descriptor of an operand of 64 rows at a shared address: rows of 128 bytes, 16-byte pieces exchanged as
-/// `word_in_image` says.
+/// Returns the descriptor of an operand of 64 rows at a shared address: rows of 128 bytes, 16-byte pieces swizzled as
+/// in `word_in_image`.
 __device__ __forceinline__ uint64_t operand_in_shared(uint32_t address) {
   constexpr uint64_t eight_rows = 1024, swizzle_128 = 1;
   return (eight_rows >> 4 | swizzle_128 << 30) << 32 | (address >> 4 | 1 << 16);
 }
 
-/// How many registers a thread of this warpgroup may have from here on.
+/// Sets the number of registers of a thread of this warpgroup.
 template <int count>
 __device__ __forceinline__ void limit_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
@@ -69,7 +69,7 @@ __device__ __forceinline__ void extend_registers() {
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-/// Until at most `groups` committed groups are under way; d are sums that are complete then.
+/// Waits until at most `groups` committed groups are in flight. `d` are sums that are then complete.
 template <int groups>
 __device__ __forceinline__ void products_wait(float (&d)[32]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
@@ -77,8 +77,8 @@ __device__ __forceinline__ void products_wait(float (&d)[32]) {
   for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// d = (add ? d : 0) + a b of a warpgroup: a [64, 32 bytes] in registers, b [32 bytes, 64] in shared memory; d [64, 64]
-// fp32.
+// Warpgroup product d = (add ? d : 0) + a b: a [64, 32 bytes] in registers, b [32 bytes, 64] in shared memory, d [64,
+// 64] fp32.
 #define DSV4_MULTIPLY_64X64(shape_and_types, last)                                                                   \
   asm volatile(                                                                                                      \
       "{\n"                                                                                                          \
@@ -96,13 +96,13 @@ __device__ __forceinline__ void products_wait(float (&d)[32]) {
         "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                    \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(add ? 1 : 0))
 
-/// Of 16 fp16 numbers.
+/// Product over 16 fp16 numbers.
 template <bool add>
 __device__ __forceinline__ void multiply_halves(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
   DSV4_MULTIPLY_64X64("m64n64k16.f32.f16.f16", ", 0");
 }
 
-/// Of 32 e4m3 numbers.
+/// Product over 32 e4m3 numbers.
 template <bool add>
 __device__ __forceinline__ void multiply_bytes(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
   DSV4_MULTIPLY_64X64("m64n64k32.f32.e4m3.e4m3", "");

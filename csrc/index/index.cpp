@@ -1,5 +1,5 @@
 // Host side of `index_query`, `index_score` and `index_select`, the three steps of index_topk: checks, then one launch
-// each. No synchronisation, no allocation.
+// each. They neither synchronise nor allocate memory.
 #include "index.h"
 
 #include <algorithm>
@@ -20,19 +20,19 @@ constexpr auto kLong = ScalarType::Long;
 struct Gpu {
   int processors = 0;
   bool sm_90 = false;   // or later
-  bool hopper = false;  // code for sm_90a runs
+  bool hopper = false;  // can run code for sm_90a
 
   Gpu(const Checker& check, int device) {
     int major = 0;
     for (auto [value, of] : {std::pair{&major, cudaDevAttrComputeCapabilityMajor},
                              std::pair{&processors, cudaDevAttrMultiProcessorCount}}) {
-      check.succeeded(cudaDeviceGetAttribute(value, of, device), "asking what the GPU is");
+      check.succeeded(cudaDeviceGetAttribute(value, of, device), "querying the GPU's attributes");
     }
     sm_90 = major >= 9, hopper = major == 9;
   }
 };
 
-/// How queries for FP4 keys are prepared. `kByteImage` and `kHalfImage` are for `launch_score_hopper`.
+/// Returns the form of prepared queries for FP4 keys. `kByteImage` and `kHalfImage` are for `launch_score_hopper`.
 QueryForm form_of(const Gpu& gpu, KeyFormat format, int64_t heads) {
   if (!gpu.hopper || heads != kIndexHeads || format == kKeyFp32) return QueryForm::kPlaces;
   return format == kMxfp4 ? QueryForm::kByteImage : QueryForm::kHalfImage;
@@ -43,7 +43,7 @@ int device_of(const char* op, const char* name, const Tensor& t) {
   return t.get_device_index();
 }
 
-/// What `index_score` and `index_select` take alike.
+/// Checks the common arguments of `index_score` and `index_select`.
 void check_step(const Checker& check, const Tensor& scores, const Tensor& table, const Tensor& request,
                 const Tensor& positions, int64_t tokens) {
   check.tensor("block_table", table, {kInt}, {kAny, kAny});

@@ -1,4 +1,4 @@
-// The arguments of the three kernels of index_topk, and their launches. Strides in elements unless a name says bytes.
+// Parameters and launches of the three kernels of index_topk. Strides in elements unless a name says bytes.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,8 +12,8 @@
 namespace dsv4 {
 
 constexpr int kKeysPerBlock = kBlockTokens / kCsaRatio;
-constexpr int kIndexHeads = 64;             // at most
-constexpr int64_t kIndexEntries = 1 << 20;  // of a token, at most: a bit each in shared memory
+constexpr int kIndexHeads = 64;             // maximum
+constexpr int64_t kIndexEntries = 1 << 20;  // maximum per token: one bit each in shared memory
 
 struct QueryParams {
   const void* q;  // [tokens, heads, 128] bf16 or fp32
@@ -22,15 +22,15 @@ struct QueryParams {
   const float* rope;     // [positions, 64]
   const float* weights;  // [tokens, heads]
   int64_t weights_stride;
-  void* out;           // [tokens, heads, 128] fp16 as `form` says; fp32 in order where `format` is kKeyFp32
-  float* out_weights;  // [tokens, heads]: of what the query's form holds
+  void* out;           // [tokens, heads, 128] fp16 in `form`; fp32 in order if `format` is kKeyFp32
+  float* out_weights;  // [tokens, heads], including the scale of the query's form
   int tokens, heads, format;
   bool q_bf16;
-  QueryForm form;  // images: of kIndexHeads heads, and in the first bytes of a token's
+  QueryForm form;  // images have kIndexHeads heads, in the first bytes of a token's part
 };
 
 struct ScoreParams {
-  const void* query;     // as prepared, with its weights
+  const void* query;     // prepared by index_query, like its weights
   const float* weights;  // [tokens, heads]
   const uint8_t* keys;
   int64_t block_bytes;
@@ -54,16 +54,16 @@ struct SelectParams {
   int32_t* rows;
   int64_t rows_stride;
   int tokens, top, width;
-  int cluster;   // blocks a token
+  int cluster;   // thread blocks per token
   bool aligned;  // every row of scores starts at a multiple of 16 bytes
 };
 
-/// `sm_90`: the GPU has clusters and launches that overlap with the previous kernel.
+/// `sm_90`: the GPU supports clusters and programmatic dependent launch.
 cudaError_t launch_query(const QueryParams& params, bool sm_90, cudaStream_t stream);
 cudaError_t launch_score(const ScoreParams& params, bool fp4, bool sm_90, int processors, cudaStream_t stream);
-/// On sm_90a; FP4 keys, queries as images of that form.
+/// For sm_90a and FP4 keys, with queries as images of `form`.
 cudaError_t launch_score_hopper(const ScoreParams& params, QueryForm form, int processors, cudaStream_t stream);
-/// Chooses `cluster`.
+/// Sets `cluster`.
 cudaError_t launch_select(SelectParams params, bool sm_90, int processors, cudaStream_t stream);
 
 }  // namespace dsv4

@@ -1,8 +1,8 @@
-// index_query: RoPE, Hadamard transform and FP4 rounding of the index queries of a step (SPEC 2.5, 4.1), a warp a head
-// of a token.
+// index_query: RoPE, Hadamard transform and FP4 rounding of the index queries of a step (SPEC 2.5, 4.1), one warp per
+// head of a token.
 //
-// In e4m3 a head's numbers are multiplied by the power of two that makes them large, and its weight by the reciprocal,
-// which commutes with ReLU. Bytes: 256 (bf16) read and 256 (fp16) or 128 (e4m3) written a head.
+// In e4m3 the numbers of a head are multiplied by a power of two to use the range, and its weight by the reciprocal,
+// which commutes with ReLU. Bytes per head: 256 (bf16) read, 256 (fp16) or 128 (e4m3) written.
 #include "../index_vector.cuh"
 #include "../launch.cuh"
 #include "index.h"
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constan
   const bool there = item < p.tokens * p.heads;
   const int token = there ? item / p.heads : 0, head = item - token * p.heads;
   const int64_t at = token * p.token_stride + head * p.head_stride + 4 * lane;
-  // No kernel of a step's layers writes its positions and the angles.
+  // No kernel of a step's layers writes positions and angles, so they can be read before the wait.
   float4 angle{};
   if (lane >= kFirstRotatedIndexLane) {
     const float* angles = p.rope + p.positions[token] * kRopeDim + 4 * (lane - kFirstRotatedIndexLane);
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(32 * kWarps) query_kernel(const __grid_constan
     if (lane == 0) p.out_weights[item] = p.weights[token * p.weights_stride + head] * exp2_of_biased(most - kByteShift);
     return;
   }
-  // Places 2 j and 2 j + 1 of eight channels are those of channels j and j + 4, which the neighbouring lane has.
+  // Places 2 j and 2 j + 1 of eight channels have channels j and j + 4, of which the adjacent lane has one.
   const bool upper = lane % 2;
   uint32_t pairs[2];
 #pragma unroll

@@ -1,15 +1,15 @@
-// index_score: of each visible entry of each token that sees more than it selects, sum over heads of weight x
-// ReLU(query . key), fp32 (SPEC 4.1). For any GPU; score_hopper.cu does the same faster for FP4 keys and 64 heads on
-// sm_90a.
+// index_score: for each token that sees more entries than it selects, score of each visible entry = sum over heads of
+// weight x ReLU(query . key), fp32 (SPEC 4.1). For any GPU. score_hopper.cu does the same faster for FP4 keys and 64
+// heads on sm_90a.
 //
-// A warp works alone. It holds the query of one token, 64 heads x 128 channels of fp16, in 128 registers a lane as the
-// A operands of m16n8k16, walks over blocks of 32 keys, decodes them from their 2304 bytes straight into B operands
-// while the next block is on its way, and reduces weighted, rectified products over heads in registers. A score does
-// not depend on what else is scored.
+// Each warp works independently. It holds the query of one token, 64 heads x 128 channels of fp16, in 128 registers per
+// lane as the A operands of m16n8k16. It iterates over blocks of 32 keys, decodes them from their 2304 bytes directly
+// into B operands while the next block is loaded, and reduces weighted, rectified products over heads in registers. A
+// score does not depend on what else is scored.
 //
-// Decode: the blocks of all tokens in one line, an equal share of it for each warp. Prefill: the warps of a block take
-// eight tokens in a row over the same keys, which they find in L1. Bytes: 72 a key, 4 a score; decode reads a query
-// once a warp (L1 for most).
+// Decode: the blocks of all tokens form one list, divided equally among the warps. Prefill: the warps of a thread block
+// process eight consecutive tokens over the same keys, which they find in L1. Bytes: 72 per key, 4 per score; decode
+// reads a query once per warp (mostly from L1).
 #include "../launch.cuh"
 #include "index.h"
 #include "layout.h"
@@ -23,7 +23,7 @@ constexpr int kWarps = 8, kThreads = 32 * kWarps;
 
 __device__ __forceinline__ int blocks_of(int entries) { return ceil_div(entries, kKeysPerBlock); }
 
-/// A lane's part of a block of 32 keys: of key 8 j + lane / 4, channels 32 (lane % 4) and up, and their two scales.
+/// A lane's part of a block of 32 keys: channels 32 (lane % 4) and up of key 8 j + lane / 4, and their two scales.
 struct PackedKeys {
   uint4 codes[4];
   uint16_t scales[4];
@@ -55,7 +55,7 @@ struct Query {
         a[row / 2][2 * word][row % 2] = v.x, a[row / 2][2 * word][2 + row % 2] = v.y;
         a[row / 2][2 * word + 1][row % 2] = v.z, a[row / 2][2 * word + 1][2 + row % 2] = v.w;
       }
-      // Half, since `twice_positive` doubles.
+      // Half the weight, because `twice_positive` doubles.
       weight[row] = is_head ? p.weights[token * p.heads + head] * (kKeyGain / 2) : 0;
     }
   }
@@ -92,7 +92,7 @@ __device__ __forceinline__ void score_eight(const Query& query, uint4 codes, uin
   }
 }
 
-/// Sums x[i] over the eight lanes of equal lane % 4; the lane with lane / 4 = i gets sum i.
+/// Sums x[i] over the eight lanes with equal lane % 4. The lane with lane / 4 = i gets sum i.
 __device__ __forceinline__ float sum_over_heads(const float (&x)[8], int lane) {
   float four[4], two[2];
 #pragma unroll
@@ -106,7 +106,7 @@ __device__ __forceinline__ float sum_over_heads(const float (&x)[8], int lane) {
   return (lane & 4 ? two[1] : two[0]) + __shfl_xor_sync(kAllLanes, lane & 4 ? two[0] : two[1], 4);
 }
 
-/// One warp: blocks first .. last - 1 of a token that sees `entries`.
+/// One warp: scores blocks first .. last - 1 of a token that sees `entries`.
 __device__ __forceinline__ void score_blocks(const ScoreParams& p, int token, int entries, int first, int last,
                                              int lane) {
   const int32_t* table = p.table + p.request[token] * p.table_stride;
@@ -126,13 +126,13 @@ __device__ __forceinline__ void score_blocks(const ScoreParams& p, int token, in
 #pragma unroll
     for (int j = 0; j < 4; ++j) score_eight(query, keys.codes[j], keys.scales[j], sums[2 * j], sums[2 * j + 1]);
     const float score = sum_over_heads(sums, lane);
-    // This lane's sum, number lane / 4, is that of `first` or `second` of tile lane / 8.
+    // This lane's sum, number lane / 4, belongs to `first` or `second` of tile lane / 8.
     const int entry = kKeysPerBlock * block + 8 * (lane / 8) + 2 * (lane % 4) + lane / 4 % 2;
     if (entry < entries) scores[entry] = score;
   }
 }
 
-/// Any number of blocks; at most kMaxListedTokens tokens.
+/// Grid: any number of thread blocks. At most kMaxListedTokens tokens.
 __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_constant__ ScoreParams p) {
   __shared__ int ends[kMaxListedTokens], warp_sums[kWarps];
   wait_for_previous_kernel();
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
   }
 }
 
-/// Grid (eights of tokens, parts of their keys).
+/// Grid (groups of eight tokens, parts of their keys).
 __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_constant__ ScoreParams p) {
   wait_for_previous_kernel();
   const int token = blockIdx.x * kWarps + threadIdx.x / 32;
@@ -160,7 +160,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   if (first < last) score_blocks(p, token, entries, first, last, threadIdx.x % 32);
 }
 
-/// Unquantised keys and queries: grid (tokens, parts of their keys), a thread a key. For exact tests, not for speed.
+/// Unquantised keys and queries. Grid (tokens, parts of their keys), one thread per key. For exact tests, not
+/// optimised.
 __global__ void __launch_bounds__(kThreads) exact_kernel(const __grid_constant__ ScoreParams p) {
   wait_for_previous_kernel();
   const int token = blockIdx.x, entries = scored(p, token);
@@ -196,7 +197,8 @@ cudaError_t launch_score(const ScoreParams& p, bool fp4, bool sm_90, int process
     const unsigned grid = min(unsigned(processors), divide_up(p.tokens * blocks, kWarps));
     return launch(decode_kernel, {dim3(grid), kThreads, 0, 1, sm_90}, stream, p);
   }
-  // Some waves of blocks, so that the last one costs little, yet enough keys for each to be worth a query's load.
+  // A few waves of thread blocks, so that the last one costs little, but enough keys per block to amortise the load of
+  // a query.
   const unsigned groups = divide_up(p.tokens, kWarps);
   const unsigned parts = min(divide_up(6 * processors, groups), divide_up(blocks, 16));
   return launch(prefill_kernel, {dim3(groups, parts), kThreads, 0, 1, sm_90}, stream, p);

@@ -1,14 +1,14 @@
-// What the kernels of index_score share: which entries are scored, and how work is divided.
+// Common parts of the kernels of index_score: which entries are scored, and how work is divided.
 #pragma once
 
 #include "index.h"
 
 namespace dsv4 {
 
-constexpr int kMaxListedTokens = 1024;  // at most, where warps find their work among the keys of all tokens
+constexpr int kMaxListedTokens = 1024;  // maximum for kernels that divide the keys of all tokens
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-/// Entries to score for token t: none where all visible ones are taken anyway (SPEC 4.2, 4.3).
+/// Returns the number of entries to score for token t, 0 if all visible entries are selected anyway (SPEC 4.2, 4.3).
 __device__ __forceinline__ int scored(const ScoreParams& p, int t) {
   const int64_t visible = (p.positions[t] + 1) / kCsaRatio;
   return visible > p.top ? int(min(visible, int64_t(p.width))) : 0;
@@ -16,17 +16,17 @@ __device__ __forceinline__ int scored(const ScoreParams& p, int t) {
 
 __host__ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-/// Number i of `parts` nearly equal parts of `total` begins here.
+/// Returns the beginning of part i of `parts` nearly equal parts of `total`.
 __device__ __forceinline__ int part_begin(int total, int i, int parts) {
   const int each = total / parts, more = total - each * parts;
   return i * each + min(i, more);
 }
 
-/// 2 max(x, 0), exactly, where the adder is free and the comparator is not.
+/// Returns 2 max(x, 0), exactly. It uses the adder, which has free capacity, instead of the comparator.
 __device__ __forceinline__ float twice_positive(float x) { return x + fabsf(x); }
 
-/// Writes to ends[t], t < kMaxListedTokens, how many units tokens 0 .. t have, of which units(token) are a token's. For
-/// all threads of a block.
+/// Writes the number of units of tokens 0 .. t to ends[t], t < kMaxListedTokens; units(token) are the units of a token.
+/// Called by all threads of a block.
 template <int warps, typename Units>
 __device__ __forceinline__ void count_units(const ScoreParams& p, int (&ends)[kMaxListedTokens],
                                             int (&warp_sums)[warps], Units units) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void count_units(const ScoreParams& p, int (&ends)[kM
   __syncthreads();
 }
 
-/// The first token whose units end behind `at`.
+/// Returns the first token whose units end after `at`.
 __device__ __forceinline__ int token_of_unit(const int (&ends)[kMaxListedTokens], int at) {
   int token = 0;
 #pragma unroll

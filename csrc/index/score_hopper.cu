@@ -1,21 +1,25 @@
-// index_score of FP4 keys and 64 heads on sm_90a, where warpgroups multiply with one operand in registers (see score.cu
-// for what it is).
+// index_score for FP4 keys and 64 heads on sm_90a, whose warpgroup products take one operand from registers (see
+// score.cu for the op).
 //
-// A warpgroup decodes 64 keys (4608 bytes) from packed words straight into the registers of operand A; operand B is the
-// query of a token, 64 heads x 128 channels in shared memory, which a bulk copy brings as index_query has laid it out.
-// Each lane then weights and rectifies 32 of the 64 x 64 sums, and four lanes add theirs. A score does not depend on
-// what else is scored.
+// A warpgroup decodes 64 keys (4608 bytes) from packed words directly into the registers of operand A. Operand B is the
+// query of a token, 64 heads x 128 channels in shared memory, loaded by a bulk copy in the layout that index_query has
+// written. Each lane then weights and rectifies 32 of the 64 x 64 sums, and four lanes add theirs. A score does not
+// depend on what else is scored.
 //
-// With MXFP4 scales, powers of two, both operands are e4m3, exactly, and products take half the time that fp16 needs
-// for NVFP4's scales. The tensor cores align the summands of an e4m3 product to the largest and are known to cut them
-// at 2^-13 of it.
+// With MXFP4 scales, which are powers of two, both operands are exact in e4m3, and products take half the time of the
+// fp16 products that NVFP4's scales need. The tensor cores align the summands of an e4m3 product to the largest one and
+// are known to truncate them at 2^-13 of it.
 //
-// Decode: the tiles of all tokens in one line, an equal run of it for each processor, whose four warpgroups take turns;
-// the next tile and the next token's query are on their way. With several tokens of a request in a step (drafts) up to
-// four share a tile, decoded once, the products of the next beside the sums of the last, and there are three
-// warpgroups. Prefill: every processor takes 576 keys (fp16: 384) of 32 tokens in turn, three (two) tiles for each of
-// three warpgroups, which stay in registers while the queries pass through a ring that a fourth fills. Bytes: 72 a key,
-// 4 a score; a token's query, 8 KiB (16), comes from L2 once a run in decode, once for an item of work in prefill.
+// Decode: the tiles of all tokens form one list, divided into equal runs for the SMs. The four warpgroups of an SM take
+// the tiles of a run in turn, while the next tile and the next token's query are loaded. If a request has several
+// tokens in the step (drafts), up to four share a tile: it is decoded once, and the products of the next token overlap
+// with the sums of the last one. There are three warpgroups then.
+//
+// Prefill: every SM processes items of 576 keys (fp16: 384) and 32 tokens. Each of three warpgroups keeps three (two)
+// tiles of keys in registers, while the queries pass through a ring buffer that a fourth warpgroup fills.
+//
+// Bytes: 72 per key, 4 per score. A token's query, 8 KiB (16 in fp16), is read from L2 once per run in decode and once
+// per item in prefill.
 #include <type_traits>
 
 #include "../launch.cuh"
@@ -28,11 +32,11 @@
 namespace dsv4 {
 namespace {
 
-constexpr int kTileKeys = 64;    // of a warpgroup
-constexpr int kManyTokens = 16;  // of a request: as many as a prefill has
+constexpr int kTileKeys = 64;    // keys per warpgroup
+constexpr int kManyTokens = 16;  // tokens per request from which a step counts as a prefill
 
-/// Products in fp16, of any scales, or in e4m3, of powers of two: bytes of a query, and how many tiles a warpgroup
-/// keeps in a prefill.
+/// Products in fp16, for any scales, or in e4m3, for powers of two: bytes of a query, and the number of tiles that a
+/// warpgroup keeps in a prefill.
 struct Halves {
   static constexpr int kQueryBytes = kIndexHeads * kIndexDim * 2, kPrefillTiles = 2;
 };
@@ -42,15 +46,15 @@ struct Bytes {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-constexpr int kTokenBytes = kIndexHeads * kIndexDim * 2;  // from a token's query to the next one's
+constexpr int kTokenBytes = kIndexHeads * kIndexDim * 2;  // stride between the queries of two tokens
 
-/// A lane's part of a warp's 16 keys: of keys lane / 4 and lane / 4 + 8, channels 32 (lane % 4) and up, and their two
+/// A lane's part of a warp's 16 keys: channels 32 (lane % 4) and up of keys lane / 4 and lane / 4 + 8, and their two
 /// scales.
 struct PackedKeys {
   uint4 codes[2];
   uint16_t scales[2];
 
-  /// `half`: which 16 keys of the block.
+  /// `half`: first or second 16 keys of the block.
   __device__ __forceinline__ void load(const uint8_t* block, int half, int lane) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -60,14 +64,14 @@ struct PackedKeys {
     }
   }
 
-  /// f(word, eight codes) for the four words of a row.
+  /// Calls f(word, eight codes) for the four words of a row.
   template <typename F>
   __device__ __forceinline__ void visit(int row, F f) const {
     f(0, codes[row].x), f(1, codes[row].y), f(2, codes[row].z), f(3, codes[row].w);
   }
 };
 
-/// A warp's 16 keys, decoded, as operand A of the steps.
+/// A warp's 16 decoded keys, as operand A of each step.
 template <typename Numbers>
 struct Keys;
 
@@ -76,7 +80,7 @@ struct Keys<Halves> {
   static constexpr int kSteps = 8;
   uint32_t a[kSteps][4];
 
-  /// What scores of the lane's first or second key are multiplied by.
+  /// Factor of the scores of the lane's first or second key.
   __device__ __forceinline__ float gain(bool) const { return kKeyGain; }
 
   __device__ __forceinline__ void decode(const PackedKeys& packed) {
@@ -93,7 +97,7 @@ struct Keys<Halves> {
     }
   }
 
-  /// Begins d = keys x heads of the query at a shared address.
+  /// Starts d = keys x heads of the query at a shared address.
   __device__ __forceinline__ void begin_products(float (&d)[32], uint32_t query) const {
     products_begin();
     multiply_halves<false>(d, a[0], operand_in_shared(query));
@@ -117,8 +121,8 @@ struct Keys<Bytes> {
   __device__ __forceinline__ void decode(const PackedKeys& packed) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      // The exponent of the lane's block of 32 channels, from its scale times 2^7 in fp16, and the largest of the key's
-      // four.
+      // The exponent of the lane's block of 32 channels, from its scale times 2^7 in fp16, and the largest one of the
+      // key's four blocks.
       const int exponent = int(bits_of_half2(decode_scales(packed.scales[row])) >> 10 & 0x1f);
       int most = max(exponent, __shfl_xor_sync(kAllLanes, exponent, 1));
       most = max(most, __shfl_xor_sync(kAllLanes, most, 2));
@@ -140,14 +144,14 @@ struct Keys<Bytes> {
   }
 };
 
-/// The head weights that a lane needs of a token: of heads 8 j + 2 (lane % 4) and the next.
+/// Loads the head weights that a lane needs: heads 8 j + 2 (lane % 4) and the next one.
 __device__ __forceinline__ void load_weights(float2 (&weights)[8], const ScoreParams& p, int token, int lane) {
   const float2* of_token = reinterpret_cast<const float2*>(p.weights + int64_t(token) * kIndexHeads) + lane % 4;
 #pragma unroll
   for (int j = 0; j < 8; ++j) weights[j] = of_token[4 * j];
 }
 
-/// Weighted, rectified sums over heads. Writes those of the warp's entries below `entries`.
+/// Computes weighted, rectified sums over heads and writes those of the warp's entries below `entries`.
 template <typename Numbers>
 __device__ __forceinline__ void write_scores(const float (&d)[32], const Keys<Numbers>& keys,
                                              const float2 (&weights)[8], float* scores, int entry, int entries,
@@ -174,26 +178,26 @@ __device__ __forceinline__ void write_scores(const float (&d)[32], const Keys<Nu
 template <int n>
 using Count = std::integral_constant<int, n>;
 
-/// Of a kernel in which up to `tokens` tokens of a request share its keys: warpgroups of a block.
+/// Warpgroups of a block in a kernel in which up to `tokens` tokens of a request share keys.
 template <int tokens>
 constexpr int kDecodeGroups = tokens == 1 ? 4 : 3;
-constexpr int kPieceStages = 3;  // queries of this piece, of the next, and of the last, which a group may still use
+constexpr int kPieceStages = 3;  // queries of the current, next and previous piece; a group may still use the last
 
 template <int tokens, int query_bytes>
 struct DecodeShared {
   uint8_t query[kPieceStages][tokens][query_bytes];
   uint64_t loaded[kPieceStages], used[kPieceStages];
   int warp_sums[4 * kDecodeGroups<tokens>];
-  // Of each token: entries to score, request, whether it leads those that share its keys, and of one that does the most
-  // entries of these and where their tiles end.
+  // For each token: entries to score, request, and whether it leads a group of tokens that share keys. For a leading
+  // token also the largest number of entries in its group and the end of the group's tiles.
   int entries[kMaxListedTokens], request[kMaxListedTokens], most[kMaxListedTokens], ends[kMaxListedTokens];
   bool leads[kMaxListedTokens];
 };
 
-/// Tokens that share keys: some of one request that follow each other, `tokens` at most, from a token that leads.
+/// Tokens that share keys: at most `tokens` consecutive tokens of one request, from the leading token on.
 template <int tokens>
 struct Sharers {
-  int count, entries[tokens], most;  // entries of each, none behind the count, and the most of them
+  int count, entries[tokens], most;  // entries of each (0 after `count`) and their maximum
 
   template <typename Shared>
   __device__ __forceinline__ Sharers(const Shared& s, int first, int all) : count(0), most(0) {
@@ -210,11 +214,12 @@ struct Sharers {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-/// Reads what is known of the step's tokens, once, and divides the line of their tiles. For all threads of a block.
+/// Reads the lengths and requests of the step's tokens once, and divides the list of their tiles. Called by all threads
+/// of a block.
 template <int tokens, int query_bytes>
 __device__ __forceinline__ void list_tokens(const ScoreParams& p, DecodeShared<tokens, query_bytes>& s) {
   constexpr int threads = 128 * kDecodeGroups<tokens>;
-  // Sharers are counted from the request's first, where requests have as many tokens each.
+  // Groups of sharers start at the request's first token, if all requests have the same number of tokens.
   const int each = p.tokens / p.requests;
 #pragma unroll
   for (int i = 0; i < ceil_div(kMaxListedTokens, threads); ++i) {
@@ -234,10 +239,10 @@ __device__ __forceinline__ void list_tokens(const ScoreParams& p, DecodeShared<t
   });
 }
 
-/// The tiles of tokens that share keys, in the line of all tiles: from `begin`, below `end`.
+/// The tiles of tokens that share keys, `begin` .. `end` - 1 in the list of all tiles.
 struct Piece {
-  int token, begin, end;  // token: which leads
-  int last_block;         // of those that are scored
+  int token, begin, end;  // token: the leading token
+  int last_block;         // last block to score
   const int32_t* table;
 
   template <typename Shared>
@@ -248,7 +253,7 @@ struct Piece {
         last_block(ceil_div(s.most[token], kKeysPerBlock) - 1),
         table(p.table + s.request[token] * p.table_stride) {}
 
-  /// The one with tile `at` of the line, this one or one behind it.
+  /// Returns the group with tile `at` of the list, this one or a later one.
   template <typename Shared>
   __device__ __forceinline__ Piece with(const ScoreParams& p, const Shared& s, int at) const {
     if (at < end) return *this;
@@ -257,19 +262,20 @@ struct Piece {
     return {p, s, owner};
   }
 
-  /// The first or second block of tile `at`.
+  /// Returns the first or second block of tile `at`.
   __device__ __forceinline__ int block(int at, int second) const {
     return table[min(2 * (at - begin) + second, last_block)];
   }
 };
 
-/// A warpgroup's tiles `at`, `at` + groups and so on below `stop` of a piece, which `count` tokens share. On the way
-/// are the keys of tile `at`, and the block after them, which block_of(tile) knows, and the queries, until `loaded`.
+/// Scores a warpgroup's tiles `at`, `at` + groups and so on below `stop` of a piece, which `count` tokens share. When
+/// called, the keys of tile `at` are being loaded, block_of(tile) knows the next block, and the queries are complete
+/// when `loaded` is.
 template <int count, typename Numbers, int tokens, typename BlockOf>
 __device__ __forceinline__ void score_tiles(const ScoreParams& p, const Sharers<tokens>& sharers, const Piece& piece,
                                             int& at, int stop, const uint8_t* query, uint64_t& loaded, int parity,
                                             PackedKeys& packed, int& next, int warp, int lane, BlockOf block_of) {
-  // The compiler lets products run beside sums only where no branch is between them, hence `count` tokens in a row.
+  // The compiler overlaps products with sums only if there is no branch between them, hence `count` is a constant.
   constexpr int groups = kDecodeGroups<tokens>;
   float2 weights[8];
   if constexpr (count == 1) load_weights(weights, p, piece.token, lane);
@@ -301,24 +307,24 @@ __device__ __forceinline__ void score_tiles(const ScoreParams& p, const Sharers<
 
 #endif
 
-/// Any number of blocks; at most kMaxListedTokens tokens.
+/// Grid: any number of thread blocks. At most kMaxListedTokens tokens.
 template <typename Numbers, int tokens>
 __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(const __grid_constant__ ScoreParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int groups = kDecodeGroups<tokens>;
   auto& s = *static_cast<DecodeShared<tokens, Numbers::kQueryBytes>*>(shared_memory_1024());
-  // The same for all lanes, as the compiler sees from the shuffle: descriptors stay in uniform registers.
+  // Uniform over the lanes, which the shuffle tells the compiler, so that descriptors stay in uniform registers.
   const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   if (threadIdx.x < kPieceStages) {
     init_barrier(&s.loaded[threadIdx.x], 1);
     init_barrier(&s.used[threadIdx.x], 4 * groups);
   }
   publish_barriers();
-  // What a step's tokens are no kernel of its layers writes.
+  // No kernel of a step's layers writes the properties of its tokens, so they are read before the wait.
   let_next_kernel_start();
   list_tokens(p, s);
 
-  // The block has a run of the line, in which the groups take turns.
+  // The thread block has a run of the list, whose tiles its groups take in turn.
   const int total = s.ends[kMaxListedTokens - 1];
   const int begin = part_begin(total, blockIdx.x, gridDim.x), stop = part_begin(total, blockIdx.x + 1, gridDim.x);
   if (begin == stop) {
@@ -341,7 +347,7 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
                 Numbers::kQueryBytes, &s.loaded[stage]);
     }
   };
-  // Of the last group, which has as few tiles as any.
+  // Done by the last group, which has the fewest tiles.
   const bool copies = threadIdx.x == 128 * (groups - 1);
   if (copies) copy_queries(piece, 0);
 
@@ -356,7 +362,7 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
     const int stage = number % kPieceStages;
     const bool more = piece.end < stop;
     if (copies && more) {
-      const int following = number + 1, before = following - kPieceStages;  // which had the same place
+      const int following = number + 1, before = following - kPieceStages;  // the previous user of the same stage
       if (before >= 0) wait(&s.used[following % kPieceStages], before / kPieceStages & 1);
       copy_queries(piece.with(p, s, piece.end), following % kPieceStages);
     }
@@ -393,12 +399,12 @@ __global__ void __launch_bounds__(128 * kDecodeGroups<tokens>, 1) decode_kernel(
 #endif
 }
 
-constexpr int kPrefillGroups = 3;  // that score; one more copies
+constexpr int kPrefillGroups = 3;  // scoring warpgroups; one more copies
 constexpr int kPrefillThreads = 128 * (kPrefillGroups + 1);
-constexpr int kPrefillTokens = 32;  // of an item of work: a lane knows one
-constexpr int kStages = 8;          // queries in the ring
+constexpr int kPrefillTokens = 32;  // per item of work, one per lane
+constexpr int kStages = 8;          // queries in the ring buffer
 
-/// Keys of an item of work.
+/// Keys per item of work.
 template <typename Numbers>
 constexpr int kPrefillKeys = kTileKeys * Numbers::kPrefillTiles * kPrefillGroups;
 
@@ -414,11 +420,11 @@ struct PrefillShared {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-/// What a warp knows of an item of work: `keys` keys of kPrefillTokens tokens, of which a lane knows one.
+/// An item of work as a warp sees it: `keys` keys of kPrefillTokens tokens, one per lane.
 template <int keys>
 struct Item {
   int first_token, first_key, own, own_entries;
-  unsigned active;  // tokens that see some of the keys
+  unsigned active;  // tokens that see at least one of the keys
 
   __device__ __forceinline__ Item(const ScoreParams& p, int number, int lane) {
     const int stripes = ceil_div(p.width, keys);
@@ -428,7 +434,7 @@ struct Item {
   }
 };
 
-/// A place in the ring, and the parity of its present use.
+/// A stage of the ring buffer and the parity of its current use.
 struct Stage {
   int index = 0, parity = 0;
 
@@ -437,7 +443,7 @@ struct Stage {
   }
 };
 
-/// A warp brings the queries that the block's items need, in the order in which they are used.
+/// One warp: loads the queries that the block's items need, in the order of use.
 template <int keys, int query_bytes>
 __device__ __forceinline__ void copy_queries(const ScoreParams& p, PrefillShared<query_bytes>& s, int lane) {
   Stage stage;
@@ -457,7 +463,7 @@ __device__ __forceinline__ void copy_queries(const ScoreParams& p, PrefillShared
   }
 }
 
-/// A warpgroup scores its tiles of the block's items.
+/// One warpgroup: scores its tiles of the block's items.
 template <typename Numbers>
 __device__ __forceinline__ void score_items(const ScoreParams& p, PrefillShared<Numbers::kQueryBytes>& s, int group,
                                             int warp, int lane) {
@@ -468,7 +474,7 @@ __device__ __forceinline__ void score_items(const ScoreParams& p, PrefillShared<
     const Item<item_keys> item(p, number, lane);
     const int own_request = item.own < p.tokens ? p.request[item.own] : -1,
               own_key = item.first_key + group * tiles * kTileKeys;
-    int held = -1;  // the request whose keys are in registers
+    int held = -1;  // request whose keys are in registers
     for (unsigned active = item.active; active; active &= active - 1) {
       const int i = __ffs(active) - 1, token = item.first_token + i;
       const int request = __shfl_sync(kAllLanes, own_request, i), entries = __shfl_sync(kAllLanes, item.own_entries, i);
@@ -514,7 +520,7 @@ __device__ __forceinline__ void score_items(const ScoreParams& p, PrefillShared<
 
 #endif
 
-/// Any number of blocks.
+/// Grid: any number of thread blocks.
 template <typename Numbers>
 __global__ void __launch_bounds__(kPrefillThreads, 1) prefill_kernel(const __grid_constant__ ScoreParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -1,21 +1,24 @@
-// index_select: the rows of the `top` best visible entries of each token, exactly: of equal scores the first entries,
-// in the order of entries, -1 behind (SPEC 4.2, 4.3).
+// index_select: buffer indices of the `top` best visible entries of each token, in ascending order of entries, then -1.
+// Exact: of equal scores the first entries are selected (SPEC 4.2, 4.3).
 //
-// A block, or a cluster of them, a token. Up to 16,384 scores it reads once and holds in registers (`select_held`): the
-// bin of a histogram that has the `top`-th largest, all above it, and of that bin the largest. More scores are read
-// twice and mostly not kept:
-//   1. A thread keeps the largest score of each of its four columns of the row. The `top`-th largest of these 2048
-//      maxima (of a cluster's block, its share of `top`, and then the least of the blocks) is a bound that at least
-//      `top` scores reach, and few more.
-//   2. Scores above it go to a list, in any order, as numbers that hold score and entry and are all different; in a
-//      cluster, to one of each block, which then reserves its place in the first block's at once.
-//   3. The `top`-th largest of the list, by histograms of eleven bits of what is left of the range, until a bin's
-//      numbers are all wanted. Scores that overflow the list are instead read again for each histogram. A list that is
-//      too short (many scores are equal) is wanted as a whole, and the first of the scores that equal the bound.
-//   4. What reaches it sets a bit; a word of bits is a block of the table, and sums of the bits before it say where
-//      rows go.
-// Counts in shared memory are atomic and do not depend on the order of the additions. Bytes: 4 a score, a second time
-// from L1 or L2.
+// One thread block or cluster per token. Up to 16,384 scores are read once and held in registers (`select_held`): it
+// finds the histogram bin that contains the `top`-th largest score, takes everything above it, and the largest of that
+// bin. More scores are read twice and mostly not stored:
+//
+// 1. Each thread keeps the largest score of each of its four columns of the row. The `top`-th largest of these 2048
+//    maxima (for a block of a cluster its share of `top`, then the minimum over the blocks) is a threshold that at
+//    least `top` scores reach, and few more.
+// 2. Scores above the threshold are appended to a list, in any order, as distinct numbers that contain score and entry.
+//    In a cluster each block has a list and then reserves space in the list of the first block at once.
+// 3. The `top`-th largest number of the list is found by histograms of eleven bits of the remaining range, until all
+//    numbers of a bin are selected. If the list overflows, the scores are read again for each histogram. If fewer than
+//    `top` scores exceed the threshold (many ties), all of them are taken, and the first entries whose score equals the
+//    threshold fill up the rest.
+// 4. Each selected entry sets a bit. A word of bits is a block of the block table, and prefix sums of the bits give the
+//    output positions.
+//
+// Counts in shared memory are atomic and do not depend on the order of the additions. Bytes: 4 per score, read a second
+// time from L1 or L2.
 #include "../launch.cuh"
 #include "index.h"
 #include "layout.h"
@@ -25,20 +28,20 @@ namespace dsv4 {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kGroups = 4 * kThreads;  // of scores of which the largest is kept
+constexpr int kGroups = 4 * kThreads;  // groups of scores whose maximum is kept
 constexpr int kBins = 2048, kBinBits = 11;
 constexpr int kCandidates = 4096;
 constexpr int kBatch = 4;  // loads of four scores in flight
 constexpr int kMaxCluster = 8;
-constexpr int kShare = 4096;  // entries for which another block of the cluster is worth its barriers
-constexpr int kTies = 128;    // numbers of a bin of which each counts the larger ones
+constexpr int kShare = 4096;  // entries that justify the barriers of one more block in the cluster
+constexpr int kTies = 128;    // largest bin whose numbers are ranked directly
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct Found {
-  uint32_t bin, above, inside;  // how many lie in higher bins, and in it
+  uint32_t bin, above, inside;  // numbers in higher bins, and in this bin
 };
 
-/// What a block of so many threads counts in.
+/// Shared memory of the histograms of a thread block.
 template <int threads>
 struct Histogram {
   uint32_t bins[kBins];
@@ -49,33 +52,34 @@ struct Histogram {
 struct Shared : Histogram<kThreads> {
   uint64_t candidates[kCandidates];
   uint32_t bound[kMaxCluster];
-  uint32_t low, high;  // of the maxima
-  uint32_t count;      // of candidates
-  uint32_t peak;       // of candidates
+  uint32_t low, high;  // range of the maxima
+  uint32_t count;      // candidates
+  uint32_t peak;       // largest candidate
 };
 
-/// The same for scores in registers.
+/// Shared memory for scores in registers.
 template <int threads>
 struct SharedHeld : Histogram<threads> {
   uint64_t ties[kTies];
   uint32_t warp_low[threads / 32], warp_high[threads / 32];
-  uint32_t chosen[threads];  // bits of a thread's entries
-  uint32_t count;            // of ties
+  uint32_t chosen[threads];  // selected bits of a thread's entries
+  uint32_t count;            // number of ties
 };
 
-/// A bit an entry, words spread so that threads may take runs of them without state copy conflicts.
+/// One bit per entry. Words are spread so that threads can process runs of them without state copy conflicts.
 __host__ __device__ __forceinline__ int spread(int word) { return word + word / 32; }
 __host__ __device__ __forceinline__ int words_of(int entries) { return (entries + 31) / 32; }
 unsigned shared_bytes(int width) { return unsigned(sizeof(Shared) + sizeof(uint32_t) * (spread(words_of(width)) + 1)); }
 
-/// Scores at `at` and the three behind it; those from n on are 0.
+/// Loads the scores at `at` and the three after it, 0 from n on.
 __device__ __forceinline__ float4 load_four(const float* row, int at, int n, bool aligned) {
   if (aligned && at + 3 < n) return *reinterpret_cast<const float4*>(row + at);
   return {at < n ? row[at] : 0, at + 1 < n ? row[at + 1] : 0, at + 2 < n ? row[at + 2] : 0,
           at + 3 < n ? row[at + 3] : 0};
 }
 
-/// Calls f(entry, order) for this block's entries below n, `ranks` blocks taking turns; f must not assume an order.
+/// Calls f(entry, order) for this block's entries below n, of `ranks` blocks that alternate. f must not assume an
+/// order.
 template <typename F>
 __device__ __forceinline__ void visit_scores(const float* row, int n, bool aligned, int rank, int ranks, F f) {
   const int step = kThreads * ranks;
@@ -95,7 +99,7 @@ __device__ __forceinline__ void visit_scores(const float* row, int n, bool align
   }
 }
 
-/// Sum of x over the threads before this one; all threads take part, and a barrier must come before the next call.
+/// Returns the sum of x over the threads before this one. All threads take part; a barrier must precede the next call.
 template <int threads>
 __device__ __forceinline__ uint32_t sum_before(Histogram<threads>& s, uint32_t x) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -110,7 +114,7 @@ __device__ __forceinline__ uint32_t sum_before(Histogram<threads>& s, uint32_t x
   return sum - x + __reduce_add_sync(kAllLanes, lane < warp ? s.warp_sums[lane] : 0);
 }
 
-/// The bin, counted from the highest, that has number `wanted` of the numbers in `bins`.
+/// Returns the bin that contains the `wanted`-th largest number in `bins`.
 template <int threads>
 __device__ __forceinline__ Found find_bin(Histogram<threads>& s, uint32_t wanted) {
   constexpr int own = kBins / threads;
@@ -134,9 +138,10 @@ __device__ __forceinline__ Found find_bin(Histogram<threads>& s, uint32_t wanted
   return s.found;
 }
 
-/// A number that `wanted` to `wanted` + `slack` of the visited numbers reach, or the `wanted`-th largest itself.
+/// Returns a number that `wanted` to `wanted` + `slack` of the visited numbers reach, or the `wanted`-th largest
+/// itself.
 ///
-/// `visit(f)` calls f of each number; at least `wanted` of them lie between `low` and `high`, and none above `high`.
+/// `visit(f)` calls f for each number. At least `wanted` of them are between `low` and `high`, and none above `high`.
 template <typename Visit>
 __device__ __forceinline__ uint64_t reached_by(Shared& s, uint64_t low, uint64_t high, uint32_t wanted, uint32_t slack,
                                                Visit visit) {
@@ -157,10 +162,11 @@ __device__ __forceinline__ uint64_t reached_by(Shared& s, uint64_t low, uint64_t
   return low;
 }
 
-/// This block's bound, which at least `wanted` of its entries below n reach. Leaves the largest of them in s.high.
+/// Returns this block's threshold, which at least `wanted` of its entries below n reach. Stores the largest score in
+/// s.high.
 __device__ __forceinline__ uint32_t find_bound(Shared& s, const float* row, int n, bool aligned, int rank, int ranks,
                                                uint32_t wanted) {
-  uint32_t best[4] = {};  // 0: no entry yet
+  uint32_t best[4] = {};  // 0: no entry so far
   visit_scores(row, n, aligned, rank, ranks,
                [&](int, uint32_t order, int column) { best[column] = max(best[column], order); });
   uint32_t low = 0xffffffffu, high = 0;
@@ -172,7 +178,7 @@ __device__ __forceinline__ uint32_t find_bound(Shared& s, const float* row, int 
     atomicMax(&s.high, high);
   }
   __syncthreads();
-  // Several blocks have at least kGroups entries each.
+  // With several blocks, each has at least kGroups entries.
   const uint32_t groups = ranks > 1 ? kGroups : min(n, kGroups);
   if (wanted > groups) return 0;
   return uint32_t(reached_by(s, s.low, s.high, wanted, wanted / 8, [&](auto f) {
@@ -183,7 +189,7 @@ __device__ __forceinline__ uint32_t find_bound(Shared& s, const float* row, int 
   }));
 }
 
-/// Sets the bits of the first `wanted` of those entries below n whose score is of this order; there are as many.
+/// Sets the bits of the first `wanted` of the entries below n whose score has this order; there are at least that many.
 __device__ __forceinline__ void choose_first(Shared& s, uint32_t* bitmap, const float* row, int n, bool aligned,
                                              uint32_t order, uint32_t wanted) {
   const int lane = threadIdx.x % 32;
@@ -202,7 +208,7 @@ __device__ __forceinline__ void choose_first(Shared& s, uint32_t* bitmap, const 
   }
 }
 
-/// Writes the rows of the entries whose bits are set.
+/// Writes the buffer indices of the entries whose bits are set.
 __device__ __forceinline__ void write_rows(Shared& s, const uint32_t* bitmap, int n, const int32_t* table,
                                            int32_t* rows) {
   const int words = words_of(n), each = (words + kThreads - 1) / kThreads;
@@ -218,16 +224,16 @@ __device__ __forceinline__ void write_rows(Shared& s, const uint32_t* bitmap, in
   }
 }
 
-/// How many bits are set in `flags` before each of this lane's quads, in the order of entries: of a warp's quads i,
-/// four bits of each lane from bit 4 i on, first those of quad 0. All threads take part; a barrier must come before the
-/// next call.
+/// Returns the number of bits set in `flags` before each of this lane's quads, in the order of entries. `flags` has
+/// four bits of each quad i of a lane from bit 4 i on; quad 0 of all lanes comes first. All threads take part; a
+/// barrier must precede the next call.
 template <int quads, int threads>
 __device__ __forceinline__ void set_before(Histogram<threads>& s, uint32_t flags, uint32_t (&before)[quads]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint32_t total = 0;
 #pragma unroll
   for (int first = 0; first < quads; first += 4) {
-    uint32_t own = 0;  // a byte a quad: a warp has at most 128 bits of it
+    uint32_t own = 0;  // one byte per quad: a warp has at most 128 bits of it
 #pragma unroll
     for (int i = first; i < first + 4 && i < quads; ++i) own |= __popc(flags >> 4 * i & 15) << 8 * (i - first);
     uint32_t sum = own;
@@ -250,12 +256,13 @@ __device__ __forceinline__ void set_before(Histogram<threads>& s, uint32_t flags
   for (int i = 0; i < quads; ++i) before[i] += of_warps;
 }
 
-/// What a token of the step is: no kernel of its layers writes that, so it is read before their scores are waited for.
+/// Properties of a token of the step. No kernel of its layers writes them, so they are read before the wait for the
+/// scores.
 struct Token {
   int n;  // entries that it sees
   const int32_t* table;
   int32_t* rows;
-  const float* row;  // of scores
+  const float* row;  // scores of the token
 
   __device__ __forceinline__ Token(const SelectParams& p, int token)
       : table(p.table + p.request[token] * p.table_stride),
@@ -265,15 +272,15 @@ struct Token {
     n = int(visible <= p.top ? visible : min(visible, int64_t(p.width)));
   }
 
-  /// Where all are selected.
+  /// Used if all entries are selected.
   __device__ __forceinline__ void write_all(int top) const {
     for (int i = threadIdx.x; i < top; i += blockDim.x)
       rows[i] = i < n ? table[i / kKeysPerBlock] * kKeysPerBlock + i % kKeysPerBlock : -1;
   }
 };
 
-/// Writes the rows of the `p.top` best of n entries, p.top < n <= 4 x quads x threads. A warp has 128 x quads entries
-/// in a row, a lane four of each 128.
+/// Writes the buffer indices of the `p.top` best of n entries, p.top < n <= 4 x quads x threads. A warp has 128 x quads
+/// consecutive entries, a lane four of each 128.
 template <int quads, int threads>
 __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<threads>& s, const Token& t) {
   const int n = t.n;
@@ -285,7 +292,7 @@ __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<th
   s.chosen[threadIdx.x] = 0;
   for (int i = threadIdx.x; i < kBins; i += threads) s.bins[i] = 0;
   float4 v[quads];
-  // Asked for with the scores, unless that takes more registers than there are.
+  // Loaded together with the scores, unless that takes more registers than available.
   constexpr bool early = quads <= 4;
   int32_t block[quads];
 #pragma unroll
@@ -299,10 +306,10 @@ __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<th
   for (int i = 0; i < quads; ++i) {
     const float four[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
-    for (int k = 0; k < 4; ++k) order[i][k] = first + 128 * i + k < n ? order_of(four[k]) : 0;  // which is below all
+    for (int k = 0; k < 4; ++k) order[i][k] = first + 128 * i + k < n ? order_of(four[k]) : 0;  // below all scores
   }
   uint32_t low = 1, high = 0xffffffffu;
-  // The range of those between the present bounds for which `chosen` holds.
+  // The range of the scores within the current bounds for which `chosen` is true.
   const auto narrow = [&](auto chosen) {
     uint32_t least = 0xffffffffu, most = 0;
 #pragma unroll
@@ -321,9 +328,9 @@ __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<th
   };
   narrow([](uint32_t) { return true; });
 
-  // All above `high` are among the best, and `wanted` of the `inside` ones from `low` to `high`.
+  // All scores above `high` are selected, and `wanted` of the `inside` ones from `low` to `high`.
   uint32_t wanted = p.top, inside;
-  // The bin in which the last of these is. bin_of(order) is monotone and below kBins.
+  // The bin of the last one of these. bin_of(order) is monotone and below kBins.
   const auto find = [&](auto bin_of) {
 #pragma unroll
     for (int i = 0; i < quads; ++i) {
@@ -343,8 +350,8 @@ __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<th
     high = low + min(high - low, (1u << shift) - 1);
   };
   if constexpr (quads <= 4) {
-    // Bins of equal width, over which scores of both signs spread as their bits do not: then one round does, for more
-    // instructions a score. One bin if the range or a score is not finite.
+    // Bins of equal width, over which scores of both signs spread better than their bits: one round is then enough, for
+    // more instructions per score. One bin if the range or a score is not finite.
     const float least = score_of(low), scale = kBins / (score_of(high) - least);
     const auto bin_of = [&](uint32_t x) {
       return uint32_t(min(__float2int_rz((score_of(x) - least) * scale), kBins - 1));
@@ -390,7 +397,7 @@ __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<th
     }
     __syncthreads();
     best |= s.chosen[threadIdx.x];
-  } else {  // all of one score: the first ones
+  } else {  // all scores are equal: select the first ones
     set_before<quads, threads>(s, ties, before);
 #pragma unroll
     for (int i = 0; i < quads; ++i) {
@@ -409,7 +416,7 @@ __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<th
   }
 }
 
-/// Many tokens that see at most 4 x quads x threads entries: small blocks, `resident` of a processor at a time.
+/// For many tokens that see at most 4 x quads x threads entries: small blocks, `resident` per SM.
 template <int threads, int quads, int resident>
 __global__ void __launch_bounds__(threads, resident) select_held_kernel(const __grid_constant__ SelectParams p) {
   let_next_kernel_start();
@@ -424,7 +431,7 @@ __global__ void __launch_bounds__(threads, resident) select_held_kernel(const __
     select_held<quads>(p, s, t);
 }
 
-/// `resident`: blocks of a processor at a time.
+/// `resident`: thread blocks per SM.
 template <bool clustered, int resident>
 __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid_constant__ SelectParams p) {
   let_next_kernel_start();
@@ -437,7 +444,7 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
   const int32_t* table = t.table;
   int32_t* rows = t.rows;
   const float* row = t.row;
-  // Eight quads take more registers than three blocks leave.
+  // Eight quads take more registers than three blocks per SM leave.
   constexpr int most = resident > 2 ? 4 : 8;
   if (n <= max(p.top, 4 * most * kThreads)) {
     if (rank > 0) return;
@@ -530,7 +537,7 @@ cudaError_t launch_held(const SelectParams& p, bool sm_90, cudaStream_t stream) 
 }  // namespace
 
 cudaError_t launch_select(SelectParams p, bool sm_90, int processors, cudaStream_t stream) {
-  // Where two blocks a processor hold all tokens, a third place would only let some processors take more than others.
+  // If two blocks per SM hold all tokens, a third would only make the load uneven.
   const bool few = p.tokens <= 2 * processors;
   if (!few && p.width <= 4096) return launch_held<256, 4, 6>(p, sm_90, stream);
   if (!few && p.width <= 8192) return launch_held<256, 8, 4>(p, sm_90, stream);

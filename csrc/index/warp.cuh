@@ -1,17 +1,17 @@
-// Instructions that C++ does not name: tensor-core products, clusters of blocks, dynamic shared memory.
+// Instructions without a C++ equivalent: tensor-core products, clusters of thread blocks, dynamic shared memory.
 #pragma once
 
 #include <cstdint>
 
 namespace dsv4 {
 
-/// The block's dynamic shared memory.
+/// The thread block's dynamic shared memory.
 __device__ __forceinline__ void* shared_memory() {
   extern __shared__ uint4 shared_bytes[];
   return shared_bytes;
 }
 
-/// Its first multiple of 1024 bytes.
+/// The first multiple of 1024 bytes in it.
 __device__ __forceinline__ void* shared_memory_1024() {
   char* p = static_cast<char*>(shared_memory());
   return p + (-uint32_t(__cvta_generic_to_shared(p)) & 1023);
@@ -35,7 +35,7 @@ __device__ __forceinline__ int cluster_rank() {
 #endif
 }
 
-/// What `p`, in this block's shared memory, is in that of block `rank` of the cluster.
+/// Returns the address in block `rank` of the cluster that corresponds to `p` in this block's shared memory.
 template <typename T>
 __device__ __forceinline__ T* of_block(T* p, int rank) {
 #if __CUDA_ARCH__ >= 900
@@ -47,7 +47,7 @@ __device__ __forceinline__ T* of_block(T* p, int rank) {
 #endif
 }
 
-/// A barrier of the cluster's blocks in two halves: what is written before `arrive` is seen behind `wait`.
+/// A cluster barrier in two halves: writes before `arrive` are visible after `wait`.
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");

@@ -23,9 +23,9 @@ int64_t bytes_of(const Tensor& t, int64_t first_dim) {
 int64_t stride_bytes(const Tensor& t, int64_t dim) { return t.stride(dim) * int64_t(t.element_size()); }
 uint64_t address(const Tensor& t) { return reinterpret_cast<uint64_t>(t.data_ptr()); }
 
-/// Nothing rejected yet: -1, whose bytes are all ones.
+/// Sets `rejected` to -1 (all bytes are ones).
 void reset_rejected(const Checker& check, const Tensor& rejected, cudaStream_t stream) {
-  check.succeeded(cudaMemsetAsync(rejected.data_ptr(), 0xff, sizeof(int32_t), stream), "clearing what is rejected");
+  check.succeeded(cudaMemsetAsync(rejected.data_ptr(), 0xff, sizeof(int32_t), stream), "clearing `rejected`");
 }
 
 }  // namespace
@@ -138,21 +138,21 @@ void gather_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_reques
 
 namespace {
 
-/// The row ids as a vector; every id once and inside `host`.
+/// Returns the row ids. Checks that they are distinct and inside `host`.
 std::vector<int64_t> checked_rows(const Tensor& rows, int64_t size) {
   std::vector<int64_t> ids(rows.numel());
   for (size_t i = 0; i < ids.size(); ++i) ids[i] = data<int64_t>(rows)[int64_t(i) * rows.stride(0)];
   std::vector<int64_t> sorted = ids;
   std::sort(sorted.begin(), sorted.end());
   const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
-  if (twice != sorted.end()) fail("swap_blocks: host row ", *twice, " is named twice");
+  if (twice != sorted.end()) fail("swap_blocks: host row ", *twice, " is listed twice");
   for (int64_t id : {sorted.front(), sorted.back()}) {
     if (id < 0 || id >= size) fail("swap_blocks: host row ", id, " is not in 0..", size - 1);
   }
   return ids;
 }
 
-/// The device's address of `host`: its own memory, or pinned host memory.
+/// Returns the device's address of `host`, which is device memory or pinned host memory.
 uint8_t* as_device_sees(const Checker& check, const Tensor& host) {
   if (host.is_cuda()) return data<uint8_t>(host);
   cudaPointerAttributes attributes{};
@@ -196,7 +196,8 @@ void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor r
     check.dense("a pool", t, 1);
     SwapPool s{data<uint8_t>(t), stride_bytes(t, 0), bytes_of(t, 1), t.size(0), offsets[i], 0, 0, 0};
     if (s.offset < 0 || s.offset > host.size(1) - s.bytes) {
-      fail("swap_blocks: bytes ", s.offset, "..", s.offset + s.bytes, " of host rows of ", host.size(1));
+      fail("swap_blocks: bytes ", s.offset, "..", s.offset + s.bytes, " are not within host rows of ", host.size(1),
+           " bytes");
     }
     s.width = access_width(address(t) | (base + s.offset) | s.stride | p.host_stride | s.bytes);
     const int64_t piece = int64_t(32) * kSwapLoads * s.width;
@@ -205,12 +206,12 @@ void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor r
   }
   const std::vector<int64_t> ids = checked_rows(rows, host.size(0));
 
-  // Everything that the host can check is checked: from here on blocks move.
+  // All checks on the host are done; blocks are copied from here on.
   const cudaStream_t stream = current_stream(device);
   for (size_t part = 0; part < parts.size(); part += kMaxSwapPools) {
     p.pool_count = int(std::min<size_t>(kMaxSwapPools, parts.size() - part));
     std::copy_n(parts.begin() + part, p.pool_count, p.pools);
-    int64_t pieces = 0;  // of a row; those of a launch are counted in 32 bits
+    int64_t pieces = 0;  // of one row; the pieces of a launch are counted in 32 bits
     for (int k = 0; k < p.pool_count; ++k) pieces += p.pools[k].pieces;
     const size_t most = size_t(std::clamp<int64_t>(INT32_MAX / std::max<int64_t>(pieces, 1), 1, kMaxSwapRows));
     for (size_t i = 0; i < ids.size(); i += most) {

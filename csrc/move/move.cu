@@ -1,18 +1,19 @@
-// Copies of state slots (copy_state), of slices of rows (update_rows), of scattered blocks to and from rows of pinned
-// host memory or of a buffer (swap_blocks), and of what a decode step needs of the tables of all requests
+// Copy kernels: state slots (copy_state), slices of rows (update_rows), scattered blocks to and from rows of pinned
+// host memory or of a buffer (swap_blocks), and the parts of all requests' tables that a decode step needs
 // (gather_tables). Every byte is read and written once.
 //
-// copy_state: grid (layers x 16 KiB pieces of all tensors, pairs of slots). update_rows: grid (slices) to check them,
-// then grid (row groups, slices), a warp a row. swap_blocks: a warp a piece of a block, 2 KiB at 16 bytes an access,
-// all loaded before it is stored, past the caches, since each is touched once; over PCIe few blocks of threads: they
-// have 1 MiB in flight, where 55 GB/s of 2 us take 110 KB, and leave room on the SMs for steps. gather_tables: grid
-// (groups of 1024 block ids, requests), a sector of 32 bytes read and 4 bytes written a block; groups behind a length
-// are idle.
+// - copy_state: grid (layers x 16 KiB pieces of all tensors, pairs of slots).
+// - update_rows: grid (slices) to check them, then grid (row groups, slices), one warp per row.
+// - swap_blocks: one warp per piece of a block, 2 KiB with 16 B accesses. A warp loads the whole piece before it stores
+//   it, bypassing the caches because each byte is used once. Over PCIe few thread blocks are launched: they have 1 MiB
+//   in flight, where 55 GB/s with 2 us of latency need 110 KB, and leave SMs free for steps.
+// - gather_tables: grid (groups of 1024 block ids, requests), one 32 B sector read and 4 B written per block. Groups
+//   beyond a request's length are idle.
 //
-// A launch cannot raise, and an assertion would cost the process its CUDA context: copy_state and update_rows write
-// nothing when a pair or slice is wrong, and leave the index of the first one in `rejected`, which is -1 before. Where
-// copy_state is given a destination twice, only the pairs with that destination are not written: a block compares its
-// own pair with the others.
+// A launch cannot raise, and an assertion would destroy the process's CUDA context. If a pair or slice is invalid,
+// copy_state and update_rows write nothing and store the index of the first one in `rejected`, which is -1 otherwise.
+// If pairs of copy_state have equal destinations, only these pairs are skipped: a block compares its own pair with all
+// others.
 #include <algorithm>
 #include <cstdio>
 
@@ -24,7 +25,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int64_t kPiece = 16384;
 
-/// `lanes` threads, of which this is number `lane`, copy `bytes`.
+/// Copies `bytes` with `lanes` threads, of which this is number `lane`.
 template <typename T>
 __device__ __forceinline__ void copy_as(uint8_t* __restrict__ to, const uint8_t* __restrict__ from, int64_t bytes,
                                         int lane, int lanes) {
@@ -49,7 +50,7 @@ __device__ __forceinline__ void copy(int width, uint8_t* to, const uint8_t* from
 
 __host__ __device__ int64_t pieces(const StateTensor& t) { return (t.bytes + kPiece - 1) / kPiece; }
 
-/// Of all reports of a call the lowest index stays; -1 is the largest unsigned number.
+/// Keeps the lowest reported index. -1 is the largest unsigned number.
 __device__ void report(int32_t* rejected, int index) {
   atomicMin(reinterpret_cast<unsigned*>(rejected), unsigned(index));
 }
@@ -57,7 +58,7 @@ __device__ void report(int32_t* rejected, int index) {
 __global__ void __launch_bounds__(kThreads) copy_state_kernel(const __grid_constant__ CopyStateParams p) {
   const int own = blockIdx.y, src = p.src[own], dst = p.dst[own];
   if (src < 0 || dst < 0) return;
-  // Every block that would write looks at all pairs, so that none writes when one leaves the tensors.
+  // Every block checks all pairs before it writes, so that none writes if any pair is out of range.
   bool wrong = false;
   for (int pair = threadIdx.x; pair < p.pairs; pair += kThreads) {
     const int from = p.src[pair], to = p.dst[pair];
@@ -68,11 +69,11 @@ __global__ void __launch_bounds__(kThreads) copy_state_kernel(const __grid_const
     if (p.rejected) {
       report(p.rejected, pair);
     } else if (leaves && pair == own && blockIdx.x == 0) {
-      printf("copy_state: pair %d, slot %d to slot %d, leaves tensors of %d slots; nothing is written\n", pair, src,
-             dst, p.slots);
+      printf("copy_state: pair %d, slot %d to slot %d, is out of range for tensors of %d slots; nothing is written\n",
+             pair, src, dst, p.slots);
     } else if (same && blockIdx.x == 0) {
-      printf("copy_state: pair %d, slot %d to slot %d, has the destination of pair %d; neither is written\n", own, src,
-             dst, pair);
+      printf("copy_state: pair %d, slot %d to slot %d, has the same destination as pair %d; neither is written\n", own,
+             src, dst, pair);
     }
   }
   if (__syncthreads_or(wrong)) return;
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(kThreads) update_rows_kernel(const __grid_cons
   }
 }
 
-/// A warp copies a piece: kSwapLoads accesses of each lane, or what `bytes` has of them.
+/// Copies a piece with one warp: at most kSwapLoads accesses of each lane, fewer if `bytes` is smaller.
 template <typename T>
 __device__ __forceinline__ void copy_piece(uint8_t* to, const uint8_t* from, int64_t bytes, int lane) {
   T kept[kSwapLoads];
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kThreads) swap_blocks_kernel(const __grid_cons
     const int64_t begin = int64_t(of_pool % pool.pieces) * 32 * kSwapLoads * pool.width;
     if (block < 0 || block >= pool.blocks) {
       if (lane == 0 && k == 0 && begin == 0) {
-        printf("swap_blocks: block %lld is not in 0..%lld; it is left out\n", static_cast<long long>(block),
+        printf("swap_blocks: block %lld is not in 0..%lld; it is skipped\n", static_cast<long long>(block),
                static_cast<long long>(pool.blocks - 1));
       }
       continue;
@@ -189,7 +190,7 @@ __global__ void __launch_bounds__(kThreads) swap_blocks_kernel(const __grid_cons
   }
 }
 
-/// Blocks of threads of swap_blocks: enough to fill the link, or the GPU's memory.
+/// Thread blocks of swap_blocks: enough to saturate the link, or the GPU's memory.
 constexpr int kLinkBlocks = 64, kMemoryBlocks = 2048;
 
 constexpr int kGatherColumns = 4 * kThreads;
@@ -224,7 +225,8 @@ cudaError_t launch_copy_state(const CopyStateParams& p, cudaStream_t stream) {
 }
 
 cudaError_t launch_update_rows(const UpdateRowsParams& p, cudaStream_t stream) {
-  // Lengths are known on the device only: enough blocks a slice for an even share of the new rows, 8 rows a block.
+  // Lengths are known on the device only. Launch enough blocks per slice for an equal share of the new rows, 8 rows per
+  // block.
   const int64_t share = (p.source_rows + p.count - 1) / p.count;
   const unsigned groups = unsigned(std::clamp<int64_t>((share + 7) / 8, 1, 1024));
   check_slices_kernel<<<unsigned(p.count), kThreads, 0, stream>>>(p);
@@ -241,7 +243,7 @@ cudaError_t launch_gather_tables(const GatherParams& p, cudaStream_t stream) {
 cudaError_t launch_swap_blocks(const SwapParams& p, cudaStream_t stream) {
   const int units = p.pools[p.pool_count - 1].end, warps = kThreads / 32;
   const int blocks = std::min((units + warps - 1) / warps, p.over_link ? kLinkBlocks : kMemoryBlocks);
-  if (blocks == 0) return cudaSuccess;  // pools of empty blocks
+  if (blocks == 0) return cudaSuccess;  // pools with empty blocks
   swap_blocks_kernel<<<unsigned(blocks), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }

@@ -1,5 +1,5 @@
-// The arguments of the kernels that move state, blocks, rows and tables, and their launches. Strides in bytes unless a
-// comment says elements.
+// Parameters and launches of the kernels that copy state, blocks, rows and tables. Strides in bytes unless noted
+// otherwise.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,7 @@
 
 namespace dsv4 {
 
-/// Widest load, 16 to 1 bytes, that `bits` (addresses, strides and sizes or-ed together) allows.
+/// Returns the widest access, 16 to 1 bytes, that `bits` (addresses, strides and sizes combined by OR) allows.
 inline int access_width(uint64_t bits) {
   int width = 16;
   while (bits % width) width /= 2;
@@ -29,8 +29,8 @@ struct CopyStateParams {
   int count;
   const int32_t *src, *dst;
   int pairs;
-  int slots;          // of the tensor, in any launch of the call, that has fewest
-  int32_t* rejected;  // null: the kernel prints what it rejects
+  int slots;          // smallest number of slots of the call's tensors
+  int32_t* rejected;  // null: the kernel prints rejected pairs
 };
 cudaError_t launch_copy_state(const CopyStateParams& params, cudaStream_t stream);
 
@@ -43,9 +43,9 @@ struct UpdateRowsParams {
   const int32_t* valid;
   int count, width;
   int32_t* rejected;
-  bool print;  // what is rejected: the caller reads no `rejected`
+  bool print;  // print rejected slices: the caller passed no `rejected`
 };
-/// Two kernels: the second writes nothing if the first has rejected a slice.
+/// Two kernels. The second one writes nothing if the first one has rejected a slice.
 cudaError_t launch_update_rows(const UpdateRowsParams& params, cudaStream_t stream);
 
 struct SwapPool {
@@ -53,22 +53,22 @@ struct SwapPool {
   int64_t stride, bytes, blocks;
   int64_t offset;  // in a host row
   int width;
-  int pieces;  // of a block, each kSwapLoads accesses of a warp
-  int end;     // where its pieces end among those of a launch, all of a pool before those of the next
+  int pieces;  // pieces per block, each kSwapLoads accesses of a warp
+  int end;     // end of its pieces in the launch, which are ordered by pool
 };
 
 constexpr int kSwapLoads = 4;
 constexpr int kMaxSwapPools = 96, kMaxSwapRows = 1024;
 struct SwapParams {
   SwapPool pools[kMaxSwapPools];
-  uint8_t* host;  // as the device addresses it
+  uint8_t* host;  // device address
   int64_t host_stride;
   const int64_t* blocks;
   int64_t blocks_stride;  // elements
   int32_t row[kMaxSwapRows];
   int pool_count, count;
   bool to_host;
-  bool over_link;  // `host` is the host's, not a buffer of the GPU
+  bool over_link;  // `host` is host memory, not a buffer on the GPU
 };
 cudaError_t launch_swap_blocks(const SwapParams& params, cudaStream_t stream);
 

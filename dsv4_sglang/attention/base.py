@@ -1,4 +1,4 @@
-"""The interface of the attention kernels and what they read. `registry` chooses between them."""
+"""Interface of the attention kernels and its input and output types. `registry` chooses between the kernels."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from torch import Tensor
 from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.formats import KVFormat
 
+# Largest number of heads that an attention kernel pads to (`AttentionKernel.query_heads`).
 MOST_PADDED_HEADS = 128
-"""Heads up to which an attention kernel pads (`AttentionKernel.query_heads`)."""
 
 
 class EntryList(NamedTuple):
-    """The entries of a KV buffer that T tokens read.
+    """The entries of a KV buffer that each of T tokens attends to.
 
-    `table` [blocks, entries per block, width]: the buffer. `indices` [T, K] int32: entries of each token, -1: none.
-    `topk_length` [T] int32: token t reads the first `topk_length[t]` of its indices. The rest is undefined.
+    Attributes:
+        table: KV buffer [blocks, entries per block, width].
+        indices: int32 [T, K], indices of entries in `table`, -1 for none.
+        topk_length: int32 [T]. Token t attends to the first `topk_length[t]` of its indices; the rest is undefined.
     """
 
     table: Tensor
@@ -27,16 +29,24 @@ class EntryList(NamedTuple):
     topk_length: Tensor
 
     def of_tokens(self, part: slice) -> EntryList:
+        """Return the lists of the tokens in `part`."""
         return self._replace(indices=self.indices[part], topk_length=self.topk_length[part])
 
 
 class AttendInputs(NamedTuple):
-    """What the queries of a layer read (SPEC 2.2, 4.5): the arguments of the op `attend` besides the query.
+    """Arguments of the op `attend` besides the query, for one layer (SPEC 2.2, 4.5).
 
-    `sink` [H] fp32, of which the first `heads` count: a kernel may want more heads than there are, and then query and
-    sink have what it wants (`AttentionKernel.query_heads`); `window` and `entries` (None: the layer has none) lists of
-    rows of one format; `positions` [T] int64 and `rope` [positions, 64] fp32, by which the output is with the inverse
-    RoPE applied; `scale` of the logits; `ratio` 0, 4 or 128, None in a call of the op, which does not say.
+    Attributes:
+        sink: fp32 [H], attention sinks. Only the first `heads` are real; the rest is padding for kernels that need more
+            heads (`AttentionKernel.query_heads`).
+        heads: number of real heads.
+        window: entries of the sliding window.
+        entries: compressed entries, in the same KV format; None if the layer has none.
+        positions: int64 [T], positions of the query tokens, for the inverse RoPE of the output.
+        rope: fp32 [positions, 64], RoPE table.
+        scale: factor of the logits.
+        kv_format: KV format of `window` and `entries`.
+        ratio: compression ratio 0, 4 or 128; None in a call of the op, which does not pass it.
     """
 
     sink: Tensor
@@ -51,7 +61,7 @@ class AttendInputs(NamedTuple):
 
     @classmethod
     def from_op(cls, sink: Tensor, *args: Any) -> AttendInputs:
-        """Of the op's arguments behind `q`."""
+        """Return the inputs from the op's arguments after `q`."""
         *lists, positions, rope, scale, kv_format = args
         entries = None if any(x is None for x in lists[3:]) else EntryList(*lists[3:])
         return cls(
@@ -59,15 +69,18 @@ class AttendInputs(NamedTuple):
         )
 
     def op_args(self) -> tuple[Any, ...]:
-        """The op's arguments behind `q`."""
+        """Return the op's arguments after `q`."""
         entries = self.entries or (None, None, None)
         return self.sink, *self.window, *entries, self.positions, self.rope, self.scale, self.kv_format.code
 
 
 class LayerOutput(NamedTuple):
-    """Attention's output `[T, heads, 512]`, and whether its last 64 dims are still rotated.
+    """Attention output of one layer.
 
-    A token's heads lie in a row, tokens further apart where a kernel had more heads than count.
+    Attributes:
+        values: [T, heads, 512]. The heads of a token are contiguous. The token stride is larger than heads * 512 if the
+            kernel computed padding heads.
+        rotated: True if the last 64 dims still need the inverse RoPE.
     """
 
     values: Tensor
@@ -80,25 +93,42 @@ class AttentionKernel(ABC):
     @classmethod
     @abstractmethod
     def supports(cls, device: torch.device, heads: int, dtype: torch.dtype, kv_format: KVFormat) -> bool:
-        """Whether the kernel runs on this device and takes queries [T, heads, 512] of this dtype and such rows."""
+        """Return True if the kernel supports a model.
+
+        Args:
+            device: device of the KV buffers.
+            heads: query heads of a layer.
+            dtype: dtype of the queries [T, heads, 512].
+            kv_format: format of the KV entries.
+        """
 
     @abstractmethod
     def begin_step(self, step: StepMetadata, lengths: list[int] | None) -> bool:
-        """Prepare for the layers of `step`; False: the step is better read by another attention kernel.
+        """Prepare for the layers of a step. A decode step that a CUDA graph records calls this inside the recording.
 
-        `lengths`: tokens of each request after a prefill step; None in a decode step, where the host does not know
-        them. A decode step that a CUDA graph records begins inside it.
+        Args:
+            step: metadata of the step.
+            lengths: length of each request after a prefill step; None in a decode step, where the host does not know
+                them.
+
+        Returns:
+            False if another attention kernel should take this step.
         """
 
     def query_heads(self, heads: int) -> int:
-        """Heads H that queries and sinks have for `attend`, of which the first `heads` count."""
+        """Return the number of heads H of queries and sinks that `attend` needs. Only the first `heads` are real."""
         return heads
 
     def forget_scratch(self) -> None:
-        """Give back memory that steps grow as they need it; no step is under way."""
+        """Free scratch memory that grows with the largest step. No step may be running."""
         return
 
     @abstractmethod
     def attend(self, q: Tensor, inputs: AttendInputs, *, output_is_rotated: bool = False) -> LayerOutput:
-        """`attend` for one layer of the step and queries `q` [T, H, 512], H as `query_heads` says; heads that do not
-        count hold anything. `output_is_rotated`: the caller can apply the inverse RoPE to the output itself."""
+        """Compute attention of one layer of the step.
+
+        Args:
+            q: queries [T, H, 512], with H as returned by `query_heads`. Padding heads have undefined contents.
+            inputs: the other arguments of `attend`.
+            output_is_rotated: the caller can apply the inverse RoPE itself, so the kernel may return a rotated output.
+        """

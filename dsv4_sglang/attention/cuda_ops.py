@@ -1,6 +1,6 @@
-"""CUDA implementations of the ops that Triton and FlashMLA serve: `attend`, and what reads V4.1's tables.
+"""CUDA implementations, in Triton and FlashMLA, of the ops `attend`, `attend_v41` and `index_topk_v41`.
 
-Importing this module registers them and needs no GPU. Their kernels are imported on the first call.
+Importing this module registers them and needs no GPU. The kernels are imported on the first call.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from dsv4_sglang.ops.schemas import NAMESPACE
 
 
 def attend(q: Tensor, *args: Any) -> Tensor:
-    """Attend through FlashMLA where it takes the tensors, with a schedule for this call alone, else through Triton."""
+    """Run FlashMLA if it supports the tensors, with a schedule for this call alone, otherwise Triton."""
     from dsv4_sglang.attention import triton_attend
     from dsv4_sglang.attention.base import AttendInputs
     from dsv4_sglang.attention.flashmla import FlashMLAAttention, pad_heads

@@ -1,8 +1,9 @@
-"""`attend` through FlashMLA, for sm_90 and sm_100 (SPEC 2.2, 4.5): what its kernels share, and the one for decode.
+"""`attend` through FlashMLA on sm_90 and sm_100 (SPEC 2.2, 4.5): common base of its kernels, and the FP8 decode kernel.
 
-FlashMLA wants bf16 queries of 64 or 128 heads and returns the output still rotated; a small kernel here applies the
-inverse RoPE to its last 64 dims in place. Where a process has fewer heads, the caller writes its queries into a tensor
-of as many (`query_heads`), and the output is a part of what the kernel writes: neither is copied.
+FlashMLA takes bf16 queries of 64 or 128 heads and returns an output that is still rotated. A small kernel here applies
+the inverse RoPE to its last 64 dims in place. If a process has fewer heads, the caller allocates queries with the
+padded number of heads (`query_heads`), and the output is a view of what the kernel writes. So padding copies neither
+queries nor outputs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from dsv4_sglang.attention import flashmla_scheduler
 from dsv4_sglang.attention.base import MOST_PADDED_HEADS, AttendInputs, AttentionKernel, EntryList, LayerOutput
-from dsv4_sglang.attention.flashmla_scheduler import BLOCK_ROWS
+from dsv4_sglang.attention.flashmla_scheduler import BLOCK_ENTRIES
 from dsv4_sglang.attention.step_buffers import align
 from dsv4_sglang.attention.triton_output import inverse_rope
 from dsv4_sglang.cache.step import StepMetadata
@@ -27,17 +28,18 @@ from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 
 logger = logging.getLogger(__name__)
 
+# Numbers of heads that FlashMLA's kernels are compiled for.
 HEAD_COUNTS = (64, MOST_PADDED_HEADS)
-"""Heads that FlashMLA's kernels are made for."""
-# FlashMLA keeps 2 KiB of partial results a token and head, in fp32; a longer prefill goes in slices of this many heads,
-# 64 MiB of results.
+# FlashMLA stores partial results in fp32, 2 KiB for each token and head. A longer prefill is processed in slices of
+# this many (token, head) pairs, so partial results take at most 64 MiB.
 _HEADS_AT_ONCE = 32768
-# A schedule of more tokens is FlashMLA's own work: `triton_schedule` takes one token after the other.
+# Above this number of tokens FlashMLA computes its own schedule: `flashmla_scheduler` processes tokens sequentially.
 _SCHEDULED_TOKENS = 512
 
 
 @functools.cache
 def installed() -> bool:
+    """Return True if `sgl_kernel` was built with FlashMLA."""
     try:
         from sgl_kernel import flash_mla
     except ImportError:
@@ -47,24 +49,25 @@ def installed() -> bool:
 
 @functools.cache
 def has_kernel(device: torch.device) -> bool:
+    """Return True if FlashMLA has kernels for the compute capability of `device` (sm_90 or sm_100)."""
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def padded_heads(heads: int) -> int:
-    """As many heads as a kernel takes, at least `heads`. ValueError where those are above 128."""
+    """Return the smallest number of heads that a kernel takes, at least `heads`. Raise ValueError above 128."""
     if heads > HEAD_COUNTS[-1]:
         raise ValueError(f"{heads} heads; expected at most {HEAD_COUNTS[-1]}: ask `supports` first")
     return next(count for count in HEAD_COUNTS if count >= heads)
 
 
 def pad_heads(q: Tensor, inputs: AttendInputs) -> tuple[Tensor, AttendInputs]:
-    """Copies of `q` [T, H, 512] and of the sink with as many heads as a kernel takes, for who did not write them so."""
+    """Return `q` [T, H, 512] and `inputs` with H padded to a number that a kernel takes. This copies `q`."""
     more = padded_heads(q.shape[1]) - q.shape[1]
     return (F.pad(q, (0, 0, 0, more)), inputs._replace(sink=F.pad(inputs.sink, (0, more)))) if more else (q, inputs)
 
 
 class FlashMLAKernel(AttentionKernel):
-    """A attention kernel through one of FlashMLA's kernels."""
+    """Base class of the attention kernels that call FlashMLA."""
 
     kv_formats: ClassVar[tuple[KVFormat, ...]]
 
@@ -88,26 +91,32 @@ class FlashMLAKernel(AttentionKernel):
 
     @abstractmethod
     def _rotated(self, q: Tensor, inputs: AttendInputs) -> Tensor:
-        """The rotated output [T, H, 512] of all heads of `q`."""
+        """Return the output [T, H, 512] of all heads of `q`, still rotated."""
 
 
 def _aligned(listed: EntryList) -> EntryList:
-    """With a width that the kernel takes; to pad costs a copy a layer, so metadata makes such widths."""
+    """Return the list padded to a width that the kernel takes. Padding copies it in each layer, so metadata uses such
+    widths.
+    """
     width = listed.indices.shape[1]
     more = align(width) - width
     return listed._replace(indices=F.pad(listed.indices, (0, more), value=-1)) if more else listed
 
 
 class SchedulerConfig(NamedTuple):
-    """How FlashMLA's FP8 kernel divides its work: `parts` thread blocks, and a token costs `overhead` blocks of rows
-    more than it has."""
+    """Parameters of the FP8 kernel's work distribution.
 
-    parts: int
-    overhead: int
+    Attributes:
+        num_sm_parts: number of thread block groups that share the work.
+        fixed_overhead: fixed cost of a token, in blocks of 64 entries.
+    """
+
+    num_sm_parts: int
+    fixed_overhead: int
 
 
-def _known_shares(device: torch.device, heads: int) -> SchedulerConfig:
-    """FlashMLA's own numbers, by architecture and heads (64 or 128)."""
+def _known_config(device: torch.device, heads: int) -> SchedulerConfig:
+    """Return FlashMLA's own parameters, by architecture and number of heads (64 or 128)."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     if torch.cuda.get_device_capability(device)[0] == 9:
         return SchedulerConfig(processors * HEAD_COUNTS[0] // heads, 5)
@@ -115,16 +124,16 @@ def _known_shares(device: torch.device, heads: int) -> SchedulerConfig:
 
 
 @functools.cache
-def shares(device: torch.device, heads: int) -> SchedulerConfig | None:
-    """What `triton_schedule` needs for queries of `heads` heads, 64 or 128, on `device`. None, and a warning, where
-    FlashMLA as installed makes other schedules: it then goes on making them itself.
+def scheduler_config(device: torch.device, heads: int) -> SchedulerConfig | None:
+    """Return the parameters of `flashmla_scheduler` for `heads` query heads (64 or 128) on `device`.
 
-    It runs FlashMLA and waits for it: ask before anything is timed or recorded.
+    Return None and log a warning if the installed FlashMLA makes different schedules; FlashMLA then computes them
+    itself. The check runs FlashMLA and synchronises, so call this before anything is timed or recorded.
     """
-    found = _known_shares(device, heads)
-    table = make_kv_buffers(1, 1, BLOCK_ROWS, KVFormat.FP8, device)[0]
+    found = _known_config(device, heads)
+    table = make_kv_buffers(1, 1, BLOCK_ENTRIES, KVFormat.FP8, device)[0]
     sink, nowhere = torch.zeros(heads, device=device), torch.zeros(1, device=device)
-    # Fewer tokens than parts, about as many, and more; empty lists, and lists that many parts share.
+    # Fewer tokens than parts, about as many, and more. Empty lists, and lists that are split over many parts.
     for tokens in (1, 4, 60, 300):
         at = torch.arange(tokens, dtype=torch.int32, device=device)
         window = EntryList(table, at.new_zeros(tokens, 128), 37 * at % 129)
@@ -138,9 +147,9 @@ def shares(device: torch.device, heads: int) -> SchedulerConfig | None:
             ours = flashmla_scheduler.build(window.topk_length, entries and entries.topk_length, *found)
             if not same_schedules(ours, (theirs.tile_scheduler_metadata, theirs.num_splits)):
                 logger.warning(
-                    "FlashMLA as installed does not divide its work as expected for %d heads on %s, %s: it makes its "
-                    "schedules itself, which takes some 25 us a step and kind of layer. The sglang-kernel that this "
-                    "release of SGLang asks for is known to",
+                    "The installed FlashMLA does not schedule work as expected for %d heads on %s (%s), so it makes "
+                    "its schedules itself. This takes about 25 us for each step and kind of layer. The sglang-kernel "
+                    "version that this release of SGLang requires does not have this problem",
                     heads, torch.cuda.get_device_name(device), found,
                 )  # fmt: skip
                 return None
@@ -148,7 +157,9 @@ def shares(device: torch.device, heads: int) -> SchedulerConfig | None:
 
 
 def same_schedules(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
-    """Whether both are as long and say the same, but for parts that read nothing, which hold anything else."""
+    """Return True if two schedules (parts, splits) are equal. Parts without work have undefined contents and are
+    ignored.
+    """
     (parts, splits), (other_parts, other_splits) = one, other
     if parts.shape != other_parts.shape or not torch.equal(splits, other_splits):
         return False
@@ -157,27 +168,28 @@ def same_schedules(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> 
 
 
 class FlashMLAAttention(FlashMLAKernel):
-    """The sparse FP8 kernel for decode, which reads this package's FP8 tables as they are: the window table as its
-    cache with the window list, the entry table as its extra cache with the entry list.
+    """The sparse FP8 decode kernel. It reads this package's FP8 KV buffers in place.
 
-    It wants block strides of a multiple of 16 B, on sm_100 of 576 B (`formats.kv_entries.block_stride_bytes`).
+    The window buffer is FlashMLA's cache with the window list, the entry buffer is its extra cache with the entry list.
+    Block strides must be multiples of 16 B, on sm_100 of 576 B (`formats.kv_entries.block_stride_bytes`).
 
-    The lists of all tokens are cut into equal shares before the first layer of a kind, by `triton_schedule` or, without
-    `shares`, by a kernel of FlashMLA's; layers of one kind have one schedule. It depends on the lengths alone, so
-    `begin_step` must be called before each step, and once more before the layers that a CUDA graph records: the kernel
-    is then in the graph and runs at every replay, on the lengths of that replay. A kind is known by its length tensors:
-    pass the same ones to all its layers, unchanged within the step.
+    A schedule divides the lists of all tokens evenly among the thread blocks. It is computed before the first layer of
+    each kind, by `flashmla_scheduler` or, without `scheduler_config`, by a kernel of FlashMLA; all layers of one kind
+    use it. The schedule depends on the lengths, so call `begin_step` before each step and again before the layers that
+    a CUDA graph records. The scheduling kernel is then part of the graph and uses the lengths of each replay. Layers
+    are of one kind if they pass the same length tensors: pass the same tensors to all of them and do not modify them
+    within the step.
     """
 
     kv_formats = (KVFormat.FP8,)
 
-    def __init__(self, shares: SchedulerConfig | None = None) -> None:
-        self._scheduler_config = shares
+    def __init__(self, scheduler_config: SchedulerConfig | None = None) -> None:
+        self._scheduler_config = scheduler_config
         self._schedules: dict[tuple, Any] = {}
         self._alive: list[Tensor] = []
 
     def begin_step(self, step: StepMetadata, lengths: list[int] | None) -> bool:
-        """Forget the schedules of the last step."""
+        """Drop the schedules of the previous step."""
         self._schedules.clear()
         self._alive.clear()
         return True
@@ -193,7 +205,7 @@ class FlashMLAAttention(FlashMLAKernel):
                 found = window.topk_length, entries and entries.topk_length
                 made = flashmla_scheduler.build(*found, *self._scheduler_config)
             self._schedules[key] = FlashMLASchedMeta(False, None, *made)
-            self._alive.extend(x.topk_length for x in lists if x)  # while they live, no other tensor has their address
+            self._alive.extend(x.topk_length for x in lists if x)  # keeps their addresses unique
         return self._schedules[key]
 
     def _rotated(self, q: Tensor, inputs: AttendInputs) -> Tensor:

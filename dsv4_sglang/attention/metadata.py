@@ -1,7 +1,7 @@
-"""The `StepMetadata` of a server's step, from SGLang's tables of all requests.
+"""Build the `StepMetadata` of a server's step from SGLang's tables of all requests, once a step.
 
-Built once a step. A decode step is built by device work alone, into buffers of a fixed address where it is given some,
-so that it can be recorded into a CUDA graph; a prefill step knows its sizes on the host. Letters as in `cache.step`.
+A decode step is built by device work alone, into buffers of fixed addresses if given, so it can be recorded into a CUDA
+graph. The sizes of a prefill step are known on the host. Letters for shapes are those of `cache.step`.
 """
 
 from __future__ import annotations
@@ -24,47 +24,55 @@ def gather_decode(
     req_to_token: Tensor,
     state_slot_of_request: Tensor,
 ) -> None:
-    """Copy what a decode step needs of SGLang's tables of all requests: state slots and block ids.
+    """Copy the state slots and block ids of a decode step from SGLang's tables of all requests.
 
-    The scheduler changes these tables for the next step as soon as a CUDA graph has been launched, so a graph must not
-    read them: this runs before it. `seq_lens` [B] counts the tokens of the step; block ids behind them are left as they
-    are.
+    Call this before launching a CUDA graph: the scheduler updates these tables for the next step as soon as the graph
+    is launched, so the graph must not read them.
+
+    Args:
+        buffers: receives the copies.
+        req_pool_indices: [B], requests of the step.
+        seq_lens: [B], lengths including the tokens of the step. Block ids beyond them are not written.
+        req_to_token: SGLang's table of pool slots by request.
+        state_slot_of_request: state slots by request.
     """
-    gather_tables(req_pool_indices, seq_lens, state_slot_of_request, req_to_token, buffers.owned, buffers.block_table)
+    gather_tables(
+        req_pool_indices, seq_lens, state_slot_of_request, req_to_token, buffers.state_slots, buffers.block_table
+    )
 
 
 def _fill_decode(
     buffers: DecodeBuffers,
     seq_lens: Tensor,
-    before: int,
+    length_offset: int,
     track_mask: Tensor | None,
     track_slots: Tensor | None,
     top_k: int,
 ) -> None:
-    """The values of `build_decode`, by PyTorch."""
-    n, each = seq_lens.shape[0], buffers.each
-    t = n * each
-    owned = buffers.owned[:n]
-    real = owned > 0
-    prefix = (seq_lens.to(torch.int32) + before).masked_fill(~real, 0)
-    buffers.slots[:n].copy_(owned.masked_fill(~real, -1))
+    """Fill the buffers of `build_decode` with PyTorch ops."""
+    n, per_request = seq_lens.shape[0], buffers.tokens_per_request
+    t = n * per_request
+    state_slots = buffers.state_slots[:n]
+    real = state_slots > 0
+    prefix = (seq_lens.to(torch.int32) + length_offset).masked_fill(~real, 0)
+    buffers.slots[:n].copy_(state_slots.masked_fill(~real, -1))
     buffers.prefix_lens[:n].copy_(prefix)
     owner = buffers.token_request[:t].long()
-    positions = prefix[owner] + torch.arange(t, dtype=torch.int32, device=prefix.device) % each
+    positions = prefix[owner] + torch.arange(t, dtype=torch.int32, device=prefix.device) % per_request
     buffers.positions[:t].copy_(positions)
     length = (positions + 1).masked_fill(~real[owner], 0)
-    seen = (prefix + each).masked_fill(~real, 0)[owner] if buffers.sees_block else length
-    buffers.window_lens[:t].copy_(window_lens(seen, buffers.reach))
+    seen = (prefix + per_request).masked_fill(~real, 0)[owner] if buffers.sees_block else length
+    buffers.window_lens[:t].copy_(window_lens(seen, buffers.window_len))
     buffers.csa_lens[:t].copy_(visible_entries(length, CSA_RATIO, top_k))
     buffers.hca_lens[:t].copy_(visible_entries(length, HCA_RATIO))
-    window = ring_window(owned[owner], seen, buffers.ring_rows, buffers.reach)
-    buffers.window_indices[:t, : buffers.reach].copy_(window)
-    if each > 1:
+    rows = ring_window(state_slots[owner], seen, buffers.ring_rows, buffers.window_len)
+    buffers.window_indices[:t, : buffers.window_len].copy_(rows)
+    if per_request > 1:
         visible = torch.arange(buffers.block_table.shape[1], device=length.device) < buffers.hca_lens[:t, None]
         buffers.hca_indices[:t].copy_(torch.where(visible, buffers.block_table[owner], buffers.hca_indices[:t]))
     if track_mask is not None and track_slots is not None:
         due = track_mask & real
-        buffers.copy_src[:n].copy_(owned.masked_fill(~due, -1))
+        buffers.copy_src[:n].copy_(state_slots.masked_fill(~due, -1))
         buffers.copy_dst[:n].copy_(track_slots.masked_fill(~due, -1))
 
 
@@ -76,29 +84,44 @@ def build_decode(
     track_mask: Tensor | None,
     track_slots: Tensor | None,
     top_k: int,
-    before: int = -1,
+    length_offset: int = -1,
 ) -> StepMetadata:
-    """`buffers.each` tokens a request, after `gather_decode`. Device work only: no size depends on a value, nothing
-    is read back.
+    """Build the metadata of a decode step with `buffers.tokens_per_request` tokens a request. Call `gather_decode`
+    first.
 
-    `seq_lens` [B] and `before`: a request has seq_lens + before tokens in the cache before the step; -1 where
-    `seq_lens` counts the new token. Rows that pad a CUDA graph carry request 0, whose state slot is 0: SGLang's dummy
-    of both pools, which no request owns. Their slot becomes -1 and their lengths 0. `track_mask` [B] bool and
-    `track_slots` [B] say which requests end a snapshot interval with this token and where its state goes.
+    Device work only: no shape depends on a value, and nothing is read back. Padding requests of a CUDA graph carry
+    request 0, whose state slot 0 is SGLang's dummy slot in both pools. Their slot becomes -1 and their lengths 0.
+
+    Args:
+        buffers: receives the metadata.
+        seq_lens: [B], lengths of the requests.
+        out_loc: int64 [T], pool slot of each token.
+        track_mask: bool [B], True for requests that end a snapshot interval with this token.
+        track_slots: [B], state slots of these snapshots.
+        top_k: entries that a token selects in a CSA layer.
+        length_offset: a request has seq_lens + length_offset tokens before the step; -1 if `seq_lens` counts the new
+            token.
     """
     if seq_lens.is_cuda:
         from dsv4_sglang.attention import triton_metadata
 
-        triton_metadata.build(buffers, seq_lens, before, track_mask, track_slots, top_k)
+        triton_metadata.build(buffers, seq_lens, length_offset, track_mask, track_slots, top_k)
     else:
-        _fill_decode(buffers, seq_lens, before, track_mask, track_slots, top_k)
+        _fill_decode(buffers, seq_lens, length_offset, track_mask, track_slots, top_k)
     tracks = track_mask is not None and track_slots is not None
     return step_of(buffers, seq_lens.shape[0], out_loc, tracks)
 
 
 def step_of(buffers: DecodeBuffers, n: int, out_loc: Tensor, tracks: bool = False) -> StepMetadata:
-    """What `build_decode` has written for the first `n` requests, which a CUDA graph's replay may have done."""
-    t = n * buffers.each
+    """Return the metadata of a decode step in `buffers`, as written by `build_decode` or by a graph replay.
+
+    Args:
+        buffers: written by `build_decode`.
+        n: number of requests.
+        out_loc: int64 [T], pool slot of each token.
+        tracks: the step takes snapshots.
+    """
+    t = n * buffers.tokens_per_request
     return StepMetadata(
         slots=buffers.slots[:n],
         prefix_lens=buffers.prefix_lens[:n],
@@ -119,14 +142,14 @@ def step_of(buffers: DecodeBuffers, n: int, out_loc: Tensor, tracks: bool = Fals
 
 
 def _derive(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k: int) -> None:
-    """The values of `build_recorded`, by PyTorch."""
+    """Compute the values of `build_recorded` with PyTorch ops."""
     chunk_lens = buffers.chunk_lens.clone()
     chunk_lens[-1] = tokens - chunk_lens[:-1].sum()
     query_start = _starts(chunk_lens)
     owner = _owners(chunk_lens, tokens)
     positions = buffers.prefix_lens[owner] + torch.arange(tokens, device=owner.device) - query_start[owner]
     step = StepMetadata.build(
-        slots=buffers.owned.masked_fill(buffers.owned == 0, -1),
+        slots=buffers.state_slots.masked_fill(buffers.state_slots == 0, -1),
         prefix_lens=buffers.prefix_lens,
         query_start=query_start,
         token_request=owner,
@@ -143,11 +166,15 @@ def _derive(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k: int) -
 
 
 def build_recorded(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k: int) -> None:
-    """Derive the metadata of a step of `tokens` tokens from the inputs in `buffers`. `recorded_step` returns it.
+    """Derive the metadata of a step from the inputs in `buffers`; `recorded_step` returns it.
 
-    This is device work only, which a CUDA graph records.
+    This is device work only, so a CUDA graph can record it.
 
-    `out_loc` [tokens] int64: pool slot of each token.
+    Args:
+        buffers: inputs and derived tensors.
+        tokens: number of tokens of the step.
+        out_loc: int64 [tokens], pool slot of each token.
+        top_k: entries that a token selects in a CSA layer.
     """
     if out_loc.is_cuda:
         from dsv4_sglang.attention import triton_metadata
@@ -158,7 +185,13 @@ def build_recorded(buffers: PrefillBuffers, tokens: int, out_loc: Tensor, top_k:
 
 
 def recorded_step(buffers: PrefillBuffers, tokens: int, out_loc: Tensor) -> StepMetadata:
-    """What `build_recorded` has written for `tokens` tokens, which a CUDA graph's replay may have done."""
+    """Return the metadata of a prefill step in `buffers`, as written by `build_recorded` or by a graph replay.
+
+    Args:
+        buffers: written by `build_recorded`.
+        tokens: number of tokens, T.
+        out_loc: int64 [T], pool slot of each token.
+    """
     rows = buffers.requests + 1
     return StepMetadata(
         slots=buffers.slots,
@@ -179,21 +212,28 @@ def recorded_step(buffers: PrefillBuffers, tokens: int, out_loc: Tensor) -> Step
 
 
 def _starts(chunk_lens: Tensor) -> Tensor:
-    """[B + 1] int32 first token of each request in a step of chunks `chunk_lens` [B] int32."""
+    """Return int32 [B + 1], the first token of each request in a step of chunks `chunk_lens` int32 [B]."""
     return pad(chunk_lens.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _owners(chunk_lens: Tensor, tokens: int) -> Tensor:
-    """[tokens] int32 request of each token; `tokens` is the sum of `chunk_lens` [B] int32, known to the host."""
+    """Return int32 [tokens], the request of each token. `tokens` is the sum of `chunk_lens` int32 [B], known on the
+    host.
+    """
     requests = torch.arange(chunk_lens.shape[0], dtype=torch.int32, device=chunk_lens.device)
     return torch.repeat_interleave(requests, chunk_lens, output_size=tokens)
 
 
 def _token_tracks(track_slots: Tensor, track_lens: Tensor, owner: Tensor, positions: Tensor) -> Tensor:
-    """[T] int32 state slot of the snapshot that holds each token's window entry, -1: none.
+    """Return int32 [T], the state slot of the snapshot that holds each token's window entry, -1 for none.
 
-    A snapshot of length L, a multiple of 128, holds the positions [L - 128, L). `track_slots` (-1: none) and
-    `track_lens` [B, K], `owner` and `positions` [T].
+    A snapshot of length L, a multiple of 128, holds the positions [L - 128, L).
+
+    Args:
+        track_slots: [B, K], state slots of the snapshots, -1 for none.
+        track_lens: [B, K], their lengths.
+        owner: [T], request of each token.
+        positions: [T], position of each token.
     """
     holds = track_lens[owner.long()] // BLOCK == (positions // BLOCK + 1)[:, None]
     return torch.where(holds, track_slots[owner.long()], -1).amax(1).to(torch.int32)
@@ -214,15 +254,25 @@ def build_prefill(
     max_length: int,
     padding: int = 0,
 ) -> StepMetadata:
-    """Chunks of any lengths from any starts. Sizes come from the host (`positions`, `max_length`, `padding`): no
-    synchronisation.
+    """Build the metadata of a prefill step: chunks of any lengths from any starts.
 
-    `prefix_lens`, `chunk_lens` [B]; `max_length` the longest request after the step. `track_slots` [B, K] (-1: none)
-    and `track_lens` [B, K]: a snapshot holds the request's state at length `track_lens`, a multiple of 128, so it
-    takes the rows of positions [track_lens - 128, track_lens), which must all be in this chunk.
+    All shapes come from the host (`positions`, `max_length`, `padding`), so there is no synchronisation.
 
-    `padding`: tokens of `positions` behind those of the chunks, which only fill the step up. They are those of one
-    more request, SGLang's request 0: it has no state slot, so its tokens write nothing and see nothing.
+    Args:
+        req_pool_indices: [B], requests of the step.
+        prefix_lens: [B], length of each request before the step.
+        chunk_lens: [B], tokens of each request in the step.
+        positions: int64 [T], position of each token.
+        out_loc: int64 [T], pool slot of each token.
+        req_to_token: SGLang's table of pool slots by request.
+        state_slot_of_request: state slots by request.
+        track_slots: [B, K], state slots of the snapshots to take, -1 for none.
+        track_lens: [B, K], lengths of these snapshots, multiples of 128. A snapshot holds the window entries of
+            positions [track_lens - 128, track_lens), which must all be in this chunk.
+        top_k: entries that a token selects in a CSA layer.
+        max_length: length of the longest request after the step.
+        padding: number of padding tokens at the end of `positions`. They belong to one more request, SGLang's request
+            0, which has no state slot: they write nothing and attend to nothing.
     """
     if padding:
         req_pool_indices, prefix_lens = pad(req_pool_indices, (0, 1)), pad(prefix_lens, (0, 1))
@@ -239,9 +289,9 @@ def build_prefill(
     token_track = None
     if track_slots is not None and track_lens is not None:
         token_track = _token_tracks(track_slots, track_lens, token_request, positions)
-    owned = state_slot_of_request[req_pool_indices].to(torch.int32)
+    state_slots = state_slot_of_request[req_pool_indices].to(torch.int32)
     return StepMetadata.build(
-        slots=owned.masked_fill(owned == 0, -1),
+        slots=state_slots.masked_fill(state_slots == 0, -1),
         prefix_lens=prefix_lens,
         query_start=_starts(chunk_lens),
         token_request=token_request,

@@ -1,4 +1,4 @@
-"""Attention through the op `attend`, which serves any device."""
+"""Attention through the op `attend`, which runs on any device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsv4_sglang.formats import KVFormat
 
 
 class PortableAttention(AttentionKernel):
-    """The op `attend`: any device, format, dtype, number of heads and step. It applies the inverse RoPE itself."""
+    """The op `attend`: any device, KV format, dtype, number of heads and step. It applies the inverse RoPE itself."""
 
     @classmethod
     def supports(cls, device: torch.device, heads: int, dtype: torch.dtype, kv_format: KVFormat) -> bool:

@@ -1,21 +1,26 @@
-"""`attend` in Triton, for any CUDA device from sm_80: all KV formats, any number of heads (SPEC 2.2, 4.5).
+"""`attend` in Triton for any CUDA device from sm_80: all KV formats, any number of heads (SPEC 2.2, 4.5).
 
-A program takes one token, up to 64 of its heads and a share of its keys (a split): the tiles of the window list, then
-those of the entry list. Rows are gathered by number, a row is key and value at once, the softmax is online. Few tokens
-do not fill the GPU, so their lists are cut into splits; a second kernel merges them, adds the sink once and applies the
-inverse RoPE to the output.
+A program processes one token, up to 64 of its heads and one split of its keys: tiles of the window list, then tiles of
+the entry list. Entries are gathered by index, each entry is both key and value, and the softmax is online. With few
+tokens the lists are divided into splits to fill the GPU. A second kernel merges the splits, adds the sink once and
+applies the inverse RoPE to the output.
 
-FP8 rows are decoded by integer arithmetic (`triton_rows`) to numbers that lack a factor of 2^120. For bf16 queries
-these numbers are multiplied as they are, and what they lack goes half with the query, half with the row's scale to its
-logit and its probability (`FOLD`): all powers of two, so the result is that of dequantised rows.
+FP8 entries are decoded by integer arithmetic (`triton_entries`) to numbers that are too small by a factor of 2^120. For
+bf16 queries (`FOLD`) these numbers are multiplied as they are. Half of the missing factor is applied to the query; the
+other half, together with the entry's scale, is applied to its logit and its probability (`missing`). All factors are
+powers of two, so the result equals that of dequantised entries.
 
-On the H200, where a multiprocessor holds one such program, instructions and latency bound it, not bytes (see
-docs/benchmarks/limits.md). So a thread computes the address of one row alone, and pieces of 64 dims share a layout;
-nothing of a row's address is computed in the layout of the products; rows are on their way two tiles ahead (five
-stages: three loads depend on each other); and every product is waited for before an accumulator is touched, or ptxas
-runs all wgmma instructions of the loop one by one.
+On the H200 one such program occupies a multiprocessor, and the kernel is bound by instructions and latency, not by
+bandwidth (docs/performance.md). Therefore:
 
-Traffic: 584 B a row (1024 bf16, 2048 fp32) for each group of heads; partial results of a split 2 KiB a head.
+- Pieces of 64 dims share a layout, so a thread computes the address of only one entry, and no address is computed in
+  the layout of the products.
+- Entries are loaded two tiles ahead (five stages, because three loads depend on each other).
+- Every product is waited for before an accumulator is used. Otherwise ptxas serialises all wgmma instructions of the
+  loop.
+
+Traffic: 584 B per FP8 entry (1024 bf16, 2048 fp32) for each group of heads; partial results take 2 KiB per split and
+head.
 """
 
 import torch
@@ -28,11 +33,11 @@ from dsv4_sglang.attention.triton_entries import (
     AT1,
     AT2,
     DIM,
-    E4M3_LACK,
     PIECE0,
     PIECE1,
     PIECE2,
     ROPE,
+    SQRT_E4M3_FACTOR,
     e4m3_bits,
     exponent_to_scale,
     fp8_entry,
@@ -62,19 +67,21 @@ from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 
 @triton.jit
 def _piece(at, mask, DOT: tl.constexpr):
-    """Dims of FP8 rows as `e4m3_bits` gives them."""
+    """Load dims of FP8 entries in the scaling of `e4m3_bits`."""
     return e4m3_bits(tl.load(at, mask=mask, other=0), DOT)
 
 
 @triton.jit
 def _beside(a, b, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """[ROWS, WIDTH] twice -> [ROWS, 2 * WIDTH]."""
+    """Concatenate two tensors [ROWS, WIDTH] to [ROWS, 2 * WIDTH]."""
     return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [ROWS, 2 * WIDTH])
 
 
 @triton.jit
 def _select(condition, a, b):
-    """Of two lists (table, rows, length, block stride, rows a block, its log2) the first where `condition`."""
+    """Return list `a` if `condition`, else `b`; a list is (buffer, indices, length, block stride, entries per block,
+    its log2).
+    """
     return (
         tl.where(condition, a[0], b[0]),
         tl.where(condition, a[1], b[1]),
@@ -86,72 +93,75 @@ def _select(condition, a, b):
 
 
 @triton.jit
-def _load_fp8(row_at, is_row, multiplier, FOLD: tl.constexpr, DOT: tl.constexpr, BLOCK_N: tl.constexpr):
+def _load_fp8(entry_at, is_entry, multiplier, FOLD: tl.constexpr, DOT: tl.constexpr, BLOCK_N: tl.constexpr):
     """Load the pieces of FP8 entries. With FOLD those without RoPE are not multiplied by 2^120 and their scale."""
     d2 = tl.arange(0, PIECE2)[None, :]
     if FOLD:
-        # Pieces of one width share one layout, so that a thread computes the address of one row.
-        at = row_at + d2
+        # Pieces of the same width share a layout, so a thread computes the address of one entry.
+        at = entry_at + d2
         k0 = _beside(
-            _beside(_piece(at, is_row, DOT), _piece(at + PIECE2, is_row, DOT), BLOCK_N, PIECE2),
-            _beside(_piece(at + 2 * PIECE2, is_row, DOT), _piece(at + 3 * PIECE2, is_row, DOT), BLOCK_N, PIECE2),
+            _beside(_piece(at, is_entry, DOT), _piece(at + PIECE2, is_entry, DOT), BLOCK_N, PIECE2),
+            _beside(_piece(at + 2 * PIECE2, is_entry, DOT), _piece(at + 3 * PIECE2, is_entry, DOT), BLOCK_N, PIECE2),
             BLOCK_N,
             2 * PIECE2,
         )
-        k1 = _beside(_piece(at + AT1, is_row, DOT), _piece(at + AT1 + PIECE2, is_row, DOT), BLOCK_N, PIECE2)
+        k1 = _beside(_piece(at + AT1, is_entry, DOT), _piece(at + AT1 + PIECE2, is_entry, DOT), BLOCK_N, PIECE2)
     else:
-        # Triton 3.6 multiplies joined pieces wrongly on tf32 tensor cores.
-        k0 = _piece(row_at + tl.arange(0, PIECE0)[None, :], is_row, DOT)
-        k1 = _piece(row_at + AT1 + tl.arange(0, PIECE1)[None, :], is_row, DOT)
-    k2 = _piece(row_at + AT2 + d2, is_row, DOT)
-    k3 = tl.load(rope_dims(row_at) + tl.arange(0, ROPE)[None, :], mask=is_row, other=0.0).to(DOT)
+        # Triton 3.6 computes wrong products of joined pieces on tf32 tensor cores.
+        k0 = _piece(entry_at + tl.arange(0, PIECE0)[None, :], is_entry, DOT)
+        k1 = _piece(entry_at + AT1 + tl.arange(0, PIECE1)[None, :], is_entry, DOT)
+    k2 = _piece(entry_at + AT2 + d2, is_entry, DOT)
+    k3 = tl.load(rope_dims(entry_at) + tl.arange(0, ROPE)[None, :], mask=is_entry, other=0.0).to(DOT)
     if not FOLD:
-        k0 = k0 * E4M3_LACK * E4M3_LACK * multiplier[:, None]
-        k1 = k1 * E4M3_LACK * E4M3_LACK * multiplier[:, None]
-        k2 = k2 * E4M3_LACK * E4M3_LACK * multiplier[:, None]
+        k0 = k0 * SQRT_E4M3_FACTOR * SQRT_E4M3_FACTOR * multiplier[:, None]
+        k1 = k1 * SQRT_E4M3_FACTOR * SQRT_E4M3_FACTOR * multiplier[:, None]
+        k2 = k2 * SQRT_E4M3_FACTOR * SQRT_E4M3_FACTOR * multiplier[:, None]
     return k0, k1, k2, k3
 
 
 @triton.jit
-def _load_rows(
-    row, table, block_stride, entries_per_block, shift,
+def _load_entries(
+    index, table, block_stride, entries_per_block, shift,
     SHIFT: tl.constexpr, FP8: tl.constexpr, FOLD: tl.constexpr, DOT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Four pieces of rows [BLOCK_N] by number, which of them exist, and with FOLD half of what they lack."""
-    valid = row >= 0
-    is_row = valid[:, None]
+    """Load entries [BLOCK_N] by index.
+
+    Returns four pieces of the entries, a mask of valid entries, and with FOLD half of the missing factor of each entry.
+    """
+    valid = index >= 0
+    is_entry = valid[:, None]
     if SHIFT:
-        block = row >> shift
-        inside = row - (block << shift)
+        block = index >> shift
+        inside = index - (block << shift)
     else:
-        block = row // entries_per_block
-        inside = row - block * entries_per_block
+        block = index // entries_per_block
+        inside = index - block * entries_per_block
     block_at = table + block.to(tl.int64) * tl.multiple_of(block_stride, 16)
-    lack = tl.full([BLOCK_N], 1.0, tl.float32)
+    missing = tl.full([BLOCK_N], 1.0, tl.float32)
     if FP8:
-        row_at, scale_at = fp8_entry(block_at, inside, entries_per_block)
-        # All bytes of the strip are equal, and none is 0: the least amax is 1e-4. The reduction keeps the layout of the
-        # products from reaching back to the addresses.
-        word = tl.load(scale_at[:, None] + tl.arange(0, 2)[None, :], mask=is_row, other=0)
+        entry_at, scale_at = fp8_entry(block_at, inside, entries_per_block)
+        # All scale bytes of an entry are equal and nonzero, because the smallest amax is 1e-4. The reduction stops the
+        # layout of the products from propagating to the address computation.
+        word = tl.load(scale_at[:, None] + tl.arange(0, 2)[None, :], mask=is_entry, other=0)
         exponent = tl.max(word & 0xFF, 1)
         valid = exponent > 0
         multiplier = exponent_to_scale(exponent)
-        k0, k1, k2, k3 = _load_fp8(row_at[:, None], is_row, multiplier, FOLD, DOT, BLOCK_N)
-        lack = multiplier * E4M3_LACK
+        k0, k1, k2, k3 = _load_fp8(entry_at[:, None], is_entry, multiplier, FOLD, DOT, BLOCK_N)
+        missing = multiplier * SQRT_E4M3_FACTOR
     else:
-        k0, k1, k2, k3 = load_pieces((block_at + inside * DIM)[:, None], is_row, DOT)
-    return k0, k1, k2, k3, valid, lack
+        k0, k1, k2, k3 = load_pieces((block_at + inside * DIM)[:, None], is_entry, DOT)
+    return k0, k1, k2, k3, valid, missing
 
 
 @triton.jit
 def _attend_kernel(
     q_ptr, sink_ptr,
     window_ptr, window_indices_ptr, window_lens_ptr,
-    entries_ptr, entry_rows_ptr, entry_lens_ptr,
+    entries_ptr, entry_indices_ptr, entry_lens_ptr,
     positions_ptr, rope_ptr, out_ptr, partial_ptr, stats_ptr,
     scale, heads, splits, q_token_stride, q_head_stride,
     window_indices_stride, window_block_stride, window_entries_per_block, window_shift,
-    entry_rows_stride, entry_block_stride, compressed_entries_per_block, entry_shift,
+    entry_indices_stride, entry_block_stride, compressed_entries_per_block, entry_shift,
     SHIFT: tl.constexpr, FP8: tl.constexpr, FOLD: tl.constexpr, HAS_ENTRIES: tl.constexpr, SPLIT: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -177,25 +187,32 @@ def _attend_kernel(
     o0, o1 = tl.zeros([BLOCK_H, PIECE0], tl.float32), tl.zeros([BLOCK_H, PIECE1], tl.float32)
     o2, o3 = tl.zeros([BLOCK_H, PIECE2], tl.float32), tl.zeros([BLOCK_H, ROPE], tl.float32)
     for tile in tl.range(begin, end, num_stages=STAGES):
-        rows_at = window_indices_ptr + token * window_indices_stride
-        chosen = (window_ptr, rows_at, window_len, window_block_stride, window_entries_per_block, window_shift)
+        indices_at = window_indices_ptr + token * window_indices_stride
+        chosen = (window_ptr, indices_at, window_len, window_block_stride, window_entries_per_block, window_shift)
         first = tile * BLOCK_N
         if HAS_ENTRIES:
-            rows_at = entry_rows_ptr + token * entry_rows_stride
-            entries = (entries_ptr, rows_at, entry_len, entry_block_stride, compressed_entries_per_block, entry_shift)
+            indices_at = entry_indices_ptr + token * entry_indices_stride
+            entries = (
+                entries_ptr,
+                indices_at,
+                entry_len,
+                entry_block_stride,
+                compressed_entries_per_block,
+                entry_shift,
+            )
             in_window = tile < window_tiles
             chosen = _select(in_window, chosen, entries)
             first = tl.where(in_window, first, first - window_tiles * BLOCK_N)
-        table, rows_at, length, block_stride, entries_per_block, shift = chosen
+        table, indices_at, length, block_stride, entries_per_block, shift = chosen
         listed = first + tl.arange(0, BLOCK_N)
-        row = tl.load(rows_at + listed, mask=listed < length, other=-1)
-        k0, k1, k2, k3, valid, lack = _load_rows(
-            row, table, block_stride, entries_per_block, shift, SHIFT, FP8, FOLD, DOT, BLOCK_N
+        index = tl.load(indices_at + listed, mask=listed < length, other=-1)
+        k0, k1, k2, k3, valid, missing = _load_entries(
+            index, table, block_stride, entries_per_block, shift, SHIFT, FP8, FOLD, DOT, BLOCK_N
         )
-        logit = logits(q0, q1, q2, q3, k0, k1, k2, k3, lack, FOLD, PRECISION)
+        logit = logits(q0, q1, q2, q3, k0, k1, k2, k3, missing, FOLD, PRECISION)
         logit = tl.where(valid[None, :], logit * (scale * LOG2_E), float("-inf"))
         p, rescale, top, total = weigh(logit, top, total)
-        o0, o1, o2, o3 = add(p, k0, k1, k2, k3, lack, o0, o1, o2, o3, rescale[:, None], FOLD, DOT, PRECISION)
+        o0, o1, o2, o3 = add(p, k0, k1, k2, k3, missing, o0, o1, o2, o3, rescale[:, None], FOLD, DOT, PRECISION)
 
     if SPLIT:
         at = (token * splits + split) * heads + head
@@ -228,7 +245,7 @@ def _check(q: Tensor, inputs: AttendInputs) -> None:
         if table.dtype != stored.dtype or table.shape[-1] != width:
             raise ValueError(
                 f"{name} is {table.dtype} of width {table.shape[-1]}; expected {stored.dtype} of {width} for "
-                f"{stored.value} rows"
+                f"{stored.value} entries"
             )
         odd_blocks = table.shape[0] > 1 and table.stride(0) * table.element_size() % 16
         if table.stride(-1) != 1 or table.stride(-2) != width or odd_blocks or table.data_ptr() % 16:
@@ -238,10 +255,17 @@ def _check(q: Tensor, inputs: AttendInputs) -> None:
 
 
 def attend(q: Tensor, inputs: AttendInputs, splits: int | None = None) -> Tensor:
-    """The op `attend`; `dsv4_sglang.ops.reference.read.attend` says what the tensors are. `splits` fixes their number.
+    """Compute the op `attend` (`dsv4_sglang.ops.reference.read.attend` documents the tensors). Sums are fp32.
 
-    Sums are fp32. Launches depend on shapes only, so the call can be captured into a CUDA graph; lengths are read on
-    the device.
+    Kernel launches depend on shapes only and lengths are read on the device, so CUDA graphs can capture the call.
+
+    Args:
+        q: queries [T, heads, 512].
+        inputs: the other arguments.
+        splits: number of splits; None chooses it.
+
+    Returns:
+        Output [T, heads, 512] in the dtype of `q`.
     """
     _check(q, inputs)
     tokens, heads, _ = q.shape

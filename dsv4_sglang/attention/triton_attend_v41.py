@@ -1,10 +1,11 @@
-"""`attend_v41` in Triton, for any CUDA device from sm_80: rows of DeepSeek-V4.1 (SPEC 11.4, 11.6), any number of heads.
+"""`attend_v41` in Triton for any CUDA device from sm_80: entries of DeepSeek-V4.1 (SPEC 11.4, 11.6), any number of
+heads.
 
-As `triton_attend`, with rows of two formats: a program's share of the tiles is those of the window list, in FP8, and
-then those of the entry list, in FP4. Rows are decoded to numbers that bf16 holds exactly: e4m3 and e2m1 times their
-scales have at most six significant bits.
+The structure is that of `triton_attend`, with two KV formats: a program first processes its tiles of the window list
+(FP8), then its tiles of the entry list (FP4). Entries are decoded to numbers that bf16 holds exactly: e4m3 and e2m1
+values times their scales have at most six significant bits.
 
-Traffic: 528 B a window row and 288 B an entry for each group of heads.
+Traffic: 528 B per window entry and 288 B per compressed entry for each group of heads.
 """
 
 import torch
@@ -16,12 +17,12 @@ from dsv4_sglang.attention.triton_entries import (
     AT1,
     AT2,
     DIM,
-    E4M3_LACK,
     NOPE,
     PIECE0,
     PIECE1,
     PIECE2,
     ROPE,
+    SQRT_E4M3_FACTOR,
     e4m3_bits,
     exponent_to_scale,
     table_stride,
@@ -55,7 +56,7 @@ FP4_GROUP = tl.constexpr(V41KVFormat.FP4.values_per_scale)
 
 @triton.jit
 def e2m1(code):
-    """Codes of four bits -> fp32."""
+    """Convert 4-bit e2m1 codes to fp32."""
     magnitude = code & 7
     exponent = tl.maximum(magnitude >> 1, 1)
     mantissa = tl.where(magnitude < 2, magnitude, 2 + (magnitude & 1))
@@ -65,51 +66,51 @@ def e2m1(code):
 
 @triton.jit
 def e4m3(code):
-    """Bytes -> fp32."""
-    return e4m3_bits(code, tl.float32) * E4M3_LACK * E4M3_LACK
+    """Convert e4m3 bytes to fp32."""
+    return e4m3_bits(code, tl.float32) * SQRT_E4M3_FACTOR * SQRT_E4M3_FACTOR
 
 
 @triton.jit
 def _dims(
-    block_at, inside, entries_per_block, is_row, FIRST, WIDTH: tl.constexpr, FP4: tl.constexpr, DOT: tl.constexpr
+    block_at, inside, entries_per_block, is_entry, FIRST, WIDTH: tl.constexpr, FP4: tl.constexpr, DOT: tl.constexpr
 ):
-    """Dims FIRST .. FIRST + WIDTH - 1 of rows `inside` [N, 1] of the blocks at `block_at` [N, 1]."""
+    """Load dims FIRST .. FIRST + WIDTH - 1 of the entries `inside` [N, 1] of the blocks at `block_at` [N, 1]."""
     dim = FIRST + tl.arange(0, WIDTH)[None, :]
     if FP4:
-        codes = tl.load(block_at + inside * FP4_DATA + dim // 2, mask=is_row, other=0).to(tl.int32)
+        codes = tl.load(block_at + inside * FP4_DATA + dim // 2, mask=is_entry, other=0).to(tl.int32)
         scale_at = block_at + entries_per_block * FP4_DATA + inside * FP4_SCALES + dim // FP4_GROUP
-        scale = e4m3(tl.load(scale_at, mask=is_row, other=0))
+        scale = e4m3(tl.load(scale_at, mask=is_entry, other=0))
         value = e2m1((codes >> (dim % 2 * 4)) & 15) * scale
     else:
-        codes = tl.load(block_at + inside * DIM + dim, mask=is_row, other=0)
+        codes = tl.load(block_at + inside * DIM + dim, mask=is_entry, other=0)
         scale_at = block_at + entries_per_block * DIM + inside * FP8_SCALES + dim // FP8_GROUP
-        exponent = tl.load(scale_at, mask=is_row, other=127).to(tl.int32)
+        exponent = tl.load(scale_at, mask=is_entry, other=127).to(tl.int32)
         value = e4m3(codes) * exponent_to_scale(exponent)
     return value.to(DOT)
 
 
 @triton.jit
 def _read_tile(
-    carry, q0, q1, q2, q3, table, rows_at, length, first, block_stride, entries_per_block, scale,
+    carry, q0, q1, q2, q3, table, indices_at, length, first, block_stride, entries_per_block, scale,
     FP4: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A step of the online softmax over the rows `first` .. `first` + BLOCK_N - 1 of a list."""
+    """Perform one step of the online softmax over the entries `first` .. `first` + BLOCK_N - 1 of a list."""
     top, total, o0, o1, o2, o3 = carry
     listed = first + tl.arange(0, BLOCK_N)
-    row = tl.load(rows_at + listed, mask=listed < length, other=-1)
-    is_row = (row >= 0)[:, None]
-    block = row // entries_per_block
-    inside = (row - block * entries_per_block)[:, None]
+    index = tl.load(indices_at + listed, mask=listed < length, other=-1)
+    is_entry = (index >= 0)[:, None]
+    block = index // entries_per_block
+    inside = (index - block * entries_per_block)[:, None]
     block_at = table + (block.to(tl.int64) * tl.multiple_of(block_stride, 16))[:, None]
-    k0 = _dims(block_at, inside, entries_per_block, is_row, 0, PIECE0, FP4, DOT)
-    k1 = _dims(block_at, inside, entries_per_block, is_row, AT1, PIECE1, FP4, DOT)
-    k2 = _dims(block_at, inside, entries_per_block, is_row, AT2, PIECE2, FP4, DOT)
-    k3 = _dims(block_at, inside, entries_per_block, is_row, NOPE, ROPE, FP4, DOT)
-    lack = tl.full([BLOCK_N], 1.0, tl.float32)
-    logit = logits(q0, q1, q2, q3, k0, k1, k2, k3, lack, False, PRECISION)
-    logit = tl.where((row >= 0)[None, :], logit * (scale * LOG2_E), float("-inf"))
+    k0 = _dims(block_at, inside, entries_per_block, is_entry, 0, PIECE0, FP4, DOT)
+    k1 = _dims(block_at, inside, entries_per_block, is_entry, AT1, PIECE1, FP4, DOT)
+    k2 = _dims(block_at, inside, entries_per_block, is_entry, AT2, PIECE2, FP4, DOT)
+    k3 = _dims(block_at, inside, entries_per_block, is_entry, NOPE, ROPE, FP4, DOT)
+    missing = tl.full([BLOCK_N], 1.0, tl.float32)
+    logit = logits(q0, q1, q2, q3, k0, k1, k2, k3, missing, False, PRECISION)
+    logit = tl.where((index >= 0)[None, :], logit * (scale * LOG2_E), float("-inf"))
     p, rescale, top, total = weigh(logit, top, total)
-    o0, o1, o2, o3 = add(p, k0, k1, k2, k3, lack, o0, o1, o2, o3, rescale[:, None], False, DOT, PRECISION)
+    o0, o1, o2, o3 = add(p, k0, k1, k2, k3, missing, o0, o1, o2, o3, rescale[:, None], False, DOT, PRECISION)
     return top, total, o0, o1, o2, o3
 
 
@@ -117,11 +118,11 @@ def _read_tile(
 def _attend_v41_kernel(
     q_ptr, sink_ptr,
     window_ptr, window_indices_ptr, window_lens_ptr,
-    entries_ptr, entry_rows_ptr, entry_lens_ptr,
+    entries_ptr, entry_indices_ptr, entry_lens_ptr,
     positions_ptr, rope_ptr, out_ptr, partial_ptr, stats_ptr,
     scale, heads, splits, q_token_stride, q_head_stride,
     window_indices_stride, window_block_stride, window_entries_per_block,
-    entry_rows_stride, entry_block_stride, compressed_entries_per_block,
+    entry_indices_stride, entry_block_stride, compressed_entries_per_block,
     HAS_ENTRIES: tl.constexpr, SPLIT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -156,8 +157,9 @@ def _attend_v41_kernel(
         for tile in tl.range(tl.maximum(begin, window_tiles), end):
             top, total, o0, o1, o2, o3 = _read_tile(
                 (top, total, o0, o1, o2, o3), q0, q1, q2, q3,
-                entries_ptr, entry_rows_ptr + token * entry_rows_stride, entry_len, (tile - window_tiles) * BLOCK_N,
-                entry_block_stride, compressed_entries_per_block, scale, True, DOT, PRECISION, BLOCK_N,
+                entries_ptr, entry_indices_ptr + token * entry_indices_stride, entry_len,
+                (tile - window_tiles) * BLOCK_N, entry_block_stride, compressed_entries_per_block,
+                scale, True, DOT, PRECISION, BLOCK_N,
             )  # fmt: skip
 
     if SPLIT:
@@ -175,7 +177,7 @@ def _check(name: str, table: Tensor, stored: V41KVFormat) -> None:
     if table.dtype != torch.uint8 or table.shape[-1] != width:
         raise ValueError(
             f"{name} is {table.dtype} of width {table.shape[-1]}; expected torch.uint8 of {width} for V4.1's "
-            f"{stored.value} rows"
+            f"{stored.value} entries"
         )
     odd_blocks = table.shape[0] > 1 and table.stride(0) % 16
     if table.stride()[1:] != (width, 1) or odd_blocks or table.data_ptr() % 16:
@@ -191,23 +193,24 @@ def attend_v41(
     window_indices: Tensor,
     window_lens: Tensor,
     entries: Tensor | None,
-    entry_rows: Tensor | None,
+    entry_indices: Tensor | None,
     entry_lens: Tensor | None,
     positions: Tensor,
     rope: Tensor,
     scale: float,
     splits: int | None = None,
 ) -> Tensor:
-    """The op `attend_v41`; `dsv4_sglang.ops.reference.read_v41` says what the tensors are. `splits` fixes their number.
+    """Compute the op `attend_v41` (`dsv4_sglang.ops.reference.read_v41` documents the tensors).
 
-    Launches depend on shapes only, so the call can be captured into a CUDA graph; lengths are read on the device.
+    Kernel launches depend on shapes only and lengths are read on the device, so CUDA graphs can capture the call.
+    `splits` is the number of splits; None chooses it.
     """
     if q.dim() != 3 or q.shape[-1] != ENTRY_DIM or q.stride(-1) != 1:
         raise ValueError(f"q is {tuple(q.shape)}; expected [tokens, heads, {ENTRY_DIM}] with inner stride 1")
-    has_entries = entries is not None and entry_rows is not None and entry_lens is not None
+    has_entries = entries is not None and entry_indices is not None and entry_lens is not None
     _check("window", window, V41KVFormat.FP8)
-    if entries is None or entry_rows is None or entry_lens is None:
-        entries, entry_rows, entry_lens = window, window_indices, window_lens
+    if entries is None or entry_indices is None or entry_lens is None:
+        entries, entry_indices, entry_lens = window, window_indices, window_lens
     else:
         _check("entries", entries, V41KVFormat.FP4)
     tokens, heads, _ = q.shape
@@ -219,17 +222,17 @@ def attend_v41(
     tile = tiling(heads, False, dot == tl.float32, shared_memory)
     groups = triton.cdiv(heads, tile.heads)
     if splits is None:
-        listed = window_indices.shape[1] + (entry_rows.shape[1] if has_entries else 0)
+        listed = window_indices.shape[1] + (entry_indices.shape[1] if has_entries else 0)
         splits = split_count(tokens, groups, triton.cdiv(listed, tile.rows), processors)
     partial = stats = out
     if splits > 1:
         partial = torch.empty(tokens, splits, heads, ENTRY_DIM, dtype=torch.float32, device=q.device)
         stats = torch.empty(tokens, splits, heads, 2, dtype=torch.float32, device=q.device)
     _attend_v41_kernel[(tokens, splits, groups)](
-        *(q, sink, window, window_indices, window_lens, entries, entry_rows, entry_lens),
+        *(q, sink, window, window_indices, window_lens, entries, entry_indices, entry_lens),
         *(positions, rope, out, partial, stats, scale, heads, splits, q.stride(0), q.stride(1)),
         *(window_indices.stride(0), table_stride(window), window.shape[1]),
-        *(entry_rows.stride(0), table_stride(entries), entries.shape[1]),
+        *(entry_indices.stride(0), table_stride(entries), entries.shape[1]),
         HAS_ENTRIES=has_entries,
         SPLIT=splits > 1,
         DOT=dot,

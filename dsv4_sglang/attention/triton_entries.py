@@ -1,10 +1,7 @@
-"""Rows of a table in Triton: their numbers (`formats.kv_entries`), where they lie, how FP8 codes are decoded, their
-rotation.
+"""Triton functions for KV entries: byte sizes, addresses, decoding of FP8 codes, RoPE. `csrc/` has the same for CUDA.
 
-What every Triton kernel that touches rows shares; `csrc/` has the same for CUDA.
-
-FP8 rows are decoded by integer arithmetic, which sm_80 can do too: the bits of an e4m3 number, moved to the exponent
-and mantissa of a bf16, are that number times 2^-120.
+FP8 entries are decoded by integer arithmetic, which sm_80 supports as well. The bits of an e4m3 number, moved to the
+exponent and mantissa of a bf16, represent that number times 2^-120.
 """
 
 import triton
@@ -19,16 +16,16 @@ ROPE = tl.constexpr(kv_entries.ROPE_DIM)
 ROW_BYTES = tl.constexpr(kv_entries.ROW_BYTES)
 SCALE_BYTES = tl.constexpr(kv_entries.SCALE_BYTES)
 FP8_MAX = tl.constexpr(kv_entries.FP8_MAX)
-# A row is handled in pieces of powers of two: three of the dims without RoPE, the border of the two formats of an FP8
-# row, the dims with RoPE.
+# An entry is processed in four pieces whose widths are powers of two: three for the dims without RoPE (an FP8 entry
+# changes its format after them), one for the dims with RoPE.
 PIECE0 = tl.constexpr(kv_entries.ENTRY_DIM // 2)
 PIECE1 = tl.constexpr(kv_entries.ENTRY_DIM // 4)
 PIECE2 = tl.constexpr(kv_entries.NOPE_DIM - 3 * kv_entries.ENTRY_DIM // 4)
-AT1, AT2 = PIECE0, tl.constexpr(PIECE0.value + PIECE1.value)  # where they begin
-E4M3_LACK = tl.constexpr(2.0**60)  # the square root of what the moved bits of an e4m3 number lack as a bf16 one
+AT1, AT2 = PIECE0, tl.constexpr(PIECE0.value + PIECE1.value)  # offsets
+SQRT_E4M3_FACTOR = tl.constexpr(2.0**60)  # square root of the factor 2^120 that decoded e4m3 bits lack
 
-# Four codes in a register to four bf16 in two: each code into the upper byte of a half, then its exponent and mantissa
-# four bits down and its sign kept.
+# Decode four codes in one register to four bf16 in two registers. Move each code to the upper byte of a half, shift its
+# exponent and mantissa right by four bits and keep its sign.
 _DECODE = tl.constexpr(
     """{
     .reg .b32 a, b, c, d;
@@ -46,7 +43,7 @@ _DECODE = tl.constexpr(
 
 @triton.jit
 def e4m3_bits(code, DOT: tl.constexpr):
-    """uint8 e4m3 codes -> their values times 2^-120, bf16 or fp32 (whose exponents are the same)."""
+    """Convert uint8 e4m3 codes to their values times 2^-120, as bf16 or fp32 (which have the same exponents)."""
     if DOT == tl.bfloat16:  # noqa: SIM300
         value = tl.inline_asm_elementwise(_DECODE, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
@@ -57,26 +54,26 @@ def e4m3_bits(code, DOT: tl.constexpr):
 
 @triton.jit
 def fp8_entry(block_at, inside, entries_per_block):
-    """Addresses of row `inside` of a block and of its exponent bytes, read as 32-bit words."""
+    """Return the addresses of entry `inside` of a block and of its exponent bytes, the latter as 32-bit words."""
     scale_at = block_at + (entries_per_block * ROW_BYTES + inside * SCALE_BYTES)
     return block_at + inside * ROW_BYTES, scale_at.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def rope_dims(row_at):
-    """Address of the bf16 dims with RoPE of an FP8 row."""
-    return (row_at + NOPE).to(tl.pointer_type(tl.bfloat16))
+def rope_dims(entry_at):
+    """Return the address of the bf16 dims with RoPE of an FP8 entry."""
+    return (entry_at + NOPE).to(tl.pointer_type(tl.bfloat16))
 
 
 @triton.jit
 def exponent_to_scale(exponent):
-    """The power of two of a biased exponent."""
+    """Return the power of two with a biased exponent."""
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def load_pieces(at, mask, DOT: tl.constexpr):
-    """Plain rows [N, 512] at the addresses `at` [N, 1], in four pieces."""
+    """Load unquantised entries [N, 512] at the addresses `at` [N, 1] in four pieces."""
     d0, d1 = tl.arange(0, PIECE0)[None, :], tl.arange(0, PIECE1)[None, :]
     d2, d3 = tl.arange(0, PIECE2)[None, :], tl.arange(0, ROPE)[None, :]
     p0 = tl.load(at + d0, mask=mask, other=0.0).to(DOT)
@@ -88,7 +85,7 @@ def load_pieces(at, mask, DOT: tl.constexpr):
 
 @triton.jit
 def store_pieces(at, p0, p1, p2, p3, mask):
-    """Write what `load_pieces` loads, in the dtype of the memory."""
+    """Store four pieces, as returned by `load_pieces`, in the dtype of the memory."""
     d0, d1 = tl.arange(0, PIECE0)[None, :], tl.arange(0, PIECE1)[None, :]
     d2, d3 = tl.arange(0, PIECE2)[None, :], tl.arange(0, ROPE)[None, :]
     dtype = at.dtype.element_ty
@@ -100,7 +97,7 @@ def store_pieces(at, p0, p1, p2, p3, mask):
 
 @triton.jit
 def angles(rope_ptr, position):
-    """cos and sin [256] for all interleaved pairs of a row; those without RoPE rotate by nothing."""
+    """Return cos and sin [256] for all interleaved pairs of an entry. Pairs without RoPE have angle 0."""
     pair = tl.arange(0, DIM // 2) - NOPE // 2
     at = rope_ptr + position * ROPE + pair * 2
     cos = tl.load(at, mask=pair >= 0, other=1.0)
@@ -110,17 +107,18 @@ def angles(rope_ptr, position):
 
 @triton.jit
 def inverse_rope_pairs(even, odd, cos, sin):
-    """Inverse rotation of interleaved pairs; joined, the last dimension is [2]."""
+    """Rotate interleaved pairs back. The results are joined: the last dimension of the output is [2]."""
     return tl.join(even * cos + odd * sin, odd * cos - even * sin)
 
 
 @triton.jit
-def inverse_rope_tail(tail, cos, sin, BLOCK_H: tl.constexpr):
-    """Inverse rotation of the dims with RoPE [BLOCK_H, 64]; cos and sin are [32]."""
-    even, odd = tl.split(tl.reshape(tail, [BLOCK_H, ROPE // 2, 2]))
+def inverse_rope_dims(rope_part, cos, sin, BLOCK_H: tl.constexpr):
+    """Rotate the dims with RoPE [BLOCK_H, 64] back; cos and sin are [32]."""
+    even, odd = tl.split(tl.reshape(rope_part, [BLOCK_H, ROPE // 2, 2]))
     return tl.reshape(inverse_rope_pairs(even, odd, cos[None, :], sin[None, :]), [BLOCK_H, ROPE])
 
 
 def table_stride(table: Tensor) -> int:
-    # A table of one block may have a size that no block stride may have.
+    # A buffer of one block may have a size that is no valid block stride.
+    """Return the block stride of a KV buffer, 0 for a buffer of one block."""
     return table.stride(0) if table.shape[0] > 1 else 0

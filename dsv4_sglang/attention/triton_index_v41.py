@@ -1,10 +1,11 @@
-"""`index_topk_v41` in Triton and PyTorch, for any CUDA device from sm_80 (SPEC 11.6).
+"""`index_topk_v41` in Triton and PyTorch for any CUDA device from sm_80 (SPEC 11.6).
 
-A kernel scores entries, those that are visible or, in a layer within candidates, those of its blocks only. It writes
-what orders them, an integer of the score and, behind it, the entry: all are different, and of equal scores the lower
-entry is the larger integer. The rest is top-k of these integers.
+A kernel scores the visible entries or, in a layer that selects within candidate blocks, the entries of these blocks.
+For each entry it writes a 64-bit sort key: the ordered bits of the score above the complement of the entry's number. So
+all keys differ, and of equal scores the entry with the lower number comes first. Top-k of these keys gives the
+selection.
 
-Bytes: 72 a key and token, and 8 written for each score, which are handled in slices of `MAX_SCORES`.
+Bytes: 72 per key and token, and 8 written per score. Scores are processed in slices of `MAX_SCORES`.
 """
 
 import torch
@@ -20,16 +21,16 @@ from dsv4_sglang.formats import KVFormat, index_keys
 from dsv4_sglang.model.geometry import BLOCK_TOKENS
 from dsv4_sglang.ops.reference.read_v41 import index_query_v41, reject_two_levels_at_once
 
+# Number of scores that are processed at once, 256 MiB of sort keys.
 MAX_SCORES = 1 << 25
-"""Scores at a time, 256 MiB of integers."""
 
-_ENTRIES_A_PROGRAM = 64
+_ENTRIES_PER_PROGRAM = 64
 
 KEY_DIM = tl.constexpr(index_keys.INDEX_DIM)
 KEY_BYTES = tl.constexpr(index_keys.KEY_BYTES)
 KEY_SCALES = tl.constexpr(index_keys.KEY_SCALES)
+# Sort key of an entry that cannot be selected.
 NO_ENTRY = -(1 << 63)
-"""The integer of an entry that may not be selected."""
 
 
 @triton.jit
@@ -39,7 +40,9 @@ def _score_kernel(
     RATIO: tl.constexpr, WITHIN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of BLOCK_N columns). WITHIN: entries of a candidate block; 0: a column is an entry."""
+    """Grid (tokens, tiles of BLOCK_N columns). WITHIN is the number of entries of a candidate block; 0: columns are
+    entries.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     visible = (tl.load(positions_ptr + token) + 1) // RATIO
@@ -52,7 +55,7 @@ def _score_kernel(
     request = tl.load(token_request_ptr + token)
     table_at = block_table_ptr + request.to(tl.int64) * block_table_stride
     block = tl.load(table_at + entry // per_block, mask=allowed, other=0)
-    allowed = allowed & (block >= 0)  # at ratio 1 a token that only pads, at position 0, would see an entry
+    allowed = allowed & (block >= 0)  # at ratio 1 a padding token, at position 0, would see an entry
     inside = (entry % per_block)[:, None]
     block_at = keys_ptr + (block.to(tl.int64) * block_stride)[:, None]
 
@@ -78,7 +81,7 @@ def _score_kernel(
 
 
 def _best(orders: Tensor, top: int) -> Tensor:
-    """[n, top] numbers, in the low half of each integer, of the largest above NO_ENTRY; ascending, -1 behind them."""
+    """Return [n, top] numbers of the entries with the largest keys, in ascending order, padded with -1."""
     values = orders.topk(min(top, orders.shape[1]), sorted=False).values
     none = 0xFFFFFFFF
     number = torch.where(values == NO_ENTRY, none, none - (values & none)).sort(1).values
@@ -86,7 +89,7 @@ def _best(orders: Tensor, top: int) -> Tensor:
 
 
 def _best_blocks(orders: Tensor, visible: Tensor, size: int, most: int) -> Tensor:
-    """[n, most] numbers of the blocks of `size` entries with the best ones, and of that with the newest."""
+    """Return [n, most] numbers of the best blocks of `size` entries, always including the newest block."""
     blocks = pad(orders, (0, -orders.shape[1] % size), value=NO_ENTRY).unflatten(1, (-1, size)).amax(-1)
     number = torch.arange(blocks.shape[1], device=blocks.device)
     low = 0xFFFFFFFF - number
@@ -109,9 +112,9 @@ def index_topk_v41(
     within: Tensor | None,
     rows: Tensor,
 ) -> None:
-    """The op `index_topk_v41`; `dsv4_sglang.ops.reference.read_v41` says what the tensors are.
+    """Compute the op `index_topk_v41` (`dsv4_sglang.ops.reference.read_v41` documents the tensors).
 
-    Sizes follow from shapes only, lengths are read on the device.
+    Launches depend on shapes only; lengths are read on the device.
     """
     reject_two_levels_at_once(kept, within)
     per_block = BLOCK_TOKENS // ratio
@@ -120,7 +123,7 @@ def index_topk_v41(
     if tokens == 0 or columns == 0:
         rows.fill_(-1)
         return
-    # The numbers of FP4 are exact in bf16, and their products in the sums.
+    # FP4 values are exact in bf16, and their products are exact in the fp32 sums.
     dot, precision = products(torch.bfloat16, KVFormat.FP8)
     at_once = max(1, MAX_SCORES // columns)
     for begin in range(0, tokens, at_once):
@@ -128,7 +131,7 @@ def index_topk_v41(
         query = index_query_v41(q[part], positions[part], rope).contiguous()
         orders = torch.empty(len(query), columns, dtype=torch.int64, device=q.device)
         chosen = None if within is None else within[part]
-        _score_kernel[(len(query), triton.cdiv(columns, _ENTRIES_A_PROGRAM))](
+        _score_kernel[(len(query), triton.cdiv(columns, _ENTRIES_PER_PROGRAM))](
             *(query, weights[part].contiguous(), index_keys, block_table, token_request[part], positions[part]),
             *(block_table if chosen is None else chosen, orders, heads, columns, per_block),
             *(table_stride(index_keys), block_table.stride(0), 0 if chosen is None else chosen.stride(0)),
@@ -137,7 +140,7 @@ def index_topk_v41(
             DOT=dot,
             PRECISION=precision,
             BLOCK_H=max(16, triton.next_power_of_2(heads)),
-            BLOCK_N=_ENTRIES_A_PROGRAM,
+            BLOCK_N=_ENTRIES_PER_PROGRAM,
             num_warps=4,
         )
         if kept is not None:

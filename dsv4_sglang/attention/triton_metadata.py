@@ -1,7 +1,7 @@
-"""The metadata of a recorded step on a GPU, in Triton: one launch inside the CUDA graph.
+"""Metadata of a recorded step on a GPU, in Triton: one kernel launch inside the CUDA graph.
 
-The kernels write what `metadata.build_decode` and `metadata.build_recorded` describe, one program a token. They read
-lengths on the device, so nothing depends on the host.
+The kernels compute what `metadata.build_decode` and `metadata.build_recorded` describe, one program per token. They
+read lengths on the device, so nothing depends on the host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _list_blocks(blocks_ptr, list_ptr, stop, COLUMNS_AT_ONCE: tl.constexpr):
 
 @triton.jit
 def _decode_kernel(
-    owned_ptr,
+    state_slots_ptr,
     seq_lens_ptr,
     track_mask_ptr,
     track_slots_ptr,
@@ -44,14 +44,14 @@ def _decode_kernel(
     hca_indices_ptr,
     copy_src_ptr,
     copy_dst_ptr,
-    before,
+    length_offset,
     top_k,
     ring_rows,
     table_columns,
-    EACH: tl.constexpr,
+    TOKENS_PER_REQUEST: tl.constexpr,
     SEES_BLOCK: tl.constexpr,
     TRACKS: tl.constexpr,
-    REACH: tl.constexpr,
+    WINDOW_LEN: tl.constexpr,
     LISTED: tl.constexpr,
     COLUMNS: tl.constexpr,
     CSA_RATIO: tl.constexpr,
@@ -60,51 +60,57 @@ def _decode_kernel(
 ):
     """Grid (tokens)."""
     t = tl.program_id(0)
-    b = t // EACH
-    owned = tl.load(owned_ptr + b)
-    real = owned > 0
-    slot = tl.where(real, owned, -1)
-    prefix = tl.where(real, tl.load(seq_lens_ptr + b).to(tl.int32) + before, 0)
-    position = prefix + t % EACH
+    b = t // TOKENS_PER_REQUEST
+    state_slots = tl.load(state_slots_ptr + b)
+    real = state_slots > 0
+    slot = tl.where(real, state_slots, -1)
+    prefix = tl.where(real, tl.load(seq_lens_ptr + b).to(tl.int32) + length_offset, 0)
+    position = prefix + t % TOKENS_PER_REQUEST
     length = tl.where(real, position + 1, 0)
     tl.store(positions_ptr + t, position.to(tl.int64))
-    seen = tl.where(real, prefix + EACH, 0) if SEES_BLOCK else length
-    tl.store(window_lens_ptr + t, tl.minimum(seen, REACH))
+    seen = tl.where(real, prefix + TOKENS_PER_REQUEST, 0) if SEES_BLOCK else length
+    tl.store(window_lens_ptr + t, tl.minimum(seen, WINDOW_LEN))
     tl.store(csa_lens_ptr + t, tl.minimum(length // CSA_RATIO, top_k))
     tl.store(hca_lens_ptr + t, length // HCA_RATIO)
     column = tl.arange(0, COLUMNS)
-    entry = owned * ring_rows + (tl.maximum(seen - REACH, 0) + column) % ring_rows
-    tl.store(window_indices_ptr + t * LISTED + column, entry, mask=column < REACH)
-    if EACH > 1:
-        blocks_ptr, list_ptr = (
+    row = state_slots * ring_rows + (tl.maximum(seen - WINDOW_LEN, 0) + column) % ring_rows
+    tl.store(window_indices_ptr + t * LISTED + column, row, mask=column < WINDOW_LEN)
+    if TOKENS_PER_REQUEST > 1:
+        blocks_ptr, rows_ptr = (
             block_table_ptr + b.to(tl.int64) * table_columns,
             hca_indices_ptr + t.to(tl.int64) * table_columns,
         )
-        _list_blocks(blocks_ptr, list_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
-    if t % EACH == 0:
+        _list_blocks(blocks_ptr, rows_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
+    if t % TOKENS_PER_REQUEST == 0:
         tl.store(slots_ptr + b, slot)
         tl.store(prefix_lens_ptr + b, prefix)
         if TRACKS:
             due = real & (tl.load(track_mask_ptr + b) != 0)
-            tl.store(copy_src_ptr + b, tl.where(due, owned, -1))
+            tl.store(copy_src_ptr + b, tl.where(due, state_slots, -1))
             tl.store(copy_dst_ptr + b, tl.where(due, tl.load(track_slots_ptr + b).to(tl.int32), -1))
 
 
 def build(
     buffers: DecodeBuffers,
     seq_lens: Tensor,
-    before: int,
+    length_offset: int,
     track_mask: Tensor | None,
     track_slots: Tensor | None,
     top_k: int,
 ) -> None:
-    """Fill the buffers for the requests of `seq_lens` [B]. Without a mask the copies are left as they are."""
+    """Fill the buffers of a decode step.
+
+    Args:
+        buffers: receives the metadata. Without `track_mask` and `track_slots`, `copy_src` and `copy_dst` are not
+            written.
+        seq_lens, length_offset, track_mask, track_slots, top_k: as in `metadata.build_decode`.
+    """
     tracks, listed = track_mask is not None and track_slots is not None, buffers.window_indices.shape[1]
-    _decode_kernel[(seq_lens.shape[0] * buffers.each,)](
-        buffers.owned,
+    _decode_kernel[(seq_lens.shape[0] * buffers.tokens_per_request,)](
+        buffers.state_slots,
         seq_lens,
-        track_mask if tracks else buffers.owned,
-        track_slots if tracks else buffers.owned,
+        track_mask if tracks else buffers.state_slots,
+        track_slots if tracks else buffers.state_slots,
         buffers.block_table,
         buffers.slots,
         buffers.prefix_lens,
@@ -116,14 +122,14 @@ def build(
         buffers.hca_indices,
         buffers.copy_src,
         buffers.copy_dst,
-        before,
+        length_offset,
         top_k,
         buffers.ring_rows,
         buffers.block_table.shape[1],
-        EACH=buffers.each,
+        TOKENS_PER_REQUEST=buffers.tokens_per_request,
         SEES_BLOCK=buffers.sees_block,
         TRACKS=tracks,
-        REACH=buffers.reach,
+        WINDOW_LEN=buffers.window_len,
         LISTED=listed,
         COLUMNS=triton.next_power_of_2(listed),
         CSA_RATIO=CSA_RATIO,
@@ -135,7 +141,7 @@ def build(
 
 @triton.jit
 def _prefill_kernel(
-    owned_ptr,
+    state_slots_ptr,
     prefix_lens_ptr,
     chunk_lens_ptr,
     block_table_ptr,
@@ -164,17 +170,17 @@ def _prefill_kernel(
     HCA_RATIO: tl.constexpr,
     COLUMNS_AT_ONCE: tl.constexpr,
 ):
-    """Grid (tokens). REQUESTS and TRACKS: powers of two, above `requests` and at least `tracks`."""
+    """Grid (tokens). REQUESTS and TRACKS are powers of two: REQUESTS above `requests`, TRACKS at least `tracks`."""
     t = tl.program_id(0)
     request = tl.arange(0, REQUESTS)
     chunks = tl.load(chunk_lens_ptr + request, mask=request < requests, other=0)
     ends = tl.cumsum(chunks, 0)
-    # Tokens behind all chunks belong to the padding request, whose number is `requests`.
+    # Tokens after all chunks belong to the padding request, whose index is `requests`.
     b = tl.sum(((ends <= t) & (request < requests)).to(tl.int32), 0)
     start = tl.sum(tl.where(request < b, chunks, 0), 0)
-    owned, prefix = tl.load(owned_ptr + b), tl.load(prefix_lens_ptr + b)
+    state_slots, prefix = tl.load(state_slots_ptr + b), tl.load(prefix_lens_ptr + b)
     position = prefix + t - start
-    length = tl.where(owned > 0, position + 1, 0)
+    length = tl.where(state_slots > 0, position + 1, 0)
     tl.store(token_request_ptr + t, b)
     tl.store(positions_ptr + t, position.to(tl.int64))
     tl.store(window_lens_ptr + t, tl.minimum(length, WINDOW))
@@ -192,16 +198,22 @@ def _prefill_kernel(
     list_ptr = hca_indices_ptr + t.to(tl.int64) * table_columns
     _list_blocks(blocks_ptr, list_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
     if t == 0:
-        slots = tl.load(owned_ptr + request, mask=request <= requests, other=0)
+        slots = tl.load(state_slots_ptr + request, mask=request <= requests, other=0)
         tl.store(slots_ptr + request, tl.where(slots > 0, slots, -1), mask=request <= requests)
         tl.store(query_start_ptr + request, ends - chunks, mask=request <= requests)
         tl.store(query_start_ptr + requests + 1, tokens)
 
 
 def build_prefill(buffers: PrefillBuffers, tokens: int, top_k: int) -> None:
-    """Derive the metadata of a step of `tokens` tokens from the inputs in `buffers`."""
+    """Derive the metadata of a prefill step from the inputs in `buffers`.
+
+    Args:
+        buffers: inputs and derived tensors.
+        tokens: number of tokens of the step.
+        top_k: entries that a token selects in a CSA layer.
+    """
     _prefill_kernel[(tokens,)](
-        buffers.owned,
+        buffers.state_slots,
         buffers.prefix_lens,
         buffers.chunk_lens,
         buffers.block_table,

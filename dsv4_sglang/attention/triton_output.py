@@ -1,5 +1,4 @@
-"""The still rotated output of attention: with the inverse RoPE applied, or with the inverse RoPE applied and quantised
-for an FP8 projection, in one launch (SPEC 2.2)."""
+"""Inverse RoPE of the attention output, optionally fused with its quantisation for an FP8 projection (SPEC 2.2)."""
 
 from __future__ import annotations
 
@@ -8,19 +7,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_sglang.attention.triton_entries import DIM, FP8_MAX, NOPE, ROPE, angles, inverse_rope_pairs, inverse_rope_tail
+from dsv4_sglang.attention.triton_entries import DIM, FP8_MAX, NOPE, ROPE, angles, inverse_rope_dims, inverse_rope_pairs
 from dsv4_sglang.formats.kv_entries import ENTRY_DIM
 
 GROUP = 128  # channels that share a scale
 _GROUP = tl.constexpr(GROUP)
 _GROUPS = tl.constexpr(ENTRY_DIM // GROUP)
-_HEADS_A_PROGRAM = 4
+_HEADS_PER_PROGRAM = 4
 
 
 def _token_stride(out: Tensor) -> int:
-    """ValueError where a token's heads do not lie in a row: the kernels here would read others."""
+    """Return the token stride of `out`. Raise ValueError if the heads of a token are not contiguous, as the kernels
+    need.
+    """
     if out.stride()[1:] != (ENTRY_DIM, 1):
-        raise ValueError(f"out has stride {out.stride()}; expected (any, {ENTRY_DIM}, 1)")
+        raise ValueError(f"out has stride {out.stride()}; expected (any, {ENTRY_DIM}, 1), contiguous heads")
     return out.stride(0)
 
 
@@ -31,15 +32,20 @@ def _inverse_rope_kernel(out_ptr, positions_ptr, rope_ptr, heads, token_stride, 
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     at = out_ptr + token * token_stride + head[:, None] * DIM + NOPE + tl.arange(0, ROPE)[None, :]
     mask = (head < heads)[:, None]
-    tail = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    rope_part = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     angle_at = rope_ptr + tl.load(positions_ptr + token) * ROPE + 2 * tl.arange(0, ROPE // 2)
-    tail = inverse_rope_tail(tail, tl.load(angle_at), tl.load(angle_at + 1), BLOCK_H)
-    tl.store(at, tail.to(out_ptr.dtype.element_ty), mask=mask)
+    rope_part = inverse_rope_dims(rope_part, tl.load(angle_at), tl.load(angle_at + 1), BLOCK_H)
+    tl.store(at, rope_part.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def inverse_rope(out: Tensor, positions: Tensor, rope: Tensor) -> None:
-    """Undo the rotation of the last 64 dims of `out` [T, H, 512] at `positions` [T], in place. A token's heads lie in a
-    row."""
+    """Apply the inverse RoPE to the last 64 dims of `out` in place.
+
+    Args:
+        out: [T, H, 512]. The heads of a token are contiguous.
+        positions: [T], positions of the tokens.
+        rope: fp32 [positions, 64], RoPE table.
+    """
     tokens, heads, _ = out.shape
     block = min(triton.next_power_of_2(heads), 32)
     _inverse_rope_kernel[(tokens, triton.cdiv(heads, block))](
@@ -70,15 +76,23 @@ def _inverse_rope_and_quantise_kernel(
 
 
 def inverse_rope_and_quantise(out: Tensor, positions: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-    """`out` [T, H, 512], rotated at `positions` [T], to e4m3 codes [T, H, 512] and scales [T, H, 4], both contiguous.
+    """Apply the inverse RoPE to `out` and quantise the result to e4m3.
 
-    A token's heads lie in a row in `out`. Scales are fp32, the largest magnitude of each 128 channels over 448. The
-    values are rounded to the dtype of `out` after that, as `inverse_rope` rounds them.
+    A scale is the largest magnitude of 128 channels divided by 448. Before that the values are rounded to the dtype of
+    `out`, as `inverse_rope` rounds them.
+
+    Args:
+        out: [T, H, 512], rotated. The heads of a token are contiguous.
+        positions: [T], positions of the tokens.
+        rope: fp32 [positions, 64], RoPE table.
+
+    Returns:
+        e4m3 codes [T, H, 512] and fp32 scales [T, H, 4], both contiguous.
     """
     tokens, heads, _ = out.shape
     codes = torch.empty(out.shape, dtype=torch.float8_e4m3fn, device=out.device)
     scales = torch.empty(tokens, heads, ENTRY_DIM // GROUP, dtype=torch.float32, device=out.device)
-    _inverse_rope_and_quantise_kernel[(tokens, triton.cdiv(heads, _HEADS_A_PROGRAM))](
-        out, positions, rope, codes, scales, heads, _token_stride(out), BLOCK_H=_HEADS_A_PROGRAM, num_warps=4
+    _inverse_rope_and_quantise_kernel[(tokens, triton.cdiv(heads, _HEADS_PER_PROGRAM))](
+        out, positions, rope, codes, scales, heads, _token_stride(out), BLOCK_H=_HEADS_PER_PROGRAM, num_warps=4
     )
     return codes, scales

@@ -14,20 +14,20 @@ import triton.language as tl
 
 from dsv4_sglang.attention.triton_entries import (
     DIM,
-    E4M3_LACK,
     ROPE,
+    SQRT_E4M3_FACTOR,
     angles,
+    inverse_rope_dims,
     inverse_rope_pairs,
-    inverse_rope_tail,
     load_pieces,
     store_pieces,
 )
 from dsv4_sglang.formats import KVFormat
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# The online maximum starts here and not at -inf, whose difference with itself is no number.
+# Initial value of the online maximum. With -inf, -inf - (-inf) would give NaN.
 NO_LOGIT = tl.constexpr(-1e30)
-# The interpreter multiplies the bits of bf16 operands as if they were integers; there the products are taken in fp32.
+# Triton's interpreter multiplies the bits of bf16 operands as integers, so products are computed in fp32 there.
 _INTERPRETED = triton.knobs.runtime.interpret
 
 
@@ -36,26 +36,29 @@ def load_query(at, is_head, FOLD: tl.constexpr, DOT: tl.constexpr):
     """Load the query in four pieces, with FOLD multiplied by half of the factor that the keys are missing."""
     q0, q1, q2, q3 = load_pieces(at, is_head, DOT)
     if FOLD:
-        # Exact, and a query that is computed goes to the tensor cores by registers, which is faster.
-        q0 = (q0 * E4M3_LACK).to(DOT)
-        q1 = (q1 * E4M3_LACK).to(DOT)
-        q2 = (q2 * E4M3_LACK).to(DOT)
+        # Exact. Also, a computed query reaches the tensor cores through registers, which is faster.
+        q0 = (q0 * SQRT_E4M3_FACTOR).to(DOT)
+        q1 = (q1 * SQRT_E4M3_FACTOR).to(DOT)
+        q2 = (q2 * SQRT_E4M3_FACTOR).to(DOT)
     return q0, q1, q2, q3
 
 
 @triton.jit
-def logits(q0, q1, q2, q3, k0, k1, k2, k3, lack, FOLD: tl.constexpr, PRECISION: tl.constexpr):
+def logits(q0, q1, q2, q3, k0, k1, k2, k3, missing, FOLD: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the products of queries and keys [BLOCK_H, BLOCK_N]."""
     logit = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
     logit = tl.dot(q1, tl.trans(k1), logit, input_precision=PRECISION)
     logit = tl.dot(q2, tl.trans(k2), logit, input_precision=PRECISION)
     if FOLD:
-        logit = logit * lack[None, :]
+        logit = logit * missing[None, :]
     return tl.dot(q3, tl.trans(k3), logit, input_precision=PRECISION)
 
 
 @triton.jit
 def weigh(logit, top, total):
-    """A step of the online softmax: probabilities, the factor of all sums so far, the new maximum and sum."""
+    """Perform one step of the online softmax. Return probabilities, the rescaling factor of earlier sums, the new
+    maximum and the new sum.
+    """
     new_top = tl.maximum(top, tl.max(logit, 1))
     rescale = tl.exp2(top - new_top)
     p = tl.exp2(logit - new_top[:, None])
@@ -64,50 +67,54 @@ def weigh(logit, top, total):
 
 @triton.jit
 def add(
-    p, k0, k1, k2, k3, lack, o0, o1, o2, o3, rescale, FOLD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr
+    p, k0, k1, k2, k3, missing, o0, o1, o2, o3, rescale, FOLD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """The sums of rows with a tile's rows."""
+    """Add the probability-weighted sum of a tile's entries to the accumulators."""
     tail_p = p.to(DOT)
     if FOLD:
-        # The other half of what the rows lack comes after the sum: their products shall stay far from subnormal.
-        p = p * lack[None, :]
+        # Apply the second half of the missing factor after the product of keys, so that intermediate values stay far
+        # from the subnormal range.
+        p = p * missing[None, :]
     p = p.to(DOT)
     o0 = tl.dot(p, k0, o0 * rescale, input_precision=PRECISION)
     o1 = tl.dot(p, k1, o1 * rescale, input_precision=PRECISION)
     o2 = tl.dot(p, k2, o2 * rescale, input_precision=PRECISION)
-    # Not into the accumulator: this product would then run into the next tile's, and ptxas serialise them all.
+    # Not accumulated by tl.dot: this product would overlap with that of the next tile, and ptxas would serialise all of
+    # them.
     o3 = tl.fma(o3, rescale, tl.dot(tail_p, k3, input_precision=PRECISION))
     return o0, o1, o2, o3
 
 
 @triton.jit
 def inverse_denominator(sink, top, total):
-    """Of the softmax over keys of this maximum and sum, and the sink. A token that sees nothing gives zeros, with a
-    sink of -inf too."""
+    """Return 1 / (softmax denominator), given the maximum and sum over the keys and the sink.
+
+    A token without keys gives 0, also if its sink is -inf.
+    """
     return tl.where(total > 0, 1.0 / (total + tl.exp2(sink * LOG2_E - top)), 0.0)
 
 
 @triton.jit
 def store_partial(partial_ptr, stats_ptr, at, is_head, has_keys, top, total, o0, o1, o2, o3, FOLD: tl.constexpr):
-    """What `merge_kernel` reads of a split: maximum, sum and, if there were keys, the sums of rows."""
+    """Store a split for `merge_kernel`: maximum, sum and, if there were keys, the weighted sum of entries."""
     tl.store(stats_ptr + at * 2, top, mask=is_head)
     tl.store(stats_ptr + at * 2 + 1, total, mask=is_head)
     if FOLD:
-        o0, o1, o2 = o0 * E4M3_LACK, o1 * E4M3_LACK, o2 * E4M3_LACK
+        o0, o1, o2 = o0 * SQRT_E4M3_FACTOR, o1 * SQRT_E4M3_FACTOR, o2 * SQRT_E4M3_FACTOR
     store_pieces(partial_ptr + at[:, None] * DIM, o0, o1, o2, o3, is_head[:, None] & has_keys)
 
 
 @triton.jit
 def store_output(out_ptr, at, is_head, norm, o0, o1, o2, o3, angle_at, FOLD: tl.constexpr, BLOCK_H: tl.constexpr):
-    """The sums of rows, normalised and with the inverse RoPE applied."""
+    """Store the sums of entries, normalised and with the inverse RoPE applied."""
     to = out_ptr + at[:, None] * DIM
     nope_norm = norm
     if FOLD:
-        nope_norm = norm * E4M3_LACK
+        nope_norm = norm * SQRT_E4M3_FACTOR
     norm, nope_norm = norm[:, None], nope_norm[:, None]
     o3 = o3 * norm
     angle_at += tl.arange(0, ROPE // 2) * 2
-    o3 = inverse_rope_tail(o3, tl.load(angle_at), tl.load(angle_at + 1), BLOCK_H)
+    o3 = inverse_rope_dims(o3, tl.load(angle_at), tl.load(angle_at + 1), BLOCK_H)
     store_pieces(to, o0 * nope_norm, o1 * nope_norm, o2 * nope_norm, o3, is_head[:, None])
 
 
@@ -115,9 +122,7 @@ def store_output(out_ptr, at, is_head, norm, o0, o1, o2, o3, angle_at, FOLD: tl.
 def merge_kernel(
     partial_ptr, stats_ptr, sink_ptr, positions_ptr, rope_ptr, out_ptr, heads, splits, BLOCK_S: tl.constexpr
 ):
-    """Grid (tokens, heads). Merge the splits of a head, weighted by their share of the softmax. The sink counts
-    once.
-    """
+    """Grid (tokens, heads). Merge the splits of a head, weighted by their share of the softmax, and add the sink."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, BLOCK_S)
@@ -135,7 +140,7 @@ def merge_kernel(
         at_piece = (token * splits + piece) * heads + head
         seen = tl.load(stats_ptr + at_piece * 2 + 1, mask=piece < splits, other=0.0)
         peak = tl.load(stats_ptr + at_piece * 2, mask=piece < splits, other=NO_LOGIT)
-        # A split without keys wrote no row.
+        # A split without keys stored no partial sum.
         row = tl.load(partial_ptr + at_piece[:, None] * DIM + d[None, :], mask=(seen > 0)[:, None], other=0.0)
         o += tl.sum(row * tl.exp2(peak - highest)[:, None], 0)
     even, odd = tl.split(tl.reshape(o * inverse, [DIM // 2, 2]))
@@ -145,7 +150,14 @@ def merge_kernel(
 
 
 class Tiling(NamedTuple):
-    """Shape of a program: heads and rows a tile, warps, stages of the software pipeline."""
+    """Tile sizes of a program.
+
+    Attributes:
+        heads: heads per tile.
+        rows: entries per tile.
+        warps: warps per program.
+        stages: stages of the software pipeline.
+    """
 
     heads: int
     rows: int
@@ -154,11 +166,17 @@ class Tiling(NamedTuple):
 
 
 def tiling(heads: int, fp8: bool, exact: bool, shared_memory: int) -> Tiling:
-    """The tile that fits the device. `exact`: fp32 products; `shared_memory`: bytes that a block may have.
+    """Return the tile sizes for a device.
 
-    The output of a tile takes 2 KiB of registers a head; in shared memory lie q (1 KiB a head), the decoded rows (1
-    KiB each) and the rows in flight. Only from sm_90 up are q and the rows read from there by the tensor cores and
-    registers left for 64 heads.
+    The output of a tile takes 2 KiB of registers per head. Shared memory holds q (1 KiB per head), the decoded entries
+    (1 KiB each) and the entries in flight. Only from sm_90 do the tensor cores read both operands from shared memory,
+    which leaves enough registers for 64 heads.
+
+    Args:
+        heads: number of query heads.
+        fp8: entries are FP8.
+        exact: products are fp32.
+        shared_memory: bytes of shared memory available to a thread block.
     """
     padded = max(16, triton.next_power_of_2(heads))
     if exact:
@@ -169,10 +187,16 @@ def tiling(heads: int, fp8: bool, exact: bool, shared_memory: int) -> Tiling:
 
 
 def split_count(tokens: int, head_groups: int, tiles: int, processors: int) -> int:
-    """Number of splits of a list of at most `tiles` tiles, one program per processor at a time.
+    """Return the number of splits that minimises the estimated run time.
 
-    Takes the count with the shortest chain of work, in tiles: a program costs one more than it reads, the merge half a
-    tile and a little for each partial result.
+    The time is estimated in tiles: each program costs its tiles plus one, and the merge costs half a tile plus 0.05 per
+    partial result.
+
+    Args:
+        tokens: number of tokens.
+        head_groups: programs per token and split.
+        tiles: largest number of tiles of a token.
+        processors: multiprocessors, which run one program at a time each.
     """
 
     def cost(splits: int) -> float:
@@ -184,16 +208,16 @@ def split_count(tokens: int, head_groups: int, tiles: int, processors: int) -> i
 
 @functools.cache
 def device_limits(index: int) -> tuple[int, int]:
-    """Shared memory that a block may have, in bytes, and the number of multiprocessors."""
+    """Return the bytes of shared memory available to a thread block and the number of multiprocessors."""
     properties = triton.runtime.driver.active.utils.get_device_properties(index)
     return properties["max_shared_mem"], properties["multiprocessor_count"]
 
 
 def products(q: torch.dtype, stored: KVFormat) -> tuple[tl.dtype, str]:
-    """dtype and precision of the products of queries and rows.
+    """Return dtype and input precision of the products of queries and entries.
 
-    bf16 queries on fp8 and bf16 rows are multiplied on bf16 tensor cores, fp16 queries on tf32 ones (which hold both
-    exactly), everything fp32 without tensor cores.
+    bf16 queries with fp8 and bf16 entries use bf16 tensor cores. fp16 queries use tf32 tensor cores, which represent
+    both operands exactly. All fp32 products run without tensor cores.
     """
     if stored is KVFormat.FP32 or q == torch.float32:
         return tl.float32, "ieee"

@@ -1,6 +1,6 @@
-"""Storage of the hybrid cache: layouts, pools, the metadata of a step, host pools. Knows nothing of SGLang.
+"""Storage of the hybrid cache: layouts, pools, step metadata and host pools. It does not depend on SGLang.
 
-A server and `dsv4_sglang.standalone` are built on it. It does not know who owns a slot or a block.
+A server and `dsv4_sglang.standalone` are built on it and track the ownership of slots and blocks.
 """
 
 from dsv4_sglang.cache.append import LayerWeights

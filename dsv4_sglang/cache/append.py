@@ -1,4 +1,4 @@
-"""What a layer writes in a step: the one call of the op `append`, for `standalone` and for a server."""
+"""The cache writes of one layer in a step: the call of the op `append`, for `standalone` and for a server."""
 
 from __future__ import annotations
 
@@ -15,26 +15,34 @@ from dsv4_sglang.cache.step import StepMetadata
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What `append` takes of a layer's weights. Norm weights bf16 or fp32, the rest fp32."""
+    """The weights of a layer that `append` needs. Norm weights are bf16 or fp32, the others fp32.
+
+    Attributes:
+        kv_norm: [512].
+        rope: [positions, 64], cos and sin interleaved, with the frequencies of this layer (SPEC 1.3).
+        eps: epsilon of the norms.
+        entry_norm: [512], CSA and HCA layers.
+        ape: position bias, CSA [4, 1024] = [previous | current], HCA [128, 512].
+        index_norm: [128], CSA layers.
+        index_ape: [4, 256], CSA layers.
+    """
 
     kv_norm: Tensor
-    """[512]"""
     rope: Tensor
-    """[positions, 64] cos and sin interleaved, of this layer's frequencies (SPEC 1.3)."""
     eps: float = 1e-6
     entry_norm: Tensor | None = None
-    """[512], CSA and HCA."""
     ape: Tensor | None = None
-    """Position bias: CSA [4, 1024] = [previous | current], HCA [128, 512]."""
     index_norm: Tensor | None = None
-    """[128], CSA."""
     index_ape: Tensor | None = None
-    """[4, 256], CSA."""
 
 
 class Projections(NamedTuple):
-    """A step's raw projections for one layer: `kv` [T, 512] bf16 or fp32; `kv_score` fp32, CSA [T, 2048] = [k_prev |
-    k_cur | z_prev | z_cur], HCA [T, 1024] = [k | z]; `index_kv_score` fp32 [T, 512] like CSA's with 128 a group.
+    """Raw projections of a step's tokens for one layer.
+
+    Attributes:
+        kv: [T, 512] bf16 or fp32.
+        kv_score: fp32, CSA [T, 2048] = [k_prev | k_cur | z_prev | z_cur], HCA [T, 1024] = [k | z].
+        index_kv_score: fp32 [T, 512], CSA layers: as `kv_score` with 128 columns per group.
     """
 
     kv: Tensor
@@ -43,8 +51,10 @@ class Projections(NamedTuple):
 
 
 class LayerTables(NamedTuple):
-    """Where a layer's rows, compressor states, entries and keys lie; None what its kind does not have. The last three
-    are kept for who reads them: they follow from the lengths of the requests."""
+    """Cache tensors of one layer, None where its kind has none.
+
+    The last three are only written for inspection: their values follow from the lengths of the requests.
+    """
 
     ring: Tensor
     compressor_state: Tensor | None
@@ -63,8 +73,16 @@ def append_layer(
     step: StepMetadata,
     window: Tensor | None,
 ) -> None:
-    """Write everything that the layer keeps of the step's tokens; `window`: the workspace of a prefill step, None in a
-    decode step. What each tensor is: `dsv4_sglang.ops.reference.append.append`."""
+    """Write all cache contents that a layer keeps of the step's tokens. See `dsv4_sglang.ops.reference.append.append`.
+
+    Args:
+        schema: schema of the layer.
+        tables: cache tensors of the layer.
+        weights: weights of the layer.
+        inputs: projections of the step's tokens.
+        step: metadata of the step.
+        window: window workspace of a prefill step, None in a decode step.
+    """
     torch.ops.dsv4_sglang.append(
         *inputs,
         weights.kv_norm,

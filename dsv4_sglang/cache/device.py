@@ -1,4 +1,4 @@
-"""Where pools live when the caller does not say, and how their memory is cleared."""
+"""Default device of pools, and clearing of their memory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dsv4_sglang.ops import extension
 
 
 def clear_memory(tensor: torch.Tensor) -> None:
-    """Zero all of the memory that `tensor` is a view of, padding included."""
+    """Zero the whole storage of which `tensor` is a view, padding included."""
     torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).zero_()
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
-    """`device` with its index, or the current CUDA device where there is one, else the CPU.
+    """Return `device` with its index. None means the current CUDA device if there is one, otherwise the CPU.
 
     For a CUDA device this loads the extension with the CUDA ops, which is built on first use.
     """

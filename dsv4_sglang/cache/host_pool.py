@@ -1,4 +1,4 @@
-"""Blocks and snapshots in host memory, and their way there and back."""
+"""Host copies of blocks and snapshots, and the transfers between host and GPU."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ import dsv4_sglang.ops  # noqa: F401  (defines torch.ops.dsv4_sglang)
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.state_cache import StateStorage
 
+# Number of blocks that are gathered on the GPU at once before they are copied to the host.
 STAGED_BLOCKS = 64
-"""Blocks that are gathered on the GPU at a time on their way to the host."""
 
 
+# Bytes of layers that one launch loads, 0.3 ms on PCIe 5. Larger: the link idles for a few microseconds between
+# launches. Smaller: a step waits for all layers of a launch.
 LOADED_TOGETHER = 16 << 20
-"""Bytes of layers that come in one launch, 0.3 ms of PCIe 5: between launches the link idles for some microseconds, and
-a step waits for all layers of one."""
 
+# Alignment in bytes. The GPU reads host memory in lines of this size, and a misaligned read takes two lines.
 ALIGNED = 128
-"""Bytes: the GPU reads host memory in lines of so many, and asks for two where something begins within one."""
 
 
 def cpus_in(listed: str) -> set[int]:
-    """CPUs of a list as the kernel writes it: "0-3,8" is 0, 1, 2, 3 and 8."""
+    """Parse a CPU list as Linux writes it: "0-3,8" is {0, 1, 2, 3, 8}."""
     cpus: set[int] = set()
     for piece in filter(None, listed.strip().split(",")):
         first, _, last = piece.partition("-")
@@ -42,7 +42,7 @@ def cpus_in(listed: str) -> set[int]:
 
 
 def cpus_near(device: torch.device) -> set[int]:
-    """CPUs of the NUMA node that the GPU hangs on; empty where the system does not say."""
+    """Return the CPUs of the GPU's NUMA node, an empty set if the system does not report them."""
     properties = torch.cuda.get_device_properties(device)
     place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in place:
@@ -54,7 +54,9 @@ def cpus_near(device: torch.device) -> set[int]:
 
 @contextmanager
 def running_on(cpus: Collection[int]) -> Iterator[None]:
-    """This thread on `cpus`, or where it is if there are none: pages lie near the thread that first touches them."""
+    """Run this thread on `cpus` if there are any. Linux allocates a page on the node of the thread that first touches
+    it.
+    """
     before = os.sched_getaffinity(0)
     if cpus:
         os.sched_setaffinity(0, cpus)
@@ -65,14 +67,15 @@ def running_on(cpus: Collection[int]) -> Iterator[None]:
 
 
 class HostMemory:
-    """Zeroed host memory, `bytes` [nbytes] uint8, whole pages of its own; for a GPU pinned, so that it reads and writes
-    the memory itself.
+    """Zeroed, page-aligned host memory, `bytes` [nbytes] uint8. For a GPU it is pinned, so the GPU accesses it
+    directly.
 
-    What is pinned is what was asked for, rounded up to a page: torch's allocator of pinned memory rounds to a power of
-    two and keeps what is freed. Unpinned with the object, behind the copies in flight; tensors that still show the
-    memory keep it, pageable.
+    The pinned size is the requested size, rounded up to a page. (The pinned allocator of torch rounds up to a power of
+    two and keeps freed memory.) The memory is unpinned when the object is freed, after all copies in flight. Tensors
+    that still refer to it keep it as pageable memory.
 
-    Raises RuntimeError when the system does not give or pin so much.
+    Raises:
+        RuntimeError: the system does not provide or pin this much memory.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -82,11 +85,11 @@ class HostMemory:
             return
         _register(self.bytes, device)
         unpin = weakref.finalize(self, _unregister, self.bytes.data_ptr(), device)
-        unpin.atexit = False  # the end of the process unpins, and CUDA may be gone before it
+        unpin.atexit = False  # process exit unpins, and CUDA may already be shut down
 
 
 def host_memory(nbytes: int, device: torch.device, cpus: Collection[int] | None = None) -> HostMemory:
-    """`HostMemory` on the NUMA node of `cpus`, by default of those near the GPU."""
+    """Allocate `HostMemory` on the NUMA node of `cpus`, by default the node of the GPU."""
     if device.type != "cuda":
         return HostMemory(nbytes, device)
     with running_on(cpus_near(device) if cpus is None else cpus):
@@ -94,20 +97,22 @@ def host_memory(nbytes: int, device: torch.device, cpus: Collection[int] | None 
 
 
 def _pages(nbytes: int) -> Tensor:
-    """[nbytes] uint8, page aligned and zero; `nbytes` is a multiple of the page size.
+    """Return [nbytes] uint8, page-aligned and zero; `nbytes` is a multiple of the page size.
 
-    Populated, so that the pages lie near this thread. Shared, because a fork would make private pages copies on write,
-    and the GPU and this process could end with different ones.
+    The pages are populated at once, so that they are allocated on this thread's NUMA node. They are shared, because a
+    fork would turn private pages into copy-on-write, after which the GPU and this process could use different pages.
     """
     available = _available()
     if nbytes > available:
-        # Asked for all the same, the kernel would kill a process to make room.
-        raise RuntimeError(f"{_size(nbytes)} of host memory asked, {_size(available)} available; use fewer host blocks")
+        # Without this check the kernel would kill a process to free memory.
+        raise RuntimeError(
+            f"{_size(nbytes)} of host memory requested, {_size(available)} available; use fewer host blocks"
+        )
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     try:
         pages = mmap.mmap(-1, nbytes, flags=flags)
     except (OSError, ValueError, OverflowError) as error:
-        raise RuntimeError(f"no {_size(nbytes)} of host memory: {error}; use fewer host blocks") from error
+        raise RuntimeError(f"cannot allocate {_size(nbytes)} of host memory: {error}; use fewer host blocks") from error
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
@@ -117,7 +122,7 @@ def _register(memory: Tensor, device: torch.device) -> None:
         status = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(status) == 0:
             return
-        # The error stands until a launch reports it: let it be this one, which nobody waits for.
+        # CUDA reports the error again at the next launch. This launch consumes it.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=device)
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -137,8 +142,10 @@ def _unregister(address: int, device: torch.device) -> None:
 
 
 def _available(root: Path = Path("/")) -> int:
-    """Bytes of memory that can be had without swapping, in a container no more than it may take; `root` has `proc` and
-    `sys`."""
+    """Return the bytes of memory available without swapping, within the limits of the control groups.
+
+    `root` is the directory of `proc` and `sys`.
+    """
     found = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     for line in (root / "proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -147,17 +154,19 @@ def _available(root: Path = Path("/")) -> int:
     return min([found, *_left_in_cgroups(root)])
 
 
+# By controllers in a line of /proc/self/cgroup ("": version 2): mount point, files with the limit and the usage of a
+# group, and the field of memory.stat with reclaimable memory.
 CGROUP_FILES = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By controllers of a line of /proc/self/cgroup, version 2 and 1: where groups are, and what says how much memory a
-group may have, has, and would give back first."""
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """Bytes that this process's control group, and each above it, may still take. A container may see its own as the
-    topmost, under another path."""
+    """Yield the bytes that this process's control group and each of its parents may still allocate.
+
+    A container may see its own group as the root, under a different path.
+    """
     groups = root / "proc/self/cgroup"
     for line in groups.read_text().splitlines() if groups.is_file() else []:
         _, controllers, path = line.split(":", 2)
@@ -167,7 +176,7 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
         group = root / mount / path.lstrip("/")
         while group != (root / mount).parent:
             limit, used, stat = (group / name for name in (*names[:2], "memory.stat"))
-            with contextlib.suppress(OSError, ValueError):  # "max" is no limit, the topmost group has no files
+            with contextlib.suppress(OSError, ValueError):  # "max": no limit; the root group has no files
                 fields = dict(field.split() for field in stat.read_text().splitlines())
                 yield max(0, int(limit.read_text()) - int(used.read_text()) + int(fields.get(names[2], 0)))
             group = group.parent
@@ -178,21 +187,22 @@ def _size(nbytes: int) -> str:
 
 
 class HostBlockPool:
-    """`num_blocks` host blocks for the paged pools of some layers (one of several, or all of a model).
+    """`num_blocks` host blocks for the paged pools of one or several layers.
 
-    `rows` [num_blocks, block_bytes] uint8: a row is a block of all layers (`PagedKVPool.block_views`), the same on
-    every kind of GPU, whole lines of 128 bytes; the parts that are none, of HCA layers, lie at its end. The way to the
-    host is a gather on the GPU and a copy of each run of rows that follow each other, so that SMs are busy for a moment
-    only; the way back is a launch for the first layer, so that a step can begin when it is there, and launches of some
-    layers each for the others.
+    `rows` [num_blocks, block_bytes] uint8 has one row per block, with the data of all layers
+    (`PagedKVPool.block_views`). Its layout is the same on every kind of GPU. A row is a multiple of 128 bytes; the
+    parts of HCA layers, whose sizes are no multiples, are at its end. Saving gathers blocks on the GPU and then copies
+    each run of consecutive rows, so SMs are busy only briefly. Loading takes one launch for the first layer, so that a
+    step can start early, and launches of several layers for the others.
 
     Args:
-        pools: the layers' pools, all on one device; with a GPU the host memory is pinned.
-        num_blocks: blocks of 128 tokens, the same number for every layer.
-        cpus: the host memory lies on the NUMA node of these CPUs; by default of those near the GPU.
-        spare: bytes at the end of each row for somebody else; rows are whole pages of memory then.
+        pools: the layers' pools, all on one device. With a GPU the host memory is pinned.
+        num_blocks: number of blocks of 128 tokens, the same for every layer.
+        cpus: CPUs on whose NUMA node the memory is allocated, by default those of the GPU's node.
+        spare: bytes at the end of each row for other users. Rows are then whole pages.
 
-    Raises RuntimeError when the system does not give or pin so much memory; it says how much was asked for.
+    Raises:
+        RuntimeError: the system does not provide or pin this much memory. The message has the requested size.
     """
 
     def __init__(
@@ -200,13 +210,13 @@ class HostBlockPool:
     ) -> None:
         devices = {pool.device for pool in pools}
         if len(devices) != 1:
-            raise ValueError(f"the pools lie on {sorted(map(str, devices))}; expected one device")
+            raise ValueError(f"the pools are on {sorted(map(str, devices))}; expected one device")
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}; expected at least 1")
         self.num_blocks = num_blocks
         self.device = devices.pop()
         self._views = [pool.block_views() for pool in pools]
-        self._offsets, end = _row_of_a_block(self._views)
+        self._offsets, end = _row_layout(self._views)
         self.block_bytes = host_row_bytes(end, spare)
         self._memory = host_memory(num_blocks * self.block_bytes, self.device, cpus)
         self.rows = self._memory.bytes[: num_blocks * self.block_bytes].view(num_blocks, self.block_bytes)
@@ -216,9 +226,13 @@ class HostBlockPool:
             self._staging = torch.empty(shape, dtype=torch.uint8, device=self.device)
 
     def save(self, blocks: Tensor, rows: Tensor) -> None:
-        """Copy `blocks` [n] int64 (device) of all layers to `rows` [n] int64 (CPU), ordered on the current stream.
+        """Copy blocks of all layers to the host, ordered on the current stream.
 
-        One stream at a time: they share a buffer on the GPU. Ids as `swap_blocks` wants them.
+        Use one stream at a time: all calls share a staging buffer on the GPU.
+
+        Args:
+            blocks: int64 [n] on the device, block ids as `swap_blocks` takes them.
+            rows: int64 [n] on the CPU, rows of the host pool.
         """
         if self._staging is None:
             self._swap(range(len(self._views)), self.rows, blocks, rows, to_host=True)
@@ -233,16 +247,26 @@ class HostBlockPool:
                 to.copy_(self._staging[first:last], non_blocking=True)
 
     def layers_with(self, layer: int, blocks: int) -> int:
-        """How many layers come in the launch of `layer`, in a load of so many blocks; 0 if it comes with one before.
-        The first comes alone."""
+        """Return how many layers the launch for `layer` loads, 0 if an earlier launch has already loaded it.
+
+        The first layer is loaded alone. `blocks` is the number of blocks in the load.
+        """
         together = max(1, LOADED_TOGETHER * len(self._views) // max(1, blocks * self.block_bytes))
         if layer == 0:
             return 1
         return 0 if (layer - 1) % together else min(together, len(self._views) - layer)
 
     def load(self, blocks: Tensor, rows: Tensor, layer: int) -> None:
-        """Copy `rows` [n] int64 (CPU) to `blocks` [n] int64 (device), ordered on the current stream: the pool `layer`
-        of those given at the start, and those that come with it (`layers_with`). For all layers in their order."""
+        """Copy the data of one layer back to the GPU, with the layers of the same launch, ordered on the current
+        stream.
+
+        Call this for all layers in ascending order.
+
+        Args:
+            blocks: int64 [n] on the device, block ids.
+            rows: int64 [n] on the CPU, rows of the host pool.
+            layer: index of a pool among those given to the constructor.
+        """
         if count := self.layers_with(layer, len(rows)):
             self._swap(range(layer, layer + count), self.rows, blocks, rows, to_host=False)
 
@@ -260,11 +284,19 @@ class HostBlockPool:
     ) -> None:
         """Copy blocks of all layers one to one, to the host or back.
 
-        Without a `stream` the copies are done on return; with one they are ordered on it. Raises ValueError for a block
-        out of range or named twice, and then nothing has moved.
+        Args:
+            device_blocks: block ids on the GPU.
+            host_blocks: rows of the host pool, as many.
+            to_host: direction of the copy.
+            stream: orders the copies. Without it the call returns when they are complete.
+
+        Raises:
+            ValueError: a block is out of range or listed twice. No data has been copied.
         """
         if len(device_blocks) != len(host_blocks):
-            raise ValueError(f"{len(device_blocks)} device blocks and {len(host_blocks)} host blocks; expected as many")
+            raise ValueError(
+                f"{len(device_blocks)} device blocks and {len(host_blocks)} host blocks; expected equal numbers"
+            )
         blocks, rows = (torch.tensor(list(ids), dtype=torch.int64) for ids in (device_blocks, host_blocks))
         _check_ids("device", blocks, min(view.shape[0] for views in self._views for view in views))
         _check_ids("host", rows, self.num_blocks)
@@ -279,24 +311,28 @@ class HostBlockPool:
             torch.cuda.current_stream(self.device).synchronize()
 
     def memory_bytes(self) -> int:
-        """Bytes of host memory, whole pages."""
+        """Return the bytes of host memory, in whole pages."""
         return self._memory.nbytes
 
 
 def host_row_bytes(nbytes: int, spare: int) -> int:
-    """Of a row that holds so much: whole lines, with `spare` bytes at the end whole pages."""
+    """Return the bytes of a row of `nbytes` data bytes: a multiple of 128, with `spare` bytes at the end a multiple of
+    a page.
+    """
     unit = mmap.PAGESIZE if spare else ALIGNED
     return -(-(nbytes + spare) // unit) * unit
 
 
 def host_block_bytes(pools: Sequence[PagedKVPool], spare: int = 0) -> int:
-    """Bytes of host memory that a block of all `pools` takes."""
-    return host_row_bytes(_row_of_a_block([pool.block_views() for pool in pools])[1], spare)
+    """Return the bytes of host memory per block of all `pools`."""
+    return host_row_bytes(_row_layout([pool.block_views() for pool in pools])[1], spare)
 
 
-def _row_of_a_block(views: Sequence[Sequence[Tensor]]) -> tuple[list[list[int]], int]:
-    """Where the block of each view of each layer lies in a row, and where the last ends: whole lines come first, so
-    that all of them lie on lines."""
+def _row_layout(views: Sequence[Sequence[Tensor]]) -> tuple[list[list[int]], int]:
+    """Return the offset of each view of each layer in a row, and the end of the last one.
+
+    Parts whose sizes are multiples of 128 bytes come first, so that all of them are aligned.
+    """
     sizes = [[view.shape[1] * view.itemsize for view in of_layer] for of_layer in views]
     offsets, end = [[0] * len(of_layer) for of_layer in sizes], 0
     every = [(layer, i) for layer, of_layer in enumerate(sizes) for i in range(len(of_layer))]
@@ -306,15 +342,16 @@ def _row_of_a_block(views: Sequence[Sequence[Tensor]]) -> tuple[list[list[int]],
 
 
 class FreeRows:
-    """Which of `size` rows are free. They are handed out in ascending order, next to those handed out before, so that
-    what is saved together can be copied together."""
+    """Allocator of `size` rows. It hands out consecutive ascending rows if possible, so that data saved together can be
+    copied together.
+    """
 
     def __init__(self, size: int) -> None:
         self._free = np.ones(size, dtype=bool)
         self.available, self._next = size, 0
 
     def take(self, count: int) -> np.ndarray | None:
-        """`count` rows, None if there are fewer."""
+        """Allocate `count` rows. Return None if fewer are free."""
         if count > self.available:
             return None
         rows = self._next + np.flatnonzero(self._free[self._next : self._next + 2 * count])[:count]
@@ -327,20 +364,27 @@ class FreeRows:
         return rows
 
     def free(self) -> np.ndarray:
-        """[n] int64, ascending."""
+        """Return the free rows, int64 [n], ascending."""
         return np.flatnonzero(self._free)
 
     def give_back(self, rows: np.ndarray) -> None:
-        """Raises ValueError for a row that is not out."""
+        """Free rows. Raise ValueError for a row that is not allocated."""
         if self._free[rows].any() or len(np.unique(rows)) != len(rows):
-            raise ValueError(f"host rows {rows.tolist()} are given back, and not all of them are out")
+            raise ValueError(f"host rows {rows.tolist()} are freed, but not all of them are allocated")
         self._free[rows] = True
         self.available += len(rows)
 
 
 class HostStates:
-    """`rows` [n, bytes] uint8: host copies of something of a `StateStorage`, a row each. `tables` [ids, n] uint8, each
-    with a part of it; the parts lie one after another in a row. `first` is the number of what is in their row 0."""
+    """Host copies of items of a `StateStorage`, `rows` [n, bytes] uint8, one row per copy.
+
+    Args:
+        name: name of `rows` in error messages.
+        tables: uint8 [ids, n] each. An item is one row of all tables, concatenated in a host row.
+        first: number of the item in row 0 of the tables.
+        rows: number of host rows.
+        cpus, spare: as in `HostBlockPool`.
+    """
 
     def __init__(
         self, name: str, tables: list[Tensor], first: int, rows: int, cpus: Collection[int] | None, spare: int = 0
@@ -352,8 +396,8 @@ class HostStates:
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self._row_bytes = host_row_bytes(sum(sizes), spare)
         device = tables[0].device
+        # Precomputed on the device, so that a copy needs no transfer of its index.
         self._numbers = torch.arange(len(tables[0]), device=device)
-        """On the device already when a copy is asked for."""
         self._memory = host_memory(rows * self._row_bytes, device, cpus)
         self.rows = self._memory.bytes[: rows * self._row_bytes].view(rows, self._row_bytes)
         self._staging: Tensor | None = None
@@ -361,8 +405,10 @@ class HostStates:
             self._staging = torch.empty((1, self._row_bytes), dtype=torch.uint8, device=device)
 
     def save(self, number: int, row: int) -> None:
-        """Copy what has this number to a row (from 0 on), ordered on the current stream. One stream at a time: they
-        share a buffer on the GPU."""
+        """Copy item `number` to a host row, ordered on the current stream.
+
+        Use one stream at a time: all calls share a staging buffer on the GPU.
+        """
         if self._staging is None:
             self._swap(self.rows, number, row, to_host=True)
             return
@@ -370,7 +416,7 @@ class HostStates:
         self.rows[row].copy_(self._staging[0], non_blocking=True)
 
     def load(self, number: int, row: int) -> None:
-        """Copy a row back to what has this number, ordered on the current stream."""
+        """Copy a host row back to item `number`, ordered on the current stream."""
         self._swap(self.rows, number, row, to_host=False)
 
     def _swap(self, host: Tensor, number: int, row: int, *, to_host: bool) -> None:
@@ -381,16 +427,18 @@ class HostStates:
         torch.ops.dsv4_sglang.swap_blocks(self._tables, host, index, there, to_host, self._offsets)
 
     def memory_bytes(self) -> int:
-        """Bytes of host memory, whole pages."""
+        """Return the bytes of host memory, in whole pages."""
         return self._memory.nbytes
 
 
 class HostSnapshotPool(HostStates):
-    """`num_snapshots` host copies of snapshots, which count from 1: `rows` [num_snapshots, snapshot_bytes]
-    uint8, the rings of all layers and then their CSA compressor states (`StateStorage.snapshot_tables`), whole lines of
-    128 bytes. `spare`: as of `HostBlockPool`.
+    """`num_snapshots` host copies of snapshots, which are numbered from 1.
 
-    Raises RuntimeError when the system does not give or pin so much memory; it says how much was asked for.
+    A row of `rows` [num_snapshots, snapshot_bytes] uint8 holds the rings of all layers, then their CSA compressor
+    states (`StateStorage.snapshot_tables`). It is a multiple of 128 bytes. `spare`: as in `HostBlockPool`.
+
+    Raises:
+        RuntimeError: the system does not provide or pin this much memory. The message has the requested size.
     """
 
     def __init__(
@@ -401,7 +449,7 @@ class HostSnapshotPool(HostStates):
 
 
 def runs(rows: Tensor) -> list[tuple[int, int]]:
-    """[begin, end) of the stretches of `rows` [n] whose numbers follow each other."""
+    """Return the ranges [begin, end) of `rows` [n] that contain consecutive numbers."""
     cuts = (torch.nonzero(rows.diff() != 1).flatten() + 1).tolist()
     return list(zip([0, *cuts], [*cuts, len(rows)])) if len(rows) else []
 
@@ -410,4 +458,4 @@ def _check_ids(side: str, ids: Tensor, size: int) -> None:
     if (bad := ids[(ids < 0) | (ids >= size)]).numel():
         raise ValueError(f"{side} block {int(bad[0])} is not in 0..{size - 1}")
     if ids.unique().numel() != ids.numel():
-        raise ValueError(f"a {side} block is named twice in {ids.tolist()}")
+        raise ValueError(f"a {side} block is listed twice in {ids.tolist()}")

@@ -1,4 +1,4 @@
-"""`CacheLayout`: shapes and bytes of the pools of all layers. Pools allocate from it, a server divides memory by it."""
+"""`CacheLayout`: shapes and bytes of the pools of all layers, for allocation and for dividing memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Spec = TypeVar("Spec", bound=LayerKVSpec)
 
 
 class PoolPart(NamedTuple):
-    """One kind of content of a pool, all layers together."""
+    """One kind of content of a pool, for all layers together."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,14 +56,14 @@ class CacheLayout(Generic[Spec]):
             raise ValueError("no layers: a cache needs at least one schema")
         formats = {schema.ring_format.value for schema in self.schemas}
         if len(formats) > 1:
-            raise ValueError(f"window rings of several formats {sorted(formats)}; expected one")
+            raise ValueError(f"layers have several KV formats {sorted(formats)}; expected one")
         drafts = {schema.draft_tokens for schema in self.schemas}
         if len(drafts) > 1:
             raise ValueError(f"layers for several numbers of draft tokens {sorted(drafts)}; expected one")
         for kind in self.kinds:
             shapes = {schema.compressor_state_shape for schema in self.schemas if schema.kind is kind}
             if len(shapes) > 1:
-                raise ValueError(f"{kind.name} compressor states of several shapes {shapes}; expected one")
+                raise ValueError(f"{kind.name} compressor states have several shapes {shapes}; expected one")
 
     @staticmethod
     def build(
@@ -203,5 +203,5 @@ class CacheLayout(Generic[Spec]):
 
 
 def pool_part(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> PoolPart:
-    """Of tensors without padding."""
+    """Return a `PoolPart` of tensors without padding."""
     return PoolPart(name, shape, dtype, math.prod(shape) * dtype.itemsize)

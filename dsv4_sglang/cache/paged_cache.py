@@ -1,4 +1,4 @@
-"""`PagedKVPool`: the compressed entries and index keys of one layer, the half that grows with the tokens."""
+"""`PagedKVPool`: compressed entries and index keys of one layer, the part of the cache that grows with the tokens."""
 
 from __future__ import annotations
 
@@ -80,16 +80,16 @@ class PagedKVPool:
 
     @property
     def allocations(self) -> list[Tensor]:
-        """A view of each piece of memory that is held, once."""
+        """One view of each allocated piece of memory."""
         return [self.entries] + ([self.index_keys] if self.index_keys is not None else [])
 
     def reset(self) -> None:
-        """Blocks as they were made, whatever the memory holds now: no address changes."""
+        """Zero all blocks in place, whatever the memory contains."""
         for table in self.allocations:
             clear_memory(table)
 
     def memory_bytes(self) -> int:
-        """Bytes of the allocations, block padding included."""
+        """Return the bytes of the allocations, block padding included."""
         return sum(table.untyped_storage().nbytes() for table in self.allocations)
 
 

@@ -14,8 +14,8 @@ from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_ONLINE_ROWS, HCA_RAW_ROWS, StateRows, state_rows
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 
+# Tokens per block, under the name that the first version of the design used.
 BLOCK_SIZE_ORIGINAL_TOKENS = BLOCK_TOKENS
-"""Tokens a block stands for, by the name of the design's first version."""
 
 _INT32_BYTES = 4
 
@@ -23,13 +23,14 @@ _Option = TypeVar("_Option", bound=enum.Enum)
 
 
 class HcaState(enum.Enum):
-    """How an HCA layer keeps its unfinished window."""
+    """Form in which an HCA layer keeps its unfinished window."""
 
+    # Every (k, z) row of the window, 512 KiB per layer. Not for speculation: rejected tokens of the next window would
+    # overwrite rows of the current one.
     RAW = "raw"
-    """Every (k, z) row of the window, 512 KiB a layer. Not for speculation: rejected tokens of the next window would
-    have replaced rows of the one that is open again."""
+    # Running (max, sum, accumulator), 6 KiB per layer, one copy for each length that the next step can start from (SPEC
+    # 3.7).
     ONLINE = "online"
-    """Running (max, sum, accumulator): 6 KiB a layer, as many of them as there are lengths to go on from (SPEC 3.7)."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +41,20 @@ class LayerCacheSchema(LayerKVSpec):
     entry_head_dim: int
     rope_dim: int
     swa_window_size: int
+    # Dims of an index key, 0 without an indexer.
     indexer_head_dim: int
-    """Dims of an index key; 0 without an indexer."""
     kv_format: KVFormat
     key_format: KeyFormat
     hca_state: HcaState
+    # Maximum tokens per request in a verify step (1 + drafts). All but the first may be rejected and rolled back by the
+    # next step. 0 or 1 means no speculation. Rings and compressor states grow with it (`state_rows`).
     draft_tokens: int = 0
-    """Tokens of a request that a decode step may write and the next one take back, but for the first; 0 or 1: none is
-    ever taken back. Rings and compressor states grow by it (`state_rows`)."""
 
     def __post_init__(self) -> None:
         if self.attn is AttentionType.HCA and self.rows.hca_state_copies > 1 and self.hca_state is HcaState.RAW:
             raise ValueError(
-                f"hca_state is 'raw' with draft_tokens {self.draft_tokens}: rejected drafts would stay in its open "
-                "window; expected 'online', which keeps a state for each length"
+                f"hca_state is 'raw' with draft_tokens {self.draft_tokens}: rejected drafts would stay in the open "
+                "window; expected 'online', which keeps a copy of the state for each length"
             )
 
     @property
@@ -62,7 +63,7 @@ class LayerCacheSchema(LayerKVSpec):
 
     @property
     def rows(self) -> StateRows:
-        """Rows of a slot's ring and compressor states."""
+        """Number of rows of a slot's ring and compressor states."""
         return state_rows(self.draft_tokens)
 
     @property
@@ -92,21 +93,23 @@ class LayerCacheSchema(LayerKVSpec):
 
     @property
     def tail_buffer_size(self) -> int:
-        """Tokens that an unfinished window can hold: ratio - 1 (CSA 3, HCA 127, SWA 0)."""
+        """Maximum number of tokens in an unfinished window, ratio - 1: CSA 3, HCA 127, SWA 0."""
         return max(self.ratio - 1, 0)
 
     @property
     def previous_window_rows(self) -> int:
-        """Rows of the overlapping stream that must survive besides the compressor state: up to 4 of the last complete
-        window and 3 of the open one (SPEC 3.7, 6.2). CSA only."""
+        """Rows of the overlapping stream that must be kept besides the open window: up to 4 rows of the last complete
+        window and 3 of the open one (SPEC 3.7, 6.2). CSA only.
+        """
         return CSA_RATIO + self.tail_buffer_size if self.attn is AttentionType.CSA else 0
 
     @property
     def compressor_state_shape(self) -> tuple[int, int] | None:
         """Rows and fp32 columns of a slot's compressor state, None for SWA.
 
-        CSA: rings of current k, current z, previous k, previous z (4, 4, 8, 8 rows without drafts), main compressor and
-        indexer side by side. HCA: 128 k and 128 z (raw), or max, sum, accumulator of each state copy (online).
+        CSA: rings of current k, current z, previous k and previous z (4, 4, 8 and 8 rows without drafts), main
+        compressor and indexer side by side. HCA: 128 k and 128 z (raw), or max, sum and accumulator of each copy of the
+        state (online).
         """
         if self.attn is AttentionType.CSA:
             return self.rows.csa.rows, self.entry_head_dim + self.indexer_head_dim
@@ -144,11 +147,18 @@ def build_schema(
     hca_state: HcaState | str = HcaState.RAW,
     draft_tokens: int = 0,
 ) -> LayerCacheSchema:
-    """The schema of one layer. Formats may be given by name ("fp8", "mxfp4", "raw").
+    """Return the schema of one layer.
 
-    An HCA layer keeps raw compressor states unless "online" is asked for.
+    Args:
+        config: configuration of the model.
+        layer_spec: kind of the layer.
+        kv_format: KV format, also by name ("fp8").
+        key_format: format of index keys, also by name ("mxfp4").
+        hca_state: form of the HCA compressor state, also by name ("raw", "online").
+        draft_tokens: see `LayerCacheSchema`.
 
-    Raises ValueError for an unknown format, and for a number of draft tokens that the rows of a slot are not made for.
+    Raises:
+        ValueError: unknown format, or number of draft tokens that is not supported.
     """
     has_indexer = layer_spec.attn is AttentionType.CSA
     return LayerCacheSchema(
@@ -165,19 +175,20 @@ def build_schema(
 
 
 class BlockBudget(TypedDict):
-    """What a load needs. `csa` and `hca` are rows a layer of that kind (0 where the schedule has none)."""
+    """Storage that a load needs.
+
+    `csa` and `hca` are numbers of entries in a layer of that kind, 0 if the schedule has none. `blocks` counts blocks
+    of 128 tokens. `block_bytes` and `state_bytes` are the bytes of one block and of one state slot in all layers,
+    `bytes` those of all blocks and slots.
+    """
 
     csa: int
     hca: int
     blocks: int
-    """Blocks of 128 tokens."""
     state_slots: int
     block_bytes: int
-    """Bytes of one block in all layers."""
     state_bytes: int
-    """Bytes of one state slot in all layers."""
     bytes: int
-    """Bytes of all blocks and slots."""
 
 
 def compute_block_budget(
@@ -191,9 +202,16 @@ def compute_block_budget(
     hca_state: HcaState | str = HcaState.RAW,
     draft_tokens: int = 0,
 ) -> BlockBudget:
-    """Storage for `max_requests` requests of `max_context_len` tokens each, without sharing.
+    """Return the storage for a number of requests of equal length, without shared blocks.
 
-    A token's block exists from its first token on, so a request takes ceil(max_context_len / 128) blocks.
+    A block is allocated with its first token, so a request takes ceil(max_context_len / 128) blocks.
+
+    Args:
+        config: configuration of the model.
+        schedule: kinds of the layers.
+        max_context_len: tokens of each request.
+        max_requests: number of requests.
+        kv_format, key_format, hca_state, draft_tokens: as in `build_schema`.
     """
     for name, value in (("max_context_len", max_context_len), ("max_requests", max_requests)):
         if value < 1:

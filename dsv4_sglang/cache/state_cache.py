@@ -1,4 +1,4 @@
-"""The half of the cache that does not grow: window rings and compressor compressor states, one state slot a request."""
+"""The part of the cache of constant size: window rings and compressor states, one state slot per request."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from dsv4_sglang.cache.device import clear_memory, resolve_device
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.model.geometry import CSA_RATIO
 
+# `swa_pos` of a ring entry that holds no token.
 EMPTY = -1
-"""`swa_pos` of a ring row that holds no token."""
 
 
 class StateStorage:
-    """The state of all layers: slots of requests, and compact snapshots of them, in a few tensors.
+    """State of all layers: slots of running requests and compact snapshots of them, in a few tensors.
 
-    - `rings` [layers, slots, R, width]: window rows, position t in row t % R (R: `CacheLayout.ring_rows`)
-    - `compressor_states`: fp32, by kind, [layers, slots, *`LayerCacheSchema.compressor_state_shape`]: without drafts
-    CSA [.., .., 24, 640];
-      HCA [.., .., 256, 512] raw, [.., .., 3, 512] online; V4.1's pairs [.., .., 1, 1024]
-    - `swa_pos` [layers, slots, R], `swa_head` [layers, slots], `tail_len` [layers, slots] int32; None without
-      `positions`: they follow from the lengths of the requests
+    - `rings` [layers, slots, R, width]: window entries, position t at index t % R (R: `CacheLayout.ring_rows`).
+    - `compressor_states`: fp32, by kind, [layers, slots, *`LayerCacheSchema.compressor_state_shape`]. Without drafts
+      CSA [.., .., 24, 640]; HCA [.., .., 256, 512] raw, [.., .., 3, 512] online; V4.1's pairs [.., .., 1, 1024].
+    - `swa_pos` [layers, slots, R], `swa_head` [layers, slots], `tail_len` [layers, slots] int32. None without
+      `positions`, because they follow from the lengths of the requests.
 
-    Slots count from 0, snapshots from 1. Of a state at a multiple of 128 a snapshot keeps what is alive (SPEC 6.6),
-    and one allocation holds the rings of both, another the CSA compressor states of both, in units of four rows, of
-    which a snapshot has two. So a copy between them is a copy of slots.
+    Slots are numbered from 0, snapshots from 1. A snapshot of a state at a multiple of 128 keeps only what is live
+    (SPEC 6.6). One allocation holds the rings of slots and snapshots. Another holds their CSA compressor states in
+    units of four rows, of which a snapshot has two. So a copy between slots and snapshots is a slot copy.
 
-    What of a slot is alive follows from its request's length alone (SPEC 3.7), so nothing must be cleared for a new
-    owner; `reset_slot` clears it all the same, so that a slot reads as empty.
+    Which part of a slot is live follows from its request's length alone (SPEC 3.7), so a slot need not be cleared for a
+    new request. `reset_slot` clears it so that it reads as empty.
 
-    Raises ValueError for less than one slot.
+    Args:
+        layout: layout of the model.
+        num_slots: number of state slots; ValueError below 1.
+        snapshots: number of snapshots.
+        positions: allocate `swa_pos`, `swa_head` and `tail_len`.
     """
 
     def __init__(self, layout: CacheLayout, num_slots: int, snapshots: int = 0, positions: bool = True) -> None:
@@ -88,7 +91,7 @@ class StateStorage:
         self._kept_units.copy_(torch.arange(live - len(kept), live, dtype=torch.int32))
 
     def reset(self) -> None:
-        """All slots and snapshots empty, as they were made, whatever the memory holds now: no address changes."""
+        """Empty all slots and snapshots in place, whatever the memory contains."""
         for tensor in self.allocations:
             clear_memory(tensor)
         if self.swa_pos is not None:
@@ -97,29 +100,30 @@ class StateStorage:
             self._number_units()
 
     def ring(self, layer: int) -> Tensor:
-        """[slots, R, width] KV buffer of a layer's windows."""
+        """Return a layer's window rings, [slots, R, width]."""
         return self.rings[layer]
 
     def compressor_state(self, layer: int) -> Tensor | None:
-        """[slots, ...] compressor state of a layer, None without a compressor."""
+        """Return a layer's compressor states, [slots, ...]; None without a compressor."""
         return self._compressor_state_of_layer.get(layer)
 
     def compressor_state_lengths(self, layer: int) -> Tensor | None:
-        """[slots] int32 tokens in the open windows of a layer; None without a compressor or without `positions`."""
+        """Return int32 [slots], the tokens in the open windows of a layer; None without a compressor or without
+        `positions`.
+        """
         if self.tail_len is None or layer not in self._compressor_state_of_layer:
             return None
         return self.tail_len[sum(other < layer for other in self._compressor_state_of_layer)]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the slots, slot dimension second: what a slot copy moves. Kinds of layers that do not exist
-        have none."""
+        """All tensors of the slots, which a slot copy copies. The second dimension is the slot."""
         every = (self.rings, *self.compressor_states.values(), self.swa_pos, self.swa_head, self.tail_len)
         return [tensor for tensor in every if tensor is not None and tensor.shape[0]]
 
     @property
     def allocations(self) -> list[Tensor]:
-        """A view of each piece of memory that is held, once: of slots, snapshots and the tables of their parts."""
+        """One view of each allocated piece of memory: slots, snapshots and unit indices."""
         tables = () if self._compressor_state_units is None else (self._live_units, self._kept_units)
         return [*self.tensors, *tables]
 
@@ -130,7 +134,7 @@ class StateStorage:
             tensor[:, slot].fill_(EMPTY if tensor is self.swa_pos else 0)
 
     def copy_slot(self, src: int, dst: int) -> None:
-        """Copy slot `src` to slot `dst` in all layers: what a fork of a request needs (SPEC 6.6)."""
+        """Copy slot `src` to slot `dst` in all layers, as for a fork of a request (SPEC 6.6)."""
         check_slot(src, self.num_slots)
         check_slot(dst, self.num_slots)
         if src == dst:
@@ -139,26 +143,31 @@ class StateStorage:
         torch.ops.dsv4_sglang.copy_state(pair[0], pair[1], self.tensors)
 
     def store(self, slots: Tensor, snapshots: Tensor) -> None:
-        """Copy slots to snapshots, both [n] int32 on the device; a negative slot or a snapshot below 1 skips. The
-        lengths of their requests are multiples of 128."""
+        """Copy slots to snapshots. The lengths of their requests must be multiples of 128.
+
+        Args:
+            slots: int32 [n] on the device; a negative slot is skipped.
+            snapshots: int32 [n] on the device; a snapshot below 1 is skipped.
+        """
         self._copy(slots, snapshots, to_snapshots=True)
 
     def load(self, snapshots: Tensor, slots: Tensor) -> None:
-        """Copy snapshots to the slots of the requests that resume from them."""
+        """Copy snapshots to the slots of the requests that resume from them. Arguments as in `store`."""
         self._copy(slots, snapshots, to_snapshots=False)
 
     def slot_tables(self) -> list[Tensor]:
-        """All that slots hold as bytes: of every layer of each of `tensors` [slots, n] uint8."""
+        """Return the contents of all slots as bytes: [slots, n] uint8 for every layer of each of `tensors`."""
         return [_as_bytes(table) for tensor in self.tensors for table in tensor]
 
     def slot_views(self, slot: int) -> list[Tensor]:
-        """All that a slot holds as bytes: [n] uint8 of each of `slot_tables`."""
+        """Return the contents of one slot as bytes: [n] uint8 for each of `slot_tables`."""
         check_slot(slot, self.num_slots)
         return [table[slot] for table in self.slot_tables()]
 
     def snapshot_tables(self) -> list[Tensor]:
-        """All that snapshots hold as bytes, of each layer's ring and then of each CSA layer's compressor states
-        [snapshots, n] uint8. Snapshots count from 1: the first row is snapshot 1."""
+        """Return the contents of all snapshots as bytes: [snapshots, n] uint8 for each layer's ring, then for each CSA
+        layer's compressor states. Row 0 is snapshot 1.
+        """
         tables = list(self._all_rings[:, self.num_slots :])
         if self._compressor_state_units is not None:
             kept = self._compressor_state_units[:, self.num_slots * self._units_per_slot :]
@@ -166,14 +175,14 @@ class StateStorage:
         return [_as_bytes(table) for table in tables]
 
     def snapshot_views(self, snapshot: int) -> list[Tensor]:
-        """All that a snapshot holds as bytes: [n] uint8 of each of `snapshot_tables`."""
+        """Return the contents of one snapshot as bytes: [n] uint8 for each of `snapshot_tables`."""
         if not 1 <= snapshot <= self.snapshots:
             raise IndexError(f"snapshot {snapshot} is not in 1..{self.snapshots}")
         return [table[snapshot - 1] for table in self.snapshot_tables()]
 
     def _copy(self, slots: Tensor, snapshots: Tensor, *, to_snapshots: bool) -> None:
-        # Few and small launches: a decode step makes them all even when nothing is due. `copy_state` skips a pair with
-        # a negative slot, which -1 gives for the units of a slot too.
+        # Few and small launches, because every decode step runs them even if no copy is due. `copy_state` skips pairs
+        # with a negative slot; slot -1 gives negative units as well.
         none = snapshots < 1
         self._move(self._all_rings, slots, (snapshots + (self.num_slots - 1)).masked_fill(none, -1), to_snapshots)
         if self._compressor_state_units is not None:
@@ -188,12 +197,12 @@ class StateStorage:
         torch.ops.dsv4_sglang.copy_state(source, target, [tensor])
 
     def memory_bytes(self) -> int:
-        """Bytes of the allocations, snapshots and block padding included."""
+        """Return the bytes of the allocations, including snapshots and block padding."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
 
 def _as_bytes(table: Tensor) -> Tensor:
-    """[n, ...] as [n, bytes] uint8, a view."""
+    """Return a view of [n, ...] as [n, bytes] uint8."""
     return (table if table.dim() > 1 else table[:, None]).view(torch.uint8).view(len(table), -1)
 
 

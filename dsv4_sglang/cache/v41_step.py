@@ -1,8 +1,8 @@
-"""A step of DeepSeek-V4.1: what its layers write, select and read, over pools that a server or a library owns.
+"""A step of DeepSeek-V4.1: cache writes, selection and attention of its layers, over pools that the caller owns.
 
-Only the layers of role FULL own entries and index keys; the others read those of `V41LayerSpec.kv_source`. Only layers
-of role FULL and REINDEX select, and a REUSE layer takes the latest selection. So what layers share lives as long as a
-step does, in `V41Step` (SPEC 11.2, 11.6).
+Only layers of role FULL own entries and index keys; other layers read those of `V41LayerSpec.kv_source`. Only layers of
+roles FULL and REINDEX select entries; a REUSE layer uses the latest selection. `V41Step` holds what layers share during
+a step (SPEC 11.2, 11.6).
 """
 
 from __future__ import annotations
@@ -25,26 +25,35 @@ from dsv4_sglang.model.v41 import Csa2Role, V41Config, V41LayerSpec
 
 @dataclass(frozen=True)
 class V41LayerWeights:
-    """What the cache takes of a layer's weights. Norm weights bf16 or fp32."""
+    """The weights of a layer that the cache needs. Norm weights are bf16 or fp32.
+
+    Attributes:
+        kv_norm: [512], for window entries.
+        rope: [positions, 64] fp32, cos and sin interleaved, with the frequencies of this layer (SPEC 11.3).
+        eps: epsilon of the norms.
+        latent_norm: [512], role FULL.
+        key_norm: [128], role FULL.
+    """
 
     kv_norm: Tensor
-    """[512], of the window rows."""
     rope: Tensor
-    """[positions, 64] fp32, cos and sin interleaved, of this layer's frequencies (SPEC 11.3)."""
     eps: float
     latent_norm: Tensor | None = None
-    """[512], role FULL."""
     key_norm: Tensor | None = None
-    """[128], role FULL."""
 
 
 class V41Step:
-    """The tokens of one forward, for all layers in order. T tokens of B requests, as `metadata` has them, whose `csa_*`
-    and `hca_*` are not read.
+    """The tokens of one forward pass, for all layers in order: T tokens of B requests.
 
-    `state` and `pools` are those of a `v41_layout`: rings and compressor states of slots, and one pool a layer, None
-    where it owns no entries. Per layer: `append`, in a FULL layer then `append_keys`, in a layer that selects then
-    `select`, at last `attend`. ValueError where one comes that the layer's role has not, or comes out of order.
+    For each layer call `append`, in a FULL layer then `append_keys`, in a layer that selects then `select`, and finally
+    `attend`. Calls that the layer's role does not have, or that are out of order, raise ValueError.
+
+    Args:
+        config: configuration of the model.
+        schedule: roles of the layers.
+        state: rings and compressor states of the slots, with a `v41_layout`.
+        pools: one pool per layer, None for layers without entries of their own.
+        metadata: metadata of the step; its `csa_*` and `hca_*` are not used.
     """
 
     def __init__(
@@ -73,13 +82,21 @@ class V41Step:
     def append(
         self, layer: int, weights: V41LayerWeights, kv: Tensor, compressor: Tensor | None = None
     ) -> Tensor | None:
-        """Write the window rows of the step's tokens and, in a FULL layer, the entries that they complete.
+        """Write the window entries of the step's tokens and, in a FULL layer, the entries that they complete.
 
-        `kv` [T, 512] bf16 and `compressor` (FULL: ratio 1 [T, 512] bf16, ratio 2 [T, 1024] fp32 = [k | score]) are raw
-        projections. The latents [T, 512] bf16 of a FULL layer, normalised and not rotated, in the rows of tokens that
-        complete an entry, zeros in others: `append_keys` wants them times the indexer's matrix. None in other layers.
+        Args:
+            layer: id of the layer.
+            weights: weights of the layer.
+            kv: [T, 512] bf16, raw projection.
+            compressor: raw projection of a FULL layer: ratio 1 [T, 512] bf16, ratio 2 [T, 1024] fp32 = [k | score].
 
-        ValueError for projections or weights that the layer's role needs and that are not there, or not of its shape.
+        Returns:
+            In a FULL layer the latents [T, 512] bf16, normalised and not rotated, in the rows of tokens that complete
+            an entry, zeros in other rows. `append_keys` takes them multiplied by the indexer's matrix. None in other
+            layers.
+
+        Raises:
+            ValueError: projections or weights of the layer's role are missing or have a wrong shape.
         """
         spec, pool, step = self.schedule[layer], self.pools[layer], self.metadata
         ratio = spec.ratio if spec.role is Csa2Role.FULL else 0
@@ -104,8 +121,13 @@ class V41Step:
         return latents
 
     def append_keys(self, layer: int, weights: V41LayerWeights, keys: Tensor) -> None:
-        """Write the index keys of the entries that the step completed; `keys` [T, 128] bf16, of a FULL layer's
-        latents."""
+        """Write the index keys of the entries that the step completed in a FULL layer.
+
+        Args:
+            layer: id of the layer.
+            weights: weights of the layer.
+            keys: [T, 128] bf16, the latents from `append`, multiplied by the indexer's matrix.
+        """
         spec, pool, step = self.schedule[layer], self.pools[layer], self.metadata
         self._check_order("append_keys", spec)
         if pool is None:
@@ -119,11 +141,15 @@ class V41Step:
         )
 
     def select(self, layer: int, weights: V41LayerWeights, q: Tensor, head_weights: Tensor) -> None:
-        """Select the entries that this layer and the REUSE layers behind it read.
+        """Select the entries that this layer and the following REUSE layers read.
 
-        `q` [T, Hi, 128] bf16 the raw index query before RoPE; `head_weights` [T, Hi] fp32 or bf16, with the factors
-        128^-0.5 Hi^-0.5 or without. The layer that keeps candidates chooses them here; layers within candidates need
-        it to have done so.
+        The layer that keeps candidates chooses them here. Layers that select within candidates must come after it.
+
+        Args:
+            layer: id of the layer.
+            weights: weights of the layer.
+            q: [T, Hi, 128] bf16, raw index query before RoPE.
+            head_weights: [T, Hi] fp32 or bf16, with or without the factors 128^-0.5 Hi^-0.5.
         """
         spec, step = self.schedule[layer], self.metadata
         self._check_order("select", spec)
@@ -148,9 +174,14 @@ class V41Step:
         self._rows, self._selected_by = rows, layer
 
     def selected(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Rows [T, top k] int32 of the entry table of the layer's `kv_source`, -1 where there is none, and how many of
-        them may count, [T] int32; None in a layer with the window alone. ValueError if the latest selection is not that
-        of the layer's `index_source`."""
+        """Return the selected entries of the layer's `kv_source`; None in a layer with a window only.
+
+        Returns:
+            Entry indices int32 [T, top k], -1 for none, and int32 [T], the number of leading indices that may be valid.
+
+        Raises:
+            ValueError: the latest selection is not that of the layer's `index_source`.
+        """
         spec = self.schedule[layer]
         if spec.role is Csa2Role.WINDOW:
             return None
@@ -164,8 +195,19 @@ class V41Step:
         return self._rows, self._lens[spec.ratio]
 
     def attend(self, layer: int, weights: V41LayerWeights, q: Tensor, sink: Tensor, scale: float) -> Tensor:
-        """[T, H, 512]: softmax over window and selected entries with the sink, the output rotated back. `q` [T, H, 512]
-        rotated, not normalised; `sink` [H] fp32. After `append` and, in a layer that selects, `select`."""
+        """Compute attention over the window and the selected entries. Call after `append` and, in a layer that selects,
+        `select`.
+
+        Args:
+            layer: id of the layer.
+            weights: weights of the layer.
+            q: [T, H, 512], rotated, not normalised.
+            sink: [H] fp32.
+            scale: factor of the logits.
+
+        Returns:
+            Output [T, H, 512] with the inverse RoPE applied.
+        """
         spec, step = self.schedule[layer], self.metadata
         self._check_order("attend", spec)
         window = self.state.ring(layer) if self._window is None else self._window
@@ -177,7 +219,7 @@ class V41Step:
         )
 
     def _owner(self, spec: V41LayerSpec) -> PagedKVPool:
-        """The pool whose entries the layer reads."""
+        """Return the pool whose entries the layer reads."""
         pool = None if spec.kv_source is None else self.pools[spec.kv_source]
         assert pool is not None, f"{_name(spec)} reads entries of layer {spec.kv_source}, which has none"
         return pool

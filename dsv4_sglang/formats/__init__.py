@@ -1,8 +1,10 @@
-"""Formats of what the cache stores, each in a module of its own: names, bytes, offsets, views, quantisers.
+"""Storage formats of the cache, one per module: names, bytes, offsets, views, quantisers. Depends only on torch.
 
-`kv_entries`: 512-dim entries (window, CSA, HCA). `index_keys`: 128-dim keys of the indexer. `v41_entries`: entries of
-DeepSeek-V4.1. Knows only torch.
-The device's side of the same facts is `csrc/entries.h`; `tests/test_numeric.py` holds both equal.
+- `kv_entries`: 512-dim KV entries (window, CSA and HCA entries).
+- `index_keys`: 128-dim keys of the indexer.
+- `v41_entries`: KV entries of DeepSeek-V4.1.
+
+`csrc/entries.h` has the same constants for the device; `tests/test_numeric.py` checks that both are equal.
 """
 
 from dsv4_sglang.formats.index_keys import KeyFormat, KeyTable, make_key_table

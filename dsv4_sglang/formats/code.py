@@ -1,4 +1,4 @@
-"""What row and key formats share: a code, by which the ops name them."""
+"""Base class of KV and key formats: an enum with integer codes, by which the ops identify formats."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 class CodedFormat(enum.Enum):
-    """A format whose code is its place among the members, as in the enum of the same name in csrc/entries.h."""
+    """A format whose code is its index among the members, as in the enum of the same name in csrc/entries.h."""
 
     def __init__(self, name: str) -> None:
         self.code = len(type(self).__members__)
 
     @classmethod
     def from_code(cls, code: int) -> Self:
-        """Raises ValueError for a number that is no format's."""
+        """Return the format with this code. Raise ValueError for an unknown code."""
         for member in cls:
             if member.code == code:
                 return member

@@ -1,9 +1,10 @@
-"""Index keys: Hadamard rotation, FP4 quantisation, and the tables that hold them (SPEC 2.5, 6.3).
+"""Index keys: Hadamard rotation, FP4 quantisation, and the buffers that hold them (SPEC 2.5, 6.3).
 
-A key table is `[blocks, 32, width]`; a `KeyTable` is such a tensor with its format. The FP4 formats, dtype uint8 and
-width 72, are the NVFP4 container: a block holds 32 x 64 B of e2m1 pairs (element 2i in the low nibble), then 32 x 8 B
-of e4m3 scales, one per 16 elements. Two quantisers write it: MXFP4, the trained format (blocks of 32, one power of two,
-its byte written twice), and NVFP4 (blocks of 16). FP32, width 128, holds unquantised keys for exact tests.
+A key buffer is `[blocks, 32, width]`; a `KeyTable` is such a tensor with its format. The FP4 formats (uint8, width 72)
+use the NVFP4 container: a block holds 32 x 64 B of e2m1 pairs (element 2i in the low nibble), then 32 x 8 B of e4m3
+scales, one per 16 elements. There are two quantisers for it: MXFP4, the trained format (blocks of 32 with a
+power-of-two scale, whose byte is stored twice), and NVFP4 (blocks of 16). FP32, width 128, holds unquantised keys for
+exact tests.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import torch
 from torch import Tensor
 
 from dsv4_sglang.formats.code import CodedFormat
-from dsv4_sglang.formats.kv_entries import FP8_MAX, block_and_row, ceil_pow2_exponent, e4m3_values, exp2_of_biased
+from dsv4_sglang.formats.kv_entries import FP8_MAX, block_and_index, ceil_pow2_exponent, e4m3_values, exp2_of_biased
 
 INDEX_DIM = 128
 KEY_BYTES = INDEX_DIM // 2
 KEY_SCALES = INDEX_DIM // 16
 FP4_WIDTH = KEY_BYTES + KEY_SCALES  # 72
 FP4_MAX = 6.0
-E4M3_MIN = 2.0**-9  # the smallest positive e4m3
-# Powers of two that an e4m3 scale can hold, as biased fp32 exponents: 2^-9 .. 2^8.
+E4M3_MIN = 2.0**-9  # smallest positive e4m3 number
+# Range of powers of two that an e4m3 scale represents, as biased fp32 exponents: 2^-9 .. 2^8.
 _MIN_EXPONENT, _MAX_EXPONENT = 127 - 9, 127 + 8
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -32,12 +33,12 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class KeyFormat(CodedFormat):
     """Storage of one 128-dim index key."""
 
+    # The trained format in the NVFP4 container: 64 B of e2m1, blocks of 32, each power-of-two scale stored twice: 72 B.
     MXFP4 = "mxfp4"
-    """The trained format in the NVFP4 container: 64 B of e2m1, blocks of 32, each power-of-two scale twice: 72 B."""
+    # 64 B of e2m1 and 8 e4m3 scales, one per 16 elements: 72 B.
     NVFP4 = "nvfp4"
-    """64 B of e2m1 and 8 e4m3 scales, one per 16: 72 B."""
+    # 512 B, unquantised, for exact tests and CPU.
     FP32 = "fp32"
-    """512 B, unquantised, for exact tests and CPU."""
 
     @property
     def is_fp4(self) -> bool:
@@ -49,7 +50,7 @@ class KeyFormat(CodedFormat):
 
     @property
     def width(self) -> int:
-        """Size of a table's last dimension."""
+        """Size of the last dimension of a key buffer."""
         return FP4_WIDTH if self.is_fp4 else INDEX_DIM
 
     @property
@@ -66,25 +67,25 @@ def _hadamard_matrix(device: torch.device) -> Tensor:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Sylvester-ordered orthonormal Hadamard transform of the last dimension (128), in fp32 (SPEC 2.5)."""
+    """Return the Sylvester-ordered orthonormal Hadamard transform of the last dimension (128), in fp32 (SPEC 2.5)."""
     return x.float() @ _hadamard_matrix(x.device)
 
 
 def _e2m1_magnitude(x: Tensor) -> Tensor:
-    """|x| rounded to a number of e2m1, to nearest even, saturating at 6."""
+    """Round |x| to the nearest e2m1 number, ties to even, saturating at 6."""
     a = x.abs().clamp_max(FP4_MAX)
     return torch.where(a < 2, (a * 2).round() / 2, torch.where(a < 4, a.round(), (a / 2).round() * 2))
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
-    """fp32 -> 4-bit e2m1 codes (sign in bit 3), round to nearest even, saturating at 6."""
+    """Convert fp32 to 4-bit e2m1 codes (sign in bit 3), rounding to nearest even, saturating at 6."""
     grid = _e2m1_magnitude(x)
     code = torch.where(grid < 2, grid * 2, torch.where(grid < 4, grid + 2, grid / 2 + 4)).to(torch.uint8)
     return code | (torch.signbit(x).to(torch.uint8) << 3)
 
 
 def quantise_keys(y: Tensor, key_format: KeyFormat) -> tuple[Tensor, Tensor]:
-    """[N, 128] rotated keys -> packed e2m1 [N, 64] uint8 and e4m3 scale bytes [N, 8] uint8."""
+    """Quantise rotated keys [N, 128] to packed e2m1 uint8 [N, 64] and e4m3 scale bytes uint8 [N, 8]."""
     y = y.bfloat16().float()
     if key_format is KeyFormat.MXFP4:
         amax = y.unflatten(-1, (-1, 32)).abs().amax(-1).clamp_min(FP4_MAX * 2.0**-126)
@@ -105,13 +106,13 @@ def _e2m1_table(device: torch.device) -> Tensor:
 
 
 def e2m1_values(packed: Tensor) -> Tensor:
-    """Bytes of two e2m1 codes each, the first in the low nibble, [..., n] -> fp32 [..., 2 n]."""
+    """Convert bytes of two e2m1 codes each, the first in the low nibble, [..., n], to fp32 [..., 2 n]."""
     codes = torch.stack([packed & 0xF, packed >> 4], -1).flatten(-2)
     return _e2m1_table(packed.device).index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def mxfp4_values(y: Tensor) -> Tensor:
-    """[..., 128] -> what MXFP4 makes of it, fp32: blocks of 32, scales that need not fit into the container."""
+    """Round [..., 128] to MXFP4 and return fp32. Blocks of 32, scales are not limited to the range of the container."""
     blocks = y.bfloat16().float().unflatten(-1, (-1, 32))
     amax = blocks.abs().amax(-1, keepdim=True).clamp_min(FP4_MAX * 2.0**-126)
     scale = exp2_of_biased(ceil_pow2_exponent(amax * (1.0 / FP4_MAX)))
@@ -119,29 +120,32 @@ def mxfp4_values(y: Tensor) -> Tensor:
 
 
 def dequantise_keys(packed: Tensor, scales: Tensor) -> Tensor:
-    """Inverse of `quantise_keys`: fp32 [N, 128]."""
+    """Invert `quantise_keys`. Return fp32 [N, 128]."""
     scale = e4m3_values(scales)
     return (e2m1_values(packed).unflatten(-1, (-1, 16)) * scale.unsqueeze(-1)).flatten(-2)
 
 
 @dataclass(frozen=True)
 class KeyViews:
-    """An FP4 index key table `[blocks, 32, 72]` taken apart; both share its memory."""
+    """Views of the parts of an FP4 key buffer `[blocks, 32, 72]`.
+
+    Attributes:
+        fp4: [blocks, 32, 64] uint8, two e2m1 values per byte, element 2i in the low nibble.
+        scales: [blocks, 32, 8] float8_e4m3fn, one multiplier per 16 elements.
+    """
 
     fp4: Tensor
-    """[blocks, 32, 64] uint8: two e2m1 values a byte, element 2i in the low nibble."""
     scales: Tensor
-    """[blocks, 32, 8] float8_e4m3fn: one multiplier per 16 elements."""
 
 
 class KeyTable(NamedTuple):
-    """Index keys in blocks, `data` [blocks, 32, width], and what their bytes mean."""
+    """Buffer of index keys, `data` [blocks, 32, width], with its format."""
 
     data: Tensor
     format: KeyFormat
 
     def views(self) -> KeyViews | None:
-        """The parts of an FP4 table; None for the unquantised format."""
+        """Return the parts of an FP4 buffer, None for the unquantised format."""
         if not self.format.is_fp4:
             return None
         blocks, keys, _ = self.data.shape
@@ -153,8 +157,8 @@ class KeyTable(NamedTuple):
         return KeyViews(fp4, scales.view(torch.float8_e4m3fn))
 
     def write(self, rows: Tensor, y: Tensor) -> None:
-        """Quantise rotated keys `y` [N, 128] into the rows `rows` [N], which must not repeat."""
-        at, views = block_and_row(self.data, rows), self.views()
+        """Quantise rotated keys `y` [N, 128] and store them at the indices `rows` [N], which must be distinct."""
+        at, views = block_and_index(self.data, rows), self.views()
         if views is None:
             self.data[at] = y.to(self.data.dtype)
             return
@@ -163,13 +167,13 @@ class KeyTable(NamedTuple):
         views.scales.view(torch.uint8)[at] = scales
 
     def read(self, rows: Tensor) -> Tensor:
-        """Dequantised keys, fp32 [*rows.shape, 128]."""
-        at, views = block_and_row(self.data, rows), self.views()
+        """Return the dequantised keys at the indices `rows`, fp32 [*rows.shape, 128]."""
+        at, views = block_and_index(self.data, rows), self.views()
         if views is None:
             return self.data[at].float()
         return dequantise_keys(views.fp4[at], views.scales.view(torch.uint8)[at])
 
 
 def make_key_table(blocks: int, keys_per_block: int, key_format: KeyFormat, device: torch.device) -> Tensor:
-    """Zeroed index key table `[blocks, keys_per_block, width]`."""
+    """Allocate a zeroed key buffer `[blocks, keys_per_block, width]`."""
     return torch.zeros(blocks, keys_per_block, key_format.width, dtype=key_format.dtype, device=device)

@@ -1,17 +1,17 @@
-"""Row formats: where the 512 numbers of a window row or a compressed entry lie, and how they are quantised.
+"""KV formats: byte layout and quantisation of the 512 numbers of a window entry or a compressed entry.
 
-A table is one tensor `[num_blocks, entries_per_block, width]`; row r is row `r % entries_per_block` of block `r //
-entries_per_block`. A `KVBuffer` is such a tensor with its format, which its dtype alone would not tell:
+A KV buffer is a tensor `[num_blocks, entries_per_block, width]`. Entry i is at index `i % entries_per_block` of block
+`i // entries_per_block`. A `KVBuffer` is such a tensor with its format, which the dtype does not determine:
 
-| format | dtype | width | bytes a row | content |
+| format | dtype | width | bytes per entry | content |
 | --- | --- | --- | --- | --- |
-| FP8 | uint8 | 584 | 584 | 448 e4m3, 64 bf16 a row; behind all rows of the block 8 equal ue8m0 exponent bytes a row |
-| BF16 | bfloat16 | 512 | 1024 | the row |
-| FP32 | float32 | 512 | 2048 | the row |
+| FP8 | uint8 | 584 | 584 | 448 e4m3, 64 bf16; after all entries of the block 8 equal ue8m0 exponents each |
+| BF16 | bfloat16 | 512 | 1024 | the entry |
+| FP32 | float32 | 512 | 2048 | the entry |
 
-In an FP8 table only `stride(0)`, the bytes of a block, describes memory; the two inner dimensions are the shape that
-FlashMLA takes. One scale an entry, a power of two: the same values as DeepSeek's seven scales a row up to subnormals
-(SPEC 6.3), and readable by FlashMLA, which wants a byte per tile of 64.
+In an FP8 buffer only `stride(0)`, the bytes of a block, describes memory. The two inner dimensions are the shape that
+FlashMLA takes. An entry has one scale, a power of two. The values equal those with DeepSeek's seven scales per entry,
+except for subnormals (SPEC 6.3). FlashMLA needs one exponent byte per tile of 64, hence the copies.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ FP8_WIDTH = ROW_BYTES + SCALE_BYTES  # 584
 FP8_MAX = 448.0
 FP8_AMAX_FLOOR = 1e-4
 
-# FlashMLA reads rows that start at multiples of 16 B, which 584 B a row keeps only for an even number of rows; on SM100
-# the stride of its blocks must be a multiple of the 576 B of a row without its scales.
+# FlashMLA needs entries that start at multiples of 16 B. With 584 B per entry that holds only for an even number of
+# entries per block. On sm_100 the block stride must be a multiple of 576 B, the size of an entry without its scales.
 _BLOCK_ALIGNMENT = 16
 _SM100_BLOCK_ALIGNMENT = ROW_BYTES
 
@@ -58,14 +58,14 @@ class EntryFormat(Protocol):
 
 
 class KVFormat(CodedFormat):
-    """Storage of one 512-dim row: window row, CSA entry or HCA entry."""
+    """Storage format of a 512-dim KV entry (window, CSA or HCA entry)."""
 
+    # 448 e4m3, 64 bf16 and 8 equal ue8m0 exponent bytes: 584 B.
     FP8 = "fp8"
-    """448 e4m3, 64 bf16 and 8 equal ue8m0 exponent bytes: 584 B."""
+    # 1024 B, unquantised.
     BF16 = "bf16"
-    """1024 B, unquantised."""
+    # 2048 B, unquantised, for exact tests and CPU.
     FP32 = "fp32"
-    """2048 B, unquantised, for exact tests and CPU."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,7 +73,7 @@ class KVFormat(CodedFormat):
 
     @property
     def width(self) -> int:
-        """Size of a table's last dimension."""
+        """Size of the last dimension of a KV buffer."""
         return FP8_WIDTH if self is KVFormat.FP8 else ENTRY_DIM
 
     @property
@@ -84,7 +84,14 @@ class KVFormat(CodedFormat):
 def block_stride_bytes(
     entries_per_block: int, kv_format: EntryFormat, device: torch.device, sm100: bool | None = None
 ) -> int:
-    """Bytes from one block of a KV buffer to the next on `device`, or on a GPU that is not there and is an `sm100`."""
+    """Return the bytes from one block of a KV buffer to the next.
+
+    Args:
+        entries_per_block: entries of a block.
+        kv_format: KV format.
+        device: device of the buffer.
+        sm100: overrides the device, to compute sizes for the GPU of another machine.
+    """
     size = entries_per_block * kv_format.row_bytes
     if kv_format is not KVFormat.FP8:
         return size
@@ -97,7 +104,18 @@ def block_stride_bytes(
 def make_kv_buffers(
     tables: int, blocks: int, entries_per_block: int, kv_format: EntryFormat, device: torch.device
 ) -> Tensor:
-    """Zeroed KV buffers `[tables, blocks, entries_per_block, width]` in one allocation."""
+    """Allocate zeroed KV buffers in one allocation.
+
+    Args:
+        tables: number of buffers.
+        blocks: blocks per buffer.
+        entries_per_block: entries per block.
+        kv_format: KV format.
+        device: device of the buffers; on sm_100 FP8 blocks have more padding.
+
+    Returns:
+        [tables, blocks, entries_per_block, width].
+    """
     stride = block_stride_bytes(entries_per_block, kv_format, device) // kv_format.dtype.itemsize
     storage = torch.zeros(tables * blocks * stride, dtype=kv_format.dtype, device=device)
     width = kv_format.width
@@ -105,39 +123,47 @@ def make_kv_buffers(
 
 
 @dataclass(frozen=True)
-class RowViews:
-    """An FP8 KV buffer `[blocks, rows, 584]` taken apart; all three share its memory."""
+class EntryViews:
+    """Views of the parts of an FP8 KV buffer `[blocks, entries, 584]`.
+
+    Attributes:
+        fp8: [blocks, entries, 448] uint8, e4m3 bits of the dims without RoPE.
+        rope: [blocks, entries, 64] bfloat16, dims with RoPE.
+        inv_scale: [blocks, entries] float8_e8m0fnu, the multiplier that dequantises `fp8`, a power of two (SPEC 6.3).
+    """
 
     fp8: Tensor
-    """[blocks, rows, 448] uint8: e4m3 bits of the dims without RoPE."""
     rope: Tensor
-    """[blocks, rows, 64] bfloat16: the dims with RoPE."""
     inv_scale: Tensor
-    """[blocks, rows] float8_e8m0fnu: the multiplier that dequantises `fp8`, a power of two (SPEC 6.3)."""
 
 
-def block_and_row(data: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Where rows that count through all blocks of `data` [blocks, entries_per_block, ...] lie: block, and row in it."""
+def block_and_index(data: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the block and the index within it of entries that are counted through all blocks of `data`."""
     rows = rows.long()
     return rows // data.shape[1], rows % data.shape[1]
 
 
 def bytes_at(strip: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
-    """`strip[at]` of a strip of bytes [blocks, entries_per_block, n], n and the bytes of a block multiples of 8: a word
-    at a time, since indexing takes as long for a byte."""
+    """Return `strip[at]` of bytes [blocks, entries_per_block, n], where n and the bytes of a block are multiples of 8.
+
+    Indexes words of 8 bytes, because indexing a byte takes as long.
+    """
     return strip.view(torch.int64)[at].view(torch.uint8)
 
 
 class KVBuffer(NamedTuple):
-    """Rows in blocks, `data` [blocks, entries_per_block, width], and what their bytes mean. Row numbers count through
-    all blocks."""
+    """Buffer of KV entries, `data` [blocks, entries_per_block, width], with its format. Indices count through all
+    blocks.
+    """
 
     data: Tensor
     format: KVFormat
 
     def strips(self) -> tuple[Tensor, ...]:
-        """Zero-copy views that hold all bytes, rows last but one: of FP8 rows [blocks, rows, 576] and exponent bytes
-        [blocks, rows, 8], of the others the table itself."""
+        """Return views that together hold all bytes. Their second last dimension is the entry.
+
+        FP8: data [blocks, entries, 576] and exponent bytes [blocks, entries, 8]. Other formats: the buffer itself.
+        """
         if self.format is not KVFormat.FP8:
             return (self.data,)
         blocks, entries_per_block, _ = self.data.shape
@@ -150,20 +176,20 @@ class KVBuffer(NamedTuple):
         )
         return rows, exponents
 
-    def views(self) -> RowViews | None:
-        """The parts of an FP8 table; None for the unquantised formats, which have none."""
+    def views(self) -> EntryViews | None:
+        """Return the parts of an FP8 buffer, None for the unquantised formats."""
         if self.format is not KVFormat.FP8:
             return None
         rows, exponents = self.strips()
-        return RowViews(
+        return EntryViews(
             fp8=rows[..., :NOPE_DIM],
             rope=rows[..., NOPE_DIM:].view(torch.bfloat16),
             inv_scale=exponents[..., 0].view(torch.float8_e8m0fnu),
         )
 
     def write(self, rows: Tensor, values: Tensor) -> None:
-        """Quantise `values` [N, 512] fp32 into the rows `rows` [N], which must not repeat."""
-        at = block_and_row(self.data, rows)
+        """Quantise `values` [N, 512] fp32 and store them at the indices `rows` [N], which must be distinct."""
+        at = block_and_index(self.data, rows)
         if self.format is not KVFormat.FP8:
             self.data[at] = values.to(self.data.dtype)
             return
@@ -174,26 +200,34 @@ class KVBuffer(NamedTuple):
         exponents[at] = exponent.unsqueeze(-1).expand(-1, SCALE_BYTES)
 
     def read(self, rows: Tensor) -> Tensor:
-        """Dequantised rows, fp32 [*rows.shape, 512]."""
+        """Return the dequantised entries at the indices `rows`, fp32 [*rows.shape, 512]."""
         if self.format is not KVFormat.FP8:
             # Their blocks have no gaps. `index_select` copies rows as a whole, which indexing does number by number.
             found = self.data.flatten(0, 1).index_select(0, rows.flatten().to(self.data.device))
             return found.view(*rows.shape, ENTRY_DIM).float()
-        at = block_and_row(self.data, rows)
+        at = block_and_index(self.data, rows)
         row, exponents = (bytes_at(strip, at) for strip in self.strips())
         rope = row[..., NOPE_DIM:].contiguous().view(torch.bfloat16).float()
         return torch.cat([e4m3_values(row[..., :NOPE_DIM]) * exp2_of_biased(exponents[..., :1]), rope], -1)
 
     def copy_from(self, other: KVBuffer, other_rows: Tensor, rows: Tensor) -> None:
-        """Copy rows of a table of the same format without requantising; `rows` must not repeat."""
-        source, target = block_and_row(other.data, other_rows), block_and_row(self.data, rows)
+        """Copy entries of a buffer of the same format without requantising.
+
+        Args:
+            other: source buffer.
+            other_rows: [N], indices of the source entries.
+            rows: [N], indices of the destination entries, which must be distinct.
+        """
+        source, target = block_and_index(other.data, other_rows), block_and_index(self.data, rows)
         for mine, theirs in zip(self.strips(), other.strips()):
             mine[target] = theirs[source]
 
 
 def ceil_pow2_exponent(x: Tensor) -> Tensor:
-    """Biased exponent e (int32) of the smallest power of two 2^(e-127) that is at least x; x fp32, positive, normal
-    (SPEC 2.4)."""
+    """Return the biased exponent e (int32) of the smallest power of two 2^(e-127) that is at least x.
+
+    x is fp32, positive and normal (SPEC 2.4).
+    """
     bits = x.float().contiguous().view(torch.int32)
     return ((bits >> 23) & 0xFF) + ((bits & 0x7FFFFF) != 0).int()
 
@@ -204,19 +238,20 @@ def _e4m3_table(device: torch.device) -> Tensor:
 
 
 def e4m3_values(codes: Tensor) -> Tensor:
-    """e4m3 bytes, uint8, -> fp32 of the same shape. Looked up: a quarter of the time of PyTorch's conversion on a
-    CPU."""
+    """Convert e4m3 bytes (uint8) to fp32 of the same shape.
+
+    A table lookup, which takes a quarter of the time of PyTorch's conversion on a CPU.
+    """
     return _e4m3_table(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def exp2_of_biased(e: Tensor) -> Tensor:
-    """2^(e-127) as fp32 for a biased exponent 1 <= e <= 254."""
+    """Return 2^(e-127) as fp32 for a biased exponent 1 <= e <= 254."""
     return (e.int() << 23).view(torch.float32)
 
 
 def quantise_nope(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, 448] -> e4m3 bytes [N, 448] uint8 and the biased exponent of the multiplier [N] uint8 (SPEC 2.4, one scale
-    an entry).
+    """Quantise [N, 448] to e4m3 bytes uint8 [N, 448] and the biased exponent of the multiplier uint8 [N].
 
     The source of an FP8 row is always its bf16 rounding (SPEC 2.4).
     """

@@ -1,10 +1,10 @@
-"""Rows of DeepSeek-V4.1: window rows in FP8, compressed entries in FP4, each in the format of training (SPEC 11.4).
+"""KV entries of DeepSeek-V4.1 in the formats of training: window entries in FP8, compressed entries in FP4 (SPEC 11.4).
 
-A table is one uint8 tensor `[blocks, entries_per_block, width]`; row r is row `r % entries_per_block` of block
-`r // entries_per_block`. Behind the data of all rows of a block lie the scales of all its rows. The two inner
-dimensions are a shape only, bytes lie as `strips` has them.
+A KV buffer is a uint8 tensor `[blocks, entries_per_block, width]`. Entry i is at index `i % entries_per_block` of block
+`i // entries_per_block`. A block stores the data of all its entries, then the scales of all its entries. The two inner
+dimensions are only a shape; `strips` describes the bytes.
 
-| format | bytes a row | content |
+| format | bytes per entry | content |
 | --- | --- | --- |
 | FP8 | 528 | 512 e4m3, RoPE dims included; 16 ue8m0 scales, one per 32 |
 | FP4 | 288 | 256 B of e2m1 pairs, element 2i in the low nibble; 32 e4m3 scales, one per 16 |
@@ -23,7 +23,7 @@ from dsv4_sglang.formats.kv_entries import (
     ENTRY_DIM,
     FP8_AMAX_FLOOR,
     FP8_MAX,
-    block_and_row,
+    block_and_index,
     bytes_at,
     ceil_pow2_exponent,
     e4m3_values,
@@ -32,12 +32,12 @@ from dsv4_sglang.formats.kv_entries import (
 
 
 class V41KVFormat(enum.Enum):
-    """Storage of one 512-dim row."""
+    """Storage format of a 512-dim KV entry."""
 
+    # Window entry.
     FP8 = "fp8"
-    """A window row."""
+    # Compressed entry.
     FP4 = "fp4"
-    """A compressed entry."""
 
     @property
     def data_bytes(self) -> int:
@@ -66,7 +66,7 @@ class V41KVFormat(enum.Enum):
 
 
 def quantise_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """bf16 rows [N, 512] -> e4m3 bytes [N, 512] and ue8m0 bytes [N, 16], uint8 both."""
+    """Quantise bf16 entries [N, 512] to e4m3 bytes [N, 512] and ue8m0 bytes [N, 16], both uint8."""
     x = x.bfloat16().float().unflatten(-1, (-1, V41KVFormat.FP8.values_per_scale))
     exponent = ceil_pow2_exponent(x.abs().amax(-1).clamp_min(FP8_AMAX_FLOOR) * (1.0 / FP8_MAX))
     codes = (x / exp2_of_biased(exponent).unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
@@ -74,7 +74,7 @@ def quantise_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantise_fp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """bf16 rows [N, 512] -> e2m1 pairs [N, 256] and e4m3 scale bytes [N, 32], uint8 both."""
+    """Quantise bf16 entries [N, 512] to e2m1 pairs [N, 256] and e4m3 scale bytes [N, 32], both uint8."""
     x = x.bfloat16().float().unflatten(-1, (-1, V41KVFormat.FP4.values_per_scale))
     scale = (x.abs().amax(-1) / FP4_MAX).clamp(E4M3_MIN, FP8_MAX).to(torch.float8_e4m3fn)
     codes = e2m1_codes((x / scale.float().unsqueeze(-1)).flatten(-2))
@@ -82,14 +82,16 @@ def quantise_fp4(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class V41Table(NamedTuple):
-    """Rows in blocks, `data` uint8 [blocks, entries_per_block, row_bytes] without gaps in a block, and what their bytes
-    mean. Row numbers count through all blocks."""
+    """KV buffer `data` uint8 [blocks, entries_per_block, row_bytes] with its format.
+
+    A block has no gaps. Indices count through all blocks.
+    """
 
     data: Tensor
     format: V41KVFormat
 
     def strips(self) -> tuple[Tensor, Tensor]:
-        """Zero-copy views: data [blocks, rows, data_bytes] and scales [blocks, rows, scale_bytes]."""
+        """Return views of the data [blocks, entries, data_bytes] and of the scales [blocks, entries, scale_bytes]."""
         blocks, rows, _ = self.data.shape
         stride, offset = self.data.stride(0), self.data.storage_offset()
         data, scales = self.format.data_bytes, self.format.scale_bytes
@@ -99,15 +101,15 @@ class V41Table(NamedTuple):
         )
 
     def write(self, rows: Tensor, values: Tensor) -> None:
-        """Quantise `values` [N, 512] into the rows `rows` [N], which must not repeat."""
-        at = block_and_row(self.data, rows)
+        """Quantise `values` [N, 512] and store them at the indices `rows` [N], which must be distinct."""
+        at = block_and_index(self.data, rows)
         quantise = quantise_fp8 if self.format is V41KVFormat.FP8 else quantise_fp4
         for strip, part in zip(self.strips(), quantise(values)):
             strip[at] = part
 
     def read(self, rows: Tensor) -> Tensor:
-        """Dequantised rows, fp32 [*rows.shape, 512]."""
-        at = block_and_row(self.data, rows)
+        """Return the dequantised entries at the indices `rows`, fp32 [*rows.shape, 512]."""
+        at = block_and_index(self.data, rows)
         data, scales = (bytes_at(strip, at) for strip in self.strips())
         if self.format is V41KVFormat.FP8:
             values, factors = e4m3_values(data), exp2_of_biased(scales)
@@ -116,7 +118,13 @@ class V41Table(NamedTuple):
         return (values.unflatten(-1, (factors.shape[-1], -1)) * factors.unsqueeze(-1)).flatten(-2)
 
     def copy_from(self, other: V41Table, other_rows: Tensor, rows: Tensor) -> None:
-        """Copy rows of a table of the same format without requantising; `rows` must not repeat."""
-        source, target = block_and_row(other.data, other_rows), block_and_row(self.data, rows)
+        """Copy entries of a buffer of the same format without requantising.
+
+        Args:
+            other: source buffer.
+            other_rows: [N], indices of the source entries.
+            rows: [N], indices of the destination entries, which must be distinct.
+        """
+        source, target = block_and_index(other.data, other_rows), block_and_index(self.data, rows)
         for mine, theirs in zip(self.strips(), other.strips()):
             mine[target] = theirs[source]

@@ -1,4 +1,4 @@
-"""`DSV4Config`: the fields of a DeepSeek-V4 checkpoint that the cache and attention depend on (SPEC 1.1)."""
+"""`DSV4Config`: the fields of a DeepSeek-V4 config.json that the cache and attention depend on (SPEC 1.1)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO, WINDOW
 
 RATIOS = (0, CSA_RATIO, HCA_RATIO)
 
-# The storage is built for these, of V4 and V4.1; another value is another model (SPEC, scope).
+# Values for which the storage is built, in V4 and V4.1. Other values mean a different model (SPEC, scope).
 FIXED = {
     "num_key_value_heads": 1,
     "head_dim": 512,
@@ -27,7 +27,7 @@ _LAYER_TYPE_RATIO = {
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN parameters of the RoPE tables of compressed layers (SPEC 1.3); the attention factor is always 1."""
+    """YaRN parameters of the RoPE tables of compressed layers (SPEC 1.3). The attention factor is always 1."""
 
     factor: float
     original_max_position_embeddings: int
@@ -36,8 +36,11 @@ class Yarn:
 
 
 def check_sizes(config: Any) -> None:
-    """Of either generation of the model: raise ValueError for a field that is not as `FIXED` says, a count below 1, or
-    fewer ratios than layers."""
+    """Check the fields that V4 and V4.1 share.
+
+    Raises:
+        ValueError: a field differs from `FIXED`, a count is below 1, or there are fewer ratios than layers.
+    """
     for name, wanted in FIXED.items():
         if getattr(config, name) != wanted:
             raise ValueError(f"config field {name!r} is {getattr(config, name)!r}; this cache stores only {wanted}")
@@ -53,10 +56,10 @@ def check_sizes(config: Any) -> None:
 
 @dataclass(frozen=True)
 class DSV4Config:
-    """A DeepSeek-V4 model; fields have the names of config.json. Sizes count elements, lengths tokens.
+    """A DeepSeek-V4 model. Fields have the names of config.json. Sizes count elements, lengths count tokens.
 
-    `compress_ratios[i]` is layer i's ratio (0 SWA, 4 CSA, 128 HCA). The list may be longer than `num_hidden_layers`
-    (the entries behind are MTP blocks) but not shorter; `ratio()` answers for any layer.
+    `compress_ratios[i]` is the ratio of layer i (0 SWA, 4 CSA, 128 HCA). The list may be longer than
+    `num_hidden_layers` (the additional entries are MTP blocks) but not shorter. `ratio()` takes any layer.
     """
 
     num_hidden_layers: int
@@ -105,7 +108,7 @@ class DSV4Config:
 
     @property
     def window(self) -> int:
-        """Tokens that a query sees through the sliding window, itself included."""
+        """Tokens in the sliding window of a query, itself included."""
         return self.sliding_window
 
     @property
@@ -118,7 +121,9 @@ class DSV4Config:
         return float(self.index_head_dim) ** -0.5 * float(self.index_n_heads) ** -0.5
 
     def ratio(self, layer_idx: int) -> int:
-        """Compression ratio of a layer; MTP blocks have 0, with or without an entry in `compress_ratios` (SPEC 4.6)."""
+        """Return the compression ratio of a layer. MTP blocks have 0, with or without an entry in `compress_ratios`
+        (SPEC 4.6).
+        """
         layers = self.num_hidden_layers + self.num_nextn_predict_layers
         if not 0 <= layer_idx < layers:
             raise IndexError(f"layer {layer_idx} is not in 0..{layers - 1} (MTP blocks included)")
@@ -126,7 +131,7 @@ class DSV4Config:
 
     @classmethod
     def flash(cls) -> DSV4Config:
-        """DeepSeek-V4-Flash: SWA, SWA, then CSA and HCA in turn (SPEC 1.2)."""
+        """Return DeepSeek-V4-Flash: SWA, SWA, then alternately CSA and HCA (SPEC 1.2)."""
         ratios = (0, 0) + (CSA_RATIO, HCA_RATIO) * 20 + (CSA_RATIO, 0)
         return cls(
             num_hidden_layers=43,
@@ -141,7 +146,7 @@ class DSV4Config:
 
     @classmethod
     def pro(cls) -> DSV4Config:
-        """DeepSeek-V4-Pro: HCA, HCA, then CSA and HCA in turn (SPEC 1.2)."""
+        """Return DeepSeek-V4-Pro: HCA, HCA, then alternately CSA and HCA (SPEC 1.2)."""
         ratios = (HCA_RATIO, HCA_RATIO) + (CSA_RATIO, HCA_RATIO) * 29 + (CSA_RATIO, 0)
         return cls(
             num_hidden_layers=61,
@@ -156,9 +161,13 @@ class DSV4Config:
 
     @classmethod
     def from_hf(cls, config: Any) -> DSV4Config:
-        """From config.json as a dict, or from a Hugging Face config object (transformers' or SGLang's).
+        """Return the config from config.json as a dict, or from a Hugging Face config object (transformers' or
+        SGLang's).
 
-        Raises KeyError naming the field that is missing, TypeError or ValueError naming the field that is wrong.
+        Raises:
+            KeyError: a field is missing.
+            TypeError: a field has a wrong type.
+            ValueError: a field has a wrong value.
         """
         fields = Fields(config)
         fields.check_model_type()
@@ -203,13 +212,13 @@ _COMMON: dict[str, Any] = {
 
 
 class Fields:
-    """Typed access to a dict's or a config object's fields; `path` names the dict in errors."""
+    """Typed access to the fields of a dict or a config object. `path` is the name of the dict in error messages."""
 
     def __init__(self, source: Any, path: str = "") -> None:
         self.source, self.path = source, path
 
     def get(self, *names: str) -> Any:
-        """The first of `names` that is present and not None, else None."""
+        """Return the first of `names` that is present and not None, else None."""
         for name in names:
             value = self.source.get(name) if isinstance(self.source, Mapping) else getattr(self.source, name, None)
             if value is not None:
@@ -258,21 +267,23 @@ class Fields:
         return values
 
     def layer(self, name: str) -> int:
-        """The number of a layer; -1 for none."""
+        """Return the number of a layer, -1 for none."""
         return -1 if self.get(name) == -1 else self.integer(name)
 
     def check_model_type(self) -> None:
         model_type = self.get("model_type")
         if model_type in ("deepseek_v41", "deepseek_v41_text"):
             raise ValueError(
-                f"config field 'model_type' is {model_type!r}: this is DeepSeek-V4.1, whose cache is another "
+                f"config field 'model_type' is {model_type!r}: this is DeepSeek-V4.1, which has a different cache "
                 "(V41Config; docs/design/cache_mathematics.md, 11)"
             )
         if model_type not in (None, "deepseek_v4"):
             raise ValueError(f"config field 'model_type' is {model_type!r}; expected 'deepseek_v4'")
 
     def rope(self) -> tuple[float, float, Yarn]:
-        """Bases of uncompressed and compressed layers, and YaRN; transformers nests all under `rope_parameters`."""
+        """Return the bases of uncompressed and compressed layers, and YaRN. transformers nests them under
+        `rope_parameters`.
+        """
         nested = self.get("rope_parameters")
         if isinstance(nested, Mapping) and "compress" in nested:
             parameters = self.mapping("rope_parameters")
@@ -293,13 +304,13 @@ class Fields:
         )
 
     def hash_layers(self) -> int:
-        """`num_hash_layers`, which transformers rewrites as a list of layer types."""
+        """Return `num_hash_layers`, which transformers rewrites as a list of layer types."""
         if self.get("num_hash_layers", "n_hash_layers") is None and self.get("mlp_layer_types") is not None:
             return list(self.sequence("mlp_layer_types")).count("hash_moe")
         return self.integer("num_hash_layers", "n_hash_layers")
 
     def ratios(self) -> tuple[int, ...]:
-        """`compress_ratios`, which transformers rewrites as `layer_types` (without the MTP entry)."""
+        """Return `compress_ratios`, which transformers rewrites as `layer_types` (without the MTP entry)."""
         if self.get("compress_ratios") is None and self.get("layer_types") is not None:
             return tuple(self._layer_type_ratio(i, kind) for i, kind in enumerate(self.sequence("layer_types")))
         return self.integers("compress_ratios")

@@ -1,4 +1,4 @@
-"""Which layer is of which kind (SPEC 1.2)."""
+"""Kind of each layer (SPEC 1.2)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dsv4_sglang.model.geometry import CSA_RATIO, HCA_RATIO
 class AttentionType(enum.Enum):
     """Attention of a layer. Every kind also has the sliding window."""
 
+    # Sliding window only.
     SWA = "swa"
-    """Sliding window only."""
+    # Compressed sparse attention: one entry per 4 tokens, overlapping windows, top-k selection by an indexer.
     CSA = "csa"
-    """Compressed sparse attention: one entry per 4 tokens, overlapping windows, top-k by an indexer."""
+    # Heavily compressed attention: one entry per 128 tokens, all of them visible.
     HCA = "hca"
-    """Heavily compressed attention: one entry per 128 tokens, all of them visible."""
 
     @property
     def ratio(self) -> int:
-        """Tokens per compressed entry; 0 where there are none."""
+        """Tokens per compressed entry, 0 if there are none."""
         return {AttentionType.SWA: 0, AttentionType.CSA: CSA_RATIO, AttentionType.HCA: HCA_RATIO}[self]
 
     @classmethod
@@ -33,7 +33,7 @@ class AttentionType(enum.Enum):
 
 
 class FFNType(enum.Enum):
-    """Feed-forward part of a layer; DeepSeek-V4 has experts everywhere."""
+    """Feed-forward part of a layer. All layers of DeepSeek-V4 have experts."""
 
     MOE = "moe"
 
@@ -41,10 +41,10 @@ class FFNType(enum.Enum):
 class RouterMode(enum.Enum):
     """How a layer's tokens choose experts."""
 
+    # By a fixed table of token ids (the first `num_hash_layers` layers).
     HASH = "hash"
-    """By a fixed table of token ids (the first `num_hash_layers` layers)."""
+    # By learned scores over all experts.
     DENSE = "dense"
-    """By learned scores over all experts."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,10 @@ class LayerSpec:
 
 
 def build_schedule(config: DSV4Config, draft_layers: int = 0) -> list[LayerSpec]:
-    """The `num_hidden_layers` layers of the model, in order, and behind them those of a draft model that shares its
-    cache: NextN's MTP block (SPEC 4.6), or DSPARK's stages, which all have the window alone."""
+    """Return the `num_hidden_layers` layers of the model in order, followed by `draft_layers` layers of a draft model.
+
+    The draft model shares the cache: NextN's MTP block (SPEC 4.6) or DSPARK's stages. All its layers are SWA layers.
+    """
     kinds = [AttentionType.from_ratio(config.ratio(layer)) for layer in range(config.num_hidden_layers)]
     return [
         LayerSpec(

@@ -10,11 +10,17 @@ from dsv4_sglang.model.v41 import V41Config
 
 
 def rope_frequencies(config: DSV4Config | V41Config, ratio: int, device: torch.device | str = "cpu") -> Tensor:
-    """Frequencies [rope_dim / 2] fp32 of all rotations in a layer of compression ratio `ratio`.
+    """Return the RoPE frequencies of a layer, fp32 [rope_dim / 2].
 
-    Ratio 0: base `rope_theta`, no scaling. Otherwise base `compress_rope_theta` with YaRN: dims that turn more than
-    `beta_fast` times within the original context keep their frequency, those below `beta_slow` turns are slowed by
-    `factor`, in between both are mixed. The order of operations is that of the released model, so the bits are too.
+    Ratio 0: base `rope_theta`, no scaling. Otherwise base `compress_rope_theta` with YaRN. Dims that make more than
+    `beta_fast` turns within the original context keep their frequency, those below `beta_slow` turns are divided by
+    `factor`, those in between are interpolated. The order of operations is that of the released model, so results are
+    equal bit by bit.
+
+    Args:
+        config: configuration of the model.
+        ratio: compression ratio of the layer.
+        device: device of the result.
     """
     dim = config.rope_dim
     base = config.compress_rope_theta if ratio else config.rope_theta
@@ -23,7 +29,7 @@ def rope_frequencies(config: DSV4Config | V41Config, ratio: int, device: torch.d
         yarn = config.yarn
 
         def dim_of(turns: float) -> float:
-            """The pair index whose frequency makes `turns` turns within the original context."""
+            """Return the pair index whose frequency makes `turns` turns within the original context."""
             return dim * math.log(yarn.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
 
         low = max(math.floor(dim_of(yarn.beta_fast)), 0)

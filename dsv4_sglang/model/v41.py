@@ -1,5 +1,4 @@
-"""What a DeepSeek-V4.1 checkpoint says of its cache, which layer does what, and rows of a compressor state (SPEC
-11)."""
+"""DeepSeek-V4.1: config fields that the cache needs, roles of the layers, rows of a compressor state (SPEC 11)."""
 
 from __future__ import annotations
 
@@ -14,22 +13,31 @@ MODEL_TYPES = ("deepseek_v41", "deepseek_v41_text")
 
 
 class Csa2Role(enum.Enum):
-    """What a layer adds to the compressed cache that it attends to (SPEC 11.2)."""
+    """What a layer contributes to the compressed cache that it attends to (SPEC 11.2)."""
 
+    # Nothing. It attends to the sliding window only.
     WINDOW = "window"
-    """Nothing, and it attends to none: the sliding window alone."""
+    # Entries and index keys. It selects among them.
     FULL = "full"
-    """Entries and index keys, and selects among them."""
+    # A selection among the entries of an earlier layer, with its own queries and that layer's keys.
     REINDEX = "reindex"
-    """It selects among the entries of an earlier layer, by queries of its own and that layer's keys."""
+    # Nothing. It uses the entries and the selection of earlier layers.
     REUSE = "reuse"
-    """Nothing: entries and selection are those of earlier layers."""
 
 
 @dataclass(frozen=True)
 class V41LayerSpec:
-    """`kv_source`: the layer whose entries it attends to; `index_source`: the layer whose selection it takes; both may
-    be the layer itself, and are None for the window alone. `ratio`: tokens of an entry, 0 for the window alone."""
+    """Role of one layer.
+
+    Attributes:
+        layer_idx: id of the layer.
+        ratio: tokens per compressed entry, 0 for a layer with a window only.
+        role: role of the layer.
+        kv_source: layer whose entries it attends to, possibly itself; None for a layer with a window only.
+        index_source: layer whose selection it uses, possibly itself; None for a layer with a window only.
+        keeps_candidates: its scores choose the candidate blocks, to which later selections are limited (SPEC 11.6).
+        within_candidates: it selects within the candidate blocks only.
+    """
 
     layer_idx: int
     ratio: int
@@ -37,17 +45,16 @@ class V41LayerSpec:
     kv_source: int | None
     index_source: int | None
     keeps_candidates: bool = False
-    """Its scores choose the blocks of entries to which the selections behind it keep (SPEC 11.6)."""
     within_candidates: bool = False
-    """It selects only in those blocks."""
 
 
 @dataclass(frozen=True)
 class V41Config:
-    """A DeepSeek-V4.1 model; fields as in config.json's `text_config`. Sizes count elements, lengths tokens.
+    """A DeepSeek-V4.1 model. Fields as in config.json's `text_config`. Sizes count elements, lengths count tokens.
 
-    `compress_ratios[i]` is the ratio of the entries that layer i attends to, 0 for none; who writes them is in
-    `kv_source_layer_ids`. The list may be longer than `num_hidden_layers` (the entries behind are DSPARK's stages).
+    `compress_ratios[i]` is the ratio of the entries that layer i attends to, 0 for none. `kv_source_layer_ids` are the
+    layers that write entries. The list may be longer than `num_hidden_layers` (the additional entries are DSPARK's
+    stages).
     """
 
     num_hidden_layers: int
@@ -83,15 +90,15 @@ class V41Config:
 
     @property
     def rope_dim(self) -> int:
-        """Trailing dims of a row that RoPE rotates."""
+        """Trailing dims of an entry that RoPE rotates."""
         return self.qk_rope_head_dim
 
     def _check_ratios(self) -> None:
         for layer, ratio in enumerate(self.compress_ratios):
             if ratio not in V41_RATIOS:
                 raise ValueError(
-                    f"config field 'compress_ratios[{layer}]' is {ratio!r}; expected 0, 1 or 2. No published V4.1 "
-                    "has another, and how its overlap or position bias would go with shared entries is not public"
+                    f"config field 'compress_ratios[{layer}]' is {ratio!r}; expected 0, 1 or 2, the ratios of "
+                    "published V4.1 models. For others the overlap and position bias of shared entries are not public"
                 )
             if layer >= self.num_hidden_layers and ratio != 0:
                 raise ValueError(
@@ -126,7 +133,7 @@ class V41Config:
             if source is None:
                 raise ValueError(
                     f"config field 'kv_source_layer_ids' is {list(self.kv_source_layer_ids)}: layer {layer} has ratio "
-                    f"{ratio}, and no layer up to it writes entries"
+                    f"{ratio}, but neither it nor an earlier layer writes entries"
                 )
             if self.compress_ratios[source] != ratio:
                 raise ValueError(
@@ -146,8 +153,8 @@ class V41Config:
         behind = [layer for layer in self.kv_source_layer_ids if layer > source]
         if behind:
             raise ValueError(
-                f"config field 'candidate_source_layer_id' is {source}, but layer {behind[0]} behind it writes entries "
-                "of its own, to which its candidates do not apply"
+                f"config field 'candidate_source_layer_id' is {source}, but the later layer {behind[0]} writes entries "
+                "of its own, to which these candidates do not apply"
             )
         for name in ("candidate_topk_blocks", "candidate_block_size"):
             if getattr(self, name) < 1:
@@ -155,7 +162,7 @@ class V41Config:
 
     @classmethod
     def flash(cls) -> V41Config:
-        """DeepSeek-V4.1-Flash (SPEC 11.1)."""
+        """Return DeepSeek-V4.1-Flash (SPEC 11.1)."""
         return cls(
             num_hidden_layers=40,
             hidden_size=5120,
@@ -181,9 +188,13 @@ class V41Config:
 
     @classmethod
     def from_hf(cls, config: Any) -> V41Config:
-        """From config.json as a dict (its text fields under `text_config` or at the top), or from a config object.
+        """Return the config from config.json as a dict (text fields under `text_config` or at the top) or from a config
+        object.
 
-        Raises KeyError naming the field that is missing, TypeError or ValueError naming the field that is wrong.
+        Raises:
+            KeyError: a field is missing.
+            TypeError: a field has a wrong type.
+            ValueError: a field has a wrong value.
         """
         fields = Fields(config)
         model_type = fields.get("model_type")
@@ -222,7 +233,7 @@ _COUNTS = (
 
 
 def v41_schedule(config: V41Config, draft_layers: int = 0) -> list[V41LayerSpec]:
-    """The layers of the model, in order, and behind them DSPARK's stages, which have the window alone."""
+    """Return the layers of the model in order, followed by `draft_layers` DSPARK stages, which have a window only."""
     specs = []
     kv_source = index_source = None
     for layer in range(config.num_hidden_layers):
@@ -249,12 +260,12 @@ def v41_schedule(config: V41Config, draft_layers: int = 0) -> list[V41LayerSpec]
 
 
 def pair_rows(draft_tokens: int) -> int:
-    """Rows of a slot's compressor state of a ratio-2 compressor whose decode steps write d = `draft_tokens` tokens, of
-    which the next step may take back all but the first.
+    """Return the rows of a slot's compressor state at ratio 2.
 
-    Only a token at an even position waits for its partner, the one at position t in row t / 2 mod `pair_rows`. A step
-    at length L reads that of L - 1 (if L is odd) and writes those of L .. L + d - 1, in any order; the next step may
-    begin at any of L + 1 .. L + d and reads that of the position before. So 1 + d / 2 rows, rounded down.
+    Decode steps write d = `draft_tokens` tokens per request, and the next step may roll back all but the first. Only a
+    token at an even position waits for its partner; the one at position t is in row t / 2 mod `pair_rows`. A step at
+    length L reads that of L - 1 (if L is odd) and writes those of L .. L + d - 1, in any order. The next step begins at
+    any of L + 1 .. L + d and reads that of the position before. So it needs 1 + d / 2 rows, rounded down.
     """
     if draft_tokens < 0:
         raise ValueError(f"draft_tokens is {draft_tokens}; expected 0 or more")
@@ -262,5 +273,5 @@ def pair_rows(draft_tokens: int) -> int:
 
 
 def pair_draft_tokens(rows: int) -> int:
-    """The most tokens of a request that a decode step may write into a compressor state of so many rows."""
+    """Return the maximum tokens per request that a decode step may write to a compressor state of `rows` rows."""
     return 1 if rows == 1 else 2 * rows - 1

@@ -1,4 +1,4 @@
-"""`index_topk` on CUDA: its three steps are kernels of the extension (csrc/index).
+"""`index_topk` on CUDA. Its three steps are kernels of the extension (csrc/index).
 
 Importing this module registers the op and needs no GPU. The extension must be loaded before the first call
 (`ops.extension.load`).
@@ -16,11 +16,19 @@ _OPS = getattr(torch.ops, NAMESPACE)
 def prepare_query(
     q: Tensor, weights: Tensor, positions: Tensor, rope: Tensor, key_format: KeyFormat
 ) -> tuple[Tensor, Tensor]:
-    """Raw index queries [T, Hi, 128] and head weights [T, Hi] -> what `score` takes, of the same shapes.
+    """Prepare index queries and head weights for `score`.
 
-    The numbers, fake-quantised, in the form that `score` wants on this GPU for that format and that many heads
-    (csrc/index/layout.h): of type fp16, or two of e4m3 in the place of each, and the rest unused; fp32 in order for
-    FP32 keys. bf16 queries are rounded between the stages.
+    Args:
+        q: [T, Hi, 128] bf16 or fp32, raw index queries. bf16 queries are rounded between the stages.
+        weights: [T, Hi] fp32.
+        positions: [T] int64.
+        rope: [positions, 64] fp32.
+        key_format: format of the keys.
+
+    Returns:
+        Fake-quantised queries and weights of the same shapes, in the form that `score` needs on this GPU for this
+        format and number of heads (csrc/index/layout.h): fp16, two e4m3 in place of each (the rest is unused), or fp32
+        in order for FP32 keys.
     """
     out = torch.empty(q.shape, dtype=torch.float16 if key_format.is_fp4 else torch.float32, device=q.device)
     out_weights = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
@@ -39,13 +47,26 @@ def score(
     top: int,
     scores: Tensor,
 ) -> None:
-    """Write `scores[t, i]` of every visible entry i of each token that sees more than `top`; `query` and `weights` are
-    prepared."""
+    """Write the scores of all visible entries for each token that sees more than `top` entries.
+
+    Args:
+        query, weights: from `prepare_query`.
+        index_keys, block_table, token_request, positions: as in `index_topk`.
+        key_format: format of the keys.
+        top: number of entries that a token selects.
+        scores: fp32 [>= T, entries], receives `scores[t, i]` of entry i.
+    """
     _OPS.index_score(query, weights, index_keys, block_table, token_request, positions, key_format.code, top, scores)
 
 
 def select(scores: Tensor, block_table: Tensor, token_request: Tensor, positions: Tensor, rows: Tensor) -> None:
-    """Write the rows of the `rows.shape[1]` best visible entries of each token."""
+    """Write the indices of the best visible entries of each token.
+
+    Args:
+        scores: from `score`; without columns if no token sees more entries than it selects.
+        block_table, token_request, positions: as in `index_topk`.
+        rows: int32 [T, K], receives the buffer indices of the K best entries.
+    """
     _OPS.index_select(scores, block_table, token_request, positions, rows)
 
 
@@ -61,11 +82,11 @@ def index_topk(
     scores: Tensor,
     rows: Tensor,
 ) -> None:
-    """The op `index_topk` (`dsv4_sglang.ops.reference.read.index_topk` says what the tensors are).
+    """Compute the op `index_topk` (`dsv4_sglang.ops.reference.read.index_topk` documents the tensors).
 
-    `scores` may have fewer rows than there are tokens: they are then handled in slices of that many, so a long prefill
-    needs no scratch of tokens x entries. Without columns (no token sees more entries than are selected) nothing is
-    scored.
+    `scores` may have fewer rows than there are tokens. Tokens are then processed in slices of that size, so a long
+    prefill needs no scratch of tokens x entries. If `scores` has no columns (no token sees more entries than are
+    selected), nothing is scored.
     """
     tokens, top = rows.shape
     if scores.numel() == 0:

@@ -1,16 +1,20 @@
 """Build and load the CUDA extension, `csrc/`.
 
-`load()` registers the CUDA implementations of the ops. It takes, in this order: the file that `DSV4_SGLANG_EXTENSION`
-names; a library built ahead of time into `PREBUILT` that has the device's architecture and was made from the present
-sources; one like it that an earlier first use left in the cache; else it builds one for the present GPU with nvcc,
-which nothing else needs. Ahead of time, for any machine:
+`load()` registers the CUDA implementations of the ops. It uses the first of these libraries:
+
+1. the file that `DSV4_SGLANG_EXTENSION` names;
+2. a library in `PREBUILT` that was built from the current sources and contains the device's architecture;
+3. such a library in the cache, from an earlier first use;
+4. a new one for the current GPU, built with nvcc (which nothing else needs).
+
+To build ahead of time, on any machine:
 
     python -m dsv4_sglang.ops.extension --arch 80,89,90a,100a [--out DIR]
 
-The extension uses LibTorch's stable ABI only, so one file serves torch 2.11 and later, whatever CUDA they were built
-with. The cache is `DSV4_SGLANG_CACHE`, else `~/.cache/dsv4_sglang`, and nobody else's: a folder or library there that
-others own or can write is rejected (`dsv4_sglang.ops.trust`). A file's name holds a hash of sources and flags, one of
-the compiler, and the architectures.
+The extension uses LibTorch's stable ABI only, so one file works with torch 2.11 and later, with any CUDA version. The
+cache is `DSV4_SGLANG_CACHE`, by default `~/.cache/dsv4_sglang`. It must belong to this user: a folder or library there
+that others own or can write is rejected (`dsv4_sglang.ops.trust`). A file's name contains a hash of sources and flags,
+one of the compiler, and the architectures.
 """
 
 import argparse
@@ -44,17 +48,17 @@ FLAGS = (
     "-Xcompiler",
     "-fPIC,-fvisibility=hidden",
     "-DUSE_CUDA",
-    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the stable ABI as of torch 2.11
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # stable ABI of torch 2.11
 )
 
 
 def source_dir() -> Path:
-    """`csrc/`: inside an installed package, beside it in a checkout."""
+    """Return `csrc/`: inside an installed package, beside it in a checkout."""
     for candidate in (PACKAGE / "csrc", PACKAGE.parent / "csrc"):
         if (candidate / "register.cpp").is_file():
             return candidate
     raise RuntimeError(
-        f"the CUDA sources are neither in {PACKAGE / 'csrc'} nor in {PACKAGE.parent / 'csrc'}; reinstall"
+        f"the CUDA sources are neither in {PACKAGE / 'csrc'} nor in {PACKAGE.parent / 'csrc'}; reinstall the package"
     )
 
 
@@ -63,7 +67,7 @@ def sources() -> list[Path]:
 
 
 def source_hash() -> str:
-    """Of all sources, headers and flags, 16 hex digits."""
+    """Return a hash of all sources, headers and flags, 16 hex digits."""
     digest = hashlib.sha256("\0".join(FLAGS).encode())
     root = source_dir()
     for path in sorted(p for p in root.rglob("*") if p.suffix in SOURCE_SUFFIXES + HEADER_SUFFIXES):
@@ -72,7 +76,7 @@ def source_hash() -> str:
 
 
 def find_nvcc() -> Path:
-    """The CUDA compiler of CUDA_HOME, of PATH, or of DEFAULT_CUDA_HOME."""
+    """Return the CUDA compiler of CUDA_HOME, of PATH, or of DEFAULT_CUDA_HOME."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     candidates = [Path(home) / "bin" / "nvcc"] if home else []
     on_path = shutil.which("nvcc")
@@ -104,9 +108,10 @@ def cache_dir() -> Path:
 
 
 def find_cached(arch: str) -> Path | None:
-    """A library in the cache made from the present sources, by any compiler, that has `arch`; nothing is written.
+    """Return a library in the cache that was built from the current sources and contains `arch`. Nothing is written.
 
-    Raises RuntimeError where others own the cache or the library, or can write it.
+    Raises:
+        RuntimeError: others own the cache or the library, or can write it.
     """
     folder = cache_dir()
     if not folder.is_dir():
@@ -119,21 +124,22 @@ def find_cached(arch: str) -> Path | None:
 
 
 def _make_cache() -> Path:
-    """The cache folder, made for this user alone if it is not there."""
+    """Return the cache folder. Create it if necessary, accessible to this user only."""
     folder = cache_dir()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise RuntimeError(f"the cache of the CUDA extension cannot be made: {error}. {OTHER_CACHE}") from error
+        raise RuntimeError(f"cannot create the cache of the CUDA extension: {error}. {OTHER_CACHE}") from error
     require_own(folder, OTHER_CACHE)
     return folder
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Only one process builds into a folder at a time; the lock goes with the process."""
+    """Context manager: only one process builds into `folder` at a time. The lock is released when the process ends."""
     try:
-        # Whoever may read the folder may wait for it; a link that somebody else put there is not followed.
+        # Read access to the folder is enough to wait. A symbolic link is not followed, because another user may have
+        # put it there.
         lock = os.open(folder / "build.lock", os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise RuntimeError(
@@ -156,14 +162,14 @@ def _compile(nvcc: Path, archs: Sequence[str], output: Path) -> None:
             "building the CUDA extension needs g++ with C++17; install it (Debian, Ubuntu: apt install g++)"
         )
     root = Path(torch.__file__).parent
-    # The loader finds the stable ABI's functions only in libraries that ours names and in what those name: libtorch is
-    # a shell that names libtorch_cuda wherever torch is a CUDA build, which it need not be here.
+    # The loader finds the stable ABI's functions only in libraries that ours depends on, directly or indirectly. In
+    # CUDA builds of torch, libtorch depends on libtorch_cuda; the torch used here need not be a CUDA build.
     libraries = [f"-L{root / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu"]
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     threads = str(min(len(archs), os.cpu_count() or 1))
     inputs = [f"-I{root / 'include'}", *map(str, sources()), *libraries]
     command = [str(nvcc), *FLAGS, "-t", threads, *codes, *inputs, "-o", str(output)]
-    # nvcc's own files go where the output goes: a folder that only this user can write.
+    # nvcc's temporary files go to the folder of the output, which only this user can write.
     environment = {**os.environ, "TMPDIR": str(output.parent)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     if result.returncode:
@@ -172,7 +178,7 @@ def _compile(nvcc: Path, archs: Sequence[str], output: Path) -> None:
 
 
 def build(archs: Sequence[str], out: Path) -> Path:
-    """The library for `archs` ("90a", ...) in folder `out`, compiled unless it is there already."""
+    """Return the library for `archs` ("90a", ...) in folder `out`. Compile it if it does not exist."""
     target = out / library_name(compiler_hash(find_nvcc()), archs)
     out.mkdir(parents=True, exist_ok=True)
     reject_writable_by_all(out)
@@ -189,13 +195,13 @@ def _build(archs: Sequence[str], target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         unfinished = Path(scratch) / target.name
         _compile(find_nvcc(), archs, unfinished)
-        # Whatever the umask, only its owner may change what others load.
+        # Independent of the umask, only the owner may write a file that others load.
         unfinished.chmod(unfinished.stat().st_mode & 0o755)
         os.replace(unfinished, target)
 
 
 def device_arch() -> str:
-    """Architecture of the current GPU as nvcc names it; "a" where architecture-specific code exists."""
+    """Return the architecture of the current GPU as nvcc names it, with "a" if it has architecture-specific code."""
     import torch
 
     if not torch.cuda.is_available():
@@ -209,14 +215,14 @@ def device_arch() -> str:
 
 
 def find_prebuilt(arch: str, folder: Path = PREBUILT) -> Path | None:
-    """A library in `folder` made from the present sources, by any compiler, that has `arch`."""
+    """Return a library in `folder` that was built from the current sources, by any compiler, and contains `arch`."""
     found = sorted(folder.glob(f"dsv4_sglang-{source_hash()}-*.so")) if folder.is_dir() else []
     return next((p for p in found if f"sm{arch}" in p.stem.rsplit("-", 1)[1].split("_")), None)
 
 
 @functools.cache
 def load() -> Path:
-    """Register the CUDA ops, building them first where needed; returns the library's path. Later calls do nothing."""
+    """Register the CUDA ops, building them first if necessary. Return the library's path. Later calls do nothing."""
     import torch
 
     from dsv4_sglang.ops import schemas  # noqa: F401  (the schemas that the library implements)

@@ -9,14 +9,22 @@ from dsv4_sglang.formats.kv_entries import ROPE_DIM
 
 
 def rope_table(positions: int, frequencies: Tensor) -> Tensor:
-    """cos/sin table [positions, 64] fp32, interleaved (cos_i, sin_i); angles are fp32 products (SPEC 1.3)."""
+    """Return the cos/sin table fp32 [positions, 64], interleaved (cos_i, sin_i). Angles are fp32 products (SPEC
+    1.3).
+    """
     angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=frequencies.device), frequencies.float())
     return torch.stack([angles.cos(), angles.sin()], -1).flatten(1)
 
 
 def rotate(x: Tensor, positions: Tensor, rope: Tensor, inverse: bool = False) -> Tensor:
-    """Rotate the last 64 dims of x [N, ..., D] fp32 by interleaved pairs at `positions` [N]; `inverse` applies the
-    inverse RoPE to."""
+    """Rotate the last 64 dims of `x` by interleaved pairs.
+
+    Args:
+        x: [N, ..., D] fp32.
+        positions: [N].
+        rope: [positions, 64] fp32, see `rope_table`.
+        inverse: apply the inverse RoPE.
+    """
     table = rope[positions.long()].unflatten(-1, (-1, 2))
     shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (ROPE_DIM // 2,)
     cos, sin = table[..., 0].view(shape), table[..., 1].view(shape)
@@ -28,13 +36,13 @@ def rotate(x: Tensor, positions: Tensor, rope: Tensor, inverse: bool = False) ->
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension in fp32, weight multiplied in fp32 (SPEC 2.1)."""
+    """Return RMSNorm over the last dimension in fp32, multiplied with the weight in fp32 (SPEC 2.1)."""
     x = x.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
 def rounding(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """The rounding between stages (SPEC 2.1, 3.4): to bf16 for bf16 activations, none for fp32 ones."""
+    """Return the rounding between stages (SPEC 2.1, 3.4): to bf16 for bf16 activations, none for fp32 activations."""
     if dtype == torch.bfloat16:
         return lambda x: x.bfloat16().float()
     if dtype == torch.float32:

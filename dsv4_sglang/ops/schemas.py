@@ -1,9 +1,9 @@
-"""The schemas of `torch.ops.dsv4_sglang.*`, one place for all of them.
+"""The schemas of `torch.ops.dsv4_sglang.*`.
 
-Every op has one schema, defined here and independent of the compiled extension, a PyTorch implementation for CPU
-tensors (`dsv4_sglang.ops.reference`, written for reading and the oracle of the others), a CUDA implementation (`csrc/`
-or `dsv4_sglang.attention`), and a fake one for shape propagation. What the tensors are is said in the docstring of the
-reference implementation; their layout in `dsv4_sglang.formats`.
+Every op has one schema, defined here and independent of the compiled extension. It has a PyTorch implementation for CPU
+tensors (`dsv4_sglang.ops.reference`, written for readability and used as the oracle of the others), a CUDA
+implementation (`csrc/` or `dsv4_sglang.attention`), and a fake one for shape propagation. The docstring of the
+reference implementation documents the tensors, `dsv4_sglang.formats` their layout.
 """
 
 import torch
@@ -41,7 +41,8 @@ SCHEMAS = {
     ),
     "attend": (
         "(Tensor q, Tensor sink, Tensor window, Tensor window_indices, Tensor window_lens, Tensor? entries, "
-        "Tensor? entry_rows, Tensor? entry_lens, Tensor positions, Tensor rope, float scale, int kv_format) -> Tensor"
+        "Tensor? entry_indices, Tensor? entry_lens, Tensor positions, Tensor rope, float scale, "
+        "int kv_format) -> Tensor"
     ),
     "index_topk_v41": (
         "(Tensor q, Tensor weights, Tensor index_keys, Tensor block_table, Tensor token_request, Tensor positions, "
@@ -49,7 +50,7 @@ SCHEMAS = {
     ),
     "attend_v41": (
         "(Tensor q, Tensor sink, Tensor window, Tensor window_indices, Tensor window_lens, Tensor? entries, "
-        "Tensor? entry_rows, Tensor? entry_lens, Tensor positions, Tensor rope, float scale) -> Tensor"
+        "Tensor? entry_indices, Tensor? entry_lens, Tensor positions, Tensor rope, float scale) -> Tensor"
     ),
     "copy_state": "(Tensor src, Tensor dst, Tensor(a!)[] tensors, Tensor(b!)? rejected=None) -> ()",
     "gather_tables": (
@@ -64,14 +65,14 @@ SCHEMAS = {
     ),
 }
 
-# Kept for the life of the process: dropping a Library removes its registrations.
+# Must live as long as the process: dropping a Library removes its registrations.
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 for _name, _schema in SCHEMAS.items():
     LIBRARY.define(_name + _schema)
 
 
 def _writes_only(*args: object) -> None:
-    """Fake of an op that returns nothing: its outputs are the tensors it was given."""
+    """Fake implementation of ops that return nothing and write to their arguments."""
 
 
 for _name in SCHEMAS:

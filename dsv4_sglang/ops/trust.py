@@ -1,4 +1,4 @@
-"""Whose files may be loaded into this process: a library runs its code at once."""
+"""Checks of file ownership and permissions. Loading a library runs its code, so only trusted files may be loaded."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def require_owner(path: Path, remedy: str) -> None:
-    """RuntimeError unless this user or root owns `path`.
+    """Raise RuntimeError unless this user or root owns `path`. `remedy` is the last sentence of the message.
 
     Root is trusted because it can change this process and its Python anyway, and because images and shared
-    installations are filled by root. `remedy` ends the message: what to do.
+    installations belong to root.
     """
     owner, me = path.stat().st_uid, os.geteuid()
     if owner not in (me, 0):
@@ -21,8 +21,10 @@ def require_owner(path: Path, remedy: str) -> None:
 
 
 def require_own(path: Path, remedy: str) -> None:
-    """RuntimeError unless only this user and root can write `path` (a file or a folder), and one of them owns it;
-    `remedy` as above."""
+    """Raise RuntimeError unless this user or root owns `path` (a file or a folder) and nobody else can write it.
+
+    `remedy` is the last sentence of the message.
+    """
     require_owner(path, remedy)
     status = path.stat()
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -33,11 +35,11 @@ def require_own(path: Path, remedy: str) -> None:
 
 
 def reject_writable_by_all(path: Path, *, adding: bool = False) -> None:
-    """RuntimeError if every user of the machine can change `path` or put another file in its place; with `adding`, also
-    if every user can add files to a folder.
+    """Raise RuntimeError if every user of the machine can change or replace `path`.
 
-    For a path that the user names: its group is the user's choice. In a folder with the sticky bit, as /tmp, all may
-    write, but only the owner of a file can replace it.
+    With `adding` also if every user can add files to the folder. For a path that the user names, whose group is the
+    user's choice. A folder with the sticky bit, like /tmp, passes: all users may write to it, but only the owner of a
+    file can replace it.
     """
     real = path.resolve()
     for place in (real, real.parent):

@@ -7,9 +7,10 @@ from typing import NamedTuple
 from dsv4_sglang.srt.memory.sizing import GIB
 
 MIB = 1 << 20
-# CUDA context and NCCL: memory of an H200 that was not free when SGLang began to load on two GPUs; docs/guides/planning.md.
+# CUDA context and NCCL: memory of an H200 that was not free when SGLang began to load on two GPUs. Public logs of
+# 8 H200 say 1.7 GiB (github.com/SemiAnalysisAI/InferenceX/issues/2128).
 BEFORE_WEIGHTS = int(1.65 * GIB)
-# Memory that loading takes beyond the parameters (compiled kernels, workspaces): mean of four runs; docs/guides/planning.md.
+# Memory that loading takes beyond the parameters (compiled kernels, workspaces): the mean of four runs.
 BESIDE_WEIGHTS = int(0.90 * GIB)
 # GPUs of one host.
 MOST_GPUS = 8
@@ -20,7 +21,7 @@ class Gpu(NamedTuple):
 
     Attributes:
         memory: bytes that torch reports as `total_memory`.
-        source: where that number was seen (docs/guides/planning.md).
+        source: where that number was seen (of a B200, in github.com/pytorch/ao/pull/4002).
         expert_runner: SGLang's `--moe-runner-backend` for FP4 experts.
     """
 

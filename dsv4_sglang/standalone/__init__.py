@@ -1,7 +1,7 @@
-"""The hybrid cache for programs without SGLang: `KVCacheManager` owns slots and blocks, handles write and read layers.
+"""The hybrid cache for programs without SGLang. `KVCacheManager` owns slots and blocks; handles write and read layers.
 
-A server does not import this package. There SGLang's scheduler owns slots and blocks (`srt.memory.pools`). Both
-faces are built on the storage in `dsv4_sglang.cache`.
+A server does not import this package: there SGLang's scheduler owns slots and blocks (`srt.memory.pools`). Both are
+built on the storage in `dsv4_sglang.cache`.
 """
 
 from dsv4_sglang.attention import cuda_ops  # noqa: F401  (registers the ops that read the cache for CUDA)

@@ -1,4 +1,4 @@
-"""`LayerCacheHandle`: one layer of the cache during one forward."""
+"""`LayerCacheHandle`: one layer of the cache during one forward pass."""
 
 from __future__ import annotations
 
@@ -18,80 +18,88 @@ from dsv4_sglang.standalone.step import Step
 
 @dataclass(frozen=True)
 class SwaView:
-    """The rings of the layer, and the rows of the window that the tokens of the step see, as `attend` takes them."""
+    """Window rings of a layer, and the window of each token of the step as `attend` takes it.
+
+    Attributes:
+        window: buffer that `window_indices` refer to, the ring (decode) or the step's workspace (prefill). In a prefill
+            step None until `append` has filled the workspace, because the ring does not keep the entries of all tokens.
+        window_indices: [T, 128] int32, None without `window`.
+        window_lens: [T] int32, number of valid indices; None without `window`.
+        kv_format: code of the KV format of window and compressed entries, as `attend` takes it.
+        positions: [T] int64.
+        swa_fp8: [slots, R, 448] uint8; None in unquantised formats.
+        swa_rope: [slots, R, 64] bf16; None in unquantised formats.
+        swa_inv: [slots, R] float8_e8m0fnu; None in unquantised formats.
+        swa_pos: [slots, R] int32, position of every ring entry, -1 for none.
+        swa_head: [slots] int32, ring index of the next position.
+    """
 
     window: Tensor | None
-    """Entry table that `window_indices` count in: the ring (decode) or the step's workspace (prefill). None in a
-    prefill step before `append` has filled the workspace, because the ring does not keep the rows of all its tokens;
-    then the next two are None as well."""
     window_indices: Tensor | None
-    """[T, 128] int32"""
     window_lens: Tensor | None
-    """[T] int32: how many of them are visible."""
     kv_format: int
-    """Code of the rows' format, as `attend` takes it for these rows and the entries."""
     positions: Tensor
-    """[T] int64"""
     swa_fp8: Tensor | None
-    """[slots, R, 448] uint8; None for unquantised rows, like the next two."""
     swa_rope: Tensor | None
-    """[slots, R, 64] bf16"""
     swa_inv: Tensor | None
-    """[slots, R] float8_e8m0fnu"""
     swa_pos: Tensor
-    """[slots, R] int32 position of every ring row, -1: none."""
     swa_head: Tensor
-    """[slots] int32 ring row of the next position."""
 
 
 @dataclass(frozen=True)
 class ClassicalView:
-    """The compressed entries of a CSA or HCA layer."""
+    """The compressed entries of a CSA or HCA layer.
+
+    Attributes:
+        entries: buffer of the entries.
+        entries_fp8: [blocks, 32 or 1, 448] uint8; None in unquantised formats.
+        entries_rope: [blocks, 32 or 1, 64] bf16; None in unquantised formats.
+        inv_scale: [blocks, 32 or 1] float8_e8m0fnu; None in unquantised formats.
+        block_table: [B, blocks] int32, block ids of each request of the step, then -1.
+        n_visible: [T] int32, entries that each token may see.
+        entry_indices: [T, blocks] int32, indices of an HCA layer's entries, which reads all visible ones. None in a CSA
+            layer, whose indices come from `index_topk`.
+    """
 
     entries: Tensor
-    """Entry table."""
     entries_fp8: Tensor | None
-    """[blocks, 32 or 1, 448] uint8; None for unquantised rows, like the next two."""
     entries_rope: Tensor | None
-    """[blocks, 32 or 1, 64] bf16"""
     inv_scale: Tensor | None
-    """[blocks, 32 or 1] float8_e8m0fnu"""
     block_table: Tensor
-    """[B, blocks] int32 block ids of each request of the step, -1 behind them."""
     n_visible: Tensor
-    """[T] int32 entries that each token may see."""
-    entry_rows: Tensor | None
-    """[T, blocks] int32 rows of an HCA layer's entries, which reads all visible ones; None in a CSA layer: its rows
-    come from `index_topk`."""
+    entry_indices: Tensor | None
 
 
 @dataclass(frozen=True)
 class IndexerView:
-    """The index keys of a CSA layer, and what else `index_topk` takes."""
+    """The index keys of a CSA layer, and the other cache arguments of `index_topk`.
+
+    Attributes:
+        index_keys: buffer of the keys.
+        indexer_keys_fp4: [blocks, 32, 64] uint8; None for unquantised keys.
+        indexer_scales: [blocks, 32, 8] float8_e4m3fn; None for unquantised keys.
+        block_table: [B, blocks] int32, block ids of each request of the step, then -1.
+        token_request: [T] int32, request of each token.
+        positions: [T] int64.
+        key_format: code of the format of the keys, as `index_topk` takes it.
+        n_visible: [T] int32, keys that each token may see.
+    """
 
     index_keys: Tensor
-    """Key table."""
     indexer_keys_fp4: Tensor | None
-    """[blocks, 32, 64] uint8; None for unquantised keys, like the next."""
     indexer_scales: Tensor | None
-    """[blocks, 32, 8] float8_e4m3fn"""
     block_table: Tensor
-    """[B, blocks] int32 block ids of each request of the step, -1 behind them."""
     token_request: Tensor
-    """[T] int32"""
     positions: Tensor
-    """[T] int64"""
     key_format: int
-    """Code of the keys' format, as `index_topk` takes it."""
     n_visible: Tensor
-    """[T] int32 keys that each token may see."""
 
 
 class LayerCacheHandle:
-    """Writes and reads of one layer for the tokens of one step. Making one allocates nothing on the device.
+    """Writes and reads of one layer for the tokens of one step. Constructing it allocates nothing on the device.
 
-    In a prefill step (not `Step.is_decode`), `append` makes a workspace of window rows that
-    `read_swa_view` hands out: the chunk's late tokens replace ring rows that its early ones still see (SPEC 6.4).
+    In a prefill step (not `Step.is_decode`) `append` allocates a workspace of window entries, which `read_swa_view`
+    returns: later tokens of the chunk overwrite ring entries that its earlier tokens still see (SPEC 6.4).
 
     All methods of a decode step can be captured into a CUDA graph and replayed at other positions. Sizes follow from
     shapes; positions, slots and blocks are read on the device at every replay. See `Step`.
@@ -106,7 +114,7 @@ class LayerCacheHandle:
 
     @property
     def paged(self) -> PagedKVPool | None:
-        """`paged_pool`, by the name of the design's first version."""
+        """`paged_pool` under the name that the first version of the design used."""
         return self.paged_pool
 
     @property
@@ -117,14 +125,15 @@ class LayerCacheHandle:
         return f"layer {self.layer_idx} ({self.schema.attn.name})"
 
     def write_swa(self, raw_kv: Tensor) -> None:
-        """Put final rows (normalised and rotated) [T, 512] bf16 into the rings; FP8 rings only.
+        """Write final window entries (normalised and rotated) [T, 512] bf16 to the rings. FP8 rings only.
 
-        More than a window of tokens may come: the last 128 of a request stay. Compressors are not touched.
+        There may be more tokens than the window holds: the last 128 of a request are kept. Compressors are not updated.
         """
         pool = self.state_pool
         if pool.swa_fp8 is None or pool.swa_rope is None or pool.swa_inv is None:
             raise ValueError(
-                f"write_swa, {self}: writes FP8 rows, but the rows are {self.schema.kv_format.value}: use append()"
+                f"write_swa, {self}: supports FP8 entries only, the KV format is {self.schema.kv_format.value}; use "
+                "append()"
             )
         torch.ops.dsv4_sglang.append_swa(
             raw_kv,
@@ -145,15 +154,15 @@ class LayerCacheHandle:
         kv_score: Tensor | None = None,
         index_kv_score: Tensor | None = None,
     ) -> None:
-        """Write everything that the layer keeps of the step's tokens, from the raw projections.
+        """Write all cache contents that the layer keeps of the step's tokens, from the raw projections.
 
         Args:
             kv, kv_score, index_kv_score: see `Projections`.
-            weights: what the cache takes of the layer's weights.
+            weights: weights of the layer.
 
         Raises:
-            ValueError: an input is missing or has another shape; or a request must not be written (`Step`), for
-                instance because the step does not begin where its tokens end. Nothing is written then.
+            ValueError: an input is missing or has a wrong shape, or a request must not be written (`Step`), for
+                instance because the step does not begin where its tokens end. Nothing is written.
         """
         self._check_append(kv, weights, kv_score, index_kv_score)
         pool, paged, step = self.state_pool, self.paged_pool, self.step.begin_append(self.layer_idx)
@@ -174,7 +183,7 @@ class LayerCacheHandle:
     def _check_append(
         self, kv: Tensor, weights: LayerWeights, kv_score: Tensor | None, index_kv_score: Tensor | None
     ) -> None:
-        """Everything that the layer's kind needs is there, with the step's number of tokens."""
+        """Raise ValueError unless all inputs of the layer's kind are present, with the step's number of tokens."""
         tokens, dim, index_dim = self.step.positions.shape[0], self.schema.entry_head_dim, self.schema.indexer_head_dim
         streams = {AttentionType.SWA: 0, AttentionType.CSA: 4, AttentionType.HCA: 2}[self.schema.attn]
         for name, tensor, columns in (
@@ -197,7 +206,7 @@ class LayerCacheHandle:
                 raise ValueError(f"append, {self}: weights.{name} is None")
 
     def read_swa_view(self) -> SwaView:
-        """The window of every token of the step. After `append` or `write_swa`."""
+        """Return the window of every token of the step. Call after `append` or `write_swa`."""
         pool, step = self.state_pool, self.step
         window = pool.ring if step.is_decode else self._window
         return SwaView(
@@ -214,7 +223,7 @@ class LayerCacheHandle:
         )
 
     def read_classical_view(self) -> ClassicalView | None:
-        """The compressed entries; None in an SWA layer."""
+        """Return the compressed entries, None in an SWA layer."""
         if self.paged_pool is None:
             return None
         step, is_hca = self.step.metadata, self.schema.attn is AttentionType.HCA
@@ -225,11 +234,11 @@ class LayerCacheHandle:
             inv_scale=self.paged_pool.inv_scale,
             block_table=step.block_table,
             n_visible=step.hca_lens if is_hca else step.csa_lens,
-            entry_rows=step.hca_indices if is_hca else None,
+            entry_indices=step.hca_indices if is_hca else None,
         )
 
     def read_indexer_view(self) -> IndexerView | None:
-        """The index keys; None in a layer without an indexer."""
+        """Return the index keys, None in a layer without an indexer."""
         if self.paged_pool is None or self.paged_pool.index_keys is None:
             return None
         step = self.step.metadata

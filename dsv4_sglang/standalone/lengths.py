@@ -1,4 +1,4 @@
-"""`RequestLengths`: how many tokens of each request every layer holds, and what may be appended to them."""
+"""`RequestLengths`: the number of tokens of each request in every layer, and the checks of appends against it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Problem(enum.IntEnum):
-    """Why a request must not be written in a step. Of several problems the lowest number counts."""
+    """Reason why a request must not be written in a step. If there are several, the lowest number is reported."""
 
     IDS = 1
     NOT_CONSECUTIVE = 2
@@ -22,7 +22,10 @@ class Problem(enum.IntEnum):
     WRONG_POSITION = 8
 
     def describe(self, slot: int, slots: int) -> str:
-        """One line for the request in state slot `slot` of `slots`. WRONG_POSITION has `RequestLengths.expected`."""
+        """Return an error message for the request in state slot `slot` of `slots`.
+
+        The message of WRONG_POSITION comes from `RequestLengths.expected`.
+        """
         return {
             Problem.IDS: "request_ids: a request's tokens are not next to each other",
             Problem.NOT_CONSECUTIVE: "positions: a request's tokens are not consecutive",
@@ -35,18 +38,18 @@ class Problem(enum.IntEnum):
         }[self]
 
 
+# Bounds of a slot without a request. No position is within them.
 FREE = (torch.iinfo(torch.int32).max, -1)
-"""The bounds of a slot without a request: no position lies within."""
 
 
 class Claim(NamedTuple):
-    """What the appends of one step write, [layers, B] each.
+    """Writes of the appends of one step, [layers, B] each.
 
     Attributes:
-        slots: int32 state slot of each request, -1 for one that the layer must not write.
-        outside: bool, the step does not begin where the layer's tokens end.
-        rows: int64 row of `RequestLengths.table` that the layer's append writes.
-        values: [layers, B, 2] int32, what it writes there.
+        slots: int32, state slot of each request, -1 for a request that the layer must not write.
+        outside: bool, True if the step does not begin where the layer's tokens end.
+        rows: int64, row of `RequestLengths.table` that the layer's append writes.
+        values: int32 [layers, B, 2], the values of that row.
     """
 
     slots: Tensor
@@ -56,20 +59,20 @@ class Claim(NamedTuple):
 
 
 class RequestLengths:
-    """Where the next step of each request may begin, in each layer.
+    """Bounds of the position at which the next step of each request may begin, in each layer.
 
     An append that begins elsewhere would leave a gap or write tokens twice. Every append is compared with these bounds
-    and then moves them. They are on the device, because the replay of a CUDA graph moves them as well.
+    and then updates them. They are on the device, because replays of CUDA graphs update them too.
 
     `table` [layers, 2 slots + 1, 2] int32:
 
-    - Row s: the first and the last position at which the next step of the request in slot s may begin. Both are the
-      number of its tokens, unless the last step had draft tokens, which the next step may roll back.
-    - Row slots + s: the `Problem` and the position of the last request in slot s that a step skipped; 0: none.
-    - The last row takes the writes of padding requests.
+    - Row s: first and last position at which the next step of the request in slot s may begin. Both are the number of
+      its tokens, unless the last step had draft tokens, which the next step may roll back.
+    - Row slots + s: `Problem` and position of the last request in slot s that a step skipped, 0 for none.
+    - The last row receives the writes of padding requests.
 
     Attributes:
-        claimed_by: the step that compared itself with the bounds last. Another step must compare again.
+        claimed_by: the step that was last compared with the bounds. Any other step must be compared again.
     """
 
     def __init__(self, layers: int, slots: int, device: torch.device) -> None:
@@ -80,7 +83,13 @@ class RequestLengths:
             self.table[:, :slots, column] = bound
 
     def set(self, slot: int, first: int, last: int) -> None:
-        """Let the next step of the request in `slot` begin at `first` .. `last`, in every layer."""
+        """Set the positions at which the next step of a request may begin, in every layer.
+
+        Args:
+            slot: state slot of the request.
+            first: first allowed position.
+            last: last allowed position.
+        """
         self.table[:, slot, 0] = first
         self.table[:, slot, 1] = last
         self.claimed_by = None
@@ -89,7 +98,7 @@ class RequestLengths:
         self.set(slot, *FREE)
 
     def save(self, slot: int) -> Tensor:
-        """A copy [layers, 2] of the bounds of a slot. Does not wait for the device."""
+        """Return a copy [layers, 2] of the bounds of a slot, without waiting for the device."""
         return self.table[:, slot].clone()
 
     def load(self, slot: int, saved: Tensor) -> None:
@@ -97,9 +106,10 @@ class RequestLengths:
         self.claimed_by = None
 
     def read(self, slot: int) -> tuple[int, int]:
-        """The bounds of a slot. Waits for the device.
+        """Return the bounds of a slot. Waits for the device.
 
-        Raises RuntimeError if the layers have different numbers of tokens: the last step is not complete.
+        Raises:
+            RuntimeError: the layers have different numbers of tokens, because the last step is incomplete.
         """
         bounds = self.table[:, slot].tolist()
         if any(bound != bounds[0] for bound in bounds):
@@ -115,10 +125,10 @@ class RequestLengths:
         """Compare a step with the bounds. Device work only.
 
         Args:
-            slots: [B] int32 state slot of each request, -1 for padding.
-            begins: [B] int32 position of its first token.
-            after: [B, 2] int32 its bounds after the step.
-            problem: [B] int32 what else is wrong with it (`Problem`), 0: nothing.
+            slots: [B] int32, state slot of each request, -1 for padding requests.
+            begins: [B] int32, position of its first token.
+            after: [B, 2] int32, its bounds after the step.
+            problem: [B] int32, another `Problem` of the request, 0 for none.
         """
         slot = slots.long().clamp(0, self.slots - 1)
         bounds = self.table.index_select(1, slot)
@@ -131,11 +141,17 @@ class RequestLengths:
         return Claim(written, outside, rows, values)
 
     def commit(self, layer: int, claim: Claim) -> None:
-        """Note what the layer has appended. Device work only."""
+        """Record what the layer has appended. Device work only."""
         self.table[layer].index_copy_(0, claim.rows[layer], claim.values[layer])
 
     def expected(self, layer: int, slot: int, position: int) -> str:
-        """One line that says where the step of a request had to begin, and that it begins at `position`."""
+        """Return an error message for a step that begins at a wrong position.
+
+        Args:
+            layer: id of the layer.
+            slot: state slot of the request.
+            position: position at which the step begins.
+        """
         first, last = self.table[layer, slot].tolist()
         if (first, last) == FREE:
             return f"state slot {slot} holds no request: admit_request() first"

@@ -1,4 +1,4 @@
-"""`KVCacheManager`: the pools of all layers, and who owns what of them."""
+"""`KVCacheManager`: the pools of all layers and the ownership of their slots and blocks."""
 
 from __future__ import annotations
 
@@ -31,43 +31,42 @@ class Snapshot:
     """The first `length` tokens of a request, from `KVCacheManager.take_snapshot` until `release_snapshot`."""
 
     length: int
+    # Number of its state in the `StateStorage`, from 1.
     _number: int
-    """Of its state in the `StateStorage`, from 1 on."""
     _blocks: tuple[int, ...]
 
 
 class KVCacheManager:
-    """A cache by itself, without a server: state slots and blocks for up to `max_concurrent_requests` requests.
+    """A cache without a server: state slots and blocks for up to `max_concurrent_requests` requests.
 
-    A block id stands for 128 tokens in every CSA and HCA layer at once (32 entries and keys in each CSA layer, 1 entry
-    in each HCA layer), so one allocator serves all layers and a request has one list of blocks. When the two pool sizes
-    differ, the smaller one is how many blocks can be handed out.
+    A block id stands for 128 tokens in all CSA and HCA layers (32 entries and keys in each CSA layer, 1 entry in each
+    HCA layer), so one allocator serves all layers and a request has one list of blocks. If the two pool sizes differ,
+    the smaller one is the number of usable blocks.
 
     A request lives from `admit_request` to `release_request`. It needs a block for every 128 tokens before they are
-    appended (`allocate_block(slot)`), and gives them back (`release_blocks(slot)`) before its slot is released.
-    `allocate_block()` without a slot is a block that no request owns; it goes back through `release_block`.
+    appended (`allocate_block(slot)`). Release its blocks (`release_blocks(slot)`) before its slot. `allocate_block()`
+    without a slot allocates a block that no request owns; release it with `release_block`.
 
-    A step of a request must begin where its tokens end, or ValueError is raised.
+    A step of a request must begin where its tokens end, otherwise ValueError is raised.
 
-    Requests share blocks. `fork` makes a second request with the same tokens. `take_snapshot` keeps a prefix, and
-    `admit_request(snapshot)` starts a request that has its tokens already. A block goes back to the free list with its
-    last owner. Shared blocks are complete and are never written again: what a request may still write is its own.
+    Requests can share blocks. `fork` makes a second request with the same tokens. `take_snapshot` keeps a prefix, and
+    `admit_request(snapshot)` starts a request with its tokens. A block becomes free when its last owner releases it.
+    Shared blocks are full and never written again; blocks that a request may still write are its own.
 
-    With `host_requests` and `host_blocks` a request can wait in host memory (`offload`, `restore`) while others have
-    its slot and its blocks. Its bytes come back unchanged, in blocks of its own.
+    With `host_requests` and `host_blocks` a request can be moved to host memory (`offload`, `restore`) while others use
+    its slot and blocks. It is restored byte by byte, into blocks of its own.
 
-    With `draft_tokens` d above 1 a step may have up to d tokens of each request, as many of each, and the next step may
-    roll back all but the first of them: its positions begin where the request goes on (`state_rows`). That needs
-    `hca_state` "online".
+    With `draft_tokens` d above 1 a step may have up to d tokens of each request, the same number for each, and the next
+    step may roll back all but the first of them: its positions then begin where the request continues (`state_rows`).
+    This needs `hca_state` "online".
 
     Attributes:
-        layout: shapes and bytes of all layers; `schemas` are its.
-        schemas: one a layer of `schedule`.
-        state: the state of all layers; `state_pools[i]` are views of it.
-        state_pools: one a layer.
-        paged_pools: one a layer, None for SWA layers.
-        block_tables: [max_concurrent_requests, blocks] int32 on the device, the block ids of each slot's request, -1
-            behind them.
+        layout: shapes and bytes of all layers.
+        schemas: one schema per layer of `schedule`.
+        state: state of all layers; `state_pools[i]` are views of it.
+        state_pools: one per layer.
+        paged_pools: one per layer, None for SWA layers.
+        block_tables: [max_concurrent_requests, blocks] int32 on the device, block ids of each slot's request, then -1.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class KVCacheManager:
         self.block_tables: Tensor = torch.full(
             (max_concurrent_requests, width), NO_BLOCK, dtype=torch.int32, device=self.device
         )
-        # Ends are tops: slot 0 goes first, a released slot before any that was never used.
+        # Stacks whose top is the end: slot 0 is allocated first, a released slot before one that was never used.
         self._free_slots = list(range(max_concurrent_requests - 1, -1, -1))
         self._blocks: dict[int, list[int]] = {}
         self._unowned: set[int] = set()
@@ -135,32 +134,35 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Without those of requests that are on their way to the host."""
+        """Number of free blocks, without those of requests that are still being copied to the host."""
         return self._allocator.num_free
 
     @property
     def num_free_slots(self) -> int:
-        """Without those of requests that are on their way to the host."""
+        """Number of free slots, without those of requests that are still being copied to the host."""
         return len(self._free_slots)
 
     def blocks_of(self, slot: int) -> list[int]:
-        """Block ids of a request in the order of its tokens."""
-        return list(self._owned(slot))
+        """Return the block ids of a request in the order of its tokens."""
+        return list(self._blocks_of_request(slot))
 
     def length_of(self, slot: int) -> int:
-        """The number of tokens of a request, draft tokens of the last step included. Waits for the device.
+        """Return the number of tokens of a request, including draft tokens of the last step. Waits for the device.
 
-        Raises RuntimeError while only some layers have appended the last step.
+        Raises:
+            RuntimeError: only some layers have appended the last step.
         """
-        self._owned(slot)
+        self._blocks_of_request(slot)
         return self._lengths.read(slot)[1]
 
     def admit_request(self, snapshot: Snapshot | None = None) -> int:
-        """A state slot for a new request, the one released last first. The request is empty, or has the tokens of
-        `snapshot` and shares its blocks.
+        """Return a state slot for a new request, the most recently released one.
 
-        Raises RuntimeError when `max_concurrent_requests` requests are running, ValueError for a snapshot that has been
-        released.
+        Without `snapshot` the request is empty. Otherwise it has the tokens of `snapshot` and shares its blocks.
+
+        Raises:
+            RuntimeError: `max_concurrent_requests` requests are running.
+            ValueError: the snapshot has been released.
         """
         if snapshot is None:
             return self._admit()
@@ -176,8 +178,8 @@ class KVCacheManager:
         self._settle(slots=1)
         if not self._free_slots:
             raise RuntimeError(
-                f"no free state slot: all {self.max_concurrent_requests} concurrent requests that fit are running; "
-                "release one, or make the cache with a larger max_concurrent_requests"
+                f"no free state slot: {self.max_concurrent_requests} requests, the maximum, are running; release one, "
+                "or construct the cache with a larger max_concurrent_requests"
             )
         slot = self._free_slots.pop()
         self._blocks[slot] = []
@@ -189,7 +191,7 @@ class KVCacheManager:
         self._lengths.set(slot, 0, 0)
 
     def _own(self, slot: int, shared: Sequence[int], new: int) -> list[int]:
-        """Give the new request in `slot` blocks that have owners and `new` free ones; the latter."""
+        """Give the new request in `slot` the allocated blocks `shared` and `new` free blocks. Return the latter."""
         device_ids, blocks = self._allocator.acquire_with_host_ids(new)
         self._allocator.share(shared)
         self._blocks[slot] = [*shared, *blocks]
@@ -202,19 +204,20 @@ class KVCacheManager:
         self._settle(blocks=count)
         if count > self.num_free_blocks:
             raise RuntimeError(
-                f"OOM: {count} blocks asked to {purpose}, {self.num_free_blocks} free of {self.num_blocks}"
+                f"OOM: {count} blocks requested to {purpose}, {self.num_free_blocks} free of {self.num_blocks}"
             )
 
     def fork(self, slot: int) -> int:
-        """Admit a second request with the tokens of the request in `slot`; its slot. Waits for the device.
+        """Admit a second request with the tokens of the request in `slot`. Return its slot. Waits for the device.
 
-        Both share the blocks that neither can write any more. The state, and the last block if it is not full, are
-        copied now, so that an append never needs a copy.
+        Both requests share the blocks that neither can write any more. The state and, if it is not full, the last block
+        are copied now, so an append never needs a copy.
 
-        Raises RuntimeError without a free slot or block, or while only some layers have appended the last step, and
-        ValueError for a slot that no request holds; nothing changes then.
+        Raises:
+            RuntimeError: no slot or block is free, or only some layers have appended the last step. Nothing changes.
+            ValueError: no request holds `slot`.
         """
-        blocks = self._owned(slot)
+        blocks = self._blocks_of_request(slot)
         first, length = self._lengths.read(slot)
         shared = blocks[: first // BLOCK_TOKENS]
         copied = blocks[len(shared) : math.ceil(length / BLOCK_TOKENS)]
@@ -232,26 +235,28 @@ class KVCacheManager:
             torch.ops.dsv4_sglang.copy_state(self._ids(*sources), self._ids(*targets), views)
 
     def take_snapshot(self, slot: int, length: int | None = None) -> Snapshot:
-        """Keep the first `length` tokens of the request in `slot`, by default all, for requests that begin with them.
-        Waits for the device.
+        """Keep the first `length` tokens of the request in `slot`, by default all, for requests with the same prefix.
 
-        `length` is a multiple of 128 at which the request's next step may begin, so that its state is that of `length`
-        tokens. The request goes on, but its tokens before `length` cannot be rolled back any more.
+        `length` must be a multiple of 128 at which the request's next step may begin, so that its state is that of
+        `length` tokens. The request continues, but its tokens before `length` can no longer be rolled back. Waits for
+        the device.
 
-        Raises ValueError for another length, RuntimeError when `max_snapshots` snapshots are kept.
+        Raises:
+            ValueError: other length.
+            RuntimeError: `max_snapshots` snapshots are kept.
         """
-        blocks = self._owned(slot)
+        blocks = self._blocks_of_request(slot)
         first, last = self._lengths.read(slot)
         length = last if length is None else length
         if length < BLOCK_TOKENS or length % BLOCK_TOKENS or not first <= length <= last:
             raise ValueError(
                 f"a snapshot of {length} tokens of state slot {slot}, whose next step begins at {first}..{last}; "
-                f"expected a length in between that is a multiple of {BLOCK_TOKENS}"
+                f"expected a multiple of {BLOCK_TOKENS} in this range"
             )
         if not self._free_snapshots:
             raise RuntimeError(
-                f"all {self.max_snapshots} snapshots are kept: release_snapshot, or make the cache with a larger "
-                "max_snapshots"
+                f"all {self.max_snapshots} snapshots are in use: call release_snapshot, or construct the cache with a "
+                "larger max_snapshots"
             )
         snapshot = Snapshot(length, self._free_snapshots.pop(), tuple(blocks[: length // BLOCK_TOKENS]))
         self._snapshots.add(snapshot)
@@ -261,7 +266,7 @@ class KVCacheManager:
         return snapshot
 
     def release_snapshot(self, snapshot: Snapshot) -> None:
-        """Forget a snapshot. Requests that share its blocks keep them. ValueError for one released already."""
+        """Drop a snapshot. Requests that share its blocks keep them. Raise ValueError if it has been released."""
         self._check_snapshot(snapshot)
         self._allocator.release(snapshot._blocks)
         self._snapshots.remove(snapshot)
@@ -269,18 +274,19 @@ class KVCacheManager:
 
     def _check_snapshot(self, snapshot: Snapshot) -> None:
         if snapshot not in self._snapshots:
-            raise ValueError(f"the snapshot of {snapshot.length} tokens is not kept here: it was released")
+            raise ValueError(f"the snapshot of {snapshot.length} tokens has been released")
 
     def _ids(self, *numbers: int) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32).to(self.device)
 
     def release_request(self, slot: int) -> None:
-        """Give a state slot back.
+        """Release a state slot.
 
-        Raises ValueError for a slot that no request holds (unknown, or released already) and RuntimeError for one that
-        still owns blocks, which would be lost; nothing changes then.
+        Raises:
+            ValueError: no request holds the slot (unknown, or already released).
+            RuntimeError: the request still owns blocks, which would leak. Nothing changes.
         """
-        blocks = self._owned(slot)
+        blocks = self._blocks_of_request(slot)
         if blocks:
             raise RuntimeError(
                 f"state slot {slot} still owns {len(blocks)} blocks {blocks[:8]}: release_blocks({slot}) before "
@@ -291,19 +297,20 @@ class KVCacheManager:
         self._free_slots.append(slot)
 
     def allocate_block(self, slot: int | None = None) -> int:
-        """One more block of 128 tokens for the request in `slot`, or one that no request owns; its id, in all layers.
+        """Allocate a block of 128 tokens for the request in `slot`, or one that no request owns. Return its id.
 
-        Raises RuntimeError ("OOM") when no block is free or the request has the longest context already.
+        Raises:
+            RuntimeError: "OOM", no block is free or the request already has the longest context.
         """
         self._settle(blocks=1)
         if slot is None:
             block = self._allocator.acquire_with_host_ids(1)[1][0]
             self._unowned.add(block)
             return block
-        blocks = self._owned(slot)
+        blocks = self._blocks_of_request(slot)
         if len(blocks) == self.block_tables.shape[1]:
             raise RuntimeError(
-                f"OOM: state slot {slot} has all {len(blocks)} blocks that a request can have (context length "
+                f"OOM: state slot {slot} has {len(blocks)} blocks, the maximum of a request (context length "
                 f"{self.config.max_position_embeddings}, {self.num_blocks} blocks in the cache)"
             )
         device_ids, host_ids = self._allocator.acquire_with_host_ids(1)
@@ -312,49 +319,53 @@ class KVCacheManager:
         return host_ids[0]
 
     def release_blocks(self, slot: int) -> None:
-        """Give back all blocks of the request in `slot`, which is empty then. Others that share them keep them."""
-        blocks = self._owned(slot)
+        """Release all blocks of the request in `slot`, which is then empty. Other owners keep shared blocks."""
+        blocks = self._blocks_of_request(slot)
         self._allocator.release(blocks)
         self.block_tables[slot].fill_(NO_BLOCK)
         blocks.clear()
         self._empty(slot)
 
     def release_block(self, block: int) -> None:
-        """Give back a block that no request owns. ValueError for any other."""
+        """Release a block that no request owns. Raise ValueError for any other block."""
         if block not in self._unowned:
-            raise ValueError(f"block {block} was not allocated without a request, or is released already")
+            raise ValueError(f"block {block} was not allocated without a request, or has been released")
         self._allocator.release([block])
         self._unowned.remove(block)
 
     def offload(self, slot: int, stream: torch.cuda.Stream | None = None) -> Offloaded:
-        """Copy the request in `slot` to host memory. Its slot and the blocks that nobody shares are free for others,
-        who get them when the copy is over.
+        """Copy the request in `slot` to host memory, and free its slot and its unshared blocks when the copy is
+        complete.
 
-        The copy runs on `stream`, by default the current one, behind what the current one has; its end is
-        `Offloaded.event`. Nothing is to write to the request any more.
+        The copy runs on `stream`, by default the current stream, after the work of the current stream.
+        `Offloaded.event` is its end. Do not write to the request any more.
 
-        Raises ValueError for a slot that no request holds, RuntimeError ("OOM") without room on the host; nothing
-        changes then.
+        Raises:
+            ValueError: no request holds the slot.
+            RuntimeError: "OOM", not enough host memory. Nothing changes.
         """
-        blocks = list(self._owned(slot))
+        blocks = list(self._blocks_of_request(slot))
         offloaded = self._host_side().save(slot, blocks, self._lengths.save(slot), stream)
         del self._blocks[slot]
         self._lengths.free(slot)
         self.block_tables[slot].fill_(NO_BLOCK)
 
-        def give_back() -> None:
+        def free() -> None:
             self._allocator.release(blocks)
             self._free_slots.append(slot)
 
-        self._host_side().after(offloaded.event, give_back)
+        self._host_side().after(offloaded.event, free)
         return offloaded
 
     def restore(self, offloaded: Offloaded, stream: torch.cuda.Stream | None = None) -> int:
-        """Bring a request back into a slot and blocks of its own, which may be others than before; the slot.
+        """Copy a request back into a new slot and new blocks. Return the slot.
 
-        The copy runs as that of `offload`; a step of the request on another stream than `stream` waits for
-        `Offloaded.event` first. ValueError for one that was restored or discarded, RuntimeError without a free slot or
-        enough blocks, and then it stays on the host.
+        The copy is ordered as that of `offload`. A step of the request on a stream other than `stream` must wait for
+        `Offloaded.event`.
+
+        Raises:
+            ValueError: the request has been restored or discarded.
+            RuntimeError: no free slot or not enough blocks. The request stays on the host.
         """
         host = self._host_side()
         host.rows_of(offloaded)
@@ -366,7 +377,7 @@ class KVCacheManager:
         return slot
 
     def discard(self, offloaded: Offloaded) -> None:
-        """Forget a request on the host. ValueError for one that is not there any more."""
+        """Drop a request on the host. Raise ValueError if it has been restored or discarded."""
         self._host_side().give_back(offloaded)
 
     def begin_step(
@@ -377,7 +388,12 @@ class KVCacheManager:
         *,
         tokens_per_request: int | None = None,
     ) -> Step:
-        """The tokens of a forward, see `Step`; hand it to `layer` for every layer. Allocates nothing on the device."""
+        """Return a step for the tokens of a forward pass; pass it to `layer` for every layer. Allocates nothing on the
+        device.
+
+        Args:
+            request_slots, positions, request_ids, tokens_per_request: as in `Step`.
+        """
         return Step(
             request_slots,
             positions,
@@ -390,7 +406,7 @@ class KVCacheManager:
         )
 
     def layer(self, layer_idx: int, step: Step) -> LayerCacheHandle:
-        """One layer's handle for a step. Allocates nothing on the device."""
+        """Return the handle of one layer for a step. Allocates nothing on the device."""
         if not 0 <= layer_idx < len(self.schedule):
             raise IndexError(f"layer {layer_idx} is not in 0..{len(self.schedule) - 1}")
         return LayerCacheHandle(layer_idx, self.state_pools[layer_idx], self.paged_pools[layer_idx], step)
@@ -398,31 +414,39 @@ class KVCacheManager:
     def acquire(
         self, layer_idx: int, request_slots: Tensor, positions: Tensor, request_ids: Tensor
     ) -> LayerCacheHandle:
-        """`layer` of a step of its own. With several layers, `begin_step` once and `layer` for each do less work."""
+        """Return `layer` of a new step. For several layers call `begin_step` once and `layer` for each, which does less
+        work.
+
+        Args:
+            layer_idx: id of the layer.
+            request_slots, positions, request_ids: as in `Step`.
+        """
         return self.layer(layer_idx, self.begin_step(request_slots, positions, request_ids))
 
     def raise_if_skipped(self) -> None:
-        """Raise ValueError if a step that was not read back (`Step`) has skipped a request since the last call. Waits
-        for the device."""
+        """Raise ValueError if a step that was not read back (`Step`) has skipped a request since the last call.
+
+        Waits for the device.
+        """
         self._lengths.raise_if_skipped()
 
     def memory_bytes(self) -> int:
-        """Bytes of all pools and snapshots, without block tables, lengths and free lists."""
+        """Return the bytes of all pools and snapshots, without block tables, lengths and free lists."""
         return self.state.memory_bytes() + sum(pool.memory_bytes() for pool in self.paged_pools if pool is not None)
 
     def _host_side(self) -> HostSide:
         if self._host is None:
-            raise RuntimeError("the cache has no host memory: make it with host_requests and host_blocks")
+            raise RuntimeError("the cache has no host memory: construct it with host_requests and host_blocks")
         return self._host
 
     def _settle(self, slots: int = 0, blocks: int = 0) -> None:
-        """Wait for requests on their way to the host only if less than that is free."""
+        """Wait for copies to the host if fewer than `slots` slots or `blocks` blocks are free."""
         if self._host is not None:
             self._host.settle(lambda: len(self._free_slots) >= slots and self._allocator.num_free >= blocks)
 
-    def _owned(self, slot: int) -> list[int]:
+    def _blocks_of_request(self, slot: int) -> list[int]:
         if slot not in self._blocks:
             raise ValueError(
-                f"state slot {slot} holds no request: expected one that admit_request returned and that is not released"
+                f"state slot {slot} holds no request: expected a slot from admit_request that has not been released"
             )
         return self._blocks[slot]

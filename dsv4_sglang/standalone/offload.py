@@ -1,4 +1,4 @@
-"""Requests of a `KVCacheManager` that wait in host memory."""
+"""Requests of a `KVCacheManager` in host memory."""
 
 from __future__ import annotations
 
@@ -20,45 +20,55 @@ class Offloaded:
     """A request in host memory, from `KVCacheManager.offload` until `restore` or `discard`.
 
     Attributes:
-        blocks: how many blocks it had.
-        event: of the last copy, there or back; None on a CPU, where copies are over on return.
+        blocks: number of its blocks.
+        event: end of the last copy in either direction; None on a CPU, where copies are synchronous.
     """
 
     blocks: int
     event: torch.cuda.Event | None
+    # Host rows of its slot and of its blocks; None after `restore` or `discard`.
     _rows: tuple[int, np.ndarray] | None
-    """The row of its slot and those of its blocks; None when it is not here any more."""
+    # Result of `RequestLengths.save` for its slot.
     _lengths: Tensor
-    """What `RequestLengths.save` gave for its slot."""
 
 
 class HostSide:
-    """Host memory for the slots and blocks of requests, which rows of it are free, and what waits for copies."""
+    """Host memory for slots and blocks of requests, with its free rows and pending copies."""
 
     def __init__(self, state: StateStorage, pools: Sequence[PagedKVPool], requests: int, blocks: int) -> None:
         self.slots = HostStates("host_requests", state.slot_tables(), 0, requests, None)
         self.blocks = HostBlockPool(pools, blocks) if pools and blocks else None
         self.free_slots, self.free_blocks = FreeRows(requests), FreeRows(blocks)
         self._layers, self._device = len(pools), state.device
+        # End of the last copy to the host.
         self._saved: torch.cuda.Event | None = None
-        """Of the last way here."""
-        self._leaving: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
+        self._pending: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
 
     def save(self, slot: int, blocks: Sequence[int], lengths: Tensor, stream: torch.cuda.Stream | None) -> Offloaded:
-        """Begin to copy a request. Raises RuntimeError, and nothing is taken, without enough rows."""
+        """Start to copy a request to the host.
+
+        Args:
+            slot: its state slot.
+            blocks: its block ids.
+            lengths: from `RequestLengths.save`.
+            stream: stream of the copy, None for the current one.
+
+        Raises:
+            RuntimeError: not enough free rows. Nothing is allocated.
+        """
         self.settle(lambda: self.free_slots.available > 0 and self.free_blocks.available >= len(blocks))
         if not self.free_slots.available or self.free_blocks.available < len(blocks):
             raise RuntimeError(
-                f"OOM: a request with {len(blocks)} blocks is to go to the host, where {self.free_slots.available} "
-                f"requests and {self.free_blocks.available} blocks are free; restore or discard one, or make the cache "
-                "with more host_requests and host_blocks"
+                f"OOM: a request with {len(blocks)} blocks does not fit in host memory, which has space for "
+                f"{self.free_slots.available} requests and {self.free_blocks.available} blocks; restore or discard a "
+                "request, or construct the cache with more host_requests and host_blocks"
             )
         rows, slot_rows = self.free_blocks.take(len(blocks)), self.free_slots.take(1)
         assert rows is not None and slot_rows is not None
         there, before = int(slot_rows[0]), self._saved
 
         def copy() -> None:
-            self._wait(before)  # both go through the blocks' buffer on the GPU
+            self._wait(before)  # both use the staging buffer on the GPU
             self.slots.save(slot, there)
             if self.blocks is not None:
                 self.blocks.save(self._ids(blocks), torch.from_numpy(rows))
@@ -67,7 +77,14 @@ class HostSide:
         return Offloaded(len(blocks), self._saved, (there, rows), lengths)
 
     def load(self, offloaded: Offloaded, slot: int, blocks: Sequence[int], stream: torch.cuda.Stream | None) -> None:
-        """Begin to copy a request back; its rows are free when that is over."""
+        """Start to copy a request back. Its rows become free when the copy is complete.
+
+        Args:
+            offloaded: the request.
+            slot: its new state slot.
+            blocks: its new block ids.
+            stream: stream of the copy, None for the current one.
+        """
         there, rows = self.rows_of(offloaded)
         before = offloaded.event
 
@@ -83,13 +100,13 @@ class HostSide:
         self.give_back(offloaded)
 
     def rows_of(self, offloaded: Offloaded) -> tuple[int, np.ndarray]:
-        """Raises ValueError for a request that is not here any more."""
+        """Return the rows of a request. Raise ValueError if it has been restored or discarded."""
         if offloaded._rows is None:
-            raise ValueError("the request is not on the host any more: it was restored or discarded")
+            raise ValueError("the request is no longer on the host: it was restored or discarded")
         return offloaded._rows
 
     def give_back(self, offloaded: Offloaded) -> None:
-        """Free its rows, when the last copy of them is over."""
+        """Free the rows of a request when the last copy of them is complete."""
         there, rows = self.rows_of(offloaded)
         offloaded._rows = None
 
@@ -99,19 +116,19 @@ class HostSide:
 
         self.after(offloaded.event, free)
 
-    def after(self, event: torch.cuda.Event | None, give_back: Callable[[], None]) -> None:
-        """Call `give_back` when the copies before `event` are over: at once on a CPU, else in `settle`."""
+    def after(self, event: torch.cuda.Event | None, free: Callable[[], None]) -> None:
+        """Call `free` when the copies before `event` are complete: immediately on a CPU, otherwise in `settle`."""
         if event is None:
-            give_back()
+            free()
         else:
-            self._leaving.append((event, give_back))
+            self._pending.append((event, free))
 
     def settle(self, enough: Callable[[], bool]) -> None:
-        """Give back what copies that are over have left, and wait for others until there is `enough`."""
-        while self._leaving and (self._leaving[0][0].query() or not enough()):
-            event, give_back = self._leaving.popleft()
+        """Free what completed copies have released. Wait for further copies until `enough` returns True."""
+        while self._pending and (self._pending[0][0].query() or not enough()):
+            event, free = self._pending.popleft()
             event.synchronize()
-            give_back()
+            free()
 
     def _wait(self, event: torch.cuda.Event | None) -> None:
         if event is not None:
@@ -121,7 +138,7 @@ class HostSide:
         return torch.tensor(list(blocks), dtype=torch.int64).to(self._device)
 
     def _on(self, stream: torch.cuda.Stream | None, copy: Callable[[], None]) -> torch.cuda.Event | None:
-        """Run `copy` on a stream, the current one by default, behind the work of the current one."""
+        """Run `copy` on `stream`, by default the current stream, after the work of the current stream."""
         if self._device.type != "cuda":
             copy()
             return None

@@ -15,25 +15,24 @@ from dsv4_sglang.model.layer_schedule import AttentionType
 
 
 class StateCachePool:
-    """The state of one layer, `max_requests` slots: by itself, or views of layer `layer` of a storage of all layers.
+    """State of one layer with `max_requests` slots: a pool of its own, or views of layer `layer` of a shared storage.
 
-    Tables, as the ops take them: `ring` [slots, R, width] (R: `LayerCacheSchema.ring_rows`) and `compressor_state`
-    (None for SWA; shape in `LayerCacheSchema.compressor_state_shape`). Everything below is a view of them. Names end in
-    `a` for the window that is open and in `b` for the stream that the next window pools too; k and z are projections, z
-    with the position bias added. Cc and Cp are the rows of a CSA compressor state's rings, n the state copies of an HCA
-    compressor state (`state_rows`): 4, 8, 1 without drafts.
+    Tensors, as the ops take them: `ring` [slots, R, width] (R: `LayerCacheSchema.ring_rows`) and `compressor_state`
+    (None for SWA; shape in `LayerCacheSchema.compressor_state_shape`). All others are views of them. Names end in `a`
+    for the open window and in `b` for the overlapping stream, which the next window pools too; k and z are projections,
+    z with the position bias added. Cc and Cp are the rings' rows of a CSA compressor state, n the copies of an HCA
+    compressor state (`state_rows`): 4, 8 and 1 without drafts. tail_acc is not divided by tail_sum.
 
-    | attribute | shape | who has it |
+    | attribute | shape | layers |
     | --- | --- | --- |
-    | swa_fp8, swa_rope | [slots, R, 448] uint8, [slots, R, 64] bf16 | FP8 rows |
-    | swa_inv | [slots, R] float8_e8m0fnu, the multiplier that dequantises | FP8 rows |
-    | swa_pos | [slots, R] int32, position of each ring row, -1: none | all |
-    | swa_head | [slots] int32, ring row of the next position | all |
+    | swa_fp8, swa_rope | [slots, R, 448] uint8, [slots, R, 64] bf16 | FP8 entries |
+    | swa_inv | [slots, R] float8_e8m0fnu, the multiplier that dequantises | FP8 entries |
+    | swa_pos | [slots, R] int32, position of each ring entry, -1 for none | all |
+    | swa_head | [slots] int32, ring index of the next position | all |
     | tail_ka, tail_za | [slots, Cc, 512] (row t % Cc), HCA [slots, 128, 512] (row t & 127) fp32 | CSA, HCA raw |
     | tail_kb, tail_zb | [slots, Cp, 512] fp32 (row t % Cp) | CSA |
     | index_tail_ka, _za, _kb, _zb | the same with 128 columns | CSA |
-    | tail_max, tail_sum, tail_acc | [slots, 512], with drafts [slots, n, 512] (t tokens: state copy t % n) fp32,
-    accumulator not divided by the sum | HCA online |
+    | tail_max, tail_sum, tail_acc | [slots, 512], with drafts [slots, n, 512] (copy t % n) fp32 | HCA online |
     | tail_len | [slots] int32, tokens in the open window | CSA, HCA |
     """
 
@@ -49,9 +48,9 @@ class StateCachePool:
         if storage is None:
             storage = StateStorage(CacheLayout((schema,), resolve_device(device)), max_requests)
         if storage.num_slots != max_requests:
-            raise ValueError(f"the storage given has {storage.num_slots} slots; expected {max_requests}")
+            raise ValueError(f"the storage has {storage.num_slots} slots; expected {max_requests}")
         if storage.swa_pos is None or storage.swa_head is None:
-            raise ValueError("the storage given keeps no positions; make it with positions=True")
+            raise ValueError("the storage has no position tables; construct it with positions=True")
         self.schema = schema
         self.max_requests = max_requests
         self.device = storage.device
@@ -91,7 +90,7 @@ class StateCachePool:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Every tensor that a slot consists of, slot dimension first."""
+        """All tensors of a slot. The first dimension is the slot."""
         every = (self.ring, self.compressor_state, self.swa_pos, self.swa_head, self.tail_len)
         return [tensor for tensor in every if tensor is not None]
 
@@ -109,12 +108,12 @@ class StateCachePool:
             tensor[dst].copy_(tensor[src])
 
     def memory_bytes(self) -> int:
-        """Bytes of this layer's slots, block padding included; exact for a view of a shared storage too."""
+        """Return the bytes of this layer's slots, block padding included; exact also for a view of a shared storage."""
         return sum(self.max_requests * tensor.stride(0) * tensor.element_size() for tensor in self.tensors)
 
 
 def resume_slot(storage: StateStorage, slot: int, length: int) -> None:
-    """Note in an empty slot that its rings hold the window of a request of `length` tokens, a multiple of 128."""
+    """Set the position tables of an empty slot: its rings hold the window of `length` tokens, a multiple of 128."""
     assert storage.swa_pos is not None and storage.swa_head is not None
     rows = storage.swa_pos.shape[2]
     window = torch.arange(length - WINDOW, length, dtype=torch.int32, device=storage.device)

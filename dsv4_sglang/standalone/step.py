@@ -1,4 +1,4 @@
-"""`Step`: the tokens of one forward, for a program that owns slots and blocks itself."""
+"""`Step`: the tokens of one forward pass, for a program that manages slots and blocks itself."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from dsv4_sglang.cache.step import StepMetadata
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, state_rows
 from dsv4_sglang.standalone.lengths import Claim, Problem, RequestLengths
 
+# Entry of a block table where a request has no block.
 NO_BLOCK = -1
-"""What a block table holds where a request has no block."""
 
 
 class _Requests(NamedTuple):
-    """The B requests of a step: their ids [B], the first token of each and the end [B + 1] int32, the request of each
-    token [T] int64, and whether the step is a decode step."""
+    """The B requests of a step.
+
+    Attributes:
+        ids: [B], their ids.
+        query_start: [B + 1] int32, first token of each, then the number of tokens.
+        owner: [T] int64, request of each token.
+        is_decode: True for a decode step.
+    """
 
     ids: Tensor
     query_start: Tensor
@@ -32,7 +38,9 @@ class _Requests(NamedTuple):
 
 @dataclass
 class _Derived:
-    """What a step derives from its tensors. `problem` [B] int32: of each request, in a step that is not read back."""
+    """Values derived from a step's tensors. `problem` [B] int32 is the problem of each request if the step is not read
+    back.
+    """
 
     metadata: StepMetadata
     requests: _Requests
@@ -42,30 +50,30 @@ class _Derived:
 
 
 class Step:
-    """The tokens of one forward: T tokens of B requests, a request's tokens next to each other and in order.
+    """The tokens of one forward pass: T tokens of B requests. Tokens of a request are contiguous and in order.
 
-    Making a step only keeps the tensors given. What layers take, `metadata`, is derived when first asked for and then
-    kept, so layers that share a step share that work.
+    The constructor only stores the tensors. `metadata` is derived on first use and cached, so layers that share a step
+    share that work.
 
-    The derivation waits for the device once, to learn how many tokens each request has, and raises ValueError for a
+    The derivation waits for the device once, to read the number of tokens of each request, and raises ValueError for a
     step that must not be written. With `tokens_per_request` nothing is read back: the step is a decode step with that
-    many tokens of each request. A step that is derived while a CUDA graph is captured is one too, by default with one
-    token of each request. Replays then read the tensors given, which keep their addresses. A replay cannot raise: it
-    skips the requests that must not be written, like padding, and `KVCacheManager.raise_if_skipped` raises for them.
-    Use a step in one capture only.
+    many tokens of each request. The same holds for a step that is derived while a CUDA graph is captured, by default
+    with one token per request. Replays read the given tensors, which keep their addresses. A replay cannot raise: it
+    skips requests that must not be written, like padding, and `KVCacheManager.raise_if_skipped` raises for them. Use a
+    step in one capture only.
 
     Args:
-        request_slots: [T] int32 or int64 state slot of each token's request, -1 for a token that only pads.
-        positions: [T] int32 or int64 position of each token in its request.
-        request_ids: [T] int, any number that tells the requests of the step apart.
-        block_tables: [slots, blocks] int32 block ids of every state slot's request, -1 where it has none.
-        draft_tokens: tokens of a request that a decode step may write and the next one roll back (`state_rows`). That
-            one then begins at an earlier position.
-        has_blocks: False for a cache of SWA layers alone, whose tokens need no blocks.
-        ring_rows: rows of a slot's window ring, by default those that V4 has for so many draft tokens.
+        request_slots: [T] int32 or int64, state slot of each token's request, -1 for padding tokens.
+        positions: [T] int32 or int64, position of each token in its request.
+        request_ids: [T] int, distinct numbers for the requests of the step.
+        block_tables: [slots, blocks] int32, block ids of every state slot's request, -1 for none.
+        draft_tokens: maximum tokens per request that a decode step may write and the next one roll back (`state_rows`).
+            The next step then begins at an earlier position.
+        has_blocks: False for a cache of SWA layers only, whose tokens need no blocks.
+        ring_rows: entries of a slot's window ring, by default those of V4 for this number of draft tokens.
         tokens_per_request: see above.
-        lengths: tokens of each request in each layer; None: the caller keeps them (`V41Cache`). A step without them is
-            always read back.
+        lengths: tokens of each request in each layer; None if the caller tracks them (`V41Cache`). A step without them
+            is always read back.
     """
 
     def __init__(
@@ -112,17 +120,21 @@ class Step:
 
     @property
     def is_decode(self) -> bool:
-        """True for one token of each request, or as many of each as a cache for drafts takes. Attention then reads the
-        rings, else the window workspace of `append`."""
+        """True for one token of each request, or an equal number of tokens that the cache accepts for drafts.
+
+        Attention then reads the rings, otherwise the window workspace of `append`.
+        """
         return self.metadata.is_decode
 
     @property
     def metadata(self) -> StepMetadata:
-        """What layers take. Its `out_loc` is negative where a position has no block; `check_blocks` rejects that."""
+        """Metadata for the layers. Its `out_loc` is negative if a position has no block; `check_blocks` rejects
+        that.
+        """
         return self._derive().metadata
 
     def _tokens_per_request(self) -> int | None:
-        """None if the step is read back to count them."""
+        """Return the number of tokens per request, None if the step is read back to count them."""
         if self.tokens_per_request is None and self.lengths is not None and _is_recorded(self.positions.device):
             return 1
         return self.tokens_per_request
@@ -135,20 +147,20 @@ class Step:
         return self._derived
 
     def _build(self, recorded: bool) -> _Derived:
-        each = self._tokens_per_request()
-        requests = self._count() if each is None else self._divide(each)
+        per_request = self._tokens_per_request()
+        requests = self._count() if per_request is None else self._divide(per_request)
         first, owner, at = requests.first, requests.owner, self.positions.long()
         slots = self.request_slots[first].int()
-        # A padding request has some slot's blocks, which nobody reads.
+        # A padding request gets the blocks of some slot, which are never read.
         block_table = self.block_tables[slots.long().clamp(0, self.block_tables.shape[0] - 1)]
         out_loc = self._out_loc(block_table[owner], at) if self.has_blocks else at
         problems = self._problems(requests)
         problem = torch.zeros_like(slots)
-        if each is None:
+        if per_request is None:
             self._raise_first(problems, requests)
         else:
             problems[Problem.NO_BLOCK] = (self.request_slots >= 0) & (out_loc < 0)
-            problem = _lowest(problems).view(len(slots), each).amin(1)
+            problem = _lowest(problems).view(len(slots), per_request).amin(1)
             problem = problem.masked_fill(problem > max(Problem), 0)
             slots = slots.masked_fill(problem > 0, -1)
         metadata = StepMetadata.build(
@@ -164,23 +176,23 @@ class Step:
         return _Derived(metadata, requests, problem, recorded)
 
     def _count(self) -> _Requests:
-        """Runs of equal request ids. Waits for the device."""
+        """Find the requests as runs of equal request ids. Waits for the device."""
         ids, owner, counts = torch.unique_consecutive(self.request_ids, return_inverse=True, return_counts=True)
         starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
         starts[1:] = counts.cumsum(0)
-        each, rest = divmod(len(self.positions), max(len(ids), 1))
-        is_decode = not rest and each <= max(self.draft_tokens, 1)
-        return _Requests(ids, starts, owner, is_decode and (each <= 1 or bool((counts == each).all())))
+        per_request, rest = divmod(len(self.positions), max(len(ids), 1))
+        is_decode = not rest and per_request <= max(self.draft_tokens, 1)
+        return _Requests(ids, starts, owner, is_decode and (per_request <= 1 or bool((counts == per_request).all())))
 
-    def _divide(self, each: int) -> _Requests:
-        """`each` tokens of each request."""
+    def _divide(self, tokens_per_request: int) -> _Requests:
+        """Divide the tokens into requests of `tokens_per_request` tokens."""
         tokens, device = len(self.positions), self.positions.device
-        starts = each * torch.arange(tokens // each + 1, dtype=torch.int32, device=device)
-        owner = torch.arange(tokens, device=device) // each
+        starts = torch.arange(tokens // tokens_per_request + 1, dtype=torch.int32, device=device) * tokens_per_request
+        owner = torch.arange(tokens, device=device) // tokens_per_request
         return _Requests(self.request_ids[starts[:-1].long()], starts, owner, True)
 
     def _problems(self, requests: _Requests) -> dict[Problem, Tensor]:
-        """[T] bool each: the tokens that do not belong together."""
+        """Return [T] bool for each kind of problem, True for tokens that have it."""
         first, owner = requests.first, requests.owner
         at, slots, last = self.positions.long(), self.request_slots.long(), self.block_tables.shape[0] - 1
         offset = torch.arange(len(owner), device=owner.device) - first[owner]
@@ -210,14 +222,16 @@ class Step:
 
     @staticmethod
     def _out_loc(blocks: Tensor, at: Tensor) -> Tensor:
-        """[T] int64: block id * 128 + position mod 128; negative where `blocks` [T, blocks] has no block for it."""
+        """Return [T] int64, block id * 128 + position mod 128; negative if `blocks` [T, blocks] has no block for the
+        position.
+        """
         index = at // BLOCK_TOKENS
         block = blocks.gather(1, index.clamp(0, blocks.shape[1] - 1)[:, None]).squeeze(1).long()
         block = block.masked_fill(index >= blocks.shape[1], NO_BLOCK)
         return block * BLOCK_TOKENS + at % BLOCK_TOKENS
 
     def check_blocks(self) -> None:
-        """Raise ValueError for a step with a token that has no block, if the step is read back."""
+        """Raise ValueError if a token has no block and the step is read back."""
         if self._tokens_per_request() is not None:
             return
         missing = (self.request_slots >= 0) & (self.metadata.out_loc < 0)
@@ -229,19 +243,20 @@ class Step:
             )
 
     def begin_append(self, layer: int) -> StepMetadata:
-        """The metadata for the append of a layer, without the requests that the layer must skip.
+        """Return the metadata for the append of a layer, without the requests that the layer must skip.
 
-        Raises ValueError, if the step is read back, for a token without a block and for a request whose tokens in this
-        layer do not end where the step begins; and for a layer that has appended the step already.
+        Raises:
+            ValueError: the layer has already appended the step. If the step is read back, also for a token without a
+                block and for a request whose tokens in this layer do not end where the step begins.
         """
         derived = self._derive()
         if layer in self._appended:
-            raise ValueError(f"layer {layer} has appended this step already; begin another step")
+            raise ValueError(f"layer {layer} has already appended this step; begin another step")
         claim = self._claim(derived, layer)
         return replace(derived.metadata, slots=claim.slots[layer])
 
     def end_append(self, layer: int) -> None:
-        """Note that the layer has the step's tokens."""
+        """Record that the layer has the step's tokens."""
         derived = self._derive()
         assert self.lengths is not None and derived.claim is not None
         self.lengths.commit(layer, derived.claim)
@@ -258,8 +273,8 @@ class Step:
             may_roll_back = step.is_decode and self.draft_tokens > 1
             after = torch.stack((step.prefix_lens + 1 if may_roll_back else end, end), -1)
             given = self.request_slots[derived.requests.first].int()
-            # The last launches write `rows` and `values`, which `append` does not read: in a CUDA graph it begins to
-            # read the batch while the launch before it still runs.
+            # The last launches of `claim` write `rows` and `values`, which `append` does not read: in a CUDA graph
+            # `append` starts to read the batch while the launch before it still runs.
             derived.claim = lengths.claim(given, step.prefix_lens, after, derived.problem)
             lengths.claimed_by = self
             if self._tokens_per_request() is None:
@@ -278,11 +293,11 @@ def _is_recorded(device: torch.device) -> bool:
 
 
 def _repeats(values: Tensor) -> Tensor:
-    """[n] bool: an earlier value is equal."""
+    """Return [n] bool, True if an earlier value is equal."""
     return (values[:, None] == values).tril(-1).any(1)
 
 
 def _lowest(problems: dict[Problem, Tensor]) -> Tensor:
-    """[T] int32: the lowest number of the problems of each token, a number above all of them where there is none."""
+    """Return [T] int32, the lowest problem number of each token, a number above all problems if it has none."""
     none = max(Problem) + 1
     return torch.stack([none + (problem - none) * wrong.int() for problem, wrong in problems.items()]).amin(0)

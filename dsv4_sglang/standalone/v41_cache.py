@@ -1,4 +1,4 @@
-"""`V41Cache`: the pools of a DeepSeek-V4.1 model by themselves, without a server."""
+"""`V41Cache`: the pools of a DeepSeek-V4.1 model without a server."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from dsv4_sglang.standalone.step import NO_BLOCK, Step
 
 
 class V41Cache:
-    """`num_slots` state slots, `num_blocks` blocks of 128 tokens and `snapshots` of states at multiples of 128.
+    """Pools of `num_slots` state slots, `num_blocks` blocks of 128 tokens and `snapshots` of states at multiples of
+    128.
 
-    A block id stands for 128 tokens in every layer that owns entries at once. Who owns which slot and block is the
-    caller's to say: `block_tables` [num_slots, num_blocks] int32 has the block ids of each slot's request in the order
-    of its tokens, -1 behind them. Slots need no clearing for a new owner; a request that resumes from a snapshot
+    A block id stands for 128 tokens in every layer that owns entries. The caller manages the ownership of slots and
+    blocks: it writes to `block_tables` [num_slots, num_blocks] int32 the block ids of each slot's request in the order
+    of its tokens, then -1. Slots need not be cleared for a new request. A request that resumes from a snapshot
     (`state.load`) shares the blocks before it.
 
-    With `draft_tokens` d above 1 a step may have up to d tokens of each request, as many of each, and the next step may
-    take back all but the first of them. `draft_layers`: DSPARK's stages behind the model's layers.
+    With `draft_tokens` d above 1 a step may have up to d tokens of each request, the same number for each, and the next
+    step may roll back all but the first of them. `draft_layers`: number of DSPARK's stages after the model's layers.
 
     Attributes:
-        schedule, layout: the layers, and what they store.
-        state: rings, compressor states, and snapshots (`StateStorage.store`, `load`).
-        pools: one a layer, None where it owns no entries.
+        schedule, layout: the layers and what they store.
+        state: rings, compressor states and snapshots (`StateStorage.store`, `load`).
+        pools: one per layer, None for layers without entries of their own.
     """
 
     def __init__(
@@ -56,8 +57,12 @@ class V41Cache:
     def begin_step(
         self, request_slots: Tensor, positions: Tensor, request_ids: Tensor, track_slots: Tensor | None = None
     ) -> V41Step:
-        """The tokens of a forward, see `Step`, which says what is rejected. `track_slots` [T] int32: the state slot
-        that takes this token's window row too, for a snapshot, or -1."""
+        """Return a step for the tokens of a forward pass.
+
+        Args:
+            request_slots, positions, request_ids: see `Step`, which also defines what is rejected.
+            track_slots: [T] int32, state slot that also receives this token's window entry, for a snapshot, or -1.
+        """
         step = Step(
             request_slots,
             positions,
@@ -71,5 +76,5 @@ class V41Cache:
         return V41Step(self.config, self.schedule, self.state, self.pools, metadata)
 
     def memory_bytes(self) -> int:
-        """Bytes of all pools."""
+        """Return the bytes of all pools."""
         return self.state.memory_bytes() + sum(pool.memory_bytes() for pool in self.pools if pool is not None)

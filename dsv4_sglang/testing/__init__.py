@@ -1,1 +1,1 @@
-"""What it takes to try and to check the package without a released checkpoint: a tiny one, and its oracle."""
+"""Tools to try and to check the package without a released checkpoint: tiny random checkpoints and oracles for them."""

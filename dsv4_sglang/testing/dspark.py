@@ -1,14 +1,16 @@
-"""A checkpoint's DSPARK head in fp32: what SGLang's draft model has to compute for one block of drafts.
+"""A checkpoint's DSPARK head in fp32: the reference for SGLang's draft model for one block of drafts.
 
-transformers has no such head, but its stages are window-only decoder layers, behind them a collapse of the streams and
-a norm (`models/deepseek_v4_dspark.py` of SGLang): they are loaded as a DeepseekV4ForCausalLM of as many layers that
-shares embedding and head. A block begins with the last token that is decided, at position L, and goes on with tokens
-that stand for those to be drafted. All of its queries see all of it and, as the context, the 128 positions before it:
+transformers has no such head. But its stages are window-only decoder layers, followed by a collapse of the residual
+streams and a norm (`models/deepseek_v4_dspark.py` of SGLang), so they are loaded as a DeepseekV4ForCausalLM with as
+many layers, which shares embedding and head. A block begins with the last accepted token, at position L, followed by
+placeholder tokens for the drafts. All of its queries attend to the whole block and, as context, to the 128 positions
+before it:
 
-    context row of stage s at p = rope(kv_norm(wkv(main_norm(main_proj(hidden[p])))))
+    context entry of stage s at p = rope(kv_norm(wkv(main_norm(main_proj(hidden[p])))))
     logits[j] = head(norm(collapse(streams[j]))) + markov_w2 markov_w1[token j]
 
-hidden[p]: means of the target's residual streams behind some of its layers. Token 0 is the decided one, others drafts.
+hidden[p]: means of the target's residual streams after some of its layers. Token 0 is the accepted one, the others are
+drafts.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _OWN = ("main_proj", "main_norm", "markov_head", "confidence_head")
 
 
 class _Context:
-    """In the place of a cache: rows [1, 1, n, 512] of each stage, in front of those of the step."""
+    """Stands in for a KV cache: entries [1, 1, n, 512] of each stage, which precede those of the step."""
 
     def __init__(self, rows: list[Tensor]) -> None:
         self.rows = rows
@@ -40,7 +42,7 @@ class _Context:
 
 
 class DSpark:
-    """The head of a checkpoint folder. Raises ValueError for a checkpoint without one."""
+    """The DSPARK head of a checkpoint folder. Raises ValueError for a checkpoint without one."""
 
     def __init__(self, folder: str | Path) -> None:
         config = DeepseekV4Config.from_pretrained(str(folder), local_files_only=True)
@@ -71,7 +73,7 @@ class DSpark:
         self.biases = tensors[last + "markov_w2.weight"].float()
 
     def hidden(self, oracle: Oracle, ids: Sequence[int]) -> Tensor:
-        """fp32 [len(ids), target layers * hidden]: what the head reads of the target."""
+        """Return fp32 [len(ids), target layers * hidden], the target's hidden states that the head takes."""
         found: dict[int, Tensor] = {}
         layers = oracle.model.model.layers
         hooks = [
@@ -87,10 +89,11 @@ class DSpark:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, tokens: Sequence[int]) -> Tensor:
-        """fp32 [block, vocab] of a block behind `hidden` [L, target layers * hidden]: row j is what draft j is chosen
-        by.
+        """Return fp32 [block, vocab], the logits of a block. Row j is for draft j.
 
-        tokens: the decided token at position L and the drafts that were chosen, of which the last says nothing here.
+        Args:
+            hidden: [L, target layers * hidden], hidden states of the positions before the block.
+            tokens: the accepted token at position L and the chosen drafts. The last draft has no effect.
         """
         model, length = self.model.model, hidden.shape[0]
         first = max(0, length - WINDOW)

@@ -1,6 +1,6 @@
-"""One attention layer of one request, from the formulas (SPEC 1.3, 2 to 4), in fp32 and without any cache.
+"""One attention layer of one request, from the formulas (SPEC 1.3, 2 to 4), in fp32 and without a cache.
 
-Written for being obviously right: one query at a time over rows made from the whole sequence.
+Written to be obviously correct: one query at a time over entries of the whole sequence.
 """
 
 from __future__ import annotations
@@ -18,11 +18,21 @@ EPS = 1e-6
 
 @dataclass
 class FormulaInputs:
-    """Projections of T tokens and the layer's weights, fp32. None where the layer kind has no such thing.
+    """Projections of T tokens and the layer's weights, fp32. None if the kind of layer does not have them.
 
-    kv [T, 512]; kv_score [T, 4 x 512] = [prev k | cur k | prev z | cur z] for CSA, [T, 2 x 512] = [k | z] for HCA;
-    index_kv_score [T, 4 x 128]; q [T, H, 512] before RoPE; index_q [T, Hi, 128] before RoPE; index_weights [T, Hi];
-    ape [ratio, 1024 or 512]; index_ape [4, 256]; sink [H].
+    Attributes:
+        ratio: compression ratio, 0, 4 or 128.
+        kv: [T, 512].
+        kv_norm, entry_norm: [512].
+        q: [T, H, 512], before RoPE.
+        sink: [H].
+        kv_score: CSA [T, 4 x 512] = [prev k | cur k | prev z | cur z], HCA [T, 2 x 512] = [k | z].
+        ape: [ratio, 1024 or 512].
+        index_kv_score: [T, 4 x 128].
+        index_norm: [128].
+        index_ape: [4, 256].
+        index_q: [T, Hi, 128], before RoPE.
+        index_weights: [T, Hi].
     """
 
     ratio: int
@@ -45,7 +55,9 @@ class FormulaInputs:
 
 
 def frequencies(ratio: int) -> Tensor:
-    """fp32 [32]: base 10000 for window layers, 160000 with YaRN (factor 16, original length 65536) for the others."""
+    """Return fp32 [32]: base 10000 for window layers, 160000 with YaRN (factor 16, original length 65536) for the
+    others.
+    """
     powers = torch.arange(32, dtype=torch.float32) / 32
     if ratio == 0:
         return 10000.0**-powers
@@ -55,7 +67,7 @@ def frequencies(ratio: int) -> Tensor:
 
 
 def rope(x: Tensor, positions: Tensor, ratio: int, inverse: bool = False) -> Tensor:
-    """Turn the pairs of the last 64 dims of x [T, ..., D] by position times frequency."""
+    """Rotate the pairs of the last 64 dims of x [T, ..., D] by position times frequency."""
     angle = positions.float()[:, None] * frequencies(ratio)
     rotation = torch.polar(torch.ones_like(angle), -angle if inverse else angle)
     pairs = torch.view_as_complex(x[..., -64:].reshape(*x.shape[:-1], 32, 2).contiguous())
@@ -68,7 +80,7 @@ def _normalised(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _entries(score: Tensor, ape: Tensor, norm: Tensor, ratio: int) -> Tensor:
-    """[T // ratio, D] pooled, normalised and rotated entries: the main compressor's or the indexer's."""
+    """Return the entries [T // ratio, D] of the main compressor or the indexer's: pooled, normalised and rotated."""
     dim = norm.shape[0]
     rows = []
     for i in range(len(score) // ratio):
@@ -88,9 +100,13 @@ def _entries(score: Tensor, ape: Tensor, norm: Tensor, ratio: int) -> Tensor:
 
 
 def layer_output(x: FormulaInputs, topk: int, row: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
-    """fp32 [T, H, 512]: attention output of every token, with the inverse RoPE applied, before the output projection.
+    """Return the attention output of every token, fp32 [T, H, 512], after the inverse RoPE, before the output
+    projection.
 
-    `row` is what storing does to finished rows [n, 512]; index keys are never rounded.
+    Args:
+        x: inputs of the layer.
+        topk: entries that a token selects.
+        row: rounding of finished entries [n, 512] when they are stored. Index keys are never rounded.
     """
     t = torch.arange(len(x.kv))
     window = row(rope(_normalised(x.kv, x.kv_norm), t, x.ratio))

@@ -1,13 +1,13 @@
-"""The NextN (MTP) block of a checkpoint in fp32, over full sequences: what SGLang's draft model has to compute.
+"""The NextN (MTP) block of a checkpoint in fp32, over full sequences: the reference for SGLang's draft model.
 
-transformers has no such block, but all of it behind its input is a window-only decoder layer, a collapse of the streams
-and a norm (SPEC 4.6): it is loaded as a DeepseekV4ForCausalLM of one layer that shares embedding and head. Position p
-takes the target's residual streams behind its last layer at p and the embedding of token p + 1, and predicts token
-p + 2 (DeepSeek-V3's report, section 2.2, per stream; `models/deepseek_v4_nextn.py` of SGLang):
+transformers has no such block. But after its input it is a window-only decoder layer, a collapse of the residual
+streams and a norm (SPEC 4.6), so it is loaded as a DeepseekV4ForCausalLM with one layer, which shares embedding and
+head. Position p takes the target's residual streams after its last layer at p and the embedding of token p + 1, and
+predicts token p + 2 (DeepSeek-V3's report, section 2.2, per stream; `models/deepseek_v4_nextn.py` of SGLang):
 
     x[p] = h_proj(hnorm(streams[p])) + e_proj(enorm(embedding(token[p + 1])))
 
-The block's own streams stand in for the target's where it drafts on from its own token.
+For further drafts the block's own streams replace the target's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BEHIND_THE_LAYER = ("norm.", "hc_head_")
 
 
 def _as_one_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The block's tensors by the names that a checkpoint of one layer gives them."""
+    """Rename the block's tensors as in a checkpoint with one layer."""
     named = {name: tensors[name] for name in ("embed.weight", "head.weight")}
     for name, tensor in tensors.items():
         part = name.removeprefix(BLOCK)
@@ -41,7 +41,7 @@ def _as_one_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class NextN:
-    """The block of a checkpoint folder. Raises ValueError for a checkpoint without one."""
+    """The NextN block of a checkpoint folder. Raises ValueError for a checkpoint without one."""
 
     def __init__(self, folder: str | Path) -> None:
         tensors = load_file(Path(folder) / "model.safetensors")
@@ -53,7 +53,7 @@ class NextN:
         self.model = DeepseekV4ForCausalLM.from_pretrained(
             None, config=config, state_dict=_as_one_layer(tensors), dtype=torch.float32, attn_implementation="eager"
         ).eval()
-        self.config = self.model.config  # unlike the one above, it says that attention is eager: masks depend on that
+        self.config = self.model.config  # unlike `config`, it has the eager attention setting, on which masks depend
         width = config.hidden_size
         self.enorm = hf.DeepseekV4RMSNorm(width, eps=config.rms_norm_eps)
         self.hnorm = hf.DeepseekV4RMSNorm(width, eps=config.rms_norm_eps)
@@ -66,9 +66,12 @@ class NextN:
     def forward(
         self, tokens: Sequence[int], streams: Tensor, cache: DynamicCache | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(logits [n, vocab], streams [n, hc_mult, hidden]), fp32, of the n positions that follow those in `cache`.
+        """Return logits [n, vocab] and streams [n, hc_mult, hidden], fp32, of the n positions after those in `cache`.
 
-        tokens: the n tokens one position ahead. streams: fp32 [n, hc_mult, hidden].
+        Args:
+            tokens: the n tokens one position ahead.
+            streams: fp32 [n, hc_mult, hidden].
+            cache: KV cache of the block; None for an empty one.
         """
         model = self.model.model
         cache = cache if cache is not None else DynamicCache(config=self.config)
@@ -92,15 +95,20 @@ class NextN:
         return self.model.lm_head(model.norm(model.hc_head(out)))[0], out[0]
 
     def accept_lengths(self, oracle: Oracle, tokens: Sequence[int], prompt: int, steps: int = 3) -> list[int]:
-        """Tokens that each verify step of greedy speculation adds, bonus included (1 .. steps + 1).
+        """Return the number of tokens that each verify step of greedy speculation adds, bonus token included (1 ..
+        steps + 1).
 
-        tokens: a prompt of `prompt` tokens and the target's greedy continuation. Steps that would draft past its end
-        are left out.
+        Args:
+            oracle: the target model.
+            tokens: a prompt and the target's greedy continuation. Steps whose drafts would go beyond its end are
+                omitted.
+            prompt: length of the prompt.
+            steps: number of drafts per step.
         """
         streams = oracle.streams(tokens)
         cache = DynamicCache(config=self.config)
         lengths: list[int] = []
-        written, known = 0, prompt + 1  # positions in the cache; tokens that are decided
+        written, known = 0, prompt + 1  # positions in the cache; number of accepted tokens
         while known + steps <= len(tokens):
             logits, own = self.forward(tokens[written + 1 : known], streams[written : known - 1], cache)
             written = known - 1

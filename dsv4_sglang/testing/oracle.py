@@ -1,7 +1,7 @@
-"""The oracle: transformers' DeepseekV4ForCausalLM in fp32, as it is or with its cache rows fake-quantised.
+"""The oracle: transformers' DeepseekV4ForCausalLM in fp32, optionally with fake-quantised KV entries.
 
-Nothing of transformers is patched. Rows are quantised in an attention function that this module registers (every row
-that a query can see passes through it, normalised and rotated), index keys and queries in a hook of the scorer.
+Nothing in transformers is patched. KV entries are quantised in an attention function that this module registers (every
+entry that a query can see passes through it, normalised and rotated), index keys and queries in a hook of the scorer.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _ROW_ROUNDING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"bf16": bf16
 
 def _attention_over(rounding: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     def attention(module: Any, query: Any, key: torch.Tensor, value: Any, mask: Any, **kwargs: Any) -> Any:
-        # A row is key and value at once. Rows that transformers' cache holds are rounded again at each read: the
-        # rounding is a function of the row, so a row always reads the same.
+        # An entry is both key and value. Entries in transformers' cache are rounded again at each read, which does not
+        # change them: the rounding is a function of the entry.
         rows = rounding(key)
         return hf.eager_attention_forward(module, query, rows, rows, mask, **kwargs)
 
@@ -41,10 +41,12 @@ for _name, _rounding in _ROW_ROUNDING.items():
 
 @dataclass(frozen=True)
 class Score:
-    """What the oracle says about tokens that somebody generated; all of length n.
+    """The oracle's score of n generated tokens.
 
-    logprobs: log p of each token. best: the token that the oracle would have taken. margin: log p(best) - log p(token),
-    0 where they agree; a small one is a near tie.
+    Attributes:
+        logprobs: [n], log p of each token.
+        best: [n], the token with the highest p.
+        margin: [n], log p(best) - log p(token), 0 if they are equal. A small margin is a near tie.
     """
 
     logprobs: torch.Tensor
@@ -53,7 +55,7 @@ class Score:
 
 
 def score_of(logits: torch.Tensor, generated: Sequence[int]) -> Score:
-    """`logits` [n, vocab], each row of the tokens before the n `generated` ones."""
+    """Return the score of the n tokens `generated`. Row i of `logits` [n, vocab] predicts token i."""
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, torch.tensor(list(generated))[:, None])[:, 0]
     top = logprobs.max(dim=-1)
@@ -88,7 +90,14 @@ class Oracle:
     def logits(
         self, ids: Sequence[int], rows: KVFormat = "fp32", keys: KeyFormat = "fp32", chunk: int | None = None
     ) -> torch.Tensor:
-        """fp32 [len(ids), vocab] on the CPU: row i predicts token i + 1. In one forward, or in `chunk`s of tokens."""
+        """Return fp32 [len(ids), vocab] on the CPU. Row i predicts token i + 1.
+
+        Args:
+            ids: token ids.
+            rows: KV format to which entries are rounded.
+            keys: format to which index keys and queries are rounded.
+            chunk: tokens per forward pass; None for all at once.
+        """
         self._select(rows, keys)
         tokens = torch.tensor([list(ids)], device=self.device)
         cache = DynamicCache(config=self.model.config)
@@ -96,7 +105,7 @@ class Oracle:
         return torch.cat([self.model(part, past_key_values=cache, use_cache=True).logits[0].cpu() for part in parts])
 
     def streams(self, ids: Sequence[int], chunk: int | None = None) -> torch.Tensor:
-        """fp32 [len(ids), hc_mult, hidden] on the CPU: the residual streams behind the last layer."""
+        """Return the residual streams after the last layer, fp32 [len(ids), hc_mult, hidden] on the CPU."""
         parts: list[torch.Tensor] = []
         hook = self.model.model.layers[-1].register_forward_hook(lambda _m, _args, out: parts.append(out[0].cpu()))
         try:
@@ -113,19 +122,24 @@ class Oracle:
         keys: KeyFormat = "fp32",
         chunk: int | None = None,
     ) -> Score:
-        """Teacher-forced: every token of `generated` given the prompt and the generated tokens before it.
+        """Return the teacher-forced score of every token of `generated`.
 
-        `chunk` as in `logits`: in chunks of 128, 740 tokens take a third of the time, because each sees the window and
-        not all rows.
+        With chunks of 128, 740 tokens take a third of the time, because each attends to the window only instead of all
+        entries.
+
+        Args:
+            prompt: token ids.
+            generated: token ids after the prompt.
+            rows, keys, chunk: as in `logits`.
         """
         return score_of(self.logits([*prompt, *generated][:-1], rows, keys, chunk)[len(prompt) - 1 :], generated)
 
     @torch.no_grad()
     def selection_gap(self, ids: Sequence[int], rows: KVFormat = "fp32", keys: KeyFormat = "fp32") -> torch.Tensor:
-        """[len(ids)]: how near the indexer is to selecting another entry.
+        """Return [len(ids)], the relative distance of the indexer from another selection.
 
-        (last selected score - first that is not) / |last selected|, the smallest of all layers; infinite where all
-        entries are selected. Rounding in fp32 changes a score by some 1e-6 of it.
+        The value is (last selected score - first one not selected) / |last selected|, the minimum over all layers;
+        infinite if all entries are selected. fp32 rounding changes a score by about 1e-6 of its value.
         """
         gaps = torch.full((len(ids),), float("inf"))
         top, ratio = self.model.config.index_topk, 4
@@ -151,7 +165,16 @@ class Oracle:
     def greedy(
         self, prompt: Sequence[int], count: int, rows: KVFormat = "fp32", keys: KeyFormat = "fp32"
     ) -> tuple[list[int], torch.Tensor]:
-        """(tokens, fp32 [count] their log p): the likeliest token `count` times, through the model's own cache."""
+        """Generate greedily through the model's own cache.
+
+        Args:
+            prompt: token ids.
+            count: number of tokens to generate.
+            rows, keys: as in `logits`.
+
+        Returns:
+            The tokens and their log p, fp32 [count].
+        """
         self._select(rows, keys)
         cache = DynamicCache(config=self.model.config)
         step = torch.tensor([list(prompt)], device=self.device)

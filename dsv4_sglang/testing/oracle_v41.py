@@ -1,7 +1,7 @@
 """The oracle of DeepSeek-V4.1: the whole model in fp32 from SPEC 11's formulas, over full sequences, without a cache.
 
-No release of transformers has the model. What this computes was compared with DeepSeek's own code (SPEC 11.7). What the
-cache holds is rounded as the cache rounds it, and so are index queries; all else is fp32.
+No release of transformers has the model. The results were compared with those of DeepSeek's own code (SPEC 11.7).
+Contents of the cache are rounded as in the cache, and so are index queries; everything else is fp32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _bf16(x: Tensor) -> Tensor:
 
 
 class OracleV41:
-    """The model of a checkpoint folder: text alone, without Engram layers."""
+    """The model of a checkpoint folder: text only, without Engram layers."""
 
     def __init__(self, folder: str | Path) -> None:
         self.config = json.loads((Path(folder) / "config.json").read_text())["text_config"]
@@ -37,16 +37,19 @@ class OracleV41:
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int], chunk: int | None = None) -> Tensor:
-        """fp32 [len(ids), vocab]: row i predicts token i + 1. `chunk`: tokens that attend at a time, in less memory."""
+        """Return fp32 [len(ids), vocab]. Row i predicts token i + 1.
+
+        `chunk` limits the number of tokens that attend at once, to save memory.
+        """
         return _Forward(self.config, self.weights, len(ids), chunk).logits(ids)
 
     def score(self, prompt: Sequence[int], generated: Sequence[int], chunk: int | None = None) -> Score:
-        """Teacher-forced: every token of `generated` given the prompt and the generated tokens before it."""
+        """Return the teacher-forced score of every token of `generated`."""
         return score_of(self.logits([*prompt, *generated][:-1], chunk)[len(prompt) - 1 :], generated)
 
 
 class _Forward:
-    """One pass over `tokens` positions; what a layer hands to those behind it."""
+    """One pass over `tokens` positions, and the values that layers share."""
 
     def __init__(self, config: dict[str, Any], weights: dict[str, Tensor], tokens: int, chunk: int | None) -> None:
         self.config, self.weights, self.chunk = config, weights, chunk or tokens
@@ -63,7 +66,8 @@ class _Forward:
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         streams = self.weights["embed.weight"][list(ids)][:, None].repeat(1, self.config["hc_mult"], 1)
-        # A sublayer takes the streams by the weights that the one before it computed; the first takes the first stream.
+        # A sublayer collapses the streams with weights that the previous one computed; the first one uses the first
+        # stream.
         collapse = torch.zeros(streams.shape[:2])
         collapse[:, 0] = 1
         for layer in range(self.config["num_hidden_layers"]):
@@ -125,8 +129,9 @@ class _Forward:
         return self.linear(torch.einsum("tgd,grd->tgr", grouped, wo_a).flatten(1), f"{prefix}.wo_b")
 
     def read(self, q: Tensor, window: Tensor, at: Tensor, ratio: int, sink: Tensor) -> Tensor:
-        """[n, heads, 512]: what the queries `q` of the tokens `at` [n] read of the window rows of all tokens and of the
-        entries."""
+        """Return [n, heads, 512], the attention of the queries `q` of tokens `at` [n] over window entries and
+        compressed entries.
+        """
         positions = torch.arange(max(0, int(at[0]) - WINDOW + 1), int(at[-1]) + 1)
         age = at[:, None] - positions
         rows, sees = window[positions], (age >= 0) & (age < WINDOW)
@@ -138,7 +143,9 @@ class _Forward:
         return torch.einsum("htr,rd->thd", logits.softmax(-1)[..., :-1], rows)
 
     def write_entries(self, x: Tensor, prefix: str, ratio: int) -> None:
-        """`entries` [n, 512] and `keys` [n, 128] of this layer, which those behind it read until the next source."""
+        """Compute `entries` [n, 512] and `keys` [n, 128] of this layer, which later layers use until the next source
+        layer.
+        """
         pooled = self.linear(x, f"{prefix}.compressor.wkv")
         if ratio > 1:
             whole = len(x) // ratio * ratio
@@ -153,7 +160,7 @@ class _Forward:
         self.entries, self.keys = v41_entries(rope(latents, first, ratio)), v41_keys(rope(keys, first, ratio))
 
     def select(self, x: Tensor, latent: Tensor, prefix: str, layer: int) -> None:
-        """`selected` [tokens, n]: the entries that each token reads."""
+        """Compute `selected` [tokens, n], True for the entries that each token attends to."""
         config = self.config
         query = self.linear(latent, f"{prefix}.indexer.wq_b").unflatten(-1, (config["index_n_heads"], -1))
         similar = torch.einsum("thd,nd->thn", mxfp4(_bf16(rope(query, self.at, self.ratio))), self.keys).relu()
@@ -167,12 +174,14 @@ class _Forward:
         self.selected = self.best(scores, config["index_topk"])
 
     def best(self, scores: Tensor, count: int) -> Tensor:
-        """Bool, as `scores`: the `count` highest of each row that are not -inf."""
+        """Return a mask of the `count` highest scores of each row that are not -inf."""
         top = scores.topk(min(count, scores.shape[1]), -1)
         return torch.zeros_like(scores, dtype=torch.bool).scatter(1, top.indices, top.values > -math.inf)
 
     def best_blocks(self, scores: Tensor, visible: Tensor) -> Tensor:
-        """Bool, as `scores`: the blocks with the highest scores, and always the one with the newest visible entry."""
+        """Return a mask of the blocks with the highest scores, always including the one with the newest visible
+        entry.
+        """
         size, entries = self.config["candidate_block_size"], scores.shape[1]
         blocks = F.pad(scores, (0, -entries % size), value=-math.inf).unflatten(1, (-1, size)).amax(-1)
         newest = torch.arange(blocks.shape[1]) == ((visible - 1) // size)[:, None]

@@ -1,4 +1,6 @@
-"""The ops on one layer of each kind against `formula`: what `dsv4-sglang doctor` runs on the user's own machine."""
+"""Comparison of the ops with `formula` on one layer of each kind, which `dsv4-sglang doctor` runs on the user's
+machine.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,22 @@ from dsv4_sglang.testing.formula import EPS, FormulaInputs, frequencies, layer_o
 from dsv4_sglang.testing.quantise import fp8_entries
 
 HEADS = INDEX_HEADS = 64
-PREFILL, TOKENS = 133, 140  # a chunk over the edge of a block, then single tokens that close a CSA window
+PREFILL, TOKENS = 133, 140  # a chunk across a block boundary, then single tokens that complete a CSA window
 BLOCKS = 4
 SLOT = 1
 
 
 @dataclass(frozen=True)
 class Formats:
-    """dtype of projections and queries; formats of rows and keys; what storing does to a row; entries selected."""
+    """Formats of a comparison.
+
+    Attributes:
+        dtype: dtype of projections and queries.
+        rows: KV format.
+        keys: format of the index keys.
+        stored: rounding of entries when they are stored.
+        topk: entries that a token selects.
+    """
 
     dtype: torch.dtype
     rows: KVFormat
@@ -37,17 +47,20 @@ class Formats:
 
     @property
     def unwritten(self) -> float:
-        """Fills tables, so that whatever is read before it is written shows: nan, as e4m3 and exponent bytes too."""
+        """Fill value of KV buffers: NaN, also as e4m3 and exponent bytes, so that a read of unwritten memory is
+        detected.
+        """
         return 127 if self.rows is KVFormat.FP8 else float("nan")
 
 
-# Exact tables can show a wrong selection; the served ones select everything, since FP4 scores order entries otherwise.
+# Exact formats can detect a wrong selection. The served formats select everything, because FP4 changes the order of
+# scores.
 EXACT = Formats(torch.float32, KVFormat.FP32, KeyFormat.FP32, lambda rows: rows, topk=16)
 SERVED = Formats(torch.bfloat16, KVFormat.FP8, KeyFormat.MXFP4, fp8_entries, topk=512)
 
 
 def random_inputs(ratio: int, seed: int = 0) -> FormulaInputs:
-    """Random projections and weights of one layer, on the CPU."""
+    """Return random projections and weights of one layer, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
@@ -75,7 +88,7 @@ def random_inputs(ratio: int, seed: int = 0) -> FormulaInputs:
 
 
 class _Layer:
-    """Tables of one layer on a device, and one step of a server through them."""
+    """Cache tensors of one layer on a device. `step` runs one step of a server."""
 
     def __init__(self, x: FormulaInputs, formats: Formats, device: torch.device) -> None:
         self.x, self.formats, self.device = x.to(device), formats, device
@@ -95,7 +108,7 @@ class _Layer:
         return torch.full((SLOT + 1, rows, width), float("nan"), device=self.device)
 
     def step(self, step: StepMetadata, tokens: slice) -> Tensor:
-        """Append and attend the request's tokens `tokens`; returns [n, H, 512]."""
+        """Run append and attend for the request's tokens `tokens`. Returns [n, H, 512]."""
         x, dtype, rows_as, keys_as = self.x, self.formats.dtype, self.formats.rows.code, self.formats.keys.code
         window = None if step.is_decode else self._rows(1, step.window_size)
 
@@ -127,7 +140,7 @@ class _Layer:
 
 
 def _steps(device: torch.device, topk: int) -> list[tuple[StepMetadata, slice]]:
-    """One prefill and the decode steps after it, for a request in scattered blocks."""
+    """Return one prefill step and the decode steps after it, for a request in noncontiguous blocks."""
 
     def ints(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
@@ -167,10 +180,15 @@ def _steps(device: torch.device, topk: int) -> list[tuple[StepMetadata, slice]]:
 
 
 def layer_error(ratio: int, device: torch.device | str, formats: Formats = EXACT) -> float:
-    """Relative L2 distance of the ops to the formulas for one layer of ratio 0, 4 or 128: the worst token's.
+    """Return the relative L2 distance of the ops from the formulas for one layer, of the worst token.
 
-    EXACT: 1e-6 on a CPU, 1e-3 where a GPU multiplies in tf32. SERVED: a percent or two, from rounding to bf16 and then
-    falling on the other side of an FP8 step.
+    Expected values. EXACT: 1e-6 on a CPU, 1e-3 on a GPU that multiplies in tf32. SERVED: 1 to 2 percent, because values
+    that differ after the rounding to bf16 can be rounded to different FP8 values.
+
+    Args:
+        ratio: compression ratio of the layer, 0, 4 or 128.
+        device: device of the ops.
+        formats: formats of the comparison.
     """
     device = resolve_device(device)
     inputs = random_inputs(ratio)

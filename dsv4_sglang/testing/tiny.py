@@ -1,22 +1,22 @@
 """A seeded random DeepSeek-V4 checkpoint: real shapes where they matter to the cache, small everywhere else.
 
-What a cache is sensitive to is as in DeepSeek-V4-Flash: head_dim 512 with 64 RoPE dims, 64 query heads, 64 index
-heads of 128, window 128, ratios 0/4/128 and the entry of the MTP block, the RoPE tables, the sink, hyper-connections,
-hash and learned routing. Tensor names and dtypes are those of DeepSeek's files; the weights are not quantised, and
-every value is exact in bf16, so that a attention kernel in fp32 and one in bf16 hold the same numbers.
+Everything that the cache depends on is as in DeepSeek-V4-Flash: head_dim 512 with 64 RoPE dims, 64 query heads, 64
+index heads of 128, window 128, ratios 0/4/128 and the entry of the MTP block, the RoPE tables, the sink,
+hyper-connections, hash and learned routing. Tensor names and dtypes are those of DeepSeek's files. The weights are not
+quantised, and every value is exact in bf16, so that loading in fp32 and in bf16 gives the same numbers.
 
-Expert choice does not depend on rounding. The first `n_routed_experts` channels of the residual stream carry the
-class of the token (one-hot); no layer writes to them, and hyper-connections keep what all streams share, so each
-learned router sees the class with full strength and chooses that class's experts by a wide margin. Its other weights
-are small: they only vary the experts' shares.
+The choice of experts does not depend on rounding. The first `n_routed_experts` channels of the residual stream carry
+the class of the token (one-hot). No layer writes to them, and hyper-connections preserve what all streams share. So
+each learned router sees the class with full strength and chooses that class's experts by a wide margin. Its other
+weights are small and only vary the weights of the experts.
 
-What drafts for speculative decoding is written on request. With a NextN block (MTP), drafts must be right some of the
-time, and nothing that one layer computes foretells what six random layers put out. So the output head alone is made
-foreseeable: each printable character has a successor, all of them form one cycle, and the character's own embedding
-adds to its successor's logit about as much as the likeliest of the other tokens has. The rest of the model decides
-whether greedy text follows the cycle, which it does about half of the time; the block, whose streams are mostly the
-embedding, drafts along it. The layers' tensors are those of the checkpoint without the block. A DSPARK
-head's stages are random; its first-order bias knows the cycle.
+Tensors for speculative decoding are written on request. With a NextN block (MTP), drafts must be right some of the
+time, but one layer cannot predict the output of six random layers. So only the output head is made predictable. Each
+printable character has a successor, and all of them form one cycle. A character's own embedding adds to its successor's
+logit about as much as the logit of the likeliest other token. The rest of the model decides whether greedy text follows
+the cycle, which it does about half of the time. The block, whose streams are mostly the embedding, drafts along the
+cycle. The tensors of the layers equal those of the checkpoint without the block. The stages of a DSPARK head are
+random; its first-order bias encodes the cycle.
 """
 
 from __future__ import annotations
@@ -41,30 +41,31 @@ EXPERTS, EXPERTS_PER_TOKEN = 16, 6
 HC_MULT = 4
 DEFAULT_RATIOS = (0, 4, 128, 4, 128, 4)
 
-# Rms of what each part puts out, chosen so that a wrong entry shows in the logits (entries stand out from window rows)
-# while rounding rows to bf16 moves a log-probability by 0.004 on average. tests/test_make_tiny.py holds them to it.
+# RMS of the output of each part. Chosen so that a wrong entry shows in the logits (compressed entries are larger than
+# window entries) while rounding entries to bf16 moves a log-probability by 0.004 on average, which
+# tests/test_make_tiny.py checks.
 ROW_GAIN = 1.2
 ENTRY_GAIN = {4: 1.6, 128: 2.0}
 ATTENTION_GAIN = 1.0
 MLP_GAIN = 0.7
 HEAD_GAIN = 2.5
-# Of the successor's row of the head along the direction of its predecessor's embedding, which is 8 long in the input of
-# the head; of the embedding in the NextN block's streams, against 1 of what its layer adds.
+# SUCCESSOR_GAIN: length of the successor's row of the head along the direction of its predecessor's embedding, which
+# has length 8 in the input of the head. BLOCK_EMBEDDING_GAIN: weight of the embedding in the NextN block's streams,
+# relative to 1 for the output of its layer.
 SUCCESSOR_GAIN = 1.0
 BLOCK_EMBEDDING_GAIN = 4.0
 BLOCK_STREAMS_GAIN = 0.5
 
-# As released: three stages, fed by the streams of the target's last three layers.
+# As in the release: three stages, which take the streams of the target's last three layers.
 DSPARK_STAGES = 3
 MARKOV_RANK = 32
-# Of the successor's bias along its predecessor's vector, which is 5.7 long.
+# Weight of the successor's bias along its predecessor's vector, which has length 5.7.
 MARKOV_GAIN = 0.5
 
 
 @dataclass(frozen=True)
 class TinySizes:
-    """What may be chosen of V4 and V4.1. `heads`: of queries. Raises ValueError for a value that no attention kernel
-    would take."""
+    """Options that V4 and V4.1 share. `heads` are query heads. Raises ValueError for a value that no loader accepts."""
 
     seed: int = 0
     hidden: int = 256
@@ -96,9 +97,13 @@ class TinySizes:
 
 @dataclass(frozen=True)
 class TinySpec(TinySizes):
-    """A V4 checkpoint. `ratios` are the compress ratios of the layers, without the MTP block's.
+    """Options of a V4 checkpoint.
 
-    `nextn`: write a NextN block. `dspark`: tokens that a DSPARK head drafts at once; None: write no such head.
+    Attributes:
+        ratios: compress ratios of the layers, without the MTP block's.
+        hash_layers: number of layers with hash routing.
+        nextn: write a NextN block.
+        dspark: number of tokens that a DSPARK head drafts at once; None for no such head.
     """
 
     ratios: Sequence[int] = DEFAULT_RATIOS
@@ -125,7 +130,7 @@ class TinySpec(TinySizes):
 
 
 def common_config(spec: TinySizes) -> dict[str, Any]:
-    """Fields of config.json that V4 and V4.1 have in common."""
+    """Return the fields of config.json that V4 and V4.1 share."""
     return {
         "torch_dtype": "bfloat16",
         "vocab_size": spec.vocab,
@@ -173,7 +178,7 @@ def common_config(spec: TinySizes) -> dict[str, Any]:
 
 
 def config_json(spec: TinySpec) -> dict[str, Any]:
-    """config.json with the field names of the release."""
+    """Return config.json with the field names of the release."""
     dspark: dict[str, Any] = {}
     if spec.dspark is not None:
         layers = len(spec.ratios)
@@ -199,7 +204,7 @@ def config_json(spec: TinySpec) -> dict[str, Any]:
 
 
 class Draw:
-    """Random tensors that depend on the seed and the tensor's name only, rounded to bf16."""
+    """Random tensors, rounded to bf16, that depend only on the seed and the tensor's name."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -209,21 +214,21 @@ class Draw:
         return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
     def normal(self, name: str, *shape: int, std: float, mean: float = 0.0) -> torch.Tensor:
-        """bf16 [*shape]."""
+        """Return bf16 [*shape]."""
         return (torch.randn(*shape, generator=self.generator(name)) * std + mean).bfloat16()
 
     def linear(self, name: str, out: int, fan_in: int, gain: float = 1.0) -> torch.Tensor:
-        """bf16 [out, fan_in] that maps unit-variance inputs to variance gain^2."""
+        """Return bf16 [out, fan_in] that maps unit-variance inputs to variance gain^2."""
         return self.normal(name, out, fan_in, std=gain / math.sqrt(fan_in))
 
     def subsets(self, name: str, rows: int) -> torch.Tensor:
-        """int64 [rows, EXPERTS_PER_TOKEN]: distinct experts in each row."""
+        """Return int64 [rows, EXPERTS_PER_TOKEN], distinct experts in each row."""
         order = torch.rand(rows, EXPERTS, generator=self.generator(name)).argsort(dim=1)
         return order[:, :EXPERTS_PER_TOKEN].contiguous()
 
 
 def token_embedding(draw: Draw, spec: TinySizes) -> torch.Tensor:
-    """bf16 [vocab, hidden]: one-hot class of strength 4 in the first EXPERTS channels, noise in the others."""
+    """Return bf16 [vocab, hidden]: one-hot class of strength 4 in the first EXPERTS channels, noise in the others."""
     weight = draw.normal("embed.weight", spec.vocab, spec.hidden, std=1.0)
     classes = torch.randint(EXPERTS, (spec.vocab,), generator=draw.generator("embed.class"))
     weight[:, :EXPERTS] = 4.0 * torch.nn.functional.one_hot(classes, EXPERTS)
@@ -231,13 +236,15 @@ def token_embedding(draw: Draw, spec: TinySizes) -> torch.Tensor:
 
 
 def _cycle(draw: Draw, spec: TinySpec) -> torch.Tensor:
-    """The printable characters in the order in which each has its successor behind it."""
+    """Return the printable characters in the order of the cycle: each one is followed by its successor."""
     ids = torch.tensor(printable_ids(spec.vocab))
     return ids[torch.randperm(len(ids), generator=draw.generator("head.succession"))]
 
 
 def _succession(draw: Draw, spec: TinySpec, embedding: torch.Tensor) -> torch.Tensor:
-    """fp32 [vocab, hidden], to add to the head: each printable character points to the next of a cycle of them all."""
+    """Return fp32 [vocab, hidden], added to the head, which makes each printable character predict the next one of the
+    cycle.
+    """
     cycle = _cycle(draw, spec)
     direction = embedding[cycle].float()
     direction[:, :EXPERTS] = 0.0
@@ -247,9 +254,10 @@ def _succession(draw: Draw, spec: TinySpec, embedding: torch.Tensor) -> torch.Te
 
 
 def output_head(draw: Draw, spec: TinySizes) -> torch.Tensor:
-    """bf16 [vocab, hidden]. Blind to the class channels, and half as loud for tokens that are not printable ASCII.
+    """Return bf16 [vocab, hidden], with zero weights for the class channels and half the weight for non-printable
+    tokens.
 
-    So that greedy text moves on with what it has seen, and is mostly text.
+    So greedy text depends on the context and is mostly printable ASCII.
     """
     weight = draw.linear("head", spec.vocab, spec.hidden, gain=HEAD_GAIN)
     quiet = torch.ones(spec.vocab, dtype=torch.bool)
@@ -260,13 +268,13 @@ def output_head(draw: Draw, spec: TinySizes) -> torch.Tensor:
 
 
 def closed_to_classes(weight: torch.Tensor) -> torch.Tensor:
-    """A projection back into the residual stream, `[hidden, in]`, that leaves the class channels alone."""
+    """Zero the rows of a projection `[hidden, in]` to the residual stream that would write to the class channels."""
     weight[:EXPERTS] = 0.0
     return weight
 
 
 def _compressor(draw: Draw, prefix: str, spec: TinySpec, ratio: int, dim: int, gain: float) -> dict[str, torch.Tensor]:
-    """The compressor of SPEC 3.1. `gain` is the rms of its entries."""
+    """Return the compressor of SPEC 3.1. `gain` is the RMS of its entries."""
     width = (2 if ratio == 4 else 1) * dim
     return {
         f"{prefix}.wkv.weight": draw.linear(f"{prefix}.wkv", width, spec.hidden),
@@ -277,7 +285,7 @@ def _compressor(draw: Draw, prefix: str, spec: TinySpec, ratio: int, dim: int, g
 
 
 def attention_projections(draw: Draw, prefix: str, spec: TinySizes) -> dict[str, torch.Tensor]:
-    """Queries, window rows and output of a layer, and its sinks."""
+    """Return the projections of a layer for queries, window entries and output, and its sinks."""
     heads_per_group = spec.heads // O_GROUPS
     return {
         f"{prefix}.attn_sink": draw.normal(f"{prefix}.attn_sink", spec.heads, std=1.0).float(),
@@ -296,7 +304,7 @@ def attention_projections(draw: Draw, prefix: str, spec: TinySizes) -> dict[str,
 def _attention(draw: Draw, prefix: str, spec: TinySpec, ratio: int) -> dict[str, torch.Tensor]:
     tensors = attention_projections(draw, prefix, spec)
     if ratio:
-        # Entries stand out from the window's rows, so that a missing or wrong one shows in the logits.
+        # Compressed entries are larger than window entries, so that a missing or wrong one shows in the logits.
         tensors |= _compressor(draw, f"{prefix}.compressor", spec, ratio, HEAD_DIM, gain=ENTRY_GAIN[ratio])
     if ratio == 4:
         index = f"{prefix}.indexer"
@@ -330,7 +338,9 @@ def _mlp(draw: Draw, prefix: str, spec: TinySizes) -> dict[str, torch.Tensor]:
 
 
 def _hyper_connection(draw: Draw, prefix: str, spec: TinySizes) -> dict[str, torch.Tensor]:
-    """fp32 `fn [24, 4 hidden]`, `base [24]` (pre 4, post 4, comb 16), `scale [3]`; comb leans to the identity."""
+    """Return fp32 `fn [24, 4 hidden]`, `base [24]` (pre 4, post 4, comb 16), `scale [3]`; comb is close to the
+    identity.
+    """
     mix = (2 + HC_MULT) * HC_MULT
     base = draw.normal(f"{prefix}_base", mix, std=0.5)
     base[2 * HC_MULT :] += 2.0 * torch.eye(HC_MULT, dtype=base.dtype).flatten()
@@ -342,7 +352,7 @@ def _hyper_connection(draw: Draw, prefix: str, spec: TinySizes) -> dict[str, tor
 
 
 def around_attention(draw: Draw, prefix: str, spec: TinySizes, hashed: bool) -> dict[str, torch.Tensor]:
-    """Norms, experts and hyper-connections of a layer."""
+    """Return norms, experts and hyper-connections of a layer."""
     tensors = {
         f"{prefix}.attn_norm.weight": draw.normal(f"{prefix}.attn_norm", spec.hidden, std=0.1, mean=1.0),
         f"{prefix}.ffn_norm.weight": draw.normal(f"{prefix}.ffn_norm", spec.hidden, std=0.1, mean=1.0),
@@ -361,7 +371,7 @@ def _layer(draw: Draw, prefix: str, spec: TinySpec, ratio: int, hashed: bool) ->
 
 
 def _collapse(draw: Draw, prefix: str, spec: TinySizes) -> dict[str, torch.Tensor]:
-    """What brings the streams together behind the last layer, as `{prefix}hc_head_*`."""
+    """Return the tensors `{prefix}hc_head_*` that collapse the streams after the last layer."""
     return {
         f"{prefix}hc_head_fn": draw.linear(f"{prefix}hc_head_fn", HC_MULT, HC_MULT * spec.hidden).float(),
         f"{prefix}hc_head_base": draw.normal(f"{prefix}hc_head_base", HC_MULT, std=0.5).float(),
@@ -374,7 +384,7 @@ def norm_weight(draw: Draw, name: str, spec: TinySizes) -> dict[str, torch.Tenso
 
 
 def _nextn(draw: Draw, spec: TinySpec) -> dict[str, torch.Tensor]:
-    """The block's tensors. Its layer is window-only and its router learned."""
+    """Return the NextN block's tensors. Its layer is window-only and its router learned."""
     hidden = spec.hidden
     embedding = BLOCK_EMBEDDING_GAIN * torch.eye(hidden)
     embedding += closed_to_classes(draw.linear("mtp.0.e_proj", hidden, hidden, gain=0.5)).float()
@@ -391,8 +401,11 @@ def _nextn(draw: Draw, spec: TinySpec) -> dict[str, torch.Tensor]:
 
 
 def _dspark(draw: Draw, spec: TinySpec) -> dict[str, torch.Tensor]:
-    """Stages, the projection of the target's streams into the first, and behind the last what a draft is chosen by:
-    a collapse, a first-order bias `markov_w2 @ markov_w1[previous token]`, and the confidence in each token."""
+    """Return the tensors of a DSPARK head.
+
+    It has stages, the projection of the target's streams to the first one and, after the last one, a collapse, a
+    first-order bias `markov_w2 @ markov_w1[previous token]`, and the confidence in each token.
+    """
     last = f"mtp.{DSPARK_STAGES - 1}"
     tensors: dict[str, torch.Tensor] = {}
     for stage in range(DSPARK_STAGES):
@@ -415,7 +428,7 @@ def _dspark(draw: Draw, spec: TinySpec) -> dict[str, torch.Tensor]:
 
 
 def tiny_tensors(spec: TinySpec) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) in file order: bf16 weights, fp32 where the release has fp32, int64 hash tables."""
+    """Yield (name, tensor) in file order: bf16 weights, fp32 where the release has fp32, int64 hash tables."""
     draw = Draw(spec.seed)
     embedding, head = token_embedding(draw, spec), output_head(draw, spec)
     if spec.nextn or spec.dspark is not None:
@@ -433,9 +446,10 @@ def tiny_tensors(spec: TinySpec) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def make_tiny(folder: str | Path, spec: TinySpec | None = None) -> Path:
-    """Write the checkpoint into `folder` (made when missing) and return it.
+    """Write the checkpoint to `folder` (created if missing) and return it. Equal specs give equal bytes.
 
-    Equal specs give equal bytes. Raises FileExistsError when `folder` holds files that are not such a checkpoint's.
+    Raises:
+        FileExistsError: `folder` has files that do not belong to such a checkpoint.
     """
     spec = spec or TinySpec()
     return write_checkpoint(Path(folder), spec, config_json(spec), tiny_tensors(spec))
@@ -444,12 +458,22 @@ def make_tiny(folder: str | Path, spec: TinySpec | None = None) -> Path:
 def write_checkpoint(
     folder: Path, spec: TinySizes, config: dict[str, Any], tensors: Iterator[tuple[str, torch.Tensor]]
 ) -> Path:
-    """The files of `make_tiny`. config.json comes last: a folder that has it is complete."""
+    """Write the files of `make_tiny`. config.json is the last one, so a folder that has it is complete.
+
+    Args:
+        folder: created if missing.
+        spec: options of the checkpoint.
+        config: contents of config.json.
+        tensors: names and tensors in file order.
+
+    Raises:
+        FileExistsError: `folder` has files that do not belong to such a checkpoint.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     ours = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     foreign = sorted(p.name for p in folder.iterdir() if p.name not in ours)
     if foreign:
-        raise FileExistsError(f"{folder} holds other files ({', '.join(foreign[:4])}): give an empty or new folder")
+        raise FileExistsError(f"{folder} contains other files ({', '.join(foreign[:4])}): give an empty or new folder")
     (folder / "config.json").unlink(missing_ok=True)
     save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder, spec.vocab, spec.context)

@@ -1,13 +1,12 @@
-"""A seeded random DeepSeek-V4.1 checkpoint: as `tiny`, with the layers of V4.1 that matter to its cache (SPEC 11).
+"""A seeded random DeepSeek-V4.1 checkpoint: like `tiny`, with the layers of V4.1 that matter to its cache (SPEC 11).
 
-All roles that a layer can have occur, and ratio 2 in two sources, so that a attention kernel of the wrong one shows.
-The published model's Engram layers, images and DSPARK stages are left out.
+All roles of layers occur, and ratio 2 in two source layers, so that reading the wrong one is detected. The published
+model's Engram layers, images and DSPARK stages are omitted.
 
-Its cache holds rounded numbers, and what comes of a number that is rounded the other way moves all that is rounded
-behind it. As in a trained model, then, and not as in `tiny`, a layer adds little to its streams: rounding fp32
-activations in another order, as in a step of other tokens, moves a log-probability by some 1e-5, unless it makes
-another entry the selected one, and eight missing entries of one layer move it by 0.01 to 0.1
-(tests/test_make_tiny.py).
+The cache holds rounded numbers, and a number that is rounded differently changes all later roundings. Therefore a layer
+adds little to its streams, as in a trained model and unlike in `tiny`. A different order of fp32 operations, as in a
+step with other tokens, moves a log-probability by about 1e-5, unless it changes the selection of entries. Eight missing
+entries of one layer move it by 0.01 to 0.1 (tests/test_make_tiny.py).
 """
 
 from __future__ import annotations
@@ -39,16 +38,20 @@ KV_SOURCES = (1, 3, 4)
 INDEX_SOURCES = (1, 3, 4, 6)
 CANDIDATE_SOURCE = 4
 CANDIDATE_BLOCK = 8
-# Rms of the entries, by ratio: they stand out from window rows.
+# RMS of the compressed entries, larger than that of window entries.
 ENTRY_GAIN = 2.0
-# Of what attention and experts add to the streams, powers of two to stay exact in bf16.
+# Factors of the output of attention and experts; powers of two, to stay exact in bf16.
 ATTENTION_SHARE = 1 / 16
 EXPERTS_SHARE = 1 / 4
 
 
 @dataclass(frozen=True)
 class TinyV41Spec(TinySizes):
-    """`candidate_blocks`: blocks of 8 entries to which layer 6 keeps of those of layer 4."""
+    """Options of a V4.1 checkpoint.
+
+    Attributes:
+        candidate_blocks: number of candidate blocks of 8 entries that layer 4 chooses and layer 6 selects within.
+    """
 
     candidate_blocks: int = 2048
 
@@ -59,7 +62,7 @@ class TinyV41Spec(TinySizes):
 
 
 def config_json(spec: TinyV41Spec) -> dict[str, Any]:
-    """config.json with the field names of the release."""
+    """Return config.json with the field names of the release."""
     text = {
         "model_type": "deepseek_v41_text",
         **common_config(spec),
@@ -105,7 +108,7 @@ def _around_attention(draw: Draw, prefix: str, spec: TinyV41Spec) -> dict[str, t
 
 
 def tiny_v41_tensors(spec: TinyV41Spec) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) in file order: bf16 weights, fp32 where the release has fp32."""
+    """Yield (name, tensor) in file order: bf16 weights, fp32 where the release has fp32."""
     draw = Draw(spec.seed)
     yield "embed.weight", token_embedding(draw, spec)
     for layer in range(len(RATIOS)):
@@ -116,6 +119,6 @@ def tiny_v41_tensors(spec: TinyV41Spec) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def make_tiny_v41(folder: str | Path, spec: TinyV41Spec | None = None) -> Path:
-    """As `make_tiny`, of V4.1."""
+    """Like `make_tiny`, for V4.1."""
     spec = spec or TinyV41Spec()
     return write_checkpoint(Path(folder), spec, config_json(spec), tiny_v41_tensors(spec))

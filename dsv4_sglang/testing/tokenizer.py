@@ -1,4 +1,4 @@
-"""A byte-level tokenizer with the special tokens of DeepSeek-V4 and V4.1, in the files that `AutoTokenizer` reads."""
+"""A byte-level tokenizer with the special tokens of DeepSeek-V4 and V4.1, in the files that `AutoTokenizer` loads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
 PAD = "<｜▁pad▁｜>"
 
-# The first three have the ids of the release. The rest are the markers that the chat encodings write,
-# the last one V4.1's.
+# The first three have the ids of the release. The others are markers of the chat encodings; the last one is V4.1's.
 LEADING_SPECIALS = (BOS, EOS, PAD)
 CHAT_SPECIALS = (
     "<｜User｜>",
@@ -32,7 +31,7 @@ CHAT_SPECIALS = (
 NUM_BYTES = 256
 MIN_VOCAB = len(LEADING_SPECIALS) + NUM_BYTES + len(CHAT_SPECIALS)
 
-# Enough for a plain attention kernel of Hugging Face files; SGLang encodes DeepSeek-V4 chats itself.
+# Sufficient for a program that uses Hugging Face files directly. SGLang encodes DeepSeek-V4 chats itself.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m['role'] == 'assistant' %}{{ '<｜Assistant｜></think>' + m['content'] + eos_token }}"
@@ -43,9 +42,10 @@ CHAT_TEMPLATE = (
 
 
 def build_vocab(vocab_size: int) -> dict[str, int]:
-    """Token -> id: leading specials, one token per byte, chat markers, placeholders up to `vocab_size`.
+    """Return token -> id: leading specials, one token per byte, chat markers, placeholders up to `vocab_size`.
 
-    Raises ValueError when `vocab_size` is below what those tokens need.
+    Raises:
+        ValueError: `vocab_size` is too small for these tokens.
     """
     if vocab_size < MIN_VOCAB:
         raise ValueError(f"vocab_size {vocab_size} is too small: bytes and special tokens need {MIN_VOCAB}")
@@ -55,13 +55,15 @@ def build_vocab(vocab_size: int) -> dict[str, int]:
 
 
 def printable_ids(vocab_size: int) -> list[int]:
-    """Ids of the printable ASCII characters; the byte-level alphabet writes a space as Ġ, the others as themselves."""
+    """Return the ids of the printable ASCII characters. The byte-level alphabet writes a space as Ġ, the others
+    unchanged.
+    """
     vocab = build_vocab(vocab_size)
     return [vocab["Ġ" if character == " " else character] for character in map(chr, range(32, 127))]
 
 
 def write_tokenizer(folder: Path, vocab_size: int, max_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json into `folder`."""
+    """Write tokenizer.json and tokenizer_config.json to `folder`."""
     vocab = build_vocab(vocab_size)
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -268,15 +268,15 @@ def test_errors_name_the_tensor(name):
 @pytest.mark.parametrize(
     ("kind", "sizes", "message"),
     [
-        ("swa", {"ring": 128}, "3 tokens of each request without `window`, but the rows of ring are for at most 1"),
+        ("swa", {"ring": 128}, "3 tokens of each request without `window`, but ring supports at most 1"),
         (
             "csa",
             {"csa": CSA_COMPRESSOR_STATES[0]},
-            "3 tokens .* rows of compressor state are for at most 1. A cache .* draft_tokens 3",
+            "3 tokens .* but compressor state supports at most 1. Construct .* draft_tokens 3",
         ),
-        ("hca-online", {"hca_state_copies": 3}, "3 tokens .* rows of compressor state are for at most 2"),
-        ("hca-raw", {}, "3 tokens .* rows of compressor state are for at most 1"),
-        ("csa", {"csa": CsaCompressorState(4, 16)}, "expected 24, 48 or 64 rows a slot for ratio 4"),
+        ("hca-online", {"hca_state_copies": 3}, "3 tokens .* but compressor state supports at most 2"),
+        ("hca-raw", {}, "3 tokens .* but compressor state supports at most 1"),
+        ("csa", {"csa": CsaCompressorState(4, 16)}, "expected 24, 48 or 64 rows per slot for ratio 4"),
     ],
 )
 def test_slots_that_are_too_small_are_rejected(kind, sizes, message):
@@ -288,7 +288,7 @@ def test_slots_that_are_too_small_are_rejected(kind, sizes, message):
 
 def test_requests_with_different_numbers_of_tokens_are_chunks():
     layer, step = layer_and_step("swa", FORMATS[0], [(0, 3, 2), (1, 0, 1)], True, sizes=state_rows(3))
-    with pytest.raises(RuntimeError, match="3 tokens for 2 requests without `window`; expected as many of each"):
+    with pytest.raises(RuntimeError, match="3 tokens for 2 requests without `window`; expected the same number"):
         step.run(ops(), layer.on(kernel_cases.DEVICE))
 
 

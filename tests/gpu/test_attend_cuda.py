@@ -189,9 +189,9 @@ def schedules(kernel: FlashMLAAttention, case: AttendCase) -> tuple[torch.Tensor
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("tokens", [1, 2, 4, 16, 64, 131, 256, 1024])
 def test_schedules_are_those_of_flashmla(heads, tokens):
-    """Equal number for number, for any lengths. Other tests compare attention through them with the CPU op."""
-    shares = flashmla.shares(torch.device("cuda"), heads)
-    assert shares is not None, "the installed FlashMLA divides its work differently from flashmla_scheduler"
+    """Number for number, whatever the lengths; attention through them is held to the CPU op."""
+    config = flashmla.scheduler_config(torch.device("cuda"), heads)
+    assert config is not None, "the installed FlashMLA schedules its work differently from flashmla_scheduler"
     for seed, width, lens in (
         (0, None, None),
         (1, 512, None),
@@ -200,24 +200,27 @@ def test_schedules_are_those_of_flashmla(heads, tokens):
     ):
         case = attend_case(tokens=tokens, heads=heads, width=width, lens=lens, seed=seed, per_block=None)
         needs(FlashMLAAttention, case)
-        ours, theirs = schedules(FlashMLAAttention(shares), case), schedules(FlashMLAAttention(), case)
+        ours, theirs = schedules(FlashMLAAttention(config), case), schedules(FlashMLAAttention(), case)
         assert flashmla.same_schedules(ours, theirs)
         short = ours[0].clone()
         short[0, 3] -= 1
         assert not flashmla.same_schedules((short, ours[1]), theirs), "a block that is not scheduled would be seen"
         if tokens <= 16:
             q, inputs = case.inputs("cuda")
-            assert_attends(FlashMLAAttention(shares).attend(q, inputs).values, case, BOUND[torch.bfloat16])
+            assert_attends(FlashMLAAttention(config).attend(q, inputs).values, case, BOUND[torch.bfloat16])
 
 
 def test_another_flashmla_makes_its_own_schedules(monkeypatch, caplog):
     """If it divides its work differently, which is detected at server start."""
     device, heads = torch.device("cuda"), 64
     needs(FlashMLAAttention, attend_case(tokens=1, heads=heads, width=None))
-    known = flashmla._known_shares(device, heads)
-    for other in (known._replace(parts=known.parts - 1), known._replace(overhead=known.overhead + 1)):
-        monkeypatch.setattr(flashmla, "_known_shares", lambda *_: other)  # noqa: B023
-        assert flashmla.shares.__wrapped__(device, heads) is None
+    known = flashmla._known_config(device, heads)
+    for other in (
+        known._replace(num_sm_parts=known.num_sm_parts - 1),
+        known._replace(fixed_overhead=known.fixed_overhead + 1),
+    ):
+        monkeypatch.setattr(flashmla, "_known_config", lambda *_: other)  # noqa: B023
+        assert flashmla.scheduler_config.__wrapped__(device, heads) is None
         assert "makes its schedules itself" in caplog.text
         caplog.clear()
 
@@ -271,7 +274,7 @@ def test_cuda_graph_with_other_lengths(kind):
     step, kernel = Step(cases), None
     if kind == "flashmla":
         needs(FlashMLAAttention, cases[0])
-        kernel = FlashMLAAttention(flashmla.shares(torch.device("cuda"), 64))
+        kernel = FlashMLAAttention(flashmla.scheduler_config(torch.device("cuda"), 64))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step.outputs(kernel)

@@ -207,7 +207,7 @@ def test_copy_state_rejects(tensors, capfd):
     ops().copy_state(*(device(t) for t in pairs), got)
     torch.cuda.synchronize()
     ctypes.CDLL(None).fflush(None)
-    assert "copy_state: pair 2, slot 1 to slot 5, leaves tensors of 5 slots" in capfd.readouterr().out
+    assert "copy_state: pair 2, slot 1 to slot 5, is out of range for tensors of 5 slots" in capfd.readouterr().out
     assert all(torch.equal(g.cpu(), t) for g, t in zip(got, state))
     ops().copy_state(*(device(t[:2]) for t in pairs), got, rejected)
     assert int(rejected) == -1
@@ -277,9 +277,9 @@ def test_swap_blocks_of_more_than_a_launch_holds():
     [
         ([0, 1], [0, -1], 0, r"host row -1 is not in 0\.\.69"),
         ([0, 1], [0, 70], 0, r"host row 70 is not in 0\.\.69"),
-        ([5, 6], [7, 7], 0, "host row 7 is named twice"),
-        ([5], [7], 8, rf"bytes {BYTES - 92}\.\.{BYTES + 8} of host rows of {BYTES}"),
-        ([5], [7], -1, r"bytes -1\.\.575 of host rows of"),
+        ([5, 6], [7, 7], 0, "host row 7 is listed twice"),
+        ([5], [7], 8, rf"bytes {BYTES - 92}\.\.{BYTES + 8} are not within host rows of {BYTES} bytes"),
+        ([5], [7], -1, r"bytes -1\.\.575 are not within host rows of"),
         ([5], [7, 8], 0, "blocks is"),
     ],
 )
@@ -322,4 +322,4 @@ def test_copy_state_rejects_a_destination_of_two_pairs(capfd):
         assert rejected is None or int(rejected) == 1
     ctypes.CDLL(None).fflush(None)
     said = capfd.readouterr().out
-    assert "copy_state: pair 1, slot 1 to slot 3, has the destination of pair 3; neither is written" in said
+    assert "copy_state: pair 1, slot 1 to slot 3, has the same destination as pair 3; neither is written" in said

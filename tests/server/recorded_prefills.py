@@ -86,6 +86,6 @@ def _fill(original: Callable[..., None], buffers: Any, **batch: Any) -> None:
     before = buffers.prefix_lens.clone()
     original(buffers, **batch)
     if _fault() == FAULTS[0]:
-        buffers.owned[-1] = buffers.owned[0]
+        buffers.state_slots[-1] = buffers.state_slots[0]
     if _fault() == FAULTS[1]:
         buffers.prefix_lens.copy_(before)

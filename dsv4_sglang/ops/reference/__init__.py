@@ -1,5 +1,6 @@
-"""PyTorch implementations of all ops for CPU tensors: the oracle of the CUDA kernels and what a machine without a GPU
-runs."""
+"""PyTorch implementations of all ops for CPU tensors: the oracle of the CUDA kernels, and the code for machines without
+a GPU.
+"""
 
 from dsv4_sglang.ops.reference import append, append_v41, move, read, read_v41
 

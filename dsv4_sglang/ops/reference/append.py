@@ -1,14 +1,14 @@
-"""`append`: everything a layer writes for the tokens of a step, and `append_swa`: window rows that are already final.
+"""`append`: all cache writes of a layer for the tokens of a step. `append_swa`: writes of final window entries.
 
-Who reads what when. A decode step has the same number of tokens of each request, one or a few drafts, and no
-`window`: append writes ring and compressor states, attention kernels of the step read the ring afterwards. A prefill
-step passes `window`: append copies the ring's old rows and the chunk's rows there and only then replaces ring rows;
-attention kernels of the step read `window`, because the chunk's early queries still need rows that its late tokens
-replace in the ring (SPEC 6.4). Entries whose window of tokens closes in the step are written in the step and visible to
-its attention kernels.
+A decode step has the same number of tokens of each request, one or a few drafts, and no `window`: append writes ring
+and compressor states, and the attention kernels of the step then read the ring. A prefill step passes `window`: append
+copies the ring's old entries and the chunk's entries to it and only then overwrites ring entries. The attention kernels
+of the step read `window`, because the chunk's first queries still need entries that its last tokens overwrite in the
+ring (SPEC 6.4). Compressed entries that are completed in the step are written in the step and visible to its attention
+kernels.
 
-Behind a decode step of several tokens a request may go on from any of them: rings and compressor states keep what that
-needs (`model.geometry.state_rows`), so that taking tokens back is to begin the next step at a smaller length.
+After a decode step of several tokens a request may continue from any of them: rings and compressor states keep what
+that needs (`model.geometry.state_rows`). To roll back tokens, begin the next step at a smaller length.
 """
 
 from collections.abc import Callable
@@ -38,8 +38,10 @@ NEG_INF = float("-inf")
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Tokens of one request in the step: rows `begin..end` of the inputs, positions `length..length + count`. The last
-    `own` of them write, the others are read."""
+    """Tokens of one request in the step: rows `begin..end` of the inputs, positions `length..length + count`.
+
+    The last `own` of them are written, the others are only read.
+    """
 
     request: int
     slot: int
@@ -57,14 +59,17 @@ class _Chunk:
         return torch.arange(self.length, self.length + self.count)
 
     def latest(self, keep: int) -> tuple[Tensor, slice]:
-        """Positions of the last `keep` tokens of those that write, and where their inputs are."""
+        """Return the positions of the last `keep` written tokens and the slice of their inputs."""
         kept = min(keep, self.own)
         return self.positions[self.count - kept :], slice(self.end - kept, self.end)
 
 
 def _chunks(slots: Tensor, prefix_lens: Tensor, query_start: Tensor, decode: bool) -> list[_Chunk]:
-    """One a request. In a decode step one a token, as the device has a block for each: all go on from the state before
-    the step, in any order. Here the last token is first, which asks most of rings and compressor states."""
+    """Return one chunk per request; in a decode step one per token, like the thread blocks on the device.
+
+    All tokens of a decode step continue from the state before the step, in any order. Here the last token comes first,
+    which is the hardest case for rings and compressor states.
+    """
     starts, lengths = query_start.tolist(), prefix_lens.tolist()
     requests = [
         _Chunk(b, slot, starts[b], starts[b + 1], lengths[b], own=starts[b + 1] - starts[b])
@@ -86,45 +91,45 @@ def _csa_compressor_state(compressor_state: Tensor) -> CsaCompressorState:
     rings = known.get(compressor_state.shape[1])
     if rings is None:
         raise ValueError(
-            f"append: compressor_state has {compressor_state.shape[1]} rows a slot; "
+            f"append: compressor_state has {compressor_state.shape[1]} rows per slot; "
             f"for ratio 4 expected one of {sorted(known)}"
         )
     return rings
 
 
 def _hca_draft_tokens(compressor_state: Tensor) -> int:
-    """Tokens of a request that a decode step may write into an HCA compressor state."""
+    """Return the tokens per request that a decode step may write to an HCA compressor state."""
     rows = compressor_state.shape[1]
     _check(
         rows == HCA_RAW_ROWS or (rows > 0 and rows % HCA_ONLINE_ROWS == 0),
-        lambda: f"compressor state has {rows} rows a slot; for ratio 128 expected {HCA_RAW_ROWS} or a multiple of 3",
+        lambda: f"compressor_state has {rows} rows per slot; for ratio 128 expected {HCA_RAW_ROWS} or a multiple of 3",
     )
     return 1 if rows == HCA_RAW_ROWS else max(1, rows // HCA_ONLINE_ROWS - 1)
 
 
 def _check_decode(
-    tokens: int, requests: int, ring: Tensor, compressor_state: Tensor | None, tail_draft_tokens: int
+    tokens: int, requests: int, ring: Tensor, compressor_state: Tensor | None, state_draft_tokens: int
 ) -> None:
-    """`tail_draft_tokens`: tokens of a request that `compressor_state` is made for."""
-    each, rest = divmod(tokens, max(requests, 1))
+    """Check the tokens per request of a decode step. `compressor_state` supports `state_draft_tokens` of them."""
+    per_request, rest = divmod(tokens, max(requests, 1))
     _check(
         rest == 0,
         lambda: (
-            f"{tokens} tokens for {requests} requests without `window`; expected as many of each. A step with "
+            f"{tokens} tokens for {requests} requests without `window`; expected the same number for each. A step with "
             "chunks needs `window`"
         ),
     )
-    _check_rows("ring", each, ring, ring.shape[1] - WINDOW + 1)
+    _check_rows("ring", per_request, ring, ring.shape[1] - WINDOW + 1)
     if compressor_state is not None:
-        _check_rows("compressor_state", each, compressor_state, tail_draft_tokens)
+        _check_rows("compressor_state", per_request, compressor_state, state_draft_tokens)
 
 
-def _check_rows(name: str, each: int, table: Tensor, most: int) -> None:
+def _check_rows(name: str, per_request: int, table: Tensor, most: int) -> None:
     _check(
-        each <= most,
+        per_request <= most,
         lambda: (
-            f"{each} tokens of each request without `window`, but {name} has {table.shape[1]} rows a slot, for at "
-            f"most {most}. A cache for more is made with draft_tokens {each}"
+            f"{per_request} tokens of each request without `window`, but {name} has {table.shape[1]} rows per slot, "
+            f"for at most {most}. Construct the cache with draft_tokens {per_request}"
         ),
     )
 
@@ -145,7 +150,9 @@ def _write_window(chunk: _Chunk, rows: Tensor, ring: KVBuffer, window: KVBuffer 
 
 
 def _pool(z: Tensor, k: Tensor) -> Tensor:
-    """Per-channel softmax over the rows of each window: z, k [windows, rows, D] -> [windows, D] (SPEC 3.2, 3.3)."""
+    """Return the per-channel softmax pooling of each window: z, k [windows, rows, D] -> [windows, D] (SPEC 3.2,
+    3.3).
+    """
     return (z.softmax(1) * k).sum(1)
 
 
@@ -157,16 +164,18 @@ def _csa_pool(
     rings: CsaCompressorState,
     tracked: Tensor | None,
 ) -> Tensor:
-    """Pool the CSA windows that the chunk closes, then move the compressor states on. `compressor_state` [slots, rows,
-    D] of one compressor."""
+    """Pool the CSA windows that the chunk completes, then update the compressor state.
+
+    `compressor_state` [slots, rows, D] is that of one compressor.
+    """
     dim = compressor_state.shape[-1]
     positions = chunk.positions
     k_prev, k_cur, z_prev, z_cur = score[chunk.begin : chunk.end].float().split(dim, -1)
     bias = ape.float()[positions % CSA_RATIO]
     z_prev, z_cur = z_prev + bias[:, :dim], z_cur + bias[:, dim:]
     state = compressor_state[chunk.slot]
-    first = chunk.length // CSA_RATIO  # the window that is open at `length`
-    # Lay previous and current streams out from position 4 (first - 1), the first row that pooling can touch.
+    first = chunk.length // CSA_RATIO  # the open window at `length`
+    # Arrange previous and current streams from position 4 (first - 1), the first one that pooling reads.
     start = CSA_RATIO * (first - 1)
     stop = chunk.length + chunk.count
     k_p, k_c = torch.zeros(stop - start, dim), torch.zeros(stop - start, dim)
@@ -187,14 +196,14 @@ def _csa_pool(
         torch.cat([z_p[windows], z_c[windows + CSA_RATIO]], 1), torch.cat([k_p[windows], k_c[windows + CSA_RATIO]], 1)
     )
 
-    # Behind them no more than three rows of the open window are alive, and seven of the previous stream.
+    # Older rows are dead: only three rows of the open window and seven of the previous stream are live.
     at, rows = chunk.latest(CSA_RATIO)
     at, rows = at % rings.current, slice(rows.start - chunk.begin, None)
     state[at], state[rings.current_z + at] = k_cur[rows], z_cur[rows]
     at, rows = chunk.latest(2 * CSA_RATIO)
     at, rows = at % rings.previous, slice(rows.start - chunk.begin, None)
     state[rings.previous_k + at], state[rings.previous_z + at] = k_prev[rows], z_prev[rows]
-    if tracked is not None:  # a snapshot ends at a multiple of 128: only its last 4 previous-window rows live on
+    if tracked is not None:  # a snapshot ends at a multiple of 128, where only the last 4 previous rows are live
         at, rows = chunk.latest(chunk.own)
         last = torch.nonzero((tracked[rows] >= 0) & (at % BLOCK_TOKENS >= BLOCK_TOKENS - CSA_RATIO)).squeeze(-1)
         target, at = tracked[rows][last].long(), at[last] % rings.previous
@@ -207,8 +216,11 @@ def _csa_pool(
 
 
 def _hca_pool(chunk: _Chunk, score: Tensor, ape: Tensor, compressor_state: Tensor) -> Tensor:
-    """Pool the HCA windows that the chunk closes, then move the compressor state on. `compressor_state` [slots, 256, D]
-    raw, [slots, 3 n, D] online with n state copies, that of the state after t tokens being t mod n."""
+    """Pool the HCA windows that the chunk completes, then update the compressor state.
+
+    `compressor_state` is [slots, 256, D] raw, or [slots, 3 n, D] online with n copies; the state after t tokens is copy
+    t mod n.
+    """
     dim = compressor_state.shape[-1]
     k, z = score[chunk.begin : chunk.end].float().split(dim, -1)
     z = z + ape.float()[chunk.positions % HCA_RATIO]
@@ -233,8 +245,10 @@ def _hca_pool_raw(chunk: _Chunk, k: Tensor, z: Tensor, state: Tensor) -> list[Te
 
 
 def _hca_pool_online(chunk: _Chunk, k: Tensor, z: Tensor, state: Tensor) -> list[Tensor]:
-    """Rows are added in runs of the tokens that write, that is in a decode step one by one: a token behind others of
-    its step then has the bits that it has behind steps of one token."""
+    """Add rows in runs of the tokens that are written, in a decode step one by one.
+
+    So a draft token gets the same bits as after steps of one token.
+    """
     dim = k.shape[-1]
     state_copies = state.unflatten(0, (-1, HCA_ONLINE_ROWS))
     peak, total, acc = state_copies[chunk.length % len(state_copies)]
@@ -253,7 +267,7 @@ def _hca_pool_online(chunk: _Chunk, k: Tensor, z: Tensor, state: Tensor) -> list
             pooled.append(acc / total)
         begin = end
     stop = chunk.length + chunk.count
-    if stop % HCA_RATIO:  # an empty state has no bytes
+    if stop % HCA_RATIO:  # an empty state is not stored
         state_copies[stop % len(state_copies)] = torch.stack([peak, total, acc])
     return pooled
 
@@ -289,29 +303,47 @@ def append(
 ) -> None:
     """Write one layer's cache for T tokens of B requests, from the raw projections (SPEC 2.1, 2.4, 2.5, 3.1 to 3.7).
 
-    Projections: `kv` [T, 512] bf16 or fp32 (its dtype sets the rounding between stages); `kv_score` fp32, CSA [T, 2048]
-    = [k_prev | k_cur | z_prev | z_cur], HCA [T, 1024] = [k | z]; `index_kv_score` [T, 512] fp32 like CSA's with 128 a
-    column group. Weights: `kv_norm`, `entry_norm` [512], `index_norm` [128], `ape` fp32 [4, 1024] = [prev | cur] or
-    [128, 512], `index_ape` [4, 256]; `rope` [positions, 64] fp32, interleaved cos and sin. `ratio` 0 (SWA), 4 (CSA) or
-    128 (HCA). Formats: `kv_format` of `ring`, `entries` and `window`, `key_format` of `index_keys`, the codes of
-    `KVFormat` and `KeyFormat`. Batch: `slots` [B] int32 state slots, -1 skips the request; `prefix_lens` [B] int32
-    tokens before the step; `query_start` [B + 1] int32; `token_request` [T] int32; `out_loc` [T] int64 pool slots,
-    congruent to the positions modulo 128; `track_slots` [T] int32, the state slot of the snapshot that this token's
-    row belongs to, or -1. Written: `ring` [slots, R, w], R at least 128, position t in row t % R; `compressor_state`
-    fp32, CSA [slots, rows, 640], rows as one of `CSA_COMPRESSOR_STATES` has, HCA [slots, 256, 512] raw or [slots, 3 n,
-    512] online, n state copies; `entries` (CSA [blocks, 32, w] at out_loc // 4, HCA [1, blocks, w] at out_loc // 128);
-    `index_keys` [blocks, 32, w]; `window` [1, T + 128 B, w] (prefill); `swa_pos` [slots, R], `swa_head` [slots],
-    `tail_len` [slots] int32 where given.
+    Without `window`, T must be a multiple of B: each request has the same number of tokens, at most the number that
+    ring and compressor state have rows for (`model.geometry.state_rows`).
 
-    Without `window`, T is a multiple of B: each request has as many tokens, at most those that the rows of ring and
-    compressor state are for (`model.geometry.state_rows`). ValueError for more.
+    On CUDA, a decode step that is recorded into a graph reads projections, batch tensors, weights and `rope` while the
+    preceding kernel of the stream still runs: that kernel must not write them.
 
-    On CUDA, a decode step that is recorded into a graph reads batch, weights and `rope` while the kernel before it in
-    the stream still runs: that kernel must not write them.
+    Args:
+        kv: [T, 512] bf16 or fp32. Its dtype determines the rounding between stages.
+        kv_score: fp32, CSA [T, 2048] = [k_prev | k_cur | z_prev | z_cur], HCA [T, 1024] = [k | z].
+        index_kv_score: fp32 [T, 512], CSA, as `kv_score` with 128 columns per group.
+        kv_norm, entry_norm: [512] norm weights.
+        index_norm: [128] norm weight.
+        ape: fp32, CSA [4, 1024] = [prev | cur], HCA [128, 512].
+        index_ape: fp32 [4, 256].
+        rope: fp32 [positions, 64], interleaved cos and sin.
+        eps: epsilon of the norms.
+        ratio: 0 (SWA), 4 (CSA) or 128 (HCA).
+        kv_format: code of the `KVFormat` of `ring`, `entries` and `window`.
+        key_format: code of the `KeyFormat` of `index_keys`.
+        slots: int32 [B], state slots; -1 skips the request.
+        prefix_lens: int32 [B], tokens before the step.
+        query_start: int32 [B + 1], first token of each request.
+        token_request: int32 [T], request of each token.
+        out_loc: int64 [T], pool slots, congruent to the positions modulo 128.
+        track_slots: int32 [T], state slot of the snapshot that this token's window entry belongs to, or -1.
+        ring: [slots, R, w], R at least 128; written, position t at index t % R.
+        compressor_state: fp32, written. CSA [slots, rows, 640] with the rows of one of `CSA_COMPRESSOR_STATES`, HCA
+            [slots, 256, 512] raw or [slots, 3 n, 512] online with n copies.
+        entries: written, CSA [blocks, 32, w] at out_loc // 4, HCA [1, blocks, w] at out_loc // 128.
+        index_keys: [blocks, 32, w], written at out_loc // 4.
+        window: [1, T + 128 B, w], written in a prefill step.
+        swa_pos: int32 [slots, R], written if given.
+        swa_head: int32 [slots], written if given.
+        tail_len: int32 [slots], written if given.
+
+    Raises:
+        ValueError: more tokens per request in a decode step than supported, or wrong shapes.
     """
     _check(ratio in (0, CSA_RATIO, HCA_RATIO), lambda: f"ratio is {ratio}; expected 0, 4 or 128")
     rings, keys = KVBuffer(ring, KVFormat.from_code(kv_format)), KeyFormat.from_code(key_format)
-    _check(ring.shape[1] >= WINDOW, lambda: f"ring has {ring.shape[1]} rows a slot; expected at least {WINDOW}")
+    _check(ring.shape[1] >= WINDOW, lambda: f"ring has {ring.shape[1]} rows per slot; expected at least {WINDOW}")
     csa, most = CSA_COMPRESSOR_STATES[0], 1
     if ratio == CSA_RATIO:
         assert compressor_state is not None
@@ -331,8 +363,9 @@ def append(
     rows = round_stage(rotate(round_stage(rms_norm(kv, kv_norm, eps)), positions, rope))
 
     def finish(pooled: Tensor, norm: Tensor, first: int) -> Tensor:
-        """Pooled entries `first`, `first + 1`, ... -> normalised, rotated at the first token of their window (SPEC
-        3.4)."""
+        """Normalise pooled entries `first`, `first + 1`, ... and rotate them at the first token of their window (SPEC
+        3.4).
+        """
         at = ratio * (first + torch.arange(pooled.shape[0]))
         return round_stage(rotate(round_stage(rms_norm(round_stage(pooled), norm, eps)), at, rope))
 
@@ -352,21 +385,21 @@ def append(
         assert kv_score is not None and ape is not None and entry_norm is not None
         assert compressor_state is not None and entries is not None
         first = (stop - chunk.own) // ratio
-        closing = ratio * (torch.arange(first, stop // ratio) + 1) - 1  # the token that closes each window
-        entry_rows = out_loc[chunk.begin + closing - chunk.length] // ratio
+        closing = ratio * (torch.arange(first, stop // ratio) + 1) - 1  # last token of each window
+        entry_indices = out_loc[chunk.begin + closing - chunk.length] // ratio
         entry_table = rings._replace(data=entries)
         if ratio == HCA_RATIO:
             pooled = _hca_pool(chunk, kv_score, ape, compressor_state)
-            entry_table.write(entry_rows, finish(pooled, entry_norm, first))
+            entry_table.write(entry_indices, finish(pooled, entry_norm, first))
             continue
         assert (
             index_kv_score is not None and index_ape is not None and index_norm is not None and index_keys is not None
         )
         pooled = _csa_pool(chunk, kv_score, ape, compressor_state[..., :ENTRY_DIM], csa, track_slots)
-        entry_table.write(entry_rows, finish(pooled, entry_norm, first))
+        entry_table.write(entry_indices, finish(pooled, entry_norm, first))
         pooled = _csa_pool(chunk, index_kv_score, index_ape, compressor_state[..., ENTRY_DIM:], csa, track_slots)
         assert pooled.shape[-1] == INDEX_DIM
-        KeyTable(index_keys, keys).write(entry_rows, hadamard(finish(pooled, index_norm, first)))
+        KeyTable(index_keys, keys).write(entry_indices, hadamard(finish(pooled, index_norm, first)))
 
 
 def append_swa(
@@ -380,13 +413,20 @@ def append_swa(
     swa_head: Tensor,
     rope_dim: int,
 ) -> None:
-    """Quantise final rows (normalised and rotated) into the window rings, FP8 rows only (SPEC 2.4).
+    """Quantise final window entries (normalised and rotated) into the window rings, FP8 entries only (SPEC 2.4).
 
-    `raw_kv` [T, 512] bf16, `request_slots` [T] int32 (-1 skips the token), `positions` [T] int32; the ring as split
-    views: `swa_fp8` [slots, R, 448] uint8, `swa_rope` [slots, R, 64] bf16, `swa_inv` [slots, R] float8_e8m0fnu
-    (the multiplier that dequantises), `swa_pos` [slots, R] int32, `swa_head` [slots] int32 (the ring row that the
-    next position takes). Tokens come in any number and order: of those that fall on one ring row the highest position
-    stays.
+    Tokens come in any number and order. Of tokens with the same ring index the one with the highest position is kept.
+
+    Args:
+        raw_kv: bf16 [T, 512].
+        request_slots: int32 [T]; -1 skips the token.
+        positions: int32 [T].
+        swa_fp8: uint8 [slots, R, 448], view of the ring.
+        swa_rope: bf16 [slots, R, 64], view of the ring.
+        swa_inv: float8_e8m0fnu [slots, R], view of the ring, the multiplier that dequantises.
+        swa_pos: int32 [slots, R].
+        swa_head: int32 [slots], ring index of the next position.
+        rope_dim: dims with RoPE.
     """
     if raw_kv.dtype != torch.bfloat16:
         raise ValueError(f"append_swa: raw_kv is {raw_kv.dtype}; expected torch.bfloat16")
@@ -399,7 +439,7 @@ def append_swa(
     valid = torch.nonzero(request_slots >= 0).squeeze(-1)
     order = valid[torch.argsort(positions[valid], stable=True)]
     slots, at = request_slots[order].long(), positions[order].long()
-    # Python dicts keep the last write: the highest position of each ring row.
+    # Python dicts keep the last write, which is the highest position of each ring index.
     last = {key: i for i, key in enumerate(zip(slots.tolist(), (at % ring_rows).tolist()))}
     keep = torch.tensor(list(last.values()), dtype=torch.long)
     order, slots, at = order[keep], slots[keep], at[keep]
@@ -408,7 +448,7 @@ def append_swa(
     codes, exponents = quantise_nope(raw_kv[order, :nope].float())
     swa_fp8[slots, row] = codes
     swa_rope[slots, row] = raw_kv[order, nope:]
-    # The view shows one exponent byte of the strip's eight; FlashMLA reads one a tile, so all of them are written.
+    # The view has one of the eight exponent bytes. FlashMLA reads one per tile, so all of them are written.
     repeat = swa_inv.stride(1) if swa_inv.stride(1) > 0 else 1
     strip = swa_inv.view(torch.uint8).as_strided((*swa_inv.shape, repeat), (*swa_inv.stride(), 1))
     strip[slots, row] = exponents.unsqueeze(-1).expand(-1, repeat)

@@ -1,7 +1,7 @@
-"""`append_v41` and `append_v41_keys`: what a layer of DeepSeek-V4.1 writes for the tokens of a step (SPEC 11.3, 11.4).
+"""`append_v41` and `append_v41_keys`: cache writes of a DeepSeek-V4.1 layer for the tokens of a step (SPEC 11.3, 11.4).
 
-In two ops, because a product lies between them: index keys are made of the compressor's latents by a matrix. Who reads
-what when is as with `append`: in a decode step the ring, in a prefill step the `window` workspace.
+They are two ops, because index keys are the product of the compressor's latents and a matrix, which is computed between
+them. As with `append`, attention reads the ring in a decode step and the `window` workspace in a prefill step.
 """
 
 from collections.abc import Callable
@@ -31,19 +31,22 @@ def _positions(prefix_lens: Tensor, query_start: Tensor, token_request: Tensor) 
 
 
 def _check_decode(tokens: int, requests: int, ring: Tensor, compressor_state: Tensor | None) -> None:
-    each, rest = divmod(tokens, max(requests, 1))
-    _check(rest == 0, lambda: f"{tokens} tokens for {requests} requests without `window`; expected as many of each")
-    _check_rows("ring", each, ring, ring.shape[1] - WINDOW + 1)
-    if compressor_state is not None:
-        _check_rows("compressor_state", each, compressor_state, pair_draft_tokens(compressor_state.shape[1]))
-
-
-def _check_rows(name: str, each: int, table: Tensor, most: int) -> None:
+    per_request, rest = divmod(tokens, max(requests, 1))
     _check(
-        each <= most,
+        rest == 0,
+        lambda: f"{tokens} tokens for {requests} requests without `window`; expected the same number for each",
+    )
+    _check_rows("ring", per_request, ring, ring.shape[1] - WINDOW + 1)
+    if compressor_state is not None:
+        _check_rows("compressor_state", per_request, compressor_state, pair_draft_tokens(compressor_state.shape[1]))
+
+
+def _check_rows(name: str, per_request: int, table: Tensor, most: int) -> None:
+    _check(
+        per_request <= most,
         lambda: (
-            f"{each} tokens of each request without `window`, but {name} has {table.shape[1]} rows a slot, for at "
-            f"most {most}"
+            f"{per_request} tokens of each request without `window`, but {name} has {table.shape[1]} rows per slot, "
+            f"for at most {most}"
         ),
     )
 
@@ -68,22 +71,31 @@ def append_v41(
     latents: Tensor | None,
     window: Tensor | None,
 ) -> None:
-    """Window rows of T tokens of B requests, and the entries of a layer that writes some (SPEC 11.3, 11.4).
+    """Write window entries of T tokens of B requests, and the compressed entries of a layer that owns some (SPEC 11.3,
+    11.4).
 
-    `ratio`: tokens of an entry that the layer writes, 1 or 2; 0: it writes none. Projections: `kv` [T, 512] bf16;
-    `compressor` at ratio 1 [T, 512] bf16, at ratio 2 [T, 1024] fp32 = [k | score]. Weights: `kv_norm`, `latent_norm`
-    [512] bf16 or fp32; `rope` [positions, 64] fp32, interleaved cos and sin. Batch as in `append`: `slots` [B],
-    `prefix_lens` [B], `query_start` [B + 1], `token_request` [T] int32, `out_loc` [T] int64, `track_slots` [T] int32 or
-    None. Written: `ring` [slots, R, 528] uint8, R at least 128, position t in row t % R; `compressor_state` (ratio 2)
-    [slots, rows, 1024] fp32, rows as `model.v41.pair_rows` says; `entries` [blocks, 128 / ratio, 288] uint8 at out_loc
-    // ratio; `latents` [T, 512] bf16, normalised and not rotated, in the rows of tokens that complete an entry, others
-    stay as they are; `window` [1, T + 128 B, 528] (prefill).
+    Without `window`, T must be a multiple of B: each request has the same number of tokens, at most the number that
+    ring and compressor state have rows for.
 
-    Without `window` T is a multiple of B: each request has as many tokens, at most those that ring and compressor state
-    are for. ValueError for more, and for a ratio that no layer of V4.1 has.
+    Args:
+        kv: bf16 [T, 512], raw projection.
+        compressor: raw projection, at ratio 1 bf16 [T, 512], at ratio 2 fp32 [T, 1024] = [k | score].
+        kv_norm, latent_norm: [512] norm weights, bf16 or fp32.
+        rope: fp32 [positions, 64], interleaved cos and sin.
+        eps: epsilon of the norms.
+        ratio: tokens per entry that the layer writes, 1 or 2; 0 if it writes none. slots, prefix_lens, query_start,
+            token_request, out_loc, track_slots: as in `append`.
+        ring: uint8 [slots, R, 528], R at least 128; written, position t at index t % R.
+        compressor_state: fp32 [slots, rows, 1024] at ratio 2, with `model.v41.pair_rows` rows; written.
+        entries: uint8 [blocks, 128 / ratio, 288], written at out_loc // ratio.
+        latents: bf16 [T, 512], written in the rows of tokens that complete an entry; normalised and not rotated.
+        window: uint8 [1, T + 128 B, 528], written in a prefill step.
+
+    Raises:
+        ValueError: more tokens per request in a decode step than supported, or an unknown ratio.
     """
     _check(ratio in V41_RATIOS, lambda: f"ratio is {ratio}; expected 0, 1 or 2")
-    _check(ring.shape[1] >= WINDOW, lambda: f"ring has {ring.shape[1]} rows a slot; expected at least {WINDOW}")
+    _check(ring.shape[1] >= WINDOW, lambda: f"ring has {ring.shape[1]} rows per slot; expected at least {WINDOW}")
     if window is None:
         _check_decode(kv.shape[0], slots.shape[0], ring, compressor_state if ratio == 2 else None)
     positions = _positions(prefix_lens, query_start, token_request)
@@ -136,9 +148,17 @@ def _write_window(
 
 
 def _pool_pairs(step: Tensor, at: Tensor, compressor_state: Tensor, decode: bool) -> Tensor:
-    """[closed pairs, 512] fp32: of each channel the mean of the pair's k, weighted by the softmax of its scores. `step`
-    [n, 1024] of the tokens at the positions `at` [n]; `compressor_state` [rows, 1024] of their request, which is moved
-    on: to the token that waits behind the step or, where tokens may be taken back, to each that has waited in it."""
+    """Return [completed pairs, 512] fp32: per channel the mean of a pair's k, weighted by the softmax of its scores.
+
+    Also updates the compressor state: with the token that waits after the step or, if tokens may be rolled back, with
+    every token that has waited in it.
+
+    Args:
+        step: [n, 1024], tokens of one request.
+        at: [n], their positions.
+        compressor_state: [rows, 1024] of the request.
+        decode: tokens may be rolled back.
+    """
     paired = step
     if at[0] % 2:
         paired = torch.cat([compressor_state[at[0] // 2 % len(compressor_state)].clone()[None], step])
@@ -163,10 +183,15 @@ def append_v41_keys(
     out_loc: Tensor,
     index_keys: Tensor,
 ) -> None:
-    """Index keys of the entries that a step completes (SPEC 11.4). `keys` [T, 128] bf16, the latents that `append_v41`
-    wrote, times the indexer's matrix: in the rows of tokens that complete an entry, others are not read. `key_norm`
-    [128]; `ratio` 1 or 2; `index_keys` [blocks, 128 / ratio, 72] uint8 at out_loc // ratio, MXFP4 in the NVFP4
-    container. The rest as in `append_v41`."""
+    """Write the index keys of the entries that a step completes (SPEC 11.4). Other arguments as in `append_v41`.
+
+    Args:
+        keys: bf16 [T, 128], the latents that `append_v41` wrote, multiplied by the indexer's matrix. Only rows of
+            tokens that complete an entry are read.
+        key_norm: [128] norm weight.
+        ratio: 1 or 2.
+        index_keys: uint8 [blocks, 128 / ratio, 72], written at out_loc // ratio, MXFP4 in the NVFP4 container.
+    """
     _check(ratio in V41_RATIOS[1:], lambda: f"ratio is {ratio}; expected 1 or 2 for keys")
     positions = _positions(prefix_lens, query_start, token_request)
     closing = (slots[token_request.long()] >= 0) & ((positions + 1) % ratio == 0)

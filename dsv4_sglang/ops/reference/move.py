@@ -1,10 +1,9 @@
-"""`copy_state`, `gather_tables`, `swap_blocks`, `update_rows`: moving state, tables, blocks and rows.
+"""`copy_state`, `gather_tables`, `swap_blocks`, `update_rows`: copies of state, tables, blocks and rows.
 
-Two of them take what to move from the device, where nothing can be raised without waiting: a launch that is given
-something wrong writes nothing at all, ends nothing, and leaves in `rejected` [1] int32, if given, the index of the
-first pair or slice that is wrong, -1 if none is. Read it where waiting is allowed; every call and every replay of a
-graph writes it anew. Without `rejected` the kernel prints what is wrong to stdout. On a CPU both raise ValueError at
-once.
+`copy_state` and `update_rows` read the list of copies on the device, where an error cannot be raised without waiting. A
+launch with invalid input writes nothing and stores in `rejected` [1] int32, if given, the index of the first invalid
+pair or slice, -1 if there is none. Read it where waiting is allowed; every call and every replay of a graph overwrites
+it. Without `rejected` the kernel prints the error to stdout. On a CPU both ops raise ValueError.
 """
 
 from collections import Counter
@@ -18,7 +17,9 @@ from dsv4_sglang.ops.schemas import NAMESPACE
 
 
 def _reject(rejected: Tensor | None, op: str, wrong: dict[int, str]) -> None:
-    """Note the first of `wrong`, problems by index, and raise it."""
+    """Store the index of the first problem in `rejected` and raise ValueError for it. `wrong` maps indices to
+    messages.
+    """
     first = min(wrong, default=-1)
     if rejected is not None:
         rejected.fill_(first)
@@ -27,21 +28,26 @@ def _reject(rejected: Tensor | None, op: str, wrong: dict[int, str]) -> None:
 
 
 def copy_state(src: Tensor, dst: Tensor, tensors: Sequence[Tensor], rejected: Tensor | None = None) -> None:
-    """Copy the state of slot `src[i]` to slot `dst[i]` ([n] int32, a negative one in either skips) in every tensor
-    [layers, slots, ...].
+    """Copy the state of slot `src[i]` to slot `dst[i]` in every tensor.
 
-    Rejected are a pair with a slot that one of the tensors does not have, and pairs with the same destination. Nothing
-    is written then, except that a GPU still writes the other pairs beside pairs with the same destination. `rejected`:
-    see the module. No slot may be both a source and a destination, which is not checked.
+    A pair with a slot that one of the tensors does not have, and pairs with equal destinations, are rejected. Nothing
+    is written then, except that a GPU still copies the other pairs if only destinations are equal.
+
+    Args:
+        src: int32 [n]; a negative slot skips the pair.
+        dst: int32 [n]; a negative slot skips the pair. No slot may be both a source and a destination, which is not
+            checked.
+        tensors: [layers, slots, ...] each.
+        rejected: see the module.
     """
     slots = min((tensor.shape[1] for tensor in tensors), default=0)
     pairs = {i: (s, d) for i, (s, d) in enumerate(zip(src.tolist(), dst.tolist())) if tensors and min(s, d) >= 0}
     named, wrong = Counter(d for _, d in pairs.values()), {}
     for i, (s, d) in pairs.items():
         if max(s, d) >= slots:
-            wrong[i] = f"pair {i}, slot {s} to slot {d}, leaves tensors of {slots} slots"
+            wrong[i] = f"pair {i}, slot {s} to slot {d}, is out of range for tensors of {slots} slots"
         elif named[d] > 1:
-            wrong[i] = f"pair {i}, slot {s} to slot {d}, has the destination of another"
+            wrong[i] = f"pair {i}, slot {s} to slot {d}, has the same destination as another pair"
     _reject(rejected, "copy_state", wrong)
     valid = (src >= 0) & (dst >= 0)
     src, dst = src[valid].long(), dst[valid].long()
@@ -57,11 +63,15 @@ def gather_tables(
     owned: Tensor,
     block_table: Tensor,
 ) -> None:
-    """Copy what a decode step needs of the tables of all requests.
+    """Copy state slots and block ids of a decode step from the tables of all requests.
 
-    `requests` [B] int64 or int32: rows of `state_slot_of_request` [R] int32 and `req_to_token` [R, tokens] int32 (pool
-    slots). State slots go to `owned` [>= B] int32, ids of the blocks below `seq_lens` [B] to `block_table` [>= B, NB]
-    int32; ids behind them are left as they are.
+    Args:
+        requests: int64 or int32 [B], rows of `state_slot_of_request` and `req_to_token`.
+        seq_lens: [B], lengths of the requests.
+        state_slot_of_request: int32 [R].
+        req_to_token: int32 [R, tokens], pool slots.
+        owned: int32 [>= B], receives the state slots.
+        block_table: int32 [>= B, NB], receives the ids of the blocks below `seq_lens`. Later ids are not written.
     """
     owned[: requests.shape[0]] = state_slot_of_request[requests]
     for row, request, length in zip(block_table, requests.tolist(), seq_lens.tolist()):
@@ -74,13 +84,17 @@ def swap_blocks(
 ) -> None:
     """Copy block `blocks[i]` of every pool to or from row `rows[i]` of `host`.
 
-    `pools`: [blocks, ...] of any dtype, the last dimensions without gaps. In a row of `host` [rows, bytes] uint8 a
-    block of `pools[k]` begins at byte `offsets[k]`; that they lie side by side is not checked. `blocks` [n] int64 on
-    the device of the pools, each once, which is not checked; `rows` [n] int64 on the CPU, each once. `host` is pinned,
-    or on the device of the pools.
+    Args:
+        pools: [blocks, ...] each, of any dtype, contiguous except for the first dimension.
+        host: uint8 [rows, bytes], pinned or on the device of the pools.
+        blocks: int64 [n] on the device of the pools, distinct (not checked).
+        rows: int64 [n] on the CPU, distinct.
+        to_host: direction of the copy.
+        offsets: byte of a host row at which the block of each pool begins. Overlaps are not checked.
 
-    Raises ValueError for rows and bytes that `host` has not, and nothing has moved. On a CPU the same for blocks; a
-    GPU leaves out a block that a pool has not, and prints it.
+    Raises:
+        ValueError: a row or byte range is not in `host`; nothing has been copied. On a CPU also for blocks. A GPU skips
+            a block that a pool does not have, and prints it.
     """
     views = [pool.flatten(1).view(torch.uint8) for pool in pools]
     if len(offsets) != len(views):
@@ -88,11 +102,11 @@ def swap_blocks(
     spans = [(offset, offset + view.shape[1]) for offset, view in zip(offsets, views)]
     for begin, end in spans:
         if not 0 <= begin <= end <= host.shape[1]:
-            raise ValueError(f"swap_blocks: bytes {begin}..{end} of host rows of {host.shape[1]}")
+            raise ValueError(f"swap_blocks: bytes {begin}..{end} are not within host rows of {host.shape[1]} bytes")
     if rows.shape != blocks.shape:
         raise ValueError(f"swap_blocks: {blocks.numel()} blocks and {rows.numel()} host rows")
     if rows.unique().numel() != rows.numel():
-        raise ValueError(f"swap_blocks: a host row is named twice in {rows.tolist()}")
+        raise ValueError(f"swap_blocks: a host row is listed twice in {rows.tolist()}")
     for name, ids, size in (("host row", rows, host.shape[0]), *(("block", blocks, view.shape[0]) for view in views)):
         if (bad := ids[(ids < 0) | (ids >= size)]).numel():
             raise ValueError(f"swap_blocks: {name} {int(bad[0])} is not in 0..{size - 1}")
@@ -106,11 +120,17 @@ def swap_blocks(
 def update_rows(
     pool: Tensor, new_rows: Tensor, slices: Tensor, n_valid: Tensor, rejected: Tensor | None = None
 ) -> None:
-    """Write slices of `new_rows` [N, ...] into `pool` [R, ...].
+    """Copy slices of `new_rows` into `pool`.
 
-    `slices` [3, n] int64: destination start, source start, length; the first `n_valid` [1] int32 of them count. If one
-    of those leaves either tensor or overlaps another in the destination, all are rejected and nothing is written;
-    `rejected`: see the module.
+    If a slice is out of range of either tensor or overlaps another one in the destination, all slices are rejected and
+    nothing is written.
+
+    Args:
+        pool: [R, ...].
+        new_rows: [N, ...].
+        slices: int64 [3, n], destination start, source start and length of each slice.
+        n_valid: int32 [1], number of leading slices to copy.
+        rejected: see the module.
     """
     valid = slices[:, : max(0, int(n_valid))].T.tolist()
     wrong = {

@@ -1,4 +1,4 @@
-"""`index_topk` and `attend`: what the queries of a step read (SPEC 4)."""
+"""`index_topk` and `attend`: selection of entries and attention for the queries of a step (SPEC 4)."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,12 +14,21 @@ from dsv4_sglang.model.geometry import CSA_RATIO
 from dsv4_sglang.ops.rope import rotate, rounding
 from dsv4_sglang.ops.schemas import NAMESPACE
 
-_TOKENS_AT_ONCE = 32  # bounds the memory of the gathered rows
+_TOKENS_AT_ONCE = 32  # bounds the memory of the gathered entries
 
 
 def index_query(q: Tensor, positions: Tensor, rope: Tensor, key_format: KeyFormat) -> Tensor:
-    """Raw index queries [T, Hi, 128] -> rotated, Hadamard-transformed and, for FP4 keys, fake-quantised; fp32 (SPEC
-    2.5, 4.1)."""
+    """Prepare raw index queries for scoring: RoPE, Hadamard transform, fake quantisation for FP4 keys (SPEC 2.5, 4.1).
+
+    Args:
+        q: [T, Hi, 128] bf16 or fp32.
+        positions: [T].
+        rope: [positions, 64] fp32.
+        key_format: format of the keys.
+
+    Returns:
+        fp32 [T, Hi, 128].
+    """
     round_stage = rounding(q.dtype)
     y = hadamard(round_stage(rotate(q.float(), positions, rope)))
     if not key_format.is_fp4:
@@ -39,14 +48,22 @@ def index_topk(
     scores: Tensor,
     rows: Tensor,
 ) -> None:
-    """Select for each token the `rows.shape[1]` visible entries of highest index score (SPEC 4.1 to 4.3).
+    """Select the `rows.shape[1]` visible entries with the highest index scores for each token (SPEC 4.1 to 4.3).
 
-    `q` [T, Hi, 128] raw index query before RoPE; `weights` [T, Hi] fp32, with the factors 128^-0.5 Hi^-0.5 or without,
-    as a common factor selects the same; `index_keys` a key table
-    of format `key_format`; `block_table` [B, blocks] int32 of the requests,
-    `token_request` [T] int32, `positions` [T] int64; `scores` fp32 scratch [T, most visible entries] (unused here).
-    Writes `rows` [T, K] int32: table rows of the selected entries in ascending entry order, -1 behind them. All visible
-    entries if there are at most K; ties go to the lower entry.
+    If at most K entries are visible, all of them are selected. Of equal scores the entry with the lower number is
+    selected.
+
+    Args:
+        q: [T, Hi, 128], raw index query before RoPE.
+        weights: fp32 [T, Hi], with or without the factors 128^-0.5 Hi^-0.5, which do not change the selection.
+        index_keys: key buffer.
+        block_table: int32 [B, blocks], block ids of the requests.
+        token_request: int32 [T].
+        positions: int64 [T].
+        rope: fp32 [positions, 64].
+        key_format: code of the format of `index_keys`.
+        scores: fp32 scratch [T, most visible entries], unused on a CPU.
+        rows: int32 [T, K], receives the buffer indices of the selected entries in ascending order of entries, then -1.
     """
     table = KeyTable(index_keys, KeyFormat.from_code(key_format))
     select(
@@ -56,8 +73,13 @@ def index_topk(
 
 
 class Candidates(NamedTuple):
-    """Blocks of `size` entries, of each token those whose numbers `blocks` [T, C] has, in ascending order and -1 behind
-    them. With `choose` they are written, the C best, else read: only their entries may be selected."""
+    """Candidate blocks of `size` entries of each token.
+
+    Attributes:
+        size: entries of a block.
+        blocks: [T, C], numbers of the candidate blocks in ascending order, then -1.
+        choose: True: write the C best blocks. False: read them, and select only entries in them.
+    """
 
     size: int
     blocks: Tensor
@@ -74,8 +96,16 @@ def select(
     rows: Tensor,
     candidates: Candidates | None = None,
 ) -> None:
-    """Of each token the `rows.shape[1]` entries of highest score among the first `visible` [T]; `query` gives the
-    queries [n, Hi, 128] fp32 of tokens [n]. Nothing is scored where nothing is to be chosen."""
+    """Select the entries with the highest scores. Scores are computed only if there is a choice.
+
+    Args:
+        query: returns the queries fp32 [n, Hi, 128] of tokens [n].
+        weights, block_table, token_request: as in `index_topk`.
+        table: buffer of the index keys.
+        visible: [T]. A token selects among its first `visible` entries.
+        rows: int32 [T, K], receives the buffer indices of the K selected entries.
+        candidates: candidate blocks to choose or to select within; None without.
+    """
     top, per_block = rows.shape[1], table.data.shape[1]
     for request in torch.unique(token_request).tolist():
         tokens = torch.nonzero(token_request == request).squeeze(-1)
@@ -101,8 +131,10 @@ def select(
 
 
 def _best(score: Tensor, top: int) -> Tensor:
-    """[n, top] columns of the highest scores of each row above -inf, in ascending order, -1 behind them; of equal ones
-    the lower."""
+    """Return [n, top], the columns of the highest scores above -inf of each row, in ascending order, then -1.
+
+    Of equal scores the lower column is selected.
+    """
     ordered = torch.sort(score, descending=True, stable=True)
     width = score.shape[1]
     best = ordered.indices[:, :top].masked_fill(ordered.values[:, :top] == float("-inf"), width).sort(1).values
@@ -110,7 +142,7 @@ def _best(score: Tensor, top: int) -> Tensor:
 
 
 def _best_blocks(score: Tensor, visible: Tensor, candidates: Candidates) -> Tensor:
-    """[n, C] numbers of the blocks with the best entries, and of that with the newest of `visible` [n]."""
+    """Return [n, C] numbers of the blocks with the best entries, always including the block of the newest entry."""
     size = candidates.size
     blocks = pad(score, (0, -score.shape[1] % size), value=float("-inf")).unflatten(1, (-1, size)).amax(-1)
     newest = torch.arange(blocks.shape[1]) == (visible[:, None] - 1) // size
@@ -118,7 +150,7 @@ def _best_blocks(score: Tensor, visible: Tensor, candidates: Candidates) -> Tens
 
 
 def _in_blocks(blocks: Tensor, size: int, entries: int) -> Tensor:
-    """[n, entries] whether an entry lies in one of the blocks of `size` entries whose numbers `blocks` [n, C] has."""
+    """Return [n, entries] bool, True for entries in the blocks of `size` entries with the numbers `blocks` [n, C]."""
     count = -(-entries // size)
     found = torch.zeros(len(blocks), count + 1, dtype=torch.bool)
     found.scatter_(1, torch.where(blocks >= 0, blocks, count).long(), True)
@@ -132,33 +164,46 @@ def attend(
     window_indices: Tensor,
     window_lens: Tensor,
     entries: Tensor | None,
-    entry_rows: Tensor | None,
+    entry_indices: Tensor | None,
     entry_lens: Tensor | None,
     positions: Tensor,
     rope: Tensor,
     scale: float,
     kv_format: int,
 ) -> Tensor:
-    """Softmax attention of T tokens over [window rows | entry rows] with the sink; output de-rotated (SPEC 2.2, 4.4,
-    4.5).
+    """Compute softmax attention over [window entries | compressed entries] with the sink; the inverse RoPE is applied
+    (SPEC 2.2, 4.4, 4.5).
 
-    `q` [T, H, 512] normalised and rotated; `sink` [H] fp32; `window`, `entries` KV buffers of format
-    `kv_format`; `window_indices` [T, 128],
-    `entry_rows` [T, K] int32 rows of them (-1: none), of which the first `window_lens`, `entry_lens` [T] int32 count;
-    `positions` [T] int64; `rope` [positions, 64] fp32. Returns [T, H, 512] in q's dtype; a token that sees nothing
-    gives zeros.
+    Args:
+        q: [T, H, 512], normalised and rotated.
+        sink: fp32 [H].
+        window: KV buffer of the window entries.
+        window_indices: int32 [T, 128], indices of window entries, -1 for none.
+        window_lens: int32 [T], number of valid window indices.
+        entries: KV buffer of the compressed entries, None without.
+        entry_indices: int32 [T, K], indices of compressed entries, -1 for none.
+        entry_lens: int32 [T], number of valid entry indices.
+        positions: int64 [T].
+        rope: fp32 [positions, 64].
+        scale: factor of the logits.
+        kv_format: code of the format of both buffers.
+
+    Returns:
+        [T, H, 512] in q's dtype. A token that sees nothing gives zeros.
     """
     stored = KVFormat.from_code(kv_format)
     lists = [(KVBuffer(window, stored), window_indices, window_lens)]
-    if entries is not None and entry_rows is not None and entry_lens is not None:
-        lists.append((KVBuffer(entries, stored), entry_rows, entry_lens))
+    if entries is not None and entry_indices is not None and entry_lens is not None:
+        lists.append((KVBuffer(entries, stored), entry_indices, entry_lens))
     return attend_to(q, sink, lists, positions, rope, scale)
 
 
 class _Listed:
-    """The rows of a table that T tokens list, `row` [T, K], with zeros for -1. Where they mostly list the same ones, as
-    the tokens of a prompt do, each is read and multiplied once, for all of them: in the order of the lists, so that
-    sums are the same wherever in the table the rows lie."""
+    """The entries of a KV buffer that T tokens list, `row` [T, K], with zeros for -1.
+
+    If tokens mostly list the same entries, as those of a prompt do, each distinct entry is read and multiplied once for
+    all of them, in the order of the lists. So sums do not depend on the location of the entries in the buffer.
+    """
 
     def __init__(self, table: KVBuffer | V41Table, row: Tensor) -> None:
         distinct, place = row.unique(return_inverse=True)
@@ -171,17 +216,17 @@ class _Listed:
         self.values = table.read(row.clamp_min(0))
         self.values.view(-1, self.values.shape[-1]).index_fill_(0, (row < 0).flatten().nonzero().squeeze(-1), 0.0)
         if self.place is not None and not self.values.isfinite().all():
-            # Zero times infinity is no number: it would reach tokens that do not list the row.
+            # 0 * inf is NaN, which would reach tokens that do not list the entry.
             self.values, self.place = self.values[self.place.squeeze(1)], None
 
     def products(self, q: Tensor) -> Tensor:
-        """Of queries [T, H, D] and rows: [T, H, K]."""
+        """Return the products of queries [T, H, D] and entries, [T, H, K]."""
         if self.place is None:
             return torch.einsum("thd,tkd->thk", q, self.values)
         return (q @ self.values.T).gather(-1, self.place.expand(-1, q.shape[1], -1))
 
     def sums(self, weights: Tensor) -> Tensor:
-        """Of rows by `weights` [T, H, K]: [T, H, D]."""
+        """Return the sums of entries weighted by `weights` [T, H, K], [T, H, D]."""
         if self.place is None:
             return torch.einsum("thk,tkd->thd", weights, self.values)
         of_rows = weights.new_zeros(*weights.shape[:2], len(self.values))
@@ -196,7 +241,15 @@ def attend_to(
     rope: Tensor,
     scale: float,
 ) -> Tensor:
-    """`attend` over any lists of rows: a table, the rows of it [T, K], and how many of them count [T]."""
+    """Compute `attend` over any lists of entries.
+
+    Args:
+        q, sink, positions, rope, scale: as in `attend`.
+        lists: (KV buffer, indices [T, K], number of valid indices [T]) each.
+
+    Returns:
+        [T, H, 512] in q's dtype.
+    """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for begin in range(0, q.shape[0], _TOKENS_AT_ONCE):
         part = slice(begin, begin + _TOKENS_AT_ONCE)
@@ -210,7 +263,7 @@ def attend_to(
         logits = torch.cat([rows.products(q[part].float()) for rows in listed], -1) * scale
         logits = logits.masked_fill(none, float("-inf"))
         logits = torch.cat([logits, sink.float().view(1, -1, 1).expand(logits.shape[0], -1, 1)], -1)
-        # Where nothing is seen and the sink is -inf, the softmax has no number: what is not seen has no weight.
+        # If a token sees nothing and the sink is -inf, the softmax is NaN. Invisible entries get weight 0.
         weights = logits.softmax(-1)[..., :-1].masked_fill(none, 0.0).split([seen.shape[1] for seen in unseen], -1)
         o = sum((rows.sums(w) for rows, w in zip(listed, weights)), torch.zeros(()))
         out[part] = rotate(o, positions[part], rope, inverse=True).to(q.dtype)

@@ -1,4 +1,4 @@
-"""`index_topk_v41` and `attend_v41`: what the queries of a step of DeepSeek-V4.1 read (SPEC 11.6)."""
+"""`index_topk_v41` and `attend_v41`: selection and attention for the queries of a step of DeepSeek-V4.1 (SPEC 11.6)."""
 
 import torch
 from torch import Tensor
@@ -12,16 +12,18 @@ from dsv4_sglang.ops.schemas import NAMESPACE
 
 
 def index_query_v41(q: Tensor, positions: Tensor, rope: Tensor) -> Tensor:
-    """Raw index queries [T, Hi, 128] -> rotated and fake-quantised, fp32: MXFP4 of blocks of 32 with every scale, as
-    they are not stored (SPEC 11.4, 11.6)."""
+    """Rotate and fake-quantise raw index queries [T, Hi, 128]. Returns fp32.
+
+    MXFP4 in blocks of 32 with an unlimited range of scales, because queries are not stored (SPEC 11.4, 11.6).
+    """
     return mxfp4_values(rounding(q.dtype)(rotate(q.float(), positions, rope)))
 
 
 def reject_two_levels_at_once(kept: Tensor | None, within: Tensor | None) -> None:
-    """Raises ValueError where `index_topk_v41` is given both."""
+    """Raise ValueError if `index_topk_v41` gets both `kept` and `within`."""
     if kept is not None and within is not None:
         raise ValueError(
-            "index_topk_v41: both `kept` and `within` are given; a layer chooses candidates or keeps to them"
+            "index_topk_v41: both `kept` and `within` are given; a layer chooses candidates or selects within them"
         )
 
 
@@ -39,18 +41,31 @@ def index_topk_v41(
     within: Tensor | None,
     rows: Tensor,
 ) -> None:
-    """Select for each token the `rows.shape[1]` visible entries of highest index score (SPEC 11.6).
+    """Select the `rows.shape[1]` visible entries with the highest index scores for each token (SPEC 11.6).
 
-    `q` [T, Hi, 128] raw index query before RoPE; `weights` [T, Hi], with the factors 128^-0.5 Hi^-0.5 or without;
-    `index_keys` uint8 [blocks, 128 / ratio, 72] of the layer that owns the entries; `block_table` [B, blocks] int32,
-    `token_request` [T] int32, `positions` [T] int64; `ratio` 1 or 2: the token at t sees floor((t + 1) / ratio)
-    entries. Writes `rows` [T, K] int32: table rows of the selected entries in ascending entry order, -1 behind them.
-    All entries that may be selected if there are at most K; ties go to the lower entry.
+    If at most K entries can be selected, all of them are. Of equal scores the entry, or block, with the lower number is
+    selected.
 
-    Two levels: with `kept` [T, C] int32 the layer's scores also choose the C best blocks of `candidate_block` entries,
-    a block by its best entry and the one with the newest visible entry always; their numbers are written in ascending
-    order, -1 behind them; ties go to the lower block. With `within` [T, C] int32, written so by an earlier layer, only
-    their entries are selected. ValueError for both at once.
+    Selection has two levels. With `kept` the scores also choose the C best blocks of `candidate_block` entries. A block
+    has the score of its best entry, and the block of the newest visible entry is always included. With `within` only
+    entries of these blocks are selected.
+
+    Args:
+        q: [T, Hi, 128], raw index query before RoPE.
+        weights: [T, Hi], with or without the factors 128^-0.5 Hi^-0.5.
+        index_keys: uint8 [blocks, 128 / ratio, 72] of the layer that owns the entries.
+        block_table: int32 [B, blocks], block ids of the requests.
+        token_request: int32 [T].
+        positions: int64 [T].
+        rope: fp32 [positions, 64].
+        ratio: 1 or 2. The token at t sees floor((t + 1) / ratio) entries.
+        candidate_block: entries of a candidate block.
+        kept: int32 [T, C], receives the numbers of the candidate blocks in ascending order, then -1.
+        within: int32 [T, C], candidate blocks that an earlier layer wrote to `kept`.
+        rows: int32 [T, K], receives the buffer indices of the selected entries in ascending order of entries, then -1.
+
+    Raises:
+        ValueError: both `kept` and `within` are given.
     """
     reject_two_levels_at_once(kept, within)
     blocks = within if kept is None else kept
@@ -73,18 +88,20 @@ def attend_v41(
     window_indices: Tensor,
     window_lens: Tensor,
     entries: Tensor | None,
-    entry_rows: Tensor | None,
+    entry_indices: Tensor | None,
     entry_lens: Tensor | None,
     positions: Tensor,
     rope: Tensor,
     scale: float,
 ) -> Tensor:
-    """`attend` (`ops.reference.read`) over window rows of 528 B, `window` uint8 [.., .., 528], and entries of 288 B,
-    `entries` uint8 [.., .., 288] (SPEC 11.4): all 512 dims of both are rotated ones and quantised. `q` [T, H, 512] is
-    rotated and not normalised; the output is rotated back."""
+    """Compute `attend` (`ops.reference.read`) over window entries of 528 B and compressed entries of 288 B (SPEC 11.4).
+
+    `window` is uint8 [.., .., 528], `entries` uint8 [.., .., 288]. All 512 dims of both are quantised, after the
+    rotation. `q` [T, H, 512] is rotated and not normalised. The inverse RoPE is applied to the output.
+    """
     lists = [(V41Table(window, V41KVFormat.FP8), window_indices, window_lens)]
-    if entries is not None and entry_rows is not None and entry_lens is not None:
-        lists.append((V41Table(entries, V41KVFormat.FP4), entry_rows, entry_lens))
+    if entries is not None and entry_indices is not None and entry_lens is not None:
+        lists.append((V41Table(entries, V41KVFormat.FP4), entry_indices, entry_lens))
     return attend_to(q, sink, lists, positions, rope, scale)
 
 

@@ -263,7 +263,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         if mode.is_idle() or mode.is_extend_without_speculative():
             return
         assert self._decode_buffers is not None, "a decode step begins with gather_tables"
-        tokens = forward_batch.seq_lens.shape[0] * self._decode_buffers.each
+        tokens = forward_batch.seq_lens.shape[0] * self._decode_buffers.tokens_per_request
         self.metadata = build_decode(
             self._decode_buffers,
             seq_lens=forward_batch.seq_lens,
@@ -272,7 +272,7 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             track_mask=forward_batch.mamba_track_mask,
             track_slots=forward_batch.mamba_track_indices,
             top_k=self.top_k,
-            before=self._tokens_of(mode)[1],
+            length_offset=self._tokens_of(mode)[1],
         )
         self.begin_layers(self.metadata, lengths=None)
 
@@ -287,11 +287,11 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
         count, mode = forward_batch.batch_size, forward_batch.forward_mode
         each, _ = self._tokens_of(mode)
         buffers = self._graph_buffers
-        if buffers is None or count > buffers.slots.shape[0] or buffers.each != each:
+        if buffers is None or count > buffers.slots.shape[0] or buffers.tokens_per_request != each:
             buffers = self._make_buffers(count, each)
         self._decode_buffers = buffers
         if like is not None and like._decode_buffers is not None:
-            buffers.owned = like._decode_buffers.owned
+            buffers.state_slots = like._decode_buffers.state_slots
             return
         seq_lens = forward_batch.seq_lens[:count]
         gather_decode(
