@@ -121,7 +121,7 @@ def in_tree_settings() -> dict[str, dict[str, Any]]:
         "in-tree, default": {},
         "in-tree, windows for hits (0.5)": {"swa_full_tokens_ratio": 0.5},
     }
-    if compat.since("0.5.23"):
+    if compat.IS_0_5_23:
         settings["in-tree, --swa-prefix-tails 0"] = {"swa_prefix_tails": 0}
         settings["in-tree, --swa-prefix-tails 512"] = {"swa_prefix_tails": 512}
         settings["in-tree, no ratio (no flag leads there)"] = {compat.RATIO_IS_GIVEN: False}

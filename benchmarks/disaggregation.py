@@ -29,7 +29,6 @@ import re
 import statistics
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -119,9 +118,7 @@ class Side:
         Raises:
             RuntimeError: the stream ended before the measurement.
         """
-        data = json.dumps(self.body(ids, tokens, stream=True)).encode()
-        asked = urllib.request.Request(f"{self.server.url}/generate", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=300) as answer:
+        with self.server.send("/generate", self.body(ids, tokens, stream=True)) as answer:
             last = b""
             for line in answer:
                 if end.is_set():
@@ -143,8 +140,7 @@ class Side:
         """Return sums and counts of SGLang's transfer histograms since the start of the prefill server."""
         if self.prefill is None:
             return {}
-        with urllib.request.urlopen(f"{self.prefill.url}/metrics", timeout=30) as answer:
-            found = TRANSFERS.findall(answer.read().decode())
+        found = TRANSFERS.findall(self.prefill.request("/metrics", timeout=30))
         return {f"{name}_{what}": float(value) for name, what, value in found}
 
 

@@ -194,14 +194,20 @@ class OurPools:
         self.tables = [view for pool in pools for view in pool.block_views()]
         for table in self.tables:
             table.random_(0, 256)
-        self.host = HostBlockPool(pools, blocks, cpus)
+        self.host, self.layers = HostBlockPool(pools, blocks, cpus), len(pools)
         self.stream = torch.cuda.current_stream() if self.host.device.type == "cuda" else None
 
     def prepare(self, ids: Tensor) -> None:
-        self.there, self.here = ids.tolist()
+        self.there, self.here = ids
 
     def move(self, to_host: bool) -> None:
-        self.host.swap(self.there, self.here, to_host, stream=self.stream)
+        with torch.cuda.stream(self.stream):
+            there = self.there.to(self.host.device)
+            if to_host:
+                self.host.save(there, self.here)
+                return
+            for layer in range(self.layers):
+                self.host.load(there, self.here, layer)
 
     def close(self) -> None:
         pass

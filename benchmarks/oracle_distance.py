@@ -156,7 +156,7 @@ class Bench:
         """Score the tokens of every server of this seed with the oracle."""
         import torch
 
-        from dsv4_sglang.testing.oracle import Oracle
+        from benchmarks.reference.oracle import Oracle
 
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.agent_trace import Ideal, TraceConfig, Turn, load, rounds, trace
+from benchmarks.prefix_tree import FreeList, Match, Node, PrefixTree
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
 from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
-from dsv4_sglang.srt.prefix_cache.tree import FreeList, Match, Node, PrefixTree
 
 # V4-Flash with FP8 entries and 72-byte keys: 21 x 32 x (584 + 72) + 20 x 584.
 BLOCK_BYTES = 452_512

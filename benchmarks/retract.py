@@ -28,14 +28,12 @@ same tokens on the device, and "resume ms" - "step ms" compared with a request t
 from __future__ import annotations
 
 import argparse
-import http.client
 import itertools
 import json
 import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -111,10 +109,9 @@ class Stream:
 
     def _ask(self) -> None:
         sampling = {"temperature": 0, "max_new_tokens": self.count, "ignore_eos": True}
-        body = json.dumps({"input_ids": self.prompt, "sampling_params": sampling, "stream": True})
-        with closing(http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=600)) as connection:
-            connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
-            for line in connection.getresponse():
+        body = {"input_ids": self.prompt, "sampling_params": sampling, "stream": True}
+        with self.server.send("/generate", body, timeout=600) as response:
+            for line in response:
                 if not line.startswith(b"data: {"):
                     continue
                 now, message = time.perf_counter(), json.loads(line[6:])

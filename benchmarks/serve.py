@@ -43,7 +43,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 
 from benchmarks import profile_steps, report, serve_plan, servers, take_profile
 from benchmarks.serve_plan import FIT_PROMPT, FIT_TOKENS, MAX_REQUESTS
@@ -133,7 +132,7 @@ class Bench:
             row = {"measure": profile_steps.MEASURE, "at": at}
             try:
                 summary = take(trace if self.args.keep_traces else None)
-            except (RuntimeError, HTTPError) as error:  # the next profile may succeed
+            except RuntimeError as error:  # the next profile may succeed
                 yield row | {"value": None, "error": f"{type(error).__name__}: {error}"}
             else:
                 yield row | {"value": summary.period_us or None, **dataclasses.asdict(summary)}

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import importlib.metadata
 import json
 import os
 import random
 import re
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import ports
 from benchmarks.environment import ROOT
 from dsv4_sglang import __version__
+from dsv4_sglang.cli.server import Endpoint, RequestError, start, stop, wait_ready
+from dsv4_sglang.srt.integration.launch_command import Command
 
 GPU_ENVIRONMENT = {
     # A GPU without FP4 runs FP8 experts; kernels are compiled when they are needed, not all at the start.
@@ -77,7 +76,7 @@ def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[l
         made = launch_command.server_command(str(model), [*flags, "--skip-tokenizer-init"], cpu=True)
         return made.argv, dict(made.environment)
     environment = dict(GPU_ENVIRONMENT)
-    if compat.since("0.5.23"):
+    if compat.IS_0_5_23:
         # As with real widths. flashshape's are too small for this kernel to be right (`srt.activate`), but its weights
         # are random anyway.
         environment["SGLANG_OPT_FUSE_MHC_POST_PRE"] = "1"
@@ -89,18 +88,15 @@ def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[l
     return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *given], environment
 
 
-@dataclass
-class Server:
-    """One server process. `log` gets all it prints. `port` is given by `launch`."""
+class Server(Endpoint):
+    """One server process. `log` gets all it prints. `launch` gives it a port."""
 
-    name: str
-    argv: list[str]
-    environment: Mapping[str, str]
-    log: Path
-    port: int = 0
-    start_seconds: float = 0.0
-    process: subprocess.Popen[bytes] | None = None
-    _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    def __init__(self, name: str, argv: list[str], environment: Mapping[str, str], log: Path) -> None:
+        super().__init__("")
+        self.name, self.argv, self.environment, self.log = name, argv, environment, log
+        self.port, self.start_seconds = 0, 0.0
+        self.process: subprocess.Popen[bytes] | None = None
+        self._held = contextlib.ExitStack()
 
     def launch(self) -> None:
         """Start it without waiting, on ports of its own until `stop`."""
@@ -108,57 +104,35 @@ class Server:
         # The server imports from it: nobody else may be able to write it, or to make it first.
         folder = self._held.enter_context(tempfile.TemporaryDirectory(prefix="dsv4_sglang_plugin_"))
         self.port = self._held.enter_context(ports.reserved())
-        extra = plugin_path(Path(folder))
-        environment = {**os.environ, **self.environment}
-        paths = [*extra, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+        self.url = f"http://127.0.0.1:{self.port}"
+        inherited = self.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+        paths = [*plugin_path(Path(folder)), *filter(None, inherited.split(os.pathsep))]
+        environment = dict(self.environment)
         if paths:
             environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-        argv = [*self.argv, *ports.flags(self.port), "--host", "127.0.0.1"]
+        made = Command([*self.argv, *ports.flags(self.port), "--host", "127.0.0.1"], environment)
         with self.log.open("wb") as out:
-            out.write((shlex.join(argv) + "\n").encode())
+            out.write((shlex.join(made.argv) + "\n").encode())
             out.flush()
-            self.process = subprocess.Popen(
-                argv, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
-            )
+            self.process = start(made, out)
         self._began = time.monotonic()
 
     def wait(self, timeout: float) -> None:
         """Until it answers; RuntimeError with the end of its log if it ends or does not answer in `timeout` seconds."""
-        assert self.process is not None, "launch() first"
-        deadline = self._began + timeout
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"{self.name} ended with {self.process.returncode}: {self.tail()}")
-            # A port that nobody listens on may be given to the connection itself, which then reads its own request.
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                if self.request("/health", timeout=5) is not None:
-                    self.start_seconds = time.monotonic() - self._began
-                    return
-            time.sleep(0.5)
-        raise RuntimeError(f"{self.name} did not answer within {timeout:.0f} s: {self.tail()}")
+        process = self.process
+        assert process is not None, "launch() first"
+        try:
+            wait_ready(self, lambda: process.poll() is None, self._began + timeout - time.monotonic())
+        except (RuntimeError, TimeoutError) as error:
+            ended = "" if process.poll() is None else f" with {process.returncode}"
+            raise RuntimeError(f"{self.name}: {error}{ended}: {self.tail()}") from None
+        self.start_seconds = time.monotonic() - self._began
 
-    def stop(self, reuse_interval: float = 15) -> None:
-        """SIGTERM, then SIGKILL, to this server's own process group."""
+    def stop(self) -> None:
         if self.process is not None:
-            for signum, seconds in ((signal.SIGTERM, reuse_interval), (signal.SIGKILL, 10.0)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self.process.pid, signum)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(seconds)
+            stop(self.process)
             self.process = None
         self._held.close()
-
-    def request(self, path: str, body: Any = None, timeout: float = 120) -> Any:
-        """JSON answer of a GET, or of a POST of `body`; an empty answer is {}. OSError if it fails."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        asked = urllib.request.Request(f"{self.url}{path}", data, headers)
-        with urllib.request.urlopen(asked, timeout=timeout) as answer:
-            content = answer.read()
-        try:
-            return json.loads(content) if content else {}
-        except json.JSONDecodeError:
-            return {"text": content.decode(errors="replace")}
 
     def generate(self, input_ids: Sequence[Any], tokens: int, timeout: float = 300, **more: Any) -> Any:
         """One prompt or a list of prompts, greedy, exactly `tokens` tokens each."""
@@ -170,14 +144,10 @@ class Server:
         """Empty the prefix cache; rejected while the last request is being cleaned up, so try for a while."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(RequestError, OSError):
                 self.request("/flush_cache", {})
                 return
             time.sleep(0.05)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     def lines(self, start: int = 0) -> str:
         """The log from byte `start` on."""
@@ -285,8 +255,7 @@ def cache_tokens(info: Mapping[str, Any], ranks: int) -> list[int]:
 
 def max_total_tokens(url: str) -> int:
     """Tokens that the cache of a server that runs has room for on its devices, over all ranks of data parallelism."""
-    with urllib.request.urlopen(f"{url}/server_info", timeout=30) as answer:
-        info = json.load(answer)
+    info = Endpoint(url).request("/server_info", timeout=30)
     return sum(cache_tokens(info, info.get("dp_size") or 1))
 
 
@@ -315,9 +284,8 @@ def sizes(log: str) -> dict[str, float]:
 def metrics(url: str) -> dict[str, float]:
     """This package's metrics of a server, added over the ranks, such as `prefix_hit_tokens`; {} if it has none."""
     try:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
-            text = answer.read().decode()
-    except OSError:
+        text = Endpoint(url).request("/metrics", timeout=30)
+    except (RequestError, OSError):
         return {}
     found: dict[str, float] = {}
     for name, value in OUR_METRIC.findall(text):

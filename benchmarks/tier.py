@@ -80,7 +80,8 @@ class Tier:
 
     def tensors(self) -> list[Tensor]:
         """Return all device tensors that are copied."""
-        return [*(view for pool in self.pools for view in pool.block_views()), *self.storage.snapshot_views(1)]
+        snapshot = [table[0] for table in self.storage.snapshot_tables()]
+        return [*(view for pool in self.pools for view in pool.block_views()), *snapshot]
 
     def bytes_of(self, blocks: int) -> int:
         return blocks * self.host.block_bytes + self.host_snapshots.snapshot_bytes

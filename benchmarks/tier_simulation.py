@@ -39,13 +39,13 @@ from benchmarks.prefix_simulation import (
     study_text,
 )
 from benchmarks.prefix_trace import live_tokens
+from benchmarks.prefix_tree import FreeList, Match, Node, PrefixTree
 from benchmarks.report import RESULTS
 from benchmarks.tier_tree import TieredTree
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.host_cache.sizing import host_demand
 from dsv4_sglang.srt.memory.sizing import SNAPSHOT_SHARE
 from dsv4_sglang.srt.prefix_cache.policy import SUPERSEDED, UNKNOWN, SnapshotRegistry
-from dsv4_sglang.srt.prefix_cache.tree import FreeList, Match, Node, PrefixTree
 
 DEVICE_TOKENS = 1_000_000
 RATIOS = (0, 2, 4, 8)

@@ -6,9 +6,9 @@ import heapq
 
 import numpy as np
 
+from benchmarks.prefix_tree import FreeList, Node, PrefixTree, common_blocks
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.prefix_cache.policy import MARGIN, SnapshotRegistry
-from dsv4_sglang.srt.prefix_cache.tree import FreeList, Node, PrefixTree, common_blocks
 
 NOTHING = np.empty(0, dtype=np.int64)
 

@@ -33,12 +33,12 @@ import torch
 
 from benchmarks.agent_trace import TraceConfig, Turn, load, trace
 from benchmarks.prefix_simulation import BLOCK_BYTES, INTERVAL, SNAPSHOT_BYTES, Rows, Simulation, study_text
+from benchmarks.prefix_tree import Match
+from benchmarks.reference.oracle import Oracle
 from benchmarks.report import RESULTS
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.model.geometry import WINDOW
-from dsv4_sglang.srt.prefix_cache.tree import Match
-from dsv4_sglang.testing.oracle import Oracle
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
 # A snapshot of V4-Flash without its window entries: 21 layers, 4 rows of k and z, 640 channels in fp32.

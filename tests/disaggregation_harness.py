@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,11 @@ class Disaggregated(Server):
             "bootstrap_room": next(self.rooms),
         }
 
-    def request(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
+    def send(self, path: str, body: Any = None, *how: Any) -> AbstractContextManager[http.client.HTTPResponse]:
         if path == "/generate":
             body = {**body, **self.room()}
             self.sender.submit(self.prefill.post, path, {**body, "stream": False})
-        return super().request(method, path, body)
+        return super().send(path, body, *how)
 
     def wait_idle(self) -> None:
         self.prefill.wait_idle()

@@ -20,9 +20,9 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative import eagle_utils
 from torch import Tensor, nn
 
+from benchmarks.reference.nextn import NextN
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.models.deepseek_v4 import DecoderLayer
-from dsv4_sglang.testing.nextn import NextN
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -14,12 +14,12 @@ import sglang.srt.managers.cache_controller as base_controller
 
 from dsv4_sglang.srt.integration import compat
 
-if compat.since("0.5.23"):
+if compat.IS_0_5_23:
     import sglang.srt.mem_cache.l2_transfer as copies
 else:
     import sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller as copies
 
-THREADS_RUN_LATE = not compat.since("0.5.23")
+THREADS_RUN_LATE = not compat.IS_0_5_23
 """SGLang's threads there are others, which `Streams.use_threads` has not been tried with."""
 
 

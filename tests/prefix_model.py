@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from benchmarks.prefix_tree import FreeList, Node, PrefixTree
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.features.integrity import CACHED, FREE, REQUESTS, Pool
 from dsv4_sglang.srt.prefix_cache.placement import due_in_prefill, is_kept
-from dsv4_sglang.srt.prefix_cache.tree import FreeList, Node, PrefixTree
 
 Path = tuple[int, ...]
 

@@ -35,7 +35,7 @@ MAX_LENGTH = 64 * BLOCK
 # Who needs room has a call of its own.
 FOR_ALLOC = hasattr(UnifiedRadixCache, "evict_for_alloc")
 # A request's blocks are handed to the tree and given back in calls of their own.
-SEPARATE = compat.since("0.5.23")
+SEPARATE = compat.IS_0_5_23
 
 
 def without_a_server(monkeypatch: Any) -> None:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import re
 import select
-import signal
-import subprocess
 import time
-import urllib.error
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,10 @@ from liveness import LONG, POLL_SECONDS, STUCK_SECONDS, Process, Progress, wait
 
 from benchmarks import ports
 from benchmarks.lifecycle import Driver, Shape, play
+from benchmarks.reference.oracle import Oracle
+from benchmarks.reference.oracle_v41 import OracleV41
+from dsv4_sglang.cli.server import Endpoint, RequestError, start, stop, wait_ready
 from dsv4_sglang.srt.integration import launch_command
-from dsv4_sglang.testing.oracle import Oracle
-from dsv4_sglang.testing.oracle_v41 import OracleV41
 
 # Waits of SGLang that end a server: for the other processes of its group, for a step.
 UNHURRIED = ("--dist-timeout", "7200", "--watchdog-timeout", "7200")
@@ -84,40 +83,28 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
     raise ConnectionError("the server broke the stream off")
 
 
-class Server:
-    """A server process and the little HTTP that tests need. `fields` go into every request that has none of its own."""
+class Server(Endpoint):
+    """A server process, and what tests ask it. `fields` go into every request that has none of its own."""
 
     def __init__(self, process: Process, port: int, log: Path) -> None:
+        super().__init__(f"http://127.0.0.1:{port}")
         self.process, self.port, self.log = process, port, log
         self.fields: dict[str, Any] = {}
         self.killed = False
         """Whether it has ended because a test wanted that."""
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def request(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        """An answer that has begun; raises HTTPError for one that is an error, and an error if the server is stuck."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=STUCK_SECONDS)
-        data = None if body is None else json.dumps(body)
-        connection.request(method, path, data, {"Content-Type": "application/json", "Connection": "close"})
+    def _response(self, connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
+        """However long it takes: fails if the server is stuck."""
         progress = Progress(self.process)
         while not select.select([connection.sock], [], [], POLL_SECONDS)[0]:
             progress.check()
-        response = connection.getresponse()
-        if response.status >= 400:
-            raise urllib.error.HTTPError(path, response.status, response.reason, response.headers, response)
-        return response
+        return super()._response(connection)
 
     def post(self, path: str, body: Any = None) -> Any:
-        with self.request("POST", path, body) as response:
-            text = response.read().decode()
-        return json.loads(text) if text.startswith("{") else text
+        return self.request(path, body, method="POST")
 
     def get(self, path: str) -> Any:
-        with self.request("GET", path) as response:
-            return json.loads(response.read())
+        return self.request(path)
 
     def generate(self, prompt: Sequence[int], count: int = 8, **fields: Any) -> Generated:
         return _answer(self.post("/generate", {**_request(prompt, count), **self.fields, **fields})["meta_info"])
@@ -125,14 +112,14 @@ class Server:
     def begin(self, prompt: Sequence[int], count: int, generated: int, **fields: Any) -> Callable[[], Generated]:
         """Start a request and return once it has generated so many tokens. Call for the whole answer."""
         body = {**_request(prompt, count), **self.fields, **fields, "stream": True}
-        response = self.request("POST", "/generate", body)
-        events = _events(response)
+        answer = ExitStack()
+        events = _events(answer.enter_context(self.send("/generate", body)))
         for event in events:
             if event["meta_info"]["completion_tokens"] >= generated:
                 break
 
         def rest() -> Generated:
-            with response:
+            with answer:
                 *_, last = events
             return _answer(last["meta_info"])
 
@@ -171,8 +158,7 @@ class Server:
 
     def metrics(self, prefix: str = "dsv4:", rank: int = 0) -> dict[str, float]:
         """Values of /metrics by name, without labels and the `_total` of counters; `rank`: of DP attention."""
-        with self.request("GET", "/metrics") as response:
-            rows = response.read().decode().splitlines()
+        rows = self.request("/metrics").splitlines()
         lines = [row for row in rows if row.startswith(prefix) and ("dp_rank" not in row or f'dp_rank="{rank}"' in row)]
         found = {row.split("{")[0].split(" ")[0].removeprefix(prefix): float(row.rsplit(" ", 1)[1]) for row in lines}
         return {name.removesuffix("_total"): value for name, value in found.items() if not name.endswith("_created")}
@@ -184,7 +170,7 @@ class Server:
             try:
                 self.post("/flush_cache")
                 return
-            except urllib.error.HTTPError:
+            except RequestError:
                 progress.check()
                 time.sleep(pause)
                 pause = min(2 * pause, POLL_SECONDS)
@@ -223,31 +209,10 @@ class Server:
     def kill(self) -> None:
         """All its processes, at once."""
         self.killed = True
-        _stop(self.process)
+        stop(self.process, reuse_interval=0)
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
-
-
-def _spawned(command: launch_command.Command, log: Path) -> subprocess.Popen[bytes]:
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            command.argv,
-            env=command.full_environment(),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def _stop(process: Process) -> None:
-    """Without a SIGTERM, which SGLang looks for every five seconds, to kill its processes then."""
-    # The group may outlive its leader.
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    # One that has just been forked may not lead a group yet.
-    process.kill()
-    process.wait()
 
 
 @contextmanager
@@ -259,11 +224,15 @@ def launched(
     command = launch_command.server_command(
         str(model), ["--host", "127.0.0.1", *flags, launch_command.OPT_IN_FLAG, overrides], cpu=cpu
     )
-    process = server_forkserver.start(command, log) if cpu else _spawned(command, log)
+    if cpu:
+        process: Process = server_forkserver.start(command, log)
+    else:
+        with log.open("wb") as output:
+            process = start(command, output)
     try:
         yield process
     finally:
-        _stop(process)
+        stop(process, reuse_interval=0)  # SGLang looks for a SIGTERM every five seconds
 
 
 @contextmanager
@@ -273,12 +242,7 @@ def running(model: Path, log: Path, *flags: str, cpu: bool = True, **options: An
     base = ["--skip-server-warmup", "--sleep-on-idle", *UNHURRIED]
     with ports.reserved() as port, launched(model, log, [*ports.flags(port), *base, *flags], options, cpu) as process:
         server, progress = Server(process, port, log), Progress(process, log)
-        while True:
-            with suppress(OSError):
-                server.request("GET", "/health").close()
-                break
-            progress.check()
-            time.sleep(POLL_SECONDS / 2)
+        wait_ready(server, lambda: progress.check() is None, math.inf)
         yield server
         if not server.killed:
             Progress(process, log).check()
@@ -289,7 +253,7 @@ def on_rank(rank: int) -> dict[str, int]:
     return {"routed_dp_rank": rank}
 
 
-BROKEN_OFF = (http.client.HTTPException, OSError, KeyError)
+BROKEN_OFF = (RequestError, http.client.HTTPException, OSError, KeyError)
 """What a request raises whose server ends."""
 
 

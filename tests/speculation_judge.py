@@ -17,7 +17,7 @@ import torch
 from scheduler_in_process import Answer, Asked, Child, InProcess, child
 from torch import Tensor
 
-from dsv4_sglang.testing.oracle import Oracle
+from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
 TOLERANCE = 1e-4

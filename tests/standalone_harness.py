@@ -106,7 +106,7 @@ def attend(handle: LayerCacheHandle, layer: Layer, inputs: dict[str, Tensor], mo
         rows = torch.empty(tokens, TOP_K, dtype=torch.int32, device=swa.positions.device)
         torch.ops.dsv4_sglang.index_topk(
             inputs["index_q"],
-            inputs["index_weights"] * CONFIG.index_weight_scale,
+            inputs["index_weights"] * (CONFIG.index_head_dim * CONFIG.index_n_heads) ** -0.5,
             indexer.index_keys,
             indexer.block_table,
             indexer.token_request,
@@ -219,4 +219,4 @@ def all_bytes(manager: KVCacheManager, slot: int) -> list[Tensor]:
     """Everything that a request has, as bytes, in the order of its tokens."""
     blocks = manager.blocks_of(slot)
     views = [view for pool in manager.paged_pools if pool is not None for view in pool.block_views()]
-    return [*(v.clone() for v in manager.state.slot_views(slot)), *(v[blocks].clone() for v in views)]
+    return [*(table[slot].clone() for table in manager.state.slot_tables()), *(v[blocks].clone() for v in views)]

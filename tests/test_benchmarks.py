@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import importlib.metadata
-import io
 import itertools
 import json
 import os
@@ -686,7 +685,7 @@ dsv4:host_blocks_held{dp_rank="0"} 7.0
 dsv4:prefix_hit_tokens_total{dp_rank="0"} 128.0
 sglang:gen_throughput{engine_type="unified"} 3.0
 """
-    monkeypatch.setattr(servers.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(text.encode()))
+    monkeypatch.setattr(servers.Endpoint, "request", lambda *_, **__: text)
     assert servers.metrics("") == {"host_saved_bytes": 4_500_500, "host_blocks_held": 7, "prefix_hit_tokens": 128}
     assert servers.host_copies("") == {"saved_bytes": 4_500_500, "blocks_held": 7}
 
@@ -772,7 +771,10 @@ def test_a_server_that_ends_says_why(tmp_path: Path, only_ports: int) -> None:
     broken = [sys.executable, "-c", "print('ValueError: no such flag'); raise SystemExit(3)"]
     server = servers.Server("broken", broken, {}, tmp_path / "broken.log")
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"ended with 3: .*no such flag"), servers.running(server, LONG):
+        with (
+            pytest.raises(RuntimeError, match=r"ready with 3: .*no such flag"),
+            servers.running(server, LONG),
+        ):
             pass
         assert server.process is None and server.port == only_ports
 

@@ -56,10 +56,9 @@ def test_flash_and_pro_values() -> None:
     assert (flash.o_groups, pro.o_groups) == (8, 16)
     assert (flash.index_topk, pro.index_topk) == (512, 1024)
     for config in (flash, pro):
-        assert (config.head_dim, config.rope_dim, config.nope_dim, config.window) == (512, 64, 448, 128)
+        assert (config.head_dim, config.rope_dim, config.window) == (512, 64, 128)
         assert (config.index_n_heads, config.index_head_dim) == (64, 128)
         assert config.softmax_scale == pytest.approx(0.044194174)
-        assert config.index_weight_scale == pytest.approx(0.011048543)
 
 
 @pytest.mark.parametrize(

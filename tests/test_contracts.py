@@ -225,13 +225,13 @@ def test_a_release_that_is_not_validated_starts_with_one_warning(
     assert len(caplog.messages) == warnings and all(message.startswith(said) for message in caplog.messages)
 
 
-def test_releases_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "sglang_version", lambda: "0.5.100.post1")
-    compat.since.cache_clear()
-    try:
-        assert compat.since("0.5.99") and compat.since("0.5.100") and not compat.since("0.6.0")
-    finally:
-        compat.since.cache_clear()
+@pytest.mark.parametrize("release", ["0.5.17", "0.5.20"])
+def test_a_release_that_does_not_fit_is_rejected_in_one_line(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "sglang_version", lambda: release)
+    with pytest.raises(LaunchError if release == "0.5.20" else ImportError) as error, compat.rejecting_other_releases():
+        raise ImportError("no module")
+    said = "this package does not fit the installed release: this is SGLang 0.5.20; validated: 0.5.17, 0.5.23; "
+    assert release == "0.5.17" or str(error.value) == said + "ImportError('no module')"
 
 
 def test_a_target_that_is_gone_is_named() -> None:

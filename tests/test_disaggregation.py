@@ -88,7 +88,7 @@ def blocks_of(pool: CacheKVPool, blocks: Sequence[int]) -> list[Tensor]:
 
 
 def slot_of(pool: CacheKVPool, slot: int) -> list[Tensor]:
-    return [view.clone() for view in pool.mamba_pool.storage.slot_views(slot)]
+    return [table[slot].clone() for table in pool.mamba_pool.storage.slot_tables()]
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:

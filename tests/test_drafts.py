@@ -7,8 +7,8 @@ import server_forkserver
 import torch
 from transformers import AutoTokenizer, DynamicCache
 
-from dsv4_sglang.testing.nextn import NextN
-from dsv4_sglang.testing.oracle import Oracle
+from benchmarks.reference.nextn import NextN
+from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 
 TEXTS = ("The quick brown fox jumps over", "def f(x): return x + 1\n", "1 2 3 4 5 6")

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from typer.testing import CliRunner
 
+from benchmarks.reference import oracle_v41
+from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli import app
 from dsv4_sglang.model.v41 import Csa2Role, V41Config, v41_schedule
-from dsv4_sglang.testing import oracle_v41
-from dsv4_sglang.testing.oracle import Oracle
 from dsv4_sglang.testing.tiny import EXPERTS, EXPERTS_PER_TOKEN, TinySpec, config_json, make_tiny
 
 VOCAB = TinySpec().vocab

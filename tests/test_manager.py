@@ -293,7 +293,7 @@ def test_views_of_a_layer_kind() -> None:
     assert [h.read_indexer_view() is None for h in handles] == [True, False, True]
     csa, hca = handles[1].read_classical_view(), handles[2].read_classical_view()
     assert csa.entry_indices is None
-    assert all(h.paged is h.paged_pool is manager.paged_pools[i] for i, h in enumerate(handles))
+    assert all(h.paged_pool is manager.paged_pools[i] for i, h in enumerate(handles))
     assert hca.entry_indices.tolist() == [[0] + [-1] * (manager.block_tables.shape[1] - 1)]
     assert csa.entries_fp8.shape == (12, 32, 448)
     assert hca.entries_fp8.shape == (12, 1, 448)
@@ -520,8 +520,8 @@ def spoil(manager: KVCacheManager) -> None:
         view[[i for i in range(manager.num_blocks) if i not in used]] = 77
     for slot in range(manager.max_concurrent_requests):
         if slot not in manager._blocks:
-            for view in manager.state.slot_views(slot):
-                view.fill_(77)
+            for table in manager.state.slot_tables():
+                table[slot].fill_(77)
 
 
 @pytest.mark.parametrize("options", FORMATS, ids=lambda options: "-".join(map(str, options.values())))
@@ -656,8 +656,8 @@ def test_offload_beside_the_steps() -> None:
     for value in range(1, 30):
         slot = manager.admit_request()
         blocks = [manager.allocate_block(slot) for _ in range(2)]
-        for view in manager.state.slot_views(slot):
-            view.fill_(value)
+        for table in manager.state.slot_tables():
+            table[slot].fill_(value)
         for view in views:
             view[blocks] = value
         with torch.cuda.stream(beside):
@@ -667,8 +667,8 @@ def test_offload_beside_the_steps() -> None:
         for _ in range(2):  # all slots and blocks: those of the request among them
             new = manager.admit_request()
             taken = [manager.allocate_block(new) for _ in range(2)]
-            for view in manager.state.slot_views(new):
-                view.fill_(255)
+            for table in manager.state.slot_tables():
+                table[new].fill_(255)
             for view in views:
                 view[taken] = 255
         assert offloaded.event.query(), "its slot was given to another before it was copied"

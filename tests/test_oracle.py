@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
+from benchmarks.reference.oracle import Oracle, Score
 from dsv4_sglang.formats import KeyFormat, KVBuffer, KVFormat, index_keys
-from dsv4_sglang.testing.oracle import Oracle, Score
 from dsv4_sglang.testing.quantise import bf16_entries, fp8_entries, hadamard, mxfp4_keys, round_e2m1
 from dsv4_sglang.testing.tiny import TinySpec, make_tiny
 

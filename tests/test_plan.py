@@ -255,7 +255,7 @@ def test_what_sglang_reckons_with_outside_of_the_pools(gpu: str, tp: int, dp: in
         cuda_graph_backend_prefill="disabled",
     )
     gpu_mib = given.gpu.memory / 2**20
-    if compat.since("0.5.23"):
+    if compat.IS_0_5_23:
         from sglang.srt import runtime_context
         from sglang.srt.arg_groups import memory_hook
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from dsv4_sglang.cache import (
-    BLOCK_SIZE_ORIGINAL_TOKENS,
     CacheLayout,
     HcaState,
     LayerCacheSchema,
@@ -36,11 +35,8 @@ def of(kind: AttentionType, **options: Any) -> LayerCacheSchema:
 
 
 def test_geometry() -> None:
-    assert BLOCK_SIZE_ORIGINAL_TOKENS == 128
     assert [of(k).entries_per_block for k in (CSA, HCA, SWA)] == [32, 1, 0]
     assert [of(k).indexer_entries_per_block for k in (CSA, HCA, SWA)] == [32, 0, 0]
-    assert [of(k).tail_buffer_size for k in (CSA, HCA, SWA)] == [3, 127, 0]
-    assert [of(k).previous_window_rows for k in (CSA, HCA, SWA)] == [7, 0, 0]
     assert [of(k).ratio for k in (CSA, HCA, SWA)] == [4, 128, 0]
     assert [of(k).compressor_state_shape for k in (CSA, HCA, SWA)] == [(24, 640), (256, 512), None]
     assert of(HCA, hca_state="online").compressor_state_shape == (3, 512)

@@ -191,7 +191,7 @@ def test_without_a_prefix_cache_there_are_no_snapshots(configurator: Any) -> Non
     assert launched.context.demand == StateDemand(256)
 
 
-@pytest.mark.skipif(compat.since("0.5.23"), reason="a pool reads the settings of a running server there")
+@pytest.mark.skipif(compat.IS_0_5_23, reason="a pool reads the settings of a running server there")
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_a_request_takes_one_slot_of_the_pool_that_is_built(
     configurator: Any, drafts: int, monkeypatch: pytest.MonkeyPatch

@@ -7,10 +7,10 @@ import pytest
 
 from benchmarks.agent_trace import load, rounds
 from benchmarks.prefix_simulation import BLOCK_BYTES, SNAPSHOT_BYTES
+from benchmarks.prefix_tree import Node, PrefixTree
 from benchmarks.tier_simulation import CopyingSimulation, SharedTree, TieredSimulation, grow, simulate
 from benchmarks.tier_tree import TieredTree
 from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
-from dsv4_sglang.srt.prefix_cache.tree import Node, PrefixTree
 
 
 def test_the_host_adds_what_it_holds() -> None:

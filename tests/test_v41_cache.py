@@ -399,11 +399,12 @@ def test_resumed_from_host_memory(device):
     blocks, states = HostBlockPool(pools, 3), HostSnapshotPool(play.cache.state, 2)
     assert states.snapshot_bytes == play.cache.layout.snapshot_bytes
     was, now = play.cache.block_tables[1, :2].tolist(), [play.free.pop(), play.free.pop()]
-    blocks.swap(was, [2, 0], to_host=True)
+    blocks.save(play.ids(*was).long(), torch.tensor([2, 0]))
     states.save(1, 1)
     for table in (table for pool in pools for table in pool.allocations):
         table[was] = 0
-    blocks.swap(now, [2, 0], to_host=False)
+    for layer in range(len(pools)):
+        blocks.load(play.ids(*now).long(), torch.tensor([2, 0]), layer)
     states.load(3, 1)
     play.cache.block_tables[2, :2] = torch.tensor(now)
     play.resume(2, slot=0, snapshot=3, length=256, like=2)

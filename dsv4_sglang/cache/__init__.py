@@ -8,7 +8,6 @@ from dsv4_sglang.cache.host_pool import HostBlockPool, HostSnapshotPool
 from dsv4_sglang.cache.layout import CacheLayout
 from dsv4_sglang.cache.paged_cache import PagedKVPool
 from dsv4_sglang.cache.schema import (
-    BLOCK_SIZE_ORIGINAL_TOKENS,
     HcaState,
     LayerCacheSchema,
     build_schema,
@@ -20,7 +19,6 @@ from dsv4_sglang.cache.v41_step import V41LayerWeights, V41Step
 from dsv4_sglang.formats import KeyFormat, KVFormat
 
 __all__ = [
-    "BLOCK_SIZE_ORIGINAL_TOKENS",
     "CacheLayout",
     "HcaState",
     "HostBlockPool",

@@ -275,41 +275,6 @@ class HostBlockPool:
         offsets = [offset for layer in layers for offset in self._offsets[layer]]
         torch.ops.dsv4_sglang.swap_blocks(views, host, blocks, rows, to_host, offsets)
 
-    def swap(
-        self,
-        device_blocks: Sequence[int],
-        host_blocks: Sequence[int],
-        to_host: bool,
-        stream: torch.cuda.Stream | None = None,
-    ) -> None:
-        """Copy blocks of all layers one to one, to the host or back.
-
-        Args:
-            device_blocks: block ids on the GPU.
-            host_blocks: rows of the host pool, as many.
-            to_host: direction of the copy.
-            stream: orders the copies. Without it the call returns when they are complete.
-
-        Raises:
-            ValueError: a block is out of range or listed twice. No data has been copied.
-        """
-        if len(device_blocks) != len(host_blocks):
-            raise ValueError(
-                f"{len(device_blocks)} device blocks and {len(host_blocks)} host blocks; expected equal numbers"
-            )
-        blocks, rows = (torch.tensor(list(ids), dtype=torch.int64) for ids in (device_blocks, host_blocks))
-        _check_ids("device", blocks, min(view.shape[0] for views in self._views for view in views))
-        _check_ids("host", rows, self.num_blocks)
-        with torch.cuda.stream(stream):
-            blocks = blocks.to(self.device)
-            if to_host:
-                self.save(blocks, rows)
-            else:
-                for layer in range(len(self._views)):
-                    self.load(blocks, rows, layer)
-        if stream is None and self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-
     def memory_bytes(self) -> int:
         """Return the bytes of host memory, in whole pages."""
         return self._memory.nbytes
@@ -452,10 +417,3 @@ def runs(rows: Tensor) -> list[tuple[int, int]]:
     """Return the ranges [begin, end) of `rows` [n] that contain consecutive numbers."""
     cuts = (torch.nonzero(rows.diff() != 1).flatten() + 1).tolist()
     return list(zip([0, *cuts], [*cuts, len(rows)])) if len(rows) else []
-
-
-def _check_ids(side: str, ids: Tensor, size: int) -> None:
-    if (bad := ids[(ids < 0) | (ids >= size)]).numel():
-        raise ValueError(f"{side} block {int(bad[0])} is not in 0..{size - 1}")
-    if ids.unique().numel() != ids.numel():
-        raise ValueError(f"a {side} block is listed twice in {ids.tolist()}")

@@ -14,9 +14,6 @@ from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.geometry import BLOCK_TOKENS, CSA_RATIO, HCA_ONLINE_ROWS, HCA_RAW_ROWS, StateRows, state_rows
 from dsv4_sglang.model.layer_schedule import AttentionType, LayerSpec
 
-# Tokens per block, under the name that the first version of the design used.
-BLOCK_SIZE_ORIGINAL_TOKENS = BLOCK_TOKENS
-
 _INT32_BYTES = 4
 
 _Option = TypeVar("_Option", bound=enum.Enum)
@@ -90,18 +87,6 @@ class LayerCacheSchema(LayerKVSpec):
     def is_flat(self) -> bool:
         """Return True for HCA, which has one entry per block, because FlashMLA's entries start at multiples of 16 B."""
         return self.attn is AttentionType.HCA
-
-    @property
-    def tail_buffer_size(self) -> int:
-        """Maximum number of tokens in an unfinished window, ratio - 1: CSA 3, HCA 127, SWA 0."""
-        return max(self.ratio - 1, 0)
-
-    @property
-    def previous_window_rows(self) -> int:
-        """Rows of the overlapping stream that must be kept besides the open window: up to 4 rows of the last complete
-        window and 3 of the open one (SPEC 3.7, 6.2). CSA only.
-        """
-        return CSA_RATIO + self.tail_buffer_size if self.attn is AttentionType.CSA else 0
 
     @property
     def compressor_state_shape(self) -> tuple[int, int] | None:

@@ -159,11 +159,6 @@ class StateStorage:
         """Return the contents of all slots as bytes: [slots, n] uint8 for every layer of each of `tensors`."""
         return [_as_bytes(table) for tensor in self.tensors for table in tensor]
 
-    def slot_views(self, slot: int) -> list[Tensor]:
-        """Return the contents of one slot as bytes: [n] uint8 for each of `slot_tables`."""
-        check_slot(slot, self.num_slots)
-        return [table[slot] for table in self.slot_tables()]
-
     def snapshot_tables(self) -> list[Tensor]:
         """Return the contents of all snapshots as bytes: [snapshots, n] uint8 for each layer's ring, then for each CSA
         layer's compressor states. Row 0 is snapshot 1.
@@ -173,12 +168,6 @@ class StateStorage:
             kept = self._compressor_state_units[:, self.num_slots * self._units_per_slot :]
             tables += kept.unflatten(1, (self.snapshots, len(self._kept)))
         return [_as_bytes(table) for table in tables]
-
-    def snapshot_views(self, snapshot: int) -> list[Tensor]:
-        """Return the contents of one snapshot as bytes: [n] uint8 for each of `snapshot_tables`."""
-        if not 1 <= snapshot <= self.snapshots:
-            raise IndexError(f"snapshot {snapshot} is not in 1..{self.snapshots}")
-        return [table[snapshot - 1] for table in self.snapshot_tables()]
 
     def _copy(self, slots: Tensor, snapshots: Tensor, *, to_snapshots: bool) -> None:
         # Few and small launches, because every decode step runs them even if no copy is due. `copy_state` skips pairs

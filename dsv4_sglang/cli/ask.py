@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import sys
 
-from dsv4_sglang.cli.client import Server, wait_ready
+from dsv4_sglang.cli.client import Server
 from dsv4_sglang.cli.conversation import converse
+from dsv4_sglang.cli.server import wait_ready
 
 READY_SECONDS = 1200.0
 MAX_TOKENS = 16

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
-import signal
-import subprocess
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from typing import Annotated
 
 import typer
 
-from dsv4_sglang.cli.client import DEFAULT_HOST, Server, bind, wait_ready
+from dsv4_sglang.cli.client import DEFAULT_HOST, Server, bind
 from dsv4_sglang.cli.conversation import QUESTION, converse
 from dsv4_sglang.cli.serve import POOL_FLAGS, command_for, rejections, require_startable
+from dsv4_sglang.cli.server import running, wait_ready
 from dsv4_sglang.srt.integration import launch_command
 
-STOP_SECONDS = 20.0
-# Below the ephemeral ports. A server binds its port only after loading, and until then an ephemeral port may be given
-# to its own processes or to others.
 PORTS = range(20000, 32000)
 
 
@@ -40,22 +32,6 @@ def free_port(host: str = DEFAULT_HOST) -> int:
             continue
         return port
     raise OSError(f"all ports from {PORTS[0]} to {PORTS[-1]} of {host} are in use")
-
-
-@contextmanager
-def running(command: launch_command.Command) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the server as its own process group. Stop it at the end in any case: SIGTERM, then SIGKILL."""
-    process = subprocess.Popen(command.argv, env=command.full_environment(), start_new_session=True)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        deadline = time.monotonic() + STOP_SECONDS
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # a server that has ended may have left processes
-        process.wait()
 
 
 def demo(

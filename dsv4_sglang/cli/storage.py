@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,8 +30,12 @@ def ls(folder: Folder) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from dsv4_sglang.srt.host_cache.folder import stored_files
+
     table = Table("model", "state", "files", "bytes", "last used")
-    for (name, state), files in sorted(_by_name(_files(folder)).items()):
+    with _readable(folder):
+        found = _by_name(stored_files(folder))
+    for (name, state), files in sorted(found.items()):
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(file.used_at for file in files)))
         table.add_row(name, state, str(len(files)), str(sum(file.bytes for file in files)), used)
     Console(soft_wrap=True, width=160).print(table)
@@ -52,19 +57,19 @@ def prune(
     """
     from dsv4_sglang.srt.host_cache.folder import prune as remove_orphans
 
-    _files(folder)
-    removed = remove_orphans(folder, name or (), unused_days)
+    with _readable(folder):
+        removed = remove_orphans(folder, name or (), unused_days)
     for (of, state), files in sorted(_by_name(removed).items()):
         typer.echo(f"removed {len(files)} files, {sum(f.bytes for f in files)} bytes: {of or 'no model'}, {state}")
     if not removed:
         typer.echo("nothing to remove")
 
 
-def _files(folder: Path) -> list[StoredFile]:
-    from dsv4_sglang.srt.host_cache.folder import stored_files
-
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Show an error of the file system as one line that names the folder."""
     try:
-        return list(stored_files(folder))
+        yield
     except OSError as error:
         raise typer.BadParameter(f"{folder} cannot be read: {error.strerror}") from None
 

@@ -103,10 +103,6 @@ class DSV4Config:
         return self.qk_rope_head_dim
 
     @property
-    def nope_dim(self) -> int:
-        return self.head_dim - self.qk_rope_head_dim
-
-    @property
     def window(self) -> int:
         """Tokens in the sliding window of a query, itself included."""
         return self.sliding_window
@@ -114,11 +110,6 @@ class DSV4Config:
     @property
     def softmax_scale(self) -> float:
         return float(self.head_dim) ** -0.5
-
-    @property
-    def index_weight_scale(self) -> float:
-        """Factor of the index head weights: index_head_dim^-0.5 * index_n_heads^-0.5 (SPEC 4.1)."""
-        return float(self.index_head_dim) ** -0.5 * float(self.index_n_heads) ** -0.5
 
     def ratio(self, layer_idx: int) -> int:
         """Return the compression ratio of a layer. MTP blocks have 0, with or without an entry in `compress_ratios`

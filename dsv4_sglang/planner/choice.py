@@ -138,13 +138,17 @@ class Choice:
             "kv_cache_dtype": self.kv_cache_dtype,
             "context_length": self.context_length,
         }
-        if self.draft_tokens and self.model.dspark:
-            block = self.draft_tokens - 1
-            return {**fields, "speculative_algorithm": "DSPARK", "speculative_dspark_block_size": block}
-        if self.draft_tokens:
-            fields |= {"speculative_algorithm": "EAGLE", "speculative_num_steps": self.draft_tokens - 1}
-            fields |= {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": self.draft_tokens}
-        return fields
+        return fields | self._speculative_fields()
+
+    def _speculative_fields(self) -> dict[str, Any]:
+        if not self.draft_tokens:
+            return {}
+        steps = self.draft_tokens - 1
+        if head := self.model.dspark:
+            block = {} if steps == head.block else {"speculative_dspark_block_size": steps}
+            return {"speculative_algorithm": "DSPARK", **block}
+        fields = {"speculative_algorithm": "EAGLE", "speculative_num_steps": steps, "speculative_eagle_topk": 1}
+        return {**fields, "speculative_num_draft_tokens": self.draft_tokens}
 
     def command(self) -> str:
         """Of one server."""
@@ -159,13 +163,8 @@ class Choice:
             words += ["--kv-cache-dtype", self.kv_cache_dtype]
         words += ["--max-running-requests", str(self.running), "--chunked-prefill-size", str(self.chunk)]
         words += ["--mem-fraction-static", f"{self.mem_fraction:g}"]
-        if self.draft_tokens and (head := self.model.dspark):
-            words += ["--speculative-algorithm", "DSPARK"]
-            if (block := self.draft_tokens - 1) != head.block:
-                words += ["--speculative-dspark-block-size", str(block)]
-        elif self.draft_tokens:
-            words += ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(self.draft_tokens - 1)]
-            words += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(self.draft_tokens)]
+        for name, value in self._speculative_fields().items():
+            words += ["--" + name.replace("_", "-"), str(value)]
         if self.host_gb:
             words += ["--enable-hierarchical-cache", "--hicache-size", str(self.host_gb)]
         if self.context_length is not None:

@@ -113,11 +113,6 @@ class LayerCacheHandle:
         self._window: Tensor | None = None
 
     @property
-    def paged(self) -> PagedKVPool | None:
-        """`paged_pool` under the name that the first version of the design used."""
-        return self.paged_pool
-
-    @property
     def schema(self) -> LayerCacheSchema:
         return self.state_pool.schema
 

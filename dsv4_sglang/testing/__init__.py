@@ -1,1 +1,1 @@
-"""Tools to try and to check the package without a released checkpoint: tiny random checkpoints and oracles for them."""
+"""Tiny random checkpoints and a self-test, to try and check the package without a released checkpoint."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.client
 import json
 import time
-import urllib.error
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from sglang.srt.utils.common import MultiprocessingSerializer, init_custom_proce
 
 from benchmarks import ports
 from benchmarks.lifecycle import SPARED
+from dsv4_sglang.cli.server import RequestError
 from dsv4_sglang.srt.integration import compat
 
 pytestmark = pytest.mark.server
@@ -107,8 +107,8 @@ UNKNOWN_TOKENS = (-1, -VOCABULARY, VOCABULARY, 1 << 20, (1 << 63) - 1)
 def status_of(server: Server, asked: Any) -> tuple[int, str]:
     try:
         return 200, json.dumps(server.post("/generate", asked))
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+    except RequestError as error:
+        return error.code, error.text
 
 
 def assert_well(server: Server) -> None:
@@ -206,11 +206,11 @@ def test_a_load_that_does_not_end_ends_the_server(
         server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
         other = server.begin(prompt(30), 900, 2)
         with ends(server), broken(fault, STUCK):
-            with pytest.raises(urllib.error.HTTPError) as failed:
+            with pytest.raises(RequestError) as failed:
                 server.generate(STORED, rid="waits")
             with pytest.raises(BROKEN_OFF):
                 other()
-        said = failed.value.read().decode()
+        said = failed.value.text
         assert failed.value.code == 500
         assert f"not ended in 2 s: {BLOCKS} blocks and 1 snapshots for the requests waits; layer 2 has not" in said
         assert "layer 2 has not arrived" in server.log_text() and "option host_load_timeout_seconds" in said
@@ -239,7 +239,7 @@ def test_the_next_server_finds_what_was_stored(restarted: Server, crashed: Gener
 @contextmanager
 def session(server: Server) -> Iterator[None]:
     """Within which newer releases take weights."""
-    sessions = compat.since("0.5.23")
+    sessions = compat.IS_0_5_23
     if sessions:
         assert server.post("/begin_weight_update", {})["success"]
     yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-import urllib.error
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,11 +14,12 @@ import torch
 from liveness import STUCK_SECONDS
 from server_harness import CHUNK, Generated, Server, assert_same, prompt, running
 
+from benchmarks.reference.oracle import Oracle
+from dsv4_sglang.cli.server import RequestError
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.srt.integration.options import Options
 from dsv4_sglang.srt.memory.served_layout import served_layout
 from dsv4_sglang.srt.memory.sizing import StateDemand, table
-from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server
 
@@ -139,10 +139,10 @@ def test_abort_and_lost_client(server: Server, alone: dict[int, Generated]) -> N
 @pytest.mark.parametrize(("ids", "reason"), [(prompt(2048), "longer"), ([], "empty")])
 def test_rejected_requests(server: Server, ids: list[int], reason: str) -> None:
     """Longer than the context, and empty: a clear HTTP error, and the server serves on."""
-    with pytest.raises(urllib.error.HTTPError) as rejected:
+    with pytest.raises(RequestError) as rejected:
         server.generate(ids, 4)
     assert rejected.value.code == 400
-    message = rejected.value.read().decode()
+    message = rejected.value.text
     assert ("2048" in message) if reason == "longer" else message
     assert server.generate([5], 4).tokens
     server.wait_idle()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-import urllib.error
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -22,7 +21,8 @@ from liveness import Progress
 from server_harness import DRAFTS, Server, assert_oracle_chooses, distances, one_core_each, prompt, running
 
 from benchmarks import ports
-from dsv4_sglang.testing.oracle import Oracle
+from benchmarks.reference.oracle import Oracle
+from dsv4_sglang.cli.server import RequestError
 
 pytestmark = pytest.mark.server
 
@@ -142,7 +142,7 @@ def test_abort_before_the_other_side_comes(servers: Disaggregated, oracle: Oracl
             server.post("/abort_request", {"rid": side})
             progress.check()
             time.sleep(0.1)
-        with pytest.raises(urllib.error.HTTPError) as rejected:
+        with pytest.raises(RequestError) as rejected:
             waiting.result()
     assert rejected.value.code == 500
     servers.wait_idle()
@@ -169,9 +169,9 @@ def test_another_cache_is_rejected(
             # The prefill server would keep it for its timeout, which is two hours here.
             answers = [pool.submit(server.post, "/generate", body) for server in (other, servers.prefill)]
             failed = [answer.exception() for answer in answers]
-            assert all(isinstance(error, urllib.error.HTTPError) and error.code == 500 for error in failed)
-            assert isinstance(failed[0], urllib.error.HTTPError)
-            message = failed[0].read().decode()
+            assert all(isinstance(error, RequestError) and error.code == 500 for error in failed)
+            assert isinstance(failed[0], RequestError)
+            message = failed[0].text
             assert "has another cache layout than this decode server" in message
             assert "fp32 keys" in message and "mxfp4 keys" in message
             assert "attention TP 1" in message and "attention TP 2" in message
@@ -269,9 +269,9 @@ def test_the_prefill_server_is_killed(
                 with ThreadPoolExecutor(1) as pool:
                     answer = pool.submit(pair.generate, ids, 8)
                     kill_in_transfer(prefill, prefill)
-                    with pytest.raises(urllib.error.HTTPError) as rejected:
+                    with pytest.raises(RequestError) as rejected:
                         answer.result()
-                assert rejected.value.code == 500 and "Lost connection with prefill" in rejected.value.read().decode()
+                assert rejected.value.code == 500 and "Lost connection with prefill" in rejected.value.text
                 servers.decode.wait_idle()
             else:
                 assert distances(oracle, ids, pair.generate(ids, GENERATED)).max() <= TOLERANCE
@@ -291,7 +291,7 @@ def test_the_decode_server_is_killed(
         body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 8}, **servers.room()}
         answers = [pool.submit(server.post, "/generate", body) for server in (decode, servers.prefill)]
         kill_in_transfer(servers.prefill, decode)
-        with pytest.raises(urllib.error.HTTPError) as failed:
+        with pytest.raises(RequestError) as failed:
             answers[1].result()
         assert failed.value.code == 500
         assert answers[0].exception() is not None

@@ -17,7 +17,7 @@ from disaggregation_harness import Disaggregated, a_pair, by, needs
 from faulty_cache import TRANSFER_FAULTS, broken
 from server_harness import DRAFTS, Generated, assert_near, prompt
 
-from dsv4_sglang.testing.oracle import Oracle
+from benchmarks.reference.oracle import Oracle
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 

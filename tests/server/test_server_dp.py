@@ -26,7 +26,7 @@ from server_harness import (
 )
 
 from benchmarks import ports
-from dsv4_sglang.testing.oracle import Oracle
+from benchmarks.reference.oracle import Oracle
 
 pytestmark = pytest.mark.server
 

@@ -22,7 +22,7 @@ from server_harness import (
     running,
 )
 
-from dsv4_sglang.testing.oracle import Oracle
+from benchmarks.reference.oracle import Oracle
 
 pytestmark = pytest.mark.server
 

@@ -5,7 +5,6 @@ that it drafts is that of the head in plain PyTorch, so every row of the context
 from __future__ import annotations
 
 import os
-import urllib.error
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,20 +15,21 @@ from faulty_cache import entry_point
 from recorded_drafts import DRAFTS, recorded
 from server_harness import HOST_CACHE, Server, assert_oracle_chooses, prompt, running
 
+from benchmarks.reference.dspark import DSpark
+from benchmarks.reference.oracle import Oracle
+from dsv4_sglang.cli.server import RequestError
 from dsv4_sglang.planner.choice import Choice
 from dsv4_sglang.planner.gpus import GPUS
 from dsv4_sglang.planner.models import Format, Model
 from dsv4_sglang.planner.plan import planned_layout
 from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.integration.options import Options
-from dsv4_sglang.testing.dspark import DSpark
-from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server
 
 CHUNK = 128
 RECORDED_TOKENS = 100
-HAS_LOG_PROBABILITIES = compat.since("0.5.23")
+HAS_LOG_PROBABILITIES = compat.IS_0_5_23
 # Of log p and of a draft's logits, which reach 20.
 TOLERANCE, LOGITS = 1e-4, 2e-3
 
@@ -170,9 +170,9 @@ def test_sizes_are_as_planned(server: Server, model: Path) -> None:
 )
 def test_what_is_rejected_a_request_at_a_time(server: Server, fields: dict[str, Any], said: str) -> None:
     sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
-    with pytest.raises(urllib.error.HTTPError) as rejected:
+    with pytest.raises(RequestError) as rejected:
         server.post("/generate", {"input_ids": prompt(5), "sampling_params": sampling, **fields})
-    assert rejected.value.code == 400 and said in rejected.value.read().decode()
+    assert rejected.value.code == 400 and said in rejected.value.text
     assert len(generate(server, prompt(5), 4, f"after {said}")["output_ids"]) == 4
     server.wait_idle()
 

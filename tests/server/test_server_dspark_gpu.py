@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import urllib.error
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,8 @@ import pytest
 import torch
 from server_harness import CHUNK, Server, prompt, running
 
-from dsv4_sglang.testing.oracle import KVFormat, Oracle
+from benchmarks.reference.oracle import KVFormat, Oracle
+from dsv4_sglang.cli.server import RequestError
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 
@@ -162,7 +162,7 @@ def test_sampled_and_rejected(server: Server) -> None:
         got = list(pool.map(lambda body: server.post("/generate", body)["output_ids"], asked))
     assert all(len(tokens) == 100 for tokens in got)
     assert len({tuple(tokens) for tokens in got[1::2]}) > 1
-    with pytest.raises(urllib.error.HTTPError) as rejected:
+    with pytest.raises(RequestError) as rejected:
         server.generate(prompt(5), 4)
-    assert rejected.value.code == 400 and "return_logprob" in rejected.value.read().decode()
+    assert rejected.value.code == 400 and "return_logprob" in rejected.value.text
     server.wait_idle()

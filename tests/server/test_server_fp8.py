@@ -11,7 +11,7 @@ import pytest
 import torch
 from server_harness import CHUNK, Server, prompt, running
 
-from dsv4_sglang.testing.oracle import Oracle
+from benchmarks.reference.oracle import Oracle
 
 pytestmark = pytest.mark.server
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from server_harness import CHUNK, Generated, Server, prompt, running
 
-from dsv4_sglang.testing.oracle import Oracle
+from benchmarks.reference.oracle import Oracle
 
 pytestmark = pytest.mark.server
 

@@ -9,7 +9,6 @@ import functools
 import os
 import shlex
 import time
-import urllib.error
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,8 @@ import server_harness
 import torch
 from server_harness import DRAFTS, EAGLE, Generated, Server, assert_as_cold, on_rank, prompt, running
 
-from dsv4_sglang.testing.oracle import Oracle
+from benchmarks.reference.oracle import Oracle
+from dsv4_sglang.cli.server import RequestError
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 
@@ -167,9 +167,9 @@ def test_abort_then_right(server: Server, oracle: Callable[[str], Oracle], name:
 
 
 def test_longer_than_the_context(server: Server) -> None:
-    with pytest.raises(urllib.error.HTTPError) as rejected:
+    with pytest.raises(RequestError) as rejected:
         server.generate(prompt(CONTEXT), 4)
-    assert rejected.value.code == 400 and str(CONTEXT) in rejected.value.read().decode()
+    assert rejected.value.code == 400 and str(CONTEXT) in rejected.value.text
     assert server.generate([5], 4).tokens
     server.wait_idle()
 

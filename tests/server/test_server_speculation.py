@@ -26,9 +26,9 @@ from server_harness import (
 )
 from transformers import DynamicCache
 
+from benchmarks.reference.nextn import NextN
+from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.srt.integration.server_context import GREEDY_ON_CPU
-from dsv4_sglang.testing.nextn import NextN
-from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server
 

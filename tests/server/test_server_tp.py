@@ -24,8 +24,8 @@ from server_harness import (
 from typer.testing import CliRunner, Result
 
 from benchmarks.lifecycle import Driver, Shape, Wrong
+from benchmarks.reference.oracle import Oracle
 from dsv4_sglang.cli import app
-from dsv4_sglang.testing.oracle import Oracle
 
 pytestmark = pytest.mark.server
 

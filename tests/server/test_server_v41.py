@@ -16,9 +16,9 @@ import torch
 from faulty_cache import V41_FAULTS
 from server_harness import Server, assert_right_though_retracted, distances, prompt, running
 
+from benchmarks.reference.oracle_v41 import OracleV41
 from dsv4_sglang.cli import client
 from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.testing.oracle_v41 import OracleV41
 
 pytestmark = [
     pytest.mark.server,

@@ -27,7 +27,7 @@ assert [e.value for e in entry_points(group="sglang.srt.plugins", name="dsv4_sgl
 arguments = ServerArgs(model_path=sys.argv[1], device="cpu")
 from dsv4_sglang.srt.integration import compat
 flags = compat.resolve_flags(arguments)
-looking = {"server_args.prepare_server_args", "configs.model_config.ModelConfig.from_server_args"}
+looking = {"server_args.ServerArgs.from_cli_args", "configs.model_config.ModelConfig.from_server_args"}
 assert HookRegistry._patched == {"sglang.srt." + name for name in looking}, HookRegistry._patched
 assert flags.page_size == 256 and flags.attention_backend == "dsv4"
 from sglang.srt.configs.model_config import ModelConfig
@@ -88,7 +88,7 @@ rejected(("--context-length 40000 is not supported: ", "positions for 32768 toke
 rejected(('unknown dsv4_sglang option "hca_stat"; ', "valid options: ", "hca_state"), options='{"hca_stat": "raw"}')
 
 # So does what only follows from flags, when SGLang resolves them late, and in a scheduler, which gets them resolved.
-if compat.since("0.5.23"):
+if compat.IS_0_5_23:
     from sglang.srt.arg_groups import cuda_graph_hook
     place, name = cuda_graph_hook, "finalize_cuda_graph_prefill_max_context"
 else:
@@ -98,7 +98,7 @@ setattr(place, name, lambda arguments: compat.set_flags(arguments, enable_eplb=T
 rejected(("--enable-eplb is not supported: ",))
 setattr(place, name, late)
 ModelConfig.from_server_args(arguments)
-if compat.since("0.5.23"):
+if compat.IS_0_5_23:
     compat.set_flags(arguments, enable_lora=True)
 else:
     arguments.override("test", enable_lora=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.error
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ import psutil
 import pytest
 from liveness import Progress
 from server_harness import Server, ends, prompt, running
+
+from dsv4_sglang.cli.server import RequestError
 
 pytestmark = pytest.mark.server
 
@@ -47,10 +48,10 @@ def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
 def test_each_worker_validates(server: Server) -> None:
     for body, message in INVALID.values():
         for _ in range(REQUESTS):
-            with pytest.raises(urllib.error.HTTPError) as error:
+            with pytest.raises(RequestError) as error:
                 server.post("/generate", body)
             assert error.value.code == 400
-            assert message in json.loads(error.value.read())["error"]["message"]
+            assert message in json.loads(error.value.text)["error"]["message"]
     assert len(server.generate(prompt(140), 2).tokens) == 2
 
 

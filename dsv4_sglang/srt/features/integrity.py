@@ -109,7 +109,7 @@ def audit(cache: Any, requests: Iterable[Any]) -> AuditResult:
     slots = getattr(tables, "mamba_ckpt_pool", None)
     snapshots = Pool("snapshot slot", range(1, (slots.num_slots if slots else 0) + 1))
     if slots is not None:
-        snapshots.claim(FREE, "the free list", slots.free_slots().tolist())
+        snapshots.claim(FREE, "the free list", slots.free_slots())
         found.pools.append(snapshots)
 
     for req in held_by:

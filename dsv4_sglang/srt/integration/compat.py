@@ -2,8 +2,7 @@
 
 A leading underscore says that a name may change without notice, so such names stand here only, behind functions that
 say what they are for. What differs between the releases that this package serves stands here, too, one function or
-constant a difference, with the first release that has it the new way (`since`). To add a release, see
-docs/design/adding_a_release.md.
+constant a difference, with two cases (`IS_0_5_23`). To add a release, see docs/design/adding_a_release.md.
 `contracts` compares what hooks and overrides rely on with the SGLang that is installed before a server starts.
 """
 
@@ -13,7 +12,6 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,6 +22,7 @@ from packaging.version import Version
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.model.v41 import V41Config
+from dsv4_sglang.srt.integration.launch_error import LaunchError
 
 VALIDATED = {
     "0.5.17": "validated on GPU and CPU: the whole suite",
@@ -37,10 +36,8 @@ def sglang_version() -> str:
     return version("sglang")
 
 
-@cache
-def since(release: str) -> bool:
-    """Whether the SGLang that is installed is this release or a later one."""
-    return Version(sglang_version()) >= Version(release)
+IS_0_5_23 = Version(sglang_version()) >= Version("0.5.23")
+"""True for SGLang 0.5.23 and what follows it, False for 0.5.17: each difference below has these two cases."""
 
 
 def validation() -> str | None:
@@ -53,70 +50,81 @@ def version_note() -> str:
     return f"this is SGLang {sglang_version()}; validated: {', '.join(VALIDATED)}"
 
 
+@contextmanager
+def rejecting_other_releases() -> Iterator[None]:
+    """Raise LaunchError, one line, for any exception inside if the installed release is not validated."""
+    try:
+        yield
+    except LaunchError:
+        raise
+    except Exception as error:
+        if validation():
+            raise
+        raise LaunchError(f"this package does not fit the installed release: {version_note()}; {error!r}") from error
+
+
 # Functions that hooks replace or wrap; `hooks` says why. Empty where a release has no such function or needs no hook.
 _ARGS = "sglang.srt.arg_groups."
-FLAGS_RESOLVED = _ARGS + (
-    "validation_hook.check_server_args" if since("0.5.23") else "overrides.materialize_declarations"
-)
+FLAGS_RESOLVED = _ARGS + ("validation_hook.check_server_args" if IS_0_5_23 else "overrides.materialize_declarations")
 # Since 0.5.23 the spec that `activate` registers says it.
-ALLOW_EXTRA_BUFFER = "" if since("0.5.23") else _ARGS + "overrides.supports_mamba_cache_extra_buffer"
+ALLOW_EXTRA_BUFFER = "" if IS_0_5_23 else _ARGS + "overrides.supports_mamba_cache_extra_buffer"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
 CHOOSE_STATE_SLOTS = _CONFIGURATOR + "_handle_max_mamba_cache"
 SLOTS_OF_A_REQUEST = _CONFIGURATOR + "_calculate_mamba_ratio"
 # Since 0.5.23 it rejects FP8 rows on a CPU without AMX.
-CONFIGURE_POOLS = _CONFIGURATOR + "configure" if since("0.5.23") else ""
+CONFIGURE_POOLS = _CONFIGURATOR + "configure" if IS_0_5_23 else ""
 BUILD_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_req_pool"
 BUILD_KV_POOL = _CONFIGURATOR + "_build_token_to_kv_pool"
 TRACK_REQUEST = "sglang.srt.managers.schedule_batch.ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend"
 _RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
-MAY_CACHE_FINISHED = _RESULTS + "_mamba_can_cache_finished_req" if since("0.5.23") else ""
+MAY_CACHE_FINISHED = _RESULTS + "_mamba_can_cache_finished_req" if IS_0_5_23 else ""
 _DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker."
 CAPTURE_DRAFT_GRAPHS = _DRAFT_WORKER + "_capture_cuda_graphs"
 DRAFT_EXTEND = _DRAFT_WORKER + "_draft_extend_for_decode"
 LOGITS_OF_RANKS = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
 # On a GPU; SGLang's layer leaves sums of attention to its exchange of tokens since then.
-SERVES_DP_ATTENTION = not since("0.5.23")
+SERVES_DP_ATTENTION = not IS_0_5_23
 # Since 0.5.23 a prefill server copies the blocks' numbers to pinned memory, behind a CUDA event.
-KV_SENDER = "sglang.srt.disaggregation.common.conn.CommonKVSender.__init__" if since("0.5.23") else ""
+KV_SENDER = "sglang.srt.disaggregation.common.conn.CommonKVSender.__init__" if IS_0_5_23 else ""
 BUILD_DECODE_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_mamba_decode_req_pool"
 # Since 0.5.23 weights may come between two calls without one of SGLang's updates, and take their form with the second.
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
-END_WEIGHT_UPDATE = _WEIGHTS + "end_weight_update" if since("0.5.23") else ""
+END_WEIGHT_UPDATE = _WEIGHTS + "end_weight_update" if IS_0_5_23 else ""
 # Since 0.5.23 a fetch from a storage that is given up keeps its rows of the host until nobody reads into them.
-FREES_ROWS_IN_USE = not since("0.5.23")
+FREES_ROWS_IN_USE = not IS_0_5_23
 # Since 0.5.23 SGLang hashes what separates tenants along with the tokens, and looks pages up by that.
-_HASHES_TOKENS_ONLY = not since("0.5.23")
+_HASHES_TOKENS_ONLY = not IS_0_5_23
 _CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore."
 HASH_PAGES = "sglang.srt.mem_cache.utils.get_hash_str" if _HASHES_TOKENS_ONLY else ""
 LOOK_UP_PAGES = "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache" if _HASHES_TOKENS_ONLY else ""
 PREFETCH_NAMESPACE = _CORE + "prefetch_anchor_info" if _HASHES_TOKENS_ONLY else ""
 # A field of ServerArgs: whether the user gave --swa-full-tokens-ratio. SGLang sets it, and its window pool follows.
-RATIO_IS_GIVEN = "_swa_full_tokens_ratio_explicitly_set" if since("0.5.23") else ""
+RATIO_IS_GIVEN = "_swa_full_tokens_ratio_explicitly_set" if IS_0_5_23 else ""
 # The model is SGLang's since then.
-SERVES_V41 = since("0.5.23")
+SERVES_V41 = IS_0_5_23
 MODEL_TYPES = ("deepseek_v4", "deepseek_v41") if SERVES_V41 else ("deepseek_v4",)
 COLLAPSE_STREAMS = "sglang.kernels.ops.layernorm.mhc.mhc_combine" if SERVES_V41 else ""
 # Asked by the host cache and by transfers between servers. Later releases pack a draft model's pool into the host pools
 # that SGLang builds, which ours are not.
-DRAFT_KV_POOL = "" if since("0.5.23") else "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool"
+DRAFT_KV_POOL = "" if IS_0_5_23 else "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool"
 # Since 0.5.23 it asks first whether memory can be pinned.
-ALLOCATE_GRAMMAR_MASK = "" if since("0.5.23") else "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask"
+ALLOCATE_GRAMMAR_MASK = "" if IS_0_5_23 else "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask"
 RESOLVE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
 _DSPARK = "sglang.srt.speculative.dspark_components."
 DSPARK_BACKEND = (
     _DSPARK + "dspark_worker_v2.build_draft_tp_worker"
-    if since("0.5.23")
+    if IS_0_5_23
     else "sglang.srt.speculative.draft_worker_common.draft_server_args_overrides"
 )
 _INJECTOR = _DSPARK + "dspark_kv_inject.TargetHiddenKvInjector."
-WRITE_CONTEXT = _INJECTOR + ("_inject" if since("0.5.23") else "inject_target_hidden")
+WRITE_CONTEXT = _INJECTOR + ("_inject" if IS_0_5_23 else "inject_target_hidden")
 VALIDATE_EXTRA_BUFFER = (
     _ARGS + "mamba_hook.validate_mamba_extra_buffer"
-    if since("0.5.23")
+    if IS_0_5_23
     else "sglang.srt.server_args.ServerArgs._validate_mamba_extra_buffer"
 )
 # Since 0.5.23 it returns a tensor for each request.
-LOGPROBS_OF_TOKENS = "" if since("0.5.23") else "sglang.srt.layers.logprob_processor.get_token_ids_logprobs_raw"
+LOGPROBS_OF_TOKENS = "" if IS_0_5_23 else "sglang.srt.layers.logprob_processor.get_token_ids_logprobs_raw"
 SEND_TO_SCHEDULER = "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler"
 
 
@@ -144,7 +152,7 @@ OVERRIDES = (
     ),
     Override(
         # On a GPU no layer has it since then.
-        _IN_TREE + ("DeepseekV4PlatformDecoderLayer" if since("0.5.23") else "DeepseekV4DecoderLayer"),
+        _IN_TREE + ("DeepseekV4PlatformDecoderLayer" if IS_0_5_23 else "DeepseekV4DecoderLayer"),
         _MODEL + "DecoderLayer",
         "_run_moe_ffn_dp_sync",
         "the experts of a layer; SGLang has them as GPU kernels only",
@@ -229,7 +237,7 @@ def _flag_fields() -> tuple[Iterable[Any], object]:
     dataclass in 0.5.17, a msgspec structure in 0.5.23."""
     from sglang.srt.server_args import ServerArgs
 
-    if since("0.5.23"):
+    if IS_0_5_23:
         import msgspec
 
         return msgspec.structs.fields(ServerArgs), msgspec.NODEFAULT
@@ -253,7 +261,7 @@ def flag_defaults() -> dict[str, Any]:
 def flags(server_args: Any) -> Any:
     """The flags as far as SGLang has resolved them. Since 0.5.23 ServerArgs keep what was given, and what follows from
     it stands beside."""
-    if not since("0.5.23"):
+    if not IS_0_5_23:
         return server_args
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -262,7 +270,7 @@ def flags(server_args: Any) -> Any:
 
 def set_flags(server_args: Any, **values: Any) -> None:
     """Decide flags while SGLang resolves them. Since 0.5.23 they are declared."""
-    if since("0.5.23"):
+    if IS_0_5_23:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
         declare_resolution(server_args, "dsv4_sglang", **values)
@@ -284,7 +292,7 @@ def note_given_graph_setting(server_args: Any, phase: str, setting: str) -> None
 
 def flags_are_resolved(server_args: Any) -> bool:
     """Whether SGLang has filled in everything that follows from the flags as given."""
-    name = "_resolution_finished" if since("0.5.23") else "_declarations_materialized"
+    name = "_resolution_finished" if IS_0_5_23 else "_declarations_materialized"
     return bool(getattr(server_args, name, False))
 
 
@@ -306,12 +314,12 @@ def with_dspark_backend(backend: str) -> Callable[..., Any]:
     def flags(original: Callable[..., Any], target_model_config: Any, draft_backend: str) -> Any:
         return original(target_model_config, backend)
 
-    return build if since("0.5.23") else flags
+    return build if IS_0_5_23 else flags
 
 
 def linear_bf16_fp32() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """SGLang's GEMM of bf16 with an fp32 result."""
-    if since("0.5.23"):
+    if IS_0_5_23:
         from sglang.kernels.ops.gemm.bf16_fp32 import linear_bf16_fp32 as gemm
     else:
         from sglang.kernels.ops.attention.dsv4 import linear_bf16_fp32 as gemm
@@ -348,43 +356,43 @@ def track_entry(taken: bool) -> Any:
 
 def held(req: Any) -> Any:
     """Where a request keeps what it has of the pools: itself in 0.5.17, a record of its own in 0.5.23."""
-    return req.kv if since("0.5.23") else req
+    return req.kv if IS_0_5_23 else req
 
 
 def name_of(req: Any) -> Any:
     """What the tree calls a request that it fetches pages for: its id, since 0.5.23 with the number of the attempt."""
-    return req.cache_request_handle if since("0.5.23") else req.rid
+    return req.cache_request_handle if IS_0_5_23 else req.rid
 
 
 def lock_of(req: Any) -> tuple[Any, Any]:
     """The node of the tree that a request holds, and how; (None, None) if it holds none. Since 0.5.23 one record."""
-    if since("0.5.23"):
+    if IS_0_5_23:
         return (None, None) if req.lock is None else (req.lock.node, req.lock.receipt)
     return req.last_node, req
 
 
 def leaves_out(lock: Any, component: Any, node_id: int) -> bool:
     """Whether a lock of a node and what is above it does not count for what a component has on that node."""
-    if since("0.5.23"):
+    if IS_0_5_23:
         return component in lock.skipped_lock_components
     return node_id in lock.skip_lock_node_ids.get(component, ())
 
 
 def free_blocks(allocator: Any) -> list[int]:
     """The blocks that nobody has, those that are still to be sorted in included."""
-    if since("0.5.23"):
+    if IS_0_5_23:
         return allocator.get_all_free_pages().tolist()
     return [*allocator.free_pages.tolist(), *allocator.release_pages.tolist()]
 
 
 def prefix_len(req: Any) -> int:
     """Tokens of a request that the tree had."""
-    return req.prefix_len if since("0.5.23") else len(req.prefix_indices)
+    return req.prefix_len if IS_0_5_23 else len(req.prefix_indices)
 
 
 def extend_end(req: Any) -> int:
     """Tokens of a request behind its next prefill step."""
-    return req.extend_end if since("0.5.23") else req.extend_range.end
+    return req.extend_end if IS_0_5_23 else req.extend_range.end
 
 
 def committed_len(req: Any) -> int:
@@ -421,13 +429,13 @@ def check_tree(cache: Any) -> None:
 
     on_host = cache.tree_core.host_lru_lists[ComponentType.MAMBA]
     locked = []
-    for node in () if since("0.5.23") else cache.tree_core._collect_all_nodes():
+    for node in () if IS_0_5_23 else cache.tree_core._collect_all_nodes():
         data = node.component_data[ComponentType.MAMBA]
         if data.host_lock_ref and data.value is None and data.host_value is not None and not on_host.in_list(node):
             locked.append(node)
-    known = cache.tree_core.full_host_duplicates if since("0.5.23") else {}
+    known = cache.tree_core.full_host_duplicates if IS_0_5_23 else {}
     before = dict(known)
-    for loading in cache.ongoing_load_back.values() if since("0.5.23") else ():
+    for loading in cache.ongoing_load_back.values() if IS_0_5_23 else ():
         node = cache.tree_core.node_by_id(loading.node_id)
         while node is not cache.tree_core.root_node:
             known.setdefault(node.id, node)
@@ -466,7 +474,7 @@ def fill_state_pool(pool: Any) -> None:
     pool.replayssm_write_pos = pool.replayssm_cache_base = pool.replayssm_is_flush = None
     pool.enable_custom_mem_pool, pool.custom_mem_pool = False, None
     pool.conv_shard_groups, pool.conv_slice_axis = None, 0
-    if since("0.5.23"):
+    if IS_0_5_23:
         pool.replayssm_spec_write_pos = None
         pool._slot_state_siblings = []
 
@@ -474,7 +482,7 @@ def fill_state_pool(pool: Any) -> None:
 def fill_request_pool(pool: Any, device: Any) -> None:
     """What a prefill step reads of the request pool since 0.5.23: which slots a request's track positions are.
     `prefix.schedule` throws away what comes of it."""
-    if since("0.5.23"):
+    if IS_0_5_23:
         pool.req_index_to_mamba_ping_pong_track_buffer_mapping = torch.zeros(
             (pool.req_to_token.shape[0], 2), dtype=torch.int64, device=device
         )
@@ -487,7 +495,7 @@ def note_track_positions(batch: Any) -> None:
 
 def inserted_before(length: int) -> dict[str, Any]:
     """Arguments of `InsertParams`: the request has inserted so many tokens already, which is no hit of theirs."""
-    return {"inserted_len": length} if since("0.5.23") else {"chunked": True}
+    return {"inserted_len": length} if IS_0_5_23 else {"chunked": True}
 
 
 def release_retracted(
@@ -495,7 +503,7 @@ def release_retracted(
 ) -> None:
     """Call `release_kv_cache`, which gives back what a retracted request has; with `keep` the tree takes over what
     reaches to its last snapshot first. Since 0.5.23 the function rejects to do that for a request that goes on."""
-    if not since("0.5.23"):
+    if not IS_0_5_23:
         is_insert = arguments[0] if arguments else named.get("is_insert", True)
         original(req, tree_cache, is_insert=is_insert or keep)
         return
@@ -507,7 +515,7 @@ def release_retracted(
 
 def tree_without_prefix_cache() -> type:
     """The class of the tree of a launch with --disable-radix-cache."""
-    if since("0.5.23"):
+    if IS_0_5_23:
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
         return UnifiedRadixCache
@@ -525,7 +533,7 @@ def evicted_layers(*arguments: Any, **named: Any) -> Any:
 
 def _collector() -> list[list[Any]]:
     """The list of what remains to be done behind an eviction, which functions of the tree take since 0.5.23."""
-    return [[]] if since("0.5.23") else []
+    return [[]] if IS_0_5_23 else []
 
 
 def _settle(cache: Any, device: Any, host: Any, collected: list[list[Any]]) -> None:
@@ -567,7 +575,7 @@ def evict_from_host(cache: Any, node: Any, components: Iterable[Any]) -> None:
 
 def host_pool_group(entries: list[Any]) -> Any:
     """SGLang's group of host pools."""
-    if since("0.5.23"):
+    if IS_0_5_23:
         from sglang.srt.mem_cache.pool_host.group import HostPoolGroup
     else:
         from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup
@@ -581,13 +589,13 @@ def start_backup(cache: Any, node_id: int, device_blocks: Any, transfers: Any) -
 
 def note_backup(cache: Any, node_id: int, lock: Any) -> None:
     """The node's copy is under way; `lock` is let go when it is done."""
-    covered = {"publish_node_ids": [node_id]} if since("0.5.23") else {}
+    covered = {"publish_node_ids": [node_id]} if IS_0_5_23 else {}
     cache._track_write_through_node(node_id, lock, **covered)
 
 
 def transfer_layers(layers: int) -> dict[str, int]:
     """Argument of host pools and of the controller of copies: layers whose loads steps wait for one by one."""
-    return {"transfer_layer_id_max" if since("0.5.23") else "transfer_layer_num": layers}
+    return {"transfer_layer_id_max" if IS_0_5_23 else "transfer_layer_num": layers}
 
 
 def stack_of_pools(layers: int, **parts: Any) -> Any:
@@ -595,12 +603,12 @@ def stack_of_pools(layers: int, **parts: Any) -> Any:
     from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackBuildResult
 
     # Since 0.5.23 SGLang compares with the pools that the device's pool says it has.
-    return StackBuildResult(**parts, **({"pool_declarations": ()} if since("0.5.23") else transfer_layers(layers)))
+    return StackBuildResult(**parts, **({"pool_declarations": ()} if IS_0_5_23 else transfer_layers(layers)))
 
 
 def copy_streams(controller: Any) -> tuple[Any, Any]:
     """The streams of copies to the host and from it."""
-    if since("0.5.23"):
+    if IS_0_5_23:
         engine = controller.l2_transfer_engine
         return engine.device_to_host_stream, engine.host_to_device_stream
     return controller.write_stream, controller.load_stream
@@ -608,7 +616,7 @@ def copy_streams(controller: Any) -> tuple[Any, Any]:
 
 def blocks_of(storage: Any) -> Any:
     """The host pool of blocks of a storage; before 0.5.23 it has the group of all pools."""
-    if since("0.5.23"):
+    if IS_0_5_23:
         return storage.mem_pool_host
     from sglang.srt.mem_cache.hicache_storage import PoolName
 
@@ -634,16 +642,16 @@ def mooncake_names(storage: Any, pool: Any, keys: Sequence[str]) -> list[str]:
 
 def folder_in_config(config: Any) -> str | None:
     """The folder of a storage of files that `--hicache-storage-backend-extra-config` names; read since 0.5.23."""
-    return (config.extra_config or {}).get("file_storage_path") if since("0.5.23") else None
+    return (config.extra_config or {}).get("file_storage_path") if IS_0_5_23 else None
 
 
 def bound_folder(storage: Any, evictor: Callable[..., Any], config: Any) -> None:
     """Give a storage of files an evictor for its whole folder, where there are bounds and this process writes."""
-    writes = config.is_storage_writer if since("0.5.23") else config.tp_rank == 0
+    writes = config.is_storage_writer if IS_0_5_23 else config.tp_rank == 0
     if not (storage._evictor.enabled and writes):
         return
     # Every name ends with "".
-    owned = {"owned_suffixes": ("",)} if since("0.5.23") else {"config_suffix": "", "is_mla_model": True}
+    owned = {"owned_suffixes": ("",)} if IS_0_5_23 else {"config_suffix": "", "is_mla_model": True}
     cache = storage.metadata_cache
     storage._evictor = evictor(
         storage.file_path,
@@ -676,7 +684,7 @@ def forget_files(storage: Any) -> None:
 
 def resolve_flags(server_args: Any) -> Any:
     """Fill in what follows from the flags as given, and return all as resolved. Before 0.5.23 the constructor does."""
-    if since("0.5.23"):
+    if IS_0_5_23:
         server_args.resolve_once()
     return flags(server_args)
 
@@ -693,7 +701,7 @@ def published(server_args: Any, tp: int = 1, dp: int = 1) -> Iterator[None]:
     group = SimpleNamespace(world_size=tp, rank_in_group=0, cpu_group=None)
     alone = SimpleNamespace(world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True)
     with ExitStack() as stack:
-        if since("0.5.23"):
+        if IS_0_5_23:
             ranks = runtime_context.SpawnRanks(world_rank=0)
             context = runtime_context.create_context(server_args, role="scheduler", ranks=ranks)
             stack.enter_context(runtime_context.use_context(context))

@@ -41,6 +41,11 @@ def _given(value: object, default: object) -> bool:
     return value != default and bool(value or default)
 
 
+def _is_on(variable: str | None) -> bool:
+    """Return True for a value of an environment variable that SGLang takes for true."""
+    return (variable or "").lower() in ("1", "true")
+
+
 def _rejected(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
     """(flag, reason) of what of `args` is not served; `resolved`: SGLang has filled in what follows from flags."""
     defaults = compat.flag_defaults()
@@ -63,9 +68,9 @@ def _rejected(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
     if graphs is not None and graphs.decode.backend not in ("full", "disabled"):
         backend = f"--cuda-graph-backend-decode {graphs.decode.backend}"
         yield backend, "a decode step, metadata included, is one graph; give full or disabled"
-    if os.environ.get("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "").lower() in ("1", "true"):
+    if _is_on(os.environ.get("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE")):
         yield "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "snapshots hang on SGLang's unified radix tree"
-    if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"):
+    if _is_on(os.environ.get("SGLANG_RUST_SERVER")):
         yield "SGLANG_RUST_SERVER", "its requests pass by the validation of their fields; leave it out"
 
 

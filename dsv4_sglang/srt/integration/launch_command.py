@@ -25,7 +25,6 @@ from dsv4_sglang.srt.integration.options import KEY as OPT_IN_KEY
 from dsv4_sglang.srt.integration.options import from_override_args, overrides_of
 
 CONFIG_FLAG = "--config"
-MODEL_FLAGS = ("--model-path", "--model")
 CPU_SHIM = Path(__file__).parents[1] / "cpu" / "cpu_shim"
 
 # SGLang sizes its pools by free GPU memory. On a CPU it would take most of the machine's, so give sizes for trying
@@ -36,18 +35,6 @@ CPU_FLAGS: dict[str, str] = {
     "--max-running-requests": "16",
     "--chunked-prefill-size": "512",
 }
-READ_FLAGS = (
-    OPT_IN_FLAG,
-    CONFIG_FLAG,
-    *MODEL_FLAGS,
-    "--host",
-    "--port",
-    "--api-key",
-    "--ssl-certfile",
-    "--ssl-ca-certs",
-    *CPU_FLAGS,
-)
-"""Flags that commands read before SGLang does."""
 MODEL_TYPES = ("deepseek_v4", *V41_MODEL_TYPES)
 """Of a config.json that this cache serves."""
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+|\w+://.*")
@@ -76,10 +63,13 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _take(flags: Sequence[str], *names: str) -> tuple[str | None, list[str]]:
-    """The last value of the flag of these names, None if it is not there, "" if it has none; and the other flags."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(*names, dest="value", nargs="?", const="")
+def _take(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:
+    """Return the last value of a flag, None if it is not there, "" if it has none; and the other flags.
+
+    An abbreviation counts: SGLang's parser, whose import takes 5 s, takes it for the same flag or calls it ambiguous.
+    """
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument(name, dest="value", nargs="?", const="")
     found, rest = parser.parse_known_args(list(flags))
     return found.value, rest
 
@@ -99,22 +89,14 @@ def _with_file(flags: Sequence[str]) -> list[str]:
     return [*(f"--{key.replace('_', '-')}={text}" for key, text in texts.items()), *rest]
 
 
-def flag_value(flags: Sequence[str], *names: str) -> str | None:
+def flag_value(flags: Sequence[str], name: str) -> str | None:
     """The last value of a flag given as `--name value` or `--name=value`, there or in the file of `--config`; None if
     it is not there.
 
     Raises:
         LaunchError: The file cannot be read.
     """
-    return _take(_with_file(flags), *names)[0]
-
-
-def require_whole_flags(flags: Sequence[str]) -> None:
-    """Raise LaunchError for an abbreviation of a flag that commands read, which only SGLang's parser would take."""
-    for name in (word.partition("=")[0] for word in flags):
-        whole = next((flag for flag in READ_FLAGS if flag.startswith(name)), name)
-        if name.startswith("--") and name not in ("--", *READ_FLAGS, whole):
-            raise LaunchError(f"{name} is an abbreviation; expected the whole flag: write {whole}, or what you mean")
+    return _take(_with_file(flags), name)[0]
 
 
 def config_of(model_path: str) -> dict[str, Any]:
@@ -198,9 +180,8 @@ def server_command(model_path: str, flags: Sequence[str], cpu: bool, python: str
     SGLang's parser lets those of the command line replace them.
 
     Raises:
-        LaunchError: The overrides are invalid, the file cannot be read, or a flag that is read here is abbreviated.
+        LaunchError: The overrides are invalid, or the file cannot be read.
     """
-    require_whole_flags(flags)
     overrides = opt_in(flag_value(flags, OPT_IN_FLAG))
     _, rest = _take(flags, OPT_IN_FLAG)
     argv = [python, "-m", "sglang.launch_server", "--model-path", model_path, OPT_IN_FLAG, overrides]

@@ -8,12 +8,13 @@ flags are resolved, in a scheduler process before weights and pools exist.
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.integration.server_context import ServerContext
 
-COMMAND_LINE = "sglang.srt.server_args.prepare_server_args"
+COMMAND_LINE = "sglang.srt.server_args.ServerArgs.from_cli_args"
 OPT_IN = "sglang.srt.configs.model_config.ModelConfig.from_server_args"
 
 
@@ -34,21 +35,21 @@ def register() -> None:
         raise
 
 
-def before_command_line(argv: list[str]) -> None:
-    """Check the options and the model of a server's command line before SGLang parses it.
+def before_command_line(_cls: type, args: Namespace) -> None:
+    """Check the options and the model of a server's command line before SGLang resolves it.
 
     Also show a rejection without a traceback. A program that builds SGLang's engine itself gets the exception.
 
     Raises:
         LaunchError: the server cannot be started with these options or this model.
     """
-    from dsv4_sglang.srt.integration.launch_command import MODEL_FLAGS, OPT_IN_FLAG, config_of, flag_value
+    from dsv4_sglang.srt.integration.launch_command import config_of
     from dsv4_sglang.srt.integration.launch_error import without_traceback
     from dsv4_sglang.srt.integration.options import from_override_args
 
     sys.excepthook = without_traceback(sys.excepthook)
-    if from_override_args(flag_value(argv, OPT_IN_FLAG)) is not None and (path := flag_value(argv, *MODEL_FLAGS)):
-        config_of(path)
+    if from_override_args(args.json_model_override_args) is not None:
+        config_of(args.model_path)
 
 
 class OptIn:
@@ -65,11 +66,14 @@ class OptIn:
         if options is None:
             return
         if self.context is None:
-            from dsv4_sglang.srt.integration.activate import activate
-            from dsv4_sglang.srt.integration.server_context import ServerContext
+            from dsv4_sglang.srt.integration.compat import rejecting_other_releases
 
-            context = ServerContext(options)
-            activate(context, server_args)
+            with rejecting_other_releases():
+                from dsv4_sglang.srt.integration.activate import activate
+                from dsv4_sglang.srt.integration.server_context import ServerContext
+
+                context = ServerContext(options)
+                activate(context, server_args)
             self.context = context
         elif self.context.options != options:
             raise ValueError(f"two servers in one process have different options: {self.context.options} and {options}")

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, get_args, get_type_hints
 
 import msgspec
+import numpy as np
 
 MAX_ANSWERS = 1024
 """Of one prompt (`n`). SGLang keeps a state for each of them before the first is generated."""
@@ -198,7 +199,7 @@ def _invalid_values(request: Any, vocabulary: int) -> Iterator[tuple[str, object
     in_vocabulary = f"token ids of the model, 0 to {vocabulary - 1}"
     if not ids:
         yield "input_ids", list(ids or ()), "at least one token"
-    elif not 0 <= min(ids) <= max(ids) < vocabulary:
+    elif not 0 <= (seen := np.asarray(ids)).min() <= seen.max() < vocabulary:  # a view of SGLang's array, no copy
         yield "input_ids", next(i for i in ids if not 0 <= i < vocabulary), in_vocabulary
     if request.return_logprob and not -1 <= request.logprob_start_len <= len(ids):
         yield "logprob_start_len", request.logprob_start_len, f"-1 to {len(ids)}, the number of tokens of the prompt"

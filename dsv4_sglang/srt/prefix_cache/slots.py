@@ -6,14 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
 from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
 from dsv4_sglang.srt.prefix_cache.timer import CopyTimer
-from dsv4_sglang.srt.prefix_cache.tree import FreeList
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.memory.pools import StateSlotPool
@@ -35,7 +33,7 @@ class SnapshotSlots:
             snapshot_bytes: bytes of a snapshot, for metrics.
         """
         self.num_slots, self.snapshot_bytes, self.host_rows = size, snapshot_bytes, 0
-        self._free = FreeList(size)
+        self.clear()
         self._host_ids = torch.arange(size + 1, dtype=torch.int64)
         self._ids = self._host_ids.to(device)
         # Copies of prefill steps. Those of decode steps are part of a CUDA graph and cannot be timed.
@@ -54,21 +52,20 @@ class SnapshotSlots:
         self.forget()
 
     def available_size(self) -> int:
-        return self._free.available_size()
+        return len(self._free)
 
-    def free_slots(self) -> np.ndarray:
-        """Return the free slots, [n] int64."""
-        return self._free.free_ids()
+    def free_slots(self) -> list[int]:
+        """Return the slots that `take` would allocate, in reverse order."""
+        return list(self._free)
 
     def take(self) -> int:
-        """Allocate a slot. Return 0 if none is free."""
-        taken = self._free.alloc(1)
-        return 0 if taken is None else int(taken[0])
+        """Allocate the slot that was freed last. Return 0 if none is free."""
+        return self._free.pop() if self._free else 0
 
     def give_back(self, slots: Iterable[int]) -> None:
-        given = np.fromiter(slots, dtype=np.int64)
-        if len(given):
-            self._free.free(given)
+        self._free.extend(slots)
+        if len(self._free) > self.num_slots:
+            raise ValueError(f"{len(self._free)} slots are free of {self.num_slots}: some were released twice")
 
     def free(self, slots: Tensor) -> None:
         """Free the slot that a tree node held (a `node_value`)."""
@@ -76,7 +73,7 @@ class SnapshotSlots:
 
     def clear(self) -> None:
         """Free all slots. The registry is not changed; the tree removes its snapshots with `forget`."""
-        self._free.clear()
+        self._free = list(range(self.num_slots, 0, -1))
 
     def forget(self) -> None:
         """Empty the registry, after the tree was emptied."""
