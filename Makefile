@@ -21,7 +21,7 @@ NEWEST_TESTS := $(addprefix tests/test_,contracts.py flag_validation.py sizing_s
 	tests/server/test_faults.py tests/server/test_rejections.py tests/server/test_start.py \
 	tests/server/test_tokenizer_workers.py \
 	$(addprefix tests/server/test_server_,exact.py prefix.py fp8_prefix.py tp.py speculation.py dspark.py host.py \
-	storage.py requests.py prefill_graphs.py v41.py)
+	storage.py requests.py prefill_graphs.py v41.py events.py)
 SHORT_TESTS := $(addprefix tests/test_,contracts.py flag_validation.py sizing_sglang.py) \
 	$(addprefix tests/server/test_server_exact.py::test_,more_requests_than_fit warm_after_retraction)
 VENV ?= .venv$(if $(SGLANG),-$(SGLANG))

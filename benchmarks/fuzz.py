@@ -123,7 +123,7 @@ class Fuzz:
             **summary(driver, found),
             "retractions": log.count("Retract requests"),
             "host loads": counted.get("host_loaded_bytes", 0),
-            "snapshots evicted": counted.get("prefix_snapshots_evicted", 0),
+            "snapshots evicted": counted.get("snapshots_evicted", 0),
         }
 
     def url(self) -> Iterator[dict[str, Any]]:

@@ -213,7 +213,7 @@ class Bench:
             stream.result()
         step, rows = resumed(long.times, long.retractions, other.times[-1])
         self.stream(server, 16, 1).result()  # counters are published when requests start and end
-        hits = servers.metrics(server.url).get("prefix_hit_tokens", 0) - before.get("prefix_hit_tokens", 0) - hit.cached
+        hits = servers.metrics(server.url).get("hit_tokens", 0) - before.get("hit_tokens", 0) - hit.cached
         again = None
         if before:
             again = (sum(plan.prompt + row["tokens"] for row in rows) - hits) / max(1, len(rows))

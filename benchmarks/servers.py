@@ -48,8 +48,6 @@ OUR_SIZES = re.compile(
     r"dsv4_sglang cache: (\d+) tokens in (\d+) blocks, ([\d.]+) bytes a token; (\d+) state slots of (\d+)"
 )
 
-OUR_METRIC = re.compile(r"^dsv4:(\w+?)(?:_total)?\{.*\} (\S+)$", re.MULTILINE)
-
 
 def plugin_path(folder: Path) -> list[str]:
     """What PYTHONPATH needs for a server to find this package's plugin: nothing where the package is installed.
@@ -282,14 +280,25 @@ def sizes(log: str) -> dict[str, float]:
 
 
 def metrics(url: str) -> dict[str, float]:
-    """This package's metrics of a server, added over the ranks, such as `prefix_hit_tokens`; {} if it has none."""
+    """Return this package's metrics of a server, added over the ranks; {} if it has none.
+
+    Names are without `dsv4_`, `_total` and, for the sum of a histogram, `_sum`. A metric with a label has a value for
+    each value of the label, such as `hit_tokens_host`, and their sum.
+    """
+    from dsv4_sglang.cli.client import samples
+    from dsv4_sglang.srt.integration.metrics import PREFIX
+
     try:
         text = Endpoint(url).request("/metrics", timeout=30)
     except (RequestError, OSError):
         return {}
     found: dict[str, float] = {}
-    for name, value in OUR_METRIC.findall(text):
-        found[name] = found.get(name, 0) + float(value)
+    for sample in samples(text, PREFIX):
+        labels = {label: value for label, value in sample.labels.items() if label != "dp_rank"}
+        if "le" not in labels:
+            name = sample.name.removeprefix(PREFIX).removesuffix("_total").removesuffix("_sum")
+            for key in (name, *(f"{name}_{value}" for value in labels.values())):
+                found[key] = found.get(key, 0) + sample.value
     return found
 
 

@@ -317,14 +317,14 @@ def measure(
             most = (1, 1) if args.dry_run else (max(clients, WARM_REQUESTS), WARM_ROUNDS)
             rounds = warm_up(client, requests, clients, vocab, *most)
             client.flush()
-            before = servers.metrics(url).get("prefix_lost_tokens")
+            before = servers.metrics(url).get("lost_tokens")
             with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
                 task = bar.add_task(f"{subject} {loop} {size:g}", total=len(requests))
                 replayer = Replayer(client, vocab, args.seed, args.cap, args.deadline, partial(bar.advance, task))
                 pairs = replayer.closed(requests, int(size)) if loop == "closed" else replayer.open(requests, size)
             if not pairs:
                 continue
-            lost = None if before is None else servers.metrics(url)["prefix_lost_tokens"] - before
+            lost = None if before is None else servers.metrics(url)["lost_tokens"] - before
             row = {"measure": "trace", "loop": loop, "load": size, "of": len(requests), "warm_rounds": rounds}
             yield {**row, **summary(pairs, capacities, lost), "server": about}, [done for _, done in pairs]
 

@@ -22,7 +22,7 @@ import time
 import urllib.request
 
 POOLS = {"tokens": "kv", "state slots": "mamba"}  # our name: SGLang's name
-SNAPSHOTS = re.compile(r"^dsv4:snapshots_held\{[^}]*\} (\S+)$", re.MULTILINE)
+SNAPSHOTS = re.compile(r"^dsv4_snapshots\{[^}]*\} (\S+)$", re.MULTILINE)
 STATES = {"used": "used", "kept": "evictable", "free": "available"}
 BAR = 30
 

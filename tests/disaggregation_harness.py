@@ -34,7 +34,7 @@ def by(backend: str) -> tuple[str, str]:
 
 
 @contextmanager
-def reuse_interval() -> Iterator[None]:
+def long_timeouts() -> Iterator[None]:
     """Servers started within wait for each other as long as it takes on a loaded machine, and take one for dead that
     has not answered for several times."""
     with pytest.MonkeyPatch.context() as patch:

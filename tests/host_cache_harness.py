@@ -689,6 +689,7 @@ class HostCacheServer(BlockOwner):
         """Every block, slot and row has one owner, and the registry says what the tree has."""
         found = audit(self.cache, self.running)
         assert not found.findings, str(found)
+        self.check_events()
         cache = self.cache
         for node in cache.tree_core._collect_all_nodes():
             if cache._is_end(node) and cache._row(node) is None and cache._is_evictable(node):

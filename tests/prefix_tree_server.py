@@ -7,11 +7,13 @@ anywhere, and the step that overlap scheduling runs past the end of a generation
 from __future__ import annotations
 
 import sys
+import time
 from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from kv_mirror import Mirror
 from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, EvictParams, MatchPrefixParams
@@ -75,6 +77,7 @@ class Request:
         """Content of its blocks; the tokens of block i are 128 times keys[i] + 1, so equal keys are equal blocks."""
         self.origin_input_ids = array("q", [k + 1 for k in keys for _ in range(BLOCK)] + [100 + unique] * tail)
         self.output_ids = array("q")
+        self.time_stats = SimpleNamespace(created_time=0.0, scheduler_recv_time=time.perf_counter())
         self.extra_key, self.priority, self.rid, self.session = None, 0, str(unique), None
         self.return_logprob, self.logprob_start_len = False, -1
         self.req_pool_idx: int = 0
@@ -142,13 +145,21 @@ class BlockOwner:
     running: list[Request]
 
     def _tree_params(self) -> CacheInitParams:
+        self.mirror = Mirror()
         return CacheInitParams(
             disable=False,
             req_to_token_pool=self.pool,
             token_to_kv_pool_allocator=self.allocator,
             page_size=BLOCK,
             enable_mamba_extra_buffer=True,
+            enable_kv_cache_events=True,
         )
+
+    def check_events(self) -> None:
+        """The KV events so far add up to what the cache says it has announced, which the integrity check compared."""
+        self.mirror.apply(self.cache.take_events())
+        announced = {medium.value: blocks for medium, blocks in self.cache.events.announced.items()}
+        assert self.mirror.blocks == announced
 
     def _make_room(self, blocks: int) -> bool:
         missing = blocks * BLOCK - self.allocator.available_size()
@@ -375,6 +386,7 @@ class TreeServer(BlockOwner):
         setattr(kept_back, PENDING, [Pending(0, slot, rolling=False) for slot in self.kept_back])
         found = audit(self.cache, [*self.running, kept_back])
         assert not found.findings, str(found)
+        self.check_events()
         for node in core._collect_all_nodes():
             if node is core.root_node:
                 continue

@@ -13,7 +13,7 @@ import re
 import select
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -31,8 +31,10 @@ from benchmarks import ports
 from benchmarks.lifecycle import Driver, Shape, play
 from benchmarks.reference.oracle import Oracle
 from benchmarks.reference.oracle_v41 import OracleV41
+from dsv4_sglang.cli.client import samples
 from dsv4_sglang.cli.server import Endpoint, RequestError, start, stop, wait_ready
 from dsv4_sglang.srt.integration import launch_command
+from dsv4_sglang.srt.integration.metrics import PREFIX
 
 # Waits of SGLang that end a server: for the other processes of its group, for a step.
 UNHURRIED = ("--dist-timeout", "7200", "--watchdog-timeout", "7200")
@@ -156,12 +158,22 @@ class Server(Endpoint):
         assert len(pairs) == len(tokens) and all(p[1] in (token, 0) for p, token in zip(pairs, tokens))
         return Generated(list(tokens), [p[0] for p in pairs], meta["cached_tokens"])
 
-    def metrics(self, prefix: str = "dsv4:", rank: int = 0) -> dict[str, float]:
-        """Values of /metrics by name, without labels and the `_total` of counters; `rank`: of DP attention."""
-        rows = self.request("/metrics").splitlines()
-        lines = [row for row in rows if row.startswith(prefix) and ("dp_rank" not in row or f'dp_rank="{rank}"' in row)]
-        found = {row.split("{")[0].split(" ")[0].removeprefix(prefix): float(row.rsplit(" ", 1)[1]) for row in lines}
-        return {name.removesuffix("_total"): value for name, value in found.items() if not name.endswith("_created")}
+    def metrics(self, prefix: str = PREFIX, rank: int = 0) -> dict[str, float]:
+        """Values of /metrics by name, without `prefix` and the `_total` of counters.
+
+        A metric with a label has a value for each value of the label, such as `hit_tokens_host`, and their sum.
+
+        Args:
+            prefix: of the names to return.
+            rank: of DP attention.
+        """
+        found: dict[str, float] = defaultdict(float)
+        for sample in samples(self.request("/metrics"), prefix):
+            if "le" not in sample.labels and sample.labels.pop("dp_rank", str(rank)) == str(rank):
+                name = sample.name.removeprefix(prefix).removesuffix("_total")
+                for key in (name, *(f"{name}_{value}" for value in sample.labels.values())):
+                    found[key] += sample.value
+        return dict(found)
 
     def flush(self) -> None:
         """Empty the prefix cache; SGLang rejects while the last step is being retired."""
@@ -209,7 +221,7 @@ class Server(Endpoint):
     def kill(self) -> None:
         """All its processes, at once."""
         self.killed = True
-        stop(self.process, reuse_interval=0)
+        stop(self.process, grace_seconds=0)
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -232,7 +244,7 @@ def launched(
     try:
         yield process
     finally:
-        stop(process, reuse_interval=0)  # SGLang looks for a SIGTERM every five seconds
+        stop(process, grace_seconds=0)  # SGLang looks for a SIGTERM every five seconds
 
 
 @contextmanager

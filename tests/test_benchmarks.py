@@ -678,16 +678,19 @@ def test_commands_of_both_servers(tmp_path: Path) -> None:
 
 
 def test_metrics_are_added_over_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = """# HELP dsv4:host_saved_bytes_total bytes copied to the host
-dsv4:host_saved_bytes_total{dp_rank="0"} 4.5e+06
-dsv4:host_saved_bytes_total{dp_rank="1"} 500.0
-dsv4:host_blocks_held{dp_rank="0"} 7.0
-dsv4:prefix_hit_tokens_total{dp_rank="0"} 128.0
+    text = """# HELP dsv4_host_saved_bytes_total bytes copied to the host
+dsv4_host_saved_bytes_total{dp_rank="0"} 4.5e+06
+dsv4_host_saved_bytes_total{dp_rank="1"} 500.0
+dsv4_host_tokens{dp_rank="0"} 896.0
+dsv4_hit_tokens_total{dp_rank="0",source="host"} 128.0
+dsv4_host_load_seconds_bucket{dp_rank="0",le="0.1"} 2.0
+dsv4_host_load_seconds_sum{dp_rank="0"} 0.25
 sglang:gen_throughput{engine_type="unified"} 3.0
 """
     monkeypatch.setattr(servers.Endpoint, "request", lambda *_, **__: text)
-    assert servers.metrics("") == {"host_saved_bytes": 4_500_500, "host_blocks_held": 7, "prefix_hit_tokens": 128}
-    assert servers.host_copies("") == {"saved_bytes": 4_500_500, "blocks_held": 7}
+    hits = {"hit_tokens": 128, "hit_tokens_host": 128}
+    assert servers.metrics("") == {"host_saved_bytes": 4_500_500, "host_tokens": 896, "host_load_seconds": 0.25, **hits}
+    assert servers.host_copies("") == {"saved_bytes": 4_500_500, "tokens": 896, "load_seconds": 0.25}
 
 
 def test_what_a_retraction_costs_is_counted_from_when_there_was_room() -> None:

@@ -68,7 +68,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         rows = [(f'{name}_tokens{{dp_rank="{i}"}}', n) for i, values in enumerate(ranks) for name, n in values.items()]
         page = "".join(f"sglang:{row} {value}.0\\n" for row, value in rows)
         found = self.path == "/metrics" and "--enable-metrics" in flags
-        self.answer(200 if found else 404, page + f'dsv4:snapshots_held {len(held)}.0\\n')
+        self.answer(200 if found else 404, page + f'dsv4_snapshots {len(held)}.0\\n')
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -380,7 +380,7 @@ def test_requests_pass_by_a_proxy(stand_in: None, monkeypatch: pytest.MonkeyPatc
 def test_a_stubborn_server_is_killed(stand_in: None) -> None:
     flags = ("--port", str(demo.free_port()))
     command = launch_command.server_command("m", [*flags, "--stubborn"], cpu=True)
-    with running(command, reuse_interval=0.5) as process:
+    with running(command, grace_seconds=0.5) as process:
         wait_ready(client.Server(flags), lambda: process.poll() is None, LONG)
     assert process.returncode == -signal.SIGKILL
 

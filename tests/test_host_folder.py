@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from inspect import signature
@@ -23,6 +24,7 @@ from dsv4_sglang.srt.host_cache.folder import (
     TEMPORARY,
     UNUSED,
     USED,
+    describe_weights,
     in_use,
     prune,
     stored_files,
@@ -88,7 +90,7 @@ def orphans(folder: Path, age: float = 2 * STALE_SECONDS) -> dict[str, Path]:
 
 
 def bytes_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
 
 
 def states(folder: Path) -> dict[str, str]:
@@ -162,6 +164,45 @@ def test_the_tool(tmp_path: Path) -> None:
     assert run(app, ["storage", "prune", str(folder)]).output == "nothing to remove\n"
     missing = run(app, ["storage", "ls", str(tmp_path / "nowhere")], env={"COLUMNS": "400"})
     assert missing.exit_code == 2 and "does not exist" in missing.output
+
+
+def test_the_tool_says_whose_pages_there_are_and_which_are_damaged(tmp_path: Path) -> None:
+    folder, run = tmp_path / "pages", CliRunner().invoke
+    describe_weights(name_of("m"), "/models/m")
+    storage = open_storage(folder)
+    assert store(storage, 1) and store(storage, 2)
+    foreign = put(folder, f"{key(5)}_{name_of('n')}.bin", 2 * 86400)
+    listed = run(app, ["storage", "ls", str(folder)]).output
+    assert re.search(rf"{name_of('m')} .*/models/m .* used .* 2 .* {2 * PAGE} ", listed)
+    assert re.search(rf"{name_of('n')} .*unknown .* unused .* 1 .* {PAGE} .* 2 d ago", listed)
+    only_ours = ["storage", "verify", str(folder), "--name", name_of("m")]
+    sound = run(app, only_ours)
+    assert sound.exit_code == 0 and sound.output == "2 pages are sound, 0 are damaged, 0 files were not checked\n"
+    page = next(path for path in folder.glob("*.bin") if path.name.startswith(key(2)))
+    content = bytearray(page.read_bytes())
+    content[7] ^= 1
+    page.write_bytes(content)
+    damaged = run(app, only_ours)
+    assert damaged.exit_code == 1 and f"damaged: {page}" in damaged.output and "1 pages are sound, 1" in damaged.output
+    swapped = folder / page.name.replace(key(2), key(3))
+    swapped.write_bytes((folder / page.name.replace(key(2), key(1))).read_bytes())
+    assert f"damaged: {swapped}" in run(app, only_ours).output, "a page under another name"
+    assert foreign.exists()
+
+
+def test_the_tool_clears_what_nobody_uses(tmp_path: Path) -> None:
+    folder, run = tmp_path / "pages", CliRunner().invoke
+    storage = open_storage(folder)
+    assert store(storage, 1)
+    one, two = (put(folder, f"{key(5)}_{name_of(name)}.bin", 0) for name in ("n", "o"))
+    (folder / f"{name_of('n')}.lock").touch()
+    rejected = run(app, ["storage", "clear", str(folder)], input="n\n")
+    assert rejected.exit_code == 1 and one.exists() and two.exists()
+    cleared = run(app, ["storage", "clear", str(folder), "--name", name_of("n"), "--yes"])
+    assert cleared.exit_code == 0 and not one.exists() and two.exists()
+    cleared = run(app, ["storage", "clear", str(folder)], input="y\n")
+    assert "kept, in use: 1 files" in cleared.output and not two.exists() and stored(storage, 1)
+    assert [path.stem for path in folder.glob("*.lock")] == [name_of("m")]
 
 
 # Bounds

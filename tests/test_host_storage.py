@@ -75,7 +75,7 @@ def test_a_new_server_finds_what_the_last_one_stored(
         server.check()
         assert server.serve(PROMPT) == 5 * BLOCK
         assert not server.wrong
-        assert server.component.host_counters.host_tokens == 5 * BLOCK
+        assert server.component.metrics.total("hit_tokens", "host") == 5 * BLOCK
         server.check()
         server.check_contents()
 
@@ -102,7 +102,7 @@ def test_what_is_new_reaches_the_storage_where_the_host_is_full(
         for line in lines:
             assert server.serve(line) == 0
             server.check()
-        assert server.component.host_counters.saves_rejected == 0 and not server.wrong
+        assert server.component.metrics.total("host_saves_skipped") == 0 and not server.wrong
     assert len(pages_in(folder)) >= 6 * (5 + 1), "all blocks, and each line's last snapshot"
     with monkeypatch.context() as patch:
         server = restarted(patch)
@@ -366,7 +366,7 @@ def test_a_fetch_that_its_request_looks_for_at_any_point(
             server.check()
             found.append(server.cache.pop_prefetch_loaded_tokens(request))
             assert server.serve(LONG) == 4 * BLOCK + found[-1]
-            assert server.component.host_counters.host_tokens == 4 * BLOCK + found[-1]
+            assert server.component.metrics.total("hit_tokens", "host") == 4 * BLOCK + found[-1]
             nothing_left(server)
     assert len(found) > 8 and found[-1] == 5 * BLOCK
     whole = found.index(5 * BLOCK)

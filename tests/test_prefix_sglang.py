@@ -144,14 +144,14 @@ def test_what_a_retracted_request_leaves_makes_room() -> None:
         server.check()
 
 
-@pytest.mark.parametrize(("blocks", "snapshots"), [(8, 0), (0, 20)], ids=["with their blocks", "alone"])
-def test_evicted_snapshots_are_counted(blocks: int, snapshots: int) -> None:
+@pytest.mark.parametrize(("blocks", "slots", "reason"), [(8, 0, "blocks"), (0, 20, "slots")])
+def test_evicted_snapshots_are_counted_by_reason(blocks: int, slots: int, reason: str) -> None:
     server = TreeServer(blocks=8, snapshots=20, interval=2, chunk=30)
     run(server, list(range(5)), tail=44)
-    counters = server.component.counters
-    assert (counters.held, counters.evicted) == (3, 0)
-    server.press(blocks, snapshots)
-    assert (counters.held, counters.evicted) == (0, 3)
+    metrics = server.component.metrics
+    assert (metrics.held, metrics.total("snapshots_evicted")) == (3, 0)
+    server.press(blocks, slots)
+    assert (metrics.held, metrics.total("snapshots_evicted", reason), metrics.total("snapshots_evicted")) == (0, 3, 3)
 
 
 def test_only_retraction_for_memory_keeps_what_was_generated() -> None:
@@ -217,7 +217,7 @@ def test_snapshots_run_out_without_an_error() -> None:
     # Both prompts hold theirs: the third takes none, and is served.
     assert run(server, [7, 8, 9]) == 0
     assert run(server, [7, 8, 9]) == 0
-    assert server.component.counters.rejected > 0
+    assert server.component.metrics.total("snapshots_skipped") > 0
     server.finish(first)
     server.finish(second)
     server.check()
@@ -352,27 +352,23 @@ def random_steps(server: TreeServer, rng: random.Random, steps: int) -> int:
     return hits
 
 
-def counted(server: TreeServer) -> dict[str, float]:
-    return {name.removeprefix("prefix_"): count for name, count in server.component.counters.values().items()}
-
-
 def test_what_is_counted() -> None:
     server = TreeServer(blocks=64, snapshots=3, interval=30, chunk=30)
     server.component.slots.snapshot_bytes = 10
     run(server, [1, 2, 3])
     run(server, [1, 2, 4])
-    counts = counted(server)
-    assert (counts["hit_tokens"], counts["lost_tokens"]) == (0, 2 * BLOCK), "no snapshot at the branch yet"
+    metrics = server.component.metrics
+    count = metrics.total
+    assert (count("hit_tokens"), count("lost_tokens")) == (0, 2 * BLOCK), "no snapshot at the branch yet"
     # Ends of both prompts, and the branch.
-    assert (counts["snapshots_taken"], server.component.counters.held, counts["copied_bytes"]) == (3, 3, 30)
+    assert (count("snapshots_taken"), metrics.held, count("snapshot_copied_bytes")) == (3, 3, 30)
     run(server, [1, 2, 5], decode=1)
-    counts = counted(server)
-    assert (counts["hit_tokens"], counts["snapshots_loaded"]) == (2 * BLOCK, 1)
+    assert (count("hit_tokens", "device"), count("snapshots_resumed")) == (2 * BLOCK, 1)
     # Its prompt's end and a rolling one: both took a slot from another.
-    assert (counts["snapshots_taken"], counts["snapshots_evicted"]) == (5, 2)
+    assert (count("snapshots_taken"), count("snapshots_evicted", "slots"), count("snapshots_evicted")) == (5, 2, 2)
     # Decode copies inside its graph, where no time is taken.
-    assert (counts["copied_bytes"], counts["timed_bytes"]) == (60, 50)
-    assert "of which prefill steps" in str(server.component.counters)
+    assert (count("snapshot_copied_bytes"), count("snapshot_timed_bytes")) == (60, 50)
+    assert "of which prefill steps" in str(metrics)
 
 
 @pytest.mark.slow

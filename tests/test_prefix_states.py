@@ -11,11 +11,11 @@ from dsv4_sglang.cache import CacheLayout, StateStorage
 from dsv4_sglang.formats import KeyFormat, KVFormat
 from dsv4_sglang.model.config import DSV4Config
 from dsv4_sglang.model.layer_schedule import AttentionType
+from dsv4_sglang.srt.integration import metrics
+from dsv4_sglang.srt.integration.metrics import CopyTimer
 from dsv4_sglang.srt.integration.options import Options
 from dsv4_sglang.srt.memory.pools import StateParams, StateSlotPool
 from dsv4_sglang.srt.memory.served_layout import served_layout
-from dsv4_sglang.srt.prefix_cache import timer as timer_module
-from dsv4_sglang.srt.prefix_cache.timer import CopyTimer
 
 
 def make_pool(dtype: torch.dtype = torch.float8_e4m3fn, draft_tokens: int = 0) -> StateSlotPool:
@@ -137,7 +137,7 @@ class LateEvent:
 
 def test_events_of_a_timer_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first process of tensor parallelism publishes its counters."""
-    monkeypatch.setattr(timer_module, "_event", LateEvent)
+    monkeypatch.setattr(metrics, "_event", LateEvent)
     monkeypatch.setattr(LateEvent, "made", 0)
     monkeypatch.setattr(LateEvent, "recorded", 0)
     timer = CopyTimer("cuda")

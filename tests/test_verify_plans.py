@@ -60,9 +60,9 @@ class Verifying:
             return
         if need > request.allocated:
             server._allocate(request, need)
-        taken = component.counters.taken
+        taken = component.metrics.total("snapshots_taken")
         slot = component.plan_verify(request, self.draft_tokens)
-        if component.counters.taken > taken:
+        if component.metrics.total("snapshots_taken") > taken:
             server.state_content[slot] = NOT_WRITTEN
         request.output_ids.extend([ROLLING + 1] * (after + 1 - len(request.full_untruncated_fill_ids)))
         if slot and before // BLOCK != after // BLOCK:

@@ -11,6 +11,7 @@ from dsv4_sglang.cli.make_tiny import make_tiny
 from dsv4_sglang.cli.plan import plan
 from dsv4_sglang.cli.serve import SGLANG_FLAGS, serve
 from dsv4_sglang.cli.storage import storage
+from dsv4_sglang.cli.top import top
 
 app = typer.Typer(
     name="dsv4-sglang",
@@ -23,6 +24,7 @@ app.command("serve", context_settings=SGLANG_FLAGS)(serve)
 app.command("demo", context_settings=SGLANG_FLAGS)(demo)
 app.command("doctor")(doctor)
 app.command("check")(check)
+app.command("top")(top)
 app.command("make-tiny")(make_tiny)
 app.command("plan")(plan)
 app.add_typer(storage, name="storage")

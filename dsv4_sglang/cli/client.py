@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsv4_sglang.cli.server import REQUEST_SECONDS, Endpoint
 from dsv4_sglang.srt.integration import launch_command
+from dsv4_sglang.srt.integration.metrics import PREFIX
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", "30000"
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Who listens on every address is asked on this one."""
 INTEGRITY_KEY = "dsv4_sglang_integrity"
 """`srt.integrity.KEY`, which this module does not import: that would import torch."""
+SGLANG_PREFIX = "sglang:"
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,16 @@ class Pools:
             f"{self.used} of {self.tokens} tokens used by running requests, {self.kept} kept for requests to come, "
             f"snapshots: {self.snapshots}"
         )
+
+
+def samples(page: str, prefix: str = "") -> Iterator[Sample]:
+    """Yield the samples of a Prometheus page whose names begin with `prefix`, but not when they were created."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name.startswith(prefix) and not sample.name.endswith("_created"):
+                yield sample
 
 
 def bind(host: str, port: int) -> None:
@@ -144,18 +158,22 @@ class Server(Endpoint):
         meta: dict[str, Any] = self.request("/generate", {**body, "return_logprob": True})["meta_info"]
         return meta
 
+    def metrics(self, timeout: float = REQUEST_SECONDS) -> str:
+        """Return the server's Prometheus page. Raises RuntimeError if it has none, else what `send` raises."""
+        page: str = self.request("/metrics", timeout=timeout)
+        return page
+
     def pools(self) -> Pools:
-        """What the server's Prometheus page says, of all ranks of DP attention together. Raises RuntimeError if it has
-        none, else what `send` raises.
+        """Return what the server's Prometheus page says of all ranks of DP attention together. Raises what `metrics`
+        raises.
         """
-        page = self.request("/metrics")
+        page = self.metrics()
         found: dict[str, dict[str, float]] = {}
-        for name, labels, value in re.findall(r"^(?:sglang|dsv4):(\w+)(?:\{([^}]*)\})? (\S+)$", page, re.MULTILINE):
-            rank = re.search(r'dp_rank="(\d+)"', labels)
-            found.setdefault(name, {})[rank[1] if rank else ""] = float(value)
+        for sample in samples(page):
+            found.setdefault(sample.name, {})[sample.labels.get("dp_rank", "")] = sample.value
+        tokens = (f"{SGLANG_PREFIX}kv_{state}_tokens" for state in ("used", "evictable", "available"))
         try:
-            states = ("kv_used_tokens", "kv_evictable_tokens", "kv_available_tokens", "snapshots_held")
-            used, kept, free, held = (int(sum(found[state].values())) for state in states)
+            used, kept, free, held = (int(sum(found[state].values())) for state in (*tokens, f"{PREFIX}snapshots"))
             return Pools(used, kept, used + kept + free, held)
         except KeyError as error:
             raise RuntimeError(f"{self.url}/metrics has no {error}") from None

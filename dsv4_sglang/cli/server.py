@@ -56,13 +56,13 @@ def start(command: Command, output: IO[bytes] | None = None) -> subprocess.Popen
     return subprocess.Popen(command.argv, env=environment, stdout=output, stderr=errors, start_new_session=True)
 
 
-def stop(process: Process, reuse_interval: float = STOP_SECONDS) -> None:
-    """Stop a server and all of its process group: SIGTERM, and SIGKILL after `reuse_interval` seconds; 0: SIGKILL at
+def stop(process: Process, grace_seconds: float = STOP_SECONDS) -> None:
+    """Stop a server and all of its process group: SIGTERM, and SIGKILL after `grace_seconds` seconds; 0: SIGKILL at
     once."""
-    if reuse_interval:
+    if grace_seconds:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(reuse_interval)
+            process.wait(grace_seconds)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # the group may outlive its leader
     process.kill()  # a process that has just been forked may not lead its group yet
@@ -71,13 +71,13 @@ def stop(process: Process, reuse_interval: float = STOP_SECONDS) -> None:
 
 
 @contextmanager
-def running(command: Command, reuse_interval: float = STOP_SECONDS) -> Iterator[subprocess.Popen[bytes]]:
+def running(command: Command, grace_seconds: float = STOP_SECONDS) -> Iterator[subprocess.Popen[bytes]]:
     """Start a server and stop it at the end, whatever happens."""
     process = start(command)
     try:
         yield process
     finally:
-        stop(process, reuse_interval)
+        stop(process, grace_seconds)
 
 
 def _trusting(certificate: str) -> ssl.SSLContext:

@@ -1,4 +1,4 @@
-"""`dsv4-sglang storage`: what lies in a folder of stored pages, and what of it can be removed."""
+"""`dsv4-sglang storage`: what lies in a folder of stored pages, whether it is sound, and what of it can be removed."""
 
 from __future__ import annotations
 
@@ -19,34 +19,62 @@ FOLDER_VARIABLES = ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "SGLANG_HICACHE_N
 Folder = Annotated[
     Path, typer.Argument(help="The folder of the pages.", envvar=FOLDER_VARIABLES, exists=True, file_okay=False)
 ]
+Names = Annotated[list[str] | None, typer.Option("--name", help="Pages of this model, as `ls` names it; repeatable.")]
+UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 @storage.command("ls")
 def ls(folder: Folder) -> None:
-    """List pages by model: how many, their bytes, when one was last read or written, and whether a server uses them.
+    """List pages by model: their weights, how many, bytes, the age since the last use, and whether a server uses them.
 
     No server reads pages of former weights and former formats again, nor temporary files of killed processes.
     """
     from rich.console import Console
     from rich.table import Table
 
-    from dsv4_sglang.srt.host_cache.folder import stored_files
+    from dsv4_sglang.srt.host_cache.folder import weights_of
 
-    table = Table("model", "state", "files", "bytes", "last used")
-    with _readable(folder):
-        found = _by_name(stored_files(folder))
-    for (name, state), files in sorted(found.items()):
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(file.used_at for file in files)))
-        table.add_row(name, state, str(len(files)), str(sum(file.bytes for file in files)), used)
-    Console(soft_wrap=True, width=160).print(table)
+    table = Table("model", "weights", "state", "files", "bytes", "GB", "oldest use", "last use")
+    for (name, state), files in sorted(_by_name(_files(folder)).items()):
+        size, ages = sum(file.bytes for file in files), [_age(file) for file in files]
+        weights = weights_of(folder, name) or "unknown"
+        times = _text_of(max(ages)), _text_of(min(ages))
+        table.add_row(name, weights, state, str(len(files)), str(size), f"{size / 1e9:.2f}", *times)
+    Console(soft_wrap=True, width=240).print(table)
+
+
+@storage.command("verify")
+def verify(folder: Folder, name: Names = None) -> None:
+    """Compare each page with its checksum. Reads the whole folder.
+
+    Pages of former formats and temporary files are left out. Exit code 1 if a page is damaged; a server that reads it
+    treats it as a miss and removes it.
+    """
+    from dsv4_sglang.srt.host_cache.folder import FORMER_FORMAT, TEMPORARY, is_intact
+
+    sound, damaged, left_out = 0, 0, 0
+    for file in _files(folder):
+        if name and file.name not in name:
+            continue
+        if file.state in (FORMER_FORMAT, TEMPORARY):
+            left_out += 1
+            continue
+        try:
+            is_sound = is_intact(file)
+        except FileNotFoundError:  # evicted meanwhile
+            continue
+        sound, damaged = sound + is_sound, damaged + (not is_sound)
+        if not is_sound:
+            typer.echo(f"damaged: {file.path}, {file.bytes} bytes")
+    typer.echo(f"{sound} pages are sound, {damaged} are damaged, {left_out} files were not checked")
+    if damaged:
+        raise typer.Exit(1)
 
 
 @storage.command("prune")
 def prune(
     folder: Folder,
-    name: Annotated[
-        list[str] | None, typer.Option(help="Remove the pages of this model too, as `ls` names it; may be repeated.")
-    ] = None,
+    name: Names = None,
     unused_days: Annotated[
         float | None, typer.Option(min=0, help="Remove pages too that no server uses, nor has for so many days.")
     ] = None,
@@ -58,10 +86,32 @@ def prune(
     from dsv4_sglang.srt.host_cache.folder import prune as remove_orphans
 
     with _readable(folder):
-        removed = remove_orphans(folder, name or (), unused_days)
-    for (of, state), files in sorted(_by_name(removed).items()):
-        typer.echo(f"removed {len(files)} files, {sum(f.bytes for f in files)} bytes: {of or 'no model'}, {state}")
-    if not removed:
+        _tell("removed", remove_orphans(folder, name or (), unused_days))
+
+
+@storage.command("clear")
+def clear(
+    folder: Folder,
+    name: Names = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Remove all pages that no server uses, or those of the models of --name."""
+    from dsv4_sglang.srt.host_cache.folder import clear as remove_unused
+
+    files = [file for file in _files(folder) if not name or file.name in name]
+    if files and not yes:
+        size = sum(file.bytes for file in files)
+        typer.confirm(f"Remove {len(files)} files, {size} bytes, but for those in use?", abort=True)
+    removed, kept = remove_unused(folder, name or ())
+    _tell("removed", removed)
+    if kept:
+        _tell("kept, in use:", kept)
+
+
+def _tell(verb: str, files: list[StoredFile]) -> None:
+    for (of, state), some in sorted(_by_name(files).items()):
+        typer.echo(f"{verb} {len(some)} files, {sum(f.bytes for f in some)} bytes: {of or 'no model'}, {state}")
+    if not files:
         typer.echo("nothing to remove")
 
 
@@ -72,6 +122,23 @@ def _readable(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise typer.BadParameter(f"{folder} cannot be read: {error.strerror}") from None
+
+
+def _files(folder: Path) -> list[StoredFile]:
+    from dsv4_sglang.srt.host_cache.folder import stored_files
+
+    with _readable(folder):
+        return list(stored_files(folder))
+
+
+def _age(file: StoredFile) -> float:
+    return max(0.0, time.time() - file.used_at)
+
+
+def _text_of(seconds: float) -> str:
+    """An age, in the largest unit of which it has one."""
+    size, unit = next((pair for pair in UNITS if seconds >= pair[0]), UNITS[-1])
+    return f"{seconds / size:.0f} {unit} ago"
 
 
 def _by_name(files: Iterable[StoredFile]) -> dict[tuple[str, str], list[StoredFile]]:

@@ -230,7 +230,7 @@ def test_the_next_server_finds_what_was_stored(restarted: Server, crashed: Gener
     assert got.cached == BLOCKS * 128
     assert_same(got, crashed, TOLERANCE)
     restarted.generate(prompt(5), 1)  # counters are published when requests come and go
-    assert restarted.metrics()["host_hit_tokens_storage"] == BLOCKS * 128
+    assert restarted.metrics()["hit_tokens_storage"] == BLOCKS * 128
 
 
 # New weights

@@ -164,7 +164,7 @@ def test_from_the_host(servers: Disaggregated, oracle: Callable[[str], Oracle], 
     prompts = [prompt(1500, seed=200 + i) for i in range(24)]
     visits = [[servers.generate(ids, 16) for ids in prompts] for _ in range(2)]
     assert [{got.cached for got in visit} for visit in visits] == [{0}, {1408}]
-    assert servers.prefill.metrics()["host_hit_tokens_host"] > 12 * 1408, "too little came from the host"
+    assert servers.prefill.metrics()["hit_tokens_host"] > 12 * 1408, "too little came from the host"
     near(oracle, name, list(zip(prompts[::4], visits[1][::4])))
 
 

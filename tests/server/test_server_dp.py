@@ -24,9 +24,11 @@ from server_harness import (
     prompt,
     running,
 )
+from typer.testing import CliRunner
 
 from benchmarks import ports
 from benchmarks.reference.oracle import Oracle
+from dsv4_sglang.cli import app
 
 pytestmark = pytest.mark.server
 
@@ -83,7 +85,7 @@ def test_hits_are_those_of_a_rank(server: Server) -> None:
     """A conversation that changes its rank begins anew there; each rank counts for itself."""
     ids = prompt(200, seed=3)
     server.flush()
-    hits = [server.metrics(rank=rank)["prefix_hit_tokens"] for rank in RANKS]
+    hits = [server.metrics(rank=rank)["hit_tokens"] for rank in RANKS]
     first = server.generate(ids, 80, **on_rank(0))
     assert first.cached == 0
     turn = [*ids, *first.tokens, *prompt(20, seed=4)]
@@ -93,7 +95,16 @@ def test_hits_are_those_of_a_rank(server: Server) -> None:
     assert stayed.cached == 256
     assert_same(stayed, moved, TOLERANCE)
     assert server.generate(turn, 1, **on_rank(1)).cached == 256
-    assert [server.metrics(rank=rank)["prefix_hit_tokens"] - hits[rank] for rank in RANKS] == [256, 256]
+    assert [server.metrics(rank=rank)["hit_tokens"] - hits[rank] for rank in RANKS] == [256, 256]
+
+
+def test_top_has_a_column_for_each_rank(server: Server) -> None:
+    shown = CliRunner().invoke(app, ["top", server.url, "--once"], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0, shown.output
+    columns = {line[:24].strip(): line[24:].split() for line in shown.output.splitlines()}
+    assert "rank 0" in shown.output and "rank 1" in shown.output
+    hits = [f"{server.metrics(rank=rank)['hit_tokens_device']:,.0f}" for rank in RANKS]
+    assert columns["tokens hit, device"] == hits
 
 
 def test_requests_go_round(server: Server) -> None:

@@ -88,7 +88,7 @@ def test_the_draft_models_rings_come_back(server: Server, drafts: Path, fault: P
     cold, warm = (visit(server, drafts, prompts, name, cached) for name, cached in (("cold", 0), ("warm", CACHED)))
     with broken(fault, DRAFT_FAULT):
         wrong = visit(server, drafts, prompts, "without", CACHED)
-    from_host = server.metrics()["host_hit_tokens_host"]
+    from_host = server.metrics()["hit_tokens_host"]
     apart = [distance(found, cold) for found in (warm, wrong)]
     print(f"{apart[0]:.5f} right, {apart[1]:.5f} without a ring, {from_host:.0f} tokens from the host")
     assert from_host >= 4 * CACHED, "little came from the host"

@@ -128,7 +128,7 @@ def test_from_the_host(server: Server, oracle: Oracle, head: DSpark, drafts: Pat
     got = {rid: generate(server, ids, 16, rid) for rid, ids in asked.items()}
     assert all(answer["meta_info"]["cached_tokens"] == 512 for answer in got.values())
     generate(server, prompt(5), 1, "counters are published when requests come and go")
-    assert server.metrics()["host_hit_tokens_host"] - before["host_hit_tokens_host"] >= 2 * 512
+    assert server.metrics()["hit_tokens_host"] - before["hit_tokens_host"] >= 2 * 512
     check(oracle, head, drafts, asked, got)
     server.wait_idle()
 

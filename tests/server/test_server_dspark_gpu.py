@@ -136,7 +136,7 @@ def test_from_the_host(server: Server, oracle: Oracle, name: str) -> None:
         assert [got["meta_info"]["cached_tokens"] for got in answers] == [cached] * len(prompts)
         turns = sum(got["meta_info"]["spec_verify_ct"] for got in answers)
         lengths.append(GENERATED * len(prompts) / turns)
-    loaded = server.metrics()["host_hit_tokens_host"]
+    loaded = server.metrics()["hit_tokens_host"]
     print(f"{name}: tokens a turn {lengths}, {loaded} tokens from the host")
     assert loaded > 10 * 1408 and abs(lengths[0] - lengths[1]) < 0.25
     assert_near(oracle, name, [(ids, got["output_ids"]) for ids, got in zip(prompts[::8], answers[::8])])

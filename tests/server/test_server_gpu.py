@@ -221,7 +221,7 @@ def test_hits_are_those_of_a_rank(ranks: Server, oracle: Callable[[str], Oracle]
     found = [ranks.generate(ids, GENERATED, **on_rank(rank)) for rank in (0, 1, 0, 1)]
     assert [got.cached for got in found] == [0, 0, 640, 640]
     assert_near(oracle, name, [(ids, got) for got in found])
-    assert all(ranks.metrics(rank=rank)["prefix_hit_tokens"] >= 640 for rank in (0, 1))
+    assert all(ranks.metrics(rank=rank)["hit_tokens"] >= 640 for rank in (0, 1))
 
 
 @only("fp8", "fp8, 3 drafts")
@@ -358,10 +358,10 @@ def test_after_eviction_retraction_and_a_flush(server: Server) -> None:
     server.generate(prompt(7000, seed=20), 1)
     found = [server.generate(ids, 16) for _ in range(2)]
     assert found[0].cached < found[1].cached == 1280, [got.cached for got in found]
-    before, retracted = server.metrics()["prefix_hit_tokens"], server.retractions()
+    before, retracted = server.metrics()["hit_tokens"], server.retractions()
     answers = server.generate_all([prompt(100 + 2 * i, seed=8) for i in range(48)], 300)
     assert server.retractions() > retracted, "nothing was retracted: the test does not test"
-    hits = server.metrics()["prefix_hit_tokens"] - before
+    hits = server.metrics()["hit_tokens"] - before
     print(f"{hits:.0f} tokens hit by requests that share nothing: by retracted ones that came back")
     asked = {f"evicted and back, {i}": (ids, got) for i, got in enumerate(found)}
     asked |= {f"crowded {i}": (prompt(100 + 2 * i, seed=8), answers[i]) for i in range(0, 48, 8)}
@@ -380,9 +380,9 @@ def test_copies_are_timed(server: Server) -> None:
     time.sleep(0.2)
     server.generate(prompt(5), 1)
     found = server.metrics()
-    assert 0 < found["prefix_timed_bytes"] <= found["prefix_copied_bytes"], found
-    rate = found["prefix_timed_bytes"] / found["prefix_copy_seconds"] / 1e9
-    print(f"{found['prefix_timed_bytes'] / 1e6:.1f} MB in {1e3 * found['prefix_copy_seconds']:.3f} ms: {rate:.0f} GB/s")
+    assert 0 < found["snapshot_timed_bytes"] <= found["snapshot_copied_bytes"], found
+    rate = found["snapshot_timed_bytes"] / found["snapshot_copy_seconds"] / 1e9
+    print(f"{found['snapshot_timed_bytes'] / 1e6:.1f} MB at {rate:.0f} GB/s")
     # Snapshots of this model are small (0.6 MB): launches take most of the time.
     assert 0.5 < rate < 10_000, found
 

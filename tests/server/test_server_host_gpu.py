@@ -56,11 +56,11 @@ def test_conversations_beyond_the_device(server: Server) -> None:
     assert [{got.cached for got in visit} for visit in visits] == [{0}, {1408}, {1408}]
     after = server.metrics()
     change = {name: after[name] - before[name] for name in after}
-    tiers = [change[f"host_hit_tokens_{tier}"] for tier in ("device", "host", "storage")]
-    assert sum(tiers) == change["prefix_hit_tokens"] and tiers[1] > 24 * 1408 and tiers[2] == 0, tiers
-    assert change["host_saves_rejected"] == change["host_loads_failed"] == 0
-    loaded, seconds = change["host_loaded_bytes"], change["host_load_seconds"]
-    saved, saving = change["host_saved_bytes"], change["host_save_seconds"]
+    tiers = [change[f"hit_tokens_{tier}"] for tier in ("device", "host", "storage")]
+    assert sum(tiers) == change["hit_tokens"] and tiers[1] > 24 * 1408 and tiers[2] == 0, tiers
+    assert change["host_saves_skipped"] == change["host_loads_failed"] == 0
+    loaded, seconds = change["host_loaded_bytes"], change["host_load_seconds_sum"]
+    saved, saving = change["host_saved_bytes"], change["host_save_seconds_sum"]
     print(
         f"loaded {loaded / 1e6:.0f} MB in {1e3 * seconds:.1f} ms, saved {saved / 1e6:.0f} MB in {1e3 * saving:.1f} ms"
     )
@@ -119,7 +119,7 @@ def test_retracted_requests_resume_from_the_host(server: Server) -> None:
     after = server.metrics()
     times, tokens = (now - then for now, then in zip(server.retracted(), retracted))
     assert times > 0, "nothing was retracted: the test does not test"
-    found, from_host = (after[name] - before[name] for name in ("prefix_hit_tokens", "host_hit_tokens_host"))
+    found, from_host = (after[name] - before[name] for name in ("hit_tokens", "hit_tokens_host"))
     print(f"{times:.0f} times retracted, {found:.0f} tokens found again, {from_host:.0f} of them on the host")
     assert from_host > 0, "nothing came from the host"
     assert 0 < tokens - found <= 128 * times, f"of prompts of {tokens:.0f} tokens {found:.0f} were found again"
@@ -140,10 +140,10 @@ def test_a_broken_load_shows(server: Server, fault: Path, kind: str) -> None:
         server.flush()
         for other in (*before, ids, *behind):
             server.generate(other, 1)
-        hits = server.metrics()["host_hit_tokens_host"]
+        hits = server.metrics()["hit_tokens_host"]
         got = server.score(ids, reference.tokens)
         server.generate(prompt(5), 1)
-        assert got.cached == 1408 and server.metrics()["host_hit_tokens_host"] > hits
+        assert got.cached == 1408 and server.metrics()["hit_tokens_host"] > hits
         return got
 
     right = loaded()
@@ -178,5 +178,5 @@ def test_a_server_that_starts_again_finds_its_files(tiny: Callable[..., Path], t
             again = [server.generate(ids, 16) for ids in prompts]
             server.generate(prompt(5), 1)
             assert [got.cached for got in first + again] == [0] * 4 + [1408] * 4
-            assert server.metrics()["host_hit_tokens_storage"] == 4 * 1408
+            assert server.metrics()["hit_tokens_storage"] == 4 * 1408
             assert_as_cold(server, {f"prompt {i}": (ids, got) for i, (ids, got) in enumerate(zip(prompts, again))})

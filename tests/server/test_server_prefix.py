@@ -56,7 +56,7 @@ def test_a_long_prompt_and_what_it_pushes_out(server: Server) -> None:
     earlier, trunk = prompt(1300, seed=8), prompt(5000, seed=2)
     server.flush()
     reference = server.generate(earlier, 4)
-    evicted = server.metrics()["prefix_snapshots_evicted"]
+    evicted = server.metrics()["snapshots_evicted"]
     first = server.score(trunk[:4321], trunk[4321:])
     again, middle = server.score(trunk[:4993], trunk[4993:]), server.score(trunk[:4321], trunk[4321:4381])
     assert (first.cached, again.cached, middle.cached) == (0, 4992, 4320 // INTERVAL * INTERVAL)
@@ -66,7 +66,7 @@ def test_a_long_prompt_and_what_it_pushes_out(server: Server) -> None:
     for got in found:
         assert_same(got, reference, TOLERANCE)
     assert found[0].cached < found[1].cached == 1280, "nothing was evicted"
-    assert server.metrics()["prefix_snapshots_evicted"] > evicted
+    assert server.metrics()["snapshots_evicted"] > evicted
 
 
 def test_a_branch_anywhere(server: Server) -> None:
@@ -113,13 +113,13 @@ def test_a_pause_that_retracts(server: Server) -> None:
     ids = prompt(300, seed=7)
     reference = server.cold(ids, 100)
     server.flush()
-    before = server.metrics()["prefix_hit_tokens"]
+    before = server.metrics()["hit_tokens"]
     paused = server.begin(ids, 100, 20)
     server.post("/pause_generation", {"mode": "retract"})
     server.post("/continue_generation", {})
     assert_same(paused(), reference, TOLERANCE)
     server.generate(prompt(5), 1)  # counters are published when requests come and go
-    assert server.metrics()["prefix_hit_tokens"] - before == 256
+    assert server.metrics()["hit_tokens"] - before == 256
     server.wait_idle()
 
 
@@ -216,9 +216,10 @@ def test_a_broken_cache_shows(server: Server, fault: Path, kind: str) -> None:
 
 def test_the_counters_are_published(server: Server) -> None:
     found = server.metrics()
-    size = found["prefix_copied_bytes"] / (found["prefix_snapshots_taken"] + found["prefix_snapshots_loaded"])
+    size = found["snapshot_copied_bytes"] / (found["snapshots_taken"] + found["snapshots_resumed"])
     assert size == 4 * (3 * 128 * 512 + 8 * 640), "three rings and the state of a CSA layer"
-    for name in ("hit_tokens", "lost_tokens", "snapshots_evicted", "copy_seconds", "timed_bytes"):
-        assert found[f"prefix_{name}"] > 0, name
-    assert 0 < found["snapshots_held"] <= 12
-    assert found["prefix_timed_bytes"] < found["prefix_copied_bytes"], "decode takes snapshots too"
+    names = ("hit_tokens", "lost_tokens", "snapshots_evicted", "snapshot_copy_seconds", "snapshot_timed_bytes")
+    for name in (*names, "first_token_seconds_count_hit", "first_token_seconds_count_miss", "prompt_tokens"):
+        assert found[name] > 0, name
+    assert 0 < found["snapshots"] <= 12
+    assert found["snapshot_timed_bytes"] < found["snapshot_copied_bytes"], "decode takes snapshots too"

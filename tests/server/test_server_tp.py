@@ -91,9 +91,9 @@ def test_warm_is_cold(server: Server) -> None:
 
 def test_more_than_fits(server: Server, oracle: Oracle) -> None:
     """Over what earlier requests left; no process leaks a block or a slot."""
-    evicted = server.metrics()["prefix_snapshots_evicted"]
+    evicted = server.metrics()["snapshots_evicted"]
     assert_right_though_retracted(server, oracle, TOLERANCE)
-    assert server.metrics()["prefix_snapshots_evicted"] > evicted
+    assert server.metrics()["snapshots_evicted"] > evicted
 
 
 def test_both_processes_load_the_same(server: Server, loads: Path) -> None:
@@ -102,7 +102,7 @@ def test_both_processes_load_the_same(server: Server, loads: Path) -> None:
     prompts = [prompt(300, seed=30 + i) for i in range(4)]
     references = server.cold_all(prompts)
     server.flush()
-    before = server.metrics()["host_hit_tokens_host"]
+    before = server.metrics()["hit_tokens_host"]
     for ids in prompts:
         assert server.generate(ids).cached == 0
     for ids, reference in zip(prompts, references):
@@ -114,7 +114,7 @@ def test_both_processes_load_the_same(server: Server, loads: Path) -> None:
             assert got.cached == 256
             assert_same(got, reference, TOLERANCE)
     server.wait_idle()
-    assert server.metrics()["host_hit_tokens_host"] - before >= 3 * 256, "little came from the host"
+    assert server.metrics()["hit_tokens_host"] - before >= 3 * 256, "little came from the host"
     first, second = (file.read_text() for file in sorted(loads.iterdir()))
     assert first == second and first.count("snapshot") >= 3
 
@@ -123,9 +123,9 @@ def test_the_first_process_counts(server: Server) -> None:
     ids = prompt(200, seed=5)
     server.flush()
     server.generate(ids, 1)
-    before = server.metrics()["prefix_hit_tokens"]
+    before = server.metrics()["hit_tokens"]
     server.generate(ids, 1)
-    assert server.metrics()["prefix_hit_tokens"] - before == 128
+    assert server.metrics()["hit_tokens"] - before == 128
     assert not any(f"TP1] {of}" in server.log_text() for of in ("prefix cache", "host cache"))
 
 

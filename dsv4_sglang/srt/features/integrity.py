@@ -240,6 +240,7 @@ class _Tree:
         yield from self.wrong
         yield from self._lock_findings()
         yield from self._registry_findings()
+        yield from self._event_findings()
         yield from self._own_findings()
 
     def _lock_findings(self) -> Iterator[Finding]:
@@ -344,6 +345,20 @@ class _Tree:
         for place in sorted(place for place in places if not registry.held[place]):
             yield Finding(f"snapshot {place}", f"attached to node {places[place].id}, but missing in the registry")
 
+    def _event_findings(self) -> Iterator[Finding]:
+        """The blocks that KV events have announced are those that a request would find."""
+        if self.cache.events is None:
+            return
+        from dsv4_sglang.srt.prefix_cache.events import announced_by_rule
+
+        self.cache.events.settle()
+        for medium, there in announced_by_rule(self.root).items():
+            announced = self.cache.events.announced[medium]
+            for block in sorted(announced - there):
+                yield Finding(f"block {block} on {medium.value}", "announced by a KV event, and no request finds it")
+            for block in sorted(there - announced):
+                yield Finding(f"block {block} on {medium.value}", "a request finds it, and no KV event announced it")
+
     def _own_findings(self) -> Iterator[Finding]:
         """Yield what SGLang's own check of the tree reports: structure, leaves, lists, sizes."""
         try:
@@ -411,11 +426,19 @@ def report(scheduler: Any) -> dict[str, Any]:
         "tp_rank": get_parallel().tp_rank,
         "idle": idle,
         "requests": sum(compat.held(req).req_pool_idx is not None for req in requests),
+        "announced": _announced(scheduler.tree_cache),
         "pools": [{"of": pool.thing, "size": len(pool.ids), **pool.counts} for pool in found.pools],
         "wrong": len(findings),
         "findings": [{"what": what, "wrong": wrong} for what, wrong in findings[:MAX_FINDINGS]],
         "seconds": time.perf_counter() - begin,
     }
+
+
+def _announced(cache: Any) -> dict[str, dict[str, int]]:
+    """The number of blocks that KV events have announced by medium, and the sum of their hashes."""
+    events = getattr(cache, "events", None)
+    media = {} if events is None else events.announced
+    return {medium.value: {"blocks": len(blocks), "sum": sum(blocks)} for medium, blocks in media.items()}
 
 
 def requests_of(scheduler: Any) -> list[Any]:

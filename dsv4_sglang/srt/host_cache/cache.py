@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.unified_cache.components import CacheTransferPhase, Co
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
 from dsv4_sglang.srt.host_cache.component import SELECTIVE, WRITE_BACK, HostSnapshotComponent
-from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.integration import compat, metrics
 from dsv4_sglang.srt.prefix_cache.cache import PrefixCache
 from dsv4_sglang.srt.prefix_cache.component import BlockComponent, component_of
 from dsv4_sglang.srt.prefix_cache.policy import MARGIN
@@ -59,7 +59,8 @@ class HostPrefixCache(PrefixCache):
         # Tell SGLang that the host need not have everything that the device has. This class decides what is saved and
         # when, for every write policy.
         self.is_write_back = True
-        self.component.host_counters.attach(self.full_kv_pool_host, self.mamba_pool_host)
+        controller = self.cache_controller
+        self.component.metrics.attach(self.full_kv_pool_host, self.mamba_pool_host, controller.saves, controller.loads)
 
     # Requests
 
@@ -123,7 +124,8 @@ class HostPrefixCache(PrefixCache):
         for slot in reversed(slots.registry.note_eviction_candidates(blocks.size, slots.num_slots)):
             if slot in slots.nodes:
                 self.save_now(slots.nodes[slot])
-        self.evict(EvictParams(num_tokens=blocks.size))
+        with self.component.evicting(metrics.SLEEP):
+            self.evict(EvictParams(num_tokens=blocks.size))
         self.settle(())
         if blocks.available_size() < blocks.size:
             raise RuntimeError(f"{blocks.size - blocks.available_size()} tokens of the device are held by requests")
@@ -205,7 +207,7 @@ class HostPrefixCache(PrefixCache):
             self.finish_saves()
 
     def _count_rejected_save(self) -> int:
-        self.component.host_counters.saves_rejected += 1
+        self.component.metrics.add("host_saves_skipped")
         return 0
 
     def finish_saves(self) -> bool:
@@ -221,8 +223,10 @@ class HostPrefixCache(PrefixCache):
         """Context manager: if saves finish inside, let the scheduler check its queue again, since they free memory."""
         saving = len(self.ongoing_write_through)
         yield
-        if len(self.ongoing_write_through) < saving and self.running_batch is not None:
-            self.running_batch.batch_is_full = False
+        if len(self.ongoing_write_through) < saving:
+            self.component.metrics.publish()
+            if self.running_batch is not None:
+                self.running_batch.batch_is_full = False
 
     def _is_to_save(self, slot: int) -> bool:
         registry = self.component.slots.registry
@@ -345,6 +349,11 @@ class HostPrefixCache(PrefixCache):
     def _evict_on_host(
         self, kind: ComponentType, count: int, slot: int = 0, path: Sequence[UnifiedTreeNode] = ()
     ) -> int:
+        """Free host memory (`_free_on_host`). Evictions count under what the memory is needed for."""
+        with self.component.evicting(metrics.SLOTS if kind is ComponentType.MAMBA else metrics.BLOCKS):
+            return self._free_on_host(kind, count, slot, path)
+
+    def _free_on_host(self, kind: ComponentType, count: int, slot: int, path: Sequence[UnifiedTreeNode]) -> int:
         """Free host memory in the order of `SnapshotRegistry.on_host`.
 
         Blocks are freed from the ends of paths upwards. When the snapshot at the end of a path is evicted, the blocks

@@ -15,10 +15,9 @@ from sglang.srt.mem_cache.unified_cache.components import (
 )
 from torch import Tensor
 
-from dsv4_sglang.srt.host_cache.counters import HostCounters
 from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.prefix_cache.component import SnapshotComponent
+from dsv4_sglang.srt.integration import compat, metrics
+from dsv4_sglang.srt.prefix_cache.component import SnapshotComponent, note_change
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -44,20 +43,22 @@ class HostSnapshotComponent(SnapshotComponent):
     # --hicache-write-policy
     policy = WRITE_THROUGH
 
-    def __init__(self, cache: Any, params: Any, interval: int) -> None:
-        super().__init__(cache, params, interval)
-        self.host_counters = HostCounters(self.slots, params.enable_metrics, self.rank, self.silent)
+    on_host = True
 
     # Choice of the snapshots that the host gets
 
     def begin(self, req: Req) -> None:
         super().begin(req)
-        resumed = compat.prefix_len(req)
+        self.want(self.tree_core.node_by_id(req.last_node))
+
+    def hits(self, req: Req, resumed: int) -> dict[str, int]:
         from_host = min(req.host_hit_length, resumed)
         from_storage = min(from_host, req.storage_hit_length)
-        self.host_counters.resumed(resumed, from_host, from_storage)
-        self.host_counters.publish()
-        self.mark_for_saving(self.tree_core.node_by_id(req.last_node))
+        return {
+            metrics.DEVICE: resumed - from_host,
+            metrics.HOST: from_host - from_storage,
+            metrics.STORAGE: from_storage,
+        }
 
     def mark_for_saving(self, node: UnifiedTreeNode) -> None:
         """Mark the node's snapshot to be copied to the host. With write_back that happens when the device evicts it."""
@@ -85,6 +86,7 @@ class HostSnapshotComponent(SnapshotComponent):
 
     def _moved(self, node: UnifiedTreeNode, place: int, to: int) -> None:
         """Renumber a snapshot on the host when its device copy is created or evicted."""
+        note_change(self.cache, node)
         registry, nodes = self.slots.registry, self.slots.nodes
         registry.move(place, to)
         del nodes[place]
@@ -107,7 +109,7 @@ class HostSnapshotComponent(SnapshotComponent):
             and node.component_data[self.component_type].host_value is not None
         ):
             if slot is None:
-                self.host_counters.snapshots_evicted += 1
+                self.metrics.add("host_snapshots_evicted", value=self._evicting)
                 place = self.slots.id_of(node)
                 registry.remove(place, self._path_hash(node, place))
                 del self.slots.nodes[place]
@@ -139,7 +141,7 @@ class HostSnapshotComponent(SnapshotComponent):
             return
         if not success:
             req.host_hit_length = 0
-            self.host_counters.loads_failed += 1
+            self.metrics.add("host_loads_failed")
             return
         slot = self._slot(self.tree_core.node_by_id(prep.node))
         assert slot is not None, "a load ends at a snapshot"
@@ -208,6 +210,7 @@ class HostSnapshotComponent(SnapshotComponent):
 
     def _arrived(self, node: UnifiedTreeNode, row: int) -> None:
         """Register a snapshot that was copied to the host or fetched from a storage."""
+        note_change(self.cache, node)
         registry, slot = self.slots.registry, self._slot(node)
         if slot is not None:
             registry.copied[slot] = True

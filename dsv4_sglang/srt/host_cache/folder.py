@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
+import json
 import logging
 import os
 import re
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dsv4_sglang.ops.trust import reject_writable_by_all, require_own, require_owner
 
@@ -27,6 +30,8 @@ PAGE_VERSION = 4
 KEY_CHARACTERS = 64
 # Characters that SGLang 0.5.17 appends to a file name while it writes the file: process, thread and a UUID.
 LONGEST_TEMPORARY = 66
+# Bytes of the checksum at the end of each page.
+CHECKSUM_BYTES = 16
 # Age in seconds from which a temporary file is assumed to be left by a killed process. Writing a page takes
 # milliseconds.
 STALE_SECONDS = 3600
@@ -92,11 +97,35 @@ def require_names(path: Path, variable: str) -> None:
             ) from error
 
 
+def page_checksum(name: str, content: Any) -> bytes:
+    """Return the checksum of a page's bytes without their last CHECKSUM_BYTES, and of what a storage calls the page."""
+    digest = hashlib.blake2b(name.encode(), digest_size=CHECKSUM_BYTES)
+    digest.update(content)
+    return digest.digest()
+
+
+_weights: dict[str, str] = {}
+"""What each name of pages that this process uses stands for."""
+
+
+def describe_weights(name: str, weights: str) -> None:
+    """Note for people which weights pages of this name belong to; `UsedFolder` writes it beside the pages."""
+    _weights[name] = weights
+
+
+def _described(name: str) -> str:
+    """The weights of a name, or of the name before an update of the weights."""
+    if name in _weights:
+        return _weights[name]
+    before = next((weights for known, weights in _weights.items() if name.startswith(f"{known}-")), "")
+    return before and f"{before}, updated"
+
+
 class UsedFolder:
     """A folder that this process uses, for pages of one model name at a time.
 
     The process holds a lock on a file of that name in the folder for its lifetime, so that other processes can tell
-    used pages from unused ones.
+    used pages from unused ones. The file says which weights the pages belong to.
     """
 
     def __init__(self, path: Path, named: bool, on_return: Callable[[], None]) -> None:
@@ -122,6 +151,8 @@ class UsedFolder:
             mode = self.path.stat().st_mode & 0o666
             self._file = os.open(_lock_file(self.path, name), os.O_RDWR | os.O_CREAT, mode)
             fcntl.flock(self._file, fcntl.LOCK_SH)
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps({"weights": _described(name)}).encode(), 0)
 
     def available(self) -> bool:
         """Return True if the folder exists and is trusted. Log when that changes."""
@@ -161,6 +192,14 @@ def in_use(folder: Path, name: str) -> bool:
     except OSError:
         return True
     return False
+
+
+def weights_of(folder: Path, name: str) -> str:
+    """Return which weights pages of this name belong to, "" if the folder does not say."""
+    try:
+        return str(json.loads(_lock_file(folder, name).read_text())["weights"])
+    except (OSError, ValueError, KeyError):
+        return ""
 
 
 @dataclass(frozen=True)
@@ -214,6 +253,37 @@ def _state_of(page: re.Match[str] | None, used: bool) -> str:
     return FORMER_WEIGHTS if page["update"] else UNUSED
 
 
+def is_intact(file: StoredFile) -> bool:
+    """Return True if a page has the checksum that it was stored with. Reads all of it."""
+    content = file.path.read_bytes()
+    name = file.path.name.removesuffix(".bin")
+    return content[-CHECKSUM_BYTES:] == page_checksum(name, memoryview(content)[:-CHECKSUM_BYTES])
+
+
+def clear(folder: Path, names: Sequence[str] = ()) -> tuple[list[StoredFile], list[StoredFile]]:
+    """Remove the pages that no server uses.
+
+    Args:
+        folder: of the storage.
+        names: remove the pages of these models only; of all models if empty.
+
+    Returns:
+        What was removed, and what a server uses and was kept.
+    """
+    removed, kept = [], []
+    for file in stored_files(folder):
+        if names and file.name not in names:
+            continue
+        if file.state == USED or (file.state == TEMPORARY and not is_stale(file)):
+            kept.append(file)
+            continue
+        with suppress(FileNotFoundError):
+            file.path.unlink()
+            removed.append(file)
+    _remove_unused_locks(folder)
+    return removed, kept
+
+
 def is_stale(file: StoredFile) -> bool:
     """Return True if a file can be removed without loss: no server can read it again, and no process is writing it."""
     if file.state == TEMPORARY:
@@ -237,8 +307,12 @@ def prune(folder: Path, names: Sequence[str] = (), unused_days: float | None = N
             with suppress(FileNotFoundError):
                 file.path.unlink()
                 removed.append(file)
+    _remove_unused_locks(folder)
+    return removed
+
+
+def _remove_unused_locks(folder: Path) -> None:
     left = {file.name for file in stored_files(folder)}
     for lock in folder.glob("*-dsv4v*.lock"):
         if lock.stem not in left and not in_use(folder, lock.stem):
             lock.unlink(missing_ok=True)
-    return removed

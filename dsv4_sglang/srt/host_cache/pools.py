@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -16,11 +15,10 @@ from torch import Tensor
 
 from dsv4_sglang.cache.host_pool import FreeRows, HostBlockPool, HostSnapshotPool
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.prefix_cache.timer import CopyTimer
+from dsv4_sglang.srt.host_cache.folder import CHECKSUM_BYTES, page_checksum
 
 # SGLang's name for the pool of snapshots. Every rank would write a pool named MAMBA to a storage, under its own name.
 SNAPSHOTS = PoolName.DEEPSEEK_V4_C4_STATE
-CHECKSUM_BYTES = 16
 
 
 def checksum(page: Tensor, name: str) -> None:
@@ -39,9 +37,8 @@ def verify_checksum(page: Tensor, name: str) -> bool:
 
 
 def _checksum(page: Tensor, name: str) -> Tensor:
-    digest = hashlib.blake2b(name.encode(), digest_size=CHECKSUM_BYTES)
-    digest.update(page[:-CHECKSUM_BYTES].contiguous().numpy().data)
-    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+    digest = page_checksum(name, page[:-CHECKSUM_BYTES].contiguous().numpy().data)
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 
 
 class HostRows(HostKVCache):
@@ -68,7 +65,6 @@ class HostRows(HostKVCache):
         # In SGLang this flag means that a backup takes host indices on the CPU.
         self.can_use_write_back_jit = True
         self.lock = threading.RLock()
-        self.saving, self.loading = CopyTimer(device), CopyTimer(device)
         self.saved_rows = self.loaded_rows = 0
         self.clear()
 
@@ -160,8 +156,7 @@ class HostRows(HostKVCache):
     ) -> None:
         if host_indices.numel() == 0:
             return
-        with self.saving.measure():
-            self.save(device_indices, self.rows_of(host_indices))
+        self.save(device_indices, self.rows_of(host_indices))
         self.saved_rows += len(host_indices) // self.page_size
 
     def load_to_device_per_layer(
@@ -177,8 +172,7 @@ class HostRows(HostKVCache):
         count = len(host_indices) // self.page_size
         if count == 0 or not self.begins(layer_id, count):
             return
-        with self.loading.measure():
-            self.load(device_indices, self.rows_of(host_indices), layer_id)
+        self.load(device_indices, self.rows_of(host_indices), layer_id)
         self.loaded_rows += (layer_id == 0) * count
 
     @abstractmethod

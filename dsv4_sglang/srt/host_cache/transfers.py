@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -14,11 +15,13 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
 from dsv4_sglang.cache.host_pool import HostBlockPool, HostSnapshotPool, host_block_bytes, host_row_bytes
+from dsv4_sglang.srt.host_cache.folder import CHECKSUM_BYTES, describe_weights
 from dsv4_sglang.srt.host_cache.page_names import page_name, weight_facts
-from dsv4_sglang.srt.host_cache.pools import CHECKSUM_BYTES, SNAPSHOTS, HostBlocks, HostSnapshots
+from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS, HostBlocks, HostSnapshots
 from dsv4_sglang.srt.host_cache.sizing import HostDemand, host_demand, host_table
 from dsv4_sglang.srt.host_cache.watch import LoadEvents, LoadWatch
 from dsv4_sglang.srt.integration import compat
+from dsv4_sglang.srt.integration.metrics import CopyTimer
 from dsv4_sglang.srt.integration.options import model_overrides
 from dsv4_sglang.srt.memory.pools import CacheKVPool
 
@@ -38,6 +41,8 @@ class TransferController(HybridCacheController):
     forward_stream: Any = None
     _together = False
     watch: LoadWatch
+    saves: CopyTimer
+    loads: CopyTimer
     # Fetches from the storage that have ended, by an abort or the prefetch policy, while a thread may still read into
     # their host rows. Each has the rows of its snapshots that must be freed later.
     cancelled_fetches: Sequence[tuple[Any, list[Any]]] = ()
@@ -57,7 +62,8 @@ class TransferController(HybridCacheController):
             return
         to_host, _ = compat.copy_streams(self)
         to_host.wait_stream(self.forward_stream)
-        super().start_writing()
+        with self.saves.measure(to_host):
+            super().start_writing()
 
     def start_loading(self) -> int:
         if not self.load_queue:
@@ -66,7 +72,8 @@ class TransferController(HybridCacheController):
         from_host.wait_stream(self.forward_stream)
         counter = self.layer_done_counter
         load = self.watch.begin(self.load_queue, counter.events[(counter.producer_index + 1) % len(counter.events)])
-        consumer = super().start_loading()
+        with self.loads.measure(from_host):
+            consumer = super().start_loading()
         load.ack = self.ack_load_queue[-1]
         return consumer
 
@@ -205,6 +212,7 @@ class HostStack(StackStrategy):
                 overrides=model_overrides(server_args.json_model_override_args),
                 **weight_facts(compat.flags(server_args)),
             )
+            describe_weights(model_name, str(Path(server_args.model_path).absolute()))
             log.info("dsv4_sglang host cache: page names in the storage %s: %s", storage_backend, model_name)
         controller = TransferController(
             params.token_to_kv_pool_allocator,
@@ -226,6 +234,7 @@ class HostStack(StackStrategy):
         )
         controller.forward_stream = cache.forward_stream
         controller.watch = LoadWatch()
+        controller.saves, controller.loads = CopyTimer(storage.device), CopyTimer(storage.device)
         counter = controller.layer_done_counter
         counter.events = [LoadEvents(counter.num_layers) for _ in counter.events]
         log.info(host_table(demand, blocks.kv_buffer, snapshots.kv_buffer, server_args.hicache_write_policy))

@@ -9,6 +9,7 @@ constant a difference, with two cases (`IS_0_5_23`). To add a release, see docs/
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -400,6 +401,12 @@ def committed_len(req: Any) -> int:
     return held(req).kv_committed_len
 
 
+def seconds_since_created(req: Any) -> float:
+    """Seconds since the HTTP server received a request, or the scheduler if the HTTP server did not say when."""
+    times = req.time_stats
+    return time.perf_counter() - (times.created_time or times.scheduler_recv_time)
+
+
 def disaggregated_requests(scheduler: Any) -> list[Any]:
     """Requests that are not in a batch and do not wait: those whose abort is due, and those between two servers."""
     found = [] if scheduler._pending_chunked_abort_req is None else [scheduler._pending_chunked_abort_req]
@@ -496,6 +503,44 @@ def note_track_positions(batch: Any) -> None:
 def inserted_before(length: int) -> dict[str, Any]:
     """Arguments of `InsertParams`: the request has inserted so many tokens already, which is no hit of theirs."""
     return {"inserted_len": length} if IS_0_5_23 else {"chunked": True}
+
+
+class _Queue:
+    """Events in order, before 0.5.23."""
+
+    def __init__(self) -> None:
+        self._events: list[Any] = []
+
+    def add(self, event: Any) -> None:
+        self._events.append(event)
+
+    def take(self) -> list[Any]:
+        events, self._events = self._events, []
+        return events
+
+
+def event_queue(block: int) -> Any:
+    """A queue of KV events (`add`, `take`). Since 0.5.23 it joins those of blocks that follow each other."""
+    if not IS_0_5_23:
+        return _Queue()
+    from sglang.srt.mem_cache.events import KVCacheEventRecorder
+
+    recorder = KVCacheEventRecorder(enabled=True, page_size=block)
+    return SimpleNamespace(add=recorder.enqueue, take=recorder.take)
+
+
+def record_events(core: Any, recorder: Any) -> None:
+    """Let a tree tell `recorder` of its blocks, in the place of SGLang's recorder."""
+    if IS_0_5_23:
+        core.kv_events = recorder
+        return
+    core._record_store_event, core._record_remove_event = recorder.record_store, recorder.record_remove
+    core._record_all_cleared_event, core.take_events = recorder.record_all_cleared, recorder.take
+
+
+def is_public(key: Any) -> bool:
+    """Return True if requests without `extra_key` and `cache_salt` find the blocks of this key of the tree."""
+    return key.extra_key is None and getattr(key, "cache_salt", None) is None
 
 
 def release_retracted(

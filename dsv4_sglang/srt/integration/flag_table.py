@@ -203,7 +203,6 @@ DENIED = (
         "enable_hisparse disaggregation_decode_enable_offload_kvcache kv_canary enable_unified_memory "
         "enable_page_major_kv_layout",
     ),
-    Denied("events describe blocks only, and a prefix hit needs a snapshot too", "kv_events_config"),
     Denied(f"chunks must end at multiples of {BLOCK} tokens", "enable_mixed_chunk enable_dynamic_chunking"),
     Denied(
         'this cache has an eviction policy of its own; limit snapshots with the option "max_snapshots"',

@@ -12,7 +12,9 @@ from sglang.srt.mem_cache.registry import default_radix_cache_factory
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from dsv4_sglang.srt.integration import compat
 from dsv4_sglang.srt.prefix_cache.component import BlockComponent, LeafOrder, SnapshotComponent
+from dsv4_sglang.srt.prefix_cache.events import PrefixEvents
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -31,6 +33,8 @@ class PrefixCache(UnifiedRadixCache):
     # The scheduler's running batch. It is marked as full (`batch_is_full`) while there is no room for another request.
     running_batch: Any = None
     _next_check = 0.0
+    events: PrefixEvents | None = None
+    """With --kv-events-config, in the process that publishes them."""
 
     def sanity_check(self) -> None:
         begin = time.monotonic()
@@ -84,4 +88,7 @@ def build_prefix_cache(ctx: Any, interval: int) -> Any:
         }
         cache = PrefixCache(ctx.params)
     cache.tree_core.eviction_strategy = LeafOrder(slots)
+    if ctx.params.enable_kv_cache_events:
+        cache.events = PrefixEvents()
+        compat.record_events(cache.tree_core, cache.events)
     return cache

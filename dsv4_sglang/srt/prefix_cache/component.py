@@ -3,6 +3,8 @@ own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,8 +15,8 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLa
 from sglang.srt.runtime_context import get_parallel
 
 from dsv4_sglang.model.geometry import BLOCK_TOKENS as BLOCK
-from dsv4_sglang.srt.integration import compat
-from dsv4_sglang.srt.prefix_cache.counters import PrefixCounters
+from dsv4_sglang.srt.integration import compat, metrics
+from dsv4_sglang.srt.integration.metrics import CacheMetrics
 from dsv4_sglang.srt.prefix_cache.path_hash import path_hashes
 from dsv4_sglang.srt.prefix_cache.placement import Due, due_in_prefill, is_kept
 from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 # Attribute of a request: its snapshots that are not attached to the tree yet, as a list of `Pending`, ascending by
 # length. Absent or None before the first step of the request.
 PENDING = "dsv4_snapshots"
+# Attribute of a request without output tokens: whether it began with a hit, a value of the label `cache`.
+WAITING = "dsv4_waiting"
 # Attribute of a request: upper bound of its length after its last planned step, prefill or verify.
 REACHED = "dsv4_reached"
 
@@ -41,6 +45,12 @@ class Pending(NamedTuple):
     length: int
     slot: int
     rolling: bool
+
+
+def note_change(cache: Any, node: UnifiedTreeNode) -> None:
+    """Blocks or the snapshot of a node come or go: note it for --kv-events-config."""
+    if cache.events is not None:
+        cache.events.changed(node)
 
 
 class BlockComponent(FullComponent):
@@ -57,6 +67,12 @@ class BlockComponent(FullComponent):
         for indices in action.indices:
             self.cache.token_to_kv_pool_allocator.free_segment(indices, start_pos=0)
 
+    def evict_component(
+        self, node: UnifiedTreeNode, device_frees: Any, host_frees: Any, *arguments: Any, **named: Any
+    ) -> tuple[int, int]:
+        note_change(self.cache, node)
+        return super().evict_component(node, device_frees, host_frees, *arguments, **named)
+
 
 class SnapshotComponent(MambaComponent):
     """Component that attaches slots of the snapshot pool to tree nodes. Live state slots never enter the tree.
@@ -64,6 +80,9 @@ class SnapshotComponent(MambaComponent):
     The snapshots of a request are pending until their blocks are inserted into the tree: at the end of each prefill
     chunk and at the end of the request. See docs/design/prefix_policy.md.
     """
+
+    on_host = False
+    """There is a host cache."""
 
     def __init__(self, cache: Any, params: Any, interval: int) -> None:
         """`interval`: snapshots at multiples of this many tokens are kept while the request continues."""
@@ -73,20 +92,40 @@ class SnapshotComponent(MambaComponent):
         # TP ranks do the same work, so only the first one reports. DP-attention ranks differ, so each reports.
         parallel = get_parallel()
         self.rank, self.silent = parallel.attn_dp_rank, parallel.attn_tp_rank > 0
-        self.counters = PrefixCounters(self.slots, params.enable_metrics, rank=self.rank, silent=self.silent)
+        self.metrics = CacheMetrics(
+            self.slots, enabled=params.enable_metrics, rank=self.rank, silent=self.silent, host=self.on_host
+        )
+        self._evicting = metrics.BLOCKS
 
     # Requests
 
     def begin(self, req: Req) -> None:
         """Start a request, or restart it after a retraction. It resumes from the tree node that it holds."""
         setattr(req, PENDING, [])
-        self.slots.registry.tick()
-        node = self.tree_core.node_by_id(req.last_node)
-        if (slot := self._slot(node)) is not None:
-            self.slots.registry.use(slot)
-        behind = path_hashes(req.full_untruncated_fill_ids, req.extra_key)[compat.prefix_len(req) // BLOCK :]
-        self.slots.registry.ghost_hit(behind[::-1].tolist())
-        self.counters.resumed(compat.prefix_len(req), req.mamba_branching_seqlen or 0)
+        registry, resumed = self.slots.registry, compat.prefix_len(req)
+        registry.tick()
+        if (slot := self._slot(self.tree_core.node_by_id(req.last_node))) is not None:
+            self.metrics.observe("reuse_interval_requests", registry.use(slot), metrics.HIT)
+        behind = path_hashes(req.full_untruncated_fill_ids, req.extra_key)[resumed // BLOCK :]
+        if since := registry.ghost_hit(behind[::-1].tolist()):
+            self.metrics.observe("reuse_interval_requests", since, metrics.EVICTED)
+        if not len(req.output_ids):
+            setattr(req, WAITING, metrics.HIT if resumed else metrics.MISS)
+        self._count_begin(req, resumed)
+        self.metrics.publish()
+
+    def _count_begin(self, req: Req, resumed: int) -> None:
+        self.metrics.add("prompt_tokens", len(req.full_untruncated_fill_ids))
+        self.metrics.add("lost_tokens", max(0, (req.mamba_branching_seqlen or 0) - resumed))
+        if resumed:
+            self.metrics.add("snapshots_resumed")
+            self.metrics.copied_snapshots(1, timed=True)
+        for source, tokens in self.hits(req, resumed).items():
+            self.metrics.add("hit_tokens", tokens, source)
+
+    def hits(self, req: Req, resumed: int) -> dict[str, int]:
+        """The `resumed` tokens of a request by the place that had them."""
+        return {metrics.DEVICE: resumed}
 
     def plan_prefill(self, req: Req, room: int) -> list[tuple[int, int]]:
         """Plan the snapshots of the next prefill step of a request, and allocate their slots.
@@ -112,8 +151,8 @@ class SnapshotComponent(MambaComponent):
         # If not all fit, those with a known use come first, and the deepest of them, which saves most.
         due.sort(key=lambda d: (not d.needed, -d.length))
         taken = [(d.length, slot) for d in due[:room] if (slot := self._take(d))]
-        self.counters.rejected += len(due) - len(taken)
-        self.counters.timed_copies += len(taken)
+        self.metrics.add("snapshots_skipped", len(due) - len(taken))
+        self.metrics.copied_snapshots(len(taken), timed=True)
         taken.sort()
         getattr(req, PENDING).extend(Pending(length, slot, rolling=False) for length, slot in taken)
         return taken
@@ -125,6 +164,7 @@ class SnapshotComponent(MambaComponent):
             return 0
         slot = self._take(Due(length, True))
         if slot:
+            self.metrics.copied_snapshots(1, timed=False)
             pending.append(Pending(length, slot, rolling=True))
         return slot
 
@@ -176,7 +216,7 @@ class SnapshotComponent(MambaComponent):
 
     def _take(self, due: Due) -> int:
         slot = self.allocate_slot(needed=due.needed)
-        self.counters.taken += slot > 0
+        self.metrics.add("snapshots_taken", slot > 0)
         return slot
 
     def allocate_slot(self, *, needed: bool) -> int:
@@ -186,8 +226,18 @@ class SnapshotComponent(MambaComponent):
         victim = self.slots.registry.lowest_value(needed=needed, saves=self.interval)
         if not victim:
             return 0
-        self._evict_snapshot(self.slots.nodes[victim])
+        with self.evicting(metrics.SLOTS):
+            self._evict_snapshot(self.slots.nodes[victim])
         return self.slots.take()
+
+    @contextmanager
+    def evicting(self, reason: str) -> Iterator[None]:
+        """Count snapshots that are evicted within the context under this reason."""
+        before, self._evicting = self._evicting, reason
+        try:
+            yield
+        finally:
+            self._evicting = before
 
     def _evict_snapshot(self, node: UnifiedTreeNode) -> None:
         """Evict a snapshot. The blocks of the node stay until their memory is needed."""
@@ -229,6 +279,7 @@ class SnapshotComponent(MambaComponent):
 
     def _note(self, node: UnifiedTreeNode, slot: int, length: int) -> None:
         """Register the snapshot of a path of `length` tokens that is now attached to the node."""
+        note_change(self.cache, node)
         self.slots.nodes[slot] = node
         self.slots.registry.add(slot, length, self._above(node), self._below(node))
 
@@ -265,7 +316,10 @@ class SnapshotComponent(MambaComponent):
         else:
             setattr(req, PENDING, left)
         compat.held(req).mamba_last_track_seqlen = None
-        self.counters.publish()
+        if len(req.output_ids) and (cache := getattr(req, WAITING, None)):
+            setattr(req, WAITING, None)
+            self.metrics.observe("first_token_seconds", compat.seconds_since_created(req), cache)
+        self.metrics.publish()
 
     def _attach(self, inserted: InsertParams, length: int, slot: int) -> bool:
         """Attach a snapshot to a path that was just inserted. Return False if the node has one already."""
@@ -305,10 +359,11 @@ class SnapshotComponent(MambaComponent):
     def evict_component(
         self, node: UnifiedTreeNode, device_frees: Any, host_frees: Any, *arguments: Any, **named: Any
     ) -> tuple[int, int]:
+        note_change(self.cache, node)
         target, slot = compat.evicted_layers(*arguments, **named), self._slot(node)
         if EvictLayer.DEVICE in target and slot is not None:
             self._on_device_eviction(node, slot, target)
-            self.counters.evicted += 1
+            self.metrics.add("snapshots_evicted", value=self._evicting)
         return super().evict_component(node, device_frees, host_frees, *arguments, **named)
 
     def _on_device_eviction(self, node: UnifiedTreeNode, slot: int, target: EvictLayer) -> None:

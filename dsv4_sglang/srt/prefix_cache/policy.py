@@ -192,8 +192,8 @@ class SnapshotRegistry:
         self._forget(slot)
         self.held[to] = True
 
-    def use(self, slot: int) -> None:
-        """Record that a request resumes from the snapshot."""
+    def use(self, slot: int) -> float:
+        """Record that a request resumes from the snapshot. Return the time since it was taken or last used."""
         self.changes += 1
         since = float(self.now - self.last[slot])
         known = self.interval[slot]
@@ -201,17 +201,24 @@ class SnapshotRegistry:
         if not self._following[slot]:
             self._waiting_ended(since, used=True)
         self.last[slot] = self.now
+        return since
 
-    def ghost_hit(self, path_hashes: Iterable[int]) -> None:
+    def ghost_hit(self, path_hashes: Iterable[int]) -> float:
         """Count a reuse if a request recomputes an evicted branch.
 
-        `path_hashes`: hashes of the request's recomputed prefixes, longest first. Only the first match counts.
+        Args:
+            path_hashes: hashes of the request's recomputed prefixes, longest first. Only the first match counts.
+
+        Returns:
+            The time since the last use of the longest evicted path. 0 if none is remembered.
         """
         for path_hash in path_hashes if self._ghosts else ():
             if (last := self._ghosts.pop(path_hash, None)) is not None:
-                self._reused_after(float(self.now - last))
+                since = float(self.now - last)
+                self._reused_after(since)
                 self._estimate()
-                return
+                return since
+        return 0.0
 
     def _waiting_ended(self, waited: float, *, used: bool) -> None:
         kept = 1 - 1 / MEMORY

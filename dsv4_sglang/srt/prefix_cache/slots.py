@@ -10,8 +10,8 @@ import torch
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from torch import Tensor
 
+from dsv4_sglang.srt.integration.metrics import CopyTimer
 from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
-from dsv4_sglang.srt.prefix_cache.timer import CopyTimer
 
 if TYPE_CHECKING:
     from dsv4_sglang.srt.memory.pools import StateSlotPool

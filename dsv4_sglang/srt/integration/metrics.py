@@ -1,0 +1,302 @@
+"""Metrics of the cache: their names, the numbers behind them, and the timers of copies. docs/reference/metrics.md.
+
+Names begin with `dsv4_`: Prometheus reserves the colon of SGLang's `sglang:` for recording rules. An event adds to a
+number on the host. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dsv4_sglang import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+    from dsv4_sglang.srt.host_cache.pools import HostBlocks, HostSnapshots
+    from dsv4_sglang.srt.prefix_cache.slots import SnapshotSlots
+
+log = logging.getLogger(__name__)
+
+PREFIX = "dsv4_"
+RANK_LABEL = "dp_rank"
+"""A label of every metric: the rank of DP attention."""
+LOG_SECONDS = 60.0
+COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+
+COPY_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+FIRST_TOKEN_BUCKETS = (0.01, 0.03, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0)
+REUSE_BUCKETS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10000, 30000)
+
+
+class Metric(NamedTuple):
+    """One metric. `label` has one of `values`; every series exists from the start."""
+
+    name: str
+    kind: str
+    text: str
+    label: str = ""
+    values: tuple[str, ...] = ("",)
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def exposed(self) -> str:
+        """The name under /metrics."""
+        return f"{PREFIX}{self.name}_total" if self.kind == COUNTER else PREFIX + self.name
+
+
+DEVICE, HOST, STORAGE = SOURCES = ("device", "host", "storage")
+HIT, MISS, EVICTED = "hit", "miss", "evicted"
+SLOTS, BLOCKS, SLEEP = REASONS = ("slots", "blocks", "sleep")
+
+METRICS = (
+    Metric("build_info", GAUGE, "Always 1; the label has this package's version.", "version", (__version__,)),
+    Metric("prompt_tokens", COUNTER, "Tokens of the requests that began; a request counts again after a retraction."),
+    Metric("hit_tokens", COUNTER, "Those tokens that came from the cache, by place.", "source", SOURCES),
+    Metric("lost_tokens", COUNTER, "Tokens whose blocks were cached, computed again for want of a snapshot."),
+    Metric("first_token_seconds", HISTOGRAM, "Time to the first token.", "cache", (HIT, MISS), FIRST_TOKEN_BUCKETS),
+    Metric(
+        "reuse_interval_requests",
+        HISTOGRAM,
+        "Requests between two uses of a conversation; evicted: it was no longer cached.",
+        "outcome",
+        (HIT, EVICTED),
+        REUSE_BUCKETS,
+    ),
+    Metric("snapshots", GAUGE, "Snapshot slots in use."),
+    Metric("snapshot_capacity", GAUGE, "Snapshot slots."),
+    Metric("snapshots_taken", COUNTER, "Snapshots taken."),
+    Metric("snapshots_skipped", COUNTER, "Snapshots not taken: no slot was free or worth evicting."),
+    Metric("snapshots_resumed", COUNTER, "Requests that resumed from a snapshot."),
+    Metric("snapshots_evicted", COUNTER, "Snapshots evicted from the device, by what was needed.", "reason", REASONS),
+    Metric("snapshot_copied_bytes", COUNTER, "Bytes copied to snapshots and from them."),
+    Metric("snapshot_timed_bytes", COUNTER, "Those bytes that prefill steps copied."),
+    Metric("snapshot_copy_seconds", COUNTER, "Device time of the copies of prefill steps."),
+)
+HOST_METRICS = (
+    Metric("host_tokens", GAUGE, "Tokens whose blocks are in the host cache."),
+    Metric("host_capacity_tokens", GAUGE, "Tokens that the host cache has room for."),
+    Metric("host_snapshots", GAUGE, "Snapshots in the host cache."),
+    Metric("host_snapshot_capacity", GAUGE, "Snapshots that the host cache has room for."),
+    Metric("host_saved_bytes", COUNTER, "Bytes copied to the host cache."),
+    Metric("host_loaded_bytes", COUNTER, "Bytes copied from the host cache."),
+    Metric("host_save_seconds", HISTOGRAM, "Device time of one save.", buckets=COPY_BUCKETS),
+    Metric("host_load_seconds", HISTOGRAM, "Device time of one load.", buckets=COPY_BUCKETS),
+    Metric("host_wait_seconds", COUNTER, "Device time that steps waited for the first layer of a load."),
+    Metric("host_saves_skipped", COUNTER, "Snapshots not saved: the host cache had no room for them."),
+    Metric("host_loads_failed", COUNTER, "Hits in the host cache computed again for want of room on the device."),
+    Metric(
+        "host_snapshots_evicted",
+        COUNTER,
+        "Snapshots evicted that only the host cache had, by what was needed.",
+        "reason",
+        (SLOTS, BLOCKS),
+    ),
+)
+"""Those of a server with a host cache."""
+
+
+class _Series(dict[tuple[str, str], Any]):
+    """Prometheus' objects by name and value of the label."""
+
+    def __init__(self, metrics: tuple[Metric, ...], rank: int) -> None:
+        # SGLang sets PROMETHEUS_MULTIPROC_DIR first; the library reads it when it is imported.
+        from prometheus_client import Counter, Gauge, Histogram
+
+        for metric in metrics:
+            labels = [RANK_LABEL, *([metric.label] if metric.label else [])]
+            arguments = (PREFIX + metric.name, metric.text, labels)
+            family: Any
+            if metric.kind == COUNTER:
+                family = Counter(*arguments)
+            elif metric.kind == GAUGE:
+                family = Gauge(*arguments, multiprocess_mode="mostrecent")
+            else:
+                family = Histogram(*arguments, buckets=metric.buckets)
+            for value in metric.values:
+                self[metric.name, value] = family.labels(str(rank), *([value] if metric.label else []))
+
+
+class CacheMetrics:
+    """The numbers of one rank of DP attention, in the log and, with --enable-metrics, under /metrics."""
+
+    def __init__(self, slots: SnapshotSlots, *, enabled: bool, rank: int, silent: bool, host: bool = False) -> None:
+        """
+        Args:
+            slots: the snapshots; its timers report here.
+            enabled: publish to Prometheus.
+            rank: of DP attention.
+            silent: neither publish nor log: another process of the rank does.
+            host: there is a host cache.
+        """
+        self._slots, self._silent = slots, silent
+        self._pools: tuple[HostBlocks, HostSnapshots] | None = None
+        self._sums: dict[tuple[str, str], float] = defaultdict(float)
+        self._logged_at, self._logged = time.monotonic(), 0.0
+        self._series: Mapping[tuple[str, str], Any] = {}
+        if enabled and not silent:
+            self._series = _Series((*METRICS, *(HOST_METRICS if host else ())), rank)
+            self._series["build_info", __version__].set(1)
+        slots.timer.finished = partial(self.add, "snapshot_copy_seconds")
+        slots.waits.finished = partial(self.add, "host_wait_seconds")
+
+    def attach(self, blocks: HostBlocks, snapshots: HostSnapshots, saves: CopyTimer, loads: CopyTimer) -> None:
+        """The pools of the host cache, and the timers of its copies."""
+        self._pools = blocks, snapshots
+        saves.finished = partial(self.observe, "host_save_seconds")
+        loads.finished = partial(self.observe, "host_load_seconds")
+        self._timers = saves, loads
+
+    # Events
+
+    def add(self, name: str, amount: float = 1, value: str = "") -> None:
+        """Add to a counter. `value`: of its label."""
+        if amount:
+            self._sums[name, value] += amount
+            if series := self._series.get((name, value)):
+                series.inc(amount)
+
+    def observe(self, name: str, amount: float, value: str = "") -> None:
+        """Add one observation to a histogram."""
+        self._sums[name, value] += amount
+        if series := self._series.get((name, value)):
+            series.observe(amount)
+
+    def copied_snapshots(self, count: int, *, timed: bool) -> None:
+        """`count` snapshots are copied, in either direction. `timed`: by a prefill step."""
+        self.add("snapshot_copied_bytes", count * self._slots.snapshot_bytes)
+        if timed:
+            self.add("snapshot_timed_bytes", count * self._slots.snapshot_bytes)
+
+    def total(self, name: str, value: str | None = None) -> float:
+        """A counter, or the sum of a histogram; over all values of its label if none is given."""
+        self._poll()
+        return sum(amount for (of, label), amount in self._sums.items() if of == name and value in (None, label))
+
+    # States
+
+    @property
+    def held(self) -> int:
+        """Snapshot slots in use."""
+        return self._slots.num_slots - self._slots.available_size()
+
+    def states(self) -> dict[str, float]:
+        """All gauges by name."""
+        states: dict[str, float] = {"snapshots": self.held, "snapshot_capacity": self._slots.num_slots}
+        if self._pools is not None:
+            blocks, snapshots = self._pools
+            states |= {"host_tokens": blocks.held * blocks.page_size, "host_capacity_tokens": blocks.size}
+            states |= {"host_snapshots": snapshots.held, "host_snapshot_capacity": snapshots.page_num}
+        return states
+
+    def _poll(self) -> None:
+        """Take up copies that are over, and what the host pools have counted."""
+        self._slots.timer.poll()
+        self._slots.waits.poll()
+        if self._pools is not None:
+            for timer in self._timers:
+                timer.poll()
+            for name, total in (
+                ("host_saved_bytes", sum(pool.saved_rows * pool.row_bytes for pool in self._pools)),
+                ("host_loaded_bytes", sum(pool.loaded_rows * pool.row_bytes for pool in self._pools)),
+            ):
+                self.add(name, total - self._sums[name, ""])
+
+    def publish(self) -> None:
+        """Bring what changes without an event up to date. Called when requests begin and end, and after saves."""
+        self._poll()
+        if self._series:
+            for name, value in self.states().items():
+                self._series[name, ""].set(value)
+        now, prompts = time.monotonic(), self._sums["prompt_tokens", ""]
+        if not self._silent and now - self._logged_at >= LOG_SECONDS and prompts != self._logged:
+            self._logged_at, self._logged = now, prompts
+            for line in str(self).splitlines():
+                log.info(line)
+
+    def __str__(self) -> str:
+        total = {metric.name: self.total(metric.name) for metric in (*METRICS, *HOST_METRICS)}
+        seconds, timed = total["snapshot_copy_seconds"], total["snapshot_timed_bytes"]
+        rate = f" at {timed / seconds / 1e9:.0f} GB/s" if seconds and timed else ""
+        lines = [
+            f"prefix cache: {total['prompt_tokens']:.0f} prompt tokens, {total['hit_tokens']:.0f} hit, "
+            f"{total['lost_tokens']:.0f} lost for want of a snapshot",
+            f"snapshots: {self.held} of {self._slots.num_slots} held, {total['snapshots_taken']:.0f} taken, "
+            f"{total['snapshots_evicted']:.0f} evicted, {total['snapshots_skipped']:.0f} not taken, "
+            f"{total['snapshots_resumed']:.0f} resumed from; {total['snapshot_copied_bytes'] / 1e9:.2f} GB copied, of "
+            f"which prefill steps {timed / 1e9:.2f} GB in {1e3 * seconds:.1f} ms{rate}",
+        ]
+        if self._pools is not None:
+            states = self.states()
+            hits = ", ".join(f"{source} {self.total('hit_tokens', source):.0f}" for source in SOURCES)
+            lines.append(
+                f"host cache: {states['host_tokens']} tokens and {states['host_snapshots']} snapshots held; tokens "
+                f"hit by place: {hits}; {total['host_saved_bytes'] / 1e9:.2f} GB saved in "
+                f"{total['host_save_seconds']:.2f} s, {total['host_loaded_bytes'] / 1e9:.2f} GB loaded in "
+                f"{total['host_load_seconds']:.2f} s, {1e3 * total['host_wait_seconds']:.1f} ms waited; "
+                f"{total['host_saves_skipped']:.0f} saves skipped, {total['host_loads_failed']:.0f} loads failed, "
+                f"{total['host_snapshots_evicted']:.0f} snapshots evicted"
+            )
+        return "\n".join(lines)
+
+
+class CopyTimer:
+    """Device time between the two ends of `measure` blocks, without ever waiting for the device.
+
+    On CUDA an event is recorded at each end. `measure` and `poll` read those pairs that are over, so that only what the
+    device has before it is held, whether anybody asks or not. Not for what a CUDA graph records. On a CPU operations
+    are over when they return, and the clock is read.
+    """
+
+    finished: Callable[[float], None] | None = None
+    """Called with the seconds of each block that is over."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._cuda = str(device).startswith("cuda")
+        self._seconds = 0.0
+        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._idle: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measure(self, *stream: torch.cuda.Stream) -> Iterator[None]:
+        """`stream`: on which events are recorded, the current one if none is given."""
+        if not self._cuda:
+            begin = time.perf_counter()
+            yield
+            self._add(time.perf_counter() - begin)
+            return
+        self.poll()
+        pair = self._idle.pop() if self._idle else (_event(), _event())
+        pair[0].record(*stream)
+        yield
+        pair[1].record(*stream)
+        self._open.append(pair)
+
+    def seconds(self) -> float:
+        """Of all blocks that are over by now."""
+        self.poll()
+        return self._seconds
+
+    def poll(self) -> None:
+        """Read the blocks that are over."""
+        while self._open and self._open[0][1].query():
+            pair = self._open.popleft()
+            self._add(pair[0].elapsed_time(pair[1]) / 1e3)
+            self._idle.append(pair)
+
+    def _add(self, seconds: float) -> None:
+        self._seconds += seconds
+        if self.finished is not None:
+            self.finished(seconds)
+
+
+def _event() -> torch.cuda.Event:
+    import torch
+
+    return torch.cuda.Event(enable_timing=True)

@@ -1,0 +1,49 @@
+"""`dsv4-sglang top` on pages that are not this package's; tests/server has it on real servers."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from typer.testing import CliRunner
+
+from dsv4_sglang.cli import app
+
+SGLANG_ALONE = '# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs{engine_type="unified"} 1.0\n'
+
+
+@contextmanager
+def answering(status: int, page: str) -> Iterator[str]:
+    """A server that gives one page for every path."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(page.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("status", "page", "words"),
+    [
+        (200, SGLANG_ALONE, "runs without this package"),
+        (404, '{"detail":"Not Found"}', "is the server started with --enable-metrics?"),
+        (200, "<html>a router</html>", "is not the address of a server"),
+    ],
+)
+def test_one_line_says_why_nothing_is_shown(status: int, page: str, words: str) -> None:
+    with answering(status, page) as url:
+        shown = CliRunner().invoke(app, ["top", url, "--once"])
+    assert shown.exit_code == 1 and not shown.stdout
+    assert words in shown.stderr and len(shown.stderr.splitlines()) == 1, shown.stderr
