@@ -111,7 +111,9 @@ def test_what_is_rejected(change, said):
 
 @pytest.mark.parametrize("model_type", ["deepseek_v41", "deepseek_v41_text"])
 def test_it_is_not_taken_for_v4(model_type):
-    with pytest.raises(ValueError, match=rf"'model_type' is '{model_type}': this is DeepSeek-V4.1, which has a different cache"):
+    with pytest.raises(
+        ValueError, match=rf"'model_type' is '{model_type}': this is DeepSeek-V4.1, which has a different cache"
+    ):
         DSV4Config.from_hf({**PUBLISHED["text_config"], "model_type": model_type})
 
 
