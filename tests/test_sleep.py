@@ -308,7 +308,7 @@ class Scheduler:
         self.waiting_queue: list[Any] = [waiting_request()]
         self.grammar_manager = SimpleNamespace(grammar_queue=["compiles"])
         self.flushed = self.retracted = 0
-        runner = SimpleNamespace(attn_backend=SimpleNamespace(forget_scratch=lambda: None))
+        runner = SimpleNamespace(attn_backend=SimpleNamespace(free_scratch=lambda: None))
         self.weight_updater = SimpleNamespace(
             scheduler=self,
             offload_tags=set(),

@@ -119,7 +119,7 @@ class AttentionKernel(ABC):
         """Return the number of heads H of queries and sinks that `attend` needs. Only the first `heads` are real."""
         return heads
 
-    def forget_scratch(self) -> None:
+    def free_scratch(self) -> None:
         """Free scratch memory that grows with the largest step. No step may be running."""
         return
 

@@ -176,7 +176,7 @@ class SparsePrefillAttention(FlashMLAKernel):
         self._window_size = step.window_size
         return True
 
-    def forget_scratch(self) -> None:
+    def free_scratch(self) -> None:
         self._places = self._table = self._blocks = None
         self._shared_lists.clear()
 

@@ -553,12 +553,12 @@ class HybridCacheBackend(AttentionBackend, PrefillPlanTaker):
             ]
         return self._workspace[:, :entries]
 
-    def forget_scratch(self) -> None:
+    def free_scratch(self) -> None:
         """Free the scratch that grows on demand. The scratch of CUDA graphs stays."""
         self._workspace = None
         self._scratch.clear()
         for kernel in self.kernels:
-            kernel.forget_scratch()
+            kernel.free_scratch()
 
     def _scored_at_once(self, tokens: int, block_table: Tensor) -> int:
         """Return the number of tokens of a prefill step whose index scores are computed at once."""

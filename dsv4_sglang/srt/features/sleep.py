@@ -57,7 +57,7 @@ def release_memory(original: Callable[..., Any], updater: Any, recv_req: Any) ->
     keeping: AbstractContextManager[None] = nullcontext()
     if GPU_MEMORY_TYPE_KV_CACHE in tags:
         for runner in _runners(updater):
-            runner.attn_backend.forget_scratch()
+            runner.attn_backend.free_scratch()
         if isinstance(scheduler.tree_cache, PrefixCache):
             keeping = scheduler.tree_cache.keep_host_cache()
     with keeping, _hidden_queue(scheduler):

@@ -1,9 +1,9 @@
-"""What this package knows about SGLang's insides: releases, and every name that SGLang keeps to itself.
+"""SGLang's releases and private names, and everything that depends on them.
 
-A leading underscore says that a name may change without notice, so such names stand here only, behind functions that
-say what they are for. What differs between the releases that this package serves stands here, too, one function or
-constant a difference, with two cases (`IS_0_5_23`). To add a release, see docs/design/adding_a_release.md.
-`contracts` compares what hooks and overrides rely on with the SGLang that is installed before a server starts.
+Names with a leading underscore may change without notice. They are used in this module only, behind functions with a
+stated purpose. Differences between the supported releases are here too, one function or constant per difference. To add
+a release, see docs/design/adding_a_release.md. Before a server starts, `sglang_contract` compares the installed SGLang
+with what hooks and overrides rely on.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from dsv4_sglang.model.v41 import MODEL_TYPES as V41_MODEL_TYPES
 from dsv4_sglang.model.v41 import V41Config
 from dsv4_sglang.srt.integration.launch_error import LaunchError
 
+# Supported releases, and what was tested with each. Another release starts with a warning if `sglang_contract` finds no
+# difference, and is rejected otherwise.
+# Supported releases, and what was tested with each. Another release starts with a warning if `sglang_contract` finds no
+# difference, and is rejected otherwise.
 VALIDATED = {
     "0.5.17": "validated on GPU and CPU: the whole suite",
     "0.5.23": "validated on CPU by `make test-newest`; on an H200 only prefill graphs were run",
 }
-"""Releases that are supported, and what was tested on each. Another release starts with a warning if `contracts` finds
-no difference, and is rejected if it does."""
 
 
 def sglang_version() -> str:
@@ -42,12 +44,12 @@ IS_0_5_23 = Version(sglang_version()) >= Version("0.5.23")
 
 
 def validation() -> str | None:
-    """What of the installed release has been validated, None for nothing."""
+    """Return what has been validated with the installed release, or None."""
     return VALIDATED.get(sglang_version())
 
 
 def version_note() -> str:
-    """One sentence for error messages."""
+    """Return a sentence about the installed release for error messages."""
     return f"this is SGLang {sglang_version()}; validated: {', '.join(VALIDATED)}"
 
 
@@ -64,15 +66,15 @@ def rejecting_other_releases() -> Iterator[None]:
         raise LaunchError(f"this package does not fit the installed release: {version_note()}; {error!r}") from error
 
 
-# Functions that hooks replace or wrap; `hooks` says why. Empty where a release has no such function or needs no hook.
+# Functions that hooks replace or wrap; `hooks` has the reasons. Empty if a release lacks the function or needs no hook.
 _ARGS = "sglang.srt.arg_groups."
 FLAGS_RESOLVED = _ARGS + ("validation_hook.check_server_args" if IS_0_5_23 else "overrides.materialize_declarations")
-# Since 0.5.23 the spec that `activate` registers says it.
+# Since 0.5.23 the spec that `activate` registers allows it.
 ALLOW_EXTRA_BUFFER = "" if IS_0_5_23 else _ARGS + "overrides.supports_mamba_cache_extra_buffer"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
 CHOOSE_STATE_SLOTS = _CONFIGURATOR + "_handle_max_mamba_cache"
 SLOTS_OF_A_REQUEST = _CONFIGURATOR + "_calculate_mamba_ratio"
-# Since 0.5.23 it rejects FP8 rows on a CPU without AMX.
+# Since 0.5.23 it rejects an FP8 KV cache on a CPU without AMX.
 CONFIGURE_POOLS = _CONFIGURATOR + "configure" if IS_0_5_23 else ""
 BUILD_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_req_pool"
 BUILD_KV_POOL = _CONFIGURATOR + "_build_token_to_kv_pool"
@@ -83,32 +85,33 @@ _DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker."
 CAPTURE_DRAFT_GRAPHS = _DRAFT_WORKER + "_capture_cuda_graphs"
 DRAFT_EXTEND = _DRAFT_WORKER + "_draft_extend_for_decode"
 LOGITS_OF_RANKS = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
-# On a GPU; SGLang's layer leaves sums of attention to its exchange of tokens since then.
+# On a GPU. Since 0.5.23 SGLang's layer sums the output of attention in the exchange of tokens.
 SERVES_DP_ATTENTION = not IS_0_5_23
-# Since 0.5.23 a prefill server copies the blocks' numbers to pinned memory, behind a CUDA event.
+# Since 0.5.23 a prefill server copies block indices to pinned memory, after a CUDA event.
 KV_SENDER = "sglang.srt.disaggregation.common.conn.CommonKVSender.__init__" if IS_0_5_23 else ""
 BUILD_DECODE_REQUEST_POOL = _CONFIGURATOR + "_build_hybrid_mamba_decode_req_pool"
-# Since 0.5.23 weights may come between two calls without one of SGLang's updates, and take their form with the second.
+# Since 0.5.23 weights may be written between two calls, without SGLang's update functions, and are converted in the
+# second.
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 END_WEIGHT_UPDATE = _WEIGHTS + "end_weight_update" if IS_0_5_23 else ""
-# Since 0.5.23 a fetch from a storage that is given up keeps its rows of the host until nobody reads into them.
+# Since 0.5.23 a cancelled fetch from a storage keeps its host rows until its thread has stopped.
 FREES_ROWS_IN_USE = not IS_0_5_23
-# Since 0.5.23 SGLang hashes what separates tenants along with the tokens, and looks pages up by that.
+# Since 0.5.23 SGLang hashes the tenant along with the tokens, and looks up pages by that hash.
 _HASHES_TOKENS_ONLY = not IS_0_5_23
 _CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore."
 HASH_PAGES = "sglang.srt.mem_cache.utils.get_hash_str" if _HASHES_TOKENS_ONLY else ""
 LOOK_UP_PAGES = "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache" if _HASHES_TOKENS_ONLY else ""
 PREFETCH_NAMESPACE = _CORE + "prefetch_anchor_info" if _HASHES_TOKENS_ONLY else ""
-# A field of ServerArgs: whether the user gave --swa-full-tokens-ratio. SGLang sets it, and its window pool follows.
+# Field of ServerArgs: True if the user gave --swa-full-tokens-ratio. SGLang derives its window pool from it.
 RATIO_IS_GIVEN = "_swa_full_tokens_ratio_explicitly_set" if IS_0_5_23 else ""
-# The model is SGLang's since then.
+# Since 0.5.23 SGLang has the model.
 SERVES_V41 = IS_0_5_23
 MODEL_TYPES = ("deepseek_v4", "deepseek_v41") if SERVES_V41 else ("deepseek_v4",)
 COLLAPSE_STREAMS = "sglang.kernels.ops.layernorm.mhc.mhc_combine" if SERVES_V41 else ""
-# Asked by the host cache and by transfers between servers. Later releases pack a draft model's pool into the host pools
-# that SGLang builds, which ours are not.
+# Called by the host cache and by transfers between servers. Later releases include a draft model's pool only in host
+# pools that SGLang builds.
 DRAFT_KV_POOL = "" if IS_0_5_23 else "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool"
-# Since 0.5.23 it asks first whether memory can be pinned.
+# Since 0.5.23 it checks first whether memory can be pinned.
 ALLOCATE_GRAMMAR_MASK = "" if IS_0_5_23 else "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask"
 RESOLVE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
 _DSPARK = "sglang.srt.speculative.dspark_components."
@@ -130,7 +133,7 @@ SEND_TO_SCHEDULER = "sglang.srt.managers.tokenizer_manager.TokenizerManager._dis
 
 
 class Override(NamedTuple):
-    """A private method of SGLang's class `base` that our class `ours` overrides."""
+    """A private method of SGLang's class `base` that this package's class `ours` overrides."""
 
     base: str
     ours: str
@@ -149,68 +152,69 @@ OVERRIDES = (
         _IN_TREE + "DeepseekV4DecoderLayer",
         _MODEL + "DecoderLayer",
         "_build_self_attn",
-        "where SGLang's layer makes its attention, which is ours here",
+        "SGLang's layer builds its attention here, which this package replaces",
     ),
     Override(
-        # On a GPU no layer has it since then.
+        # Since 0.5.23 no layer has it on a GPU.
         _IN_TREE + ("DeepseekV4PlatformDecoderLayer" if IS_0_5_23 else "DeepseekV4DecoderLayer"),
         _MODEL + "DecoderLayer",
         "_run_moe_ffn_dp_sync",
-        "the experts of a layer; SGLang has them as GPU kernels only",
+        "SGLang has GPU kernels only for the experts of a layer",
     ),
     Override(
         "sglang.srt.models.deepseek_v4_dspark.DSparkV4Stage",
         "dsv4_sglang.srt.models.deepseek_v4_dspark.Stage",
         "_build_self_attn",
-        "the same of a stage of DSPARK's draft model",
+        "the same applies to a stage of DSPARK's draft model",
     ),
     Override(
         _IN_TREE + "DeepseekV4ForCausalLM",
         _MODEL + "DeepseekV4ForCausalLM",
         "_prewarm_mhc_kernels",
-        "compiles GPU kernels, of which there are none on a CPU",
+        "it compiles GPU kernels, which do not exist on a CPU",
     ),
     Override(
         "sglang.srt.mem_cache.unified_cache.components.MambaComponent",
         "dsv4_sglang.srt.prefix_cache.component.SnapshotComponent",
         "_evict_device_next_node",
-        "evicts snapshots for want of live slots, which no snapshot would give",
+        "it evicts snapshots if live slots are short, which frees no live slot",
     ),
     Override(
         _TREE,
         _HOST_CACHE,
         "_execute_and_commit_kv_backup",
-        "where SGLang copies a node to the host at each insertion; here snapshots are saved, by what they are worth",
+        "SGLang copies a node to the host at each insertion; here snapshots are saved, most valuable first",
     ),
     Override(
         _TREE,
         _HOST_CACHE,
         "_evict_device_leaf",
-        "with write_back it saves blocks that no snapshot follows, which nobody could resume from",
+        "with write_back it saves blocks behind the last snapshot, from which no request can resume",
     ),
     Override(
         _CONTROLLER,
         "dsv4_sglang.srt.host_cache.transfers.TransferController",
         "_generate_storage_config",
-        "all processes of a group hold the same bytes, of which one writes; SGLang knows that of its own pools only",
+        "all processes of a group hold the same bytes, and one writes them; SGLang assumes that for its own pools only",
     ),
     Override(
         _CONTROLLER,
         "dsv4_sglang.srt.host_cache.transfers.TransferController",
         "_page_backup",
-        "while a storage's folder is gone each save would be a warning",
+        "each save would log a warning while the folder of a storage is missing",
     ),
     Override(
         "sglang.srt.mem_cache.storage.file.lru_file_evictor.LRUFileEvictor",
         "dsv4_sglang.srt.host_cache.storage.FolderEvictor",
         "_scan_existing_files",
-        "counts the pages of one name; bounds are those of the folder, whatever lies in it",
+        "it counts the pages of one name, but the limit applies to the whole folder",
     ),
 )
 
 
 def model_config(hf_config: Any) -> DSV4Config | V41Config:
-    """The model's config from SGLang's config object, which holds the RoPE fields in the form of its transformers."""
+    """Return the model's config from SGLang's config object, which has the RoPE fields in the form of its
+    transformers."""
     from sglang.srt.utils.hf_transformers_utils import get_rope_config
 
     theta, scaling = get_rope_config(hf_config)
@@ -220,22 +224,22 @@ def model_config(hf_config: Any) -> DSV4Config | V41Config:
 
 
 def config_class(model_type: str = "deepseek_v4") -> Any:
-    """The class that SGLang parses the config.json of a model with; V4 and V4.1 have one architecture."""
+    """Return SGLang's class for the config.json of a model. V4 and V4.1 have the same architecture."""
     from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
 
     return _CONFIG_REGISTRY[model_type]
 
 
 def applied_hooks() -> set[str]:
-    """Targets that SGLang has hooked. It only logs a hook that fails."""
+    """Return the targets that SGLang has hooked. It only logs a hook that fails."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     return HookRegistry._patched
 
 
 def _flag_fields() -> tuple[Iterable[Any], object]:
-    """The fields of SGLang's ServerArgs, and what their `default` and `default_factory` are where there is none. A
-    dataclass in 0.5.17, a msgspec structure in 0.5.23."""
+    """Return the fields of SGLang's ServerArgs, and the marker of a missing default. ServerArgs is a dataclass in
+    0.5.17 and a msgspec structure in 0.5.23."""
     from sglang.srt.server_args import ServerArgs
 
     if IS_0_5_23:
@@ -246,7 +250,7 @@ def _flag_fields() -> tuple[Iterable[Any], object]:
 
 
 def flag_defaults() -> dict[str, Any]:
-    """Every field of SGLang's ServerArgs and its default; None for the one that has none, the model's path."""
+    """Return the default of each field of SGLang's ServerArgs. It is None for the model path, which has no default."""
     defaults: dict[str, Any] = {}
     fields, missing = _flag_fields()
     for field in fields:
@@ -260,8 +264,8 @@ def flag_defaults() -> dict[str, Any]:
 
 
 def flags(server_args: Any) -> Any:
-    """The flags as far as SGLang has resolved them. Since 0.5.23 ServerArgs keep what was given, and what follows from
-    it stands beside."""
+    """Return the flags as far as SGLang has resolved them. Since 0.5.23 ServerArgs keep the given values, and the
+    resolved ones are stored separately."""
     if not IS_0_5_23:
         return server_args
     from sglang.srt.arg_groups.overrides import resolving_view
@@ -270,7 +274,7 @@ def flags(server_args: Any) -> Any:
 
 
 def set_flags(server_args: Any, **values: Any) -> None:
-    """Decide flags while SGLang resolves them. Since 0.5.23 they are declared."""
+    """Set flags while SGLang resolves them. Since 0.5.23 they are declared instead of assigned."""
     if IS_0_5_23:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -281,33 +285,34 @@ def set_flags(server_args: Any, **values: Any) -> None:
 
 
 def given_graph_settings(server_args: Any) -> set[tuple[str, str]]:
-    """The (phase, setting) pairs of CUDA graphs that come from flags, not from defaults."""
+    """Return the (phase, setting) pairs of CUDA graphs that were set by flags."""
     return set(server_args._cuda_graph_config_locked)
 
 
 def note_given_graph_setting(server_args: Any, phase: str, setting: str) -> None:
-    """Have SGLang treat a setting of CUDA graphs as if a flag had given it. SGLang 0.5.17 drops graphs that it chose
-    itself where less than 4 GB of GPU memory are free, which is much more than ours take."""
+    """Mark a setting of CUDA graphs as set by a flag. SGLang 0.5.17 drops graphs that it chose itself if less than 4 GB
+    of GPU memory are free, which is much more than the graphs of this cache take."""
     server_args._cuda_graph_config_locked.add((phase, setting))
 
 
 def flags_are_resolved(server_args: Any) -> bool:
-    """Whether SGLang has filled in everything that follows from the flags as given."""
+    """Return True if SGLang has derived all values from the given flags."""
     name = "_resolution_finished" if IS_0_5_23 else "_declarations_materialized"
     return bool(getattr(server_args, name, False))
 
 
 def is_paused(scheduler: Any) -> bool:
-    """Whether the scheduler takes control requests only."""
+    """Return True if the scheduler processes control requests only."""
     return bool(scheduler._engine_paused)
 
 
 def set_paused(scheduler: Any, paused: bool) -> None:
+    """Pause or continue the scheduler."""
     scheduler._engine_paused = paused
 
 
 def with_dspark_backend(backend: str) -> Callable[..., Any]:
-    """AROUND `DSPARK_BACKEND`: what gives DSPARK's draft model its attention backend gives it `backend`."""
+    """AROUND `DSPARK_BACKEND`: return a hook that gives DSPARK's draft model the attention backend `backend`."""
 
     def build(original: Callable[..., Any], **arguments: Any) -> Any:
         return original(**{**arguments, "attention_backend_override": backend})
@@ -319,7 +324,7 @@ def with_dspark_backend(backend: str) -> Callable[..., Any]:
 
 
 def linear_bf16_fp32() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """SGLang's GEMM of bf16 with an fp32 result."""
+    """Return SGLang's GEMM of bf16 inputs with an fp32 result."""
     if IS_0_5_23:
         from sglang.kernels.ops.gemm.bf16_fp32 import linear_bf16_fp32 as gemm
     else:
@@ -328,9 +333,9 @@ def linear_bf16_fp32() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
 
 
 def takes_quantised_input(linear: Any) -> bool:
-    """Whether a linear layer takes a pair of FP8 codes and fp32 scales, one a row and 128 channels, for its input.
+    """Return True if a linear layer accepts FP8 codes with fp32 scales (one per row and 128 channels) as input.
 
-    SGLang has that for FP8 weights in blocks that DeepGEMM multiplies, where scales are not packed.
+    SGLang supports that for block-quantised FP8 weights in DeepGEMM if scales are not packed.
     """
     method = linear.quant_method
     if not getattr(method, "block_quant", False) or method.use_marlin or method.use_mxfp8:
@@ -349,55 +354,56 @@ def takes_quantised_input(linear: Any) -> bool:
 
 
 def track_entry(taken: bool) -> Any:
-    """What `TRACK_REQUEST` returns for a request; its one place and length say nothing here."""
+    """Return the result of `TRACK_REQUEST` for a request. Its slot and length are not used."""
     from sglang.srt.managers.schedule_batch import _MambaRadixCacheV2TrackEntry
 
     return _MambaRadixCacheV2TrackEntry(taken, 0, 0)
 
 
 def held(req: Any) -> Any:
-    """Where a request keeps what it has of the pools: itself in 0.5.17, a record of its own in 0.5.23."""
+    """Return the object with what a request holds of the pools: the request in 0.5.17, a record of its own in
+    0.5.23."""
     return req.kv if IS_0_5_23 else req
 
 
 def name_of(req: Any) -> Any:
-    """What the tree calls a request that it fetches pages for: its id, since 0.5.23 with the number of the attempt."""
+    """Return the key of a request in prefetches of the tree: its id, since 0.5.23 with the number of the attempt."""
     return req.cache_request_handle if IS_0_5_23 else req.rid
 
 
 def lock_of(req: Any) -> tuple[Any, Any]:
-    """The node of the tree that a request holds, and how; (None, None) if it holds none. Since 0.5.23 one record."""
+    """Return the tree node that a request locks, and its lock, or (None, None). Since 0.5.23 both are in one record."""
     if IS_0_5_23:
         return (None, None) if req.lock is None else (req.lock.node, req.lock.receipt)
     return req.last_node, req
 
 
 def leaves_out(lock: Any, component: Any, node_id: int) -> bool:
-    """Whether a lock of a node and what is above it does not count for what a component has on that node."""
+    """Return True if the lock of a path does not include what a component has on this node."""
     if IS_0_5_23:
         return component in lock.skipped_lock_components
     return node_id in lock.skip_lock_node_ids.get(component, ())
 
 
 def free_blocks(allocator: Any) -> list[int]:
-    """The blocks that nobody has, those that are still to be sorted in included."""
+    """Return the free blocks, including those that the allocator has not sorted yet."""
     if IS_0_5_23:
         return allocator.get_all_free_pages().tolist()
     return [*allocator.free_pages.tolist(), *allocator.release_pages.tolist()]
 
 
 def prefix_len(req: Any) -> int:
-    """Tokens of a request that the tree had."""
+    """Return the number of tokens of a request that the tree had."""
     return req.prefix_len if IS_0_5_23 else len(req.prefix_indices)
 
 
 def extend_end(req: Any) -> int:
-    """Tokens of a request behind its next prefill step."""
+    """Return the number of tokens of a request after its next prefill step."""
     return req.extend_end if IS_0_5_23 else req.extend_range.end
 
 
 def committed_len(req: Any) -> int:
-    """Tokens of a request that are in the cache for good."""
+    """Return the number of tokens of a request that are final in the cache."""
     return held(req).kv_committed_len
 
 
@@ -408,7 +414,7 @@ def seconds_since_created(req: Any) -> float:
 
 
 def disaggregated_requests(scheduler: Any) -> list[Any]:
-    """Requests that are not in a batch and do not wait: those whose abort is due, and those between two servers."""
+    """Return requests that are in no batch and no queue: those to be aborted, and those between two servers."""
     found = [] if scheduler._pending_chunked_abort_req is None else [scheduler._pending_chunked_abort_req]
     mode = scheduler.disaggregation_mode.value
     if mode == "prefill":
@@ -420,16 +426,17 @@ def disaggregated_requests(scheduler: Any) -> list[Any]:
 
 
 def idle_differences(scheduler: Any) -> list[str]:
-    """What SGLang's check of an idle server finds: sums of its pools that are not their sizes."""
+    """Return the findings of SGLang's check of an idle server: pools whose parts do not add up to their size."""
     leaks, lines = scheduler.invariant_checker._check_all_pools(scheduler.pool_stats_observer.get_pool_stats())
     return lines if leaks else []
 
 
 def check_tree(cache: Any) -> None:
-    """SGLang's check of its tree, which it makes when it is idle; raises AssertionError.
+    """Run SGLang's check of its tree, which it runs when it is idle. It raises AssertionError.
 
-    Since 0.5.23 it looks for nodes that lie in both places in a list that has them once their load is over;
-    before, for snapshots of the host in a list that has them while no copy locks them.
+    The check assumes that no copy is running. Since 0.5.23 it looks for nodes on device and host in a list that
+    contains them only after their load. Before, it looks for snapshots on the host in a list from which a running copy
+    removes them. These nodes are added for the check.
     """
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -450,7 +457,7 @@ def check_tree(cache: Any) -> None:
     for node in locked:
         on_host.insert_mru(node)
     try:
-        UnifiedRadixCache.sanity_check(cache)  # ours leaves out most of them
+        UnifiedRadixCache.sanity_check(cache)  # `PrefixCache.sanity_check` skips most calls
     finally:
         for node in locked:
             on_host.remove_node(node)
@@ -466,7 +473,7 @@ def tensors_of_logprobs(
     extend_logprob_pruned_lens_cpu: Any = None,
     no_copy_to_cpu: bool = False,
 ) -> tuple[list[Any], list[Any]]:
-    """AROUND `LOGPROBS_OF_TOKENS`: an empty tensor, not a list, for a request that asked for no token."""
+    """AROUND `LOGPROBS_OF_TOKENS`: return an empty tensor, not a list, for a request that asked for no token."""
     values, indices = original(logprobs, token_ids_logprobs_list, stage, extend_logprob_pruned_lens_cpu, no_copy_to_cpu)
     if no_copy_to_cpu:
         values = [value if torch.is_tensor(value) else logprobs.new_empty(0) for value in values]
@@ -474,7 +481,7 @@ def tensors_of_logprobs(
 
 
 def fill_state_pool(pool: Any) -> None:
-    """Attributes that SGLang's request pool reads of a state pool made by another constructor than its own."""
+    """Set the attributes of a state pool that SGLang's constructor would set and its request pool reads."""
     pool.debug_memory_pool = False
     pool.enable_linear_replayssm = pool.enable_linear_replayssm_spec = pool.replayssm_spec_fold = False
     pool.replayssm_is_kda = False
@@ -487,8 +494,8 @@ def fill_state_pool(pool: Any) -> None:
 
 
 def fill_request_pool(pool: Any, device: Any) -> None:
-    """What a prefill step reads of the request pool since 0.5.23: which slots a request's track positions are.
-    `prefix.schedule` throws away what comes of it."""
+    """Set what a prefill step reads of the request pool since 0.5.23: the slots of track positions. `snapshot_schedule`
+    discards the result."""
     if IS_0_5_23:
         pool.req_index_to_mamba_ping_pong_track_buffer_mapping = torch.zeros(
             (pool.req_to_token.shape[0], 2), dtype=torch.int64, device=device
@@ -496,12 +503,13 @@ def fill_request_pool(pool: Any, device: Any) -> None:
 
 
 def note_track_positions(batch: Any) -> None:
-    """A decode step's result reads the place of each request's snapshot, of which there is one here."""
+    """Set the snapshot position of each request, which the processing of a decode step reads. There is one here."""
     batch.mamba_track_buffer_indices = [0] * len(batch.reqs)
 
 
 def inserted_before(length: int) -> dict[str, Any]:
-    """Arguments of `InsertParams`: the request has inserted so many tokens already, which is no hit of theirs."""
+    """Return arguments of `InsertParams`: the request has inserted this many tokens before, which do not count as a
+    hit."""
     return {"inserted_len": length} if IS_0_5_23 else {"chunked": True}
 
 
@@ -546,8 +554,11 @@ def is_public(key: Any) -> bool:
 def release_retracted(
     original: Callable[..., None], req: Any, tree_cache: Any, keep: bool, *arguments: Any, **named: Any
 ) -> None:
-    """Call `release_kv_cache`, which gives back what a retracted request has; with `keep` the tree takes over what
-    reaches to its last snapshot first. Since 0.5.23 the function rejects to do that for a request that goes on."""
+    """Call `release_kv_cache`, which frees what a retracted request holds.
+
+    With `keep`, first insert its tokens up to the last snapshot into the tree. Since 0.5.23 the function cannot do that
+    for a request that continues.
+    """
     if not IS_0_5_23:
         is_insert = arguments[0] if arguments else named.get("is_insert", True)
         original(req, tree_cache, is_insert=is_insert or keep)
@@ -559,7 +570,7 @@ def release_retracted(
 
 
 def tree_without_prefix_cache() -> type:
-    """The class of the tree of a launch with --disable-radix-cache."""
+    """Return the class of the tree of a server with --disable-radix-cache."""
     if IS_0_5_23:
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -570,14 +581,14 @@ def tree_without_prefix_cache() -> type:
 
 
 def evicted_layers(*arguments: Any, **named: Any) -> Any:
-    """The argument `target` of `evict_component`, before which another one stands since 0.5.23."""
+    """Return the argument `target` of `evict_component`. Since 0.5.23 another argument precedes it."""
     from sglang.srt.mem_cache.unified_cache.components import EvictLayer
 
     return named.get("target", next((a for a in arguments if isinstance(a, EvictLayer)), EvictLayer.DEVICE))
 
 
 def _collector() -> list[list[Any]]:
-    """The list of what remains to be done behind an eviction, which functions of the tree take since 0.5.23."""
+    """Return the list of follow-up actions of an eviction, which functions of the tree take since 0.5.23."""
     return [[]] if IS_0_5_23 else []
 
 
@@ -588,7 +599,7 @@ def _settle(cache: Any, device: Any, host: Any, collected: list[list[Any]]) -> N
 
 
 def evict_from_device(component: Any, node: Any) -> None:
-    """Take what `component` has on a node of the tree off the device; the node's other components stay."""
+    """Evict what `component` has on a tree node from the device. Other components of the node stay."""
     from sglang.srt.mem_cache.unified_cache.components import EvictLayer
 
     device: dict[Any, list[Any]] = defaultdict(list)
@@ -601,8 +612,8 @@ def evict_from_device(component: Any, node: Any) -> None:
 
 
 def evict_from_host(cache: Any, node: Any, components: Iterable[Any]) -> None:
-    """Take what these components have on a node of the tree off the host; where only the host has the node, and it is
-    the end of a path, it goes altogether."""
+    """Evict what components have on a tree node from the host. If only the host has the node and it is a leaf, remove
+    the node."""
     from sglang.srt.mem_cache.unified_cache.components import EvictLayer
 
     core = cache.tree_core
@@ -619,7 +630,7 @@ def evict_from_host(cache: Any, node: Any, components: Iterable[Any]) -> None:
 
 
 def host_pool_group(entries: list[Any]) -> Any:
-    """SGLang's group of host pools."""
+    """Return SGLang's group of host pools."""
     if IS_0_5_23:
         from sglang.srt.mem_cache.pool_host.group import HostPoolGroup
     else:
@@ -628,31 +639,31 @@ def host_pool_group(entries: list[Any]) -> Any:
 
 
 def start_backup(cache: Any, node_id: int, device_blocks: Any, transfers: Any) -> Any:
-    """Begin to copy a node to the host: the host indices of its blocks, or None without room for all of it."""
+    """Start to copy a node to the host. Return the host indices of its blocks, or None without room for all of it."""
     return cache._execute_kv_backup(node_id, device_blocks, transfers, [])
 
 
 def note_backup(cache: Any, node_id: int, lock: Any) -> None:
-    """The node's copy is under way; `lock` is let go when it is done."""
+    """Record a running copy of a node. `lock` is released when it ends."""
     covered = {"publish_node_ids": [node_id]} if IS_0_5_23 else {}
     cache._track_write_through_node(node_id, lock, **covered)
 
 
 def transfer_layers(layers: int) -> dict[str, int]:
-    """Argument of host pools and of the controller of copies: layers whose loads steps wait for one by one."""
+    """Return the argument of host pools and of the copy controller: the layers for whose loads steps wait."""
     return {"transfer_layer_id_max" if IS_0_5_23 else "transfer_layer_num": layers}
 
 
 def stack_of_pools(layers: int, **parts: Any) -> Any:
-    """What the host cache of a server is made of."""
+    """Return the parts of the host cache in the form that SGLang expects."""
     from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackBuildResult
 
-    # Since 0.5.23 SGLang compares with the pools that the device's pool says it has.
+    # Since 0.5.23 SGLang compares them with the declarations of the device pool.
     return StackBuildResult(**parts, **({"pool_declarations": ()} if IS_0_5_23 else transfer_layers(layers)))
 
 
 def copy_streams(controller: Any) -> tuple[Any, Any]:
-    """The streams of copies to the host and from it."""
+    """Return the streams of copies to the host and from the host."""
     if IS_0_5_23:
         engine = controller.l2_transfer_engine
         return engine.device_to_host_stream, engine.host_to_device_stream
@@ -660,7 +671,7 @@ def copy_streams(controller: Any) -> tuple[Any, Any]:
 
 
 def blocks_of(storage: Any) -> Any:
-    """The host pool of blocks of a storage; before 0.5.23 it has the group of all pools."""
+    """Return the host pool of blocks of a storage. Before 0.5.23 the storage has the group of all pools."""
     if IS_0_5_23:
         return storage.mem_pool_host
     from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -669,7 +680,7 @@ def blocks_of(storage: Any) -> Any:
 
 
 def nixl_names(storage: Any, pool: Any, keys: Sequence[str]) -> list[str]:
-    """What a storage of NIXL calls the pages of a host pool, which are one buffer each."""
+    """Return the names of a host pool's pages in a NIXL storage. A page is one buffer."""
     from sglang.srt.mem_cache.hicache_storage import PoolName
 
     if pool == PoolName.KV:
@@ -678,7 +689,7 @@ def nixl_names(storage: Any, pool: Any, keys: Sequence[str]) -> list[str]:
 
 
 def mooncake_names(storage: Any, pool: Any, keys: Sequence[str]) -> list[str]:
-    """What a storage of Mooncake calls the pages of a host pool, which are one buffer each."""
+    """Return the names of a host pool's pages in a Mooncake store. A page is one buffer."""
     from sglang.srt.mem_cache.hicache_storage import PoolName
 
     part = "k" if pool == PoolName.KV else pool
@@ -686,16 +697,16 @@ def mooncake_names(storage: Any, pool: Any, keys: Sequence[str]) -> list[str]:
 
 
 def folder_in_config(config: Any) -> str | None:
-    """The folder of a storage of files that `--hicache-storage-backend-extra-config` names; read since 0.5.23."""
+    """Return the folder of a file storage from `--hicache-storage-backend-extra-config`, which is read since 0.5.23."""
     return (config.extra_config or {}).get("file_storage_path") if IS_0_5_23 else None
 
 
 def bound_folder(storage: Any, evictor: Callable[..., Any], config: Any) -> None:
-    """Give a storage of files an evictor for its whole folder, where there are bounds and this process writes."""
+    """Give a file storage an evictor for its whole folder, if it has a size limit and this process writes."""
     writes = config.is_storage_writer if IS_0_5_23 else config.tp_rank == 0
     if not (storage._evictor.enabled and writes):
         return
-    # Every name ends with "".
+    # The empty suffix matches every name.
     owned = {"owned_suffixes": ("",)} if IS_0_5_23 else {"config_suffix": "", "is_mla_model": True}
     cache = storage.metadata_cache
     storage._evictor = evictor(
@@ -708,13 +719,17 @@ def bound_folder(storage: Any, evictor: Callable[..., Any], config: Any) -> None
 
 
 def lock_of_files(evictor: Any) -> Any:
-    """Held while an evictor's account of files changes."""
+    """Return the lock of an evictor's list of files."""
     return evictor._lock
 
 
 def set_files(evictor: Any, sizes: dict[str, int]) -> None:
-    """Replace an evictor's account of files: bytes by name, first to be evicted first. Files that are being written
-    stay in it."""
+    """Replace an evictor's list of files. Files that are being written stay in it.
+
+    Args:
+        evictor: SGLang's evictor.
+        sizes: bytes by name, first to be evicted first.
+    """
     for name in evictor._pending_writes:
         sizes[name] = sizes.pop(name, evictor._lru[name])
     evictor._lru.clear()
@@ -723,12 +738,12 @@ def set_files(evictor: Any, sizes: dict[str, int]) -> None:
 
 
 def forget_files(storage: Any) -> None:
-    """SGLang's account of the files of a storage, after they are gone."""
+    """Clear SGLang's list of the files of a storage, after the files were removed."""
     storage._evictor.clear()
 
 
 def resolve_flags(server_args: Any) -> Any:
-    """Fill in what follows from the flags as given, and return all as resolved. Before 0.5.23 the constructor does."""
+    """Derive all values from the given flags, and return them. Before 0.5.23 the constructor does that."""
     if IS_0_5_23:
         server_args.resolve_once()
     return flags(server_args)
@@ -736,10 +751,15 @@ def resolve_flags(server_args: Any) -> Any:
 
 @contextmanager
 def published(server_args: Any, tp: int = 1, dp: int = 1) -> Iterator[None]:
-    """Let SGLang's constructors and configurators run as in the first process of a launch with these flags.
+    """Context manager: let SGLang's constructors and configurators run as in the first process of a server with these
+    flags.
 
-    No process group is made: constructors ask for sizes and ranks alone. The flags that were published before are
-    there again behind it. `dp`: ranks of DP attention.
+    No process group is created: constructors only read sizes and ranks. Flags that were published before are restored.
+
+    Args:
+        server_args: SGLang's ServerArgs.
+        tp: number of processes.
+        dp: ranks of DP attention.
     """
     from sglang.srt import runtime_context
 
@@ -767,7 +787,8 @@ def published(server_args: Any, tp: int = 1, dp: int = 1) -> Iterator[None]:
 
 @contextmanager
 def fp8_output_projection(enabled: bool) -> Iterator[None]:
-    """Let SGLang's model build the first output projection in FP8 or not. It reads the environment at import."""
+    """Context manager: choose whether SGLang's model builds the first output projection in FP8. SGLang reads the
+    environment variable at import."""
     from sglang.srt.models import deepseek_v4
 
     with replaced(deepseek_v4, _FP8_WO_A_GEMM=enabled):
@@ -776,7 +797,7 @@ def fp8_output_projection(enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def replaced(module: Any, **values: Any) -> Iterator[None]:
-    """Give names of a module other values for the duration, such as classes that a constructor looks up."""
+    """Context manager: replace names of a module, such as classes that a constructor looks up."""
     saved = {name: getattr(module, name) for name in values}
     vars(module).update(values)
     try:

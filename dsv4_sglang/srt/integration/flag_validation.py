@@ -1,6 +1,7 @@
-"""Flags that this cache cannot serve: one clear line each, before anything is loaded.
+"""Rejection of unsupported flags, one line each, before anything is loaded.
 
-`flag_table` has the flags that can be judged by themselves. Here are those that depend on other flags or on the model.
+`flag_table` has the flags that can be judged alone. This module checks flags that depend on other flags or on the
+model.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from dsv4_sglang.srt.integration.launch_error import LaunchError
 from dsv4_sglang.srt.integration.options import Options
 from dsv4_sglang.srt.memory.sizing import state_demand
 
+# Variable with the folder of a storage. Without it, all servers of a machine share a folder.
 STORAGE_FOLDERS = {
     "file": envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR,
     "nixl": envs.SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR,
 }
-"""The variable that names the folder of a storage. Without it, it is one that all servers of a machine share."""
 
 
 def flag(field: str) -> str:
-    """The flag of a field of ServerArgs."""
+    """Return the flag of a field of ServerArgs."""
     return "--" + field.replace("_", "-").replace("ep-join", "elastic-ep-join")
 
 
@@ -47,7 +48,7 @@ def _is_on(variable: str | None) -> bool:
 
 
 def _rejected(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
-    """(flag, reason) of what of `args` is not served; `resolved`: SGLang has filled in what follows from flags."""
+    """Yield (flag, reason) of the unsupported flags. `resolved`: SGLang has derived values from the given flags."""
     defaults = compat.flag_defaults()
     for denied in DENIED:
         for field in denied.fields.split():
@@ -75,12 +76,13 @@ def _rejected(args: Any, resolved: bool) -> Iterable[tuple[str, str]]:
 
 
 def _attention_ranks(args: Any) -> int:
-    """Ranks of DP attention, each with a cache and requests of its own."""
+    """Return the number of DP-attention ranks. Each has its own cache and requests."""
     return args.dp_size if args.enable_dp_attention else 1
 
 
 def _rejected_in_parallel(args: Any) -> Iterable[tuple[str, str]]:
-    """What does not fit the number of processes; `args` as given, since SGLang divides chunks by the ranks later."""
+    """Yield flags that do not fit the number of processes. `args` are the given flags: SGLang divides chunks by the
+    ranks later."""
     ranks = _attention_ranks(args)
     if args.dp_size > ranks:
         yield (
@@ -109,7 +111,7 @@ def _rejected_in_parallel(args: Any) -> Iterable[tuple[str, str]]:
 
 
 def _rejected_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
-    """What SGLang's DSPARK can, or asks for, and this cache does not serve."""
+    """Yield features of SGLang's DSPARK that this cache does not support."""
     if args.speculative_algorithm != "DSPARK":
         return
     mode = os.environ.get("SGLANG_RAGGED_VERIFY_MODE", "static")
@@ -124,7 +126,7 @@ def _rejected_with_dspark(args: Any) -> Iterable[tuple[str, str]]:
 
 
 def _rejected_with_host_cache(args: Any) -> Iterable[tuple[str, str]]:
-    """A storage without the host cache, and random weights in a storage that all servers share."""
+    """Yield a storage without the host cache, and random weights in a storage that all servers share."""
     storage = args.hicache_storage_backend
     if not args.enable_hierarchical_cache:
         if storage in STORAGES:
@@ -141,7 +143,7 @@ def _rejected_with_host_cache(args: Any) -> Iterable[tuple[str, str]]:
 
 
 def _rejected_with_disaggregation(args: Any) -> Iterable[tuple[str, str]]:
-    """What a server that only prefills, or only decodes, has not been seen to do."""
+    """Yield flags that have not been tested on a prefill or decode server."""
     mode = args.disaggregation_mode
     if mode == "null":
         return
@@ -158,7 +160,7 @@ def _rejected_with_disaggregation(args: Any) -> Iterable[tuple[str, str]]:
 
 
 def _rejected_with_memory_saver(args: Any) -> Iterable[tuple[str, str]]:
-    """Where memory is not given back, or has not been seen to come again."""
+    """Yield the memory saver where it has no effect or has not been tested."""
     if not args.enable_memory_saver:
         return
     if args.device == "cpu":
@@ -170,7 +172,8 @@ def _rejected_with_memory_saver(args: Any) -> Iterable[tuple[str, str]]:
 
 
 def _has_no_head(algorithm: str, hf_config: Any) -> str | None:
-    """Why a checkpoint has no drafts for an algorithm. Both heads are stored under one name: it has one of them."""
+    """Return why a model has no drafts for an algorithm, or None. A model has one of the two heads: they share a
+    name."""
     has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
     if algorithm == "DSPARK":
         return None if has_dspark else "the checkpoint has no DSPARK head (dspark_target_layer_ids in its config.json)"
@@ -180,7 +183,7 @@ def _has_no_head(algorithm: str, hf_config: Any) -> str | None:
 
 
 def _rejected_for_model(args: Any, hf_config: Any) -> Iterable[tuple[str, str]]:
-    """What the model's config has no place for."""
+    """Yield flags that contradict the model's config."""
     own_drafts = args.speculative_draft_model_path in (None, args.model_path)
     if args.speculative_algorithm and own_drafts and (reason := _has_no_head(args.speculative_algorithm, hf_config)):
         yield f"--speculative-algorithm {args.speculative_algorithm}", reason
@@ -207,7 +210,7 @@ def _rejected_for_model(args: Any, hf_config: Any) -> Iterable[tuple[str, str]]:
 
 
 def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[tuple[str, str]]:
-    """What has not been seen to go with DeepSeek-V4.1, or does not exist for it."""
+    """Yield flags that do not exist for DeepSeek-V4.1 or have not been tested with it."""
     if hf_config.model_type not in V41_MODEL_TYPES:
         return
     untested = "with DeepSeek-V4.1 it has not been tested"
@@ -233,7 +236,7 @@ def _rejected_for_v41(args: Any, hf_config: Any, options: Options) -> Iterable[t
 
 
 def reject_release(model_type: str | None) -> None:
-    """Raise LaunchError if the SGLang that is installed has no such model."""
+    """Raise LaunchError if the installed SGLang does not have the model."""
     if model_type in V41_MODEL_TYPES and not compat.SERVES_V41:
         _raise([("DeepSeek-V4.1", "SGLang has the model from 0.5.23 on; " + compat.version_note())])
 
@@ -244,8 +247,15 @@ def _raise(found: Iterable[tuple[str, str]]) -> None:
 
 
 def reject_given(args: Any, hf_config: Any, options: Options) -> None:
-    """Raise LaunchError with every rejected flag of `args`, SGLang's ServerArgs while the model's part of them is
-    resolved. Combinations are looked at once each flag has a value that is served."""
+    """Raise LaunchError with all unsupported flags, before SGLang has resolved them all.
+
+    Combinations are checked only if each flag alone is supported.
+
+    Args:
+        args: SGLang's ServerArgs, while their model-dependent part is resolved.
+        hf_config: SGLang's config of the model.
+        options: options of this package.
+    """
     _raise(_rejected(args, resolved=False))
     combined = (
         _rejected_in_parallel(args),
@@ -264,5 +274,5 @@ def reject_given(args: Any, hf_config: Any, options: Options) -> None:
 
 
 def reject_resolved(args: Any) -> None:
-    """Raise LaunchError with every rejected flag of `args` after SGLang has resolved them all."""
+    """Raise LaunchError with all unsupported flags, after SGLang has resolved them all."""
     _raise(_rejected(args, resolved=True))

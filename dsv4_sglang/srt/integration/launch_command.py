@@ -1,6 +1,6 @@
-"""The command, flags and environment of a launch: the only place that knows what SGLang needs without a GPU.
+"""Command, flags and environment of a server. Only this module knows what SGLang needs without a GPU.
 
-Importing it imports neither torch nor SGLang, so that it can run before the environment is set.
+It imports neither torch nor SGLang, so that it can run before the environment is set.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ from dsv4_sglang.srt.integration.options import from_override_args, overrides_of
 CONFIG_FLAG = "--config"
 CPU_SHIM = Path(__file__).parents[1] / "cpu" / "cpu_shim"
 
-# SGLang sizes its pools by free GPU memory. On a CPU it would take most of the machine's, so give sizes for trying
-# things out; a user's own flag replaces each.
+# SGLang sizes its pools by free GPU memory. On a CPU it would take most of the machine's memory, so these are small
+# sizes for experiments. A flag of the user replaces each.
 CPU_FLAGS: dict[str, str] = {
     "--device": "cpu",
     "--max-total-tokens": "65536",
     "--max-running-requests": "16",
     "--chunked-prefill-size": "512",
 }
+# Supported values of model_type in a config.json.
 MODEL_TYPES = ("deepseek_v4", *V41_MODEL_TYPES)
-"""Of a config.json that this cache serves."""
+# A model that SGLang downloads: OWNER/NAME on a hub, or the address of another storage.
+# A model that SGLang downloads: OWNER/NAME on a hub, or the address of another storage.
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+|\w+://.*")
-"""Of a model that SGLang downloads: OWNER/NAME on a hub, or the address of another storage."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """`argv` runs the server; `environment` is what it needs on top of the caller's."""
+    """A command line (`argv`), and the variables that it needs in addition to the caller's (`environment`)."""
 
     argv: list[str]
     environment: dict[str, str]
 
     def shell(self) -> str:
-        """One line that can be pasted into a shell."""
+        """Return one line that can be pasted into a shell."""
         words = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*words, *map(shlex.quote, self.argv)])
 
@@ -75,7 +76,7 @@ def _take(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def _with_file(flags: Sequence[str]) -> list[str]:
-    """Flags with those of the file of `--config` first, as SGLang puts them. Lists are left out."""
+    """Return the flags, preceded by those of the `--config` file, as SGLang orders them. Lists are left out."""
     file, rest = _take(flags, CONFIG_FLAG)
     if file is None:
         return rest
@@ -90,20 +91,19 @@ def _with_file(flags: Sequence[str]) -> list[str]:
 
 
 def flag_value(flags: Sequence[str], name: str) -> str | None:
-    """The last value of a flag given as `--name value` or `--name=value`, there or in the file of `--config`; None if
-    it is not there.
+    """Return the last value of a flag, from the command line or the file of `--config`, or None if it is not set.
 
     Raises:
-        LaunchError: The file cannot be read.
+        LaunchError: the file cannot be read.
     """
     return _take(_with_file(flags), name)[0]
 
 
 def config_of(model_path: str) -> dict[str, Any]:
-    """The config.json of a checkpoint folder; nothing of a model that is still on a hub or in another storage.
+    """Return the config.json of a model folder, or {} for a model on a hub or in another storage.
 
     Raises:
-        LaunchError: There is no such folder or no such file, or it is not the config of a model that is served.
+        LaunchError: the folder or the file does not exist, or it is not the config of a supported model.
     """
     file = Path(model_path) / "config.json"
     if not file.parent.is_dir():
@@ -123,7 +123,7 @@ def config_of(model_path: str) -> dict[str, Any]:
 
 
 def opt_in(overrides: str | None) -> str:
-    """The value of --json-model-override-args that opts in, keeping what the user overrides besides.
+    """Return the value of --json-model-override-args that opts in, with the user's other overrides.
 
     Raises:
         LaunchError: `overrides` is not a JSON object, or an option in it is invalid.
@@ -133,13 +133,13 @@ def opt_in(overrides: str | None) -> str:
 
 
 def cpu_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What SGLang needs where there is no GPU: its CPU engine, Triton's interpreter, a stand-in for `sgl_kernel`, and
-    to find no NCCL, which a CUDA build of torch has."""
+    """Return the variables that SGLang needs without a GPU: its CPU engine, Triton's interpreter, a replacement of
+    `sgl_kernel`, and no NCCL, which a CUDA build of torch contains."""
     paths = [str(CPU_SHIM), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "TRITON_INTERPRET": "1",
-        # A prefill server would send what a prefix hit found before the step behind a CUDA event.
+        # A prefill server would send the hit part of a prefix early, after a CUDA event.
         "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
         "SGLANG_NCCL_SO_PATH": os.devnull,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
@@ -160,7 +160,14 @@ def prepare_this_process(cpu: bool) -> None:
 def engine_arguments(
     model_path: str, cpu: bool, overrides: str | None = None, **arguments: object
 ) -> dict[str, object]:
-    """Keyword arguments for `sglang.Engine` that select this cache; `arguments` win over the defaults for a CPU."""
+    """Return keyword arguments for `sglang.Engine` that select this cache.
+
+    Args:
+        model_path: folder or hub name of the model.
+        cpu: add defaults for a CPU.
+        overrides: value of --json-model-override-args, with options of this package.
+        arguments: other arguments, which replace the defaults for a CPU.
+    """
     defaults: dict[str, object] = {}
     if cpu:
         for flag, value in CPU_FLAGS.items():
@@ -174,13 +181,18 @@ def engine_arguments(
 
 
 def server_command(model_path: str, flags: Sequence[str], cpu: bool, python: str = sys.executable) -> Command:
-    """`python -m sglang.launch_server` with this cache selected.
+    """Return `python -m sglang.launch_server` with this cache selected.
 
-    `flags` are any of SGLang's; they win over the defaults for a CPU. Overrides in a file of `--config` are kept, where
-    SGLang's parser lets those of the command line replace them.
+    Overrides in a `--config` file are kept. SGLang's parser would replace them by those of the command line.
+
+    Args:
+        model_path: folder or hub name of the model.
+        flags: flags of SGLang, which replace the defaults for a CPU.
+        cpu: add defaults for a CPU.
+        python: interpreter.
 
     Raises:
-        LaunchError: The overrides are invalid, or the file cannot be read.
+        LaunchError: the overrides are invalid, or the file cannot be read.
     """
     overrides = opt_in(flag_value(flags, OPT_IN_FLAG))
     _, rest = _take(flags, OPT_IN_FLAG)
@@ -190,6 +202,6 @@ def server_command(model_path: str, flags: Sequence[str], cpu: bool, python: str
             if flag_value(rest, flag) is None:
                 argv += [flag, value]
     file, rest = _take(rest, CONFIG_FLAG)
-    # SGLang reads the file only if it finds that very word.
+    # SGLang reads the file only if the argument is exactly `--config`.
     from_file = [] if file is None else [CONFIG_FLAG, file]
     return Command([*argv, *from_file, *rest], cpu_environment() if cpu else {})

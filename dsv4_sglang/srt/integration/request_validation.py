@@ -1,7 +1,7 @@
-"""Validation of the fields of a request, where a process that took it over HTTP hands it to the scheduler.
+"""Validation of request fields in the HTTP process, before a request is sent to the scheduler.
 
-SGLang's scheduler trusts most values and ends with an exception for those that it cannot serve, and the whole server
-with it. Each check raises ValueError with one line, which SGLang answers with status 400.
+SGLang's scheduler trusts most values. A value that it cannot serve raises an exception there, which ends the whole
+server. Each check here raises ValueError with one line, which SGLang returns with status 400.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import numpy as np
 
+# Maximum answers per prompt (`n`). SGLang creates a state for each before it generates the first.
 MAX_ANSWERS = 1024
-"""Of one prompt (`n`). SGLang keeps a state for each of them before the first is generated."""
+# Maximum bias of a logit. Beyond the range of float32 the probabilities would be NaN, and sampling would crash.
 MAX_BIAS = 1e9
-"""Of a logit. Beyond float32 the probabilities would be NaN, which sampling does not survive."""
+# Logits are divided by it, and the quotients must be finite.
 MIN_REPETITION_PENALTY = 1e-6
-"""Logits are divided by it; the quotients stay finite."""
+# Limit of int32, the dtype of SGLang's tensor. SGLang uses 1 << 30 for "all tokens".
 MAX_TOP_K = (1 << 31) - 1
-"""SGLang's "all tokens" is 1 << 30; the tensor of them is int32."""
+# Fields of SamplingParams that SGLang derives from others.
 SET_BY_SGLANG = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized")
-"""Fields of SamplingParams that hold what SGLang has made of others."""
+# Fields of a request that must not be given, with the reasons. SGLang would ignore most of them.
 NOT_SERVED = {
     "input_embeds": "the model looks tokens up in its own embedding; give input_ids or text",
     "positional_embed_overrides": "the model looks tokens up in its own embedding; leave it out",
@@ -41,18 +42,18 @@ NOT_SERVED = {
     "token_indices_to_pool": "the model serves tokens, not embeddings; leave it out",
     "http_worker_ipc": "SGLang sets it to where an answer goes; leave it out",
 }
-"""Fields of a request that are rejected if they are given, and why. SGLang would ignore most of them."""
 
 
 def _invalid(name: str, value: object, expected: str) -> ValueError:
     return ValueError(f"{name} is {reprlib.repr(value)}; expected {expected}")
 
 
-# Before SGLang looks at a request
+# Before SGLang processes a request
 
 
 def check_fields(original: Callable[..., None], request: Any) -> None:
-    """AROUND GenerateReqInput.normalize_batch_and_arguments, which copies fields for each prompt and answer."""
+    """AROUND GenerateReqInput.normalize_batch_and_arguments, which copies fields for each prompt and answer: check the
+    fields before and after it."""
     _check_given(request)
     original(request)
     _check_lengths(request)
@@ -74,7 +75,7 @@ def _check_given(request: Any) -> None:
 
 @cache
 def _types_of_sampling() -> dict[str, Any]:
-    """The type of each sampling parameter that a client may set."""
+    """Return the type of each sampling parameter that a client may set."""
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     hints = get_type_hints(SamplingParams)
@@ -103,7 +104,7 @@ def _check_sampling(given: Any) -> None:
 
 
 def _check_stops(given: dict[str, Any]) -> None:
-    """The texts at which an answer stops, which SGLang tokenizes and compiles."""
+    """Check the stop strings and patterns, which SGLang tokenizes and compiles."""
     for name in ("stop", "stop_regex"):
         texts = given.get(name) or ()
         for text in (texts,) if isinstance(texts, str) else texts:
@@ -116,7 +117,8 @@ def _check_stops(given: dict[str, Any]) -> None:
 
 
 def _check_lengths(request: Any) -> None:
-    """A list has an item for each prompt. SGLang would look for one that is not there, or ignore those beyond."""
+    """Check that lists have one item per prompt. SGLang would read beyond a shorter list and ignore the rest of a
+    longer one."""
     if request.is_single:
         if not isinstance(request.rid, str):
             raise _invalid("rid", request.rid, "a string for one prompt")
@@ -130,11 +132,11 @@ def _check_lengths(request: Any) -> None:
             raise _invalid(field.name, value, f"one item for each of {prompts} prompts")
 
 
-# What goes to the scheduler
+# Messages to the scheduler
 
 
 def check_message(original: Callable[..., None], manager: Any, obj: Any) -> None:
-    """AROUND `compat.SEND_TO_SCHEDULER`, which all requests of a process pass. `obj`: SGLang's message."""
+    """AROUND `compat.SEND_TO_SCHEDULER`, which sends every request of a process: check the message `obj` first."""
     for request in _requests_of(obj):
         _check_types(request)
         if manager.enable_metrics:
@@ -145,7 +147,7 @@ def check_message(original: Callable[..., None], manager: Any, obj: Any) -> None
 
 
 def _check_labels(manager: Any, rid: str) -> None:
-    """A label that metrics have not would end the process that counts the answer, and the server with it."""
+    """Check custom labels. An unknown label would end the process that counts the answer, and the server with it."""
     labels = manager.metrics_collector.labels
     for name in manager.rid_to_state[rid].obj.custom_labels or ():
         if name not in labels:
