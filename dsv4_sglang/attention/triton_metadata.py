@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def _list_blocks(blocks_ptr, rows_ptr, stop, COLUMNS_AT_ONCE: tl.constexpr):
+def _list_blocks(blocks_ptr, list_ptr, stop, COLUMNS_AT_ONCE: tl.constexpr):
     """Copy the first `stop` block ids of a request to the HCA list of one of its tokens."""
     at = tl.arange(0, COLUMNS_AT_ONCE)
     for begin in range(0, stop, COLUMNS_AT_ONCE):
         block = tl.load(blocks_ptr + begin + at, mask=begin + at < stop)
-        tl.store(rows_ptr + begin + at, block, mask=begin + at < stop)
+        tl.store(list_ptr + begin + at, block, mask=begin + at < stop)
 
 
 @triton.jit
@@ -73,14 +73,14 @@ def _decode_kernel(
     tl.store(csa_lens_ptr + t, tl.minimum(length // CSA_RATIO, top_k))
     tl.store(hca_lens_ptr + t, length // HCA_RATIO)
     column = tl.arange(0, COLUMNS)
-    row = state_slots * ring_rows + (tl.maximum(seen - WINDOW_LEN, 0) + column) % ring_rows
-    tl.store(window_indices_ptr + t * LISTED + column, row, mask=column < WINDOW_LEN)
+    entry = state_slots * ring_rows + (tl.maximum(seen - WINDOW_LEN, 0) + column) % ring_rows
+    tl.store(window_indices_ptr + t * LISTED + column, entry, mask=column < WINDOW_LEN)
     if TOKENS_PER_REQUEST > 1:
-        blocks_ptr, rows_ptr = (
+        blocks_ptr, list_ptr = (
             block_table_ptr + b.to(tl.int64) * table_columns,
             hca_indices_ptr + t.to(tl.int64) * table_columns,
         )
-        _list_blocks(blocks_ptr, rows_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
+        _list_blocks(blocks_ptr, list_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
     if t % TOKENS_PER_REQUEST == 0:
         tl.store(slots_ptr + b, slot)
         tl.store(prefix_lens_ptr + b, prefix)
@@ -195,8 +195,8 @@ def _prefill_kernel(
     holds = tl.load(track_lens_ptr + at, mask=track < tracks, other=0) // BLOCK == position // BLOCK + 1
     tl.store(token_track_ptr + t, tl.max(tl.where(holds, slot, -1), 0))
     blocks_ptr = block_table_ptr + b.to(tl.int64) * table_columns
-    rows_ptr = hca_indices_ptr + t.to(tl.int64) * table_columns
-    _list_blocks(blocks_ptr, rows_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
+    list_ptr = hca_indices_ptr + t.to(tl.int64) * table_columns
+    _list_blocks(blocks_ptr, list_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
     if t == 0:
         slots = tl.load(state_slots_ptr + request, mask=request <= requests, other=0)
         tl.store(slots_ptr + request, tl.where(slots > 0, slots, -1), mask=request <= requests)
