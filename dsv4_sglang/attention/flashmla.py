@@ -105,7 +105,7 @@ class SchedulerConfig(NamedTuple):
     """Parameters of the FP8 kernel's work distribution.
 
     Attributes:
-        num_sm_parts: number of thread block groups that share the work.
+        num_sm_parts: number of thread blocks that share the work.
         fixed_overhead: fixed cost of a token, in blocks of 64 entries.
     """
 
