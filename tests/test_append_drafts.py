@@ -349,13 +349,13 @@ def test_one_row_less_is_not_enough(
         (
             4,
             {"csa": CsaCompressorState(4, 8)},
-            r"compressor state has 24 rows per slot, for at most 1. A cache for more .* draft_tokens 3",
+            r"compressor_state has 24 rows per slot, for at most 1. Construct .* draft_tokens 3",
         ),
-        (128, {"hca_state_copies": 3}, r"compressor state has 9 rows per slot, for at most 2"),
+        (128, {"hca_state_copies": 3}, r"compressor_state has 9 rows per slot, for at most 2"),
         (
             4,
             {"csa": CsaCompressorState(4, 16)},
-            r"compressor state has 40 rows per slot; for ratio 4 expected one of \[24, 48, 64\]",
+            r"compressor_state has 40 rows per slot; for ratio 4 expected one of \[24, 48, 64\]",
         ),
     ],
 )
@@ -369,7 +369,7 @@ def test_slots_that_are_too_small_are_rejected(ratio: int, sizes: dict[str, obje
 
 def test_a_raw_tail_takes_one_token_of_a_request() -> None:
     layer = dataclasses.replace(make_layer(128, FORMATS[2], state_rows(3)), hca_state="raw")
-    with pytest.raises(ValueError, match="compressor state has 256 rows per slot, for at most 1"):
+    with pytest.raises(ValueError, match="compressor_state has 256 rows per slot, for at most 1"):
         Requests(layer).step([2, 2], [1, 1], decode=True)
 
 

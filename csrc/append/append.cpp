@@ -73,7 +73,7 @@ CsaCompressorState csa_compressor_state(const AppendChecker& check, const Tensor
   for (const CsaCompressorState& rings : kCsaCompressorStates) {
     if (compressor_state.size(1) == rows_of(rings)) return rings;
   }
-  check.fail("compressor state is ", describe(compressor_state), "; expected 24, 48 or 64 rows per slot for ratio 4");
+  check.fail("compressor_state is ", describe(compressor_state), "; expected 24, 48 or 64 rows per slot for ratio 4");
 }
 
 /// Checks and stores the main compressor of a CSA or HCA layer, its state and its entries. Returns the kind of the
@@ -87,7 +87,7 @@ LayerKind take_compressor(const AppendChecker& check, AppendParams& p, KVFormat 
   const Tensor& score = check.given("kv_score", kv_score, when);
   const Tensor& norm = check.given("entry_norm", entry_norm, when);
   const Tensor& bias = check.given("ape", ape, when);
-  const Tensor& state = check.given("compressor state", compressor_state, when);
+  const Tensor& state = check.given("compressor_state", compressor_state, when);
   const Tensor& table = check.given("entries", entries, when);
   const int64_t streams = csa ? 2 : 1;
   check.projection("kv_score", score, {kFloat}, p.tokens, 2 * streams * kEntryDim);
@@ -98,7 +98,7 @@ LayerKind take_compressor(const AppendChecker& check, AppendParams& p, KVFormat 
   p.ape = data<float>(bias);
   p.entries = kv_buffer(check, "entries", table, format, csa ? kAny : 1, kAny);
 
-  check.tensor("compressor state", state, {kFloat}, {slots, kAny, kAny});
+  check.tensor("compressor_state", state, {kFloat}, {slots, kAny, kAny});
   const LayerKind kind = csa                            ? LayerKind::kCsa
                          : state.size(1) == kHcaRawRows ? LayerKind::kHcaRaw
                                                         : LayerKind::kHcaOnline;
@@ -106,14 +106,14 @@ LayerKind take_compressor(const AppendChecker& check, AppendParams& p, KVFormat 
     p.csa = csa_compressor_state(check, state);
   } else if (kind == LayerKind::kHcaOnline) {
     if (state.size(1) == 0 || state.size(1) % kHcaOnlineRows) {
-      check.fail("compressor state is ", describe(state),
+      check.fail("compressor_state is ", describe(state),
                  "; expected 256 rows per slot or a multiple of 3 for ratio 128");
     }
     p.hca_state_copies = int(state.size(1)) / kHcaOnlineRows;
   }
-  check.tensor("compressor state", state, {kFloat}, {slots, state.size(1), csa ? kEntryDim + kIndexDim : kEntryDim});
-  check.dense("compressor state", state, 1);
-  check.aligned("compressor state", state, 16);
+  check.tensor("compressor_state", state, {kFloat}, {slots, state.size(1), csa ? kEntryDim + kIndexDim : kEntryDim});
+  check.dense("compressor_state", state, 1);
+  check.aligned("compressor_state", state, 16);
   p.compressor_state = data<float>(state), p.compressor_state_stride = state.stride(0);
   return kind;
 }
@@ -150,9 +150,9 @@ void check_decode(const AppendChecker& check, const AppendParams& p, LayerKind k
     }
   };
   at_most("ring", draft_tokens_of_ring(p.ring.entries_per_block));
-  if (kind == LayerKind::kCsa) at_most("compressor state", draft_tokens_of(p.csa));
-  if (kind == LayerKind::kHcaOnline) at_most("compressor state", draft_tokens_of_state_copies(p.hca_state_copies));
-  if (kind == LayerKind::kHcaRaw) at_most("compressor state", 1);
+  if (kind == LayerKind::kCsa) at_most("compressor_state", draft_tokens_of(p.csa));
+  if (kind == LayerKind::kHcaOnline) at_most("compressor_state", draft_tokens_of_state_copies(p.hca_state_copies));
+  if (kind == LayerKind::kHcaRaw) at_most("compressor_state", 1);
 }
 
 }  // namespace

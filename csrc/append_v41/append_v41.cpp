@@ -66,11 +66,11 @@ void take_compressor(const AppendChecker& check, AppendV41Params& p, int64_t rat
   check.projection("latents", out, {kBFloat}, p.batch.tokens, kEntryDim);
   p.latents = data<uint16_t>(out), p.latents_stride = out.stride(0);
   if (ratio == 1) return;
-  const Tensor& state = check.given("compressor state", compressor_state, when);
-  check.tensor("compressor state", state, {kFloat}, {slots, kAny, 2 * kEntryDim});
-  check.dense("compressor state", state, 1);
-  check.aligned("compressor state", state, 16);
-  if (state.size(1) == 0) check.fail("compressor state is ", describe(state), "; expected at least one row a slot");
+  const Tensor& state = check.given("compressor_state", compressor_state, when);
+  check.tensor("compressor_state", state, {kFloat}, {slots, kAny, 2 * kEntryDim});
+  check.dense("compressor_state", state, 1);
+  check.aligned("compressor_state", state, 16);
+  if (state.size(1) == 0) check.fail("compressor_state is ", describe(state), "; expected at least one row a slot");
   p.compressor_state = data<float>(state), p.compressor_state_stride = state.stride(0),
   p.compressor_state_rows = int(state.size(1));
 }
@@ -91,7 +91,7 @@ void check_decode(const AppendChecker& check, const AppendV41Params& p, int64_t 
   };
   at_most("ring", p.ring.entries_per_block, draft_tokens_of_ring(p.ring.entries_per_block));
   if (ratio == 2)
-    at_most("compressor state", p.compressor_state_rows,
+    at_most("compressor_state", p.compressor_state_rows,
             p.compressor_state_rows == 1 ? 1 : 2 * p.compressor_state_rows - 1);
 }
 

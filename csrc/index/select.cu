@@ -529,7 +529,7 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
 template <int threads, int quads, int resident>
 cudaError_t launch_held(const SelectParams& p, bool sm_90, cudaStream_t stream) {
   constexpr unsigned bytes = sizeof(SharedHeld<threads>);
-  static_assert(bytes <= 48 << 10, "more must be asked for");
+  static_assert(bytes <= 48 << 10, "more needs an opt-in");
   return launch(select_held_kernel<threads, quads, resident>, {dim3(unsigned(p.tokens)), threads, bytes, 1, sm_90},
                 stream, p);
 }

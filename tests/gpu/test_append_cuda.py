@@ -242,7 +242,7 @@ BAD = {
     "kv_score": (lambda t: t[:, :-1], "kv_score is Float"),
     "slots": (lambda t: t.long(), "slots is Long"),
     "ring": (lambda t: t[:, :-1], r"ring is Byte \[\d+, 127, 584\]"),
-    "compressor_state": (lambda t: t.bfloat16(), "compressor state is BFloat16"),
+    "compressor_state": (lambda t: t.bfloat16(), "compressor_state is BFloat16"),
     "entries": (lambda t: t[..., :-8], "entries is Byte"),
     "index_keys": (lambda t: None, "index_keys is missing"),
     "rope": (lambda t: t.cpu(), "rope is Float .* on cpu"),
@@ -272,10 +272,10 @@ def test_errors_name_the_tensor(name):
         (
             "csa",
             {"csa": CSA_COMPRESSOR_STATES[0]},
-            "3 tokens .* but compressor state supports at most 1. Construct .* draft_tokens 3",
+            "3 tokens .* but compressor_state supports at most 1. Construct .* draft_tokens 3",
         ),
-        ("hca-online", {"hca_state_copies": 3}, "3 tokens .* but compressor state supports at most 2"),
-        ("hca-raw", {}, "3 tokens .* but compressor state supports at most 1"),
+        ("hca-online", {"hca_state_copies": 3}, "3 tokens .* but compressor_state supports at most 2"),
+        ("hca-raw", {}, "3 tokens .* but compressor_state supports at most 1"),
         ("csa", {"csa": CsaCompressorState(4, 16)}, "expected 24, 48 or 64 rows per slot for ratio 4"),
     ],
 )

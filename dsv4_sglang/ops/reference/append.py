@@ -91,7 +91,7 @@ def _csa_compressor_state(compressor_state: Tensor) -> CsaCompressorState:
     rings = known.get(compressor_state.shape[1])
     if rings is None:
         raise ValueError(
-            f"append: compressor state has {compressor_state.shape[1]} rows per slot; "
+            f"append: compressor_state has {compressor_state.shape[1]} rows per slot; "
             f"for ratio 4 expected one of {sorted(known)}"
         )
     return rings
@@ -102,7 +102,7 @@ def _hca_draft_tokens(compressor_state: Tensor) -> int:
     rows = compressor_state.shape[1]
     _check(
         rows == HCA_RAW_ROWS or (rows > 0 and rows % HCA_ONLINE_ROWS == 0),
-        lambda: f"compressor state has {rows} rows per slot; for ratio 128 expected {HCA_RAW_ROWS} or a multiple of 3",
+        lambda: f"compressor_state has {rows} rows per slot; for ratio 128 expected {HCA_RAW_ROWS} or a multiple of 3",
     )
     return 1 if rows == HCA_RAW_ROWS else max(1, rows // HCA_ONLINE_ROWS - 1)
 
