@@ -34,8 +34,8 @@ void copy_state(Tensor src, Tensor dst, std::vector<Tensor> tensors, std::option
 
 void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid, std::optional<Tensor> rejected);
 
-void gather_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, Tensor owned,
-                   Tensor block_table);
+void gather_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token,
+                   Tensor state_slots, Tensor block_table);
 
 void swap_blocks(std::vector<Tensor> pools, Tensor host, Tensor blocks, Tensor rows, bool to_host,
                  std::vector<int64_t> offsets);

@@ -136,7 +136,7 @@ def test_inverse_rope_compiles(architecture):
     from dsv4_sglang.attention import triton_output
 
     compile_for(triton_output._inverse_rope_kernel, architecture, {"BLOCK_H": 32}, 4)
-    constants = {"BLOCK_H": triton_output._HEADS_A_PROGRAM}
+    constants = {"BLOCK_H": triton_output._HEADS_PER_PROGRAM}
     types = {"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
     compile_for(triton_output._inverse_rope_and_quantise_kernel, architecture, constants, 4, **types)
 

@@ -629,7 +629,7 @@ def test_a_step_rejects_what_is_out_of_order():
             do(*args, **given)
 
     one, two = layers()[1], layers()[2]
-    rejected(r"attend, layer 2 \(reuse\): append of that layer comes first; the latest was that of None",
+    rejected(r"attend, layer 2 \(reuse\): call append of that layer first; the latest append was of layer None",
             step.attend, 2, two.weights, two.q[0, :4], two.sink, SCALE)  # fmt: skip
     rejected(r"layer 1 \(full\): compressor has shape None; expected \(4, 1024\)", append, 1, compressor=None)
     rejected(
@@ -639,14 +639,14 @@ def test_a_step_rejects_what_is_out_of_order():
     rejected("latent_norm is None", append, 1, weights=replace(one.weights, latent_norm=None))
     append(2)
     rejected(r"append_keys, layer 2 \(reuse\): only a layer of role full", step.append_keys, 2, two.weights, None)
-    rejected(r"select, layer 2 \(reuse\): it takes the selection of layer 1", select, 2)
-    rejected("takes the selection of layer 1; the latest is that of none", step.selected, 2)
+    rejected(r"select, layer 2 \(reuse\): it uses the selection of layer 1", select, 2)
+    rejected("uses the selection of layer 1; the latest selection is of none", step.selected, 2)
     latents = append(1)
     rejected("key_norm is None", step.append_keys, 1, replace(one.weights, key_norm=None), latents @ one.matrix)
     rejected(r"keys has shape \(4, 512\); expected \(4, 128\)", step.append_keys, 1, one.weights, latents)
     step.append_keys(1, one.weights, latents @ one.matrix)
     select(1)
-    rejected(r"layer 4 \(reuse\) takes the selection of layer 3; the latest is that of layer 1", step.selected, 4)
+    rejected(r"layer 4 \(reuse\) uses the selection of layer 3; the latest selection is of layer 1", step.selected, 4)
     append(7)
     rejected(r"select, layer 7 \(reindex\): layer 5 has not chosen the step's candidates", select, 7)
     assert step.selected(0) is None

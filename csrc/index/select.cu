@@ -284,8 +284,8 @@ struct Token {
 template <int quads, int threads>
 __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<threads>& s, const Token& t) {
   const int n = t.n;
-  static_assert(kTies <= threads && threads / 32 <= 32, "a thread a tie, a lane a warp");
-  static_assert(quads <= 8, "a bit of `flags` an entry");
+  static_assert(kTies <= threads && threads / 32 <= 32, "one thread per tie, one lane per warp");
+  static_assert(quads <= 8, "one bit of `flags` per entry");
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first = 128 * quads * warp + 4 * lane;
   if (threadIdx.x == 0) s.count = 0;
@@ -309,7 +309,7 @@ __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<th
     for (int k = 0; k < 4; ++k) order[i][k] = first + 128 * i + k < n ? order_of(four[k]) : 0;  // below all scores
   }
   uint32_t low = 1, high = 0xffffffffu;
-  // The range of the scores within the current bounds for which `chosen` is true.
+  // Narrows low .. high to the range of the scores within it for which `chosen` is true.
   const auto narrow = [&](auto chosen) {
     uint32_t least = 0xffffffffu, most = 0;
 #pragma unroll
@@ -330,7 +330,7 @@ __device__ __forceinline__ void select_held(const SelectParams& p, SharedHeld<th
 
   // All scores above `high` are selected, and `wanted` of the `inside` ones from `low` to `high`.
   uint32_t wanted = p.top, inside;
-  // The bin of the last one of these. bin_of(order) is monotone and below kBins.
+  // Finds the bin of the last one of these. bin_of(order) is monotone and below kBins.
   const auto find = [&](auto bin_of) {
 #pragma unroll
     for (int i = 0; i < quads; ++i) {
@@ -529,7 +529,7 @@ __global__ void __launch_bounds__(kThreads, resident) select_kernel(const __grid
 template <int threads, int quads, int resident>
 cudaError_t launch_held(const SelectParams& p, bool sm_90, cudaStream_t stream) {
   constexpr unsigned bytes = sizeof(SharedHeld<threads>);
-  static_assert(bytes <= 48 << 10, "more must be asked for");
+  static_assert(bytes <= 48 << 10, "more needs an opt-in");
   return launch(select_held_kernel<threads, quads, resident>, {dim3(unsigned(p.tokens)), threads, bytes, 1, sm_90},
                 stream, p);
 }

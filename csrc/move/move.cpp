@@ -104,9 +104,9 @@ void update_rows(Tensor pool, Tensor new_rows, Tensor slices, Tensor n_valid, st
   check.succeeded(launch_update_rows(p, stream), "the launch for ", count, " slices of pool ", describe(pool));
 }
 
-void gather_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, Tensor owned,
-                   Tensor block_table) {
-  const int device = owned.is_cuda() ? owned.get_device_index() : requests.get_device_index();
+void gather_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token,
+                   Tensor state_slots, Tensor block_table) {
+  const int device = state_slots.is_cuda() ? state_slots.get_device_index() : requests.get_device_index();
   const Checker check("gather_tables", device);
   const int64_t count = requests.numel();
   check.tensor("requests", requests, {ScalarType::Long, ScalarType::Int}, {count});
@@ -117,11 +117,11 @@ void gather_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_reques
   check.dense("state_slot_of_request", state_slot_of_request, 0);
   check.tensor("req_to_token", req_to_token, {ScalarType::Int}, {kAny, kAny});
   check.dense("req_to_token", req_to_token, 1);
-  check.tensor("owned", owned, {ScalarType::Int}, {kAny});
-  check.dense("owned", owned, 0);
+  check.tensor("state_slots", state_slots, {ScalarType::Int}, {kAny});
+  check.dense("state_slots", state_slots, 0);
   check.tensor("block_table", block_table, {ScalarType::Int}, {kAny, kAny});
   check.dense("block_table", block_table, 1);
-  const int64_t room = std::min({owned.size(0), block_table.size(0), kMaxGridY});
+  const int64_t room = std::min({state_slots.size(0), block_table.size(0), kMaxGridY});
   if (count > room) fail("gather_tables: ", count, " requests; expected at most ", room);
   if (count == 0) return;
   GatherParams p{};
@@ -129,7 +129,7 @@ void gather_tables(Tensor requests, Tensor seq_lens, Tensor state_slot_of_reques
   p.seq_lens = seq_lens.data_ptr(), p.long_lens = seq_lens.scalar_type() == ScalarType::Long;
   p.state_slot = data<int32_t>(state_slot_of_request), p.req_to_token = data<int32_t>(req_to_token);
   p.token_stride = req_to_token.stride(0), p.table_stride = block_table.stride(0);
-  p.owned = data<int32_t>(owned), p.block_table = data<int32_t>(block_table);
+  p.state_slots = data<int32_t>(state_slots), p.block_table = data<int32_t>(block_table);
   p.count = int(count);
   p.columns = int(std::min(block_table.size(1), (req_to_token.size(1) + kBlockTokens - 1) / kBlockTokens));
   const torch::stable::accelerator::DeviceGuard guard(device);

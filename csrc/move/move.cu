@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kThreads) gather_tables_kernel(const __grid_co
   const int b = blockIdx.y;
   const int64_t request = number_at(p.requests, p.long_requests, b);
   const int64_t blocks = (number_at(p.seq_lens, p.long_lens, b) + kBlockTokens - 1) / kBlockTokens;
-  if (blockIdx.x == 0 && threadIdx.x == 0) p.owned[b] = p.state_slot[request];
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.state_slots[b] = p.state_slot[request];
   const int stop = int(min(blocks, int64_t(p.columns)));
 #pragma unroll
   for (int i = 0; i < kGatherColumns / kThreads; ++i) {

@@ -76,7 +76,7 @@ struct GatherParams {
   const void *requests, *seq_lens;  // int64 or int32
   const int32_t *state_slot, *req_to_token;
   int64_t token_stride, table_stride;  // elements
-  int32_t *owned, *block_table;
+  int32_t *state_slots, *block_table;
   int count, columns;
   bool long_requests, long_lens;
 };

@@ -56,7 +56,7 @@ def has_kernel(device: torch.device) -> bool:
 def padded_heads(heads: int) -> int:
     """Return the smallest number of heads that a kernel takes, at least `heads`. Raise ValueError above 128."""
     if heads > HEAD_COUNTS[-1]:
-        raise ValueError(f"{heads} heads; expected at most {HEAD_COUNTS[-1]}: ask `supports` first")
+        raise ValueError(f"{heads} heads; expected at most {HEAD_COUNTS[-1]}; check `supports` first")
     return next(count for count in HEAD_COUNTS if count >= heads)
 
 
@@ -81,7 +81,7 @@ class FlashMLAKernel(AttentionKernel):
 
     def attend(self, q: Tensor, inputs: AttendInputs, *, output_is_rotated: bool = False) -> LayerOutput:
         if q.shape[1] not in HEAD_COUNTS:
-            raise ValueError(f"q has {q.shape[1]} heads; expected {padded_heads(q.shape[1])}, as `query_heads` says")
+            raise ValueError(f"q has {q.shape[1]} heads; expected {padded_heads(q.shape[1])}, see `query_heads`")
         if q.shape[0] == 0:
             return LayerOutput(torch.empty_like(q)[:, : inputs.heads], output_is_rotated)
         out = self._rotated(q, inputs)[:, : inputs.heads]
@@ -95,9 +95,7 @@ class FlashMLAKernel(AttentionKernel):
 
 
 def _aligned(listed: EntryList) -> EntryList:
-    """Return the list padded to a width that the kernel takes. Padding copies it in each layer, so metadata uses such
-    widths.
-    """
+    """Pad the list to a width that the kernel takes. This copies it in each layer, so metadata uses such widths."""
     width = listed.indices.shape[1]
     more = align(width) - width
     return listed._replace(indices=F.pad(listed.indices, (0, more), value=-1)) if more else listed
@@ -107,7 +105,7 @@ class SchedulerConfig(NamedTuple):
     """Parameters of the FP8 kernel's work distribution.
 
     Attributes:
-        num_sm_parts: number of thread block groups that share the work.
+        num_sm_parts: number of thread blocks that share the work.
         fixed_overhead: fixed cost of a token, in blocks of 64 entries.
     """
 
@@ -157,8 +155,8 @@ def scheduler_config(device: torch.device, heads: int) -> SchedulerConfig | None
 
 
 def same_schedules(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
-    """Return True if two schedules (parts, splits) are equal. Parts without work have undefined contents and are
-    ignored.
+    """Return True if two schedules (parts, splits) are equal, except for the undefined contents of parts without
+    work.
     """
     (parts, splits), (other_parts, other_splits) = one, other
     if parts.shape != other_parts.shape or not torch.equal(splits, other_splits):

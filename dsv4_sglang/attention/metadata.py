@@ -65,8 +65,8 @@ def _fill_decode(
     buffers.window_lens[:t].copy_(window_lens(seen, buffers.window_len))
     buffers.csa_lens[:t].copy_(visible_entries(length, CSA_RATIO, top_k))
     buffers.hca_lens[:t].copy_(visible_entries(length, HCA_RATIO))
-    rows = ring_window(state_slots[owner], seen, buffers.ring_rows, buffers.window_len)
-    buffers.window_indices[:t, : buffers.window_len].copy_(rows)
+    window = ring_window(state_slots[owner], seen, buffers.ring_rows, buffers.window_len)
+    buffers.window_indices[:t, : buffers.window_len].copy_(window)
     if per_request > 1:
         visible = torch.arange(buffers.block_table.shape[1], device=length.device) < buffers.hca_lens[:t, None]
         buffers.hca_indices[:t].copy_(torch.where(visible, buffers.block_table[owner], buffers.hca_indices[:t]))
@@ -86,11 +86,11 @@ def build_decode(
     top_k: int,
     length_offset: int = -1,
 ) -> StepMetadata:
-    """Build the metadata of a decode step with `buffers.tokens_per_request` tokens a request. Call `gather_decode`
-    first.
+    """Build the metadata of a decode step. Call `gather_decode` first.
 
-    Device work only: no shape depends on a value, and nothing is read back. Padding requests of a CUDA graph carry
-    request 0, whose state slot 0 is SGLang's dummy slot in both pools. Their slot becomes -1 and their lengths 0.
+    Each request has `buffers.tokens_per_request` tokens. Device work only: no shape depends on a value, and nothing is
+    read back. Padding requests of a CUDA graph carry request 0, whose state slot 0 is SGLang's dummy slot in both
+    pools. Their slot becomes -1 and their lengths 0.
 
     Args:
         buffers: receives the metadata.
@@ -192,7 +192,7 @@ def recorded_step(buffers: PrefillBuffers, tokens: int, out_loc: Tensor) -> Step
         tokens: number of tokens, T.
         out_loc: int64 [T], pool slot of each token.
     """
-    rows = buffers.requests + 1
+    requests = buffers.requests + 1
     return StepMetadata(
         slots=buffers.slots,
         prefix_lens=buffers.prefix_lens,
@@ -207,7 +207,7 @@ def recorded_step(buffers: PrefillBuffers, tokens: int, out_loc: Tensor) -> Step
         csa_lens=buffers.csa_lens[:tokens],
         hca_indices=buffers.hca_indices[:tokens],
         hca_lens=buffers.hca_lens[:tokens],
-        window_size=prefill_window_size(tokens, rows),
+        window_size=prefill_window_size(tokens, requests),
     )
 
 

@@ -22,7 +22,7 @@ PIECE0 = tl.constexpr(kv_entries.ENTRY_DIM // 2)
 PIECE1 = tl.constexpr(kv_entries.ENTRY_DIM // 4)
 PIECE2 = tl.constexpr(kv_entries.NOPE_DIM - 3 * kv_entries.ENTRY_DIM // 4)
 AT1, AT2 = PIECE0, tl.constexpr(PIECE0.value + PIECE1.value)  # offsets
-SQRT_E4M3_FACTOR = tl.constexpr(2.0**60)  # square root of the factor 2^120 that decoded e4m3 bits lack
+SQRT_E4M3_FACTOR = tl.constexpr(2.0**60)  # square root of the factor 2^120 that decoded e4m3 bits are missing
 
 # Decode four codes in one register to four bf16 in two registers. Move each code to the upper byte of a half, shift its
 # exponent and mantissa right by four bits and keep its sign.

@@ -73,14 +73,14 @@ def _decode_kernel(
     tl.store(csa_lens_ptr + t, tl.minimum(length // CSA_RATIO, top_k))
     tl.store(hca_lens_ptr + t, length // HCA_RATIO)
     column = tl.arange(0, COLUMNS)
-    row = state_slots * ring_rows + (tl.maximum(seen - WINDOW_LEN, 0) + column) % ring_rows
-    tl.store(window_indices_ptr + t * LISTED + column, row, mask=column < WINDOW_LEN)
+    entry = state_slots * ring_rows + (tl.maximum(seen - WINDOW_LEN, 0) + column) % ring_rows
+    tl.store(window_indices_ptr + t * LISTED + column, entry, mask=column < WINDOW_LEN)
     if TOKENS_PER_REQUEST > 1:
-        blocks_ptr, rows_ptr = (
+        blocks_ptr, list_ptr = (
             block_table_ptr + b.to(tl.int64) * table_columns,
             hca_indices_ptr + t.to(tl.int64) * table_columns,
         )
-        _list_blocks(blocks_ptr, rows_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
+        _list_blocks(blocks_ptr, list_ptr, tl.minimum(length // HCA_RATIO, table_columns), COLUMNS_AT_ONCE)
     if t % TOKENS_PER_REQUEST == 0:
         tl.store(slots_ptr + b, slot)
         tl.store(prefix_lens_ptr + b, prefix)

@@ -17,9 +17,7 @@ _HEADS_PER_PROGRAM = 4
 
 
 def _token_stride(out: Tensor) -> int:
-    """Return the token stride of `out`. Raise ValueError if the heads of a token are not contiguous, as the kernels
-    need.
-    """
+    """Return the token stride of `out`. Raise ValueError if the heads of a token are not contiguous."""
     if out.stride()[1:] != (ENTRY_DIM, 1):
         raise ValueError(f"out has stride {out.stride()}; expected (any, {ENTRY_DIM}, 1), contiguous heads")
     return out.stride(0)

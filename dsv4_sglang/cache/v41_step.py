@@ -154,7 +154,7 @@ class V41Step:
         spec, step = self.schedule[layer], self.metadata
         self._check_order("select", spec)
         if spec.index_source != layer:
-            raise ValueError(f"select, {_name(spec)}: it takes the selection of layer {spec.index_source}")
+            raise ValueError(f"select, {_name(spec)}: it uses the selection of layer {spec.index_source}")
         if spec.within_candidates and self._candidates is None:
             source = self.config.candidate_source_layer_id
             raise ValueError(f"select, {_name(spec)}: layer {source} has not chosen the step's candidates")
@@ -187,7 +187,7 @@ class V41Step:
             return None
         if self._rows is None or self._selected_by != spec.index_source:
             raise ValueError(
-                f"{_name(spec)} takes the selection of layer {spec.index_source}; the latest is that of "
+                f"{_name(spec)} uses the selection of layer {spec.index_source}; the latest selection is of "
                 f"{'none' if self._selected_by is None else f'layer {self._selected_by}'}"
             )
         if spec.ratio not in self._lens:
@@ -227,7 +227,8 @@ class V41Step:
     def _check_order(self, what: str, spec: V41LayerSpec) -> None:
         if self._appended != spec.layer_idx:
             raise ValueError(
-                f"{what}, {_name(spec)}: append of that layer comes first; the latest was that of {self._appended}"
+                f"{what}, {_name(spec)}: call append of that layer first; the latest append was of layer "
+                f"{self._appended}"
             )
 
     def _check_shape(self, spec: V41LayerSpec, name: str, tensor: Tensor | None, columns: int) -> None:

@@ -202,7 +202,7 @@ class KVBuffer(NamedTuple):
     def read(self, rows: Tensor) -> Tensor:
         """Return the dequantised entries at the indices `rows`, fp32 [*rows.shape, 512]."""
         if self.format is not KVFormat.FP8:
-            # Their blocks have no gaps. `index_select` copies rows as a whole, which indexing does number by number.
+            # Blocks have no gaps here. `index_select` copies whole entries; indexing would copy number by number.
             found = self.data.flatten(0, 1).index_select(0, rows.flatten().to(self.data.device))
             return found.view(*rows.shape, ENTRY_DIM).float()
         at = block_and_index(self.data, rows)

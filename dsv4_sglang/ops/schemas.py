@@ -55,7 +55,7 @@ SCHEMAS = {
     "copy_state": "(Tensor src, Tensor dst, Tensor(a!)[] tensors, Tensor(b!)? rejected=None) -> ()",
     "gather_tables": (
         "(Tensor requests, Tensor seq_lens, Tensor state_slot_of_request, Tensor req_to_token, "
-        "Tensor(a!) owned, Tensor(b!) block_table) -> ()"
+        "Tensor(a!) state_slots, Tensor(b!) block_table) -> ()"
     ),
     "swap_blocks": (
         "(Tensor(a!)[] pools, Tensor(b!) host, Tensor blocks, Tensor rows, bool to_host, int[] offsets) -> ()"

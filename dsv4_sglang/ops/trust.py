@@ -29,8 +29,8 @@ def require_own(path: Path, remedy: str) -> None:
     status = path.stat()
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise RuntimeError(
-            f"{path} has mode {_mode(status)}: others than its owner can write it. `chmod go-w {path}` if nobody has "
-            f"touched it. {remedy}"
+            f"{path} has mode {_mode(status)}: users other than its owner can write it. `chmod go-w {path}` if nobody "
+            f"has touched it. {remedy}"
         )
 
 
@@ -48,7 +48,7 @@ def reject_writable_by_all(path: Path, *, adding: bool = False) -> None:
         if status.st_mode & stat.S_IWOTH and not sticky:
             raise RuntimeError(
                 f"{place} has mode {_mode(status)}: every user can write it. `chmod o-w {place}` if nobody has touched "
-                "it, else name another place"
+                "it, otherwise use another place"
             )
 
 

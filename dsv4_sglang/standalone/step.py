@@ -92,7 +92,7 @@ class Step:
         for name, tensor in (("request_slots", request_slots), ("positions", positions), ("request_ids", request_ids)):
             if tensor.dim() != 1 or tensor.shape != request_slots.shape:
                 raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}; expected one value a token, [{request_slots.numel()}]"
+                    f"{name} has shape {tuple(tensor.shape)}; expected one value per token, [{request_slots.numel()}]"
                 )
             if tensor.dtype not in (torch.int32, torch.int64):
                 raise ValueError(f"{name} is {tensor.dtype}; expected torch.int32 or torch.int64")
@@ -265,7 +265,7 @@ class Step:
     def _claim(self, derived: _Derived, layer: int) -> Claim:
         lengths = self.lengths
         if lengths is None:
-            raise ValueError("the step has no request lengths; a KVCacheManager's begin_step makes one that has")
+            raise ValueError("the step has no request lengths; get the step from KVCacheManager.begin_step")
         if derived.claim is None or lengths.claimed_by is not self:
             self.check_blocks()
             step = derived.metadata

@@ -125,7 +125,7 @@ class TinySpec(TinySizes):
             raise ValueError("nextn and dspark: both are stored as mtp.0; give one of them")
         if len(self.ratios) < DSPARK_STAGES:
             raise ValueError(
-                f"dspark with {len(self.ratios)} layers: the head reads the last {DSPARK_STAGES} layers; give as many"
+                f"dspark with {len(self.ratios)} layers: the head reads the last {DSPARK_STAGES} layers; give that many"
             )
 
 

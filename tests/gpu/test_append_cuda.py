@@ -272,10 +272,10 @@ def test_errors_name_the_tensor(name):
         (
             "csa",
             {"csa": CSA_COMPRESSOR_STATES[0]},
-            "3 tokens .* but compressor state supports at most 1. Construct .* draft_tokens 3",
+            "3 tokens .* but compressor_state supports at most 1. Construct .* draft_tokens 3",
         ),
-        ("hca-online", {"hca_state_copies": 3}, "3 tokens .* but compressor state supports at most 2"),
-        ("hca-raw", {}, "3 tokens .* but compressor state supports at most 1"),
+        ("hca-online", {"hca_state_copies": 3}, "3 tokens .* but compressor_state supports at most 2"),
+        ("hca-raw", {}, "3 tokens .* but compressor_state supports at most 1"),
         ("csa", {"csa": CsaCompressorState(4, 16)}, "expected 24, 48 or 64 rows per slot for ratio 4"),
     ],
 )

@@ -60,7 +60,7 @@ def gather_tables(
     seq_lens: Tensor,
     state_slot_of_request: Tensor,
     req_to_token: Tensor,
-    owned: Tensor,
+    state_slots: Tensor,
     block_table: Tensor,
 ) -> None:
     """Copy state slots and block ids of a decode step from the tables of all requests.
@@ -70,10 +70,10 @@ def gather_tables(
         seq_lens: [B], lengths of the requests.
         state_slot_of_request: int32 [R].
         req_to_token: int32 [R, tokens], pool slots.
-        owned: int32 [>= B], receives the state slots.
+        state_slots: int32 [>= B], receives the state slots.
         block_table: int32 [>= B, NB], receives the ids of the blocks below `seq_lens`. Later ids are not written.
     """
-    owned[: requests.shape[0]] = state_slot_of_request[requests]
+    state_slots[: requests.shape[0]] = state_slot_of_request[requests]
     for row, request, length in zip(block_table, requests.tolist(), seq_lens.tolist()):
         slots = req_to_token[request, :length:BLOCK_TOKENS][: row.shape[0]]
         row[: slots.shape[0]] = slots // BLOCK_TOKENS
