@@ -1,7 +1,9 @@
 # make serve    set up, make a tiny model, serve it, print a conversation of two turns with its cache statistics, and
 #               keep serving
 # make demo     the same on a free port, then stop the server
-# make test     set up, format and lint checks, types, tests (two processes; a file is not split, servers start slowly)
+# make test     set up, format and lint checks, types, the tests that matter most (tests/tiers.py)
+# make test-all make test, then make test-rest
+# make test-rest   the tests that make test leaves out
 # make test-newest   the short set of tests, with servers, on the newest supported SGLang in its own environment
 #               (docs/design/adding_a_release.md)
 # make test-newest-short   a shorter set, for CI, in an environment that shares torch and other packages with .venv
@@ -11,7 +13,7 @@
 # make wheels   dist/: sdist, a pure wheel, one with compiled kernels for ARCHS (docs/reference/release.md), SBOM; tried
 # Variables: PYTHON (interpreter to make the environment with), RECIPE (cpu or cuda; default: what the machine has),
 # SGLANG (release of SGLang, in an environment of its own; default: 0.5.17),
-# MODEL (checkpoint folder of serve and demo), ARGS (more arguments for serve, or for pytest in test).
+# MODEL (checkpoint folder of serve and demo), ARGS (more arguments for serve, or for pytest in test and test-rest).
 
 SGLANG ?=
 NEWEST := 0.5.23
@@ -35,7 +37,7 @@ export PYTHON
 # would compile torch, transformers and sglang again, 14 s of CPU time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test test-newest test-newest-short lint format serve demo bench check-recipes docs wheels
+.PHONY: setup test test-all test-rest test-newest test-newest-short lint format serve demo bench check-recipes docs wheels
 
 setup: $(STAMP)
 
@@ -55,10 +57,19 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 # Keep freed memory in the process: returning it would make the system clear every page again, a tenth of the time.
-test: export MALLOC_TRIM_THRESHOLD_ = 1073741824
-test: export MALLOC_MMAP_THRESHOLD_ = 1073741824
+test test-rest: export MALLOC_TRIM_THRESHOLD_ = 1073741824
+test test-rest: export MALLOC_MMAP_THRESHOLD_ = 1073741824
+# Two processes. A file is not split, because its tests share servers.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not full" $(ARGS)
+
+test-rest: $(STAMP)
+	$(PYTEST) -m full $(ARGS)
+
+test-all: test
+	$(MAKE) test-rest
 
 test-newest:
 	$(MAKE) SGLANG=$(NEWEST) setup

@@ -1,5 +1,4 @@
-"""V4.1's Triton attention kernels under Triton's interpreter, on the CPU; `test_attention_kernels_interpreted.py` runs
-this file."""
+"""V4.1's Triton attention kernels under Triton's interpreter, on the CPU."""
 
 import pytest
 import torch

@@ -13,7 +13,6 @@ import importlib
 import multiprocessing
 import os
 import runpy
-import shlex
 import signal
 import subprocess
 import sys
@@ -35,7 +34,6 @@ SETTINGS = {
     # Compiling takes longer than what it would make faster here.
     "TORCHDYNAMO_DISABLE": "1",
 }
-INSIDE = "DSV4_SGLANG_TESTS_INSIDE"
 # As it is before the fixtures of any module change it.
 ENVIRONMENT = dict(os.environ)
 
@@ -94,15 +92,6 @@ def _said(text: str) -> str:
     """The end of an output, behind what pytest says of each test that failed, which may not be at the end."""
     failed = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return "\n".join([*failed, text[-8000:]])
-
-
-def run_tests(log: Path, *files: str, plugin: str = "no:cacheprovider") -> None:
-    """The tests of files of this folder that run inside SGLang. DSV4_SGLANG_TESTS_INSIDE in the environment has
-    more arguments for their pytest, such as `-k NAME`, which the one outside would take for itself."""
-    paths = [str(Path(__file__).parent / name) for name in files]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", plugin, *paths]
-    command += shlex.split(ENVIRONMENT.get(INSIDE, ""))
-    run(Command(command, cpu_environment()), log)
 
 
 def _run_module(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:

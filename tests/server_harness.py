@@ -44,6 +44,8 @@ EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1")
 DRAFTS = (*EAGLE, "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4")
 # Of the oracle.
 CHUNK = 128
+ATTEMPTS = 5
+"""Of a test that needs several requests to run together, which a busy machine may start one after another."""
 
 
 @dataclass(frozen=True)
@@ -331,18 +333,22 @@ def assert_near(oracle: Oracle, asked: Sequence[tuple[Sequence[int], Generated]]
 
 def assert_right_though_retracted(server: Server, oracle: Oracle | OracleV41, tolerance: float, **fields: Any) -> None:
     """In a pool of eight blocks four requests grow to two blocks, then the first needs a third: the last is retracted
-    and comes back, all finish, all are right.
+    and comes back, all finish, all are right. Repeated if the later requests began so late, on a busy machine, that
+    none was retracted.
     """
-    before = server.retractions()
-    prompts = [prompt(n, seed=20 + i) for i, n in enumerate((140, 100, 100, 120))]
-    counts, ahead = (150, 60, 60, 60), (70, 3, 3, 3)
-    # Each begins when the one before decodes: SGLang would let it wait for the end of another.
-    running_requests = [server.begin(ids, count, at, **fields) for ids, count, at in zip(prompts, counts, ahead)]
-    for ids, answer, count in zip(prompts, running_requests, counts):
-        got = answer()
-        assert len(got.tokens) == count
-        assert distances(oracle, ids, got).max() <= tolerance
-    assert server.retractions() > before, "nothing was retracted: the test does not test"
+    before, counts, ahead = server.retractions(), (150, 60, 60, 60), (70, 3, 3, 3)
+    for seed in range(20, 20 + 10 * ATTEMPTS, 10):
+        prompts = [prompt(n, seed=seed + i) for i, n in enumerate((140, 100, 100, 120))]
+        # Each begins when the one before decodes: SGLang would let it wait for the end of another.
+        running_requests = [server.begin(ids, count, at, **fields) for ids, count, at in zip(prompts, counts, ahead)]
+        for ids, answer, count in zip(prompts, running_requests, counts):
+            got = answer()
+            assert len(got.tokens) == count
+            assert distances(oracle, ids, got).max() <= tolerance
+        if server.retractions() > before:
+            break
+    else:
+        pytest.fail("nothing was retracted: the test does not test")
     server.wait_idle()
 
 

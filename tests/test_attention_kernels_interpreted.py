@@ -1,30 +1,11 @@
-"""The Triton attention kernels without a GPU: results under Triton's interpreter, and compilation for each
-architecture."""
+"""The Triton attention kernels without a GPU: compilation for each architecture. interpreted_kernels.py has their
+results."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
-from liveness import run
 
 pytest.importorskip("triton")
-
-
-INTERPRETED = ("interpreted_kernels.py", "interpreted_kernels_v41.py")
-
-
-@pytest.mark.slow
-def test_results_under_the_interpreter():
-    """In a process of its own: Triton decides when it is imported whether it interprets."""
-    here = Path(__file__).parent
-    done = run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *INTERPRETED],
-        cwd=here,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{here.parent}{os.pathsep}{here}"},
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-
 
 # What a block may have of shared memory on sm_80, sm_90, sm_100, and on sm_86 and sm_89.
 SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -98,7 +79,7 @@ def test_attend_compiles(architecture, heads, q, rows, split):
 @not_interpreted
 @pytest.mark.parametrize(
     "architecture, heads, q, split",
-    [(80, 64, "*bf16", True), (86, 16, "*fp32", False), (90, 64, "*bf16", False), (100, 64, "*bf16", True)],
+    [(86, 16, "*fp32", False), (90, 64, "*bf16", False), (100, 64, "*bf16", True)],
 )
 def test_attend_of_v41_compiles(architecture, heads, q, split):
     import triton.language as tl
@@ -116,7 +97,7 @@ def test_attend_of_v41_compiles(architecture, heads, q, split):
 
 
 @not_interpreted
-@pytest.mark.parametrize("architecture, within", [(80, 0), (90, 8), (100, 8)])
+@pytest.mark.parametrize("architecture, within", [(80, 0), (100, 8)])
 def test_scores_of_v41_compile(architecture, within):
     import triton.language as tl
 

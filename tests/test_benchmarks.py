@@ -1,4 +1,4 @@
-"""The host side of benchmarks/: bytes and formulas against known figures, reports, servers' logs, dry runs."""
+"""The host side of benchmarks/: bytes and formulas against known figures, reports, servers' logs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from benchmarks import (
     attend,
     capacity,
     disaggregation,
-    index,
     lifecycle,
     loads,
     move,
@@ -35,13 +34,10 @@ from benchmarks import (
     profile_steps,
     report,
     retract,
-    serve,
     serve_plan,
     servers,
-    step,
     tables,
     take_profile,
-    tier,
     timing,
     traffic,
 )
@@ -220,15 +216,6 @@ def test_pieces_of_sglangs_pools_are_those_of_our_blocks() -> None:
     assert sum(map(sum, bench.block_bytes)) == 21 * 32 * (584 + 72) + 20 * 584
 
 
-def test_a_missing_sglang_is_said_and_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.memory_pool_host", None)  # its import fails
-    bench = move.Bench(report.parser("x").parse_args(["--dry-run"]))
-    for rows_of in (move.compile_in_tree(bench), bench.in_tree("near", set(), "in-tree")):
-        [row] = rows_of
-        assert row["subject"] == "in-tree"
-        assert row["not available"].startswith("not available: import of sglang.srt.mem_cache.memory_pool_host")
-
-
 def moves_measured(places: tuple[str, ...], subjects: tuple[str, ...]) -> list[dict]:
     """Rows of a made-up result: the copy at 50 GB/s, then 40, 30, ... GB/s for the subjects."""
     rows_made = []
@@ -327,16 +314,6 @@ def test_a_killed_run_has_its_rows_and_is_done_again(tmp_path: Path) -> None:
 
 
 # Dry runs of everything that needs no server
-
-
-@pytest.mark.parametrize(
-    "module", [append, attend, index, step, move, tier], ids=lambda module: module.__name__.split(".")[-1]
-)
-def test_dry_run(module: types.ModuleType, tmp_path: Path) -> None:
-    assert module.main(arguments(tmp_path)) == 0
-    data = result(tmp_path, module.__name__.split(".")[-1])
-    assert data["failures"] == []
-    assert any("ours" in row.get("subject", "") for row in data["rows"])
 
 
 def test_no_folder_is_left_behind(tmp_path: Path) -> None:
@@ -851,66 +828,6 @@ def test_a_prefill_is_all_kernels_before_the_first_decode_step(tmp_path: Path) -
     assert summary.kernels == {"k": [2, 50]}  # the second was launched before and runs after it
 
 
-def test_a_trace_of_the_profiler_without_a_gpu(tmp_path: Path) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        torch.ones(3).sum()
-    path = tmp_path / "cpu.trace.json.gz"
-    seen.export_chrome_trace(str(path))
-    assert profile_steps.summarise(path).split == "no GPU kernels in the trace"
-    with_kernels = json.loads(gzip.decompress(path.read_bytes()))
-    with_kernels["traceEvents"] += decode_trace()
-    path.write_bytes(gzip.compress(json.dumps(with_kernels).encode()))
-    assert profile_steps.summarise(path).steps == 3
-
-
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [
-        ("void deep_gemm::gemm_impl<(cute::UMMA::Major)0, 0u, 4096u, 1024u, 1u, 64u>(float*)", "gemm_impl<4096,1024>"),
-        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclStorage<4096ul>)", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"),
-        ("void (anonymous namespace)::norm<true>(x<3>)", "norm"),
-        (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>, x>(int)",
-            "vectorized_elementwise_kernel[FillFunctor]",
-        ),
-        ("void cutlass::device_kernel<flash::FwdSm90<flash::Coll<2> > >(P)", "device_kernel[FwdSm90]"),
-        ("_triton_kernel_0", "_triton_kernel_0"),
-    ],
-)
-def test_short_names_of_kernels(name: str, short: str) -> None:
-    assert profile_steps.short(name) == short
-
-
-def test_two_traces_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ours = written(tmp_path / "ours.json", decode_trace(product_us=55))
-    theirs = written(tmp_path / "theirs.json.gz", [e for e in decode_trace() if "side" not in e["name"]])
-    assert profile_steps.main([str(ours), str(theirs), "--out", str(tmp_path / "out")]) == 0
-    text = (tmp_path / "out" / "profile_steps.md").read_text()
-    assert text in capsys.readouterr().out
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    table = lines[lines.index("| kernel | launches ours | theirs | us ours | us theirs | difference |") + 2 :]
-    assert table[:2] == ["| side | 1 | 0 | 20.0 | 0.0 | 20.0 |", "| product<256> | 1 | 1 | 55.0 | 40.0 | 15.0 |"]
-    assert "| sum of the kernels' times | 140.0 | 105.0 | 35.0 |" in lines
-    assert len(result(tmp_path / "out", "profile_steps")["step"]) == 2
-
-
-def test_profiles_of_two_runs_are_compared(tmp_path: Path) -> None:
-    for subject, us in (("ours", 55.0), ("in-tree", 40.0)):
-        (tmp_path / subject).mkdir()
-        summary = profile_steps.summarise(written(tmp_path / "t.json", decode_trace(product_us=us)))
-        row = {"subject": subject, "measure": profile_steps.MEASURE, **vars(summary)}
-        failed = {"subject": subject, "measure": profile_steps.MEASURE, "at": "decode 64", "value": None, "error": "x"}
-        (tmp_path / subject / "serve.json").write_text(json.dumps({"rows": [{**row, "at": "decode 16"}, failed]}))
-    both = [str(tmp_path / subject / "serve.json") for subject in ("ours", "in-tree")]
-    assert profile_steps.main([*both, "--out", str(tmp_path)]) == 0
-    [(at, summaries)] = result(tmp_path, "profile_steps").items()
-    assert at == "decode 16"
-    assert [summary["kernel_us"] for summary in summaries] == [140, 125]
-    (tmp_path / "none.json").write_text(json.dumps({"rows": []}))
-    with pytest.raises(ValueError, match=r"none.json has no profiles: run .*--measure profile"):
-        profile_steps.main([str(tmp_path / "none.json")])
-
-
 PROFILED = """
 import gzip, json, sys, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -973,29 +890,6 @@ def test_distances_and_verdict() -> None:
         [{**of_prompt, "server": "in-tree", **worse}, {**of_prompt, "server": "fp8", **found}]
     )
     assert oracle_distance.verdict(swapped)[0].endswith(" holds")
-
-
-def test_serving_rounds_are_averaged() -> None:
-    rows_of = [
-        {"measure": "decode tokens/s", "at": 16, "subject": subject, "value": value}
-        for subject, value in (("ours", 3000.0), ("ours", 3200.0), ("in-tree", 2800.0), ("in-tree", None))
-    ]
-    [line] = serve.compare(rows_of)
-    assert line["ours"] == 3100
-    assert line["ours / in-tree"] == pytest.approx(3100 / 2800)
-
-
-def test_append_table_has_the_ratio() -> None:
-    base = {
-        "model": "flash",
-        "work": "decode x 1",
-        "load": "steady",
-        "% of copy": 1.0,
-        "x floor": 2.0,
-        "floor us": 30.0,
-    }
-    [line] = append.compare([{**base, "subject": "ours", "us": 60.0}, {**base, "subject": "in-tree", "us": 158.0}])
-    assert line["in-tree / ours"] == pytest.approx(158 / 60)
 
 
 def test_a_time_limit_stops_the_servers_and_keeps_the_rows(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from tiers import FULL
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("dsv4_sglang", "csrc", "tests", "benchmarks", "docs", "examples")
@@ -193,6 +194,14 @@ def test_nothing_reaches_the_cache_without_a_server() -> None:
     sources = [file for file in package.rglob("*.py") if file.relative_to(package).parts[0] != "standalone"]
     named = re.compile(r"^\s*(from|import) dsv4_sglang\b.*\bstandalone\b|[\"']dsv4_sglang\.standalone", re.MULTILINE)
     assert not [str(file.relative_to(ROOT)) for file in sources if named.search(file.read_text())]
+
+
+def test_tests_that_are_left_out_exist() -> None:
+    """A name that is misspelt would leave out nothing."""
+    for name in FULL:
+        file, _, test = name.partition("::")
+        path = ROOT / "tests" / file
+        assert path.is_file() and (not test or f"def {test}(" in path.read_text()), name
 
 
 def test_packages_import_in_the_order_of_the_architecture_page() -> None:

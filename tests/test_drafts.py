@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import server_forkserver
 import torch
 from transformers import AutoTokenizer, DynamicCache
 
@@ -46,8 +45,3 @@ def test_a_block_goes_on_from_its_cache(folder: Path) -> None:
 def test_a_snapshot_without_a_block_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"mtp\.0\.e_proj.*--nextn"):
         NextN(make_tiny(tmp_path / "plain", TinySpec(ratios=(0,), hash_layers=0)))
-
-
-@pytest.mark.slow
-def test_drafts_as_sglang_makes_them(tmp_path: Path) -> None:
-    server_forkserver.run_tests(tmp_path / "log", "drafts_of_sglang.py")

@@ -68,30 +68,6 @@ def test_one_chunk_against_definitions(device: torch.device) -> None:
     )
 
 
-@pytest.mark.parametrize("hca_state", ["raw", "online"])
-@pytest.mark.parametrize("plan", [[1] * 6 + [200], [127, 1, 1, 128], [130, 3, 64, 2, 1, 1], [7, 1, 1, 30, 5, 64, 150]])
-def test_chunks_equal_one_shot(device: torch.device, plan: list[int], hca_state: str) -> None:
-    manager = make_manager(device, hca_state=hca_state, **EXACT)
-    request = Request.admit(manager, 0)
-    for n in plan:
-        run_step(manager, [(request, n)])
-    check(request, **EXACT)
-
-
-def test_rings_of_more_rows_than_the_window(device: torch.device) -> None:
-    """Where the older rows lie changes nothing: prefill, decode over the end of the ring, a chunk after it."""
-    manager = make_manager(device, draft_tokens=8, hca_state="online", **EXACT)
-    request = Request.admit(manager, 0)
-    for n in (130, 1, 1, 1, 1, 1, 1, 1, 1, 150, 1):
-        run_step(manager, [(request, n)])
-    check(request, **EXACT)
-    pool = manager.state_pools[0]
-    assert pool.ring.shape[1] == pool.swa_pos.shape[1] == 136
-    kept = sorted(pool.swa_pos[request.slot].tolist())
-    assert kept[-128:] == list(range(289 - 128, 289)), "the window is there, among older rows"
-    assert int(pool.swa_head[request.slot]) == 289 % 136
-
-
 def verify(manager: KVCacheManager, requests: list[Request], tokens: int, kept: list[int]) -> None:
     """A step of `tokens` tokens of each request, of which `kept` stay; what the others bring is wrong."""
     true = [request.layers for request in requests]
@@ -680,16 +656,3 @@ def test_offload_beside_the_steps() -> None:
         assert all(bool((part == value).all()) for part in all_bytes(manager, slot))
         manager.release_blocks(slot)
         manager.release_request(slot)
-
-
-@pytest.mark.gpu
-def test_default_device_is_the_gpu() -> None:
-    manager = KVCacheManager(
-        CONFIG,
-        build_schedule(CONFIG),
-        max_concurrent_requests=1,
-        num_blocks_per_csa_layer=1,
-        num_blocks_per_hca_layer=1,
-    )
-    assert manager.device == torch.device("cuda", torch.cuda.current_device())
-    assert manager.block_tables.is_cuda

@@ -1,5 +1,6 @@
 """`dsv4-sglang plan`: weights against what was measured and what SGLang makes, the cache against a server's sizing."""
 
+import importlib
 import json
 import re
 import shlex
@@ -57,8 +58,13 @@ FLASHSHAPE = Path(capacity.__file__).parent / "configs" / "flashshape" / "config
 
 
 @pytest.fixture(scope="module", autouse=True)
-def other_tests_keep_their_gpu() -> Iterator[None]:
-    """The command hides GPUs from its process, which is that of these tests."""
+def prepared() -> Iterator[None]:
+    """Prepare this process as the command would, but leave its GPUs visible to other tests.
+
+    SGLang is imported before a command runs: transformers logs to the stderr of its first import for good, and that of
+    a command under CliRunner is read as its output and then closed.
+    """
+    importlib.import_module("sglang.srt.models.deepseek_v4")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ask_sglang, "prepare_this_process", lambda: None)
         yield

@@ -137,18 +137,6 @@ def test_swa_has_no_paged_pool() -> None:
         PagedKVPool(schema(CSA), 0, "cpu")
 
 
-@pytest.mark.parametrize("kind", [CSA, HCA, SWA])
-@pytest.mark.parametrize("options", [{}, {"kv_format": "bf16"}, {"kv_format": "fp32", "key_format": "fp32"}])
-@pytest.mark.parametrize("hca_state", ["raw", "online"])
-def test_memory_bytes(device: torch.device, kind: AttentionType, options: dict[str, str], hca_state: str) -> None:
-    layer = schema(kind, hca_state=hca_state, **options)
-    padding = kv_entries.block_stride_bytes(128, layer.kv_format, device) - layer.swa_bytes
-    assert StateCachePool(layer, 3, device).memory_bytes() == 3 * (layer.state_bytes + padding)
-    if kind is CSA:
-        padding = kv_entries.block_stride_bytes(32, layer.kv_format, device) - 32 * layer.entry_bytes
-        assert PagedKVPool(layer, 7, device).memory_bytes() == 7 * (layer.block_bytes + padding)
-
-
 def test_block_padding_only_on_sm100(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda", 0)
     for capability, expected in (((8, 0), 18688), ((9, 0), 18688), ((10, 0), 19008), ((12, 0), 18688)):
@@ -329,13 +317,7 @@ def test_bad_storage() -> None:
         StateCachePool(schema(SWA), 2, storage=StateStorage(layout, 2, positions=False))
 
 
-@pytest.mark.gpu
 def test_default_device() -> None:
-    assert PagedKVPool(schema(CSA), 1).entries.is_cuda
-    assert StateCachePool(schema(CSA), 1).ring.is_cuda
-
-
-def test_default_device_without_a_gpu() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert PagedKVPool(schema(CSA), 1).device == torch.device("cpu")
+    expected = "cuda" if torch.cuda.is_available() else "cpu"
+    assert PagedKVPool(schema(CSA), 1).entries.device.type == expected
+    assert StateCachePool(schema(CSA), 1).ring.device.type == expected

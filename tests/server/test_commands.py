@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from liveness import POLL_SECONDS, Progress, run, wait
-from server_harness import one_core_each
 from typer.testing import CliRunner
 
 from benchmarks import ports
@@ -24,8 +23,8 @@ from dsv4_sglang.cli.conversation import QUESTION
 pytestmark = pytest.mark.server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# Two schedulers: those of other tests are forked (server_forkserver.py), these find the plugin by themselves.
-FLAGS = ("--dtype", "float32", "--context-length", "2048", "--enable-cache-report", "--tp-size", "2", "--sleep-on-idle")
+# The scheduler of other tests is forked (server_forkserver.py), this one finds the plugin by itself.
+FLAGS = ("--dtype", "float32", "--context-length", "2048", "--enable-cache-report", "--sleep-on-idle")
 METRICS = ("--enable-metrics", "--decode-log-interval", "1")
 KEY = "of users"
 KEYS = ("--api-key", KEY, "--admin-api-key", "of admins")
@@ -52,7 +51,6 @@ def process(port: int, tiny: Callable[..., Path], tmp_path_factory: pytest.TempP
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*serve, *ports.flags(port), "--ask", QUESTION, *FLAGS, *KEYS, *METRICS],
-            env={**os.environ, "SGLANG_CPU_OMP_THREADS_BIND": one_core_each(2)},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

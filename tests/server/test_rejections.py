@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import server_forkserver
 from liveness import run, wait
 from server_harness import launched
 
@@ -26,28 +26,26 @@ def test_a_scheduler_rejects_a_launch_with_its_last_line(tiny: Callable[..., Pat
     assert text.splitlines()[-1].startswith("dsv4_sglang: the state slots do not fit: 1000004 slots of "), text
 
 
-@pytest.mark.parametrize(
-    ("flags", "overrides", "said"),
-    [
-        ([], {"dsv4_sgalng": {}}, ['"dsv4_sgalng" in --json-model-override-args is not a known key; ']),
-        (
-            ["--page-size", "64", "--max-running-requests", "-4"],
-            {"dsv4_sglang": {}},
-            ["--max-running-requests -4 is not supported: ", "--page-size 64 is not supported: "],
-        ),
-    ],
-    ids=["key", "flags"],
-)
-def test_the_launcher_rejects_a_launch_with_its_last_lines(
-    tiny: Callable[..., Path], flags: list[str], overrides: dict[str, object], said: list[str]
-) -> None:
-    """As a user starts it, in a process of its own."""
-    server = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(tiny()), "--device", "cpu", *flags]
-    done = run(
-        [*server, launch_command.OPT_IN_FLAG, json.dumps(overrides)],
-        env={**os.environ, **launch_command.cpu_environment()},
+def test_the_launcher_rejects_a_key_that_it_does_not_know(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """It would serve SGLang's own cache."""
+    server = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(tiny()), "--device", "cpu"]
+    command = launch_command.Command(
+        [*server, launch_command.OPT_IN_FLAG, '{"dsv4_sgalng": {}}'], launch_command.cpu_environment()
     )
+    log = tmp_path / "log"
+    assert wait(server_forkserver.start(command, log), log) == 1
+    text = log.read_text(errors="replace")
+    said = '"dsv4_sgalng" in --json-model-override-args is not a known key; '
+    assert said in text.splitlines()[-1], text
+
+
+def test_the_launcher_rejects_a_launch_with_its_last_lines(tiny: Callable[..., Path]) -> None:
+    """As a user starts it, in a process of its own."""
+    server = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(tiny()), "--device", "cpu"]
+    server += ["--page-size", "64", "--max-running-requests", "-4", launch_command.OPT_IN_FLAG, '{"dsv4_sglang": {}}']
+    done = run(server, env={**os.environ, **launch_command.cpu_environment()})
     text = done.stdout + done.stderr
     assert done.returncode == 1 and "Traceback" not in text
+    said = ["--max-running-requests -4 is not supported: ", "--page-size 64 is not supported: "]
     last = done.stderr.splitlines()[-len(said) :]
     assert all(line.startswith(f"dsv4_sglang: {words}") for line, words in zip(last, said, strict=True)), text

@@ -1,4 +1,5 @@
-"""fp32 rows and keys, a selection that leaves entries out, chunks of 128, a pool so small that requests retract.
+"""fp32 rows and keys, a selection that leaves entries out, chunks of 128, a pool so small that requests retract, and a
+host cache behind it.
 
 Where the selection leaves entries out, two whose scores are equal but for rounding may swap between two runs, cold or
 warm, whose steps hold other requests besides (docs/design/prefix_policy.md). `same_but_for_ties` asks the oracle
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from faulty_cache import broken
 from server_harness import (
+    HOST_CACHE,
     Generated,
     Server,
     assert_oracle_chooses,
@@ -23,13 +25,12 @@ from server_harness import (
 )
 
 from benchmarks.reference.oracle import Oracle
+from dsv4_sglang.cli import client
 
 pytestmark = pytest.mark.server
 
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
 GENERATED = 40
-
-
 TOLERANCE = 1e-4
 
 
@@ -44,9 +45,9 @@ def server(fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.Temp
     flags = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024")
     flags += ("--max-running-requests", "8", "--chunked-prefill-size", "128", "--disable-overlap-schedule")
     # Little is kept free for what running requests may still generate: sooner or later some are retracted.
-    flags += ("--schedule-conservativeness", "0.1")
-    model = tiny(seed=0, index_topk=64)
-    with running(model, log, *flags, entry_format="fp32", indexer_format="fp32") as server:
+    flags += ("--schedule-conservativeness", "0.1", "--enable-metrics", *HOST_CACHE)
+    options = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
+    with running(tiny(seed=0, index_topk=64), log, *flags, **options) as server:
         yield server
 
 
@@ -110,3 +111,25 @@ def test_warm_after_retraction(server: Server, oracle: Oracle) -> None:
     got = server.generate(ids, 8)
     assert got.cached == 256
     assert distances(oracle, ids, got).max() <= TOLERANCE
+
+
+def test_hits_from_the_host(server: Server, oracle: Oracle) -> None:
+    """Four conversations of three blocks in turn, in a device of eight blocks."""
+    prompts = [prompt(400, seed=30 + i) for i in range(4)]
+    server.flush()
+    for ids in prompts:
+        assert server.generate(ids, 1).cached == 0
+    before = server.metrics()["host_hit_tokens_host"]
+    for ids in prompts:
+        got = server.generate(ids, 8)
+        assert got.cached == 384
+        assert distances(oracle, ids, got).max() <= TOLERANCE
+    server.generate(prompt(5), 1)  # counters are published when requests come and go
+    assert server.metrics()["host_hit_tokens_host"] - before >= 2 * 384, "little came from the host"
+
+
+def test_the_cache_is_intact(server: Server) -> None:
+    """The integrity check after all that the other tests have left."""
+    server.wait_idle()
+    reports = client.Server.at(server.url).integrity()
+    assert len(reports) == 1 and not reports[0]["findings"], reports

@@ -1,4 +1,4 @@
-"""Prefix hits with FP8 rows, FP4 keys and a selection that leaves entries out, in chunks of 128.
+"""Prefix hits with FP8 rows, FP4 keys and a selection that leaves entries out, in chunks of 128, and with EAGLE.
 
 A run whose steps hold other tokens besides rounds activations in another way, and now and then an element of a row to
 the next FP8 value; warm answers may differ from cold ones by as much as that, and not more.
@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_harness import CHUNK, Generated, Server, prompt, running
+from server_harness import CHUNK, DRAFTS, Generated, Server, prompt, running
 
 from benchmarks.reference.oracle import Oracle
 
 pytestmark = pytest.mark.server
 
-FIELDS = {"seed": 2, "index_topk": 64, "ratios": (0, 4, 128, 4)}
+FIELDS = {"seed": 2, "index_topk": 64, "ratios": (0, 4, 128, 4), "nextn": True}
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-total-tokens", "4096", "--max-running-requests", "4")
-FLAGS += ("--chunked-prefill-size", "128")
+FLAGS += ("--chunked-prefill-size", "128", *DRAFTS)
 NOISE = 0.02
 """Mean |d log p|. Rounding all rows to FP8 moves it by 0.05, one spoilt entry by 0.07 and more
 (tests/test_make_tiny.py)."""
@@ -75,3 +75,9 @@ def test_warm_answers_are_no_further_from_fp32_than_the_format(
         format_alone.append((oracle.score(ids, got.tokens, "fp8", "mxfp4", CHUNK).logprobs - exact).abs())
     mean, allowed = torch.cat(ours).mean(), 1.5 * torch.cat(format_alone).mean()
     assert mean <= allowed, f"mean distance {mean:.4f}, the format alone {allowed / 1.5:.4f}"
+
+
+def test_drafts_are_accepted(server: Server) -> None:
+    sampling = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+    meta = server.post("/generate", {"input_ids": prompt(200, seed=7), "sampling_params": sampling})["meta_info"]
+    assert meta["completion_tokens"] == 40 and meta["spec_accept_length"] > 1.5

@@ -10,6 +10,7 @@ import torch
 from faulty_cache import HOST_FAULTS, LATE, LATE_FAULTS, broken
 from recorded_prefills import FAULTS
 from server_harness import (
+    ATTEMPTS,
     HOST_CACHE,
     Server,
     assert_oracle_chooses,
@@ -68,14 +69,17 @@ def test_new_tokens_behind_a_hit(server: Server, oracle: Oracle, recorded_steps:
 
 def test_hits_and_misses_in_a_batch(server: Server, oracle: Oracle, recorded_steps: Path) -> None:
     """Also chunked prompts whose last chunk is short, and eager steps beside."""
-    server.flush()
     trunk = prompt(520, seed=3)
-    server.generate(trunk, 1)
     asked = [trunk[:at] + prompt(n, seed=at) for at, n in ((130, 3), (256, 20), (384, 1))] + [prompt(40), prompt(7)]
-    before = len(sizes(recorded_steps))
-    for ids, got in zip(asked, server.generate_all(asked, 8)):
-        assert_oracle_chooses(oracle, ids, got, TOLERANCE)
-    assert any(requests > 1 for *_, requests in sizes(recorded_steps)[before:])
+    for _ in range(ATTEMPTS):
+        server.flush()
+        server.generate(trunk, 1)
+        before = len(sizes(recorded_steps))
+        for ids, got in zip(asked, server.generate_all(asked, 8)):
+            assert_oracle_chooses(oracle, ids, got, TOLERANCE)
+        if any(requests > 1 for *_, requests in sizes(recorded_steps)[before:]):
+            return
+    pytest.fail("no step had several requests: the test does not test")
 
 
 def test_more_requests_than_fit(server: Server, oracle: Oracle) -> None:

@@ -1,6 +1,6 @@
 """EAGLE with the checkpoint's own NextN layer, through HTTP, in fp32: tokens are the oracle's, and what is drafted is
-that of the layer in plain PyTorch, so every row that it reads is right, too. The tests of `test_speculation.py` go
-further."""
+that of the layer in plain PyTorch, so every row that it reads is right, too. Those of `test_scheduler_speculation.py`
+go further."""
 
 from __future__ import annotations
 

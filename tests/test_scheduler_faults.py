@@ -1,4 +1,4 @@
-"""What the tests of `speculation_of_sglang.py` see if something is wrong; `test_speculation.py` runs this file."""
+"""What the tests of `test_scheduler_speculation.py` see if something is wrong."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""EAGLE in SGLang's own scheduler on a CPU, with drafts that are right as often as a test wants; `test_speculation.py`
-runs this file."""
+"""EAGLE in SGLang's own scheduler on a CPU, with drafts that are right as often as a test wants."""
 
 from __future__ import annotations
 

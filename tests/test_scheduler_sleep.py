@@ -1,5 +1,5 @@
-"""Sleep, waking and new weights in SGLang's own scheduler, with speculation, overlap scheduling and a host cache;
-`test_speculation.py` runs this file. Memory that is given back is filled with what is no number."""
+"""Sleep, waking and new weights in SGLang's own scheduler, with speculation, overlap scheduling and a host cache.
+Memory that is given back is filled with what is no number."""
 
 from __future__ import annotations
 

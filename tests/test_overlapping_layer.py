@@ -1,4 +1,4 @@
-"""One layer's attention with streams that only keep count, on a CPU; `test_overlap.py` runs this file.
+"""One layer's attention with streams that only keep count, on a CPU.
 
 Every piece of work notes what its stream has seen: a vector clock. A piece comes after another exactly where its stream
 waited for it, directly or through others, whatever the order in which Python launched them.

@@ -1,4 +1,4 @@
-"""SGLang's drafts of a snapshot on a CPU, and what they ask of `sgl_kernel`; `test_drafts.py` runs this file."""
+"""SGLang's drafts of a snapshot on a CPU, and what they ask of `sgl_kernel`."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> None:
     runtime_context.publish(
         ServerArgs(model_path="dummy", device="cpu", disable_shared_experts_fusion=True), role="test"
     )
-    parallel_state.initialize_model_parallel(1, backend="gloo")
+    parallel_state.initialize_model_parallel(backend="gloo")
 
 
 def loaded(made: Callable[..., nn.Module], folder: Path, caplog: pytest.LogCaptureFixture) -> nn.Module:
