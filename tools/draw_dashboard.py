@@ -59,9 +59,11 @@ def draw(url: str, out: Path, seconds: float, window: str) -> None:
         axis.set_title(panel["title"], fontsize=10)
         axis.set_ylabel(AXIS[panel["fieldConfig"]["defaults"]["unit"]], fontsize=8)
         axis.set_ylim(bottom=0)
+        axis.set_xlim(0, seconds)
         axis.tick_params(labelsize=8)
         if axis.lines:
             axis.legend(fontsize=7)
+    figure.supxlabel("seconds", fontsize=9)
     figure.savefig(out, dpi=70)
     pyplot.close(figure)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 from liveness import POLL_SECONDS, Progress
 from server_harness import Server, assert_same, prompt, running
+from typer.testing import CliRunner
+
+from dsv4_sglang.cli import app
 
 pytestmark = pytest.mark.server
 
@@ -57,6 +61,13 @@ def salted(server: Server, salt: str) -> int:
     return int(details["cached_tokens"]) if details else 0
 
 
+def tool(command: str, folder: Path, *options: str, code: int = 0) -> str:
+    """What `dsv4-sglang storage` prints."""
+    ran = CliRunner().invoke(app, ["storage", command, str(folder), *options])
+    assert ran.exit_code == code, ran.output
+    return ran.output
+
+
 def test_whose_pages_a_request_finds(start: Callable[..., contextmanager[Server]], tmp_path: Path) -> None:
     """Random weights in the same folder leave nothing for those of the model. Three tenants and a request of nobody
     find what they stored themselves, behind a restart, and a fourth tenant finds nothing."""
@@ -80,3 +91,15 @@ def test_whose_pages_a_request_finds(start: Callable[..., contextmanager[Server]
         assert got.cached == FOUND
         assert_same(got, cold, TOLERANCE)
         server.wait_idle()
+        model = server.get("/server_info")["model_path"]
+        listed = tool("ls", folder).splitlines()
+        assert any(re.search(rf"{model} +│ used +│ +{6 * PAGES} ", line) for line in listed), listed
+        assert any(re.search(rf"{model}, random +│ unused +│ +{PAGES} ", line) for line in listed), listed
+        assert tool("verify", folder) == f"{7 * PAGES} pages are sound, 0 are damaged, 0 files were not checked\n"
+        assert f"kept, in use: {6 * PAGES} files" in tool("clear", folder, "--yes")
+        assert server.generate([*PROMPT, 5], extra_key="x").cached == FOUND
+    damaged = next(folder.glob("*.bin"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    assert f"damaged: {damaged}" in tool("verify", folder, code=1)
+    tool("clear", folder, "--yes")
+    assert not list(folder.iterdir())

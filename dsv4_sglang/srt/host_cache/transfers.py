@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4_sglang.cache.host_pool import HostBlockPool, HostSnapshotPool, host_block_bytes, host_row_bytes
 from dsv4_sglang.srt.host_cache.folder import CHECKSUM_BYTES, describe_weights
-from dsv4_sglang.srt.host_cache.page_names import page_name, weight_facts
+from dsv4_sglang.srt.host_cache.page_names import draws_weights, page_name, weight_facts
 from dsv4_sglang.srt.host_cache.pools import SNAPSHOTS, HostBlocks, HostSnapshots
 from dsv4_sglang.srt.host_cache.sizing import HostDemand, host_demand, host_table
 from dsv4_sglang.srt.host_cache.watch import LoadEvents, LoadWatch
@@ -212,7 +212,8 @@ class HostStack(StackStrategy):
                 overrides=model_overrides(server_args.json_model_override_args),
                 **weight_facts(compat.flags(server_args)),
             )
-            describe_weights(model_name, str(Path(server_args.model_path).absolute()))
+            weights = Path(server_args.model_path).absolute()
+            describe_weights(model_name, f"{weights}, random" if draws_weights(server_args) else str(weights))
             log.info("dsv4_sglang host cache: page names in the storage %s: %s", storage_backend, model_name)
         controller = TransferController(
             params.token_to_kv_pool_allocator,

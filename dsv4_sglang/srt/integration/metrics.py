@@ -1,7 +1,7 @@
 """Metrics of the cache: their names, the numbers behind them, and the timers of copies. docs/reference/metrics.md.
 
-Names begin with `dsv4_`: Prometheus reserves the colon of SGLang's `sglang:` for recording rules. An event adds to a
-number on the host. Nothing here waits for the device.
+Names begin with `dsv4_`: Prometheus reserves the colon of SGLang's `sglang:` for recording rules, and its releases
+before 3.0 get an underscore in its place. An event adds to a number on the host. Nothing here waits for the device.
 """
 
 from __future__ import annotations
