@@ -49,7 +49,7 @@ class HostSnapshotComponent(SnapshotComponent):
 
     def begin(self, req: Req) -> None:
         super().begin(req)
-        self.want(self.tree_core.node_by_id(req.last_node))
+        self.mark_for_saving(self.tree_core.node_by_id(req.last_node))
 
     def hits(self, req: Req, resumed: int) -> dict[str, int]:
         from_host = min(req.host_hit_length, resumed)
