@@ -1,6 +1,6 @@
-"""Draw the panels of Grafana's dashboard with matplotlib, from the same queries: docs/dashboard.png.
+"""Draw the panels of Grafana's dashboard with matplotlib, from the same queries: docs/guides/dashboard.png.
 
-python tools/draw_dashboard.py http://127.0.0.1:9090 --minutes 5 --out docs/dashboard.png
+python tools/draw_dashboard.py http://127.0.0.1:9090 --minutes 5 --out docs/guides/dashboard.png
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def draw(url: str, out: Path, seconds: float, window: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("url", help="of Prometheus")
-    parser.add_argument("--out", type=Path, default=Path("docs/dashboard.png"))
+    parser.add_argument("--out", type=Path, default=Path("docs/guides/dashboard.png"))
     parser.add_argument("--minutes", type=float, default=5)
     options = parser.parse_args()
     draw(options.url, options.out, 60 * options.minutes, "1m")

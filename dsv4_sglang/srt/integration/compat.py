@@ -538,12 +538,19 @@ def event_queue(block: int) -> Any:
 
 
 def record_events(core: Any, recorder: Any) -> None:
-    """Let a tree tell `recorder` of its blocks, in the place of SGLang's recorder."""
-    if IS_0_5_23:
-        core.kv_events = recorder
-        return
-    core._record_store_event, core._record_remove_event = recorder.record_store, recorder.record_remove
-    core._record_all_cleared_event, core.take_events = recorder.record_all_cleared, recorder.take
+    """Let a tree tell `recorder` of its blocks, in the place of SGLang's recorder. Raises AttributeError if the tree
+    records events in another way."""
+    calls = {"kv_events": recorder}
+    if not IS_0_5_23:
+        calls = {
+            "_record_store_event": recorder.record_store,
+            "_record_remove_event": recorder.record_remove,
+            "_record_all_cleared_event": recorder.record_all_cleared,
+            "take_events": recorder.take,
+        }
+    for name, call in calls.items():
+        getattr(core, name)
+        setattr(core, name, call)
 
 
 def is_public(key: Any) -> bool:
