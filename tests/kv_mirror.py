@@ -15,7 +15,7 @@ class Mirror:
 
     def __init__(self) -> None:
         self.blocks: dict[str, set[int]] = {medium.value: set() for medium in (StorageMedium.GPU, StorageMedium.CPU)}
-        self._next: dict[tuple[int | None, tuple[Any, ...]], int] = {}
+        self._next: dict[tuple[int | None, tuple[int, ...]], int] = {}
         """The hash of each block by that of the block before it and its tokens; media share the hashes."""
         self.removed = self.cleared = 0
 
@@ -55,5 +55,5 @@ class Mirror:
         return {medium: {"blocks": len(blocks), "sum": sum(blocks)} for medium, blocks in self.blocks.items()}
 
 
-def _page(tokens: Sequence[Any], i: int) -> tuple[Any, ...]:
-    return tuple(tuple(t) if isinstance(t, list) else t for t in tokens[i * BLOCK : (i + 1) * BLOCK])
+def _page(tokens: Sequence[int], i: int) -> tuple[int, ...]:
+    return tuple(tokens[i * BLOCK : (i + 1) * BLOCK])

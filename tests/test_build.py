@@ -130,7 +130,9 @@ def test_a_cached_library_needs_neither_nvcc_nor_a_writable_cache(cache: Path) -
 def test_what_others_can_write_is_not_loaded(cache: Path, part: str, mode: int) -> None:
     rejected = cache if part == "folder" else library_of(cache)
     rejected.chmod(mode)
-    with pytest.raises(RuntimeError, match=rf"{re.escape(str(rejected))} has mode 0{mode:o}: others .*chmod go-w"):
+    with pytest.raises(
+        RuntimeError, match=rf"{re.escape(str(rejected))} has mode 0{mode:o}: users other than .*chmod go-w"
+    ):
         extension.load.__wrapped__()
 
 

@@ -342,7 +342,7 @@ def test_a_default_folder_of_others_is_rejected(monkeypatch: pytest.MonkeyPatch,
     if what == "owner":
         me = os.geteuid()
         os.chown(default, 12345, -1) if me == 0 else monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    why = {"group": "has mode 0775: others", "owner": "belongs to user", "link": "is a link"}[what]
+    why = {"group": "has mode 0775: users other than its owner", "owner": "belongs to user", "link": "is a link"}[what]
     with pytest.raises(RuntimeError, match=f"{why}.* SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"):
         open_storage(default)
 

@@ -90,13 +90,14 @@ def test_whose_pages_a_request_finds(start: Callable[..., contextmanager[Server]
         got = server.generate(PROMPT, extra_key="x")
         assert got.cached == FOUND
         assert_same(got, cold, TOLERANCE)
+        wait_for_pages(server, folder, 8 * PAGES)
         server.wait_idle()
         model = server.get("/server_info")["model_path"]
         listed = tool("ls", folder).splitlines()
-        assert any(re.search(rf"{model} +│ used +│ +{6 * PAGES} ", line) for line in listed), listed
+        assert any(re.search(rf"{model} +│ used +│ +{7 * PAGES} ", line) for line in listed), listed
         assert any(re.search(rf"{model}, random +│ unused +│ +{PAGES} ", line) for line in listed), listed
-        assert tool("verify", folder) == f"{7 * PAGES} pages are sound, 0 are damaged, 0 files were not checked\n"
-        assert f"kept, in use: {6 * PAGES} files" in tool("clear", folder, "--yes")
+        assert tool("verify", folder) == f"{8 * PAGES} pages are sound, 0 are damaged, 0 files were not checked\n"
+        assert f"kept, in use: {7 * PAGES} files" in tool("clear", folder, "--yes")
         assert server.generate([*PROMPT, 5], extra_key="x").cached == FOUND
     damaged = next(folder.glob("*.bin"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")

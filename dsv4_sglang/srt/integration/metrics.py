@@ -48,7 +48,7 @@ class Metric(NamedTuple):
     @property
     def exposed(self) -> str:
         """The name under /metrics."""
-        return f"{PREFIX}{self.name}_total" if self.kind == COUNTER else PREFIX + self.name
+        return PREFIX + "_".join([self.name, *(["total"] if self.kind == COUNTER else [])])
 
 
 DEVICE, HOST, STORAGE = SOURCES = ("device", "host", "storage")

@@ -166,12 +166,11 @@ def _last_hash(node: Any) -> int | None:
 
 def _stored(node: Any, block: int, medium: StorageMedium) -> BlockStored:
     """The event of one block of a node, by its place in the node."""
-    raw, places = node.key.token_ids, range(block * BLOCK, (block + 1) * BLOCK)
     before = hash_str_to_int64(node.hash_value[block - 1]) if block else _last_hash(node.parent)
     return BlockStored(
         block_hashes=[hash_str_to_int64(node.hash_value[block])],
         parent_block_hash=before,
-        token_ids=[(raw[at], raw[at + 1]) if node.key.is_bigram else raw[at] for at in places],
+        token_ids=list(node.key.token_ids[block * BLOCK : (block + 1) * BLOCK]),
         block_size=BLOCK,
         lora_id=None,
         medium=medium,
