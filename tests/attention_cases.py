@@ -40,7 +40,7 @@ def kv_buffer(
 
 @dataclass
 class AttendCase:
-    """Arguments of `attend` in order, and the ratio of the layer where a attention kernel needs it."""
+    """Arguments of `attend` in order, and the ratio of the layer where an attention kernel needs it."""
 
     q: Tensor
     sink: Tensor
@@ -61,7 +61,7 @@ class AttendCase:
         return *moved[:-2], self.kv_format.code
 
     def inputs(self, device: torch.device | str = "cpu") -> tuple[Tensor, AttendInputs]:
-        """What a attention kernel's `attend` takes: the query and what it reads."""
+        """What an attention kernel's `attend` takes: the query and what it reads."""
         q, *rest = self.args(device)
         return q, AttendInputs.from_op(*rest)._replace(ratio=self.ratio)
 
