@@ -129,7 +129,7 @@ def test_sparse_prefill_compiles(architecture, rows):
 
     constants = {"FP8": rows == "*u8", "BLOCK_N": sparse_prefill._ENTRIES_PER_PROGRAM}
     types = {"window_ptr": rows, "entries_ptr": rows, "out_ptr": "*bf16"}
-    compile_for(sparse_prefill._write_out_kernel, architecture, constants, 4, **types)
+    compile_for(sparse_prefill._gather_kernel, architecture, constants, 4, **types)
     compile_for(sparse_prefill._join_kernel, architecture, {"COLUMNS": 256}, 4, out_ptr="*i32")
 
 
@@ -140,9 +140,13 @@ def test_decode_metadata_compiles(architecture):
 
     types = {"seq_lens_ptr": "*i64", "track_mask_ptr": "*i1", "track_slots_ptr": "*i64"}
     shared = {"CSA_RATIO": 4, "HCA_RATIO": 128, "COLUMNS_AT_ONCE": 256}
-    decode = {"EACH": 1, "SEES_BLOCK": False, "REACH": 128, "LISTED": 128, "COLUMNS": 128}
-    block = {"EACH": 7, "SEES_BLOCK": True, "REACH": 135, "LISTED": 192, "COLUMNS": 256}
-    for constants in (decode | {"TRACKS": True}, decode | {"TRACKS": False, "EACH": 4}, block | {"TRACKS": False}):
+    decode = {"TOKENS_PER_REQUEST": 1, "SEES_BLOCK": False, "WINDOW_LEN": 128, "LISTED": 128, "COLUMNS": 128}
+    block = {"TOKENS_PER_REQUEST": 7, "SEES_BLOCK": True, "WINDOW_LEN": 135, "LISTED": 192, "COLUMNS": 256}
+    for constants in (
+        decode | {"TRACKS": True},
+        decode | {"TRACKS": False, "TOKENS_PER_REQUEST": 4},
+        block | {"TRACKS": False},
+    ):
         compile_for(triton_metadata._decode_kernel, architecture, shared | constants, 1, **types)
 
 

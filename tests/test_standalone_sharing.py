@@ -94,7 +94,7 @@ def test_fork_without_room_changes_nothing() -> None:
     first.finish(manager)
     first = Request.admit(manager, 0)
     run_step(manager, [(first, 128)])
-    with pytest.raises(RuntimeError, match="no free state slot: all 2 concurrent requests"):
+    with pytest.raises(RuntimeError, match="no free state slot: 2 requests, the maximum, are running"):
         manager.fork(first.slot)
     assert manager.num_free_blocks == 2
     first.finish(manager)
@@ -228,7 +228,7 @@ def test_snapshots_that_cannot_be() -> None:
     manager.release_snapshot(snapshot)
     assert manager.num_free_blocks == 6
     for call in (manager.release_snapshot, manager.admit_request):
-        with pytest.raises(ValueError, match="the snapshot of 256 tokens is not kept here: it was released"):
+        with pytest.raises(ValueError, match="the snapshot of 256 tokens has been released"):
             call(snapshot)
     assert manager.num_free_slots == 2
     with pytest.raises(ValueError, match="max_snapshots is -1"):

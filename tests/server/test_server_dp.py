@@ -153,4 +153,4 @@ def test_it_listens_where_nobody_else_may(server: Server) -> None:
 def test_a_rank_has_its_share_of_slots(server: Server) -> None:
     lines = [line for line in server.log_text().splitlines() if "dsv4_sglang cache: " in line]
     assert sorted(line.split("] ")[0].split(" ", 2)[2] for line in lines) == ["DP0 TP0", "DP1 TP1"]
-    assert all("1024 tokens in 8 blocks" in line and "(6 requests, 2 for the check" in line for line in lines)
+    assert all("1024 tokens in 8 blocks" in line and "(6 requests, 2 for the snapshots" in line for line in lines)
