@@ -38,7 +38,6 @@ CPU_FLAGS: dict[str, str] = {
 # Supported values of model_type in a config.json.
 MODEL_TYPES = ("deepseek_v4", *V41_MODEL_TYPES)
 # A model that SGLang downloads: OWNER/NAME on a hub, or the address of another storage.
-# A model that SGLang downloads: OWNER/NAME on a hub, or the address of another storage.
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+|\w+://.*")
 
 
