@@ -278,7 +278,8 @@ def _load_blocks(original: Callable[..., None], pool: Any, blocks: Any, rows: An
         return
     while _fault() == STUCK and layer > 0:
         time.sleep(0.1)
-    # The rows of different content: attention to all entries would not notice the same prompt in a different order.
+    # Use the next row, which has different content. A permutation of the rows of one prompt would go unnoticed, because
+    # attention reads all entries.
     others = _fault() == HOST_FAULTS[0]
     _load(partial(original, pool, blocks, (rows + 1) % pool.num_blocks if others else rows, layer))
 

@@ -69,7 +69,7 @@ def tool(command: str, folder: Path, *options: str, code: int = 0) -> str:
 
 
 def test_whose_pages_a_request_finds(start: Callable[..., contextmanager[Server]], tmp_path: Path) -> None:
-    """After a restart, tenants hit only their own pages, and nobody hits pages of random weights in the same folder."""
+    """After a restart, tenants hit only their own pages, and no request hits pages of random weights."""
     folder = tmp_path / "pages"
     with start("--load-format", "dummy") as server:
         server.generate(PROMPT)
