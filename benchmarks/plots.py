@@ -39,12 +39,12 @@ Row = dict[str, Any]
 
 
 def shown(name: str) -> str:
-    """Return the text of a series or setting in a legend."""
+    """Return the legend text of a series or setting."""
     return SHOWN.get(name, name.replace("in-tree", "SGLang").replace("ours", "this package").replace("rows", "entries"))
 
 
 def grouped_bars(axis: Any, labels: list[str], values: dict[str, list[float | None]], unit: str) -> None:
-    """One group a label, one bar a series; a missing value leaves its place empty. Numbers stand on the bars."""
+    """Draw one group per label and one bar per series, with the values above the bars. A missing value leaves a gap."""
     width = 0.8 / max(1, len(values))
     for i, (name, series) in enumerate(values.items()):
         at = [j + (i - (len(values) - 1) / 2) * width for j in range(len(labels))]
@@ -95,7 +95,7 @@ def draw_move(axis: Any, rows: list[Row]) -> None:
     lines.sort(key=lambda line: line["direction"], reverse=True)
     labels = [f"{line['run']}\n{line['direction']}" for line in lines]
     grouped_bars(axis, labels, pick(lines, ("ours", "ours, far", *move.LAYOUTS, "copy")), "GB/s")
-    axis.margins(y=0.15)  # the legend stands above the bars
+    axis.margins(y=0.15)  # space for the legend above the bars
     axis.legend(fontsize=7, loc="upper center", ncols=5)
     axis.set_title("All blocks of all layers to the host and back: length of the runs of ids")
 
@@ -122,11 +122,11 @@ def draw_oracle_distance(axis: Any, rows: list[Row]) -> None:
 
 
 def draw_prefix_trace(axis: Any, rows: list[Row]) -> None:
-    """Share of an infinite cache's hits, a group a load, a bar a server."""
+    """Draw the share of an infinite cache's hits: one group per load, one bar per server."""
     loads: dict[tuple[str, float], dict[str, float]] = {}
     for row in rows:
         if row["hit_of_ideal"] is None:
-            continue  # nothing to hit; of later rounds the last counts
+            continue  # this round has nothing to hit; of later rounds the last one counts
         tuned = "--swa-full-tokens-ratio" in row["server"]["flags"]
         load = row["scenario"], float(f"{row['live_tokens'] / 1e6:.2g}")
         loads.setdefault(load, {})["in-tree, tuned" if tuned else row["server"]["subject"]] = 100 * row["hit_of_ideal"]
@@ -139,7 +139,8 @@ def draw_prefix_trace(axis: Any, rows: list[Row]) -> None:
 
 
 def draw_tier_sweep(axes: Any, rows: list[Row]) -> None:
-    """Hits and seconds a turn against the working set; of a size that was measured again the last counts."""
+    """Draw hits and seconds per turn against the working set. If a size was measured repeatedly, the last row
+    counts."""
     for name in SERVERS:
         of_size = {row["part"]: row for row in rows if row["server"]["subject"] == name}
         lines = sorted(of_size.values(), key=lambda row: row["live_tokens"])
@@ -162,8 +163,11 @@ def draw_tier_sweep(axes: Any, rows: list[Row]) -> None:
 
 
 def draw_turns(axes: Any, rows: list[Row]) -> None:
-    """First tokens of hits on the device: p50, and a line up to p95. A panel for each of at most two lengths of
-    conversations. Of a load that was measured again the last row counts."""
+    """Draw the time to first token for hits on the device: p50, with a line up to p95.
+
+    There is one panel for each of at most two conversation lengths. If a load was measured repeatedly, the last row
+    counts.
+    """
     turns = [row for row in rows if row["measure"] == "turn" and row["tier"] == "device"]
     lengths = sorted({row["tokens"] for row in turns})
     for axis, tokens in zip(axes, lengths):
@@ -192,8 +196,10 @@ def draw_turns(axes: Any, rows: list[Row]) -> None:
 
 
 def draw_trace(axes: Any, rows: list[Row]) -> None:
-    """Hits and first tokens over time in each server's last load, and throughput over load. Of a load that was measured
-    again the last row counts."""
+    """Draw hits and time to first token over time in each server's last load, and throughput over load.
+
+    If a load was measured repeatedly, the last row counts.
+    """
     names = [name for name in COLOURS if any(row["server"]["subject"] == name for row in rows)]
     loop = rows[-1]["loop"]
     for name in names:
@@ -226,8 +232,11 @@ def draw_trace(axes: Any, rows: list[Row]) -> None:
 
 
 class Plot(NamedTuple):
-    """`draw` gets the axis, or with several `panels` their array, and the rows. Nothing is drawn while a server of
-    `needs` has no row."""
+    """One figure.
+
+    `draw` receives the axis (an array of axes if there are several `panels`) and the rows. The figure is skipped until
+    every server in `needs` has a row.
+    """
 
     draw: Callable[[Any, list[Row]], None]
     panels: int = 1
@@ -250,7 +259,7 @@ DRAWN: dict[str, Plot] = {
 
 
 def load(results: Path, name: str) -> tuple[list[Row], Row] | None:
-    """(rows, environment) of a benchmark's file, or of its JSON lines; None without one."""
+    """Return (rows, environment) of a benchmark's JSON or JSON lines file; None if there is no file."""
     file = results / f"{name}.json"
     if file.is_file():
         data = json.loads(file.read_text())
@@ -263,7 +272,7 @@ def load(results: Path, name: str) -> tuple[list[Row], Row] | None:
 
 
 def draw(results: Path, docs: Path) -> list[Path]:
-    """Draw every result that is there; return the files written."""
+    """Draw all available results and return the files written."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -285,7 +294,7 @@ def draw(results: Path, docs: Path) -> list[Path]:
         release = environment.get("versions", {}).get("sglang")
         figure.supxlabel(f"{gpu}, SGLang {release}" if release else gpu, fontsize=7, color="#666666")
         written.append(docs / f"{name}.svg")
-        # Without a date and random names inside, equal results give equal files.
+        # Omit the date and random ids, so that equal results give identical files.
         figure.savefig(written[-1], metadata={"Date": None})
         pyplot.close(figure)
     return written

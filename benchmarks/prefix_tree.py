@@ -1,7 +1,7 @@
-"""A radix tree of blocks with snapshots: the same rules as on SGLang's tree, small enough to simulate with.
+"""Radix tree of blocks with snapshots for simulations: the rules that the served tree applies on SGLang's tree.
 
-A block is an integer id from the block pool, its content an integer key (equal keys: equal tokens with an equal past
-is what the tree itself establishes). Lengths here count blocks; the registry counts tokens.
+A block is an integer id from the block pool. Its content is an integer key: equal keys at the same position of equal
+prefixes stand for equal tokens. Lengths in this module count blocks; the registry counts tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dsv4_sglang.srt.prefix_cache.policy import SnapshotRegistry
 
 
 class FreeList:
-    """Ids 1..size, with the interface of SGLang's allocators: `alloc` gives None when it cannot."""
+    """Pool of the ids 1..size with the interface of SGLang's allocators. `alloc` returns None if too few ids are
+    free."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -47,7 +48,7 @@ class FreeList:
 
 
 class Node:
-    """Blocks `start`..`end` of a path; `snapshot` is the slot of the state at `end`, or 0."""
+    """Blocks `start`..`end` of a path. `snapshot` is the slot of the state at `end`, or 0."""
 
     __slots__ = ("blocks", "children", "end", "keys", "locks", "parent", "snapshot", "start")
 
@@ -62,8 +63,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Match:
-    """`node` ends at `resume` blocks and holds the snapshot to resume from (the root: none); `cached` blocks of the
-    path are in the tree."""
+    """Result of a lookup.
+
+    Attributes:
+        node: Deepest node on the path with a snapshot to resume from; the root if there is none.
+        resume: Number of blocks up to the end of `node`.
+        cached: Number of blocks on the path that are in the tree.
+    """
 
     node: Node
     resume: int
@@ -71,7 +77,7 @@ class Match:
 
 
 class PrefixTree:
-    """Blocks and snapshots are allocated here, so that eviction happens where memory runs out."""
+    """Radix tree that allocates blocks and snapshots itself and evicts when memory runs out."""
 
     def __init__(self, blocks: FreeList, snapshots: FreeList) -> None:
         self.block_pool, self.snapshot_pool = blocks, snapshots
@@ -86,7 +92,7 @@ class PrefixTree:
         self._holder: dict[int, Node] = {}
 
     def flush(self) -> None:
-        """Give up everything; nothing may be locked."""
+        """Free all blocks and snapshots. Raises RuntimeError if a node is locked."""
         for node in list(self.nodes()):
             if node.locks:
                 raise RuntimeError(f"flush: blocks {node.start}..{node.end} of a path are locked")
@@ -106,7 +112,8 @@ class PrefixTree:
     # Requests
 
     def match(self, keys: np.ndarray) -> Match:
-        """The deepest snapshot on the path of `keys`, and how far blocks are cached. Changes nothing."""
+        """Find the deepest snapshot on the path of `keys` and the length of the cached path. Does not change the
+        tree."""
         node, best, depth = self.root, self.root, 0
         while depth < len(keys) and (child := node.children.get(int(keys[depth]))) is not None:
             common = common_blocks(child.keys, keys[depth:])
@@ -119,7 +126,7 @@ class PrefixTree:
         return Match(best, best.end, depth)
 
     def resume(self, match: Match, keys: np.ndarray) -> None:
-        """Hold what a request with these keys needs while it runs: the path to its snapshot, and the snapshot."""
+        """Lock the matched path and its snapshot for a request with these keys, and update the reuse statistics."""
         self.registry.tick()
         self.lock(match.node)
         if match.node.snapshot:
@@ -144,12 +151,19 @@ class PrefixTree:
             node = node.parent
 
     def insert(self, node: Node, keys: np.ndarray, blocks: np.ndarray, snapshots: list[tuple[int, int]]) -> Node:
-        """Insert below `node`, which is locked, a request's blocks up to its last snapshot.
+        """Insert the blocks of a request below the locked `node`, up to its last snapshot.
 
-        `keys`, `blocks`: from the start of the path on. `snapshots`: (length, slot), ascending, lengths behind
-        `node.end`. Takes over the blocks behind `node` up to the last snapshot, and the slots; `blocks` is
-        rewritten to what the tree holds, the duplicates and slots that were not needed are given back. Returns the
-        node of the last snapshot.
+        The tree takes ownership of the blocks after `node` up to the last snapshot, and of the slots. It frees
+        duplicate blocks and slots, and replaces the duplicates in `blocks` by the tree's blocks.
+
+        Args:
+            node: Node from which the request resumed.
+            keys: Keys from the start of the path.
+            blocks: Block ids from the start of the path; updated in place.
+            snapshots: (length, slot) in ascending order, with lengths beyond `node.end`.
+
+        Returns:
+            The node of the last snapshot.
         """
         for length, slot in snapshots:
             node = self._extend(node, keys[:length], blocks)
@@ -163,7 +177,7 @@ class PrefixTree:
         return node
 
     def _extend(self, node: Node, keys: np.ndarray, blocks: np.ndarray) -> Node:
-        """The node that ends where `keys` end, made of `blocks` where the tree has none."""
+        """Return the node that ends with `keys`. Parts that the tree does not have are created from `blocks`."""
         while node.end < len(keys):
             depth = node.end
             child = node.children.get(int(keys[depth]))
@@ -183,7 +197,7 @@ class PrefixTree:
         return node
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut `node` after `at` blocks; the new node above it is returned. The snapshot stays at the end."""
+        """Split `node` after `at` blocks and return the new parent. The snapshot stays with the lower node."""
         assert node.parent is not None
         above = Node(node.parent, node.start, node.keys[:at], node.blocks[:at])
         above.locks = node.locks
@@ -211,7 +225,15 @@ class PrefixTree:
     # Memory
 
     def take_due(self, due: list[Due], interval: int) -> list[tuple[int, int]]:
-        """(length in blocks, slot) of those for which a slot could be had, ascending; needed ones are served first."""
+        """Take slots for due snapshots. Needed ones are served first.
+
+        Args:
+            due: Due snapshots, with lengths in tokens.
+            interval: Tokens of recomputation that an optional snapshot saves.
+
+        Returns:
+            (length in blocks, slot) of those that got a slot, in ascending order.
+        """
         taken = []
         for length, needed in sorted(due, key=lambda d: not d.needed):
             if slot := self.take_snapshot(needed=needed, saves=interval):
@@ -219,13 +241,17 @@ class PrefixTree:
         return sorted(taken)
 
     def take_blocks(self, count: int) -> np.ndarray | None:
-        """Blocks for a request, evicting what is worth least; None if what is locked leaves too few."""
+        """Allocate blocks for a request and evict those with the lowest value. Return None if too many blocks are
+        locked."""
         while self.block_pool.available_size() < count and self._evict_leaf():
             pass
         return self.block_pool.alloc(count)
 
     def take_snapshot(self, *, needed: bool = True, saves: int = 0) -> int:
-        """A slot for a snapshot, evicting the one worth least; 0 if there is none to evict (see the registry)."""
+        """Allocate a snapshot slot. Evict the snapshot with the lowest value if no slot is free.
+
+        Return 0 if no snapshot may be evicted (see `SnapshotRegistry.lowest_value`).
+        """
         if not self.snapshot_pool.available_size():
             slot = self.registry.lowest_value(needed=needed, saves=saves)
             if not slot:
@@ -237,7 +263,7 @@ class PrefixTree:
         return int(taken[0])
 
     def _drop(self, node: Node) -> None:
-        """Give up a node's snapshot; its blocks stay as long as nobody needs them."""
+        """Free a node's snapshot. Its blocks stay until they are evicted."""
         slot, node.snapshot = node.snapshot, 0
         del self._holder[slot]
         self.registry.remove(slot, int(node.keys[-1]))
@@ -260,7 +286,7 @@ class PrefixTree:
         return True
 
     def _forget_blocks(self, node: Node) -> None:
-        """A leaf whose blocks are free goes."""
+        """Remove a leaf whose blocks are free from the tree."""
         assert node.parent is not None and not node.children
         del node.parent.children[int(node.keys[0])]
 
@@ -268,7 +294,7 @@ class PrefixTree:
         return not node.children
 
     def _refresh(self, node: Node) -> None:
-        """Note whether the node is a leaf that may be evicted, and whether a snapshot gives it worth."""
+        """Update the node's entries in the eviction order: is it an evictable leaf, and does it have a snapshot?"""
         leaf = node is not self.root and self._is_leaf(node) and not node.locks
         if node.snapshot:
             self.registry.at_leaf[node.snapshot] = leaf
@@ -279,7 +305,7 @@ class PrefixTree:
 
 
 def common_blocks(a: np.ndarray, b: np.ndarray) -> int:
-    """How many keys two paths have in common."""
+    """Return the length of the common prefix of two key arrays."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     first = int(differs.argmax()) if n else 0

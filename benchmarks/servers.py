@@ -1,4 +1,4 @@
-"""SGLang servers as benchmarks need them: started with bounded waits, asked over HTTP, always stopped, logs read."""
+"""SGLang servers for benchmarks: start with a timeout, send requests, stop, and parse the log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dsv4_sglang.cli.server import Endpoint, RequestError, start, stop, wait_rea
 from dsv4_sglang.srt.integration.launch_command import Command
 
 GPU_ENVIRONMENT = {
-    # A GPU without FP4 runs FP8 experts; kernels are compiled when they are needed, not all at the start.
+    # GPUs without FP4 run FP8 experts. Kernels are compiled on first use instead of all at start.
     "SGLANG_DSV4_FP4_EXPERTS": "0",
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
     "HF_HUB_OFFLINE": "1",
@@ -35,8 +35,8 @@ GPU_FLAGS = ("--skip-tokenizer-init", "--sampling-backend", "pytorch", "--gramma
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN = "dsv4_sglang.srt.integration.plugin:register"
 
-# The prefix in brackets has the time and, with data parallelism, the rank: "[2026-11-21 10:00:00 DP1 TP1]".
-# With speculation it has the mean of tokens that a request kept of a turn.
+# The prefix in brackets has the time and, with data parallelism, the rank: "[2026-11-21 10:00:00 DP1 TP1]". With
+# speculation, "accept len" is the mean number of accepted tokens per request and verify step.
 DECODE_LINE = re.compile(
     r"\[\S+ \S+?(?: DP(\d+))?(?: [^\]]*)?\] Decode batch.*?#running-req: (\d+)(?:.*?accept len: ([\d.]+))?"
     r".*?gen throughput \(token/s\): ([\d.]+)"
@@ -50,9 +50,10 @@ OUR_SIZES = re.compile(
 
 
 def plugin_path(folder: Path) -> list[str]:
-    """What PYTHONPATH needs for a server to find this package's plugin: nothing where the package is installed.
+    """Return the PYTHONPATH entries with which a server finds this package's plugin.
 
-    Elsewhere the tree, and a folder with the two metadata files that make it look installed.
+    The list is empty if the package is installed. Otherwise it has the source tree and `folder`, where this function
+    writes the two metadata files of an installed distribution.
     """
     found = importlib.metadata.entry_points(group=PLUGIN_GROUP)
     if any(entry.value == PLUGIN for entry in found):
@@ -65,7 +66,20 @@ def plugin_path(folder: Path) -> list[str]:
 
 
 def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[list[str], dict[str, str]]:
-    """(argv, environment beside the caller's) of a server on this machine; `ours` selects this package's cache."""
+    """Return the command line of a server and its additional environment variables.
+
+    Args:
+        model: Folder of the checkpoint.
+        flags: Flags of the server.
+        ours: Use this package's cache, else SGLang's own.
+        cpu: Serve on the CPU.
+
+    Returns:
+        (argv, environment).
+
+    Raises:
+        ValueError: SGLang's own cache is requested on the CPU.
+    """
     from dsv4_sglang.srt.integration import compat, launch_command
 
     if cpu:
@@ -75,8 +89,8 @@ def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[l
         return made.argv, dict(made.environment)
     environment = dict(GPU_ENVIRONMENT)
     if compat.IS_0_5_23:
-        # As with real widths. flashshape's are too small for this kernel to be right (`srt.activate`), but its weights
-        # are random anyway.
+        # As with the released widths. flashshape's widths are too small for this kernel to be correct (`srt.activate`),
+        # but its weights are random.
         environment["SGLANG_OPT_FUSE_MHC_POST_PRE"] = "1"
     if "quantization_config" not in json.loads((model / "config.json").read_text()):
         environment["SGLANG_OPT_FP8_WO_A_GEMM"] = "0"
@@ -87,7 +101,7 @@ def command(model: Path, flags: Sequence[str], ours: bool, cpu: bool) -> tuple[l
 
 
 class Server(Endpoint):
-    """One server process. `log` gets all it prints. `launch` gives it a port."""
+    """One server process. Its output goes to the file `log`. `launch` assigns the port."""
 
     def __init__(self, name: str, argv: list[str], environment: Mapping[str, str], log: Path) -> None:
         super().__init__("")
@@ -97,9 +111,9 @@ class Server(Endpoint):
         self._held = contextlib.ExitStack()
 
     def launch(self) -> None:
-        """Start it without waiting, on ports of its own until `stop`."""
+        """Start the server on reserved ports without waiting for it. `stop` releases the ports."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        # The server imports from it: nobody else may be able to write it, or to make it first.
+        # The server imports from this folder, so its name must be unpredictable and only this user may write to it.
         folder = self._held.enter_context(tempfile.TemporaryDirectory(prefix="dsv4_sglang_plugin_"))
         self.port = self._held.enter_context(ports.reserved())
         self.url = f"http://127.0.0.1:{self.port}"
@@ -116,7 +130,14 @@ class Server(Endpoint):
         self._began = time.monotonic()
 
     def wait(self, timeout: float) -> None:
-        """Until it answers; RuntimeError with the end of its log if it ends or does not answer in `timeout` seconds."""
+        """Wait until the server answers.
+
+        Args:
+            timeout: Seconds since the start of the process.
+
+        Raises:
+            RuntimeError: The server ended or was not ready in time. The message has the end of its log.
+        """
         process = self.process
         assert process is not None, "launch() first"
         try:
@@ -133,13 +154,14 @@ class Server(Endpoint):
         self._held.close()
 
     def generate(self, input_ids: Sequence[Any], tokens: int, timeout: float = 300, **more: Any) -> Any:
-        """One prompt or a list of prompts, greedy, exactly `tokens` tokens each."""
+        """Generate exactly `tokens` tokens greedily for one prompt or for each prompt of a list."""
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         body = {"input_ids": input_ids, "sampling_params": sampling, **more}
         return self.request("/generate", body, timeout)
 
     def flush(self, seconds: float = 5) -> None:
-        """Empty the prefix cache; rejected while the last request is being cleaned up, so try for a while."""
+        """Clear the prefix cache. SGLang rejects this until the last request is cleaned up, so retry for `seconds`
+        seconds."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with contextlib.suppress(RequestError, OSError):
@@ -148,13 +170,13 @@ class Server(Endpoint):
             time.sleep(0.05)
 
     def lines(self, start: int = 0) -> str:
-        """The log from byte `start` on."""
+        """Return the log from byte `start`."""
         with self.log.open("rb") as file:
             file.seek(start)
             return file.read().decode(errors="replace")
 
     def mark(self) -> int:
-        """Where the log ends now."""
+        """Return the current size of the log in bytes."""
         return self.log.stat().st_size
 
     def tail(self, count: int = 12) -> str:
@@ -175,8 +197,15 @@ def running(server: Server, timeout: float) -> Iterator[Server]:
 
 @dataclass(frozen=True)
 class DecodeRate:
-    """Tokens a second of a burst: the median, the slowest and the fastest of `lines` of the log. `step_ms`: the median
-    time of a step, or of a turn of speculation, whatever it was that was drawn as accepted."""
+    """Decode throughput of a burst.
+
+    Attributes:
+        value: Median, in tokens/s.
+        low: Minimum, in tokens/s.
+        high: Maximum, in tokens/s.
+        lines: Number of log lines that were used.
+        step_ms: Median time of a step or speculative round. It does not depend on the random acceptance length.
+    """
 
     value: float
     low: float
@@ -186,7 +215,7 @@ class DecodeRate:
 
 
 class DecodeLine(NamedTuple):
-    """Requests of a step, tokens a second, and milliseconds a step, or a turn."""
+    """Decode line of the log: running requests, tokens/s, and milliseconds per step or speculative round."""
 
     requests: int
     rate: float
@@ -194,7 +223,7 @@ class DecodeLine(NamedTuple):
 
 
 def decode_lines(log: str) -> dict[int, list[DecodeLine]]:
-    """The log's decode lines, by rank of data parallelism; 0 where there is one."""
+    """Return the decode lines of a log by data parallel rank (0 if there is only one)."""
     found: dict[int, list[DecodeLine]] = {}
     for rank, count, accepted, rate in DECODE_LINE.findall(log):
         step_ms = 1e3 * int(count) * float(accepted or 1) / float(rate) if float(rate) else float("inf")
@@ -203,10 +232,10 @@ def decode_lines(log: str) -> dict[int, list[DecodeLine]]:
 
 
 def decode_rate(log: str, running_requests: int) -> DecodeRate | None:
-    """Of the decode lines of a burst of that many requests, when all of them ran; None if there are none.
+    """Return the decode throughput of a burst of `running_requests` requests while all of them ran; None if unknown.
 
-    With data parallelism a line speaks of one rank's requests and tokens, so rates are added over the ranks: those
-    lines count in which a rank has its most requests, and these must be all requests of the burst.
+    With data parallelism each line covers one rank, so rates are summed over ranks. Only lines in which a rank has its
+    maximum number of requests count, and these maxima must add up to `running_requests`.
     """
     ranks = [(lines, max(line.requests for line in lines)) for lines in decode_lines(log).values()]
     busy = [(lines, most) for lines, most in ranks if most]
@@ -214,7 +243,7 @@ def decode_rate(log: str, running_requests: int) -> DecodeRate | None:
         busy = [(busy[0][0], running_requests)]
     if not busy or sum(most for _, most in busy) != running_requests:
         return None
-    # The first line of a burst counts the time since the line before it.
+    # The first line of a burst includes the idle time since the previous line.
     counted = [[line for line in lines if line.requests == most][1:] for lines, most in busy]
     if not all(counted):
         return None
@@ -229,20 +258,25 @@ def decode_rate(log: str, running_requests: int) -> DecodeRate | None:
 
 
 def running_now(log: str) -> int:
-    """Requests in the last decode step that was logged, over all ranks."""
+    """Return the number of requests in the last logged decode step, over all ranks."""
     return sum(lines[-1].requests for lines in decode_lines(log).values())
 
 
 def most_running(log: str) -> int:
-    """Most requests in a decode step, added over the ranks. A prefill line's count may hold requests that are over."""
+    """Return the maximum number of requests in a decode step, summed over ranks. Prefill lines are not used because
+    their counts may include finished requests."""
     return sum(max(line.requests for line in lines) for lines in decode_lines(log).values())
 
 
 def cache_tokens(info: Mapping[str, Any], ranks: int) -> list[int]:
-    """Tokens in the cache of each rank of data parallelism, of the answer to /server_info.
+    """Return the cache's tokens on each data parallel rank.
 
-    `max_total_num_tokens` there is the first rank's. Each rank's own stands in its internal state; where not every rank
-    has sent one, the first rank's is taken for all.
+    `max_total_num_tokens` is the value of the first rank only. The value of each rank is in its internal state. If some
+    ranks have not sent theirs, the first rank's value is used for all.
+
+    Args:
+        info: Response to /server_info.
+        ranks: Number of data parallel ranks.
     """
     states = info.get("internal_states") or []
     of_ranks = [(state.get("memory_usage") or {}).get("token_capacity") for state in states]
@@ -252,13 +286,14 @@ def cache_tokens(info: Mapping[str, Any], ranks: int) -> list[int]:
 
 
 def max_total_tokens(url: str) -> int:
-    """Tokens that the cache of a server that runs has room for on its devices, over all ranks of data parallelism."""
+    """Return the capacity of a running server's device cache in tokens, summed over data parallel ranks."""
     info = Endpoint(url).request("/server_info", timeout=30)
     return sum(cache_tokens(info, info.get("dp_size") or 1))
 
 
 def sizes(log: str) -> dict[str, float]:
-    """What the log says about the cache: bytes a token and fixed bytes, in either server's words."""
+    """Return the sizes of the cache according to the log of either server: tokens, bytes per token, fixed GiB and total
+    GiB."""
     if found := OUR_SIZES.search(log):
         tokens, blocks, token_bytes, slots, slot_bytes = found.groups()
         return {
@@ -280,10 +315,10 @@ def sizes(log: str) -> dict[str, float]:
 
 
 def metrics(url: str) -> dict[str, float]:
-    """Return this package's metrics of a server, added over the ranks; {} if it has none.
+    """Return this package's metrics of a server, summed over ranks; {} if it has none.
 
-    Names are without `dsv4_`, `_total` and, for the sum of a histogram, `_sum`. A metric with a label has a value for
-    each value of the label, such as `hit_tokens_host`, and their sum.
+    Names omit `dsv4_`, `_total` and, for the sum of a histogram, `_sum`. A metric with a label has one entry for each
+    value of the label, such as `hit_tokens_host`, and one for their sum.
     """
     from dsv4_sglang.cli.client import samples
     from dsv4_sglang.srt.integration.metrics import PREFIX
@@ -303,13 +338,13 @@ def metrics(url: str) -> dict[str, float]:
 
 
 def host_copies(url: str) -> dict[str, float]:
-    """What a host cache has done since its start: `saved_bytes`, `load_seconds` and so on; {} without --enable-metrics
-    or without the tier."""
+    """Return the host cache's metrics, such as `saved_bytes` and `load_seconds`; {} without --enable-metrics or without
+    a host cache."""
     found = metrics(url)
     return {name.removeprefix("host_"): value for name, value in found.items() if name.startswith("host_")}
 
 
 def random_prompt(tokens: int, vocab: int, seed: int) -> list[int]:
-    """Distinct for every seed, so that no prefix cache helps."""
+    """Return random token ids. Each seed gives a different prompt, so no prefix cache can hit."""
     chosen = random.Random(seed)
     return [chosen.randrange(3, vocab) for _ in range(tokens)]

@@ -1,4 +1,4 @@
-"""A radix tree over device and host: the rules of `dsv4_sglang/srt/host` on `PrefixTree`, without copies or times."""
+"""Radix tree over device and host for simulations: the policy of `dsv4_sglang/srt/host_cache`, without copies."""
 
 from __future__ import annotations
 
@@ -14,33 +14,38 @@ NOTHING = np.empty(0, dtype=np.int64)
 
 
 class TieredTree(PrefixTree):
-    """Blocks of a node are on the device (`Node.blocks`), on the host (`on_host`), or both; its snapshot is a slot or
-    what the registry calls a row. What the host has of a path begins at the root."""
+    """Prefix tree with a host cache.
+
+    The blocks of a node are on the device (`Node.blocks`), on the host (`on_host`), or on both. Its snapshot is in a
+    device slot or on the host only; the registry then has a host id for it. The blocks of a path that the host holds
+    always begin at the root.
+    """
 
     def __init__(self, blocks: FreeList, snapshots: FreeList, host_blocks: FreeList, rows: FreeList) -> None:
         super().__init__(blocks, snapshots)
         self.host_blocks, self.rows = host_blocks, rows
         self.registry = SnapshotRegistry(snapshots.size, rows.size)
+        # Host blocks by node.
         self.on_host: dict[Node, np.ndarray] = {}
-        """The host's blocks of nodes."""
+        # Host row of the snapshot by node.
         self.row: dict[Node, int] = {}
-        """The host's rows of their snapshots."""
+        # Path that is being loaded. The host must not evict it meanwhile.
         self._loading: set[Node] = set()
-        """The path that is loaded, which the host does not give up meanwhile."""
+        # Blocks copied to the host, and how many of them an allocation had to wait for.
         self.saved_blocks = self.waited_blocks = 0
-        """Blocks copied to the host; those for which somebody waited who needed room."""
 
-    # Both places
+    # Device and host
 
     def on_device(self, node: Node) -> bool:
         return len(node.blocks) > 0
 
     def slot(self, node: Node) -> int:
-        """The slot of the node's snapshot; 0 if the device has none."""
+        """Return the device slot of the node's snapshot; 0 if the device has none."""
         return node.snapshot if node.snapshot <= self.registry.capacity else 0
 
     def _move(self, node: Node, to: int) -> None:
-        """Of a snapshot that the host has, the device has a copy now, or none any more."""
+        """Change the place of a snapshot that the host holds: to a device slot, or to a host id after its device copy
+        was freed."""
         registry, there = self.registry, node.snapshot
         registry.move(there, to)
         del self._holder[there]
@@ -64,7 +69,7 @@ class TieredTree(PrefixTree):
             node = self._extend(node, keys[:length], blocks)
             if self.slot(node):
                 self.snapshot_pool.free(np.array([slot]))
-            elif node.snapshot:  # a request has computed again what only the host had
+            elif node.snapshot:  # a request has recomputed a state that only the host held
                 self._move(node, slot)
             else:
                 node.snapshot = slot
@@ -75,7 +80,7 @@ class TieredTree(PrefixTree):
         return node
 
     def _extend(self, node: Node, keys: np.ndarray, blocks: np.ndarray) -> Node:
-        """Blocks that only the host has are the request's own on the device."""
+        """Extend the path as the base class does, but use the request's blocks for nodes that are only on the host."""
         at = node
         while at.end < len(keys) and (child := at.children.get(int(keys[at.end]))) is not None:
             common = common_blocks(child.keys, keys[at.end :])
@@ -89,11 +94,12 @@ class TieredTree(PrefixTree):
         return super()._extend(node, keys, blocks)
 
     def missing(self, node: Node) -> int:
-        """Blocks of its path that the device has not."""
+        """Return the number of blocks on the path to `node` that are not on the device."""
         return sum(len(at.keys) for at in self._path(node) if not self.on_device(at))
 
     def load(self, node: Node) -> bool:
-        """Bring a path and its snapshot to the device; False without room, which others may have that run."""
+        """Load a path and its snapshot to the device. Return False if there is no space, for example because running
+        requests hold it."""
         self._add_locks(node, 1)
         self._loading = set(self._path(node))
         try:
@@ -115,7 +121,7 @@ class TieredTree(PrefixTree):
             self._loading = set()
 
     def _path(self, node: Node) -> list[Node]:
-        """From the root's child on."""
+        """Return the path to `node`, beginning with the root's child."""
         path = []
         at: Node | None = node
         while at is not None and at is not self.root:
@@ -123,10 +129,10 @@ class TieredTree(PrefixTree):
             at = at.parent
         return path[::-1]
 
-    # Room on the device
+    # Device memory
 
     def _drop(self, node: Node) -> None:
-        """Give up a slot, if the snapshot has one."""
+        """Free the device slot of the node's snapshot, if it has one."""
         slot = self.slot(node)
         if not slot:
             return
@@ -145,10 +151,11 @@ class TieredTree(PrefixTree):
         if node not in self.on_host:
             super()._forget_blocks(node)
 
-    # To the host
+    # Saves
 
     def save_ahead(self) -> None:
-        """What a pass of the scheduler saves: what is new while there is room, and what the device gives up next."""
+        """Save the snapshots that one scheduler pass saves: new ones while the host has space, and the next eviction
+        candidates of the device."""
         registry = self.registry
         for slot in registry.to_copy():
             registry.attempted[slot] = True
@@ -171,8 +178,10 @@ class TieredTree(PrefixTree):
         return self.rows.available_size() > 0 and self._to_save(node) <= self.host_blocks.available_size()
 
     def _save(self, node: Node) -> None:
-        """Copy a snapshot and the blocks up to it, if what is worth less makes room for them. One that is superseded
-        makes none for blocks, which would be copies of what the device keeps."""
+        """Copy a snapshot and the blocks on its path to the host if entries with lower value can be evicted for them.
+
+        A superseded snapshot evicts no blocks, because its blocks would be copies of blocks that stay on the device.
+        """
         registry, slot, path = self.registry, self.slot(node), self._path(node)
         if not registry.pending_write[slot] or registry.copied[slot]:
             return
@@ -194,10 +203,20 @@ class TieredTree(PrefixTree):
         self.row[node] = int(row[0])
         registry.copied[slot] = True
 
-    # Room on the host
+    # Host memory
 
     def _make_room(self, pool: FreeList, count: int, slot: int, hold: set[Node]) -> bool:
-        """Give up what is worth less than the snapshot in `slot`, and not of the path that is saved."""
+        """Evict host entries with a lower value than the snapshot in `slot` until `pool` has `count` free ids.
+
+        Args:
+            pool: Rows or blocks of the host.
+            count: Number of ids needed.
+            slot: Device slot of the snapshot to save.
+            hold: Nodes that must not be evicted: the path to save and the path being loaded.
+
+        Returns:
+            True if the ids are available.
+        """
         if pool.available_size() >= count:
             return True
         registry = self.registry
@@ -238,8 +257,11 @@ class TieredTree(PrefixTree):
             self._refresh(node)
 
     def _give_up_blocks(self, node: Node, hold: set[Node]) -> Node | None:
-        """The host's blocks of a node, and above it those behind no snapshot; the node that is last on the path then,
-        if there is one with a snapshot."""
+        """Free the host blocks of a node and of its ancestors up to the next one with a snapshot or a different child.
+
+        Returns:
+            The last node on the path that remains, if it has a snapshot on the host, else None.
+        """
         at: Node | None = node
         while at is not None and at is not self.root and at not in hold:
             if at in self.row or any(child in self.on_host for child in at.children.values()):

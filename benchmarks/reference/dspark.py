@@ -32,7 +32,7 @@ _OWN = ("main_proj", "main_norm", "markov_head", "confidence_head")
 
 
 class _Context:
-    """Stands in for a KV cache: entries [1, 1, n, 512] of each stage, which precede those of the step."""
+    """Replacement for a KV cache: entries [1, 1, n, 512] of each stage, which precede those of the step."""
 
     def __init__(self, rows: list[Tensor]) -> None:
         self.rows = rows
@@ -73,7 +73,7 @@ class DSpark:
         self.biases = tensors[last + "markov_w2.weight"].float()
 
     def hidden(self, oracle: Oracle, ids: Sequence[int]) -> Tensor:
-        """Return fp32 [len(ids), target layers * hidden], the target's hidden states that the head takes."""
+        """Return fp32 [len(ids), target layers * hidden], the hidden states of the target model that the head takes."""
         found: dict[int, Tensor] = {}
         layers = oracle.model.model.layers
         hooks = [

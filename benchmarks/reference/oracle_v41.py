@@ -1,7 +1,7 @@
-"""The oracle of DeepSeek-V4.1: the whole model in fp32 from SPEC 11's formulas, over full sequences, without a cache.
+"""Oracle of DeepSeek-V4.1: the whole model in fp32 from the formulas of SPEC 11, over full sequences, without a cache.
 
 No release of transformers has the model. The results were compared with those of DeepSeek's own code (SPEC 11.7).
-Contents of the cache are rounded as in the cache, and so are index queries; everything else is fp32.
+Contents of the cache and index queries are rounded as in the server; everything else is fp32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the commands ask a server: where the server of given flags answers, and its answers as values."""
+"""Client of a running server for the commands: finds its address from its flags and parses its responses."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", "30000"
+# A server that listens on all addresses is reached on the loopback address.
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Who listens on every address is asked on this one."""
+# Copy of `srt.integrity.KEY`. An import of that module would import torch.
 INTEGRITY_KEY = "dsv4_sglang_integrity"
-"""`srt.integrity.KEY`, which this module does not import: that would import torch."""
 SGLANG_PREFIX = "sglang:"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """`cached_tokens` of the `prompt_tokens` came from the cache; seconds count from the request."""
+    """Response to a generate request.
+
+    `cached_tokens` of the `prompt_tokens` came from the cache. Times are in seconds since the request was sent.
+    """
 
     text: str
     prompt_tokens: int
@@ -38,7 +41,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Scored:
-    """Tokens with their log p; `cached` tokens before them came from the cache."""
+    """Tokens and their log probabilities. `cached` tokens of the prompt came from the cache."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -47,7 +50,10 @@ class Scored:
 
 @dataclass(frozen=True)
 class Pools:
-    """`used` tokens belong to running requests, `kept` ones wait for a request that begins like a finished one."""
+    """Usage of the device cache, in tokens.
+
+    `used` tokens belong to running requests. `kept` tokens belong to finished requests and are cached for reuse.
+    """
 
     used: int
     kept: int
@@ -62,7 +68,7 @@ class Pools:
 
 
 def samples(page: str, prefix: str = "") -> Iterator[Sample]:
-    """Yield the samples of a Prometheus page whose names begin with `prefix`, but not when they were created."""
+    """Yield the samples of a Prometheus page whose names begin with `prefix`, without the `_created` timestamps."""
     from prometheus_client.parser import text_string_to_metric_families
 
     for family in text_string_to_metric_families(page):
@@ -72,18 +78,18 @@ def samples(page: str, prefix: str = "") -> Iterator[Sample]:
 
 
 def bind(host: str, port: int) -> None:
-    """Raise OSError if a server could not listen there: the port is in use, or this machine has no such address."""
+    """Raise OSError if a server cannot listen at this address (port in use, or not an address of this machine)."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
-        # As servers do: connections that are closed do not keep the port.
+        # Servers set this option too: closed connections do not block the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
 
 
 class Server(Endpoint):
-    """The server of `flags`, asked from this machine.
+    """Client of the local server that was started with `flags`.
 
-    Raises OSError if the file of --ssl-certfile cannot be read as a certificate.
+    The constructor raises OSError if the file of --ssl-certfile cannot be read as a certificate.
     """
 
     def __init__(self, flags: Sequence[str]) -> None:
@@ -91,24 +97,27 @@ class Server(Endpoint):
         host = LOOPBACK.get(host, host)
         port = launch_command.flag_value(flags, "--port") or DEFAULT_PORT
         certificate = launch_command.flag_value(flags, "--ssl-certfile")
-        key = launch_command.flag_value(flags, "--api-key")  # --admin-api-key guards none of the routes below
+        key = launch_command.flag_value(flags, "--api-key")  # --admin-api-key protects none of the routes below
         scheme = "http" if certificate is None else "https"
         super().__init__(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", key, certificate)
 
     @classmethod
     def at(cls, url: str, api_key: str | None = None) -> Server:
-        """The server at an address, of which no flags are known."""
+        """Return a client for the server at `url`, whose flags are unknown."""
         server = cls([])
         Endpoint.__init__(server, url, api_key)
         return server
 
     def ready(self, timeout: float) -> None:
-        """Ask for a token. Not for /health: SGLang answers it with 503 and a line in the log for as long as it warms
-        up, while a request waits for its turn."""
+        """Return when the server has generated a token.
+
+        /health is not used: during warm-up SGLang answers it with 503 and writes a log line each time, while a generate
+        request waits in the queue.
+        """
         self.generate("Ready?", max_tokens=1, timeout=timeout)
 
     def generate(self, prompt: str, max_tokens: int, timeout: float = REQUEST_SECONDS) -> Answer:
-        """The greedy answer to `prompt`, of `max_tokens` tokens at most. Raises what `send` raises."""
+        """Generate at most `max_tokens` tokens greedily. Raises the errors of `send`."""
         body = {"text": prompt, "stream": True, "sampling_params": {"max_new_tokens": max_tokens, "temperature": 0}}
         start = time.monotonic()
         first = 0.0
@@ -131,8 +140,9 @@ class Server(Endpoint):
         )
 
     def integrity(self) -> list[dict[str, Any]]:
-        """The reports of the integrity check (`srt/features/integrity.py`), of every process; [] where it is off.
-        Raises what `send` raises.
+        """Return the integrity reports (`srt/features/integrity.py`) of all processes.
+
+        The list is empty if the check is off. Raises the errors of `send`.
         """
         info = self.request("/server_info")
         if not isinstance(info, dict):
@@ -141,14 +151,29 @@ class Server(Endpoint):
         return [report for state in states for report in state.get(INTEGRITY_KEY) or []]
 
     def answer(self, ids: Sequence[int], count: int, **fields: Any) -> Scored:
-        """`count` tokens, greedily. `fields` of the request besides. Raises what `send` raises."""
+        """Generate exactly `count` tokens greedily. Raises the errors of `send`.
+
+        Args:
+            ids: Token ids of the prompt.
+            count: Number of tokens to generate.
+            fields: Further fields of the request.
+
+        Returns:
+            The generated tokens and their log probabilities.
+        """
         sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
         meta = self._scored({"input_ids": list(ids), "sampling_params": sampling, **fields})
         pairs = meta["output_token_logprobs"]
         return Scored([pair[1] for pair in pairs], [pair[0] for pair in pairs], meta["cached_tokens"])
 
     def score(self, ids: Sequence[int], tokens: Sequence[int], **fields: Any) -> Scored:
-        """Given tokens behind `ids`, computed as a prompt. Raises what `send` raises."""
+        """Return the log probabilities of `tokens` after `ids`, computed as one prompt. Raises the errors of `send`.
+
+        Args:
+            ids: Token ids of the prompt.
+            tokens: Token ids to score.
+            fields: Further fields of the request.
+        """
         sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
         start = {"logprob_start_len": len(ids) - 1}
         meta = self._scored({"input_ids": [*ids, *tokens], "sampling_params": sampling, **start, **fields})
@@ -159,14 +184,12 @@ class Server(Endpoint):
         return meta
 
     def metrics(self, timeout: float = REQUEST_SECONDS) -> str:
-        """Return the server's Prometheus page. Raises RuntimeError if it has none, else what `send` raises."""
+        """Return the server's Prometheus page. Raises RuntimeError if it has none, and the errors of `send`."""
         page: str = self.request("/metrics", timeout=timeout)
         return page
 
     def pools(self) -> Pools:
-        """Return what the server's Prometheus page says of all ranks of DP attention together. Raises what `metrics`
-        raises.
-        """
+        """Return the usage of the cache, summed over all DP attention ranks. Raises the errors of `metrics`."""
         page = self.metrics()
         found: dict[str, dict[str, float]] = {}
         for sample in samples(page):

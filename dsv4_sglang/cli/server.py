@@ -1,4 +1,7 @@
-"""Start a server, wait until it is ready, ask it over HTTP, stop it: for commands, benchmarks and tests alike."""
+"""Start and stop server processes, wait until they are ready and send HTTP requests to them.
+
+Commands, benchmarks and tests use this module.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ KILL_SECONDS = 60.0
 
 
 class RequestError(RuntimeError):
-    """A server answered a request with an error.
+    """Error response of a server.
 
     Attributes:
         code: HTTP status.
-        text: Body of the answer.
+        text: Body of the response.
     """
 
     def __init__(self, code: int, text: str) -> None:
@@ -50,29 +53,41 @@ class Process(Protocol):
 
 
 def start(command: Command, output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
-    """Start a server as the leader of a process group of its own; `output`: a file for what it prints."""
+    """Start a server as the leader of a new process group.
+
+    Args:
+        command: Command line and environment of the server.
+        output: File that receives stdout and stderr; None: those of the calling process.
+
+    Returns:
+        The server process.
+    """
     errors = None if output is None else subprocess.STDOUT
     environment = command.full_environment()
     return subprocess.Popen(command.argv, env=environment, stdout=output, stderr=errors, start_new_session=True)
 
 
 def stop(process: Process, grace_seconds: float = STOP_SECONDS) -> None:
-    """Stop a server and all of its process group: SIGTERM, and SIGKILL after `grace_seconds` seconds; 0: SIGKILL at
-    once."""
+    """Stop a server and its whole process group.
+
+    Args:
+        process: Leader of the process group.
+        grace_seconds: Time between SIGTERM and SIGKILL; 0: send SIGKILL immediately.
+    """
     if grace_seconds:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(grace_seconds)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # the group may outlive its leader
-    process.kill()  # a process that has just been forked may not lead its group yet
+    process.kill()  # a process that was just forked may not lead its group yet
     with suppress(subprocess.TimeoutExpired):
         process.wait(KILL_SECONDS)
 
 
 @contextmanager
 def running(command: Command, grace_seconds: float = STOP_SECONDS) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a server and stop it at the end, whatever happens."""
+    """Context manager: start a server and stop it on exit."""
     process = start(command)
     try:
         yield process
@@ -83,18 +98,19 @@ def running(command: Command, grace_seconds: float = STOP_SECONDS) -> Iterator[s
 def _trusting(certificate: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever signed it need not be known
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # accept a certificate whose issuer is unknown
     pem = Path(certificate).read_text(encoding="ascii", errors="ignore")
     context.load_verify_locations(cadata="".join(pem.partition("-----END CERTIFICATE-----")[:2]))
     return context
 
 
 class Endpoint:
-    """The HTTP interface of a server at `url`. It is asked past any proxy.
+    """HTTP client of the server at `url`. Requests bypass proxies.
 
-    Over TLS the first certificate of the PEM file `certificate`, the server's own, is trusted and no other. The name in
-    it is not compared: it may be the machine's while the server is asked on loopback, and whoever shows this very
-    certificate is the server. Raises OSError if the file cannot be read as a certificate.
+    Over TLS the client trusts only the first certificate in the PEM file `certificate`, which is the server's own. It
+    does not compare the host name: the certificate may name the machine while the request goes to the loopback address.
+    Only the owner of this certificate can present it, so the server is still authenticated. The constructor raises
+    OSError if the file cannot be read as a certificate.
     """
 
     def __init__(self, url: str, api_key: str | None = None, certificate: str | None = None) -> None:
@@ -112,15 +128,15 @@ class Endpoint:
 
         Args:
             path: Route, such as /generate.
-            body: Sent as JSON; None: nothing is sent.
-            timeout: Seconds until a part of the response must come.
-            method: GET without a body, POST with one, if it is not given.
+            body: Object to send as JSON; None: no body.
+            timeout: Maximum seconds between two parts of the response.
+            method: HTTP method. The default is GET without a body and POST with one.
 
         Raises:
-            RequestError: The server answered with an error.
-            RuntimeError: The server does not show its certificate.
-            ValueError: `url` is not an address.
-            OSError: There is no answer, or it broke off.
+            RequestError: The server returned an error.
+            RuntimeError: The server does not present the expected certificate.
+            ValueError: `url` is not a valid address.
+            OSError: The server did not respond, or the connection broke off.
         """
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https"):
@@ -151,11 +167,12 @@ class Endpoint:
             connection.close()
 
     def _response(self, connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
-        """Wait for the response to the request that was sent."""
+        """Wait for the response to the request that was sent on `connection`."""
         return connection.getresponse()
 
     def request(self, path: str, body: Any = None, timeout: float = REQUEST_SECONDS, method: str | None = None) -> Any:
-        """Return what `send` reads: parsed if it is JSON, else its text. Raises what `send` raises."""
+        """Return the body of the response, parsed if it is JSON, else as text. Arguments and errors are those of
+        `send`."""
         with self.send(path, body, timeout, method) as response:
             text = response.read().decode(errors="replace")
         try:
@@ -164,7 +181,7 @@ class Endpoint:
             return text
 
     def ready(self, timeout: float) -> None:
-        """Return if the server serves requests, else raise OSError."""
+        """Return if the server accepts requests, else raise OSError."""
         try:
             self.request("/health", timeout=min(timeout, HEALTH_SECONDS))
         except RequestError as error:
@@ -172,11 +189,16 @@ class Endpoint:
 
 
 def wait_ready(server: Endpoint, alive: Callable[[], bool], timeout: float) -> None:
-    """Return when `server.ready` does.
+    """Wait until `server.ready` returns.
+
+    Args:
+        server: Server to wait for.
+        alive: Returns False when the server process has ended.
+        timeout: Maximum seconds to wait.
 
     Raises:
-        TimeoutError: It took more than `timeout` seconds.
-        RuntimeError: `alive` turned false before, or `server.ready` raised it.
+        TimeoutError: The server was not ready after `timeout` seconds.
+        RuntimeError: The server process ended first, or `server.ready` raised this error.
     """
     deadline = time.monotonic() + timeout
     while alive():
@@ -186,6 +208,6 @@ def wait_ready(server: Endpoint, alive: Callable[[], bool], timeout: float) -> N
         try:
             server.ready(left)
             return
-        except OSError:  # not listening yet, or gone
+        except OSError:  # the server does not listen yet, or has ended
             time.sleep(POLL_SECONDS)
     raise RuntimeError(f"the server at {server.url} ended before it was ready")

@@ -1,4 +1,4 @@
-"""`dsv4-sglang storage`: what lies in a folder of stored pages, whether it is sound, and what of it can be removed."""
+"""`dsv4-sglang storage`: list, verify and remove the pages in a storage folder."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def verify(folder: Folder, name: Names = None) -> None:
             continue
         try:
             is_sound = is_intact(file)
-        except FileNotFoundError:  # evicted meanwhile
+        except FileNotFoundError:  # evicted since the folder was listed
             continue
         sound, damaged = sound + is_sound, damaged + (not is_sound)
         if not is_sound:
@@ -117,7 +117,7 @@ def _tell(verb: str, files: list[StoredFile]) -> None:
 
 @contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """Show an error of the file system as one line that names the folder."""
+    """Report file system errors as one line that names the folder."""
     try:
         yield
     except OSError as error:
@@ -136,7 +136,7 @@ def _age(file: StoredFile) -> float:
 
 
 def _text_of(seconds: float) -> str:
-    """An age, in the largest unit of which it has one."""
+    """Format an age in the largest unit in which it is at least 1."""
     size, unit = next((pair for pair in UNITS if seconds >= pair[0]), UNITS[-1])
     return f"{seconds / size:.0f} {unit} ago"
 

@@ -1,4 +1,4 @@
-"""`dsv4-sglang top`: what a running server's cache does, in the terminal."""
+"""`dsv4-sglang top`: show the state of a running server's cache in the terminal."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ from dsv4_sglang.srt.integration.metrics import EVICTED, HIT, MISS, PREFIX, RANK
 if TYPE_CHECKING:
     from rich.console import Group
 
+# Timeout of a request for /metrics, in seconds. After it the server counts as not running.
 SECONDS = 10.0
-"""A server that does not answer in this time is reported as gone."""
 NONE = "-"
 
 
 @dataclass(frozen=True)
 class Page:
-    """The values of one look at /metrics by name, rank of DP attention and value of the label, without histograms'
-    buckets; `rates` are those since the look before, in a second."""
+    """One sample of /metrics, without histogram buckets.
+
+    Attributes:
+        at: Time of the sample, in seconds (monotonic clock).
+        values: Values by metric name, DP attention rank and label value.
+        before: The previous sample, from which rates are computed; None for the first one.
+    """
 
     at: float
     values: dict[tuple[str, str, str], float]
@@ -31,7 +36,8 @@ class Page:
 
     @classmethod
     def read(cls, server: Server, before: Page | None = None) -> Page:
-        """Ask a server. Raises RuntimeError without this package's metrics, else what `Server.metrics` raises."""
+        """Read /metrics. Raises RuntimeError if this package's metrics are missing, and the errors of
+        `Server.metrics`."""
         values: dict[tuple[str, str, str], float] = {}
         for sample in samples(server.metrics(SECONDS)):
             labels = dict(sample.labels)
@@ -52,7 +58,13 @@ class Page:
         return next(value for name, _, value in self.values if name == f"{PREFIX}build_info")
 
     def get(self, name: str, rank: str, value: str | None = None) -> float | None:
-        """One metric of a rank, summed over its label if no value is given; None if the server has it not."""
+        """Return the value of a metric on one rank; None if the server does not have it.
+
+        Args:
+            name: Full name of the metric.
+            rank: DP attention rank.
+            value: Value of the label; None: sum over all values.
+        """
         found = [
             amount
             for (of, at, label), amount in self.values.items()
@@ -61,17 +73,17 @@ class Page:
         return sum(found) if found else None
 
     def change(self, name: str, rank: str, value: str | None = None) -> float:
-        """How much a counter has grown since the look before; since the start of the server without one."""
+        """Return the growth of a counter since the previous sample, or since the server's start if there is none."""
         now = self.get(name, rank, value) or 0.0
         return now if self.before is None else now - (self.before.get(name, rank, value) or 0.0)
 
     def rate(self, name: str, rank: str) -> float | None:
-        """The growth of a counter in a second; None at the first look."""
+        """Return the growth of a counter per second; None for the first sample."""
         return None if self.before is None else self.change(name, rank) / (self.at - self.before.at)
 
 
+# Label of a row, and a function that returns the text for a rank.
 Row = tuple[str, Callable[[str], str]]
-"""A name, and the text of a rank."""
 
 
 def _number(value: float | None) -> str:
@@ -83,7 +95,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _mean(page: Page, name: str, value: str | None = None) -> Callable[[str], str]:
-    """Of a histogram of seconds."""
+    """Return a function that formats the mean of a histogram of seconds on a rank."""
 
     def text(rank: str) -> str:
         count, total = (page.get(f"{PREFIX}{name}_{part}", rank, value) or 0.0 for part in ("count", "sum"))
@@ -105,7 +117,7 @@ def _plain(page: Page, name: str, value: str | None = None) -> Callable[[str], s
 
 
 def _sections(page: Page) -> Iterator[list[Row]]:
-    """The rows of a frame, in groups."""
+    """Yield the rows of a frame, group by group."""
     hits, prompts = f"{PREFIX}hit_tokens_total", f"{PREFIX}prompt_tokens_total"
     reuses = f"{PREFIX}reuse_interval_requests_count"
     tokens = {"live": "used", "kept for reuse": "evictable", "free": "available"}
@@ -147,7 +159,7 @@ def _host_rows(page: Page) -> Iterator[Row]:
 
 
 def frame(page: Page, url: str) -> Group:
-    """One picture of a server: a column for each rank."""
+    """Draw one frame, with a column for each rank."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""A launch that is planned: its model, GPUs and flags, and the command that starts it."""
+"""The planned deployment: model, GPUs and flags, and the command that starts a server."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from dsv4_sglang.planner.models import Format, Model
 from dsv4_sglang.planner.weights import Split, check_split
 from dsv4_sglang.srt.integration.options import KEY, Options
 
+# KV entry dtype by the value of --kv-cache-dtype.
 ENTRY_DTYPES = {"auto": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}
-"""By --kv-cache-dtype."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A launch: `count` GPUs in servers of `tp` each. Raises ValueError for what no server would take."""
+    """Planned deployment: `count` GPUs in servers of `tp` GPUs each. Raises ValueError for a configuration that a
+    server would reject."""
 
     model: Model
     gpu: Gpu
@@ -30,22 +31,22 @@ class Choice:
     tp: int
     dp: int
     experts: Format
+    # --max-running-requests of one server.
     running: int = 256
-    """--max-running-requests of a server."""
     mem_fraction: float = 0.85
     kv_cache_dtype: str = "auto"
     options: Options = field(default_factory=Options)
+    # --chunked-prefill-size.
     chunk: int = 8192
-    """--chunked-prefill-size"""
+    # --context-length; None: the model's maximum.
     context_length: int | None = None
-    """None: the model's."""
+    # Tokens per request for which the capacity is computed.
     request: int = 32768
-    """Tokens of the requests that are counted."""
+    # Tokens per verify step; 0: no speculation. EAGLE: --speculative-num-draft-tokens. DSPARK (models with such a
+    # head): block size + 1.
     draft_tokens: int = 0
-    """Tokens of a verify step: --speculative-num-draft-tokens of EAGLE, one more than a block of DSPARK, which a model
-    with such a head drafts with; 0: no speculation."""
+    # --hicache-size: GB (10^9 bytes) of host memory per process; 0: no host cache.
     host_gb: int = 0
-    """--hicache-size: GB (10^9 bytes) of host memory for each process; 0: no host cache."""
 
     def __post_init__(self) -> None:
         for flag, value in (("--count", self.count), ("--tp", self.tp), ("--dp", self.dp), ("--context", self.request)):
@@ -113,7 +114,7 @@ class Choice:
 
     @property
     def draft_layers(self) -> int:
-        """Layers of the draft model, each with a ring in every slot."""
+        """Number of draft model layers, each with a window ring in every state slot."""
         if not self.draft_tokens:
             return 0
         return 1 if self.model.dspark is None else self.model.dspark.stages
@@ -123,11 +124,11 @@ class Choice:
         return self.model.config.max_position_embeddings if self.context_length is None else self.context_length
 
     def gpus(self, count: int) -> Choice:
-        """The same with one server of `count` GPUs."""
+        """Return the same configuration with one server of `count` GPUs."""
         return replace(self, count=count, tp=count)
 
     def sglang_fields(self) -> dict[str, Any]:
-        """The fields of SGLang's ServerArgs with which SGLang's own cache is sized for the same launch."""
+        """Return the ServerArgs fields with which SGLang sizes its own cache for this deployment."""
         fields: dict[str, Any] = {
             "tp_size": self.tp,
             "dp_size": self.dp,
@@ -151,8 +152,8 @@ class Choice:
         return {**fields, "speculative_num_draft_tokens": self.draft_tokens}
 
     def command(self) -> str:
-        """Of one server."""
-        released = self.model.path.startswith("deepseek-ai/")  # with experts in FP4
+        """Return the command line that starts one server."""
+        released = self.model.path.startswith("deepseek-ai/")  # these checkpoints have FP4 experts
         path = "CHECKPOINT-WITH-FP8-EXPERTS" if released and self.experts is Format.FP8 else self.model.path
         words = ["dsv4-sglang", "serve", "--model-path", path, "--tp-size", str(self.tp)]
         if self.dp > 1:

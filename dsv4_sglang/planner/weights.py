@@ -1,8 +1,8 @@
-"""Bytes of a model's weights on one GPU, counted with the constructors that a server uses, on the meta device.
+"""Bytes of a model's weights on one GPU, counted by building the served model on the meta device.
 
-SGLang splits attention over the processes that share a request: all of them, or the `tp / dp` of a replica under DP
-attention. Experts, shared experts and the output head are split over all processes. Compressors, indexers, routers,
-hyper-connections and RoPE tables are whole on every GPU; under DP attention the embedding is, too.
+SGLang shards attention over the processes that share a request: all of them, or the `tp / dp` of a replica under DP
+attention. Routed experts, shared experts and the output head are sharded over all processes. Compressors, indexers,
+routers, hyper-connections and RoPE tables are replicated on every GPU; under DP attention the embedding is, too.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dsv4_sglang.planner.ask_sglang import resolved_flags
 from dsv4_sglang.planner.models import Format, Model
 from dsv4_sglang.srt.integration import compat
 
+# Experts are split along their columns in whole tiles of this width, each with one scale.
 FP8_TILE = 128
-"""Columns of an expert are split in whole tiles, each with one scale."""
 RESERVED = "embedding, head"
+# Group of a parameter, by the first entry that its name contains.
 GROUPS = (
     ("shared_experts", "shared experts"),
     ("mlp.experts", "routed experts"),
@@ -27,24 +28,23 @@ GROUPS = (
     ("embed_tokens", RESERVED),
     ("lm_head", RESERVED),
 )
-"""What a parameter is for, by the first part of its name that matches."""
 OTHERS = "routers, norms, streams"
 
 
 class Split(NamedTuple):
-    """`tp` processes, in `dp` replicas of the attention and its cache (1: plain tensor parallelism)."""
+    """Parallel configuration: `tp` processes in `dp` replicas of the attention and its cache (1: no DP attention)."""
 
     tp: int
     dp: int = 1
 
     @property
     def attention(self) -> int:
-        """Processes that share a request."""
+        """Number of processes that share a request."""
         return self.tp // self.dp
 
 
 def check_split(model: Model, split: Split) -> None:
-    """ValueError for a split that SGLang cannot make of this model's matrices."""
+    """Raise ValueError if SGLang cannot shard this model's matrices with this split."""
     config = model.config
     if split.tp % split.dp:
         raise ValueError(f"--dp {split.dp} does not divide --tp {split.tp}")
@@ -67,33 +67,41 @@ class DraftWeights(NamedTuple):
     """Bytes of the draft model on one GPU."""
 
     name: str
+    # NextN layer: a decoder layer with window attention only and its input projections. DSPARK head: its stages, the
+    # projection of the target layers' hidden states, and the matrices of the Markov bias.
     layer: int
-    """NextN layer: a decoder layer with the window alone, and the projections before it. DSPARK head: its stages, the
-    projection of the layers that they read, and the matrices of the bias."""
+    # Embedding and output head of the NextN layer. SGLang replaces them by those of the served model only after it has
+    # sized the cache, so they reduce the size of the cache.
     until_shared: int
-    """The NextN layer's own embedding and output head. SGLang replaces them by the served model's after it has sized
-    the cache, so the cache is sized as if they stayed."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes on one GPU by what they are for, RoPE tables included, and those of the checkpoint's draft model."""
+    """Bytes of the weights on one GPU by group, including RoPE tables, and those of the checkpoint's draft model."""
 
     parts: tuple[tuple[str, int], ...]
     draft: DraftWeights | None
 
     @property
     def bytes(self) -> int:
-        """Without the draft model."""
+        """Total without the draft model."""
         return sum(size for _, size in self.parts)
 
 
 @cache
 def count_weights(model: Model, split: Split, experts: Format) -> Weights:
-    """Build the model of the first process of `split` on the meta device and count its parameters.
+    """Build the model of the first process of `split` on the meta device and count the bytes of its parameters.
+
+    Args:
+        model: Model to count.
+        split: Parallel configuration.
+        experts: Format of the routed experts.
+
+    Returns:
+        Bytes on one GPU.
 
     Raises:
-        ValueError: SGLang cannot split this model's matrices so.
+        ValueError: SGLang cannot shard this model's matrices with this split.
     """
     check_split(model, split)
     built, draft = _built(model, split, experts)
@@ -109,7 +117,7 @@ def count_weights(model: Model, split: Split, experts: Format) -> Weights:
 
 
 def _built(model: Model, split: Split, experts: Format) -> tuple[Any, Any]:
-    """The served model and its draft model, without memory."""
+    """Return the served model and its draft model (None if there is none), built on the meta device."""
     server_args, _, config = resolved_flags(
         model.text,
         tp_size=split.tp,
@@ -147,7 +155,8 @@ def _parameter_bytes(module: Any) -> dict[str, int]:
     for name, parameter in parameters.items():
         group = next((group for part, group in GROUPS if part in name), OTHERS)
         size = parameter.numel() * parameter.element_size()
-        # SGLang loads the scales of FP4 experts, whose weights are bytes, as fp32; its kernels keep one byte of each.
+        # The weights of FP4 experts have an integer dtype. SGLang loads their scales as fp32; its kernels keep one byte
+        # of each.
         weight = parameters.get(name.replace("weight_scale_inv", "weight"))
         if "mlp.experts" in name and weight is not parameter and weight is not None and not weight.is_floating_point():
             size = parameter.numel()
@@ -156,6 +165,6 @@ def _parameter_bytes(module: Any) -> dict[str, int]:
 
 
 def _rope_tables(module: Any) -> dict[int, int]:
-    """Bytes of each RoPE table by its identity: layers and models share tables."""
+    """Return the bytes of each RoPE table by its id. Layers and models share tables."""
     named = (buffer for name, buffer in module.named_buffers() if name.endswith("freqs_cis"))
     return {id(table): table.numel() * table.element_size() for table in named}

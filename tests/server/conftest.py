@@ -1,4 +1,4 @@
-"""What the servers of these tests serve, and how they are broken on purpose."""
+"""Fixtures for server tests: tiny models, fault injection and recorded prefill graphs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from dsv4_sglang.testing.tiny_v41 import TinyV41Spec, make_tiny_v41
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Snapshot folder of a seed and other fields of `TinySpec`, made once. Without a GPU of 16 heads, unless a test
-    wants more: the cache is the same for any number, and of 64 the attention of server and oracle takes three times as
-    long."""
+    """Return a factory of checkpoint folders with the given fields of `TinySpec`. Equal fields share a folder.
+
+    Without a GPU the default is 16 attention heads. The cache does not depend on the number of heads, and 64 heads make
+    attention of server and oracle three times as slow.
+    """
     made: dict[Any, Path] = {}
     heads = 64 if torch.cuda.is_available() else 16
 
@@ -37,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def tiny_v41(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The same of `TinyV41Spec`, made each time."""
+    """Return a factory of new checkpoint folders with the given fields of `TinyV41Spec`."""
 
     def make(**fields: Any) -> Path:
         return make_tiny_v41(tmp_path_factory.mktemp("tiny_v41"), TinyV41Spec(heads=16, **fields))
@@ -47,7 +49,7 @@ def tiny_v41(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def fault(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The file that says how the servers that a module starts are broken at the moment (faulty_cache.py)."""
+    """File whose content selects the fault in all servers that the module starts (faulty_cache.py)."""
     folder = tmp_path_factory.mktemp("fault")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([*entry_point(folder), os.environ.get("PYTHONPATH", "")]))
@@ -57,8 +59,10 @@ def fault(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def recorded_steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Servers of a module run prefill steps of up to its RECORDED_TOKENS tokens as graphs of a GPU do
-    (recorded_prefills.py). Returns the file of the steps."""
+    """Run prefill steps of up to RECORDED_TOKENS tokens like GPU graphs in the module's servers (recorded_prefills.py).
+
+    Returns the file that records the steps.
+    """
     folder = tmp_path_factory.mktemp("recorded_prefills")
     with pytest.MonkeyPatch.context() as patch:
         plugin = entry_point(folder, "recorded_prefills")

@@ -1,4 +1,4 @@
-"""Conversations through a small device pool: each answer ends where the same prompt's cold one does."""
+"""Conversations through a small device pool: warm answers must have the same length as cold ones."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from server_harness import Generated, Server, assert_same, prompt
 
 TURNS = 3
 LONGEST = 32
+# One token id of 16 ends an answer.
 SAMPLING = {"max_new_tokens": LONGEST, "temperature": 0, "stop_token_ids": list(range(3, 384, 16))}
-"""One token of 16 ends an answer."""
 
 
 @dataclass
 class Ends:
-    """`lengths` of cold answers and of those that resumed; `parted`: that went on from a near tie with another token;
-    `cached`: tokens that were found."""
+    """Lengths of the answers.
+
+    Attributes:
+        lengths: (cold, warm) length of each answer.
+        parted: Number of warm answers that continued with a different token after a near tie.
+        cached: Total number of cached tokens.
+    """
 
     lengths: list[tuple[int, int]]
     parted: int = 0
@@ -25,8 +30,19 @@ class Ends:
 
 
 def ends_of(server: Server, conversations: int, tolerance: float, at_once: int = 4) -> Ends:
-    """All conversations turn by turn, so that each is given up between its turns. Every turn is asked for twice, cold
-    first, and goes on from the cold answer; `tolerance` of log p."""
+    """Run all conversations turn by turn, so that each is evicted between its turns.
+
+    Every turn is requested twice, first cold and then warm. The conversation continues with the cold answer.
+
+    Args:
+        server: Server to ask.
+        conversations: Number of conversations.
+        tolerance: Maximum difference of log p between cold and warm answers.
+        at_once: Number of concurrent requests.
+
+    Returns:
+        Lengths of the answers.
+    """
     spoken = [prompt(200 + 7 * (i % 20), seed=1000 + i) for i in range(conversations)]
     ends = Ends([])
     for turn in range(TURNS):

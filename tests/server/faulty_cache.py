@@ -1,10 +1,17 @@
-"""A plugin of SGLang that breaks a server under test, one way at a time.
+"""SGLang plugin that injects one fault at a time into a server under test.
 
-`entry_point` makes a folder for PYTHONPATH through which servers find it. It does nothing while the file named by
-FAULT_FILE is empty or missing; a test writes one of FAULTS (of the prefix cache), RANK_FAULTS (of DP attention),
-HOST_FAULTS, STUCK, LATE or LATE_FAULTS (of the host cache), TRANSFER_FAULTS (between servers), V41_FAULTS (of
-DeepSeek-V4.1), DRAFT_FAULT (of a draft model), LOCK_FAULT (of the registry of snapshots) or LAUNCH_FAULT (of a
-kernel) there, and the steps from then on are broken that way.
+`entry_point` creates a folder for PYTHONPATH through which servers find the plugin. The plugin has no effect while the
+file named by FAULT_FILE is empty or missing. A test writes the name of a fault to that file; the fault then affects all
+following steps. The faults by component:
+
+- FAULTS: prefix cache
+- RANK_FAULTS: DP attention
+- HOST_FAULTS, STUCK, LATE, LATE_FAULTS: host cache
+- TRANSFER_FAULTS: transfers between servers
+- V41_FAULTS: DeepSeek-V4.1
+- DRAFT_FAULT: draft model
+- LOCK_FAULT: snapshot registry
+- LAUNCH_FAULT: kernel launch
 """
 
 from __future__ import annotations
@@ -37,16 +44,17 @@ HOST_FAULTS = (
     "a snapshot of zeros",
     "a snapshot of somebody else",
 )
+# The load hangs after the first layer with entries, in the scheduler process, which does the copies on a CPU.
 STUCK = "a load does not end"
-"""Behind the first layer with entries, in the scheduler, which copies on a CPU."""
+# Not a fault: delay each load until a step waits for it. Loads on a CPU are synchronous otherwise, so a step without
+# the wait would still read correct data.
 LATE = "loads come when they are waited for"
-"""No fault: on a CPU a load is over when it is asked for, and a step that forgets to wait would read what it should."""
+# These faults include the delay of LATE. Layer 1 is a CSA layer and layer 2 an HCA layer.
 LATE_FAULTS = (
     "layer 1 is not waited for",
     "layer 2 is not waited for",
     "the snapshot is not waited for",
 )
-"""With loads that come when they are waited for; the layers are a CSA and an HCA layer."""
 TRANSFER_FAULTS = (
     "the last block stays behind",
     "the slot stays behind",
@@ -58,22 +66,22 @@ V41_FAULTS = (
 )
 DRAFT_FAULT = "snapshots without the draft model's ring"
 LOCK_FAULT = "a snapshot stays locked"
+# Raised only in the last process of a TP group.
 LAUNCH_FAULT = "a kernel fails"
-"""In the last process of a group."""
+# The first words are those of a real error of an op on a GPU (tests/gpu/test_failing_kernel.py).
 LAUNCH_ERROR = "append: the launch for 1 tokens of 1 requests, ratio 4, decode failed: an illegal memory access"
-"""As an op on a GPU begins (tests/gpu/test_failing_kernel.py)."""
+# Transfers between servers: a prefill server with HELD sends all but the last chunk, writes HOLDING to the file and
+# waits until the file is deleted.
 HELD, HOLDING = "the end of a prompt is held", "one is held"
-"""Between servers: the second stands in the file while a prefill server waits, with all but the last chunk sent, until
-the file is gone."""
 KEPT_MAIN, KEPT_INDEX = slice(0, 512), slice(512, 640)
 PACKAGE, SGLANG = "dsv4_sglang.", "sglang.srt."
+# Environment variable with a folder in which each process records its loads from the host.
 LOADS = "DSV4_SGLANG_TEST_LOADS"
-"""A folder: each process notes there what it loads from the host."""
 
 
 @contextmanager
 def broken(file: Path, kind: str) -> Iterator[None]:
-    """The servers that `file` is for are broken that way."""
+    """Context manager: inject the fault `kind` into the servers that read `file`."""
     file.write_text(kind)
     try:
         yield
@@ -82,8 +90,11 @@ def broken(file: Path, kind: str) -> Iterator[None]:
 
 
 def entry_point(folder: Path, module: str = "faulty_cache") -> list[str]:
-    """Describe a module of this folder as an installed distribution in `folder`; returns the entries that PYTHONPATH
-    needs."""
+    """Register a module of this folder as an installed distribution in `folder`.
+
+    Returns:
+        The entries that PYTHONPATH needs.
+    """
     described = folder / f"{module}-0.dist-info"
     described.mkdir()
     (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 0\n")
@@ -114,13 +125,13 @@ def register() -> None:
 
 
 def _fault() -> str:
-    """The empty text for a module whose servers are not broken."""
+    """Return the current fault; empty if there is none or the module injects no faults."""
     file = Path(os.environ.get(FAULT_FILE, os.devnull))
     return file.read_text() if file.exists() else ""
 
 
+# (snapshots, live slots) of the requests that resumed in this step, for the fault that makes them share a snapshot.
 _shared: list[tuple[Any, Any]] = []
-"""(snapshots, live slots) of the requests that resumed, while they are to share them."""
 
 
 def _forward(
@@ -134,7 +145,7 @@ def _forward(
             raise RuntimeError(LAUNCH_ERROR)
     if last and backend._staged is not None and _fault() == FAULTS[0]:
         staged, snapshots = backend._staged
-        # One request a step: its live slot instead of the staging slots.
+        # Use the live slot instead of the staging slots; tests of this fault run one request per step.
         backend._staged = backend.metadata.slots[:1].expand_as(staged).contiguous(), snapshots
     out = original(backend, q, k, v, layer, *rest, **kw)
     if last and _fault() == FAULTS[4]:
@@ -222,13 +233,15 @@ def _note(load: str) -> None:
             file.write(load + "\n")
 
 
+# Delayed loads in submission order, as on a stream. The (event, layer) entry follows the loads of that layer.
 _on_their_way: deque[Any] = deque()
-"""Late loads in their order, as on a stream; behind those of a layer its event and number."""
 
 
 def _come(layer: tuple[Any, int] | None = None) -> None:
-    """Loads up to those of a layer, if they have not come yet; without one all: a step is over, and what it did not
-    wait for comes too late."""
+    """Execute delayed loads up to those of `layer`, unless they are done.
+
+    Without a layer, execute all: the step is over, so loads that it did not wait for come too late.
+    """
     while _on_their_way and (layer is None or layer in _on_their_way):
         first = _on_their_way.popleft()
         if callable(first):
@@ -252,7 +265,7 @@ def _wait_for_layer(original: Callable[..., None], pool: Any, layer: int) -> Non
 
 
 def _load(copy: Callable[[], None]) -> None:
-    """Copy now, or when it is waited for."""
+    """Copy immediately, or when a step waits for it."""
     if _fault() in (LATE, *LATE_FAULTS):
         _on_their_way.append(copy)
     else:
@@ -265,7 +278,8 @@ def _load_blocks(original: Callable[..., None], pool: Any, blocks: Any, rows: An
         return
     while _fault() == STUCK and layer > 0:
         time.sleep(0.1)
-    # Not those of the same prompt in another order, which attention to all entries would not notice.
+    # Use the next row, which has different content. A permutation of the rows of one prompt would go unnoticed, because
+    # attention reads all entries.
     others = _fault() == HOST_FAULTS[0]
     _load(partial(original, pool, blocks, (rows + 1) % pool.num_blocks if others else rows, layer))
 
@@ -280,7 +294,7 @@ def _load_snapshot(original: Callable[..., None], pool: Any, snapshot: int, row:
 
 
 def _send(original: Callable[..., Any], sender: Any, blocks: Any, states: Any = None) -> Any:
-    """SGLang's dummy goes in the place of what stays behind."""
+    """Replace blocks or slots that must not be sent by SGLang's dummy 0."""
     last = states is not None
     if last and _fault() == HELD:
         file = Path(os.environ[FAULT_FILE])

@@ -1,5 +1,6 @@
-"""A plugin of SGLang that lets servers without a GPU transfer by NIXL, which the package rejects there: SGLang offers
-all memory of a cache as that of a GPU, and NIXL does not take other memory under that name.
+"""SGLang plugin that enables NIXL transfers between CPU servers, which this package rejects otherwise.
+
+SGLang registers all cache memory as GPU memory, and NIXL rejects CPU memory under that name.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 AGENT = "nixl._api.nixl_agent."
-# Methods that are told the kind of memory, and at which place.
+# Methods with a memory type argument, and its position.
 TOLD = {"register_memory": 1, "get_xfer_descs": 1, "prep_xfer_dlist": 2}
 
 

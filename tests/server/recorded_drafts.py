@@ -1,4 +1,4 @@
-"""A plugin of SGLang that keeps what a server under test drafts with DSPARK or EAGLE, a file a step in DRAFTS."""
+"""SGLang plugin that records the drafts of DSPARK or EAGLE, one file per step in the folder DRAFTS."""
 
 from __future__ import annotations
 
@@ -15,9 +15,17 @@ _steps = count()
 
 
 class Block(NamedTuple):
-    """Of the request `rid`, behind its first `length` tokens: the decided token with the drafts, and the logits
-    [drafts, vocab] by which these were chosen. EAGLE chooses the first draft in the step before: of that one there are
-    the NextN layer's streams [hc_mult * hidden] in the place of logits. In a CUDA graph it keeps no logits: None."""
+    """Drafts of one request in one step.
+
+    EAGLE chooses the first draft in the previous step. For that draft `streams` is recorded instead of logits.
+
+    Attributes:
+        rid: Request id.
+        length: Number of tokens before the block.
+        tokens: Last accepted token, followed by the drafts.
+        logits: [drafts, vocab], from which the drafts were chosen; None inside a CUDA graph.
+        streams: EAGLE: residual streams [hc_mult * hidden] of the NextN layer; None with DSPARK.
+    """
 
     rid: str
     length: int
@@ -80,7 +88,7 @@ def _keep(batch: Any, tokens: Any, logits: Any, streams: Any) -> None:
 
 
 def recorded(folder: Path) -> Iterator[Block]:
-    """All blocks so far."""
+    """Yield all blocks recorded so far."""
     import torch
 
     for file in folder.glob("*.pt"):

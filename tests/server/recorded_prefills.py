@@ -1,11 +1,11 @@
-"""A plugin of SGLang by which a CPU server runs short prefill steps as the graphs of a GPU do, but for the recording.
+"""SGLang plugin that runs short prefill steps of a CPU server like GPU graphs, but without graph capture.
 
-Each step goes through the calls that SGLang's runner of breakable graphs makes: the backend's capture once a size, the
-replay's preparation, then the body of the model on inputs that are padded to the size. A step of too many tokens or
-requests runs eagerly, as there. SIZES are the sizes. STEPS names a file that gets a line for each step: its size,
-tokens and requests.
+Each step makes the calls of SGLang's runner of breakable graphs: the backend's capture once per size, the preparation
+of the replay, and the model's forward pass on inputs padded to the size. As on a GPU, steps with too many tokens or
+requests run eagerly. SIZES are the graph sizes. STEPS names a file that receives one line per step: size, tokens and
+requests.
 
-While the file named by FAULT_FILE says one of FAULTS, steps are broken that way.
+While the file named by FAULT_FILE contains one of FAULTS, that fault is injected.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _sizes() -> list[int]:
 
 
 def _size(batch: Any) -> int | None:
-    """The size of the graph that a step would be replayed with."""
+    """Return the graph size with which a step is replayed; None if it runs eagerly."""
     from dsv4_sglang.srt.attention.prefill_graphs import MAX_RECORDED_REQUESTS
 
     mode = batch.forward_mode
@@ -65,7 +65,7 @@ def _forward(original: Callable[..., Any], model: Any, ids: Any, positions: Any,
         file.write(f"{size} {tokens} {batch.batch_size}\n")
     ids, positions, out_loc = (pad(x, (0, size - tokens)) for x in (ids, positions, batch.out_cache_loc))
     graphs = vars(model).setdefault("test_graphs", {})
-    for captured in [size] if graphs else [_sizes()[-1], size]:  # the largest comes first
+    for captured in [size] if graphs else [_sizes()[-1], size]:  # the largest size is captured first
         static = positions.new_zeros(captured), out_loc.new_zeros(captured)
         dummy = SimpleNamespace(positions=static[0], out_cache_loc=static[1])
         graphs.setdefault(captured, backend.init_forward_metadata_for_breakable_cuda_graph_capture(dummy))
@@ -76,7 +76,7 @@ def _forward(original: Callable[..., Any], model: Any, ids: Any, positions: Any,
 
 
 def _first(hidden: Any, tokens: int) -> Any:
-    """The rows of the step's tokens of a tensor, or of all tensors in tuples and lists."""
+    """Slice the first `tokens` rows of a tensor, or of all tensors in nested tuples and lists."""
     if isinstance(hidden, tuple | list):
         return type(hidden)(_first(part, tokens) for part in hidden)
     return hidden[:tokens]

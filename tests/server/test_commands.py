@@ -1,4 +1,4 @@
-"""The commands and examples as a user types them, with the real server."""
+"""Commands and examples, run as a user does, against a real server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dsv4_sglang.cli.conversation import QUESTION
 pytestmark = pytest.mark.server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# The scheduler of other tests is forked (server_forkserver.py), this one finds the plugin by itself.
+# Other tests fork the scheduler (server_forkserver.py); this server finds the plugin through its entry point.
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--enable-cache-report", "--sleep-on-idle")
 METRICS = ("--enable-metrics", "--decode-log-interval", "1")
 KEY = "of users"
@@ -38,14 +38,14 @@ def run_example(name: str, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """Of the server."""
+    """Reserved port of the server."""
     with ports.reserved() as port:
         yield port
 
 
 @pytest.fixture(scope="module")
 def process(port: int, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
-    """(process, url, log) of `dsv4-sglang serve --ask` with keys, once it has shown its conversation."""
+    """Yield (process, url, log) of `dsv4-sglang serve --ask` with API keys, after it has shown its conversation."""
     log = tmp_path_factory.mktemp("serve") / "log"
     serve = [sys.executable, "-m", "dsv4_sglang.cli", "serve", "--model-path", str(tiny(seed=0))]
     with log.open("wb") as output:
@@ -89,7 +89,7 @@ def test_conversation(process: tuple) -> None:
 
 
 def test_chat(process: tuple) -> None:
-    """Short questions, too: the second turn finds the system prompt."""
+    """The second turn hits the system prompt even if the questions are short."""
     out = run_example("chat_client.py", "Why?", "and now?", "--url", process[1], "--api-key", KEY, "--max-tokens", "8")
     turns = re.findall(r"\[(\d+) prompt tokens(?:, (\d+) of them from the cache)?; (\d+) new\]", out)
     (first, first_cached, first_new), (second, second_cached, second_new) = ([int(n or 0) for n in t] for t in turns)
@@ -106,8 +106,8 @@ def test_pools(process: tuple) -> None:
     tokens, slots = rows[0::2], rows[1::2]
     assert max(used for used, _ in tokens) >= 300
     assert max(used for used, _ in slots) >= 1
-    assert tokens[-1][0] == slots[-1][0] == 0  # everything is given back or kept
-    assert tokens[-1][1] > 0 == slots[-1][1] and int(lines[-1].split()[-1]) >= 2  # a snapshot for each prompt
+    assert tokens[-1][0] == slots[-1][0] == 0  # all tokens and slots are free or cached
+    assert tokens[-1][1] > 0 == slots[-1][1] and int(lines[-1].split()[-1]) >= 2  # at least one snapshot per prompt
 
 
 def test_check_says_how_to_turn_it_on(process: tuple) -> None:
@@ -121,7 +121,7 @@ def test_check_says_how_to_turn_it_on(process: tuple) -> None:
 
 def test_sigterm_stops_it(process: tuple) -> None:
     process[0].send_signal(signal.SIGTERM)
-    assert wait(process[0]) in (0, -signal.SIGKILL)  # SGLang ends by killing its own tree
+    assert wait(process[0]) in (0, -signal.SIGKILL)  # SGLang exits by killing its own process tree
 
 
 def test_offline_generation(tiny: Callable[..., Path]) -> None:

@@ -1,6 +1,6 @@
-"""What a server does with requests that make no sense, with new weights, and when a step or a process of it fails.
+"""Behaviour of a server on invalid requests, weight updates, failing steps and killed processes.
 
-It has a host cache and files behind it, and the one that is started again has the same.
+The server has a host cache with a storage of files. The restarted server uses the same storage.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_snapshots": 12
 MODEL = {"ratios": (0, 4, 128), "index_topk": 1536}
 TOLERANCE = 2e-3
 STORED = prompt(400)
+# Full blocks of STORED. Its pages are these and one snapshot.
 BLOCKS = 3
-"""Of that prompt; its pages are these and a snapshot."""
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of the files. SGLang's pause of 5 s for diagnostics before a server ends is off."""
+    """Yield the storage folder. SGLang's 5 s pause for diagnostics before exit is disabled."""
     folder = tmp_path_factory.mktemp("pages")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder))
@@ -85,6 +85,7 @@ REJECTED: dict[str, Any] = {
     "a body that is a list": [1, 2],
     "a body that is text": "x",
 }
+# Requests that SGLang may either reject or answer.
 ODD: dict[str, Any] = {
     "no tokens": body(input_ids=[]),
     "no prompt": {"sampling_params": {}},
@@ -100,7 +101,6 @@ ODD: dict[str, Any] = {
     "a session that is not there": body(session_params={"id": "nowhere"}),
     "a field that is not there": body(no_such_thing=1),
 }
-"""Requests that SGLang rejects, in whatever way, or answers."""
 UNKNOWN_TOKENS = (-1, -VOCABULARY, VOCABULARY, 1 << 20, (1 << 63) - 1)
 
 
@@ -112,7 +112,7 @@ def status_of(server: Server, asked: Any) -> tuple[int, str]:
 
 
 def assert_well(server: Server) -> None:
-    """It answers the next request, and holds nothing of others."""
+    """Assert that the server answers the next request."""
     assert len(server.generate(prompt(140), 2).tokens) == 2
 
 
@@ -124,7 +124,7 @@ def test_nonsense_is_rejected(server: Server, what: str) -> None:
 
 
 def test_the_longest_prompt_is_answered(server: Server) -> None:
-    """One more is rejected: what the lifecycle fuzzer takes for the limit is the server's."""
+    """A prompt of the maximum length is answered; REJECTED has one that is a token longer."""
     assert server.generate([5] * (CONTEXT - SPARED), 2).tokens
 
 
@@ -137,7 +137,7 @@ def test_odd_requests_harm_nobody(server: Server, what: str) -> None:
 @pytest.mark.parametrize("token", UNKNOWN_TOKENS)
 @pytest.mark.parametrize("before", [0, 300])
 def test_tokens_that_the_model_has_not(server: Server, token: int, before: int) -> None:
-    """SGLang would look them up in the embedding, and end."""
+    """Token ids outside the vocabulary are rejected; SGLang would crash in the embedding lookup."""
     status, text = status_of(server, body(input_ids=[*prompt(before), token, 5]))
     assert status == 400
     assert f"input_ids is {token}; expected token ids of the model, 0 to {VOCABULARY - 1}" in text
@@ -154,17 +154,17 @@ def test_bytes_that_are_no_json(server: Server) -> None:
 
 
 def test_nothing_is_left_of_them(server: Server) -> None:
-    """SGLang checks its pools for leaks when it turns idle, and dies of one."""
+    """No rejected request leaks blocks or slots; SGLang's leak check at idle would end the server."""
     server.wait_idle()
     server.flush()
     server.wait_idle()
 
 
-# The end of a server
+# Server failures
 
 
 def to_storage_alone(server: Server, pages: Path) -> Generated:
-    """The answer to STORED, whose pages are in files then, and nowhere else."""
+    """Return the answer to STORED. Afterwards its pages are only in the storage."""
     got = server.generate(STORED)
     progress = Progress(server.process)
     while len(list(pages.glob("*.bin"))) < BLOCKS + 1:
@@ -177,14 +177,13 @@ def to_storage_alone(server: Server, pages: Path) -> Generated:
 
 @pytest.fixture(scope="module")
 def crashed(server: Server, fault: Path, pages: Path) -> Generated:
-    """What the server, which has ended since, answered to STORED."""
+    """Return the answer to STORED of the server that a later test crashes."""
     return to_storage_alone(server, pages)
 
 
 def test_a_kernel_that_fails_ends_the_server(server: Server, fault: Path, crashed: Generated) -> None:
-    """Its requests end with an error; it does not go on with what was not written. The log says which op it was, in
-    one line."""
-    # The first has sent tokens that nobody has read when it is broken off, which are no answer.
+    """A failing kernel ends the server and its requests with an error, and the log names the op in one line."""
+    # A stream that breaks off after some tokens does not count as an answer.
     streams = [server.begin(prompt(30, seed=seed), 900, 5) for seed in range(2)]
     with ends(server), broken(fault, LAUNCH_FAULT):
         for request in (*streams, lambda: server.generate(prompt(200))):
@@ -197,7 +196,7 @@ def test_a_kernel_that_fails_ends_the_server(server: Server, fault: Path, crashe
 def test_a_load_that_does_not_end_ends_the_server(
     fault: Path, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request that waits for it gets the error, which the log has as well; others see the server end."""
+    """A load that exceeds its timeout ends the server; the waiting request receives the error that the log has."""
     monkeypatch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
     flags = [flag for flag in FLAGS if "storage" not in flag and flag not in ("file", "wait_complete")]
     with running(tiny(seed=0, **MODEL), tmp_path / "log", *flags, **OPTIONS, host_load_timeout_seconds=2) as server:
@@ -229,16 +228,16 @@ def test_the_next_server_finds_what_was_stored(restarted: Server, crashed: Gener
     got = restarted.generate(STORED)
     assert got.cached == BLOCKS * 128
     assert_same(got, crashed, TOLERANCE)
-    restarted.generate(prompt(5), 1)  # counters are published when requests come and go
+    restarted.generate(prompt(5), 1)  # the server publishes counters when a request begins or ends
     assert restarted.metrics()["hit_tokens_storage"] == BLOCKS * 128
 
 
-# New weights
+# Weight updates
 
 
 @contextmanager
 def session(server: Server) -> Iterator[None]:
-    """Within which newer releases take weights."""
+    """Context manager: open the weight update session that SGLang 0.5.23 requires."""
     sessions = compat.IS_0_5_23
     if sessions:
         assert server.post("/begin_weight_update", {})["success"]
@@ -249,7 +248,7 @@ def session(server: Server) -> Iterator[None]:
 
 def by_tensors(server: Server, weights: dict[str, torch.Tensor]) -> None:
     before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")  # by name, which another process finds
+    torch.multiprocessing.set_sharing_strategy("file_system")  # by name, so that a different process can open it
     try:
         tensors = MultiprocessingSerializer.serialize(list(weights.items()), output_str=True)
         body = {"serialized_named_tensors": [tensors], "flush_cache": False}
@@ -259,7 +258,7 @@ def by_tensors(server: Server, weights: dict[str, torch.Tensor]) -> None:
 
 
 def by_broadcast(server: Server, weights: dict[str, torch.Tensor]) -> None:
-    """From rank 0 of a group, which is this process."""
+    """Broadcast the weights from this process, which is rank 0 of the group."""
     name = "new weights"
     with ports.reserved() as port, ThreadPoolExecutor(1) as pool:
         at = {"master_address": "127.0.0.1", "master_port": port, "group_name": name, "backend": "gloo"}
@@ -282,8 +281,10 @@ def by_broadcast(server: Server, weights: dict[str, torch.Tensor]) -> None:
 def test_new_weights_over_http_leave_nothing(
     restarted: Server, crashed: Generated, pages: Path, tiny: Callable[..., Path]
 ) -> None:
-    """A prompt that device, host and files have is computed again, though no flush is asked for; the weights come in
-    two ways, the second time those that there were before."""
+    """After a weight update without a flush, a prompt cached on device, host and storage is recomputed.
+
+    The second update restores the original weights by a different route.
+    """
     for send, seed in ((by_tensors, 9), (by_broadcast, 0)):
         before = to_storage_alone(restarted, pages)
         found = restarted.generate(STORED)
@@ -301,11 +302,11 @@ def test_new_weights_over_http_leave_nothing(
     restarted.wait_idle()
 
 
-# The end of a process
+# Process failures
 
 
 def test_a_process_that_ends_takes_the_server_along(restarted: Server) -> None:
-    """A request that runs ends with an error, and so does the server, for whoever starts it again."""
+    """If the scheduler is killed, running requests fail and the server exits."""
     answer = restarted.begin(prompt(30), 900, 2)
     with ends(restarted) as processes:
         schedulers = [process for process in processes if any("scheduler" in word for word in process.cmdline())]

@@ -1,4 +1,4 @@
-"""What an operator sees of a real server: metrics, `dsv4-sglang top`, Prometheus with the rules and the dashboard."""
+"""Monitoring of a real server: metrics, `dsv4-sglang top`, and Prometheus with the rules and the dashboard."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ FLAGS += ("--chunked-prefill-size", "256", "--enable-metrics", "--decode-log-int
 FLAGS += ("--enable-hierarchical-cache", "--hicache-ratio", "1.5")
 OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "snapshot_interval": 512, "max_snapshots": 6}
 WINDOW = "30m"
+# Prometheus drops a scrape that takes longer, and has no gauges until the next one.
 SCRAPE = "5s"
-"""Prometheus gives up a scrape that takes longer, and then has no gauges until the next."""
 
 
 @pytest.fixture(scope="module")
 def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a Prometheus with the configuration of docker/, which scrapes the server each SCRAPE."""
+    """Yield the address of a Prometheus with the configuration of docker/ that scrapes the server every SCRAPE."""
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed: apt-get install prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
@@ -62,8 +62,8 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
         process.wait()
 
 
+# Maximum seconds until each query has returned data once; scrapes of a busy machine fail.
 INTERVAL_CAP = 90
-"""Seconds until each query has had data once: scrapes of a busy machine fail."""
 
 
 def scraped(url: str) -> bool:
@@ -77,21 +77,21 @@ def scraped(url: str) -> bool:
 
 @pytest.fixture(scope="module")
 def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A device of 16 blocks and 6 snapshots, a host cache of half as much again."""
+    """Server with 16 device blocks, 6 snapshots and a host cache of 1.5 times that size."""
     log = tmp_path_factory.mktemp("operations") / "log"
     with running(tiny(seed=0, ratios=(0, 4, 128), index_topk=1536), log, *FLAGS, **OPTIONS) as server:
         yield server
 
 
 def has_data(url: str, expression: str) -> bool:
-    """Return True if a query of the dashboard has a number."""
+    """Return True if a query of the dashboard returns a number."""
     result = ask(url, "query", query=query(expression, WINDOW))["result"]
     values = [float(series["value"][1]) for series in result]
     return any(value == value for value in values)
 
 
 def load(server: Server, rounds: int) -> None:
-    """Conversations in turn: more than device and host hold, some of them sooner than others."""
+    """Run conversations that exceed device and host memory, with different reuse intervals."""
     for _ in range(rounds):
         for i in range(8):
             server.generate(prompt(400, seed=i), 2)
@@ -106,7 +106,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_dashboard_and_rules(server: Server, prometheus: str, tmp_path: Path) -> None:
-    """Every query of the dashboard has data of a server that saves, loads and evicts, and no alert is an error."""
+    """On a server that saves, loads and evicts, every dashboard query returns data and no alert rule fails."""
     load(server, 3)
     server.generate(prompt(5), 2)
     progress = Progress(server.process, server.log)
@@ -127,7 +127,7 @@ def test_dashboard_and_rules(server: Server, prometheus: str, tmp_path: Path) ->
 
 
 def test_every_metric_is_published(server: Server) -> None:
-    """And those that a run with hits, evictions and loads moves have moved."""
+    """Every metric is published, and those of hits, evictions and loads increase."""
     page = client.Server.at(server.url).metrics()
     names = {sample.name for sample in client.samples(page, PREFIX)}
     for metric in (*METRICS, *HOST_METRICS):

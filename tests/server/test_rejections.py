@@ -1,4 +1,4 @@
-"""What a launch that cannot be served says: its reasons alone, one line each, as the last lines."""
+"""Rejected launches: the last lines of the output are the reasons, one line each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_scheduler_rejects_a_launch_with_its_last_line(tiny: Callable[..., Pat
 
 
 def test_the_launcher_rejects_a_key_that_it_does_not_know(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """It would serve SGLang's own cache."""
+    """A misspelt opt-in key is rejected; SGLang would serve its own cache."""
     server = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(tiny()), "--device", "cpu"]
     command = launch_command.Command(
         [*server, launch_command.OPT_IN_FLAG, '{"dsv4_sgalng": {}}'], launch_command.cpu_environment()
@@ -40,7 +40,7 @@ def test_the_launcher_rejects_a_key_that_it_does_not_know(tiny: Callable[..., Pa
 
 
 def test_the_launcher_rejects_a_launch_with_its_last_lines(tiny: Callable[..., Path]) -> None:
-    """As a user starts it, in a process of its own."""
+    """A launch in a new process, as users start it, ends with one line per reason."""
     server = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(tiny()), "--device", "cpu"]
     server += ["--page-size", "64", "--max-running-requests", "-4", launch_command.OPT_IN_FLAG, '{"dsv4_sglang": {}}']
     done = run(server, env={**os.environ, **launch_command.cpu_environment()})

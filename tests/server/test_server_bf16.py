@@ -1,4 +1,4 @@
-"""`--kv-cache-dtype bfloat16` with fp32 compute: the server of most users' questions."""
+"""Server with `--kv-cache-dtype bfloat16` and fp32 compute."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ pytestmark = pytest.mark.server
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700)
 GENERATED = 40
 FLAGS = ("--dtype", "float32", "--context-length", "2048")
-# Sums in another order make some elements of a row round the other way, the more the deeper the layer. Rounding all of
-# them moves log p by 0.004 on average and 0.02 at most; one wrong entry moves it by eight times that average
-# (tests/test_make_tiny.py holds the snapshot to both). Two runs share most roundings: half of the average apart.
+# A different order of summation rounds some elements of an entry the other way, more of them in deeper layers. Rounding
+# all elements moves log p by 0.004 on average and by 0.02 at most; one wrong entry moves it by eight times that average
+# (tests/test_make_tiny.py checks both for this model). Two runs share most roundings, so the allowed average is half of
+# 0.004.
 SAME, SAME_ON_AVERAGE = 0.02, 0.002
 
 
@@ -47,7 +48,7 @@ def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def alone(server: Server) -> dict[int, Generated]:
-    """Each prompt by itself, nothing cached."""
+    """Answers to each prompt on its own with an empty cache, by length."""
     answers = {}
     for length in LENGTHS:
         server.flush()
@@ -57,7 +58,7 @@ def alone(server: Server) -> dict[int, Generated]:
 
 
 def test_oracle(oracle: Oracle, alone: dict[int, Generated]) -> None:
-    """Teacher-forced distances; and greedy, except at near ties."""
+    """Answers are close to the oracle under teacher forcing, and greedy except for near ties."""
     scores = {n: oracle.score(prompt(n), alone[n].tokens, chunk=CHUNK) for n in LENGTHS}
     d = torch.cat([(torch.tensor(alone[n].logprobs) - scores[n].logprobs).abs() for n in LENGTHS])
     assert d.max() <= 0.05
@@ -81,8 +82,10 @@ def test_warm_is_cold(server: Server, alone: dict[int, Generated]) -> None:
 
 
 def test_warm_answers_are_as_cold_ones_but_for_rounding(server: Server) -> None:
-    """Teacher-forced: a branch a token before, at and after a block boundary and inside a block, each taken twice; and
-    a turn after one that decoded over a boundary. The cold answers are computed in one step."""
+    """Warm answers equal cold ones up to rounding, for branches around a block boundary and after a decoded turn.
+
+    Scores are teacher-forced. Each branch is requested twice. The cold answers are computed in one step.
+    """
     trunk, first = prompt(400, seed=3), prompt(200, seed=5)
     server.flush()
     server.generate(trunk, 1)
@@ -100,7 +103,7 @@ def test_warm_answers_are_as_cold_ones_but_for_rounding(server: Server) -> None:
 
 
 def test_a_branch_of_any_length(server: Server) -> None:
-    """The next branch at the same place resumes there, wherever in a block the prompt of the first one ended."""
+    """A second branch at the same point resumes there, whatever the length of the first branch's prompt."""
     trunk = prompt(400, seed=13)
     for length in (384, 385, 386):
         server.flush()
@@ -124,7 +127,7 @@ def test_abort_and_lost_client(server: Server, alone: dict[int, Generated]) -> N
     with socket.create_connection((host, int(port)), timeout=STUCK_SECONDS) as client:
         head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        assert client.recv(4096)  # it runs, and then the client is gone
+        assert client.recv(4096)  # the request runs; then the client disconnects
     with ThreadPoolExecutor(1) as other:
         aborted = other.submit(server.generate, prompt(128), 1000, rid="to-abort")
         while not aborted.done() and not server.busy():
@@ -138,7 +141,7 @@ def test_abort_and_lost_client(server: Server, alone: dict[int, Generated]) -> N
 
 @pytest.mark.parametrize(("ids", "reason"), [(prompt(2048), "longer"), ([], "empty")])
 def test_rejected_requests(server: Server, ids: list[int], reason: str) -> None:
-    """Longer than the context, and empty: a clear HTTP error, and the server serves on."""
+    """Prompts that are empty or longer than the context get an HTTP error, and the server continues."""
     with pytest.raises(RequestError) as rejected:
         server.generate(ids, 4)
     assert rejected.value.code == 400
@@ -149,7 +152,7 @@ def test_rejected_requests(server: Server, ids: list[int], reason: str) -> None:
 
 
 def test_what_the_server_says_of_itself(server: Server, tiny: Callable[..., Path]) -> None:
-    """One live slot a request, 32 staging slots (a step has 32 blocks), two snapshots a request, blocks."""
+    """The start-up table and /get_server_info report 16 live slots, 32 staging slots, 32 snapshots and the blocks."""
     info = server.get("/get_server_info")
     assert info["max_total_num_tokens"] == 16384
     config = DSV4Config.from_hf(json.loads((tiny(seed=1) / "config.json").read_text()))

@@ -1,6 +1,6 @@
-"""A prefill and a decode server, Mooncake over TCP or NIXL between them, against transformers in fp32.
+"""Prefill and decode server with Mooncake over TCP or NIXL, compared with transformers in fp32.
 
-Neither is a dependency: without its wheel, or the libraries that it is linked with, tests are skipped.
+Neither transfer library is a dependency. Tests are skipped if its wheel or the libraries that it links are missing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL = {"ratios": (0, 4, 128), "index_topk": 64}
 OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
 FLAGS = ("--dtype", "float32", "--context-length", "768", "--max-running-requests", "4")
 FLAGS += ("--chunked-prefill-size", "256")
-# Of the decode server: nine blocks, and one kept free for what a request may still generate.
+# Decode server: nine blocks, one of which is reserved for tokens that a request still generates.
 FULL = ("--max-total-tokens", "1152", "--num-reserved-decode-tokens", "128")
 HOST = ("--max-total-tokens", "1536", "--enable-hierarchical-cache", "--hicache-ratio", "4", "--enable-metrics")
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 500)
@@ -51,7 +51,7 @@ def oracle(tiny: Callable[..., Path]) -> Oracle:
 
 @pytest.fixture(scope="module", params=["mooncake_tcp", "nixl"])
 def backend(request: pytest.FixtureRequest, fault: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of the transfers between all servers that a test starts."""
+    """Transfer backend of all servers that a test starts."""
     needs(request.param)
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "nixl":
@@ -70,7 +70,7 @@ def servers(
 
 
 def test_a_batch(servers: Disaggregated, oracle: Oracle) -> None:
-    """Lengths on and off the grids of 4 and 128, one and several chunks, more of them than the decode server holds."""
+    """A batch that exceeds the decode server is right, for lengths on and off multiples of 4 and 128."""
     prompts = [prompt(length) for length in LENGTHS]
     for ids, got in zip(prompts, servers.generate_all(prompts, GENERATED)):
         assert len(got.tokens) == GENERATED
@@ -79,13 +79,14 @@ def test_a_batch(servers: Disaggregated, oracle: Oracle) -> None:
 
 
 def test_slots_are_counted(servers: Disaggregated) -> None:
-    """Four requests run, eight may be on their way; the prefill server has none of these."""
+    """The decode server has slots for 4 running requests and 8 in transfer; the prefill server has none for
+    transfers."""
     counted = "4 requests, 0 for the snapshots of a step, 8 for requests on their way"
     assert counted in servers.log_text() and "on their way" not in servers.prefill.log_text()
 
 
 def test_a_prefix_hit(servers: Disaggregated, oracle: Oracle) -> None:
-    """The prefill server resumes from a snapshot; everything travels, what it found in its cache as well."""
+    """On a prefix hit the prefill server resumes from a snapshot and also transfers the cached part."""
     ids = prompt(450, seed=3)
     servers.generate(ids, 1)
     got = servers.generate(ids, GENERATED)
@@ -103,9 +104,11 @@ def test_what_stays_behind_shows(servers: Disaggregated, oracle: Oracle, fault: 
 
 
 def assert_right_though_full(servers: Disaggregated, oracle: Oracle) -> None:
-    """Two requests together want twelve blocks of nine: the second is retracted, its state waits on the host, and it
-    goes on from there when the first has ended, over ends of blocks. Again if the second came so late that it did not
-    happen."""
+    """Assert that answers are right although the decode server retracts a request.
+
+    Two requests need twelve blocks of nine. The second is retracted; its state waits on the host until the first has
+    ended. The pair is repeated if the second request came too late to be retracted.
+    """
     before, attempts, number = servers.retractions(), count(10, 2), 600
     while servers.retractions() == before:
         seed = next(attempts)
@@ -132,13 +135,13 @@ def test_abort_while_decoding(servers: Disaggregated, oracle: Oracle) -> None:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_abort_before_the_other_side_comes(servers: Disaggregated, oracle: Oracle, side: str) -> None:
-    """A request that one server has and the other never gets: aborted, it leaves nothing behind."""
+    """A request that only one of the servers receives leaves nothing behind when it is aborted."""
     server: Server = getattr(servers, side)
     body = {"input_ids": prompt(300, seed=7), "rid": side, "sampling_params": {"max_new_tokens": 8}, **servers.room()}
     with ThreadPoolExecutor(1) as pool:
         waiting: Future[Any] = pool.submit(server.post, "/generate", body)
         progress = Progress(server.process)
-        while not waiting.done():  # nothing says that it has come
+        while not waiting.done():  # no response tells when the request has arrived
             server.post("/abort_request", {"rid": side})
             progress.check()
             time.sleep(0.1)
@@ -158,15 +161,17 @@ def test_another_cache_is_rejected(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Keys of another format, and heads divided among other processes: the request fails on both servers, the decode
-    server says why, and both serve on."""
+    """With a different key format and TP size the request fails on both servers, and both continue.
+
+    The error of the decode server names the difference.
+    """
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
     flags = (*FLAGS, *by(backend), *FULL, "--disaggregation-mode", "decode", "--tp-size", "2")
     options = {**OPTIONS, "indexer_format": "mxfp4"}
     with running(tiny(**MODEL), tmp_path / "log", *flags, **options) as other, ThreadPoolExecutor(2) as pool:
         for _ in range(2):
             body = {"input_ids": prompt(20), "sampling_params": {"max_new_tokens": 4}, **servers.room()}
-            # The prefill server would keep it for its timeout, which is two hours here.
+            # The prefill server must fail too, instead of waiting for its timeout of two hours.
             answers = [pool.submit(server.post, "/generate", body) for server in (other, servers.prefill)]
             failed = [answer.exception() for answer in answers]
             assert all(isinstance(error, RequestError) and error.code == 500 for error in failed)
@@ -185,8 +190,7 @@ REQUESTS = int(os.environ.get("DSV4_SGLANG_TEST_REQUESTS", "60"))
 
 
 def test_many_requests(servers: Disaggregated, oracle: Oracle) -> None:
-    """As many as DSV4_SGLANG_TEST_REQUESTS, short ones, twelve at a time, every tenth aborted on both sides while it is
-    somewhere: then all blocks and slots are free, or SGLang ends, and answers are right."""
+    """After DSV4_SGLANG_TEST_REQUESTS short requests, every tenth aborted, all blocks and slots are free."""
 
     def one(i: int) -> None:
         ids, count = prompt(1 + i % 20, seed=1000 + i), 1 + i % 3
@@ -199,7 +203,7 @@ def test_many_requests(servers: Disaggregated, oracle: Oracle) -> None:
         with ThreadPoolExecutor(2) as pool:
             answers = [pool.submit(server.post, "/generate", body) for server in both]
             progress = Progress(servers.process)
-            while not all(answer.done() for answer in answers):  # it may not have come to one of them
+            while not all(answer.done() for answer in answers):  # one of the servers may not have received it yet
                 for server in both:
                     server.post("/abort_request", {"rid": body["rid"]})
                 progress.check()
@@ -217,7 +221,10 @@ def test_many_requests(servers: Disaggregated, oracle: Oracle) -> None:
 
 @pytest.fixture
 def kill_in_transfer(fault: Path) -> Iterator[Callable[[Server, Server], None]]:
-    """The next prompt is held at its end; call to kill a server, the second, once the prefill server holds it."""
+    """Hold the next prompt before its last chunk.
+
+    Yields a function that kills the second server as soon as the first one, the prefill server, holds the prompt.
+    """
     with broken(fault, HELD):
 
         def kill(prefill: Server, killed: Server) -> None:
@@ -233,7 +240,7 @@ def kill_in_transfer(fault: Path) -> Iterator[Callable[[Server, Server], None]]:
 
 @pytest.fixture
 def another(backend: str, tiny: Callable[..., Path], tmp_path: Path) -> Callable[..., AbstractContextManager[Server]]:
-    """Starts one more server of a mode."""
+    """Return a function that starts an additional server in the given mode."""
     numbers = count()
 
     def start(mode: str, *flags: str) -> AbstractContextManager[Server]:
@@ -245,7 +252,7 @@ def another(backend: str, tiny: Callable[..., Path], tmp_path: Path) -> Callable
 
 @pytest.fixture
 def bootstrap() -> Iterator[int]:
-    """A port where servers meet."""
+    """Reserved bootstrap port."""
     with ports.reserved() as port:
         yield port
 
@@ -257,8 +264,8 @@ def test_the_prefill_server_is_killed(
     another: Callable[..., AbstractContextManager[Server]],
     kill_in_transfer: Callable[[Server, Server], None],
 ) -> None:
-    """In the middle of a transfer: the decode server answers with an error, frees what it had, and serves with the
-    prefill server that comes in its place."""
+    """If the prefill server is killed during a transfer, the decode server frees the request and works with the next
+    one."""
     ids = prompt(500, seed=41)
     flags = ("--max-total-tokens", "4096", "--disaggregation-bootstrap-port", str(bootstrap))
     for number in range(2):
@@ -285,7 +292,7 @@ def test_the_decode_server_is_killed(
     another: Callable[..., AbstractContextManager[Server]],
     kill_in_transfer: Callable[[Server, Server], None],
 ) -> None:
-    """In the middle of a transfer: the prefill server answers with an error, and goes on with other decode servers."""
+    """If the decode server is killed during a transfer, the request fails and the prefill server continues."""
     ids = prompt(500, seed=42)
     with another("decode", *FULL) as decode, ThreadPoolExecutor(2) as pool:
         body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 8}, **servers.room()}
@@ -302,7 +309,7 @@ def test_the_decode_server_is_killed(
 def test_two_processes_each(
     tiny: Callable[..., Path], oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Process i of one server sends to process i of the other."""
+    """With TP 2, process i of one server sends to process i of the other."""
     needs("mooncake_tcp")
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
     flags = (*FLAGS, *by("mooncake_tcp"), "--tp-size", "2", "--max-total-tokens", "4096")
@@ -325,8 +332,8 @@ def speculating(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 
 
 def test_drafts_and_the_host_cache(speculating: Disaggregated, tiny: Callable[..., Path]) -> None:
-    """The draft's ring is part of the slot; prompts for which the prefill server's device has no room come back from
-    its host, and travel from there."""
+    """The draft model's window ring is transferred, and the prefill server also sends prompts loaded from its host
+    cache."""
     oracle = Oracle(tiny(**MODEL, nextn=True))
     prompts = [prompt(450, seed=20 + i) for i in range(5)]
     for visit in range(2):
@@ -338,7 +345,8 @@ def test_drafts_and_the_host_cache(speculating: Disaggregated, tiny: Callable[..
 
 
 def test_drafts_are_accepted(speculating: Disaggregated) -> None:
-    """Behind a prompt that another server has read. The ring of the draft model hardly shows in this."""
+    """Drafts are accepted after a transferred prompt. The acceptance length hardly depends on the draft model's
+    ring."""
     ids = prompt(200, seed=30)
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}}
     meta = speculating.post("/generate", body)["meta_info"]

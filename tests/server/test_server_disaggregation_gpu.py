@@ -1,6 +1,6 @@
-"""A prefill server on one GPU and a decode server on another, NIXL between them: bf16 compute, CUDA graphs.
+"""Prefill and decode server on two GPUs with NIXL: bf16 compute, CUDA graphs.
 
-Flags that this machine's SGLang needs besides go into DSV4_SGLANG_TEST_FLAGS.
+DSV4_SGLANG_TEST_FLAGS holds additional flags that SGLang needs on this machine.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from benchmarks.reference.oracle import Oracle
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 
-# Of up to 2,048 tokens the indexer selects all entries; of more, noise swaps some of nearly equal score.
+# Up to 2,048 tokens the indexer selects all entries. Beyond that, noise swaps entries with nearly equal scores.
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700, 1900)
 GENERATED = 40
 COMMON = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192", "--enable-metrics")
 COMMON += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--max-total-tokens", "65536")
 EAGER = ("--disable-cuda-graph", "--disable-overlap-schedule")
 HOST = ("--max-total-tokens", "8192", "--enable-hierarchical-cache", "--hicache-ratio", "8")
-# 64 blocks, for requests that grow beyond them.
+# 64 blocks, fewer than the requests need when they have grown.
 SMALL = ("--max-total-tokens", "8192", "--max-running-requests", "64", "--num-reserved-decode-tokens", "128")
+# Flags of both servers, of the prefill server and of the decode server.
 PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "fp8": (("--chunked-prefill-size", "4096"), (), ()),
     "fp8, chunks of 256, no graphs, no overlap": (("--chunked-prefill-size", "256", *EAGER), (), ()),
@@ -44,8 +45,7 @@ PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     ),
     "fp8, two GPUs each": (("--chunked-prefill-size", "1024", "--tp-size", "2"), (), ()),
 }
-"""Flags of both servers, of the prefill server, of the decode server."""
-# Means of |d log p|, as in test_server_gpu.py.
+# Maximum mean |d log p|, as in test_server_gpu.py.
 ALLOWED = {name: 0.025 if name.startswith("bf16") else 0.068 for name in PAIRS}
 
 
@@ -55,7 +55,7 @@ def drafts(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def oracle(tiny: Callable[..., Path]) -> Callable[[str], Oracle]:
-    """Of the snapshot of a pair."""
+    """Return the oracle of a pair's model by the name of the pair."""
     return functools.cache(lambda name: Oracle(tiny(seed=1, nextn=drafts(name)), device="cuda"))
 
 
@@ -71,13 +71,14 @@ def name(request: pytest.FixtureRequest) -> str:
 def servers(
     name: str, fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Disaggregated]:
-    """One pair after the other: `-k` chooses some. Each server sees both GPUs: it maps the memory of the other."""
+    """Start one pair after the other; `-k` selects some. Each server sees both GPUs because it maps the other's
+    memory."""
     both, prefill, decode = PAIRS[name]
     flags = (*COMMON, *by("nixl"), *both, *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
     if "--tp-size" not in both:
         decode = (*decode, "--base-gpu-id", "1")
     with pytest.MonkeyPatch.context() as patch:
-        # Each takes its memory while the other does.
+        # Both servers allocate memory at the same time.
         patch.setenv("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0")
         for wait in ("WAITING", "BOOTSTRAP"):
             patch.setenv(f"SGLANG_DISAGGREGATION_{wait}_TIMEOUT", "60")
@@ -95,7 +96,7 @@ def near(oracle: Callable[[str], Oracle], name: str, asked: list[tuple[list[int]
 
 
 def test_one_at_a_time(servers: Disaggregated, oracle: Callable[[str], Oracle], name: str) -> None:
-    """Twice: what the prefill server finds in its cache travels as well."""
+    """Answers are right on the first visit and on the second, for which cached prompts are transferred."""
     found = [[servers.generate(prompt(n), GENERATED) for n in LENGTHS] for _ in range(2)]
     assert [got.cached for got in found[1]] == [(n - 1) // 128 * 128 for n in LENGTHS]
     near(oracle, name, [(prompt(n), got) for visit in found for n, got in zip(LENGTHS, visit)])
@@ -109,7 +110,7 @@ def test_batch_of_16(servers: Disaggregated, oracle: Callable[[str], Oracle], na
 
 
 def test_next_turns_and_branches(servers: Disaggregated, oracle: Callable[[str], Oracle], name: str) -> None:
-    """The prefill server knows the prompt of the turn before, and computes again what the decode server generated."""
+    """The next turn hits the previous prompt on the prefill server, which recomputes the generated tokens."""
     trunk = prompt(700, seed=7)
     first = servers.generate(trunk, 230)
     turn = [*trunk, *first.tokens, *prompt(30, seed=8)]
@@ -149,7 +150,7 @@ def test_what_stays_behind_shows(
 
 @only(*(name for name in PAIRS if "small" in name))
 def test_a_decode_server_that_is_full(servers: Disaggregated, oracle: Callable[[str], Oracle], name: str) -> None:
-    """48 requests that grow to 400 tokens in 64 blocks: some wait on the host, all finish, all are right."""
+    """With 48 requests that grow to 400 tokens in 64 blocks, some wait on the host, and all answers are right."""
     prompts = [prompt(100 + 2 * i, seed=14) for i in range(48)]
     answers = servers.generate_all(prompts, 256)
     assert all(len(got.tokens) == 256 for got in answers)
@@ -160,7 +161,8 @@ def test_a_decode_server_that_is_full(servers: Disaggregated, oracle: Callable[[
 
 @only("fp8, host cache")
 def test_from_the_host(servers: Disaggregated, oracle: Callable[[str], Oracle], name: str) -> None:
-    """24 prompts of 1,500 tokens in a device of 8,192, twice: the prefill server sends what came back from its host."""
+    """Of 24 prompts that exceed the device, the second visit is loaded from the prefill server's host cache and
+    right."""
     prompts = [prompt(1500, seed=200 + i) for i in range(24)]
     visits = [[servers.generate(ids, 16) for ids in prompts] for _ in range(2)]
     assert [{got.cached for got in visit} for visit in visits] == [{0}, {1408}]
@@ -170,7 +172,8 @@ def test_from_the_host(servers: Disaggregated, oracle: Callable[[str], Oracle], 
 
 @only(*filter(drafts, PAIRS))
 def test_drafts_are_accepted(servers: Disaggregated, name: str) -> None:
-    """Behind a prompt that another server has read. The ring of the draft model hardly shows in this."""
+    """Drafts are accepted after a transferred prompt. The acceptance length hardly depends on the draft model's
+    ring."""
     sampling = {"max_new_tokens": 600, "temperature": 0, "ignore_eos": True}
     got = servers.post("/generate", {"input_ids": prompt(1000, seed=43), "sampling_params": sampling})["meta_info"]
     assert got["completion_tokens"] / got["spec_verify_ct"] > 1.3

@@ -1,6 +1,6 @@
-"""DP attention: every rank has requests, blocks, state slots and a prefix tree of its own; experts are shared.
+"""DP attention with two ranks of one process each.
 
-Two ranks of one process each.
+Every rank has its own requests, blocks, state slots and prefix tree. Experts are shared.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.server
 
 TOLERANCE = 1e-4
 RANKS = (0, 1)
-# Eight blocks a rank, and little of them kept free for what running requests may still generate. Six requests and
-# chunks of 256 tokens a rank.
+# Eight blocks per rank, few of them reserved for tokens that running requests still generate. Six requests and chunks
+# of 256 tokens per rank.
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--enable-metrics")
 FLAGS += ("--dp-size", "2", "--enable-dp-attention", "--max-running-requests", "12", "--chunked-prefill-size", "512")
 FLAGS += ("--schedule-conservativeness", "0.1")
@@ -54,7 +54,7 @@ def oracle(tiny: Callable[..., Path]) -> Oracle:
 
 @pytest.fixture(scope="module")
 def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A process a rank."""
+    """Server with one process per rank."""
     log = tmp_path_factory.mktemp("dp") / "log"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
@@ -70,7 +70,7 @@ def test_the_other_rank_is_idle(server: Server, oracle: Oracle, rank: int) -> No
 
 
 def test_mixed_lengths(server: Server, oracle: Oracle) -> None:
-    """One rank prefills in chunks while the other decodes, and has nothing to do when that goes on."""
+    """Answers are right while one rank prefills in chunks and the other decodes or idles."""
     assert_burst(server, oracle, [(700, 4, 0), (5, 20, 1), (130, 12, 1), (2, 3, 1)], seed=10, tolerance=TOLERANCE)
 
 
@@ -82,7 +82,7 @@ def test_a_burst_larger_than_a_rank(server: Server, oracle: Oracle) -> None:
 
 
 def test_hits_are_those_of_a_rank(server: Server) -> None:
-    """A conversation that changes its rank begins anew there; each rank counts for itself."""
+    """A conversation that moves to the other rank misses there, and each rank counts its own hits."""
     ids = prompt(200, seed=3)
     server.flush()
     hits = [server.metrics(rank=rank)["hit_tokens"] for rank in RANKS]
@@ -108,7 +108,7 @@ def test_top_has_a_column_for_each_rank(server: Server) -> None:
 
 
 def test_requests_go_round(server: Server) -> None:
-    """SGLang's default sends every second request to the same rank."""
+    """SGLang's default scheduling sends every second request to the same rank."""
     ids = prompt(150, seed=5)
     assert [server.generate(ids, 1).cached for _ in range(4)] == [0, 0, 128, 128]
 
@@ -138,7 +138,7 @@ def test_lifecycles(server: Server) -> None:
 
 
 def test_it_listens_where_nobody_else_may(server: Server) -> None:
-    """Among the ports that it was given: its own, the one where processes of torch meet, and what SGLang derives."""
+    """Within its port range the server listens only on known ports: its own, torch's and those that SGLang derives."""
     own = psutil.Process(server.process.pid)
     heard = {
         connection.laddr.port - server.port

@@ -1,6 +1,6 @@
-"""DP attention with two processes a rank, which share its heads; an expert belongs to two of the four.
+"""DP attention with two processes per rank, which split the heads. Two of the four processes hold an expert.
 
-SGLang fills steps up to an even number of tokens.
+SGLang pads steps to an even number of tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens",
 FLAGS += ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention", "--ep-size", "2")
 FLAGS += ("--max-running-requests", "12", "--chunked-prefill-size", "512")
 OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_snapshots": 12}
-# (tokens, tokens to generate, rank); an odd number of tokens is filled up to an even one.
+# (tokens, tokens to generate, rank). Odd numbers of tokens are padded to even ones.
 ASKED = [(131, 6, 0), (5, 10, 1), (3, 4, 1)]
 
 

@@ -1,12 +1,11 @@
-"""The draft model's rings on a GPU: behind a prefix hit, on the device or from the host, the draft model makes what it
-makes without one.
+"""Window rings of the draft model on a GPU: after a prefix hit the draft model must compute what it computes cold.
 
-Tokens are right whatever is drafted, and the acceptance length of these snapshots hardly depends on the rings. So the
-test compares what the draft model computed (`recorded_drafts`) in the first step behind each prompt: the streams of
-EAGLE's NextN layer, the logits of DSPARK's head. It compares with a cold step of the same server, since bf16 compute is
-common to both; test_server_speculation.py and test_server_dspark.py compare with PyTorch in fp32 on a CPU.
+Tokens are right whatever is drafted, and the acceptance length of these models hardly depends on the rings. The tests
+therefore compare what the draft model computed (`recorded_drafts`) in the first step after each prompt: the streams of
+EAGLE's NextN layer, or the logits of DSPARK's head. The reference is a cold step of the same server, because both use
+bf16 compute. test_server_speculation.py and test_server_dspark.py compare with PyTorch in fp32 on a CPU.
 
-Flags that this machine's SGLang needs besides go into DSV4_SGLANG_TEST_FLAGS.
+DSV4_SGLANG_TEST_FLAGS holds additional flags that SGLang needs on this machine.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch import Tensor
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 
-# Twelve prompts take 144 blocks; the device has 64. The last 12 tokens of each are computed behind a hit.
+# Twelve prompts take 144 blocks; the device has 64. After a hit the last 12 tokens of each prompt are computed.
 LENGTH, CACHED, COUNT = 1420, 1408, 12
 FLAGS = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192", "--enable-metrics")
 FLAGS += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--max-total-tokens", "8192")
@@ -64,7 +63,7 @@ def server(
 def visit(
     server: Server, drafts: Path, prompts: Sequence[list[int]], name: str, cached: int
 ) -> list[tuple[int, Tensor]]:
-    """The first token of each answer, and what the draft model made of it."""
+    """Send each prompt; return the first token of each answer and the draft model's output for it."""
     for i, ids in enumerate(prompts):
         sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
         body = {"input_ids": ids, "sampling_params": sampling, "rid": f"{name} {i}"}
@@ -75,14 +74,15 @@ def visit(
 
 
 def distance(ours: Sequence[tuple[int, Tensor]], theirs: Sequence[tuple[int, Tensor]]) -> float:
-    """The mean difference, of prompts whose answers begin with the same token: others part at near ties."""
+    """Return the mean difference over the prompts with the same first token; different ones are near ties."""
     same = [(a - b).abs().mean() for (one, a), (other, b) in zip(ours, theirs) if one == other]
     assert len(same) > len(ours) / 2
     return float(sum(same) / len(same))
 
 
 def test_the_draft_models_rings_come_back(server: Server, drafts: Path, fault: Path) -> None:
-    """From the device and from the host. Without the last of them the distance is several times as large."""
+    """Drafts after hits on device and host are as in cold steps; without the ring the distance is several times as
+    large."""
     prompts = [prompt(LENGTH, seed=300 + i) for i in range(COUNT)]
     server.flush()
     cold, warm = (visit(server, drafts, prompts, name, cached) for name, cached in (("cold", 0), ("warm", CACHED)))

@@ -1,5 +1,7 @@
-"""A server that drafts with DSPARK, fp32 rows and keys, chunks of 128: its tokens are the oracle's, and every block
-that it drafts is that of the head in plain PyTorch, so every row of the context that a block reads is right, too.
+"""DSPARK with fp32 entries, fp32 keys and chunks of 128.
+
+Tokens must be those of the oracle, and every drafted block must equal that of the head in plain PyTorch. The latter
+shows that all context entries that a block reads are right.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ pytestmark = pytest.mark.server
 CHUNK = 128
 RECORDED_TOKENS = 100
 HAS_LOG_PROBABILITIES = compat.IS_0_5_23
-# Of log p and of a draft's logits, which reach 20.
+# Tolerance of log p, and of a draft's logits, whose magnitude reaches 20.
 TOLERANCE, LOGITS = 1e-4, 2e-3
 
 
@@ -65,7 +67,8 @@ def server(
         found = entry_point(tmp_path_factory.mktemp("recorder"), "recorded_drafts")
         patch.setenv("PYTHONPATH", os.pathsep.join([*found, os.environ["PYTHONPATH"]]))
         patch.setenv(DRAFTS, str(drafts))
-        patch.setenv("SGLANG_DSPARK_OPT_MARKOV_W2_BF16", "0")  # SGLang's bias is of bf16 weights otherwise
+        # by default SGLang computes the Markov bias from bf16 weights
+        patch.setenv("SGLANG_DSPARK_OPT_MARKOV_W2_BF16", "0")
         log = tmp_path_factory.mktemp("dspark") / "log"
         options = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
         with running(model, log, *flags, **options) as server:
@@ -78,14 +81,14 @@ def generate(server: Server, ids: list[int], count: int, rid: str) -> dict[str, 
 
 
 def check(oracle: Oracle, head: DSpark, drafts: Path, asked: dict[str, list[int]], got: dict[str, Any]) -> None:
-    """The oracle's tokens, and the head's drafts in every step of these requests."""
+    """Assert that tokens are the oracle's and that drafts of every step are the head's."""
     for rid, ids in asked.items():
         tokens = got[rid]["output_ids"]
         assert len(tokens) == got[rid]["meta_info"]["completion_tokens"]
         assert oracle.score(ids, tokens, chunk=CHUNK).margin.max() <= 2 * TOLERANCE, "not the oracle's likeliest token"
         text = [*ids, *tokens]
         hidden = head.hidden(oracle, text)
-        # The last step of a request may go on behind its end.
+        # The last step of a request may extend past its end.
         blocks = [block for block in recorded(drafts) if block.rid == rid and block.length < len(text)]
         assert len(blocks) >= got[rid]["meta_info"]["spec_verify_ct"] > 0
         for block in blocks:
@@ -96,7 +99,7 @@ def check(oracle: Oracle, head: DSpark, drafts: Path, asked: dict[str, list[int]
 
 
 def test_a_batch(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> None:
-    """Requests that see little and much, and pass multiples of 4 and 128; drafts are right some of the time."""
+    """Tokens and drafts are right in a batch of short and long requests that cross multiples of 4 and 128."""
     asked = {f"batch {n}": prompt(n) for n in (1, 5, 126, 300)}
     with ThreadPoolExecutor(len(asked)) as pool:
         got = dict(zip(asked, pool.map(lambda rid: generate(server, asked[rid], 40, rid), asked)))
@@ -106,7 +109,7 @@ def test_a_batch(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> 
 
 
 def test_warm(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> None:
-    """Behind a snapshot of a prefill step, and behind one that a verify step took while it passed 384."""
+    """Tokens and drafts are right after a snapshot of a prefill step and after one that a verify step took at 384."""
     ids = prompt(300, seed=1)
     server.flush()
     cold = generate(server, ids, 110, "cold")
@@ -118,8 +121,7 @@ def test_warm(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> Non
 
 
 def test_from_the_host(server: Server, oracle: Oracle, head: DSpark, drafts: Path) -> None:
-    """Conversations beyond the device, in turn: behind a load the context that a block reads is that of a cold prompt,
-    since a snapshot has the rings of the stages, too."""
+    """After a load from the host the drafts are those of a cold prompt: snapshots include the rings of the stages."""
     asked = {f"host {n}": prompt(600, seed=10 + n) for n in range(5)}
     server.flush()
     for rid, ids in asked.items():

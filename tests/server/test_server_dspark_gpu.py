@@ -1,8 +1,10 @@
-"""DSPARK on a GPU: bf16 compute, CUDA graphs. Greedy answers are the oracle's, up to near ties, since kernels round by
-batch size. Every block that is drafted is held to the head in PyTorch where that can be seen, on a CPU
-(test_server_dspark.py); here acceptance tells of the drafts, and test_server_drafts_gpu.py of the stages' rings.
+"""DSPARK on a GPU: bf16 compute, CUDA graphs.
 
-Flags that this machine's SGLang needs besides go into DSV4_SGLANG_TEST_FLAGS.
+Greedy answers are compared with the oracle up to near ties, because kernels round depending on the batch size. Drafts
+are covered here by the acceptance length only: test_server_dspark.py compares them with PyTorch on a CPU, and
+test_server_drafts_gpu.py checks the rings of the stages.
+
+DSV4_SGLANG_TEST_FLAGS holds additional flags that SGLang needs on this machine.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ pytestmark = [pytest.mark.server, pytest.mark.gpu]
 COMMON = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", "8192")
 COMMON += ("--cuda-graph-max-bs-decode", "16", "--max-running-requests", "16", "--max-total-tokens", "65536")
 FORMATS = {"fp8": (), "bf16": ("--kv-cache-dtype", "bfloat16")}
-# Tokens of a block, and more flags; the format of rows is the first word of a name.
+# Block size and additional flags. A name begins with the KV format.
 SERVERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "fp8, blocks of 5": (5, ("--chunked-prefill-size", "4096")),
     "fp8, blocks of 7": (7, ("--chunked-prefill-size", "4096")),
@@ -44,7 +46,7 @@ SERVERS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "fp8, blocks of 5, two GPUs": (5, ("--chunked-prefill-size", "4096", "--tp-size", "2")),
 }
-# How far behind the likeliest token of the oracle a token may be, in log p; as in test_server_gpu.py.
+# Maximum distance of a token's log p from that of the oracle's best token, as in test_server_gpu.py.
 NEAR = {"fp8": 0.68, "bf16": 0.25}
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 700, 2600)
 GENERATED = 60
@@ -57,7 +59,7 @@ def greedy(ids: list[int], count: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def oracle(tiny: Callable[..., Path]) -> Oracle:
-    """Its layers are those of the snapshots for blocks of any size."""
+    """Return the oracle, whose target layers are the same in the models of all block sizes."""
     return Oracle(tiny(seed=1, dspark=5), device="cuda")
 
 
@@ -82,7 +84,7 @@ def generate(server: Server, ids: list[int], count: int = GENERATED) -> list[int
 
 
 def assert_near(oracle: Oracle, name: str, asked: list[tuple[list[int], list[int]]]) -> None:
-    """Each token is the oracle's likeliest with the server's formats, or about as likely."""
+    """Assert that each token is the oracle's best one with the server's formats, or nearly as likely."""
     rows: KVFormat = "bf16" if name.startswith("bf16") else "fp8"
     behind = [oracle.score(ids, tokens, rows, "mxfp4", CHUNK).margin.cpu() for ids, tokens in asked]
     print([f"{len(ids)}: {found.max():.3f} at {int(found.argmax())}" for (ids, _), found in zip(asked, behind)])
@@ -103,7 +105,8 @@ def test_batch_of_16(server: Server, oracle: Oracle, name: str) -> None:
 
 
 def test_warm(server: Server, oracle: Oracle, name: str) -> None:
-    """The next turn of a generation, behind a snapshot of a verify step, and a branch inside a block, each twice."""
+    """Answers are right for the next turn after a verify step's snapshot and for a branch inside a block, each
+    twice."""
     server.flush()
     trunk = prompt(700, seed=1)
     first = generate(server, trunk, 230)
@@ -115,7 +118,7 @@ def test_warm(server: Server, oracle: Oracle, name: str) -> None:
 
 
 def test_drafts_are_accepted(server: Server, name: str) -> None:
-    """As often behind a prefix hit as without: the rings of the draft model's stages come with the snapshot."""
+    """Drafts are accepted as often after a prefix hit as cold, since snapshots include the rings of the stages."""
     ids, lengths = prompt(1000, seed=43), {}
     server.flush()
     for run in ("cold", "warm"):
@@ -128,7 +131,7 @@ def test_drafts_are_accepted(server: Server, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp8, blocks of 5, host cache"], indirect=True, scope="module")
 def test_from_the_host(server: Server, oracle: Oracle, name: str) -> None:
-    """24 prompts of 1,500 tokens in a device of 8,192, twice: behind a load drafts are accepted as often as cold."""
+    """Of 24 prompts that exceed the device, drafts are accepted as often after a load from the host as cold."""
     server.flush()
     prompts, lengths, answers = [prompt(1500, seed=200 + i) for i in range(24)], [], []
     for cached in (0, 1408):
@@ -155,7 +158,7 @@ def test_abort_then_right(server: Server, oracle: Oracle, name: str) -> None:
 
 
 def test_sampled_and_rejected(server: Server) -> None:
-    """A batch that samples beside one that does not; log p, which SGLang does not have with DSPARK."""
+    """Sampled and greedy requests share a batch, and return_logprob is rejected because SGLang's DSPARK lacks it."""
     sampled = {**greedy(prompt(9), 100), "sampling_params": {"max_new_tokens": 100, "top_p": 0.9, "ignore_eos": True}}
     with ThreadPoolExecutor(8) as pool:
         asked = [sampled if i % 2 else greedy(prompt(9), 100) for i in range(8)]

@@ -1,4 +1,4 @@
-"""KV events of a real server: a subscriber's mirror equals the server's tree, and a router believes what is found."""
+"""KV events of a real server: a subscriber's mirror equals the server's tree and predicts the prefix hits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "snapshot_interval"
 
 
 class Subscriber:
-    """A mirror fed by a server's publisher; what was published before it was connected is asked for again."""
+    """Subscriber with a mirror of the server's blocks. It requests a replay of batches that it missed."""
 
     def __init__(self, endpoint: str, replay: str) -> None:
         self.mirror, self.batches = Mirror(), 0
@@ -41,7 +41,7 @@ class Subscriber:
         self._replay.close()
 
     def receive(self) -> None:
-        """Apply all batches that have arrived, in order and once."""
+        """Apply all batches that have arrived, in order and exactly once."""
         while self._events.poll(100):
             _, number, payload = self._events.recv_multipart()
             if int.from_bytes(number, "big") > self.batches:
@@ -66,7 +66,7 @@ class Subscriber:
 def served(
     request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Subscriber]]:
-    """A device of 16 blocks and 6 snapshots; with a host cache of four times that."""
+    """Server with 16 device blocks and 6 snapshots, without and with a host cache of four times that size."""
     folder = tmp_path_factory.mktemp("events")
     endpoints = {"endpoint": f"ipc://{folder}/events", "replay_endpoint": f"ipc://{folder}/replay"}
     config = json.dumps({"publisher": "zmq", **endpoints})
@@ -79,7 +79,10 @@ def served(
 
 
 def settled(server: Server, subscriber: Subscriber) -> Mirror:
-    """The mirror once it equals what the server's tree has, which the integrity check has compared with the rule."""
+    """Return the mirror once it equals the announced blocks of the server's tree.
+
+    The integrity check compares those with `announced_by_rule`.
+    """
     server.wait_idle()
     progress = Progress(server.process, server.log)
     while True:
@@ -94,13 +97,13 @@ def settled(server: Server, subscriber: Subscriber) -> Mirror:
 
 
 def ask(served: tuple[Server, Subscriber], ids: list[int], count: int = 4, **fields: Any) -> tuple[int, int]:
-    """(tokens that a router believes to be cached, tokens that the server finds) of a prompt."""
+    """Return (cached tokens that the mirror predicts, cached tokens that the server reports) for a prompt."""
     believed = settled(*served).found(ids[:-1])
     return believed, served[0].generate(ids, count, **fields).cached
 
 
 def test_a_router_believes_what_is_found(served: tuple[Server, Subscriber]) -> None:
-    """New prompts, repeated and continued ones, and answers of which a conversation goes on."""
+    """The prediction equals the hit for new, repeated and continued prompts."""
     first = prompt(700, seed=1)
     assert ask(served, first) == (0, 0)
     assert ask(served, first) == (640, 640)
@@ -111,7 +114,8 @@ def test_a_router_believes_what_is_found(served: tuple[Server, Subscriber]) -> N
 
 
 def test_a_branch_is_found_once_its_snapshot_is_there(served: tuple[Server, Subscriber]) -> None:
-    """Between two snapshots a router believes too much, by less than the distance to the one before, once."""
+    """Before a branch has its own snapshot, the prediction is too high by less than the distance to the previous
+    one."""
     trunk = prompt(900, seed=3)
     served[0].generate(trunk, 1)
     branch = [*trunk[:300], *prompt(300, seed=4)]
@@ -121,7 +125,7 @@ def test_a_branch_is_found_once_its_snapshot_is_there(served: tuple[Server, Subs
 
 
 def test_evictions(served: tuple[Server, Subscriber]) -> None:
-    """Ten conversations in turn, in 16 blocks and 6 snapshots: what is evicted is withdrawn."""
+    """Evicted blocks are withdrawn when ten conversations exceed 16 blocks and 6 snapshots."""
     server, subscriber = served
     removed = subscriber.mirror.removed
     prompts = [prompt(400 + 20 * i, seed=10 + i) for i in range(10)]

@@ -1,9 +1,8 @@
-"""fp32 rows and keys, a selection that leaves entries out, chunks of 128, a pool so small that requests retract, and a
-host cache behind it.
+"""Server with fp32 entries, fp32 keys, an indexer that omits entries, chunks of 128 and a host cache.
 
-Where the selection leaves entries out, two whose scores are equal but for rounding may swap between two runs, cold or
-warm, whose steps hold other requests besides (docs/design/prefix_policy.md). `same_but_for_ties` asks the oracle
-whether they were.
+The pool is so small that requests are retracted. Where the indexer omits entries, two entries with equal scores up to
+rounding may swap between two runs, cold or warm, because their steps hold different other requests
+(docs/design/prefix_policy.md). `same_but_for_ties` checks with the oracle that a difference has this cause.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def server(fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.Temp
     log = tmp_path_factory.mktemp("exact") / "log"
     flags = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024")
     flags += ("--max-running-requests", "8", "--chunked-prefill-size", "128", "--disable-overlap-schedule")
-    # Little is kept free for what running requests may still generate: sooner or later some are retracted.
+    # Little space is reserved for tokens that running requests still generate, so some requests are retracted.
     flags += ("--schedule-conservativeness", "0.1", "--enable-metrics", *HOST_CACHE)
     options = {"entry_format": "fp32", "indexer_format": "fp32", "integrity_check": True}
     with running(tiny(seed=0, index_topk=64), log, *flags, **options) as server:
@@ -60,7 +59,7 @@ def test_oracle(server: Server, oracle: Oracle, length: int) -> None:
 
 
 def same_but_for_ties(oracle: Oracle, ids: list[int], got: Generated, reference: Generated) -> None:
-    """Within 2e-3, up to the first token at which an entry may have been selected for another of equal score."""
+    """Assert log p within 2e-3, up to the first token at which entries with equal scores may have been swapped."""
     assert len(got.tokens) == len(reference.tokens)
     for i, (ours, theirs) in enumerate(zip(got.logprobs, reference.logprobs)):
         if got.tokens[: i + 1] == reference.tokens[: i + 1] and abs(ours - theirs) <= 2e-3:
@@ -71,7 +70,7 @@ def same_but_for_ties(oracle: Oracle, ids: list[int], got: Generated, reference:
 
 
 def test_branches_in_chunks_of_128(server: Server, oracle: Oracle) -> None:
-    """A token before a block boundary and one after: each branch taken twice, against the same when cold."""
+    """Branches just before and after a block boundary equal their cold answers on both requests."""
     trunk = prompt(600, seed=2)
     for at in (383, 385):
         ids = trunk[:at] + prompt(30, seed=at)
@@ -85,7 +84,7 @@ def test_branches_in_chunks_of_128(server: Server, oracle: Oracle) -> None:
 
 
 def test_a_dropped_indexer_tail_shows(server: Server, oracle: Oracle, fault: Path) -> None:
-    """Key L / 4 is wrong for good, and another entry is read instead of its."""
+    """Without the indexer's compressor state, key L / 4 is wrong and the indexer selects a different entry."""
     ids = prompt(450, seed=3)
     server.flush()
     with broken(fault, "indexer compressor state dropped"):
@@ -114,7 +113,7 @@ def test_warm_after_retraction(server: Server, oracle: Oracle) -> None:
 
 
 def test_hits_from_the_host(server: Server, oracle: Oracle) -> None:
-    """Four conversations of three blocks in turn, in a device of eight blocks."""
+    """Four conversations of three blocks on a device of eight blocks are right after loads from the host."""
     prompts = [prompt(400, seed=30 + i) for i in range(4)]
     server.flush()
     for ids in prompts:
@@ -124,12 +123,12 @@ def test_hits_from_the_host(server: Server, oracle: Oracle) -> None:
         got = server.generate(ids, 8)
         assert got.cached == 384
         assert distances(oracle, ids, got).max() <= TOLERANCE
-    server.generate(prompt(5), 1)  # counters are published when requests come and go
+    server.generate(prompt(5), 1)  # the server publishes counters when a request begins or ends
     assert server.metrics()["hit_tokens_host"] - before >= 2 * 384, "little came from the host"
 
 
 def test_the_cache_is_intact(server: Server) -> None:
-    """The integrity check after all that the other tests have left."""
+    """The integrity check finds nothing after all tests above."""
     server.wait_idle()
     reports = client.Server.at(server.url).integrity()
     assert len(reports) == 1 and not reports[0]["findings"], reports

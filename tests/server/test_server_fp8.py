@@ -1,6 +1,7 @@
-"""The default: FP8 rows and FP4 keys, with a selection that leaves entries out; no prefix cache, chunks of 256.
+"""Default formats (FP8 entries, FP4 keys) with an indexer that omits entries, without prefix cache, chunks of 256.
 
-As many heads as released, where the other servers have 16."""
+The model has as many heads as the released one; other servers use 16.
+"""
 
 from __future__ import annotations
 
@@ -61,5 +62,5 @@ def test_no_further_from_fp32_than_the_format(server: Server, oracle: Oracle) ->
 
 
 def test_the_same_twice(server: Server) -> None:
-    """Twice the same prompt without a prefix cache: bit for bit."""
+    """The same prompt gives bitwise equal answers without a prefix cache."""
     assert server.generate(prompt(300), 8) == server.generate(prompt(300), 8)

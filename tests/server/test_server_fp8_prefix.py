@@ -1,7 +1,7 @@
-"""Prefix hits with FP8 rows, FP4 keys and a selection that leaves entries out, in chunks of 128, and with EAGLE.
+"""Prefix hits with FP8 entries, FP4 keys, an indexer that omits entries, chunks of 128, and EAGLE.
 
-A run whose steps hold other tokens besides rounds activations in another way, and now and then an element of a row to
-the next FP8 value; warm answers may differ from cold ones by as much as that, and not more.
+Steps with different other tokens round activations differently, and an element of an entry may then round to the next
+FP8 value. Warm answers may differ from cold ones by the effect of this rounding only.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.server
 FIELDS = {"seed": 2, "index_topk": 64, "ratios": (0, 4, 128, 4), "nextn": True}
 FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-total-tokens", "4096", "--max-running-requests", "4")
 FLAGS += ("--chunked-prefill-size", "128", *DRAFTS)
+# Maximum mean |d log p|. Rounding all entries to FP8 moves log p by 0.05, one corrupted entry by at least 0.07
+# (tests/test_make_tiny.py).
 NOISE = 0.02
-"""Mean |d log p|. Rounding all rows to FP8 moves it by 0.05, one spoilt entry by 0.07 and more
-(tests/test_make_tiny.py)."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def asked(server: Server) -> list[tuple[list[int], Generated]]:
-    """Prompts with what was answered from the cache: repeated, branched off, the next turn."""
+    """Prompts with their warm answers: repeated prompts, branches and a next turn."""
     answers = []
     for length, cached in ((129, 128), (700, 640)):
         ids = prompt(length)
@@ -69,7 +69,7 @@ def test_warm_answers_are_no_further_from_fp32_than_the_format(
     tiny: Callable[..., Path], asked: list[tuple[list[int], Generated]]
 ) -> None:
     oracle, ours, format_alone = Oracle(tiny(**FIELDS)), [], []
-    for ids, got in [(ids, got) for ids, got in asked if len(ids) < 400]:  # the oracle takes its time
+    for ids, got in [(ids, got) for ids, got in asked if len(ids) < 400]:  # the oracle is slow
         exact = oracle.score(ids, got.tokens, chunk=CHUNK).logprobs
         ours.append((torch.tensor(got.logprobs) - exact).abs())
         format_alone.append((oracle.score(ids, got.tokens, "fp8", "mxfp4", CHUNK).logprobs - exact).abs())

@@ -1,6 +1,7 @@
-"""Servers on a GPU: bf16 compute, CUDA graphs. Answers are held to the oracle, since kernels round by batch size.
+"""Servers on a GPU: bf16 compute, CUDA graphs.
 
-Flags that this machine's SGLang needs besides go into DSV4_SGLANG_TEST_FLAGS.
+Answers are compared with the oracle, because kernels round depending on the batch size. DSV4_SGLANG_TEST_FLAGS holds
+additional flags that SGLang needs on this machine.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ SERVERS: dict[str, tuple[str, ...]] = {
         *("--max-total-tokens", "65536", "--max-running-requests", "16", "--chunked-prefill-size", "256"),
         *("--kv-cache-dtype", "bfloat16"),
     ),
-    # Admits more requests than fit when they have grown.
+    # Admits more requests than fit into the pool after they have grown.
     "fp8, small": (
         *("--max-total-tokens", str(CONTEXT), "--max-running-requests", "64"),
         *("--schedule-conservativeness", "0.3"),
     ),
     "fp8, two GPUs": ("--max-total-tokens", "65536", "--max-running-requests", "16", "--tp-size", "2"),
-    # 16 requests and chunks of 4,096 tokens a rank.
+    # 16 requests and chunks of 4,096 tokens per rank.
     "fp8, two ranks": (
         *("--max-total-tokens", "65536", "--max-running-requests", "32", "--chunked-prefill-size", "8192"),
         *("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
@@ -62,21 +63,21 @@ SERVERS["bf16, chunks of 256, two GPUs, 7 drafts"] = (
     *("--tp-size", "2"),
 )
 GPUS = {name: 2 for name in SERVERS if "two" in name}
-# What hits depends on the rank: tests that know of one cache have the other rank idle.
+# Prefix hits depend on the rank. Tests that assume a single cache leave the second rank idle.
 FIELDS = {name: on_rank(0) for name in SERVERS if "ranks" in name}
-# Means of |d log p|. The rounding of rows alone gives 0.004 (bf16) and 0.053 (FP8), bf16 compute 0.014 on top; one
-# spoilt entry gives 0.07 and more (tests/test_make_tiny.py).
+# Maximum mean |d log p|. Rounding the entries gives 0.004 (bf16) and 0.053 (FP8), and bf16 compute adds 0.014. One
+# corrupted entry gives at least 0.07 (tests/test_make_tiny.py).
 ALLOWED = {name: 0.025 if name.startswith("bf16") else 0.068 for name in SERVERS}
 
 
 def drafts(name: str) -> bool:
-    """Whether a server speculates: its checkpoint has a NextN layer, and another head."""
+    """Return True if the server speculates. Its checkpoint has a NextN layer and a different head."""
     return "drafts" in name
 
 
 @pytest.fixture(scope="module")
 def oracle(tiny: Callable[..., Path]) -> Callable[[str], Oracle]:
-    """Of the snapshot of a server."""
+    """Return the oracle of a server's model by the name of the server."""
     return functools.cache(lambda name: Oracle(tiny(seed=1, nextn=drafts(name)), device="cuda"))
 
 
@@ -89,7 +90,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def server(name: str, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One after the other: `-k` chooses some, for several processes on several GPUs."""
+    """Start one server after the other; `-k` selects some, for parallel runs on several GPUs."""
     flags = (*COMMON, *SERVERS[name], *shlex.split(os.environ.get("DSV4_SGLANG_TEST_FLAGS", "")))
     log = tmp_path_factory.mktemp("gpu") / "log"
     with running(tiny(seed=1, nextn=drafts(name)), log, *flags, cpu=False, **OPTIONS) as server:
@@ -118,7 +119,7 @@ def test_batch_of_16(server: Server, oracle: Callable[[str], Oracle], name: str)
 
 @only("fp8", "bf16, chunks of 256", "fp8, 3 drafts")
 def test_prefill_graphs(server: Server, oracle: Callable[[str], Oracle], name: str) -> None:
-    """Short prefill steps behind prefix hits run as graphs, alone and in a batch, with snapshots inside the step."""
+    """Short prefill steps after prefix hits run as graphs, alone and in a batch, with snapshots inside the step."""
     server.flush()
     trunk = prompt(1500, seed=30)
     server.generate(trunk, 1)
@@ -135,7 +136,7 @@ def test_prefill_graphs(server: Server, oracle: Callable[[str], Oracle], name: s
 
 
 def test_warm(server: Server, oracle: Callable[[str], Oracle], name: str) -> None:
-    """Repeated, the next turn of a generation, and a branch inside a block: resumed, and as near as when cold."""
+    """A repeated prompt, the next turn and a branch inside a block hit the cache and are as close as cold answers."""
     server.flush()
     trunk = prompt(700)
     first = server.generate(trunk, 230)
@@ -176,7 +177,7 @@ def test_longer_than_the_context(server: Server) -> None:
 
 @only("fp8, small", "fp8, small, 3 drafts")
 def test_more_requests_than_fit(server: Server, oracle: Callable[[str], Oracle], name: str) -> None:
-    """48 requests that grow to 400 tokens in a pool of 8192: some are retracted, all finish, all are right."""
+    """With 48 requests that grow to 400 tokens in a pool of 8,192, some are retracted, and all answers are right."""
     prompts = [prompt(100 + 2 * i, seed=7) for i in range(48)]
     answers = server.generate_all(prompts, 256)
     assert all(len(got.tokens) == 256 for got in answers)
@@ -190,14 +191,14 @@ two_ranks = only(*(name for name in SERVERS if "ranks" in name))
 
 @pytest.fixture
 def ranks(server: Server) -> Server:
-    """The server with two ranks of DP attention, both of them empty."""
+    """Server with two DP attention ranks and empty caches."""
     server.flush()
     return server
 
 
 @two_ranks
 def test_both_ranks_at_once(ranks: Server, oracle: Callable[[str], Oracle], name: str) -> None:
-    """Steps in which both decode, one prefills, and one has nothing to do: graphs of padding, and steps without."""
+    """Answers are right in steps in which both ranks decode, one prefills, or one is idle, with and without graphs."""
     asked = [
         (n, 10 * (1 + i % 4), i % 2 if i < 8 else 1) for i, n in enumerate((*LENGTHS, 2000, 64, 30, 5, 1, 900, 17))
     ]
@@ -226,9 +227,10 @@ def test_hits_are_those_of_a_rank(ranks: Server, oracle: Callable[[str], Oracle]
 
 @only("fp8", "fp8, 3 drafts")
 def test_samples_follow_the_distribution(server: Server, name: str) -> None:
-    """At temperature 1, chi-squared over the ranks of the tokens that came, by the log p that came with them: 10^5
-    tokens of 64 requests, ranks 1 to 20 and all behind. Accepted drafts and what replaces rejected ones are drawn as
-    other tokens are."""
+    """At temperature 1 sampled tokens follow their reported log p, also where drafts are accepted or rejected.
+
+    A chi-squared test over the ranks of the sampled tokens, 1 to 20 and all others, for 10^5 tokens of 64 requests.
+    """
     ranks, count, requests = 20, 1600, 64
 
     def one(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -249,14 +251,17 @@ def test_samples_follow_the_distribution(server: Server, name: str) -> None:
     assert isinstance(expected, torch.Tensor) and isinstance(came, torch.Tensor)
     statistic = float(((came - expected) ** 2 / expected).sum())
     print(f"{name}: chi-squared {statistic:.1f} of {ranks} degrees of freedom, {int(came.sum())} tokens")
-    # One run in a million is above: the quantile of chi-squared with 20 degrees of freedom.
+    # 99.9999 % quantile of chi-squared with 20 degrees of freedom.
     assert statistic < 65.4, (came, expected)
 
 
 @only(*filter(drafts, SERVERS))
 def test_drafts_are_accepted(server: Server, name: str) -> None:
-    """As often behind a prefix hit as without. That says little of the draft model's rows, on which this checkpoint's
-    drafts hardly depend: test_server_drafts_gpu.py looks at what is made of those."""
+    """Drafts are accepted as often after a prefix hit as cold.
+
+    The acceptance length of this model hardly depends on the draft model's KV entries; test_server_drafts_gpu.py
+    compares the draft model's output.
+    """
     ids, lengths = prompt(1000, seed=43), {}
     server.flush()
     for run in ("cold", "warm"):
@@ -271,7 +276,7 @@ def _greedy(ids: list[int], count: int) -> dict[str, object]:
     return {"input_ids": ids, "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}}
 
 
-# Warm = cold.
+# Warm answers equal cold ones
 
 
 def test_repeated_prompts(server: Server) -> None:
@@ -286,7 +291,10 @@ def test_repeated_prompts(server: Server) -> None:
 
 
 def test_5000_tokens(server: Server) -> None:
-    """Where the indexer selects, noise swaps entries of nearly equal score, in cold runs as well."""
+    """A prompt of 5,000 tokens and a branch hit the cache and are as close as cold answers.
+
+    Where the indexer omits entries, noise swaps entries with nearly equal scores, in cold runs too.
+    """
     server.flush()
     trunk = prompt(5000, seed=12)
     server.generate(trunk, 1)
@@ -297,7 +305,7 @@ def test_5000_tokens(server: Server) -> None:
 
 
 def test_branches_anywhere(server: Server) -> None:
-    """A block boundary, a token before, a token after, inside a block; each taken twice, then all at once."""
+    """Branches around a block boundary and inside a block hit the cache and are right, twice and then all at once."""
     server.flush()
     trunk, asked = prompt(1500, seed=14), {}
     server.generate(trunk, 1)
@@ -307,7 +315,7 @@ def test_branches_anywhere(server: Server) -> None:
         second = trunk[:at] + prompt(40, seed=at + 1)
         asked[f"first at {at}"] = ids, first
         asked[f"second at {at}"] = second, server.generate(second, 16)
-        # The first takes a snapshot where it leaves the trunk.
+        # The first branch takes a snapshot where it leaves the trunk.
         assert [first.cached >= at // INTERVAL * INTERVAL, asked[f"second at {at}"][1].cached] == [
             True,
             at // 128 * 128,
@@ -319,7 +327,7 @@ def test_branches_anywhere(server: Server) -> None:
 
 @pytest.mark.parametrize("count", [1, 700])
 def test_next_turns(server: Server, count: int) -> None:
-    """Snapshots taken in decode, inside CUDA graphs where there are any; eight conversations at once."""
+    """Next turns of eight concurrent conversations hit snapshots taken in decode, also inside CUDA graphs."""
     server.flush()
     first = [prompt(150 + 37 * i, seed=15) for i in range(8)]
     turns = server.generate_all(first, count)
@@ -327,7 +335,7 @@ def test_next_turns(server: Server, count: int) -> None:
     for ids, turn in zip(first, turns):
         following = ids + turn.tokens + prompt(60, seed=16)
         asked[f"after {len(ids)} + {count}"] = following, server.generate(following, 16)
-        # The last token of an answer is computed by the next turn. With a full pool there may be less.
+        # The next turn computes the last token of an answer. In a full pool the hit may be shorter.
         assert asked[f"after {len(ids)} + {count}"][1].cached <= (len(ids) + count - 1) // 128 * 128
     if server.get("/get_server_info")["max_total_num_tokens"] > CONTEXT:
         expected = [(len(ids) + count - 1) // 128 * 128 for ids in first]
@@ -351,7 +359,7 @@ def test_a_branch_off_a_running_request(server: Server) -> None:
 
 @only("fp8, small", "fp8, small, 3 drafts")
 def test_after_eviction_retraction_and_a_flush(server: Server) -> None:
-    """The small pool: a prompt that others push out comes back; retracted requests resume; nothing outlives a flush."""
+    """In the small pool, evicted prompts and retracted requests are right, and a flush clears the cache."""
     ids = prompt(1400, seed=19)
     server.flush()
     server.generate(ids, 1)
@@ -372,7 +380,7 @@ def test_after_eviction_retraction_and_a_flush(server: Server) -> None:
 
 
 def test_copies_are_timed(server: Server) -> None:
-    """By CUDA events that nobody waits for."""
+    """Copies are timed by CUDA events without synchronization."""
     ids = prompt(1500, seed=21)
     server.flush()
     for _ in range(3):
@@ -383,13 +391,15 @@ def test_copies_are_timed(server: Server) -> None:
     assert 0 < found["snapshot_timed_bytes"] <= found["snapshot_copied_bytes"], found
     rate = found["snapshot_timed_bytes"] / found["snapshot_copy_seconds"] / 1e9
     print(f"{found['snapshot_timed_bytes'] / 1e6:.1f} MB at {rate:.0f} GB/s")
-    # Snapshots of this model are small (0.6 MB): launches take most of the time.
+    # Snapshots of this model are small (0.6 MB), so launch overhead takes most of the time.
     assert 0.5 < rate < 10_000, found
 
 
 def test_graphs_keep_what_they_write_to(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """A prefill that needs more scratch than the graphs' 16 MiB, a flush, which gives CUDA back what nobody holds, and
-    decode steps that select."""
+    """Decode is right after a prefill that needs more scratch than the 16 MiB of the CUDA graphs, and after a flush.
+
+    The flush returns unused memory to CUDA, and the decode steps run the indexer's selection.
+    """
     context = 1 << 20
     flags = ("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--context-length", str(context))
     flags += ("--max-total-tokens", str(context + 65536), "--max-running-requests", "16")

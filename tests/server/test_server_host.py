@@ -1,4 +1,4 @@
-"""The host cache of a real server: what the device has no room for comes back from the host."""
+"""Host cache of a real server: entries evicted from the device are loaded from the host."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ POLICIES = ("write_through", "write_through_selective", "write_back")
 def server(
     request: pytest.FixtureRequest, fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A device of 2,048 tokens and 12 snapshots, a host of four times that; a layer of each kind, and the indexer
-    selects all entries (docs/design/prefix_policy.md says why)."""
+    """Server with 2,048 tokens and 12 snapshots on the device and four times that on the host.
+
+    The model has one layer of each kind, and the indexer selects all entries (docs/design/prefix_policy.md).
+    """
     log = tmp_path_factory.mktemp("host") / "log"
     flags = (*FLAGS, "--hicache-write-policy", request.param)
     with running(tiny(seed=0, ratios=(0, 4, 128), index_topk=1536), log, *flags, **OPTIONS) as server:
@@ -43,8 +45,7 @@ def server(
 
 @pytest.fixture(scope="module")
 def known() -> dict[tuple[int, ...], Generated]:
-    """Cold answers by prompt and length: a policy does not change them, so the first server that is asked gives them to
-    all."""
+    """Cold answers by prompt and length, shared by all servers because they do not depend on the write policy."""
     return {}
 
 
@@ -61,7 +62,7 @@ def only_with(server: Server, policy: str) -> None:
 
 
 def test_conversations_beyond_the_device(server: Server, known: dict[tuple[int, ...], Generated]) -> None:
-    """Six of 700 tokens in turn, three times: the second and third visits find all that can be found."""
+    """Six conversations of 700 tokens exceed the device, and the second and third visits hit the maximum."""
     prompts = [prompt(700, seed=i) for i in range(6)]
     references = [cold(server, known, ids) for ids in prompts]
     server.flush()
@@ -83,7 +84,7 @@ def test_conversations_beyond_the_device(server: Server, known: dict[tuple[int, 
 
 
 def test_next_turns_and_branches_four_at_a_time(server: Server) -> None:
-    """Each goes on from where the host has it, or from the middle of it."""
+    """Next turns and branches, four at a time, hit the host cache and equal their cold answers."""
     only_with(server, POLICIES[0])
     first = [prompt(500, seed=20 + i) for i in range(6)]
     server.flush()
@@ -98,7 +99,7 @@ def test_next_turns_and_branches_four_at_a_time(server: Server) -> None:
 
 
 def test_a_sweep_of_working_sets(server: Server, tmp_path: Path) -> None:
-    """What `benchmarks.prefix_trace sweep` says of a set that the device holds and one that only the host does."""
+    """`benchmarks.prefix_trace sweep` reports device hits for a small working set and host hits for a large one."""
     only_with(server, POLICIES[0])
     file = tmp_path / "rows"
     load = ["--tokens", "400", "--vocab", "384", "--steps", "1", "5"]
@@ -106,7 +107,7 @@ def test_a_sweep_of_working_sets(server: Server, tmp_path: Path) -> None:
     device, host = rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["live_tokens"] for row in rows] == [401 + 216, 5 * 401 + 6 * 216]
     assert all(row["server"]["max_total_num_tokens"] == 2048 for row in rows)
-    # Visits find whole blocks: 384 of 401 tokens, 512 of 617.
+    # Hits are whole blocks: 384 of 401 tokens, 512 of 617.
     assert [row["cached_tokens"] for row in rows] == [384, 512 + 4 * 384]
     assert device["host_tokens"] == 0 < host["host_tokens"] == host["cached_tokens"] - host["device_tokens"]
     assert host["hit_of_ideal"] == round(2048 / (616 + 4 * 400), 4)
@@ -115,7 +116,7 @@ def test_a_sweep_of_working_sets(server: Server, tmp_path: Path) -> None:
 
 
 def test_turns_from_the_device_and_from_the_host(server: Server) -> None:
-    """What `benchmarks.turns` says of two conversations that the device holds, and of one that was pushed out of it."""
+    """`benchmarks.turns` reports the right tier for conversations on the device and for an evicted one."""
     only_with(server, POLICIES[0])
     seeds = itertools.count(1000)
 
@@ -129,7 +130,7 @@ def test_turns_from_the_device_and_from_the_host(server: Server) -> None:
     assert (device["turns"], device["tier"], device["tier_share"]) == (2, "device", 1)
     host = measured("1100+20x1", device_tokens=2048)
     assert host["cached"] == {"expected": 1024, "turns": 3, "low": 1024, "high": 1024}
-    # What fills the device leaves room for at most the first 4 of 8 blocks.
+    # The load that fills the device leaves at most the first 4 of 8 blocks on it.
     assert host["tier"] == "host" and host["tier_share"] >= 0.5
     for row in (device, host):
         assert 0 < row["first_token_ms"]["low"] <= row["first_token_ms"]["p50"] <= row["turn_ms"]["p95"]
@@ -147,8 +148,11 @@ def test_after_a_flush_the_host_has_nothing(server: Server) -> None:
 
 
 def test_answers_end_where_cold_ones_do(server: Server) -> None:
-    """SGLang's HiCache is reported to make answers of this model endless. Conversations of three turns that are evicted
-    between them; DSV4_SGLANG_TEST_CONVERSATIONS=200 for more, which takes some minutes with each policy."""
+    """Warm answers of evicted conversations have the same length as cold ones.
+
+    SGLang's own HiCache is reported to make answers of this model endless. DSV4_SGLANG_TEST_CONVERSATIONS=200 runs more
+    conversations, which takes some minutes per policy.
+    """
     count = int(os.environ.get("DSV4_SGLANG_TEST_CONVERSATIONS", 0))
     if not count:
         only_with(server, POLICIES[0])
@@ -159,13 +163,13 @@ def test_answers_end_where_cold_ones_do(server: Server) -> None:
     print(f"{ends.parted} of {len(lengths)} parted at near ties, {ends.cached} tokens found, lengths {sorted(lengths)}")
     assert ends.parted <= 1 + len(lengths) // 100
     assert len(set(lengths)) > 5 and lengths.count(LONGEST) < len(lengths) / 2, "answers do not end: nothing is tested"
-    server.generate(prompt(5), 1)  # counters are published when requests come and go
+    server.generate(prompt(5), 1)  # the server publishes counters when a request begins or ends
     assert server.metrics()["hit_tokens_host"] - before > ends.cached / 2 > 0
     server.wait_idle()
 
 
 def to_host_only(server: Server, ids: list[int]) -> None:
-    """Serve a prompt, and one whose rows on the host lie behind its; then the device loses what it has."""
+    """Serve `ids` and then a second prompt, whose host rows follow those of `ids`, and empty the device."""
     server.flush()
     server.generate(ids, 1)
     server.generate(prompt(500, seed=130), 1)
@@ -178,22 +182,25 @@ def empty_device(server: Server) -> None:
 
 
 def test_a_retracted_request_resumes_from_the_host(server: Server, known: dict[tuple[int, ...], Generated]) -> None:
-    """In a pool of 16 blocks four requests grow to four blocks each, then the first needs a fifth: one of the others is
-    retracted, and goes on from the last snapshot of its prompt, since log p of the rest is asked for. The device has
-    nothing of it any more: SGLang takes a block ahead for each of the others."""
+    """A retracted request resumes from the host if the device has evicted its prompt.
+
+    In a pool of 16 blocks four requests grow to four blocks each; then the first needs a fifth. One of the others is
+    retracted and resumes from the last snapshot of its prompt, because its output needs log p. The device no longer has
+    that prompt, because SGLang allocates a block ahead for each remaining request.
+    """
     prompts = [prompt(n, seed=100 + i) for i, n in enumerate((396, 356, 356, 376))]
     counts, ahead = (150, 60, 60, 60), (70, 3, 3, 3)
     references = [cold(server, known, ids, count) for ids, count in zip(prompts, counts)]
     for _ in range(ATTEMPTS):
         server.flush()
         before, retracted = server.metrics(), server.retracted()
-        # Each begins when the one before decodes: SGLang would let it wait for the end of another.
+        # Each request begins when the previous one decodes; otherwise SGLang would queue it until one ends.
         answers = [server.begin(ids, count, at) for ids, count, at in zip(prompts, counts, ahead)]
         for answer, reference in zip(answers, references):
             got = answer()
             assert len(got.tokens) == len(reference.tokens)
             assert_same(got, reference, TOLERANCE)
-        server.generate(prompt(5), 1)  # counters are published when requests come and go
+        server.generate(prompt(5), 1)  # the server publishes counters when a request begins or ends
         after = server.metrics()
         times, tokens = (now - then for now, then in zip(server.retracted(), retracted))
         if times:
@@ -215,8 +222,7 @@ def scored_from_host(server: Server, ids: list[int], tokens: list[int]) -> Gener
 
 @pytest.mark.parametrize("kind", [*HOST_FAULTS, *LATE_FAULTS])
 def test_a_broken_load_shows(server: Server, fault: Path, kind: str, known: dict[tuple[int, ...], Generated]) -> None:
-    """What the tests above, or the one below of loads that come late, would see of each way to bring back something
-    else, and that the host still has what is right."""
+    """Each fault in a load changes the answer enough for the other tests to notice, and the host copy stays right."""
     only_with(server, POLICIES[0])
     ids = prompt(520, seed=120)
     reference = cold(server, known, ids)
@@ -230,7 +236,10 @@ def test_a_broken_load_shows(server: Server, fault: Path, kind: str, known: dict
 
 
 def test_a_step_waits_for_what_it_reads(server: Server, fault: Path, known: dict[tuple[int, ...], Generated]) -> None:
-    """Nothing comes before it is waited for: the snapshot before live slots are filled, a layer before it is read."""
+    """Answers are right if each load is delayed until a step waits for it.
+
+    A step waits for the snapshot before it fills live slots, and for each layer before it reads it.
+    """
     only_with(server, POLICIES[0])
     ids = prompt(520, seed=120)
     reference = cold(server, known, ids)
@@ -240,7 +249,7 @@ def test_a_step_waits_for_what_it_reads(server: Server, fault: Path, known: dict
 
 
 def test_asleep_the_host_keeps_what_there_is(server: Server) -> None:
-    """All that was answered comes back from the host, in a server whose requests wait meanwhile."""
+    """After sleep and wake-up all answers are loaded from the host, and requests sent while asleep wait."""
     prompts = [prompt(400, seed=150 + i) for i in range(2)]
     references = [server.generate(ids) for ids in prompts]
     before = server.metrics()
@@ -249,7 +258,7 @@ def test_asleep_the_host_keeps_what_there_is(server: Server) -> None:
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(server.generate, prompts[0])
         server.get("/server_info")
-        server.post("/release_memory_occupation", {})  # the rest
+        server.post("/release_memory_occupation", {})  # all remaining tags
         server.post("/resume_memory_occupation", {"tags": ["weights", "cuda_graph"]})
         assert not waits.done()
         server.post("/resume_memory_occupation", {})
@@ -257,13 +266,13 @@ def test_asleep_the_host_keeps_what_there_is(server: Server) -> None:
     for got, reference in zip(answers, references):
         assert got.cached == 384
         assert_same(got, reference, TOLERANCE)
-    server.generate(prompt(5), 1)  # counters are published when requests come and go
+    server.generate(prompt(5), 1)  # the server publishes counters when a request begins or ends
     assert server.metrics()["hit_tokens_host"] - before["hit_tokens_host"] == 2 * 384
     server.wait_idle()
 
 
 def test_new_weights_leave_nothing_on_the_host(server: Server, tiny: Callable[..., Path]) -> None:
-    """Right behind an answer, whose copies to the host are under way, and though no flush is asked for."""
+    """A weight update without a flush, while copies to the host are in flight, clears the host cache."""
     only_with(server, POLICIES[0])
     ids = prompt(400, seed=160)
     models = [tiny(seed=seed, ratios=(0, 4, 128), index_topk=1536) for seed in (9, 0)]
@@ -279,7 +288,10 @@ def test_new_weights_leave_nothing_on_the_host(server: Server, tiny: Callable[..
 
 
 def test_the_table_names_the_host(server: Server) -> None:
-    """Of a CSA and an HCA layer in fp32, and snapshots of three rings and a CSA compressor state: as many bytes as four
-    times 16 blocks and 12 snapshots, with 11/8 times the snapshots a block."""
+    """The start-up log reports the host cache's size.
+
+    The model has a CSA and an HCA layer in fp32; a snapshot has three window rings and a CSA compressor state. The host
+    has four times the bytes of 16 blocks and 12 snapshots, with 11/8 as many snapshots per block.
+    """
     table = "host cache of this process: 6912 tokens in 54 blocks of 83968 bytes, 49 snapshots of 806912 bytes"
     assert table in server.log_text()

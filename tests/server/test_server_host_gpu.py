@@ -1,6 +1,6 @@
-"""The host cache of a server on a GPU: bf16 compute, FP8 rows, pinned memory, CUDA graphs, overlap scheduling.
+"""Host cache of a server on a GPU: bf16 compute, FP8 entries, pinned memory, CUDA graphs, overlap scheduling.
 
-Flags that this machine's SGLang needs besides go into DSV4_SGLANG_TEST_FLAGS.
+DSV4_SGLANG_TEST_FLAGS holds additional flags that SGLang needs on this machine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def server(
 
 
 def test_conversations_beyond_the_device(server: Server) -> None:
-    """24 of 1,500 tokens in turn, three times, in a device of 8,192: all that can be found is, and is the same."""
+    """24 conversations of 1,500 tokens exceed the device; their next two visits hit the maximum and are right."""
     prompts = [prompt(1500, seed=i) for i in range(24)]
     server.flush()
     before = server.metrics()
@@ -69,7 +69,7 @@ def test_conversations_beyond_the_device(server: Server) -> None:
 
 
 def test_next_turns_while_others_decode(server: Server) -> None:
-    """Loaded beside steps that run, eight at a time; each goes on from its last snapshot."""
+    """Next turns, eight at a time, are loaded from the last snapshot while other requests decode."""
     first = [prompt(600 + 37 * i, seed=40) for i in range(16)]
     server.flush()
     turns = server.generate_all(first, 60)
@@ -89,8 +89,10 @@ def test_next_turns_while_others_decode(server: Server) -> None:
 
 
 def test_answers_end_where_cold_ones_do(server: Server) -> None:
-    """200 conversations of three turns, more than both tiers hold. With bf16 compute many part at near ties; what they
-    say then is another text, but none of another length."""
+    """Warm answers of 200 conversations, more than device and host hold, are on average as long as cold ones.
+
+    With bf16 compute many answers differ after a near tie, so only the distributions of lengths are compared.
+    """
     server.flush()
     ends = ends_of(server, 200, tolerance=0.5, at_once=16)
     cold, warm = torch.tensor(ends.lengths, dtype=torch.float32).T
@@ -107,15 +109,18 @@ def test_answers_end_where_cold_ones_do(server: Server) -> None:
 
 
 def test_retracted_requests_resume_from_the_host(server: Server) -> None:
-    """12 requests, each begun when the one before decodes, so that all are let in: from 48 blocks of 64 to 108. They go
-    on from the last snapshot of their prompts, since log p of the rest is asked for; what others have not taken is
-    still on the device."""
+    """Retracted requests resume from the host or the device at the last snapshot of their prompts.
+
+    12 requests grow from 48 of 64 blocks to 108. Each begins when the previous one decodes, so that all are admitted.
+    They resume from their prompts' snapshots because their output needs log p. Blocks that no request has reused are
+    still on the device.
+    """
     prompts = [prompt(500 + i, seed=44) for i in range(12)]
     server.flush()
     before, retracted = server.metrics(), server.retracted()
     running_requests = [server.begin(ids, 600, 3) for ids in prompts]
     answers = [answer() for answer in running_requests]
-    server.generate(prompt(5), 1)  # counters are published when requests come and go
+    server.generate(prompt(5), 1)  # the server publishes counters when a request begins or ends
     after = server.metrics()
     times, tokens = (now - then for now, then in zip(server.retracted(), retracted))
     assert times > 0, "nothing was retracted: the test does not test"
@@ -129,8 +134,8 @@ def test_retracted_requests_resume_from_the_host(server: Server) -> None:
 
 @pytest.mark.parametrize("kind", HOST_FAULTS)
 def test_a_broken_load_shows(server: Server, fault: Path, kind: str) -> None:
-    """What the tests above would see of each way to bring back something else."""
-    # Of equals the device gives up what came last.
+    """Each fault in a load changes the answer enough for the other tests to notice."""
+    # Among equal eviction values the device evicts the newest first.
     before, behind = ([prompt(1500, seed=60 + 10 * side + i) for i in range(6)] for side in range(2))
     ids = prompt(1500, seed=50)
     server.flush()

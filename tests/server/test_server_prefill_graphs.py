@@ -1,4 +1,5 @@
-"""Short prefill steps as graphs run them, on a CPU server (recorded_prefills.py), against the oracle in fp32."""
+"""Short prefill steps on a CPU server, executed like graphs (recorded_prefills.py), compared with the oracle in
+fp32."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def server(
 
 
 def sizes(steps: Path) -> list[tuple[int, int, int]]:
-    """(size, tokens, requests) of the steps so far."""
+    """Return (size, tokens, requests) of all steps so far."""
     return [tuple(map(int, line.split())) for line in steps.read_text().splitlines()]
 
 
@@ -68,7 +69,7 @@ def test_new_tokens_behind_a_hit(server: Server, oracle: Oracle, recorded_steps:
 
 
 def test_hits_and_misses_in_a_batch(server: Server, oracle: Oracle, recorded_steps: Path) -> None:
-    """Also chunked prompts whose last chunk is short, and eager steps beside."""
+    """Answers are right in a batch of hits and misses, with short last chunks and eager steps."""
     trunk = prompt(520, seed=3)
     asked = [trunk[:at] + prompt(n, seed=at) for at, n in ((130, 3), (256, 20), (384, 1))] + [prompt(40), prompt(7)]
     for _ in range(ATTEMPTS):
@@ -83,7 +84,7 @@ def test_hits_and_misses_in_a_batch(server: Server, oracle: Oracle, recorded_ste
 
 
 def test_more_requests_than_fit(server: Server, oracle: Oracle) -> None:
-    """A retracted request resumes with a short prefill step."""
+    """A retracted request resumes with a short prefill step and is right."""
     server.flush()
     assert_right_though_retracted(server, oracle, TOLERANCE)
 
@@ -95,8 +96,9 @@ def test_log_probabilities_of_the_prompt(server: Server, oracle: Oracle) -> None
 
 
 def test_hits_from_the_host(server: Server, oracle: Oracle, fault: Path) -> None:
-    """The step waits for all layers before its graph; one that does not, or reads other entries, shows."""
-    prompts = [prompt(400, seed=20 + i) for i in range(5)]  # the device has room for 1,024 tokens
+    """A graph step waits for all layers of a load; faults that skip the wait or load wrong entries change the
+    answer."""
+    prompts = [prompt(400, seed=20 + i) for i in range(5)]  # the device holds 1,024 tokens
     for kind in (LATE, LATE_FAULTS[1], HOST_FAULTS[1]):
         server.flush()
         for ids in prompts:

@@ -1,6 +1,6 @@
-"""Warm = cold: prefix hits through a real server, in fp32, against the same prompts in an empty cache.
+"""Prefix hits of a real server in fp32: warm answers equal those of an empty cache.
 
-Chunks of 128 are in test_server_exact.py and test_server_fp8_prefix.py, of 4,096 in test_server_bf16.py.
+test_server_exact.py and test_server_fp8_prefix.py use chunks of 128, test_server_bf16.py chunks of 4,096.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "snapshot_interval"
 
 @pytest.fixture(scope="module")
 def server(fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Chunks of 256, a snapshot every 512 tokens, 12 snapshots, 6,144 tokens of blocks; a layer of each kind.
+    """Server with chunks of 256, a snapshot every 512 tokens, 12 snapshots, 6,144 tokens, and one layer of each kind.
 
-    The indexer selects all entries: where it leaves some out, a step with other requests rounds scores in another
-    way, and where two are equal but for that, the other one is selected (docs/design/prefix_policy.md).
+    The indexer selects all entries. If it omitted some, scores that are equal up to rounding could be ordered
+    differently in a step with other requests (docs/design/prefix_policy.md).
     """
     log = tmp_path_factory.mktemp("prefix") / "log"
     with running(tiny(seed=0, ratios=(0, 4, 128), index_topk=1536), log, *FLAGS, **OPTIONS) as server:
@@ -37,7 +37,7 @@ def server(fault: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.Temp
 
 
 def aligned(length: int) -> int:
-    """Tokens of a prompt that its second run finds: at least one is computed."""
+    """Return the hit of a repeated prompt of this length. At least one token is always computed."""
     return (length - 1) // BLOCK * BLOCK
 
 
@@ -52,7 +52,8 @@ def test_a_repeated_prompt(server: Server, length: int) -> None:
 
 
 def test_a_long_prompt_and_what_it_pushes_out(server: Server) -> None:
-    """5,000 tokens in a pool of 6,144, repeated and entered in the middle; and what it evicts comes back."""
+    """A prompt of 5,000 tokens in a pool of 6,144 is right when repeated or resumed midway, and so is an evicted
+    one."""
     earlier, trunk = prompt(1300, seed=8), prompt(5000, seed=2)
     server.flush()
     reference = server.generate(earlier, 4)
@@ -70,7 +71,7 @@ def test_a_long_prompt_and_what_it_pushes_out(server: Server) -> None:
 
 
 def test_a_branch_anywhere(server: Server) -> None:
-    """On a block boundary, a token before, a token after, inside a block; each taken twice."""
+    """Branches around a block boundary and inside a block hit the cache and equal their cold answers, each twice."""
     trunk = prompt(900, seed=2)
     positions = (511, 512, 513, 700)
     twice = [[trunk[:at] + prompt(40, seed=at + i) for i in (0, 1)] for at in positions]
@@ -87,13 +88,13 @@ def test_a_branch_anywhere(server: Server) -> None:
 
 @pytest.mark.parametrize("count", [1, 150])
 def test_the_next_turn(server: Server, count: int) -> None:
-    """Decode takes a snapshot every 128 tokens; the turn ends with the last of them."""
+    """The next turn hits the last snapshot of decode, which takes one every 128 tokens."""
     server.flush()
     ids = prompt(250, seed=3)
     turn = server.generate(ids, count)
     following = ids + turn.tokens + prompt(60, seed=4)
     warm = server.generate(following, 8)
-    # The last token of an answer is computed by the next turn.
+    # The next turn computes the last token of an answer.
     assert warm.cached == (len(ids) + count - 1) // BLOCK * BLOCK
     assert_same(warm, server.cold(following), TOLERANCE)
 
@@ -109,7 +110,7 @@ def test_a_branch_off_a_running_request(server: Server) -> None:
 
 
 def test_a_pause_that_retracts(server: Server) -> None:
-    """The request comes back, resumes from its prompt's snapshot, and goes on as if nothing had been."""
+    """A request that a pause retracts resumes from its prompt's snapshot and is right."""
     ids = prompt(300, seed=7)
     reference = server.cold(ids, 100)
     server.flush()
@@ -118,13 +119,13 @@ def test_a_pause_that_retracts(server: Server) -> None:
     server.post("/pause_generation", {"mode": "retract"})
     server.post("/continue_generation", {})
     assert_same(paused(), reference, TOLERANCE)
-    server.generate(prompt(5), 1)  # counters are published when requests come and go
+    server.generate(prompt(5), 1)  # the server publishes counters when a request begins or ends
     assert server.metrics()["hit_tokens"] - before == 256
     server.wait_idle()
 
 
 def test_asleep_and_awake(server: Server) -> None:
-    """Memory that a request has is taken from it, and is empty when it comes again; the request goes on."""
+    """A running request continues correctly although its memory is released and remapped with undefined contents."""
     ids = prompt(300, seed=8)
     reference = server.cold(ids, 40)
     answer = server.begin(ids, 40, 10)
@@ -144,7 +145,8 @@ def test_asleep_and_awake(server: Server) -> None:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_new_weights_in_a_pause(server: Server, tiny: Callable[..., Path], mode: str) -> None:
-    """The paused request computes again with the new weights what it had, and others find nothing old."""
+    """After a weight update in a pause, the paused request is recomputed with the new weights, and nothing old is
+    hit."""
     ids = prompt(300, seed=10)
     other, model = (str(tiny(seed=seed, ratios=(0, 4, 128), index_topk=1536)) for seed in (9, 0))
     server.generate(ids, 1)
@@ -163,7 +165,7 @@ def test_new_weights_in_a_pause(server: Server, tiny: Callable[..., Path], mode:
 
 
 def test_after_a_flush(server: Server) -> None:
-    """Nothing is found any more, and what the slots still hold of others disturbs nobody."""
+    """After a flush nothing is hit, and stale state in the slots does not change answers."""
     ids = prompt(300, seed=9)
     first = server.generate(ids, 8)
     assert server.generate(ids, 8).cached == 256
@@ -175,7 +177,7 @@ def test_after_a_flush(server: Server) -> None:
 
 
 def test_several_at_once_under_eviction(server: Server) -> None:
-    """Prompts that share prefixes, four at a time, more than blocks and snapshots hold; twice."""
+    """Concurrent prompts with shared prefixes, more than blocks and snapshots hold, are right on both visits."""
     rng = random.Random(0)
     prompts = [prompt(1000, seed=10)]
     while len(prompts) < 8:
@@ -198,14 +200,16 @@ def test_several_at_once_under_eviction(server: Server) -> None:
 
 @pytest.mark.parametrize("kind", sorted(set(FAULTS) - {"indexer compressor state dropped"}))
 def test_a_broken_cache_shows(server: Server, fault: Path, kind: str) -> None:
-    """What the tests above would see of each way to break a snapshot. The keys matter where entries are selected:
-    test_server_exact.py."""
+    """Each fault of the prefix cache changes the answer enough for the tests above to notice.
+
+    test_server_exact.py covers index keys, which matter only where the indexer omits entries.
+    """
     ids = prompt(230, seed=11)
     reference = server.cold(ids)
     server.flush()
-    server.generate(prompt(210, seed=12), 60)  # somebody else's state in the slots
+    server.generate(prompt(210, seed=12), 60)  # state of a different request in the slots
     with broken(fault, kind):
-        # The first run leaves the snapshot, the second resumes from it and, where it is shared, spoils it.
+        # The first run takes the snapshot. The second resumes from it and, with a shared snapshot, corrupts it.
         got = [server.generate(ids, 1), server.generate(ids, 1), server.score(ids, reference.tokens)]
     assert [g.cached for g in got] == [0, 128, 128]
     apart = (torch.tensor(got[-1].logprobs) - torch.tensor(reference.logprobs)).abs().max()

@@ -1,7 +1,7 @@
-"""Fields of a request with values at and beyond their bounds and of wrong types: a right answer, or status 400.
+"""Request fields with values at and beyond their bounds and of wrong types give the right answer or status 400.
 
-The fields are those of SGLang's classes, so one of a new release is tried, too. Between the requests the server answers
-a usual one as before.
+The fields are read from SGLang's classes, so fields of a new release are included. After each field the server must
+still answer a normal request.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ MODEL = {"ratios": (0, 4), "index_topk": 1536}
 
 PROMPT = [5, 6, 7]
 GREEDY = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+# Values of all JSON types. The vocabulary ends at VOCABULARY - 1.
 VALUES: tuple[Any, ...] = (
     *(None, True, 0, 1, -1, -5, 1.5, VOCABULARY, 1 << 31, 1 << 40, 1 << 63, 1 << 70, -(1 << 70)),
     *(1e-300, 1e300, float("nan"), "", "x", "(", "\ud800", "x" * 5000),
     *([], [1], [-1], [VOCABULARY], [1 << 70], [1.5], ["x"], [None], [[1]], [[]], [{}]),
     *({}, {"a": 1}, {"1": 1.0}, {"1": 1e300}, {"1": "x"}, {"-1": 1}, {"id": 5}, {"a": {"b": [1]}}),
 )
-"""Of all JSON types. Tokens that the model has end at VOCABULARY - 1."""
 OPENAI_VALUES = (-1, 1.5, VOCABULARY + 1, 1 << 40, 1 << 70, "x", "\ud800", [1], ["x"], {"1": "x"})
 FIELDS = [field.name for field in dataclasses.fields(GenerateReqInput)]
 PARAMETERS = list(SamplingParams.__struct_fields__)
+# Fields that may change the answer.
 OTHER_ANSWER = {
     *("text", "input_ids", "sampling_params", "stream"),
     *("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "n", "logit_bias"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("json_schema", "regex", "ebnf", "structural_tag"),
 }
-"""Fields that may change the answer."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def with_parameter(name: str, value: Any) -> dict[str, Any]:
 
 
 def ask(server: Server, body: Any, path: str = "/generate") -> tuple[int, str]:
-    """(status, text); 0 if there is no answer."""
+    """Return (status, text) of a request; status 0 if there is no response."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=STUCK_SECONDS)
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", "Connection": "close"})
@@ -86,7 +86,7 @@ def ask_all(server: Server, bodies: list[Any], path: str = "/generate") -> list[
 
 
 def tokens_of(text: str) -> list[list[int]]:
-    """Of each answer."""
+    """Return the tokens of each answer."""
     answers = json.loads(text)
     return [answer["output_ids"] for answer in (answers if isinstance(answers, list) else [answers])]
 
@@ -99,7 +99,7 @@ def right(server: Server) -> list[int]:
 
 
 def batch_of(body: dict[str, Any]) -> dict[str, Any]:
-    """The same for two prompts, sampled, with log probabilities."""
+    """Return the same request for two prompts, sampled and with log probabilities."""
     body = {"return_logprob": True, "top_logprobs_num": 2, **body, "input_ids": [PROMPT, [8, 9]]}
     return {**body, "sampling_params": {**body["sampling_params"], "temperature": 1}}
 
@@ -108,7 +108,7 @@ def assert_answered_or_rejected(
     server: Server, right: list[int], name: str, body_of: Callable[[Any], dict[str, Any]]
 ) -> None:
     accepted, wrong = [], []
-    values = [value for value in VALUES if name != "n" or value != VOCABULARY]  # so many answers take long
+    values = [value for value in VALUES if name != "n" or value != VOCABULARY]  # n = VOCABULARY answers take too long
     for value, (status, text) in zip(values, ask_all(server, [body_of(value) for value in values])):
         shown = f"{name} = {value!r:.40}: {status} {text[:300]}"
         if status == 200:
@@ -183,7 +183,7 @@ def test_one_line_says_why(server: Server, what: str) -> None:
 
 
 def test_a_field_that_sglang_sets(server: Server) -> None:
-    """Rejected by the package, or by the HTTP server of SGLang 0.5.23 with its own format of errors."""
+    """The field is rejected by the package or, in SGLang 0.5.23, by the HTTP server with its own error format."""
     status, text = ask(server, with_parameter("is_normalized", True))
     assert status == 400 and "is_normalized" in text and "expected one of" in text
     assert ask(server, usual())[0] == 200
@@ -196,8 +196,8 @@ OPENAI: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
         {"model": "x", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     ),
 }
+# Fields for which SGLang responds with status 500 before it creates a request; the server continues.
 SGLANGS_ERROR = {"extra_key", "cache_salt", "response_format"}
-"""Fields for which SGLang answers 500 before a request is made of them; the server goes on."""
 
 
 @pytest.mark.parametrize("path", OPENAI)
@@ -223,7 +223,7 @@ GRAMMARS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", GRAMMARS)
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_grammars(server: Server, what: str, temperature: int) -> None:
-    """Together with a request that has none."""
+    """A request with a grammar is right in a batch with one that has none."""
     grammar, expected = GRAMMARS[what]
     params = {"max_new_tokens": 32, "temperature": temperature, **grammar}
     with_grammar, without = ask_all(server, [usual(sampling_params=params), usual()])
@@ -239,13 +239,13 @@ def test_a_tool_is_called(server: Server) -> None:
     assert status == 200, text
     (call,) = json.loads(text)["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "paint"
-    # The grammar of a tag allows white space behind a value, and with SGLang 0.5.17 a call without values.
+    # The grammar of a tag allows white space after a value and, in SGLang 0.5.17, a call without values.
     arguments = json.loads(call["function"]["arguments"])
     assert {name: value.strip() for name, value in arguments.items()} in ({"colour": "red"}, {"colour": "blue"}, {})
 
 
 def test_nothing_is_left(server: Server) -> None:
-    """SGLang checks its pools for leaks when it turns idle, and dies of one."""
+    """No request leaks blocks or slots; SGLang's leak check at idle would end the server."""
     server.wait_idle()
     server.flush()
     server.wait_idle()

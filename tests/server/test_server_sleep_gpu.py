@@ -1,7 +1,7 @@
-"""Sleep and wake on a GPU: what is given back, to the byte of the start-up table, and answers behind it.
+"""Sleep and wake-up on a GPU: the released bytes equal the start-up table, and answers are right afterwards.
 
-Needs `pip install torch_memory_saver`, which SGLang requires and which the CPU recipe leaves out. Flags that this
-machine's SGLang needs besides go into DSV4_SGLANG_TEST_FLAGS.
+The tests need `pip install torch_memory_saver`, which SGLang requires and the CPU installation omits.
+DSV4_SGLANG_TEST_FLAGS holds additional flags that SGLang needs on this machine.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ SERVERS: dict[str, tuple[str, ...]] = {
 }
 OPTIONS = {"snapshot_interval": 512, "max_snapshots": 128}
 MIB = 1 << 20
+# Tolerance for physical memory, which is mapped in pages of 2 MiB: up to 2 MiB more per tensor, and up to 20 MiB more
+# for the tensors below 10 MiB.
 PAGES = 128 * MIB
-"""Physical memory is mapped by pages of 2 MiB: of each tensor up to one more, and of those below 10 MiB up to 20."""
 LENGTHS = (300, 700, 1500, 3000)
 
 
@@ -44,8 +45,8 @@ class Started(NamedTuple):
     server: Server
     name: str
     model: Path
+    # Bytes of the pools according to the start-up table.
     table: int
-    """Bytes of the pools by the start-up table."""
 
 
 @pytest.fixture(scope="module", params=SERVERS)
@@ -69,21 +70,21 @@ def free_bytes() -> int:
 
 
 def release(server: Server, *tags: str) -> int:
-    """Bytes that come free."""
+    """Release the memory of these tags and return the number of bytes that become free."""
     before = free_bytes()
     server.post("/release_memory_occupation", {"tags": list(tags)})
     return free_bytes() - before
 
 
 def resume(server: Server, *tags: str) -> int:
-    """Bytes that are taken."""
+    """Resume the memory of these tags and return the number of bytes that are allocated."""
     before = free_bytes()
     server.post("/resume_memory_occupation", {"tags": list(tags)})
     return before - free_bytes()
 
 
 def test_what_is_given_back(started: Started) -> None:
-    """Twice: with the first come the memory that torch keeps and that of prefill steps."""
+    """A release frees the table's bytes; the first one also frees memory cached by torch and of prefill steps."""
     server = started.server
     server.generate(prompt(4000), 20)
     server.wait_idle()
@@ -98,7 +99,7 @@ def test_what_is_given_back(started: Started) -> None:
 
 
 def test_answers_behind_it(started: Started) -> None:
-    """Three times, all at once and in a batch: nothing is found but on the host, and all is right."""
+    """After three cycles of sleep and wake-up, only the host cache is hit, and batched answers are right."""
     server = started.server
     prompts = [prompt(length, seed=i) for i, length in enumerate(LENGTHS)]
     for ids in prompts:
@@ -129,7 +130,7 @@ def test_a_request_that_runs_goes_on(started: Started) -> None:
 
 
 def test_all_memory_and_new_weights(started: Started, tiny: Callable[..., Path]) -> None:
-    """Everything is given back at once; weights come from the host's backup or are loaded again."""
+    """All memory is released at once, and weights are restored from the host backup or loaded again."""
     server = started.server
     ids = prompt(700, seed=40)
     reference = server.generate(ids, 40)

@@ -1,6 +1,8 @@
-"""EAGLE with the checkpoint's own NextN layer, through HTTP, in fp32: tokens are the oracle's, and what is drafted is
-that of the layer in plain PyTorch, so every row that it reads is right, too. Those of `test_scheduler_speculation.py`
-go further."""
+"""EAGLE with the checkpoint's NextN layer, through HTTP, in fp32.
+
+Tokens must be those of the oracle, and drafts those of the layer in plain PyTorch. The latter shows that all KV entries
+that the layer reads are right. `test_scheduler_speculation.py` covers more cases.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens",
 FLAGS += (*DRAFTS, "--chunked-prefill-size", "128", "--enable-metrics", *HOST_CACHE)
 RECORDED_TOKENS = 100
 LENGTHS, GENERATED = (1, 127, 300, 600), 40
-# Of log p, and of what the layer makes of a token: its streams and logits, which reach 20.
+# Tolerance of log p, and of the layer's streams and logits, whose magnitude reaches 20.
 TOLERANCE, DRAFTED = 1e-4, 1e-3
 
 
@@ -79,12 +81,12 @@ Disaggregated = Callable[[str, list[int], Generated], list[float]]
 
 @pytest.fixture
 def apart(oracle: Oracle, layer: NextN, drafts: Path) -> Disaggregated:
-    """How far each verify step of the request `rid` is from what the layer drafts in plain PyTorch."""
+    """Return a function that computes the distance of each verify step of a request from the layer in plain PyTorch."""
 
     def compare(rid: str, ids: list[int], got: Generated) -> list[float]:
         text = [*ids, *got.tokens]
         streams, cache, written = oracle.streams(text, chunk=128), DynamicCache(config=layer.config), 0
-        # The last step of a request may go on behind its end.
+        # The last step of a request may extend past its end.
         blocks = [block for block in recorded_drafts.recorded(drafts) if block.rid == rid and block.length < len(text)]
         found = []
         for block in sorted(blocks, key=lambda block: block.length):
@@ -106,8 +108,7 @@ def apart(oracle: Oracle, layer: NextN, drafts: Path) -> Disaggregated:
 
 
 def test_oracle(server: Server, oracle: Oracle, apart: Disaggregated) -> None:
-    """A batch of prompts of several lengths, of which the longest sees 64 of 150 entries: tokens, their log p, and
-    drafts."""
+    """Tokens, log p and drafts are right in a batch, in which the longest prompt selects 64 of 150 entries."""
     asked = {f"batch {length}": prompt(length) for length in LENGTHS}
     server.flush()
     with ThreadPoolExecutor(len(asked)) as pool:
@@ -127,7 +128,7 @@ def test_drafts_are_accepted(server: Server) -> None:
 
 
 def test_the_next_turn(server: Server, oracle: Oracle, apart: Disaggregated) -> None:
-    """It resumes from a snapshot that a verify step wrote."""
+    """The next turn resumes from a snapshot of a verify step and is right."""
     ids = prompt(230, seed=3)
     turn = server.generate(ids, GENERATED)
     following = ids + turn.tokens + prompt(20, seed=4)
@@ -138,8 +139,10 @@ def test_the_next_turn(server: Server, oracle: Oracle, apart: Disaggregated) -> 
 
 
 def test_drafts_behind_a_load_from_the_host(server: Server, apart: Disaggregated) -> None:
-    """Eight conversations of three blocks in a device of sixteen: the second visit has the answers of the first, and
-    drafts as if the layer had read all of the prompt, since a snapshot has its window, too."""
+    """After a load from the host, answers equal the cold ones and drafts are right: snapshots include the draft's ring.
+
+    Eight conversations of three blocks exceed a device of sixteen blocks.
+    """
     prompts = {f"host {i}": prompt(390, seed=20 + i) for i in range(8)}
     server.flush()
     before = server.metrics()["hit_tokens_host"]
@@ -155,8 +158,7 @@ def test_drafts_behind_a_load_from_the_host(server: Server, apart: Disaggregated
 def test_a_snapshot_without_the_draft_models_ring_shows(
     server: Server, oracle: Oracle, apart: Disaggregated, fault: Path
 ) -> None:
-    """In what is drafted, and in nothing else: tokens are right whatever is drafted, and this layer's drafts depend so
-    little on its window that as many are accepted."""
+    """A snapshot without the draft model's ring changes the drafts, but neither tokens nor the acceptance length."""
     ids, found = prompt(390, seed=40), []
     with broken(fault, DRAFT_FAULT):
         for visit, cached in (("cold", 0), ("warm", 384)):
@@ -182,7 +184,6 @@ def test_abort(server: Server, oracle: Oracle) -> None:
 
 
 def test_lifecycles(server: Server) -> None:
-    """Of EAGLE with a host cache."""
     live(server)
 
 

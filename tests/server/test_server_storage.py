@@ -1,4 +1,4 @@
-"""A storage behind real servers that are started one after another: whose pages a request finds there."""
+"""Storage shared by servers that run one after another: a request hits only pages of its own model and tenant."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32", "max_snapshots": 12
 TOLERANCE = 2e-3
 PROMPT = prompt(400)
 FOUND = 384
+# Blocks of the prompt and one snapshot.
 PAGES = 3 + 1
-"""Blocks of the prompt, and a snapshot."""
 SALTS = ("a", "b", "c")
 
 
@@ -46,7 +46,7 @@ def start(
 
 
 def wait_for_pages(server: Server, folder: Path, count: int) -> None:
-    """A thread of SGLang writes them behind the answer."""
+    """Wait until SGLang's thread has written `count` pages after the answer."""
     progress = Progress(server.process)
     while len(list(folder.glob("*.bin"))) < count:
         progress.check()
@@ -55,22 +55,21 @@ def wait_for_pages(server: Server, folder: Path, count: int) -> None:
 
 
 def salted(server: Server, salt: str) -> int:
-    """Tokens of the prompt that a tenant of the OpenAI endpoint finds."""
+    """Return the cached tokens of a tenant's prompt, sent through the OpenAI endpoint."""
     body = {"model": "m", "prompt": PROMPT, "max_tokens": 1, "cache_salt": salt}
     details = server.post("/v1/completions", body)["usage"]["prompt_tokens_details"]
     return int(details["cached_tokens"]) if details else 0
 
 
 def tool(command: str, folder: Path, *options: str, code: int = 0) -> str:
-    """What `dsv4-sglang storage` prints."""
+    """Return the output of `dsv4-sglang storage`."""
     ran = CliRunner().invoke(app, ["storage", command, str(folder), *options])
     assert ran.exit_code == code, ran.output
     return ran.output
 
 
 def test_whose_pages_a_request_finds(start: Callable[..., contextmanager[Server]], tmp_path: Path) -> None:
-    """Random weights in the same folder leave nothing for those of the model. Three tenants and a request of nobody
-    find what they stored themselves, behind a restart, and a fourth tenant finds nothing."""
+    """After a restart, tenants hit only their own pages, and no request hits pages of random weights."""
     folder = tmp_path / "pages"
     with start("--load-format", "dummy") as server:
         server.generate(PROMPT)
@@ -103,7 +102,7 @@ def test_whose_pages_a_request_finds(start: Callable[..., contextmanager[Server]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     assert f"damaged: {damaged}" in tool("verify", folder, code=1)
     begin = time.monotonic()
-    while "kept, in use" in tool("clear", folder, "--yes"):  # a process of the server is still ending
+    while "kept, in use" in tool("clear", folder, "--yes"):  # a process of the server is still exiting
         assert time.monotonic() - begin < STUCK_SECONDS
         time.sleep(POLL_SECONDS / 10)
     assert not list(folder.iterdir())

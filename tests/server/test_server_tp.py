@@ -1,5 +1,7 @@
-"""Two processes that share the heads and the experts; each holds the whole cache, since KV has one head, and both must
-take the same decisions about it."""
+"""TP 2: two processes split the heads and the experts.
+
+KV has one head, so each process holds the whole cache, and both must make the same decisions about it.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,11 @@ def loads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     fault: Path, loads: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """Eight blocks, and little of them kept free for what running requests may still generate; behind them a host cache
-    of four times as many. Each process notes in a file of `loads` what it loads from it."""
+    """Server with eight device blocks and a host cache of four times that size.
+
+    Little space is reserved for tokens that running requests still generate. Each process records its loads from the
+    host in a file of `loads`.
+    """
     flags = ("--dtype", "float32", "--context-length", "1024", "--max-total-tokens", "1024", "--tp-size", "2")
     flags += ("--max-running-requests", "6", "--schedule-conservativeness", "0.1", "--enable-metrics")
     flags += HOST_CACHE
@@ -61,7 +66,7 @@ def server(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", one_core_each(2))
         patch.setenv(LOADS, str(loads))
-        patch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")  # and 5 s before it
+        patch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")  # disable SGLang's 5 s pause for diagnostics before exit
         with running(tiny(seed=0, ratios=(0, 4, 128)), log, *flags, **options) as server:
             yield server
 
@@ -74,7 +79,7 @@ def test_oracle(server: Server, oracle: Oracle, length: int) -> None:
 
 
 def test_warm_is_cold(server: Server) -> None:
-    """The same prompt again, its next turn from a snapshot of decode, and a branch in the middle of a block."""
+    """A repeated prompt, the next turn after a snapshot of decode, and a branch inside a block equal cold answers."""
     ids = prompt(250, seed=1)
     first = server.cold(ids, 20)
     turn = [*ids, *first.tokens, *prompt(30, seed=2)]
@@ -90,15 +95,17 @@ def test_warm_is_cold(server: Server) -> None:
 
 
 def test_more_than_fits(server: Server, oracle: Oracle) -> None:
-    """Over what earlier requests left; no process leaks a block or a slot."""
+    """Answers are right with evictions and retractions, and no process leaks a block or a slot."""
     evicted = server.metrics()["snapshots_evicted"]
     assert_right_though_retracted(server, oracle, TOLERANCE)
     assert server.metrics()["snapshots_evicted"] > evicted
 
 
 def test_both_processes_load_the_same(server: Server, loads: Path) -> None:
-    """Four conversations of two blocks and more in turn, then two at a time, in a device of eight blocks: what comes
-    from the host comes from the same rows to the same blocks in both processes, or in none."""
+    """Both processes load the same host rows to the same device blocks.
+
+    Four conversations of more than two blocks take turns on a device of eight blocks, alone and then in pairs.
+    """
     prompts = [prompt(300, seed=30 + i) for i in range(4)]
     references = server.cold_all(prompts)
     server.flush()
@@ -134,7 +141,7 @@ def check(server: Server, *arguments: str) -> Result:
 
 
 def test_the_command_checks_all_processes(server: Server) -> None:
-    """While a request is in its steps, and with warm answers when none is."""
+    """`check` covers all processes, while a request runs and with warm answers on an idle server."""
     rest = server.begin(prompt(300, seed=50), 600, 2, rid="to-abort")
     server.post("/pause_generation", {"mode": "in_place"})
     busy = check(server)
@@ -153,7 +160,7 @@ def test_the_command_checks_all_processes(server: Server) -> None:
 
 
 def test_the_command_names_what_is_wrong(server: Server, fault: Path) -> None:
-    """A fault that SGLang's own check does not see, in both processes."""
+    """`check` reports a fault that SGLang's own check misses, for both processes."""
     ids = prompt(300, seed=51)
     server.generate(ids)
     with broken(fault, LOCK_FAULT):
@@ -170,7 +177,7 @@ def test_the_command_names_what_is_wrong(server: Server, fault: Path) -> None:
 
 
 def test_a_kernel_that_fails_in_one_process_ends_both(server: Server, fault: Path) -> None:
-    """At once: the other one waits for it, and SGLang would give it a minute to dump its GPU's memory."""
+    """A failing kernel in one process ends both immediately, without SGLang's wait of a minute for a GPU core dump."""
     running_one = server.begin(prompt(30), 900, 2)
     with ends(server), broken(fault, LAUNCH_FAULT), pytest.raises(BROKEN_OFF):
         running_one()

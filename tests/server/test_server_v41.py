@@ -1,9 +1,9 @@
-"""DeepSeek-V4.1 in SGLang's server on a CPU, in chunks of 128, against the formulas of the whole model (SPEC 11).
+"""DeepSeek-V4.1 on a CPU server, in chunks of 128, compared with the formulas of the whole model (SPEC 11).
 
-The cache holds rounded rows, as the model was trained, and fp32 activations that are summed in another order round some
-of them the other way, and then whatever comes of them: a log-probability moves by 1e-6, and by up to 0.016 where all
-are rounded by chance (test_make_tiny.py). How many are differs between processors. Where the selection leaves entries
-out, such a row may make another entry the selected one, and then it is up to 0.1.
+The cache holds rounded entries, as in training. fp32 activations that are summed in a different order round some of
+them the other way: log p moves by 1e-6, and by up to 0.016 if all are rounded at random (test_make_tiny.py). The number
+of such entries depends on the processor. Where the indexer omits entries, such an entry may change the selection, and
+log p then moves by up to 0.1.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ pytestmark = [
 
 LENGTHS = (1, 2, 3, 127, 128, 129, 300, 700)
 GENERATED = 8
+# Tolerance of each token where all entries are selected. The injected faults move log p by more on average.
 TOLERANCE = 0.02
-"""Of any token where all entries are selected. What is planted below moves the answer by more on average."""
 SELECTING = {"index_topk": 64, "candidate_blocks": 12}
+# Maximum mean |d log p| where 64 entries are selected. Selecting all entries moves it by 0.14 on average.
 NOISE = 0.03
-"""Mean |d log p| where 64 entries are selected. Selecting all of them instead moves it by 0.14 on average."""
 FLAGS = ("--dtype", "float32", "--context-length", "1024", "--max-running-requests", "8", "--disable-overlap-schedule")
 FLAGS += ("--chunked-prefill-size", "128")
 
 
 @pytest.fixture(scope="module")
 def model(tiny_v41: Callable[..., Path]) -> Path:
-    """Every visible entry is selected."""
+    """Model whose indexer selects every visible entry."""
     return tiny_v41(index_topk=1024)
 
 
@@ -49,7 +49,7 @@ def oracle(model: Path) -> OracleV41:
 
 @pytest.fixture(scope="module")
 def server(fault: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A pool so small that requests retract."""
+    """Server with a pool so small that requests are retracted."""
     log = tmp_path_factory.mktemp("v41") / "log"
     flags = (*FLAGS, "--max-total-tokens", "1024", "--schedule-conservativeness", "0.1")
     with running(model, log, *flags, integrity_check=True) as server:
@@ -72,7 +72,7 @@ def test_all_at_once(server: Server, oracle: OracleV41) -> None:
 
 
 def test_branches(server: Server, oracle: OracleV41) -> None:
-    """A token before a block boundary and one after: the first that asks leaves a snapshot behind the branch."""
+    """Branches around a block boundary are right, and the first leaves a snapshot at the branch point."""
     trunk = prompt(530, seed=2)
     for at in (383, 385):
         server.flush()
@@ -85,7 +85,7 @@ def test_branches(server: Server, oracle: OracleV41) -> None:
 
 
 def test_the_next_turn(server: Server, oracle: OracleV41) -> None:
-    """An odd number of tokens more: the pair that is open at the end of the turn was decoded."""
+    """The next turn is right after an odd number of decoded tokens, which leave a compression pair open."""
     server.flush()
     ids = prompt(250, seed=3)
     turn = server.generate(ids, 11)
@@ -96,7 +96,7 @@ def test_the_next_turn(server: Server, oracle: OracleV41) -> None:
 
 
 def test_evicted_and_back(server: Server, oracle: OracleV41) -> None:
-    """The pool has eight blocks; another prompt of six takes them."""
+    """A prompt evicted by a different one in a pool of eight blocks is right when it returns."""
     server.flush()
     ids = prompt(400, seed=5)
     server.generate(ids, 1)
@@ -124,8 +124,8 @@ def test_asleep_and_awake(server: Server, oracle: OracleV41) -> None:
 
 @pytest.mark.parametrize("planted", V41_FAULTS[:2])
 def test_what_is_planted_shows(server: Server, oracle: OracleV41, fault: Path, planted: str) -> None:
-    """In the answer behind a prefix hit, and not in the one after it."""
-    ids = prompt(390, seed=9)  # most of its window lies before the snapshot
+    """An injected fault changes the answer after a prefix hit, and the next answer without the fault is right."""
+    ids = prompt(390, seed=9)  # most of its window precedes the snapshot
     server.flush()
     try:
         fault.write_text(planted)
@@ -143,7 +143,7 @@ def test_what_is_planted_shows(server: Server, oracle: OracleV41, fault: Path, p
 
 
 def test_selection(fault: Path, tiny_v41: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> None:
-    """64 of up to 700 entries, of which some layers have 96 to choose from."""
+    """Answers are right where the indexer selects 64 of up to 700 entries, in some layers from 96 candidates."""
     folder = tiny_v41(**SELECTING)
     oracle, prompts = OracleV41(folder), [prompt(length, seed=11) for length in (130, 300, 500, 700)]
     with running(folder, tmp_path_factory.mktemp("v41") / "log", *FLAGS, "--max-total-tokens", "4096") as server:

@@ -1,4 +1,4 @@
-"""What a launch does before it serves: inert without the opt-in, loud about what it cannot do."""
+"""Start of a server: without the opt-in the package is inactive, and unsupported launches are rejected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsv4_sglang.srt.integration import launch_command
 
 pytestmark = pytest.mark.server
 
-# Run in a process of its own, because hooks are for life.
+# Run in a new process, because installed hooks cannot be removed.
 INERT = """
 import sys
 from importlib.metadata import entry_points

@@ -1,4 +1,4 @@
-"""`--tokenizer-worker-num`: each process that takes requests validates them, and all end with the scheduler."""
+"""`--tokenizer-worker-num`: every tokenizer worker validates requests, and all exit with the scheduler."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ VOCABULARY, WORKERS = 384, 2
 FLAGS = ("--dtype", "float32", "--context-length", "512", "--max-running-requests", "4", "--max-total-tokens", "2048")
 FLAGS += ("--chunked-prefill-size", "256", "--tokenizer-worker-num", str(WORKERS))
 OPTIONS = {"entry_format": "fp32", "indexer_format": "fp32"}
+# Requests of each kind. A connection may reach either worker.
 REQUESTS = 16
-"""Of each kind. A connection goes to either worker."""
 INVALID: dict[str, tuple[dict[str, Any], str]] = {
     "a token of no vocabulary": ({"input_ids": [VOCABULARY]}, f"input_ids is {VOCABULARY}; expected "),
     "a list for a name space": ({"input_ids": [5], "extra_key": ["a"]}, "extra_key"),
@@ -32,8 +32,10 @@ INVALID: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With all workers: the first answers before the others have started. SGLang's pause of 5 s for diagnostics before
-    a server ends is off."""
+    """Server whose workers have all started; the first one answers earlier.
+
+    SGLang's 5 s pause for diagnostics before exit is disabled.
+    """
     log = tmp_path_factory.mktemp("workers") / "log"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
@@ -56,7 +58,7 @@ def test_each_worker_validates(server: Server) -> None:
 
 
 def test_a_scheduler_that_ends_takes_all_along(server: Server) -> None:
-    """SGLang's supervisor of the workers would ignore the signal, and workers would take requests for nobody."""
+    """If the scheduler is killed, all workers exit; SGLang's supervisor of the workers would ignore the signal."""
     with ends(server) as processes:
         schedulers = [process for process in processes if is_scheduler(process)]
         assert len(schedulers) == 1

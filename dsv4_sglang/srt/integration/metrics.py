@@ -1,7 +1,8 @@
-"""Metrics of the cache: their names, the numbers behind them, and the timers of copies. docs/reference/metrics.md.
+"""Metrics of the cache: names, values and the timers of copies. docs/reference/metrics.md.
 
-Names begin with `dsv4_`: Prometheus reserves the colon of SGLang's `sglang:` for recording rules, and its releases
-before 3.0 get an underscore in its place. An event adds to a number on the host. Nothing here waits for the device.
+Names begin with `dsv4_` instead of SGLang's `sglang:`. Prometheus reserves the colon for recording rules, and its
+releases before 3.0 replace it by an underscore. An event updates a number on the host; no code here waits for the
+device.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PREFIX = "dsv4_"
+# Label of every metric: the DP attention rank.
 RANK_LABEL = "dp_rank"
-"""A label of every metric: the rank of DP attention."""
 LOG_SECONDS = 60.0
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
@@ -36,7 +37,7 @@ REUSE_BUCKETS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10000, 30000)
 
 
 class Metric(NamedTuple):
-    """One metric. `label` has one of `values`; every series exists from the start."""
+    """Definition of one metric. All series, one for each of the `values` of `label`, exist from the start."""
 
     name: str
     kind: str
@@ -79,6 +80,7 @@ METRICS = (
     Metric("snapshot_timed_bytes", COUNTER, "Those bytes that prefill steps copied."),
     Metric("snapshot_copy_seconds", COUNTER, "Device time of the copies of prefill steps."),
 )
+# Additional metrics of a server with a host cache.
 HOST_METRICS = (
     Metric("host_tokens", GAUGE, "Tokens whose blocks are in the host cache."),
     Metric("host_capacity_tokens", GAUGE, "Tokens that the host cache has room for."),
@@ -99,14 +101,13 @@ HOST_METRICS = (
         (SLOTS, BLOCKS),
     ),
 )
-"""Those of a server with a host cache."""
 
 
 class _Series(dict[tuple[str, str], Any]):
-    """Prometheus' objects by name and value of the label."""
+    """Prometheus objects by metric name and label value."""
 
     def __init__(self, metrics: tuple[Metric, ...], rank: int) -> None:
-        # SGLang sets PROMETHEUS_MULTIPROC_DIR first; the library reads it when it is imported.
+        # SGLang sets PROMETHEUS_MULTIPROC_DIR before this import; the library reads it when it is imported.
         from prometheus_client import Counter, Gauge, Histogram
 
         for metric in metrics:
@@ -124,16 +125,17 @@ class _Series(dict[tuple[str, str], Any]):
 
 
 class CacheMetrics:
-    """The numbers of one rank of DP attention, in the log and, with --enable-metrics, under /metrics."""
+    """Metrics of one DP attention rank, written to the log and, with --enable-metrics, to /metrics."""
 
     def __init__(self, slots: SnapshotSlots, *, enabled: bool, rank: int, silent: bool, host: bool = False) -> None:
-        """
+        """Create the metrics and connect the snapshot timers.
+
         Args:
-            slots: the snapshots; its timers report here.
-            enabled: publish to Prometheus.
-            rank: of DP attention.
-            silent: neither publish nor log: another process of the rank does.
-            host: there is a host cache.
+            slots: Snapshot slots, whose timers report here.
+            enabled: Publish the metrics to Prometheus.
+            rank: DP attention rank.
+            silent: Do not publish or log, because a different process of the rank does.
+            host: The server has a host cache.
         """
         self._slots, self._silent = slots, silent
         self._pools: tuple[HostBlocks, HostSnapshots] | None = None
@@ -147,7 +149,7 @@ class CacheMetrics:
         slots.waits.finished = partial(self.add, "host_wait_seconds")
 
     def attach(self, blocks: HostBlocks, snapshots: HostSnapshots, saves: CopyTimer, loads: CopyTimer) -> None:
-        """The pools of the host cache, and the timers of its copies."""
+        """Connect the pools of the host cache and the timers of its copies."""
         self._pools = blocks, snapshots
         saves.finished = partial(self.observe, "host_save_seconds")
         loads.finished = partial(self.observe, "host_load_seconds")
@@ -156,38 +158,38 @@ class CacheMetrics:
     # Events
 
     def add(self, name: str, amount: float = 1, value: str = "") -> None:
-        """Add to a counter. `value`: of its label."""
+        """Add `amount` to a counter. `value` is the value of its label."""
         if amount:
             self._sums[name, value] += amount
             if series := self._series.get((name, value)):
                 series.inc(amount)
 
     def observe(self, name: str, amount: float, value: str = "") -> None:
-        """Add one observation to a histogram."""
+        """Add one observation to a histogram. `value` is the value of its label."""
         self._sums[name, value] += amount
         if series := self._series.get((name, value)):
             series.observe(amount)
 
     def copied_snapshots(self, count: int, *, timed: bool) -> None:
-        """`count` snapshots are copied, in either direction. `timed`: by a prefill step."""
+        """Count the bytes of `count` copied snapshots. `timed` means that a prefill step copies them."""
         self.add("snapshot_copied_bytes", count * self._slots.snapshot_bytes)
         if timed:
             self.add("snapshot_timed_bytes", count * self._slots.snapshot_bytes)
 
     def total(self, name: str, value: str | None = None) -> float:
-        """A counter, or the sum of a histogram; over all values of its label if none is given."""
+        """Return the value of a counter or the sum of a histogram. Without `value`, sum over all label values."""
         self._poll()
         return sum(amount for (of, label), amount in self._sums.items() if of == name and value in (None, label))
 
-    # States
+    # Gauges
 
     @property
     def held(self) -> int:
-        """Snapshot slots in use."""
+        """Number of snapshot slots in use."""
         return self._slots.num_slots - self._slots.available_size()
 
     def states(self) -> dict[str, float]:
-        """All gauges by name."""
+        """Return all gauges by name."""
         states: dict[str, float] = {"snapshots": self.held, "snapshot_capacity": self._slots.num_slots}
         if self._pools is not None:
             blocks, snapshots = self._pools
@@ -196,7 +198,7 @@ class CacheMetrics:
         return states
 
     def _poll(self) -> None:
-        """Take up copies that are over, and what the host pools have counted."""
+        """Collect finished copies and the counters of the host pools."""
         self._slots.timer.poll()
         self._slots.waits.poll()
         if self._pools is not None:
@@ -209,7 +211,10 @@ class CacheMetrics:
                 self.add(name, total - self._sums[name, ""])
 
     def publish(self) -> None:
-        """Bring what changes without an event up to date. Called when requests begin and end, and after saves."""
+        """Update all gauges, collect finished copies and write the log lines when they are due.
+
+        Called when a request begins or ends, and after saves.
+        """
         self._poll()
         if self._series:
             for name, value in self.states().items():
@@ -247,15 +252,15 @@ class CacheMetrics:
 
 
 class CopyTimer:
-    """Device time between the two ends of `measure` blocks, without ever waiting for the device.
+    """Timer of the device time of `measure` blocks that never waits for the device.
 
-    On CUDA an event is recorded at each end. `measure` and `poll` read those pairs that are over, so that only what the
-    device has before it is held, whether anybody asks or not. Not for what a CUDA graph records. On a CPU operations
-    are over when they return, and the clock is read.
+    On CUDA it records an event at both ends of a block. `measure` and `poll` read the pairs that have completed, so the
+    list of open pairs stays short even if nothing reads the result. The timer does not work inside CUDA graph capture.
+    On CPU operations are synchronous, so the timer reads the clock.
     """
 
+    # Callback that receives the seconds of each completed block.
     finished: Callable[[float], None] | None = None
-    """Called with the seconds of each block that is over."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._cuda = str(device).startswith("cuda")
@@ -265,7 +270,7 @@ class CopyTimer:
 
     @contextmanager
     def measure(self, *stream: torch.cuda.Stream) -> Iterator[None]:
-        """`stream`: on which events are recorded, the current one if none is given."""
+        """Measure the enclosed block. CUDA events are recorded on `stream`, by default the current stream."""
         if not self._cuda:
             begin = time.perf_counter()
             yield
@@ -279,12 +284,12 @@ class CopyTimer:
         self._open.append(pair)
 
     def seconds(self) -> float:
-        """Of all blocks that are over by now."""
+        """Return the total time of all blocks that have completed."""
         self.poll()
         return self._seconds
 
     def poll(self) -> None:
-        """Read the blocks that are over."""
+        """Read the blocks that have completed."""
         while self._open and self._open[0][1].query():
             pair = self._open.popleft()
             self._add(pair[0].elapsed_time(pair[1]) / 1e3)

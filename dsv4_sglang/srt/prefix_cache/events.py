@@ -1,8 +1,8 @@
-"""KV events (`--kv-events-config`): which blocks a router may count on. docs/guides/kv_events.md.
+"""KV events (`--kv-events-config`): report to a router which blocks are cached. docs/guides/kv_events.md.
 
-SGLang's tree reports each block that it stores or evicts. Here a block is announced while a request that continues its
-path would find it: while a snapshot lies at its end or behind it on the same path, on the device or on the host. Blocks
-that no snapshot follows are in memory, but no request resumes from them.
+SGLang's tree reports each block that it stores or evicts. This package announces a block only while a request can
+resume behind it: a snapshot on the device or on the host must exist at the block's end or further down the path. Blocks
+without such a snapshot are in memory, but no request can resume from them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ MEDIA = (StorageMedium.GPU, StorageMedium.CPU)
 
 
 class PrefixEvents:
-    """The events of one tree, in the place of SGLang's recorder.
+    """KV event recorder of one tree, which replaces SGLang's recorder.
 
-    Changes are noted when they happen. `take` compares what is announced with the nodes that changed and with their
-    ancestors, and returns the difference. Blocks are known by their hashes, so a node may be split at any time.
-    Requests with an `extra_key` or a `cache_salt` have blocks that no other request finds: they are not announced.
+    Changes are noted when they happen. `take` compares the announced blocks with the changed nodes and their ancestors,
+    and returns the difference as events. Blocks are identified by their hashes, so a node may be split at any time.
+    Blocks of requests with an `extra_key` or a `cache_salt` are not announced, because other requests cannot hit them.
     """
 
     def __init__(self) -> None:
         self.announced: dict[StorageMedium, set[int]] = {medium: set() for medium in MEDIA}
         self._queue = compat.event_queue(BLOCK)
+        # Changed nodes and their hashes at the time of the change: a node may be split or removed before `take`.
         self._changed: dict[Any, list[int]] = {}
-        """Nodes that changed, each with its hashes at that time: it may be split or removed before `take`."""
 
-    # What SGLang's tree calls
+    # Interface that SGLang's tree calls
 
     def record_store(self, node: Any, medium: Any = None, **others: Any) -> None:
         self.changed(node)
@@ -48,14 +48,14 @@ class PrefixEvents:
         self._queue.add(AllBlocksCleared())
 
     def take(self) -> list[Any]:
-        """Return the events since the last call."""
+        """Return the events since the previous call."""
         self.settle()
         return self._queue.take()
 
     # Changes
 
     def changed(self, node: Any) -> None:
-        """Note that blocks or the snapshot of a node come or go; the node is still in the tree."""
+        """Note that blocks or the snapshot of `node` are added or removed. The node must still be in the tree."""
         if node.parent is None or not compat.is_public(node.key):
             return
         if node.hash_value is None:
@@ -63,7 +63,7 @@ class PrefixEvents:
         self._changed.setdefault(node, []).extend(_hashes(node))
 
     def settle(self) -> None:
-        """Queue the events of all changes up to now."""
+        """Queue the events of all changes so far."""
         if not self._changed:
             return
         nodes, resumable = self._affected(), dict[Any, bool]()
@@ -76,8 +76,13 @@ class PrefixEvents:
     def _settle(self, medium: StorageMedium, nodes: list[Any], present: set[Any]) -> None:
         """Queue the events of one medium.
 
-        All blocks of a node that did not change are announced, or none. A part of a node that was split after it
-        changed has its hashes among those that changed.
+        Either all blocks of an unchanged node are announced, or none. If a node was split after it changed, the hashes
+        of both parts are among the changed ones.
+
+        Args:
+            medium: Device or host.
+            nodes: Changed nodes and their ancestors.
+            present: Nodes whose blocks must be announced on the medium.
         """
         announced, wanted = self.announced[medium], dict[int, tuple[Any, int]]()
         changed = {name for hashes in self._changed.values() for name in hashes}
@@ -98,13 +103,13 @@ class PrefixEvents:
         announced.update(wanted)
 
     def _affected(self) -> list[Any]:
-        """The nodes of the tree that changed or have a descendant that did, parents first."""
+        """Return the nodes in the tree that changed or have a changed descendant, parents first."""
         depths: dict[Any, int] = {}
         for node in self._changed:
             path: list[Any] = []
             while node.parent is not None and node not in depths:
                 path.append(node)
-                if node.parent.children.get(node.key.child_key(BLOCK)) is not node:  # removed, with all below it
+                if node.parent.children.get(node.key.child_key(BLOCK)) is not node:  # removed, with its whole subtree
                     path.clear()
                 node = node.parent
             for below in reversed(path):
@@ -112,8 +117,11 @@ class PrefixEvents:
         return sorted(depths, key=lambda node: depths[node])
 
     def _is_resumable(self, node: Any, known: dict[Any, bool]) -> bool:
-        """Return True if a snapshot is at the node's end or behind it. `known`: of the children that changed; the
-        others are announced if they are."""
+        """Return True if a snapshot exists at the node's end or below it.
+
+        `known` holds the result for children among the affected nodes. A child that is not among them is resumable if
+        it is announced.
+        """
         if has_snapshot(node):
             return True
         return any(known[child] if child in known else self._is_announced(child) for child in node.children.values())
@@ -130,7 +138,7 @@ def has_snapshot(node: Any) -> bool:
 
 
 def on_medium(node: Any, medium: StorageMedium) -> bool:
-    """Return True if the node's blocks are there, and no copy to it is under way."""
+    """Return True if the node's blocks are on `medium` and no copy to it is in flight."""
     data = node.component_data[ComponentType.FULL]
     if medium is StorageMedium.GPU:
         return data.value is not None
@@ -138,7 +146,10 @@ def on_medium(node: Any, medium: StorageMedium) -> bool:
 
 
 def announced_by_rule(root: Any) -> dict[StorageMedium, set[int]]:
-    """What is to be announced of a tree, found by walking all of it: what `PrefixEvents.announced` must equal."""
+    """Return the hashes that must be announced, computed by a walk over the whole tree.
+
+    This is the reference for `PrefixEvents.announced`.
+    """
     order, stack = [], list(root.children.values())
     while stack:
         order.append(node := stack.pop())
@@ -155,17 +166,17 @@ def announced_by_rule(root: Any) -> dict[StorageMedium, set[int]]:
 
 
 def _hashes(node: Any) -> list[int]:
-    """The hash of each block of a node."""
+    """Return the hash of each block of a node."""
     return [hash_str_to_int64(name) for name in node.hash_value]
 
 
 def _last_hash(node: Any) -> int | None:
-    """The hash of the last block of a node; None for the root."""
+    """Return the hash of the last block of a node; None for the root."""
     return hash_str_to_int64(node.hash_value[-1]) if node.hash_value else None
 
 
 def _stored(node: Any, block: int, medium: StorageMedium) -> BlockStored:
-    """The event of one block of a node, by its place in the node."""
+    """Return the event for one block of a node. `block` is its index in the node."""
     before = hash_str_to_int64(node.hash_value[block - 1]) if block else _last_hash(node.parent)
     return BlockStored(
         block_hashes=[hash_str_to_int64(node.hash_value[block])],
