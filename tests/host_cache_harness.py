@@ -113,8 +113,10 @@ def state_of(tokens: Any) -> int:
 
 
 class ImpatientQueue(Queue[Any]):
-    """A queue that waits for at most 0.02 s. SGLang's threads check once a second whether to stop, and a flush waits
-    for them."""
+    """A queue that waits for at most 0.02 s.
+
+    SGLang's threads check once a second whether to stop, and a flush waits for them.
+    """
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         return super().get(block, timeout and min(timeout, 0.02))
@@ -356,8 +358,10 @@ class HostCacheServer(BlockOwner):
         return done
 
     def _load_to_active(self, step: dict[str, Any]) -> None:
-        """Do the same as SGLang's model runner. Live slots have no states here, so the snapshot to be copied is
-        checked."""
+        """Do the same as SGLang's model runner.
+
+        Live slots have no states here, so the snapshot to be copied is checked.
+        """
 
         def load(snapshots: torch.Tensor, live: torch.Tensor) -> None:
             self.streams.queue(lambda: self._resume(step, int(snapshots[0])))
@@ -420,8 +424,7 @@ class HostCacheServer(BlockOwner):
         return "chunk" if step["end"] < step["request"].prompt else "prefill"
 
     def _fetched_prompt(self) -> Request | None:
-        """Return a request whose fetch has ended, and start the fetch of another, as
-        Scheduler._get_new_batch_prefill_raw does."""
+        """Start a fetch and return a request whose fetch has ended, as Scheduler._get_new_batch_prefill_raw does."""
         if len(self.waiting) < 4:
             request = self._prompt()
             self.waiting.append((request, self.begin_prefetch(request.origin_input_ids, request.rid)))

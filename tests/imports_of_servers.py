@@ -1,5 +1,7 @@
-"""The imports of a server on a CPU. server_forkserver.py imports this module once, in the process that forks the
-servers."""
+"""The imports of a server on a CPU.
+
+server_forkserver.py imports this module once, in the process that forks the servers.
+"""
 
 import gc
 

@@ -66,8 +66,10 @@ def test_inverse_rope(behind):
 
 @pytest.mark.parametrize("tokens, dim", [(1, 1024), (5, 1536), (4, 128)])
 def test_norm_and_quantise(tokens, dim):
-    """Compare the codes and scales of the latent with PyTorch. The rows are slices of wider rows, and 1536 channels are
-    not a power of two."""
+    """Compare the codes and scales of the latent with PyTorch.
+
+    The rows are slices of wider rows, and 1536 channels are not a power of two.
+    """
     wide, weight = torch.randn(tokens, dim + 64), torch.rand(dim)
     codes, scales = triton_latent.norm_and_quantise(wide[:, :dim], weight, 1e-6)
     normed = torch.nn.functional.rms_norm(wide[:, :dim], (dim,), weight, 1e-6)

@@ -69,8 +69,10 @@ class IsolatedModule(pytest.File):
 
 
 def module(path: Path, parent: pytest.Collector) -> IsolatedModule | None:
-    """Return the collector of a file whose tests run in a separate process. Return None for other files and in that
-    process."""
+    """Return the collector of a file whose tests run in a separate process.
+
+    Return None for other files and in that process.
+    """
     if path.name not in GROUPS or REPORTS in os.environ:
         return None
     return IsolatedModule.from_parent(parent, path=path)

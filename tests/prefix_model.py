@@ -24,8 +24,10 @@ TIMES = int(os.environ.get("DSV4_SGLANG_TEST_TIMES", "1"))
 
 @dataclass(eq=False)
 class Request:
-    """A request. `keys` are the contents of its blocks, prompt first. The first `computed` blocks hold their
-    contents."""
+    """A request.
+
+    `keys` are the contents of its blocks, prompt first. The first `computed` blocks hold their contents.
+    """
 
     keys: list[int]
     prompt: int

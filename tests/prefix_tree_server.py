@@ -64,8 +64,10 @@ class Pool(StateReqToTokenPool):
 
 
 class Request:
-    """The fields of SGLang's `Req` that the prefix cache reads and writes. In newer releases they include its record
-    `kv`."""
+    """The fields of SGLang's `Req` that the prefix cache reads and writes.
+
+    In newer releases they include its record `kv`.
+    """
 
     session_id = cache_salt = kv_rotation_base = lock = None
     cache_inserted_len = storage_hit_length = 0
@@ -157,8 +159,10 @@ class BlockOwner:
         )
 
     def check_events(self) -> None:
-        """Assert that the KV events so far add up to the state that the cache reports, which the integrity check has
-        compared."""
+        """Assert that the KV events add up to the state that the cache reports.
+
+        The integrity check has compared that state with the tree.
+        """
         self.mirror.apply(self.cache.take_events())
         announced = {medium.value: blocks for medium, blocks in self.cache.events.announced.items()}
         assert self.mirror.blocks == announced

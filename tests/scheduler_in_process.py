@@ -132,8 +132,10 @@ class Drafts:
 
 
 class InProcess:
-    """A scheduler with fp32 KV entries and keys. EAGLE makes `draft_tokens`; `flags` are fields of SGLang's
-    ServerArgs."""
+    """A scheduler with fp32 KV entries and keys.
+
+    EAGLE makes `draft_tokens`; `flags` are fields of SGLang's ServerArgs.
+    """
 
     def __init__(self, model: Path, draft_tokens: int, overlap: bool, **flags: Any) -> None:
         load_plugins()

@@ -1,10 +1,12 @@
 """CPU servers and tests inside SGLang that are forked from a process that has imported SGLang once.
 
 A server consists of a launcher, schedulers and a detokenizer. Each would import SGLang and torch for 13 s of CPU time.
-Otherwise a server starts as from its command: with its own process group, environment, arguments and output file, and
-with SGLang's `launch_server` as the main program. There are two differences. The environment that SGLang reads when it
-is imported is the same for all servers. A scheduler inherits the plugin from its launcher (test_commands.py tests that
-it loads the plugin by itself).
+
+A forked server otherwise starts as from its command. It has its own process group, environment, arguments and output
+file, and SGLang's `launch_server` is the main program. There are two differences:
+
+- The environment that SGLang reads when it is imported is the same for all servers.
+- A scheduler inherits the plugin from its launcher. test_commands.py tests that a scheduler loads the plugin by itself.
 """
 
 from __future__ import annotations

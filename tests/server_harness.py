@@ -117,8 +117,10 @@ class Server(Endpoint):
         return _answer(self.post("/generate", {**_request(prompt, count), **self.fields, **fields})["meta_info"])
 
     def begin(self, prompt: Sequence[int], count: int, generated: int, **fields: Any) -> Callable[[], Generated]:
-        """Start a request and return once it has generated `generated` tokens. The returned function returns the whole
-        answer."""
+        """Start a request and return once it has generated `generated` tokens.
+
+        The returned function returns the whole answer.
+        """
         body = {**_request(prompt, count), **self.fields, **fields, "stream": True}
         answer = ExitStack()
         events = _events(answer.enter_context(self.send("/generate", body)))
@@ -211,8 +213,10 @@ class Server(Endpoint):
             self.get("/server_info")
 
     def retractions(self) -> int:
-        """Return the number of retractions for lack of memory in the log. Each process of a rank logs all of
-        its rank."""
+        """Return the number of retractions for lack of memory in the log.
+
+        Each process of a rank logs all of its rank.
+        """
         lines = [line for line in self.log_text().splitlines() if "Retract requests" in line]
         said = Counter((*re.findall(r" (DP\d+|TP\d+)(?=[ \]])", line),) for line in lines)
         of_ranks: dict[str, int] = {}
@@ -298,8 +302,10 @@ def ends(server: Server) -> Iterator[list[psutil.Process]]:
 
 
 def one_core_each(processes: int) -> str:
-    """Return SGLANG_CPU_OMP_THREADS_BIND for this number of processes. On a CPU SGLang needs the cores of each
-    process."""
+    """Return SGLANG_CPU_OMP_THREADS_BIND for this number of processes.
+
+    On a CPU SGLang needs the cores of each process.
+    """
     cores = sorted(os.sched_getaffinity(0))
     return "|".join(str(cores[i * len(cores) // processes]) for i in range(processes))
 
@@ -372,8 +378,10 @@ def assert_right_though_retracted(server: Server, oracle: Oracle | OracleV41, to
 def assert_burst(
     server: Server, oracle: Oracle, asked: Sequence[tuple[int, int, int]], seed: int, tolerance: float
 ) -> None:
-    """Assert that simultaneous requests of (tokens, tokens to generate, rank of DP attention) get the oracle's
-    answers."""
+    """Assert that simultaneous requests get the oracle's answers.
+
+    A request is (tokens, tokens to generate, rank of DP attention).
+    """
     prompts = [prompt(length, seed=seed + i) for i, (length, _, _) in enumerate(asked)]
     counts, ranks = [count for _, count, _ in asked], [rank for _, _, rank in asked]
     for ids, got, count in zip(prompts, server.generate_all(prompts, counts, ranks), counts):

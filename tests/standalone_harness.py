@@ -1,5 +1,7 @@
-"""Requests of a `KVCacheManager` with random layers. The outputs of a request must not depend on concurrent
-requests."""
+"""Requests of a `KVCacheManager` with random layers.
+
+The outputs of a request must not depend on concurrent requests.
+"""
 
 import dataclasses
 import functools

@@ -161,8 +161,10 @@ CALLS = st.lists(
 
 @given(st.integers(0, 20), CALLS)
 def test_any_order_of_calls(total: int, calls: list) -> None:
-    """After any sequence of calls, a block has owners or is free, never both. The count and the errors follow from the
-    owners."""
+    """After any sequence of calls, a block has owners or is free, never both.
+
+    The count and the errors follow from the owners.
+    """
     allocator = BlockAllocator(total, "cpu")
     owners: Counter[int] = Counter()
     for call, n, rng in calls:
@@ -199,7 +201,7 @@ def test_default_device_and_pinned_top() -> None:
 
 @pytest.mark.gpu
 def test_no_wait_for_the_device() -> None:
-    """acquire and num_free never wait for the device."""
+    """Calls of acquire and num_free never wait for the device."""
     allocator = BlockAllocator(64)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

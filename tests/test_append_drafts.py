@@ -115,8 +115,7 @@ class Requests:
             self.lengths[r] += kept[r]
 
     def tracked(self, request: int, count: int, batch: Batch) -> Tensor:
-        """Return the snapshot slot of each token of the last whole block of the step's first request, -1 for other
-        tokens."""
+        """Return SNAPSHOT for tokens of the last whole block of the step's first request, -1 for other tokens."""
         end = (self.lengths[request] + count) // 128 * 128
         mine = (batch.token_request == 0) & (batch.positions >= end - 128) & (batch.positions < end)
         return torch.where(mine, SNAPSHOT, -1).int()
@@ -209,8 +208,10 @@ class Compared:
         self.check()
 
     def keep_rows(self, request: int, last: int, count: int) -> None:
-        """Keep the last entries from the plain ring. Zeros replace the entries that it never held and that no step
-        reads."""
+        """Keep the last entries from the plain ring.
+
+        Zeros replace the entries that it never held and that no step reads.
+        """
         length = self.plain.lengths[request]
         hidden = self.rows[request].new_zeros(count - last, self.rows[request].shape[1])
         self.rows[request] = torch.cat([self.rows[request], hidden, self.plain.ring(request, length - last, length)])

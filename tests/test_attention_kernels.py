@@ -1,5 +1,7 @@
-"""The choice of the attention kernel for a step from the kernels' own declarations. The GPUs are stand-ins, on which no
-kernel runs."""
+"""The choice of the attention kernel for a step from the kernels' own declarations.
+
+The GPUs are stand-ins, on which no kernel runs.
+"""
 
 from collections.abc import Callable
 

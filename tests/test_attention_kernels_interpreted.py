@@ -1,5 +1,7 @@
-"""The Triton attention kernels compile for each architecture without a GPU. interpreted_kernels.py tests their
-results."""
+"""The Triton attention kernels compile for each architecture without a GPU.
+
+interpreted_kernels.py tests their results.
+"""
 
 import os
 

@@ -577,8 +577,10 @@ def disaggregation_arguments(out: Path) -> argparse.Namespace:
 
 
 def test_the_servers_of_a_pair(tmp_path: Path) -> None:
-    """The servers of a pair use the same bootstrap port and one GPU each. The single server with two ranks uses both
-    GPUs."""
+    """The servers of a pair use the same bootstrap port and one GPU each.
+
+    The single server with two ranks uses both GPUs.
+    """
 
     def value(server: servers.Server, flag: str) -> str:
         return server.argv[server.argv.index(flag) + 1]

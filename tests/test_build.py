@@ -40,8 +40,10 @@ def test_is_compiled_once(library, monkeypatch):
 
 @pytest.mark.slow
 def test_takes_only_the_stable_abi_from_torch(library):
-    """All torch symbols of the library are C functions of the stable ABI. This torch has all of them except the CUDA
-    stream."""
+    """All torch symbols of the library are C functions of the stable ABI.
+
+    This torch has all of them except the CUDA stream.
+    """
     listing = subprocess.run(
         ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
     ).stdout

@@ -1,5 +1,7 @@
-"""The commands with a stand-in for `sglang.launch_server`. tests/server/test_commands.py runs them with the
-real one."""
+"""The commands with a stand-in for `sglang.launch_server`.
+
+tests/server/test_commands.py runs them with the real one.
+"""
 
 import json
 import os
@@ -107,8 +109,10 @@ server.serve_forever()
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a stand-in for `sglang.launch_server` first on the path. It implements the part of HTTP that the commands
-    use."""
+    """Put a stand-in for `sglang.launch_server` first on the path.
+
+    It implements the part of HTTP that the commands use.
+    """
     package = tmp_path / "stand_in" / "sglang"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()

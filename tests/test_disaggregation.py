@@ -49,8 +49,10 @@ FORMATS: dict[str, tuple[torch.dtype, Options, int]] = {
 
 
 def make_layout(name: str) -> CacheLayout:
-    """Return a layout of two SWA layers, two CSA layers and one HCA layer. With drafts it includes the draft model's
-    layer."""
+    """Return a layout of two SWA layers, two CSA layers and one HCA layer.
+
+    With drafts it includes the draft model's layer.
+    """
     dtype, options, drafts = FORMATS[name]
     layers = 1 if drafts else 0
     whole = served_layout(DSV4Config.flash(), dtype, options, "cpu", draft_tokens=drafts, draft_layers=layers)

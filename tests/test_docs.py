@@ -1,5 +1,7 @@
-"""References in pages and comments exist (sections of the cache mathematics, links, files). Imports follow the package
-order."""
+"""References in pages and comments exist (sections of the cache mathematics, links, files).
+
+Imports follow the package order.
+"""
 
 import json
 import re
@@ -23,7 +25,7 @@ FILE = re.compile(r"`((?:dsv4_sglang|csrc|tests|benchmarks|examples|docs|tools)/
 # Pages of docs/design name modules relative to the package.
 MODULE = re.compile(r"`((?:model|formats|ops|cache|attention|standalone|testing|srt|planner|cli)/[\w./]*)`")
 IMPORT = re.compile(r"^\s*(?:from|import) dsv4_sglang\.(\w+)", re.MULTILINE)
-# 7 to 40 hexadecimal digits, a decimal one and a letter among them.
+# 7 to 40 hexadecimal digits with at least one decimal digit and one letter.
 COMMIT = re.compile(r"(?<![\w.])(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b")
 CODE = re.compile(r"^```.*?^```|^    .*?$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<(?:img|source)\b[^>]*?\bsrc(?:set)?=\"([^\"]+)\"")

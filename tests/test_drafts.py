@@ -31,8 +31,7 @@ def test_drafts_are_right_some_of_the_time(folder: Path) -> None:
 
 
 def test_a_block_goes_on_from_its_cache(folder: Path) -> None:
-    """One position at a time after a cached prefix, beyond the window, gives the same logits as all positions
-    at once."""
+    """Single positions after a cached prefix, beyond the window, have the same logits as all positions at once."""
     block, generator = NextN(folder), torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 384, (140,), generator=generator).tolist()
     streams = torch.randn(140, 4, 256, generator=generator)

@@ -374,8 +374,7 @@ def test_a_renamed_flag_is_seen_at_start(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_resolved_flags() -> None:
-    """A flag that SGLang may set by itself and that this package does not read is rejected only as given by the
-    user."""
+    """A flag that SGLang may set and that this package does not read is rejected only as given by the user."""
     reject_resolved(arguments(triton_attention_num_kv_splits=16, quantization="modelopt_fp4", pp_size=1))
     with pytest.raises(ValueError, match="--pp-size 2 is not supported"):
         reject_resolved(arguments(pp_size=2))

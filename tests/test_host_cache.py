@@ -355,7 +355,7 @@ def test_a_host_smaller_than_the_device_has_what_the_device_has_not(
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_leaves_the_device_next_is_on_the_host_before(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    """With an eviction margin of a quarter of the device, no allocation waits for a copy.
+    """No allocation waits for a copy if a quarter of the device is kept free or evictable without a copy.
 
     This holds although the host is full of copies of blocks that the device keeps. No node is copied twice because its
     first copy was evicted for another.
@@ -394,8 +394,11 @@ def test_what_leaves_the_device_next_is_on_the_host_before(monkeypatch: pytest.M
 
 
 def test_what_is_superseded_makes_no_room_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a conversation evicts the blocks of superseded snapshots. A superseded snapshot then needs
-    only a row."""
+    """A superseded snapshot evicts no blocks of others from a full host.
+
+    Once the end of its conversation is on the host, it needs only a row.
+
+    """
     server = HostCacheServer(monkeypatch, seed=0, blocks=20, host_blocks=12)
     for line in range(4):
         server.serve(prompt(line))
@@ -417,8 +420,7 @@ def test_what_is_superseded_makes_no_room_for_blocks(monkeypatch: pytest.MonkeyP
 
 
 def test_a_row_in_the_middle_of_a_path_goes_without_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one conversation that save the least computation are evicted for those of the next, without their
-    blocks."""
+    """The next conversation takes the rows that save the least computation. Their blocks stay on the host."""
     server = HostCacheServer(monkeypatch, seed=0, blocks=20, host_snapshots=3)
     for line, blocks in ((0, 10), (1, 6)):
         server.serve(prompt(line, blocks))
@@ -651,7 +653,8 @@ def test_sizes() -> None:
     assert (with_given.blocks, with_given.snapshots) == (250, 25)
     by_size = host_demand(**device, ratio=2.0, size_gb=1)
     assert (by_size.blocks, by_size.snapshots) == (1060, 144)
-    # If the number of snapshots is set by the running requests alone, a ninth of the memory is for snapshots.
+    # Without `max_snapshots` the device's number counts running requests only. Snapshots then take about a ninth of the
+    # bytes of the blocks.
     by_share = host_demand(**device | {"max_snapshots": None}, ratio=2.5, size_gb=0)
     assert (by_share.blocks, by_share.snapshots) == (450, 5)
     flash = {"device_blocks": 7800, "device_snapshots": 90, "block_bytes": 452_512, "snapshot_bytes": 3_644_416}

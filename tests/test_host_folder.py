@@ -248,8 +248,10 @@ def test_pages_that_are_read_stay(tmp_path: Path) -> None:
 
 
 def test_new_weights_are_stored_within_the_bound(tmp_path: Path) -> None:
-    """Pages of new weights have another name. Pages of the old weights that were written in the meantime are
-    orphans."""
+    """Pages of new weights have another name.
+
+    Pages of the old weights that were written in the meantime are orphans.
+    """
     folder = tmp_path / "pages"
     storage = open_storage(folder, max_size=4 * PAGE, eviction_ratio=1)
     assert all(store(storage, at) for at in range(4))
@@ -295,8 +297,10 @@ def test_a_named_folder_that_everybody_can_write_is_rejected(
 
 
 def test_a_page_that_another_user_has_stored_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The server may not change the mode of such a page. An error would end SGLang's storage thread and all its
-    saves."""
+    """The server may not change the mode of such a page.
+
+    An error would end SGLang's storage thread and all its saves.
+    """
 
     def rejected(self: Path, mode: int) -> None:
         raise PermissionError(f"{self} belongs to another user")

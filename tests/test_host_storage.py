@@ -322,8 +322,10 @@ def nothing_left(server: HostCacheServer) -> None:
 def test_a_fetch_that_is_aborted_at_any_point(
     monkeypatch: pytest.MonkeyPatch, late: Callable[..., HostCacheServer], policy: str, then: str
 ) -> None:
-    """Another request takes the freed host rows before the reading thread resumes. The thread does not write to
-    them."""
+    """Another request takes the freed host rows before the reading thread resumes.
+
+    The thread does not write to them.
+    """
     for parts in range(100):
         with monkeypatch.context() as patch:
             server = late(patch, policy, host_blocks=9, host_snapshots=3)
@@ -385,8 +387,10 @@ def test_a_fetch_that_its_request_looks_for_at_any_point(
 def test_a_part_of_what_a_request_looks_for(
     monkeypatch: pytest.MonkeyPatch, folder: Path, late: Callable[..., HostCacheServer], policy: str, why: str
 ) -> None:
-    """The request resumes from the last snapshot before the missing page. A damaged page is detected only when it is
-    read."""
+    """The request resumes from the last snapshot before the missing page.
+
+    A damaged page is detected only when it is read.
+    """
     server = late(monkeypatch, policy, host_blocks=8 if why == "the host has no room" else 120)
     if why != "the host has no room":
         last = (9).to_bytes(8, "little") * BLOCK
